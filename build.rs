@@ -1,0 +1,16 @@
+//! Builds the cxx glue into the static library when the feature `torch` is on. The headers it generates are what
+//! `cpp/` includes; `setup.py` finds them below `target/cxxbridge`.
+
+fn main() {
+    println!("cargo:rerun-if-changed=build.rs");
+    #[cfg(feature = "torch")]
+    {
+        println!("cargo:rerun-if-changed=src/bridge.rs");
+        println!("cargo:rerun-if-changed=cpp/host.hpp");
+        cxx_build::bridge("src/bridge.rs")
+            .include("cpp")
+            .std("c++17")
+            .flag_if_supported("-fvisibility=hidden")
+            .compile("sagellm_bridge");
+    }
+}

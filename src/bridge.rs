@@ -1,0 +1,410 @@
+//! The contract between C++ and Rust: the only cxx bridge. No logic lives here, and no panic crosses it.
+//!
+//! C++ -> Rust: `connect` makes a group, `Group::issue` starts an operation, `Op` answers for it.
+//! Rust -> C++: `Store` (c10d's key-value store), `Completion` (what the shim wants to do when an operation starts and
+//! ends), `check_interrupt` (Python's pending signals), `log_line` (Python's logging).
+//!
+//! Errors cross as text whose first letter is `Error::code` (V invalid, T timeout, D rank failed, M mismatch, A
+//! aborted, P interrupted by Python, S system, B bug); `cpp/work.cpp` strips it and raises the matching exception.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::config::Config;
+use crate::error::{Error, Result};
+use crate::group::{self, Group, Op};
+use crate::types::{Dtype, Kind, ReduceOp, Request, Span};
+
+#[cxx::bridge(namespace = "sagellm")]
+pub mod ffi {
+    /// A contiguous piece of caller memory.
+    #[derive(Clone, Copy)]
+    struct Piece {
+        addr: usize,
+        bytes: usize,
+    }
+
+    /// `types::Request` without its lists; the numbers are the discriminants in `types.rs`.
+    struct Call {
+        kind: u8,
+        dtype: u8,
+        op: u8,
+        /// The factor of PREMUL_SUM.
+        factor: f64,
+        /// Root, or the peer of a send or receive (4294967295: from anyone).
+        root: u32,
+        tag: u32,
+        /// Negative: the group's timeout.
+        timeout_ms: i64,
+        sync: bool,
+        /// `Completion::prepare` must run before the inputs are read, `Completion::store_back` before the end is told.
+        staged: bool,
+    }
+
+    /// What a group is made from.
+    struct Setup {
+        rank: u32,
+        size: u32,
+        timeout_ms: u64,
+        /// Name for messages.
+        name: String,
+        /// Why this group must not use shared memory, or empty. Tests and the option `engine="delegate"` set it.
+        delegate_reason: String,
+    }
+
+    extern "Rust" {
+        type RustGroup;
+        type RustOp;
+
+        /// Meets the other ranks through the store and builds the engine. Blocks until all came, or the timeout.
+        fn connect(setup: &Setup, store: SharedPtr<Store>) -> Result<Box<RustGroup>>;
+
+        /// Why the whole group must be served by a delegate (ranks on several hosts, say), or empty.
+        fn delegate_reason(self: &RustGroup) -> String;
+        /// Starts one operation; never waits for a peer. Errors here used no sequence number and sent nothing.
+        /// `completion` may be null. Lists as in `types::Request`.
+        fn issue(
+            self: &RustGroup,
+            call: &Call,
+            inputs: &[Piece],
+            outputs: &[Piece],
+            in_blocks: &[usize],
+            out_blocks: &[usize],
+            also_touched: &[Piece],
+            completion: SharedPtr<Completion>,
+        ) -> Result<Box<RustOp>>;
+        /// Starts one operation and finishes it on this thread (`call.sync`); the cheapest path.
+        /// On any error the group is left in the state the error names; the caller's memory is no longer used.
+        fn run(
+            self: &RustGroup,
+            call: &Call,
+            inputs: &[Piece],
+            outputs: &[Piece],
+            in_blocks: &[usize],
+            out_blocks: &[usize],
+            also_touched: &[Piece],
+            completion: SharedPtr<Completion>,
+        ) -> Result<()>;
+        /// Rank 0 learns who is missing; the others wait for rank 0. Uses no sequence number, poisons nothing.
+        fn monitored_barrier(self: &RustGroup, timeout_ms: i64, wait_all_ranks: bool) -> Result<()>;
+        /// Number of the last collective issued (0 before the first).
+        fn sequence(self: &RustGroup) -> u64;
+        fn set_timeout(self: &RustGroup, timeout_ms: u64);
+        /// Fails everything pending here and on the peers.
+        fn abort(self: &RustGroup, reason: &str);
+        /// Leaves the group in order: pending operations fail, peers still receive what was published.
+        fn shutdown(self: &RustGroup);
+        /// The group's fault with its code letter, or empty.
+        fn fault(self: &RustGroup) -> String;
+        /// Which engine serves it and why, for logs: one line.
+        fn describe(self: &RustGroup) -> String;
+
+        /// True when the operation has ended, well or not.
+        fn is_done(self: &RustOp) -> bool;
+        /// Negative: until the operation's own deadline. Ok: it ended well.
+        fn wait(self: &RustOp, timeout_ms: i64) -> Result<()>;
+        /// The error with its code letter, or empty.
+        fn error(self: &RustOp) -> String;
+        /// Sequence number within the group (collectives) or the ordered pair (point to point).
+        fn number(self: &RustOp) -> u64;
+        /// The rank a receive took from, or -1.
+        fn source(self: &RustOp) -> i32;
+        /// Nanoseconds from issue to end, 0 while it runs.
+        fn duration_ns(self: &RustOp) -> u64;
+        fn timeout_ms(self: &RustOp) -> u64;
+        /// Cancels a pending operation; a collective poisons its group.
+        fn cancel(self: &RustOp);
+
+        /// Highest level that is logged: 0 off, 1 error, 2 warn, 3 info, 4 debug, 5 trace.
+        fn set_log_level(level: u8);
+        /// Facts about this machine as `name<TAB>value` lines (cores, quota, kernel, memory limits).
+        fn doctor() -> String;
+        /// Stops this process's threads of ours; called once, from atexit, with the GIL released.
+        fn at_exit();
+    }
+
+    unsafe extern "C++" {
+        include!("host.hpp");
+
+        type Store;
+        fn set(self: &Store, key: &str, value: &[u8]) -> Result<()>;
+        /// Does not wait: false when the key is not there.
+        fn try_get(self: &Store, key: &str, value: &mut Vec<u8>) -> Result<bool>;
+
+        type Completion;
+        /// Copies strided inputs into their contiguous pieces. Runs on any thread, without the GIL.
+        fn prepare(self: &Completion);
+        /// Copies contiguous results back into strided outputs. Runs on any thread, without the GIL.
+        fn store_back(self: &Completion);
+        /// The operation has ended; `error` is empty or carries its code letter. Must not run Python nor block: queues.
+        fn ended(self: &Completion, error: &str);
+
+        /// True when a Python signal handler raised; the shim keeps the exception for the thread that asked.
+        fn check_interrupt() -> bool;
+        /// Hands one line to Python's logging, on a thread where that is safe. Never blocks on the GIL.
+        fn log_line(level: u8, text: &str);
+    }
+}
+
+// SAFETY: the shim's `Store` and `Completion` are written to be called from any thread (host.hpp says so).
+unsafe impl Send for ffi::Store {}
+// SAFETY: as above.
+unsafe impl Sync for ffi::Store {}
+// SAFETY: as above.
+unsafe impl Send for ffi::Completion {}
+// SAFETY: as above.
+unsafe impl Sync for ffi::Completion {}
+
+pub struct RustGroup(Arc<Group>);
+pub struct RustOp(Arc<Op>);
+
+/// Text of an error as it crosses the bridge.
+fn coded(error: &Error) -> String {
+    format!("{}{}", error.code(), error.text())
+}
+
+/// Runs `body`; an error or a panic becomes the text that `cpp/work.cpp` reads.
+fn guarded<T>(body: impl FnOnce() -> Result<T>) -> std::result::Result<T, String> {
+    match catch_unwind(AssertUnwindSafe(body)) {
+        Ok(Ok(value)) => Ok(value),
+        Ok(Err(error)) => Err(coded(&error)),
+        Err(panic) => {
+            let text = panic
+                .downcast_ref::<String>()
+                .map(String::as_str)
+                .or_else(|| panic.downcast_ref::<&str>().copied())
+                .unwrap_or("no message");
+            Err(coded(&Error::Bug(format!("sagellm: internal error, please report it: {text}"))))
+        }
+    }
+}
+
+struct StoreHook(cxx::SharedPtr<ffi::Store>);
+
+impl group::Store for StoreHook {
+    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        self.0.set(key, value).map_err(|e| Error::System(format!("the store refused to set {key}: {e}")))
+    }
+    fn try_get(&self, key: &str) -> Result<Option<Vec<u8>>> {
+        let mut value = Vec::new();
+        match self.0.try_get(key, &mut value) {
+            Ok(true) => Ok(Some(value)),
+            Ok(false) => Ok(None),
+            Err(e) => Err(Error::System(format!("the store refused to get {key}: {e}"))),
+        }
+    }
+}
+
+struct CompletionHook {
+    inner: cxx::SharedPtr<ffi::Completion>,
+    staged: bool,
+}
+
+impl group::Completion for CompletionHook {
+    fn prepare(&self) {
+        if self.staged {
+            self.inner.prepare();
+        }
+    }
+    fn store_back(&self) {
+        if self.staged {
+            self.inner.store_back();
+        }
+    }
+    fn ended(&self, error: Option<&Error>) {
+        self.inner.ended(&error.map(coded).unwrap_or_default());
+    }
+}
+
+struct PythonHook;
+
+impl group::Host for PythonHook {
+    fn interrupted(&self) -> bool {
+        ffi::check_interrupt()
+    }
+}
+
+struct PythonLog;
+
+impl log::Log for PythonLog {
+    fn enabled(&self, metadata: &log::Metadata) -> bool {
+        metadata.level() <= log::max_level()
+    }
+    fn log(&self, record: &log::Record) {
+        if self.enabled(record.metadata()) {
+            ffi::log_line(record.level() as u8, &record.args().to_string());
+        }
+    }
+    fn flush(&self) {}
+}
+
+fn set_log_level(level: u8) {
+    let _ = log::set_logger(&PythonLog);
+    log::set_max_level(match level {
+        0 => log::LevelFilter::Off,
+        1 => log::LevelFilter::Error,
+        2 => log::LevelFilter::Warn,
+        3 => log::LevelFilter::Info,
+        4 => log::LevelFilter::Debug,
+        _ => log::LevelFilter::Trace,
+    });
+}
+
+fn connect(setup: &ffi::Setup, store: cxx::SharedPtr<ffi::Store>) -> std::result::Result<Box<RustGroup>, String> {
+    guarded(|| {
+        let config = Config {
+            rank: setup.rank as usize,
+            size: setup.size as usize,
+            timeout: Duration::from_millis(setup.timeout_ms),
+            name: setup.name.clone(),
+            delegate_reason: Some(setup.delegate_reason.clone()).filter(|reason| !reason.is_empty()),
+        };
+        let group = Group::connect(config, &StoreHook(store), Arc::new(PythonHook))?;
+        Ok(Box::new(RustGroup(group)))
+    })
+}
+
+fn spans(pieces: &[ffi::Piece]) -> Vec<Span> {
+    pieces.iter().map(|piece| Span { addr: piece.addr, bytes: piece.bytes }).collect()
+}
+
+fn request(
+    call: &ffi::Call,
+    inputs: &[ffi::Piece],
+    outputs: &[ffi::Piece],
+    in_blocks: &[usize],
+    out_blocks: &[usize],
+    also_touched: &[ffi::Piece],
+) -> Result<Request> {
+    let unknown = |what: &str, value: u8| Error::Bug(format!("sagellm: unknown {what} {value} came over the bridge"));
+    Ok(Request {
+        kind: Kind::from_u8(call.kind).ok_or_else(|| unknown("kind", call.kind))?,
+        dtype: Dtype::from_u8(call.dtype).ok_or_else(|| unknown("dtype", call.dtype))?,
+        op: ReduceOp::from_u8(call.op, call.factor).ok_or_else(|| unknown("reduce op", call.op))?,
+        root: call.root,
+        tag: call.tag,
+        timeout_ms: u64::try_from(call.timeout_ms).ok(),
+        sync: call.sync,
+        inputs: spans(inputs),
+        outputs: spans(outputs),
+        in_blocks: in_blocks.to_vec(),
+        out_blocks: out_blocks.to_vec(),
+        also_touched: spans(also_touched),
+    })
+}
+
+fn hook(call: &ffi::Call, completion: cxx::SharedPtr<ffi::Completion>) -> Option<Box<dyn group::Completion>> {
+    (!completion.is_null())
+        .then(|| Box::new(CompletionHook { inner: completion, staged: call.staged }) as Box<dyn group::Completion>)
+}
+
+impl RustGroup {
+    fn delegate_reason(&self) -> String {
+        self.0.delegate_reason().unwrap_or_default().to_string()
+    }
+
+    #[allow(clippy::too_many_arguments)] // one parameter a list of the request: cxx cannot pass them as one struct
+    fn issue(
+        &self,
+        call: &ffi::Call,
+        inputs: &[ffi::Piece],
+        outputs: &[ffi::Piece],
+        in_blocks: &[usize],
+        out_blocks: &[usize],
+        also_touched: &[ffi::Piece],
+        completion: cxx::SharedPtr<ffi::Completion>,
+    ) -> std::result::Result<Box<RustOp>, String> {
+        guarded(|| {
+            let request = request(call, inputs, outputs, in_blocks, out_blocks, also_touched)?;
+            Ok(Box::new(RustOp(self.0.issue(request, hook(call, completion))?)))
+        })
+    }
+
+    #[allow(clippy::too_many_arguments)] // as above
+    fn run(
+        &self,
+        call: &ffi::Call,
+        inputs: &[ffi::Piece],
+        outputs: &[ffi::Piece],
+        in_blocks: &[usize],
+        out_blocks: &[usize],
+        also_touched: &[ffi::Piece],
+        completion: cxx::SharedPtr<ffi::Completion>,
+    ) -> std::result::Result<(), String> {
+        guarded(|| {
+            let request = request(call, inputs, outputs, in_blocks, out_blocks, also_touched)?;
+            self.0.run(request, hook(call, completion))
+        })
+    }
+
+    fn monitored_barrier(&self, timeout_ms: i64, wait_all_ranks: bool) -> std::result::Result<(), String> {
+        guarded(|| {
+            let timeout = u64::try_from(timeout_ms).ok().map(Duration::from_millis);
+            self.0.monitored_barrier(timeout, wait_all_ranks)
+        })
+    }
+
+    fn sequence(&self) -> u64 {
+        self.0.sequence()
+    }
+    fn set_timeout(&self, timeout_ms: u64) {
+        self.0.set_timeout(Duration::from_millis(timeout_ms));
+    }
+    fn abort(&self, reason: &str) {
+        let _ = guarded(|| {
+            self.0.abort(reason);
+            Ok(())
+        });
+    }
+    fn shutdown(&self) {
+        let _ = guarded(|| {
+            self.0.shutdown();
+            Ok(())
+        });
+    }
+    fn fault(&self) -> String {
+        self.0.fault().as_ref().map(coded).unwrap_or_default()
+    }
+    fn describe(&self) -> String {
+        self.0.describe()
+    }
+}
+
+impl RustOp {
+    fn is_done(&self) -> bool {
+        self.0.is_done()
+    }
+    fn wait(&self, timeout_ms: i64) -> std::result::Result<(), String> {
+        guarded(|| self.0.wait(u64::try_from(timeout_ms).ok().map(Duration::from_millis)))
+    }
+    fn error(&self) -> String {
+        self.0.error().map(coded).unwrap_or_default()
+    }
+    fn number(&self) -> u64 {
+        self.0.number()
+    }
+    fn source(&self) -> i32 {
+        self.0.source()
+    }
+    fn duration_ns(&self) -> u64 {
+        self.0.duration().as_nanos() as u64
+    }
+    fn timeout_ms(&self) -> u64 {
+        self.0.timeout().as_millis() as u64
+    }
+    fn cancel(&self) {
+        self.0.cancel();
+    }
+}
+
+fn doctor() -> String {
+    crate::topology::report()
+}
+
+fn at_exit() {
+    let _ = guarded(|| {
+        group::at_exit();
+        Ok(())
+    });
+}

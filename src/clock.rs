@@ -1,0 +1,30 @@
+//! The clock that deadlines run on: monotonic, minus the time in which this process did not run.
+//!
+//! Whoever waits reads it at least every 100 ms. A gap of more than a second between two readings while something waits
+//! means that the process was stopped (SIGSTOP, a suspended machine), which must not count against its peers. A gap
+//! while nothing waits is taken out as well and harms nobody: deadlines are set on the same clock, after the reading.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+use once_cell::sync::Lazy;
+
+const GAP: u64 = 1_000_000_000;
+
+static START: Lazy<Instant> = Lazy::new(Instant::now);
+/// Last reading, in nanoseconds since START. Relaxed: any thread's reading will do, and the sum below tolerates races
+/// of a few readings at once by taking each gap out at most once (swap).
+static LAST: AtomicU64 = AtomicU64::new(0);
+/// Sum of the gaps.
+static LOST: AtomicU64 = AtomicU64::new(0);
+
+/// Nanoseconds that this process has been running and looking at its clock.
+pub fn now() -> u64 {
+    let time = START.elapsed().as_nanos() as u64;
+    let last = LAST.swap(time, Ordering::Relaxed);
+    let gap = time.saturating_sub(last);
+    if gap > GAP {
+        LOST.fetch_add(gap, Ordering::Relaxed);
+    }
+    time.saturating_sub(LOST.load(Ordering::Relaxed))
+}

@@ -1,0 +1,226 @@
+//! Typed access to a group's segment: its words, headers and buffers. All addresses come from `Layout`, and `Segment`
+//! checks each against its length: no index, length or offset that was read from shared memory ends up in a pointer
+//! without passing through them.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+
+use super::layout::{INLINE_BYTES, Layout, SLOT_BYTES};
+use super::protocol::{Region, Word, Words};
+use super::segment::Segment;
+use super::signal::Bell;
+
+/// Control words of a rank beside those of `protocol::Word`, by index of `Layout::control_word`.
+const DONE: usize = 0;
+const STAGE_READY: usize = 1;
+const STAGE_DRAINED: usize = 2;
+const RESULT_READY: usize = 3;
+const RESULT_DRAINED: usize = 4;
+const DOOR: usize = 5;
+/// Written by its rank when it leaves, read by its peers only when they have waited long.
+const LIFE: usize = 6;
+const MONITOR: usize = 7;
+
+/// Group words.
+const ABORT: usize = 0;
+const SLEEPERS: usize = 1;
+
+pub struct Area {
+    segment: Arc<Segment>,
+    pub layout: Layout,
+    pub me: usize,
+    pub ranks: usize,
+}
+
+/// What a slot's header line says beside its tag.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Header {
+    pub signature: u64,
+    /// Bytes of the own block, or the bits of a PREMUL_SUM factor, or whether all_to_all blocks lie in the slot.
+    pub aux: u64,
+}
+
+impl Area {
+    pub fn new(segment: Arc<Segment>, layout: Layout, me: usize) -> Area {
+        Area { segment, layout, me, ranks: layout.ranks }
+    }
+
+    fn word64(&self, offset: usize) -> &AtomicU64 {
+        // SAFETY: `ptr` checks the bounds; offsets are multiples of eight in a page-aligned mapping that lives as long
+        // as `self`; other processes access these words with atomic instructions only.
+        unsafe { AtomicU64::from_ptr(self.segment.ptr(offset, 8).cast()) }
+    }
+
+    fn word32(&self, offset: usize) -> &AtomicU32 {
+        // SAFETY: as for word64, multiples of four.
+        unsafe { AtomicU32::from_ptr(self.segment.ptr(offset, 4).cast()) }
+    }
+
+    fn at(&self, word: Word) -> &AtomicU64 {
+        let l = &self.layout;
+        self.word64(match word {
+            Word::Tag { rank, n } => l.slot(rank, n),
+            Word::Done(rank) => l.control_word(rank, DONE),
+            Word::Ready(Region::Stage, rank) => l.control_word(rank, STAGE_READY),
+            Word::Drained(Region::Stage, rank) => l.control_word(rank, STAGE_DRAINED),
+            Word::Ready(Region::Result, rank) => l.control_word(rank, RESULT_READY),
+            Word::Drained(Region::Result, rank) => l.control_word(rank, RESULT_DRAINED),
+        })
+    }
+
+    // Slots. The header is read with relaxed loads after the tag was acquired; a peer that breaks the protocol can make
+    // the values wrong, not the accesses.
+
+    pub fn write_header(&self, n: u64, header: Header) {
+        let at = self.layout.slot(self.me, n);
+        self.word64(at + 8).store(header.signature, Ordering::Relaxed);
+        self.word64(at + 16).store(header.aux, Ordering::Relaxed);
+    }
+
+    pub fn read_header(&self, rank: usize, n: u64) -> Header {
+        let at = self.layout.slot(rank, n);
+        Header {
+            signature: self.word64(at + 8).load(Ordering::Relaxed),
+            aux: self.word64(at + 16).load(Ordering::Relaxed),
+        }
+    }
+
+    /// Where a slot keeps a payload of `bytes`: in the header line if it fits, else behind it.
+    pub fn payload(&self, rank: usize, n: u64, bytes: usize) -> *mut u8 {
+        assert!(bytes <= SLOT_BYTES, "sagellm: a slot payload of {bytes} bytes");
+        let at = self.layout.slot(rank, n);
+        self.segment.ptr(if bytes <= INLINE_BYTES { at + 24 } else { at + 64 }, bytes)
+    }
+
+    pub fn stage(&self, rank: usize, round: u64, offset: usize, bytes: usize) -> *mut u8 {
+        assert!(offset + bytes <= self.layout.stage_bytes, "sagellm: {offset} + {bytes} bytes of a stage buffer");
+        self.segment.ptr(self.layout.stage(rank, round) + offset, bytes)
+    }
+
+    pub fn result(&self, rank: usize, round: u64, bytes: usize) -> *mut u8 {
+        assert!(bytes <= self.layout.result_bytes, "sagellm: {bytes} bytes of a result buffer");
+        self.segment.ptr(self.layout.result(rank, round), bytes)
+    }
+
+    // Pairs, see p2p.rs.
+
+    pub fn pair_word(&self, from: usize, to: usize, index: usize) -> &AtomicU64 {
+        self.word64(self.layout.pair_word(from, to, index))
+    }
+    pub fn grant(&self, from: usize, to: usize, index: u64) -> &AtomicU64 {
+        self.word64(self.layout.grant(from, to, index))
+    }
+    pub fn envelope_word(&self, from: usize, to: usize, number: u64, index: usize) -> &AtomicU64 {
+        self.word64(self.layout.envelope(from, to, number) + index * 8)
+    }
+    pub fn envelope_data(&self, from: usize, to: usize, number: u64, bytes: usize) -> *mut u8 {
+        assert!(bytes <= self.layout.eager_bytes, "sagellm: an eager message of {bytes} bytes");
+        self.segment.ptr(self.layout.envelope(from, to, number) + 64, bytes)
+    }
+    pub fn body(&self, from: usize, to: usize, round: u64, bytes: usize) -> *mut u8 {
+        assert!(bytes <= self.layout.body_bytes, "sagellm: a body part of {bytes} bytes");
+        self.segment.ptr(self.layout.body(from, to, round), bytes)
+    }
+
+    // Life and faults.
+
+    /// Highest number `rank` has published, for stall reports.
+    pub fn issued(&self, rank: usize) -> u64 {
+        (0..self.layout.depth).map(|n| self.load(Word::Tag { rank, n })).max().unwrap_or(0)
+    }
+    /// This rank left in order (shutdown or exit): release, after everything it published.
+    pub fn set_left(&self) {
+        self.word64(self.layout.control_word(self.me, LIFE)).store(1, Ordering::Release);
+    }
+    pub fn left(&self, rank: usize) -> bool {
+        self.word64(self.layout.control_word(rank, LIFE)).load(Ordering::Acquire) != 0
+    }
+
+    /// Monitored barriers: how many this rank has entered, and (rank 0) the outcome of the last eight.
+    pub fn monitor(&self, rank: usize) -> &AtomicU64 {
+        self.word64(self.layout.control_word(rank, MONITOR))
+    }
+    pub fn monitor_outcome(&self, index: u64) -> &AtomicU64 {
+        self.word64(self.layout.control_word(0, MONITOR) + 8 + (index % 8) as usize * 8)
+    }
+
+    /// Poisons the group for all ranks: the first fault wins. `code` is `Error::code`, `culprit` a rank or none.
+    pub fn poison(&self, code: char, text: &str) {
+        const ROOM: usize = super::layout::FAULT_BYTES - 8;
+        let mut end = text.len().min(ROOM);
+        while !text.is_char_boundary(end) {
+            end -= 1;
+        }
+        let at = self.layout.fault_text(self.me);
+        for (i, byte) in text.as_bytes()[..end].iter().enumerate() {
+            // SAFETY: within the bounds that `ptr` checks; volatile because peers may read while we write a second time.
+            unsafe { self.segment.ptr(at + 8 + i, 1).write_volatile(*byte) };
+        }
+        self.word64(at).store(end as u64, Ordering::Relaxed);
+        let word = (self.me as u64 + 1) | (code as u64) << 32;
+        // Release: the text before the word that leads to it. Only the first of several ranks wins.
+        let _ = self.word64(self.layout.group_word(ABORT)).compare_exchange(
+            0,
+            word,
+            Ordering::AcqRel,
+            Ordering::Acquire,
+        );
+    }
+
+    /// The group's fault: who reported it, its code, its text.
+    pub fn fault(&self) -> Option<(usize, char, String)> {
+        let word = self.word64(self.layout.group_word(ABORT)).load(Ordering::Acquire);
+        if word == 0 {
+            return None;
+        }
+        let rank = ((word & 0xffff_ffff) as usize).wrapping_sub(1);
+        if rank >= self.ranks {
+            return Some((self.me, 'B', "the group's control page was overwritten".to_string()));
+        }
+        let at = self.layout.fault_text(rank);
+        let bytes = (self.word64(at).load(Ordering::Relaxed) as usize).min(super::layout::FAULT_BYTES - 8);
+        let text: Vec<u8> = (0..bytes)
+            // SAFETY: within the bounds that `ptr` checks.
+            .map(|i| unsafe { self.segment.ptr(at + 8 + i, 1).read_volatile() })
+            .collect();
+        let code = char::from_u32((word >> 32) as u32).filter(char::is_ascii_uppercase).unwrap_or('B');
+        Some((rank, code, String::from_utf8_lossy(&text).into_owned()))
+    }
+
+    pub fn is_poisoned(&self) -> bool {
+        self.word64(self.layout.group_word(ABORT)).load(Ordering::Relaxed) != 0
+    }
+
+    pub fn segment(&self) -> &Segment {
+        &self.segment
+    }
+}
+
+impl Words for Area {
+    #[inline]
+    fn load(&self, word: Word) -> u64 {
+        self.at(word).load(Ordering::Acquire)
+    }
+    #[inline]
+    fn store(&self, word: Word, value: u64) {
+        self.at(word).store(value, Ordering::Release);
+    }
+}
+
+impl Bell for Area {
+    fn door(&self, rank: usize) -> &AtomicU32 {
+        self.word32(self.layout.control_word(rank, DOOR))
+    }
+    fn asleep(&self, rank: usize) -> &AtomicU32 {
+        self.word32(self.layout.control_word(rank, DOOR) + 4)
+    }
+    fn sleepers(&self) -> &AtomicU32 {
+        self.word32(self.layout.group_word(SLEEPERS))
+    }
+    fn fence(&self) {
+        fence(Ordering::SeqCst);
+    }
+    fn wake(&self, rank: usize) {
+        super::futex::wake_all(self.door(rank));
+    }
+}

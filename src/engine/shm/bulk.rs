@@ -1,0 +1,463 @@
+//! Large operations: rounds through cache-resident staging buffers.
+//!
+//! Idea: an operation is cut into rounds. In each round a rank *fills* its stage buffer with what its peers need, then
+//! *takes* what it needs from theirs; all_reduce and reduce take a slice each, reduce it into the result buffer, and
+//! *collect* the other ranks' slices from theirs. The three cursors run apart as far as two buffers allow, so copying
+//! round k+1 overlaps waiting for round k, and the staging area stays in the cache: DRAM sees the input once and the
+//! output once.
+//!
+//! | kind | steps a round | bytes staged / read per rank | order of summation |
+//! | --- | --- | --- | --- |
+//! | all_reduce | fill, take, collect | N(1-1/P) + N/P / 2N(1-1/P) | rank 0..P-1, each slice at one rank |
+//! | reduce | fill, take; root collects | N(1-1/P) + N/P / N(1-1/P), root 2N(1-1/P) | the same |
+//! | reduce_scatter | fill, take | N(1-1/P) / N(1-1/P) | the same |
+//! | all_gather, gather | fill, take | N / (P-1)N (gather: root only) | - |
+//! | broadcast, scatter | root fills, others take | N / N | - |
+//! | all_to_all | fill, take | N(1-1/P) / N(1-1/P) | - |
+//!
+//! Source: the two-shot all_reduce of MSCCL++ and DeepSpeed, here pipelined, with one round counter for all kinds.
+
+use super::area::Area;
+use super::pieces::{Pieces, transfer};
+use super::protocol::{self, Region, Slots, Word, Words};
+use super::small::{self, block, block_start};
+use crate::error::Result;
+use crate::op::Op;
+use crate::reduce::Kernel;
+use crate::types::Kind;
+
+/// First rounds that the next large operation may use, per region; the same on all ranks.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Bases {
+    pub stage: u64,
+    pub result: u64,
+}
+
+/// Where a large operation stands.
+pub struct Rounds {
+    chunk: usize,
+    /// Ranks whose headers were seen and agree; all needed ones before the first take.
+    seen: usize,
+    /// Set when the operation is at the head of the large ones and its number of rounds is known.
+    plan: Option<Plan>,
+    fill: u64,
+    take: u64,
+    collect: u64,
+    factors: Vec<f64>,
+}
+
+struct Plan {
+    bases: Bases,
+    rounds: u64,
+    /// all_to_all: the tables of the ranks (this one too) whose blocks come in rounds.
+    tables: Vec<Option<Vec<usize>>>,
+}
+
+/// What became of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Step {
+    Blocked,
+    Moved,
+    Done,
+}
+
+impl Rounds {
+    pub fn new(chunk: usize) -> Rounds {
+        Rounds { chunk, seen: 0, plan: None, fill: 0, take: 0, collect: 0, factors: Vec::new() }
+    }
+
+    /// False once `peer` has done all its part in this operation: used when `peer` is dead or late.
+    pub fn needs(&self, area: &Area, op: &Op, peer: usize) -> bool {
+        let Some(plan) = &self.plan else { return !Slots::is_published(area, peer, op.number) };
+        let bulk = Bulk { area, op, kernel: None, scratch: &mut Vec::new() };
+        let through = |region, base: u64| {
+            let least = base + plan.rounds;
+            area.load(Word::Drained(region, peer)) < least
+                || (bulk.peer_fills(region, peer) && area.load(Word::Ready(region, peer)) < least)
+        };
+        !Slots::is_published(area, peer, op.number)
+            || (plan.rounds > 0
+                && (through(Region::Stage, plan.bases.stage)
+                    || (bulk.uses_result() && through(Region::Result, plan.bases.result))))
+    }
+}
+
+/// One large operation at the head of its group, with what it needs to move.
+pub struct Bulk<'a> {
+    pub area: &'a Area,
+    pub op: &'a Op,
+    pub kernel: Option<&'a Kernel>,
+    pub scratch: &'a mut Vec<u8>,
+}
+
+impl Bulk<'_> {
+    /// Does at most one fill, one take and one collect. `bases` advances when the operation ends.
+    pub fn step(&mut self, state: &mut Rounds, bases: &mut Bases) -> Result<Step> {
+        let ranks = self.area.ranks;
+        let mut moved = false;
+        if state.seen < ranks {
+            let op = self.op;
+            let before = state.seen;
+            state.seen = small::look(self.area, op, before, |q| self.verifies(q))?;
+            moved = state.seen > before;
+        }
+        if state.plan.is_none() && !self.make_plan(state, *bases)? {
+            return Ok(if moved { Step::Moved } else { Step::Blocked });
+        }
+        let plan = state.plan.as_ref().expect("made above");
+        let (rounds, base) = (plan.rounds, plan.bases);
+        moved |= self.try_fill(state, rounds, base);
+        moved |= self.try_take(state, rounds, base);
+        moved |= self.try_collect(state, rounds, base);
+        if state.fill == rounds && state.take == rounds && state.collect == rounds && state.seen == ranks {
+            bases.stage = base.stage + rounds;
+            bases.result = base.result + if self.uses_result() { rounds } else { 0 };
+            return Ok(Step::Done);
+        }
+        Ok(if moved { Step::Moved } else { Step::Blocked })
+    }
+
+    /// The number of rounds is a function of signed sizes; all_to_all must see all tables first.
+    fn make_plan(&mut self, state: &mut Rounds, bases: Bases) -> Result<bool> {
+        let (area, request) = (self.area, &self.op.request);
+        let ranks = area.ranks;
+        let mut tables = Vec::new();
+        let longest = match request.kind {
+            Kind::AllToAll => {
+                if state.seen < ranks {
+                    return Ok(false);
+                }
+                tables = small::finish_table(area, self.op)?;
+                tables.iter().flatten().flatten().copied().max().unwrap_or(0)
+            }
+            Kind::AllGather => {
+                let total = Pieces(&request.outputs).bytes();
+                (0..ranks).map(|q| block(&request.out_blocks, total, ranks, q)).max().unwrap_or(0)
+            }
+            Kind::ReduceScatter => {
+                let total = Pieces(&request.inputs).bytes();
+                (0..ranks).map(|q| block(&request.in_blocks, total, ranks, q)).max().unwrap_or(0)
+            }
+            Kind::Scatter => Pieces(&request.outputs).bytes(),
+            Kind::Broadcast => Pieces(&request.inputs).bytes().max(Pieces(&request.outputs).bytes()),
+            _ => Pieces(&request.inputs).bytes(),
+        };
+        let rounds = longest.div_ceil(self.unit(state.chunk)) as u64;
+        state.plan = Some(Plan { bases, rounds, tables });
+        self.skip_idle_parts(state, rounds, bases);
+        Ok(true)
+    }
+
+    /// A rank that has no part in filling, taking or collecting says at once that it is through with all rounds.
+    fn skip_idle_parts(&self, state: &mut Rounds, rounds: u64, bases: Bases) {
+        if !self.fills() {
+            state.fill = rounds;
+        }
+        if !self.takes() {
+            state.take = rounds;
+            if rounds > 0 {
+                protocol::drained(self.area, Region::Stage, self.area.me, bases.stage + rounds - 1);
+            }
+        }
+        if !self.collects() {
+            state.collect = rounds;
+            if self.uses_result() && rounds > 0 {
+                protocol::drained(self.area, Region::Result, self.area.me, bases.result + rounds - 1);
+            }
+        }
+    }
+
+    fn root(&self) -> bool {
+        self.area.me == self.op.request.root as usize
+    }
+    fn fills(&self) -> bool {
+        match self.op.request.kind {
+            Kind::Broadcast | Kind::Scatter => self.root(),
+            Kind::Gather => !self.root(),
+            _ => true,
+        }
+    }
+    fn peer_fills(&self, region: Region, peer: usize) -> bool {
+        match self.op.request.kind {
+            Kind::Broadcast | Kind::Scatter => peer == self.op.request.root as usize,
+            Kind::Gather => peer != self.op.request.root as usize,
+            _ => region == Region::Stage || self.uses_result(),
+        }
+    }
+    fn takes(&self) -> bool {
+        match self.op.request.kind {
+            Kind::Broadcast | Kind::Scatter => !self.root(),
+            Kind::Gather => self.root(),
+            _ => true,
+        }
+    }
+    fn uses_result(&self) -> bool {
+        matches!(self.op.request.kind, Kind::AllReduce | Kind::Reduce)
+    }
+    fn collects(&self) -> bool {
+        match self.op.request.kind {
+            Kind::AllReduce => true,
+            Kind::Reduce => self.root(),
+            _ => false,
+        }
+    }
+    /// Whose header must agree before this rank reads any data: everyone's it takes from.
+    fn verifies(&self, q: usize) -> bool {
+        match self.op.request.kind {
+            Kind::Broadcast | Kind::Scatter => q == self.op.request.root as usize,
+            Kind::Gather => self.root(),
+            _ => true,
+        }
+    }
+
+    /// Bytes of one block that travel in one round.
+    fn unit(&self, chunk: usize) -> usize {
+        match self.op.request.kind {
+            Kind::Scatter | Kind::ReduceScatter | Kind::AllToAll => (chunk / self.area.ranks / 64 * 64).max(64),
+            _ => chunk,
+        }
+    }
+
+    /// Bytes `k` rounds into a block of `block` bytes: where, and how many.
+    fn part(&self, state: &Rounds, k: u64, block: usize) -> (usize, usize) {
+        let unit = self.unit(state.chunk);
+        let start = (k as usize * unit).min(block);
+        (start, unit.min(block - start))
+    }
+
+    /// Slice of a chunk of `bytes` that rank `q` reduces: start and length, cut at cache lines.
+    fn slice(&self, bytes: usize, q: usize) -> (usize, usize) {
+        let each = bytes.div_ceil(self.area.ranks).div_ceil(64) * 64;
+        let start = (q * each).min(bytes);
+        (start, each.min(bytes - start))
+    }
+
+    fn try_fill(&mut self, state: &mut Rounds, rounds: u64, base: Bases) -> bool {
+        let (area, k) = (self.area, state.fill);
+        if k >= rounds || !protocol::may_fill(area, Region::Stage, area.me, area.ranks, base.stage + k) {
+            return false;
+        }
+        // SAFETY: may_fill says that nobody reads this buffer; Area::stage checks every bound; the inputs are the
+        // caller's, alive until the operation ends.
+        unsafe { self.fill(state, k, base.stage + k) };
+        protocol::filled(area, Region::Stage, area.me, base.stage + k);
+        state.fill += 1;
+        true
+    }
+
+    /// # Safety
+    /// This rank may write its stage buffer of round `g`.
+    unsafe fn fill(&mut self, state: &Rounds, k: u64, g: u64) {
+        let (area, request) = (self.area, &self.op.request);
+        let (me, ranks) = (area.me, area.ranks);
+        let (inputs, outputs) = (Pieces(&request.inputs), Pieces(&request.outputs));
+        let total = inputs.bytes();
+        // SAFETY: see the function's contract; reads stay within the inputs because `part` and `slice` do.
+        unsafe {
+            match request.kind {
+                Kind::AllReduce | Kind::Reduce => {
+                    let (start, bytes) = self.part(state, k, total);
+                    let (own, own_bytes) = self.slice(bytes, me);
+                    let stage = area.stage(me, g, 0, bytes);
+                    if inputs.contiguous(start + own, own_bytes).is_some() {
+                        inputs.read(start, stage, own);
+                        let rest = own + own_bytes;
+                        inputs.read(start + rest, stage.add(rest), bytes - rest);
+                    } else {
+                        inputs.read(start, stage, bytes);
+                    }
+                }
+                Kind::Broadcast | Kind::Gather => {
+                    let (start, bytes) = self.part(state, k, total);
+                    inputs.read(start, area.stage(me, g, 0, bytes), bytes);
+                }
+                Kind::AllGather => {
+                    let (start, bytes) = self.part(state, k, total);
+                    inputs.read(start, area.stage(me, g, 0, bytes), bytes);
+                    let own = block_start(&request.out_blocks, outputs.bytes(), ranks, me);
+                    transfer(inputs, start, outputs, own + start, bytes);
+                }
+                Kind::Scatter | Kind::ReduceScatter => {
+                    for q in (0..ranks).filter(|q| *q != me) {
+                        let from = block_start(&request.in_blocks, total, ranks, q);
+                        let (start, bytes) = self.part(state, k, block(&request.in_blocks, total, ranks, q));
+                        inputs.read(from + start, area.stage(me, g, q * self.unit(state.chunk), bytes), bytes);
+                    }
+                    if request.kind == Kind::Scatter {
+                        let own = block_start(&request.in_blocks, total, ranks, me);
+                        let (start, bytes) = self.part(state, k, outputs.bytes());
+                        transfer(inputs, own + start, outputs, start, bytes);
+                    }
+                }
+                Kind::AllToAll => {
+                    let plan = state.plan.as_ref().expect("filling follows planning");
+                    if plan.tables[me].is_none() {
+                        return; // the blocks went with the table
+                    }
+                    for q in 0..ranks {
+                        let from = block_start(&request.in_blocks, total, ranks, q);
+                        let (start, bytes) = self.part(state, k, block(&request.in_blocks, total, ranks, q));
+                        if q == me {
+                            let own = block_start(&request.out_blocks, outputs.bytes(), ranks, me);
+                            transfer(inputs, from + start, outputs, own + start, bytes);
+                        } else {
+                            inputs.read(from + start, area.stage(me, g, q * self.unit(state.chunk), bytes), bytes);
+                        }
+                    }
+                }
+                Kind::Barrier | Kind::Send | Kind::Recv => unreachable!("never a large operation"),
+            }
+        }
+    }
+
+    fn try_take(&mut self, state: &mut Rounds, rounds: u64, base: Bases) -> bool {
+        let (area, k) = (self.area, state.take);
+        let kind = self.op.request.kind;
+        // A take follows the own fill: in place, it overwrites what the fill must have staged.
+        if k >= rounds || state.seen < area.ranks || (self.fills() && state.fill <= k) {
+            return false;
+        }
+        let g = base.stage + k;
+        let root = self.op.request.root as usize;
+        let from = |q: usize| q != area.me && (!matches!(kind, Kind::Broadcast | Kind::Scatter) || q == root);
+        if !(0..area.ranks).all(|q| !from(q) || protocol::is_ready(area, Region::Stage, q, g)) {
+            return false;
+        }
+        if self.uses_result() && !protocol::may_fill(area, Region::Result, area.me, area.ranks, base.result + k) {
+            return false;
+        }
+        if k == 0 && kind.reduces() {
+            state.factors = small::factors(area, self.op);
+        }
+        // SAFETY: the stage buffers read here are ready until we say drained; the result buffer is ours to write.
+        unsafe { self.take(state, k, g, base.result + k) };
+        protocol::drained(area, Region::Stage, area.me, g);
+        if self.uses_result() {
+            protocol::filled(area, Region::Result, area.me, base.result + k);
+        }
+        state.take += 1;
+        true
+    }
+
+    /// # Safety
+    /// The peers' stage buffers of round `g` are ready; this rank may write its result buffer of round `result`.
+    unsafe fn take(&mut self, state: &Rounds, k: u64, g: u64, result: u64) {
+        let (area, request) = (self.area, &self.op.request);
+        let (me, ranks) = (area.me, area.ranks);
+        let outputs = Pieces(&request.outputs);
+        let (total_in, total_out) = (Pieces(&request.inputs).bytes(), outputs.bytes());
+        let unit = self.unit(state.chunk);
+        // SAFETY: see the function's contract; every stage address is bounds-checked by Area, every output range by Pieces.
+        unsafe {
+            match request.kind {
+                Kind::AllReduce | Kind::Reduce => {
+                    let (start, bytes) = self.part(state, k, total_in);
+                    let (own, own_bytes) = self.slice(bytes, me);
+                    let to = area.result(me, result, own_bytes);
+                    self.reduce(to, start + own, |q| area.stage(q, g, own, own_bytes), own_bytes, &state.factors);
+                    if self.collects() {
+                        outputs.write(start + own, to, own_bytes);
+                    }
+                }
+                Kind::ReduceScatter => {
+                    let (start, bytes) = self.part(state, k, total_out);
+                    let own = block_start(&request.in_blocks, total_in, ranks, me);
+                    let direct = outputs.contiguous(start, bytes);
+                    let mut scratch = std::mem::take(self.scratch);
+                    scratch.resize(if direct.is_some() { 0 } else { bytes }, 0);
+                    let to = direct.unwrap_or(scratch.as_mut_ptr());
+                    let stage = |q| area.stage(q, g, me * unit, bytes);
+                    self.reduce(to, own + start, stage, bytes, &state.factors);
+                    if direct.is_none() {
+                        outputs.write(start, scratch.as_ptr(), bytes);
+                    }
+                    *self.scratch = scratch;
+                }
+                Kind::AllGather | Kind::Gather => {
+                    for q in 0..ranks {
+                        let to = block_start(&request.out_blocks, total_out, ranks, q);
+                        let (start, bytes) = self.part(state, k, block(&request.out_blocks, total_out, ranks, q));
+                        if q != me {
+                            outputs.write(to + start, area.stage(q, g, 0, bytes), bytes);
+                        } else if request.kind == Kind::Gather {
+                            transfer(Pieces(&request.inputs), start, outputs, to + start, bytes);
+                        }
+                    }
+                }
+                Kind::Broadcast => {
+                    let (start, bytes) = self.part(state, k, total_out);
+                    outputs.write(start, area.stage(request.root as usize, g, 0, bytes), bytes);
+                }
+                Kind::Scatter => {
+                    let (start, bytes) = self.part(state, k, total_out);
+                    outputs.write(start, area.stage(request.root as usize, g, me * unit, bytes), bytes);
+                }
+                Kind::AllToAll => {
+                    let plan = state.plan.as_ref().expect("taking follows planning");
+                    for q in (0..ranks).filter(|q| *q != me && plan.tables[*q].is_some()) {
+                        let to = block_start(&request.out_blocks, total_out, ranks, q);
+                        let (start, bytes) = self.part(state, k, block(&request.out_blocks, total_out, ranks, q));
+                        outputs.write(to + start, area.stage(q, g, me * unit, bytes), bytes);
+                    }
+                }
+                Kind::Barrier | Kind::Send | Kind::Recv => unreachable!("never a large operation"),
+            }
+        }
+    }
+
+    /// Combines `bytes` of every rank into `to`, in rank order: the own ones from the inputs at `at`, or from the own
+    /// stage buffer where they do not lie in one piece.
+    ///
+    /// # Safety
+    /// `stage(q)` is ready for `bytes` for every peer; `to` holds `bytes`, and is none of them.
+    unsafe fn reduce(
+        &mut self,
+        to: *mut u8,
+        at: usize,
+        stage: impl Fn(usize) -> *mut u8,
+        bytes: usize,
+        factors: &[f64],
+    ) {
+        if bytes == 0 {
+            return;
+        }
+        let (area, inputs) = (self.area, Pieces(&self.op.request.inputs));
+        let kernel = self.kernel.expect("a reducing operation has a kernel");
+        let mut own = Vec::new();
+        let own = match inputs.contiguous(at, bytes) {
+            Some(address) => address.cast_const(),
+            None => {
+                own.resize(bytes, 0);
+                // SAFETY: `own` holds `bytes`; the range lies within the inputs.
+                unsafe { inputs.read(at, own.as_mut_ptr(), bytes) };
+                own.as_ptr()
+            }
+        };
+        let sources: Vec<*const u8> =
+            (0..area.ranks).map(|q| if q == area.me { own } else { stage(q).cast_const() }).collect();
+        // SAFETY: every source holds `bytes`; `to` is the result buffer, or output memory that is either exactly the own
+        // input or apart from it (the contract of Request).
+        unsafe { kernel.reduce(to, &sources, factors, bytes / kernel.element_size()) };
+    }
+
+    fn try_collect(&mut self, state: &mut Rounds, rounds: u64, base: Bases) -> bool {
+        let (area, k) = (self.area, state.collect);
+        let g = base.result + k;
+        if k >= rounds || state.take <= k {
+            return false;
+        }
+        if !(0..area.ranks).all(|q| q == area.me || protocol::is_ready(area, Region::Result, q, g)) {
+            return false;
+        }
+        let outputs = Pieces(&self.op.request.outputs);
+        let (start, bytes) = self.part(state, k, outputs.bytes());
+        for q in (0..area.ranks).filter(|q| *q != area.me) {
+            let (slice, slice_bytes) = self.slice(bytes, q);
+            // SAFETY: the result buffer of `q` is ready until we say drained; the range lies within the outputs.
+            unsafe { outputs.write(start + slice, area.result(q, g, slice_bytes), slice_bytes) };
+        }
+        protocol::drained(area, Region::Result, area.me, g);
+        state.collect += 1;
+        true
+    }
+}

@@ -1,0 +1,114 @@
+//! Sleeping in the kernel on words that other processes change. The futexes are the shared kind: the private kind, which
+//! std uses, would never be woken by a peer.
+
+use std::sync::atomic::AtomicU32;
+use std::time::Duration;
+
+/// Most words one sleep can watch: the kernel's limit for futex_waitv.
+pub const MOST: usize = 128;
+
+/// Wakes every thread of any process that sleeps on `word`.
+pub fn wake_all(word: &AtomicU32) {
+    // SAFETY: FUTEX_WAKE reads no memory of ours but the address, which is valid.
+    unsafe {
+        libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE, i32::MAX, 0, 0, 0);
+    }
+}
+
+/// Sleeps until one of `words` differs from its value, is woken, or `timeout` passes. May return early for no reason.
+pub fn wait(words: &[(&AtomicU32, u32)], timeout: Duration) {
+    match words {
+        [] => std::thread::sleep(timeout),
+        [(word, value)] => wait_one(word, *value, timeout),
+        many if many.len() <= MOST && wait_many(many, timeout) => (),
+        // An old kernel: watch one word, and look at the others every millisecond.
+        [(word, value), ..] => wait_one(word, *value, timeout.min(Duration::from_millis(1))),
+    }
+}
+
+fn wait_one(word: &AtomicU32, value: u32, timeout: Duration) {
+    let time =
+        libc::timespec { tv_sec: timeout.as_secs() as libc::time_t, tv_nsec: timeout.subsec_nanos() as libc::c_long };
+    // SAFETY: the word and the time are valid for the call; the relative timeout is what FUTEX_WAIT takes.
+    unsafe {
+        libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAIT, value, &raw const time, 0, 0);
+    }
+}
+
+/// False when the kernel has no futex_waitv (before 5.16).
+fn wait_many(words: &[(&AtomicU32, u32)], timeout: Duration) -> bool {
+    #[repr(C)]
+    struct Waiter {
+        value: u64,
+        address: u64,
+        flags: u32,
+        reserved: u32,
+    }
+    const SYS_FUTEX_WAITV: libc::c_long = 449;
+    const SIZE_U32: u32 = 2;
+    let waiters: Vec<Waiter> = words
+        .iter()
+        .map(|(word, value)| Waiter {
+            value: u64::from(*value),
+            address: word.as_ptr() as u64,
+            flags: SIZE_U32,
+            reserved: 0,
+        })
+        .collect();
+    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: `now` is valid for the call.
+    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &mut now) };
+    let nanoseconds = now.tv_nsec as u64 + u64::from(timeout.subsec_nanos());
+    let until = libc::timespec {
+        tv_sec: now.tv_sec + timeout.as_secs() as libc::time_t + (nanoseconds / 1_000_000_000) as libc::time_t,
+        tv_nsec: (nanoseconds % 1_000_000_000) as libc::c_long,
+    };
+    // SAFETY: the array, its length and the absolute timeout are valid for the call.
+    let result = unsafe {
+        libc::syscall(
+            SYS_FUTEX_WAITV,
+            waiters.as_ptr(),
+            waiters.len() as libc::c_uint,
+            0,
+            &raw const until,
+            libc::CLOCK_MONOTONIC,
+        )
+    };
+    result >= 0 || std::io::Error::last_os_error().raw_os_error() != Some(libc::ENOSYS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::Ordering;
+    use std::time::Instant;
+
+    #[test]
+    fn a_changed_word_returns_at_once_and_a_timeout_ends_a_sleep() {
+        let (a, b) = (AtomicU32::new(1), AtomicU32::new(2));
+        let begin = Instant::now();
+        wait(&[(&a, 0)], Duration::from_secs(10));
+        wait(&[(&a, 1), (&b, 0)], Duration::from_secs(10));
+        assert!(begin.elapsed() < Duration::from_secs(5));
+        let begin = Instant::now();
+        while begin.elapsed() < Duration::from_millis(20) {
+            wait(&[(&a, 1), (&b, 2)], Duration::from_millis(20));
+        }
+    }
+
+    #[test]
+    fn a_wake_ends_a_sleep_on_many_words() {
+        let words = [AtomicU32::new(0), AtomicU32::new(0), AtomicU32::new(0)];
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while words[1].load(Ordering::Acquire) == 0 {
+                    let list: Vec<_> = words.iter().map(|w| (w, 0)).collect();
+                    wait(&list, Duration::from_secs(10));
+                }
+            });
+            std::thread::sleep(Duration::from_millis(10));
+            words[1].store(1, Ordering::Release);
+            wake_all(&words[1]);
+        });
+    }
+}

@@ -1,0 +1,263 @@
+//! How the ranks of a group find each other, agree whether they share a host, and map one piece of memory.
+//!
+//! They talk through the group's store, where keys of an earlier incarnation may still lie (a process restarted by
+//! torchrun, or the same group made twice). So every attempt has a random nonce, and nothing counts until rank 0 has
+//! named that nonce in a verdict:
+//!
+//! 1. Each rank sets `r/<rank>`: its nonce and its place in the world (`record.rs`).
+//! 2. Rank 0 waits for all records and publishes `verdict`: come to my socket, or say why not; or: shared memory is out
+//!    of the question, confirm. A rank that the verdict does not name by its present nonce goes on waiting; rank 0 goes
+//!    on reading the records of ranks that do not react, and publishes a new verdict when a nonce has changed.
+//! 3. Sharing is proven, never inferred: the others connect, get the memory's descriptor, find rank 0's nonce in the
+//!    page and write theirs beside it. When rank 0 has read all of them it says "go". Whatever fails on the way
+//!    becomes the reason of a new verdict that delegates, and all ranks return the same outcome.
+//!
+//! `lead.rs` is rank 0's part, `join.rs` that of the others.
+
+#![allow(unsafe_code)]
+
+mod join;
+mod lead;
+pub mod record;
+mod socket;
+
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use self::record::{Body, Identity, Nonce, PROTOCOL, Record};
+use super::segment::{Segment, random};
+use crate::config::Config;
+use crate::error::{Error, Result};
+use crate::host::{Host, Store};
+use crate::watch::{End, Source};
+
+/// Another rank of the group.
+#[derive(Debug)]
+pub struct Peer {
+    /// 0 when it is in another pid namespace.
+    pub pid: i32,
+    pub pidfd: Option<OwnedFd>,
+    pub host: String,
+}
+
+/// What a group over shared memory is made from.
+#[derive(Debug)]
+pub struct Met {
+    pub segment: Segment,
+    /// Indexed by rank, with an entry for this rank too.
+    pub peers: Vec<Peer>,
+    /// Connections to other ranks, kept open: end of file means that the rank ended. A star with rank 0 in its middle.
+    pub sockets: Vec<(usize, OwnedFd)>,
+    /// Cores that the ranks can use together; the same number on every rank.
+    pub local_cores: usize,
+}
+
+impl Met {
+    /// Moves the descriptors that tell of a peer's end out, for `watch::watch`.
+    pub fn take_ends(&mut self) -> Vec<End> {
+        let processes = self
+            .peers
+            .iter_mut()
+            .enumerate()
+            .filter_map(|(rank, peer)| peer.pidfd.take().map(|fd| End { rank, fd, source: Source::Process }));
+        let connections = self.sockets.drain(..).map(|(rank, fd)| End { rank, fd, source: Source::Connection });
+        processes.chain(connections).collect()
+    }
+}
+
+#[derive(Debug)]
+pub enum Outcome {
+    Shared(Met),
+    /// The ranks cannot share memory; the same reason on every rank.
+    Delegate(String),
+}
+
+/// Bytes at the start of a segment in which the ranks prove that they see one memory.
+pub fn hello_bytes(ranks: usize) -> usize {
+    (ranks * HELLO_STRIDE).next_multiple_of(4096)
+}
+
+const HELLO_STRIDE: usize = 64;
+
+/// Meets the other ranks of a group of at least two; all ranks get the same outcome. `segment_bytes` is asked on rank 0,
+/// with the bytes of memory that every rank can spare, for the size of the segment: at least `hello_bytes`, or 0 when
+/// that is too little to work with.
+pub fn meet(
+    config: &Config,
+    store: &dyn Store,
+    host: &dyn Host,
+    segment_bytes: &dyn Fn(usize) -> usize,
+) -> Result<Outcome> {
+    meet_as(config, Identity::here(), store, host, segment_bytes)
+}
+
+/// As [`meet`], with a place in the world that need not be the true one: for tests and simulations.
+pub fn meet_as(
+    config: &Config,
+    identity: Identity,
+    store: &dyn Store,
+    host: &dyn Host,
+    segment_bytes: &dyn Fn(usize) -> usize,
+) -> Result<Outcome> {
+    if config.size < 2 || config.rank >= config.size {
+        return Err(Error::Bug(format!("sagellm: rank {} of {} ranks cannot meet anyone", config.rank, config.size)));
+    }
+    crate::watch::install();
+    let body = Body { size: config.size as u32, identity, wish: config.delegate_reason.clone().unwrap_or_default() };
+    let own =
+        Record { nonce: random()?, protocol: PROTOCOL, version: env!("CARGO_PKG_VERSION").into(), body: Some(body) };
+    let mut talk = Talk { config, store, own, patience: Patience::new(host, config.timeout) };
+    let outcome = if config.rank == 0 { lead::lead(&mut talk, segment_bytes) } else { join::join(&mut talk) }?;
+    match &outcome {
+        Outcome::Shared(met) => log::debug!(
+            "sagellm: group '{}': rank {} of {} shares {} bytes, {} cores, met in {:?}",
+            config.name,
+            config.rank,
+            config.size,
+            met.segment.len(),
+            met.local_cores,
+            talk.patience.start.elapsed()
+        ),
+        Outcome::Delegate(reason) => log::debug!("sagellm: group '{}' delegates: {reason}", config.name),
+    }
+    Ok(outcome)
+}
+
+/// One rank's side of the conversation.
+struct Talk<'a> {
+    config: &'a Config,
+    store: &'a dyn Store,
+    own: Record,
+    patience: Patience<'a>,
+}
+
+const VERDICT: &str = "verdict";
+/// Whom rank 0 waits for, so that the other ranks' errors can say it too; a verdict that decides nothing.
+const WAITS: &str = "waits";
+
+fn record_key(rank: usize) -> String {
+    format!("r/{rank}")
+}
+
+fn answer_key(rank: usize) -> String {
+    format!("a/{rank}")
+}
+
+impl Talk<'_> {
+    fn identity(&self) -> &Identity {
+        &self.own.body.as_ref().expect("a rank knows its own record").identity
+    }
+
+    fn publish_record(&self) -> Result<()> {
+        self.store.set(&record_key(self.config.rank), &self.own.write())
+    }
+
+    /// "group 'g' of 3 ranks: rank 2 has not come within 60 s (rank 0 waits for ...). Check ..."
+    fn missing_text(&self, missing: &[usize], waits: &str) -> String {
+        let (verb, them) = if missing.len() == 1 { ("has", "it was") } else { ("have", "they were") };
+        format!(
+            "sagellm: group '{}' of {} ranks: {} {verb} not come within {} ({waits}). Check that {them} started with the \
+             same master address, port and world size, and that {} own log shows no earlier error.",
+            self.config.name,
+            self.config.size,
+            rank_list(missing),
+            seconds(self.config.timeout),
+            if missing.len() == 1 { "its" } else { "their" },
+        )
+    }
+}
+
+/// "rank 1, rank 2 and 5 more"; every rank spelled out, so that a search for it finds the line.
+fn rank_list(ranks: &[usize]) -> String {
+    const SHOWN: usize = 16;
+    let mut text = ranks.iter().take(SHOWN).map(|rank| format!("rank {rank}")).collect::<Vec<_>>().join(", ");
+    if ranks.len() > SHOWN {
+        text.push_str(&format!(" and {} more", ranks.len() - SHOWN));
+    }
+    text
+}
+
+fn seconds(time: Duration) -> String {
+    if time.subsec_millis() == 0 { format!("{} s", time.as_secs()) } else { format!("{:.1} s", time.as_secs_f64()) }
+}
+
+/// Time to wait: until when, how long between two looks, and whether the caller has been interrupted.
+struct Patience<'a> {
+    host: &'a dyn Host,
+    start: Instant,
+    deadline: Instant,
+    asked: Instant,
+    pause: Duration,
+}
+
+const FIRST_PAUSE: Duration = Duration::from_micros(200);
+const LONGEST_PAUSE: Duration = Duration::from_millis(20);
+
+impl<'a> Patience<'a> {
+    fn new(host: &'a dyn Host, timeout: Duration) -> Patience<'a> {
+        let start = Instant::now();
+        let far = Duration::from_secs(365 * 24 * 3600);
+        Patience { host, start, deadline: start + timeout.min(far), asked: start, pause: FIRST_PAUSE }
+    }
+
+    /// Something happened: look often again.
+    fn refresh(&mut self) {
+        self.pause = FIRST_PAUSE;
+    }
+
+    fn elapsed(&self) -> Duration {
+        self.start.elapsed()
+    }
+
+    /// Pauses, less when one of the sockets has something to read. False when the time is over.
+    fn pause<'s>(&mut self, sockets: impl Iterator<Item = &'s OwnedFd>) -> Result<bool> {
+        let before = Instant::now();
+        if before >= self.deadline {
+            return Ok(false);
+        }
+        if before - self.asked >= Duration::from_millis(50) {
+            self.asked = before;
+            if self.host.interrupted() {
+                return Err(Error::Interrupted("sagellm: interrupted while the group was being made".into()));
+            }
+        }
+        let pause = self.pause.min(self.deadline - before);
+        socket::wait_readable(sockets, pause);
+        // A sleep that took far longer means that this process or the whole machine was stopped. The others could not
+        // reach us meanwhile, so that time does not count against them.
+        let overslept = before.elapsed().saturating_sub(pause);
+        if overslept > Duration::from_millis(500) {
+            self.deadline += overslept;
+        }
+        self.pause = (self.pause * 3 / 2).min(LONGEST_PAUSE);
+        Ok(true)
+    }
+}
+
+/// The words of one rank in the segment's hello area.
+fn hello_words(segment: &Segment, rank: usize) -> [&AtomicU64; 4] {
+    let base = segment.ptr(rank * HELLO_STRIDE, 32).cast::<u64>();
+    // SAFETY: `ptr` checked that all four words lie in the mapping, which lives as long as the borrow of the segment;
+    // mappings are page aligned, so the words are aligned; every rank uses them as atomics only.
+    [0, 1, 2, 3].map(|at| unsafe { AtomicU64::from_ptr(base.add(at)) })
+}
+
+/// Writes what proves that this rank maps this memory in this attempt.
+fn sign(segment: &Segment, rank: usize, nonce: &Nonce, id: &Nonce) {
+    for (word, value) in hello_words(segment, rank).into_iter().zip(words(nonce).into_iter().chain(words(id))) {
+        word.store(value, Ordering::Release);
+    }
+}
+
+fn has_signed(segment: &Segment, rank: usize, nonce: &Nonce, id: &Nonce) -> bool {
+    hello_words(segment, rank)
+        .into_iter()
+        .zip(words(nonce).into_iter().chain(words(id)))
+        .all(|(word, value)| word.load(Ordering::Acquire) == value)
+}
+
+fn words(nonce: &Nonce) -> [u64; 2] {
+    let number = u128::from_le_bytes(*nonce);
+    [number as u64, (number >> 64) as u64]
+}

@@ -1,0 +1,247 @@
+//! The meeting as every rank but 0 lives it: say that I am here, do what the verdict says.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use super::record::{Answer, Hello, Mode, Nonce, Offer, Record, Verdict};
+use super::{Met, Outcome, Peer, Talk, VERDICT, WAITS, answer_key, hello_bytes, record_key, socket};
+use super::{has_signed, rank_list, seconds, sign};
+use crate::engine::shm::segment::Segment;
+use crate::error::{Error, Result};
+
+/// How coming to rank 0's socket ended.
+enum Visit {
+    Met(Box<Met>),
+    /// Rank 0 closed the connection: it will publish another verdict.
+    Dropped,
+    /// It is impossible, for this reason.
+    Impossible(String),
+}
+
+pub(super) fn join(talk: &mut Talk) -> Result<Outcome> {
+    talk.publish_record()?;
+    let mut published = Instant::now();
+    let mut done_with: Option<Nonce> = None;
+    loop {
+        let verdict = talk.store.try_get(VERDICT)?.and_then(|bytes| Verdict::read(&bytes));
+        match verdict.filter(|verdict| names(verdict, talk)) {
+            Some(verdict) => match verdict.mode {
+                Mode::Delegate => return Ok(Outcome::Delegate(verdict.text)),
+                Mode::Failed => return Err(told(&verdict.text)),
+                Mode::Ask if done_with != Some(verdict.id) => {
+                    answer(talk, verdict.id, "")?;
+                    done_with = Some(verdict.id);
+                    talk.patience.refresh();
+                }
+                Mode::Share if done_with != Some(verdict.id) => {
+                    done_with = Some(verdict.id);
+                    match visit(talk, &verdict)? {
+                        Visit::Met(met) => return Ok(Outcome::Shared(*met)),
+                        Visit::Dropped => {}
+                        Visit::Impossible(reason) => answer(talk, verdict.id, &reason)?,
+                    }
+                    talk.patience.refresh();
+                }
+                _ => {}
+            },
+            // A straggler of an earlier incarnation may have overwritten our record after we set it.
+            None if published.elapsed() > Duration::from_millis(250) => {
+                talk.publish_record()?;
+                published = Instant::now();
+            }
+            None => {}
+        }
+        if !talk.patience.pause(std::iter::empty())? {
+            return Err(timeout(talk));
+        }
+    }
+}
+
+fn names(verdict: &Verdict, talk: &Talk) -> bool {
+    verdict.nonces.len() == talk.config.size && verdict.nonces[talk.config.rank] == talk.own.nonce
+}
+
+fn answer(talk: &Talk, id: Nonce, reason: &str) -> Result<()> {
+    talk.store.set(&answer_key(talk.config.rank), &Answer { id, reason: reason.into() }.write())
+}
+
+/// The error that rank 0 ended with, as it reaches the others: its code letter, then its text.
+fn told(text: &str) -> Error {
+    let mut letters = text.chars();
+    match letters.next() {
+        Some('T') => Error::Timeout(letters.as_str().into()),
+        Some(_) => Error::System(letters.as_str().into()),
+        None => Error::System("sagellm: rank 0 gave up without saying why".into()),
+    }
+}
+
+fn timeout(talk: &Talk) -> Error {
+    let (config, rank) = (talk.config, talk.config.rank);
+    let read = |key: &str| talk.store.try_get(key).ok().flatten();
+    if let Some(waits) = read(WAITS).and_then(|bytes| Verdict::read(&bytes)).filter(|waits| names(waits, talk)) {
+        return told(&waits.text);
+    }
+    // Rank 0 has told this rank nothing, so all there is to go by are the records. Old ones look like new ones.
+    let came = |other: usize| read(&record_key(other)).is_some_and(|bytes| Record::read(&bytes).is_some());
+    let missing: Vec<usize> = (0..config.size).filter(|other| *other != rank && !came(*other)).collect();
+    if !missing.is_empty() {
+        return Error::Timeout(
+            talk.missing_text(&missing, &format!("rank {rank} waits for rank 0 to gather all records")),
+        );
+    }
+    Error::Timeout(format!(
+        "sagellm: group '{}' of {} ranks: rank 0 has not answered {} within {} (there is a record of every rank in \
+         the store, perhaps from an earlier run). Check that rank 0 is running and uses the same store.",
+        config.name,
+        config.size,
+        rank_list(&[rank]),
+        seconds(config.timeout),
+    ))
+}
+
+/// The next message from rank 0; `None` when it has closed the connection.
+fn next_message(talk: &mut Talk, socket: &OwnedFd) -> Result<io::Result<Option<socket::Message>>> {
+    loop {
+        match socket::receive(socket) {
+            Ok((message, _)) if message.is_empty() => return Ok(Ok(None)),
+            Ok(received) => return Ok(Ok(Some(received))),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) if error.kind() == io::ErrorKind::ConnectionReset => return Ok(Ok(None)),
+            Err(error) => return Ok(Err(error)),
+        }
+        if !talk.patience.pause([socket].into_iter())? {
+            return Err(timeout(talk));
+        }
+    }
+}
+
+fn visit(talk: &mut Talk, verdict: &Verdict) -> Result<Visit> {
+    let rank = talk.config.rank;
+    let socket = loop {
+        match socket::connect(&verdict.socket) {
+            Ok(socket) => break socket,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                if !talk.patience.pause(std::iter::empty())? {
+                    return Err(timeout(talk));
+                }
+            }
+            Err(error) => {
+                return Ok(Visit::Impossible(format!(
+                    "rank {rank} cannot connect to rank 0's socket ({error}), though both seem to be on one host"
+                )));
+            }
+        }
+    };
+    let visit = introduce(talk, verdict, &socket).and_then(|result| match result {
+        Err(visit) => Ok(visit),
+        Ok(met) => await_go(talk, verdict, socket, met),
+    })?;
+    Ok(visit)
+}
+
+/// Says who we are, takes the offer and signs the memory. The error side is an early end of the visit.
+fn introduce(talk: &mut Talk, verdict: &Verdict, socket: &OwnedFd) -> Result<std::result::Result<Met, Visit>> {
+    let rank = talk.config.rank;
+    let impossible = |what: String| Ok(Err(Visit::Impossible(format!("rank {rank}: {what}"))));
+    match socket::peer(socket) {
+        Ok((uid, _)) if uid == talk.identity().uid => {}
+        Ok((uid, _)) => return impossible(format!("rank 0's socket belongs to uid {uid}")),
+        Err(error) => return impossible(format!("cannot tell who owns rank 0's socket ({error})")),
+    }
+    let hello = Hello { id: verdict.id, nonce: talk.own.nonce, rank: rank as u32 };
+    if socket::send(socket, &hello.write(), &[]).is_err() {
+        return Ok(Err(Visit::Dropped));
+    }
+    let mut parts: Vec<(Offer, Vec<OwnedFd>)> = Vec::new();
+    loop {
+        let (message, descriptors) = match next_message(talk, socket)? {
+            Ok(Some(received)) => received,
+            Ok(None) => return Ok(Err(Visit::Dropped)),
+            Err(error) => return impossible(format!("descriptors cannot be received ({error})")),
+        };
+        talk.patience.refresh();
+        let Some(offer) = Offer::read(&message).filter(|offer| offer.id == verdict.id) else {
+            return impossible("what came from rank 0 is not an offer".into());
+        };
+        if offer.part as usize != parts.len() || offer.parts == 0 || offer.part >= offer.parts {
+            return impossible(format!("part {} of rank 0's offer came as number {}", offer.part, parts.len()));
+        }
+        let complete = offer.part + 1 == offer.parts;
+        parts.push((offer, descriptors));
+        if complete {
+            break;
+        }
+    }
+    match accept(talk, verdict, parts) {
+        Ok(met) => Ok(Ok(met)),
+        Err(Error::System(text)) => impossible(text),
+        Err(error) => Err(error),
+    }
+}
+
+/// Maps what was offered and signs it.
+fn accept(talk: &Talk, verdict: &Verdict, parts: Vec<(Offer, Vec<OwnedFd>)>) -> Result<Met> {
+    let (size, rank) = (talk.config.size, talk.config.rank);
+    let wrong = |what: &str| Error::System(format!("rank 0's offer is wrong: {what}"));
+    let mut pidfds: Vec<Option<OwnedFd>> = (0..size).map(|_| None).collect();
+    let mut first: Option<(Offer, OwnedFd)> = None;
+    for (offer, descriptors) in parts {
+        let mut descriptors = descriptors.into_iter();
+        if first.is_none() {
+            let memory = descriptors.next().ok_or_else(|| wrong("no descriptor came"))?;
+            first = Some((offer.clone(), memory));
+        }
+        if descriptors.len() != offer.process_of.len() {
+            return Err(wrong("the number of descriptors"));
+        }
+        for (of, fd) in offer.process_of.iter().zip(descriptors) {
+            *pidfds.get_mut(*of as usize).ok_or_else(|| wrong("a rank"))? = Some(fd);
+        }
+    }
+    let (offer, memory) = first.ok_or_else(|| wrong("it is empty"))?;
+    let len = usize::try_from(offer.segment_len).map_err(|_| wrong("the length"))?;
+    if len < hello_bytes(size) || offer.ranks.len() != size {
+        return Err(wrong("the length"));
+    }
+    let segment = Segment::map(memory.as_fd(), len, offer.backing)?;
+    if !has_signed(&segment, 0, &verdict.nonces[0], &verdict.id) {
+        return Err(Error::System("rank 0's signature is not in the shared memory".into()));
+    }
+    sign(&segment, rank, &talk.own.nonce, &verdict.id);
+    let same_pids = offer.pidns == talk.identity().pidns;
+    let peers = offer.ranks.into_iter().zip(pidfds).enumerate().map(|(other, ((pid, host), pidfd))| {
+        if other == rank {
+            return Peer { pid: std::process::id() as i32, pidfd: None, host };
+        }
+        let pid = match &pidfd {
+            _ if same_pids => pid,
+            Some(pidfd) => pid_of(pidfd),
+            None => 0,
+        };
+        // Big groups do not pass these; the signature proved a moment ago that the process lives.
+        let pidfd = pidfd.or_else(|| (pid > 0).then(|| socket::pidfd_open(pid).ok()).flatten());
+        Peer { pid, pidfd, host }
+    });
+    Ok(Met { peers: peers.collect(), segment, sockets: Vec::new(), local_cores: offer.local_cores.max(1) as usize })
+}
+
+/// The pid in our own pid namespace; 0 when the process is in one that we cannot see.
+fn pid_of(pidfd: &OwnedFd) -> i32 {
+    let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", pidfd.as_raw_fd())).unwrap_or_default();
+    let pid = info.lines().find_map(|line| line.strip_prefix("Pid:")?.trim().parse().ok());
+    pid.unwrap_or(0).max(0)
+}
+
+fn await_go(talk: &mut Talk, verdict: &Verdict, socket: OwnedFd, mut met: Met) -> Result<Visit> {
+    if socket::send(&socket, &Answer { id: verdict.id, reason: String::new() }.write(), &[]).is_err() {
+        return Ok(Visit::Dropped);
+    }
+    match next_message(talk, &socket)? {
+        Ok(Some((message, _))) if Answer::read(&message).is_some_and(|answer| answer.id == verdict.id) => {
+            met.sockets.push((0, socket));
+            Ok(Visit::Met(Box::new(met)))
+        }
+        _ => Ok(Visit::Dropped),
+    }
+}

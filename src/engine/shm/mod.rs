@@ -1,0 +1,249 @@
+//! Collectives and messages between the processes of one host, over one shared segment per group.
+//!
+//! `Shm` is one rank's side: a queue of operations in the order of their numbers, each a state machine that `poll`
+//! advances without ever waiting. Operations publish strictly in order; they may end in any order, because each has its
+//! own slot; large ones use the rounds one after the other. The caller holds the group's lock, so `Shm` is plain
+//! single-threaded code.
+//!
+//! | file | |
+//! | --- | --- |
+//! | `layout` | where everything lies in the segment |
+//! | `protocol` | who may write what, and when (generic: loom runs it) |
+//! | `signal`, `futex` | falling asleep and waking |
+//! | `area` | typed access to the segment |
+//! | `small`, `bulk`, `p2p` | the three ways data moves |
+//! | `segment`, `meet` | making the segment, and meeting the other ranks in it |
+
+pub mod area;
+pub mod bulk;
+pub mod futex;
+pub mod layout;
+pub mod meet;
+pub mod p2p;
+pub mod pieces;
+pub mod protocol;
+pub mod segment;
+pub mod signal;
+pub mod small;
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use area::Area;
+use bulk::{Bases, Bulk, Rounds, Step};
+use p2p::{Ended, P2p};
+use protocol::Slots;
+
+use crate::error::Result;
+use crate::op::{self, Op};
+use crate::reduce::Kernel;
+use crate::select::{self, Path, Shape};
+use crate::types::{Kind, Span};
+
+enum Phase {
+    /// Not published: waits for credits, or for an earlier operation on the same memory.
+    Queued,
+    /// Published in its slot; ranks below the number were seen.
+    Slots(usize),
+    /// Its header is published, its data goes by rounds.
+    Rounds(Rounds),
+}
+
+struct Entry {
+    op: Arc<Op>,
+    kernel: Option<Kernel>,
+    path: Path,
+    phase: Phase,
+}
+
+pub struct Shm {
+    area: Arc<Area>,
+    shape: Shape,
+    slots: Slots,
+    /// Collectives that have not ended, by number. The queued ones are at the back.
+    entries: VecDeque<Entry>,
+    queued: usize,
+    bases: Bases,
+    p2p: P2p,
+    scratch: Vec<u8>,
+}
+
+impl Shm {
+    /// `cores`: what the ranks of this host may use together; the same number on every rank.
+    pub fn new(area: Arc<Area>, cores: usize) -> Shm {
+        let layout = area.layout;
+        let shape = Shape {
+            ranks: layout.ranks,
+            cores,
+            slot_bytes: layout::SLOT_BYTES,
+            stage_bytes: layout.stage_bytes,
+        };
+        Shm {
+            slots: Slots::new(area.me, area.ranks, layout.depth),
+            p2p: P2p::new(area.ranks),
+            entries: VecDeque::new(),
+            queued: 0,
+            bases: Bases::default(),
+            scratch: Vec::new(),
+            area,
+            shape,
+        }
+    }
+
+    /// Takes an operation that was validated and numbered. Publishes it if its turn has come.
+    pub fn issue(&mut self, op: Arc<Op>, kernel: Option<Kernel>, ended: &mut Ended) {
+        if op.request.kind.is_p2p() {
+            self.p2p.issue(&self.area, op, ended);
+            self.p2p.poll(&self.area, ended);
+            signal::announce(&*self.area, self.area.ranks);
+            return;
+        }
+        let path = select::choose(op.request.kind, select::slot_payload(&op.request, self.area.ranks), self.shape);
+        self.entries.push_back(Entry { op, kernel, path, phase: Phase::Queued });
+        self.queued += 1;
+        self.publish();
+    }
+
+    /// Operations that have not ended.
+    pub fn pending(&self) -> usize {
+        self.entries.len() + self.p2p.active()
+    }
+
+    /// Moves whatever can move, without waiting. True when something did. An error concerns the whole group.
+    pub fn poll(&mut self, ended: &mut Ended) -> Result<bool> {
+        let mut moved = self.publish();
+        let mut large = false;
+        let mut at = 0;
+        while at < self.entries.len() - self.queued {
+            let (step, is_large) = self.step(at, large)?;
+            if step == Step::Done {
+                let entry = self.entries.remove(at).expect("in range");
+                self.slots.retire(&*self.area, entry.op.number);
+                entry.op.store_back();
+                ended.push((entry.op, Ok(())));
+            } else {
+                large |= is_large;
+                at += 1;
+            }
+            moved |= step != Step::Blocked;
+        }
+        moved |= self.p2p.poll(&self.area, ended);
+        if moved {
+            signal::announce(&*self.area, self.area.ranks);
+        }
+        Ok(moved)
+    }
+
+    /// Advances the published operation at `at`; a large one only if no earlier one is large (`large`).
+    fn step(&mut self, at: usize, large: bool) -> Result<(Step, bool)> {
+        let area = &*self.area;
+        let Entry { op, kernel, phase, .. } = &mut self.entries[at];
+        match phase {
+            Phase::Queued => Ok((Step::Blocked, false)),
+            Phase::Slots(seen) => {
+                *seen = small::look(area, op, *seen, |q| small::reads_from(&op.request, area.me, q))?;
+                if *seen < area.ranks {
+                    return Ok((Step::Blocked, false));
+                }
+                small::finish(area, op, kernel.as_ref(), &mut self.scratch)?;
+                Ok((Step::Done, false))
+            }
+            Phase::Rounds(_) if large => Ok((Step::Blocked, true)),
+            Phase::Rounds(rounds) => {
+                let mut bulk = Bulk { area, op, kernel: kernel.as_ref(), scratch: &mut self.scratch };
+                Ok((bulk.step(rounds, &mut self.bases)?, true))
+            }
+        }
+    }
+
+    /// Publishes queued operations, in order, as far as credits and memory allow.
+    fn publish(&mut self) -> bool {
+        let mut moved = false;
+        while self.queued > 0 {
+            let at = self.entries.len() - self.queued;
+            let n = self.entries[at].op.number;
+            if !self.slots.may_publish(&*self.area, n) || self.must_follow(at) {
+                break;
+            }
+            let area = &*self.area;
+            let Entry { op, path, phase, .. } = &mut self.entries[at];
+            op.prepare();
+            *phase = match *path {
+                Path::Slots => {
+                    small::write(area, op);
+                    Phase::Slots(0)
+                }
+                Path::Rounds { chunk } => {
+                    if op.request.kind == Kind::AllToAll {
+                        small::write_table(area, op);
+                    } else {
+                        small::write_header(area, op);
+                    }
+                    Phase::Rounds(Rounds::new(chunk))
+                }
+            };
+            self.slots.publish(area, n);
+            self.queued -= 1;
+            moved = true;
+        }
+        if moved {
+            signal::announce(&*self.area, self.area.ranks);
+        }
+        moved
+    }
+
+    /// True when the operation at `at` touches memory that an earlier one has yet to read or write: publishing it now
+    /// would read too early.
+    fn must_follow(&self, at: usize) -> bool {
+        let op = &self.entries[at].op.request;
+        self.entries.range(..at).any(|earlier| {
+            let before = &earlier.op.request;
+            touch(&before.outputs, &op.inputs)
+                || touch(&before.outputs, &op.outputs)
+                || touch(&before.inputs, &op.outputs)
+                || touch(&before.also_touched, &op.also_touched)
+                || touch(&before.also_touched, &op.inputs)
+                || touch(&before.also_touched, &op.outputs)
+                || touch(&before.outputs, &op.also_touched)
+                || touch(&before.inputs, &op.also_touched)
+        })
+    }
+
+    /// The first operation that cannot end without something more from `peer`.
+    pub fn needs(&self, peer: usize) -> Option<&Arc<Op>> {
+        let area = &*self.area;
+        let collective = self.entries.iter().find(|entry| match &entry.phase {
+            Phase::Queued => true,
+            Phase::Slots(_) => {
+                small::reads_from(&entry.op.request, area.me, peer)
+                    && !Slots::is_published(area, peer, entry.op.number)
+            }
+            Phase::Rounds(rounds) => rounds.needs(area, &entry.op, peer),
+        });
+        collective.map(|entry| &entry.op).or_else(|| self.p2p.needs(peer))
+    }
+
+    /// The pending operation whose deadline comes first.
+    pub fn next_deadline(&self) -> Option<&Arc<Op>> {
+        self.entries.iter().map(|entry| &entry.op).chain(self.p2p.pending()).min_by_key(|op| op.deadline)
+    }
+
+    /// Gives back every pending operation; their memory is not used any more.
+    pub fn drain(&mut self) -> Vec<Arc<Op>> {
+        self.queued = 0;
+        self.entries.drain(..).map(|entry| entry.op).chain(self.p2p.drain()).collect()
+    }
+
+    /// What `peer` did last, for messages.
+    pub fn last_call(&self, peer: usize) -> (u64, String) {
+        let n = self.area.issued(peer);
+        match n {
+            0 => (0, "nothing yet".to_string()),
+            n => (n, format!("{} number {n}", op::describe(self.area.read_header(peer, n).signature))),
+        }
+    }
+}
+
+fn touch(a: &[Span], b: &[Span]) -> bool {
+    a.iter().any(|x| b.iter().any(|y| x.overlaps(y)))
+}

@@ -1,0 +1,393 @@
+//! Send and receive between two ranks of a host.
+//!
+//! Each ordered pair of ranks has a ring of envelopes. A message of up to `eager_bytes` travels in its envelope and its
+//! send ends at once; a larger one waits at the sender until the receiver has matched its envelope and grants it, then
+//! moves through two body buffers, in the order of the grants. Receivers always move envelopes to a private list, so a
+//! message whose tag nobody has posted blocks none behind it. Receives match in the order they were posted, first in
+//! first out per (source, tag); a receive from anyone takes what arrived first.
+//!
+//! Bytes: eager N written, N read; larger N staged, N read, in N / body_bytes rounds that overlap.
+//!
+//! | word | written by | says |
+//! | --- | --- | --- |
+//! | SENT | sender, release after the envelope | envelopes put in the ring |
+//! | CONSUMED | receiver, release after reading the envelope | envelopes that may be overwritten |
+//! | GRANTS | receiver, release after the grant entry | grants given |
+//! | TAKEN | sender, release after reading the entry | grant entries that may be overwritten |
+//! | READY | sender, release after filling | body rounds filled |
+//! | DRAINED | receiver, release after reading | body rounds that may be overwritten |
+//!
+//! Every reader acquires. Numbers that a peer wrote are compared and bounded, never used as an address.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+
+use super::area::Area;
+use super::layout::ENVELOPES;
+use super::pieces::Pieces;
+use crate::error::{Error, Result};
+use crate::op::Op;
+use crate::types::{ANY_RANK, Kind};
+
+const SENT: usize = 0;
+const CONSUMED: usize = 1;
+const GRANTS: usize = 2;
+const TAKEN: usize = 3;
+const READY: usize = 4;
+const DRAINED: usize = 5;
+
+/// Set in a grant entry when the receiver cannot take the message: the send fails too.
+const REJECTED: u64 = 1 << 63;
+const RING: u64 = ENVELOPES as u64;
+
+/// Operations that ended in this poll, with their outcome.
+pub type Ended = Vec<(Arc<Op>, Result<()>)>;
+
+#[derive(Default)]
+struct Outgoing {
+    sent: u64,
+    taken: u64,
+    round: u64,
+    /// Not yet in the ring.
+    queue: VecDeque<Arc<Op>>,
+    /// In the ring, waiting for a grant, by envelope number.
+    waiting: VecDeque<(u64, Arc<Op>)>,
+    /// Granted, with the bytes already staged.
+    bodies: VecDeque<(Arc<Op>, usize)>,
+}
+
+#[derive(Default)]
+struct Incoming {
+    consumed: u64,
+    grants: u64,
+    round: u64,
+    /// Arrived and matched by nobody yet.
+    unexpected: VecDeque<Message>,
+    /// Grants (or rejections) that found the ring of grants full.
+    ungranted: VecDeque<u64>,
+    /// Granted, with the bytes already received.
+    bodies: VecDeque<(Arc<Op>, usize)>,
+}
+
+struct Message {
+    /// Order of arrival at this rank, over all sources.
+    stamp: u64,
+    tag: u32,
+    bytes: usize,
+    number: u64,
+    /// The payload of an eager message.
+    data: Option<Vec<u8>>,
+}
+
+pub struct P2p {
+    out: Vec<Outgoing>,
+    incoming: Vec<Incoming>,
+    posted: VecDeque<Arc<Op>>,
+    arrivals: u64,
+    /// Operations that have not ended; nothing is polled while it is zero.
+    active: usize,
+}
+
+impl P2p {
+    pub fn new(ranks: usize) -> P2p {
+        P2p {
+            out: (0..ranks).map(|_| Outgoing::default()).collect(),
+            incoming: (0..ranks).map(|_| Incoming::default()).collect(),
+            posted: VecDeque::new(),
+            arrivals: 0,
+            active: 0,
+        }
+    }
+
+    pub fn active(&self) -> usize {
+        self.active
+    }
+
+    /// Takes a send or receive; `poll` moves it.
+    pub fn issue(&mut self, area: &Area, op: Arc<Op>, ended: &mut Ended) {
+        self.active += 1;
+        op.prepare();
+        if op.request.kind == Kind::Send {
+            self.out[op.request.root as usize].queue.push_back(op);
+            return;
+        }
+        let found = self
+            .incoming
+            .iter()
+            .enumerate()
+            .filter(|(source, _)| op.request.root == ANY_RANK || op.request.root as usize == *source)
+            .filter_map(|(source, lane)| {
+                let at = lane.unexpected.iter().position(|message| message.tag == op.request.tag)?;
+                Some((lane.unexpected[at].stamp, source, at))
+            })
+            .min();
+        match found {
+            Some((_, source, at)) => {
+                let message = self.incoming[source].unexpected.remove(at).expect("just found");
+                self.deliver(area, source, op, message, ended);
+            }
+            None => self.posted.push_back(op),
+        }
+    }
+
+    /// Moves what can move. True when something did.
+    pub fn poll(&mut self, area: &Area, ended: &mut Ended) -> bool {
+        if self.active == 0 {
+            return false;
+        }
+        let mut moved = false;
+        for peer in (0..area.ranks).filter(|peer| *peer != area.me) {
+            moved |= self.push_envelopes(area, peer, ended);
+            moved |= self.take_grants(area, peer, ended);
+            moved |= self.fill_body(area, peer, ended);
+            if !self.posted.is_empty() {
+                moved |= self.take_envelopes(area, peer, ended);
+            }
+            moved |= self.give_grants(area, peer);
+            moved |= self.drain_body(area, peer, ended);
+        }
+        moved
+    }
+
+    fn end(&mut self, op: Arc<Op>, outcome: Result<()>, ended: &mut Ended) {
+        self.active -= 1;
+        if outcome.is_ok() {
+            op.store_back();
+        }
+        ended.push((op, outcome));
+    }
+
+    fn push_envelopes(&mut self, area: &Area, to: usize, ended: &mut Ended) -> bool {
+        let me = area.me;
+        let mut moved = false;
+        while let Some(op) = self.out[to].queue.front().cloned() {
+            let number = self.out[to].sent;
+            if number.wrapping_sub(area.pair_word(me, to, CONSUMED).load(Acquire)) >= RING {
+                break;
+            }
+            let inputs = Pieces(&op.request.inputs);
+            let bytes = inputs.bytes();
+            let eager = bytes <= area.layout.eager_bytes;
+            let word = |i| area.envelope_word(me, to, number, i);
+            word(0).store(u64::from(op.request.tag) | u64::from(eager) << 32, Relaxed);
+            word(1).store(bytes as u64, Relaxed);
+            if eager && bytes > 0 {
+                // SAFETY: the envelope holds `bytes` and nobody reads it: CONSUMED says so.
+                unsafe { inputs.read(0, area.envelope_data(me, to, number, bytes), bytes) };
+            }
+            let lane = &mut self.out[to];
+            lane.queue.pop_front();
+            lane.sent += 1;
+            area.pair_word(me, to, SENT).store(lane.sent, Release);
+            if eager {
+                self.end(op, Ok(()), ended);
+            } else {
+                lane.waiting.push_back((number, op));
+            }
+            moved = true;
+        }
+        moved
+    }
+
+    fn take_grants(&mut self, area: &Area, to: usize, ended: &mut Ended) -> bool {
+        let me = area.me;
+        let mut moved = false;
+        while !self.out[to].waiting.is_empty() {
+            let lane = &mut self.out[to];
+            if area.pair_word(me, to, GRANTS).load(Acquire) <= lane.taken {
+                break;
+            }
+            let entry = area.grant(me, to, lane.taken).load(Relaxed);
+            lane.taken += 1;
+            area.pair_word(me, to, TAKEN).store(lane.taken, Release);
+            moved = true;
+            let Some(at) = lane.waiting.iter().position(|(number, _)| *number == entry & !REJECTED) else {
+                continue; // not a message of ours: a peer that broke the protocol
+            };
+            let (_, op) = lane.waiting.remove(at).expect("just found");
+            if entry & REJECTED == 0 {
+                lane.bodies.push_back((op, 0));
+            } else {
+                let bytes = Pieces(&op.request.inputs).bytes();
+                let text = format!(
+                    "sagellm: rank {to} could not take the message of {bytes} bytes with tag {} from rank {me}: its \
+                     receive buffer has another size",
+                    op.request.tag
+                );
+                self.end(op, Err(Error::Mismatch(text)), ended);
+            }
+        }
+        moved
+    }
+
+    fn fill_body(&mut self, area: &Area, to: usize, ended: &mut Ended) -> bool {
+        let me = area.me;
+        let lane = &mut self.out[to];
+        let Some((op, offset)) = lane.bodies.front_mut() else { return false };
+        let round = lane.round;
+        if round >= 2 && area.pair_word(me, to, DRAINED).load(Acquire) < round - 1 {
+            return false;
+        }
+        let inputs = Pieces(&op.request.inputs);
+        let total = inputs.bytes();
+        let bytes = area.layout.body_bytes.min(total - *offset);
+        // SAFETY: the body buffer holds `bytes`; DRAINED says that nobody reads it.
+        unsafe { inputs.read(*offset, area.body(me, to, round, bytes), bytes) };
+        *offset += bytes;
+        lane.round += 1;
+        area.pair_word(me, to, READY).store(lane.round, Release);
+        if *offset == total {
+            let (op, _) = lane.bodies.pop_front().expect("the front");
+            self.end(op, Ok(()), ended);
+        }
+        true
+    }
+
+    fn take_envelopes(&mut self, area: &Area, from: usize, ended: &mut Ended) -> bool {
+        let me = area.me;
+        let sent = area.pair_word(from, me, SENT).load(Acquire);
+        let mut moved = false;
+        // At most one ring at a time, whatever the peer's counter says.
+        for _ in 0..RING {
+            let number = self.incoming[from].consumed;
+            if sent <= number {
+                break;
+            }
+            let word = |i| area.envelope_word(from, me, number, i).load(Relaxed);
+            let (tag, eager) = (word(0) as u32, word(0) >> 32 & 1 == 1);
+            let bytes = word(1) as usize;
+            self.arrivals += 1;
+            let mut message = Message { stamp: self.arrivals, tag, bytes, number, data: None };
+            if eager {
+                let bytes = bytes.min(area.layout.eager_bytes);
+                message.bytes = bytes;
+                let mut data = vec![0u8; bytes];
+                // SAFETY: the envelope holds `bytes`, bounded above; SENT was acquired.
+                unsafe { crate::reduce::copy(data.as_mut_ptr(), area.envelope_data(from, me, number, bytes), bytes) };
+                message.data = Some(data);
+            }
+            self.incoming[from].consumed += 1;
+            area.pair_word(from, me, CONSUMED).store(number + 1, Release);
+            moved = true;
+            let matching = self.posted.iter().position(|op| {
+                op.request.tag == tag && (op.request.root == ANY_RANK || op.request.root as usize == from)
+            });
+            match matching {
+                Some(at) => {
+                    let op = self.posted.remove(at).expect("just found");
+                    self.deliver(area, from, op, message, ended);
+                }
+                None => self.incoming[from].unexpected.push_back(message),
+            }
+        }
+        moved
+    }
+
+    /// Gives a matched message to its receive: copies an eager one, grants a larger one.
+    fn deliver(&mut self, area: &Area, from: usize, op: Arc<Op>, message: Message, ended: &mut Ended) {
+        let outputs = Pieces(&op.request.outputs);
+        let room = outputs.bytes();
+        op.set_source(from);
+        if message.bytes != room {
+            if message.data.is_none() {
+                self.incoming[from].ungranted.push_back(message.number | REJECTED);
+                self.give_grants(area, from);
+            }
+            let text = format!(
+                "sagellm: rank {} receives {room} bytes with tag {} from rank {from}, but the message has {} bytes. Both \
+                 sides must use tensors of the same size",
+                area.me, message.tag, message.bytes
+            );
+            self.end(op, Err(Error::Mismatch(text)), ended);
+            return;
+        }
+        match message.data {
+            Some(data) => {
+                // SAFETY: the outputs hold `room` bytes, as many as the message.
+                unsafe { outputs.write(0, data.as_ptr(), room) };
+                self.end(op, Ok(()), ended);
+            }
+            None => {
+                self.incoming[from].ungranted.push_back(message.number);
+                self.incoming[from].bodies.push_back((op, 0));
+                self.give_grants(area, from);
+            }
+        }
+    }
+
+    fn give_grants(&mut self, area: &Area, from: usize) -> bool {
+        let me = area.me;
+        let lane = &mut self.incoming[from];
+        let mut moved = false;
+        while let Some(entry) = lane.ungranted.front() {
+            if lane.grants.wrapping_sub(area.pair_word(from, me, TAKEN).load(Acquire)) >= RING {
+                break;
+            }
+            area.grant(from, me, lane.grants).store(*entry, Relaxed);
+            lane.ungranted.pop_front();
+            lane.grants += 1;
+            area.pair_word(from, me, GRANTS).store(lane.grants, Release);
+            moved = true;
+        }
+        moved
+    }
+
+    fn drain_body(&mut self, area: &Area, from: usize, ended: &mut Ended) -> bool {
+        let me = area.me;
+        let lane = &mut self.incoming[from];
+        let Some((op, offset)) = lane.bodies.front_mut() else { return false };
+        let round = lane.round;
+        if area.pair_word(from, me, READY).load(Acquire) <= round {
+            return false;
+        }
+        let outputs = Pieces(&op.request.outputs);
+        let total = outputs.bytes();
+        let bytes = area.layout.body_bytes.min(total - *offset);
+        // SAFETY: the body buffer is ready and holds `bytes`.
+        unsafe { outputs.write(*offset, area.body(from, me, round, bytes), bytes) };
+        *offset += bytes;
+        lane.round += 1;
+        area.pair_word(from, me, DRAINED).store(lane.round, Release);
+        if *offset == total {
+            let (op, _) = lane.bodies.pop_front().expect("the front");
+            self.end(op, Ok(()), ended);
+        }
+        true
+    }
+
+    /// The operations that cannot end without something from `peer`.
+    pub fn needs(&self, peer: usize) -> Option<&Arc<Op>> {
+        let lane = &self.out[peer];
+        lane.queue
+            .front()
+            .or(lane.waiting.front().map(|(_, op)| op))
+            .or(lane.bodies.front().map(|(op, _)| op))
+            .or(self.incoming[peer].bodies.front().map(|(op, _)| op))
+            .or(self.posted.iter().find(|op| op.request.root == ANY_RANK || op.request.root as usize == peer))
+    }
+
+    /// Every operation that has not ended.
+    pub fn drain(&mut self) -> Vec<Arc<Op>> {
+        let mut all: Vec<Arc<Op>> = self.posted.drain(..).collect();
+        for lane in &mut self.out {
+            all.extend(lane.queue.drain(..));
+            all.extend(lane.waiting.drain(..).map(|(_, op)| op));
+            all.extend(lane.bodies.drain(..).map(|(op, _)| op));
+        }
+        for lane in &mut self.incoming {
+            all.extend(lane.bodies.drain(..).map(|(op, _)| op));
+        }
+        self.active = 0;
+        all
+    }
+
+    /// Pending operations, oldest deadline first is not promised.
+    pub fn pending(&self) -> impl Iterator<Item = &Arc<Op>> {
+        let out = self.out.iter().flat_map(|lane| {
+            lane.queue.iter().chain(lane.waiting.iter().map(|(_, op)| op)).chain(lane.bodies.iter().map(|(op, _)| op))
+        });
+        let incoming = self.incoming.iter().flat_map(|lane| lane.bodies.iter().map(|(op, _)| op));
+        self.posted.iter().chain(out).chain(incoming)
+    }
+}

@@ -1,0 +1,116 @@
+//! A list of memory pieces that is read and written as one run of bytes, and the staging copies between it and the
+//! segment.
+
+use crate::reduce::copy;
+use crate::types::Span;
+
+#[derive(Clone, Copy)]
+pub struct Pieces<'a>(pub &'a [Span]);
+
+impl Pieces<'_> {
+    pub fn bytes(&self) -> usize {
+        self.0.iter().map(|span| span.bytes).sum()
+    }
+
+    /// The address of `bytes` at `offset`, if one piece holds them all.
+    pub fn contiguous(&self, offset: usize, bytes: usize) -> Option<*mut u8> {
+        let mut start = 0;
+        for span in self.0 {
+            if offset >= start && offset + bytes <= start + span.bytes {
+                return Some((span.addr + (offset - start)) as *mut u8);
+            }
+            start += span.bytes;
+        }
+        None
+    }
+
+    /// Calls `each(piece address, position within the range, bytes)` for the parts of `offset..offset + bytes`.
+    fn walk(&self, offset: usize, bytes: usize, mut each: impl FnMut(*mut u8, usize, usize)) {
+        let end = offset + bytes;
+        let mut start = 0;
+        for span in self.0 {
+            let from = offset.max(start);
+            let to = end.min(start + span.bytes);
+            if from < to {
+                each((span.addr + (from - start)) as *mut u8, from - offset, to - from);
+            }
+            start += span.bytes;
+            if start >= end {
+                return;
+            }
+        }
+        assert!(start >= end, "sagellm: bytes {offset}..{end} of an operation with {start} bytes");
+    }
+
+    /// Copies `offset..offset + bytes` to `to`.
+    ///
+    /// # Safety
+    /// `to` is valid for `bytes` and overlaps no piece; the pieces are valid, as `Request` asks of the caller.
+    pub unsafe fn read(&self, offset: usize, to: *mut u8, bytes: usize) {
+        // SAFETY: walk stays within the pieces and within `bytes` of `to`.
+        self.walk(offset, bytes, |piece, at, len| unsafe { copy(to.add(at), piece, len) });
+    }
+
+    /// Copies `from` to `offset..offset + bytes`.
+    ///
+    /// # Safety
+    /// As for `read`, with `from` in place of `to`.
+    pub unsafe fn write(&self, offset: usize, from: *const u8, bytes: usize) {
+        // SAFETY: walk stays within the pieces and within `bytes` of `from`.
+        self.walk(offset, bytes, |piece, at, len| unsafe { copy(piece, from.add(at), len) });
+    }
+}
+
+/// Copies a range of one list to a range of another; the same memory is left alone.
+///
+/// # Safety
+/// Both lists are valid, and the ranges are the same memory or do not overlap.
+pub unsafe fn transfer(from: Pieces, from_offset: usize, to: Pieces, to_offset: usize, bytes: usize) {
+    from.walk(from_offset, bytes, |source, at, len| {
+        to.walk(to_offset + at, len, |target, inner, part| {
+            // SAFETY: both walks stay within their lists; equal memory is skipped, other overlaps are excluded.
+            unsafe {
+                let source = source.add(inner);
+                if source.cast_const() != target.cast_const() {
+                    copy(target, source, part);
+                }
+            }
+        });
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn spans(buffers: &mut [Vec<u8>]) -> Vec<Span> {
+        buffers.iter_mut().map(|b| Span { addr: b.as_mut_ptr() as usize, bytes: b.len() }).collect()
+    }
+
+    #[test]
+    fn ranges_cross_pieces_and_empty_pieces() {
+        let mut buffers = vec![vec![1u8, 2, 3], vec![], vec![4, 5], vec![6]];
+        let list = spans(&mut buffers);
+        let pieces = Pieces(&list);
+        assert_eq!(pieces.bytes(), 6);
+        let mut out = [0u8; 4];
+        // SAFETY: `out` holds four bytes, the pieces are alive.
+        unsafe { pieces.read(1, out.as_mut_ptr(), 4) };
+        assert_eq!(out, [2, 3, 4, 5]);
+        assert!(pieces.contiguous(0, 3).is_some());
+        assert!(pieces.contiguous(2, 2).is_none());
+        // SAFETY: as above.
+        unsafe { pieces.write(2, [9u8, 8].as_ptr(), 2) };
+        assert_eq!(buffers, vec![vec![1, 2, 9], vec![], vec![8, 5], vec![6]]);
+    }
+
+    #[test]
+    fn transfer_between_differently_cut_lists() {
+        let mut a = vec![vec![1u8, 2], vec![3, 4, 5]];
+        let mut b = vec![vec![0u8; 1], vec![0; 4]];
+        let (from, to) = (spans(&mut a), spans(&mut b));
+        // SAFETY: both lists are alive and distinct.
+        unsafe { transfer(Pieces(&from), 1, Pieces(&to), 0, 4) };
+        assert_eq!(b, vec![vec![2], vec![3, 4, 5, 0]]);
+    }
+}

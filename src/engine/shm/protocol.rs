@@ -1,0 +1,130 @@
+//! Who may write what, and when: the rules that make the segment safe to share, free of memory and of effects.
+//!
+//! Everything here is generic over [`Words`], so that the same code runs on the mapped segment and, in
+//! `tests/loom.rs`, on loom's atomics, where every interleaving is tried.
+//!
+//! **Slots.** Operation `n` of a group uses slot `n mod depth` of each rank. A rank writes the payload, then stores the
+//! tag `n` (release). A peer that loads the tag `n` (acquire) may read the payload. When a rank no longer reads any slot
+//! of the operations up to `n` it stores `Done = n` (release). Before it overwrites the slot of operation `n - depth` a
+//! rank must have loaded (acquire) `Done >= n - depth` from every peer: their reads then happen before the overwrite,
+//! so there is no trailing barrier, and payload accesses are plain.
+//!
+//! **Rounds.** Large operations are cut into rounds that are numbered through all operations of the group, in order. Per
+//! region (stage, result) a rank has two buffers and two counters: `Ready = g + 1` says that it has filled its buffer for
+//! round `g`; `Drained = g + 1` that it reads nobody's buffer of rounds up to `g` any more. Round `g` may be filled
+//! when every peer's `Drained >= g - 1`, that is, when nobody reads round `g - 2`, the last user of that buffer.
+//!
+//! Each word has one writing rank. Waiting is never done here: a rule says yes or not yet.
+
+use std::ops::Range;
+
+/// A word of the segment that one rank writes and others read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Word {
+    /// Tag of the slot that operation `n` uses at `rank`. Written by `rank` after the payload (release), read by its
+    /// peers (acquire). Value: the operation's number, 0 before the first.
+    Tag { rank: usize, n: u64 },
+    /// Highest `n` such that `rank` reads no slot of operations up to `n`. Written by `rank` (release) after its last
+    /// such read, read by its peers (acquire) before they overwrite.
+    Done(usize),
+    /// Rounds that `rank` has filled, per region. Release after filling; acquire before reading.
+    Ready(Region, usize),
+    /// Rounds that `rank` will not read any more, per region. Release after reading; acquire before overwriting.
+    Drained(Region, usize),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Region {
+    Stage,
+    Result,
+}
+
+/// Access to the words. `load` acquires, `store` releases.
+pub trait Words {
+    fn load(&self, word: Word) -> u64;
+    fn store(&self, word: Word, value: u64);
+}
+
+/// One rank's view of the slots.
+pub struct Slots {
+    me: usize,
+    ranks: usize,
+    depth: u64,
+    /// What this rank knows of each peer's `Done`: a lower bound, refreshed only when it is too old.
+    known: Vec<u64>,
+    /// Own `Done`.
+    done: u64,
+    /// Operations above `done` that this rank has finished reading, out of order: bit `i` is `done + 1 + i`.
+    finished: u128,
+}
+
+impl Slots {
+    pub fn new(me: usize, ranks: usize, depth: u64) -> Slots {
+        assert!(depth <= 128, "finished holds one bit an operation in flight");
+        Slots { me, ranks, depth, known: vec![0; ranks], done: 0, finished: 0 }
+    }
+
+    /// True when this rank may write its slot for operation `n`.
+    pub fn may_publish<W: Words>(&mut self, words: &W, n: u64) -> bool {
+        let Some(last_user) = n.checked_sub(self.depth) else { return true };
+        if self.done < last_user {
+            return false;
+        }
+        for q in (0..self.ranks).filter(|q| *q != self.me) {
+            if self.known[q] < last_user {
+                self.known[q] = words.load(Word::Done(q));
+                if self.known[q] < last_user {
+                    return false;
+                }
+            }
+        }
+        true
+    }
+
+    /// Makes the slot visible. The payload and header must be written before.
+    pub fn publish<W: Words>(&self, words: &W, n: u64) {
+        words.store(Word::Tag { rank: self.me, n }, n);
+    }
+
+    /// True when `rank` has published operation `n`, whose slot may then be read until `retire(n)`.
+    pub fn is_published<W: Words>(words: &W, rank: usize, n: u64) -> bool {
+        words.load(Word::Tag { rank, n }) == n
+    }
+
+    /// This rank reads no slot of operation `n` any more.
+    pub fn retire<W: Words>(&mut self, words: &W, n: u64) {
+        debug_assert!(n > self.done && n - self.done <= 128);
+        self.finished |= 1 << (n - self.done - 1);
+        let run = self.finished.trailing_ones();
+        if run > 0 {
+            self.finished = self.finished.checked_shr(run).unwrap_or(0);
+            self.done += u64::from(run);
+            words.store(Word::Done(self.me), self.done);
+        }
+    }
+}
+
+/// True when every rank of `peers` but `me` has `word` at `least`.
+fn all_at_least<W: Words>(words: &W, peers: Range<usize>, me: usize, word: impl Fn(usize) -> Word, least: u64) -> bool {
+    peers.into_iter().all(|q| q == me || words.load(word(q)) >= least)
+}
+
+/// True when `me` may fill its buffer for round `g`.
+pub fn may_fill<W: Words>(words: &W, region: Region, me: usize, ranks: usize, g: u64) -> bool {
+    g < 2 || all_at_least(words, 0..ranks, me, |q| Word::Drained(region, q), g - 1)
+}
+
+/// Makes round `g` of `me` visible.
+pub fn filled<W: Words>(words: &W, region: Region, me: usize, g: u64) {
+    words.store(Word::Ready(region, me), g + 1);
+}
+
+/// True when `rank` has filled round `g`, which may then be read until `drained(g)`.
+pub fn is_ready<W: Words>(words: &W, region: Region, rank: usize, g: u64) -> bool {
+    words.load(Word::Ready(region, rank)) > g
+}
+
+/// `me` reads nobody's round up to and including `g` any more.
+pub fn drained<W: Words>(words: &W, region: Region, me: usize, g: u64) {
+    words.store(Word::Drained(region, me), g + 1);
+}

@@ -1,0 +1,316 @@
+//! One piece of memory that all ranks of a group map. It has no name, so nothing is left behind when processes are
+//! killed, and it is sealed, so no peer can shrink it under us.
+
+#![allow(unsafe_code)]
+
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU8, Ordering};
+
+use crate::error::{Error, Result};
+
+/// `MADV_POPULATE_WRITE` (Linux 5.14).
+const MADV_POPULATE_WRITE: i32 = 23;
+
+/// Where the memory came from, which decides whether it can be sealed. Travels to the peers as one byte.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Backing {
+    Sealed,
+    /// memfd_create was denied: a nameless file in /dev/shm, which cannot be sealed. Same-user peers are trusted
+    /// not to truncate it.
+    Unsealed,
+    /// No descriptor at all: ranks are threads of one process.
+    Anonymous,
+}
+
+/// A shared mapping; unmapped on drop.
+#[derive(Debug)]
+pub struct Segment {
+    base: NonNull<u8>,
+    len: usize,
+    backing: Backing,
+}
+
+// SAFETY: a segment is an address range that stays mapped for its lifetime. It hands out raw pointers only; who
+// accesses what, and when, is the protocol's duty, whatever thread it runs on.
+unsafe impl Send for Segment {}
+// SAFETY: as above; no method changes the segment itself.
+unsafe impl Sync for Segment {}
+
+fn refused(what: &str, error: io::Error) -> Error {
+    Error::System(format!("sagellm: {what}: {error}"))
+}
+
+fn descriptor(rc: i64) -> io::Result<OwnedFd> {
+    if rc < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the kernel just returned this descriptor to us, so nobody else owns it.
+    Ok(unsafe { OwnedFd::from_raw_fd(rc as i32) })
+}
+
+fn checked(rc: i32) -> io::Result<()> {
+    if rc == -1 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+fn memfd() -> io::Result<OwnedFd> {
+    let flags = libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING;
+    // Kernels before 6.3 do not know MFD_NOEXEC_SEAL; kernels set to insist on it refuse to go without.
+    let mut result = Err(io::Error::from_raw_os_error(libc::EINVAL));
+    for flags in [flags | libc::MFD_NOEXEC_SEAL, flags] {
+        // SAFETY: the name ends in NUL; the flags are plain numbers.
+        result = descriptor(unsafe { libc::syscall(libc::SYS_memfd_create, c"sagellm".as_ptr(), flags) });
+        if !matches!(&result, Err(error) if error.raw_os_error() == Some(libc::EINVAL)) {
+            break;
+        }
+    }
+    result
+}
+
+fn sealed_memfd(len: usize) -> io::Result<OwnedFd> {
+    let fd = memfd()?;
+    // SAFETY: plain numbers on a descriptor we own.
+    unsafe {
+        checked(libc::ftruncate(fd.as_raw_fd(), len as libc::off_t))?;
+        checked(libc::fcntl(
+            fd.as_raw_fd(),
+            libc::F_ADD_SEALS,
+            libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL,
+        ))?;
+    }
+    Ok(fd)
+}
+
+/// A file in /dev/shm that never has a name. Its pages are reserved now: a full /dev/shm must be an error here and
+/// not a SIGBUS at the first touch.
+fn nameless_file(len: usize) -> io::Result<OwnedFd> {
+    let flags = libc::O_TMPFILE | libc::O_EXCL | libc::O_RDWR | libc::O_CLOEXEC;
+    // SAFETY: the path ends in NUL; the rest are plain numbers.
+    let fd = descriptor(unsafe { libc::open(c"/dev/shm".as_ptr(), flags, 0o600) }.into())?;
+    loop {
+        // SAFETY: plain numbers on a descriptor we own.
+        match checked(unsafe { libc::fallocate(fd.as_raw_fd(), 0, 0, len as libc::off_t) }) {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            result => return result.map(|()| fd),
+        }
+    }
+}
+
+impl Segment {
+    /// Makes a segment of `len` bytes, all zero, and the descriptor that lets others map it.
+    pub fn create(len: usize) -> Result<(Segment, OwnedFd)> {
+        let (fd, backing) = match sealed_memfd(len) {
+            Ok(fd) => (fd, Backing::Sealed),
+            Err(denied) => {
+                log::warn!("sagellm: memfd is not available ({denied}); using a nameless file in /dev/shm");
+                let fd = nameless_file(len).map_err(|error| {
+                    Error::System(format!(
+                        "sagellm: no shared memory of {len} bytes: memfd failed ({denied}) and /dev/shm too ({error}). \
+                         Allow memfd_create in the seccomp profile, or enlarge /dev/shm."
+                    ))
+                })?;
+                (fd, Backing::Unsealed)
+            }
+        };
+        let base = map_pages(len, libc::MAP_SHARED, fd.as_raw_fd())
+            .map_err(|error| refused(&format!("cannot map {len} bytes of shared memory"), error))?;
+        Ok((Segment { base, len, backing }, fd))
+    }
+
+    /// Maps a segment that another rank made. The length must be what that rank announced, and must not be able to
+    /// change; `backing` is what it announced too, so that an unsealed descriptor is only taken where expected.
+    pub fn map(fd: BorrowedFd<'_>, expected_len: usize, backing: Backing) -> Result<Segment> {
+        if backing == Backing::Sealed {
+            // SAFETY: a plain query on an open descriptor.
+            let seals = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GET_SEALS) };
+            if seals == -1 || seals & libc::F_SEAL_SHRINK == 0 {
+                return Err(Error::System(format!(
+                    "sagellm: the shared memory that rank 0 sent is not sealed against shrinking (seals {seals})"
+                )));
+            }
+        }
+        // SAFETY: all zero bytes are a valid stat, which the call then fills.
+        let found = unsafe {
+            let mut stat: libc::stat = std::mem::zeroed();
+            checked(libc::fstat(fd.as_raw_fd(), &mut stat)).map_err(|e| refused("fstat on shared memory", e))?;
+            stat.st_size
+        };
+        if usize::try_from(found) != Ok(expected_len) {
+            return Err(Error::System(format!(
+                "sagellm: the shared memory that rank 0 sent has {found} bytes, {expected_len} were announced"
+            )));
+        }
+        let base = map_pages(expected_len, libc::MAP_SHARED, fd.as_raw_fd())
+            .map_err(|error| refused(&format!("cannot map {expected_len} bytes of shared memory"), error))?;
+        Ok(Segment { base, len: expected_len, backing })
+    }
+
+    /// Memory for ranks that are threads of one process.
+    pub fn anonymous(len: usize) -> Result<Segment> {
+        let base = map_pages(len, libc::MAP_SHARED | libc::MAP_ANONYMOUS, -1)
+            .map_err(|error| refused(&format!("cannot map {len} bytes of memory"), error))?;
+        Ok(Segment { base, len, backing: Backing::Anonymous })
+    }
+
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    pub fn backing(&self) -> Backing {
+        self.backing
+    }
+
+    /// Address of `bytes` bytes at `offset`. Panics when they are not all inside: every offset comes from the layout
+    /// of this group, never from shared memory unchecked, so that is our own bug.
+    #[inline]
+    pub fn ptr(&self, offset: usize, bytes: usize) -> *mut u8 {
+        assert!(
+            offset <= self.len && bytes <= self.len - offset,
+            "bytes {offset}..+{bytes} are outside the segment of {} bytes",
+            self.len
+        );
+        // SAFETY: the offset is at most the length of the mapping, just checked.
+        unsafe { self.base.as_ptr().add(offset) }
+    }
+
+    /// Makes the pages of a range present and writable now, so that no operation pays for them later. Others may be
+    /// writing to the range meanwhile: nothing is changed.
+    pub fn populate(&self, range: Range<usize>) -> Result<()> {
+        let page = page_size();
+        let start = range.start / page * page;
+        let end = range.end.div_ceil(page).saturating_mul(page).min(self.len.div_ceil(page) * page);
+        if range.start >= range.end {
+            return Ok(());
+        }
+        let first = self.ptr(start, range.end - start);
+        loop {
+            // SAFETY: the range lies in whole pages of our mapping; populating changes no content.
+            let rc = unsafe { libc::madvise(first.cast(), end - start, MADV_POPULATE_WRITE) };
+            let error = match checked(rc) {
+                Ok(()) => return Ok(()),
+                Err(error) => error,
+            };
+            match error.raw_os_error() {
+                Some(libc::EINTR | libc::EAGAIN) => continue,
+                Some(libc::EINVAL | libc::ENOSYS | libc::EPERM) => break,
+                _ => return Err(refused(&format!("cannot populate {} bytes of shared memory", end - start), error)),
+            }
+        }
+        // An older kernel. Adding 0 writes to the page and loses no concurrent write.
+        for offset in (start..range.end).step_by(page) {
+            // SAFETY: the byte is inside the mapping, and any alignment is right for one byte.
+            unsafe { AtomicU8::from_ptr(self.ptr(offset, 1)) }.fetch_add(0, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Segment {
+    fn drop(&mut self) {
+        // SAFETY: base and len are what mmap returned, and nothing can use them after the drop.
+        unsafe { libc::munmap(self.base.as_ptr().cast(), self.len) };
+    }
+}
+
+fn map_pages(len: usize, flags: i32, fd: i32) -> io::Result<NonNull<u8>> {
+    // SAFETY: a new mapping at an address of the kernel's choice touches no memory of ours.
+    let base = unsafe { libc::mmap(std::ptr::null_mut(), len, libc::PROT_READ | libc::PROT_WRITE, flags, fd, 0) };
+    if base == libc::MAP_FAILED {
+        return Err(io::Error::last_os_error());
+    }
+    NonNull::new(base.cast()).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))
+}
+
+pub fn page_size() -> usize {
+    // SAFETY: takes a plain number.
+    let size = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
+    usize::try_from(size).unwrap_or(4096)
+}
+
+/// Random bytes from the kernel.
+pub fn random<const N: usize>() -> Result<[u8; N]> {
+    let mut bytes = [0u8; N];
+    let mut filled = 0;
+    while filled < N {
+        // SAFETY: the pointer and length describe the rest of `bytes`.
+        let got = unsafe { libc::getrandom(bytes[filled..].as_mut_ptr().cast(), N - filled, 0) };
+        match usize::try_from(got) {
+            Ok(got) => filled += got,
+            Err(_) => {
+                let error = io::Error::last_os_error();
+                if error.kind() != io::ErrorKind::Interrupted {
+                    return Err(refused("getrandom", error));
+                }
+            }
+        }
+    }
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::fd::AsFd;
+
+    #[test]
+    fn two_mappings_see_one_memory() {
+        let (one, fd) = Segment::create(3 * 4096).unwrap();
+        let two = Segment::map(fd.as_fd(), 3 * 4096, one.backing()).unwrap();
+        one.populate(0..3 * 4096).unwrap();
+        // SAFETY: both pointers are inside live mappings, and this is the only thread that uses them.
+        unsafe {
+            one.ptr(5000, 1).write(42);
+            assert_eq!(two.ptr(5000, 1).read(), 42);
+        }
+    }
+
+    #[test]
+    fn the_size_cannot_change() {
+        let (segment, fd) = Segment::create(8192).unwrap();
+        assert_eq!(segment.backing(), Backing::Sealed);
+        for size in [0, 4096, 16384] {
+            // SAFETY: plain numbers on a descriptor of ours.
+            let rc = unsafe { libc::ftruncate(fd.as_raw_fd(), size) };
+            assert_eq!((rc, io::Error::last_os_error().raw_os_error()), (-1, Some(libc::EPERM)));
+        }
+    }
+
+    #[test]
+    fn a_wrong_length_and_a_missing_seal_are_refused() {
+        let (_segment, fd) = Segment::create(8192).unwrap();
+        let text = Segment::map(fd.as_fd(), 4096, Backing::Sealed).unwrap_err().to_string();
+        assert!(text.contains("8192") && text.contains("4096"), "{text}");
+        let unsealed = nameless_file(8192).unwrap();
+        let text = Segment::map(unsealed.as_fd(), 8192, Backing::Sealed).unwrap_err().to_string();
+        assert!(text.contains("not sealed"), "{text}");
+        assert_eq!(Segment::map(unsealed.as_fd(), 8192, Backing::Unsealed).unwrap().len(), 8192);
+    }
+
+    #[test]
+    fn populate_keeps_what_is_there() {
+        let segment = Segment::anonymous(4 * 4096).unwrap();
+        // SAFETY: inside the live mapping, one thread.
+        unsafe { segment.ptr(4097, 1).write(7) };
+        segment.populate(100..3 * 4096 + 1).unwrap();
+        segment.populate(5..5).unwrap();
+        // SAFETY: as above.
+        assert_eq!(unsafe { segment.ptr(4097, 1).read() }, 7);
+    }
+
+    #[test]
+    #[should_panic(expected = "outside the segment")]
+    fn a_pointer_outside_panics() {
+        Segment::anonymous(4096).unwrap().ptr(4090, 7);
+    }
+
+    #[test]
+    fn random_bytes_differ() {
+        assert_ne!(random::<16>().unwrap(), random::<16>().unwrap());
+    }
+}

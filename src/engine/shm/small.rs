@@ -1,0 +1,256 @@
+//! Small operations: one exchange of tagged slots.
+//!
+//! Idea: every rank writes what its peers need into its own slot, then each reads all it needs and combines it alone.
+//! Steps: 1 (write, tag, read). Bytes per rank: own payload written, up to (P-1) payloads read. Order of summation: rank
+//! 0 to P-1. Source: the flag-in-line idea of NCCL's LL protocol and the single exchange of DeepSpeed's shm all_reduce,
+//! here with one numbering for all kinds of operation and no trailing barrier (protocol.rs).
+
+use super::area::{Area, Header};
+use super::layout::SLOT_BYTES;
+use super::pieces::Pieces;
+use super::protocol::Slots;
+use crate::error::{Error, Result};
+use crate::op::{self, Op};
+use crate::reduce::Kernel;
+use crate::select;
+use crate::types::{Kind, ReduceOp, Request};
+
+/// Bytes of rank `q`'s block in a list whose sizes are `blocks`, or equal parts of `total`.
+pub fn block(blocks: &[usize], total: usize, ranks: usize, q: usize) -> usize {
+    if blocks.is_empty() { total / ranks } else { blocks[q] }
+}
+
+/// Where rank `q`'s block begins.
+pub fn block_start(blocks: &[usize], total: usize, ranks: usize, q: usize) -> usize {
+    if blocks.is_empty() { total / ranks * q } else { blocks[..q].iter().sum() }
+}
+
+/// The aux word of an operation's header.
+fn aux(request: &Request, inline: bool) -> u64 {
+    match (request.kind, request.op) {
+        (kind, ReduceOp::PremulSum(factor)) if kind.reduces() => factor.to_bits(),
+        (Kind::AllToAll, _) => u64::from(inline),
+        _ => Pieces(&request.inputs).bytes() as u64,
+    }
+}
+
+/// Writes this rank's slot for an operation that goes by slots. The caller then makes it visible with `Slots::publish`.
+pub fn write(area: &Area, op: &Op) {
+    let request = &op.request;
+    let bytes = select::slot_payload(request, area.ranks).min(Pieces(&request.inputs).bytes());
+    let writes = match request.kind {
+        Kind::Broadcast | Kind::Scatter => area.me == request.root as usize,
+        Kind::Barrier => false,
+        _ => true,
+    };
+    if writes && bytes > 0 {
+        let to = area.payload(area.me, op.number, bytes);
+        // SAFETY: `payload` checked that the slot holds `bytes`; may_publish said that nobody reads it; the caller keeps
+        // the inputs alive until the operation ends.
+        unsafe { Pieces(&request.inputs).read(0, to, bytes) };
+    }
+    area.write_header(op.number, Header { signature: op.signature, aux: aux(request, true) });
+}
+
+/// Writes the header of an operation that goes by rounds: its data follows through the stage.
+pub fn write_header(area: &Area, op: &Op) {
+    area.write_header(op.number, Header { signature: op.signature, aux: aux(&op.request, false) });
+}
+
+/// Writes the slot of an all_to_all: the table of this rank's block sizes, then the blocks if they fit. Returns whether
+/// they did.
+pub fn write_table(area: &Area, op: &Op) -> bool {
+    let request = &op.request;
+    let inputs = Pieces(&request.inputs);
+    let total = inputs.bytes();
+    let table = area.ranks * 8;
+    let inline = table + total <= SLOT_BYTES;
+    // The whole slot is asked for, so that table and blocks lie behind the header line whatever their size.
+    let to = area.payload(area.me, op.number, SLOT_BYTES);
+    for q in 0..area.ranks {
+        let bytes = block(&request.in_blocks, total, area.ranks, q) as u64;
+        // SAFETY: the table lies within the slot (MAX_RANKS * 8 <= SLOT_BYTES), which nobody reads now.
+        unsafe { to.add(q * 8).cast::<u64>().write_unaligned(bytes) };
+    }
+    if inline {
+        // SAFETY: table + total fit into the slot.
+        unsafe { inputs.read(0, to.add(table), total) };
+    }
+    area.write_header(op.number, Header { signature: op.signature, aux: aux(request, inline) });
+    inline
+}
+
+/// Row `q` of the all_to_all tables: block sizes as rank `q` wrote them. Untrusted numbers.
+pub fn read_table(area: &Area, op: &Op, q: usize) -> Vec<usize> {
+    let from = area.payload(q, op.number, SLOT_BYTES);
+    (0..area.ranks)
+        // SAFETY: the table lies within the slot; the tag of `q` was acquired.
+        .map(|r| unsafe { from.add(r * 8).cast::<u64>().read_unaligned() } as usize)
+        .collect()
+}
+
+/// True when this rank reads rank `q`'s slot in this operation.
+pub fn reads_from(request: &Request, me: usize, q: usize) -> bool {
+    match request.kind {
+        Kind::Broadcast | Kind::Scatter => q == request.root as usize,
+        Kind::Reduce | Kind::Gather => me == request.root as usize,
+        _ => true,
+    }
+}
+
+/// Looks which of the slots that this rank needs are there, from rank `seen` on, and checks their signatures.
+/// Returns the first rank that is still missing, or `ranks`.
+pub fn look(area: &Area, op: &Op, mut seen: usize, needed: impl Fn(usize) -> bool) -> Result<usize> {
+    while seen < area.ranks {
+        if seen != area.me && needed(seen) {
+            if !Slots::is_published(area, seen, op.number) {
+                break;
+            }
+            let theirs = area.read_header(seen, op.number).signature;
+            if theirs != op.signature {
+                return Err(mismatch(op, area.me, seen, theirs));
+            }
+        }
+        seen += 1;
+    }
+    Ok(seen)
+}
+
+fn mismatch(op: &Op, me: usize, peer: usize, theirs: u64) -> Error {
+    Error::Mismatch(format!(
+        "sagellm: ranks called different operations as number {} of their group: rank {me} called {}, rank {peer} called \
+         {}. No data was exchanged. Every rank must call the same collectives in the same order with the same sizes",
+        op.number,
+        op::describe(op.signature),
+        op::describe(theirs)
+    ))
+}
+
+/// One PREMUL_SUM factor a rank, from the headers; empty for every other reduction.
+pub fn factors(area: &Area, op: &Op) -> Vec<f64> {
+    match op.request.op {
+        ReduceOp::PremulSum(_) => {
+            (0..area.ranks).map(|q| f64::from_bits(area.read_header(q, op.number).aux)).collect()
+        }
+        _ => Vec::new(),
+    }
+}
+
+/// Reads the slots, all of which are there, and writes the results. `scratch` is room for one payload.
+pub fn finish(area: &Area, op: &Op, kernel: Option<&Kernel>, scratch: &mut Vec<u8>) -> Result<()> {
+    let request = &op.request;
+    let (me, ranks, n) = (area.me, area.ranks, op.number);
+    let outputs = Pieces(&request.outputs);
+    let total_out = outputs.bytes();
+    match request.kind {
+        Kind::AllReduce | Kind::Reduce if total_out > 0 => {
+            combine(area, op, kernel, (0, total_out, total_out), scratch);
+        }
+        Kind::ReduceScatter => {
+            let total = Pieces(&request.inputs).bytes();
+            let start = block_start(&request.in_blocks, total, ranks, me);
+            combine(area, op, kernel, (start, total_out, total), scratch);
+        }
+        Kind::AllGather | Kind::Gather if total_out > 0 => {
+            let mut to = 0;
+            for q in 0..ranks {
+                let bytes = block(&request.out_blocks, total_out, ranks, q);
+                let theirs = area.read_header(q, n).aux;
+                if theirs != bytes as u64 {
+                    return Err(wrong_block(op, me, q, theirs, bytes));
+                }
+                // SAFETY: the slot holds `bytes` (checked by payload), its tag was acquired, the outputs are the caller's.
+                unsafe { outputs.write(to, area.payload(q, n, bytes), bytes) };
+                to += bytes;
+            }
+        }
+        Kind::Broadcast if total_out > 0 => {
+            let from = area.payload(request.root as usize, n, total_out);
+            // SAFETY: as above.
+            unsafe { outputs.write(0, from, total_out) };
+        }
+        Kind::Scatter => {
+            // All blocks are equal: checked at the root, and signed by every rank.
+            let from = area.payload(request.root as usize, n, total_out * ranks);
+            // SAFETY: as above.
+            unsafe { outputs.write(0, from.add(me * total_out), total_out) };
+        }
+        _ => (),
+    }
+    Ok(())
+}
+
+fn wrong_block(op: &Op, me: usize, peer: usize, theirs: u64, expected: usize) -> Error {
+    Error::Mismatch(format!(
+        "sagellm: in {} number {} rank {peer} brings {theirs} bytes where rank {me} has room for {expected}. Every rank \
+         must pass the same list of sizes",
+        op.request.kind, op.number
+    ))
+}
+
+/// Combines bytes `start..start + bytes` of the ranks' payloads, each of `payload` bytes, into the outputs.
+fn combine(
+    area: &Area,
+    op: &Op,
+    kernel: Option<&Kernel>,
+    (start, bytes, payload): (usize, usize, usize),
+    scratch: &mut Vec<u8>,
+) {
+    let kernel = kernel.expect("a reducing operation has a kernel");
+    let outputs = Pieces(&op.request.outputs);
+    // SAFETY: `start` lies within the payload, whose bounds were checked.
+    let source = |q| unsafe { area.payload(q, op.number, payload).cast_const().add(start) };
+    let to = outputs.contiguous(0, bytes);
+    scratch.resize(bytes, 0);
+    let target = to.unwrap_or(scratch.as_mut_ptr());
+    let count = bytes / kernel.element_size();
+    let factors = factors(area, op);
+    let mut few = [std::ptr::null(); 8];
+    // SAFETY: every source holds `bytes` behind `start`, and so does the target; slots overlap no caller memory.
+    unsafe {
+        if area.ranks <= few.len() {
+            for (q, slot) in few[..area.ranks].iter_mut().enumerate() {
+                *slot = source(q);
+            }
+            kernel.reduce(target, &few[..area.ranks], &factors, count);
+        } else {
+            let many: Vec<_> = (0..area.ranks).map(source).collect();
+            kernel.reduce(target, &many, &factors, count);
+        }
+        if to.is_none() {
+            outputs.write(0, scratch.as_ptr(), bytes);
+        }
+    }
+}
+
+/// Reads an all_to_all whose tables are all there: checks the sizes, copies every block that lies in a slot, and
+/// returns the tables of the ranks whose blocks come in rounds.
+pub fn finish_table(area: &Area, op: &Op) -> Result<Vec<Option<Vec<usize>>>> {
+    let request = &op.request;
+    let (me, ranks) = (area.me, area.ranks);
+    let outputs = Pieces(&request.outputs);
+    let total_out = outputs.bytes();
+    let mut in_rounds = Vec::with_capacity(ranks);
+    let mut to = 0;
+    for q in 0..ranks {
+        let table = read_table(area, op, q);
+        let expected = block(&request.out_blocks, total_out, ranks, q);
+        if table[me] != expected {
+            return Err(wrong_block(op, me, q, table[me] as u64, expected));
+        }
+        if area.read_header(q, op.number).aux == 1 {
+            let before: usize = table[..me].iter().fold(0, |sum, bytes| sum.saturating_add(*bytes));
+            let at = (ranks * 8).saturating_add(before);
+            if at.saturating_add(expected) > SLOT_BYTES {
+                return Err(wrong_block(op, me, q, before as u64, SLOT_BYTES));
+            }
+            // SAFETY: `at + expected` lies within the slot, whose tag was acquired.
+            unsafe { outputs.write(to, area.payload(q, op.number, SLOT_BYTES).add(at), expected) };
+            in_rounds.push(None);
+        } else {
+            in_rounds.push(Some(table));
+        }
+        to += expected;
+    }
+    Ok(in_rounds)
+}

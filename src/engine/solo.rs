@@ -1,0 +1,42 @@
+//! A group of one rank: every collective is a local copy, finished at issue.
+
+use super::shm::pieces::{Pieces, transfer};
+use crate::error::{Error, Result};
+use crate::op::Op;
+use crate::reduce::Kernel;
+use crate::types::{Kind, ReduceOp};
+
+/// Runs `op`. Reductions of one rank still round as AVG and PREMUL_SUM do.
+pub fn run(op: &Op, kernel: Option<&Kernel>) -> Result<()> {
+    let request = &op.request;
+    if request.kind.is_p2p() {
+        return Err(Error::Invalid(format!(
+            "sagellm {}: a group of one rank has no other rank to exchange messages with",
+            request.kind
+        )));
+    }
+    op.prepare();
+    let (inputs, outputs) = (Pieces(&request.inputs), Pieces(&request.outputs));
+    let bytes = inputs.bytes().min(outputs.bytes());
+    match kernel {
+        Some(kernel) if bytes > 0 => {
+            let factors = match request.op {
+                ReduceOp::PremulSum(factor) => vec![factor],
+                _ => Vec::new(),
+            };
+            let mut data = vec![0u8; bytes];
+            let at = data.as_mut_ptr();
+            // SAFETY: `data` holds `bytes`; reduce in place on its only source is allowed.
+            unsafe {
+                inputs.read(0, at, bytes);
+                kernel.reduce(at, &[at.cast_const()], &factors, bytes / kernel.element_size());
+                outputs.write(0, at, bytes);
+            }
+        }
+        // SAFETY: the request's contract: inputs and outputs are valid, and the same memory or apart.
+        _ if request.kind != Kind::Barrier => unsafe { transfer(inputs, 0, outputs, 0, bytes) },
+        _ => (),
+    }
+    op.store_back();
+    Ok(())
+}

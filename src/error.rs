@@ -1,0 +1,66 @@
+//! What can go wrong, in two classes: the caller's or the world's fault (every variant but one), and our own bug.
+//! The texts are golden files (`tests/golden`): who, what was expected, what came, what to do.
+
+use std::fmt;
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Error {
+    /// The call itself is wrong; nothing was sent and no sequence number was used.
+    Invalid(String),
+    /// The operation's own deadline passed. Poisons the group.
+    Timeout(String),
+    /// `wait(t)` elapsed; the operation goes on.
+    WaitElapsed(String),
+    /// A peer's process ended.
+    RankFailed { rank: usize, text: String },
+    /// Ranks called different operations under one sequence number.
+    Mismatch(String),
+    /// Someone called abort, or the group was shut down.
+    Aborted(String),
+    /// A Python signal handler raised while the caller was waiting.
+    Interrupted(String),
+    /// The operating system refused something the engine needs.
+    System(String),
+    /// A broken assumption of ours; the text carries both values.
+    Bug(String),
+}
+
+impl Error {
+    /// One letter that tells the C++ side which exception to raise.
+    pub fn code(&self) -> char {
+        match self {
+            Error::Invalid(_) => 'V',
+            Error::Timeout(_) | Error::WaitElapsed(_) => 'T',
+            Error::RankFailed { .. } => 'D',
+            Error::Mismatch(_) => 'M',
+            Error::Aborted(_) => 'A',
+            Error::Interrupted(_) => 'P',
+            Error::System(_) => 'S',
+            Error::Bug(_) => 'B',
+        }
+    }
+
+    pub fn text(&self) -> &str {
+        match self {
+            Error::Invalid(t)
+            | Error::Timeout(t)
+            | Error::WaitElapsed(t)
+            | Error::RankFailed { text: t, .. }
+            | Error::Mismatch(t)
+            | Error::Aborted(t)
+            | Error::Interrupted(t)
+            | Error::System(t)
+            | Error::Bug(t) => t,
+        }
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.text())
+    }
+}
+
+impl std::error::Error for Error {}
+
+pub type Result<T> = std::result::Result<T, Error>;

@@ -1,0 +1,34 @@
+//! # sagellm: the life of one all_reduce
+//!
+//! A `torch.distributed` backend. This crate is its core; `cpp/` is a thin `c10d::Backend` around it, `torch_ext/` the
+//! Python package. Follow one `dist.all_reduce(t)` from the top of this list to its bottom and you have read the crate:
+//!
+//! 1. `cpp/backend.cpp` turns the c10d call into one plain [`types::Request`]; it decides nothing.
+//! 2. [`bridge`](self) (feature `torch`) is the contract between C++ and Rust: no logic, no panic crosses it.
+//! 3. [`group`] gives the operation its sequence number, signature and deadline, and hands it to the engine.
+//!    [`driver`] is who makes progress: the thread that waits, or the progress thread when nobody waits.
+//! 4. [`select`] says how: slots or rounds, and in which chunks. Pure.
+//! 5. [`engine`] does it: [`engine::shm`] over shared memory between the processes of one host
+//!    (`small.rs` slots, `bulk.rs` rounds, `p2p.rs` send and receive, `protocol.rs` the rules of who may write when).
+//! 6. [`reduce`] adds the numbers in the group's fixed rank order.
+//!
+//! Beside them [`watch`] learns of dead peers. The floor: [`types`], [`op`], [`error`], [`clock`], [`config`], [`host`],
+//! [`topology`]. A file uses only what stands below it in this list, and the floor; `tests/layering.rs` holds that.
+//! The words are defined in `docs/words.md`, the rules by number in `docs/design.md`.
+
+#[cfg(feature = "torch")]
+mod bridge;
+pub mod driver;
+pub mod engine;
+pub mod group;
+pub mod reduce;
+pub mod select;
+pub mod watch;
+
+pub mod clock;
+pub mod config;
+pub mod error;
+pub mod host;
+pub mod op;
+pub mod topology;
+pub mod types;

@@ -1,0 +1,165 @@
+//! One operation from issue to end: what was asked, its number, and how it ended.
+//!
+//! The engine advances it, the group ends it, the caller waits for it. Only the end is written by one thread and read by
+//! others without a lock: see `state`.
+
+use std::sync::atomic::{AtomicI32, AtomicU8, AtomicU64, Ordering};
+use std::sync::{Mutex, OnceLock};
+use std::time::{Duration, Instant};
+
+use crate::clock;
+use crate::error::{Error, Result};
+use crate::host::Completion;
+use crate::types::{Dtype, Kind, ReduceOp, Request};
+
+const PENDING: u8 = 0;
+const DONE: u8 = 1;
+const FAILED: u8 = 2;
+
+pub struct Op {
+    pub request: Request,
+    /// Number within the group (collectives) or the ordered pair of ranks (point to point).
+    pub number: u64,
+    /// What must agree between ranks, see [`signature`].
+    pub signature: u64,
+    pub issued: Instant,
+    pub timeout: Duration,
+    /// When it fails, on `clock::now`.
+    pub deadline: u64,
+    /// PENDING, then DONE or FAILED for ever. Written once by the thread that ends the operation (release), after the
+    /// results are in the caller's memory, `source` and `error` are set; readers acquire and may then use all three.
+    state: AtomicU8,
+    error: OnceLock<Error>,
+    source: AtomicI32,
+    nanoseconds: AtomicU64,
+    completion: Mutex<Option<Box<dyn Completion>>>,
+}
+
+impl Op {
+    pub fn new(
+        request: Request,
+        number: u64,
+        signature: u64,
+        timeout: Duration,
+        completion: Option<Box<dyn Completion>>,
+    ) -> Op {
+        Op {
+            request,
+            number,
+            signature,
+            issued: Instant::now(),
+            timeout,
+            deadline: clock::now().saturating_add(u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX)),
+            state: AtomicU8::new(PENDING),
+            error: OnceLock::new(),
+            source: AtomicI32::new(-1),
+            nanoseconds: AtomicU64::new(0),
+            completion: Mutex::new(completion),
+        }
+    }
+
+    pub fn is_done(&self) -> bool {
+        self.state.load(Ordering::Acquire) != PENDING
+    }
+
+    /// Why it failed, once it has.
+    pub fn error(&self) -> Option<&Error> {
+        if self.state.load(Ordering::Acquire) == FAILED { self.error.get() } else { None }
+    }
+
+    /// How it ended; call only after `is_done`.
+    pub fn outcome(&self) -> Result<()> {
+        match self.error() {
+            Some(error) => Err(error.clone()),
+            None => Ok(()),
+        }
+    }
+
+    /// The rank a receive took from, -1 before and for everything else.
+    pub fn source(&self) -> i32 {
+        self.source.load(Ordering::Relaxed)
+    }
+    pub fn set_source(&self, rank: usize) {
+        self.source.store(rank as i32, Ordering::Relaxed);
+    }
+
+    /// From issue to end; zero while it runs.
+    pub fn duration(&self) -> Duration {
+        Duration::from_nanos(self.nanoseconds.load(Ordering::Relaxed))
+    }
+
+    /// Strided inputs into their contiguous pieces, right before the engine first reads them.
+    pub fn prepare(&self) {
+        if let Some(completion) = self.completion.lock().unwrap().as_ref() {
+            completion.prepare();
+        }
+    }
+
+    /// Contiguous results into strided outputs, right after the engine wrote them.
+    pub fn store_back(&self) {
+        if let Some(completion) = self.completion.lock().unwrap().as_ref() {
+            completion.store_back();
+        }
+    }
+
+    /// Ends the operation, once, and tells its owner. Call without locks: the owner queues work of its own.
+    pub fn end(&self, outcome: Result<()>) {
+        let completion = self.completion.lock().unwrap().take();
+        self.nanoseconds.store(self.issued.elapsed().as_nanos().max(1) as u64, Ordering::Relaxed);
+        let state = match outcome {
+            Ok(()) => DONE,
+            Err(error) => {
+                let _ = self.error.set(error);
+                FAILED
+            }
+        };
+        self.state.store(state, Ordering::Release);
+        if let Some(completion) = completion {
+            completion.ended(self.error.get());
+        }
+    }
+}
+
+/// Packs what all ranks must agree on into 64 bits that can be read back for messages:
+/// kind (5 bits), reduce op (4), dtype (6), root (9), bytes (40).
+///
+/// Operations that only move data sign bytes, not dtype. Blocks of different sizes sign their sum; all_to_all signs no
+/// bytes, because no rank knows all of its sizes (its block table is checked pair by pair).
+pub fn signature(request: &Request, ranks: usize) -> u64 {
+    let sum = |spans: &[crate::types::Span]| spans.iter().map(|span| span.bytes as u64).sum::<u64>();
+    let bytes = match request.kind {
+        Kind::AllReduce | Kind::Reduce | Kind::ReduceScatter | Kind::Gather => sum(&request.inputs),
+        Kind::Broadcast => sum(&request.inputs).max(sum(&request.outputs)),
+        Kind::AllGather | Kind::Scatter => sum(&request.outputs),
+        Kind::Send => sum(&request.inputs),
+        Kind::Recv => sum(&request.outputs),
+        Kind::AllToAll | Kind::Barrier => 0,
+    };
+    debug_assert!(ranks <= 512);
+    let (dtype, op) =
+        if request.kind.reduces() { (request.dtype as u64, u64::from(request.op.code())) } else { (0, 0) };
+    let root = if request.kind.rooted() { u64::from(request.root) & 0x1ff } else { 0 };
+    (request.kind as u64) << 59 | op << 55 | dtype << 49 | root << 40 | (bytes & ((1 << 40) - 1))
+}
+
+/// A signature in words: `all_reduce(1024 bytes, float32, SUM)`.
+pub fn describe(signature: u64) -> String {
+    let kind = (signature >> 59) as u8;
+    let op = (signature >> 55 & 0xf) as u8;
+    let dtype = (signature >> 49 & 0x3f) as u8;
+    let root = signature >> 40 & 0x1ff;
+    let bytes = signature & ((1 << 40) - 1);
+    let Some(kind) = Kind::from_u8(kind) else { return "an unknown operation".to_string() };
+    let mut parts = Vec::new();
+    if !matches!(kind, Kind::AllToAll | Kind::Barrier) {
+        parts.push(format!("{bytes} bytes"));
+    }
+    if kind.reduces() {
+        parts.push(Dtype::from_u8(dtype).map_or("unknown dtype", Dtype::name).to_string());
+        parts.push(ReduceOp::name_of(op).to_string());
+    }
+    if kind.rooted() {
+        parts.push(format!("root {root}"));
+    }
+    format!("{kind}({})", parts.join(", "))
+}

@@ -1,0 +1,173 @@
+//! f16 and bf16 in integer arithmetic, and the floating-point mode of the thread.
+
+pub const F32_NAN: u32 = 0x7fc0_0000;
+pub const F64_NAN: u64 = 0x7ff8_0000_0000_0000;
+
+/// Exact.
+#[inline(always)]
+pub fn bf16_to_f32(stored: u16) -> f32 {
+    f32::from_bits((stored as u32) << 16)
+}
+
+/// Rounds to nearest, ties to even; denormals are kept, which the bf16 instructions of x86 do not do.
+#[inline(always)]
+pub fn f32_to_bf16(number: f32) -> u16 {
+    // First, so that it is a choice between numbers of one width, which vectors do well. Rounding does not change it.
+    let number = if number.is_nan() { f32::from_bits(F32_NAN) } else { number };
+    let bits = number.to_bits();
+    // Half of the last place that stays, less one where that place is even: a tie then carries only into an odd one.
+    let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1));
+    (rounded >> 16) as u16
+}
+
+/// f32's exponent bias less f16's, at the place of f32's exponent.
+const REBIAS: u32 = (127 - 15) << 23;
+const F16_NAN: u32 = 0x7e00;
+const F32_INFINITY: u32 = 0x7f80_0000;
+/// The smallest normal f16 as f32: 2^-14.
+const F16_MIN_NORMAL: u32 = 0x3880_0000;
+/// 2^16 as f32; from here on, even before rounding, f16 has only infinity.
+const F16_BEYOND: u32 = 0x4780_0000;
+
+/// Exact.
+#[inline(always)]
+pub fn f16_to_f32(stored: u16) -> f32 {
+    let sign = ((stored & 0x8000) as u32) << 16;
+    let magnitude = (stored & 0x7fff) as u32;
+    // A denormal is a count of 2^-24.
+    let denormal = (magnitude as i32 as f32 * f32::from_bits(0x3380_0000)).to_bits();
+    let normal = (magnitude << 13) + REBIAS;
+    // Infinity and NaN: the largest exponent here as there.
+    let special = normal + REBIAS;
+    let bits = if magnitude < 0x0400 { denormal } else { normal };
+    let bits = if magnitude >= 0x7c00 { special } else { bits };
+    f32::from_bits(sign | bits)
+}
+
+/// Rounds to nearest, ties to even; denormals are kept.
+#[inline(always)]
+pub fn f32_to_f16(number: f32) -> u16 {
+    let number = if number.is_nan() { f32::from_bits(F32_NAN) } else { number };
+    let sign = (number.to_bits() >> 16) & 0x8000;
+    let magnitude = number.to_bits() & 0x7fff_ffff;
+    // As in bf16; a carry out of the largest exponent is infinity, as it should be.
+    let normal = magnitude.wrapping_sub(REBIAS).wrapping_add(0x0fff + ((magnitude >> 13) & 1)) >> 13;
+    // The last place of numbers in [0.5, 1) is 2^-24, f16's smallest step, so that this addition rounds to it.
+    let denormal = (f32::from_bits(magnitude) + 0.5).to_bits().wrapping_sub(0.5f32.to_bits());
+    let bits = if magnitude < F16_MIN_NORMAL { denormal } else { normal };
+    let special = if magnitude > F32_INFINITY { F16_NAN } else { 0x7c00 };
+    let bits = if magnitude >= F16_BEYOND { special } else { bits };
+    (sign | bits) as u16
+}
+
+/// While it lives, this thread computes as IEEE 754 and Rust assume: to nearest even, denormals kept.
+///
+/// A program may have changed that for its own threads (`torch.set_flush_denormal`), but not for ours, nor on all
+/// ranks alike; without this the bits would depend on which thread happened to run the operation.
+pub struct StandardMode {
+    /// The control register as it was, where it had to be changed.
+    found: Option<mode::Register>,
+}
+
+impl StandardMode {
+    #[inline(always)]
+    pub fn enter() -> StandardMode {
+        let found = mode::read();
+        if mode::is_standard(found) {
+            return StandardMode { found: None };
+        }
+        mode::write(mode::standard(found));
+        StandardMode { found: Some(found) }
+    }
+}
+
+impl Drop for StandardMode {
+    #[inline(always)]
+    fn drop(&mut self) {
+        if let Some(found) = self.found {
+            mode::write(found);
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod mode {
+    use std::arch::asm;
+
+    pub type Register = u32;
+
+    /// MXCSR: denormals are zero (bit 6), rounding (13, 14), flush to zero (15).
+    const NOT_STANDARD: Register = 1 << 6 | 3 << 13 | 1 << 15;
+
+    #[inline(always)]
+    pub fn read() -> Register {
+        let mut register: Register = 0;
+        // SAFETY: every x86_64 has SSE; the instruction writes the four bytes of `register` and nothing else.
+        unsafe { asm!("stmxcsr [{}]", in(reg) &mut register, options(nostack, preserves_flags)) };
+        register
+    }
+
+    #[inline(always)]
+    pub fn is_standard(register: Register) -> bool {
+        register & NOT_STANDARD == 0
+    }
+
+    #[inline(always)]
+    pub fn standard(register: Register) -> Register {
+        register & !NOT_STANDARD
+    }
+
+    #[cold]
+    pub fn write(register: Register) {
+        // SAFETY: the value is one that was read from the register, or that with the bits above cleared: no reserved
+        // bit is set and no exception unmasked. Not `nomem`, so that no store to memory moves across it.
+        unsafe { asm!("ldmxcsr [{}]", in(reg) &register, options(nostack, preserves_flags)) };
+    }
+}
+
+#[cfg(target_arch = "aarch64")]
+mod mode {
+    use std::arch::asm;
+
+    pub type Register = u64;
+
+    /// FPCR: FIZ (bit 0), AH (1), rounding (22, 23), flush to zero (24), default NaN (25) is harmless.
+    const NOT_STANDARD: Register = 1 | 1 << 1 | 3 << 22 | 1 << 24;
+
+    #[inline(always)]
+    pub fn read() -> Register {
+        let register: Register;
+        // SAFETY: reading FPCR is allowed in user mode and has no effect.
+        unsafe { asm!("mrs {}, fpcr", out(reg) register, options(nostack, preserves_flags)) };
+        register
+    }
+
+    #[inline(always)]
+    pub fn is_standard(register: Register) -> bool {
+        register & NOT_STANDARD == 0
+    }
+
+    #[inline(always)]
+    pub fn standard(register: Register) -> Register {
+        register & !NOT_STANDARD
+    }
+
+    #[cold]
+    pub fn write(register: Register) {
+        // SAFETY: the value is one that was read from the register, or that with the bits above cleared.
+        unsafe { asm!("msr fpcr, {}", in(reg) register, options(nostack, preserves_flags)) };
+    }
+}
+
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+mod mode {
+    //! Nothing is known of this processor's mode; it stays as it is.
+    pub type Register = ();
+
+    pub fn read() -> Register {}
+    pub fn is_standard(_: Register) -> bool {
+        true
+    }
+    pub fn standard(_: Register) -> Register {}
+    pub fn write(_: Register) {}
+}

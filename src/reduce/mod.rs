@@ -1,0 +1,270 @@
+//! Adds the numbers: `dst[i] = sources[0][i] op sources[1][i] op ...`, always in that order.
+//!
+//! Every result is a function of its own elements only, computed in the order of the ranks. It does not depend on how a
+//! tensor was cut, on the vector width, or on the thread (design, "same bits"):
+//! - f16 and bf16 are widened to f32, combined there, and rounded once (to nearest even) at the end;
+//! - f32 and f64 are combined as they are, without fused multiply-add; denormals are kept;
+//! - a NaN result is always the quiet NaN without sign and payload; MIN and MAX give NaN where any rank has one, and
+//!   treat -0 as smaller than +0;
+//! - integers wrap; bool is true for any byte but 0, its SUM and MAX are "or", its PRODUCT and MIN "and";
+//! - AVG divides the sum once, integers truncate towards zero;
+//! - PREMUL_SUM multiplies each rank's number by that rank's factor, rounded to the type it is combined in.
+//!
+//! One source alone is copied, bit for bit (PREMUL_SUM scales it).
+//!
+//! `number` says how numbers are stored and combined, `scalar` has the one loop, `x86` compiles it for wider vectors,
+//! `float` converts f16 and bf16. To add an operation: `Op` in `scalar.rs`, a line in `choose`.
+
+mod float;
+mod number;
+mod scalar;
+#[cfg(all(target_arch = "x86_64", not(feature = "portable")))]
+mod x86;
+
+use crate::error::{Error, Result};
+use crate::types::{Dtype, ReduceOp};
+use number::{Bf16, Bool, Complex, Float, Format, Int, Number};
+use scalar::{And, Avg, ComplexProduct, Isa, Job, Max, Min, Or, Portable, PremulSum, Product, Run, Sum, Xor};
+
+pub use float::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
+
+/// Instruction sets the kernels are compiled for; all give the same bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Level {
+    Portable,
+    Avx2,
+    Avx512,
+}
+
+impl Level {
+    /// Those this processor can run, the best last.
+    pub fn available() -> Vec<Level> {
+        let mut levels = vec![Level::Portable];
+        let best = Level::best();
+        levels.extend([Level::Avx2, Level::Avx512].into_iter().filter(|level| *level as u8 <= best as u8));
+        levels
+    }
+
+    #[cfg(all(target_arch = "x86_64", not(feature = "portable")))]
+    fn best() -> Level {
+        let avx2 = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c");
+        let avx512 = avx2
+            && is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512dq")
+            && is_x86_feature_detected!("avx512vl");
+        match (avx2, avx512) {
+            (_, true) => Level::Avx512,
+            (true, _) => Level::Avx2,
+            _ => Level::Portable,
+        }
+    }
+
+    #[cfg(not(all(target_arch = "x86_64", not(feature = "portable"))))]
+    fn best() -> Level {
+        Level::Portable
+    }
+}
+
+/// How one operation combines its elements.
+#[derive(Clone, Copy)]
+pub struct Kernel {
+    run: Run,
+    element_size: usize,
+    /// What `run` counts, per element: 2 where a complex number is taken as its parts, the bytes for bit operations.
+    units: usize,
+    ranks: usize,
+    /// PREMUL_SUM: one factor per source, and one source alone is not just copied.
+    scales: bool,
+}
+
+/// The kernel for an operation, chosen once. An error says which dtypes or operations are possible instead.
+pub fn kernel(dtype: Dtype, op: ReduceOp, ranks: usize) -> Result<Kernel> {
+    kernel_at(Level::best(), dtype, op, ranks)
+}
+
+/// As `kernel`, for one of `Level::available`: to compare them.
+///
+/// # Panics
+/// If this processor, or this build, does not have the level.
+pub fn kernel_at(level: Level, dtype: Dtype, op: ReduceOp, ranks: usize) -> Result<Kernel> {
+    assert!(Level::available().contains(&level), "kernels for {level:?} cannot run here");
+    check(dtype, op)?;
+    let (run, units) = match level {
+        #[cfg(all(target_arch = "x86_64", not(feature = "portable")))]
+        Level::Avx512 => choose::<x86::Avx512>(dtype, op),
+        #[cfg(all(target_arch = "x86_64", not(feature = "portable")))]
+        Level::Avx2 => choose::<x86::Avx2>(dtype, op),
+        _ => choose::<Portable>(dtype, op),
+    }
+    .ok_or_else(|| {
+        Error::Bug(format!("sagellm: no kernel for {} of {}", ReduceOp::name_of(op.code()), dtype.name()))
+    })?;
+    let scales = matches!(op, ReduceOp::PremulSum(_));
+    Ok(Kernel { run, element_size: dtype.size(), units, ranks, scales })
+}
+
+impl Kernel {
+    /// Bytes.
+    pub fn element_size(&self) -> usize {
+        self.element_size
+    }
+
+    /// `dst[i] = sources[0][i] op sources[1][i] op ...`, in the order of `sources`, for `elements` elements.
+    /// `factors` has one number per source for PREMUL_SUM and is not read otherwise.
+    ///
+    /// # Safety
+    /// Every source is readable and `dst` writable for `elements * element_size()` bytes, aligned or not. `dst` may be
+    /// exactly one of the sources; otherwise it overlaps none.
+    pub unsafe fn reduce(&self, dst: *mut u8, sources: &[*const u8], factors: &[f64], elements: usize) {
+        assert!(!sources.is_empty(), "a reduction needs at least one source");
+        if self.scales {
+            assert_eq!(factors.len(), sources.len(), "PREMUL_SUM needs one factor for each source");
+        } else if sources.len() == 1 && self.ranks == 1 {
+            // SAFETY: the caller's promise; `copy` takes a source that is the destination.
+            return unsafe { copy(dst, sources[0], elements * self.element_size) };
+        }
+        let _mode = float::StandardMode::enter();
+        let job = Job { dst, sources, factors, ranks: self.ranks, elements: elements * self.units };
+        // SAFETY: the caller's promise; `kernel_at` has checked that the processor can run this kernel.
+        unsafe { (self.run)(&job) }
+    }
+}
+
+/// Plain copy, into a staging area or out of it; what was written is left in the cache, where a peer will look for it.
+///
+/// The platform's `memcpy` does this best (measured against AVX2 and AVX-512 loops: 1.3 times as fast from 64 to 512
+/// KiB, at most 1.5 times slower between 4 and 16 KiB), except that a large one goes around the cache, from a size on
+/// that differs by machine and tunables. Hence in pieces well below that.
+///
+/// # Safety
+/// `src` is readable and `dst` writable for `bytes`; they are the same address or do not overlap.
+#[inline]
+pub unsafe fn copy(dst: *mut u8, src: *const u8, bytes: usize) {
+    const PIECE: usize = 128 << 10;
+    if dst.cast_const() == src {
+        return;
+    }
+    let mut at = 0;
+    while at < bytes {
+        let piece = PIECE.min(bytes - at);
+        // SAFETY: the caller's promise, for a part of it; not overlapping, since the addresses differ.
+        unsafe { std::ptr::copy_nonoverlapping(src.add(at), dst.add(at), piece) };
+        at += piece;
+    }
+}
+
+/// Refuses what has no meaning.
+fn check(dtype: Dtype, op: ReduceOp) -> Result<()> {
+    use ReduceOp::*;
+    let advice = match dtype {
+        Dtype::Bytes => {
+            return Err(Error::Invalid(format!(
+                "ReduceOp.{} cannot combine plain bytes: the call must name the dtype of its elements",
+                ReduceOp::name_of(op.code())
+            )));
+        }
+        Dtype::Bool if matches!(op, Avg | PremulSum(_)) => {
+            "use SUM, MAX or BOR (any rank), PRODUCT, MIN or BAND (every rank), BXOR, or convert to a float dtype first"
+        }
+        Dtype::F16 | Dtype::Bf16 | Dtype::F32 | Dtype::F64 if matches!(op, Band | Bor | Bxor) => {
+            "use an integer or bool dtype (Tensor.view reinterprets the bits), or SUM, AVG, PRODUCT, MIN, MAX, PREMUL_SUM"
+        }
+        Dtype::C32 | Dtype::C64 | Dtype::C128 if matches!(op, Min | Max | Band | Bor | Bxor) => {
+            "complex numbers have SUM, AVG, PRODUCT and PREMUL_SUM; torch.view_as_real gives their parts"
+        }
+        _ => return check_factor(dtype, op),
+    };
+    let op = ReduceOp::name_of(op.code());
+    Err(Error::Invalid(format!("ReduceOp.{op} is not defined for {}; {advice}", dtype.name())))
+}
+
+/// An integer times 0.5 would be an integer times 0: refused rather than wrong.
+fn check_factor(dtype: Dtype, op: ReduceOp) -> Result<()> {
+    let integer =
+        !matches!(dtype, Dtype::F16 | Dtype::Bf16 | Dtype::F32 | Dtype::F64 | Dtype::C32 | Dtype::C64 | Dtype::C128);
+    match op {
+        ReduceOp::PremulSum(factor) if integer && factor.fract() != 0.0 => Err(Error::Invalid(format!(
+            "ReduceOp.PREMUL_SUM of {} needs a whole number as its factor, got {factor}; convert to a float dtype first",
+            dtype.name()
+        ))),
+        _ => Ok(()),
+    }
+}
+
+/// A kernel and how many of its units make an element; `None` where `check` has refused.
+fn choose<I: Isa>(dtype: Dtype, op: ReduceOp) -> Option<(Run, usize)> {
+    if let Some(run) = bits::<I>(dtype, op) {
+        return Some((run, dtype.size()));
+    }
+    let run = match dtype {
+        Dtype::Bytes | Dtype::Bool => None,
+        Dtype::U8 => integer::<I, u8, u8>(op),
+        Dtype::I8 => integer::<I, i8, u8>(op),
+        Dtype::U16 => integer::<I, u16, u16>(op),
+        Dtype::I16 => integer::<I, i16, u16>(op),
+        Dtype::U32 => integer::<I, u32, u32>(op),
+        Dtype::I32 => integer::<I, i32, u32>(op),
+        Dtype::U64 => integer::<I, u64, u64>(op),
+        Dtype::I64 => integer::<I, i64, u64>(op),
+        Dtype::F16 => real::<I, I::Half>(op),
+        Dtype::Bf16 => real::<I, Bf16>(op),
+        Dtype::F32 => real::<I, Float<f32>>(op),
+        Dtype::F64 => real::<I, Float<f64>>(op),
+        Dtype::C32 => return complex::<I, I::Half>(op),
+        Dtype::C64 => return complex::<I, Float<f32>>(op),
+        Dtype::C128 => return complex::<I, Float<f64>>(op),
+    };
+    run.map(|run| (run, 1))
+}
+
+/// Bit by bit: bool, whose bytes are made 0 or 1 on the way in, and integers of any width as bytes.
+fn bits<I: Isa>(dtype: Dtype, op: ReduceOp) -> Option<Run> {
+    use ReduceOp::*;
+    Some(match (dtype, op) {
+        (Dtype::Bool, Sum | Max | Bor) => I::compile::<Bool, Or>(),
+        (Dtype::Bool, Product | Min | Band) => I::compile::<Bool, And>(),
+        (Dtype::Bool, Bxor) => I::compile::<Bool, Xor>(),
+        (_, Bor) => I::compile::<Int<u8>, Or>(),
+        (_, Band) => I::compile::<Int<u8>, And>(),
+        (_, Bxor) => I::compile::<Int<u8>, Xor>(),
+        _ => return None,
+    })
+}
+
+/// `U` is the unsigned type as wide as `T`: sums and products that wrap are the same bits, and one kernel.
+fn integer<I: Isa, T: Number, U: Number>(op: ReduceOp) -> Option<Run> {
+    Some(match op {
+        ReduceOp::Sum => I::compile::<Int<U>, Sum>(),
+        ReduceOp::Product => I::compile::<Int<U>, Product>(),
+        ReduceOp::PremulSum(_) => I::compile::<Int<U>, PremulSum>(),
+        ReduceOp::Avg => I::compile::<Int<T>, Avg>(),
+        ReduceOp::Min => I::compile::<Int<T>, Min>(),
+        ReduceOp::Max => I::compile::<Int<T>, Max>(),
+        ReduceOp::Band | ReduceOp::Bor | ReduceOp::Bxor => return None,
+    })
+}
+
+fn real<I: Isa, F: Format<Number: Number>>(op: ReduceOp) -> Option<Run> {
+    Some(match op {
+        ReduceOp::Sum => I::compile::<F, Sum>(),
+        ReduceOp::Avg => I::compile::<F, Avg>(),
+        ReduceOp::Product => I::compile::<F, Product>(),
+        ReduceOp::Min => I::compile::<F, Min>(),
+        ReduceOp::Max => I::compile::<F, Max>(),
+        ReduceOp::PremulSum(_) => I::compile::<F, PremulSum>(),
+        ReduceOp::Band | ReduceOp::Bor | ReduceOp::Bxor => return None,
+    })
+}
+
+/// Everything but the product works on the parts alone, as twice as many real numbers.
+fn complex<I: Isa, F: Format>(op: ReduceOp) -> Option<(Run, usize)>
+where
+    F::Number: Number + std::ops::Sub<Output = F::Number>,
+{
+    match op {
+        ReduceOp::Product => Some((I::compile::<Complex<F>, ComplexProduct>(), 1)),
+        ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PremulSum(_) => real::<I, F>(op).map(|run| (run, 2)),
+        _ => None,
+    }
+}

@@ -1,0 +1,239 @@
+//! How numbers lie in memory (`Format`) and what can be done with them while they are accumulated (`Number`).
+//!
+//! Everything here is one element at a time, branch-free and of fixed meaning, so that the compiler may turn it into
+//! vectors of any width without changing a bit.
+
+use super::float;
+
+/// A number in the accumulator.
+pub trait Number: Copy + Default {
+    fn add(self, other: Self) -> Self;
+    fn multiply(self, other: Self) -> Self;
+    fn smaller(self, other: Self) -> Self;
+    fn larger(self, other: Self) -> Self;
+    /// Times a rank's PREMUL_SUM factor, converted to this type first.
+    fn scale(self, factor: f64) -> Self;
+    fn divide(self, ranks: usize) -> Self;
+}
+
+macro_rules! integer_number {
+    ($($type:ty as $wide:ty),*) => {$(
+        impl Number for $type {
+            #[inline(always)]
+            fn add(self, other: Self) -> Self {
+                self.wrapping_add(other)
+            }
+            #[inline(always)]
+            fn multiply(self, other: Self) -> Self {
+                self.wrapping_mul(other)
+            }
+            #[inline(always)]
+            fn smaller(self, other: Self) -> Self {
+                if other < self { other } else { self }
+            }
+            #[inline(always)]
+            fn larger(self, other: Self) -> Self {
+                if other > self { other } else { self }
+            }
+            #[inline(always)]
+            fn scale(self, factor: f64) -> Self {
+                // Through 64 bits, so that -1 is all ones in an unsigned type too: a factor wraps like the product.
+                let factor = if factor < 0.0 { factor as i64 as Self } else { factor as u64 as Self };
+                self.wrapping_mul(factor)
+            }
+            #[inline(always)]
+            fn divide(self, ranks: usize) -> Self {
+                // In 64 bits: 200 ranks are not an i8. Truncates towards zero.
+                (self as $wide / ranks as $wide) as Self
+            }
+        }
+    )*};
+}
+integer_number!(u8 as u64, u16 as u64, u32 as u64, u64 as u64, i8 as i64, i16 as i64, i32 as i64, i64 as i64);
+
+macro_rules! float_number {
+    ($($type:ty),*) => {$(
+        impl Number for $type {
+            #[inline(always)]
+            fn add(self, other: Self) -> Self {
+                self + other
+            }
+            #[inline(always)]
+            fn multiply(self, other: Self) -> Self {
+                self * other
+            }
+            // Both: a NaN on either side gives NaN, and -0 is smaller than +0. `min` and `max` of the language and of
+            // the processors promise neither.
+            #[inline(always)]
+            fn smaller(self, other: Self) -> Self {
+                let lower = if self < other { self } else { other };
+                let lower = if self == other { Self::from_bits(self.to_bits() | other.to_bits()) } else { lower };
+                if self.is_nan() { self } else { lower }
+            }
+            #[inline(always)]
+            fn larger(self, other: Self) -> Self {
+                let upper = if self > other { self } else { other };
+                let upper = if self == other { Self::from_bits(self.to_bits() & other.to_bits()) } else { upper };
+                if self.is_nan() { self } else { upper }
+            }
+            #[inline(always)]
+            fn scale(self, factor: f64) -> Self {
+                self * factor as Self
+            }
+            #[inline(always)]
+            fn divide(self, ranks: usize) -> Self {
+                self / ranks as Self
+            }
+        }
+    )*};
+}
+float_number!(f32, f64);
+
+/// How an element is stored: `widen` on the way in, `narrow`, which rounds once, on the way out.
+pub trait Format {
+    type Stored: Copy + Default;
+    type Number: Copy + Default;
+
+    fn widen(stored: Self::Stored) -> Self::Number;
+    fn narrow(number: Self::Number) -> Self::Stored;
+
+    /// The same for several elements; a format with a conversion instruction overrides these.
+    ///
+    /// # Safety
+    /// The processor has the features of the instruction set that the format belongs to (`Isa`).
+    #[inline(always)]
+    unsafe fn widen_all<const N: usize>(stored: [Self::Stored; N]) -> [Self::Number; N] {
+        let mut numbers = [Self::Number::default(); N];
+        for i in 0..N {
+            numbers[i] = Self::widen(stored[i]);
+        }
+        numbers
+    }
+    /// # Safety
+    /// As `widen_all`.
+    #[inline(always)]
+    unsafe fn narrow_all<const N: usize>(numbers: [Self::Number; N]) -> [Self::Stored; N] {
+        let mut stored = [Self::Stored::default(); N];
+        for i in 0..N {
+            stored[i] = Self::narrow(numbers[i]);
+        }
+        stored
+    }
+}
+
+/// Integers: stored as they are accumulated.
+pub struct Int<T>(std::marker::PhantomData<T>);
+
+impl<T: Copy + Default> Format for Int<T> {
+    type Stored = T;
+    type Number = T;
+
+    #[inline(always)]
+    fn widen(stored: T) -> T {
+        stored
+    }
+    #[inline(always)]
+    fn narrow(number: T) -> T {
+        number
+    }
+}
+
+/// One byte; any value but 0 is true, results are 0 or 1.
+pub struct Bool;
+
+impl Format for Bool {
+    type Stored = u8;
+    type Number = u8;
+
+    #[inline(always)]
+    fn widen(stored: u8) -> u8 {
+        (stored != 0) as u8
+    }
+    #[inline(always)]
+    fn narrow(number: u8) -> u8 {
+        number
+    }
+}
+
+/// f32 and f64. Every NaN is stored as the one quiet, positive NaN without payload: which payload survives an addition
+/// depends on the order in which the compiler puts the operands, and must not show.
+pub struct Float<T>(std::marker::PhantomData<T>);
+
+impl Format for Float<f32> {
+    type Stored = f32;
+    type Number = f32;
+
+    #[inline(always)]
+    fn widen(stored: f32) -> f32 {
+        stored
+    }
+    #[inline(always)]
+    fn narrow(number: f32) -> f32 {
+        if number.is_nan() { f32::from_bits(float::F32_NAN) } else { number }
+    }
+}
+
+impl Format for Float<f64> {
+    type Stored = f64;
+    type Number = f64;
+
+    #[inline(always)]
+    fn widen(stored: f64) -> f64 {
+        stored
+    }
+    #[inline(always)]
+    fn narrow(number: f64) -> f64 {
+        if number.is_nan() { f64::from_bits(float::F64_NAN) } else { number }
+    }
+}
+
+/// f16, converted without special instructions.
+pub struct Half;
+
+impl Format for Half {
+    type Stored = u16;
+    type Number = f32;
+
+    #[inline(always)]
+    fn widen(stored: u16) -> f32 {
+        float::f16_to_f32(stored)
+    }
+    #[inline(always)]
+    fn narrow(number: f32) -> u16 {
+        float::f32_to_f16(number)
+    }
+}
+
+pub struct Bf16;
+
+impl Format for Bf16 {
+    type Stored = u16;
+    type Number = f32;
+
+    #[inline(always)]
+    fn widen(stored: u16) -> f32 {
+        float::bf16_to_f32(stored)
+    }
+    #[inline(always)]
+    fn narrow(number: f32) -> u16 {
+        float::f32_to_bf16(number)
+    }
+}
+
+/// Real and imaginary part of any of the above, where they must be taken together: the product.
+/// Sums go through the parts, as twice as many elements.
+pub struct Complex<F>(std::marker::PhantomData<F>);
+
+impl<F: Format> Format for Complex<F> {
+    type Stored = [F::Stored; 2];
+    type Number = [F::Number; 2];
+
+    #[inline(always)]
+    fn widen([real, imaginary]: Self::Stored) -> Self::Number {
+        [F::widen(real), F::widen(imaginary)]
+    }
+    #[inline(always)]
+    fn narrow([real, imaginary]: Self::Number) -> Self::Stored {
+        [F::narrow(real), F::narrow(imaginary)]
+    }
+}

@@ -1,0 +1,406 @@
+//! What this machine and this process's place on it allow: cores, memory, caches, and the facts that tell whether two
+//! ranks share a host. Reads `/proc`, `/sys` and a few system calls; every answer is a local fact, so nothing that
+//! ranks must agree on may follow from one rank's answer alone (the meeting exchanges them first).
+
+#![allow(unsafe_code)]
+
+use std::fmt::Write as _;
+use std::fs;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+fn read_trimmed(path: impl AsRef<Path>) -> Option<String> {
+    fs::read_to_string(path).ok().map(|text| text.trim().to_string())
+}
+
+/// CPUs the calling thread may run on, as a bit mask in 64-bit words; empty when the kernel does not say.
+pub fn affinity_mask() -> Vec<u64> {
+    // The kernel wants room for all CPUs it could have and says EINVAL when the mask is too short.
+    let mut words = 16usize;
+    while words <= 1024 {
+        let mut mask = vec![0u64; words];
+        // SAFETY: the pointer and the length in bytes describe `mask`; the kernel writes at most that many bytes.
+        let got = unsafe { libc::syscall(libc::SYS_sched_getaffinity, 0, words * 8, mask.as_mut_ptr()) };
+        if got > 0 {
+            mask.truncate((got as usize).div_ceil(8));
+            while mask.last() == Some(&0) {
+                mask.pop();
+            }
+            return mask;
+        }
+        if std::io::Error::last_os_error().raw_os_error() != Some(libc::EINVAL) {
+            break;
+        }
+        words *= 2;
+    }
+    Vec::new()
+}
+
+/// CPUs in a mask as `affinity_mask` returns it.
+pub fn count_mask(mask: &[u64]) -> usize {
+    mask.iter().map(|word| word.count_ones() as usize).sum()
+}
+
+/// Cores that this process can keep busy: its affinity mask, limited by CPU quota. At least 1.
+pub fn usable_cores() -> usize {
+    agreed_cores(&[affinity_mask()], quota_millicores())
+}
+
+/// Cores that processes with these masks can keep busy together under the smallest of their quotas. At least 1.
+pub fn agreed_cores(masks: &[Vec<u64>], smallest_quota_millicores: Option<u64>) -> usize {
+    let words = masks.iter().map(Vec::len).max().unwrap_or(0);
+    let mut union = vec![0u64; words];
+    for mask in masks {
+        for (all, one) in union.iter_mut().zip(mask) {
+            *all |= one;
+        }
+    }
+    let mut cores = count_mask(&union);
+    if cores == 0 {
+        // The kernel did not say: what the standard library finds by other means.
+        cores = std::thread::available_parallelism().map(usize::from).unwrap_or(1);
+    }
+    if let Some(quota) = smallest_quota_millicores {
+        // Rounded down: with 1.5 cores two spinners would use up the quota and be stopped.
+        cores = cores.min((quota / 1000) as usize);
+    }
+    cores.max(1)
+}
+
+/// The smallest CPU quota of this process's control group and its ancestors, in thousandths of a core.
+pub fn quota_millicores() -> Option<u64> {
+    let groups = ControlGroups::read();
+    let v1 = groups.ancestors("cpu").into_iter().filter_map(|dir| {
+        let quota: i64 = read_trimmed(dir.join("cpu.cfs_quota_us"))?.parse().ok()?;
+        let period: u64 = read_trimmed(dir.join("cpu.cfs_period_us"))?.parse().ok()?;
+        u64::try_from(quota).ok().and_then(|quota| quota.saturating_mul(1000).checked_div(period))
+    });
+    let v2 = groups.ancestors("").into_iter().filter_map(|dir| parse_cpu_max(&read_trimmed(dir.join("cpu.max"))?));
+    v1.chain(v2).min()
+}
+
+/// `cpu.max` of cgroup v2: "max 100000" or "150000 100000".
+fn parse_cpu_max(text: &str) -> Option<u64> {
+    let mut words = text.split_whitespace();
+    let quota: u64 = words.next()?.parse().ok()?;
+    let period: u64 = words.next()?.parse().ok()?;
+    quota.saturating_mul(1000).checked_div(period)
+}
+
+/// Bytes that can still be used before the machine or a control group runs out of memory. A memfd that is populated
+/// past a control group's limit is an out-of-memory kill, not an error, so this is read before.
+pub fn memory_headroom() -> Option<u64> {
+    let groups = ControlGroups::read();
+    let v1 = groups
+        .ancestors("memory")
+        .into_iter()
+        .filter_map(|dir| headroom(&dir, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"));
+    let v2 = groups
+        .ancestors("")
+        .into_iter()
+        .filter_map(|dir| headroom(&dir, "memory.max", "memory.current", "inactive_file"));
+    v1.chain(v2).chain(available_memory()).min()
+}
+
+fn available_memory() -> Option<u64> {
+    let kib: u64 = field(&fs::read_to_string("/proc/meminfo").ok()?, "MemAvailable:")?;
+    Some(kib.saturating_mul(1024))
+}
+
+/// The number after `name` in a file of `name number` lines.
+fn field(text: &str, name: &str) -> Option<u64> {
+    text.lines().find_map(|line| {
+        let mut words = line.split_whitespace();
+        (words.next()? == name).then(|| words.next())??.parse().ok()
+    })
+}
+
+/// Limit minus use in one control group; file pages that nobody used lately are given back before anyone is killed.
+fn headroom(dir: &Path, limit: &str, usage: &str, reclaimable: &str) -> Option<u64> {
+    let limit: u64 = read_trimmed(dir.join(limit))?.parse().ok()?; // "max" does not parse: no limit
+    if limit >= 1 << 60 {
+        return None; // v1 says "no limit" with a huge number
+    }
+    let usage: u64 = read_trimmed(dir.join(usage))?.parse().ok()?;
+    let inactive =
+        fs::read_to_string(dir.join("memory.stat")).ok().and_then(|text| field(&text, reclaimable)).unwrap_or(0);
+    Some(limit.saturating_sub(usage.saturating_sub(inactive)))
+}
+
+/// Where this process's control groups lie in the file system.
+struct ControlGroups {
+    /// (controller, or empty for v2; mount point; directory of this process below it)
+    places: Vec<(String, PathBuf, PathBuf)>,
+}
+
+impl ControlGroups {
+    fn read() -> ControlGroups {
+        let cgroup = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+        let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+        ControlGroups { places: control_group_places(&cgroup, &mounts) }
+    }
+
+    /// The directories of this process's group for one controller, from its own up to the mount point.
+    fn ancestors(&self, controller: &str) -> Vec<PathBuf> {
+        let mut found = Vec::new();
+        for (_, mount, dir) in self.places.iter().filter(|(name, ..)| name == controller) {
+            for ancestor in dir.ancestors() {
+                found.push(ancestor.to_path_buf());
+                if ancestor == mount {
+                    break;
+                }
+            }
+        }
+        found
+    }
+}
+
+fn control_group_places(cgroup: &str, mounts: &str) -> Vec<(String, PathBuf, PathBuf)> {
+    let mut places = Vec::new();
+    for line in cgroup.lines() {
+        let mut parts = line.splitn(3, ':');
+        let (Some(_), Some(controllers), Some(path)) = (parts.next(), parts.next(), parts.next()) else { continue };
+        for controller in controllers.split(',') {
+            for (root, mount) in mounts.lines().filter_map(|line| control_group_mount(line, controller)) {
+                // Inside a container the mount may show only a part of the tree; then its root is our own group.
+                let below = path.strip_prefix(root.trim_end_matches('/')).unwrap_or("").trim_start_matches('/');
+                let outside = below.split('/').any(|part| part == "..");
+                let mount = PathBuf::from(mount);
+                let dir = if outside { mount.clone() } else { mount.join(below) };
+                let dir = if dir.is_dir() { dir } else { mount.clone() };
+                places.push((controller.to_string(), mount, dir));
+            }
+        }
+    }
+    places
+}
+
+/// (root, mount point) when a mountinfo line mounts this controller; the empty name means the v2 tree.
+fn control_group_mount<'a>(line: &'a str, controller: &str) -> Option<(&'a str, &'a str)> {
+    let (front, back) = line.split_once(" - ")?;
+    let front: Vec<&str> = front.split(' ').collect();
+    let mut back = back.split(' ');
+    let (kind, _, options) = (back.next()?, back.next()?, back.next()?);
+    let matches = match controller {
+        "" => kind == "cgroup2",
+        _ => kind == "cgroup" && options.split(',').any(|option| option == controller),
+    };
+    matches.then_some((*front.get(3)?, *front.get(4)?))
+}
+
+/// A new value at every boot of the machine: equal on two ranks means one kernel. Empty when unknown.
+pub fn boot_id() -> String {
+    read_trimmed("/proc/sys/kernel/random/boot_id").unwrap_or_default()
+}
+
+pub fn hostname() -> String {
+    read_trimmed("/proc/sys/kernel/hostname").unwrap_or_else(|| "unknown host".into())
+}
+
+/// The effective user, which is what a peer sees of us on a socket.
+pub fn uid() -> u32 {
+    // SAFETY: takes nothing and always succeeds.
+    unsafe { libc::geteuid() }
+}
+
+/// Number of this process's network namespace; abstract sockets are seen within one only. 0 when unknown.
+pub fn netns() -> u64 {
+    fs::metadata("/proc/self/ns/net").map(|data| data.ino()).unwrap_or(0)
+}
+
+/// Number of this process's pid namespace; pids mean the same within one only. 0 when unknown.
+pub fn pidns() -> u64 {
+    fs::metadata("/proc/self/ns/pid").map(|data| data.ino()).unwrap_or(0)
+}
+
+/// Facts about this machine for bug reports, one `name<TAB>value` line each.
+pub fn report() -> String {
+    let mut text = String::new();
+    let mut line = |name: &str, value: String| {
+        let _ = writeln!(text, "{name}\t{value}");
+    };
+    let mask = affinity_mask();
+    line("cores", usable_cores().to_string());
+    line("affinity", format!("{} CPUs ({})", count_mask(&mask), mask_as_list(&mask)));
+    line("quota", quota_millicores().map_or("none".into(), |q| format!("{}.{:03} cores", q / 1000, q % 1000)));
+    line("memory headroom", memory_headroom().map_or("unknown".into(), mebibytes));
+    line("kernel", read_trimmed("/proc/sys/kernel/osrelease").unwrap_or_else(|| "unknown".into()));
+    line("boot id", boot_id().chars().take(8).collect());
+    line("/dev/shm", dev_shm());
+    line("memfd", probe_memfd());
+    line("pidfd", probe_pidfd());
+    line("SO_PEERPIDFD", probe_peer_pidfd());
+    for level in [2, 3] {
+        line(&format!("L{level}"), cache(level).unwrap_or_else(|| "unknown".into()));
+    }
+    line("NUMA nodes", read_trimmed("/sys/devices/system/node/online").unwrap_or_else(|| "unknown".into()));
+    text
+}
+
+fn mebibytes(bytes: u64) -> String {
+    format!("{} MiB", bytes >> 20)
+}
+
+/// "0-3,8" for a mask.
+fn mask_as_list(mask: &[u64]) -> String {
+    let has = |cpu: usize| mask.get(cpu / 64).is_some_and(|word| word >> (cpu % 64) & 1 == 1);
+    let mut list = String::new();
+    let mut cpu = 0;
+    while cpu < mask.len() * 64 {
+        if has(cpu) {
+            let first = cpu;
+            while has(cpu + 1) {
+                cpu += 1;
+            }
+            let comma = if list.is_empty() { "" } else { "," };
+            let _ = if first == cpu { write!(list, "{comma}{first}") } else { write!(list, "{comma}{first}-{cpu}") };
+        }
+        cpu += 1;
+    }
+    list
+}
+
+/// Size of the data or unified cache of this level as CPU 0 sees it, and who shares it.
+fn cache(level: u32) -> Option<String> {
+    for index in 0..8 {
+        let dir = PathBuf::from(format!("/sys/devices/system/cpu/cpu0/cache/index{index}"));
+        let Some(found) = read_trimmed(dir.join("level")) else { continue };
+        if found == level.to_string() && read_trimmed(dir.join("type"))? != "Instruction" {
+            let shared = read_trimmed(dir.join("shared_cpu_list")).unwrap_or_default();
+            return Some(format!("{} shared by CPUs {shared}", read_trimmed(dir.join("size"))?));
+        }
+    }
+    None
+}
+
+fn dev_shm() -> String {
+    // SAFETY: all zero bytes are a valid statvfs, which the call then fills; the path ends in NUL.
+    let (rc, stat) = unsafe {
+        let mut stat: libc::statvfs = std::mem::zeroed();
+        (libc::statvfs(c"/dev/shm".as_ptr(), &mut stat), stat)
+    };
+    if rc != 0 {
+        return format!("not usable: {}", std::io::Error::last_os_error());
+    }
+    // The fields' widths differ between platforms.
+    #[allow(clippy::unnecessary_cast)]
+    let (size, free, block) = (stat.f_blocks as u64, stat.f_bavail as u64, stat.f_frsize as u64);
+    format!("{}, {} free (not needed while memfd works)", mebibytes(size * block), mebibytes(free * block))
+}
+
+/// Wraps a system call that returns a descriptor.
+fn descriptor(rc: i64) -> Result<OwnedFd, std::io::Error> {
+    if rc < 0 {
+        return Err(std::io::Error::last_os_error());
+    }
+    // SAFETY: the kernel just returned this descriptor to us, so nobody else owns it.
+    Ok(unsafe { OwnedFd::from_raw_fd(rc as i32) })
+}
+
+fn availability(result: Result<OwnedFd, std::io::Error>, fallback: &str) -> String {
+    match result {
+        Ok(_) => "available".into(),
+        Err(error) => format!("not available: {error}; {fallback}"),
+    }
+}
+
+fn probe_memfd() -> String {
+    // SAFETY: the name ends in NUL; the flags are plain numbers.
+    let rc = unsafe { libc::syscall(libc::SYS_memfd_create, c"sagellm-probe".as_ptr(), libc::MFD_CLOEXEC) };
+    availability(descriptor(rc), "a nameless file in /dev/shm is used instead")
+}
+
+fn probe_pidfd() -> String {
+    // SAFETY: plain numbers in, a descriptor or -1 out.
+    let rc = unsafe { libc::syscall(libc::SYS_pidfd_open, libc::getpid(), 0) };
+    availability(descriptor(rc), "the death of a rank is seen by its closed connection only")
+}
+
+fn probe_peer_pidfd() -> String {
+    let result = std::os::unix::net::UnixStream::pair().and_then(|(one, _other)| peer_pidfd(&one));
+    availability(result, "pidfd_open on the peer's pid is used instead")
+}
+
+/// `SO_PEERPIDFD` (Linux 6.5), which libc does not name yet.
+const SO_PEERPIDFD: i32 = 77;
+
+/// A descriptor of the process at the other end of a unix socket, right even when its pid was reused since.
+pub fn peer_pidfd(socket: &impl AsRawFd) -> Result<OwnedFd, std::io::Error> {
+    let mut fd: i32 = -1;
+    let mut length = std::mem::size_of::<i32>() as libc::socklen_t;
+    // SAFETY: `fd` and `length` outlive the call and the length is that of `fd`.
+    let rc = unsafe {
+        libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, SO_PEERPIDFD, (&raw mut fd).cast(), &raw mut length)
+    };
+    if rc != 0 {
+        return Err(std::io::Error::last_os_error());
+    }
+    descriptor(fd.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cores_are_limited_by_mask_and_quota() {
+        assert_eq!(agreed_cores(&[vec![0b0110], vec![0b0011]], None), 3);
+        assert_eq!(agreed_cores(&[vec![0xff]], Some(2500)), 2);
+        assert_eq!(agreed_cores(&[vec![0xff]], Some(500)), 1);
+        assert!(usable_cores() >= 1);
+    }
+
+    #[test]
+    fn cpu_max_is_read() {
+        assert_eq!(parse_cpu_max("max 100000"), None);
+        assert_eq!(parse_cpu_max("150000 100000"), Some(1500));
+        assert_eq!(parse_cpu_max("150000 0"), None);
+        assert_eq!(parse_cpu_max(""), None);
+    }
+
+    #[test]
+    fn control_groups_of_both_versions_are_found() {
+        let cgroup = "4:cpu,cpuacct:/docker/abc\n0::/user.slice\nnonsense\n";
+        let mounts = "31 24 0:27 /docker/abc /sys/fs/cgroup/cpu,cpuacct ro - cgroup cgroup rw,cpu,cpuacct\n\
+                      32 24 0:28 / /nowhere/unified ro shared:1 - cgroup2 cgroup rw\nbad line\n";
+        let places = control_group_places(cgroup, mounts);
+        let names: Vec<&str> = places.iter().map(|(name, ..)| name.as_str()).collect();
+        assert_eq!(names, ["cpu", "cpuacct", ""]);
+        assert_eq!(places[0].1, PathBuf::from("/sys/fs/cgroup/cpu,cpuacct"));
+        // A directory that is not there falls back to the mount point.
+        assert_eq!(places[2].2, PathBuf::from("/nowhere/unified"));
+    }
+
+    #[test]
+    fn memory_of_one_group() {
+        let dir = std::env::temp_dir().join(format!("sagellm-topology-{}", std::process::id()));
+        fs::create_dir_all(&dir).unwrap();
+        fs::write(dir.join("memory.max"), "1000\n").unwrap();
+        fs::write(dir.join("memory.current"), "900\n").unwrap();
+        fs::write(dir.join("memory.stat"), "anon 5\ninactive_file 300\n").unwrap();
+        let found = headroom(&dir, "memory.max", "memory.current", "inactive_file");
+        fs::write(dir.join("memory.max"), "max\n").unwrap();
+        let unlimited = headroom(&dir, "memory.max", "memory.current", "inactive_file");
+        fs::remove_dir_all(&dir).unwrap();
+        assert_eq!(found, Some(400));
+        assert_eq!(unlimited, None);
+    }
+
+    #[test]
+    fn masks_as_lists() {
+        assert_eq!(mask_as_list(&[0b1011]), "0-1,3");
+        assert_eq!(mask_as_list(&[1 << 63, 1]), "63-64");
+        assert_eq!(mask_as_list(&[]), "");
+    }
+
+    #[test]
+    fn the_report_has_every_line_once() {
+        let report = report();
+        for name in ["cores", "affinity", "quota", "memory headroom", "kernel", "boot id", "memfd", "pidfd", "L2"] {
+            let count = report.lines().filter(|line| line.split('\t').next() == Some(name)).count();
+            assert_eq!(count, 1, "{name} in\n{report}");
+        }
+        assert!(!boot_id().is_empty() && netns() != 0 && pidns() != 0);
+    }
+}

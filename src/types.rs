@@ -1,0 +1,263 @@
+//! Plain data that every layer shares: what an operation is, which numbers it carries, where they lie.
+//! Nothing here has an effect; every value is checked where it enters (`bridge.rs`, `group.rs`).
+
+use std::fmt;
+
+/// What a collective or point-to-point call does. The numbers travel in signatures and over the C++ bridge.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum Kind {
+    AllReduce = 1,
+    Broadcast = 2,
+    Reduce = 3,
+    AllGather = 4,
+    Gather = 5,
+    Scatter = 6,
+    ReduceScatter = 7,
+    AllToAll = 8,
+    Barrier = 9,
+    Send = 10,
+    Recv = 11,
+}
+
+impl Kind {
+    pub fn from_u8(value: u8) -> Option<Kind> {
+        use Kind::*;
+        [AllReduce, Broadcast, Reduce, AllGather, Gather, Scatter, ReduceScatter, AllToAll, Barrier, Send, Recv]
+            .into_iter()
+            .find(|kind| *kind as u8 == value)
+    }
+
+    /// The name torch.distributed users know the call by.
+    pub fn name(self) -> &'static str {
+        match self {
+            Kind::AllReduce => "all_reduce",
+            Kind::Broadcast => "broadcast",
+            Kind::Reduce => "reduce",
+            Kind::AllGather => "all_gather",
+            Kind::Gather => "gather",
+            Kind::Scatter => "scatter",
+            Kind::ReduceScatter => "reduce_scatter",
+            Kind::AllToAll => "all_to_all",
+            Kind::Barrier => "barrier",
+            Kind::Send => "send",
+            Kind::Recv => "recv",
+        }
+    }
+
+    /// True where numbers are combined, so that dtype and reduce op must agree between ranks.
+    pub fn reduces(self) -> bool {
+        matches!(self, Kind::AllReduce | Kind::Reduce | Kind::ReduceScatter)
+    }
+
+    /// True where one rank has a part of its own (`Request::root`).
+    pub fn rooted(self) -> bool {
+        matches!(self, Kind::Broadcast | Kind::Reduce | Kind::Gather | Kind::Scatter)
+    }
+
+    pub fn is_p2p(self) -> bool {
+        matches!(self, Kind::Send | Kind::Recv)
+    }
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Element type of an operation that combines numbers. Operations that only move data use `Bytes`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum Dtype {
+    /// Data that is moved and never combined; counts are bytes.
+    Bytes = 0,
+    Bool = 1,
+    U8 = 2,
+    I8 = 3,
+    U16 = 4,
+    I16 = 5,
+    U32 = 6,
+    I32 = 7,
+    U64 = 8,
+    I64 = 9,
+    F16 = 10,
+    Bf16 = 11,
+    F32 = 12,
+    F64 = 13,
+    /// Two f16: real, imaginary.
+    C32 = 14,
+    /// Two f32: real, imaginary.
+    C64 = 15,
+    /// Two f64: real, imaginary.
+    C128 = 16,
+}
+
+impl Dtype {
+    pub const ALL: [Dtype; 17] = [
+        Dtype::Bytes,
+        Dtype::Bool,
+        Dtype::U8,
+        Dtype::I8,
+        Dtype::U16,
+        Dtype::I16,
+        Dtype::U32,
+        Dtype::I32,
+        Dtype::U64,
+        Dtype::I64,
+        Dtype::F16,
+        Dtype::Bf16,
+        Dtype::F32,
+        Dtype::F64,
+        Dtype::C32,
+        Dtype::C64,
+        Dtype::C128,
+    ];
+
+    pub fn from_u8(value: u8) -> Option<Dtype> {
+        Dtype::ALL.into_iter().find(|dtype| *dtype as u8 == value)
+    }
+
+    /// Bytes of one element.
+    pub fn size(self) -> usize {
+        match self {
+            Dtype::Bytes | Dtype::Bool | Dtype::U8 | Dtype::I8 => 1,
+            Dtype::U16 | Dtype::I16 | Dtype::F16 | Dtype::Bf16 => 2,
+            Dtype::U32 | Dtype::I32 | Dtype::F32 | Dtype::C32 => 4,
+            Dtype::U64 | Dtype::I64 | Dtype::F64 | Dtype::C64 => 8,
+            Dtype::C128 => 16,
+        }
+    }
+
+    /// torch's name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Dtype::Bytes => "bytes",
+            Dtype::Bool => "bool",
+            Dtype::U8 => "uint8",
+            Dtype::I8 => "int8",
+            Dtype::U16 => "uint16",
+            Dtype::I16 => "int16",
+            Dtype::U32 => "uint32",
+            Dtype::I32 => "int32",
+            Dtype::U64 => "uint64",
+            Dtype::I64 => "int64",
+            Dtype::F16 => "float16",
+            Dtype::Bf16 => "bfloat16",
+            Dtype::F32 => "float32",
+            Dtype::F64 => "float64",
+            Dtype::C32 => "complex32",
+            Dtype::C64 => "complex64",
+            Dtype::C128 => "complex128",
+        }
+    }
+}
+
+/// How numbers are combined. `PremulSum` multiplies each rank's input by that rank's factor first.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum ReduceOp {
+    Sum,
+    Avg,
+    Product,
+    Min,
+    Max,
+    Band,
+    Bor,
+    Bxor,
+    PremulSum(f64),
+}
+
+impl ReduceOp {
+    /// torch's `ReduceOp.RedOpType` numbers. `factor` is read by `PREMUL_SUM` only.
+    pub fn from_u8(value: u8, factor: f64) -> Option<ReduceOp> {
+        Some(match value {
+            0 => ReduceOp::Sum,
+            1 => ReduceOp::Avg,
+            2 => ReduceOp::Product,
+            3 => ReduceOp::Min,
+            4 => ReduceOp::Max,
+            5 => ReduceOp::Band,
+            6 => ReduceOp::Bor,
+            7 => ReduceOp::Bxor,
+            8 => ReduceOp::PremulSum(factor),
+            _ => return None,
+        })
+    }
+
+    pub fn code(self) -> u8 {
+        match self {
+            ReduceOp::Sum => 0,
+            ReduceOp::Avg => 1,
+            ReduceOp::Product => 2,
+            ReduceOp::Min => 3,
+            ReduceOp::Max => 4,
+            ReduceOp::Band => 5,
+            ReduceOp::Bor => 6,
+            ReduceOp::Bxor => 7,
+            ReduceOp::PremulSum(_) => 8,
+        }
+    }
+
+    /// The name by its code, for messages about another rank's call.
+    pub fn name_of(code: u8) -> &'static str {
+        const NAMES: [&str; 9] = ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"];
+        NAMES.get(code as usize).copied().unwrap_or("unknown")
+    }
+}
+
+/// A piece of caller memory. The caller keeps it alive and unmoved until the operation has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Span {
+    pub addr: usize,
+    pub bytes: usize,
+}
+
+impl Span {
+    pub fn overlaps(&self, other: &Span) -> bool {
+        self.bytes > 0 && other.bytes > 0 && self.addr < other.addr + other.bytes && other.addr < self.addr + self.bytes
+    }
+}
+
+/// The peer of a receive that takes from anyone.
+pub const ANY_RANK: u32 = u32::MAX;
+
+/// One call, as the C++ side hands it over: checked there against torch's rules, here against the group's.
+///
+/// `inputs` and `outputs` are lists of contiguous pieces that are read and written as if they were one run of bytes:
+///
+/// | kind | inputs | outputs |
+/// | --- | --- | --- |
+/// | all_reduce | own numbers | the result, as many bytes |
+/// | reduce | own numbers | the result at the root, empty elsewhere |
+/// | broadcast | the data at the root, empty elsewhere | the data elsewhere, empty at the root |
+/// | all_gather | own block | one block per rank, in rank order; sizes in `out_blocks` if they differ |
+/// | gather | own block | one equal block per rank at the root, empty elsewhere |
+/// | scatter | one equal block per rank at the root, empty elsewhere | own block |
+/// | reduce_scatter | one block per rank, in rank order; sizes in `in_blocks` if they differ | own block, reduced |
+/// | all_to_all | one block per rank (`in_blocks`) | one block per rank (`out_blocks`) |
+/// | barrier | empty | empty |
+/// | send / recv | the data / empty | empty / the data |
+///
+/// An output may be the same memory as the input it belongs to (in place), but may not overlap it otherwise.
+#[derive(Clone, Debug)]
+pub struct Request {
+    pub kind: Kind,
+    pub dtype: Dtype,
+    pub op: ReduceOp,
+    /// Group rank of the root; the peer of a send or receive (`ANY_RANK` to take from anyone).
+    pub root: u32,
+    /// Point to point only.
+    pub tag: u32,
+    /// Milliseconds from issue until the operation fails; `None` means the group's.
+    pub timeout_ms: Option<u64>,
+    /// The caller waits at once: a local fact that changes nothing on the wire.
+    pub sync: bool,
+    pub inputs: Vec<Span>,
+    pub outputs: Vec<Span>,
+    /// Bytes of each rank's block, one entry a rank, or empty where all blocks are equal.
+    pub in_blocks: Vec<usize>,
+    pub out_blocks: Vec<usize>,
+    /// Caller memory that is read or written beyond `inputs` and `outputs`: the strided tensors behind staged copies.
+    /// Only used to keep operations on the same memory in order.
+    pub also_touched: Vec<Span>,
+}

@@ -1,0 +1,361 @@
+//! One thread per process that sleeps until a watched peer ends.
+//!
+//! Two signs tell: a pidfd becomes readable when the process has ended, a socket reports end of file when its other end
+//! was closed. The pidfd leads, because forked helpers of a peer may hold its socket open; where there is none (another
+//! pid namespace on an old kernel, or pidfds denied) the socket is all there is. The kernel closes a dying
+//! process's sockets just before its pidfd turns readable, so a closed socket waits [`GRACE`] for the better reason.
+
+use std::collections::{HashMap, HashSet};
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::ptr;
+use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::{JoinHandle, ThreadId};
+use std::time::{Duration, Instant};
+
+use crate::error::{Error, Result};
+
+const GRACE: Duration = Duration::from_millis(10);
+const PROCESS_ENDED: &str = "its process ended";
+const CONNECTION_CLOSED: &str = "its connection closed";
+
+/// What kind of descriptor tells of a rank's end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// A pidfd.
+    Process,
+    /// A connected socket over which nothing is sent any more.
+    Connection,
+}
+
+/// One way to learn that a rank ended.
+#[derive(Debug)]
+pub struct End {
+    pub rank: usize,
+    pub fd: OwnedFd,
+    pub source: Source,
+}
+
+type Callback = Arc<dyn Fn(usize, &'static str) + Send + Sync>;
+
+struct Watched {
+    ends: Vec<End>,
+    callback: Callback,
+    reported: HashSet<usize>,
+}
+
+#[derive(Default)]
+struct State {
+    watched: HashMap<u32, Watched>,
+    next_id: u32,
+    /// (when, watch, rank): sockets that closed while the rank's pidfd has not said anything yet.
+    closed: Vec<(Instant, u32, usize)>,
+    /// The watch whose callback runs now.
+    running: Option<u32>,
+    thread: Option<JoinHandle<()>>,
+    thread_id: Option<ThreadId>,
+    stopping: bool,
+}
+
+/// The thread's state. Never freed: a forked child may come into being at any moment and gets its own.
+struct Watcher {
+    epoll: OwnedFd,
+    /// Wakes the thread.
+    bell: OwnedFd,
+    state: Mutex<State>,
+    /// Told whenever a callback has returned.
+    idle: Condvar,
+}
+
+static WATCHER: AtomicPtr<Watcher> = AtomicPtr::new(ptr::null_mut());
+
+/// Token of the bell; others are watch number and index.
+const BELL: u64 = u64::MAX;
+
+/// The child has neither the thread nor a right to the locks it may have held; a watch made there starts anew. The
+/// epoll instance is shared with the parent and must not be changed, so even closing it is left to the process's end.
+pub(super) fn forget_after_fork() {
+    WATCHER.store(ptr::null_mut(), Ordering::Release);
+}
+
+fn refused(what: &str) -> Error {
+    Error::System(format!("sagellm: {what}: {}", io::Error::last_os_error()))
+}
+
+fn descriptor(rc: i32, what: &str) -> Result<OwnedFd> {
+    if rc < 0 {
+        return Err(refused(what));
+    }
+    // SAFETY: the kernel just returned this descriptor to us, so nobody else owns it.
+    Ok(unsafe { OwnedFd::from_raw_fd(rc) })
+}
+
+impl Watcher {
+    /// The process's watcher, made at the first call.
+    fn get() -> Result<&'static Watcher> {
+        let present = WATCHER.load(Ordering::Acquire);
+        if !present.is_null() {
+            // SAFETY: what the pointer once held is never freed.
+            return Ok(unsafe { &*present });
+        }
+        let made = Box::into_raw(Box::new(Watcher::new()?));
+        match WATCHER.compare_exchange(ptr::null_mut(), made, Ordering::AcqRel, Ordering::Acquire) {
+            // SAFETY: published just now, never freed from here on.
+            Ok(_) => Ok(unsafe { &*made }),
+            Err(winner) => {
+                // SAFETY: nobody else saw the loser, so it is ours to free; the winner is never freed.
+                unsafe {
+                    drop(Box::from_raw(made));
+                    Ok(&*winner)
+                }
+            }
+        }
+    }
+
+    fn new() -> Result<Watcher> {
+        // SAFETY: plain numbers in, descriptors or -1 out.
+        let (epoll, bell) = unsafe {
+            (
+                descriptor(libc::epoll_create1(libc::EPOLL_CLOEXEC), "epoll_create1")?,
+                descriptor(libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK), "eventfd")?,
+            )
+        };
+        let watcher = Watcher { epoll, bell, state: Mutex::default(), idle: Condvar::new() };
+        watcher.add(watcher.bell.as_raw_fd(), libc::EPOLLIN, BELL)?;
+        Ok(watcher)
+    }
+
+    /// A panicking callback must not take the watch of all other groups with it.
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn add(&self, fd: i32, events: i32, token: u64) -> Result<()> {
+        let mut event = libc::epoll_event { events: events as u32, u64: token };
+        // SAFETY: both descriptors are open; the event outlives the call.
+        let rc = unsafe { libc::epoll_ctl(self.epoll.as_raw_fd(), libc::EPOLL_CTL_ADD, fd, &mut event) };
+        if rc == 0 { Ok(()) } else { Err(refused("epoll_ctl")) }
+    }
+
+    /// Stops looking at a descriptor; once is enough for an end.
+    fn forget(&self, end: &End) {
+        // SAFETY: both descriptors are open. A descriptor that is not in the set is an error that changes nothing.
+        unsafe {
+            libc::epoll_ctl(self.epoll.as_raw_fd(), libc::EPOLL_CTL_DEL, end.fd.as_raw_fd(), ptr::null_mut());
+        }
+    }
+
+    fn ring(&self) {
+        let one = 1u64;
+        // SAFETY: writes the eight bytes of a number that outlives the call. A full counter wakes just as well.
+        unsafe { libc::write(self.bell.as_raw_fd(), (&raw const one).cast(), 8) };
+    }
+
+    /// Starts the thread where it is not running.
+    fn ensure_thread(&'static self, state: &mut State) -> Result<()> {
+        if state.thread.is_some() {
+            return Ok(());
+        }
+        let thread = super::spawn("sagellm-watch", move || self.run())
+            .map_err(|error| Error::System(format!("sagellm: cannot start the watch thread: {error}")))?;
+        state.thread_id = Some(thread.thread().id());
+        state.thread = Some(thread);
+        Ok(())
+    }
+
+    fn run(&self) {
+        let mut events = [libc::epoll_event { events: 0, u64: 0 }; 64];
+        loop {
+            let timeout = {
+                let state = self.lock();
+                if state.stopping {
+                    return;
+                }
+                match state.closed.iter().map(|(due, ..)| due.saturating_duration_since(Instant::now())).min() {
+                    Some(left) => left.as_millis() as i32 + 1,
+                    None => -1,
+                }
+            };
+            // SAFETY: the pointer and count describe `events`.
+            let count = unsafe { libc::epoll_wait(self.epoll.as_raw_fd(), events.as_mut_ptr(), 64, timeout) };
+            // Processes first: where both signs of one death came together, the better reason is told.
+            let (mut sockets, mut ended) = (Vec::new(), Vec::new());
+            for event in &events[..count.max(0) as usize] {
+                match event.u64 {
+                    BELL => self.silence_bell(),
+                    token => self.sort(token, &mut ended, &mut sockets),
+                }
+            }
+            for (id, rank) in ended {
+                self.report(id, rank, PROCESS_ENDED);
+            }
+            for (id, rank) in sockets {
+                self.socket_closed(id, rank);
+            }
+            let now = Instant::now();
+            let due: Vec<_> = {
+                let mut state = self.lock();
+                let (due, later) = state.closed.drain(..).partition(|(when, ..)| *when <= now);
+                state.closed = later;
+                due
+            };
+            for (_, id, rank) in due {
+                self.report(id, rank, CONNECTION_CLOSED);
+            }
+        }
+    }
+
+    fn silence_bell(&self) {
+        let mut count = 0u64;
+        // SAFETY: reads eight bytes into a number that outlives the call.
+        unsafe { libc::read(self.bell.as_raw_fd(), (&raw mut count).cast(), 8) };
+    }
+
+    /// Says what an event means, and ends the interest in its descriptor if that was its end.
+    fn sort(&self, token: u64, ended: &mut Vec<(u32, usize)>, closed: &mut Vec<(u32, usize)>) {
+        let (id, index) = ((token >> 32) as u32, (token & 0xffff_ffff) as usize);
+        let state = self.lock();
+        // Not there: the watch was dropped after the event was fetched.
+        let Some(end) = state.watched.get(&id).and_then(|watched| watched.ends.get(index)) else { return };
+        match end.source {
+            Source::Process => ended.push((id, end.rank)),
+            Source::Connection if has_closed(&end.fd) => closed.push((id, end.rank)),
+            Source::Connection => return,
+        }
+        self.forget(end);
+    }
+
+    fn socket_closed(&self, id: u32, rank: usize) {
+        let mut state = self.lock();
+        let Some(watched) = state.watched.get(&id) else { return };
+        if watched.ends.iter().any(|end| end.rank == rank && end.source == Source::Process) {
+            state.closed.push((Instant::now() + GRACE, id, rank));
+        } else {
+            drop(state);
+            self.report(id, rank, CONNECTION_CLOSED);
+        }
+    }
+
+    /// Calls back, once for a rank, with no lock held.
+    fn report(&self, id: u32, rank: usize, reason: &'static str) {
+        let callback = {
+            let mut state = self.lock();
+            let Some(watched) = state.watched.get_mut(&id) else { return };
+            if !watched.reported.insert(rank) {
+                return;
+            }
+            let callback = Arc::clone(&watched.callback);
+            state.running = Some(id);
+            callback
+        };
+        if std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| callback(rank, reason))).is_err() {
+            log::error!("sagellm: internal error, please report it: the callback for the end of rank {rank} panicked");
+        }
+        // Before `running` is cleared: whoever waits for that may free what the callback holds on to.
+        drop(callback);
+        self.lock().running = None;
+        self.idle.notify_all();
+    }
+}
+
+/// True when the other end is closed. Whatever it may have sent is thrown away.
+fn has_closed(socket: &OwnedFd) -> bool {
+    let mut rest = [0u8; 256];
+    loop {
+        // SAFETY: the pointer and length describe `rest`.
+        let got = unsafe { libc::recv(socket.as_raw_fd(), rest.as_mut_ptr().cast(), rest.len(), libc::MSG_DONTWAIT) };
+        match got {
+            0 => return true,
+            1.. => continue,
+            _ => match io::Error::last_os_error().kind() {
+                io::ErrorKind::Interrupted => continue,
+                io::ErrorKind::WouldBlock => return false,
+                _ => return true,
+            },
+        }
+    }
+}
+
+/// Keeps a watch alive. After its drop the callback does not run any more, and is not running (unless the drop happens
+/// in the callback itself). So: never drop it with a lock held that the callback takes.
+pub struct WatchGuard {
+    watcher: &'static Watcher,
+    id: u32,
+    generation: u32,
+}
+
+/// Calls `on_death(rank, reason)` on the watch thread, at most once a rank, when one of the ends tells of it. Takes the
+/// descriptors and closes them when the guard is dropped.
+pub fn watch(ends: Vec<End>, on_death: impl Fn(usize, &'static str) + Send + Sync + 'static) -> Result<WatchGuard> {
+    super::install();
+    let watcher = Watcher::get()?;
+    let mut state = watcher.lock();
+    if state.stopping {
+        return Err(Error::System("sagellm: the process is ending, no new group can watch its peers".into()));
+    }
+    watcher.ensure_thread(&mut state)?;
+    let id = state.next_id;
+    // The largest number is the bell's.
+    state.next_id = (id + 1) % (u32::MAX - 1);
+    let raw: Vec<i32> = ends.iter().map(|end| end.fd.as_raw_fd()).collect();
+    // Events may come at once: the thread looks them up under the lock that is held here.
+    state.watched.insert(id, Watched { ends, callback: Arc::new(on_death), reported: HashSet::new() });
+    let guard = WatchGuard { watcher, id, generation: super::generation() };
+    for (index, fd) in raw.into_iter().enumerate() {
+        if let Err(error) = watcher.add(fd, libc::EPOLLIN | libc::EPOLLRDHUP, u64::from(id) << 32 | index as u64) {
+            drop(state);
+            drop(guard);
+            return Err(error);
+        }
+    }
+    Ok(guard)
+}
+
+impl Drop for WatchGuard {
+    fn drop(&mut self) {
+        if super::generation() != self.generation {
+            return; // a forked child: the watch is the parent's
+        }
+        let mut state = self.watcher.lock();
+        let removed = state.watched.remove(&self.id);
+        state.closed.retain(|(_, id, _)| *id != self.id);
+        for end in removed.iter().flat_map(|watched| &watched.ends) {
+            self.watcher.forget(end);
+        }
+        if state.thread_id != Some(std::thread::current().id()) {
+            while state.running == Some(self.id) {
+                state = self.watcher.idle.wait(state).unwrap_or_else(PoisonError::into_inner);
+            }
+        }
+        // Closing descriptors and freeing the callback's captures may take time and locks of others.
+        drop(state);
+        drop(removed);
+    }
+}
+
+/// Ends the thread, for the end of the process. Watches stay silent afterwards, until a new one starts it again.
+pub fn stop() {
+    let present = WATCHER.load(Ordering::Acquire);
+    if present.is_null() {
+        return;
+    }
+    // SAFETY: what the pointer once held is never freed.
+    let watcher: &'static Watcher = unsafe { &*present };
+    let thread = {
+        let mut state = watcher.lock();
+        if state.thread_id == Some(std::thread::current().id()) {
+            return; // a callback cannot wait for its own end
+        }
+        state.stopping = true;
+        state.thread.take()
+    };
+    watcher.ring();
+    if let Some(thread) = thread {
+        // A panic of the thread was already told by the panic hook.
+        let _ = thread.join();
+    }
+    let mut state = watcher.lock();
+    state.stopping = false;
+    state.thread_id = None;
+}

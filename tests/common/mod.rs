@@ -1,0 +1,228 @@
+//! What the tests share: requests over plain vectors, random numbers, and a reference that knows nothing of the engine.
+#![allow(dead_code)] // each test file uses a part of it
+
+use sagellm::types::{Dtype, Kind, ReduceOp, Request, Span};
+
+/// xorshift64*: the tests need repeatable numbers, not good ones.
+#[derive(Clone)]
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn new(seed: u64) -> Random {
+        Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
+    }
+    pub fn next(&mut self) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
+    }
+    pub fn below(&mut self, n: usize) -> usize {
+        (self.next() >> 33) as usize % n.max(1)
+    }
+    pub fn pick<T: Copy>(&mut self, from: &[T]) -> T {
+        from[self.below(from.len())]
+    }
+}
+
+/// One rank's memory for one operation: whatever the kind needs.
+pub struct Buffers {
+    pub input: Vec<u8>,
+    pub output: Vec<u8>,
+    pub in_blocks: Vec<usize>,
+    pub out_blocks: Vec<usize>,
+    /// The output is the input.
+    pub in_place: bool,
+    /// How many pieces the memory is handed over in, at element boundaries.
+    pub pieces: usize,
+}
+
+/// One operation of a program, the same for all ranks.
+#[derive(Clone, Debug)]
+pub struct Spec {
+    pub kind: Kind,
+    pub dtype: Dtype,
+    pub op: ReduceOp,
+    pub root: usize,
+    /// Elements of one block (all_reduce, broadcast, reduce: of the tensor).
+    pub count: usize,
+    /// Uneven blocks: rank q's block has `count + q * skew` elements (all_to_all: `count + (from + to) * skew`).
+    pub skew: usize,
+    pub in_place: bool,
+    pub pieces: usize,
+    pub seed: u64,
+}
+
+impl Spec {
+    pub fn block(&self, from: usize, to: usize) -> usize {
+        let of = match self.kind {
+            Kind::AllToAll => from + to,
+            Kind::AllGather => from,
+            Kind::ReduceScatter => to,
+            _ => 0,
+        };
+        (self.count + of * self.skew) * self.dtype.size()
+    }
+
+    /// Rank `rank`'s input for rank `to` (or for all), as bytes that are small numbers in the dtype.
+    pub fn data(&self, rank: usize, to: usize, bytes: usize) -> Vec<u8> {
+        let mut random = Random::new(self.seed ^ (rank as u64) << 20 ^ (to as u64) << 40);
+        let mut out = Vec::with_capacity(bytes);
+        while out.len() < bytes {
+            let number = random.below(2000) as i64 - 1000;
+            match self.dtype {
+                Dtype::F32 => out.extend((number as f32 * 0.37).to_le_bytes()),
+                Dtype::F64 => out.extend((number as f64 * 0.37).to_le_bytes()),
+                Dtype::Bf16 => out.extend(((number as f32 * 0.37).to_bits() >> 16).to_le_bytes()[..2].iter()),
+                _ => out.extend(&number.to_le_bytes()[..self.dtype.size().min(8)]),
+            }
+        }
+        out.truncate(bytes);
+        out
+    }
+
+    pub fn buffers(&self, me: usize, ranks: usize) -> Buffers {
+        let root = me == self.root;
+        let tensor = self.count * self.dtype.size();
+        let (mut in_blocks, mut out_blocks) = (Vec::new(), Vec::new());
+        let concat = |part: &dyn Fn(usize) -> Vec<u8>| (0..ranks).flat_map(part).collect::<Vec<u8>>();
+        let (input, output) = match self.kind {
+            Kind::AllReduce => (self.data(me, 0, tensor), vec![0; tensor]),
+            Kind::Reduce => (self.data(me, 0, tensor), vec![0; if root { tensor } else { 0 }]),
+            Kind::Broadcast if root => (self.data(me, 0, tensor), Vec::new()),
+            Kind::Broadcast => (Vec::new(), vec![0; tensor]),
+            Kind::AllGather => {
+                if self.skew > 0 {
+                    out_blocks = (0..ranks).map(|q| self.block(q, 0)).collect();
+                }
+                (self.data(me, 0, self.block(me, 0)), vec![0; (0..ranks).map(|q| self.block(q, 0)).sum()])
+            }
+            Kind::Gather => (self.data(me, 0, tensor), vec![0; if root { tensor * ranks } else { 0 }]),
+            Kind::Scatter => {
+                let input = if root { concat(&|q| self.data(me, q, tensor)) } else { Vec::new() };
+                (input, vec![0; tensor])
+            }
+            Kind::ReduceScatter => {
+                if self.skew > 0 {
+                    in_blocks = (0..ranks).map(|q| self.block(0, q)).collect();
+                }
+                (concat(&|q| self.data(me, q, self.block(0, q))), vec![0; self.block(0, me)])
+            }
+            Kind::AllToAll => {
+                if self.skew > 0 {
+                    in_blocks = (0..ranks).map(|q| self.block(me, q)).collect();
+                    out_blocks = (0..ranks).map(|q| self.block(q, me)).collect();
+                }
+                let total = (0..ranks).map(|q| self.block(q, me)).sum();
+                (concat(&|q| self.data(me, q, self.block(me, q))), vec![0; total])
+            }
+            _ => (Vec::new(), Vec::new()),
+        };
+        let in_place = self.in_place && self.kind == Kind::AllReduce;
+        Buffers { input, output, in_blocks, out_blocks, in_place, pieces: self.pieces }
+    }
+
+    pub fn request(&self, buffers: &mut Buffers, sync: bool) -> Request {
+        let size = if self.kind.reduces() { self.dtype.size() } else { 1 };
+        let inputs = cut(&mut buffers.input, buffers.pieces, size);
+        let outputs = if buffers.in_place { inputs.clone() } else { cut(&mut buffers.output, buffers.pieces, size) };
+        Request {
+            kind: self.kind,
+            dtype: if self.kind.reduces() { self.dtype } else { Dtype::Bytes },
+            op: self.op,
+            root: self.root as u32,
+            tag: 0,
+            timeout_ms: None,
+            sync,
+            inputs,
+            outputs,
+            in_blocks: buffers.in_blocks.clone(),
+            out_blocks: buffers.out_blocks.clone(),
+            also_touched: Vec::new(),
+        }
+    }
+
+    /// What rank `me` must have in the end, computed by one thread in the plainest way.
+    pub fn expected(&self, me: usize, ranks: usize) -> Vec<u8> {
+        let root = me == self.root;
+        let tensor = self.count * self.dtype.size();
+        let all = |to: usize, bytes: usize| -> Vec<Vec<u8>> { (0..ranks).map(|q| self.data(q, to, bytes)).collect() };
+        match self.kind {
+            Kind::AllReduce => self.fold(&all(0, tensor)),
+            Kind::Reduce if root => self.fold(&all(0, tensor)),
+            Kind::Broadcast if !root => self.data(self.root, 0, tensor),
+            Kind::AllGather => (0..ranks).flat_map(|q| self.data(q, 0, self.block(q, 0))).collect(),
+            Kind::Gather if root => all(0, tensor).concat(),
+            Kind::Scatter => self.data(self.root, me, tensor),
+            Kind::ReduceScatter => self.fold(&all(me, self.block(0, me))),
+            Kind::AllToAll => (0..ranks).flat_map(|q| self.data(q, me, self.block(q, me))).collect(),
+            _ => Vec::new(),
+        }
+    }
+
+    fn fold(&self, inputs: &[Vec<u8>]) -> Vec<u8> {
+        let size = self.dtype.size();
+        let count = inputs[0].len() / size;
+        let mut out = Vec::new();
+        for i in 0..count {
+            let at = |q: usize| &inputs[q][i * size..(i + 1) * size];
+            match self.dtype {
+                Dtype::F32 => {
+                    let value = |q: usize| f32::from_le_bytes(at(q).try_into().unwrap());
+                    let sum = (1..inputs.len()).fold(value(0), |sum, q| self.pair(sum as f64, value(q) as f64) as f32);
+                    out.extend(sum.to_le_bytes());
+                }
+                Dtype::Bf16 => {
+                    let value = |q: usize| f32::from_bits(u32::from(u16::from_le_bytes(at(q).try_into().unwrap())) << 16);
+                    let sum = (1..inputs.len()).fold(value(0), |sum, q| self.pair(sum as f64, value(q) as f64) as f32);
+                    let bits = sum.to_bits();
+                    let rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+                    out.extend((rounded as u16).to_le_bytes());
+                }
+                Dtype::I32 => {
+                    let value = |q: usize| i32::from_le_bytes(at(q).try_into().unwrap());
+                    let sum = (1..inputs.len()).fold(value(0), |a, q| match self.op {
+                        ReduceOp::Max => a.max(value(q)),
+                        ReduceOp::Bxor => a ^ value(q),
+                        _ => a.wrapping_add(value(q)),
+                    });
+                    out.extend(sum.to_le_bytes());
+                }
+                other => panic!("the reference does not know {other:?}"),
+            }
+        }
+        out
+    }
+
+    /// f32 operands are exact in f64, and rounding their f64 sum to f32 equals the f32 sum (double rounding is innocuous
+    /// for one addition), so this is the f32 operation.
+    fn pair(&self, a: f64, b: f64) -> f64 {
+        match self.op {
+            ReduceOp::Max => a.max(b),
+            _ => (a + b) as f32 as f64,
+        }
+    }
+}
+
+/// The memory as `pieces` spans, cut at multiples of `size`.
+pub fn cut(memory: &mut [u8], pieces: usize, size: usize) -> Vec<Span> {
+    let (addr, bytes) = (memory.as_mut_ptr() as usize, memory.len());
+    if bytes == 0 {
+        return Vec::new();
+    }
+    let each = (bytes / size).div_ceil(pieces.max(1)).max(1) * size;
+    (0..bytes).step_by(each).map(|start| Span { addr: addr + start, bytes: each.min(bytes - start) }).collect()
+}
+
+/// Runs `body(rank)` on one thread a rank and gives back what each returned.
+pub fn on_ranks<T: Send>(ranks: usize, body: impl Fn(usize) -> T + Sync) -> Vec<T> {
+    std::thread::scope(|scope| {
+        let handles: Vec<_> = (0..ranks)
+            .map(|rank| {
+                let body = &body;
+                scope.spawn(move || body(rank))
+            })
+            .collect();
+        handles.into_iter().map(|handle| handle.join().expect("a rank panicked")).collect()
+    })
+}
