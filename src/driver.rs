@@ -103,7 +103,9 @@ pub fn wait_until(group: &dyn Driven, host: &dyn Host, until: Option<Instant>, d
 
 fn wait_inner(group: &dyn Driven, host: &dyn Host, until: Option<Instant>, done: impl Fn() -> bool) -> Outcome {
     let patience = group.patience();
+    // Since when nothing has moved, as far as the clock was read.
     let mut idle_since: Option<Instant> = None;
+    let mut idle = Duration::ZERO;
     let mut last_look = Instant::now();
     let mut turns = 0u32;
     loop {
@@ -120,38 +122,40 @@ fn wait_inner(group: &dyn Driven, host: &dyn Host, until: Option<Instant>, done:
             moved |= drive_others(group);
         }
         if moved {
-            idle_since = None;
-            continue;
+            (idle_since, idle) = (None, Duration::ZERO);
+        } else {
+            std::hint::spin_loop();
         }
-        std::hint::spin_loop();
-        if turns & 15 != 0 && idle_since.is_none_or(|since| since.elapsed() < patience.spin) {
-            if idle_since.is_none() {
-                idle_since = Some(Instant::now());
-            }
+        // Reading the clock costs as much as a pass: every eighth turn is enough while we spin.
+        if idle < patience.spin && turns & 7 != 0 {
             continue;
         }
         let now = Instant::now();
-        let idle = now - *idle_since.get_or_insert(now);
+        if until.is_some_and(|until| now >= until) {
+            return Outcome::Elapsed;
+        }
+        // Also while things move: a long transfer, or a peer that breaks the protocol, must not hide deadlines and signals.
+        if now - last_look >= NAP {
+            last_look = now;
+            if host.interrupted() {
+                return Outcome::Interrupted;
+            }
+            group.tick();
+        }
+        if moved {
+            continue;
+        }
+        idle = now - *idle_since.get_or_insert(now);
         if idle < patience.spin {
             continue;
         }
         if idle < patience.spin + patience.give_way {
             std::thread::yield_now();
-            if now - last_look < NAP {
-                continue;
-            }
+            continue;
         }
-        last_look = now;
-        if until.is_some_and(|until| now >= until) {
-            return Outcome::Elapsed;
-        }
-        if host.interrupted() {
-            return Outcome::Interrupted;
-        }
-        group.tick();
-        let nap = until.map_or(NAP, |until| (until - now).min(NAP));
+        let nap = until.map_or(NAP, |until| (until - now).min(NAP)).min(NAP - (now - last_look).min(NAP));
         let groups = busy(Some(group.domain()));
-        sleep(&groups, Some(group), nap, &done);
+        sleep(&groups, Some(group), nap.max(Duration::from_micros(50)), &done);
     }
 }
 
@@ -180,7 +184,7 @@ fn sleep(groups: &[Arc<dyn Driven>], own: Option<&dyn Driven>, nap: Duration, do
     }
     if !moved && !done() {
         let doors: Vec<(&AtomicU32, u32)> =
-            areas.iter().zip(&values).map(|(area, value)| (signal::Bell::door(*area, area.me), *value)).collect();
+            areas.iter().zip(&values).map(|(area, value)| (area.door_word(area.me), *value)).collect();
         futex::wait(&doors, nap);
     }
     for area in areas {

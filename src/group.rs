@@ -151,8 +151,13 @@ impl Group {
 
     /// `ranks` groups of one process, one for each rank that is a thread.
     pub fn local(ranks: usize, timeout: Duration) -> Result<Vec<Arc<Group>>> {
-        let cores = crate::topology::usable_cores();
-        let groups = local::areas(ranks)?.into_iter().enumerate().map(|(rank, area)| {
+        Ok(Group::over(local::areas(ranks)?, timeout))
+    }
+
+    /// As `local`, over areas that the caller made, and may look into.
+    pub fn over(areas: Vec<Arc<Area>>, timeout: Duration) -> Vec<Arc<Group>> {
+        let (ranks, cores) = (areas.len(), crate::topology::usable_cores());
+        let groups = areas.into_iter().enumerate().map(|(rank, area)| {
             let config = Config { rank, size: ranks, timeout, name: "local".to_string(), delegate_reason: None };
             let peers = (0..ranks)
                 .map(|_| Peer { pid: 0, host: "this process".to_string(), dead: AtomicBool::new(false) })
@@ -165,7 +170,7 @@ impl Group {
             // A rank's groups belong together, as they would in a process of its own.
             Group::build(config, engine, Some(area), peers, cores, rank as u64 + 1, Arc::new(NoHost))
         });
-        Ok(groups.collect())
+        groups.collect()
     }
 
     fn build(
@@ -399,7 +404,10 @@ impl Group {
         if request.dtype == Dtype::Bytes || request.inputs.iter().any(|span| span.bytes % request.dtype.size() != 0) {
             return wrong(format!("{bytes_in} bytes are no whole number of {} elements", request.dtype.name()));
         }
-        reduce::kernel(request.dtype, request.op, ranks).map(Some)
+        match reduce::kernel(request.dtype, request.op, ranks) {
+            Ok(kernel) => Ok(Some(kernel)),
+            Err(error) => wrong(error.text().to_string()),
+        }
     }
 
     pub fn sequence(&self) -> u64 {

@@ -70,7 +70,22 @@ pub fn agreed_cores(masks: &[Vec<u64>], smallest_quota_millicores: Option<u64>) 
 
 /// The smallest CPU quota of this process's control group and its ancestors, in thousandths of a core.
 pub fn quota_millicores() -> Option<u64> {
+    quota_in(&ControlGroups::read())
+}
+
+/// Bytes that can still be used before the machine or a control group runs out of memory. A memfd that is populated
+/// past a control group's limit is an out-of-memory kill, not an error, so this is read before.
+pub fn memory_headroom() -> Option<u64> {
+    headroom_in(&ControlGroups::read())
+}
+
+/// `quota_millicores` and `memory_headroom` with one look at where the control groups are, which is half of the cost.
+pub fn limits() -> (Option<u64>, Option<u64>) {
     let groups = ControlGroups::read();
+    (quota_in(&groups), headroom_in(&groups))
+}
+
+fn quota_in(groups: &ControlGroups) -> Option<u64> {
     let v1 = groups.ancestors("cpu").into_iter().filter_map(|dir| {
         let quota: i64 = read_trimmed(dir.join("cpu.cfs_quota_us"))?.parse().ok()?;
         let period: u64 = read_trimmed(dir.join("cpu.cfs_period_us"))?.parse().ok()?;
@@ -88,10 +103,7 @@ fn parse_cpu_max(text: &str) -> Option<u64> {
     quota.saturating_mul(1000).checked_div(period)
 }
 
-/// Bytes that can still be used before the machine or a control group runs out of memory. A memfd that is populated
-/// past a control group's limit is an out-of-memory kill, not an error, so this is read before.
-pub fn memory_headroom() -> Option<u64> {
-    let groups = ControlGroups::read();
+fn headroom_in(groups: &ControlGroups) -> Option<u64> {
     let v1 = groups
         .ancestors("memory")
         .into_iter()

@@ -68,6 +68,15 @@ impl Area {
         })
     }
 
+    /// Futex word: rings at `rank`. Added to by whoever rings (release), read before a sleep (acquire).
+    pub fn door_word(&self, rank: usize) -> &AtomicU32 {
+        self.word32(self.layout.control_word(rank, DOOR))
+    }
+    /// Sleeping threads of `rank`. Added to by them, read by whoever publishes; relaxed, ordered by the fences in signal.rs.
+    fn asleep_word(&self, rank: usize) -> &AtomicU32 {
+        self.word32(self.layout.control_word(rank, DOOR) + 4)
+    }
+
     // Slots. The header is read with relaxed loads after the tag was acquired; a peer that breaks the protocol can make
     // the values wrong, not the accesses.
 
@@ -208,19 +217,25 @@ impl Words for Area {
 }
 
 impl Bell for Area {
-    fn door(&self, rank: usize) -> &AtomicU32 {
-        self.word32(self.layout.control_word(rank, DOOR))
+    fn door(&self, rank: usize) -> u32 {
+        self.door_word(rank).load(Ordering::Acquire)
     }
-    fn asleep(&self, rank: usize) -> &AtomicU32 {
-        self.word32(self.layout.control_word(rank, DOOR) + 4)
+    fn ring(&self, rank: usize) {
+        self.door_word(rank).fetch_add(1, Ordering::Release);
+        super::futex::wake_all(self.door_word(rank));
     }
-    fn sleepers(&self) -> &AtomicU32 {
-        self.word32(self.layout.group_word(SLEEPERS))
+    fn asleep(&self, rank: usize) -> u32 {
+        self.asleep_word(rank).load(Ordering::Relaxed)
+    }
+    fn sleepers(&self) -> u32 {
+        self.word32(self.layout.group_word(SLEEPERS)).load(Ordering::Relaxed)
+    }
+    fn count_sleeper(&self, me: usize, more: bool) {
+        let delta = if more { 1 } else { u32::MAX };
+        self.asleep_word(me).fetch_add(delta, Ordering::Relaxed);
+        self.word32(self.layout.group_word(SLEEPERS)).fetch_add(delta, Ordering::Relaxed);
     }
     fn fence(&self) {
         fence(Ordering::SeqCst);
-    }
-    fn wake(&self, rank: usize) {
-        super::futex::wake_all(self.door(rank));
     }
 }

@@ -12,13 +12,14 @@
 //!    page and write theirs beside it. When rank 0 has read all of them it says "go". Whatever fails on the way
 //!    becomes the reason of a new verdict that delegates, and all ranks return the same outcome.
 //!
-//! `lead.rs` is rank 0's part, `join.rs` that of the others.
+//! `lead.rs` and `serve.rs` are rank 0's part, `join.rs` that of the others.
 
 #![allow(unsafe_code)]
 
 mod join;
 mod lead;
 pub mod record;
+mod serve;
 mod socket;
 
 use std::os::fd::OwnedFd;

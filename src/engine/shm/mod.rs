@@ -90,12 +90,10 @@ impl Shm {
         }
     }
 
-    /// Takes an operation that was validated and numbered. Publishes it if its turn has come.
+    /// Takes an operation that was validated and numbered; `poll` must follow. Publishes it if its turn has come.
     pub fn issue(&mut self, op: Arc<Op>, kernel: Option<Kernel>, ended: &mut Ended) {
         if op.request.kind.is_p2p() {
             self.p2p.issue(&self.area, op, ended);
-            self.p2p.poll(&self.area, ended);
-            signal::announce(&*self.area, self.area.ranks);
             return;
         }
         let path = select::choose(op.request.kind, select::slot_payload(&op.request, self.area.ranks), self.shape);
@@ -127,7 +125,7 @@ impl Shm {
             }
             moved |= step != Step::Blocked;
         }
-        moved |= self.p2p.poll(&self.area, ended);
+        moved |= self.p2p.poll(&self.area, ended)?;
         if moved {
             signal::announce(&*self.area, self.area.ranks);
         }

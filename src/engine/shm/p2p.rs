@@ -131,10 +131,10 @@ impl P2p {
         }
     }
 
-    /// Moves what can move. True when something did.
-    pub fn poll(&mut self, area: &Area, ended: &mut Ended) -> bool {
+    /// Moves what can move. True when something did. An error means that a peer's counters make no sense.
+    pub fn poll(&mut self, area: &Area, ended: &mut Ended) -> Result<bool> {
         if self.active == 0 {
-            return false;
+            return Ok(false);
         }
         let mut moved = false;
         for peer in (0..area.ranks).filter(|peer| *peer != area.me) {
@@ -142,12 +142,12 @@ impl P2p {
             moved |= self.take_grants(area, peer, ended);
             moved |= self.fill_body(area, peer, ended);
             if !self.posted.is_empty() {
-                moved |= self.take_envelopes(area, peer, ended);
+                moved |= self.take_envelopes(area, peer, ended)?;
             }
             moved |= self.give_grants(area, peer);
             moved |= self.drain_body(area, peer, ended);
         }
-        moved
+        Ok(moved)
     }
 
     fn end(&mut self, op: Arc<Op>, outcome: Result<()>, ended: &mut Ended) {
@@ -244,16 +244,19 @@ impl P2p {
         true
     }
 
-    fn take_envelopes(&mut self, area: &Area, from: usize, ended: &mut Ended) -> bool {
+    fn take_envelopes(&mut self, area: &Area, from: usize, ended: &mut Ended) -> Result<bool> {
         let me = area.me;
         let sent = area.pair_word(from, me, SENT).load(Acquire);
+        let before = self.incoming[from].consumed;
+        if sent.wrapping_sub(before) > RING {
+            return Err(Error::System(format!(
+                "sagellm: rank {from} says that it sent {sent} messages to rank {me}, which took {before} of at most {RING} \
+                 in flight: the group's shared memory was overwritten"
+            )));
+        }
         let mut moved = false;
-        // At most one ring at a time, whatever the peer's counter says.
-        for _ in 0..RING {
+        while self.incoming[from].consumed < sent {
             let number = self.incoming[from].consumed;
-            if sent <= number {
-                break;
-            }
             let word = |i| area.envelope_word(from, me, number, i).load(Relaxed);
             let (tag, eager) = (word(0) as u32, word(0) >> 32 & 1 == 1);
             let bytes = word(1) as usize;
@@ -281,7 +284,7 @@ impl P2p {
                 None => self.incoming[from].unexpected.push_back(message),
             }
         }
-        moved
+        Ok(moved)
     }
 
     /// Gives a matched message to its receive: copies an eager one, grants a larger one.

@@ -24,6 +24,15 @@ const MAX_TEXT: usize = 1024;
 /// Most ranks of a group on one host, far above what makes sense.
 pub const MAX_RANKS: usize = 1 << 16;
 
+/// As much of a text as a message takes.
+pub fn clip(text: &str) -> &str {
+    let mut end = text.len().min(MAX_TEXT);
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    &text[..end]
+}
+
 #[derive(Default)]
 struct Writer(Vec<u8>);
 
@@ -48,11 +57,8 @@ impl Writer {
         self
     }
     fn text(self, value: &str) -> Writer {
-        let mut end = value.len().min(MAX_TEXT);
-        while !value.is_char_boundary(end) {
-            end -= 1;
-        }
-        self.u32(end as u32).bytes(&value.as_bytes()[..end])
+        let value = clip(value);
+        self.u32(value.len() as u32).bytes(value.as_bytes())
     }
     fn list<T>(self, items: &[T], write: impl Fn(Writer, &T) -> Writer) -> Writer {
         items.iter().fold(self.u32(items.len() as u32), write)
@@ -113,6 +119,7 @@ pub struct Identity {
 
 impl Identity {
     pub fn here() -> Identity {
+        let (quota_millicores, headroom) = topology::limits();
         Identity {
             boot_id: topology::boot_id(),
             uid: topology::uid(),
@@ -120,8 +127,8 @@ impl Identity {
             pidns: topology::pidns(),
             hostname: topology::hostname(),
             affinity: topology::affinity_mask(),
-            quota_millicores: topology::quota_millicores(),
-            headroom: topology::memory_headroom(),
+            quota_millicores,
+            headroom,
         }
     }
 }

@@ -1,0 +1,306 @@
+//! Rank 0 hands out the memory: whoever comes to the socket and is named by the verdict gets the descriptors, signs the
+//! memory, and goes on when all have signed.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use super::lead::{Lead, Plan, Step};
+use super::record::{Answer, Hello, Mode, Nonce, Offer, Record};
+use super::{Met, Peer, VERDICT, has_signed, sign, socket};
+use crate::engine::shm::segment::random;
+use crate::error::Result;
+use crate::topology;
+
+/// Up to here the processes' descriptors are passed around; that is the square of the ranks in descriptors.
+const MAX_PASSED: usize = 128;
+/// Ranks that come together finish within this; only later does rank 0 ask the store about those who are missing.
+const PROMPT: Duration = Duration::from_millis(5);
+
+/// A rank that came to the socket.
+struct Guest {
+    socket: OwnedFd,
+    pid: i32,
+    pidfd: Option<OwnedFd>,
+    /// Messages of the offer that went out; `usize::MAX` when all did.
+    parts_sent: usize,
+    mapped: bool,
+}
+
+impl Lead<'_, '_> {
+    /// Publishes the socket and serves those who come, until all have signed the memory.
+    pub(super) fn share(&mut self, id: Nonce, plan: Plan) -> Result<Step> {
+        let name: Vec<u8> = format!("sagellm-{:032x}", u128::from_le_bytes(random()?)).into_bytes();
+        let listener = match socket::listen(&name, self.size()) {
+            Ok(listener) => listener,
+            Err(error) => return Ok(Step::Impossible(format!("rank 0 cannot open a unix socket ({error})"))),
+        };
+        sign(&plan.segment, 0, &self.nonce(0), &id);
+        let mut guests: Vec<Option<Guest>> = (0..self.size()).map(|_| None).collect();
+        let mut strangers: Vec<OwnedFd> = Vec::new();
+        let mut came = vec![false; self.size()];
+        self.talk.store.set(VERDICT, &self.verdict(id, Mode::Share, "", &name).write())?;
+        let began = Instant::now();
+        loop {
+            if let Err(reason) = self.welcome(id, &listener, &mut strangers, &mut guests) {
+                return Ok(Step::Impossible(reason));
+            }
+            if guests[1..].iter().all(Option::is_some) {
+                if let Err(reason) = self.offer(id, &plan, &mut guests) {
+                    return Ok(Step::Impossible(reason));
+                }
+            }
+            if let Err(reason) = hear(id, &mut guests) {
+                return Ok(Step::Impossible(reason));
+            }
+            for (came, guest) in came.iter_mut().zip(&guests) {
+                *came |= guest.is_some();
+            }
+            let unfinished: Vec<usize> =
+                (1..self.size()).filter(|rank| guests[*rank].as_ref().is_none_or(|guest| !guest.mapped)).collect();
+            if unfinished.is_empty() {
+                return Ok(self.conclude(id, plan, guests));
+            }
+            if began.elapsed() > PROMPT {
+                for rank in &unfinished {
+                    if self.look(*rank)? {
+                        return Ok(Step::Changed);
+                    }
+                    if let Some(reason) = self.answered(*rank, id)?.filter(|reason| !reason.is_empty()) {
+                        return Ok(Step::Impossible(reason));
+                    }
+                }
+            }
+            let open = guests.iter().flatten().filter(|guest| !guest.mapped).map(|guest| &guest.socket);
+            let sockets = strangers.iter().chain(open).chain([&listener]);
+            let (missing, waits) = behind(&guests, &came);
+            self.pause(&missing, waits, sockets)?;
+        }
+    }
+
+    /// Takes connections and finds out who they are. Anyone on this host may connect, so only a rank that shows the
+    /// nonce that the verdict names is let in. The error is a reason not to share.
+    fn welcome(
+        &mut self,
+        id: Nonce,
+        listener: &OwnedFd,
+        strangers: &mut Vec<OwnedFd>,
+        guests: &mut [Option<Guest>],
+    ) -> std::result::Result<(), String> {
+        while let Some(socket) =
+            socket::accept(listener).map_err(|error| format!("rank 0 cannot accept connections ({error})"))?
+        {
+            // Those who connect and stay silent must not use up our descriptors.
+            if strangers.len() > 2 * guests.len() + 64 {
+                strangers.remove(0);
+            }
+            strangers.push(socket);
+        }
+        let mut waiting = Vec::new();
+        for socket in strangers.drain(..) {
+            let message = match socket::receive(&socket) {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    waiting.push(socket);
+                    continue;
+                }
+                Err(_) => continue,
+                Ok((message, _)) => message,
+            };
+            let Some(hello) = Hello::read(&message).filter(|hello| hello.id == id) else { continue };
+            let rank = hello.rank as usize;
+            if rank == 0 || rank >= guests.len() || self.nonce(rank) != hello.nonce {
+                continue;
+            }
+            self.talk.patience.refresh();
+            guests[rank] = Some(self.guest(rank, socket)?);
+        }
+        *strangers = waiting;
+        Ok(())
+    }
+
+    fn guest(&self, rank: usize, socket: OwnedFd) -> std::result::Result<Guest, String> {
+        let (uid, pid) = socket::peer(&socket)
+            .map_err(|error| format!("rank {rank}'s connection does not say who it is ({error})"))?;
+        let own = self.talk.identity().uid;
+        if uid != own {
+            return Err(format!("rank {rank} runs as uid {uid}, rank 0 as uid {own} (seen from rank 0)"));
+        }
+        let pidfd = match topology::peer_pidfd(&socket) {
+            Ok(pidfd) => Some(pidfd),
+            Err(_) if pid > 0 => socket::pidfd_open(pid).ok(),
+            Err(_) => None,
+        };
+        Ok(Guest { socket, pid, pidfd, parts_sent: 0, mapped: false })
+    }
+
+    /// Sends everyone the memory and the others' processes, as far as the sockets take it now.
+    fn offer(&mut self, id: Nonce, plan: &Plan, guests: &mut [Option<Guest>]) -> std::result::Result<(), String> {
+        if guests.iter().flatten().all(|guest| guest.parts_sent == usize::MAX) {
+            return Ok(());
+        }
+        let own_process = socket::pidfd_open(std::process::id() as i32).ok();
+        let hosts: Vec<String> = self.records.iter().map(hostname).collect();
+        let ranks: Vec<(i32, String)> = guests
+            .iter()
+            .zip(hosts)
+            .map(|(guest, host)| (guest.as_ref().map_or(std::process::id() as i32, |guest| guest.pid), host))
+            .collect();
+        let passed = guests.len() <= MAX_PASSED;
+        for rank in 1..guests.len() {
+            if guests[rank].as_ref().is_none_or(|guest| guest.parts_sent == usize::MAX) {
+                continue;
+            }
+            let processes: Vec<(u32, BorrowedFd)> = (0..guests.len())
+                .filter(|other| passed && *other != rank)
+                .filter_map(|other| {
+                    let pidfd = guests[other].as_ref().map_or(own_process.as_ref(), |guest| guest.pidfd.as_ref());
+                    Some((other as u32, pidfd?.as_fd()))
+                })
+                .collect();
+            let messages = offers(id, plan, &ranks, self.talk.identity().pidns, &processes);
+            let Some(guest) = &guests[rank] else { continue };
+            let mut sent = guest.parts_sent;
+            while let Some((message, descriptors)) = messages.get(sent) {
+                match socket::send(&guest.socket, message, descriptors) {
+                    Ok(()) => sent += 1,
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
+                    // Its connection is closed: `hear` finds that out.
+                    Err(error)
+                        if matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset) =>
+                    {
+                        break;
+                    }
+                    Err(error) => {
+                        return Err(format!("rank 0 cannot pass descriptors to rank {rank} ({error})"));
+                    }
+                }
+            }
+            let complete = sent == messages.len();
+            if let Some(guest) = &mut guests[rank] {
+                guest.parts_sent = if complete { usize::MAX } else { sent };
+            }
+        }
+        Ok(())
+    }
+
+    /// All have signed: looks at the signatures and says "go".
+    fn conclude(&self, id: Nonce, plan: Plan, guests: Vec<Option<Guest>>) -> Step {
+        for rank in 1..self.size() {
+            if !has_signed(&plan.segment, rank, &self.nonce(rank), &id) {
+                return Step::Impossible(format!("rank {rank} does not see the same memory as rank 0"));
+            }
+        }
+        let go = Answer { id, reason: String::new() }.write();
+        let mut peers = Vec::new();
+        let mut sockets = Vec::new();
+        for (rank, (guest, record)) in guests.into_iter().zip(&self.records).enumerate() {
+            let host = hostname(record);
+            let Some(guest) = guest else {
+                peers.push(Peer { pid: std::process::id() as i32, pidfd: None, host });
+                continue;
+            };
+            // If this fails, the rank has just ended, and the watch over its socket and process will say so.
+            let _ = socket::send(&guest.socket, &go, &[]);
+            peers.push(Peer { pid: guest.pid, pidfd: guest.pidfd, host });
+            sockets.push((rank, guest.socket));
+        }
+        Step::Met(Box::new(Met { segment: plan.segment, peers, sockets, local_cores: plan.local_cores }))
+    }
+}
+
+fn hostname(record: &Option<Record>) -> String {
+    record
+        .as_ref()
+        .and_then(|record| record.body.as_ref())
+        .map_or_else(String::new, |body| body.identity.hostname.clone())
+}
+
+/// The ranks that all others wait for, and what for. Those who came and wait for the rest are not among them, nor those
+/// whose patience ended a moment before ours.
+fn behind(guests: &[Option<Guest>], came: &[bool]) -> (Vec<usize>, &'static str) {
+    let others = 1..guests.len();
+    let absent: Vec<usize> = others.clone().filter(|rank| !came[*rank]).collect();
+    if !absent.is_empty() {
+        return (absent, "rank 0 waits for the connection to its socket");
+    }
+    let left: Vec<usize> = others.clone().filter(|rank| guests[*rank].is_none()).collect();
+    if !left.is_empty() {
+        return (left, "the connection to rank 0's socket was closed again");
+    }
+    let unmapped = others.filter(|rank| guests[*rank].as_ref().is_some_and(|guest| !guest.mapped));
+    (unmapped.collect(), "rank 0 waits for the word that the shared memory is mapped")
+}
+
+/// What the guests say: "mapped", or why they cannot. A closed connection makes a rank missing again.
+fn hear(id: Nonce, guests: &mut [Option<Guest>]) -> std::result::Result<(), String> {
+    for place in guests.iter_mut() {
+        let Some(guest) = place.as_mut().filter(|guest| !guest.mapped) else { continue };
+        match socket::receive(&guest.socket) {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Ok((message, _)) if !message.is_empty() => {
+                if let Some(answer) = Answer::read(&message).filter(|answer| answer.id == id) {
+                    if !answer.reason.is_empty() {
+                        return Err(answer.reason);
+                    }
+                    guest.mapped = true;
+                }
+            }
+            _ => *place = None,
+        }
+    }
+    Ok(())
+}
+
+/// The messages of one offer, each with its descriptors.
+fn offers<'f>(
+    id: Nonce,
+    plan: &'f Plan,
+    ranks: &[(i32, String)],
+    pidns: u64,
+    processes: &[(u32, BorrowedFd<'f>)],
+) -> Vec<(Vec<u8>, Vec<BorrowedFd<'f>>)> {
+    let first = processes.len().min(socket::MAX_DESCRIPTORS - 1);
+    let mut groups = vec![&processes[..first]];
+    groups.extend(processes[first..].chunks(socket::MAX_DESCRIPTORS));
+    let parts = groups.len() as u32;
+    let message = |(part, group): (usize, &[(u32, BorrowedFd<'f>)])| {
+        let offer = Offer {
+            id,
+            part: part as u32,
+            parts,
+            segment_len: plan.segment.len() as u64,
+            backing: plan.segment.backing(),
+            local_cores: plan.local_cores as u32,
+            pidns,
+            ranks: if part == 0 { ranks.to_vec() } else { Vec::new() },
+            process_of: group.iter().map(|(rank, _)| *rank).collect(),
+        };
+        let memory = (part == 0).then(|| plan.memory.as_fd());
+        (offer.write(), memory.into_iter().chain(group.iter().map(|(_, fd)| *fd)).collect())
+    };
+    groups.into_iter().enumerate().map(message).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::shm::segment::Segment;
+
+    #[test]
+    fn a_long_offer_is_split_and_loses_nothing() {
+        let (segment, memory) = Segment::create(4096).unwrap();
+        let plan = Plan { segment, memory, local_cores: 3 };
+        let processes: Vec<(u32, BorrowedFd)> = (0..600).map(|rank| (rank, plan.memory.as_fd())).collect();
+        let messages = offers([7; 16], &plan, &[(5, "host".into())], 9, &processes);
+        let mut ranks = Vec::new();
+        for (part, (bytes, descriptors)) in messages.iter().enumerate() {
+            let offer = Offer::read(bytes).unwrap();
+            assert_eq!((offer.part as usize, offer.parts as usize), (part, messages.len()));
+            assert_eq!(descriptors.len(), offer.process_of.len() + usize::from(part == 0));
+            assert!(descriptors.len() <= socket::MAX_DESCRIPTORS);
+            assert_eq!(offer.ranks.is_empty(), part != 0);
+            ranks.extend(offer.process_of);
+        }
+        assert_eq!(ranks, (0..600).collect::<Vec<u32>>());
+    }
+}

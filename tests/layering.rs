@@ -1,0 +1,117 @@
+//! Holds the direction of the arrows: a file uses only what stands below it, and the floor (docs/design.md).
+
+use std::path::{Path, PathBuf};
+
+/// From top to bottom; a module may use modules with a larger number. Modules of one number are one layer.
+const LAYERS: [(&str, u32); 16] = [
+    ("bridge", 1),
+    ("group", 2),
+    ("driver", 3),
+    ("select", 5),
+    ("engine", 4),
+    ("reduce", 6),
+    ("watch", 7),
+    ("op", 8),
+    ("host", 9),
+    ("config", 9),
+    ("clock", 9),
+    ("topology", 9),
+    ("error", 10),
+    ("types", 10),
+    ("lib", 0),
+    ("stats", 7),
+];
+
+fn layer(module: &str) -> u32 {
+    LAYERS
+        .iter()
+        .find(|(name, _)| *name == module)
+        .unwrap_or_else(|| panic!("module {module} has no layer: add it to tests/layering.rs and docs/design.md"))
+        .1
+}
+
+fn files(folder: &Path, found: &mut Vec<PathBuf>) {
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            files(&path, found);
+        } else if path.extension().is_some_and(|e| e == "rs") {
+            found.push(path);
+        }
+    }
+}
+
+/// The modules that `text` names as `crate::<module>`, also inside `use crate::{a, b::c}`; tests at the end are left out.
+fn uses(text: &str) -> Vec<String> {
+    let text = text.split("#[cfg(test)]").next().unwrap();
+    let text: String =
+        text.lines().filter(|line| !line.trim_start().starts_with("//")).collect::<Vec<_>>().join("\n");
+    let mut found = Vec::new();
+    for part in text.split("crate::").skip(1) {
+        if let Some(list) = part.strip_prefix('{') {
+            let mut depth = 0;
+            let mut item = String::new();
+            for c in list.chars() {
+                match c {
+                    '{' => depth += 1,
+                    '}' if depth == 0 => break,
+                    '}' => depth -= 1,
+                    ',' if depth == 0 => {
+                        found.push(std::mem::take(&mut item));
+                        continue;
+                    }
+                    _ => (),
+                }
+                item.push(c);
+            }
+            found.push(item);
+        } else {
+            found.push(part.to_string());
+        }
+    }
+    found
+        .iter()
+        .map(|item| item.trim().chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect::<String>())
+        .filter(|name| !name.is_empty())
+        .collect()
+}
+
+#[test]
+fn no_module_uses_one_above_it() {
+    let src = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let mut all = Vec::new();
+    files(&src, &mut all);
+    assert!(all.len() > 20, "the sources were not found");
+    let mut wrong = Vec::new();
+    for file in all {
+        let inside = file.strip_prefix(&src).unwrap();
+        let module = inside.components().next().unwrap().as_os_str().to_str().unwrap().trim_end_matches(".rs");
+        for used in uses(&std::fs::read_to_string(&file).unwrap()) {
+            if used != module && layer(&used) <= layer(module) {
+                wrong.push(format!("{} uses crate::{used}", inside.display()));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "upward arrows:\n{}", wrong.join("\n"));
+}
+
+#[test]
+fn unsafe_code_stays_where_it_may_be() {
+    const MAY: [&str; 4] = ["engine/shm/", "reduce/", "bridge.rs", "watch/"];
+    // Local copies, and calls that ask the kernel for facts: each with its SAFETY note, and nowhere near shared memory.
+    const FEW: [&str; 2] = ["engine/solo.rs", "topology.rs"];
+    let src = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let mut all = Vec::new();
+    files(&src, &mut all);
+    for file in all {
+        let inside = file.strip_prefix(&src).unwrap().to_str().unwrap().to_string();
+        if MAY.iter().any(|place| inside.starts_with(place)) || FEW.contains(&inside.as_str()) {
+            continue;
+        }
+        let text = std::fs::read_to_string(&file).unwrap();
+        let lines = text.lines().filter(|line| !line.trim_start().starts_with("//"));
+        for line in lines {
+            assert!(!line.contains("unsafe "), "{inside}: {line}");
+        }
+    }
+}

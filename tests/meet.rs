@@ -1,0 +1,820 @@
+//! The ranks of a group meet, agree, share memory, and learn of each other's end. Ranks are threads here where that is
+//! enough, and processes (this test binary again, in a role) where it is not.
+
+use std::collections::HashMap;
+use std::fs;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, channel};
+use std::sync::{Arc, Barrier, Mutex};
+use std::time::{Duration, Instant};
+
+use proptest::prelude::*;
+use sagellm::config::Config;
+use sagellm::engine::shm::meet::record::{Answer, Body, Hello, Identity, Mode, Offer, PROTOCOL, Record, Verdict};
+use sagellm::engine::shm::meet::{Met, Outcome, hello_bytes, meet, meet_as};
+use sagellm::engine::shm::segment::Backing;
+use sagellm::error::{Error, Result};
+use sagellm::host::{Host, Store};
+use sagellm::watch::{self, End, Source};
+
+#[derive(Default)]
+struct Memory(Mutex<HashMap<String, Vec<u8>>>);
+
+impl Store for Memory {
+    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        self.0.lock().unwrap().insert(key.into(), value.into());
+        Ok(())
+    }
+    fn try_get(&self, key: &str) -> Result<Option<Vec<u8>>> {
+        Ok(self.0.lock().unwrap().get(key).cloned())
+    }
+}
+
+/// A store that processes share: one file a key.
+struct Files(PathBuf);
+
+impl Files {
+    fn new() -> Files {
+        static NEXT: AtomicUsize = AtomicUsize::new(0);
+        let name = format!("sagellm-meet-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        let dir = std::env::temp_dir().join(name);
+        fs::create_dir_all(&dir).unwrap();
+        Files(dir)
+    }
+    fn path(&self, key: &str) -> PathBuf {
+        self.0.join(key.replace('/', "-"))
+    }
+}
+
+impl Store for Files {
+    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        let unfinished = self.0.join(format!("new-{}-{}", key.replace('/', "-"), std::process::id()));
+        fs::write(&unfinished, value).and_then(|()| fs::rename(&unfinished, self.path(key))).unwrap();
+        Ok(())
+    }
+    fn try_get(&self, key: &str) -> Result<Option<Vec<u8>>> {
+        Ok(fs::read(self.path(key)).ok())
+    }
+}
+
+struct Quiet;
+
+impl Host for Quiet {
+    fn interrupted(&self) -> bool {
+        false
+    }
+}
+
+const GENEROUS: Duration = Duration::from_secs(30);
+
+fn config(rank: usize, size: usize, timeout: Duration) -> Config {
+    // The fields that do not matter here are the defaults of a group without wishes.
+    Config { rank, size, timeout, name: "test".into(), delegate_reason: None }
+}
+
+fn bytes(size: usize) -> impl Fn(usize) -> usize {
+    move |_| hello_bytes(size) + 4096
+}
+
+/// What one rank of a run by threads does differently.
+struct Rank {
+    config: Config,
+    identity: Identity,
+    late: Duration,
+}
+
+/// Ranks as threads that meet through one store; the outcomes by rank.
+fn run(store: &(dyn Store + Sync), size: usize, change: impl Fn(&mut Rank) + Sync) -> Vec<Result<Outcome>> {
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..size)
+            .map(|rank| {
+                let change = &change;
+                scope.spawn(move || {
+                    let mut rank =
+                        Rank { config: config(rank, size, GENEROUS), identity: Identity::here(), late: Duration::ZERO };
+                    change(&mut rank);
+                    std::thread::sleep(rank.late);
+                    meet_as(&rank.config, rank.identity, store, &Quiet, &bytes(size))
+                })
+            })
+            .collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+fn shared(outcome: Result<Outcome>) -> Met {
+    match outcome.unwrap() {
+        Outcome::Shared(met) => met,
+        Outcome::Delegate(reason) => panic!("delegated: {reason}"),
+    }
+}
+
+fn reasons(outcomes: Vec<Result<Outcome>>) -> Vec<String> {
+    let reason = |outcome: Result<Outcome>| match outcome.unwrap() {
+        Outcome::Delegate(reason) => reason,
+        Outcome::Shared(_) => panic!("shared"),
+    };
+    outcomes.into_iter().map(reason).collect()
+}
+
+fn word(met: &Met, size: usize, rank: usize) -> &AtomicU32 {
+    // SAFETY: inside the segment (`ptr` checks), aligned, used as an atomic only.
+    unsafe { AtomicU32::from_ptr(met.segment.ptr(hello_bytes(size) + 4 * rank, 4).cast()) }
+}
+
+/// Every rank must see what every other wrote.
+fn assert_one_memory(met: &[Met]) {
+    let size = met.len();
+    for (rank, one) in met.iter().enumerate() {
+        word(one, size, rank).store(100 + rank as u32, Ordering::Relaxed);
+    }
+    for one in met {
+        let seen: Vec<u32> = (0..size).map(|rank| word(one, size, rank).load(Ordering::Relaxed)).collect();
+        assert_eq!(seen, (0..size).map(|rank| 100 + rank as u32).collect::<Vec<u32>>());
+        assert_eq!(one.peers.len(), size);
+        assert_eq!(one.local_cores, met[0].local_cores);
+    }
+}
+
+#[test]
+fn ranks_meet_and_see_one_memory() {
+    for size in [2, 3, 5, 17] {
+        let met: Vec<Met> = run(&Memory::default(), size, |_| ()).into_iter().map(shared).collect();
+        assert_one_memory(&met);
+        assert_eq!(met[0].sockets.len(), size - 1);
+        for (rank, one) in met.iter().enumerate().skip(1) {
+            assert_eq!(one.sockets.iter().map(|(rank, _)| *rank).collect::<Vec<_>>(), [0]);
+            assert!(one.peers[rank].pidfd.is_none() && one.peers[0].pid == std::process::id() as i32);
+        }
+    }
+}
+
+#[test]
+fn rule_23_keys_of_an_earlier_incarnation_do_no_harm() {
+    let store = Memory::default();
+    for _ in 0..3 {
+        let met: Vec<Met> = run(&store, 3, |_| ()).into_iter().map(shared).collect();
+        assert_one_memory(&met);
+    }
+    // Ranks 1 and 2 come after rank 0 has read their old records and published a verdict that names those.
+    for late in [1, 2] {
+        let outcomes = run(&store, 3, |rank| {
+            if rank.config.rank >= late {
+                rank.late = Duration::from_millis(60 * rank.config.rank as u64);
+            }
+        });
+        assert_one_memory(&outcomes.into_iter().map(shared).collect::<Vec<_>>());
+    }
+    // Rank 0 comes last and finds only old answers to its questions.
+    let outcomes = run(&store, 3, |rank| rank.late = Duration::from_millis(40 * (2 - rank.config.rank as u64)));
+    assert_one_memory(&outcomes.into_iter().map(shared).collect::<Vec<_>>());
+}
+
+#[test]
+fn rule_23_an_old_wish_to_delegate_does_not_bind_the_new_ranks() {
+    let store = Memory::default();
+    let first = run(&store, 3, |rank| rank.config.delegate_reason = Some("an earlier run wanted it".into()));
+    assert_eq!(reasons(first), ["an earlier run wanted it"; 3]);
+    let second = run(&store, 3, |rank| {
+        if rank.config.rank > 0 {
+            rank.late = Duration::from_millis(80);
+        }
+    });
+    assert_one_memory(&second.into_iter().map(shared).collect::<Vec<_>>());
+    let third = run(&store, 3, |rank| {
+        if rank.config.rank == 2 {
+            rank.late = Duration::from_millis(50);
+            rank.config.delegate_reason = Some("now rank 2 does".into());
+        }
+    });
+    assert_eq!(reasons(third), ["rank 2 asked for it: now rank 2 does"; 3]);
+}
+
+#[test]
+fn garbage_in_the_store_does_no_harm() {
+    let used = Memory::default();
+    run(&used, 3, |_| ()).into_iter().for_each(|outcome| drop(shared(outcome)));
+    run(&used, 2, |_| ()).into_iter().for_each(|outcome| drop(shared(outcome))); // records of another world size
+    let old = used.0.into_inner().unwrap();
+    type Damage = fn(&[u8]) -> Vec<u8>;
+    let damages: [Damage; 4] = [
+        |value| value[..value.len() / 2].to_vec(),
+        |_| Vec::new(),
+        |_| vec![0xff; 300],
+        |value| value.iter().chain(b"more").copied().collect(),
+    ];
+    for damage in damages {
+        let store = Memory::default();
+        for (key, value) in &old {
+            store.set(key, &damage(value)).unwrap();
+        }
+        let met: Vec<Met> = run(&store, 3, |rank| rank.late = Duration::from_millis(20 * rank.config.rank as u64))
+            .into_iter()
+            .map(shared)
+            .collect();
+        assert_one_memory(&met);
+    }
+}
+
+#[test]
+fn a_missing_rank_is_named_on_every_rank_that_came() {
+    let store = Memory::default();
+    let began = Instant::now();
+    let outcomes: Vec<_> = std::thread::scope(|scope| {
+        let threads: Vec<_> = [0, 1, 3]
+            .map(|rank| {
+                let store = &store;
+                let config = config(rank, 4, Duration::from_millis(400));
+                scope.spawn(move || meet(&config, store, &Quiet, &bytes(4)))
+            })
+            .into_iter()
+            .collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    assert!(began.elapsed() >= Duration::from_millis(400));
+    for outcome in outcomes {
+        let Err(Error::Timeout(text)) = outcome else { panic!("{outcome:?}") };
+        assert!(text.contains("group 'test' of 4 ranks: rank 2 has not come within 0.4 s"), "{text}");
+        assert!(!text.contains("rank 3") && text.contains("Check that it was started"), "{text}");
+    }
+}
+
+#[test]
+fn a_missing_rank_zero_is_named() {
+    let Err(Error::Timeout(text)) =
+        meet(&config(1, 2, Duration::from_millis(100)), &Memory::default(), &Quiet, &bytes(2))
+    else {
+        panic!("met nobody")
+    };
+    assert!(text.contains("rank 0 has not come within 0.1 s"), "{text}");
+}
+
+#[test]
+fn a_rank_whose_old_record_is_there_but_which_never_comes_is_named() {
+    let store = Memory::default();
+    run(&store, 3, |_| ()).into_iter().for_each(|outcome| drop(shared(outcome)));
+    let outcomes: Vec<_> = std::thread::scope(|scope| {
+        [0, 1]
+            .map(|rank| {
+                let store = &store;
+                scope.spawn(move || meet(&config(rank, 3, Duration::from_millis(500)), store, &Quiet, &bytes(3)))
+            })
+            .map(|thread| thread.join().unwrap())
+            .into_iter()
+            .collect()
+    });
+    for outcome in outcomes {
+        let Err(Error::Timeout(text)) = outcome else { panic!("{outcome:?}") };
+        assert!(text.contains("rank 2 has not come") && !text.contains("rank 1,"), "{text}");
+    }
+}
+
+#[test]
+fn ranks_that_cannot_share_delegate_for_one_reason() {
+    type Change = fn(&mut Identity);
+    let changes: [(Change, &str); 3] = [
+        (
+            |identity| (identity.boot_id, identity.hostname) = ("x".into(), "b".into()),
+            "rank 2 runs on host b, rank 0 on",
+        ),
+        (|identity| identity.uid = 1001, "rank 2 runs as uid 1001"),
+        (|identity| identity.netns = 7, "in another network namespace"),
+    ];
+    for (change, expected) in changes {
+        let reasons = reasons(run(&Memory::default(), 3, |rank| {
+            if rank.config.rank == 2 {
+                change(&mut rank.identity);
+            }
+        }));
+        assert!(reasons[0].contains(expected), "{}", reasons[0]);
+        assert!(reasons.iter().all(|reason| *reason == reasons[0]), "{reasons:?}");
+    }
+}
+
+#[test]
+fn a_reason_that_is_too_long_is_cut_alike_everywhere() {
+    let reasons = reasons(run(&Memory::default(), 2, |rank| rank.config.delegate_reason = Some("grün ".repeat(500))));
+    assert!(reasons[0].len() > 1000 && reasons[0] == reasons[1], "{reasons:?}");
+}
+
+/// Shows rank 2 a socket that nobody listens on.
+struct Misleading(Memory, std::thread::ThreadId);
+
+impl Store for Misleading {
+    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        self.0.set(key, value)
+    }
+    fn try_get(&self, key: &str) -> Result<Option<Vec<u8>>> {
+        let value = self.0.try_get(key)?;
+        let verdict = value.as_deref().and_then(Verdict::read).filter(|verdict| verdict.mode == Mode::Share);
+        match verdict {
+            Some(verdict) if std::thread::current().id() == self.1 => {
+                Ok(Some(Verdict { socket: b"sagellm nobody".into(), ..verdict }.write()))
+            }
+            _ => Ok(value),
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_cannot_connect_makes_all_delegate() {
+    let (tell, told) = channel();
+    let shared: Arc<Mutex<Option<Arc<Misleading>>>> = Arc::default();
+    let start = Barrier::new(3);
+    let outcomes: Vec<_> = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..3)
+            .map(|rank| {
+                let (tell, shared, start) = (tell.clone(), Arc::clone(&shared), &start);
+                scope.spawn(move || {
+                    tell.send((rank, std::thread::current().id())).unwrap();
+                    start.wait();
+                    let store = loop {
+                        if let Some(store) = shared.lock().unwrap().clone() {
+                            break store;
+                        }
+                        std::thread::yield_now();
+                    };
+                    meet(&config(rank, 3, GENEROUS), &*store, &Quiet, &bytes(3))
+                })
+            })
+            .collect();
+        let ids: HashMap<_, _> = (0..3).map(|_| told.recv().unwrap()).collect();
+        *shared.lock().unwrap() = Some(Arc::new(Misleading(Memory::default(), ids[&2])));
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    let reasons = reasons(outcomes);
+    assert!(reasons[0].contains("rank 2 cannot connect to rank 0's socket"), "{}", reasons[0]);
+    assert!(reasons.iter().all(|reason| *reason == reasons[0]), "{reasons:?}");
+}
+
+#[test]
+fn a_foreign_owner_of_the_socket_makes_all_delegate() {
+    // All ranks claim a uid that the socket does not confirm.
+    let reasons = reasons(run(&Memory::default(), 3, |rank| rank.identity.uid = 4242));
+    assert!(reasons[0].contains("uid"), "{}", reasons[0]);
+    assert!(reasons.iter().all(|reason| *reason == reasons[0]), "{reasons:?}");
+}
+
+#[test]
+fn rule_24_too_little_memory_delegates_with_the_amount() {
+    let store = Memory::default();
+    let outcomes: Vec<_> = std::thread::scope(|scope| {
+        [0, 1]
+            .map(|rank| {
+                let store = &store;
+                scope.spawn(move || {
+                    let mut identity = Identity::here();
+                    identity.headroom = Some((3 + rank as u64) << 20);
+                    let little = |headroom: usize| if headroom < 4 << 20 { 0 } else { 1 << 20 };
+                    meet_as(&config(rank, 2, GENEROUS), identity, store, &Quiet, &little)
+                })
+            })
+            .map(|thread| thread.join().unwrap())
+            .into_iter()
+            .collect()
+    });
+    assert_eq!(reasons(outcomes), ["only 3 MiB of memory are left for shared memory"; 2]);
+}
+
+#[test]
+fn an_interrupt_ends_the_wait_and_tells_the_others() {
+    struct Pressed(AtomicBool);
+    impl Host for Pressed {
+        fn interrupted(&self) -> bool {
+            self.0.load(Ordering::Relaxed)
+        }
+    }
+    let (store, pressed) = (Memory::default(), Pressed(AtomicBool::new(false)));
+    std::thread::scope(|scope| {
+        let zero = scope.spawn(|| meet(&config(0, 3, GENEROUS), &store, &pressed, &bytes(3)));
+        let one = scope.spawn(|| meet(&config(1, 3, GENEROUS), &store, &Quiet, &bytes(3)));
+        std::thread::sleep(Duration::from_millis(100));
+        pressed.0.store(true, Ordering::Relaxed);
+        assert!(matches!(zero.join().unwrap(), Err(Error::Interrupted(_))));
+        let text = one.join().unwrap().unwrap_err();
+        assert!(matches!(&text, Error::System(text) if text.contains("interrupted")), "{text:?}");
+    });
+}
+
+// ---------------------------------------------------------------------------------------------------- processes
+
+/// Starts this test binary again as one rank of a group that meets through the files in `dir`.
+fn process(role: &str, dir: &Path, rank: usize, size: usize) -> Child {
+    process_under(&[], role, dir, rank, size)
+}
+
+/// As `process`, started by another program.
+fn process_under(starter: &[&str], role: &str, dir: &Path, rank: usize, size: usize) -> Child {
+    let exe = std::env::current_exe().unwrap();
+    let mut line: Vec<&str> = starter.to_vec();
+    line.push(exe.to_str().unwrap());
+    Command::new(line[0])
+        .args(&line[1..])
+        .args(["--exact", "as_another_process", "--ignored", "--nocapture", "--test-threads=1"])
+        .env("SAGELLM_TEST_ROLE", role)
+        .env("SAGELLM_TEST_DIR", dir)
+        .env("SAGELLM_TEST_RANK", format!("{rank} {size}"))
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap()
+}
+
+fn open_descriptors() -> usize {
+    fs::read_dir("/proc/self/fd").unwrap().count()
+}
+
+#[test]
+#[ignore = "what other tests run as a process of its own"]
+fn as_another_process() {
+    let Ok(role) = std::env::var("SAGELLM_TEST_ROLE") else { return };
+    let store = Files(std::env::var("SAGELLM_TEST_DIR").unwrap().into());
+    let numbers = std::env::var("SAGELLM_TEST_RANK").unwrap();
+    let numbers: Vec<usize> = numbers.split(' ').map(|word| word.parse().unwrap()).collect();
+    let (rank, size) = (numbers[0], numbers[1]);
+    match role.as_str() {
+        "sleep" => {
+            let met = shared(meet(&config(rank, size, GENEROUS), &store, &Quiet, &bytes(size)));
+            word(&met, size, rank).store(std::process::id(), Ordering::Relaxed);
+            std::thread::sleep(GENEROUS);
+        }
+        "impatient" => {
+            let met = shared(meet(&config(rank, size, IMPATIENT), &store, &Quiet, &bytes(size)));
+            word(&met, size, rank).store(std::process::id(), Ordering::Relaxed);
+            std::thread::sleep(GENEROUS);
+        }
+        "leave" => {
+            let met = shared(meet(&config(rank, size, GENEROUS), &store, &Quiet, &bytes(size)));
+            word(&met, size, rank).store(std::process::id(), Ordering::Relaxed);
+            drop(met);
+            std::thread::sleep(GENEROUS);
+        }
+        "descriptors" => {
+            let one_group = || {
+                let mut met: Vec<Met> = run(&Memory::default(), 4, |_| ()).into_iter().map(shared).collect();
+                let guards: Vec<_> =
+                    met.iter_mut().map(|met| watch::watch(met.take_ends(), |_, _| ()).unwrap()).collect();
+                drop(guards);
+                run(&Memory::default(), 2, |rank| rank.config.delegate_reason = Some("no".into()));
+            };
+            one_group(); // the watch's own descriptors stay
+            let before = open_descriptors();
+            (0..10).for_each(|_| one_group());
+            assert_eq!(open_descriptors(), before);
+            watch::stop();
+        }
+        "denied" => {
+            deny_new_calls();
+            let report = sagellm::topology::report();
+            for name in ["memfd", "pidfd", "SO_PEERPIDFD"] {
+                assert!(report.contains(&format!("\n{name}\tnot available: ")), "{report}");
+            }
+            let mut met: Vec<Met> = run(&Memory::default(), 3, |_| ()).into_iter().map(shared).collect();
+            assert_one_memory(&met);
+            assert_eq!(met[1].segment.backing(), Backing::Unsealed);
+            assert!(met.iter().flat_map(|met| &met.peers).all(|peer| peer.pidfd.is_none()));
+            let (_guard, told) = deaths(&mut met[0]);
+            drop(met.pop());
+            let (rank, reason, _) = told.recv_timeout(GENEROUS).unwrap();
+            assert_eq!((rank, reason), (2, "its connection closed"));
+        }
+        other => panic!("no role {other}"),
+    }
+}
+
+/// From here on this thread, and those it starts, are refused memfds and pidfds, as some containers do.
+fn deny_new_calls() {
+    let instruction = |code: u32, k: u32, jt: u8, jf: u8| libc::sock_filter { code: code as u16, jt, jf, k };
+    let load = |offset: u32| instruction(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, offset, 0, 0);
+    let equal = |value: u32, jt: u8, jf: u8| instruction(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, value, jt, jf);
+    let answer = |action: u32| instruction(libc::BPF_RET | libc::BPF_K, action, 0, 0);
+    // struct seccomp_data: the call's number at 0, its third argument at 32.
+    let mut filter = [
+        load(0),
+        equal(libc::SYS_memfd_create as u32, 5, 0),
+        equal(libc::SYS_pidfd_open as u32, 4, 0),
+        equal(libc::SYS_getsockopt as u32, 0, 2),
+        load(32),
+        equal(77, 1, 0), // SO_PEERPIDFD
+        answer(libc::SECCOMP_RET_ALLOW),
+        answer(libc::SECCOMP_RET_ERRNO | libc::EPERM as u32),
+    ];
+    let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_mut_ptr() };
+    // SAFETY: the program outlives the call, which copies it.
+    unsafe {
+        assert_eq!(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
+        assert_eq!(libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &program), 0);
+    }
+}
+
+#[test]
+fn rule_26_ranks_meet_where_the_kernel_denies_memfd_and_pidfd() {
+    let store = Files::new();
+    assert!(process("denied", &store.0, 0, 1).wait().unwrap().success());
+    fs::remove_dir_all(&store.0).unwrap();
+}
+
+/// Kills on drop, so that a failing test leaves nothing running.
+struct Killed(Child);
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn deaths(met: &mut Met) -> (watch::WatchGuard, Receiver<(usize, &'static str, Instant)>) {
+    let (tell, told) = channel();
+    let tell = Mutex::new(tell);
+    let guard = watch::watch(met.take_ends(), move |rank, reason| {
+        tell.lock().unwrap().send((rank, reason, Instant::now())).unwrap();
+    });
+    (guard.unwrap(), told)
+}
+
+fn await_word(met: &Met, size: usize, rank: usize) -> u32 {
+    let began = Instant::now();
+    while began.elapsed() < GENEROUS {
+        match word(met, size, rank).load(Ordering::Relaxed) {
+            0 => std::thread::sleep(Duration::from_millis(1)),
+            value => return value,
+        }
+    }
+    panic!("rank {rank} never wrote its word");
+}
+
+#[test]
+fn processes_meet_and_a_killed_one_is_told_of() {
+    let store = Files::new();
+    for killed in [1, 2] {
+        let mut others: Vec<Killed> = (1..3).map(|rank| Killed(process("sleep", &store.0, rank, 3))).collect();
+        let mut met = shared(meet(&config(0, 3, GENEROUS), &store, &Quiet, &bytes(3)));
+        for rank in 1..3 {
+            assert_eq!(await_word(&met, 3, rank), others[rank - 1].0.id());
+            assert_eq!(met.peers[rank].pid as u32, others[rank - 1].0.id());
+            assert_eq!(watch::process_state(met.peers[rank].pid).map(|state| "RSD".contains(state)), Some(true));
+        }
+        let (_guard, told) = deaths(&mut met);
+        let began = Instant::now();
+        others[killed - 1].0.kill().unwrap();
+        let (rank, reason, when) = told.recv_timeout(GENEROUS).unwrap();
+        eprintln!("rank {rank} was reported {:?} after kill", when - began);
+        assert_eq!((rank, reason), (killed, "its process ended"));
+        assert!(when - began < Duration::from_secs(1), "{:?}", when - began);
+        // One report a rank, and none of the rank that lives.
+        assert!(told.recv_timeout(Duration::from_millis(50)).is_err());
+    }
+    fs::remove_dir_all(&store.0).unwrap();
+}
+
+#[test]
+fn every_rank_learns_of_every_death_not_only_rank_zero() {
+    let store = Files::new();
+    // This process is rank 1: it has no connection to rank 2, only the descriptor that rank 0 passed on.
+    let mut others: Vec<Killed> = [0, 2].map(|rank| Killed(process("sleep", &store.0, rank, 3))).into_iter().collect();
+    let mut met = shared(meet(&config(1, 3, GENEROUS), &store, &Quiet, &bytes(3)));
+    assert_eq!(await_word(&met, 3, 2) as i32, met.peers[2].pid);
+    let (_guard, told) = deaths(&mut met);
+    for (index, rank) in [(1, 2), (0, 0)] {
+        others[index].0.kill().unwrap();
+        let (found, reason, _) = told.recv_timeout(GENEROUS).unwrap();
+        assert_eq!((found, reason), (rank, "its process ended"));
+    }
+    fs::remove_dir_all(&store.0).unwrap();
+}
+
+#[test]
+fn a_rank_that_leaves_but_lives_is_told_of_by_its_connection() {
+    let store = Files::new();
+    let _other = Killed(process("leave", &store.0, 1, 2));
+    let mut met = shared(meet(&config(0, 2, GENEROUS), &store, &Quiet, &bytes(2)));
+    let (_guard, told) = deaths(&mut met);
+    let (rank, reason, _) = told.recv_timeout(GENEROUS).unwrap();
+    assert_eq!((rank, reason), (1, "its connection closed"));
+    fs::remove_dir_all(&store.0).unwrap();
+}
+
+#[test]
+fn ranks_in_different_pid_namespaces_meet_and_watch_each_other() {
+    let starter = ["unshare", "--pid", "--fork", "--kill-child"];
+    let permitted = Command::new(starter[0]).args(&starter[1..]).arg("true").stderr(Stdio::null()).status();
+    if !permitted.is_ok_and(|status| status.success()) {
+        eprintln!("skipped: this user may not make a pid namespace");
+        return;
+    }
+    for own in [0, 1] {
+        let store = Files::new();
+        let mut other = Killed(process_under(&starter, "sleep", &store.0, 1 - own, 2));
+        let mut met = shared(meet(&config(own, 2, GENEROUS), &store, &Quiet, &bytes(2)));
+        // What it calls itself is not what we must call it.
+        assert_ne!(met.peers[1 - own].pid as u32, await_word(&met, 2, 1 - own));
+        assert_eq!(watch::process_state(met.peers[1 - own].pid).map(|state| "RSD".contains(state)), Some(true));
+        let (_guard, told) = deaths(&mut met);
+        other.0.kill().unwrap();
+        let (rank, reason, _) = told.recv_timeout(GENEROUS).unwrap();
+        assert_eq!((rank, reason), (1 - own, "its process ended"));
+        fs::remove_dir_all(&store.0).unwrap();
+    }
+}
+
+const IMPATIENT: Duration = Duration::from_millis(1500);
+
+#[test]
+fn rule_22_time_spent_stopped_does_not_count() {
+    let store = Files::new();
+    let other = Killed(process("impatient", &store.0, 1, 2));
+    let signal = |name: &str| Command::new("kill").args([name, &other.0.id().to_string()]).status().unwrap();
+    let began = Instant::now();
+    while store.try_get("r/1").unwrap().is_none() {
+        assert!(began.elapsed() < GENEROUS);
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert!(signal("-STOP").success());
+    std::thread::sleep(IMPATIENT + Duration::from_millis(500));
+    assert!(signal("-CONT").success());
+    let met = shared(meet(&config(0, 2, GENEROUS), &store, &Quiet, &bytes(2)));
+    assert_eq!(await_word(&met, 2, 1), other.0.id());
+    fs::remove_dir_all(&store.0).unwrap();
+}
+
+#[test]
+fn a_stopped_process_is_seen_as_stopped() {
+    let child = Killed(Command::new("sleep").arg("30").spawn().unwrap());
+    let pid = child.0.id() as i32;
+    assert!(Command::new("kill").args(["-STOP", &pid.to_string()]).status().unwrap().success());
+    let began = Instant::now();
+    while watch::process_state(pid) != Some('T') {
+        assert!(began.elapsed() < GENEROUS, "{:?}", watch::process_state(pid));
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!(watch::process_state(0), None);
+}
+
+#[test]
+fn meeting_and_watching_leak_no_descriptor() {
+    let store = Files::new();
+    assert!(process("descriptors", &store.0, 0, 1).wait().unwrap().success());
+    fs::remove_dir_all(&store.0).unwrap();
+}
+
+#[test]
+fn nothing_is_inherited_by_programs_that_are_started() {
+    let met: Vec<Met> = run(&Memory::default(), 3, |_| ()).into_iter().map(shared).collect();
+    let listed = |met: &Met| {
+        let descriptors = met.sockets.iter().map(|(_, fd)| fd);
+        descriptors.chain(met.peers.iter().filter_map(|peer| peer.pidfd.as_ref())).map(OwnedFd::as_raw_fd).collect()
+    };
+    let descriptors: Vec<i32> = met.iter().flat_map(|met| -> Vec<i32> { listed(met) }).collect();
+    assert!(descriptors.len() >= 4);
+    for fd in descriptors {
+        let info = fs::read_to_string(format!("/proc/self/fdinfo/{fd}")).unwrap();
+        let flags = info.lines().find_map(|line| line.strip_prefix("flags:")).unwrap();
+        let flags = i32::from_str_radix(flags.trim(), 8).unwrap();
+        assert_ne!(flags & libc::O_CLOEXEC, 0, "descriptor {fd} of {info}");
+    }
+}
+
+// -------------------------------------------------------------------------------------------------------- watch
+
+fn connection(rank: usize) -> (UnixStream, End) {
+    let (far, near) = UnixStream::pair().unwrap();
+    (far, End { rank, fd: near.into(), source: Source::Connection })
+}
+
+#[test]
+fn after_its_guard_is_dropped_a_callback_does_not_run() {
+    for _ in 0..200 {
+        let alive = Arc::new(AtomicBool::new(true));
+        let (far, end) = connection(3);
+        let guard = {
+            let alive = Arc::clone(&alive);
+            watch::watch(vec![end], move |_, _| assert!(alive.load(Ordering::SeqCst))).unwrap()
+        };
+        drop(far);
+        std::thread::sleep(Duration::from_micros(50));
+        drop(guard);
+        // From here on the callback may neither run nor be running.
+        alive.store(false, Ordering::SeqCst);
+        assert_eq!(Arc::strong_count(&alive), 1);
+    }
+}
+
+#[test]
+fn a_guard_may_be_dropped_by_its_own_callback_and_a_panic_harms_nobody() {
+    let place: Arc<Mutex<Option<watch::WatchGuard>>> = Arc::default();
+    let (tell, told) = channel();
+    let tell = Mutex::new(tell);
+    let (far, end) = connection(1);
+    let guard = {
+        let place = Arc::clone(&place);
+        watch::watch(vec![end], move |rank, _| {
+            let guard = place.lock().unwrap().take();
+            drop(guard);
+            tell.lock().unwrap().send(rank).unwrap();
+            panic!("a callback that panics, on purpose");
+        })
+    };
+    *place.lock().unwrap() = Some(guard.unwrap());
+    drop(far);
+    assert_eq!(told.recv_timeout(GENEROUS).unwrap(), 1);
+    let (tell, told) = channel();
+    let tell = Mutex::new(tell);
+    let (far, end) = connection(2);
+    let _guard = watch::watch(vec![end], move |rank, reason| tell.lock().unwrap().send((rank, reason)).unwrap());
+    drop(far);
+    assert_eq!(told.recv_timeout(GENEROUS).unwrap(), (2, "its connection closed"));
+}
+
+#[test]
+fn rule_26_a_forked_child_knows_that_it_is_one() {
+    let (_far, end) = connection(1);
+    let guard = watch::watch(vec![end], |_, _| ()).unwrap();
+    let here = watch::generation();
+    // SAFETY: the child only reads atomics, drops a guard that then does nothing, and leaves without unwinding.
+    let status = unsafe {
+        let child = libc::fork();
+        if child == 0 {
+            let known = watch::forked() && watch::generation() == here + 1;
+            drop(guard);
+            libc::_exit(if known { 7 } else { 8 });
+        }
+        let mut status = 0;
+        assert_eq!(libc::waitpid(child, &mut status, 0), child);
+        status
+    };
+    assert_eq!((libc::WIFEXITED(status), libc::WEXITSTATUS(status)), (true, 7));
+    assert_eq!(watch::generation(), here);
+}
+
+// ------------------------------------------------------------------------------------------------------ records
+
+fn identity() -> impl Strategy<Value = Identity> {
+    (any::<(String, u32, u64, u64, String)>(), any::<Vec<u64>>(), any::<Option<u32>>(), any::<Option<u32>>()).prop_map(
+        |((boot_id, uid, netns, pidns, hostname), affinity, quota, headroom)| Identity {
+            boot_id,
+            uid,
+            netns,
+            pidns,
+            hostname,
+            affinity,
+            quota_millicores: quota.map(u64::from),
+            headroom: headroom.map(u64::from),
+        },
+    )
+}
+
+fn read_all(bytes: &[u8]) {
+    let _ = (Record::read(bytes), Verdict::read(bytes), Answer::read(bytes), Hello::read(bytes), Offer::read(bytes));
+}
+
+const MAGICS: [&[u8]; 6] = [b"", b"sgllmREC", b"sgllmVRD", b"sgllmANS", b"sgllmHLO", b"sgllmOFR"];
+
+proptest! {
+    #[test]
+    fn reading_garbage_never_panics(magic in 0..6usize, rest in any::<Vec<u8>>()) {
+        read_all(&[MAGICS[magic], &rest].concat());
+    }
+
+    #[test]
+    fn what_is_written_is_read_back(identity in identity(), nonce in any::<[u8; 16]>(), size in any::<u32>(), wish in any::<String>(), cut in any::<prop::sample::Index>()) {
+        let record = Record { nonce, protocol: PROTOCOL, version: "0.1".into(), body: Some(Body { size, identity, wish }) };
+        let bytes = record.write();
+        prop_assert_eq!(Record::read(&bytes), Some(record));
+        // Any shorter piece is refused.
+        prop_assert_eq!(Record::read(&bytes[..cut.index(bytes.len())]), None);
+    }
+
+    #[test]
+    fn damaged_messages_are_read_without_panic(id in any::<[u8; 16]>(), ranks in 1..9usize, at in any::<prop::sample::Index>(), value in any::<u8>()) {
+        let verdict = Verdict { id, nonces: vec![id; ranks], mode: Mode::Share, text: "t".into(), socket: b"name".into() };
+        let offer = Offer {
+            id, part: 0, parts: 1, segment_len: 1 << 20, backing: Backing::Sealed, local_cores: 2, pidns: 4,
+            ranks: vec![(1, "host".into()); ranks], process_of: vec![1, 2],
+        };
+        let hello = Hello { id, nonce: id, rank: 3 };
+        let answer = Answer { id, reason: "because".into() };
+        prop_assert_eq!(Verdict::read(&verdict.write()), Some(verdict.clone()));
+        prop_assert_eq!(Offer::read(&offer.write()), Some(offer.clone()));
+        prop_assert_eq!(Hello::read(&hello.write()), Some(hello.clone()));
+        prop_assert_eq!(Answer::read(&answer.write()), Some(answer.clone()));
+        for mut bytes in [verdict.write(), offer.write(), hello.write(), answer.write()] {
+            let at = at.index(bytes.len());
+            bytes[at] = value;
+            read_all(&bytes);
+            bytes.truncate(at);
+            read_all(&bytes);
+        }
+    }
+
+    #[test]
+    fn another_protocol_is_known_by_its_version_only(protocol in 2..u32::MAX, rest in any::<Vec<u8>>()) {
+        let head = Record { nonce: [3; 16], protocol, version: "9.9".into(), body: None };
+        let found = Record::read(&[head.write(), rest].concat());
+        prop_assert_eq!(found, Some(head));
+    }
+}
