@@ -3,8 +3,10 @@
 //! can move, and lets go.
 //!
 //! A waiting thread first spins, then yields, then sleeps on the doors of all groups it drives. The budgets come from
-//! measured facts: a futex wake across cores costs 14 to 26 us, so spinning about twice that never loses more than a
-//! factor of two; where ranks share cores, spinning only keeps the peer from running.
+//! measured facts: a futex wake across cores costs 14 to 26 us, so giving way for several times that before sleeping
+//! pays. Spinning is short even where every rank could have a core of its own: when other work pushes two ranks onto one
+//! core, 25 us of spinning keep the peer off it and cost 70 us an operation, for ever; 3 us cost nothing where the
+//! ranks do run apart, because a yield with nobody else to run takes 0.4 us (docs/benchmarks.md).
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering, fence};
 use std::sync::{Arc, Mutex, RwLock, Weak};
@@ -42,7 +44,7 @@ impl Patience {
     /// For `ranks` ranks of one host that may use `cores` cores together.
     pub fn for_ranks(ranks: usize, cores: usize) -> Patience {
         if ranks <= cores {
-            Patience { spin: Duration::from_micros(25), give_way: Duration::from_micros(100) }
+            Patience { spin: Duration::from_micros(3), give_way: Duration::from_micros(200) }
         } else {
             Patience { spin: Duration::from_micros(1), give_way: Duration::from_micros(200) }
         }

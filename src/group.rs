@@ -333,6 +333,12 @@ impl Group {
         if self.closed.load(Ordering::Acquire) {
             return Err(Error::Aborted(format!("sagellm: group '{}' was destroyed", self.config.name)));
         }
+        if self.area.as_ref().is_some_and(|area| area.is_poisoned()) {
+            // A peer found a fault in an operation that had ended legally here.
+            let fault = self.reported().unwrap_or_else(|| Error::Aborted("sagellm: the group failed".to_string()));
+            self.poison(fault.clone());
+            return Err(fault);
+        }
         if self.any_dead.load(Ordering::Acquire) {
             // A peer that died without leaving in order fails every later operation, whoever it concerns.
             if let (Some(rank), Some(area)) = (self.dead_ranks().next(), &self.area) {
@@ -521,10 +527,11 @@ impl Group {
             if !dead && !area.left(rank) {
                 continue;
             }
-            // Its last words may have come after our last look: complete what they satisfy.
-            loop {
+            // Its last words may have come after our last look: complete what they satisfy. They fit into the segment,
+            // so a bounded number of passes takes them in.
+            for _ in 0..1024 {
                 match shm.poll(ended) {
-                    Ok(true) => continue,
+                    Ok(true) => (),
                     Ok(false) => break,
                     Err(error) => return Some(error),
                 }
@@ -570,7 +577,7 @@ impl Group {
             _ => format!("{} number {}", op::describe(op.signature), op.number),
         };
         Error::Timeout(format!(
-            "sagellm: rank {} of group '{}' waited {:.1} s in {what}: {}. Every rank must call the same operations in the \
+            "sagellm: rank {} of group '{}' Timed out after {:.1} s in {what}: {}. Every rank must call the same operations in the \
              same order; where a rank needs longer, pass a larger timeout",
             self.config.rank,
             self.config.name,
@@ -585,8 +592,8 @@ impl Group {
         if rank == self.config.rank {
             return Some(Error::Aborted(text));
         }
-        // What this rank knows itself is closer than hearsay.
-        if let Some(dead) = self.dead_ranks().next() {
+        // A death that this rank saw itself is closer than hearsay.
+        if let Some(dead) = self.dead_ranks().find(|dead| !self.area.as_ref().is_some_and(|area| area.left(*dead))) {
             return Some(self.death_of(dead, None));
         }
         let text = format!("{text} (reported by rank {rank})");
@@ -627,11 +634,13 @@ impl Group {
                     )
                 })),
                 Outcome::Done => Err(Error::Timeout(format!(
-                    "sagellm: rank {} passed monitored_barrier too late or with another rank missing; rank 0 reports which",
+                    "sagellm: Rank {} successfully reached monitoredBarrier, but received errors while waiting for send/recv \
+                     from rank 0: another rank is missing or came too late, and rank 0 reports which",
                     area.me
                 ))),
                 Outcome::Elapsed => Err(Error::Timeout(format!(
-                    "sagellm: rank {} waited {} ms in monitored_barrier for rank 0, which has not finished it",
+                    "sagellm: Rank {} successfully reached monitoredBarrier, but received errors while waiting for send/recv \
+                     from rank 0: it did not come within {} ms",
                     area.me,
                     timeout.as_millis()
                 ))),
@@ -656,7 +665,9 @@ impl Group {
                 } else {
                     format!("Rank {first}")
                 };
-                Err(Error::Timeout(format!("sagellm: {who} failed to pass monitoredBarrier in {ms} ms")))
+                Err(Error::Timeout(format!(
+                    "sagellm: {who} failed to pass monitoredBarrier in {ms} ms. Rank 0 timed out in monitoredBarrier"
+                )))
             }
         }
     }
@@ -693,11 +704,12 @@ impl Driven for Group {
                 true
             }
         };
-        if !moved && self.any_dead.load(Ordering::Acquire) {
+        // What a peer reported comes first: whoever leaves after it leaves because of it.
+        let poisoned = !moved && self.area.as_ref().is_some_and(|area| area.is_poisoned());
+        if !moved && !poisoned && self.any_dead.load(Ordering::Acquire) {
             fault = self.check_ended_peers(shm, &mut ended);
             moved = fault.is_some() || !ended.is_empty();
         }
-        let poisoned = !moved && self.area.as_ref().is_some_and(|area| area.is_poisoned());
         drop(inner);
         self.settle(ended);
         if poisoned {
@@ -715,7 +727,10 @@ impl Driven for Group {
         let mut inner = self.lock();
         let Engine::Shm(shm) = &mut inner.engine else { return };
         let mut ended = Ended::new();
-        let mut fault = self.check_ended_peers(shm, &mut ended);
+        let mut fault = None;
+        if !self.area.as_ref().is_some_and(|area| area.is_poisoned()) {
+            fault = self.check_ended_peers(shm, &mut ended); // a reported fault is left to `drive`
+        }
         if fault.is_none() {
             if let Some(op) = shm.next_deadline().filter(|op| now >= op.deadline) {
                 let op = Arc::clone(op);

@@ -197,6 +197,38 @@ fn rule_05_different_calls_are_shown_to_both_ranks_before_data_moves() {
 }
 
 #[test]
+fn rule_05_two_roots_of_one_broadcast_are_found_at_the_next_call() {
+    let groups = groups(2, 30);
+    on_ranks(2, |me| {
+        let mut memory = bytes(64, me as u64);
+        let mut broadcast = request(Kind::Broadcast, me as u32, 0, &mut []);
+        broadcast.inputs = cut(&mut memory, 1, 1);
+        groups[me].run(broadcast, None).unwrap(); // both only send: nothing is wrong yet
+        let error = groups[me].run(request(Kind::Barrier, 0, 0, &mut []), None).unwrap_err();
+        assert!(matches!(error, Error::Mismatch(_)), "{error:?}");
+        let text = error.text();
+        assert!(text.contains("broadcast(64 bytes, root 0)") && text.contains("broadcast(64 bytes, root 1)"), "{text}");
+    });
+}
+
+#[test]
+fn rule_05_a_rank_that_leaves_after_a_fault_does_not_hide_it() {
+    let groups = groups(3, 30);
+    on_ranks(3, |me| {
+        if me == 2 {
+            // Ranks 0 and 1 disagree, and leave, while this rank does something else.
+            std::thread::sleep(Duration::from_millis(150));
+            let error = groups[2].run(request(Kind::Barrier, 0, 0, &mut []), None).unwrap_err();
+            assert!(matches!(error, Error::Mismatch(_)), "{error:?}");
+            return;
+        }
+        let mut memory = vec![7u8; 16 + me];
+        groups[me].run(request(Kind::AllReduce, 0, 0, &mut memory), None).unwrap_err();
+        groups[me].shutdown();
+    });
+}
+
+#[test]
 fn rule_11_an_elapsed_wait_leaves_the_operation_running() {
     let groups = groups(2, 30);
     on_ranks(2, |me| {

@@ -36,8 +36,16 @@ pub struct Area {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
     pub signature: u64,
+    /// Hash of this and all earlier signatures of the group, see `chain`.
+    pub chain: u64,
     /// Bytes of the own block, or the bits of a PREMUL_SUM factor, or whether all_to_all blocks lie in the slot.
     pub aux: u64,
+}
+
+/// Adds a signature to the chain of the ones before it. Two ranks with equal chains have called the same operations,
+/// also those in which neither had to look at the other (a broadcast of which both believe to be the root).
+pub fn chain(before: u64, signature: u64) -> u64 {
+    (before.rotate_left(5) ^ signature).wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }
 
 impl Area {
@@ -83,14 +91,16 @@ impl Area {
     pub fn write_header(&self, n: u64, header: Header) {
         let at = self.layout.slot(self.me, n);
         self.word64(at + 8).store(header.signature, Ordering::Relaxed);
-        self.word64(at + 16).store(header.aux, Ordering::Relaxed);
+        self.word64(at + 16).store(header.chain, Ordering::Relaxed);
+        self.word64(at + 24).store(header.aux, Ordering::Relaxed);
     }
 
     pub fn read_header(&self, rank: usize, n: u64) -> Header {
         let at = self.layout.slot(rank, n);
         Header {
             signature: self.word64(at + 8).load(Ordering::Relaxed),
-            aux: self.word64(at + 16).load(Ordering::Relaxed),
+            chain: self.word64(at + 16).load(Ordering::Relaxed),
+            aux: self.word64(at + 24).load(Ordering::Relaxed),
         }
     }
 
@@ -98,7 +108,7 @@ impl Area {
     pub fn payload(&self, rank: usize, n: u64, bytes: usize) -> *mut u8 {
         assert!(bytes <= SLOT_BYTES, "sagellm: a slot payload of {bytes} bytes");
         let at = self.layout.slot(rank, n);
-        self.segment.ptr(if bytes <= INLINE_BYTES { at + 24 } else { at + 64 }, bytes)
+        self.segment.ptr(if bytes <= INLINE_BYTES { at + 32 } else { at + 64 }, bytes)
     }
 
     pub fn stage(&self, rank: usize, round: u64, offset: usize, bytes: usize) -> *mut u8 {

@@ -12,8 +12,8 @@
 
 /// Payload of a slot beyond the header line.
 pub const SLOT_BYTES: usize = 4096;
-/// Payload that fits into the header line itself, behind tag, signature and aux.
-pub const INLINE_BYTES: usize = 40;
+/// Payload that fits into the header line itself, behind tag, signature, chain and aux.
+pub const INLINE_BYTES: usize = 32;
 /// Two cache lines: x86 prefetches them in pairs, and aarch64 has lines of this size.
 pub const PAIR_OF_LINES: usize = 128;
 /// Control words of a rank, each on its own pair of lines.

@@ -64,6 +64,8 @@ pub struct Shm {
     entries: VecDeque<Entry>,
     queued: usize,
     bases: Bases,
+    /// Hash of all signatures published so far.
+    chain: u64,
     p2p: P2p,
     scratch: Vec<u8>,
 }
@@ -84,6 +86,7 @@ impl Shm {
             entries: VecDeque::new(),
             queued: 0,
             bases: Bases::default(),
+            chain: 0,
             scratch: Vec::new(),
             area,
             shape,
@@ -166,16 +169,18 @@ impl Shm {
             let area = &*self.area;
             let Entry { op, path, phase, .. } = &mut self.entries[at];
             op.prepare();
+            self.chain = area::chain(self.chain, op.signature);
+            let chain = self.chain;
             *phase = match *path {
                 Path::Slots => {
-                    small::write(area, op);
+                    small::write(area, op, chain);
                     Phase::Slots(0)
                 }
                 Path::Rounds { chunk } => {
                     if op.request.kind == Kind::AllToAll {
-                        small::write_table(area, op);
+                        small::write_table(area, op, chain);
                     } else {
-                        small::write_header(area, op);
+                        small::write_header(area, op, chain);
                     }
                     Phase::Rounds(Rounds::new(chunk))
                 }

@@ -139,7 +139,7 @@ impl P2p {
         let mut moved = false;
         for peer in (0..area.ranks).filter(|peer| *peer != area.me) {
             moved |= self.push_envelopes(area, peer, ended);
-            moved |= self.take_grants(area, peer, ended);
+            moved |= self.take_grants(area, peer, ended)?;
             moved |= self.fill_body(area, peer, ended);
             if !self.posted.is_empty() {
                 moved |= self.take_envelopes(area, peer, ended)?;
@@ -190,13 +190,21 @@ impl P2p {
         moved
     }
 
-    fn take_grants(&mut self, area: &Area, to: usize, ended: &mut Ended) -> bool {
+    fn take_grants(&mut self, area: &Area, to: usize, ended: &mut Ended) -> Result<bool> {
         let me = area.me;
         let mut moved = false;
         while !self.out[to].waiting.is_empty() {
             let lane = &mut self.out[to];
-            if area.pair_word(me, to, GRANTS).load(Acquire) <= lane.taken {
+            let grants = area.pair_word(me, to, GRANTS).load(Acquire);
+            if grants == lane.taken {
                 break;
+            }
+            if grants.wrapping_sub(lane.taken) > RING {
+                return Err(Error::System(format!(
+                    "sagellm: rank {to} says that it granted {grants} messages of rank {me}, which took {} of at most {RING} \
+                     in flight: the group's shared memory was overwritten",
+                    lane.taken
+                )));
             }
             let entry = area.grant(me, to, lane.taken).load(Relaxed);
             lane.taken += 1;
@@ -218,7 +226,7 @@ impl P2p {
                 self.end(op, Err(Error::Mismatch(text)), ended);
             }
         }
-        moved
+        Ok(moved)
     }
 
     fn fill_body(&mut self, area: &Area, to: usize, ended: &mut Ended) -> bool {

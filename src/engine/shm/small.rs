@@ -35,7 +35,7 @@ fn aux(request: &Request, inline: bool) -> u64 {
 }
 
 /// Writes this rank's slot for an operation that goes by slots. The caller then makes it visible with `Slots::publish`.
-pub fn write(area: &Area, op: &Op) {
+pub fn write(area: &Area, op: &Op, chain: u64) {
     let request = &op.request;
     let bytes = select::slot_payload(request, area.ranks).min(Pieces(&request.inputs).bytes());
     let writes = match request.kind {
@@ -49,17 +49,17 @@ pub fn write(area: &Area, op: &Op) {
         // the inputs alive until the operation ends.
         unsafe { Pieces(&request.inputs).read(0, to, bytes) };
     }
-    area.write_header(op.number, Header { signature: op.signature, aux: aux(request, true) });
+    area.write_header(op.number, Header { signature: op.signature, chain, aux: aux(request, true) });
 }
 
 /// Writes the header of an operation that goes by rounds: its data follows through the stage.
-pub fn write_header(area: &Area, op: &Op) {
-    area.write_header(op.number, Header { signature: op.signature, aux: aux(&op.request, false) });
+pub fn write_header(area: &Area, op: &Op, chain: u64) {
+    area.write_header(op.number, Header { signature: op.signature, chain, aux: aux(&op.request, false) });
 }
 
 /// Writes the slot of an all_to_all: the table of this rank's block sizes, then the blocks if they fit. Returns whether
 /// they did.
-pub fn write_table(area: &Area, op: &Op) -> bool {
+pub fn write_table(area: &Area, op: &Op, chain: u64) -> bool {
     let request = &op.request;
     let inputs = Pieces(&request.inputs);
     let total = inputs.bytes();
@@ -76,7 +76,7 @@ pub fn write_table(area: &Area, op: &Op) -> bool {
         // SAFETY: table + total fit into the slot.
         unsafe { inputs.read(0, to.add(table), total) };
     }
-    area.write_header(op.number, Header { signature: op.signature, aux: aux(request, inline) });
+    area.write_header(op.number, Header { signature: op.signature, chain, aux: aux(request, inline) });
     inline
 }
 
@@ -106,9 +106,12 @@ pub fn look(area: &Area, op: &Op, mut seen: usize, needed: impl Fn(usize) -> boo
             if !Slots::is_published(area, seen, op.number) {
                 break;
             }
-            let theirs = area.read_header(seen, op.number).signature;
-            if theirs != op.signature {
-                return Err(mismatch(op, area.me, seen, theirs));
+            let (own, theirs) = (area.read_header(area.me, op.number), area.read_header(seen, op.number));
+            if theirs.signature != op.signature {
+                return Err(mismatch(op.number, area.me, op.signature, seen, theirs.signature));
+            }
+            if theirs.chain != own.chain {
+                return Err(earlier_mismatch(area, op, seen));
             }
         }
         seen += 1;
@@ -116,14 +119,30 @@ pub fn look(area: &Area, op: &Op, mut seen: usize, needed: impl Fn(usize) -> boo
     Ok(seen)
 }
 
-fn mismatch(op: &Op, me: usize, peer: usize, theirs: u64) -> Error {
+fn mismatch(n: u64, me: usize, own: u64, peer: usize, theirs: u64) -> Error {
     Error::Mismatch(format!(
-        "sagellm: ranks called different operations as number {} of their group: rank {me} called {}, rank {peer} called \
+        "sagellm: ranks called different operations as number {n} of their group: rank {me} called {}, rank {peer} called \
          {}. No data was exchanged. Every rank must call the same collectives in the same order with the same sizes",
-        op.number,
-        op::describe(op.signature),
+        op::describe(own),
         op::describe(theirs)
     ))
+}
+
+/// The ranks agree on this operation, but not on one before it, in which neither looked at the other. Both have their
+/// last headers in the segment still: shows the first that differs there.
+fn earlier_mismatch(area: &Area, op: &Op, peer: usize) -> Error {
+    let oldest = op.number.saturating_sub(area.layout.depth - 1).max(1);
+    let differs = (oldest..op.number).find_map(|n| {
+        let (own, theirs) = (area.read_header(area.me, n).signature, area.read_header(peer, n).signature);
+        (own != theirs && Slots::is_published(area, peer, n)).then(|| mismatch(n, area.me, own, peer, theirs))
+    });
+    differs.unwrap_or_else(|| {
+        Error::Mismatch(format!(
+            "sagellm: ranks {} and {peer} called different operations at some point before number {} of their group. Every \
+             rank must call the same collectives in the same order with the same sizes",
+            area.me, op.number
+        ))
+    })
 }
 
 /// One PREMUL_SUM factor a rank, from the headers; empty for every other reduction.
