@@ -1,0 +1,342 @@
+#!/usr/bin/env python3
+"""Compare torch.distributed backends, operation by operation, in the same processes and the same minutes.
+
+Backends take turns in short rounds (A B A B), since a machine's mood changes by the second and a difference between
+two separate runs proves nothing. Every result is checked in every round, outside the timing. README.md beside this
+file says how to read the output and which cases are unfair.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import date, timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from measure import machine as machines
+from measure import report
+from measure.cases import DTYPES, FIXED_SIZE, OPS, Case
+from measure.stats import format_size, format_time, parse_size, percentile, slowest_rank, summarize
+
+EXAMPLES = """examples:
+  python benchmarks/collectives.py --ranks 2 --quick
+  python benchmarks/collectives.py --ranks 4 --ops all_reduce,barrier --sizes 8,64KiB,1MiB
+  python benchmarks/collectives.py --backends gloo --control       how much of a difference is noise
+  torchrun --nproc-per-node=2 benchmarks/collectives.py --backends sagellm,gloo
+"""
+SIZES = "8,512,4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
+QUICK_SIZES = "8,4KiB,64KiB,1MiB,16MiB"
+MOST_SAMPLES = 2000
+LAST_LEVEL_CACHE = 64 << 20  # what --cold cycles through at least, per rank
+
+
+class Backend:
+    """One column of the tables: a process group under a label."""
+
+    def __init__(self, label: str, group: dist.ProcessGroup) -> None:
+        self.label, self.group = label, group
+        self.checked = label != report.FLOOR  # the floor moves nothing, so its results are wrong by design
+
+
+# ------------------------------------------------------------------------------------------------- measuring
+
+
+def check(case: Case, backend: Backend, turn: int) -> str | None:
+    """One untimed call on known values; what is wrong on this rank, or None."""
+    try:
+        return case.check(backend.group, turn) if backend.checked else None
+    except (RuntimeError, ValueError, NotImplementedError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def agree(errors: dict[str, str | None], out_of_time: bool) -> tuple[dict[str, str], bool]:
+    """What went wrong on any rank, on every rank, so that all skip a backend together; and rank 0's clock."""
+    flags = torch.tensor(
+        [*(error is not None for error in errors.values()), out_of_time and dist.get_rank() == 0]
+    ).int()
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    if not flags[:-1].any():
+        return {}, bool(flags[-1])
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, errors)
+    found = {label: next((rank[label] for rank in everyone if rank[label]), None) for label in errors}
+    return {label: error for label, error in found.items() if error}, bool(flags[-1])
+
+
+def timed_block(calls: Sequence[Callable[[], object]], count: int, start: int) -> list[float]:
+    """`count` calls, each timed on its own, in microseconds. The operation itself keeps the ranks in step."""
+    clock = time.perf_counter_ns
+    taken = []
+    for i in range(start, start + count):
+        call = calls[i % len(calls)]
+        begin = clock()
+        call()
+        taken.append((clock() - begin) / 1e3)
+    return taken
+
+
+def samples_per_round(case: Case, calls: Sequence[Callable[[], object]], seconds: float) -> int:
+    """How many calls fit in a round, by the slowest rank's clock, so that all ranks make the same number."""
+    needed = torch.zeros(1, dtype=torch.float64)
+    if case.takes_part():
+        needed[0] = percentile(timed_block(calls, 6, 0)[1:], 0.5) / 1e6
+    dist.all_reduce(needed, op=dist.ReduceOp.MAX)
+    return max(2, min(MOST_SAMPLES, int(seconds / max(needed.item(), 1e-7))))
+
+
+def measure(case: Case, backends: list[Backend], args: argparse.Namespace, seconds: float) -> dict[str, Any]:
+    """One operation at one size on all backends, in at most about `seconds`; summaries on every rank."""
+    begin = time.monotonic()
+    calls = {b.label: case.calls(b.group) for b in backends}
+    failed: dict[str, str] = {}
+    counts: dict[str, int] = {}
+    rounds: dict[str, list[list[float]]] = {b.label: [] for b in backends}
+    for number in range(args.rounds):
+        # Every second round goes the other way about, so that nobody always follows the same one.
+        turn = [b for b in (backends if number % 2 == 0 else backends[::-1]) if b.label not in failed]
+        late = number >= 2 and time.monotonic() - begin > seconds
+        errors, stop = agree({b.label: check(case, b, number) for b in turn}, late)
+        failed |= errors
+        if stop:
+            break
+        for backend in turn:
+            label = backend.label
+            if label in failed:
+                continue
+            if label not in counts:
+                counts[label] = samples_per_round(case, calls[label], args.budget / args.rounds)
+            rounds[label].append(one_round(case, backend, calls[label], counts[label], number))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, rounds)
+    times: dict[str, Any] = {label: {"error": failed[label]} for label in failed}
+    for label in (b.label for b in backends if b.label not in failed):
+        taking_part = [rank[label] for rank in everyone if any(rank[label])]  # onlookers have no times
+        merged = [slowest_rank(taken) for taken in zip(*taking_part, strict=True)]
+        if case.op == "ping_pong":  # a round trip is two messages
+            merged = [[us / 2 for us in taken] for taken in merged]
+        times[label] = summarize(merged).as_dict()
+    return {"op": case.op, "size": case.size, "times": {b.label: times[b.label] for b in backends}}
+
+
+def one_round(
+    case: Case, backend: Backend, calls: Sequence[Callable[[], object]], count: int, number: int
+) -> list[float]:
+    """The timed part: warm up what the other backends have cooled down, meet, measure."""
+    taken: list[float] = []
+    if case.op == "ping_pong":
+        if case.takes_part():
+            timed_block(calls, 2, 0)
+            taken = timed_block(calls, count, number)
+        dist.barrier()  # the onlookers wait here
+        return taken
+    timed_block(calls, min(count, 4), 0)
+    dist.barrier(group=backend.group)
+    return timed_block(calls, count, number)
+
+
+def buffer_sets(args: argparse.Namespace, op: str, size: int) -> int:
+    """How many sets of buffers a case uses in turn."""
+    if op == "barrier":
+        return 1
+    if args.cold:
+        return max(args.buffers, min(1024, 2 * LAST_LEVEL_CACHE // max(size, 1)))
+    return args.buffers
+
+
+# --------------------------------------------------------------------------------------------------- ranks
+
+
+def open_backends(args: argparse.Namespace) -> list[Backend]:
+    """A group per name; a name that comes twice is its own control."""
+    names = args.backends.split(",")
+    if args.control:
+        names.append(report.REFERENCE if report.REFERENCE in names else names[-1])
+    backends: list[Backend] = []
+    for name in names:
+        before = sum(b.label.partition(" #")[0] == name for b in backends)
+        label = f"{name} #{before + 1}" if before else name
+        backends.append(Backend(label, dist.new_group(backend=name, timeout=timedelta(seconds=args.timeout))))
+    if args.floor:
+        try:
+            importlib.import_module("torch.testing._internal.distributed.fake_pg")
+            backends.append(Backend(report.FLOOR, dist.new_group(backend="fake")))
+        except (ImportError, RuntimeError, ValueError) as error:
+            say(f"no floor: this torch has no usable fake backend ({error})")
+    return backends
+
+
+def say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+def progress(done: int, total: int, case: Case, result: dict[str, Any], begin: float) -> None:
+    """One line per case."""
+    parts = []
+    for label, timed in result["times"].items():
+        parts.append(f"{label} {format_time(timed['median']) if 'median' in timed else 'FAILED: ' + timed['error']}")
+    ratios = report.speedups(result)
+    best = f"  {next(iter(ratios.values()))[0]:.1f}x" if ratios else ""
+    left = (time.monotonic() - begin) / done * (total - done)
+    say(f"[{done:3d}/{total}] {case.op:<22} {format_size(case.size):>8}  {'  '.join(parts)}{best}  ({left:.0f} s left)")
+
+
+def run_rank(args: argparse.Namespace) -> int:
+    """The whole benchmark on one rank; the exit code."""
+    for module in args.imports:
+        importlib.import_module(module)
+    machine = machines.describe()  # before the run itself raises the load
+    # gloo carries what the ranks tell each other about the benchmark; no measured operation uses this group.
+    dist.init_process_group("gloo", timeout=timedelta(seconds=args.timeout))
+    ranks = dist.get_world_size()
+    torch.set_num_threads(max(1, machines.usable_cores() // ranks))
+    backends = open_backends(args)
+    plan = [
+        (op, size)
+        for op in args.ops.split(",")
+        if ranks > 1 or op != "ping_pong"
+        for size in ([FIXED_SIZE[op]] if op in FIXED_SIZE else map(parse_size, args.sizes.split(",")))
+    ]
+    results, begin = [], time.monotonic()
+    busy, mine = machines.busy_seconds(), time.process_time()
+    # A collection in the middle of a call would be charged to the backend that happened to run.
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    for done, (op, size) in enumerate(plan, 1):
+        case = Case(op, size, DTYPES[args.dtype], buffer_sets(args, op, size))
+        # A case may take more than its share, since most take less; every rank asks rank 0's clock only.
+        share = 1.5 * (args.limit - (time.monotonic() - begin)) / (len(plan) - done + 1)
+        result = measure(case, backends, args, share)
+        results.append(result)
+        progress(done, len(plan), case, result, begin)
+    seconds = time.monotonic() - begin
+    own = torch.tensor([time.process_time() - mine], dtype=torch.float64)
+    dist.all_reduce(own)
+    others = (machines.busy_seconds() - busy - own.item()) / (seconds * machines.usable_cores())
+    failures = [(r["op"], r["size"], b, t["error"]) for r in results for b, t in r["times"].items() if "error" in t]
+    if dist.get_rank() == 0:
+        run = {
+            "date": date.today().isoformat(), "machine": machine, "ranks": ranks, "dtype": args.dtype,
+            "labels": [b.label for b in backends], "rounds": args.rounds, "budget_seconds": args.budget,
+            "buffers": "cold" if args.cold else args.buffers, "seconds": round(seconds, 1),
+            "command": shlex.join(["benchmarks/collectives.py", *sys.argv[1:]]), 
+            "others": round(max(0.0, others), 3), "results": results,
+        }  # fmt: skip
+        print(report.markdown(run))
+        folder = args.out / f"{run['date']}-{machines.slug(machine)}"
+        for line in report.write(run, folder, args.name or f"collectives-{ranks}r-{args.dtype}"):
+            say(line)
+        for op, size, label, error in failures:
+            say(f"FAILED: {label}, {op}, {format_size(size)}: {error}")
+    dist.destroy_process_group()
+    return 1 if failures else 0
+
+
+# ------------------------------------------------------------------------------------------------ the program
+
+
+def spawn(ranks: int) -> int:
+    """Starts this program once per rank; the first rank that fails ends the others."""
+    # The store lives here, on a port that the system chose, as torchrun's does: no guess at a free port.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = {
+        "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port,
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": max(1, machines.usable_cores() // ranks),
+    }  # fmt: skip
+    children = []
+    for rank in range(ranks):
+        own = {"RANK": rank, "LOCAL_RANK": rank}
+        environment = os.environ | {key: str(value) for key, value in (common | own).items()}
+        children.append(subprocess.Popen([sys.executable, *sys.argv], env=environment))
+    try:
+        while any(child.poll() is None for child in children):
+            if any(child.poll() for child in children):
+                time.sleep(2)  # the others may have something to say about it
+                break
+            time.sleep(0.1)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    finally:
+        for child in children:
+            if child.poll() is None:
+                child.send_signal(signal.SIGTERM)
+        for child in children:
+            child.wait()
+    return next((abs(child.returncode) for child in children if child.returncode), 0)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0], epilog=EXAMPLES,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    add = parser.add_argument
+    add("--backends", default="sagellm,gloo", help="names, with commas (default: sagellm,gloo)")
+    add("--control", action="store_true", help="measure gloo a second time: the ratio of both is the noise (A/A)")
+    add("--floor", action="store_true", help="also torch's fake backend, which does nothing: the cost of the call")
+    add("--ranks", type=int, default=2, help="processes to start when not under torchrun (default: 2)")
+    add("--ops", default=",".join(OPS), help=f"default: all of {', '.join(OPS)}")
+    add("--sizes", help=f"bytes of the whole tensor (default: {SIZES})")
+    add("--dtype", default="float32", choices=DTYPES, help="default: float32")
+    add("--quick", action="store_true", help=f"under a minute: sizes {QUICK_SIZES}, fewer rounds")
+    add("--rounds", type=int, help="turns per backend and case (default: 10, quick: 4)")
+    add("--budget", type=float, help="seconds of timed calls per backend and case (default: 0.3, quick: 0.06)")
+    add(
+        "--limit",
+        type=float,
+        help="seconds for all cases together; slow ones get fewer rounds (default: 420, quick: 45)",
+    )
+    add("--buffers", type=int, default=4, help="sets of buffers used in turn (default: 4)")
+    add("--cold", action="store_true", help="use so many buffers in turn that none is still in a cache")
+    add(
+        "--import",
+        dest="imports",
+        action="append",
+        default=[],
+        help="module to import first, for a backend that needs it",
+    )
+    add("--timeout", type=float, default=60, help="seconds until a stuck operation is an error (default: 60)")
+    add(
+        "--out", type=Path, default=Path(__file__).parent / "runs", help="folder for results (default: benchmarks/runs)"
+    )
+    add("--name", help="name of the result files (default: collectives-<ranks>r-<dtype>)")
+    args = parser.parse_args()
+    args.sizes = args.sizes or (QUICK_SIZES if args.quick else SIZES)
+    args.rounds = args.rounds or (4 if args.quick else 10)
+    args.budget = args.budget or (0.06 if args.quick else 0.3)
+    args.limit = args.limit or (45 if args.quick else 420)
+    if unknown := set(args.ops.split(",")) - set(OPS):
+        parser.error(f"unknown operation {', '.join(sorted(unknown))}; known: {', '.join(OPS)}")
+    try:
+        for size in args.sizes.split(","):
+            parse_size(size)
+    except ValueError as error:
+        parser.error(str(error))
+    if args.ranks < 1 or args.buffers < 1:
+        parser.error("--ranks and --buffers must be at least 1")
+    return args
+
+
+def main() -> int:
+    args = parse_args()
+    if "RANK" not in os.environ:
+        return spawn(args.ranks)
+    try:
+        return run_rank(args)
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What the benchmark programs share: pure statistics, the cases, the report."""

@@ -1,0 +1,193 @@
+"""The operations that are measured: how each is called, what its result must be.
+
+A case owns the buffers of one operation at one size. Timed calls work on zeros, so that sums in place stay finite for
+any number of repetitions; checks fill the same buffers with values that differ by rank and place first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+
+OPS = (
+    "all_reduce",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "broadcast",
+    "all_to_all_single",
+    "reduce",
+    "gather",
+    "scatter",
+    "ping_pong",
+    "all_reduce_x10",
+    "barrier",
+)
+# Measured at one size only: a barrier has none, and ten operations in flight are about small ones.
+FIXED_SIZE = {"barrier": 0, "all_reduce_x10": 2048}
+ROOT = 0
+BURST = 10
+PERIOD = 13
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "uint8": torch.uint8,
+}
+
+
+@lru_cache(maxsize=4)
+def _base(count: int, dtype: torch.dtype) -> torch.Tensor:
+    return (torch.arange(count + PERIOD) % PERIOD + 1).to(dtype)
+
+
+def pattern(count: int, rank: int, salt: int, dtype: torch.dtype) -> torch.Tensor:
+    """What a rank contributes to a check: small whole numbers, so that sums are exact in every dtype. Read only."""
+    return _base(count, dtype)[(5 * rank + salt) % PERIOD :][:count]
+
+
+class Case:
+    """One operation at one size on this rank, over several sets of buffers that are used in turn."""
+
+    def __init__(self, op: str, size: int, dtype: torch.dtype, sets: int) -> None:
+        self.op, self.dtype = op, dtype
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        item = torch.empty(0, dtype=dtype).element_size()
+        split = op in {"all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "gather", "scatter"}
+        parts = self.ranks if split else 1
+        # The whole tensor, as nccl-tests counts it: the gathered output, the scattered input. Rounded up to one
+        # element per rank.
+        self.part = 0 if op == "barrier" else max(1, size // item // parts)
+        self.size = self.part * parts * item
+        self.inputs: list[torch.Tensor] = []
+        self.outputs: list[torch.Tensor] = []
+        for _ in range(max(1, sets)):
+            counts = self._counts()
+            self.inputs.append(torch.ones(counts[0], dtype=dtype).zero_())  # written, so the pages are there
+            self.outputs.append(torch.ones(counts[1], dtype=dtype).zero_())
+
+    def _counts(self) -> tuple[int, int]:
+        """Elements of input and output."""
+        whole = self.part * self.ranks
+        at_root = whole if self.rank == ROOT else 0
+        return {
+            "all_gather_into_tensor": (self.part, whole),
+            "reduce_scatter_tensor": (whole, self.part),
+            "all_to_all_single": (whole, whole),
+            "gather": (self.part, at_root),
+            "scatter": (at_root, self.part),
+            "all_reduce_x10": (self.part * BURST, 0),
+        }.get(self.op, (self.part, 0))
+
+    def takes_part(self) -> bool:
+        """Whether this rank runs the operation at all; ping-pong needs only two."""
+        return self.op != "ping_pong" or self.rank < 2
+
+    def calls(self, group: dist.ProcessGroup) -> list[Callable[[], object]]:
+        """One call per set of buffers; everything that is not the operation is done here, outside the timing."""
+        return [self._call(group, i) for i in range(len(self.inputs))]
+
+    def _call(self, group: dist.ProcessGroup, i: int) -> Callable[[], object]:
+        x, y = self.inputs[i], self.outputs[i]
+        if self.op == "barrier":
+            return lambda: dist.barrier(group=group)
+        if self.op == "all_reduce":
+            return lambda: dist.all_reduce(x, group=group)
+        if self.op == "all_gather_into_tensor":
+            return lambda: dist.all_gather_into_tensor(y, x, group=group)
+        if self.op == "reduce_scatter_tensor":
+            return lambda: dist.reduce_scatter_tensor(y, x, group=group)
+        if self.op == "broadcast":
+            return lambda: dist.broadcast(x, ROOT, group=group)
+        if self.op == "all_to_all_single":
+            return lambda: dist.all_to_all_single(y, x, group=group)
+        if self.op == "reduce":
+            return lambda: dist.reduce(x, ROOT, group=group)
+        if self.op == "gather":
+            parts = list(y.split(self.part)) if self.rank == ROOT else None
+            return lambda: dist.gather(x, parts, ROOT, group=group)
+        if self.op == "scatter":
+            pieces = list(x.split(self.part)) if self.rank == ROOT else None
+            return lambda: dist.scatter(y, pieces, ROOT, group=group)
+        if self.op == "all_reduce_x10":
+            return lambda: burst(x.split(self.part), group)
+        if self.op == "ping_pong":
+            return (lambda: ping(x, group)) if self.rank == 0 else (lambda: pong(x, group))
+        raise ValueError(f"unknown operation {self.op!r}; known: {', '.join(OPS)}")
+
+    def check(self, group: dist.ProcessGroup, turn: int) -> str | None:
+        """Runs the operation once on known values; what is wrong, or None. Leaves zeros behind."""
+        i = turn % len(self.inputs)
+        x, y = self.inputs[i], self.outputs[i]
+        x.copy_(pattern(x.numel(), self.rank, turn, self.dtype))
+        y.fill_(77)
+        if self.takes_part():
+            self._call(group, i)()
+        wanted = self._wanted(turn)
+        wrong = None
+        if wanted is not None:
+            got = y if y.numel() == wanted.numel() and self._writes_output() else x
+            if not torch.equal(got, wanted):
+                at = int(got.ne(wanted).nonzero()[0])
+                wrong = f"rank {self.rank}: element {at} is {got[at].item()}, expected {wanted[at].item()}"
+        x.zero_()
+        y.zero_()
+        return wrong
+
+    def _writes_output(self) -> bool:
+        return bool(self.outputs[0].numel()) and self.op not in {"all_reduce", "broadcast", "reduce", "ping_pong"}
+
+    def _wanted(self, turn: int) -> torch.Tensor | None:
+        """The right result on this rank; None where this rank gets none."""
+
+        def sent(rank: int, count: int) -> torch.Tensor:
+            return pattern(count, rank, turn, self.dtype)
+
+        everyone, part, whole = range(self.ranks), self.part, self.part * self.ranks
+        mine = slice(self.rank * part, (self.rank + 1) * part)
+        if self.op in {"all_reduce", "all_reduce_x10"}:
+            return total([sent(r, self.inputs[0].numel()) for r in everyone])
+        if self.op == "reduce":
+            return total([sent(r, part) for r in everyone]) if self.rank == ROOT else None
+        if self.op == "reduce_scatter_tensor":
+            return total([sent(r, whole) for r in everyone])[mine]
+        if self.op == "all_gather_into_tensor" or (self.op == "gather" and self.rank == ROOT):
+            return torch.cat([sent(r, part) for r in everyone])
+        if self.op == "all_to_all_single":
+            return torch.cat([sent(r, whole)[mine] for r in everyone])
+        if self.op == "broadcast":
+            return sent(ROOT, part)
+        if self.op == "scatter":
+            return sent(ROOT, whole)[mine]
+        if self.op == "ping_pong":
+            return sent(0, part) if self.rank < 2 else None
+        return None
+
+
+def total(parts: list[torch.Tensor]) -> torch.Tensor:
+    result = parts[0].clone()
+    for part in parts[1:]:
+        result += part
+    return result
+
+
+def burst(parts: tuple[torch.Tensor, ...], group: dist.ProcessGroup) -> None:
+    """Ten operations in flight at once, as a program with many small gradients has them."""
+    works = [dist.all_reduce(part, group=group, async_op=True) for part in parts]
+    for work in works:
+        work.wait()
+
+
+def ping(x: torch.Tensor, group: dist.ProcessGroup) -> None:
+    dist.send(x, 1, group=group)
+    dist.recv(x, 1, group=group)
+
+
+def pong(x: torch.Tensor, group: dist.ProcessGroup) -> None:
+    dist.recv(x, 0, group=group)
+    dist.send(x, 0, group=group)

@@ -1,0 +1,165 @@
+"""From results to files: a markdown table, a plot, JSON. Works on the plain data that the JSON holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from .stats import busbw, format_bandwidth, format_ratio, format_size, format_time
+
+Result = dict[str, Any]
+REFERENCE = "gloo"
+FLOOR = "no-op"
+
+
+def ops_of(results: Iterable[Result]) -> list[str]:
+    """The operations in the order in which they were measured."""
+    return list(dict.fromkeys(r["op"] for r in results))
+
+
+def speedups(result: Result, reference: str = REFERENCE) -> dict[str, tuple[float, float]]:
+    """Per backend: the reference's p10 over its median, and over its p10. The first asks more of the backend."""
+    times = {label: t for label, t in result["times"].items() if "p10" in t}
+    if reference not in times:
+        return {}
+    base = times[reference]["p10"]
+    return {label: (base / t["median"], base / t["p10"]) for label, t in times.items() if label != reference}
+
+
+def cell(timed: Result) -> str:
+    """Median and, small, the 10th and 99th percentile."""
+    if "error" in timed:
+        return timed["error"].partition("\n")[0][:60].replace("|", "/")
+    return f"{format_time(timed['median'])} ({format_time(timed['p10'])}, {format_time(timed['p99'])})"
+
+
+def is_control(label: str) -> bool:
+    """The reference under its second name."""
+    return label.startswith(f"{REFERENCE} #")
+
+
+def markdown(run: Result) -> str:
+    """All tables of a run."""
+    machine, labels = run["machine"], run["labels"]
+    caches = ", ".join(f"{level} {size}" for level, size in machine["caches"].items())
+    lines = [
+        f"# Collectives: {run['ranks']} ranks, {run['dtype']}, {run['date']}",
+        "",
+        f"{machine['cpu']}, {machine['cores']} cores{' (virtual)' if machine['virtual'] else ''}, {caches}, "
+        f"{machine['memory_gib']} GiB, Linux {machine['kernel']}, Python {machine['python']}, "
+        f"torch {machine['torch']}, sagellm {machine['sagellm']}; "
+        f"load average before the run {machine['load_before'][0]:.2f}; during it other processes kept "
+        f"{100 * run['others']:.0f} % of the cores busy. "
+        f"Up to {run['rounds']} rounds, buffers: {run['buffers']}. Command: `{run['command']}`.",
+        "",
+        f"Times: median (p10, p99) of the slowest rank. busbw: GB/s from the median, by the definition of nccl-tests. "
+        f"{REFERENCE} p10 / x: the {REFERENCE} time at its 10th percentile over the median of x, and over its p10; "
+        "below 1 is marked as lost. A/A: the p10 of two equal groups, which would be 1 without noise.",
+    ]
+    for op in ops_of(run["results"]):
+        rows = [r for r in run["results"] if r["op"] == op]
+        head = _head(rows[0], labels)
+        lines += ["", f"## {op}", "", "| " + " | ".join(head) + " |", "|" + " ---: |" * len(head)]
+        lines += ["| " + " | ".join(_row(row, labels, run["ranks"])) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _head(row: Result, labels: list[str]) -> list[str]:
+    head = ["size"]
+    for label in labels:
+        head += [label, "busbw"] if row["size"] and label != FLOOR else [label]
+    if REFERENCE in labels:
+        for label in labels:
+            if is_control(label):
+                head.append("A/A")
+            elif label not in {REFERENCE, FLOOR}:
+                head.append(f"{REFERENCE} p10 / {label}")
+    return head
+
+
+def _row(row: Result, labels: list[str], ranks: int) -> list[str]:
+    cells = [format_size(row["size"]) if row["size"] else "-"]
+    for label in labels:
+        timed = row["times"][label]
+        cells.append(cell(timed))
+        if row["size"] and label != FLOOR:
+            bus = busbw(row["op"], row["size"], timed["median"], ranks) if "median" in timed else None
+            cells.append("-" if bus is None else format_bandwidth(bus))
+    ratios = speedups(row)
+    if REFERENCE in labels:
+        for label in (label for label in labels if label not in {REFERENCE, FLOOR}):
+            if label not in ratios:
+                cells.append("-")
+            elif is_control(label):
+                cells.append(f"{ratios[label][1]:.2f}")
+            else:
+                cells.append(", ".join(map(format_ratio, ratios[label])))
+    return cells
+
+
+def plot(run: Result, path: Path) -> str | None:
+    """Draws latency over size and the ratio to the reference; why not, if it cannot."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        return "no plot: matplotlib is missing (pip install matplotlib)"
+    by_op = {op: [r for r in run["results"] if r["op"] == op] for op in ops_of(run["results"])}
+    by_op = {op: rows for op, rows in by_op.items() if len(rows) > 1}
+    if not by_op:
+        return "no plot: no operation was measured at two sizes or more"
+    columns = min(3, len(by_op))
+    bands = -(-len(by_op) // columns)
+    figure, axes = pyplot.subplots(
+        2 * bands, columns, figsize=(5.2 * columns, 5.4 * bands), squeeze=False, sharex="col",
+        gridspec_kw={"height_ratios": [3, 1.4] * bands}, layout="constrained",
+    )  # fmt: skip
+    for i, (op, rows) in enumerate(by_op.items()):
+        upper, lower = axes[2 * (i // columns)][i % columns], axes[2 * (i // columns) + 1][i % columns]
+        _plot_op(upper, lower, op, rows, run["labels"])
+    for i in range(len(by_op), bands * columns):
+        axes[2 * (i // columns)][i % columns].axis("off")
+        axes[2 * (i // columns) + 1][i % columns].axis("off")
+    machine = run["machine"]
+    figure.suptitle(
+        f"{run['ranks']} ranks on {machine['cores']} cores ({machine['cpu']}), {run['dtype']}, {run['date']}"
+    )
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+    return None
+
+
+def _plot_op(upper: Any, lower: Any, op: str, rows: list[Result], labels: list[str]) -> None:
+    for number, label in enumerate(labels):
+        good = [r for r in rows if "median" in r["times"][label]]
+        sizes = [r["size"] for r in good]
+        times = [r["times"][label] for r in good]
+        colour = f"C{number}"
+        upper.plot(sizes, [t["median"] for t in times], "o-", color=colour, label=label, markersize=3)
+        upper.fill_between(sizes, [t["p10"] for t in times], [t["p99"] for t in times], color=colour, alpha=0.15)
+        if label in {REFERENCE, FLOOR}:
+            continue
+        # A control is compared like with like, p10 with p10: its line is the noise.
+        ratios = [(r["size"], speedups(r)[label][is_control(label)]) for r in good if label in speedups(r)]
+        if ratios:
+            lower.plot(*zip(*ratios, strict=True), "o-", color=colour, markersize=3)
+    upper.set(title=op, xscale="log", yscale="log", ylabel="us: median, p10 to p99")
+    upper.legend(fontsize=8)
+    lower.axhline(1, color="grey", linewidth=0.8)
+    lower.set(xscale="log", yscale="log", xlabel="bytes", ylabel=f"{REFERENCE} p10 / median")
+    for axis in (upper, lower):
+        axis.grid(True, which="major", alpha=0.3)
+
+
+def write(run: Result, folder: Path, name: str) -> list[str]:
+    """JSON, markdown and PNG under one name; gives the lines to tell the user."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(run, indent=1) + "\n")
+    (folder / f"{name}.md").write_text(markdown(run))
+    why_not = plot(run, folder / f"{name}.png")
+    written = ["json", "md"] + ([] if why_not else ["png"])
+    return [f"written: {folder}/{name}.{{{','.join(written)}}}"] + ([why_not] if why_not else [])

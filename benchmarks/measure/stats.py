@@ -1,0 +1,120 @@
+"""Statistics, bandwidth and text: pure functions of plain numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+UNITS = {"": 1, "b": 1, "k": 1 << 10, "kib": 1 << 10, "m": 1 << 20, "mib": 1 << 20, "g": 1 << 30, "gib": 1 << 30}
+
+# How much of the payload crosses the slowest link, as a function of the number of ranks: the definition of nccl-tests
+# (busbw = algbw * factor), which makes numbers of ranks and operations comparable with the hardware.
+BUS_FACTORS = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_reduce_x10": lambda n: 2 * (n - 1) / n,
+    "all_gather_into_tensor": lambda n: (n - 1) / n,
+    "reduce_scatter_tensor": lambda n: (n - 1) / n,
+    "all_to_all_single": lambda n: (n - 1) / n,
+    "gather": lambda n: (n - 1) / n,
+    "scatter": lambda n: (n - 1) / n,
+    "broadcast": lambda n: 1.0,
+    "reduce": lambda n: 1.0,
+    "ping_pong": lambda n: 1.0,
+}
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which `share` of the values lie, linear between two neighbours."""
+    if not values:
+        raise ValueError("percentile of no values")
+    if not 0 <= share <= 1:
+        raise ValueError(f"share must be between 0 and 1, got {share}")
+    ordered = sorted(values)
+    at = share * (len(ordered) - 1)
+    low = int(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+
+
+def slowest_rank(samples: Sequence[Sequence[float]]) -> list[float]:
+    """One time per repetition: an operation is over when its last rank is done."""
+    if len({len(rank) for rank in samples}) > 1:
+        raise ValueError(f"the ranks took different numbers of samples: {[len(rank) for rank in samples]}")
+    return [max(times) for times in zip(*samples, strict=True)]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The times of one case on one backend, in microseconds."""
+
+    samples: int
+    median: float
+    p10: float
+    p99: float
+    least: float
+    round_p10: tuple[float, ...]  # shows drift of the machine between rounds
+
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def summarize(rounds: Sequence[Sequence[float]]) -> Summary:
+    """`rounds`: the times of each round, microseconds, already the slowest rank's."""
+    values = [us for taken in rounds for us in taken]
+    return Summary(
+        samples=len(values),
+        median=percentile(values, 0.5),
+        p10=percentile(values, 0.1),
+        p99=percentile(values, 0.99),
+        least=min(values),
+        round_p10=tuple(round(percentile(taken, 0.1), 3) for taken in rounds if taken),
+    )
+
+
+def algbw(size: int, us: float) -> float:
+    """Payload over time, GB/s (10^9)."""
+    return size / us / 1e3 if us > 0 else 0.0
+
+
+def busbw(op: str, size: int, us: float, ranks: int) -> float | None:
+    """Bandwidth of the slowest link by the definition of nccl-tests, GB/s; None where no data moves."""
+    factor = BUS_FACTORS.get(op)
+    return None if factor is None or size == 0 else algbw(size, us) * factor(ranks)
+
+
+def parse_size(text: str) -> int:
+    """ "8", "4KiB", "64k", "1MiB": bytes."""
+    digits = text.strip().lower().rstrip("kmgib")
+    unit = text.strip().lower()[len(digits) :]
+    if not digits.isdigit() or unit not in UNITS:
+        raise ValueError(f"{text!r} is no size; write bytes or a number with KiB, MiB or GiB, such as 64KiB")
+    return int(digits) * UNITS[unit]
+
+
+def format_size(size: int) -> str:
+    """Bytes with the largest unit that leaves a whole number."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size >= unit and size % unit == 0:
+            return f"{size // unit} {name}"
+    return f"{size} B"
+
+
+def format_time(us: float) -> str:
+    """Three digits and a unit."""
+    for limit, scale, unit in ((1e3, 1.0, "us"), (1e6, 1e3, "ms"), (float("inf"), 1e6, "s")):
+        if us < limit * 0.9995:
+            value = us / scale
+            digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
+            return f"{value:.{digits}f} {unit}"
+    raise AssertionError("unreachable: infinity is the last limit")
+
+
+def format_bandwidth(gb: float) -> str:
+    """GB/s with three digits."""
+    return f"{gb:.3f}" if gb < 0.9995 else f"{gb:.2f}" if gb < 9.995 else f"{gb:.1f}"
+
+
+def format_ratio(ratio: float) -> str:
+    """How many times faster; a lost case is marked, so that no table hides one."""
+    digits = 2 if ratio < 9.995 else 1 if ratio < 99.95 else 0
+    return f"{ratio:.{digits}f}x" + (" (lost)" if ratio < 1 else "")

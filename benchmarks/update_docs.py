@@ -1,0 +1,94 @@
+#!/usr/bin/env python3
+"""Writes the measured part of docs/benchmarks.md from JSON files of collectives.py, so that no figure is typed by hand.
+
+python benchmarks/update_docs.py benchmarks/runs/<date>-<machine>/*.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from measure import report
+from measure.stats import format_ratio, format_size, format_time
+
+PAGE = Path(__file__).resolve().parent.parent / "docs/benchmarks.md"
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+OURS = "sagellm"
+# (ranks, operation, bytes) -> how many times faster than gloo's p10 the backend is meant to be at least.
+GOALS = {
+    (2, "all_reduce", 8): 30,
+    (2, "all_reduce", 4 << 10): 30,
+    (2, "all_reduce", 64 << 10): 15,
+    (2, "all_reduce", 1 << 20): 5,
+    (2, "all_reduce", 64 << 20): 6,
+    (2, "barrier", 0): 20,
+    (4, "all_reduce", 8): 20,
+}
+
+
+def goal_rows(runs: list[dict[str, Any]]) -> list[str]:
+    """One line per goal; a goal that was not measured is not left out."""
+    lines = [
+        "| ranks | op | size | goal | gloo p10 | sagellm median (p10, p99) | over our median | over our p10 | A/A | |",
+        "| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
+    ]
+    for (ranks, op, size), goal in GOALS.items():
+        found = [
+            (run, r)
+            for run in runs
+            if run["ranks"] == ranks and run["dtype"] == "float32"
+            for r in run["results"]
+            if (r["op"], r["size"]) == (op, size) and OURS in report.speedups(r)
+        ]
+        head = f"| {ranks} | {op} | {format_size(size) if size else '-'} | {goal}x "
+        if not found:
+            lines.append(head + "| not measured | | | | | |")
+            continue
+        row = found[-1][1]
+        ratios = report.speedups(row)
+        by_median, by_p10 = ratios[OURS]
+        verdict = "reached" if by_median >= goal else "reached by p10 only" if by_p10 >= goal else "**missed**"
+        control = next((f"{ratio[1]:.2f}" for label, ratio in ratios.items() if report.is_control(label)), "-")
+        times = row["times"]
+        lines.append(
+            f"{head}| {format_time(times['gloo']['p10'])} | {report.cell(times[OURS])} "
+            f"| {format_ratio(by_median)} | {format_ratio(by_p10)} | {control} | {verdict} |"
+        )
+    return lines
+
+
+def measured(runs: list[dict[str, Any]], links: list[str]) -> str:
+    """The generated part of the page."""
+    lines = ["## Against the goals", "", *goal_rows(runs), ""]
+    for run, link in zip(runs, links, strict=True):
+        # One heading level below this page's own; the run's title becomes a section.
+        lines += [
+            re.sub(r"^#", "##", report.markdown(run), flags=re.MULTILINE),
+            f"Raw: [{Path(link).name}]({link})",
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("json", nargs="+", type=Path, help="result files, the later ones win")
+    args = parser.parse_args()
+    runs = [json.loads(path.read_text()) for path in args.json]
+    links = [f"../{path.resolve().relative_to(PAGE.parent.parent)}" for path in args.json]
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    if END not in rest:
+        print(f"{PAGE} holds no lines {BEGIN} and {END}: nowhere to write", file=sys.stderr)
+        return 1
+    PAGE.write_text(f"{before}{BEGIN}\n\n{measured(runs, links)}\n{END}{rest.partition(END)[2]}")
+    print(f"written: {PAGE}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,272 @@
+// The backend as an object: made, split, timed, watched, ended. The calls that move data are in collectives.cpp.
+#include "backend.hpp"
+
+#include <algorithm>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <utility>
+
+#include "callbacks.hpp"
+#include "errors.hpp"
+#include "python_host.hpp"
+
+namespace sagellm {
+
+namespace {
+
+std::string first_reason(const SageBackend::Options& options) {
+  if (options.engine == "auto") return {};
+  if (options.engine == "delegate") return "the option engine=\"delegate\" asks for it";
+  value_error("init", c10::str("the option engine is \"", options.engine, "\", expected \"auto\" or \"delegate\""));
+}
+
+}  // namespace
+
+c10::intrusive_ptr<SageBackend> SageBackend::create(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                                    c10::intrusive_ptr<Options> options) {
+  if (rank < 0 || rank >= size) value_error("init", c10::str("rank is ", rank, " in a group of ", size, " ranks"));
+  Setup setup;
+  setup.rank = static_cast<uint32_t>(rank);
+  setup.size = static_cast<uint32_t>(size);
+  setup.timeout_ms = static_cast<uint64_t>(std::max<int64_t>(options->timeout.count(), 0));
+  setup.name = rust::String::lossy(options->group_name);
+  setup.delegate_reason = first_reason(*options);
+  try {
+    return c10::make_intrusive<SageBackend>(rank, size, std::move(options), connect(setup, wrap_store(store)));
+  } catch (const rust::Error& error) {
+    raise(error.what());
+  }
+}
+
+SageBackend::SageBackend(int rank, int size, c10::intrusive_ptr<Options> options, rust::Box<RustGroup> group)
+    : Backend(rank, size),
+      options_(std::move(options)),
+      group_(std::move(group)),
+      delegate_reason_(std::string(group_->delegate_reason())) {
+  init();
+}
+
+SageBackend::~SageBackend() {
+  // The last reference may fall with the GIL held, and leaving takes a moment in which others may need it.
+  if (python_alive() && PyGILState_Check() != 0) {
+    const py::gil_scoped_release no_gil;
+    shutdown();
+  } else {
+    shutdown();
+  }
+}
+
+void SageBackend::set_delegate(c10::intrusive_ptr<c10d::Backend> delegate) {
+  if (!delegated()) value_error("set_delegate", "this group is served by its own engine and takes no delegate");
+  std::lock_guard<std::mutex> lock(delegate_mutex_);
+  delegate_ = std::move(delegate);
+}
+
+c10::intrusive_ptr<c10d::Backend> SageBackend::delegate() const {
+  std::lock_guard<std::mutex> lock(delegate_mutex_);
+  if (!delegate_) {
+    raise(c10::str("Asagellm: the group needs a delegate (", delegate_reason_,
+                   "), and none is set: the group was shut down, or was not made by init_process_group or new_group"));
+  }
+  return delegate_;
+}
+
+std::string SageBackend::describe() const {
+  return std::string(group_->describe());
+}
+
+void SageBackend::setTimeout(std::chrono::milliseconds timeout) {
+  if (timeout.count() < 0)
+    value_error("set_timeout", c10::str("timeout is ", timeout.count(), " ms, expected 0 or more"));
+  options_->timeout = timeout;
+  group_->set_timeout(static_cast<uint64_t>(timeout.count()));
+  if (delegated()) delegate()->setTimeout(timeout);
+}
+
+uint64_t SageBackend::getSequenceNumberForGroup() {
+  if (delegated()) return delegate()->getSequenceNumberForGroup();
+  return group_->sequence();
+}
+
+c10d::ErrorType SageBackend::getError() {
+  if (delegated()) return delegate()->getError();
+  const rust::String fault = group_->fault();
+  if (fault.empty()) return c10d::ErrorType::SUCCESS;
+  switch (fault.data()[0]) {
+    case 'T':
+      return c10d::ErrorType::TIMEOUT;
+    case 'D':
+      return c10d::ErrorType::REMOTE_ERROR;
+    default:
+      return c10d::ErrorType::COMM_ERROR;
+  }
+}
+
+void SageBackend::shutdown() {
+  group_->shutdown();
+  c10::intrusive_ptr<c10d::Backend> delegate;
+  {
+    std::lock_guard<std::mutex> lock(delegate_mutex_);
+    delegate.swap(delegate_);
+  }
+  // Released now: a gloo group that lives on into the exit of the process is flaky there.
+  if (delegate) delegate->shutdown();
+  delegate.reset();
+  Graveyard::instance().drain();
+}
+
+void SageBackend::abort() {
+  const std::string reason = c10::str("abort() was called on rank ", getRank());
+  events_->call_abort_hooks();
+  group_->abort(reason);
+  std::lock_guard<std::mutex> lock(delegate_mutex_);
+  if (delegate_) delegate_->abort();
+}
+
+bool SageBackend::supportsCoalescing() const {
+  std::lock_guard<std::mutex> lock(delegate_mutex_);
+  return delegate_ && delegate_->supportsCoalescing();
+}
+
+c10::intrusive_ptr<c10d::Backend> SageBackend::split(const c10::intrusive_ptr<c10d::Store>& store,
+                                                     const std::vector<int>& ranks,
+                                                     const c10::intrusive_ptr<c10d::Backend::Options>& opts) {
+  for (const int rank : ranks) {
+    if (rank < 0 || rank >= getSize()) {
+      value_error("split", c10::str("rank is ", rank, ", expected 0 to ", getSize() - 1));
+    }
+  }
+  const auto mine = std::find(ranks.begin(), ranks.end(), getRank());
+  // Only the members meet; the others have nothing to contribute.
+  if (mine == ranks.end()) return nullptr;
+
+  auto options = c10::dynamic_intrusive_pointer_cast<Options>(opts);
+  options = options ? options->copy() : options_->copy();
+  if (opts) {
+    options->timeout = opts->timeout;
+    options->group_name = opts->group_name;
+    options->group_desc = opts->group_desc;
+    options->global_ranks_in_group = opts->global_ranks_in_group;
+  }
+  const std::string prefix = c10::str("sagellm/split/", options->group_name, "/", c10::Join(",", ranks));
+  auto child_store = c10::make_intrusive<c10d::PrefixStore>(prefix, store);
+  auto child = create(child_store, static_cast<int>(mine - ranks.begin()), static_cast<int>(ranks.size()), options);
+  if (child->delegated()) child->set_delegate(split_delegate(*child, child_store, ranks));
+  return child;
+}
+
+c10::intrusive_ptr<c10d::Backend> SageBackend::split_delegate(
+    const SageBackend& child, [[maybe_unused]] const c10::intrusive_ptr<c10d::Store>& store,
+    [[maybe_unused]] const std::vector<int>& ranks) const {
+#ifdef SAGELLM_HAS_OPTIONS_CLONE
+  if (delegated() && delegate()->supportsSplitting()) {
+    auto options = delegate()->getBackendOptions()->clone();
+    options->timeout = child.options_->timeout;
+    options->group_name = child.options_->group_name;
+    options->group_desc = child.options_->group_desc;
+    options->global_ranks_in_group = child.options_->global_ranks_in_group;
+    return delegate()->split(c10::make_intrusive<c10d::PrefixStore>("delegate", store), ranks, options);
+  }
+#endif
+  raise(c10::str("Ssagellm split: the new group needs a delegate (", child.delegate_reason(),
+                 "), which split cannot make here; use torch.distributed.new_group"));
+}
+
+void SageBackend::enableCollectivesTiming() {
+  if (delegated()) return delegate()->enableCollectivesTiming();
+  events_->enable_timing();
+}
+
+void SageBackend::registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) {
+  if (delegated()) return delegate()->registerOnCompletionHook(std::move(hook));
+  // The base's copy only answers `hasHooks()`, which destroy_process_group asks before it waits for the hooks.
+  onCompletionHook_ = hook;
+  events_->set_work_hook(std::move(hook));
+}
+
+void SageBackend::waitForPendingWorks() {
+  if (delegated()) return delegate()->waitForPendingWorks();
+  // Every operation has a deadline of its own, so this ends.
+  while (!events_->wait_told(std::chrono::milliseconds(100))) {
+    if (check_interrupt()) std::rethrow_exception(take_interrupt());
+  }
+}
+
+#ifdef SAGELLM_HAS_ABORT_HOOKS
+void SageBackend::registerAbortHook(int64_t id, AbortHook hook) {
+  events_->add_abort_hook(id, std::move(hook));
+}
+
+void SageBackend::unregisterAbortHook(int64_t id) {
+  events_->remove_abort_hook(id);
+}
+#endif
+
+#ifdef SAGELLM_HAS_COMPLETION_HOOKS
+void SageBackend::registerCompletionHook(int64_t id, CompletionHook hook) {
+  if (delegated()) value_error("register_completion_hook", "a delegated group does not tell when its works complete");
+  events_->add_completion_hook(id, std::move(hook));
+}
+
+void SageBackend::unregisterCompletionHook(int64_t id) {
+  events_->remove_completion_hook(id);
+}
+#endif
+
+SageBackend::WorkPtr SageBackend::submit(Plan& plan, const Label& label, TensorView inputs, TensorView outputs,
+                                         bool async) {
+  if (async || events_->has_work_hook()) {
+    Plan* one = &plan;
+    return submit_async(one, label, inputs, outputs, async);
+  }
+  run(plan, label, inputs);
+  return nullptr;
+}
+
+SageBackend::WorkPtr SageBackend::submit_all(std::vector<Plan>& plans, const Label& label, TensorView inputs,
+                                             TensorView outputs, bool async) {
+  if (plans.size() == 1) return submit(plans[0], label, inputs, outputs, async);
+  c10::SmallVector<Plan*, 4> all;
+  for (Plan& plan : plans) all.push_back(&plan);
+  return submit_async(all, label, inputs, outputs, async);
+}
+
+void SageBackend::run(Plan& plan, const Label& label, TensorView inputs) {
+  Graveyard::instance().drain();
+  const std::unique_ptr<Trace> trace = Trace::start(label.title, inputs);
+  plan.call.sync = true;
+  // The caller's frame keeps the tensors; only staged copies need to hear of the operation.
+  std::shared_ptr<Pending> pending;
+  if (plan.call.staged) pending = std::make_shared<Pending>(nullptr, Tensors(), plan);
+  try {
+    plan.run(*group_, pending);
+  } catch (const c10::DistBackendError&) {
+    events_->call_abort_hooks();
+    throw;
+  }
+  if (trace) trace->end();
+  if (pending && !pending->copy_error().empty()) raise(pending->copy_error());
+}
+
+SageBackend::WorkPtr SageBackend::submit_async(c10::ArrayRef<Plan*> plans, const Label& label, TensorView inputs,
+                                               TensorView outputs, bool async) {
+  Graveyard::instance().drain();
+  auto work =
+      c10::make_intrusive<OpWork>(getRank(), label.type, outputs.vec(), events_, Trace::start(label.title, inputs));
+  size_t issued = 0;
+  try {
+    for (Plan* plan : plans) {
+      work->add(*group_, *plan, issued == 0 ? inputs.vec() : Tensors());
+      ++issued;
+    }
+  } catch (const std::exception&) {
+    // What was issued ends by itself, and nobody will wait for it; those who watch works hear of the failure.
+    work->seal("Vsagellm: the call could not be issued");
+    throw;
+  }
+  work->seal();
+  if (async) return work;
+  work->wait(kNoTimeout);
+  return nullptr;
+}
+
+}  // namespace sagellm

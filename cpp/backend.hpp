@@ -1,0 +1,189 @@
+// The c10d backend: each override checks its call, lowers it to one plain request and hands that to the core. It
+// decides nothing.
+//
+// The overrides carry c10d's old names, which every supported torch has; where the newer ones exist they forward here.
+// What a virtual function of c10d::Backend does that is not overridden below (a test reads these lines):
+//
+// inherited: isInitialized: true is right, the creator has connected everything
+// inherited: setGroupUid: remembers the name
+// inherited: getBoundDeviceId: remembers the device
+// inherited: setBoundDeviceId: remembers the device
+// inherited: eagerConnectSingleDevice: nothing is left to connect
+// refused: addEphemeralTimeout: ignored, as c10d allows
+// refused: allocateTensor: there is no memory pool yet
+// refused: getMemAllocator: there is no memory pool yet
+// refused: supportsTensorAlloc: false, there is no memory pool yet
+// refused: supportsShrinking: false
+// refused: shrink: make a new group of the survivors
+// refused: supportsReconfigure: false
+// refused: get_reconfigure_handle: make a new group of the survivors
+// refused: reconfigure: make a new group of the survivors
+// refused: supportsWindow: false
+// refused: new_window: one-sided operations are not offered
+// refused: supportsTimeEstimation: false
+// refused: startTimeEstimate: there is no simulation of a group
+// refused: endTimeEstimate: there is no simulation of a group
+// refused: startCoalescing: see supportsCoalescing
+// refused: endCoalescing: see supportsCoalescing
+// refused: merge: make a new group of the ranks of both
+// refused: suspend: there is no memory pool to give back
+// refused: resume: there is no memory pool to take again
+// refused: getMemoryStats: there is no memory pool to report on
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "compat.hpp"
+#include "plan.hpp"
+#include "work.hpp"
+
+namespace sagellm {
+
+class SageBackend final : public c10d::Backend {
+ public:
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+  using Tensors = std::vector<at::Tensor>;
+  using Lists = std::vector<std::vector<at::Tensor>>;
+
+  struct Options final : c10d::Backend::Options {
+    explicit Options(std::chrono::milliseconds timeout = kBackendDefaultTimeout)
+        : c10d::Backend::Options("sagellm", timeout) {}
+
+    c10::intrusive_ptr<Options> copy() const { return c10::make_intrusive<Options>(*this); }
+#ifdef SAGELLM_HAS_OPTIONS_CLONE
+    c10::intrusive_ptr<c10d::Backend::Options> clone() const override { return copy(); }
+#endif
+
+    // "auto", or "delegate" to serve the group by torch's own backend although shared memory would do.
+    std::string engine = "auto";
+    // The built-in backend that serves what the engine cannot. Read by the Python package, which makes it.
+    std::string delegate = "gloo";
+  };
+
+  // Meets the other ranks, until all came or the timeout of the options. Call without the GIL.
+  static c10::intrusive_ptr<SageBackend> create(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                                c10::intrusive_ptr<Options> options);
+
+  SageBackend(int rank, int size, c10::intrusive_ptr<Options> options, rust::Box<RustGroup> group);
+  ~SageBackend() override;
+
+  // Why the group must be served by a delegate, or empty. If not empty, `set_delegate` must be called before use.
+  const std::string& delegate_reason() const { return delegate_reason_; }
+  void set_delegate(c10::intrusive_ptr<c10d::Backend> delegate);
+  // Which engine serves the group and why, in one line.
+  std::string describe() const;
+
+  const std::string getBackendName() const override { return "sagellm"; }
+  c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }
+  void setTimeout(std::chrono::milliseconds timeout) override;
+  uint64_t getSequenceNumberForGroup() override;
+  // Numbers begin at the same value everywhere; there is nothing to agree on.
+  void setSequenceNumberForGroup() override {}
+  c10d::ErrorType getError() override;
+  void shutdown() override;
+  void abort() override;
+
+  // False, one answer for all devices of the group: without regions a batch of sends and receives is issued one by
+  // one, and issuing never waits for a peer, so nothing is gained on a CPU that would be worth their rules.
+  bool supportsCoalescing() const override;
+  bool supportsSplitting() const override { return true; }
+  c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+                                          const c10::intrusive_ptr<c10d::Backend::Options>& opts) override;
+
+  void enableCollectivesTiming() override;
+  void registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override;
+  void waitForPendingWorks() override;
+#ifdef SAGELLM_HAS_ABORT_HOOKS
+  void registerAbortHook(int64_t id, AbortHook hook) override;
+  void unregisterAbortHook(int64_t id) override;
+#endif
+#ifdef SAGELLM_HAS_COMPLETION_HOOKS
+  bool supportsAbortHooks() const override { return true; }
+  // A delegate's works are its own; nobody would tell their end.
+  bool supportsCompletionHooks() const override { return !delegated(); }
+  void registerCompletionHook(int64_t id, CompletionHook hook) override;
+  void unregisterCompletionHook(int64_t id) override;
+#endif
+
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override;
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
+  WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
+  WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) override;
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override;
+  WorkPtr allgather(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override;
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) override;
+  WorkPtr allgather_coalesced(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override;
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::AllgatherOptions& opts) override;
+  WorkPtr gather(Lists& outputs, Tensors& inputs, const c10d::GatherOptions& opts) override;
+  WorkPtr scatter(Tensors& outputs, Lists& inputs, const c10d::ScatterOptions& opts) override;
+  WorkPtr reduce_scatter(Tensors& outputs, Lists& inputs, const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+                        std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& opts) override;
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) override;
+  WorkPtr barrier(const c10d::BarrierOptions& opts) override;
+  void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override;
+  WorkPtr send(Tensors& tensors, int destination, int tag) override;
+  WorkPtr recv(Tensors& tensors, int source, int tag) override;
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override;
+
+#ifdef SAGELLM_HAS_SINGLE_NAMES
+  // Their base versions forward as well, but refuse to be entered twice on one thread, which a signal handler that
+  // runs while the outer call waits would do.
+  WorkPtr all_gather_single(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) override;
+  WorkPtr all_gather_single_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override;
+  WorkPtr reduce_scatter_single(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr reduce_scatter_single_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr all_to_all_single(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+                            std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& opts) override;
+  WorkPtr gather_single(at::Tensor& output, at::Tensor& input, const c10d::GatherOptions& opts) override;
+  WorkPtr gather_into_tensor(at::Tensor& output, at::Tensor& input, const c10d::GatherOptions& opts) override;
+#endif
+
+ private:
+  // What a call is called elsewhere: in the profiler ("sagellm:" and the op) and in c10d's enumeration.
+  struct Label {
+    const char* title;
+    c10d::OpType type;
+  };
+  using TensorView = c10::ArrayRef<at::Tensor>;
+
+  // The last step of every override. Synchronous calls are finished here, on this thread, and return no Work: c10d
+  // takes that for "done", and it is the cheapest path. `inputs` are kept alive until an asynchronous call has ended;
+  // `outputs` are its result.
+  WorkPtr submit(Plan& plan, const Label& label, TensorView inputs, TensorView outputs, bool async);
+  // The same for a list whose types differ: one operation per run of equal types, one Work for all.
+  WorkPtr submit_all(std::vector<Plan>& plans, const Label& label, TensorView inputs, TensorView outputs, bool async);
+  WorkPtr submit_async(c10::ArrayRef<Plan*> plans, const Label& label, TensorView inputs, TensorView outputs,
+                       bool async);
+  void run(Plan& plan, const Label& label, TensorView inputs);
+
+  WorkPtr allreduce_coo(at::Tensor& tensor, const c10d::AllreduceOptions& opts);
+  WorkPtr receive(Tensors& tensors, uint32_t source, int tag, const Label& label, const char* op);
+
+  bool delegated() const { return !delegate_reason_.empty(); }
+  c10::intrusive_ptr<c10d::Backend> delegate() const;
+  // A delegate for a part of this group, made by this group's delegate.
+  c10::intrusive_ptr<c10d::Backend> split_delegate(const SageBackend& child,
+                                                   const c10::intrusive_ptr<c10d::Store>& store,
+                                                   const std::vector<int>& ranks) const;
+
+  const c10::intrusive_ptr<Options> options_;
+  const rust::Box<RustGroup> group_;
+  const std::string delegate_reason_;
+  const std::shared_ptr<Events> events_ = std::make_shared<Events>();
+
+  mutable std::mutex delegate_mutex_;
+  c10::intrusive_ptr<c10d::Backend> delegate_;
+  // Numbers the sparse all-reduces of this rank, which gives their messages tags of their own.
+  std::atomic<uint32_t> sparse_count_{0};
+};
+
+}  // namespace sagellm

@@ -1,0 +1,148 @@
+#include "callbacks.hpp"
+
+#include <cxxabi.h>
+#include <pthread.h>
+#include <signal.h>
+
+#include <exception>
+#include <string>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+#include "compat.hpp"
+#include "host.hpp"
+
+namespace sagellm {
+
+namespace {
+
+// Signals belong to the main thread; a thread inherits the mask of the one that starts it.
+class BlockSignals {
+ public:
+  BlockSignals() {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before_);
+  }
+  ~BlockSignals() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  BlockSignals(const BlockSignals&) = delete;
+  BlockSignals& operator=(const BlockSignals&) = delete;
+
+ private:
+  sigset_t before_{};
+};
+
+void run_logged(const std::function<void()>& job) {
+  try {
+    job();
+  } catch (const std::exception& error) {
+    log_line(1, std::string("a callback of an operation failed: ") + error.what());
+  } catch (const abi::__forced_unwind&) {
+    // The interpreter ends a thread that asks for the GIL too late this way; it must not be stopped.
+    throw;
+  } catch (...) {
+    log_line(1, "a callback of an operation failed");
+  }
+}
+
+// A job may own Python objects, which cannot be dropped any more.
+void leak(std::function<void()> job) {
+  new std::function<void()>(std::move(job));
+}
+
+}  // namespace
+
+CallbackPool& CallbackPool::instance() {
+  // Never destroyed: its threads may outlive static destructors.
+  static auto* pool = new CallbackPool();
+  return *pool;
+}
+
+void CallbackPool::post(std::function<void()> job) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (stopped_) return leak(std::move(job));
+  jobs_.push_back(std::move(job));
+  if (jobs_.size() <= idle_) {
+    work_.notify_one();
+    return;
+  }
+  if (add_thread() || threads_ > 0) return;
+  // No thread at all and none to be had: better here, on the wrong thread, than never.
+  job = std::move(jobs_.back());
+  jobs_.pop_back();
+  lock.unlock();
+  run_logged(job);
+}
+
+bool CallbackPool::add_thread() {
+  const BlockSignals block;
+  try {
+    std::thread([this] { serve(); }).detach();
+  } catch (const std::system_error&) {
+    return false;
+  }
+  ++threads_;
+  return true;
+}
+
+void CallbackPool::serve() {
+  pthread_setname_np(pthread_self(), "sagellm-call");
+  constexpr auto kIdle = std::chrono::seconds(10);
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!stopped_) {
+    if (jobs_.empty()) {
+      ++idle_;
+      const bool called = work_.wait_for(lock, kIdle, [this] { return stopped_ || !jobs_.empty(); });
+      --idle_;
+      if (!called) break;
+      continue;
+    }
+    // On the heap, because what it owns must not be dropped when the thread is unwound (see `run_logged`).
+    auto* job = new std::function<void()>(std::move(jobs_.front()));
+    jobs_.pop_front();
+    lock.unlock();
+    // Once the interpreter goes down the job is leaked.
+    if (python_alive()) {
+      run_logged(*job);
+      delete job;
+    }
+    lock.lock();
+  }
+  --threads_;
+  left_.notify_all();
+}
+
+void CallbackPool::stop(std::chrono::milliseconds patience) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  stopped_ = true;
+  work_.notify_all();
+  left_.wait_for(lock, patience, [this] { return threads_ == 0; });
+  for (auto& job : jobs_) leak(std::move(job));
+  jobs_.clear();
+}
+
+Graveyard& Graveyard::instance() {
+  // Never destroyed: what lies here when the process exits must not be dropped.
+  static auto* graveyard = new Graveyard();
+  return *graveyard;
+}
+
+void Graveyard::bury(c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> tensors) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  graves_.push_back({std::move(work), std::move(tensors)});
+  filled_.store(true, std::memory_order_relaxed);
+}
+
+void Graveyard::empty() {
+  if (!python_alive()) return;
+  std::vector<Grave> graves;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    graves.swap(graves_);
+    filled_.store(false, std::memory_order_relaxed);
+  }
+  // The references fall here, without the lock: a destructor may come back to us.
+}
+
+}  // namespace sagellm

@@ -1,0 +1,66 @@
+// Every condition on the torch or Python version lives here, so that the rest of `cpp/` reads as one program.
+//
+// torch 2.11 is compiled as C++17, later ones as C++20: nothing newer than C++17 may be used anywhere in `cpp/`.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+#include <torch/version.h>
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#define SAGELLM_TORCH_AT_LEAST(major, minor) \
+  (TORCH_VERSION_MAJOR > (major) || (TORCH_VERSION_MAJOR == (major) && TORCH_VERSION_MINOR >= (minor)))
+
+// torch 2.14 brought the abort hooks and, without a macro of their own, `all_gather_single` and its siblings,
+// `gather_into_tensor`, `Options::clone` and `Work::getTimeout`.
+#ifdef C10D_BACKEND_HAS_HOOKS
+#define SAGELLM_HAS_ABORT_HOOKS 1
+#define SAGELLM_HAS_SINGLE_NAMES 1
+#define SAGELLM_HAS_OPTIONS_CLONE 1
+#define SAGELLM_HAS_WORK_TIMEOUT 1
+#endif
+
+// torch 2.15: completion hooks with their keys, and a way to ask for either kind of hook.
+#if SAGELLM_TORCH_AT_LEAST(2, 15)
+#define SAGELLM_HAS_COMPLETION_HOOKS 1
+#endif
+
+namespace sagellm {
+
+// The shapes of the hooks, also under torch versions that cannot register any: then the code that calls them needs no
+// condition.
+#ifdef SAGELLM_HAS_ABORT_HOOKS
+using AbortHook = c10d::AbortHook;
+#else
+using AbortHook = std::function<void()>;
+#endif
+#ifdef SAGELLM_HAS_COMPLETION_HOOKS
+using CompletionHook = c10d::CompletionHook;
+using CompletionHookArgs = c10d::CompletionHookArgs;
+#else
+struct CompletionHookArgs {
+  uint64_t completionKey = 0;
+  std::optional<float> duration_ms;
+};
+using CompletionHook = std::function<void(const CompletionHookArgs&)>;
+#endif
+
+// torch 2.15 keeps the older of its two names as an alias.
+using PremulSupplement = c10d::NCCLPreMulSumSupplement;
+
+// False before the interpreter is up and from the moment it begins to go down: then no thread may ask for the GIL.
+inline bool python_alive() {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsInitialized() != 0 && Py_IsFinalizing() == 0;
+#else
+  return Py_IsInitialized() != 0 && _Py_IsFinalizing() == 0;
+#endif
+}
+
+}  // namespace sagellm

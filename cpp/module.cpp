@@ -1,0 +1,121 @@
+// `sagellm._C`: what the Python package sees of the extension. Every function that may wait lets go of the GIL.
+#include <pybind11/chrono.h>
+#include <torch/csrc/Exceptions.h>
+
+#include <chrono>
+#include <string>
+#include <vector>
+
+#include "backend.hpp"
+#include "callbacks.hpp"
+#include "compat.hpp"
+#include "errors.hpp"
+#include "python_host.hpp"
+
+namespace sagellm {
+
+namespace {
+
+using Options = SageBackend::Options;
+// Python passes a timedelta, or a number of seconds.
+using Seconds = std::chrono::duration<double>;
+
+std::chrono::milliseconds milliseconds(Seconds seconds) {
+  return std::chrono::duration_cast<std::chrono::milliseconds>(seconds);
+}
+
+c10::intrusive_ptr<Options> make_options(Seconds timeout, std::string engine, std::string delegate) {
+  auto options = c10::make_intrusive<Options>(milliseconds(timeout));
+  options->engine = std::move(engine);
+  options->delegate = std::move(delegate);
+  return options;
+}
+
+c10::intrusive_ptr<SageBackend> create(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                       Seconds timeout, std::string group_name,
+                                       const std::vector<int64_t>& global_ranks,
+                                       const c10::intrusive_ptr<Options>& given) {
+  // The caller's object may serve several groups; each backend gets its own.
+  auto options = given ? given->copy() : c10::make_intrusive<Options>();
+  options->timeout = milliseconds(timeout);
+  options->group_name = std::move(group_name);
+  options->global_ranks_in_group.assign(global_ranks.begin(), global_ranks.end());
+  c10::intrusive_ptr<SageBackend> backend;
+  try {
+    const py::gil_scoped_release no_gil;
+    backend = SageBackend::create(store, rank, size, std::move(options));
+  } catch (...) {
+    // What was logged on the way explains the error.
+    drain_log();
+    throw;
+  }
+  drain_log();
+  return backend;
+}
+
+// Once, from atexit: afterwards no thread of ours runs that might ask for the GIL.
+void leave() {
+  {
+    const py::gil_scoped_release no_gil;
+    at_exit();
+    // A trace that torch's flight recorder writes after a failure takes seconds.
+    CallbackPool::instance().stop(std::chrono::seconds(5));
+  }
+  Graveyard::instance().drain();
+  drain_log();
+  close_log();
+}
+
+// Works for functions of this module; c10d's own bindings translate by themselves.
+template <class Function>
+auto translated(Function function) {
+  return torch::wrap_pybind_function(function);
+}
+
+void bind_options(py::module_& module) {
+  // The base classes must be known before ours are told of them.
+  py::module_::import("torch._C._distributed_c10d");
+  py::class_<Options, c10d::Backend::Options, c10::intrusive_ptr<Options>>(
+      module, "Options", "Options of a sagellm process group, for the argument pg_options.")
+      .def(py::init(&make_options), py::arg("timeout") = Seconds(kBackendDefaultTimeout), py::arg("engine") = "auto",
+           py::arg("delegate") = "gloo")
+      .def_readwrite("engine", &Options::engine)
+      .def_readwrite("delegate", &Options::delegate)
+      .def("__copy__", [](const Options& self) { return self.copy(); })
+      .def("__deepcopy__", [](const Options& self, const py::dict&) { return self.copy(); }, py::arg("memo"));
+}
+
+void bind_backend(py::module_& module) {
+  py::class_<SageBackend, c10d::Backend, c10::intrusive_ptr<SageBackend>>(module, "SageBackend",
+                                                                          "One process group of the sagellm backend.")
+      .def_property_readonly("delegate_reason", &SageBackend::delegate_reason)
+      .def("_set_delegate", translated(&SageBackend::set_delegate), py::arg("backend"))
+      .def("describe", &SageBackend::describe)
+      .def_property_readonly(
+          "options",
+          [](SageBackend& self) { return c10::static_intrusive_pointer_cast<Options>(self.getBackendOptions()); })
+      // new_group calls it on ranks outside the new group when the group is bound to a device; only members meet here.
+      .def("perform_nocolor_split", [](SageBackend&, const py::object&) {}, py::arg("device"));
+}
+
+}  // namespace
+
+}  // namespace sagellm
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  using namespace sagellm;
+  module.doc() = "The C++ half of sagellm; use the package sagellm instead.";
+  module.attr("torch_version_built") = TORCH_VERSION;
+  bind_options(module);
+  bind_backend(module);
+  module.def("create", torch::wrap_pybind_function(&create), py::arg("store"), py::arg("rank"), py::arg("size"),
+             py::arg("timeout"), py::arg("group_name") = "", py::arg("global_ranks") = std::vector<int64_t>(),
+             py::arg("options") = py::none());
+  module.def("set_log_level", &set_log_level, py::arg("level"));
+  module.def("drain_log", &drain_log);
+  module.def("doctor", [] {
+    const py::gil_scoped_release no_gil;
+    return std::string(doctor());
+  });
+  module.def("at_exit", &leave);
+}

@@ -1,0 +1,176 @@
+#include "plan.hpp"
+
+#include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "checks.hpp"
+#include "errors.hpp"
+
+namespace sagellm {
+
+namespace {
+
+// The bytes in memory are the elements, in order.
+bool is_plain(const at::Tensor& tensor) {
+  return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+}
+
+// From the first to behind the last byte that belongs to the tensor; strides are never negative.
+Piece hull(const at::Tensor& tensor) {
+  if (tensor.numel() == 0) return {0, 0};
+  size_t last = 0;
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    last += static_cast<size_t>(tensor.size(dim) - 1) * static_cast<size_t>(tensor.stride(dim));
+  }
+  return {reinterpret_cast<size_t>(tensor.const_data_ptr()), (last + 1) * tensor.itemsize()};
+}
+
+rust::Slice<const Piece> slice(const c10::SmallVector<Piece, 4>& pieces) {
+  return {pieces.data(), pieces.size()};
+}
+
+rust::Slice<const size_t> slice(const std::vector<size_t>& blocks) {
+  // An empty vector may have a null pointer, which cxx takes for an empty slice.
+  return {blocks.data(), blocks.size()};
+}
+
+void block_sizes(c10::ArrayRef<at::Tensor> tensors, std::vector<size_t>& blocks) {
+  const size_t first = tensors[0].nbytes();
+  if (std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& t) { return t.nbytes() == first; })) return;
+  blocks.reserve(tensors.size());
+  for (const at::Tensor& tensor : tensors) blocks.push_back(tensor.nbytes());
+}
+
+double premul_factor(const char* op, const c10d::ReduceOp& reduce_op) {
+  const auto* supplement = dynamic_cast<const PremulSupplement*>(reduce_op.supplement_.get());
+  if (supplement == nullptr) value_error(op, "PREMUL_SUM came without its factor");
+  // Read once, now: the caller may change the tensor while the operation runs.
+  return supplement->tensor_factor.defined() ? supplement->tensor_factor.item<double>() : supplement->double_factor;
+}
+
+}  // namespace
+
+void copy_quietly(const at::Tensor& to, const at::Tensor& from) {
+  // Threads of the core start with grad mode on, and a parameter that requires grad may be an output.
+  const at::NoGradGuard no_grad;
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  to.copy_(from);
+}
+
+bool overlap(const at::Tensor& left, const at::Tensor& right) {
+  const Piece a = hull(left);
+  const Piece b = hull(right);
+  return a.bytes > 0 && b.bytes > 0 && a.addr < b.addr + b.bytes && b.addr < a.addr + a.bytes;
+}
+
+Plan::Plan(const char* op, Kind kind, std::chrono::milliseconds timeout) : op(op), call() {
+  call.kind = static_cast<uint8_t>(kind);
+  call.timeout_ms = timeout.count();
+}
+
+void Plan::combine(const at::Tensor& tensor, const c10d::ReduceOp& reduce_op) {
+  call.dtype = check::reducible(op, tensor);
+  if (reduce_op.op_ >= c10d::ReduceOp::UNUSED) {
+    value_error(op, c10::str("unknown reduce op number ", static_cast<int>(reduce_op.op_)));
+  }
+  call.op = static_cast<uint8_t>(reduce_op.op_);
+  if (reduce_op.op_ == c10d::ReduceOp::PREMUL_SUM) call.factor = premul_factor(op, reduce_op);
+}
+
+at::Tensor Plan::stand_in(const at::Tensor& tensor) {
+  touched_.push_back(hull(tensor));
+  call.staged = true;
+  return at::Tensor(at::detail::empty_cpu(tensor.sizes(), tensor.scalar_type()));
+}
+
+char* Plan::readable(const at::Tensor& tensor, bool stage) {
+  // The core only reads through this pointer; its pieces do not tell inputs from outputs.
+  if (is_plain(tensor) && !stage) return const_cast<char*>(static_cast<const char*>(tensor.const_data_ptr()));
+  before.push_back({stand_in(tensor), tensor});
+  return static_cast<char*>(before.back().temporary.mutable_data_ptr());
+}
+
+char* Plan::writable(const at::Tensor& tensor, bool stage) {
+  if (is_plain(tensor) && !stage) return static_cast<char*>(tensor.mutable_data_ptr());
+  after.push_back({stand_in(tensor), tensor});
+  return static_cast<char*>(after.back().temporary.mutable_data_ptr());
+}
+
+void Plan::read(const at::Tensor& tensor, bool stage) {
+  if (tensor.numel() == 0) return;
+  inputs_.push_back({reinterpret_cast<size_t>(readable(tensor, stage)), tensor.nbytes()});
+}
+
+void Plan::write(const at::Tensor& tensor, bool stage) {
+  if (tensor.numel() == 0) return;
+  outputs_.push_back({reinterpret_cast<size_t>(writable(tensor, stage)), tensor.nbytes()});
+}
+
+void Plan::update(const at::Tensor& tensor) {
+  if (tensor.numel() == 0) return;
+  // Writable first: it may give a copy-on-write tensor memory of its own, which is then what is read.
+  char* memory = writable(tensor, false);
+  if (!is_plain(tensor)) before.push_back(after.back());
+  const Piece piece{reinterpret_cast<size_t>(memory), tensor.nbytes()};
+  inputs_.push_back(piece);
+  outputs_.push_back(piece);
+}
+
+void Plan::read_blocks(c10::ArrayRef<at::Tensor> tensors, size_t ranks) {
+  std::vector<size_t> bases;
+  for (const at::Tensor& tensor : tensors) {
+    bases.push_back(tensor.numel() == 0 ? 0 : reinterpret_cast<size_t>(readable(tensor, false)));
+  }
+  for (size_t rank = 0; rank < ranks; ++rank) {
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      const size_t block = tensors[i].nbytes() / ranks;
+      if (block > 0) inputs_.push_back({bases[i] + rank * block, block});
+    }
+  }
+}
+
+void Plan::write_blocks(c10::ArrayRef<at::Tensor> tensors, size_t ranks) {
+  std::vector<size_t> bases;
+  for (const at::Tensor& tensor : tensors) {
+    bases.push_back(tensor.numel() == 0 ? 0 : reinterpret_cast<size_t>(writable(tensor, false)));
+  }
+  for (size_t rank = 0; rank < ranks; ++rank) {
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      const size_t block = tensors[i].nbytes() / ranks;
+      if (block > 0) outputs_.push_back({bases[i] + rank * block, block});
+    }
+  }
+}
+
+void Plan::set_in_blocks(c10::ArrayRef<at::Tensor> tensors) {
+  block_sizes(tensors, in_blocks);
+}
+
+void Plan::set_out_blocks(c10::ArrayRef<at::Tensor> tensors) {
+  block_sizes(tensors, out_blocks);
+}
+
+rust::Box<RustOp> Plan::issue(const RustGroup& group, std::shared_ptr<Completion> completion) const {
+  try {
+    return group.issue(call, slice(inputs_), slice(outputs_), slice(in_blocks), slice(out_blocks), slice(touched_),
+                       std::move(completion));
+  } catch (const rust::Error& error) {
+    raise(error.what());
+  }
+}
+
+void Plan::run(const RustGroup& group, std::shared_ptr<Completion> completion) const {
+  try {
+    group.run(call, slice(inputs_), slice(outputs_), slice(in_blocks), slice(out_blocks), slice(touched_),
+              std::move(completion));
+  } catch (const rust::Error& error) {
+    raise(error.what());
+  }
+}
+
+}  // namespace sagellm

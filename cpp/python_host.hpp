@@ -1,0 +1,25 @@
+// The Python half of `host.hpp`: c10d's store, kept exceptions, the way from the log queue to Python's logging.
+#pragma once
+
+#include <exception>
+#include <memory>
+
+#include "compat.hpp"
+#include "host.hpp"
+
+namespace sagellm {
+
+// Wraps c10d's store. A clone is used where the store offers one: a TCPStore serves one caller per connection, and
+// another thread may be blocked in it for minutes.
+std::shared_ptr<Store> wrap_store(const c10::intrusive_ptr<c10d::Store>& store);
+
+// The exception of this thread's last `check_interrupt() == true`, or null; taking it forgets it.
+std::exception_ptr take_interrupt() noexcept;
+
+// Writes the queued lines to Python's logging. Call with the GIL.
+void drain_log();
+
+// From now on warnings and errors go to stderr, everything else nowhere: Python's logging is going down.
+void close_log();
+
+}  // namespace sagellm

@@ -1,0 +1,49 @@
+"""Marks, deadlines and the shared pool of rank processes for every Python test."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+DEADLINE = 120  # seconds for a test that names no other; a hang must never hold up the whole run
+
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """pytest passes over folders called "dist" unless told otherwise."""
+    return False if collection_path == HERE / "dist" else None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Names the marks."""
+    config.addinivalue_line("markers", "quick: part of the daily run")
+    config.addinivalue_line("markers", "long: many repetitions; runs only when asked for with -m long")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Gives every test a deadline; leaves `long` tests out unless marks were asked for."""
+    for item in items:
+        if item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(DEADLINE))
+    if not config.getoption("-m"):
+        out = [item for item in items if item.get_closest_marker("long")]
+        if out:
+            config.hook.pytest_deselected(items=out)
+            items[:] = [item for item in items if not item.get_closest_marker("long")]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def end_of_ranks() -> Iterator[None]:
+    """Ends the pool and the zygote when the session ends."""
+    yield
+    import harness
+
+    harness.Pool.end()
+    if harness.Zygote._one is not None:
+        harness.Zygote._one.close()

@@ -1,0 +1,53 @@
+"""Helpers of the collective tests: the inputs of every rank, checked results, sizes worth testing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from harness import IS_GLOO
+from reference import fold, make, same_bits
+
+# Around the sizes where an engine may change its way: nothing, one, odd, a cache line, a page, slots, bulk.
+SIZES = [0, 1, 3, 7, 16, 63, 1000, 1023, 1024, 1025, 4097]
+BULK = [262_144 + 3, 1_310_720]  # float32 elements: 1 MiB and a bit, 5 MiB
+
+
+def inputs_of(ranks: int, dtype: torch.dtype, count: int, seed: int = 0) -> list[torch.Tensor]:
+    """What every rank of the group gives; any rank can compute all of it."""
+    return [make(dtype, count, 1000 * seed + rank) for rank in range(ranks)]
+
+
+def same_reduced(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    """Bit equality; gloo, which promises an order to nobody, is allowed rounding."""
+    if IS_GLOO and expected.dtype.is_floating_point:
+        torch.testing.assert_close(found, expected, rtol=5e-2, atol=0.5, msg=lambda text: f"{what}: {text}")
+        return
+    same_bits(found, expected, what)
+
+
+def op_of(name: str, factor: float = 1.0) -> dist.ReduceOp:
+    """A reduce op by name."""
+    if name == "PREMUL_SUM":
+        return dist._make_nccl_premul_sum(factor)
+    return getattr(dist.ReduceOp, name)
+
+
+def expected_sum(ranks: int, count: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The sum over `inputs_of`."""
+    return fold("SUM", inputs_of(ranks, dtype, count, seed))
+
+
+def strided(tensor: torch.Tensor) -> torch.Tensor:
+    """A non-contiguous tensor (every second element of a larger one) with the same values."""
+    wide = torch.zeros((*tensor.shape[:-1], 2 * tensor.shape[-1]), dtype=tensor.dtype)
+    view = wide[..., ::2]
+    view.copy_(tensor)
+    assert view.numel() < 2 or not view.is_contiguous()
+    return view
+
+
+def members(groups: Sequence[Sequence[int]]) -> list[dist.ProcessGroup]:
+    """New groups, in the given order of ranks; every rank of the world must call this alike."""
+    return [dist.new_group(list(ranks), sort_ranks=False) for ranks in groups]

@@ -1,0 +1,150 @@
+"""What a reduction must give, bit for bit, computed from every rank's input in rank order by one plain thread.
+
+Low precision is widened to float32, combined there and rounded once; integers wrap; AVG divides the sum once and
+truncates integers towards zero; PREMUL_SUM multiplies every rank's numbers by that rank's factor first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+SIGNED = [torch.int8, torch.int16, torch.int32, torch.int64]
+UNSIGNED = [torch.uint8, torch.uint16, torch.uint32, torch.uint64]
+COMPLEX = [torch.complex64, torch.complex128]
+FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
+REDUCIBLE = [*FLOATS, *SIGNED, *UNSIGNED, torch.bool]
+MOVABLE = [*REDUCIBLE, *COMPLEX, *FLOAT8]
+GLOO_REDUCIBLE = [*FLOATS, torch.int8, torch.int32, torch.int64, torch.uint8]
+
+FLOAT_OPS = ["SUM", "AVG", "PRODUCT", "MIN", "MAX"]
+INT_OPS = [*FLOAT_OPS, "BAND", "BOR", "BXOR"]
+BOOL_OPS = ["SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"]
+
+
+def ops_of(dtype: torch.dtype) -> list[str]:
+    """The reduce ops that are defined for a dtype (PREMUL_SUM apart)."""
+    if dtype.is_complex:
+        return ["SUM", "AVG"]
+    if dtype.is_floating_point:
+        return FLOAT_OPS
+    return BOOL_OPS if dtype == torch.bool else INT_OPS
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor in logical order, to compare NaN and signed zero too."""
+    flat = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
+    return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
+
+
+def same_bits(found: torch.Tensor, expected: torch.Tensor, what: str = "") -> None:
+    """Fails unless shape, dtype and every bit agree; says where they part."""
+    assert found.dtype == expected.dtype, f"{what}: dtype {found.dtype}, expected {expected.dtype}"
+    assert tuple(found.shape) == tuple(expected.shape), f"{what}: shape {found.shape}, expected {expected.shape}"
+    left, right = bits(found), bits(expected)
+    if not torch.equal(left, right):
+        size = found.element_size()
+        where = [int(i) // size for i in (left != right).nonzero().reshape(-1)[:5]]
+        raise AssertionError(
+            f"{what}: {int((left != right).sum())} bytes differ of {left.numel()}, first at elements {where}"
+        )
+
+
+def make(dtype: torch.dtype, count: int, seed: int) -> torch.Tensor:
+    """`count` elements that depend on `seed` only, over the dtype's range but without NaN or infinity."""
+    rng = np.random.default_rng(seed + 1)
+    if dtype == torch.bool:
+        return torch.from_numpy(rng.integers(0, 2, count).astype(bool))
+    if dtype.is_complex:
+        parts = make(torch.float32 if dtype == torch.complex64 else torch.float64, 2 * count, seed)
+        return torch.view_as_complex(parts.reshape(count, 2))
+    if dtype in FLOAT8:
+        exact = torch.from_numpy(rng.integers(-8, 9, count).astype(np.float32))
+        return exact.to(dtype)
+    if dtype.is_floating_point:
+        return torch.from_numpy(rng.standard_normal(count) * 3).to(dtype)
+    info = torch.iinfo(dtype)
+    plain = rng.integers(info.min, info.max, count, dtype=numpy_of(dtype), endpoint=True)
+    return torch.from_numpy(plain)
+
+
+def numpy_of(dtype: torch.dtype) -> type:
+    """numpy's integer type of the same name."""
+    return getattr(np, str(dtype).removeprefix("torch."))
+
+
+def fold(op: str, inputs: Sequence[torch.Tensor], factors: Sequence[float] | None = None) -> torch.Tensor:
+    """The reduction of every rank's input, in rank order."""
+    first = inputs[0]
+    if first.dtype.is_complex:
+        parts = [torch.view_as_real(each) for each in inputs]
+        return torch.view_as_complex(fold(op, parts, factors))
+    if first.dtype.is_floating_point:
+        return _fold_floats(op, inputs, factors)
+    if first.dtype == torch.bool:
+        return _fold_bools(op, inputs)
+    return _fold_integers(op, [each.contiguous().numpy() for each in inputs], factors)
+
+
+def _fold_floats(op: str, inputs: Sequence[torch.Tensor], factors: Sequence[float] | None) -> torch.Tensor:
+    dtype = inputs[0].dtype
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    numbers = [each.to(wide).contiguous().numpy() for each in inputs]
+    if op == "PREMUL_SUM":
+        assert factors is not None
+        numbers = [each * each.dtype.type(factor) for each, factor in zip(numbers, factors, strict=True)]
+    total = numbers[0].copy()
+    for each in numbers[1:]:
+        if op in ("SUM", "AVG", "PREMUL_SUM"):
+            total = total + each
+        elif op == "PRODUCT":
+            total = total * each
+        else:
+            total = np.minimum(total, each) if op == "MIN" else np.maximum(total, each)
+    if op == "AVG":
+        total = total / total.dtype.type(len(inputs))
+    return torch.from_numpy(np.ascontiguousarray(total)).to(dtype).reshape(inputs[0].shape)
+
+
+def _fold_bools(op: str, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = inputs[0].clone()
+    for each in inputs[1:]:
+        if op in ("SUM", "MAX", "BOR"):
+            total |= each
+        elif op == "BXOR":
+            total ^= each
+        else:
+            total &= each
+    return total
+
+
+def _fold_integers(op: str, numbers: Sequence[np.ndarray], factors: Sequence[float] | None) -> torch.Tensor:
+    if op == "PREMUL_SUM":
+        assert factors is not None
+        with np.errstate(over="ignore"):
+            numbers = [each * each.dtype.type(factor) for each, factor in zip(numbers, factors, strict=True)]
+    total = numbers[0].copy()
+    with np.errstate(over="ignore"):
+        for each in numbers[1:]:
+            if op in ("SUM", "AVG", "PREMUL_SUM"):
+                total = total + each
+            elif op == "PRODUCT":
+                total = total * each
+            elif op == "MIN":
+                total = np.minimum(total, each)
+            elif op == "MAX":
+                total = np.maximum(total, each)
+            elif op == "BAND":
+                total = total & each
+            elif op == "BOR":
+                total = total | each
+            else:
+                total = total ^ each
+    if op == "AVG":
+        ranks = len(numbers)
+        whole, rest = np.divmod(total, total.dtype.type(ranks))
+        total = np.where((rest != 0) & (total < 0), whole + 1, whole).astype(total.dtype)
+    return torch.from_numpy(np.ascontiguousarray(total))

@@ -1,0 +1,389 @@
+"""Point to point: tags, any source, order, sizes, fire and forget."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Context, beyond_gloo, expect_raises, run_ranks
+from reference import MOVABLE, make, same_bits
+
+SIZES = [0, 1, 7, 512, 1023, 1024, 1025, 5000, 300_001]
+
+
+def ping(ctx: Context, sizes: list[int]) -> None:
+    n, me = ctx.world_size, ctx.rank
+    right, left = (me + 1) % n, (me - 1) % n
+    for count in sizes:
+        mine, found = make(torch.float32, count, me), torch.empty(count)
+        if me % 2 == 0:
+            dist.send(mine, right)
+            dist.recv(found, left)
+        else:
+            dist.recv(found, left)
+            dist.send(mine, right)
+        same_bits(found, make(torch.float32, count, left), f"{count} floats from {left}")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_send_and_recv_of_every_size(world_size: int) -> None:
+    """Nothing, one element, both sides of 4 KiB, more than a megabyte."""
+    run_ranks(ping, world_size, SIZES)
+
+
+def test_send_and_recv_of_eight_megabytes() -> None:
+    """Far more than any staging."""
+    run_ranks(ping, 2, [2_097_152 + 1])
+
+
+def every_dtype(ctx: Context) -> None:
+    for dtype in MOVABLE:
+        data = make(dtype, 300, 5)
+        if ctx.rank == 0:
+            dist.send(data, 1)
+        else:
+            found = torch.empty_like(data)
+            dist.recv(found, 0)
+            same_bits(found, data, str(dtype))
+
+
+@beyond_gloo("refuses float8, int16 and wide unsigned")
+def test_every_dtype() -> None:
+    """Pitfall 13 for send and recv."""
+    run_ranks(every_dtype, 2)
+
+
+def tags_out_of_order(ctx: Context, count: int) -> None:
+    tags = [5, 3, 9, 0, 7]
+    if ctx.rank == 0:
+        works = [dist.isend(torch.full((count,), float(tag)), 1, tag=tag) for tag in tags]
+        for work in works:
+            work.wait()
+    else:
+        for tag in sorted(tags):
+            found = torch.empty(count)
+            dist.recv(found, 0, tag=tag)
+            assert (found == tag).all(), (tag, found)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("count", [1, 1000, 200_000])
+def test_rule_20_tags_out_of_order(count: int) -> None:
+    """Rule 20: tags are received in another order than they were sent in, small and large."""
+    run_ranks(tags_out_of_order, 2, count)
+
+
+def unposted_tag(ctx: Context) -> None:
+    if ctx.rank == 0:
+        big = dist.isend(torch.full((4_000_000,), 1.0), 1, tag=1)  # 16 MB that nobody has posted
+        small = dist.isend(torch.full((10,), 2.0), 1, tag=2)
+        small.wait(timedelta(seconds=10))
+        total = torch.ones(3)
+        dist.all_reduce(total)
+        big.wait(timedelta(seconds=20))
+    else:
+        found = torch.empty(10)
+        dist.recv(found, 0, tag=2)
+        assert (found == 2.0).all()
+        total = torch.ones(3)
+        dist.all_reduce(total)
+        found = torch.empty(4_000_000)
+        dist.recv(found, 0, tag=1)
+        assert (found == 1.0).all()
+    assert total.tolist() == [2.0] * 3
+
+
+@pytest.mark.quick
+def test_rule_20_an_unposted_tag_blocks_nobody() -> None:
+    """Rules 1 and 20: 16 MB of tag 1 wait at the sender; tag 2 and a collective pass."""
+    run_ranks(unposted_tag, 2)
+
+
+def many_unposted(ctx: Context) -> None:
+    count = 300
+    if ctx.rank == 0:
+        works = [dist.isend(torch.full((100,), float(tag)), 1, tag=tag) for tag in range(count)]
+        dist.isend(torch.full((4,), -1.0), 1, tag=9999).wait()
+        for work in works:
+            work.wait()
+    else:
+        found = torch.empty(4)
+        dist.recv(found, 0, tag=9999)
+        assert (found == -1.0).all()
+        for tag in reversed(range(count)):
+            found = torch.empty(100)
+            dist.recv(found, 0, tag=tag)
+            assert (found == tag).all()
+
+
+def test_rule_20_hundreds_of_unposted_messages() -> None:
+    """Rule 20: beyond the credits bodies stay at the sender, headers go on."""
+    run_ranks(many_unposted, 2)
+
+
+def fifo(ctx: Context) -> None:
+    count = 200
+    sizes = [1 + 997 * (i % 4) for i in range(count)]
+    if ctx.rank == 0:
+        works = [dist.isend(torch.full((sizes[i],), float(i)), 1, tag=4) for i in range(count)]
+        for work in works:
+            work.wait()
+    else:
+        found = [torch.empty(size) for size in sizes]
+        works = [dist.irecv(each, 0, tag=4) for each in found]
+        for work in reversed(works):
+            assert work is not None
+            work.wait()
+        for i, each in enumerate(found):
+            assert (each == i).all(), (i, each)
+
+
+@pytest.mark.quick
+def test_rule_20_first_in_first_out_per_source_and_tag() -> None:
+    """Small and large messages of one tag keep their order."""
+    run_ranks(fifo, 2)
+
+
+def issue_does_not_block(ctx: Context) -> None:
+    if ctx.rank == 0:
+        start = time.monotonic()
+        works = [dist.isend(torch.full((100_000,), float(i)), 1, tag=i) for i in range(20)]
+        works.append(dist.irecv(torch.empty(5), 1, tag=77))
+        took = time.monotonic() - start
+        assert took < 0.5, f"issue took {took} s while the peer slept"
+        for work in works[:-1]:
+            work.wait()
+        works[-1].wait()
+    else:
+        time.sleep(1.0)
+        for i in range(20):
+            found = torch.empty(100_000)
+            dist.recv(found, 0, tag=i)
+            assert (found == i).all()
+        dist.send(torch.ones(5), 0, tag=77)
+
+
+@pytest.mark.quick
+def test_rule_03_issue_never_blocks_on_a_peer() -> None:
+    """Rule 3 and pitfall 9: twenty isends to a rank that sleeps return at once."""
+    run_ranks(issue_does_not_block, 2)
+
+
+def any_source(ctx: Context) -> None:
+    n = ctx.world_size
+    if ctx.rank == 0:
+        seen = []
+        for _ in range(3 * (n - 1)):
+            found = torch.empty(50)
+            source = dist.recv(found)
+            assert source == int(found[0].item()), (source, found)
+            seen.append(source)
+        assert sorted(seen) == sorted(list(range(1, n)) * 3)
+        for tag in (8, 6):
+            for _ in range(n - 1):
+                found = torch.empty(3000)
+                work = dist.irecv(found, tag=tag)
+                assert work is not None
+                work.wait()
+                assert (found == 100 * tag + work.source_rank()).all()
+    else:
+        for _ in range(3):
+            dist.send(torch.full((50,), float(ctx.rank)), 0)
+        works = [dist.isend(torch.full((3000,), 100.0 * tag + ctx.rank), 0, tag=tag) for tag in (6, 8)]
+        for each in works:
+            assert each is not None
+            each.wait()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_rule_20_recv_from_anyone_reports_the_source(world_size: int) -> None:
+    """recvAnysource and Work.sourceRank, with tags."""
+    run_ranks(any_source, world_size)
+
+
+def any_source_in_group(ctx: Context) -> None:
+    group = dist.new_group([2, 0, 1], sort_ranks=False)
+    if ctx.rank == 0:
+        for _ in range(2):
+            found = torch.empty(2)
+            source = dist.recv(found, group=group)
+            assert source == int(found[0].item()), (source, found)
+    else:
+        dist.send(torch.full((2,), float(ctx.rank)), 0, group=group)
+    dist.barrier(group=group)
+    dist.destroy_process_group(group)
+
+
+def test_pitfall_08_recv_from_anyone_in_a_permuted_group() -> None:
+    """Pitfall 8: the source is a group rank on the wire and a global rank for the caller."""
+    run_ranks(any_source_in_group, 3)
+
+
+def wildcard_order(ctx: Context) -> None:
+    if ctx.rank == 0:
+        any_one, one, any_two = torch.empty(4), torch.empty(4), torch.empty(4)
+        works = [dist.irecv(any_one, tag=1), dist.irecv(one, 1, tag=1), dist.irecv(any_two, tag=1)]
+        dist.barrier()
+        for work in works:
+            assert work is not None
+            work.wait()
+        assert [each[0].item() for each in (any_one, one, any_two)] == [1.0, 2.0, 3.0]
+    else:
+        dist.barrier()
+        for i in range(3):
+            dist.send(torch.full((4,), float(i + 1)), 0, tag=1)
+
+
+@beyond_gloo("serves a specific receive before an earlier wildcard")
+def test_rule_20_wildcard_and_specific_receives_match_in_post_order() -> None:
+    """Rule 20: the first message goes to the receive that was posted first."""
+    run_ranks(wildcard_order, 2)
+
+
+def fire_and_forget(ctx: Context) -> None:
+    n, me = ctx.world_size, ctx.rank
+    for i in range(50):
+        for peer in range(n):
+            if peer != me:
+                dist.isend(torch.full((1 + 400 * (i % 9),), float(100 * me + i)), peer, tag=i)  # dropped at once
+    for i in range(50):
+        for peer in range(n):
+            if peer != me:
+                found = torch.empty(1 + 400 * (i % 9))
+                dist.recv(found, peer, tag=i)
+                assert (found == 100 * peer + i).all()
+    dist.barrier()
+
+
+@beyond_gloo("waits for the peer in the destructor of a dropped isend")
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_rule_10_isend_dropped_at_once(world_size: int) -> None:
+    """Rule 10: neither the Work nor the tensor is held by the caller."""
+    run_ranks(fire_and_forget, world_size)
+
+
+def batches(ctx: Context) -> None:
+    n, me = ctx.world_size, ctx.rank
+    for count in (0, 1, 2000, 150_000):
+        for turn in range(3):
+            found = [torch.empty(count) for _ in range(n)]
+            ops = []
+            for peer in range(n):
+                if peer != me:
+                    ops.append(dist.P2POp(dist.irecv, found[peer], peer))
+                    ops.append(dist.P2POp(dist.isend, torch.full((count,), float(10 * me + turn)), peer))
+            if turn == 1:
+                ops.reverse()
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+            for peer in range(n):
+                assert peer == me or (found[peer] == 10 * peer + turn).all()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_batch_isend_irecv(world_size: int) -> None:
+    """Pitfall 7 and 9: rings and all pairs, sends first or receives first."""
+    run_ranks(batches, world_size)
+
+
+def ring_of_tags(ctx: Context) -> None:
+    n, me = ctx.world_size, ctx.rank
+    ops = []
+    found = [torch.empty(64) for _ in range(5)]
+    for tag in range(5):
+        ops.append(dist.P2POp(dist.isend, torch.full((64,), float(10 * me + tag)), (me + 1) % n, tag=tag))
+    for tag in reversed(range(5)):
+        ops.append(dist.P2POp(dist.irecv, found[tag], (me - 1) % n, tag=tag))
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    assert [int(each[0]) for each in found] == [10 * ((me - 1) % n) + tag for tag in range(5)]
+
+
+def test_batch_with_tags() -> None:
+    """Tags inside a batch."""
+    run_ranks(ring_of_tags, 3)
+
+
+def numbers_apart(ctx: Context) -> None:
+    group = dist.distributed_c10d._get_default_group()
+    backend = group._get_backend(torch.device("cpu"))
+    before = backend._get_sequence_number_for_group()
+    if ctx.rank == 0:
+        for _ in range(5):
+            dist.send(torch.ones(3), 1)
+    elif ctx.rank == 1:
+        for _ in range(5):
+            dist.recv(torch.ones(3), 0)
+    assert backend._get_sequence_number_for_group() == before, "send and recv used the group's numbers"
+    dist.all_reduce(torch.ones(2))
+    dist.all_reduce_coalesced([torch.ones(2), torch.ones(3)])
+    assert backend._get_sequence_number_for_group() == before + 2
+    dist.monitored_barrier()
+    assert backend._get_sequence_number_for_group() == before + 2
+
+
+@beyond_gloo("counts sends and receives")
+@pytest.mark.quick
+def test_rule_01_send_and_recv_never_touch_the_groups_number() -> None:
+    """Rule 1: a coalesced list counts once; p2p and monitored_barrier do not count."""
+    run_ranks(numbers_apart, 3)
+
+
+def wrong_size(ctx: Context) -> None:
+    if ctx.rank == 0:
+        work = dist.isend(torch.ones(10), 1, tag=1)
+        with __import__("contextlib").suppress(RuntimeError):
+            work.wait(timedelta(seconds=5))
+    else:
+        text = expect_raises((RuntimeError, ValueError), lambda: dist.recv(torch.ones(4), 0, tag=1))
+        assert "40" in text and "16" in text, text
+
+
+@beyond_gloo("reports a socket's error")
+def test_recv_of_another_size_names_both() -> None:
+    """The sizes of a send and its receive must agree; the error has both."""
+    run_ranks(wrong_size, 2, fresh_group=True)
+
+
+def p2p_beside_collectives(ctx: Context) -> None:
+    n, me = ctx.world_size, ctx.rank
+    found = torch.empty(1000)
+    pending: list[Any] = []
+    for turn in range(20):
+        total = torch.full((100 * turn + 1,), float(me))
+        pending.append(dist.isend(torch.full((1000,), float(turn)), (me + 1) % n, tag=turn))
+        dist.all_reduce(total)
+        assert (total == sum(range(n))).all()
+        dist.recv(found, (me - 1) % n, tag=turn)
+        assert (found == turn).all()
+    for work in pending:
+        work.wait()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_point_to_point_between_collectives(world_size: int) -> None:
+    """Both at once on one group."""
+    run_ranks(p2p_beside_collectives, world_size)
+
+
+def strided_messages(ctx: Context) -> None:
+    wide = torch.arange(20.0).reshape(4, 5)
+    if ctx.rank == 0:
+        dist.send(wide.t(), 1)
+    else:
+        found = torch.zeros(10, 8)[::2, ::2]
+        dist.recv(found, 0)
+        same_bits(found, wide.t().contiguous(), "strided to strided")
+
+
+@beyond_gloo("wants contiguous tensors")
+def test_strided_messages() -> None:
+    """Transposed into sliced."""
+    run_ranks(strided_messages, 2)

@@ -1,0 +1,253 @@
+"""A program may end at any moment: the exit code is its own, nothing hangs, nothing is left."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import IS_GLOO, Context, beyond_gloo, launch
+from helpers import nothing_left, shm_names
+
+KEEP: list[Any] = []  # what is alive when the interpreter ends
+
+
+def before_first_op(ctx: Context) -> None:
+    """A group, nothing done with it, no destroy."""
+    ctx.init()
+
+
+def after_work(ctx: Context) -> None:
+    """Work done, no destroy."""
+    ctx.init()
+    dist.all_reduce(torch.ones(10))
+
+
+def after_destroy(ctx: Context) -> None:
+    """The tidy program."""
+    ctx.init()
+    dist.all_reduce(torch.ones(10))
+    dist.destroy_process_group()
+
+
+def in_flight(ctx: Context) -> None:
+    """Rank 0 ends while its operation waits for rank 1, which never comes."""
+    ctx.init()
+    dist.all_reduce(torch.ones(1))
+    if ctx.rank == 0:
+        KEEP.append(dist.all_reduce(torch.ones(10), async_op=True))
+        KEEP.append(dist.irecv(torch.ones(10), 1))
+        KEEP.append(dist.isend(torch.ones(100_000), 1))
+
+
+def live_work(ctx: Context) -> None:
+    """Completed Work objects, futures and tensors outlive the group and meet the finalisation."""
+    ctx.init()
+    for i in range(20):
+        work: Any = dist.all_reduce(torch.ones(100 * i + 1), async_op=True)
+        KEEP.append((work, work.get_future().then(lambda done: done.value()[0].sum().item())))
+    for work, _ in KEEP:
+        work.wait()
+    dist.destroy_process_group()
+
+
+def live_work_no_destroy(ctx: Context) -> None:
+    """As above without destroy."""
+    ctx.init()
+    for i in range(20):
+        work: Any = dist.all_reduce(torch.ones(100 * i + 1), async_op=True)
+        KEEP.append((work, work.get_future()))
+    for work, _ in KEEP:
+        work.wait()
+
+
+def from_atexit(ctx: Context) -> None:
+    """The last collective and the destroy happen in atexit."""
+    ctx.init()
+
+    def last() -> None:
+        found = torch.ones(3)
+        dist.all_reduce(found)
+        assert found.tolist() == [float(ctx.world_size)] * 3
+        dist.destroy_process_group()
+
+    atexit.register(last)
+
+
+def destroy_in_atexit_with_error(ctx: Context) -> None:
+    """A failing program: sys.exit(3) with a live group."""
+    ctx.init()
+    dist.all_reduce(torch.ones(3))
+    sys.exit(3)
+
+
+def unhandled(ctx: Context) -> None:
+    """An exception ends rank 0 in the middle; the other ends by its own code."""
+    ctx.init()
+    dist.all_reduce(torch.ones(3))
+    sys.exit(7 if ctx.rank == 0 else 0)
+
+
+def live_group_object(ctx: Context) -> None:
+    """A reference to the backend object itself is alive at the end."""
+    ctx.init()
+    group = dist.distributed_c10d._get_default_group()
+    KEEP.append((group, group._get_backend(torch.device("cpu"))))
+    dist.all_reduce(torch.ones(3))
+    dist.destroy_process_group()
+
+
+def thread_in_a_wait(ctx: Context) -> None:
+    """A daemon thread hangs in a collective that nobody joins when the interpreter ends."""
+    ctx.init()
+    dist.all_reduce(torch.ones(3))
+    if ctx.rank == 0:
+        group = dist.distributed_c10d._get_default_group()
+        KEEP.append(group)
+
+        def hang() -> None:
+            with contextlib.suppress(BaseException):
+                dist.all_reduce(torch.ones(5))
+
+        threading.Thread(target=hang, daemon=True).start()
+        time.sleep(0.1)
+
+
+def callbacks_pending(ctx: Context) -> None:
+    """Future callbacks are queued when the interpreter ends."""
+    ctx.init()
+    for _ in range(30):
+        work: Any = dist.all_reduce(torch.ones(3), async_op=True)
+        work.get_future().then(lambda done: time.sleep(0.001))
+    dist.destroy_process_group()
+
+
+def many_groups_no_destroy(ctx: Context) -> None:
+    """Ten groups, one operation on each, no destroy."""
+    ctx.init()
+    for _ in range(10):
+        group = dist.new_group()
+        dist.all_reduce(torch.ones(3), group=group)
+        KEEP.append(group)
+
+
+MOMENTS: dict[str, tuple[Any, list[int]]] = {
+    "before the first operation": (before_first_op, [0, 0]),
+    "after work, no destroy": (after_work, [0, 0]),
+    "after destroy": (after_destroy, [0, 0]),
+    "in flight": (in_flight, [0, 0]),
+    "live work": (live_work, [0, 0]),
+    "live work, no destroy": (live_work_no_destroy, [0, 0]),
+    "atexit": (from_atexit, [0, 0]),
+    "sys.exit(3)": (destroy_in_atexit_with_error, [3, 3]),
+    "one fails": (unhandled, [7, 0]),
+    "live group object": (live_group_object, [0, 0]),
+    "thread in a wait": (thread_in_a_wait, [0, 0]),
+    "callbacks pending": (callbacks_pending, [0, 0]),
+    "many groups, no destroy": (many_groups_no_destroy, [0, 0]),
+}
+GLOO_CANNOT = {"in flight", "thread in a wait", "after destroy", "live group object", "callbacks pending", "live work"}
+
+
+def exit_codes(moment: str, turns: int) -> None:
+    """Runs the moment again and again; every end must be clean."""
+    fn, expected = MOMENTS[moment]
+    before = shm_names()
+    for turn in range(turns):
+        with launch(fn, 2) as job:
+            codes = [outcome.code for outcome in job.wait(20)]
+            assert codes == expected, f"turn {turn}: {codes}\n{job.report()}"
+            for each in job.ranks:
+                output = each.output()
+                assert "Traceback" not in output or moment == "one fails", output
+                assert "terminate called" not in output and "panicked" not in output, output
+    nothing_left(before)
+
+
+@pytest.mark.parametrize("moment", list(MOMENTS))
+def test_exit_at_any_moment_ten_times(moment: str) -> None:
+    """Pitfall 10 and rule 10: no abort, no hang, the right code."""
+    if IS_GLOO and moment in GLOO_CANNOT:
+        pytest.skip("gloo: may hang, or lose the race of a fast destroy")
+    exit_codes(moment, 10)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("moment", list(MOMENTS))
+def test_exit_at_any_moment_two_hundred_times(moment: str) -> None:
+    """The same, often enough to meet rare orders."""
+    if IS_GLOO and moment in GLOO_CANNOT:
+        pytest.skip("gloo: may hang, or lose the race of a fast destroy")
+    exit_codes(moment, 200)
+
+
+def at_a_random_moment(ctx: Context, delay: float) -> None:
+    ctx.init(timeout=timedelta(seconds=20))
+    ctx.tell("ready")
+
+    def leave() -> None:
+        time.sleep(delay)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(5))
+    if ctx.rank == 0:
+        threading.Thread(target=leave, daemon=True).start()
+    turn = 0
+    try:
+        while True:
+            KEEP.append(dist.all_reduce(torch.ones(1 + 5000 * (turn % 3)), async_op=True))
+            if turn % 5 == 4:
+                KEEP.pop().wait()
+                KEEP.clear()
+            turn += 1
+    except RuntimeError as error:
+        assert "rank 0" in str(error), error
+        sys.exit(6)
+
+
+def random_moments(turns: int) -> None:
+    """Rank 0 leaves by sys.exit from a signal handler in the middle of its work."""
+    for turn in range(turns):
+        with launch(at_a_random_moment, 2, 0.002 * (turn % 17)) as job:
+            codes = [outcome.code for outcome in job.wait(20)]
+            assert codes == [5, 6], f"turn {turn}: {codes}\n{job.report()}"
+
+
+@beyond_gloo("does not look for signals while it waits")
+def test_exit_from_a_signal_handler_in_the_middle() -> None:
+    """The leaver ends with its code, the other names it."""
+    random_moments(10)
+
+
+@beyond_gloo("does not look for signals while it waits")
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_exit_from_a_signal_handler_in_the_middle_often() -> None:
+    """As above, two hundred times."""
+    random_moments(200)
+
+
+@beyond_gloo("kills are slow to be seen")
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_kill_9_two_hundred_times() -> None:
+    """A rank is killed at shifting moments; the other always learns it soon."""
+    for turn in range(200):
+        with launch(at_a_random_moment, 2, 100.0) as job:
+            job.hear(0)
+            job.hear(1)
+            time.sleep(0.001 * (turn % 23))
+            job.signal(0, signal.SIGKILL)
+            start = time.monotonic()
+            assert job.wait_rank(1, 10).code == 6, job.report()
+            assert time.monotonic() - start < 2.0

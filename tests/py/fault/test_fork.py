@@ -1,0 +1,98 @@
+"""Forked children: data-loader workers live beside a group; a child that calls a collective is refused."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Context, beyond_gloo, run_fresh
+from torch.utils.data import DataLoader, Dataset
+
+
+class Squares(Dataset[torch.Tensor]):
+    """Numbers and their squares."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index), float(index * index)])
+
+
+def loader(ctx: Context) -> None:
+    ctx.init()
+    total = torch.zeros(2)
+    for batch in DataLoader(Squares(), batch_size=8, num_workers=2, multiprocessing_context="fork"):
+        mine = batch.sum(0)
+        dist.all_reduce(mine)
+        total += mine
+    assert total.tolist() == [2.0 * sum(range(64)), 2.0 * sum(i * i for i in range(64))]
+    dist.destroy_process_group()
+
+
+@pytest.mark.quick
+def test_rule_26_data_loader_workers_with_a_live_group() -> None:
+    """Rule 26 and pitfall 11: workers are forked while the group works, and end without harming it."""
+    run_fresh(loader, 2)
+
+
+def child_calls(ctx: Context) -> None:
+    ctx.init()
+    dist.all_reduce(torch.ones(1))
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        text = "nothing was raised"
+        try:
+            dist.all_reduce(torch.ones(1))
+        except (ValueError, RuntimeError) as error:
+            text = str(error)
+        finally:
+            os.write(write, text.encode())
+            os._exit(0)
+    os.close(write)
+    text = os.read(read, 10_000).decode()
+    os.waitpid(pid, 0)
+    assert "fork" in text, text
+    found = torch.ones(3)
+    dist.all_reduce(found)
+    assert found.tolist() == [2.0] * 3
+    dist.destroy_process_group()
+
+
+@beyond_gloo("hangs")
+@pytest.mark.quick
+def test_rule_26_a_forked_child_is_refused_and_the_group_goes_on() -> None:
+    """Rule 26: the child never writes the segment."""
+    run_fresh(child_calls, 2)
+
+
+def child_exits(ctx: Context) -> None:
+    ctx.init()
+    work: Any = dist.all_reduce(torch.ones(10), async_op=True)
+    work.wait()
+    pid = os.fork()
+    if pid == 0:
+        raise SystemExit(4)  # the whole finalisation, with the parent's group and Work alive in memory
+    end = time.monotonic() + 10
+    status = 0
+    done = 0
+    while not done:
+        assert time.monotonic() < end, "the child hangs at its end"
+        done, status = os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.01)
+    assert os.waitstatus_to_exitcode(status) == 4
+    found = torch.ones(3)
+    dist.all_reduce(found)
+    assert found.tolist() == [2.0] * 3
+    dist.destroy_process_group()
+
+
+@beyond_gloo("its destructor may hang in the child")
+def test_rule_26_a_forked_child_that_ends_normally_harms_nobody() -> None:
+    """The child runs atexit and destructors over a copy of the group; the parent's ranks go on."""
+    run_fresh(child_exits, 2)

@@ -1,0 +1,532 @@
+"""Runs test functions on several ranks, each a real process, and brings back what happened on every one of them.
+
+`run_ranks(fn, 2, ...)` calls `fn(context, ...)` on two ranks of a live default group and returns their values.
+Ordinary tests share one pool of processes. `launch(fn, 3, ...)` makes fresh processes (tests that kill, stop or exit)
+and gives a `Job` whose every wait is bounded. All ranks are forks of one zygote that has torch imported.
+
+The backend under test is the environment variable SAGELLM_TEST_BACKEND ("sagellm"). With "gloo" the suite checks
+itself: tests of what gloo does not do are skipped with that reason (`beyond_gloo`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+BACKEND = os.environ.get("SAGELLM_TEST_BACKEND", "sagellm")
+IS_GLOO = BACKEND == "gloo"
+HERE = Path(__file__).resolve().parent
+POOL_SIZE = 4
+GROUP_TIMEOUT = timedelta(seconds=30)
+
+
+def beyond_gloo(reason: str) -> pytest.MarkDecorator:
+    """Marks what the backend must do and gloo does not, so that the suite can be validated with gloo."""
+    return pytest.mark.skipif(IS_GLOO, reason=f"gloo: {reason}")
+
+
+# ------------------------------------------------------------------------------------------------- inside a rank
+
+
+@dataclass
+class Context:
+    """What a rank's function is given first."""
+
+    rank: int
+    world_size: int
+    key: str
+    store_port: int
+    backend: str
+    tmp: str
+    conn: Connection = field(repr=False)
+
+    def store(self, key: str | None = None) -> dist.Store:
+        """A client of the session's store, under this job's prefix. The server is the test process."""
+        client = dist.TCPStore("127.0.0.1", self.store_port, is_master=False, timeout=timedelta(seconds=30))
+        return dist.PrefixStore(key or self.key, client)
+
+    def init(self, timeout: timedelta = GROUP_TIMEOUT, key: str | None = None, **options: Any) -> None:
+        """Makes the default group of this job's ranks."""
+        options.setdefault("backend", self.backend)
+        options.setdefault("rank", self.rank)
+        options.setdefault("world_size", self.world_size)
+        if "store" not in options:
+            options["store"] = self.store(key)
+        dist.init_process_group(timeout=timeout, **options)
+
+    def tell(self, word: Any) -> None:
+        """Sends a word to the test, which reads it with `Job.hear`."""
+        self.conn.send(("word", word))
+
+    def listen(self, timeout: float = 60.0) -> Any:
+        """Waits for a word from the test (`Job.say`)."""
+        if not self.conn.poll(timeout):
+            raise TimeoutError(f"the test said nothing for {timeout} s")
+        return self.conn.recv()
+
+
+def expect_raises(kind: type[BaseException] | tuple[type[BaseException], ...], call: Callable[[], Any]) -> str:
+    """Calls and returns the text of the exception, which must be of `kind`."""
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"expected {kind}, nothing was raised")
+
+
+def pool_member(context: Context) -> None:
+    """The life of a pool process: keeps a default group of the size last asked for and runs functions in it."""
+    from zygote import describe_error, resolve
+
+    current: str | None = None
+    while True:
+        order = context.conn.recv()
+        if order is None:
+            break
+        key, world_size, module, name, args, kwargs = order
+        context.world_size = world_size
+        try:
+            if current != key:
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+                current, context.key = key, key
+                context.init()
+            value = resolve(module, name)(context, *args, **kwargs)
+        except BaseException as error:  # reported to the test, which ends the pool
+            context.conn.send(("error", describe_error(error)))
+        else:
+            context.conn.send(("value", value))
+        if not dist.is_initialized():
+            current = None
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+# ------------------------------------------------------------------------------------------------- in the test process
+
+
+class Zygote:
+    """The process whose forks are the ranks; one per test session, started when first needed."""
+
+    _one: Zygote | None = None
+
+    def __init__(self) -> None:
+        self.tmp = Path(tempfile.mkdtemp(prefix="ranks-"))
+        self.lock = threading.Lock()
+        env = dict(os.environ, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", PYTHONUNBUFFERED="1")
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "zygote.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env
+        )
+        self.server = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
+        )
+        self.jobs = 0
+        self._reply()
+
+    @classmethod
+    def get(cls) -> Zygote:
+        """The session's zygote."""
+        if cls._one is None or cls._one.process.poll() is not None:
+            cls._one = Zygote()
+            atexit.register(cls._one.close)
+        return cls._one
+
+    def _reply(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError("the zygote ended")
+        return json.loads(line)
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """One request, one reply."""
+        with self.lock:
+            assert self.process.stdin is not None
+            self.process.stdin.write(json.dumps(request).encode() + b"\n")
+            self.process.stdin.flush()
+            return self._reply()
+
+    def next_key(self) -> str:
+        """A prefix in the store that nobody used."""
+        self.jobs += 1
+        return f"job{self.jobs}"
+
+    def close(self) -> None:
+        """Ends the zygote; ranks that are left get its death signal."""
+        if self.process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self.process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(5)
+        if self.process.poll() is None:
+            self.process.kill()
+        shutil.rmtree(self.tmp, ignore_errors=True)
+
+
+@dataclass
+class Outcome:
+    """How one rank ended. `value` and `error` are None when it said neither; `code` is negative for a signal."""
+
+    rank: int
+    code: int | None = None
+    value: Any = None
+    error: dict[str, str] | None = None
+    output: str = ""
+
+    def __str__(self) -> str:
+        lines = [f"--- rank {self.rank}: exit code {self.code}"]
+        if self.error:
+            lines.append(self.error["traceback"])
+        if self.output:
+            lines.append("output:\n" + self.output[-6000:])
+        return "\n".join(lines)
+
+
+class Rank:
+    """A rank process as the test sees it."""
+
+    def __init__(self, rank: int, pid: int, log: Path) -> None:
+        self.rank, self.pid, self.log = rank, pid, log
+        self.conn: Connection | None = None
+        self.code: int | None = None
+        self.words: list[Any] = []
+        self.outcome = Outcome(rank)
+        self.said = False  # a value or an error came
+
+    def poll(self) -> int | None:
+        """The exit code, once it has ended."""
+        if self.code is None:
+            self.code = Zygote.get().ask({"poll": self.pid})["status"]
+        return self.code
+
+    def pump(self) -> None:
+        """Takes what the rank has sent so far."""
+        while self.conn is not None:
+            try:
+                if not self.conn.poll(0):
+                    return
+                message = self.conn.recv()
+            except (EOFError, ConnectionResetError):
+                self.conn.close()
+                self.conn = None
+                return
+            if message[0] == "word":
+                self.words.append(message[1])
+            elif message[0] == "value":
+                self.outcome.value, self.said = message[1], True
+            elif message[0] == "error":
+                self.outcome.error, self.said = message[1], True
+
+    def output(self) -> str:
+        """What it has printed so far."""
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+
+class Job:
+    """Some rank processes running one function."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        world_size: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        env: dict[str, str],
+    ) -> None:
+        zygote = Zygote.get()
+        self.key = zygote.next_key()
+        self.tmp = zygote.tmp / self.key
+        self.tmp.mkdir()
+        self.ranks: list[Rank] = []
+        address = str(self.tmp / "door")
+        with Listener(address, backlog=world_size, authkey=b"ranks") as listener:
+            for rank in range(world_size):
+                self.ranks.append(self._spawn(zygote, rank, world_size, address, env))
+            for _ in range(world_size):
+                conn = accept(listener, 30.0)
+                _, rank, _ = conn.recv()
+                self.ranks[rank].conn = conn
+        for each in self.ranks:
+            assert each.conn is not None
+            each.conn.send((fn.__module__, fn.__qualname__, args, kwargs))
+
+    def _spawn(self, zygote: Zygote, rank: int, world_size: int, address: str, env: dict[str, str]) -> Rank:
+        log = self.tmp / f"rank{rank}.log"
+        context = {
+            "rank": rank,
+            "world_size": world_size,
+            "key": self.key,
+            "store_port": zygote.server.port,
+            "backend": BACKEND,
+            "tmp": str(self.tmp),
+        }
+        order = {
+            "rank": rank,
+            "log": str(log),
+            "env": env,
+            "address": address,
+            "sys_path": [path for path in sys.path if path],
+            "context": context,
+        }
+        return Rank(rank, zygote.ask({"spawn": order})["pid"], log)
+
+    def pid(self, rank: int) -> int:
+        """The process of a rank."""
+        return self.ranks[rank].pid
+
+    def signal(self, rank: int, number: int) -> None:
+        """Sends a signal to one rank."""
+        os.kill(self.ranks[rank].pid, number)
+
+    def say(self, rank: int, word: Any) -> None:
+        """Sends a word to a rank that listens."""
+        conn = self.ranks[rank].conn
+        assert conn is not None, f"rank {rank} has ended\n{self.report()}"
+        conn.send(word)
+
+    def hear(self, rank: int, timeout: float = 30.0) -> Any:
+        """The next word of a rank."""
+        each = self.ranks[rank]
+        end = time.monotonic() + timeout
+        while time.monotonic() < end:
+            each.pump()
+            if each.words:
+                return each.words.pop(0)
+            if each.said or each.poll() is not None:
+                break
+            time.sleep(0.001)
+        self.kill()
+        raise AssertionError(f"rank {rank} said nothing within {timeout} s\n{self.report()}")
+
+    def wait_rank(self, rank: int, timeout: float = 60.0) -> Outcome:
+        """Waits until one rank's process has ended."""
+        each = self.ranks[rank]
+        end = time.monotonic() + timeout
+        while each.poll() is None:
+            each.pump()
+            if time.monotonic() > end:
+                self._dump_stacks()
+                self.kill()
+                raise AssertionError(f"rank {rank} did not end within {timeout} s\n{self.report()}")
+            time.sleep(0.003)
+        each.pump()
+        each.outcome.code, each.outcome.output = each.code, each.output()
+        return each.outcome
+
+    def wait(self, timeout: float = 60.0) -> list[Outcome]:
+        """Waits until every process has ended; on time-out kills them and raises with all that is known."""
+        end = time.monotonic() + timeout
+        return [self.wait_rank(each.rank, max(0.1, end - time.monotonic())) for each in self.ranks]
+
+    def values(self, timeout: float = 60.0) -> list[Any]:
+        """`wait`, and every rank must have returned: their values."""
+        outcomes = self.wait(timeout)
+        if any(outcome.error or outcome.code for outcome in outcomes):
+            raise AssertionError(self.report())
+        return [outcome.value for outcome in outcomes]
+
+    def _dump_stacks(self) -> None:
+        for each in self.ranks:
+            if each.poll() is None:
+                os.kill(each.pid, signal.SIGUSR1)
+        time.sleep(0.3)
+
+    def kill(self) -> None:
+        """Ends what is left, by pid."""
+        for each in self.ranks:
+            if each.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(each.pid, signal.SIGCONT)
+                    os.kill(each.pid, signal.SIGKILL)
+        end = time.monotonic() + 5
+        while any(each.poll() is None for each in self.ranks) and time.monotonic() < end:
+            time.sleep(0.003)
+        for each in self.ranks:
+            each.pump()
+
+    def report(self) -> str:
+        """Everything known of every rank, for a failing test's message."""
+        lines = []
+        for each in self.ranks:
+            each.pump()
+            each.outcome.code, each.outcome.output = each.poll(), each.output()
+            lines.append(str(each.outcome))
+        return "\n".join(lines)
+
+
+def accept(listener: Listener, timeout: float) -> Connection:
+    """`listener.accept` that cannot wait for ever."""
+    listener._listener._socket.settimeout(timeout)  # type: ignore[attr-defined]
+    conn = listener.accept()
+    os.set_blocking(conn.fileno(), True)
+    return conn
+
+
+@contextlib.contextmanager
+def launch(
+    fn: Callable[..., Any], world_size: int, *args: Any, env: dict[str, str] | None = None, **kwargs: Any
+) -> Iterator[Job]:
+    """Fresh processes that run `fn(context, *args, **kwargs)`, without a group; what is left at the end is killed."""
+    job = Job(fn, world_size, args, kwargs, env or {})
+    try:
+        yield job
+    finally:
+        job.kill()
+        for each in job.ranks:
+            if each.conn is not None:
+                each.conn.close()
+
+
+class Pool:
+    """Processes that live across tests, with a default group of the size last used."""
+
+    _one: Pool | None = None
+
+    def __init__(self) -> None:
+        self.job = Job(pool_member, POOL_SIZE, (), {}, {})
+        self.key = ""
+        self.world_size = 0
+        self.tests = 0
+
+    @classmethod
+    def get(cls) -> Pool:
+        """The session's pool."""
+        if cls._one is None:
+            cls._one = Pool()
+            atexit.register(cls.end)
+        return cls._one
+
+    @classmethod
+    def end(cls) -> None:
+        """Lets the processes end (and kills those that do not)."""
+        pool, cls._one = cls._one, None
+        if pool is None:
+            return
+        for each in pool.job.ranks:
+            if each.conn is not None:
+                with contextlib.suppress(OSError):
+                    each.conn.send(None)
+        with contextlib.suppress(AssertionError):
+            pool.job.wait(10)
+        pool.job.kill()
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        world_size: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float,
+        fresh_group: bool,
+    ) -> list[Any]:
+        """Runs on the first `world_size` processes; any failure ends the pool and raises."""
+        if fresh_group or world_size != self.world_size:
+            self.key, self.world_size = Zygote.get().next_key(), world_size
+        members = self.job.ranks[:world_size]
+        for each in members:
+            each.said, each.outcome = False, Outcome(each.rank)
+            assert each.conn is not None
+            each.conn.send((self.key, world_size, fn.__module__, fn.__qualname__, args, kwargs))
+        end = time.monotonic() + timeout
+        failed = False
+        while not all(each.said for each in members):
+            for each in members:
+                each.pump()
+                if each.outcome.error and not failed:
+                    failed = True
+                    end = min(end, time.monotonic() + 3)  # the others may have more to tell, or hang
+                if each.conn is None:
+                    end = min(end, time.monotonic() + 1)
+            if time.monotonic() > end:
+                self.job._dump_stacks()
+                break
+            time.sleep(0.0005)
+        if fresh_group:
+            self.world_size = 0
+        if all(each.said and not each.outcome.error for each in members):
+            return [each.outcome.value for each in members]
+        type(self)._one = None
+        self.job.kill()
+        raise AssertionError(f"{fn.__name__} failed on {world_size} ranks\n{self.job.report()}")
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60.0,
+    fresh_group: bool = False,
+    **kwargs: Any,
+) -> list[Any]:
+    """Calls `fn(context, *args, **kwargs)` on every rank of a live default group; their values, in rank order.
+
+    `fresh_group` makes a new default group first, and another for the next test (`fn` may destroy it). An exception on
+    any rank, or silence for `timeout` seconds, fails with the tracebacks and the output of all of them.
+    """
+    return Pool.get().run(fn, world_size, args, kwargs, timeout, fresh_group)
+
+
+def run_fresh(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60.0,
+    env: dict[str, str] | None = None,
+    **kwargs: Any,
+) -> list[Any]:
+    """As `run_ranks`, in fresh processes with the given environment; `fn` makes the group itself (`context.init`)."""
+    with launch(fn, world_size, *args, env=env, **kwargs) as job:
+        return job.values(timeout)
+
+
+def run_script(
+    arguments: list[str], timeout: float = 120.0, env: dict[str, str] | None = None, cwd: str | Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs this Python with `arguments`, in its own process group, and kills all of it at the deadline."""
+    full = dict(os.environ, OMP_NUM_THREADS="1", **(env or {}))
+    full.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=full,
+        cwd=cwd,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        raise AssertionError(f"{arguments} did not end within {timeout} s\n{output[-6000:]}") from None
+    return subprocess.CompletedProcess(arguments, process.returncode, output, "")
+
+
+def torchrun(
+    script: str | Path, ranks: int, *args: str, timeout: float = 150.0, env: dict[str, str] | None = None
+) -> str:
+    """Runs a script under torchrun on this host; it must succeed. Returns its output."""
+    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(script), *args]
+    done = run_script(command, timeout, env)
+    assert done.returncode == 0, f"torchrun {script} ended with {done.returncode}\n{done.stdout[-8000:]}"
+    return done.stdout

@@ -1,0 +1,292 @@
+"""The arithmetic, the checks and the reports of the benchmark programs. No test here measures speed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
+
+import collectives  # noqa: E402
+import train_gpt  # noqa: E402
+from measure import report  # noqa: E402
+from measure.cases import DTYPES, FIXED_SIZE, OPS, Case, pattern, total  # noqa: E402
+from measure.machine import describe, slug  # noqa: E402
+from measure.stats import (  # noqa: E402
+    BUS_FACTORS,
+    algbw,
+    busbw,
+    format_bandwidth,
+    format_ratio,
+    format_size,
+    format_time,
+    parse_size,
+    percentile,
+    slowest_rank,
+    summarize,
+)
+
+# ------------------------------------------------------------------------------------------------ statistics
+
+
+def test_percentile_is_linear_between_neighbours() -> None:
+    assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0
+    assert percentile([1.0, 2.0], 0.25) == 1.25
+    assert percentile([7.0], 0.99) == 7.0
+    assert percentile(list(range(101)), 0.1) == pytest.approx(10)
+    assert (percentile([5, 1, 9], 0), percentile([5, 1, 9], 1)) == (1, 9)
+
+
+@pytest.mark.parametrize(("values", "share"), [([], 0.5), ([1.0], -0.1), ([1.0], 1.1)])
+def test_percentile_refuses_what_has_no_answer(values: list[float], share: float) -> None:
+    with pytest.raises(ValueError, match=r"percentile of no values|between 0 and 1"):
+        percentile(values, share)
+
+
+def test_an_operation_lasts_as_long_as_its_slowest_rank() -> None:
+    assert slowest_rank([[1.0, 9.0], [2.0, 3.0]]) == [2.0, 9.0]
+    with pytest.raises(ValueError, match="different numbers"):
+        slowest_rank([[1.0], [1.0, 2.0]])
+
+
+def test_summary_takes_all_rounds_together_and_keeps_their_drift() -> None:
+    summary = summarize([[1.0] * 10, [3.0] * 10])
+    assert (summary.samples, summary.median, summary.least) == (20, 2.0, 1.0)
+    assert (summary.p10, summary.p99) == (1.0, 3.0)
+    assert summary.round_p10 == (1.0, 3.0)
+
+
+def test_bandwidth_follows_nccl_tests() -> None:
+    assert algbw(1_000_000, 1000.0) == pytest.approx(1.0)  # 1 MB in 1 ms is 1 GB/s
+    assert busbw("all_reduce", 1_000_000, 1000.0, 2) == pytest.approx(1.0)
+    assert busbw("all_reduce", 1_000_000, 1000.0, 4) == pytest.approx(1.5)
+    assert busbw("all_gather_into_tensor", 1_000_000, 1000.0, 4) == pytest.approx(0.75)
+    assert busbw("broadcast", 1_000_000, 1000.0, 8) == pytest.approx(1.0)
+    assert busbw("barrier", 0, 3.0, 2) is None
+
+
+def test_every_operation_that_moves_data_has_a_bandwidth() -> None:
+    assert set(OPS) - set(BUS_FACTORS) == {"barrier"}
+
+
+# ----------------------------------------------------------------------------------------------------- text
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("8", 8), ("4KiB", 4096), ("64k", 65536), ("1MiB", 1 << 20), ("2g", 2 << 30), ("16 B", 16)]
+)
+def test_sizes_are_read(text: str, size: int) -> None:
+    assert parse_size(text.replace(" ", "")) == size
+
+
+@pytest.mark.parametrize("text", ["", "KiB", "1.5MiB", "8KB", "-1"])
+def test_a_wrong_size_says_how_to_write_one(text: str) -> None:
+    with pytest.raises(ValueError, match="such as 64KiB"):
+        parse_size(text)
+
+
+def test_numbers_are_written_with_three_digits() -> None:
+    assert [format_size(s) for s in (8, 1000, 4096, 1 << 20, 3 << 30)] == ["8 B", "1000 B", "4 KiB", "1 MiB", "3 GiB"]
+    times = [3.456, 12.34, 999.4, 999.9, 12_345.0, 2.5e6]
+    assert [format_time(t) for t in times] == ["3.46 us", "12.3 us", "999 us", "1.00 ms", "12.3 ms", "2.50 s"]
+    assert [format_bandwidth(b) for b in (0.01234, 1.234, 12.34)] == ["0.012", "1.23", "12.3"]
+
+
+def test_a_lost_case_is_marked() -> None:
+    assert format_ratio(31.26) == "31.3x"
+    assert format_ratio(0.5) == "0.50x (lost)"
+
+
+# -------------------------------------------------------------------------------------------------- reports
+
+
+def result(op: str, size: int, ours: float, gloo: float) -> report.Result:
+    times = {
+        "sagellm": summarize([[ours] * 3]).as_dict(),
+        "gloo": summarize([[gloo] * 3]).as_dict(),
+        "gloo #2": summarize([[gloo / 2] * 3]).as_dict(),
+    }
+    return {"op": op, "size": size, "times": times}
+
+
+@pytest.fixture
+def run() -> report.Result:
+    results = [
+        result("all_reduce", 8, 4.0, 160.0),
+        result("all_reduce", 1024, 400.0, 200.0),
+        result("barrier", 0, 4, 100),
+    ]
+    return {
+        "date": "2026-01-02",
+        "machine": describe(),
+        "ranks": 2,
+        "dtype": "float32",
+        "labels": ["sagellm", "gloo", "gloo #2"],
+        "rounds": 4,
+        "buffers": 4,
+        "others": 0.25,
+        "command": "benchmarks/collectives.py",
+        "results": results,
+    }
+
+
+def test_the_table_shows_won_and_lost_rows(run: report.Result) -> None:
+    lines = report.markdown(run).splitlines()
+    assert "other processes kept 25 % of the cores busy" in lines[2]
+    won = next(line for line in lines if line.startswith("| 8 B"))
+    lost = next(line for line in lines if line.startswith("| 1 KiB"))
+    assert "40.0x, 40.0x" in won
+    assert won.endswith("| 2.00 |")  # the control is a plain number: it neither wins nor loses
+    assert "0.50x (lost)" in lost
+    heads = [line for line in lines if line.startswith("| size")]
+    assert ["busbw" in head for head in heads] == [True, False]  # a barrier moves nothing
+    assert all(line.count("|") == heads[0].count("|") for line in (won, lost))
+
+
+def test_a_failed_backend_is_shown_and_does_not_hide_the_others(run: report.Result) -> None:
+    run["results"][0]["times"]["sagellm"] = {"error": "RuntimeError: rank 1 | gone\nmore"}
+    line = next(line for line in report.markdown(run).splitlines() if line.startswith("| 8 B"))
+    assert "rank 1 / gone" in line
+    assert "160 us" in line
+    assert "sagellm" not in report.speedups(run["results"][0])
+
+
+def test_files_are_written(run: report.Result, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the plot needs matplotlib")
+    told = report.write(run, tmp_path / "runs", "x")
+    assert len(told) == 1
+    assert json.loads((tmp_path / "runs/x.json").read_text())["results"][0]["op"] == "all_reduce"
+    assert (tmp_path / "runs/x.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "runs/x.md").read_text().startswith("# Collectives: 2 ranks")
+
+
+def test_the_machine_is_named_without_its_host() -> None:
+    assert slug({"cpu": "Intel(R) Xeon(R) Platinum 8480+ CPU @ 2.00GHz", "cores": 8}) == "intel-xeon-platinum-8480-8c"
+    assert os.uname().nodename not in json.dumps({k: v for k, v in describe().items() if k != "kernel"})
+
+
+# ----------------------------------------------------------------------------------------------- the checks
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
+def test_sums_of_the_pattern_are_exact(dtype: torch.dtype) -> None:
+    parts = [pattern(40, rank, 3, dtype) for rank in range(8)]
+    exact = torch.stack([part.long() for part in parts]).sum(0)
+    assert torch.equal(total(parts).long(), exact)
+    assert not torch.equal(parts[0], parts[1])
+
+
+@pytest.fixture
+def world_of_one(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    group = dist.group.WORLD
+    assert group is not None
+    yield group
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if op != "ping_pong"])
+def test_a_right_result_passes_and_leaves_zeros(op: str, world_of_one: dist.ProcessGroup) -> None:
+    case = Case(op, FIXED_SIZE.get(op, 400), torch.float32, 2)
+    assert [case.check(world_of_one, turn) for turn in range(3)] == [None] * 3
+    assert not any(tensor.any() for tensor in case.inputs + case.outputs)
+    assert len(case.calls(world_of_one)) == 2
+
+
+def test_a_wrong_result_is_named(world_of_one: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgetful(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+        tensor[7] = -1
+
+    monkeypatch.setattr(dist, "all_reduce", forgetful)
+    wrong = Case("all_reduce", 400, torch.float32, 1).check(world_of_one, 0)
+    assert wrong == "rank 0: element 7 is -1.0, expected 8.0"
+
+
+# ---------------------------------------------------------------------------------- the example's own arithmetic
+
+
+def test_intervals_are_united_and_subtracted() -> None:
+    united = train_gpt.union([(5, 6), (0, 2), (1, 3)])
+    assert united == [(0, 3), (5, 6)]
+    assert train_gpt.subtract(united, [(1, 2), (2.5, 5.5)]) == [(0, 1), (2, 2.5), (5.5, 6)]
+    assert train_gpt.subtract(united, []) == united
+    assert train_gpt.subtract(united, [(-1, 10)]) == []
+    assert train_gpt.length_within(united, (2, 5.25)) == 1.25
+
+
+class Event:
+    """What the example reads of a profiler's event."""
+
+    def __init__(self, name: str, start: float, end: float, thread: int = 1) -> None:
+        self.name, self.thread = name, thread
+        self.time_range = type("Range", (), {"start": start, "end": end})
+        # A tensor of six, a scalar tensor, and an argument that is no tensor.
+        self.input_shapes, self.input_dtypes = [[2, 3], [], []], ["float", "c10::Half", "Scalar"]
+
+
+def test_only_time_without_computing_counts_as_waiting() -> None:
+    cost = train_gpt.Communication()
+    cost.add(
+        [
+            Event("train_step", 0, 100),
+            Event("autograd::engine::evaluate_function: AccumulateGrad", 10, 30),
+            Event("c10d::allreduce_", 18, 22),  # issued inside autograd: communication, not computing
+            Event("x:all_reduce", 20, 70, thread=2),
+            Event("aten::mul", 60, 65),
+            Event("aten::mul", 30, 60, thread=3),  # another thread's work does not keep this one busy
+            Event("y:all_reduce", 80, 90, thread=2),  # another backend's record
+        ],
+        "x",
+    )
+    assert cost.in_flight == [50]
+    assert cost.waited == [4 + 30 + 5]  # 18 to 22, 30 to 60, 65 to 70
+    assert cost.operations == {("all_reduce", 26): [50]}
+
+
+# ------------------------------------------------------------------------------------------- the whole program
+
+
+def test_two_ranks_over_gloo_write_a_checked_result(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks/collectives.py"),
+        "--backends=gloo",
+        "--control",
+        "--floor",
+        "--ops=all_reduce,ping_pong,barrier",
+        "--sizes=8,1KiB",
+        "--rounds=2",
+        "--budget=0.01",
+        f"--out={tmp_path}",
+        "--name=x",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    written = json.loads(next(tmp_path.glob("*/x.json")).read_text())
+    assert written["labels"] == ["gloo", "gloo #2", "no-op"]
+    assert [(r["op"], r["size"]) for r in written["results"]] == [
+        ("all_reduce", 8), ("all_reduce", 1024), ("ping_pong", 8), ("ping_pong", 1024), ("barrier", 0),
+    ]  # fmt: skip
+    assert all(t["median"] > 0 for r in written["results"] for t in r["times"].values())
+    assert "## all_reduce" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "said"), [(["--ops=all_redcue"], "known: all_reduce"), (["--sizes=8KB"], "such as 64KiB")]
+)
+def test_wrong_arguments_are_explained_before_anything_starts(
+    args: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["collectives.py", *args])
+    with pytest.raises(SystemExit, match="2"):
+        collectives.parse_args()
+    assert said in capsys.readouterr().err

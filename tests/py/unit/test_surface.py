@@ -1,0 +1,62 @@
+"""Every virtual function of c10d's Backend and Work is overridden, or the header says what happens without."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[3]
+C10D = Path(torch.__file__).parent / "include" / "torch" / "csrc" / "distributed" / "c10d"
+NOTE = re.compile(r"^// (refused|inherited): (?:(\w+)::)?(\w+): (\S.*)$", re.M)
+
+
+def without_comments(text: str) -> str:
+    """C++ without its comments."""
+    return re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.S)
+
+
+def virtuals(path: Path) -> set[str]:
+    """Names of the functions that are declared virtual in a header, destructors apart."""
+    found = re.findall(r"\bvirtual\b[^;{}]*?\b(\w+)\s*\(", without_comments(path.read_text()))
+    return {name for name in found if name not in ("Backend", "Work", "Options")}
+
+
+def overridden(path: Path) -> set[str]:
+    """Names of the functions that a header declares with `override`."""
+    return set(
+        re.findall(r"\b(\w+)\s*\([^;{}]*\)\s*(?:const\s*)?(?:noexcept\s*)?override", without_comments(path.read_text()))
+    )
+
+
+def notes(path: Path) -> dict[str, str]:
+    """What a header says of functions it leaves to the base class."""
+    return {name: text for _, _, name, text in NOTE.findall(path.read_text())}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("base", "own"), [("Backend.hpp", "backend.hpp"), ("Work.hpp", "work.hpp")])
+def test_every_virtual_is_overridden_or_its_absence_explained(base: str, own: str) -> None:
+    """A new torch with a new virtual fails here until someone has decided about it."""
+    header = ROOT / "cpp" / own
+    declared = virtuals(C10D / base)
+    assert len(declared) > 10, f"{base} was not understood: {declared}"
+    explained = {**notes(ROOT / "cpp" / "backend.hpp"), **notes(header)}
+    missing = declared - overridden(header) - set(explained)
+    assert not missing, f"neither overridden in cpp/{own} nor listed there as refused or inherited: {sorted(missing)}"
+
+
+@pytest.mark.quick
+def test_nothing_is_both_overridden_and_listed_as_refused() -> None:
+    """The notes stay true."""
+    header = ROOT / "cpp" / "backend.hpp"
+    assert not overridden(header) & set(notes(header))
+
+
+@pytest.mark.quick
+def test_the_reader_of_headers_sees_what_it_should() -> None:
+    """A check of the checker: functions known to be there are found."""
+    assert {"allreduce", "supportsSplitting", "getBackendName"} <= virtuals(C10D / "Backend.hpp")
+    assert {"wait", "getFuture", "isCompleted"} <= virtuals(C10D / "Work.hpp")

@@ -1,0 +1,59 @@
+"""The project's texts keep to its own words, and its messages to their golden forms."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def tracked() -> list[Path]:
+    """Text files of the checkout, generated and ignored ones apart."""
+    listed = subprocess.run(
+        ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if listed.returncode != 0:
+        pytest.skip("this is not a git checkout")
+    endings = {".rs", ".py", ".pyi", ".cpp", ".hpp", ".md", ".toml", ".txt", ""}
+    return [ROOT / name for name in listed.stdout.splitlines() if Path(name).suffix in endings]
+
+
+@pytest.mark.quick
+def test_no_unfinished_marks_and_no_machine_of_one_person() -> None:
+    """No TODO, FIXME or absolute home path in what is shipped."""
+    bad = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b|/home/\w+/|/Users/\w+/")
+    here = Path(__file__).resolve()
+    found = []
+    for path in tracked():
+        if path.resolve() == here or not path.is_file():
+            continue
+        for number, line in enumerate(path.read_text(errors="ignore").splitlines(), 1):
+            if bad.search(line):
+                found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}")
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.quick
+def test_every_rule_of_this_stage_has_a_test() -> None:
+    """tests/py/RULES.md names for each rule tests that exist."""
+    table = (ROOT / "tests" / "py" / "RULES.md").read_text()
+    rows = re.findall(r"^\| (\d+) \|[^|]*\| (.*) \|$", table, re.M)
+    covered = {int(number) for number, tests in rows if tests.strip()}
+    assert covered >= {*range(1, 15), 17, *range(20, 31)}, sorted({*range(1, 15), 17, *range(20, 31)} - covered)
+    sources = {
+        path: path.read_text()
+        for path in [*ROOT.glob("tests/**/*.py"), *ROOT.glob("tests/**/*.rs"), *ROOT.glob("src/**/*.rs")]
+    }
+    everything = "\n".join(sources.values())
+    for number, tests in rows:
+        for name in re.findall(r"`(test_\w+|\w+_\w+)`", tests):
+            assert re.search(rf"\bfn {name}\b|\bdef {name}\b", everything), (
+                f"rule {number} names {name}, which is nowhere"
+            )

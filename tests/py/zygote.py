@@ -1,0 +1,125 @@
+"""A process that has imported torch once and forks ranks from that state.
+
+Importing torch costs seconds where many tests share few cores. The zygote pays once; every rank is a fork of it that
+then runs one function and ends through the interpreter's normal finalisation, so exit codes mean what they mean in a
+program. The zygote itself never makes a process group and starts no thread.
+
+Requests and replies are JSON lines on stdin and stdout: `{"spawn": {...}}` gives `{"pid": n}`, `{"poll": pid}` gives
+`{"status": code or null}` (negative for a signal). End of input ends the zygote and, through a death signal, its ranks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import importlib
+import json
+import os
+import signal
+import sys
+import traceback
+from multiprocessing.connection import Client, Connection
+from typing import Any
+
+PR_SET_PDEATHSIG = 1
+
+
+def describe_error(error: BaseException) -> dict[str, str]:
+    """What a rank reports of an exception that ended its function."""
+    return {
+        "type": type(error).__name__,
+        "text": str(error),
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+
+
+def resolve(module: str, name: str) -> Any:
+    """The function `name` of `module`, as the test that sent it sees it."""
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def become_rank(order: dict[str, Any]) -> Connection:
+    """Turns the fresh fork into a rank: own process group, own output file, own environment."""
+    os.setpgid(0, 0)
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    os.close(null)
+    sys.stdin = os.fdopen(0, "r")
+    sys.stdout = os.fdopen(1, "w", buffering=1)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+    faulthandler.enable(file=sys.stderr)
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.update(order["env"])
+    for path in reversed(order["sys_path"]):
+        if path not in sys.path:
+            sys.path.insert(0, path)
+    return Client(order["address"], authkey=b"ranks")
+
+
+def run_order(conn: Connection, order: dict[str, Any]) -> None:
+    """Runs the function this rank was made for and reports how it ended; errors end the process with code 1."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.set_debug_level_from_env()
+    from harness import Context
+
+    conn.send(("hello", order["rank"], os.getpid()))
+    module, name, args, kwargs = conn.recv()
+    context = Context(conn=conn, **order["context"])
+    try:
+        value = resolve(module, name)(context, *args, **kwargs)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        conn.send(("error", describe_error(error)))
+        traceback.print_exc()
+        sys.stderr.flush()
+        raise SystemExit(1) from None
+    conn.send(("value", value))
+
+
+def main() -> None:
+    """Serves requests until end of input; in a forked rank, returns after its function."""
+    import numpy  # noqa: F401  (imported for the forks)
+    import pytest  # noqa: F401
+    import torch.distributed  # noqa: F401
+
+    gc.collect()
+    gc.freeze()  # a fork that ends need not walk, and copy, all of torch's modules
+    requests, replies = sys.stdin.buffer, sys.stdout.buffer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    replies.write(b'{"ready": true}\n')
+    replies.flush()
+    while True:
+        line = requests.readline()
+        if not line:
+            return
+        request = json.loads(line)
+        if "poll" in request:
+            pid, status = os.waitpid(request["poll"], os.WNOHANG)
+            reply: dict[str, Any] = {"status": os.waitstatus_to_exitcode(status) if pid else None}
+        else:
+            pid = os.fork()
+            if pid == 0:
+                order = request["spawn"]
+                run_order(become_rank(order), order)
+                return
+            reply = {"pid": pid}
+        replies.write(json.dumps(reply).encode() + b"\n")
+        replies.flush()
+
+
+if __name__ == "__main__":
+    main()

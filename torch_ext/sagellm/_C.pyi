@@ -1,0 +1,43 @@
+"""The extension module that setup.py builds from ``cpp/`` and the Rust core."""
+
+from datetime import timedelta
+from typing import Any
+
+torch_version_built: str
+
+class Options:
+    """Options of one group, for the argument ``pg_options`` of ``init_process_group`` and ``new_group``."""
+
+    def __init__(self, timeout: timedelta | float = ..., engine: str = "auto", delegate: str = "gloo") -> None: ...
+    #: "auto", or "delegate" to have torch's own backend serve the group although shared memory would do.
+    engine: str
+    #: The built-in backend of torch that serves what the engine cannot: gloo, mpi or ucc.
+    delegate: str
+    #: From torch's base class.
+    global_ranks_in_group: list[int]
+    group_name: str
+
+class SageBackend:
+    """The backend of one group; the calls of a c10d backend come from its base class."""
+
+    @property
+    def delegate_reason(self) -> str: ...
+    def _set_delegate(self, backend: Any) -> None: ...
+    def describe(self) -> str: ...
+    @property
+    def options(self) -> Options: ...
+    def perform_nocolor_split(self, device: Any) -> None: ...
+
+def create(
+    store: Any,
+    rank: int,
+    size: int,
+    timeout: timedelta | float,
+    group_name: str = "",
+    global_ranks: list[int] = ...,
+    options: Options | None = None,
+) -> SageBackend: ...
+def set_log_level(level: int) -> None: ...
+def drain_log() -> None: ...
+def doctor() -> str: ...
+def at_exit() -> None: ...

@@ -1,0 +1,44 @@
+"""sagellm: a torch.distributed backend. ``init_process_group("sagellm")`` is all a program needs.
+
+torch imports this file in every process that imports torch (the entry-point group ``torch.backends``), also in those
+that never use the backend. So it loads no extension, starts no thread and opens nothing: it tells torch the name, and
+the rest happens when a group is made.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sagellm._C import Options as Options
+
+__all__ = ["Options", "__version__"]
+
+
+def _autoload() -> None:
+    """What both entry points name. Registers the backend; calling it again does nothing."""
+    from sagellm import _register
+
+    _register.register()
+
+
+def __getattr__(name: str) -> Any:
+    """Loads on first use what needs the extension or the record of its build."""
+    if name == "Options":
+        from sagellm import _load
+
+        return _load.extension().Options
+    if name == "__version__":
+        from sagellm import _load
+
+        return _load.version()
+    raise AttributeError(f"module 'sagellm' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+# `import sagellm` is the way in where torch's autoloading is off. When torch was not imported yet this imports it, and
+# torch then calls `_autoload` in the middle of this line: that is why it stands last.
+_autoload()

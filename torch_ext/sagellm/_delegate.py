@@ -1,0 +1,60 @@
+"""The group of torch's own that serves what shared memory cannot, ranks on several hosts first of all.
+
+It is built here, in Python, because torch ships the classes of its groups without their headers; the C++ side then
+calls it as a c10d backend, and lets go of it in shutdown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+#: Keys of the delegate must not meet the keys of the shared-memory set-up in the same store.
+PREFIX = "delegate"
+DEFAULT = "gloo"
+
+
+def _gloo(c10d: Any, store: Any, options: Any) -> Any:
+    group = c10d.ProcessGroupGloo(store, options.group_rank, options.group_size, timeout=options.timeout)
+    # What torch sets on a gloo group of its own; it shows in messages.
+    group.options.global_ranks_in_group = options.global_ranks_in_group
+    group.options.group_name = options.group_id
+    return group
+
+
+def _mpi(c10d: Any, store: Any, options: Any) -> Any:
+    return c10d.ProcessGroupMPI.create(options.global_ranks_in_group)
+
+
+def _ucc(c10d: Any, store: Any, options: Any) -> Any:
+    return c10d.ProcessGroupUCC(store, options.group_rank, options.group_size, timeout=options.timeout)
+
+
+#: Built the same way in every supported torch, so that none of torch's private functions is needed.
+BUILT_IN: dict[str, tuple[str, Callable[[Any, Any, Any], Any]]] = {
+    "gloo": ("ProcessGroupGloo", _gloo),
+    "mpi": ("ProcessGroupMPI", _mpi),
+    "ucc": ("ProcessGroupUCC", _ucc),
+}
+
+
+def check(name: str) -> str:
+    """The name in lower case, or a ValueError. Every rank must say no before any rank meets another."""
+    from torch.distributed import distributed_c10d as c10d
+
+    wanted = (name or DEFAULT).lower()
+    if wanted not in BUILT_IN:
+        known = ", ".join(BUILT_IN)
+        raise ValueError(f"sagellm: delegate={name!r} cannot serve CPU tensors; expected one of {known}")
+    if not hasattr(c10d, BUILT_IN[wanted][0]):
+        raise ValueError(f"sagellm: delegate={name!r} is not part of this torch; it was built without it")
+    return wanted
+
+
+def build(name: str, options: Any) -> Any:
+    """The built-in group ``name`` over the same ranks. Collective: every rank of the group must come here."""
+    from torch.distributed import PrefixStore
+    from torch.distributed import distributed_c10d as c10d
+
+    wanted = check(name)
+    return BUILT_IN[wanted][1](c10d, PrefixStore(PREFIX, options.store), options)

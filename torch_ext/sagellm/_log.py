@@ -1,0 +1,62 @@
+"""What is logged under the name ``sagellm``, and how much of it the core hands over.
+
+Without the variable ``SAGELLM_LOG`` the levels of Python's logging decide, which means warnings and errors unless the
+program set up something else. With it, that level holds, and a program that set up no logging sees it on stderr.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from types import ModuleType
+
+NAME = "sagellm"
+VARIABLE = "SAGELLM_LOG"
+TRACE = 5
+#: Name in the variable: level of Python's logging, level of the core.
+LEVELS = {
+    "off": (logging.CRITICAL + 1, 0),
+    "error": (logging.ERROR, 1),
+    "warn": (logging.WARNING, 2),
+    "info": (logging.INFO, 3),
+    "debug": (logging.DEBUG, 4),
+    "trace": (TRACE, 5),
+}
+
+logger = logging.getLogger(NAME)
+_handler: logging.Handler | None = None
+
+
+def core_level(python_level: int) -> int:
+    """The core's level that lets through no line that Python's logging would throw away."""
+    for level, core in sorted(LEVELS.values()):
+        if python_level <= level:
+            return core
+    return 0
+
+
+def configure(extension: ModuleType) -> None:
+    """Reads the variable and tells the core. Called when a group is made, so that later changes of logging count."""
+    text = os.environ.get(VARIABLE, "").strip().lower()
+    text = {"warning": "warn", "none": "off"}.get(text, text)
+    if text in LEVELS:
+        level, core = LEVELS[text]
+        _show(level)
+        extension.set_log_level(core)
+        return
+    extension.set_log_level(core_level(logger.getEffectiveLevel()))
+    if text:
+        logger.warning("%s=%s is not a level; the levels are %s", VARIABLE, text, ", ".join(LEVELS))
+
+
+def _show(level: int) -> None:
+    """Sets our level, and writes to stderr where nobody else listens."""
+    global _handler
+    logging.addLevelName(TRACE, "TRACE")
+    logger.setLevel(level)
+    if _handler is None and not logger.hasHandlers():
+        _handler = logging.StreamHandler()
+        rank = os.environ.get("RANK")
+        who = f"{NAME} rank {rank}" if rank else NAME
+        _handler.setFormatter(logging.Formatter(f"[{who}] %(levelname)s %(message)s"))
+        logger.addHandler(_handler)

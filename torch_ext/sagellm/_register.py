@@ -1,0 +1,113 @@
+"""Tells torch the backend's name, and makes the backend of a group when torch asks for one."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from types import ModuleType
+from typing import Any
+
+NAME = "sagellm"
+#: What the default ``init_process_group("sagellm")`` serves. Other devices join here when an engine for them exists;
+#: naming one today would turn torch's clear "no backend for cuda" into an error at the first collective.
+DEVICES = ["cpu"]
+
+#: Taken once and never released: what is behind each of them happens once in a process.
+_at_exit = threading.Lock()
+_told = threading.Lock()
+
+
+def register() -> None:
+    """Makes the name known. Both entry points and ``import sagellm`` come here; the first call does the work."""
+    # Imported here: this may run in the middle of `import torch`, and `import sagellm` may be what imports torch.
+    from torch import distributed
+
+    if not distributed.is_available():
+        return
+    backend: Any = distributed.Backend
+    if NAME.upper() not in backend._plugins:
+        backend.register_backend(NAME, create, extended_api=True, devices=DEVICES)
+
+
+def create(options: Any, pg_options: Any = None) -> Any:
+    """Makes the backend of one group, meeting its other ranks through the store. torch calls it.
+
+    ``options`` is torch's struct of facts about the group. Its newer fields (``process_group``, ``split_from``,
+    ``enable_reconfigure``) are not read: 2.11 does not have them. ``pg_options`` is what the user gave, if anything:
+    ours, or the plain options of torch.
+    """
+    from sagellm import _delegate, _load, _log
+
+    extension = _load.extension()
+    _log.configure(extension)
+    if os.environ.get(_log.VARIABLE):
+        _log_versions(extension)
+    ours = pg_options if isinstance(pg_options, extension.Options) else None
+    delegate = _delegate.check(ours.delegate if ours is not None else "")
+    _step_at_exit(extension)
+    _detach_flight_recorder()
+    backend = extension.create(
+        options.store,
+        options.group_rank,
+        options.group_size,
+        options.timeout,
+        group_name=options.group_id or "",
+        global_ranks=list(options.global_ranks_in_group or []),
+        options=ours,
+    )
+    reason = backend.delegate_reason
+    if reason:
+        _tell_delegate(delegate, reason, options)
+        backend._set_delegate(_delegate.build(delegate, options))
+    return backend
+
+
+def _detach_flight_recorder() -> None:
+    """Keeps torch's generic flight recorder away, unless the user asked for it by ``TORCH_FR_BUFFER_SIZE``.
+
+    It costs 1.5 us per synchronous call, and when a group fails it writes its trace on a thread that needs the
+    interpreter: a program that ends meanwhile is aborted. torch (from 2.15 on) attaches it right after this creator
+    returned, to every backend that is not in this set.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    size = os.environ.get("TORCH_FR_BUFFER_SIZE") or os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE") or "0"
+    backends = getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", None)
+    if isinstance(backends, set):
+        if size.isdigit() and int(size) > 0:
+            backends.discard(NAME)
+        else:
+            backends.add(NAME)
+
+
+def _step_at_exit(extension: ModuleType) -> None:
+    """Ends the core's threads before the interpreter goes down: once in a process, and only where groups were made."""
+    if _at_exit.acquire(blocking=False):
+        atexit.register(extension.at_exit)
+
+
+def _tell_delegate(delegate: str, reason: str, options: Any) -> None:
+    """A warning once for a job, from the first such group of its rank 0; the others are there to be looked up."""
+    import logging
+
+    from sagellm import _log
+
+    first = options.group_rank == 0 and _told.acquire(blocking=False)
+    _log.logger.log(
+        logging.WARNING if first else logging.INFO,
+        "group %s of %d ranks is served by torch's %s instead of shared memory: %s",
+        options.group_id,
+        options.group_size,
+        delegate,
+        reason,
+    )
+
+
+def _log_versions(extension: ModuleType) -> None:
+    import torch
+
+    from sagellm import _load, _log
+
+    where = getattr(extension, "__file__", "unknown")
+    _log.logger.debug("version %s under torch %s, extension %s", _load.version(), torch.__version__, where)
