@@ -59,7 +59,7 @@ $(installed): requirements.txt .ci/setup
 
 $(installed_dev): requirements-dev.txt requirements.txt .ci/setup
 	@.ci/setup requirements-dev.txt
-	@touch $@ $(installed)
+	@touch $@
 
 # Once, an editable install tells torch the backend's name; afterwards only the extension is built anew. It is built
 # first, because pip would hide what cargo and the compiler say for minutes.

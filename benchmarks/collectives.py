@@ -231,7 +231,7 @@ def run_rank(args: argparse.Namespace) -> int:
             "date": date.today().isoformat(), "machine": machine, "ranks": ranks, "dtype": args.dtype,
             "labels": [b.label for b in backends], "rounds": args.rounds, "budget_seconds": args.budget,
             "buffers": "cold" if args.cold else args.buffers, "seconds": round(seconds, 1),
-            "command": shlex.join(["benchmarks/collectives.py", *sys.argv[1:]]), 
+            "command": shlex.join(["benchmarks/collectives.py", *sys.argv[1:]]),
             "others": round(max(0.0, others), 3), "results": results,
         }  # fmt: skip
         print(report.markdown(run))

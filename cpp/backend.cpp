@@ -214,7 +214,7 @@ void SageBackend::unregisterCompletionHook(int64_t id) {
 
 SageBackend::WorkPtr SageBackend::submit(Plan& plan, const Label& label, TensorView inputs, TensorView outputs,
                                          bool async) {
-  if (async || events_->has_work_hook()) {
+  if (async || events_->has_work_hook() || events_->has_completion_hooks()) {
     Plan* one = &plan;
     return submit_async(one, label, inputs, outputs, async);
   }
@@ -264,9 +264,9 @@ SageBackend::WorkPtr SageBackend::submit_async(c10::ArrayRef<Plan*> plans, const
     throw;
   }
   work->seal();
-  if (async) return work;
-  work->wait(kNoTimeout);
-  return nullptr;
+  // Returned all the same: who watches works finds this one by it.
+  if (!async) work->wait(kNoTimeout);
+  return work;
 }
 
 }  // namespace sagellm

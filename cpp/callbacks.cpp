@@ -3,6 +3,7 @@
 #include <cxxabi.h>
 #include <pthread.h>
 #include <signal.h>
+#include <unistd.h>
 
 #include <exception>
 #include <string>
@@ -59,7 +60,14 @@ CallbackPool& CallbackPool::instance() {
   return *pool;
 }
 
+CallbackPool::CallbackPool() : process_(::getpid()) {}
+
+bool CallbackPool::foreign() const {
+  return ::getpid() != process_;
+}
+
 void CallbackPool::post(std::function<void()> job) {
+  if (foreign()) return leak(std::move(job));
   std::unique_lock<std::mutex> lock(mutex_);
   if (stopped_) return leak(std::move(job));
   jobs_.push_back(std::move(job));
@@ -114,6 +122,7 @@ void CallbackPool::serve() {
 }
 
 void CallbackPool::stop(std::chrono::milliseconds patience) {
+  if (foreign()) return;
   std::unique_lock<std::mutex> lock(mutex_);
   stopped_ = true;
   work_.notify_all();

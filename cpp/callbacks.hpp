@@ -31,11 +31,14 @@ class CallbackPool {
   void stop(std::chrono::milliseconds patience);
 
  private:
-  CallbackPool() = default;
+  CallbackPool();
 
+  // True in a child that was forked off: it has none of the threads, and perhaps a locked mutex.
+  bool foreign() const;
   bool add_thread();
   void serve();
 
+  const int process_;
   std::mutex mutex_;
   // Wakes idle threads: a job came, or the end.
   std::condition_variable work_;

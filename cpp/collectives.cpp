@@ -79,8 +79,7 @@ SageBackend::WorkPtr SageBackend::allreduce_coalesced(Tensors& tensors, const c1
     }
     plans.back().update(tensors[i]);
   }
-  return submit_all(plans, {"sagellm:all_reduce", OpType::ALLREDUCE_COALESCED}, tensors, tensors,
-                    opts.asyncOp);
+  return submit_all(plans, {"sagellm:all_reduce", OpType::ALLREDUCE_COALESCED}, tensors, tensors, opts.asyncOp);
 }
 
 SageBackend::WorkPtr SageBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
@@ -174,8 +173,7 @@ SageBackend::WorkPtr SageBackend::allgather_into_tensor_coalesced(Tensors& outpu
     plan.read(inputs[i], collides(inputs[i], outputs[i], getRank()));
   }
   plan.write_blocks(outputs, static_cast<size_t>(getSize()));
-  return submit(plan, {"sagellm:all_gather_into_tensor_coalesced", OpType::ALLGATHER_INTO_TENSOR_COALESCED}, inputs,
-                outputs, opts.asyncOp);
+  return submit(plan, {"sagellm:all_gather_into_tensor_coalesced", kGatherCoalesced}, inputs, outputs, opts.asyncOp);
 }
 
 SageBackend::WorkPtr SageBackend::gather(Lists& outputs, Tensors& inputs, const c10d::GatherOptions& opts) {
@@ -285,8 +283,8 @@ SageBackend::WorkPtr SageBackend::reduce_scatter_tensor_coalesced(Tensors& outpu
       first = i + 1;
     }
   }
-  return submit_all(plans, {"sagellm:reduce_scatter_tensor_coalesced", OpType::REDUCE_SCATTER_TENSOR_COALESCED}, inputs,
-                    outputs, opts.asyncOp);
+  return submit_all(plans, {"sagellm:reduce_scatter_tensor_coalesced", kReduceScatterCoalesced}, inputs, outputs,
+                    opts.asyncOp);
 }
 
 SageBackend::WorkPtr SageBackend::alltoall_base(at::Tensor& output, at::Tensor& input,

@@ -51,6 +51,26 @@ struct CompletionHookArgs {
 using CompletionHook = std::function<void(const CompletionHookArgs&)>;
 #endif
 
+// Two values that c10d's enumeration gained one by one; older versions call both COALESCED, as their own backends do.
+template <class Type>
+constexpr auto gather_coalesced_type(int) -> decltype(Type::ALLGATHER_INTO_TENSOR_COALESCED) {
+  return Type::ALLGATHER_INTO_TENSOR_COALESCED;
+}
+template <class Type>
+constexpr Type gather_coalesced_type(long) {
+  return Type::COALESCED;
+}
+template <class Type>
+constexpr auto reduce_scatter_coalesced_type(int) -> decltype(Type::REDUCE_SCATTER_TENSOR_COALESCED) {
+  return Type::REDUCE_SCATTER_TENSOR_COALESCED;
+}
+template <class Type>
+constexpr Type reduce_scatter_coalesced_type(long) {
+  return Type::COALESCED;
+}
+constexpr c10d::OpType kGatherCoalesced = gather_coalesced_type<c10d::OpType>(0);
+constexpr c10d::OpType kReduceScatterCoalesced = reduce_scatter_coalesced_type<c10d::OpType>(0);
+
 // torch 2.15 keeps the older of its two names as an alias.
 using PremulSupplement = c10d::NCCLPreMulSumSupplement;
 

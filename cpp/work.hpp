@@ -42,7 +42,8 @@ class Trace {
   std::shared_ptr<c10::ThreadLocalDebugInfo> state_;
 };
 
-// Hooks and switches of one backend. Its works share it, since they may outlive the backend. No hook is ever called
+// Hooks and switches of one backend. Its works share it, since they may outlive the backend. Where somebody listens for
+// the end of works, synchronous calls have a Work, too. No hook is ever called
 // with a lock held, and those that may run long or take the GIL are called on callback threads.
 class Events : public std::enable_shared_from_this<Events> {
  public:
@@ -63,7 +64,6 @@ class Events : public std::enable_shared_from_this<Events> {
   void call_completion_hooks(const CompletionHookArgs& args) const;
 
   void set_work_hook(WorkHook hook);
-  // Synchronous calls then need a Work, too.
   bool has_work_hook() const { return work_hook_set_.load(std::memory_order_relaxed); }
   // Announces one work, from issue until `work_ended`; null when it failed, which the hook is not told.
   void expect_work();

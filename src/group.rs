@@ -112,9 +112,8 @@ impl Group {
             return Ok(Group::build(config, Engine::Delegate(reason), None, Vec::new(), 1, 0, host));
         }
         let ranks = config.size;
-        let fitting = |headroom: usize| {
-            Layout::new(ranks, SEGMENT_CEILING.min(headroom / 4)).map_or(0, |layout| layout.total())
-        };
+        let fitting =
+            |headroom: usize| Layout::new(ranks, SEGMENT_CEILING.min(headroom / 4)).map_or(0, |layout| layout.total());
         match meet::meet(&config, store, &*host, &fitting)? {
             meet::Outcome::Delegate(reason) => {
                 Ok(Group::build(config, Engine::Delegate(reason), None, Vec::new(), 1, 0, host))
@@ -162,11 +161,8 @@ impl Group {
             let peers = (0..ranks)
                 .map(|_| Peer { pid: 0, host: "this process".to_string(), dead: AtomicBool::new(false) })
                 .collect();
-            let engine = if ranks == 1 {
-                Engine::Solo
-            } else {
-                Engine::Shm(Box::new(Shm::new(Arc::clone(&area), cores)))
-            };
+            let engine =
+                if ranks == 1 { Engine::Solo } else { Engine::Shm(Box::new(Shm::new(Arc::clone(&area), cores))) };
             // A rank's groups belong together, as they would in a process of its own.
             Group::build(config, engine, Some(area), peers, cores, rank as u64 + 1, Arc::new(NoHost))
         });
@@ -223,7 +219,9 @@ impl Group {
     pub fn describe(&self) -> String {
         let (rank, size, name) = (self.config.rank, self.config.size, &self.config.name);
         match (&self.lock().engine, &self.area) {
-            (Engine::Solo, _) => format!("group '{name}' rank {rank} of {size}: alone, every operation is a local copy"),
+            (Engine::Solo, _) => {
+                format!("group '{name}' rank {rank} of {size}: alone, every operation is a local copy")
+            }
             (Engine::Delegate(why), _) => format!("group '{name}' rank {rank} of {size}: served by a delegate: {why}"),
             (Engine::Shm(_), area) => {
                 let area = area.as_ref().expect("a shared engine has an area");
@@ -270,9 +268,8 @@ impl Group {
     fn start(&self, request: Request, completion: Option<Box<dyn Completion>>) -> Result<Arc<CoreOp>> {
         self.usable()?;
         let kernel = self.validate(&request)?;
-        let timeout = Duration::from_millis(
-            request.timeout_ms.unwrap_or_else(|| self.timeout_ms.load(Ordering::Relaxed)),
-        );
+        let timeout =
+            Duration::from_millis(request.timeout_ms.unwrap_or_else(|| self.timeout_ms.load(Ordering::Relaxed)));
         let signature = op::signature(&request, self.config.size);
         let mut ended = Ended::new();
         let mut inner = self.lock();
@@ -379,7 +376,13 @@ impl Group {
         let fits = match kind {
             Kind::AllReduce => bytes_in == bytes_out,
             Kind::Reduce => bytes_out == if root { bytes_in } else { 0 },
-            Kind::Broadcast => if root { bytes_out == 0 } else { bytes_in == 0 },
+            Kind::Broadcast => {
+                if root {
+                    bytes_out == 0
+                } else {
+                    bytes_in == 0
+                }
+            }
             Kind::AllGather => {
                 blocks(&request.out_blocks, bytes_out) && own(&request.out_blocks, bytes_out) == bytes_in
             }
@@ -626,7 +629,9 @@ impl Group {
             let word = area.monitor_outcome(turn).load(Ordering::Acquire);
             return match outcome {
                 Outcome::Done if word == turn << 1 => Ok(()),
-                Outcome::Interrupted => Err(Error::Interrupted("sagellm: monitored_barrier was interrupted".to_string())),
+                Outcome::Interrupted => {
+                    Err(Error::Interrupted("sagellm: monitored_barrier was interrupted".to_string()))
+                }
                 Outcome::Done if word >> 1 < turn => Err(self.fault().unwrap_or_else(|| {
                     self.dead_ranks().next().map_or_else(
                         || self.reported().unwrap_or_else(|| Error::Aborted("sagellm: the group failed".to_string())),
@@ -646,10 +651,8 @@ impl Group {
                 ))),
             };
         }
-        let outcome =
-            driver::wait_until(self, &*self.host, until, || (1..area.ranks).all(here) || dead());
-        let missing: Vec<String> =
-            (1..area.ranks).filter(|rank| !here(*rank)).map(|rank| rank.to_string()).collect();
+        let outcome = driver::wait_until(self, &*self.host, until, || (1..area.ranks).all(here) || dead());
+        let missing: Vec<String> = (1..area.ranks).filter(|rank| !here(*rank)).map(|rank| rank.to_string()).collect();
         let failed = u64::from(!missing.is_empty());
         area.monitor_outcome(turn).store(turn << 1 | failed, Ordering::Release);
         signal::announce(&**area, area.ranks);

@@ -45,7 +45,8 @@ fn rule_17_every_kind_at_every_boundary() {
             let mut seed = 0;
             for kind in KINDS {
                 for count in counts {
-                    for (dtype, op) in [(Dtype::F32, ReduceOp::Sum), (Dtype::Bf16, ReduceOp::Sum), (Dtype::I32, ReduceOp::Max)]
+                    for (dtype, op) in
+                        [(Dtype::F32, ReduceOp::Sum), (Dtype::Bf16, ReduceOp::Sum), (Dtype::I32, ReduceOp::Max)]
                     {
                         seed += 1;
                         if count > 5000 && (dtype == Dtype::Bf16 || ranks == 5) {

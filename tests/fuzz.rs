@@ -41,7 +41,10 @@ impl Guarded {
     }
     fn check(&self) {
         let end = self.0.len() - GUARD;
-        assert!(self.0[..GUARD].iter().chain(&self.0[end..]).all(|b| *b == 0x5a), "a write outside the caller's memory");
+        assert!(
+            self.0[..GUARD].iter().chain(&self.0[end..]).all(|b| *b == 0x5a),
+            "a write outside the caller's memory"
+        );
     }
 }
 

@@ -44,8 +44,7 @@ fn files(folder: &Path, found: &mut Vec<PathBuf>) {
 /// The modules that `text` names as `crate::<module>`, also inside `use crate::{a, b::c}`; tests at the end are left out.
 fn uses(text: &str) -> Vec<String> {
     let text = text.split("#[cfg(test)]").next().unwrap();
-    let text: String =
-        text.lines().filter(|line| !line.trim_start().starts_with("//")).collect::<Vec<_>>().join("\n");
+    let text: String = text.lines().filter(|line| !line.trim_start().starts_with("//")).collect::<Vec<_>>().join("\n");
     let mut found = Vec::new();
     for part in text.split("crate::").skip(1) {
         if let Some(list) = part.strip_prefix('{') {

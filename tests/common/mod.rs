@@ -173,7 +173,8 @@ impl Spec {
                     out.extend(sum.to_le_bytes());
                 }
                 Dtype::Bf16 => {
-                    let value = |q: usize| f32::from_bits(u32::from(u16::from_le_bytes(at(q).try_into().unwrap())) << 16);
+                    let value =
+                        |q: usize| f32::from_bits(u32::from(u16::from_le_bytes(at(q).try_into().unwrap())) << 16);
                     let sum = (1..inputs.len()).fold(value(0), |sum, q| self.pair(sum as f64, value(q) as f64) as f32);
                     let bits = sum.to_bits();
                     let rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;

@@ -178,12 +178,8 @@ impl Area {
         self.word64(at).store(end as u64, Ordering::Relaxed);
         let word = (self.me as u64 + 1) | (code as u64) << 32;
         // Release: the text before the word that leads to it. Only the first of several ranks wins.
-        let _ = self.word64(self.layout.group_word(ABORT)).compare_exchange(
-            0,
-            word,
-            Ordering::AcqRel,
-            Ordering::Acquire,
-        );
+        let _ =
+            self.word64(self.layout.group_word(ABORT)).compare_exchange(0, word, Ordering::AcqRel, Ordering::Acquire);
     }
 
     /// The group's fault: who reported it, its code, its text.

@@ -115,10 +115,7 @@ impl Layout {
         64 + up(self.eager_bytes, 64)
     }
     fn pair_bytes(&self) -> usize {
-        up(
-            6 * PAIR_OF_LINES + ENVELOPES * 8 + ENVELOPES * self.envelope_stride(),
-            PAGE,
-        ) + 2 * self.body_bytes
+        up(6 * PAIR_OF_LINES + ENVELOPES * 8 + ENVELOPES * self.envelope_stride(), PAGE) + 2 * self.body_bytes
     }
 
     pub fn group_word(&self, index: usize) -> usize {

@@ -74,12 +74,8 @@ impl Shm {
     /// `cores`: what the ranks of this host may use together; the same number on every rank.
     pub fn new(area: Arc<Area>, cores: usize) -> Shm {
         let layout = area.layout;
-        let shape = Shape {
-            ranks: layout.ranks,
-            cores,
-            slot_bytes: layout::SLOT_BYTES,
-            stage_bytes: layout.stage_bytes,
-        };
+        let shape =
+            Shape { ranks: layout.ranks, cores, slot_bytes: layout::SLOT_BYTES, stage_bytes: layout.stage_bytes };
         Shm {
             slots: Slots::new(area.me, area.ranks, layout.depth),
             p2p: P2p::new(area.ranks),
@@ -218,8 +214,7 @@ impl Shm {
         let collective = self.entries.iter().find(|entry| match &entry.phase {
             Phase::Queued => true,
             Phase::Slots(_) => {
-                small::reads_from(&entry.op.request, area.me, peer)
-                    && !Slots::is_published(area, peer, entry.op.number)
+                small::reads_from(&entry.op.request, area.me, peer) && !Slots::is_published(area, peer, entry.op.number)
             }
             Phase::Rounds(rounds) => rounds.needs(area, &entry.op, peer),
         });

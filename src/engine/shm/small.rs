@@ -148,9 +148,7 @@ fn earlier_mismatch(area: &Area, op: &Op, peer: usize) -> Error {
 /// One PREMUL_SUM factor a rank, from the headers; empty for every other reduction.
 pub fn factors(area: &Area, op: &Op) -> Vec<f64> {
     match op.request.op {
-        ReduceOp::PremulSum(_) => {
-            (0..area.ranks).map(|q| f64::from_bits(area.read_header(q, op.number).aux)).collect()
-        }
+        ReduceOp::PremulSum(_) => (0..area.ranks).map(|q| f64::from_bits(area.read_header(q, op.number).aux)).collect(),
         _ => Vec::new(),
     }
 }

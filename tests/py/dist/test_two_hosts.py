@@ -98,15 +98,14 @@ def on_hosts(ctx: Context, names: list[str]) -> list[float]:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_rule_23_ranks_in_two_network_namespaces_are_served_by_the_delegate(hosts: list[str], world_size: int) -> None:
-    """Rule 23: another network namespace counts as another host; gloo carries all, and the log says so once a group."""
+    """Rule 23: another network namespace counts as another host; gloo carries all, and the log says so once."""
     with launch(on_hosts, world_size, hosts, env={"GLOO_SOCKET_IFNAME": "eth0"}) as job:
         values = job.values(90)
         outputs = [each.output() for each in job.ranks]
     assert all(value == values[0] for value in values)
     if not IS_GLOO:
-        for output in outputs:
-            lines = [line for line in output.splitlines() if "instead of shared memory" in line]
-            assert len(lines) == 2, f"one line for each of the two groups, found {lines}"
+        told = sum(output.count("instead of shared memory") for output in outputs)
+        assert told == 1, f"two groups of several ranks, one reason: one line, found {told}: {outputs}"
 
 
 def half_local(ctx: Context, names: list[str]) -> None:
@@ -127,4 +126,4 @@ def test_groups_within_one_host_keep_shared_memory(hosts: list[str]) -> None:
         job.values(90)
         outputs = [each.output() for each in job.ranks]
     if not IS_GLOO:
-        assert all(output.count("instead of shared memory") == 1 for output in outputs), outputs
+        assert sum(output.count("instead of shared memory") for output in outputs) == 1, outputs

@@ -29,12 +29,15 @@ def test_ddp_script(ranks: int) -> None:
     [
         "accelerate.test_utils.scripts.test_ops",
         "accelerate.test_utils.scripts.test_sync",
-        "accelerate.test_utils.scripts.test_distributed_data_loop",
         "accelerate.test_utils.scripts.test_script",
     ],
 )
 def test_accelerate_scripts(module: str) -> None:
-    """What `accelerate test` runs, and its scripts for operations, gradient accumulation and data loops."""
+    """What `accelerate test` runs, and its scripts for operations and gradient accumulation.
+
+    Its test_distributed_data_loop is left out: it joins uneven inputs, which accelerate does for accelerators only, so
+    that on CPU ranks call different collectives (over gloo it hangs).
+    """
     output = torchrun(HERE / "accelerate_script.py", 2, BACKEND, module, timeout=380)
     assert output.count("ended well") == 2, output
 
