@@ -16,6 +16,7 @@ use crate::error::{Error, Result};
 use crate::group::{self, Group, Op};
 use crate::types::{Dtype, Kind, ReduceOp, Request, Span};
 
+#[allow(clippy::too_many_arguments)] // one parameter a list of the request: cxx cannot pass them inside a struct
 #[cxx::bridge(namespace = "sagellm")]
 pub mod ffi {
     /// A contiguous piece of caller memory.
@@ -304,7 +305,7 @@ impl RustGroup {
         self.0.delegate_reason().unwrap_or_default().to_string()
     }
 
-    #[allow(clippy::too_many_arguments)] // one parameter a list of the request: cxx cannot pass them as one struct
+    #[allow(clippy::too_many_arguments)] // as above
     fn issue(
         &self,
         call: &ffi::Call,

@@ -338,12 +338,13 @@ impl Group {
         }
         if self.any_dead.load(Ordering::Acquire) {
             // A peer that died without leaving in order fails every later operation, whoever it concerns.
-            if let (Some(rank), Some(area)) = (self.dead_ranks().next(), &self.area) {
-                if !area.left(rank) && self.pending.load(Ordering::Relaxed) == 0 {
-                    let fault = self.death_of(rank, None);
-                    self.poison(fault.clone());
-                    return Err(fault);
-                }
+            if let (Some(rank), Some(area)) = (self.dead_ranks().next(), &self.area)
+                && !area.left(rank)
+                && self.pending.load(Ordering::Relaxed) == 0
+            {
+                let fault = self.death_of(rank, None);
+                self.poison(fault.clone());
+                return Err(fault);
             }
         }
         Ok(())
@@ -368,7 +369,7 @@ impl Group {
         let sum = |spans: &[Span]| spans.iter().map(|span| span.bytes).sum::<usize>();
         let (bytes_in, bytes_out) = (sum(&request.inputs), sum(&request.outputs));
         let blocks = |list: &Vec<usize>, total: usize| match list.is_empty() {
-            true => total % ranks == 0,
+            true => total.is_multiple_of(ranks),
             false => list.iter().sum::<usize>() == total,
         };
         let own = |list: &Vec<usize>, total: usize| if list.is_empty() { total / ranks } else { list[me] };
@@ -734,11 +735,11 @@ impl Driven for Group {
         if !self.area.as_ref().is_some_and(|area| area.is_poisoned()) {
             fault = self.check_ended_peers(shm, &mut ended); // a reported fault is left to `drive`
         }
-        if fault.is_none() {
-            if let Some(op) = shm.next_deadline().filter(|op| now >= op.deadline) {
-                let op = Arc::clone(op);
-                fault = Some(self.stall(shm, &op));
-            }
+        if fault.is_none()
+            && let Some(op) = shm.next_deadline().filter(|op| now >= op.deadline)
+        {
+            let op = Arc::clone(op);
+            fault = Some(self.stall(shm, &op));
         }
         drop(inner);
         self.settle(ended);
@@ -766,11 +767,12 @@ impl Driven for Group {
 
 impl Drop for Group {
     fn drop(&mut self) {
-        if watch::generation() == self.generation && !self.closed.load(Ordering::Acquire) {
-            if let Some(area) = &self.area {
-                area.set_left();
-                signal::announce(&**area, area.ranks);
-            }
+        if watch::generation() == self.generation
+            && !self.closed.load(Ordering::Acquire)
+            && let Some(area) = &self.area
+        {
+            area.set_left();
+            signal::announce(&**area, area.ranks);
         }
     }
 }

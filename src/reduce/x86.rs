@@ -27,7 +27,7 @@ impl Format for HalfF16c {
 
     #[inline(always)]
     unsafe fn widen_all<const N: usize>(stored: [u16; N]) -> [f32; N] {
-        if N % 8 != 0 {
+        if !N.is_multiple_of(8) {
             return stored.map(Self::widen);
         }
         let mut numbers = [0.0; N];
@@ -43,7 +43,7 @@ impl Format for HalfF16c {
 
     #[inline(always)]
     unsafe fn narrow_all<const N: usize>(numbers: [f32; N]) -> [u16; N] {
-        if N % 8 != 0 {
+        if !N.is_multiple_of(8) {
             return numbers.map(Self::narrow);
         }
         let mut stored = [0; N];

@@ -45,10 +45,10 @@ impl Lead<'_, '_> {
             if let Err(reason) = self.welcome(id, &listener, &mut strangers, &mut guests) {
                 return Ok(Step::Impossible(reason));
             }
-            if guests[1..].iter().all(Option::is_some) {
-                if let Err(reason) = self.offer(id, &plan, &mut guests) {
-                    return Ok(Step::Impossible(reason));
-                }
+            if guests[1..].iter().all(Option::is_some)
+                && let Err(reason) = self.offer(id, &plan, &mut guests)
+            {
+                return Ok(Step::Impossible(reason));
             }
             if let Err(reason) = hear(id, &mut guests) {
                 return Ok(Step::Impossible(reason));
