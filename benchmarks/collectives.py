@@ -192,6 +192,16 @@ def progress(done: int, total: int, case: Case, result: dict[str, Any], begin: f
     say(f"[{done:3d}/{total}] {case.op:<22} {format_size(case.size):>8}  {'  '.join(parts)}{best}  ({left:.0f} s left)")
 
 
+def command_line(arguments: list[str]) -> str:
+    """The command for the report, without where its files went, which repeats nothing."""
+    kept, skip = ["benchmarks/collectives.py"], False
+    for word in arguments:
+        if not skip and not word.startswith(("--out", "--name")):
+            kept.append(word)
+        skip = word in {"--out", "--name"}
+    return shlex.join(kept)
+
+
 def run_rank(args: argparse.Namespace) -> int:
     """The whole benchmark on one rank; the exit code."""
     for module in args.imports:
@@ -231,7 +241,7 @@ def run_rank(args: argparse.Namespace) -> int:
             "date": date.today().isoformat(), "machine": machine, "ranks": ranks, "dtype": args.dtype,
             "labels": [b.label for b in backends], "rounds": args.rounds, "budget_seconds": args.budget,
             "buffers": "cold" if args.cold else args.buffers, "seconds": round(seconds, 1),
-            "command": shlex.join(["benchmarks/collectives.py", *sys.argv[1:]]),
+            "command": command_line(sys.argv[1:]),
             "others": round(max(0.0, others), 3), "results": results,
         }  # fmt: skip
         print(report.markdown(run))

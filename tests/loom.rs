@@ -37,6 +37,9 @@ impl Memory {
             stage: cells(ranks * 2),
         }
     }
+    fn wait(&self, condition: impl FnMut() -> bool) -> bool {
+        if self.ranks == 2 { until(condition) } else { a_few_times(condition) }
+    }
     fn slot(&self, rank: usize, n: u64) -> &UnsafeCell<u64> {
         &self.slots[rank * self.depth as usize + (n % self.depth) as usize]
     }
@@ -64,10 +67,23 @@ impl Words for Memory {
     }
 }
 
-fn until(mut condition: impl FnMut() -> bool) {
+/// Waits as long as it takes. Only for two ranks: loom cannot tell three that spin from a livelock.
+fn until(mut condition: impl FnMut() -> bool) -> bool {
     while !condition() {
         thread::yield_now();
     }
+    true
+}
+
+/// Looks a few times and gives up, and the rank with it: what it did so far must be safe in every interleaving.
+fn a_few_times(mut condition: impl FnMut() -> bool) -> bool {
+    (0..3).any(|_| {
+        let met = condition();
+        if !met {
+            thread::yield_now();
+        }
+        met
+    })
 }
 
 fn write(cell: &UnsafeCell<u64>, value: u64) {
@@ -85,14 +101,18 @@ fn slots_program(memory: &Memory, me: usize, rooted: &[bool]) {
     let mut slots = Slots::new(me, memory.ranks, memory.depth);
     for (i, rooted) in rooted.iter().enumerate() {
         let n = i as u64 + 1;
-        until(|| slots.may_publish(memory, n));
+        if !memory.wait(|| slots.may_publish(memory, n)) {
+            return;
+        }
         write(memory.slot(me, n), n * 10 + me as u64);
         slots.publish(memory, n);
         for q in (0..memory.ranks).filter(|q| *q != me && (!*rooted || *q == 0)) {
             if *rooted && me == 0 {
                 continue;
             }
-            until(|| Slots::is_published(memory, q, n));
+            if !memory.wait(|| Slots::is_published(memory, q, n)) {
+                return;
+            }
             assert_eq!(read(memory.slot(q, n)), n * 10 + q as u64, "a payload of another generation");
         }
         slots.retire(memory, n);
@@ -118,7 +138,7 @@ fn run(ranks: usize, depth: u64, preemptions: usize, program: impl Fn(&Memory, u
 
 #[test]
 fn slots_of_two_ranks_never_mix_generations() {
-    run(2, 2, 3, |memory, me| slots_program(memory, me, &[false, false, false, false]));
+    run(2, 2, 2, |memory, me| slots_program(memory, me, &[false, false, false, false]));
 }
 
 #[test]
@@ -127,8 +147,8 @@ fn a_root_never_laps_its_reader() {
 }
 
 #[test]
-fn slots_of_three_ranks_with_kinds_mixed() {
-    run(3, 1, 1, |memory, me| slots_program(memory, me, &[true, true]));
+fn a_root_and_two_readers_never_mix_generations() {
+    run(3, 1, 2, |memory, me| slots_program(memory, me, &[true, true]));
 }
 
 #[test]
@@ -161,7 +181,7 @@ fn rounds_program(memory: &Memory, me: usize, only_root: bool, rounds: u64) {
     if !takes {
         protocol::drained(memory, Region::Stage, me, rounds - 1);
     }
-    until(|| {
+    memory.wait(|| {
         if fills && fill < rounds && protocol::may_fill(memory, Region::Stage, me, memory.ranks, fill) {
             write(memory.buffer(me, fill), fill * 10 + me as u64);
             protocol::filled(memory, Region::Stage, me, fill);
@@ -193,7 +213,7 @@ fn rounds_filled_by_a_root_never_overtake_the_reader() {
 
 #[test]
 fn rounds_of_three_ranks() {
-    run(3, 1, 1, |memory, me| rounds_program(memory, me, true, 3));
+    run(3, 1, 2, |memory, me| rounds_program(memory, me, true, 3));
 }
 
 /// The doors, with the kernel's futex as a lock and a condition variable: it compares and sleeps in one step.

@@ -60,7 +60,7 @@ class Context:
 
     def store(self, key: str | None = None) -> dist.Store:
         """A client of the session's store, under this job's prefix. The server is the test process."""
-        client = dist.TCPStore("127.0.0.1", self.store_port, is_master=False, timeout=timedelta(seconds=30))
+        client = dist.TCPStore("127.0.0.1", self.store_port, is_master=False, timeout=timedelta(seconds=30), use_libuv=False)
         return dist.PrefixStore(key or self.key, client)
 
     def init(self, timeout: timedelta = GROUP_TIMEOUT, key: str | None = None, **options: Any) -> None:
@@ -137,7 +137,7 @@ class Zygote:
             [sys.executable, str(HERE / "zygote.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env
         )
         self.server = dist.TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30), use_libuv=False
         )
         self.jobs = 0
         self._reply()

@@ -36,7 +36,7 @@ def table(n: int) -> dict[str, tuple[Callable[[], object], tuple[str, ...]]]:
         ),
         "all_gather_into_tensor, mixed dtypes": (
             lambda: dist.all_gather_into_tensor(_ones(3 * n), half),
-            ("float", "half"),
+            ("float16", "float32"),
         ),
         "reduce_scatter, list too short": (lambda: dist.reduce_scatter(_ones(3), [_ones(3)] * (n - 1)), (str(n),)),
         "reduce_scatter, block of another size": (

@@ -18,6 +18,7 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
 
 import collectives  # noqa: E402
 import train_gpt  # noqa: E402
+import update_docs  # noqa: E402
 from measure import report  # noqa: E402
 from measure.cases import DTYPES, FIXED_SIZE, OPS, Case, pattern, total  # noqa: E402
 from measure.machine import describe, slug  # noqa: E402
@@ -172,6 +173,20 @@ def test_files_are_written(run: report.Result, tmp_path: Path) -> None:
 def test_the_machine_is_named_without_its_host() -> None:
     assert slug({"cpu": "Intel(R) Xeon(R) Platinum 8480+ CPU @ 2.00GHz", "cores": 8}) == "intel-xeon-platinum-8480-8c"
     assert os.uname().nodename not in json.dumps({k: v for k, v in describe().items() if k != "kernel"})
+
+
+def test_the_command_in_a_report_can_be_repeated_anywhere() -> None:
+    words = ["--ops", "barrier", "--out", "/somewhere", "--quick", "--name=x"]
+    assert collectives.command_line(words) == "benchmarks/collectives.py --ops barrier --quick"
+
+
+def test_the_page_is_written_from_results_and_hides_no_goal(run: report.Result) -> None:
+    run["results"][0]["times"]["sagellm"] = summarize([[4.0] * 9 + [400.0] * 10]).as_dict()
+    rows = {tuple(cell.strip() for cell in row.split("|")[1:5]): row for row in update_docs.goal_rows([run])[2:]}
+    assert len(rows) == len(update_docs.GOALS)
+    assert "reached by p10 only" in rows["2", "all_reduce", "8 B", "30x"]
+    assert rows["2", "barrier", "-", "20x"].endswith("| reached |")
+    assert "not measured" in rows["4", "all_reduce", "8 B", "20x"]
 
 
 # ----------------------------------------------------------------------------------------------- the checks
