@@ -3,7 +3,6 @@
 #include <cxxabi.h>
 #include <pthread.h>
 #include <signal.h>
-#include <unistd.h>
 
 #include <exception>
 #include <string>
@@ -54,20 +53,7 @@ void leak(std::function<void()> job) {
 
 }  // namespace
 
-CallbackPool& CallbackPool::instance() {
-  // Never destroyed: its threads may outlive static destructors.
-  static auto* pool = new CallbackPool();
-  return *pool;
-}
-
-CallbackPool::CallbackPool() : process_(::getpid()) {}
-
-bool CallbackPool::foreign() const {
-  return ::getpid() != process_;
-}
-
 void CallbackPool::post(std::function<void()> job) {
-  if (foreign()) return leak(std::move(job));
   std::unique_lock<std::mutex> lock(mutex_);
   if (stopped_) return leak(std::move(job));
   jobs_.push_back(std::move(job));
@@ -122,19 +108,12 @@ void CallbackPool::serve() {
 }
 
 void CallbackPool::stop(std::chrono::milliseconds patience) {
-  if (foreign()) return;
   std::unique_lock<std::mutex> lock(mutex_);
   stopped_ = true;
   work_.notify_all();
   left_.wait_for(lock, patience, [this] { return threads_ == 0; });
   for (auto& job : jobs_) leak(std::move(job));
   jobs_.clear();
-}
-
-Graveyard& Graveyard::instance() {
-  // Never destroyed: what lies here when the process exits must not be dropped.
-  static auto* graveyard = new Graveyard();
-  return *graveyard;
 }
 
 void Graveyard::bury(c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> tensors) {

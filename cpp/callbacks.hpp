@@ -16,13 +16,15 @@
 #include <mutex>
 #include <vector>
 
+#include "per_process.hpp"
+
 namespace sagellm {
 
 // Threads for callbacks. A thread is added whenever a job would have to wait for one, because the others may all be
 // blocked in callbacks that need that very job; idle threads leave after a while. None exists before the first job.
 class CallbackPool {
  public:
-  static CallbackPool& instance();
+  static CallbackPool& instance() { return per_process<CallbackPool>(); }
 
   // Runs `job` soon on a thread of the pool. Exceptions are logged. After `stop` the job is leaked, not run.
   void post(std::function<void()> job);
@@ -31,14 +33,9 @@ class CallbackPool {
   void stop(std::chrono::milliseconds patience);
 
  private:
-  CallbackPool();
-
-  // True in a child that was forked off: it has none of the threads, and perhaps a locked mutex.
-  bool foreign() const;
   bool add_thread();
   void serve();
 
-  const int process_;
   std::mutex mutex_;
   // Wakes idle threads: a job came, or the end.
   std::condition_variable work_;
@@ -53,7 +50,7 @@ class CallbackPool {
 // What a finished operation held. Filled by any thread, emptied by user calls; leaked when the interpreter is gone.
 class Graveyard {
  public:
-  static Graveyard& instance();
+  static Graveyard& instance() { return per_process<Graveyard>(); }
 
   void bury(c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> tensors);
 

@@ -9,6 +9,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "per_process.hpp"
 #include "python_host.hpp"
 
 namespace sagellm {
@@ -61,7 +62,7 @@ struct Line {
   std::string text;
 };
 
-// Lines on their way to Python's logging. Never destroyed: threads may log while the process exits.
+// Lines on their way to Python's logging.
 struct LogQueue {
   // More than this is kept from nobody who reads along, and bounds the memory when nobody does.
   static constexpr size_t kMaxLines = 1000;
@@ -75,8 +76,7 @@ struct LogQueue {
 };
 
 LogQueue& log_queue() {
-  static auto* queue = new LogQueue();
-  return *queue;
+  return per_process<LogQueue>();
 }
 
 int drain_from_main_loop(void* /*unused*/) {

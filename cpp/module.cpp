@@ -1,6 +1,7 @@
 // `sagellm._C`: what the Python package sees of the extension. Every function that may wait lets go of the GIL.
 #include <pybind11/chrono.h>
 #include <torch/csrc/Exceptions.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <string>
@@ -31,6 +32,9 @@ c10::intrusive_ptr<Options> make_options(Seconds timeout, std::string engine, st
   return options;
 }
 
+// The process that made the last group: a forked child that leaves has nothing of its own to end.
+int process_of_groups = 0;
+
 c10::intrusive_ptr<SageBackend> create(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                        Seconds timeout, std::string group_name,
                                        const std::vector<int64_t>& global_ranks,
@@ -40,6 +44,7 @@ c10::intrusive_ptr<SageBackend> create(const c10::intrusive_ptr<c10d::Store>& st
   options->timeout = milliseconds(timeout);
   options->group_name = std::move(group_name);
   options->global_ranks_in_group.assign(global_ranks.begin(), global_ranks.end());
+  process_of_groups = ::getpid();
   c10::intrusive_ptr<SageBackend> backend;
   try {
     const py::gil_scoped_release no_gil;
@@ -55,6 +60,7 @@ c10::intrusive_ptr<SageBackend> create(const c10::intrusive_ptr<c10d::Store>& st
 
 // Once, from atexit: afterwards no thread of ours runs that might ask for the GIL.
 void leave() {
+  if (::getpid() != process_of_groups) return;
   {
     const py::gil_scoped_release no_gil;
     at_exit();

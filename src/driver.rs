@@ -8,7 +8,7 @@
 //! core, 25 us of spinning keep the peer off it and cost 70 us an operation, for ever; 3 us cost nothing where the
 //! ranks do run apart, because a yield with nobody else to run takes 0.4 us (docs/benchmarks.md).
 
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
 use std::sync::{Arc, Mutex, RwLock, Weak};
 use std::time::{Duration, Instant};
 
@@ -30,6 +30,8 @@ pub trait Driven: Send + Sync {
     fn domain(&self) -> u64;
     /// Spin and yield budgets.
     fn patience(&self) -> Patience;
+    /// True when a lower rank was last seen waiting on the core that this thread runs on.
+    fn shares_core(&self) -> bool;
     /// The process ends: what is pending fails, peers are told.
     fn leave(&self);
 }
@@ -38,15 +40,17 @@ pub trait Driven: Send + Sync {
 pub struct Patience {
     pub spin: Duration,
     pub give_way: Duration,
+    /// Every rank could have a core of its own.
+    pub apart: bool,
 }
 
 impl Patience {
     /// For `ranks` ranks of one host that may use `cores` cores together.
     pub fn for_ranks(ranks: usize, cores: usize) -> Patience {
         if ranks <= cores {
-            Patience { spin: Duration::from_micros(3), give_way: Duration::from_micros(200) }
+            Patience { spin: Duration::from_micros(3), give_way: Duration::from_micros(200), apart: true }
         } else {
-            Patience { spin: Duration::from_micros(1), give_way: Duration::from_micros(200) }
+            Patience { spin: Duration::from_micros(1), give_way: Duration::from_micros(200), apart: false }
         }
     }
 }
@@ -152,13 +156,28 @@ fn wait_inner(group: &dyn Driven, host: &dyn Host, until: Option<Instant>, done:
             continue;
         }
         if idle < patience.spin + patience.give_way {
-            std::thread::yield_now();
+            if patience.apart && may_dodge() && group.shares_core() {
+                sleep(&[], Some(group), patience.give_way, &done);
+            } else {
+                std::thread::yield_now();
+            }
             continue;
         }
         let nap = until.map_or(NAP, |until| (until - now).min(NAP)).min(NAP - (now - last_look).min(NAP));
         let groups = busy(Some(group.domain()));
         sleep(&groups, Some(group), nap.max(Duration::from_micros(50)), &done);
     }
+}
+
+/// Two ranks that landed on one core stay there as long as they only yield to each other, at 20 us an operation. A real
+/// sleep lets the kernel wake the thread on an idle core. At most one try in five milliseconds: where no core is idle it
+/// does not help.
+fn may_dodge() -> bool {
+    const EVERY: u64 = 5_000_000;
+    static LAST: AtomicU64 = AtomicU64::new(0);
+    let now = crate::clock::now();
+    let last = LAST.load(Ordering::Relaxed);
+    now.saturating_sub(last) >= EVERY && LAST.compare_exchange(last, now, Ordering::Relaxed, Ordering::Relaxed).is_ok()
 }
 
 fn drive_others(group: &dyn Driven) -> bool {

@@ -273,7 +273,7 @@ impl Group {
         let signature = op::signature(&request, self.config.size);
         let mut ended = Ended::new();
         let mut inner = self.lock();
-        self.usable()?; // the fault may have come while we waited for the lock
+        self.standing()?; // a fault may have come while we waited for the lock
         let number = inner.number_for(&request);
         let op = Arc::new(CoreOp::new(request, number, signature, timeout, completion));
         if !op.request.kind.is_p2p() {
@@ -317,6 +317,18 @@ impl Group {
         }
     }
 
+    /// What this rank knows already. Takes no lock.
+    fn standing(&self) -> Result<()> {
+        if let Some(fault) = self.fault.get() {
+            return Err(fault.clone());
+        }
+        if self.closed.load(Ordering::Acquire) {
+            return Err(Error::Aborted(format!("sagellm: group '{}' was destroyed", self.config.name)));
+        }
+        Ok(())
+    }
+
+    /// Whether a new operation may start. Never under the lock: a fault that is noticed here is dealt with here.
     fn usable(&self) -> Result<()> {
         if watch::generation() != self.generation {
             return Err(Error::Invalid(
@@ -324,15 +336,10 @@ impl Group {
                     .to_string(),
             ));
         }
-        if let Some(fault) = self.fault.get() {
-            return Err(fault.clone());
-        }
-        if self.closed.load(Ordering::Acquire) {
-            return Err(Error::Aborted(format!("sagellm: group '{}' was destroyed", self.config.name)));
-        }
+        self.standing()?;
         if self.area.as_ref().is_some_and(|area| area.is_poisoned()) {
             // A peer found a fault in an operation that had ended legally here.
-            let fault = self.reported().unwrap_or_else(|| Error::Aborted("sagellm: the group failed".to_string()));
+            let fault = self.reported(None).unwrap_or_else(|| Error::Aborted("sagellm: the group failed".to_string()));
             self.poison(fault.clone());
             return Err(fault);
         }
@@ -590,15 +597,16 @@ impl Group {
         ))
     }
 
-    /// The fault that a peer reported, as this rank's error.
-    fn reported(&self) -> Option<Error> {
+    /// The fault that a peer reported, as this rank's error; `shm` tells what of this rank it ends.
+    fn reported(&self, shm: Option<&Shm>) -> Option<Error> {
         let (rank, code, text) = self.area.as_ref()?.fault()?;
         if rank == self.config.rank {
             return Some(Error::Aborted(text));
         }
         // A death that this rank saw itself is closer than hearsay.
         if let Some(dead) = self.dead_ranks().find(|dead| !self.area.as_ref().is_some_and(|area| area.left(*dead))) {
-            return Some(self.death_of(dead, None));
+            let op = shm.and_then(|shm| shm.needs(dead).or_else(|| shm.next_deadline()));
+            return Some(self.death_of(dead, op.map(|op| &**op)));
         }
         let text = format!("{text} (reported by rank {rank})");
         Some(match code {
@@ -635,7 +643,10 @@ impl Group {
                 }
                 Outcome::Done if word >> 1 < turn => Err(self.fault().unwrap_or_else(|| {
                     self.dead_ranks().next().map_or_else(
-                        || self.reported().unwrap_or_else(|| Error::Aborted("sagellm: the group failed".to_string())),
+                        || {
+                            self.reported(None)
+                                .unwrap_or_else(|| Error::Aborted("sagellm: the group failed".to_string()))
+                        },
                         |rank| self.death_of(rank, None),
                     )
                 })),
@@ -714,12 +725,12 @@ impl Driven for Group {
             fault = self.check_ended_peers(shm, &mut ended);
             moved = fault.is_some() || !ended.is_empty();
         }
-        drop(inner);
-        self.settle(ended);
         if poisoned {
-            fault = self.reported();
+            fault = self.reported(Some(shm));
             moved = true;
         }
+        drop(inner);
+        self.settle(ended);
         if let Some(fault) = fault {
             self.poison(fault);
         }
@@ -759,6 +770,11 @@ impl Driven for Group {
     }
     fn patience(&self) -> Patience {
         self.patience
+    }
+    fn shares_core(&self) -> bool {
+        let (Some(area), Some(cpu)) = (&self.area, crate::topology::current_cpu()) else { return false };
+        area.set_cpu(cpu);
+        (0..area.me).any(|rank| area.cpu(rank) == Some(cpu))
     }
     fn leave(&self) {
         self.shutdown();

@@ -14,6 +14,12 @@ fn read_trimmed(path: impl AsRef<Path>) -> Option<String> {
     fs::read_to_string(path).ok().map(|text| text.trim().to_string())
 }
 
+/// The CPU that runs the calling thread now.
+pub fn current_cpu() -> Option<u32> {
+    // SAFETY: takes no argument and reads nothing of ours.
+    u32::try_from(unsafe { libc::sched_getcpu() }).ok()
+}
+
 /// CPUs the calling thread may run on, as a bit mask in 64-bit words; empty when the kernel does not say.
 pub fn affinity_mask() -> Vec<u64> {
     // The kernel wants room for all CPUs it could have and says EINVAL when the mask is too short.

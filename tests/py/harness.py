@@ -35,6 +35,9 @@ BACKEND = os.environ.get("SAGELLM_TEST_BACKEND", "sagellm")
 IS_GLOO = BACKEND == "gloo"
 HERE = Path(__file__).resolve().parent
 POOL_SIZE = 4
+# torch's TCPStore looks up the name of every peer's address, 127.0.0.1 too; a name server that drops the question must
+# not cost five seconds each time.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 GROUP_TIMEOUT = timedelta(seconds=30)
 
 
@@ -60,7 +63,7 @@ class Context:
 
     def store(self, key: str | None = None) -> dist.Store:
         """A client of the session's store, under this job's prefix. The server is the test process."""
-        client = dist.TCPStore("127.0.0.1", self.store_port, is_master=False, timeout=timedelta(seconds=30), use_libuv=False)
+        client = dist.TCPStore("127.0.0.1", self.store_port, is_master=False, timeout=timedelta(seconds=30))
         return dist.PrefixStore(key or self.key, client)
 
     def init(self, timeout: timedelta = GROUP_TIMEOUT, key: str | None = None, **options: Any) -> None:
@@ -137,7 +140,7 @@ class Zygote:
             [sys.executable, str(HERE / "zygote.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env
         )
         self.server = dist.TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30), use_libuv=False
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
         )
         self.jobs = 0
         self._reply()

@@ -155,6 +155,15 @@ impl Area {
         self.word64(self.layout.control_word(rank, LIFE)).load(Ordering::Acquire) != 0
     }
 
+    /// The core on which this rank last waited for long, for `Driven::shares_core`. Relaxed: a hint.
+    pub fn set_cpu(&self, cpu: u32) {
+        self.word64(self.layout.control_word(self.me, LIFE) + 8).store(u64::from(cpu) + 1, Ordering::Relaxed);
+    }
+    pub fn cpu(&self, rank: usize) -> Option<u32> {
+        let word = self.word64(self.layout.control_word(rank, LIFE) + 8).load(Ordering::Relaxed);
+        word.checked_sub(1).and_then(|cpu| u32::try_from(cpu).ok())
+    }
+
     /// Monitored barriers: how many this rank has entered, and (rank 0) the outcome of the last eight.
     pub fn monitor(&self, rank: usize) -> &AtomicU64 {
         self.word64(self.layout.control_word(rank, MONITOR))

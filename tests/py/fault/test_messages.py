@@ -1,0 +1,140 @@
+"""The texts of errors are golden files: who, what was expected, what came, what to do.
+
+`tests/golden/<name>.txt` holds each text with what differs from run to run written as <pid>, <host> and <time>. To
+accept a changed text: SAGELLM_UPDATE_GOLDEN=1 and look at the difference before it is committed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Context, beyond_gloo, expect_raises, launch
+
+GOLDEN = Path(__file__).resolve().parents[2] / "golden"
+PROBLEM = (RuntimeError, ValueError)
+
+
+def plain(text: str) -> str:
+    """The text without what differs from run to run."""
+    text = re.sub(r"\bpid \d+", "pid <pid>", text)
+    text = re.sub(r" \(reported by rank \d+\)", "", text)  # whoever saw it first
+    text = re.sub(r"(rank 1 called .*?\)), (rank 0 called .*?\))(?=\.)", r"\2, \1", text)
+    text = re.sub(r"\bhost [\w.-]+", "host <host>", text)
+    return re.sub(r"\b\d+(?:\.\d+)? (s|ms)\b", r"<time> \1", text).strip()
+
+
+def timeout(ctx: Context) -> str | None:
+    ctx.init(timeout=timedelta(seconds=1))
+    dist.broadcast(torch.ones(2), 0)
+    return expect_raises(PROBLEM, lambda: dist.all_reduce(torch.ones(3))) if ctx.rank == 0 else None
+
+
+def wait_elapsed(ctx: Context) -> str | None:
+    ctx.init()
+    if ctx.rank:
+        return None
+    work: Any = dist.all_reduce(torch.ones(3), async_op=True)
+    return expect_raises(PROBLEM, lambda: work.wait(timedelta(milliseconds=50)))
+
+
+def mismatch(ctx: Context) -> str | None:
+    ctx.init()
+    call: Callable[[], Any] = (
+        (lambda: dist.all_reduce(torch.ones(3))) if ctx.rank == 0 else (lambda: dist.broadcast(torch.ones(5), 1))
+    )
+
+    def twice() -> None:
+        call()
+        dist.barrier()
+
+    text = expect_raises(PROBLEM, twice)
+    return text if ctx.rank == 0 else None
+
+
+def death(ctx: Context) -> str | None:
+    ctx.init()
+    dist.barrier()
+    if ctx.rank == 1:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return expect_raises(PROBLEM, lambda: dist.all_reduce(torch.ones(3)))
+
+
+def left(ctx: Context) -> str | None:
+    ctx.init()
+    dist.barrier()
+    if ctx.rank == 1:
+        time.sleep(0.3)
+        dist.destroy_process_group()
+        return None
+    return expect_raises(PROBLEM, lambda: dist.all_reduce(torch.ones(3)))
+
+
+def monitored(ctx: Context) -> str | None:
+    ctx.init()
+    if ctx.rank:
+        return None
+    return expect_raises(PROBLEM, lambda: dist.monitored_barrier(timeout=timedelta(milliseconds=200)))
+
+
+def aborted(ctx: Context) -> str | None:
+    ctx.init()
+    if ctx.rank:
+        return None
+    work: Any = dist.all_reduce(torch.ones(3), async_op=True)
+    dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).abort()
+    return expect_raises(PROBLEM, work.wait)
+
+
+def alone(ctx: Context) -> str | None:
+    if ctx.rank:
+        return None
+    return expect_raises(PROBLEM, lambda: ctx.init(timeout=timedelta(seconds=1)))
+
+
+def wrong_list(ctx: Context) -> str | None:
+    ctx.init()
+    return expect_raises(PROBLEM, lambda: dist.all_gather([torch.ones(3)], torch.ones(3))) if ctx.rank == 0 else None
+
+
+CASES = [timeout, wait_elapsed, mismatch, death, left, monitored, aborted, alone, wrong_list]
+
+
+def held(ctx: Context, case: str) -> str | None:
+    """Runs the case; every rank stays until the others have their text."""
+    text = globals()[case](ctx)
+    ctx.tell("done")
+    ctx.listen()
+    if dist.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
+    return text
+
+
+@beyond_gloo("other texts")
+@pytest.mark.parametrize("case", [case.__name__ for case in CASES])
+def test_text_of_an_error(case: str) -> None:
+    """The text that rank 0 gets."""
+    with launch(held, 2, case) as job:
+        ranks = [0] if case == "death" else [0, 1]
+        for rank in ranks:
+            job.hear(rank)
+        for rank in ranks:
+            job.say(rank, "go")
+        text = job.wait_rank(0, 20).value
+    assert text, job.report()
+    golden = GOLDEN / f"{case}.txt"
+    if os.environ.get("SAGELLM_UPDATE_GOLDEN"):
+        golden.write_text(plain(text) + "\n")
+    assert plain(text) == golden.read_text().strip()
