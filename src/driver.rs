@@ -235,7 +235,7 @@ pub fn start_progress() {
         let mut thread = THREAD.lock().unwrap();
         if thread.is_none() && !STOP.load(Ordering::Relaxed) {
             *thread = crate::watch::spawn("sagellm-progress", progress)
-                .inspect_err(|error| log::error!("sagellm: cannot start the progress thread: {error}"))
+                .inspect_err(|error| log::error!("cannot start the progress thread: {error}"))
                 .ok();
             RUNNING.store(thread.is_some(), Ordering::Release);
         }

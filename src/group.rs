@@ -266,7 +266,7 @@ impl Group {
     }
 
     fn start(&self, request: Request, completion: Option<Box<dyn Completion>>) -> Result<Arc<CoreOp>> {
-        self.usable()?;
+        self.usable(request.kind.name())?;
         let kernel = self.validate(&request)?;
         let timeout =
             Duration::from_millis(request.timeout_ms.unwrap_or_else(|| self.timeout_ms.load(Ordering::Relaxed)));
@@ -329,7 +329,7 @@ impl Group {
     }
 
     /// Whether a new operation may start. Never under the lock: a fault that is noticed here is dealt with here.
-    fn usable(&self) -> Result<()> {
+    fn usable(&self, what: &str) -> Result<()> {
         if watch::generation() != self.generation {
             return Err(Error::Invalid(
                 "sagellm: a forked child cannot use its parent's process group. Start the child with the 'spawn' method"
@@ -349,7 +349,7 @@ impl Group {
                 && !area.left(rank)
                 && self.pending.load(Ordering::Relaxed) == 0
             {
-                let fault = self.death_of(rank, None);
+                let fault = self.death_of(rank, &format!("calls {what}"));
                 self.poison(fault.clone());
                 return Err(fault);
             }
@@ -488,7 +488,8 @@ impl Group {
                 signal::announce(&**area, area.ranks);
             }
         }
-        self.fail_all(&error);
+        // Another thread may have been first: everything pending ends with what it found.
+        self.fail_all(self.fault.get().unwrap_or(&error));
     }
 
     // Peers.
@@ -509,13 +510,9 @@ impl Group {
         (0..self.peers.len()).filter(|rank| self.peers[*rank].dead.load(Ordering::Acquire))
     }
 
-    fn death_of(&self, rank: usize, op: Option<&CoreOp>) -> Error {
+    fn death_of(&self, rank: usize, during: &str) -> Error {
         let peer = &self.peers[rank];
         let left = self.area.as_ref().is_some_and(|area| area.left(rank));
-        let what = op.map_or_else(
-            || "no operation of this rank was pending".to_string(),
-            |op| format!("rank {} is in {} number {}", self.config.rank, op.request.kind, op.number),
-        );
         let how = if left {
             "left the group (destroy_process_group or the end of its program)"
         } else {
@@ -524,10 +521,19 @@ impl Group {
         Error::RankFailed {
             rank,
             text: format!(
-                "sagellm: rank {rank} (pid {}, host {}) of group '{}' {how}: {what}. Make a new group without it to go on",
-                peer.pid, peer.host, self.config.name
+                "sagellm: rank {rank} (pid {}, host {}) of group '{}' {how}: rank {} {during}. Make a new group without it \
+                 to go on",
+                peer.pid, peer.host, self.config.name, self.config.rank
             ),
         }
+    }
+
+    /// What this rank was doing when a peer was missed.
+    fn within(op: Option<&Arc<CoreOp>>) -> String {
+        op.map_or_else(
+            || "had nothing pending".to_string(),
+            |op| format!("is in {} number {}", op.request.kind, op.number),
+        )
     }
 
     /// With the lock held and nothing movable: fails the group if a rank that ended is still needed.
@@ -549,7 +555,7 @@ impl Group {
             }
             if let Some(op) = shm.needs(rank) {
                 let op = Arc::clone(op);
-                return Some(self.death_of(rank, Some(&op)));
+                return Some(self.death_of(rank, &Group::within(Some(&op))));
             }
         }
         None
@@ -600,13 +606,13 @@ impl Group {
     /// The fault that a peer reported, as this rank's error; `shm` tells what of this rank it ends.
     fn reported(&self, shm: Option<&Shm>) -> Option<Error> {
         let (rank, code, text) = self.area.as_ref()?.fault()?;
-        if rank == self.config.rank {
-            return Some(Error::Aborted(text));
+        if let Some(own) = self.fault.get() {
+            return Some(own.clone()); // another thread of this rank found it
         }
         // A death that this rank saw itself is closer than hearsay.
         if let Some(dead) = self.dead_ranks().find(|dead| !self.area.as_ref().is_some_and(|area| area.left(*dead))) {
             let op = shm.and_then(|shm| shm.needs(dead).or_else(|| shm.next_deadline()));
-            return Some(self.death_of(dead, op.map(|op| &**op)));
+            return Some(self.death_of(dead, &Group::within(op)));
         }
         let text = format!("{text} (reported by rank {rank})");
         Some(match code {
@@ -621,7 +627,7 @@ impl Group {
 
     /// Rank 0 waits for all and names who is missing; the others wait for rank 0's word.
     pub fn monitored_barrier(&self, timeout: Option<Duration>, all: bool) -> Result<()> {
-        self.usable()?;
+        self.usable("monitored_barrier")?;
         let timeout = timeout.unwrap_or_else(|| Duration::from_millis(self.timeout_ms.load(Ordering::Relaxed)));
         let (Some(area), true) = (&self.area, self.config.size > 1) else { return Ok(()) };
         let mut count = self.monitored.lock().unwrap();
@@ -647,7 +653,7 @@ impl Group {
                             self.reported(None)
                                 .unwrap_or_else(|| Error::Aborted("sagellm: the group failed".to_string()))
                         },
-                        |rank| self.death_of(rank, None),
+                        |rank| self.death_of(rank, "is in monitored_barrier"),
                     )
                 })),
                 Outcome::Done => Err(Error::Timeout(format!(
@@ -845,6 +851,9 @@ impl Op {
 
 /// Stops this process's threads of ours; groups that are still open count as left in order.
 pub fn at_exit() {
+    if watch::forked() {
+        return; // groups and threads are the parent's
+    }
     driver::for_each(|group| group.leave());
     driver::stop_progress();
     watch::stop();

@@ -250,7 +250,7 @@ impl Watcher {
             callback
         };
         if std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| callback(rank, reason))).is_err() {
-            log::error!("sagellm: internal error, please report it: the callback for the end of rank {rank} panicked");
+            log::error!("internal error, please report it: the callback for the end of rank {rank} panicked");
         }
         // Before `running` is cleared: whoever waits for that may free what the callback holds on to.
         drop(callback);

@@ -27,7 +27,7 @@ pub fn install() {
         // SAFETY: the handler is a plain function that lives for ever and touches only atomics.
         let rc = unsafe { libc::pthread_atfork(None, None, Some(in_forked_child)) };
         if rc != 0 {
-            log::warn!("sagellm: pthread_atfork failed ({rc}); groups used in forked children are not refused");
+            log::warn!("pthread_atfork failed ({rc}); groups used in forked children are not refused");
         }
     });
 }

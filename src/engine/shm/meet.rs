@@ -112,7 +112,7 @@ pub fn meet_as(
     let outcome = if config.rank == 0 { lead::lead(&mut talk, segment_bytes) } else { join::join(&mut talk) }?;
     match &outcome {
         Outcome::Shared(met) => log::debug!(
-            "sagellm: group '{}': rank {} of {} shares {} bytes, {} cores, met in {:?}",
+            "group '{}': rank {} of {} shares {} bytes, {} cores, met in {:?}",
             config.name,
             config.rank,
             config.size,
@@ -120,7 +120,7 @@ pub fn meet_as(
             met.local_cores,
             talk.patience.start.elapsed()
         ),
-        Outcome::Delegate(reason) => log::debug!("sagellm: group '{}' delegates: {reason}", config.name),
+        Outcome::Delegate(reason) => log::debug!("group '{}' delegates: {reason}", config.name),
     }
     Ok(outcome)
 }

@@ -104,7 +104,7 @@ impl Segment {
         let (fd, backing) = match sealed_memfd(len) {
             Ok(fd) => (fd, Backing::Sealed),
             Err(denied) => {
-                log::warn!("sagellm: memfd is not available ({denied}); using a nameless file in /dev/shm");
+                log::warn!("memfd is not available ({denied}); using a nameless file in /dev/shm");
                 let fd = nameless_file(len).map_err(|error| {
                     Error::System(format!(
                         "sagellm: no shared memory of {len} bytes: memfd failed ({denied}) and /dev/shm too ({error}). \

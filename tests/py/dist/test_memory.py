@@ -1,0 +1,160 @@
+"""What a group costs in memory, a tiny /dev/shm, and the option that asks for the delegate."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Context, beyond_gloo, run_fresh, run_ranks
+
+CLONE_NEWNS = 0x00020000
+MS_REC, MS_PRIVATE = 16384, 1 << 18
+
+
+def mapped() -> int:
+    """Bytes of memfd mappings of this process."""
+    total = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "/memfd:" in line:
+            start, end = (int(each, 16) for each in line.split()[0].split("-"))
+            total += end - start
+    return total
+
+
+def one_group(ctx: Context) -> tuple[int, int]:
+    before = mapped()
+    ctx.init()
+    for count in (1, 5000, 3_000_000):
+        dist.all_reduce(torch.ones(count))
+    while_used = mapped() - before
+    dist.destroy_process_group()
+    return while_used, mapped() - before
+
+
+@beyond_gloo("maps nothing")
+def test_a_group_of_two_ranks_takes_less_than_eight_mebibytes() -> None:
+    """Also after large operations; and it is unmapped when the group is gone."""
+    for used, left in run_fresh(one_group, 2):
+        assert 0 < used < 8 << 20, used
+        assert left == 0, left
+
+
+def many_lives(ctx: Context) -> tuple[int, int, int]:
+    def state() -> tuple[int, int, int]:
+        return mapped(), len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    for turn in range(15):
+        ctx.init(key=f"{ctx.key}-{turn}")
+        dist.all_reduce(torch.ones(1000))
+        dist.destroy_process_group()
+        if turn == 4:
+            early = state()
+    late = state()
+    assert late[0] <= early[0] and late[1] <= early[1] + 2 and late[2] <= early[2] + 1, (early, late)
+    return late
+
+
+def test_groups_leave_nothing_behind_in_the_process() -> None:
+    """Fifteen groups in a row: no mapping, file descriptor or thread is left over."""
+    run_fresh(many_lives, 2)
+
+
+def tiny_shm(ctx: Context) -> str:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(CLONE_NEWNS) != 0 or libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) != 0:
+        return f"a mount namespace may not be made here: {os.strerror(ctypes.get_errno())}"
+    if libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"size=1m") != 0:
+        return f"/dev/shm may not be mounted here: {os.strerror(ctypes.get_errno())}"
+    stat = os.statvfs("/dev/shm")
+    assert stat.f_blocks * stat.f_frsize <= 1 << 20
+    ctx.init()
+    found = torch.ones(2_000_000)
+    dist.all_reduce(found)
+    assert (found == ctx.world_size).all()
+    assert not [name for name in os.listdir("/dev/shm") if "sagellm" in name]
+    dist.destroy_process_group()
+    return ""
+
+
+def test_a_tiny_dev_shm_is_enough() -> None:
+    """1 MiB of /dev/shm, 8 MB tensors."""
+    reasons = run_fresh(tiny_shm, 2)
+    if any(reasons):
+        pytest.skip(reasons[0])
+
+
+def delegated(ctx: Context) -> str:
+    import sagellm
+
+    options: Any = sagellm.Options()
+    options.engine = "delegate"
+    ctx.init(pg_options=options)
+    n, me = ctx.world_size, ctx.rank
+    found = torch.full((1000,), float(me + 1))
+    dist.all_reduce(found)
+    assert (found == sum(range(1, n + 1))).all()
+    work: Any = dist.all_gather([torch.empty(3) for _ in range(n)], torch.ones(3), async_op=True)
+    work.get_future().wait()
+    out = torch.empty(2)
+    dist.reduce_scatter_tensor(out, torch.ones(2 * n))
+    assert out.tolist() == [float(n)] * 2
+    if me == 0:
+        dist.send(torch.ones(2), 1)
+    elif me == 1:
+        dist.recv(out, 0)
+    dist.barrier()
+    assert mapped() == 0, "shared memory was made although the delegate was asked for"
+    dist.destroy_process_group()
+    return dist.get_backend() if dist.is_initialized() else ""
+
+
+@beyond_gloo("not this package")
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_option_engine_delegate(world_size: int) -> None:
+    """`Options(engine="delegate")` serves a one-host group by torch's gloo."""
+    run_fresh(delegated, world_size)
+
+
+def wrong_delegate(ctx: Context) -> str:
+    import sagellm
+
+    options: Any = sagellm.Options()
+    options.engine, options.delegate = "delegate", "carrier-pigeon"
+    try:
+        ctx.init(pg_options=options)
+    except ValueError as error:
+        return str(error)
+    raise AssertionError("the name was accepted")
+
+
+@beyond_gloo("not this package")
+def test_a_delegate_that_does_not_exist_is_refused_by_name() -> None:
+    """Before any rank meets another."""
+    for text in run_fresh(wrong_delegate, 2):
+        assert "carrier-pigeon" in text and re.search(r"\bgloo\b", text), text
+
+
+def shares(ctx: Context) -> list[int]:
+    sizes = [mapped()]
+    groups = []
+    for _ in range(5):
+        groups.append(dist.new_group())
+        dist.all_reduce(torch.ones(10), group=groups[-1])
+        sizes.append(mapped())
+    for group in groups:
+        dist.destroy_process_group(group)
+    return sizes
+
+
+@beyond_gloo("maps nothing")
+def test_rule_25_further_groups_of_the_same_ranks_are_bounded() -> None:
+    """Rule 25: each further group of the same ranks costs less than eight mebibytes."""
+    for sizes in run_ranks(shares, 2):
+        steps = [after - before for before, after in zip(sizes, sizes[1:], strict=False)]
+        assert max(steps) < 8 << 20, sizes
