@@ -3,6 +3,13 @@
 //! `issue` gives an operation the group's next number and hands it to the engine, under the group's lock, which is also
 //! the token of whoever drives it (`driver`). Operations end outside that lock, because their owners queue work of their
 //! own. The first fault poisons the group, here and on the peers: everything pending and later fails with it.
+//!
+//! `check` refuses what does not fit together, `faults` finds who is missing and says so, `monitored` is the barrier that
+//! names who is missing.
+
+mod check;
+mod faults;
+mod monitored;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
@@ -20,8 +27,7 @@ use crate::error::{Error, Result};
 pub use crate::host::{Completion, Host, Store};
 pub use crate::op::Op as CoreOp;
 use crate::op::{self};
-use crate::reduce::{self, Kernel};
-use crate::types::{ANY_RANK, Dtype, Kind, Request, Span};
+use crate::types::{ANY_RANK, Kind, Request};
 use crate::{clock, watch};
 
 /// Memory of one group's segment, at most.
@@ -70,7 +76,8 @@ pub struct Group {
     timeout_ms: AtomicU64,
     fault: OnceLock<Error>,
     closed: AtomicBool,
-    monitored: Mutex<u64>,
+    /// Monitored barriers entered.
+    monitored: AtomicU64,
     watch: Mutex<Option<watch::WatchGuard>>,
     /// Itself, for the operations it hands out.
     this: Weak<Group>,
@@ -193,7 +200,7 @@ impl Group {
             timeout_ms: AtomicU64::new(config.timeout.as_millis() as u64),
             fault: OnceLock::new(),
             closed: AtomicBool::new(false),
-            monitored: Mutex::new(0),
+            monitored: AtomicU64::new(0),
             watch: Mutex::new(None),
             this: Weak::clone(this),
             config,
@@ -357,76 +364,6 @@ impl Group {
         Ok(())
     }
 
-    /// Checks what the memory safety of the engine rests on, and finds the kernel. torch's own rules were checked before.
-    fn validate(&self, request: &Request) -> Result<Option<Kernel>> {
-        let (kind, ranks, me) = (request.kind, self.config.size, self.config.rank);
-        let wrong = |text: String| Err(Error::Invalid(format!("sagellm {kind}: {text}")));
-        let peer = request.root as usize;
-        if kind.rooted() && peer >= ranks {
-            return wrong(format!("root {peer} of a group of {ranks} ranks; ranks count from 0"));
-        }
-        if kind.is_p2p() && (peer == me || peer >= ranks) && !(kind == Kind::Recv && request.root == ANY_RANK) {
-            return wrong(format!("peer {peer} for rank {me} of a group of {ranks} ranks"));
-        }
-        for blocks in [&request.in_blocks, &request.out_blocks] {
-            if !blocks.is_empty() && blocks.len() != ranks {
-                return wrong(format!("{} block sizes for {ranks} ranks", blocks.len()));
-            }
-        }
-        let sum = |spans: &[Span]| spans.iter().map(|span| span.bytes).sum::<usize>();
-        let (bytes_in, bytes_out) = (sum(&request.inputs), sum(&request.outputs));
-        let blocks = |list: &Vec<usize>, total: usize| match list.is_empty() {
-            true => total.is_multiple_of(ranks),
-            false => list.iter().sum::<usize>() == total,
-        };
-        let own = |list: &Vec<usize>, total: usize| if list.is_empty() { total / ranks } else { list[me] };
-        let root = peer == me;
-        let fits = match kind {
-            Kind::AllReduce => bytes_in == bytes_out,
-            Kind::Reduce => bytes_out == if root { bytes_in } else { 0 },
-            Kind::Broadcast => {
-                if root {
-                    bytes_out == 0
-                } else {
-                    bytes_in == 0
-                }
-            }
-            Kind::AllGather => {
-                blocks(&request.out_blocks, bytes_out) && own(&request.out_blocks, bytes_out) == bytes_in
-            }
-            Kind::Gather => bytes_out == if root { bytes_in * ranks } else { 0 },
-            Kind::Scatter => bytes_in == if root { bytes_out * ranks } else { 0 },
-            Kind::ReduceScatter => {
-                blocks(&request.in_blocks, bytes_in) && own(&request.in_blocks, bytes_in) == bytes_out
-            }
-            Kind::AllToAll => {
-                blocks(&request.in_blocks, bytes_in)
-                    && blocks(&request.out_blocks, bytes_out)
-                    && own(&request.in_blocks, bytes_in) == own(&request.out_blocks, bytes_out)
-            }
-            Kind::Barrier => bytes_in + bytes_out == 0,
-            Kind::Send => bytes_out == 0,
-            Kind::Recv => bytes_in == 0,
-        };
-        if !fits {
-            return wrong(format!(
-                "{bytes_in} bytes in, {bytes_out} bytes out, blocks {:?} and {:?} do not fit together for rank {me} of \
-                 {ranks}",
-                request.in_blocks, request.out_blocks
-            ));
-        }
-        if !kind.reduces() {
-            return Ok(None);
-        }
-        if request.dtype == Dtype::Bytes || request.inputs.iter().any(|span| span.bytes % request.dtype.size() != 0) {
-            return wrong(format!("{bytes_in} bytes are no whole number of {} elements", request.dtype.name()));
-        }
-        match reduce::kernel(request.dtype, request.op, ranks) {
-            Ok(kernel) => Ok(Some(kernel)),
-            Err(error) => wrong(error.text().to_string()),
-        }
-    }
-
     pub fn sequence(&self) -> u64 {
         self.last_number.load(Ordering::Relaxed)
     }
@@ -490,207 +427,6 @@ impl Group {
         }
         // Another thread may have been first: everything pending ends with what it found.
         self.fail_all(self.fault.get().unwrap_or(&error));
-    }
-
-    // Peers.
-
-    /// Called by the watch thread.
-    fn peer_ended(&self, rank: usize) {
-        if let Some(peer) = self.peers.get(rank) {
-            peer.dead.store(true, Ordering::Release);
-            self.any_dead.store(true, Ordering::Release);
-            if let Some(area) = &self.area {
-                signal::Bell::fence(&**area);
-                signal::ring_if_asleep(&**area, area.me);
-            }
-        }
-    }
-
-    fn dead_ranks(&self) -> impl Iterator<Item = usize> + '_ {
-        (0..self.peers.len()).filter(|rank| self.peers[*rank].dead.load(Ordering::Acquire))
-    }
-
-    fn death_of(&self, rank: usize, during: &str) -> Error {
-        let peer = &self.peers[rank];
-        let left = self.area.as_ref().is_some_and(|area| area.left(rank));
-        let how = if left {
-            "left the group (destroy_process_group or the end of its program)"
-        } else {
-            "ended (killed, crashed, or exited without leaving its group)"
-        };
-        Error::RankFailed {
-            rank,
-            text: format!(
-                "sagellm: rank {rank} (pid {}, host {}) of group '{}' {how}: rank {} {during}. Make a new group without it \
-                 to go on",
-                peer.pid, peer.host, self.config.name, self.config.rank
-            ),
-        }
-    }
-
-    /// What this rank was doing when a peer was missed.
-    fn within(op: Option<&Arc<CoreOp>>) -> String {
-        op.map_or_else(
-            || "had nothing pending".to_string(),
-            |op| format!("is in {} number {}", op.request.kind, op.number),
-        )
-    }
-
-    /// With the lock held and nothing movable: fails the group if a rank that ended is still needed.
-    fn check_ended_peers(&self, shm: &mut Shm, ended: &mut Ended) -> Option<Error> {
-        let area = self.area.as_ref()?;
-        for rank in (0..area.ranks).filter(|rank| *rank != area.me) {
-            let dead = self.peers[rank].dead.load(Ordering::Acquire);
-            if !dead && !area.left(rank) {
-                continue;
-            }
-            // Its last words may have come after our last look: complete what they satisfy. They fit into the segment,
-            // so a bounded number of passes takes them in.
-            for _ in 0..1024 {
-                match shm.poll(ended) {
-                    Ok(true) => (),
-                    Ok(false) => break,
-                    Err(error) => return Some(error),
-                }
-            }
-            if let Some(op) = shm.needs(rank) {
-                let op = Arc::clone(op);
-                return Some(self.death_of(rank, &Group::within(Some(&op))));
-            }
-        }
-        None
-    }
-
-    /// The text of a deadline that passed: who is missing and what they did last.
-    fn stall(&self, shm: &Shm, op: &CoreOp) -> Error {
-        let Some(area) = &self.area else { return Error::Bug("sagellm: a stall without peers".to_string()) };
-        let mut missing = Vec::new();
-        for rank in (0..area.ranks).filter(|rank| *rank != area.me) {
-            if !shm.needs(rank).is_some_and(|needing| std::ptr::eq(&**needing, op)) {
-                continue;
-            }
-            let (last, call) = shm.last_call(rank);
-            let entered = !op.request.kind.is_p2p() && last >= op.number;
-            let state = match watch::process_state(self.peers[rank].pid) {
-                Some('T' | 't') => ", its process is stopped",
-                _ => "",
-            };
-            let pid = self.peers[rank].pid;
-            missing.push(if entered {
-                format!("rank {rank} (pid {pid}{state}) entered it and stopped on the way")
-            } else if op.request.kind.is_p2p() {
-                format!("rank {rank} (pid {pid}{state}) did not answer, its last collective is {call}")
-            } else {
-                format!("rank {rank} (pid {pid}{state}) has not entered it, its last operation is {call}")
-            });
-        }
-        if missing.is_empty() {
-            missing.push("every rank entered it".to_string());
-        }
-        let what = match op.request.kind {
-            Kind::Send => format!("send to rank {} with tag {}", op.request.root, op.request.tag),
-            Kind::Recv if op.request.root == ANY_RANK => format!("recv from any rank with tag {}", op.request.tag),
-            Kind::Recv => format!("recv from rank {} with tag {}", op.request.root, op.request.tag),
-            _ => format!("{} number {}", op::describe(op.signature), op.number),
-        };
-        Error::Timeout(format!(
-            "sagellm: rank {} of group '{}' Timed out after {:.1} s in {what}: {}. Every rank must call the same operations in the \
-             same order; where a rank needs longer, pass a larger timeout",
-            self.config.rank,
-            self.config.name,
-            op.timeout.as_secs_f64(),
-            missing.join("; ")
-        ))
-    }
-
-    /// The fault that a peer reported, as this rank's error; `shm` tells what of this rank it ends.
-    fn reported(&self, shm: Option<&Shm>) -> Option<Error> {
-        let (rank, code, text) = self.area.as_ref()?.fault()?;
-        if let Some(own) = self.fault.get() {
-            return Some(own.clone()); // another thread of this rank found it
-        }
-        // A death that this rank saw itself is closer than hearsay.
-        if let Some(dead) = self.dead_ranks().find(|dead| !self.area.as_ref().is_some_and(|area| area.left(*dead))) {
-            let op = shm.and_then(|shm| shm.needs(dead).or_else(|| shm.next_deadline()));
-            return Some(self.death_of(dead, &Group::within(op)));
-        }
-        let text = format!("{text} (reported by rank {rank})");
-        Some(match code {
-            'M' => Error::Mismatch(text),
-            'T' => Error::Timeout(text),
-            'D' => Error::RankFailed { rank, text },
-            _ => Error::Aborted(text),
-        })
-    }
-
-    // Monitored barrier: a channel of its own, no number, no poison.
-
-    /// Rank 0 waits for all and names who is missing; the others wait for rank 0's word.
-    pub fn monitored_barrier(&self, timeout: Option<Duration>, all: bool) -> Result<()> {
-        self.usable("monitored_barrier")?;
-        let timeout = timeout.unwrap_or_else(|| Duration::from_millis(self.timeout_ms.load(Ordering::Relaxed)));
-        let (Some(area), true) = (&self.area, self.config.size > 1) else { return Ok(()) };
-        let mut count = self.monitored.lock().unwrap();
-        *count += 1;
-        let turn = *count;
-        area.monitor(area.me).store(turn, Ordering::Release);
-        signal::announce(&**area, area.ranks);
-        let until = Some(Instant::now() + timeout);
-        let dead = || self.any_dead.load(Ordering::Acquire) || self.fault.get().is_some() || area.is_poisoned();
-        let here = |rank: usize| area.monitor(rank).load(Ordering::Acquire) >= turn;
-        if area.me != 0 {
-            let told = || area.monitor_outcome(turn).load(Ordering::Acquire) >> 1 >= turn;
-            let outcome = driver::wait_until(self, &*self.host, until, || told() || dead());
-            let word = area.monitor_outcome(turn).load(Ordering::Acquire);
-            return match outcome {
-                Outcome::Done if word == turn << 1 => Ok(()),
-                Outcome::Interrupted => {
-                    Err(Error::Interrupted("sagellm: monitored_barrier was interrupted".to_string()))
-                }
-                Outcome::Done if word >> 1 < turn => Err(self.fault().unwrap_or_else(|| {
-                    self.dead_ranks().next().map_or_else(
-                        || {
-                            self.reported(None)
-                                .unwrap_or_else(|| Error::Aborted("sagellm: the group failed".to_string()))
-                        },
-                        |rank| self.death_of(rank, "is in monitored_barrier"),
-                    )
-                })),
-                Outcome::Done => Err(Error::Timeout(format!(
-                    "sagellm: Rank {} successfully reached monitoredBarrier, but received errors while waiting for send/recv \
-                     from rank 0: another rank is missing or came too late, and rank 0 reports which",
-                    area.me
-                ))),
-                Outcome::Elapsed => Err(Error::Timeout(format!(
-                    "sagellm: Rank {} successfully reached monitoredBarrier, but received errors while waiting for send/recv \
-                     from rank 0: it did not come within {} ms",
-                    area.me,
-                    timeout.as_millis()
-                ))),
-            };
-        }
-        let outcome = driver::wait_until(self, &*self.host, until, || (1..area.ranks).all(here) || dead());
-        let missing: Vec<String> = (1..area.ranks).filter(|rank| !here(*rank)).map(|rank| rank.to_string()).collect();
-        let failed = u64::from(!missing.is_empty());
-        area.monitor_outcome(turn).store(turn << 1 | failed, Ordering::Release);
-        signal::announce(&**area, area.ranks);
-        match (outcome, &missing[..]) {
-            (_, []) => Ok(()),
-            (Outcome::Interrupted, _) => {
-                Err(Error::Interrupted("sagellm: monitored_barrier was interrupted".to_string()))
-            }
-            (_, [first, rest @ ..]) => {
-                let ms = timeout.as_millis();
-                let who = if all && !rest.is_empty() {
-                    format!("Ranks {}", missing.join(", "))
-                } else {
-                    format!("Rank {first}")
-                };
-                Err(Error::Timeout(format!(
-                    "sagellm: {who} failed to pass monitoredBarrier in {ms} ms. Rank 0 timed out in monitoredBarrier"
-                )))
-            }
-        }
     }
 }
 
@@ -789,13 +525,15 @@ impl Driven for Group {
 
 impl Drop for Group {
     fn drop(&mut self) {
-        if watch::generation() == self.generation
-            && !self.closed.load(Ordering::Acquire)
-            && let Some(area) = &self.area
-        {
+        if watch::generation() != self.generation || self.closed.load(Ordering::Acquire) {
+            return;
+        }
+        if let Some(area) = &self.area {
             area.set_left();
             signal::announce(&**area, area.ranks);
         }
+        // The counts of pending operations and their owners must not be left behind.
+        self.fail_all(&Error::Aborted(format!("sagellm: group '{}' was dropped", self.config.name)));
     }
 }
 

@@ -302,8 +302,9 @@ def autograd_collectives() -> Any:
     import torch.distributed.nn.functional as dnn
 
     data = (torch.arange(4.0) + dist.get_rank()).requires_grad_()
-    total = dnn.all_reduce(data.clone())
-    gathered = dnn.all_gather(data * 2)
+    world = dist.group.WORLD  # the functions' own default is the group of the time when torch imported them
+    total = dnn.all_reduce(data.clone(), group=world)
+    gathered = dnn.all_gather(data * 2, group=world)
     (total.pow(2).sum() + torch.stack(list(gathered)).sum()).backward()
     assert data.grad is not None
     return [total.detach(), data.grad]
