@@ -381,7 +381,7 @@ impl Group {
     pub fn abort(&self, reason: &str) {
         let reason = if reason.is_empty() { "abort was called" } else { reason };
         self.poison(Error::Aborted(format!(
-            "sagellm: rank {} aborted group '{}': {reason}",
+            "sagellm: rank {} aborted group '{}': {reason}. Make a new group to go on",
             self.config.rank, self.config.name
         )));
     }
