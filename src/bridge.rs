@@ -125,6 +125,8 @@ pub mod ffi {
         fn at_exit();
     }
 
+    // SAFETY: the functions below take references and slices that live for the call, throw only where they return a
+    // Result, and may be called from any thread (host.hpp says so).
     unsafe extern "C++" {
         include!("host.hpp");
 

@@ -7,9 +7,9 @@
 //! 2. [`bridge`](self) (feature `torch`) is the contract between C++ and Rust: no logic, no panic crosses it.
 //! 3. [`group`] gives the operation its sequence number, signature and deadline, and hands it to the engine.
 //!    [`driver`] is who makes progress: the thread that waits, or the progress thread when nobody waits.
-//! 4. [`select`] says how: slots or rounds, and in which chunks. Pure.
-//! 5. [`engine`] does it: [`engine::shm`] over shared memory between the processes of one host
+//! 4. [`engine`] does it: [`engine::shm`] over shared memory between the processes of one host
 //!    (`small.rs` slots, `bulk.rs` rounds, `p2p.rs` send and receive, `protocol.rs` the rules of who may write when).
+//! 5. [`select`] tells the engine how: slots or rounds, and in which chunks. Pure.
 //! 6. [`reduce`] adds the numbers in the group's fixed rank order.
 //!
 //! Beside them [`watch`] learns of dead peers. The floor: [`types`], [`op`], [`error`], [`clock`], [`config`], [`host`],

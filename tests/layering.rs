@@ -3,12 +3,12 @@
 use std::path::{Path, PathBuf};
 
 /// From top to bottom; a module may use modules with a larger number. Modules of one number are one layer.
-const LAYERS: [(&str, u32); 16] = [
+const LAYERS: [(&str, u32); 15] = [
     ("bridge", 1),
     ("group", 2),
     ("driver", 3),
-    ("select", 5),
     ("engine", 4),
+    ("select", 5),
     ("reduce", 6),
     ("watch", 7),
     ("op", 8),
@@ -19,7 +19,6 @@ const LAYERS: [(&str, u32); 16] = [
     ("error", 10),
     ("types", 10),
     ("lib", 0),
-    ("stats", 7),
 ];
 
 fn layer(module: &str) -> u32 {

@@ -57,9 +57,9 @@ pub fn write_header(area: &Area, op: &Op, chain: u64) {
     area.write_header(op.number, Header { signature: op.signature, chain, aux: aux(&op.request, false) });
 }
 
-/// Writes the slot of an all_to_all: the table of this rank's block sizes, then the blocks if they fit. Returns whether
-/// they did.
-pub fn write_table(area: &Area, op: &Op, chain: u64) -> bool {
+/// Writes the slot of an all_to_all: the table of this rank's block sizes, then the blocks if they fit;
+/// the header says whether they did.
+pub fn write_table(area: &Area, op: &Op, chain: u64) {
     let request = &op.request;
     let inputs = Pieces(&request.inputs);
     let total = inputs.bytes();
@@ -77,7 +77,6 @@ pub fn write_table(area: &Area, op: &Op, chain: u64) -> bool {
         unsafe { inputs.read(0, to.add(table), total) };
     }
     area.write_header(op.number, Header { signature: op.signature, chain, aux: aux(request, inline) });
-    inline
 }
 
 /// Row `q` of the all_to_all tables: block sizes as rank `q` wrote them. Untrusted numbers.
