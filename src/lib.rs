@@ -12,7 +12,8 @@
 //! 5. [`select`] tells the engine how: slots or rounds, and in which chunks. Pure.
 //! 6. [`reduce`] adds the numbers in the group's fixed rank order.
 //!
-//! Beside them [`watch`] learns of dead peers. The floor: [`types`], [`op`], [`error`], [`clock`], [`config`], [`host`],
+//! Beside them [`watch`] learns of dead peers, and [`schedule`] says who talks to whom at which step, as data, wherever
+//! messages are exchanged one by one. The floor: [`types`], [`op`], [`error`], [`clock`], [`config`], [`host`],
 //! [`topology`]. A file uses only what stands below it in this list, and the floor; `tests/layering.rs` holds that.
 //! The words are defined in `docs/words.md`, the rules by number in `docs/design.md`.
 
@@ -22,6 +23,7 @@ pub mod driver;
 pub mod engine;
 pub mod group;
 pub mod reduce;
+pub mod schedule;
 pub mod select;
 pub mod watch;
 

@@ -3,12 +3,13 @@
 use std::path::{Path, PathBuf};
 
 /// From top to bottom; a module may use modules with a larger number. Modules of one number are one layer.
-const LAYERS: [(&str, u32); 15] = [
+const LAYERS: [(&str, u32); 16] = [
     ("bridge", 1),
     ("group", 2),
     ("driver", 3),
     ("engine", 4),
     ("select", 5),
+    ("schedule", 6),
     ("reduce", 6),
     ("watch", 7),
     ("op", 8),

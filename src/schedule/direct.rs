@@ -1,0 +1,141 @@
+//! Direct exchange: every rank sends what each other needs straight to it, all at once. In two forms.
+//!
+//! p ranks, N bytes (the vector, or all blocks together). [`Direct`], always one step:
+//!
+//! - all_reduce: everything to everyone; N (p - 1) bytes sent and received. For small vectors.
+//! - reduce_scatter, all_gather, all_to_all: N (p - 1) / p (all_to_all: N all that one rank has for others and itself).
+//! - broadcast, scatter: the root sends N (p - 1), N (p - 1) / p; the others receive N, N / p.
+//! - reduce, gather: the same towards the root. barrier: an empty message to everyone.
+//!
+//! [`TwoStep`], two steps, the vector cut into p parts:
+//!
+//! - all_reduce: direct reduce_scatter, then direct all_gather; 2 N (p - 1) / p sent and received.
+//! - broadcast: direct scatter, then everyone sends its part to all but the root; the root sends 2 N (p - 1) / p, the others
+//!   receive N.
+//! - reduce: direct reduce_scatter, then direct gather; a rank sends N, the root receives 2 N (p - 1) / p.
+//!
+//! Order of summation: x0 op x1 op x2 ..., from left to right in rank order, for every element; low precision can be
+//! rounded once. It is the order of shared memory on one host.
+//! Source: the pairwise exchange of MPICH's reduce_scatter and the scattered all_to_all, posted at once; two-shot
+//! all_reduce as in NCCL's and vLLM's one-host kernels.
+
+use super::{How, Pattern, Schedule, Step, Volume, others};
+use crate::types::Kind;
+
+pub(super) struct Direct;
+pub(super) struct TwoStep;
+
+impl Pattern for Direct {
+    fn serves(&self, kind: Kind) -> bool {
+        !kind.is_p2p()
+    }
+
+    fn cuts(&self, _s: &Schedule) -> usize {
+        1
+    }
+
+    fn steps(&self, _s: &Schedule) -> usize {
+        1
+    }
+
+    fn step(&self, s: &Schedule, rank: usize, _k: usize) -> Step {
+        let mut step = Step::default();
+        for peer in others(s.ranks, rank) {
+            match s.kind {
+                Kind::AllReduce => swap(&mut step, peer, 0, 0, How::InRankOrder),
+                Kind::ReduceScatter => swap(&mut step, peer, peer, rank, How::InRankOrder),
+                Kind::AllGather => swap(&mut step, peer, rank, peer, How::Copy),
+                Kind::AllToAll => swap(&mut step, peer, rank * s.ranks + peer, peer * s.ranks + rank, How::Copy),
+                Kind::Barrier => {
+                    step.send(peer, Vec::new());
+                    step.recv(peer, Vec::new(), How::Copy);
+                }
+                Kind::Broadcast => from_root(&mut step, s, rank, peer, 0),
+                Kind::Scatter => from_root(&mut step, s, rank, peer, if rank == s.root { peer } else { rank }),
+                Kind::Reduce => to_root(&mut step, s, rank, peer, 0, How::InRankOrder),
+                _ => to_root(&mut step, s, rank, peer, if rank == s.root { peer } else { rank }, How::Copy),
+            }
+        }
+        step
+    }
+
+    fn volume(&self, s: &Schedule) -> Volume {
+        let all = s.ranks - 1;
+        let (sent, received) = match s.kind {
+            Kind::Broadcast | Kind::Scatter => (all, 1),
+            Kind::Reduce | Kind::Gather => (1, all),
+            Kind::Barrier => (0, 0),
+            _ => (all, all),
+        };
+        Volume { sent, received }
+    }
+}
+
+impl Pattern for TwoStep {
+    fn serves(&self, kind: Kind) -> bool {
+        matches!(kind, Kind::AllReduce | Kind::Broadcast | Kind::Reduce)
+    }
+
+    fn cuts(&self, s: &Schedule) -> usize {
+        s.ranks
+    }
+
+    fn steps(&self, _s: &Schedule) -> usize {
+        2
+    }
+
+    fn step(&self, s: &Schedule, rank: usize, k: usize) -> Step {
+        let mut step = Step::default();
+        for peer in others(s.ranks, rank) {
+            match (s.kind, k) {
+                (Kind::Broadcast, 0) => from_root(&mut step, s, rank, peer, if rank == s.root { peer } else { rank }),
+                (Kind::Broadcast, _) => {
+                    if peer != s.root {
+                        step.send(peer, vec![rank..rank + 1]);
+                    }
+                    if rank != s.root {
+                        step.recv(peer, vec![peer..peer + 1], How::Copy);
+                    }
+                }
+                (_, 0) => swap(&mut step, peer, peer, rank, How::InRankOrder),
+                (Kind::Reduce, _) => {
+                    to_root(&mut step, s, rank, peer, if rank == s.root { peer } else { rank }, How::Copy);
+                }
+                _ => swap(&mut step, peer, rank, peer, How::Copy),
+            }
+        }
+        step
+    }
+
+    fn volume(&self, s: &Schedule) -> Volume {
+        let all = s.ranks - 1;
+        let (sent, received) = match s.kind {
+            Kind::Broadcast => (2 * all, s.ranks),
+            Kind::Reduce => (s.ranks, 2 * all),
+            _ => (2 * all, 2 * all),
+        };
+        Volume { sent, received }
+    }
+}
+
+fn swap(step: &mut Step, peer: usize, out: usize, come: usize, how: How) {
+    step.send(peer, vec![out..out + 1]);
+    step.recv(peer, vec![come..come + 1], how);
+}
+
+/// One part from the root to each other rank; `peer` counts only where one of the two is the root.
+fn from_root(step: &mut Step, s: &Schedule, rank: usize, peer: usize, part: usize) {
+    if rank == s.root {
+        step.send(peer, vec![part..part + 1]);
+    } else if peer == s.root {
+        step.recv(peer, vec![part..part + 1], How::Copy);
+    }
+}
+
+fn to_root(step: &mut Step, s: &Schedule, rank: usize, peer: usize, part: usize, how: How) {
+    if rank == s.root {
+        step.recv(peer, vec![part..part + 1], how);
+    } else if peer == s.root {
+        step.send(peer, vec![part..part + 1]);
+    }
+}

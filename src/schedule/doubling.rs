@@ -1,0 +1,124 @@
+//! Recursive doubling: in step j ranks exchange all they have over the distance 2^j.
+//!
+//! p ranks, L = floor(log2 p), N bytes (all_gather: all blocks together). Where p is no power of two, p - 2^L odd ranks
+//! first give their data to the rank before them and get the result in a last step (`power.rs`).
+//!
+//! - all_reduce: L steps (L + 2); every rank sends and receives N L bytes (N (L + 1)).
+//! - all_gather: L steps (L + 2); every rank sends and receives N (p - 1) / p bytes. Where p is no power of two the ranks
+//!   that act for two send up to almost twice that; Bruck's algorithm is better there.
+//! - barrier: all_reduce of nothing.
+//!
+//! Order of summation: the balanced tree over consecutive ranks, lower ranks on the left; a pair that acts as one is
+//! combined first. The same for all elements, so it does not depend on where in a vector an element stands.
+//! Source: MPICH's recursive doubling (Thakur, Rabenseifner, Gropp 2005).
+
+use std::ops::Range;
+
+use super::power::{Phase, Power, Role};
+use super::{How, Pattern, Schedule, Step, Volume};
+use crate::types::Kind;
+
+pub(super) struct Doubling;
+
+impl Pattern for Doubling {
+    fn serves(&self, kind: Kind) -> bool {
+        matches!(kind, Kind::AllReduce | Kind::AllGather | Kind::Barrier)
+    }
+
+    fn cuts(&self, _s: &Schedule) -> usize {
+        1
+    }
+
+    fn steps(&self, s: &Schedule) -> usize {
+        let power = Power::of(s.ranks);
+        power.steps(power.bits)
+    }
+
+    fn step(&self, s: &Schedule, rank: usize, k: usize) -> Step {
+        let power = Power::of(s.ranks);
+        match power.phase(k, power.bits) {
+            Phase::FoldIn => fold_in(s.kind, power, rank),
+            Phase::FoldOut => fold_out(s, power, rank),
+            Phase::Exchange(bit) => exchange(s.kind, power, rank, bit),
+        }
+    }
+
+    fn volume(&self, s: &Schedule) -> Volume {
+        let power = Power::of(s.ranks);
+        match s.kind {
+            Kind::AllReduce => {
+                let each = power.bits + usize::from(power.extra > 0);
+                Volume { sent: each, received: each }
+            }
+            Kind::AllGather if power.extra > 0 => {
+                // Rank 0 sends what its growing group holds, then all but one part.
+                let grown: usize = (0..power.bits).map(|bit| power.ranks(0..1 << bit).len()).sum();
+                Volume { sent: grown + s.ranks - 1, received: s.ranks - 1 }
+            }
+            Kind::AllGather => Volume { sent: s.ranks - 1, received: s.ranks - 1 },
+            _ => Volume { sent: 0, received: 0 },
+        }
+    }
+}
+
+/// The whole vector, or no part at all where there is none.
+fn whole(kind: Kind) -> Vec<Range<usize>> {
+    if kind == Kind::AllReduce { std::iter::once(0..1).collect() } else { Vec::new() }
+}
+
+/// Odd ranks of pairs hand over what they have.
+fn fold_in(kind: Kind, power: Power, rank: usize) -> Step {
+    let mut step = Step::default();
+    let Some(partner) = power.partner(rank) else { return step };
+    let own =
+        |rank: usize| if kind == Kind::AllGather { std::iter::once(rank..rank + 1).collect() } else { whole(kind) };
+    match power.role(rank) {
+        Role::Resting => step.send(partner, own(rank)),
+        Role::Active(_) => {
+            let how = if kind == Kind::AllReduce { How::ReduceAfter } else { How::Copy };
+            step.recv(partner, own(partner), how);
+        }
+    }
+    step
+}
+
+/// The rank that acted for both sends the result to its partner.
+fn fold_out(s: &Schedule, power: Power, rank: usize) -> Step {
+    let mut step = Step::default();
+    let Some(partner) = power.partner(rank) else { return step };
+    let result = |odd: usize| {
+        if s.kind == Kind::AllGather {
+            [0..odd, odd + 1..s.ranks].into_iter().filter(|parts| !parts.is_empty()).collect()
+        } else {
+            whole(s.kind)
+        }
+    };
+    match power.role(rank) {
+        Role::Resting => step.recv(partner, result(rank), How::Copy),
+        Role::Active(_) => step.send(partner, result(partner)),
+    }
+    step
+}
+
+fn exchange(kind: Kind, power: Power, rank: usize, bit: usize) -> Step {
+    let mut step = Step::default();
+    let Role::Active(index) = power.role(rank) else { return step };
+    let distance = 1 << bit;
+    let other = index ^ distance;
+    let group = |index: usize| {
+        let start = index & !(distance - 1);
+        if kind == Kind::AllGather {
+            std::iter::once(power.ranks(start..start + distance)).collect()
+        } else {
+            whole(kind)
+        }
+    };
+    let how = match kind {
+        Kind::AllReduce if index < other => How::ReduceAfter,
+        Kind::AllReduce => How::ReduceBefore,
+        _ => How::Copy,
+    };
+    step.send(power.rank(other), group(index));
+    step.recv(power.rank(other), group(other), how);
+    step
+}

@@ -1,0 +1,144 @@
+//! Recursive halving and doubling: ranks exchange over the distances 1, 2, 4, ... and each time halve what they still
+//! answer for; then the same backwards to bring the results together.
+//!
+//! p ranks, P = 2^L <= p the power of two inside it, N bytes (all blocks together of all_gather and reduce_scatter). Where
+//! p is no power of two, p - P odd ranks first give their data to the rank before them and get the result in a last step
+//! (`power.rs`); the numbers for that stand in brackets.
+//!
+//! - reduce_scatter: L steps (L + 2); N (p - 1) / p bytes sent and received (at most N sent; received N + N (P - 1) / p and
+//!   some blocks more).
+//! - all_gather: its reverse; N (p - 1) / p bytes (at most N (P - 1) / p + N and some blocks more sent).
+//! - all_reduce: both; 2 L steps (2 L + 2), 2 N (P - 1) / P bytes (and N more).
+//!
+//! The nearest ranks exchange the most: that suits ranks that are numbered host by host.
+//! Order of summation: exactly that of recursive doubling, for every element, because both use the distances in the same
+//! order. So it does not depend on where in a vector an element stands.
+//! Source: Rabenseifner, "Optimization of collective reduction operations" (2004); MPICH. Theirs starts with the largest
+//! distance, which gives another order of summation.
+
+use std::ops::Range;
+
+use super::power::{Phase, Power, Role};
+use super::{How, Pattern, Schedule, Step, Volume};
+use crate::types::Kind;
+
+pub(super) struct Halving;
+
+impl Pattern for Halving {
+    fn serves(&self, kind: Kind) -> bool {
+        matches!(kind, Kind::AllReduce | Kind::ReduceScatter | Kind::AllGather)
+    }
+
+    fn cuts(&self, s: &Schedule) -> usize {
+        Power::of(s.ranks).size
+    }
+
+    fn steps(&self, s: &Schedule) -> usize {
+        let power = Power::of(s.ranks);
+        power.steps(exchanges(s.kind, power))
+    }
+
+    fn step(&self, s: &Schedule, rank: usize, k: usize) -> Step {
+        let power = Power::of(s.ranks);
+        match power.phase(k, exchanges(s.kind, power)) {
+            Phase::FoldIn => fold_in(s, power, rank),
+            Phase::FoldOut => fold_out(s, power, rank),
+            Phase::Exchange(k) => {
+                let Role::Active(index) = power.role(rank) else { return Step::default() };
+                match s.kind {
+                    Kind::AllGather => double(s.kind, power, index, power.bits - 1 - k),
+                    Kind::AllReduce if k >= power.bits => double(s.kind, power, index, 2 * power.bits - 1 - k),
+                    _ => halve(s.kind, power, index, k),
+                }
+            }
+        }
+    }
+
+    fn volume(&self, s: &Schedule) -> Volume {
+        let power = Power::of(s.ranks);
+        let folded = power.extra > 0;
+        // What rank 0 answers for after each halving: the most of all, because the pairs come first.
+        let kept: usize = (1..=power.bits).map(|bit| (power.size >> bit) + power.extra.div_ceil(1 << bit)).sum();
+        let (sent, received) = match s.kind {
+            Kind::AllReduce => {
+                let each = 2 * (power.size - 1) + if folded { power.size } else { 0 };
+                (each, each)
+            }
+            Kind::ReduceScatter if folded => (s.ranks, s.ranks + kept),
+            Kind::AllGather if folded => (kept + s.ranks - 1, s.ranks - 1),
+            _ => (s.ranks - 1, s.ranks - 1),
+        };
+        Volume { sent, received }
+    }
+}
+
+fn exchanges(kind: Kind, power: Power) -> usize {
+    if kind == Kind::AllReduce { 2 * power.bits } else { power.bits }
+}
+
+/// What the rank with this index still answers for after `halvings` halvings.
+fn kept(kind: Kind, power: Power, index: usize, halvings: usize) -> Vec<Range<usize>> {
+    if kind == Kind::AllReduce {
+        // The parts of all_reduce belong to nobody, so each keeps one run: the half that its bit names.
+        let start = (0..halvings).map(|bit| (index >> bit & 1) * (power.size >> (bit + 1))).sum();
+        return std::iter::once(start..start + (power.size >> halvings)).collect();
+    }
+    let mut parts: Vec<Range<usize>> = Vec::new();
+    for member in (index % (1 << halvings)..power.size).step_by(1 << halvings) {
+        let ranks = power.ranks(member..member + 1);
+        match parts.last_mut() {
+            Some(last) if last.end == ranks.start => last.end = ranks.end,
+            _ => parts.push(ranks),
+        }
+    }
+    parts
+}
+
+fn halve(kind: Kind, power: Power, index: usize, bit: usize) -> Step {
+    let mut step = Step::default();
+    let other = index ^ (1 << bit);
+    let how = if index < other { How::ReduceAfter } else { How::ReduceBefore };
+    step.send(power.rank(other), kept(kind, power, other, bit + 1));
+    step.recv(power.rank(other), kept(kind, power, index, bit + 1), how);
+    step
+}
+
+fn double(kind: Kind, power: Power, index: usize, bit: usize) -> Step {
+    let mut step = Step::default();
+    let other = index ^ (1 << bit);
+    step.send(power.rank(other), kept(kind, power, index, bit + 1));
+    step.recv(power.rank(other), kept(kind, power, other, bit + 1), How::Copy);
+    step
+}
+
+/// Odd ranks of pairs hand over their numbers, or their block.
+fn fold_in(s: &Schedule, power: Power, rank: usize) -> Step {
+    let mut step = Step::default();
+    let Some(partner) = power.partner(rank) else { return step };
+    let (parts, how) = match s.kind {
+        Kind::AllGather => (rank | 1..(rank | 1) + 1, How::Copy),
+        _ => (0..s.parts(), How::ReduceAfter),
+    };
+    match power.role(rank) {
+        Role::Resting => step.send(partner, vec![parts]),
+        Role::Active(_) => step.recv(partner, vec![parts], how),
+    }
+    step
+}
+
+/// The rank that acted for both sends its partner what belongs to it.
+fn fold_out(s: &Schedule, power: Power, rank: usize) -> Step {
+    let mut step = Step::default();
+    let Some(partner) = power.partner(rank) else { return step };
+    let odd = rank | 1;
+    let parts: Vec<_> = match s.kind {
+        Kind::AllReduce => std::iter::once(0..power.size).collect(),
+        Kind::ReduceScatter => std::iter::once(odd..odd + 1).collect(),
+        _ => [0..odd, odd + 1..s.ranks].into_iter().filter(|parts| !parts.is_empty()).collect(),
+    };
+    match power.role(rank) {
+        Role::Resting => step.recv(partner, parts, How::Copy),
+        Role::Active(_) => step.send(partner, parts),
+    }
+    step
+}

@@ -1,0 +1,74 @@
+//! The power of two inside a rank count, for algorithms that pair ranks by the bits of their number: of the first
+//! `2 * extra` ranks every odd one hands its data to the even one before it and rests until the result comes back. The
+//! `size` ranks that take part get an index; so consecutive indices stand for consecutive ranks.
+
+use std::ops::Range;
+
+#[derive(Clone, Copy)]
+pub(super) struct Power {
+    pub size: usize,
+    pub bits: usize,
+    /// Pairs that act as one.
+    pub extra: usize,
+}
+
+/// What a rank is while the paired ranks exchange.
+pub(super) enum Role {
+    /// Takes part under this index.
+    Active(usize),
+    /// Rests; the rank before it acts for both.
+    Resting,
+}
+
+/// Where step `k` of a whole schedule stands: the first and the last serve the resting ranks, where there are any.
+pub(super) enum Phase {
+    FoldIn,
+    Exchange(usize),
+    FoldOut,
+}
+
+impl Power {
+    pub fn of(ranks: usize) -> Power {
+        let bits = ranks.ilog2() as usize;
+        Power { size: 1 << bits, bits, extra: ranks - (1 << bits) }
+    }
+
+    /// Steps of a schedule whose exchanges number `exchanges`.
+    pub fn steps(self, exchanges: usize) -> usize {
+        if self.extra > 0 { exchanges + 2 } else { exchanges }
+    }
+
+    pub fn phase(self, k: usize, exchanges: usize) -> Phase {
+        match (self.extra > 0, k) {
+            (false, _) => Phase::Exchange(k),
+            (true, 0) => Phase::FoldIn,
+            (true, _) if k <= exchanges => Phase::Exchange(k - 1),
+            _ => Phase::FoldOut,
+        }
+    }
+
+    pub fn role(self, rank: usize) -> Role {
+        if rank >= 2 * self.extra {
+            Role::Active(rank - self.extra)
+        } else if rank.is_multiple_of(2) {
+            Role::Active(rank / 2)
+        } else {
+            Role::Resting
+        }
+    }
+
+    /// The partner of `rank` in the folding steps, if it has one.
+    pub fn partner(self, rank: usize) -> Option<usize> {
+        (rank < 2 * self.extra).then_some(rank ^ 1)
+    }
+
+    /// The rank that acts under `index`; also the first of the ranks it stands for.
+    pub fn rank(self, index: usize) -> usize {
+        if index < self.extra { 2 * index } else { index + self.extra }
+    }
+
+    /// The ranks that the indices `of` stand for.
+    pub fn ranks(self, of: Range<usize>) -> Range<usize> {
+        self.rank(of.start)..self.rank(of.end)
+    }
+}

@@ -1,0 +1,106 @@
+//! Ring: every rank talks to its two neighbours alone.
+//!
+//! p ranks, N bytes: the vector of all_reduce, all blocks together of all_gather and reduce_scatter.
+//!
+//! - reduce_scatter: block q starts at rank q + 1 and goes once around; every rank adds its own. p - 1 steps.
+//! - all_gather: every block goes once around. p - 1 steps.
+//! - all_reduce: the first, then the second. 2 (p - 1) steps.
+//! - broadcast, reduce: a chain through all ranks, in S segments that follow each other. S + p - 2 steps.
+//!
+//! Bytes per rank, sent and received: N (p - 1) / p, twice that for all_reduce, which is the least possible; N for the
+//! chain.
+//! Order of summation: block q is ((x[q+1] op x[q+2]) op ...) op x[q], around the circle: it depends on where in the
+//! vector an element stands. The chain of reduce: x[root] op (x[root+1] op (... op x[root-1])), the same for all elements.
+//! Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009); NCCL's ring.
+
+use super::{How, Pattern, Schedule, Step, Volume};
+use crate::types::Kind;
+
+pub(super) struct Ring;
+
+impl Pattern for Ring {
+    fn serves(&self, kind: Kind) -> bool {
+        matches!(kind, Kind::AllReduce | Kind::ReduceScatter | Kind::AllGather | Kind::Broadcast | Kind::Reduce)
+    }
+
+    fn pipelines(&self, kind: Kind) -> bool {
+        matches!(kind, Kind::Broadcast | Kind::Reduce)
+    }
+
+    fn cuts(&self, s: &Schedule) -> usize {
+        if self.pipelines(s.kind) { s.segments } else { s.ranks }
+    }
+
+    fn steps(&self, s: &Schedule) -> usize {
+        match s.kind {
+            Kind::AllReduce => 2 * (s.ranks - 1),
+            Kind::Broadcast | Kind::Reduce => s.segments + s.ranks - 2,
+            _ => s.ranks - 1,
+        }
+    }
+
+    fn step(&self, s: &Schedule, rank: usize, k: usize) -> Step {
+        match s.kind {
+            Kind::Broadcast => forward(s, s.from_root(rank), k),
+            Kind::Reduce => backward(s, s.from_root(rank), k),
+            Kind::AllGather => gather(s.ranks, rank, k),
+            Kind::AllReduce if k >= s.ranks - 1 => gather(s.ranks, rank, k - (s.ranks - 1)),
+            _ => scatter(s.ranks, rank, k),
+        }
+    }
+
+    fn volume(&self, s: &Schedule) -> Volume {
+        let each = self.steps(s).min(match s.kind {
+            Kind::Broadcast | Kind::Reduce => s.segments,
+            _ => usize::MAX,
+        });
+        Volume { sent: each, received: each }
+    }
+}
+
+/// One step of the reduce_scatter; afterwards rank q has block q.
+fn scatter(ranks: usize, rank: usize, k: usize) -> Step {
+    let mut step = Step::default();
+    let out = (rank + 2 * ranks - 1 - k) % ranks;
+    let come = (rank + 2 * ranks - 2 - k) % ranks;
+    step.send((rank + 1) % ranks, vec![out..out + 1]);
+    step.recv((rank + ranks - 1) % ranks, vec![come..come + 1], How::ReduceBefore);
+    step
+}
+
+fn gather(ranks: usize, rank: usize, k: usize) -> Step {
+    let mut step = Step::default();
+    let out = (rank + ranks - k) % ranks;
+    let come = (rank + ranks - 1 - k) % ranks;
+    step.send((rank + 1) % ranks, vec![out..out + 1]);
+    step.recv((rank + ranks - 1) % ranks, vec![come..come + 1], How::Copy);
+    step
+}
+
+/// The chain away from the root: `place` sends segment `i` in step `i + place`.
+fn forward(s: &Schedule, place: usize, k: usize) -> Step {
+    let mut step = Step::default();
+    let segment = |at: usize| k.checked_sub(at).filter(|i| *i < s.segments).map(|i| i..i + 1);
+    if let Some(part) = segment(place).filter(|_| place + 1 < s.ranks) {
+        step.send(s.at_root_plus(place + 1), vec![part]);
+    }
+    if place > 0
+        && let Some(part) = segment(place - 1)
+    {
+        step.recv(s.at_root_plus(place - 1), vec![part], How::Copy);
+    }
+    step
+}
+
+/// The chain towards the root: the last place sends segment `i` in step `i`, the one before it in step `i + 1`.
+fn backward(s: &Schedule, place: usize, k: usize) -> Step {
+    let mut step = Step::default();
+    let segment = |at: usize| k.checked_sub(s.ranks - 1 - at).filter(|i| *i < s.segments).map(|i| i..i + 1);
+    if let Some(part) = segment(place).filter(|_| place > 0) {
+        step.send(s.at_root_plus(place - 1), vec![part]);
+    }
+    if let Some(part) = (place + 1 < s.ranks).then(|| segment(place + 1)).flatten() {
+        step.recv(s.at_root_plus(place + 1), vec![part], How::ReduceAfter);
+    }
+    step
+}

@@ -1,0 +1,409 @@
+//! Proves schedules: executes every one symbolically for 1 to 64 ranks, every kind, several roots and segment counts, and
+//! checks all that `src/schedule/mod.rs` promises: the right contributions at the right ranks, each exactly once and in
+//! the order of summation that the algorithm's header states; no message without its partner; no deadlock when a rank has
+//! posted the receives of its present step alone; steps and volumes as the formulas say.
+
+use std::collections::{HashMap, HashSet};
+use std::ops::Range;
+
+use proptest::prelude::*;
+use sagellm::schedule::{Algorithm, How, Schedule, Step, Volume, count, part_range};
+use sagellm::types::Kind;
+
+const KINDS: [Kind; 9] = [
+    Kind::AllReduce,
+    Kind::Broadcast,
+    Kind::Reduce,
+    Kind::AllGather,
+    Kind::Gather,
+    Kind::Scatter,
+    Kind::ReduceScatter,
+    Kind::AllToAll,
+    Kind::Barrier,
+];
+
+/// Values as expressions, each made once, so that equal numbers are equal trees.
+struct Expressions {
+    combined: HashMap<(usize, usize), usize>,
+    operands: Vec<(usize, usize)>,
+}
+
+/// Numbers below this are the inputs of ranks (or, where nothing is combined, of the rank a part comes from).
+const LEAVES: usize = 64;
+
+impl Expressions {
+    fn new() -> Expressions {
+        Expressions { combined: HashMap::new(), operands: Vec::new() }
+    }
+
+    fn op(&mut self, left: usize, right: usize) -> usize {
+        let operands = &mut self.operands;
+        *self.combined.entry((left, right)).or_insert_with(|| {
+            operands.push((left, right));
+            LEAVES + operands.len() - 1
+        })
+    }
+
+    fn fold(&mut self, values: impl IntoIterator<Item = usize>) -> usize {
+        let mut values = values.into_iter();
+        let first = values.next().unwrap();
+        values.fold(first, |left, right| self.op(left, right))
+    }
+
+    /// The ranks whose inputs a value holds, from left to right.
+    fn leaves(&self, value: usize, into: &mut Vec<usize>) {
+        if value < LEAVES {
+            into.push(value);
+        } else {
+            let (left, right) = self.operands[value - LEAVES];
+            self.leaves(left, into);
+            self.leaves(right, into);
+        }
+    }
+
+    /// The balanced tree over consecutive values whose left side is the largest power of two that fits.
+    fn tree(&mut self, values: &[usize]) -> usize {
+        if values.len() == 1 {
+            return values[0];
+        }
+        let half = values.len().next_power_of_two() / 2;
+        let (left, right) = (self.tree(&values[..half]), self.tree(&values[half..]));
+        self.op(left, right)
+    }
+}
+
+fn numbers(parts: &[Range<usize>]) -> impl Iterator<Item = usize> + '_ {
+    parts.iter().cloned().flatten()
+}
+
+/// Where a part starts: the rank whose input it is, for kinds that only move data.
+fn origin(s: &Schedule, part: usize) -> usize {
+    match s.kind {
+        Kind::AllGather | Kind::Gather => part,
+        Kind::AllToAll => part / s.ranks,
+        _ => s.root,
+    }
+}
+
+fn initial(s: &Schedule, rank: usize) -> Vec<Option<usize>> {
+    (0..s.parts())
+        .map(|part| if s.kind.reduces() { Some(rank) } else { Some(rank).filter(|_| origin(s, part) == rank) })
+        .collect()
+}
+
+/// True where `rank` must hold the result of `part` in the end.
+fn wanted(s: &Schedule, rank: usize, part: usize) -> bool {
+    match s.kind {
+        Kind::AllReduce | Kind::Broadcast | Kind::AllGather => true,
+        Kind::Reduce | Kind::Gather => rank == s.root,
+        Kind::Scatter | Kind::ReduceScatter => part == rank,
+        Kind::AllToAll => part % s.ranks == rank,
+        _ => false,
+    }
+}
+
+/// The order of summation that the headers state.
+fn documented(s: &Schedule, part: usize, e: &mut Expressions) -> usize {
+    let p = s.ranks;
+    let from_root: Vec<usize> = (0..p).map(|place| (s.root + place) % p).collect();
+    match s.algorithm {
+        Algorithm::Ring if s.kind == Kind::Reduce => {
+            from_root.iter().rev().copied().reduce(|right, left| e.op(left, right)).unwrap()
+        }
+        Algorithm::Ring => e.fold((1..=p).map(|k| (part + k) % p)),
+        Algorithm::Binomial => e.tree(&from_root),
+        Algorithm::Doubling | Algorithm::Halving => {
+            let extra = p - (1 << p.ilog2());
+            let mut values: Vec<usize> = (0..extra).map(|i| e.op(2 * i, 2 * i + 1)).collect();
+            values.extend(2 * extra..p);
+            e.tree(&values)
+        }
+        Algorithm::Direct | Algorithm::TwoStep => e.fold(0..p),
+        Algorithm::Dissemination => unreachable!("a barrier sums nothing"),
+    }
+}
+
+/// The shape of one step: what every step of every rank must keep to.
+fn check_shape(s: &Schedule, rank: usize, step: &Step) {
+    let parts = s.parts();
+    let well_formed = |ranges: &[Range<usize>]| {
+        let mut seen = HashSet::new();
+        ranges.iter().all(|range| range.start < range.end && range.end <= parts)
+            && numbers(ranges).all(|q| seen.insert(q))
+    };
+    for peers in [step.sends.iter().map(|x| x.peer).collect::<Vec<_>>(), step.recvs.iter().map(|x| x.peer).collect()] {
+        assert!(peers.iter().all(|peer| *peer < s.ranks && *peer != rank), "{s:?}: {step:?}");
+        assert_eq!(peers.iter().collect::<HashSet<_>>().len(), peers.len(), "two messages of one pair: {s:?} {step:?}");
+    }
+    let empty = s.kind == Kind::Barrier;
+    for ranges in step.sends.iter().map(|x| &x.parts).chain(step.recvs.iter().map(|x| &x.parts)) {
+        assert!(well_formed(ranges) && ranges.is_empty() == empty, "{s:?} rank {rank}: {step:?}");
+    }
+    let sent: HashSet<usize> = step.sends.iter().flat_map(|x| numbers(&x.parts)).collect();
+    for recv in &step.recvs {
+        if recv.how == How::Copy {
+            assert!(numbers(&recv.parts).all(|q| !sent.contains(&q)), "sent and overwritten: {s:?} {rank} {step:?}");
+        } else {
+            assert!(s.kind.reduces(), "{s:?}");
+        }
+    }
+    if step.recvs.iter().any(|x| x.how == How::InRankOrder) {
+        assert!(step.recvs.iter().all(|x| x.how == How::InRankOrder && x.parts == step.recvs[0].parts), "{s:?}");
+    }
+}
+
+/// A rank as it executes: the step it is in, what it held when that began, and which of its transfers are still open.
+struct Rank {
+    held: Vec<Option<usize>>,
+    /// For barriers: who is known to have entered.
+    heard: u64,
+    at: usize,
+    step: Step,
+    open: usize,
+    messages: HashMap<usize, (Vec<Option<usize>>, u64)>,
+}
+
+/// Runs all ranks where a message passes only while its receiver stands in the step that expects it: no buffers at all.
+/// Returns what every rank holds in the end.
+fn execute(s: &Schedule, e: &mut Expressions) -> Vec<Rank> {
+    let mut ranks: Vec<Rank> = (0..s.ranks)
+        .map(|rank| Rank {
+            held: initial(s, rank),
+            heard: 1 << rank,
+            at: 0,
+            step: Step::default(),
+            open: 0,
+            messages: HashMap::new(),
+        })
+        .collect();
+    let (mut sent, mut received) = (vec![0; s.ranks], vec![0; s.ranks]);
+    let mut last = 0;
+    // Ranks that may have something to do: who has just entered a step.
+    let mut ready: Vec<usize> = (0..s.ranks).collect();
+    for rank in 0..s.ranks {
+        enter(s, rank, &mut ranks[rank]);
+    }
+    while let Some(rank) = ready.pop() {
+        for i in 0..ranks[rank].step.sends.len() {
+            let peer = ranks[rank].step.sends[i].peer;
+            pass(s, &mut ranks, rank, peer);
+        }
+        for i in 0..ranks[rank].step.recvs.len() {
+            let peer = ranks[rank].step.recvs[i].peer;
+            pass(s, &mut ranks, peer, rank);
+        }
+        let touched: Vec<usize> = std::iter::once(rank)
+            .chain(ranks[rank].step.sends.iter().map(|x| x.peer))
+            .chain(ranks[rank].step.recvs.iter().map(|x| x.peer))
+            .collect();
+        for other in touched {
+            let state = &mut ranks[other];
+            if state.at < s.steps() && state.open == 0 {
+                last = last.max(state.at + 1);
+                sent[other] += state.step.sends.iter().map(|x| count(&x.parts)).sum::<usize>();
+                received[other] += state.step.recvs.iter().map(|x| count(&x.parts)).sum::<usize>();
+                complete(s, other, state, e);
+                state.at += 1;
+                enter(s, other, state);
+                ready.push(other);
+            }
+        }
+    }
+    for (rank, state) in ranks.iter().enumerate() {
+        assert_eq!(state.at, s.steps(), "{s:?}: rank {rank} waits for ever in {:?}", state.step);
+    }
+    assert_eq!(last, s.steps(), "{s:?}: no rank does anything in the last step");
+    let volume = Volume { sent: *sent.iter().max().unwrap(), received: *received.iter().max().unwrap() };
+    assert_eq!(volume, s.volume(), "{s:?}");
+    ranks
+}
+
+/// Goes to the next step in which the rank has something to do.
+fn enter(s: &Schedule, rank: usize, state: &mut Rank) {
+    state.step = Step::default();
+    while state.at < s.steps() {
+        state.step = s.step(rank, state.at);
+        if !state.step.is_empty() {
+            check_shape(s, rank, &state.step);
+            break;
+        }
+        state.at += 1;
+    }
+    state.open = state.step.sends.len() + state.step.recvs.len();
+}
+
+/// Lets the message between two ranks pass if both stand in the step that names it and it has not passed yet.
+fn pass(s: &Schedule, ranks: &mut [Rank], from: usize, to: usize) {
+    let (a, b) = (&ranks[from], &ranks[to]);
+    if a.at != b.at || a.at >= s.steps() || b.messages.contains_key(&from) {
+        return;
+    }
+    let send = a
+        .step
+        .sends
+        .iter()
+        .find(|x| x.peer == to)
+        .unwrap_or_else(|| panic!("{s:?}: {to} expects {from}: {:?}", b.step));
+    let recv = b
+        .step
+        .recvs
+        .iter()
+        .find(|x| x.peer == from)
+        .unwrap_or_else(|| panic!("{s:?}: {from} sends {to}: {:?}", a.step));
+    assert_eq!(send.parts, recv.parts, "{s:?} step {}: from {from} to {to}", a.at);
+    let cargo = numbers(&send.parts).map(|q| a.held[q]).collect();
+    let message = (cargo, a.heard);
+    ranks[to].messages.insert(from, message);
+    ranks[to].open -= 1;
+    ranks[from].open -= 1;
+}
+
+/// Applies what came in a step, in the order of the list.
+fn complete(s: &Schedule, rank: usize, state: &mut Rank, e: &mut Expressions) {
+    let mut in_order: Vec<(usize, Vec<Option<usize>>)> = Vec::new();
+    for recv in &state.step.recvs {
+        let (values, heard) = state.messages.remove(&recv.peer).unwrap();
+        state.heard |= heard;
+        if recv.how == How::InRankOrder {
+            in_order.push((recv.peer, values));
+            continue;
+        }
+        for (q, theirs) in numbers(&recv.parts).zip(values) {
+            let theirs = theirs.unwrap_or_else(|| panic!("{s:?}: rank {} sends part {q} that it lacks", recv.peer));
+            state.held[q] = Some(match (recv.how, state.held[q]) {
+                (How::Copy, _) => theirs,
+                (How::ReduceAfter, Some(own)) => e.op(own, theirs),
+                (How::ReduceBefore, Some(own)) => e.op(theirs, own),
+                _ => panic!("{s:?}: rank {rank} combines part {q} that it lacks"),
+            });
+        }
+    }
+    assert!(state.messages.is_empty());
+    if in_order.is_empty() {
+        return;
+    }
+    for (at, q) in numbers(&state.step.recvs[0].parts).enumerate() {
+        let mut values: Vec<(usize, usize)> =
+            in_order.iter().map(|(peer, values)| (*peer, values[at].unwrap())).collect();
+        values.push((rank, state.held[q].unwrap()));
+        values.sort();
+        state.held[q] = Some(e.fold(values.into_iter().map(|(_, value)| value)));
+    }
+}
+
+fn prove(s: &Schedule) {
+    let mut e = Expressions::new();
+    let ranks = execute(s, &mut e);
+    if s.kind == Kind::Barrier {
+        let all = u64::MAX >> (64 - s.ranks);
+        assert!(ranks.iter().all(|state| state.heard == all), "{s:?}: a rank leaves before another has come");
+        return;
+    }
+    for part in 0..s.parts() {
+        let right = if s.kind.reduces() { documented(s, part, &mut e) } else { origin(s, part) };
+        if s.kind.reduces() {
+            let mut leaves = Vec::new();
+            e.leaves(right, &mut leaves);
+            leaves.sort();
+            assert_eq!(leaves, (0..s.ranks).collect::<Vec<_>>(), "{s:?}: the documented order counts each rank once");
+        }
+        for (rank, state) in ranks.iter().enumerate() {
+            if wanted(s, rank, part) {
+                assert_eq!(state.held[part], Some(right), "{s:?}: part {part} at rank {rank}");
+            }
+        }
+    }
+}
+
+fn roots(kind: Kind, ranks: usize) -> Vec<usize> {
+    let mut roots = if kind.rooted() { vec![0, 1, ranks / 2, ranks - 1] } else { vec![0] };
+    roots.retain(|root| *root < ranks);
+    roots.dedup();
+    roots
+}
+
+fn prove_all(algorithm: Algorithm) {
+    let mut proved = 0;
+    for kind in KINDS.into_iter().filter(|kind| algorithm.serves(*kind)) {
+        let segments: &[usize] = if algorithm.pipelines(kind) { &[1, 2, 3, 8] } else { &[1] };
+        for ranks in 1..=64 {
+            for root in roots(kind, ranks) {
+                for segments in segments {
+                    prove(&Schedule::new(algorithm, kind, ranks, root, *segments).unwrap());
+                    proved += 1;
+                }
+            }
+        }
+    }
+    assert!(proved >= 64);
+}
+
+#[test]
+fn ring() {
+    prove_all(Algorithm::Ring);
+}
+
+#[test]
+fn binomial_tree() {
+    prove_all(Algorithm::Binomial);
+}
+
+#[test]
+fn recursive_doubling() {
+    prove_all(Algorithm::Doubling);
+}
+
+#[test]
+fn halving_doubling() {
+    prove_all(Algorithm::Halving);
+}
+
+#[test]
+fn direct() {
+    prove_all(Algorithm::Direct);
+}
+
+#[test]
+fn direct_two_step() {
+    prove_all(Algorithm::TwoStep);
+}
+
+#[test]
+fn dissemination() {
+    prove_all(Algorithm::Dissemination);
+}
+
+#[test]
+fn names_and_codes_lead_back() {
+    for algorithm in Algorithm::ALL {
+        assert_eq!(Algorithm::from_name(algorithm.name()), Some(algorithm));
+        assert_eq!(Algorithm::from_code(algorithm.code()), Some(algorithm));
+    }
+    assert_eq!(Algorithm::from_name("bubble"), None);
+    assert_eq!(Algorithm::from_code(0), None);
+}
+
+#[test]
+fn what_cannot_be_is_no_schedule() {
+    assert_eq!(Schedule::new(Algorithm::Ring, Kind::Barrier, 4, 0, 1), None);
+    assert_eq!(Schedule::new(Algorithm::Ring, Kind::Broadcast, 4, 4, 1), None);
+    assert_eq!(Schedule::new(Algorithm::Ring, Kind::Broadcast, 0, 0, 1), None);
+    assert_eq!(Schedule::new(Algorithm::Direct, Kind::Send, 2, 0, 1), None);
+    // What counts for nothing is put into one form, so that equal programs are equal.
+    let plain = Schedule::new(Algorithm::Ring, Kind::AllReduce, 4, 0, 1);
+    assert_eq!(Schedule::new(Algorithm::Ring, Kind::AllReduce, 4, 3, 7), plain);
+}
+
+proptest! {
+    #[test]
+    fn parts_cover_any_count_once(elements in 0usize..100_000, parts in 1usize..300) {
+        let mut next = 0;
+        for part in 0..parts {
+            let range = part_range(elements, parts, part);
+            prop_assert_eq!(range.start, next);
+            prop_assert!(range.len() == elements / parts || range.len() == elements.div_ceil(parts));
+            next = range.end;
+        }
+        prop_assert_eq!(next, elements);
+    }
+}
