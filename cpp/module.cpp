@@ -25,10 +25,13 @@ std::chrono::milliseconds milliseconds(Seconds seconds) {
   return std::chrono::duration_cast<std::chrono::milliseconds>(seconds);
 }
 
-c10::intrusive_ptr<Options> make_options(Seconds timeout, std::string engine, std::string delegate) {
+c10::intrusive_ptr<Options> make_options(Seconds timeout, std::string engine, std::string delegate, bool fusion,
+                                         bool strict) {
   auto options = c10::make_intrusive<Options>(milliseconds(timeout));
   options->engine = std::move(engine);
   options->delegate = std::move(delegate);
+  options->fusion = fusion;
+  options->strict = strict;
   return options;
 }
 
@@ -84,9 +87,11 @@ void bind_options(py::module_& module) {
   py::class_<Options, c10d::Backend::Options, c10::intrusive_ptr<Options>>(
       module, "Options", "Options of a sagellm process group, for the argument pg_options.")
       .def(py::init(&make_options), py::arg("timeout") = Seconds(kBackendDefaultTimeout), py::arg("engine") = "auto",
-           py::arg("delegate") = "gloo")
+           py::arg("delegate") = "gloo", py::arg("fusion") = true, py::arg("strict") = false)
       .def_readwrite("engine", &Options::engine)
       .def_readwrite("delegate", &Options::delegate)
+      .def_readwrite("fusion", &Options::fusion)
+      .def_readwrite("strict", &Options::strict)
       .def("__copy__", [](const Options& self) { return self.copy(); })
       .def("__deepcopy__", [](const Options& self, const py::dict&) { return self.copy(); }, py::arg("memo"));
 }
@@ -96,6 +101,8 @@ void bind_backend(py::module_& module) {
                                                                           "One process group of the sagellm backend.")
       .def_property_readonly("delegate_reason", &SageBackend::delegate_reason)
       .def("_set_delegate", translated(&SageBackend::set_delegate), py::arg("backend"))
+      .def_property_readonly("spans_hosts", &SageBackend::spans_hosts)
+      .def("_set_link", translated(&SageBackend::set_link), py::arg("backend"))
       .def("describe", &SageBackend::describe)
       .def_property_readonly(
           "options",

@@ -13,7 +13,7 @@ use std::sync::{Arc, Barrier, Mutex};
 use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
-use sagellm::config::Config;
+use sagellm::config::{Config, Settings};
 use sagellm::engine::shm::meet::record::{Answer, Body, Hello, Identity, Mode, Offer, PROTOCOL, Record, Verdict};
 use sagellm::engine::shm::meet::{Met, Outcome, hello_bytes, meet, meet_as};
 use sagellm::engine::shm::segment::Backing;
@@ -73,7 +73,7 @@ const GENEROUS: Duration = Duration::from_secs(30);
 
 fn config(rank: usize, size: usize, timeout: Duration) -> Config {
     // The fields that do not matter here are the defaults of a group without wishes.
-    Config { rank, size, timeout, name: "test".into(), delegate_reason: None }
+    Config { rank, size, timeout, name: "test".into(), delegate_reason: None, settings: Settings::default() }
 }
 
 fn bytes(size: usize) -> impl Fn(usize) -> usize {
