@@ -55,6 +55,11 @@ impl Pattern for Bruck {
         };
         Volume { sent: each, received: each }
     }
+
+    /// All do the same.
+    fn busiest(&self, s: &Schedule, _k: usize) -> Vec<usize> {
+        vec![0, s.ranks / 2, s.ranks - 1]
+    }
 }
 
 /// The blocks that `rank` sends on in step `k` of all_to_all: those that still have to go the distance 2^k.

@@ -69,6 +69,11 @@ impl Pattern for Direct {
         };
         Volume { sent, received }
     }
+
+    /// All do the same, but for the root.
+    fn busiest(&self, s: &Schedule, _k: usize) -> Vec<usize> {
+        vec![s.root, s.ranks / 2, s.ranks - 1]
+    }
 }
 
 impl Pattern for TwoStep {
@@ -115,6 +120,11 @@ impl Pattern for TwoStep {
             _ => (2 * all, 2 * all),
         };
         Volume { sent, received }
+    }
+
+    /// All do the same, but for the root.
+    fn busiest(&self, s: &Schedule, _k: usize) -> Vec<usize> {
+        vec![s.root, s.ranks / 2, s.ranks - 1]
     }
 }
 

@@ -61,6 +61,19 @@ impl Pattern for DoubleTree {
         };
         Volume { sent: halves * s.segments, received: halves * s.segments }
     }
+
+    /// Between filling and draining every level is at work.
+    fn alike(&self, s: &Schedule, k: usize) -> usize {
+        let levels = ceil_log2(s.ranks);
+        let k = k % (s.segments + levels - 1);
+        if k + 1 >= levels && k < s.segments { s.segments - k } else { 1 }
+    }
+
+    /// One place of every level, of both trees.
+    fn busiest(&self, s: &Schedule, _k: usize) -> Vec<usize> {
+        let places = (0..ceil_log2(s.ranks)).map(|level| 1 << level).flat_map(|place| [place, s.ranks - place]);
+        std::iter::once(s.root).chain(places.map(|place| s.rank_at(place))).collect()
+    }
 }
 
 #[derive(Clone, Copy)]

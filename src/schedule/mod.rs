@@ -189,6 +189,15 @@ trait Pattern: Sync {
     fn step(&self, s: &Schedule, rank: usize, k: usize) -> Step;
     /// The formula of the header.
     fn volume(&self, s: &Schedule) -> Volume;
+    /// How many steps from `k` on look alike: every rank has the same peers and counts of parts in them.
+    fn alike(&self, _s: &Schedule, _k: usize) -> usize {
+        1
+    }
+    /// Ranks of which one, or one next to it, does as much in step `k` as any other. Everyone, unless that is too many
+    /// to look at.
+    fn busiest(&self, s: &Schedule, _k: usize) -> Vec<usize> {
+        (0..s.ranks).collect()
+    }
 }
 
 impl Schedule {
@@ -227,6 +236,17 @@ impl Schedule {
     /// Parts moved by the busiest ranks.
     pub fn volume(&self) -> Volume {
         if self.ranks == 1 { Volume { sent: 0, received: 0 } } else { self.algorithm.pattern().volume(self) }
+    }
+
+    /// How many steps from `k` on look alike, at least 1: every rank has the same peers and counts of parts in them. For
+    /// prices, which need not look at each of 200,000 steps.
+    pub fn alike(&self, k: usize) -> usize {
+        self.algorithm.pattern().alike(self, k)
+    }
+
+    /// Ranks of which one, or one on the same host, does as much in step `k` as any other, or nearly so.
+    pub fn busiest(&self, k: usize) -> Vec<usize> {
+        self.algorithm.pattern().busiest(self, k)
     }
 
     /// The rank's place when the root is counted as 0.

@@ -56,6 +56,21 @@ impl Pattern for Ring {
         });
         Volume { sent: each, received: each }
     }
+
+    fn alike(&self, s: &Schedule, k: usize) -> usize {
+        let circle = s.ranks - 1;
+        if self.pipelines(s.kind) { 1 } else { circle - k % circle }
+    }
+
+    /// The chain works on as many neighbours as there are segments on their way: those at both ends of the wave.
+    fn busiest(&self, s: &Schedule, k: usize) -> Vec<usize> {
+        let wave = match s.kind {
+            Kind::Broadcast => [(k + 1).saturating_sub(s.segments), k.min(s.ranks - 1)],
+            Kind::Reduce => [(s.ranks + s.segments - 1 - k).min(s.ranks) - 1, (s.ranks - 2).saturating_sub(k)],
+            _ => return (0..s.ranks).collect(),
+        };
+        wave.into_iter().map(|place| s.rank_at(place)).collect()
+    }
 }
 
 /// One step of the reduce_scatter; afterwards rank q has block q.

@@ -50,6 +50,20 @@ impl Pattern for Torus {
         let each = if s.kind == Kind::AllReduce { 2 * (s.ranks - 1) } else { s.ranks - 1 };
         Volume { sent: each, received: each }
     }
+
+    fn alike(&self, s: &Schedule, k: usize) -> usize {
+        let grid = Grid::of(s);
+        let (rows, columns) = (grid.rows - 1, grid.columns - 1);
+        let lengths = if s.kind == Kind::AllGather { vec![rows, columns] } else { vec![columns, rows, rows, columns] };
+        let mut end = 0;
+        for length in lengths {
+            end += length;
+            if k < end {
+                return end - k;
+            }
+        }
+        1
+    }
 }
 
 struct Grid {
