@@ -12,6 +12,7 @@
 #include "compat.hpp"
 #include "errors.hpp"
 #include "python_host.hpp"
+#include "simulate.hpp"
 
 namespace sagellm {
 
@@ -121,6 +122,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.attr("torch_version_built") = TORCH_VERSION;
   bind_options(module);
   bind_backend(module);
+  bind_simulation(module);
   module.def("create", torch::wrap_pybind_function(&create), py::arg("store"), py::arg("rank"), py::arg("size"),
              py::arg("timeout"), py::arg("group_name") = "", py::arg("global_ranks") = std::vector<int64_t>(),
              py::arg("options") = py::none());

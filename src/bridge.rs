@@ -7,6 +7,8 @@
 //! Errors cross as text whose first letter is `Error::code` (V invalid, T timeout, D rank failed, M mismatch, A
 //! aborted, P interrupted by Python, S system, B bug); `cpp/work.cpp` strips it and raises the matching exception.
 
+mod simulate;
+
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,6 +18,7 @@ use crate::engine::link;
 use crate::error::{Error, Result};
 use crate::group::{self, Group, Op};
 use crate::types::{Dtype, Kind, ReduceOp, Request, Span};
+use simulate::{algorithms, predict, program};
 
 #[allow(clippy::too_many_arguments)] // one parameter a list of the request: cxx cannot pass them inside a struct
 #[cxx::bridge(namespace = "sagellm")]
@@ -42,6 +45,35 @@ pub mod ffi {
         sync: bool,
         /// `Completion::prepare` must run before the inputs are read, `Completion::store_back` before the end is told.
         staged: bool,
+    }
+
+    /// `select::cost::Model`: seconds, and seconds per byte.
+    struct CostModel {
+        host_alpha: f64,
+        host_overhead: f64,
+        host_beta: f64,
+        network_alpha: f64,
+        network_overhead: f64,
+        network_beta: f64,
+        gamma: f64,
+        ranks_per_host: usize,
+    }
+
+    /// The fastest that one algorithm can do.
+    struct Prediction {
+        seconds: f64,
+        segments: usize,
+    }
+
+    /// One message of one rank's schedule.
+    struct Transfer {
+        step: usize,
+        sends: bool,
+        peer: usize,
+        /// Part numbers in the order of the message.
+        parts: Vec<usize>,
+        /// For a receive: "copy", "reduce_after", "reduce_before" or "in_rank_order".
+        how: String,
     }
 
     /// What a group is made from.
@@ -130,6 +162,25 @@ pub mod ffi {
         fn set_log_level(level: u8);
         /// Facts about this machine as `name<TAB>value` lines (cores, quota, kernel, memory limits).
         fn doctor() -> String;
+        /// Names of the algorithms that have a schedule for a kind of collective.
+        fn algorithms(kind: &str) -> Result<Vec<String>>;
+        /// Predicted times of one algorithm, one per size in bytes.
+        fn predict(
+            kind: &str,
+            algorithm: &str,
+            ranks: usize,
+            sizes: &[f64],
+            model: &CostModel,
+        ) -> Result<Vec<Prediction>>;
+        /// The messages of one rank, step by step; `parts` is set to the number of parts of the vector.
+        fn program(
+            kind: &str,
+            algorithm: &str,
+            ranks: usize,
+            segments: usize,
+            rank: usize,
+            parts: &mut usize,
+        ) -> Result<Vec<Transfer>>;
         /// Stops this process's threads of ours; called once, from atexit, with the GIL released.
         fn at_exit();
     }

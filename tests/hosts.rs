@@ -73,7 +73,7 @@ fn spec(kind: Kind, dtype: Dtype, op: ReduceOp, count: usize, seed: u64, ranks: 
         root: seed as usize % ranks,
         count,
         skew: [0, 3][seed as usize % 2],
-        in_place: seed % 3 == 0,
+        in_place: seed.is_multiple_of(3),
         pieces: 1 + seed as usize % 3,
         seed,
     }

@@ -1,6 +1,7 @@
 //! How an operation travels: a pure function of what all ranks share. Nothing local may enter here: no clock, no queue
 //! length, no `sync` flag; two ranks that chose differently would wait for one another for ever.
 
+pub mod cost;
 pub mod hosts;
 
 use crate::types::{Kind, Request};
