@@ -33,6 +33,8 @@ EXAMPLES = """examples:
   python benchmarks/collectives.py --ranks 2 --quick
   python benchmarks/collectives.py --ranks 4 --ops all_reduce,barrier --sizes 8,64KiB,1MiB
   python benchmarks/collectives.py --backends gloo --control       how much of a difference is noise
+  python benchmarks/collectives.py --backends sagellm,sagellm:unfused,gloo --ops all_reduce_x1000
+  python benchmarks/collectives.py --hosts 0,0,1,1 --delay-ms 1 --ops all_reduce --sizes 8,4KiB     two hosts, as root
   torchrun --nproc-per-node=2 benchmarks/collectives.py --backends sagellm,gloo
 """
 SIZES = "8,512,4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
@@ -157,6 +159,18 @@ def buffer_sets(args: argparse.Namespace, op: str, size: int) -> int:
 # --------------------------------------------------------------------------------------------------- ranks
 
 
+def variant_options(backend: str, variant: str) -> dict[str, Any]:
+    """What `sagellm:unfused` and the like mean."""
+    if not variant:
+        return {}
+    known: dict[str, dict[str, bool]] = {"unfused": {"fusion": False}, "strict": {"strict": True}}
+    if backend != "sagellm" or variant not in known:
+        raise ValueError(f"unknown backend {backend}:{variant}; the variants are sagellm:unfused and sagellm:strict")
+    from sagellm import _load
+
+    return {"pg_options": _load.extension().Options(**known[variant])}
+
+
 def open_backends(args: argparse.Namespace) -> list[Backend]:
     """A group per name; a name that comes twice is its own control."""
     names = args.backends.split(",")
@@ -166,7 +180,10 @@ def open_backends(args: argparse.Namespace) -> list[Backend]:
     for name in names:
         before = sum(b.label.partition(" #")[0] == name for b in backends)
         label = f"{name} #{before + 1}" if before else name
-        backends.append(Backend(label, dist.new_group(backend=name, timeout=timedelta(seconds=args.timeout))))
+        backend, _, variant = name.partition(":")
+        options = variant_options(backend, variant)
+        group = dist.new_group(backend=backend, timeout=timedelta(seconds=args.timeout), **options)
+        backends.append(Backend(label, group))
     if args.floor:
         try:
             importlib.import_module("torch.testing._internal.distributed.fake_pg")
@@ -190,6 +207,14 @@ def progress(done: int, total: int, case: Case, result: dict[str, Any], begin: f
     best = f"  {next(iter(ratios.values()))[0]:.1f}x" if ratios else ""
     left = (time.monotonic() - begin) / done * (total - done)
     say(f"[{done:3d}/{total}] {case.op:<22} {format_size(case.size):>8}  {'  '.join(parts)}{best}  ({left:.0f} s left)")
+
+
+def default_name(args: argparse.Namespace, ranks: int) -> str:
+    """Of the result files."""
+    if not args.hosts:
+        return f"collectives-{ranks}r-{args.dtype}"
+    link = args.rate or (f"{args.delay_ms:g}ms" if args.delay_ms else "plain")
+    return f"hosts-{args.hosts.replace(',', '')}-{link}"
 
 
 def command_line(arguments: list[str]) -> str:
@@ -240,13 +265,14 @@ def run_rank(args: argparse.Namespace) -> int:
         run = {
             "date": date.today().isoformat(), "machine": machine, "ranks": ranks, "dtype": args.dtype,
             "labels": [b.label for b in backends], "rounds": args.rounds, "budget_seconds": args.budget,
+            "hosts": args.hosts, "rate": args.rate, "delay_ms": args.delay_ms,
             "buffers": "cold" if args.cold else args.buffers, "seconds": round(seconds, 1),
             "command": command_line(sys.argv[1:]),
             "others": round(max(0.0, others), 3), "results": results,
         }  # fmt: skip
         print(report.markdown(run))
         folder = args.out / f"{run['date']}-{machines.slug(machine)}"
-        for line in report.write(run, folder, args.name or f"collectives-{ranks}r-{args.dtype}"):
+        for line in report.write(run, folder, args.name or default_name(args, ranks)):
             say(line)
         for op, size, label, error in failures:
             say(f"FAILED: {label}, {op}, {format_size(size)}: {error}")
@@ -257,19 +283,41 @@ def run_rank(args: argparse.Namespace) -> int:
 # ------------------------------------------------------------------------------------------------ the program
 
 
-def spawn(ranks: int) -> int:
+def spawn(args: argparse.Namespace) -> int:
     """Starts this program once per rank; the first rank that fails ends the others."""
-    # The store lives here, on a port that the system chose, as torchrun's does: no guess at a free port.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    common = {
-        "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port,
-        "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": max(1, machines.usable_cores() // ranks),
-    }  # fmt: skip
+    threads = {"OMP_NUM_THREADS": max(1, machines.usable_cores() // args.ranks)}
+    if not args.hosts:
+        # The store lives here, on a port that the system chose, as torchrun's does: no guess at a free port.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        return run_children(args, threads | place, [[] for _ in range(args.ranks)])
+    sys.path.append(str(Path(__file__).resolve().parent.parent / "tests/py"))
+    import net
+
+    hosts = [int(host) for host in args.hosts.split(",")]
+    try:
+        with net.Network(max(hosts) + 1, args.rate, args.delay_ms) as network:
+            # A network of its own, so any port will do.
+            place = {
+                "MASTER_ADDR": network.address(hosts[0]),
+                "MASTER_PORT": 29500,
+                "GLOO_SOCKET_IFNAME": net.INTERFACE,
+            }
+            inside = [["ip", "netns", "exec", network.names[host]] for host in hosts]
+            return run_children(args, threads | place, inside)
+    except net.Unavailable as reason:
+        print(f"hosts cannot be played here: {reason}", file=sys.stderr)
+        return 1
+
+
+def run_children(args: argparse.Namespace, common: dict[str, Any], prefixes: list[list[str]]) -> int:
+    """One process a rank, each started behind the words in `prefixes`."""
+    common = common | {"WORLD_SIZE": args.ranks, "LOCAL_WORLD_SIZE": args.ranks}
     children = []
-    for rank in range(ranks):
+    for rank, prefix in enumerate(prefixes):
         own = {"RANK": rank, "LOCAL_RANK": rank}
         environment = os.environ | {key: str(value) for key, value in (common | own).items()}
-        children.append(subprocess.Popen([sys.executable, *sys.argv], env=environment))
+        children.append(subprocess.Popen([*prefix, sys.executable, *sys.argv], env=environment))
     try:
         while any(child.poll() is None for child in children):
             if any(child.poll() for child in children):
@@ -296,6 +344,9 @@ def parse_args() -> argparse.Namespace:
     add("--control", action="store_true", help="measure gloo a second time: the ratio of both is the noise (A/A)")
     add("--floor", action="store_true", help="also torch's fake backend, which does nothing: the cost of the call")
     add("--ranks", type=int, default=2, help="processes to start when not under torchrun (default: 2)")
+    add("--hosts", default="", help="play hosts by network namespaces: each rank's host, such as 0,0,1,1 (needs root)")
+    add("--rate", default="", help="with --hosts: bandwidth of each host's cable, such as 1gbit")
+    add("--delay-ms", type=float, default=0.0, help="with --hosts: one-way latency in milliseconds")
     add("--ops", default=",".join(OPS), help=f"default: all of {', '.join(OPS)}")
     add("--sizes", help=f"bytes of the whole tensor (default: {SIZES})")
     add("--dtype", default="float32", choices=DTYPES, help="default: float32")
@@ -333,6 +384,15 @@ def parse_args() -> argparse.Namespace:
             parse_size(size)
     except ValueError as error:
         parser.error(str(error))
+    if args.hosts:
+        places = args.hosts.split(",")
+        if not all(place.isdigit() for place in places) or set(map(int, places)) != set(range(len(set(places)))):
+            parser.error(f"--hosts {args.hosts}: expected each rank's host, counted from 0, such as 0,0,1,1")
+        args.ranks = len(places)
+    elif args.rate or args.delay_ms:
+        parser.error("--rate and --delay-ms need --hosts")
+    if args.rate and args.delay_ms:
+        parser.error("--rate or --delay-ms, not both")
     if args.ranks < 1 or args.buffers < 1:
         parser.error("--ranks and --buffers must be at least 1")
     return args
@@ -341,7 +401,7 @@ def parse_args() -> argparse.Namespace:
 def main() -> int:
     args = parse_args()
     if "RANK" not in os.environ:
-        return spawn(args.ranks)
+        return spawn(args)
     try:
         return run_rank(args)
     except KeyboardInterrupt:

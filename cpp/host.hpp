@@ -24,9 +24,9 @@ class Store {
 };
 
 // A message on its way. Errors are exceptions with a plain text; one thread at a time.
-class Transfer {
+class InFlight {
  public:
-  virtual ~Transfer() = default;
+  virtual ~InFlight() = default;
   virtual void wait(uint64_t timeout_ms) = 0;
 };
 
@@ -34,8 +34,8 @@ class Transfer {
 class Link {
  public:
   virtual ~Link() = default;
-  virtual std::unique_ptr<Transfer> receive(uint32_t peer, uint32_t tag, uint8_t* to, size_t bytes) const = 0;
-  virtual std::unique_ptr<Transfer> send(uint32_t peer, uint32_t tag, uint8_t* from, size_t bytes) const = 0;
+  virtual std::unique_ptr<InFlight> receive(uint32_t peer, uint32_t tag, uint8_t* to, size_t bytes) const = 0;
+  virtual std::unique_ptr<InFlight> send(uint32_t peer, uint32_t tag, uint8_t* from, size_t bytes) const = 0;
   // Every wait on this rank ends with an error, and so do those of others that wait for this rank.
   virtual void cut() const noexcept = 0;
 };

@@ -25,9 +25,9 @@ auto plain_errors(const Body& body) {
 // More would overflow gloo's clock arithmetic.
 constexpr uint64_t kLongest = 1000ULL * 3600 * 24 * 20;
 
-class GlooTransfer final : public Transfer {
+class GlooInFlight final : public InFlight {
  public:
-  explicit GlooTransfer(c10::intrusive_ptr<c10d::Work> work) : work_(std::move(work)) {}
+  explicit GlooInFlight(c10::intrusive_ptr<c10d::Work> work) : work_(std::move(work)) {}
 
   void wait(uint64_t timeout_ms) override {
     // 0 would mean "as long as the group says".
@@ -43,17 +43,17 @@ class GlooTransfer final : public Transfer {
 
 GlooLink::GlooLink(c10::intrusive_ptr<c10d::Backend> group) : group_(std::move(group)) {}
 
-std::unique_ptr<Transfer> GlooLink::receive(uint32_t peer, uint32_t tag, uint8_t* to, size_t bytes) const {
+std::unique_ptr<InFlight> GlooLink::receive(uint32_t peer, uint32_t tag, uint8_t* to, size_t bytes) const {
   std::vector<at::Tensor> tensors{at::from_blob(to, {static_cast<int64_t>(bytes)}, at::kByte)};
   return plain_errors([&] {
-    return std::make_unique<GlooTransfer>(group()->recv(tensors, static_cast<int>(peer), static_cast<int>(tag)));
+    return std::make_unique<GlooInFlight>(group()->recv(tensors, static_cast<int>(peer), static_cast<int>(tag)));
   });
 }
 
-std::unique_ptr<Transfer> GlooLink::send(uint32_t peer, uint32_t tag, uint8_t* from, size_t bytes) const {
+std::unique_ptr<InFlight> GlooLink::send(uint32_t peer, uint32_t tag, uint8_t* from, size_t bytes) const {
   std::vector<at::Tensor> tensors{at::from_blob(from, {static_cast<int64_t>(bytes)}, at::kByte)};
   return plain_errors([&] {
-    return std::make_unique<GlooTransfer>(group()->send(tensors, static_cast<int>(peer), static_cast<int>(tag)));
+    return std::make_unique<GlooInFlight>(group()->send(tensors, static_cast<int>(peer), static_cast<int>(tag)));
   });
 }
 

@@ -103,7 +103,9 @@ void bind_backend(py::module_& module) {
       .def_property_readonly("delegate_reason", &SageBackend::delegate_reason)
       .def("_set_delegate", translated(&SageBackend::set_delegate), py::arg("backend"))
       .def_property_readonly("spans_hosts", &SageBackend::spans_hosts)
-      .def("_set_link", translated(&SageBackend::set_link), py::arg("backend"))
+      // Meets the other hosts, so others need the GIL meanwhile.
+      .def("_set_link", translated(&SageBackend::set_link), py::arg("backend"),
+           py::call_guard<py::gil_scoped_release>())
       .def("describe", &SageBackend::describe)
       .def_property_readonly(
           "options",

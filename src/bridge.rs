@@ -198,15 +198,15 @@ pub mod ffi {
         type Link;
         /// Starts to receive at most `bytes` at `to` from a rank, under a tag. The memory stays valid until the transfer is
         /// dropped.
-        unsafe fn receive(self: &Link, peer: u32, tag: u32, to: *mut u8, bytes: usize) -> Result<UniquePtr<Transfer>>;
+        unsafe fn receive(self: &Link, peer: u32, tag: u32, to: *mut u8, bytes: usize) -> Result<UniquePtr<InFlight>>;
         /// Starts to send `bytes` at `from`; as above.
-        unsafe fn send(self: &Link, peer: u32, tag: u32, from: *mut u8, bytes: usize) -> Result<UniquePtr<Transfer>>;
+        unsafe fn send(self: &Link, peer: u32, tag: u32, from: *mut u8, bytes: usize) -> Result<UniquePtr<InFlight>>;
         /// Breaks all connections, so that every wait on them ends.
         fn cut(self: &Link);
 
-        type Transfer;
+        type InFlight;
         /// Waits for its end. Blocks, without the GIL.
-        fn wait(self: Pin<&mut Transfer>, timeout_ms: u64) -> Result<()>;
+        fn wait(self: Pin<&mut InFlight>, timeout_ms: u64) -> Result<()>;
 
         type Completion;
         /// Copies strided inputs into their contiguous pieces. Runs on any thread, without the GIL.
@@ -237,7 +237,7 @@ unsafe impl Send for ffi::Link {}
 // SAFETY: as above.
 unsafe impl Sync for ffi::Link {}
 // SAFETY: a transfer is waited on and dropped by one thread at a time, any thread (host.hpp says so).
-unsafe impl Send for ffi::Transfer {}
+unsafe impl Send for ffi::InFlight {}
 
 pub struct RustGroup(Arc<Group>);
 pub struct RustOp(Arc<Op>);
@@ -304,7 +304,7 @@ struct LinkHook(cxx::SharedPtr<ffi::Link>);
 
 /// A transfer and the memory it works on, which is freed after it.
 struct TransferHook {
-    transfer: cxx::UniquePtr<ffi::Transfer>,
+    transfer: cxx::UniquePtr<ffi::InFlight>,
     buffer: Vec<u8>,
 }
 

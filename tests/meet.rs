@@ -109,13 +109,13 @@ fn run(store: &(dyn Store + Sync), size: usize, change: impl Fn(&mut Rank) + Syn
 fn shared(outcome: Result<Outcome>) -> Met {
     match outcome.unwrap() {
         Outcome::Shared(met) => met,
-        Outcome::Delegate(reason) => panic!("delegated: {reason}"),
+        Outcome::Delegate(reason) | Outcome::Hosts { reason, .. } => panic!("not shared: {reason}"),
     }
 }
 
 fn reasons(outcomes: Vec<Result<Outcome>>) -> Vec<String> {
     let reason = |outcome: Result<Outcome>| match outcome.unwrap() {
-        Outcome::Delegate(reason) => reason,
+        Outcome::Delegate(reason) | Outcome::Hosts { reason, .. } => reason,
         Outcome::Shared(_) => panic!("shared"),
     };
     outcomes.into_iter().map(reason).collect()
@@ -313,7 +313,7 @@ impl Store for Misleading {
         let verdict = value.as_deref().and_then(Verdict::read).filter(|verdict| verdict.mode == Mode::Share);
         match verdict {
             Some(verdict) if std::thread::current().id() == self.1 => {
-                Ok(Some(Verdict { socket: b"sagellm nobody".into(), ..verdict }.write()))
+                Ok(Some(Verdict { detail: b"sagellm nobody".into(), ..verdict }.write()))
             }
             _ => Ok(value),
         }
@@ -791,7 +791,7 @@ proptest! {
 
     #[test]
     fn damaged_messages_are_read_without_panic(id in any::<[u8; 16]>(), ranks in 1..9usize, at in any::<prop::sample::Index>(), value in any::<u8>()) {
-        let verdict = Verdict { id, nonces: vec![id; ranks], mode: Mode::Share, text: "t".into(), socket: b"name".into() };
+        let verdict = Verdict { id, nonces: vec![id; ranks], mode: Mode::Share, text: "t".into(), detail: b"name".into() };
         let offer = Offer {
             id, part: 0, parts: 1, segment_len: 1 << 20, backing: Backing::Sealed, local_cores: 2, pidns: 4,
             ranks: vec![(1, "host".into()); ranks], process_of: vec![1, 2],

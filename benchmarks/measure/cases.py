@@ -23,12 +23,14 @@ OPS = (
     "scatter",
     "ping_pong",
     "all_reduce_x10",
+    "all_reduce_x1000",
     "barrier",
 )
-# Measured at one size only: a barrier has none, and ten operations in flight are about small ones.
-FIXED_SIZE = {"barrier": 0, "all_reduce_x10": 2048}
+# Measured at one size only: a barrier has none, and many operations in flight are about small ones.
+FIXED_SIZE = {"barrier": 0, "all_reduce_x10": 2048, "all_reduce_x1000": 2048}
+# Operations in flight at once.
+BURSTS = {"all_reduce_x10": 10, "all_reduce_x1000": 1000}
 ROOT = 0
-BURST = 10
 PERIOD = 13
 DTYPES = {
     "float32": torch.float32,
@@ -81,8 +83,7 @@ class Case:
             "all_to_all_single": (whole, whole),
             "gather": (self.part, at_root),
             "scatter": (at_root, self.part),
-            "all_reduce_x10": (self.part * BURST, 0),
-        }.get(self.op, (self.part, 0))
+        }.get(self.op, (self.part * BURSTS.get(self.op, 1), 0))
 
     def takes_part(self) -> bool:
         """Whether this rank runs the operation at all; ping-pong needs only two."""
@@ -114,7 +115,7 @@ class Case:
         if self.op == "scatter":
             pieces = list(x.split(self.part)) if self.rank == ROOT else None
             return lambda: dist.scatter(y, pieces, ROOT, group=group)
-        if self.op == "all_reduce_x10":
+        if self.op in BURSTS:
             return lambda: burst(x.split(self.part), group)
         if self.op == "ping_pong":
             return (lambda: ping(x, group)) if self.rank == 0 else (lambda: pong(x, group))
@@ -150,7 +151,7 @@ class Case:
 
         everyone, part, whole = range(self.ranks), self.part, self.part * self.ranks
         mine = slice(self.rank * part, (self.rank + 1) * part)
-        if self.op in {"all_reduce", "all_reduce_x10"}:
+        if self.op == "all_reduce" or self.op in BURSTS:
             return total([sent(r, self.inputs[0].numel()) for r in everyone])
         if self.op == "reduce":
             return total([sent(r, part) for r in everyone]) if self.rank == ROOT else None
@@ -177,7 +178,7 @@ def total(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def burst(parts: tuple[torch.Tensor, ...], group: dist.ProcessGroup) -> None:
-    """Ten operations in flight at once, as a program with many small gradients has them."""
+    """Many operations in flight at once, as a program with many small gradients has them."""
     works = [dist.all_reduce(part, group=group, async_op=True) for part in parts]
     for work in works:
         work.wait()

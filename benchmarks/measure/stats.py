@@ -12,6 +12,7 @@ UNITS = {"": 1, "b": 1, "k": 1 << 10, "kib": 1 << 10, "m": 1 << 20, "mib": 1 << 
 BUS_FACTORS = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_reduce_x10": lambda n: 2 * (n - 1) / n,
+    "all_reduce_x1000": lambda n: 2 * (n - 1) / n,
     "all_gather_into_tensor": lambda n: (n - 1) / n,
     "reduce_scatter_tensor": lambda n: (n - 1) / n,
     "all_to_all_single": lambda n: (n - 1) / n,

@@ -8,11 +8,23 @@ torch_version_built: str
 class Options:
     """Options of one group, for the argument ``pg_options`` of ``init_process_group`` and ``new_group``."""
 
-    def __init__(self, timeout: timedelta | float = ..., engine: str = "auto", delegate: str = "gloo") -> None: ...
+    def __init__(
+        self,
+        timeout: timedelta | float = ...,
+        engine: str = "auto",
+        delegate: str = "gloo",
+        fusion: bool = True,
+        strict: bool = False,
+    ) -> None: ...
+    def __copy__(self) -> Options: ...
     #: "auto", or "delegate" to have torch's own backend serve the group although shared memory would do.
     engine: str
     #: The built-in backend of torch that serves what the engine cannot: gloo, mpi or ucc.
     delegate: str
+    #: Small operations that wait anyway travel together.
+    fusion: bool
+    #: Ranks on several hosts get the bits of one host: every element is combined in the order of the ranks.
+    strict: bool
     #: From torch's base class.
     global_ranks_in_group: list[int]
     group_name: str
@@ -23,6 +35,9 @@ class SageBackend:
     @property
     def delegate_reason(self) -> str: ...
     def _set_delegate(self, backend: Any) -> None: ...
+    @property
+    def spans_hosts(self) -> bool: ...
+    def _set_link(self, backend: Any) -> None: ...
     def describe(self) -> str: ...
     @property
     def options(self) -> Options: ...

@@ -11,8 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sagellm._C import Options as Options
+    from sagellm._fused import fused_all_reduce as fused_all_reduce
 
-__all__ = ["Options", "__version__"]
+#: Where the functions of the package live; their modules are loaded when the first of them is used.
+_HOMES = {
+    "fused_all_reduce": "_fused",
+}
+__all__ = ["Options", "__version__", *_HOMES]
 
 
 def _autoload() -> None:
@@ -32,6 +37,10 @@ def __getattr__(name: str) -> Any:
         from sagellm import _load
 
         return _load.version()
+    if name in _HOMES:
+        import importlib
+
+        return getattr(importlib.import_module(f"sagellm.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'sagellm' has no attribute {name!r}")
 
 

@@ -1,0 +1,100 @@
+"""`fused_all_reduce`, explicit lists and many operations in flight: the bits of one all_reduce a tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Context, beyond_gloo, expect_raises, run_ranks
+from reference import make, same_bits
+
+SHAPES: list[tuple[int, ...]] = [(3,), (0,), (), (70_000,), (5, 7), (1,), (300_000,)]
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.float32, torch.float64, torch.bfloat16]
+
+
+def lists(rank: int) -> list[torch.Tensor]:
+    return [
+        make(DTYPES[i % len(DTYPES)], max(torch.Size(shape).numel(), 0), rank + 10 * i).reshape(shape)
+        for i, shape in enumerate(SHAPES * 2)
+    ]
+
+
+def fused(ctx: Context) -> None:
+    import sagellm
+
+    for op in ("sum", "max", dist.ReduceOp.MIN):
+        alone = lists(ctx.rank)
+        for tensor in alone:
+            dist.all_reduce(tensor, op if not isinstance(op, str) else getattr(dist.ReduceOp, op.upper()))
+        together = lists(ctx.rank)
+        given = list(together)
+        returned = sagellm.fused_all_reduce(together, op)
+        assert all(a is b for a, b in zip(returned, given, strict=True)), "the same tensors, in place"
+        for one, other in zip(together, alone, strict=True):
+            same_bits(one, other, f"fused {op} of {one.shape} {one.dtype}")
+    assert sagellm.fused_all_reduce([]) == []
+    assert sagellm.fused_all_reduce([torch.empty(0)])[0].numel() == 0
+    columns = torch.arange(12.0).reshape(3, 4)
+    sagellm.fused_all_reduce([columns[:, 0], columns[:, 2].unsqueeze(0)], "avg")
+    assert columns.tolist() == torch.arange(12.0).reshape(3, 4).tolist(), "the average of equal numbers"
+    half = dist.new_group([0, 1])
+    if ctx.rank < 2:
+        pair = sagellm.fused_all_reduce([torch.ones(2)], group=half)
+        assert pair[0].tolist() == [2.0, 2.0]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_rule_17_fused_all_reduce_gives_the_bits_of_single_calls(world_size: int) -> None:
+    """Rule 17: fused or not, the same bits; lists of any dtypes, sizes and strides, also empty."""
+    beyond_gloo("fused_all_reduce over mixed lists")
+    run_ranks(fused, world_size)
+
+
+def refused(ctx: Context) -> None:
+    import sagellm
+
+    whole = torch.ones(10)
+    wrong: Any = [whole, [1.0]]
+    cases: list[tuple[Any, str, str]] = [
+        ([whole[:6], whole[4:]], "sum", "tensors 0 and 1 share memory"),
+        ([whole], "xor", "op='xor', expected one of sum, avg"),
+        (wrong, "sum", "element 1 is a list"),
+        ([whole], "bxor", "not defined for float32"),
+    ]
+    for tensors, op, expected in cases:
+        said = expect_raises(
+            (ValueError, TypeError, RuntimeError), lambda: sagellm.fused_all_reduce(tensors, op)  # noqa: B023
+        )
+        assert expected in said, said
+    dist.all_reduce(whole)  # nothing was sent, so the group goes on
+    assert whole.tolist() == [float(ctx.world_size)] * 10
+
+
+def test_rule_02_a_refused_list_sends_nothing() -> None:
+    """Rule 2: wrong lists are refused locally and use no number."""
+    beyond_gloo("refusals of fused_all_reduce")
+    run_ranks(refused, 2)
+
+
+def many(ctx: Context, fusion: bool) -> None:
+    from sagellm import Options
+
+    group = dist.new_group(pg_options=Options(fusion=fusion))
+    tensors = [torch.full((512,), float(ctx.rank + i)) for i in range(1000)]
+    works: list[Any] = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
+    for i in range(999, -1, -1):
+        works[i].wait()
+    base = sum(range(ctx.world_size))
+    for i, tensor in enumerate(tensors):
+        assert tensor.eq(float(base + i * ctx.world_size)).all(), f"operation {i}"
+
+
+@pytest.mark.parametrize("fusion", [True, False])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_rule_14_many_operations_in_flight(world_size: int, fusion: bool) -> None:
+    """Rule 14: a drain takes in whatever is there; switched off, one operation after the other, the same results."""
+    beyond_gloo("the option fusion")
+    run_ranks(many, world_size, fusion)
