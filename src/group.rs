@@ -8,6 +8,7 @@
 //! names who is missing.
 
 mod check;
+mod explain;
 mod faults;
 mod monitored;
 
@@ -18,7 +19,7 @@ use std::time::{Duration, Instant};
 use crate::config::Config;
 use crate::driver::{self, Driven, Outcome, Patience};
 use crate::engine::shm::area::Area;
-use crate::engine::shm::layout::{Layout, MAX_RANKS};
+use crate::engine::shm::layout::{Layout, MAX_RANKS, SLOT_BYTES};
 use crate::engine::shm::meet::{self, Met};
 use crate::engine::shm::p2p::Ended;
 use crate::engine::shm::{Shm, signal};
@@ -27,8 +28,10 @@ use crate::error::{Error, Result};
 pub use crate::host::{Completion, Host, Store};
 pub use crate::op::Op as CoreOp;
 use crate::op::{self};
+use crate::select::{self, Policy};
 use crate::types::{ANY_RANK, Kind, Request};
 use crate::{clock, watch};
+pub use explain::{explain_without_group, policy_without_group};
 
 /// Memory of one group's segment, at most.
 const SEGMENT_CEILING: usize = 64 << 20;
@@ -64,6 +67,10 @@ pub struct Group {
     generation: u32,
     patience: Patience,
     area: Option<Arc<Area>>,
+    /// How ways are chosen: rank 0's, where ranks met.
+    policy: Arc<Policy>,
+    /// Cores that the ranks of this host may use together.
+    cores: usize,
     host: Arc<dyn Host>,
     peers: Vec<Peer>,
     /// Some peer is dead: one relaxed load on the way of every pass. Set after the peer's own flag.
@@ -98,7 +105,7 @@ impl Host for NoHost {
 
 impl Group {
     /// Meets the other ranks and builds the engine that serves them.
-    pub fn connect(config: Config, store: &dyn Store, host: Arc<dyn Host>) -> Result<Arc<Group>> {
+    pub fn connect(mut config: Config, store: &dyn Store, host: Arc<dyn Host>) -> Result<Arc<Group>> {
         watch::install();
         if watch::forked() {
             return Err(Error::Invalid(
@@ -110,28 +117,31 @@ impl Group {
         if config.size == 0 || config.rank >= config.size {
             return Err(Error::Invalid(format!("sagellm: rank {} of a group of {} ranks", config.rank, config.size)));
         }
+        // The user's rules are refused here, before anything is sent.
+        let own = select::file::decide(&config.algorithm, config.size, SLOT_BYTES, config.rank == 0)?;
         if config.size == 1 {
             let engine = config.delegate_reason.clone().map_or(Engine::Solo, Engine::Delegate);
-            return Ok(Group::build(config, engine, None, Vec::new(), 1, 0, host));
+            return Ok(Group::build(config, engine, None, Vec::new(), (1, own), 0, host));
         }
         if config.size > MAX_RANKS {
             let reason = format!("{} ranks; the shared-memory engine serves up to {MAX_RANKS}", config.size);
-            return Ok(Group::build(config, Engine::Delegate(reason), None, Vec::new(), 1, 0, host));
+            return Ok(Group::build(config, Engine::Delegate(reason), None, Vec::new(), (1, own), 0, host));
         }
+        config.policy = own.text();
         let ranks = config.size;
-        let fitting =
-            |headroom: usize| Layout::new(ranks, SEGMENT_CEILING.min(headroom / 4)).map_or(0, |layout| layout.total());
+        let fitting = |headroom: usize| layout_within(ranks, headroom).map_or(0, |layout| layout.total());
         match meet::meet(&config, store, &*host, &fitting)? {
             meet::Outcome::Delegate(reason) => {
-                Ok(Group::build(config, Engine::Delegate(reason), None, Vec::new(), 1, 0, host))
+                Ok(Group::build(config, Engine::Delegate(reason), None, Vec::new(), (1, own), 0, host))
             }
-            meet::Outcome::Shared(met) => Group::share(config, met, host),
+            meet::Outcome::Shared(met) => Group::share(config, met, &own, host),
         }
     }
 
-    fn share(config: Config, mut met: Met, host: Arc<dyn Host>) -> Result<Arc<Group>> {
+    fn share(config: Config, mut met: Met, own: &Policy, host: Arc<dyn Host>) -> Result<Arc<Group>> {
         let ends = met.take_ends();
-        let Met { segment, peers, local_cores, .. } = met;
+        let Met { segment, peers, local_cores, policy, .. } = met;
+        let policy = explain::agreed(&config, own, &policy)?;
         let total = segment.len();
         let layout = Layout::of_total(config.size, total)
             .ok_or_else(|| Error::Bug(format!("sagellm: no layout of {} ranks has {total} bytes", config.size)))?;
@@ -143,8 +153,8 @@ impl Group {
             .into_iter()
             .map(|peer| Peer { pid: peer.pid, host: peer.host, dead: AtomicBool::new(false) })
             .collect();
-        let engine = Engine::Shm(Box::new(Shm::new(Arc::clone(&area), local_cores)));
-        let group = Group::build(config, engine, Some(area), list, local_cores, 0, host);
+        let engine = Engine::Shm(Box::new(Shm::new(Arc::clone(&area), local_cores, Arc::new(policy.clone()))));
+        let group = Group::build(config, engine, Some(area), list, (local_cores, policy), 0, host);
         let weak = Arc::downgrade(&group);
         let guard = watch::watch(ends, move |rank, _reason| {
             if let Some(group) = weak.upgrade() {
@@ -162,16 +172,30 @@ impl Group {
 
     /// As `local`, over areas that the caller made, and may look into.
     pub fn over(areas: Vec<Arc<Area>>, timeout: Duration) -> Vec<Arc<Group>> {
+        Group::over_with(areas, timeout, |_| Policy::default())
+    }
+
+    /// As `over`, with a policy for every rank, which must be the same one unless a test wants to see what happens.
+    pub fn over_with(areas: Vec<Arc<Area>>, timeout: Duration, policy: impl Fn(usize) -> Policy) -> Vec<Arc<Group>> {
         let (ranks, cores) = (areas.len(), crate::topology::usable_cores());
         let groups = areas.into_iter().enumerate().map(|(rank, area)| {
-            let config = Config { rank, size: ranks, timeout, name: "local".to_string(), delegate_reason: None };
+            let policy = policy(rank);
+            let config = Config {
+                rank,
+                size: ranks,
+                timeout,
+                name: "local".to_string(),
+                delegate_reason: None,
+                algorithm: String::new(),
+                policy: String::new(),
+            };
             let peers = (0..ranks)
                 .map(|_| Peer { pid: 0, host: "this process".to_string(), dead: AtomicBool::new(false) })
                 .collect();
-            let engine =
-                if ranks == 1 { Engine::Solo } else { Engine::Shm(Box::new(Shm::new(Arc::clone(&area), cores))) };
+            let shm = || Shm::new(Arc::clone(&area), cores, Arc::new(policy.clone()));
+            let engine = if ranks == 1 { Engine::Solo } else { Engine::Shm(Box::new(shm())) };
             // A rank's groups belong together, as they would in a process of its own.
-            Group::build(config, engine, Some(area), peers, cores, rank as u64 + 1, Arc::new(NoHost))
+            Group::build(config, engine, Some(area), peers, (cores, policy), rank as u64 + 1, Arc::new(NoHost))
         });
         groups.collect()
     }
@@ -181,7 +205,7 @@ impl Group {
         engine: Engine,
         area: Option<Arc<Area>>,
         peers: Vec<Peer>,
-        cores: usize,
+        (cores, policy): (usize, Policy),
         domain: u64,
         host: Arc<dyn Host>,
     ) -> Arc<Group> {
@@ -191,6 +215,8 @@ impl Group {
             generation: watch::generation(),
             patience: Patience::for_ranks(ranks, cores),
             area,
+            policy: Arc::new(policy),
+            cores,
             host,
             peers,
             any_dead: AtomicBool::new(false),
@@ -585,6 +611,11 @@ impl Op {
             self.group.abort(&format!("{} number {} was aborted", self.core.request.kind, self.core.number));
         }
     }
+}
+
+/// The layout of a group's segment where `headroom` bytes of memory are left.
+fn layout_within(ranks: usize, headroom: usize) -> Option<Layout> {
+    (2..=MAX_RANKS).contains(&ranks).then(|| Layout::new(ranks, SEGMENT_CEILING.min(headroom / 4)))?
 }
 
 /// Stops this process's threads of ours; groups that are still open count as left in order.

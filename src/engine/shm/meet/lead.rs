@@ -91,7 +91,8 @@ impl Lead<'_, '_> {
 
     pub(super) fn verdict(&self, id: Nonce, mode: Mode, text: &str, socket: &[u8]) -> Verdict {
         let nonces = (0..self.size()).map(|rank| self.nonce(rank)).collect();
-        Verdict { id, nonces, mode, text: text.into(), socket: socket.into() }
+        let policy = if mode == Mode::Share { self.talk.config.policy.clone() } else { String::new() };
+        Verdict { id, nonces, mode, text: text.into(), socket: socket.into(), policy }
     }
 
     /// Reads a rank's record; true when it is a new one. What cannot be read, or is of a group of another size, was
