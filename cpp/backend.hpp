@@ -61,6 +61,9 @@ class SageBackend final : public c10d::Backend {
     std::string engine = "auto";
     // The built-in backend that serves what the engine cannot. Read by the Python package, which makes it.
     std::string delegate = "gloo";
+    // Rules of which operation goes which way, in the syntax of src/select/rules.rs; they come before those of the
+    // environment.
+    std::string algorithm;
   };
 
   // Meets the other ranks, until all came or the timeout of the options. Call without the GIL.
@@ -75,6 +78,10 @@ class SageBackend final : public c10d::Backend {
   void set_delegate(c10::intrusive_ptr<c10d::Backend> delegate);
   // Which engine serves the group and why, in one line.
   std::string describe() const;
+  // How an operation of this kind, size and type would travel: `name<TAB>value` lines.
+  std::string explain(uint8_t kind, uint64_t bytes, uint8_t dtype) const;
+  // What rank 0 decided about choosing, as text.
+  std::string policy() const;
 
   const std::string getBackendName() const override { return "sagellm"; }
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }

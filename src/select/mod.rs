@@ -64,31 +64,57 @@ impl Choice {
     pub const MESSAGE: Choice = Choice { path: Path::Message, reason: Reason::Message };
     pub const DELEGATE: Choice = Choice { path: Path::Delegate, reason: Reason::Delegated };
 
-    /// As the record of an operation keeps it: path (8 bits), reason (8), free (16), bytes of a chunk (32).
+    /// As an operation keeps it: path (8 bits), reason (8), free (16), bytes of a chunk (32).
     pub fn code(self) -> u64 {
-        let (path, bytes) = match self.path {
-            Path::Unknown => (0, 0),
-            Path::Alone => (1, 0),
-            Path::Message => (2, 0),
-            Path::Slots => (3, 0),
-            Path::Rounds { chunk } => (4, chunk as u64),
-            Path::Delegate => (5, 0),
-        };
-        path | (self.reason as u64) << 8 | bytes << 32
+        let bytes = if let Path::Rounds { chunk } = self.path { chunk as u64 } else { 0 };
+        u64::from(self.path.code()) | (self.reason as u64) << 8 | bytes << 32
     }
 
     /// What `code` gave; anything else is `Unknown`.
     pub fn from_code(code: u64) -> Choice {
         let path = match code as u8 {
-            1 => Path::Alone,
-            2 => Path::Message,
-            3 => Path::Slots,
-            4 => Path::Rounds { chunk: (code >> 32) as usize },
-            5 => Path::Delegate,
+            SLOTS => Path::Slots,
+            ROUNDS => Path::Rounds { chunk: (code >> 32) as usize },
+            LOCAL => Path::Alone,
+            MESSAGE => Path::Message,
+            DELEGATE => Path::Delegate,
             _ => Path::Unknown,
         };
         Choice { path, reason: Reason::from_u8((code >> 8) as u8) }
     }
+}
+
+/// The codes of paths, for records and statistics; they never change their meaning. 0 is an operation that has not set
+/// out.
+const SLOTS: u8 = 1;
+const ROUNDS: u8 = 2;
+pub const LOCAL: u8 = 3;
+pub const MESSAGE: u8 = 4;
+pub const DELEGATE: u8 = 5;
+
+impl Path {
+    /// One byte for records and statistics; `path_name` reads it.
+    pub fn code(self) -> u8 {
+        match self {
+            Path::Unknown => 0,
+            Path::Slots => SLOTS,
+            Path::Rounds { .. } => ROUNDS,
+            Path::Alone => LOCAL,
+            Path::Message => MESSAGE,
+            Path::Delegate => DELEGATE,
+        }
+    }
+}
+
+/// What a code is called; `none` for an operation that has not set out.
+pub fn path_name(code: u8) -> &'static str {
+    const NAMES: [&str; 6] = ["none", "slots", "rounds", "local", "message", "delegate"];
+    NAMES.get(usize::from(code)).copied().unwrap_or("unknown")
+}
+
+/// What a reason's code is called.
+pub fn reason_name(code: u8) -> &'static str {
+    Reason::from_u8(code).name()
 }
 
 impl fmt::Display for Path {

@@ -11,8 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sagellm._C import Options as Options
+    from sagellm._explain import Explanation as Explanation
+    from sagellm._explain import TopologyInfo as TopologyInfo
+    from sagellm._explain import explain as explain
+    from sagellm._explain import select_all_reduce_algorithm as select_all_reduce_algorithm
 
-__all__ = ["Options", "__version__"]
+__all__ = ["Explanation", "Options", "TopologyInfo", "__version__", "explain", "select_all_reduce_algorithm"]
+#: Names that a file of the package defines; it is loaded with the first of them.
+_LATER = {
+    "Explanation": "_explain",
+    "TopologyInfo": "_explain",
+    "explain": "_explain",
+    "select_all_reduce_algorithm": "_explain",
+}
 
 
 def _autoload() -> None:
@@ -32,6 +43,10 @@ def __getattr__(name: str) -> Any:
         from sagellm import _load
 
         return _load.version()
+    if name in _LATER:
+        from importlib import import_module
+
+        return getattr(import_module(f"sagellm.{_LATER[name]}"), name)
     raise AttributeError(f"module 'sagellm' has no attribute {name!r}")
 
 
