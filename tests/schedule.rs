@@ -119,8 +119,59 @@ fn documented(s: &Schedule, part: usize, e: &mut Expressions) -> usize {
             e.tree(&values)
         }
         Algorithm::Direct | Algorithm::TwoStep => e.fold(0..p),
-        Algorithm::Dissemination => unreachable!("a barrier sums nothing"),
+        Algorithm::Torus => {
+            let rows = (1..=p).rev().find(|rows| p.is_multiple_of(*rows) && rows * rows <= p).unwrap();
+            let columns = p / rows;
+            // all_reduce numbers its parts down the columns.
+            let (row, column) =
+                if s.kind == Kind::AllReduce { (part % rows, part / rows) } else { (part / columns, part % columns) };
+            let sums: Vec<usize> = (1..=rows)
+                .map(|i| (row + i) % rows)
+                .map(|r| e.fold((1..=columns).map(|j| r * columns + (column + j) % columns)))
+                .collect();
+            e.fold(sums)
+        }
+        Algorithm::DoubleTree if p == 1 => 0,
+        Algorithm::DoubleTree => {
+            let second = part >= s.segments;
+            let n = p - 1;
+            // Labels of the in-order tree, as places: mirrored or shifted in the second tree.
+            let place = |label: usize| match (second, n % 2) {
+                (false, _) => label,
+                (true, 0) => n + 1 - label,
+                (true, _) => (1..=n).find(|place| place % n + 1 == label).unwrap(),
+            };
+            let top = in_order(1, n, &place, &from_root, e);
+            e.op(from_root[0], top)
+        }
+        Algorithm::Bruck | Algorithm::Dissemination => unreachable!("these sum nothing"),
     }
+}
+
+/// The sum of the in-order tree over the labels `first..=last`: its top is the label with the most trailing zeros.
+fn in_order(
+    first: usize,
+    last: usize,
+    place: &dyn Fn(usize) -> usize,
+    from_root: &[usize],
+    e: &mut Expressions,
+) -> usize {
+    let top = (first..=last).max_by_key(|label| label.trailing_zeros()).unwrap();
+    let mut value = from_root[place(top)];
+    let mut children: Vec<(usize, usize)> = Vec::new();
+    let mut child = |from: usize, to: usize, e: &mut Expressions| {
+        if from <= to {
+            let below = (from..=to).max_by_key(|label| label.trailing_zeros()).unwrap();
+            children.push((place(below), in_order(from, to, place, from_root, e)));
+        }
+    };
+    child(first, top - 1, e);
+    child(top + 1, last, e);
+    children.sort();
+    for (at, sum) in children {
+        value = if at < place(top) { e.op(sum, value) } else { e.op(value, sum) };
+    }
+    value
 }
 
 /// The shape of one step: what every step of every rank must keep to.
@@ -371,6 +422,21 @@ fn direct_two_step() {
 #[test]
 fn dissemination() {
     prove_all(Algorithm::Dissemination);
+}
+
+#[test]
+fn torus() {
+    prove_all(Algorithm::Torus);
+}
+
+#[test]
+fn double_tree() {
+    prove_all(Algorithm::DoubleTree);
+}
+
+#[test]
+fn bruck() {
+    prove_all(Algorithm::Bruck);
 }
 
 #[test]

@@ -16,7 +16,7 @@
 
 use std::ops::Range;
 
-use super::{How, Pattern, Schedule, Step, Volume, around, ceil_log2};
+use super::{How, Pattern, Schedule, Step, Volume, around, ceil_log2, one};
 use crate::types::Kind;
 
 pub(super) struct Binomial;
@@ -70,19 +70,19 @@ fn cargo(s: &Schedule, place: usize, level: usize) -> Vec<Range<usize>> {
             around(s.root + place, length, s.ranks)
         }
         Kind::Barrier => Vec::new(),
-        _ => std::iter::once(0..1).collect(),
+        _ => one(0),
     }
 }
 
 /// Towards the root, over the distance `1 << level`.
 fn up(s: &Schedule, rank: usize, level: usize) -> Step {
     let mut step = Step::default();
-    let (place, distance) = (s.from_root(rank), 1 << level);
+    let (place, distance) = (s.place_of(rank), 1 << level);
     if place % (2 * distance) == distance {
-        step.send(s.at_root_plus(place - distance), cargo(s, place, level));
+        step.send(s.rank_at(place - distance), cargo(s, place, level));
     } else if place % (2 * distance) == 0 && place + distance < s.ranks {
         let how = if matches!(s.kind, Kind::Reduce | Kind::AllReduce) { How::ReduceAfter } else { How::Copy };
-        step.recv(s.at_root_plus(place + distance), cargo(s, place + distance, level), how);
+        step.recv(s.rank_at(place + distance), cargo(s, place + distance, level), how);
     }
     step
 }
@@ -90,11 +90,11 @@ fn up(s: &Schedule, rank: usize, level: usize) -> Step {
 /// Away from the root, over the distance `1 << level`.
 fn down(s: &Schedule, rank: usize, level: usize) -> Step {
     let mut step = Step::default();
-    let (place, distance) = (s.from_root(rank), 1 << level);
+    let (place, distance) = (s.place_of(rank), 1 << level);
     if place % (2 * distance) == distance {
-        step.recv(s.at_root_plus(place - distance), cargo(s, place, level), How::Copy);
+        step.recv(s.rank_at(place - distance), cargo(s, place, level), How::Copy);
     } else if place % (2 * distance) == 0 && place + distance < s.ranks {
-        step.send(s.at_root_plus(place + distance), cargo(s, place + distance, level));
+        step.send(s.rank_at(place + distance), cargo(s, place + distance, level));
     }
     step
 }

@@ -19,7 +19,7 @@
 //! Source: the pairwise exchange of MPICH's reduce_scatter and the scattered all_to_all, posted at once; two-shot
 //! all_reduce as in NCCL's and vLLM's one-host kernels.
 
-use super::{How, Pattern, Schedule, Step, Volume, others};
+use super::{How, Pattern, Schedule, Step, Volume, one, others};
 use crate::types::Kind;
 
 pub(super) struct Direct;
@@ -69,6 +69,11 @@ impl Pattern for Direct {
         };
         Volume { sent, received }
     }
+
+    /// All do the same, but for the root.
+    fn busiest(&self, s: &Schedule, _k: usize) -> Vec<usize> {
+        vec![s.root, s.ranks / 2, s.ranks - 1]
+    }
 }
 
 impl Pattern for TwoStep {
@@ -91,10 +96,10 @@ impl Pattern for TwoStep {
                 (Kind::Broadcast, 0) => from_root(&mut step, s, rank, peer, if rank == s.root { peer } else { rank }),
                 (Kind::Broadcast, _) => {
                     if peer != s.root {
-                        step.send(peer, vec![rank..rank + 1]);
+                        step.send(peer, one(rank));
                     }
                     if rank != s.root {
-                        step.recv(peer, vec![peer..peer + 1], How::Copy);
+                        step.recv(peer, one(peer), How::Copy);
                     }
                 }
                 (_, 0) => swap(&mut step, peer, peer, rank, How::InRankOrder),
@@ -116,26 +121,31 @@ impl Pattern for TwoStep {
         };
         Volume { sent, received }
     }
+
+    /// All do the same, but for the root.
+    fn busiest(&self, s: &Schedule, _k: usize) -> Vec<usize> {
+        vec![s.root, s.ranks / 2, s.ranks - 1]
+    }
 }
 
 fn swap(step: &mut Step, peer: usize, out: usize, come: usize, how: How) {
-    step.send(peer, vec![out..out + 1]);
-    step.recv(peer, vec![come..come + 1], how);
+    step.send(peer, one(out));
+    step.recv(peer, one(come), how);
 }
 
 /// One part from the root to each other rank; `peer` counts only where one of the two is the root.
 fn from_root(step: &mut Step, s: &Schedule, rank: usize, peer: usize, part: usize) {
     if rank == s.root {
-        step.send(peer, vec![part..part + 1]);
+        step.send(peer, one(part));
     } else if peer == s.root {
-        step.recv(peer, vec![part..part + 1], How::Copy);
+        step.recv(peer, one(part), How::Copy);
     }
 }
 
 fn to_root(step: &mut Step, s: &Schedule, rank: usize, peer: usize, part: usize, how: How) {
     if rank == s.root {
-        step.recv(peer, vec![part..part + 1], how);
+        step.recv(peer, one(part), how);
     } else if peer == s.root {
-        step.send(peer, vec![part..part + 1]);
+        step.send(peer, one(part));
     }
 }

@@ -15,7 +15,7 @@
 use std::ops::Range;
 
 use super::power::{Phase, Power, Role};
-use super::{How, Pattern, Schedule, Step, Volume};
+use super::{How, Pattern, Schedule, Step, Volume, one, run};
 use crate::types::Kind;
 
 pub(super) struct Doubling;
@@ -63,15 +63,14 @@ impl Pattern for Doubling {
 
 /// The whole vector, or no part at all where there is none.
 fn whole(kind: Kind) -> Vec<Range<usize>> {
-    if kind == Kind::AllReduce { std::iter::once(0..1).collect() } else { Vec::new() }
+    if kind == Kind::AllReduce { one(0) } else { Vec::new() }
 }
 
 /// Odd ranks of pairs hand over what they have.
 fn fold_in(kind: Kind, power: Power, rank: usize) -> Step {
     let mut step = Step::default();
     let Some(partner) = power.partner(rank) else { return step };
-    let own =
-        |rank: usize| if kind == Kind::AllGather { std::iter::once(rank..rank + 1).collect() } else { whole(kind) };
+    let own = |rank: usize| if kind == Kind::AllGather { one(rank) } else { whole(kind) };
     match power.role(rank) {
         Role::Resting => step.send(partner, own(rank)),
         Role::Active(_) => {
@@ -107,11 +106,7 @@ fn exchange(kind: Kind, power: Power, rank: usize, bit: usize) -> Step {
     let other = index ^ distance;
     let group = |index: usize| {
         let start = index & !(distance - 1);
-        if kind == Kind::AllGather {
-            std::iter::once(power.ranks(start..start + distance)).collect()
-        } else {
-            whole(kind)
-        }
+        if kind == Kind::AllGather { run(power.ranks(start..start + distance)) } else { whole(kind) }
     };
     let how = match kind {
         Kind::AllReduce if index < other => How::ReduceAfter,

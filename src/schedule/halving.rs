@@ -19,7 +19,7 @@
 use std::ops::Range;
 
 use super::power::{Phase, Power, Role};
-use super::{How, Pattern, Schedule, Step, Volume};
+use super::{How, Pattern, Schedule, Step, Volume, one, run};
 use crate::types::Kind;
 
 pub(super) struct Halving;
@@ -70,6 +70,16 @@ impl Pattern for Halving {
         };
         Volume { sent, received }
     }
+
+    /// Naming the parts of blocks takes time, so some ranks stand for all, among them those at the end of the pairs.
+    fn busiest(&self, s: &Schedule, _k: usize) -> Vec<usize> {
+        const SOME: usize = 64;
+        if s.kind == Kind::AllReduce || s.ranks < SOME {
+            return (0..s.ranks).collect();
+        }
+        let pairs = 2 * Power::of(s.ranks).extra;
+        (0..SOME).map(|i| i * s.ranks / SOME).chain([pairs.saturating_sub(1), pairs, s.ranks - 1]).collect()
+    }
 }
 
 fn exchanges(kind: Kind, power: Power) -> usize {
@@ -81,7 +91,7 @@ fn kept(kind: Kind, power: Power, index: usize, halvings: usize) -> Vec<Range<us
     if kind == Kind::AllReduce {
         // The parts of all_reduce belong to nobody, so each keeps one run: the half that its bit names.
         let start = (0..halvings).map(|bit| (index >> bit & 1) * (power.size >> (bit + 1))).sum();
-        return std::iter::once(start..start + (power.size >> halvings)).collect();
+        return run(start..start + (power.size >> halvings));
     }
     let mut parts: Vec<Range<usize>> = Vec::new();
     for member in (index % (1 << halvings)..power.size).step_by(1 << halvings) {
@@ -120,8 +130,8 @@ fn fold_in(s: &Schedule, power: Power, rank: usize) -> Step {
         _ => (0..s.parts(), How::ReduceAfter),
     };
     match power.role(rank) {
-        Role::Resting => step.send(partner, vec![parts]),
-        Role::Active(_) => step.recv(partner, vec![parts], how),
+        Role::Resting => step.send(partner, run(parts)),
+        Role::Active(_) => step.recv(partner, run(parts), how),
     }
     step
 }
@@ -132,8 +142,8 @@ fn fold_out(s: &Schedule, power: Power, rank: usize) -> Step {
     let Some(partner) = power.partner(rank) else { return step };
     let odd = rank | 1;
     let parts: Vec<_> = match s.kind {
-        Kind::AllReduce => std::iter::once(0..power.size).collect(),
-        Kind::ReduceScatter => std::iter::once(odd..odd + 1).collect(),
+        Kind::AllReduce => run(0..power.size),
+        Kind::ReduceScatter => one(odd),
         _ => [0..odd, odd + 1..s.ranks].into_iter().filter(|parts| !parts.is_empty()).collect(),
     };
     match power.role(rank) {

@@ -23,12 +23,15 @@
 //! To add an algorithm: its file, a line of [`Algorithm`], a line of `Algorithm::pattern`, a row of `docs/algorithms.md`.
 
 mod binomial;
+mod bruck;
 mod direct;
 mod dissemination;
+mod double_tree;
 mod doubling;
 mod halving;
 mod power;
 mod ring;
+mod torus;
 
 use std::ops::Range;
 
@@ -39,33 +42,42 @@ use crate::types::Kind;
 #[repr(u8)]
 pub enum Algorithm {
     Ring = 1,
+    Torus = 2,
     Binomial = 3,
+    DoubleTree = 4,
     Doubling = 5,
     Halving = 6,
     Direct = 7,
     TwoStep = 8,
+    Bruck = 9,
     Dissemination = 10,
 }
 
 impl Algorithm {
-    pub const ALL: [Algorithm; 7] = [
+    pub const ALL: [Algorithm; 10] = [
         Algorithm::Ring,
+        Algorithm::Torus,
         Algorithm::Binomial,
+        Algorithm::DoubleTree,
         Algorithm::Doubling,
         Algorithm::Halving,
         Algorithm::Direct,
         Algorithm::TwoStep,
+        Algorithm::Bruck,
         Algorithm::Dissemination,
     ];
 
     fn pattern(self) -> &'static dyn Pattern {
         match self {
             Algorithm::Ring => &ring::Ring,
+            Algorithm::Torus => &torus::Torus,
             Algorithm::Binomial => &binomial::Binomial,
+            Algorithm::DoubleTree => &double_tree::DoubleTree,
             Algorithm::Doubling => &doubling::Doubling,
             Algorithm::Halving => &halving::Halving,
             Algorithm::Direct => &direct::Direct,
             Algorithm::TwoStep => &direct::TwoStep,
+            Algorithm::Bruck => &bruck::Bruck,
             Algorithm::Dissemination => &dissemination::Dissemination,
         }
     }
@@ -74,11 +86,14 @@ impl Algorithm {
     pub fn name(self) -> &'static str {
         match self {
             Algorithm::Ring => "ring",
+            Algorithm::Torus => "torus",
             Algorithm::Binomial => "binomial_tree",
+            Algorithm::DoubleTree => "double_tree",
             Algorithm::Doubling => "recursive_doubling",
             Algorithm::Halving => "halving_doubling",
             Algorithm::Direct => "direct",
             Algorithm::TwoStep => "direct_two_step",
+            Algorithm::Bruck => "bruck",
             Algorithm::Dissemination => "dissemination",
         }
     }
@@ -174,6 +189,15 @@ trait Pattern: Sync {
     fn step(&self, s: &Schedule, rank: usize, k: usize) -> Step;
     /// The formula of the header.
     fn volume(&self, s: &Schedule) -> Volume;
+    /// How many steps from `k` on look alike: every rank has the same peers and counts of parts in them.
+    fn alike(&self, _s: &Schedule, _k: usize) -> usize {
+        1
+    }
+    /// Ranks of which one, or one next to it, does as much in step `k` as any other. Everyone, unless that is too many
+    /// to look at.
+    fn busiest(&self, s: &Schedule, _k: usize) -> Vec<usize> {
+        (0..s.ranks).collect()
+    }
 }
 
 impl Schedule {
@@ -214,13 +238,24 @@ impl Schedule {
         if self.ranks == 1 { Volume { sent: 0, received: 0 } } else { self.algorithm.pattern().volume(self) }
     }
 
+    /// How many steps from `k` on look alike, at least 1: every rank has the same peers and counts of parts in them. For
+    /// prices, which need not look at each of 200,000 steps.
+    pub fn alike(&self, k: usize) -> usize {
+        self.algorithm.pattern().alike(self, k)
+    }
+
+    /// Ranks of which one, or one on the same host, does as much in step `k` as any other, or nearly so.
+    pub fn busiest(&self, k: usize) -> Vec<usize> {
+        self.algorithm.pattern().busiest(self, k)
+    }
+
     /// The rank's place when the root is counted as 0.
-    fn from_root(&self, rank: usize) -> usize {
+    fn place_of(&self, rank: usize) -> usize {
         (rank + self.ranks - self.root) % self.ranks
     }
 
     /// The rank at a place counted from the root.
-    fn at_root_plus(&self, place: usize) -> usize {
+    fn rank_at(&self, place: usize) -> usize {
         (self.root + place) % self.ranks
     }
 }
@@ -255,10 +290,20 @@ fn ceil_log2(ranks: usize) -> usize {
     ranks.next_power_of_two().trailing_zeros() as usize
 }
 
+/// A message of one part.
+fn one(part: usize) -> Vec<Range<usize>> {
+    run(part..part + 1)
+}
+
+/// A message of consecutive parts.
+fn run(parts: Range<usize>) -> Vec<Range<usize>> {
+    std::iter::once(parts).collect()
+}
+
 /// Parts `start`, `start + 1`, ... `length` of them, counted around the circle of `ranks`.
 fn around(start: usize, length: usize, ranks: usize) -> Vec<Range<usize>> {
     let start = start % ranks;
-    if start + length <= ranks { vec![start..start + length] } else { vec![start..ranks, 0..start + length - ranks] }
+    if start + length <= ranks { run(start..start + length) } else { vec![start..ranks, 0..start + length - ranks] }
 }
 
 /// All ranks but `rank`, in order.

@@ -13,7 +13,7 @@
 //! vector an element stands. The chain of reduce: x[root] op (x[root+1] op (... op x[root-1])), the same for all elements.
 //! Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009); NCCL's ring.
 
-use super::{How, Pattern, Schedule, Step, Volume};
+use super::{How, Pattern, Schedule, Step, Volume, one};
 use crate::types::Kind;
 
 pub(super) struct Ring;
@@ -41,8 +41,8 @@ impl Pattern for Ring {
 
     fn step(&self, s: &Schedule, rank: usize, k: usize) -> Step {
         match s.kind {
-            Kind::Broadcast => forward(s, s.from_root(rank), k),
-            Kind::Reduce => backward(s, s.from_root(rank), k),
+            Kind::Broadcast => forward(s, s.place_of(rank), k),
+            Kind::Reduce => backward(s, s.place_of(rank), k),
             Kind::AllGather => gather(s.ranks, rank, k),
             Kind::AllReduce if k >= s.ranks - 1 => gather(s.ranks, rank, k - (s.ranks - 1)),
             _ => scatter(s.ranks, rank, k),
@@ -56,6 +56,21 @@ impl Pattern for Ring {
         });
         Volume { sent: each, received: each }
     }
+
+    fn alike(&self, s: &Schedule, k: usize) -> usize {
+        let circle = s.ranks - 1;
+        if self.pipelines(s.kind) { 1 } else { circle - k % circle }
+    }
+
+    /// The chain works on as many neighbours as there are segments on their way: those at both ends of the wave.
+    fn busiest(&self, s: &Schedule, k: usize) -> Vec<usize> {
+        let wave = match s.kind {
+            Kind::Broadcast => [(k + 1).saturating_sub(s.segments), k.min(s.ranks - 1)],
+            Kind::Reduce => [(s.ranks + s.segments - 1 - k).min(s.ranks) - 1, (s.ranks - 2).saturating_sub(k)],
+            _ => return (0..s.ranks).collect(),
+        };
+        wave.into_iter().map(|place| s.rank_at(place)).collect()
+    }
 }
 
 /// One step of the reduce_scatter; afterwards rank q has block q.
@@ -63,8 +78,8 @@ fn scatter(ranks: usize, rank: usize, k: usize) -> Step {
     let mut step = Step::default();
     let out = (rank + 2 * ranks - 1 - k) % ranks;
     let come = (rank + 2 * ranks - 2 - k) % ranks;
-    step.send((rank + 1) % ranks, vec![out..out + 1]);
-    step.recv((rank + ranks - 1) % ranks, vec![come..come + 1], How::ReduceBefore);
+    step.send((rank + 1) % ranks, one(out));
+    step.recv((rank + ranks - 1) % ranks, one(come), How::ReduceBefore);
     step
 }
 
@@ -72,22 +87,22 @@ fn gather(ranks: usize, rank: usize, k: usize) -> Step {
     let mut step = Step::default();
     let out = (rank + ranks - k) % ranks;
     let come = (rank + ranks - 1 - k) % ranks;
-    step.send((rank + 1) % ranks, vec![out..out + 1]);
-    step.recv((rank + ranks - 1) % ranks, vec![come..come + 1], How::Copy);
+    step.send((rank + 1) % ranks, one(out));
+    step.recv((rank + ranks - 1) % ranks, one(come), How::Copy);
     step
 }
 
 /// The chain away from the root: `place` sends segment `i` in step `i + place`.
 fn forward(s: &Schedule, place: usize, k: usize) -> Step {
     let mut step = Step::default();
-    let segment = |at: usize| k.checked_sub(at).filter(|i| *i < s.segments).map(|i| i..i + 1);
+    let segment = |at: usize| k.checked_sub(at).filter(|i| *i < s.segments);
     if let Some(part) = segment(place).filter(|_| place + 1 < s.ranks) {
-        step.send(s.at_root_plus(place + 1), vec![part]);
+        step.send(s.rank_at(place + 1), one(part));
     }
     if place > 0
         && let Some(part) = segment(place - 1)
     {
-        step.recv(s.at_root_plus(place - 1), vec![part], How::Copy);
+        step.recv(s.rank_at(place - 1), one(part), How::Copy);
     }
     step
 }
@@ -95,12 +110,12 @@ fn forward(s: &Schedule, place: usize, k: usize) -> Step {
 /// The chain towards the root: the last place sends segment `i` in step `i`, the one before it in step `i + 1`.
 fn backward(s: &Schedule, place: usize, k: usize) -> Step {
     let mut step = Step::default();
-    let segment = |at: usize| k.checked_sub(s.ranks - 1 - at).filter(|i| *i < s.segments).map(|i| i..i + 1);
+    let segment = |at: usize| k.checked_sub(s.ranks - 1 - at).filter(|i| *i < s.segments);
     if let Some(part) = segment(place).filter(|_| place > 0) {
-        step.send(s.at_root_plus(place - 1), vec![part]);
+        step.send(s.rank_at(place - 1), one(part));
     }
     if let Some(part) = (place + 1 < s.ranks).then(|| segment(place + 1)).flatten() {
-        step.recv(s.at_root_plus(place + 1), vec![part], How::ReduceAfter);
+        step.recv(s.rank_at(place + 1), one(part), How::ReduceAfter);
     }
     step
 }

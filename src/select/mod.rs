@@ -11,10 +11,13 @@
 //! | `rules` | the syntax of rules; `size`: of sizes |
 //! | `table`, `policy` | what was measured, and what rank 0 sends, as text |
 //! | `file` | tables on disk: the only effects |
-//! | `model`, `explain` | predicted times, and the whole answer in words |
+//! | `model`, `explain` | predicted times inside a host, and the whole answer in words |
+//! | `hosts`, `cost` | the choice between hosts, and predicted times of schedules |
 
+pub mod cost;
 pub mod explain;
 pub mod file;
+pub mod hosts;
 pub mod model;
 pub mod policy;
 pub mod reason;
@@ -29,6 +32,7 @@ pub use reason::Reason;
 use rules::{Rule, Rules, Way};
 use table::Line;
 
+use crate::schedule::Algorithm;
 use crate::types::{Dtype, Kind, Request};
 
 /// Last-level cache where the machine does not say.
@@ -49,6 +53,8 @@ pub enum Path {
     Slots,
     /// Rounds through staging buffers, `chunk` bytes a round (`engine/shm/bulk.rs`).
     Rounds { chunk: usize },
+    /// A schedule between the leaders of several hosts, `segment` bytes at a time (`hosts`).
+    Hosts { algorithm: Algorithm, leaders: u8, segment: usize },
     /// torch's own backend.
     Delegate,
 }
@@ -64,10 +70,15 @@ impl Choice {
     pub const MESSAGE: Choice = Choice { path: Path::Message, reason: Reason::Message };
     pub const DELEGATE: Choice = Choice { path: Path::Delegate, reason: Reason::Delegated };
 
-    /// As an operation keeps it: path (8 bits), reason (8), free (16), bytes of a chunk (32).
+    /// As an operation keeps it: path (8 bits), reason (8), leaders (16), bytes of a chunk or segment (32).
     pub fn code(self) -> u64 {
-        let bytes = if let Path::Rounds { chunk } = self.path { chunk as u64 } else { 0 };
-        u64::from(self.path.code()) | (self.reason as u64) << 8 | bytes << 32
+        let (leaders, bytes) = match self.path {
+            Path::Rounds { chunk } => (0, chunk),
+            Path::Hosts { leaders, segment, .. } => (leaders, segment),
+            _ => (0, 0),
+        };
+        let bytes = bytes.min(u32::MAX as usize) as u64;
+        u64::from(self.path.code()) | (self.reason as u64) << 8 | u64::from(leaders) << 16 | bytes << 32
     }
 
     /// What `code` gave; anything else is `Unknown`.
@@ -78,7 +89,12 @@ impl Choice {
             LOCAL => Path::Alone,
             MESSAGE => Path::Message,
             DELEGATE => Path::Delegate,
-            _ => Path::Unknown,
+            path => match Algorithm::from_code(path.wrapping_sub(BEFORE_ALGORITHMS)) {
+                Some(algorithm) => {
+                    Path::Hosts { algorithm, leaders: (code >> 16) as u8, segment: (code >> 32) as usize }
+                }
+                None => Path::Unknown,
+            },
         };
         Choice { path, reason: Reason::from_u8((code >> 8) as u8) }
     }
@@ -91,6 +107,8 @@ const ROUNDS: u8 = 2;
 pub const LOCAL: u8 = 3;
 pub const MESSAGE: u8 = 4;
 pub const DELEGATE: u8 = 5;
+/// Between hosts: this plus the algorithm's own code.
+const BEFORE_ALGORITHMS: u8 = 5;
 
 impl Path {
     /// One byte for records and statistics; `path_name` reads it.
@@ -102,6 +120,7 @@ impl Path {
             Path::Alone => LOCAL,
             Path::Message => MESSAGE,
             Path::Delegate => DELEGATE,
+            Path::Hosts { algorithm, .. } => BEFORE_ALGORITHMS + algorithm.code(),
         }
     }
 }
@@ -109,7 +128,8 @@ impl Path {
 /// What a code is called; `none` for an operation that has not set out.
 pub fn path_name(code: u8) -> &'static str {
     const NAMES: [&str; 6] = ["none", "slots", "rounds", "local", "message", "delegate"];
-    NAMES.get(usize::from(code)).copied().unwrap_or("unknown")
+    let between = || Algorithm::from_code(code.wrapping_sub(BEFORE_ALGORITHMS)).map(Algorithm::name);
+    NAMES.get(usize::from(code)).copied().or_else(between).unwrap_or("unknown")
 }
 
 /// What a reason's code is called.
@@ -126,6 +146,9 @@ impl fmt::Display for Path {
             Path::Slots => write!(f, "{}", Way::Slots),
             Path::Rounds { chunk } => write!(f, "{}", Way::Rounds { chunk: *chunk }),
             Path::Delegate => f.write_str("delegate"),
+            Path::Hosts { algorithm, leaders, segment } => {
+                write!(f, "{}(leaders={leaders},segment={})", algorithm.name(), size::text(*segment as u64))
+            }
         }
     }
 }
@@ -268,7 +291,7 @@ pub(crate) fn possible(way: Way, asked: Asked, shape: &Shape) -> Option<Path> {
     match way {
         Way::Slots if fits_slot(asked, shape) => Some(Path::Slots),
         Way::Rounds { chunk } if asked.kind != Kind::Barrier => Some(Path::Rounds { chunk: fitting(chunk, shape) }),
-        _ => None,
+        _ => None, // a way between hosts is none inside of one
     }
 }
 

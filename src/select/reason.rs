@@ -20,10 +20,18 @@ pub enum Reason {
     Crowded = 9,
     NoCommonSize = 10,
     NothingToMove = 11,
+    /// Between hosts.
+    Strict = 12,
+    Model = 13,
+    PowerOfTwo = 14,
+    AnyCount = 15,
+    FullNvlink = 16,
+    Large = 17,
+    OneSchedule = 18,
 }
 
 impl Reason {
-    pub const ALL: [Reason; 12] = [
+    pub const ALL: [Reason; 19] = [
         Reason::Unknown,
         Reason::Alone,
         Reason::Message,
@@ -36,6 +44,13 @@ impl Reason {
         Reason::Crowded,
         Reason::NoCommonSize,
         Reason::NothingToMove,
+        Reason::Strict,
+        Reason::Model,
+        Reason::PowerOfTwo,
+        Reason::AnyCount,
+        Reason::FullNvlink,
+        Reason::Large,
+        Reason::OneSchedule,
     ];
 
     pub fn from_u8(value: u8) -> Reason {
@@ -57,6 +72,13 @@ impl Reason {
             Reason::Crowded => "crowded",
             Reason::NoCommonSize => "no_common_size",
             Reason::NothingToMove => "nothing_to_move",
+            Reason::Strict => "strict",
+            Reason::Model => "model",
+            Reason::PowerOfTwo => "power_of_two",
+            Reason::AnyCount => "any_count",
+            Reason::FullNvlink => "full_nvlink",
+            Reason::Large => "large",
+            Reason::OneSchedule => "one_schedule",
         }
     }
 
@@ -66,6 +88,8 @@ impl Reason {
             Reason::Override => "override",
             Reason::Measured => "measurement",
             Reason::FitsSlot | Reason::InCache | Reason::OutOfCache | Reason::Crowded => "start value",
+            Reason::PowerOfTwo | Reason::AnyCount | Reason::FullNvlink | Reason::Large => "start rule",
+            Reason::Model => "cost model",
             Reason::Unknown => "nothing",
             _ => "only way",
         }
@@ -85,6 +109,13 @@ impl Reason {
             Reason::Crowded => "ranks share cores, so every round costs context switches and fewer rounds win",
             Reason::NoCommonSize => "no rank knows all the sizes of an all_to_all, so one way serves them all",
             Reason::NothingToMove => "it moves no data",
+            Reason::Strict => "strict mode: only the direct exchange adds in the order of the ranks",
+            Reason::Model => "the cost model, with the link as it was measured when the group was made",
+            Reason::PowerOfTwo => "below 1 MiB steps count most, and the count is a power of two",
+            Reason::AnyCount => "below 1 MiB, and the count is no power of two",
+            Reason::FullNvlink => "from 1 MiB bytes count most, and NVLink joins every pair",
+            Reason::Large => "from 1 MiB a pipelined tree needs few steps and loads every link evenly",
+            Reason::OneSchedule => "it is the schedule for this kind that needs the fewest steps",
         }
     }
 }

@@ -8,12 +8,14 @@
 //! range  = from "-" [ to ]                both ends belong to it; without `to` it has no upper end
 //! way    = start                          what is chosen where nobody says anything and nothing is measured
 //!        | slots | rounds "(" chunk ")"   inside one host
+//!        | algorithm [ "(" [ "leaders=" count ] [ "," ] [ "segment=" size ] ")" ]      between hosts
 //! sizes  = whole numbers, or with a unit: 4096, 64KiB, 1MiB
 //! ```
 
 use std::fmt;
 
 use super::size;
+use crate::schedule::Algorithm;
 use crate::types::Kind;
 
 pub const SYNTAX: &str =
@@ -32,6 +34,12 @@ pub enum Way {
     Slots,
     Rounds {
         chunk: usize,
+    },
+    /// Between hosts; what is not said stays as it would be.
+    Hosts {
+        algorithm: Algorithm,
+        leaders: Option<u8>,
+        segment: Option<usize>,
     },
 }
 
@@ -102,6 +110,9 @@ impl Rule {
             Some(Kind::AllToAll) if (from, to) != (0, u64::MAX) => {
                 Err("no rank knows all the sizes of an all_to_all, so its range must be 0-".into())
             }
+            Some(kind) if matches!(way, Way::Hosts { algorithm, .. } if !algorithm.serves(kind)) => {
+                Err(format!("there is no such schedule for {kind}"))
+            }
             Some(Kind::Barrier) if matches!(way, Way::Slots | Way::Rounds { .. }) => {
                 Err("a barrier moves no data; inside a host there is nothing to choose".into())
             }
@@ -156,9 +167,37 @@ impl Way {
                 }
             }
             ("rounds", None) => Err("rounds need their chunk, as in rounds(128KiB)".into()),
-            _ => Err(format!("{text:?} is no way; expected start, slots or rounds(CHUNK)")),
+            _ => match Algorithm::from_name(name) {
+                Some(algorithm) => parse_between(algorithm, argument.unwrap_or("")),
+                None => {
+                    Err(format!("{text:?} is no way; expected start, slots, rounds(CHUNK) or one of {}", algorithms()))
+                }
+            },
         }
     }
+}
+
+fn algorithms() -> String {
+    Algorithm::ALL.map(Algorithm::name).join(", ")
+}
+
+/// What stands in the brackets of a way between hosts: `leaders=2,segment=1MiB`.
+fn parse_between(algorithm: Algorithm, text: &str) -> Result<Way, String> {
+    let (mut leaders, mut segment) = (None, None);
+    for part in text.split(',').map(str::trim).filter(|part| !part.is_empty()) {
+        let wrong = || format!("{part:?} is not leaders=COUNT (1 to 255) or segment=SIZE (1KiB to 1GiB)");
+        match part.split_once('=').map(|(name, value)| (name.trim(), value.trim())) {
+            Some(("leaders", count)) => {
+                leaders = Some(count.parse().ok().filter(|count: &u8| *count > 0).ok_or_else(wrong)?);
+            }
+            Some(("segment", bytes)) => {
+                let bytes = size::parse(bytes).and_then(|bytes| usize::try_from(bytes).ok());
+                segment = Some(bytes.filter(|bytes| (LEAST_CHUNK..=MOST_CHUNK).contains(bytes)).ok_or_else(wrong)?);
+            }
+            _ => return Err(wrong()),
+        }
+    }
+    Ok(Way::Hosts { algorithm, leaders, segment })
 }
 
 impl fmt::Display for Way {
@@ -167,6 +206,13 @@ impl fmt::Display for Way {
             Way::Start => f.write_str("start"),
             Way::Slots => f.write_str("slots"),
             Way::Rounds { chunk } => write!(f, "rounds({})", size::text(*chunk as u64)),
+            Way::Hosts { algorithm, leaders, segment } => {
+                let leaders = leaders.map(|count| format!("leaders={count}"));
+                let segment = segment.map(|bytes| format!("segment={}", size::text(bytes as u64)));
+                let parts: Vec<String> = leaders.into_iter().chain(segment).collect();
+                f.write_str(algorithm.name())?;
+                if parts.is_empty() { Ok(()) } else { write!(f, "({})", parts.join(",")) }
+            }
         }
     }
 }
@@ -196,11 +242,13 @@ mod tests {
 
     #[test]
     fn rules_are_read_and_written_back() {
-        let text = "all_reduce:0-4KiB=slots; *:1MiB-=rounds(128KiB) ;all_to_all:0-=rounds(64KiB);;broadcast:8-16=start";
+        let text = "all_reduce:0-4KiB=slots; *:1MiB-=rounds(128KiB) ;all_to_all:0-=rounds(64KiB);;broadcast:8-16=start;\
+                    *:0-=ring();barrier:0-=dissemination; all_reduce:1MiB-=double_tree( segment=1MiB, leaders=2)";
         let rules = Rules::parse(text).unwrap();
         assert_eq!(
             rules.to_string(),
-            "all_reduce:0-4KiB=slots;*:1MiB-=rounds(128KiB);all_to_all:0-=rounds(64KiB);broadcast:8-16=start"
+            "all_reduce:0-4KiB=slots;*:1MiB-=rounds(128KiB);all_to_all:0-=rounds(64KiB);broadcast:8-16=start;\
+             *:0-=ring;barrier:0-=dissemination;all_reduce:1MiB-=double_tree(leaders=2,segment=1MiB)"
         );
         assert_eq!(Rules::parse(&rules.to_string()).unwrap(), rules);
         assert_eq!(Rules::parse(" ; ").unwrap(), Rules::default());
@@ -231,6 +279,9 @@ mod tests {
             ("all_reduce:0-=rounds", "rounds need their chunk"),
             ("all_reduce:0-=rounds(100)", "multiple of 64"),
             ("all_reduce:0-=rounds(64KiB", "lacks its ')'"),
+            ("all_reduce:0-=ring(leaders=0)", "\"leaders=0\" is not leaders=COUNT"),
+            ("all_reduce:0-=ring(segments=2)", "\"segments=2\" is not"),
+            ("all_reduce:0-=dissemination", "no such schedule for all_reduce"),
             ("all_to_all:0-=slots", "table of sizes"),
             ("all_to_all:0-4KiB=rounds(64KiB)", "must be 0-"),
             ("barrier:0-=slots", "nothing to choose"),

@@ -1,0 +1,75 @@
+//! Bruck: blocks travel together over the distances 1, 2, 4, ..., for any rank count in ceil(log2 p) steps.
+//!
+//! p ranks, L = ceil(log2 p), N bytes (all blocks together; all_to_all: all that one rank has).
+//!
+//! - all_gather: in step k a rank sends the first 2^k blocks from its own on to the rank 2^k before it. L steps,
+//!   N (p - 1) / p bytes sent and received.
+//! - all_to_all: a block goes from its source to its destination over the distances that are the bits of how far these are
+//!   apart, so it passes through other ranks. L steps against p - 1 messages of direct exchange; bytes sent and received:
+//!   N / p times all set bits of the numbers 1 to p - 1, about N L / 2. It pays for small blocks and many ranks. Blocks
+//!   must be of equal size, because a rank passes on blocks whose size only others know.
+//!
+//! Nothing is summed.
+//! Source: Bruck et al., "Efficient algorithms for all-to-all communications in multiport message-passing systems" (1997).
+
+use std::ops::Range;
+
+use super::{How, Pattern, Schedule, Step, Volume, around, ceil_log2};
+use crate::types::Kind;
+
+pub(super) struct Bruck;
+
+impl Pattern for Bruck {
+    fn serves(&self, kind: Kind) -> bool {
+        matches!(kind, Kind::AllGather | Kind::AllToAll)
+    }
+
+    fn cuts(&self, s: &Schedule) -> usize {
+        s.ranks
+    }
+
+    fn steps(&self, s: &Schedule) -> usize {
+        ceil_log2(s.ranks)
+    }
+
+    fn step(&self, s: &Schedule, rank: usize, k: usize) -> Step {
+        let mut step = Step::default();
+        let distance = 1 << k;
+        let before = (rank + s.ranks - distance) % s.ranks;
+        let after = (rank + distance) % s.ranks;
+        if s.kind == Kind::AllGather {
+            let blocks = distance.min(s.ranks - distance);
+            step.send(before, around(rank, blocks, s.ranks));
+            step.recv(after, around(after, blocks, s.ranks), How::Copy);
+        } else {
+            step.send(after, passing(s.ranks, rank, k));
+            step.recv(before, passing(s.ranks, before, k), How::Copy);
+        }
+        step
+    }
+
+    fn volume(&self, s: &Schedule) -> Volume {
+        let each = match s.kind {
+            Kind::AllGather => s.ranks - 1,
+            _ => (1..s.ranks).map(|far| far.count_ones() as usize).sum(),
+        };
+        Volume { sent: each, received: each }
+    }
+
+    /// All do the same.
+    fn busiest(&self, s: &Schedule, _k: usize) -> Vec<usize> {
+        vec![0, s.ranks / 2, s.ranks - 1]
+    }
+}
+
+/// The blocks that `rank` sends on in step `k` of all_to_all: those that still have to go the distance 2^k.
+fn passing(ranks: usize, rank: usize, k: usize) -> Vec<Range<usize>> {
+    let mut parts: Vec<Range<usize>> = Vec::new();
+    for far in (1..ranks).filter(|far| far >> k & 1 == 1) {
+        let gone = far % (1 << k);
+        let source = (rank + ranks - gone) % ranks;
+        let part = source * ranks + (source + far) % ranks;
+        parts.push(part..part + 1);
+    }
+    parts
+}

@@ -1,0 +1,257 @@
+//! What a schedule costs: the time of its steps under an alpha-beta-gamma model, from its own messages and parts.
+//! A pure function, the same on every rank; the choice uses it where nothing was measured, `sagellm simulate` prints it.
+//!
+//! A step takes as long as its slowest rank: `alpha + (messages - 1) * overhead + bytes * beta` over the network and inside
+//! the host, whichever is longer, plus `gamma` for every byte it combines. Ranks of one host share its network link, so
+//! their bytes are added up; inside a host every rank has its own way. Ranks are numbered host by host. Links carry both
+//! directions at once. The model lets all ranks begin a step together: real ranks drift, so a pipeline may be a little
+//! faster than predicted, and a machine with fewer cores than ranks is slower.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+
+use crate::schedule::{Algorithm, How, Schedule, count};
+use crate::types::Kind;
+
+/// One way for messages.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Link {
+    /// Seconds until a message of no length has arrived.
+    pub alpha: f64,
+    /// Seconds that every further message of the same step adds: what sender or receiver must do for it.
+    pub overhead: f64,
+    /// Seconds per byte.
+    pub beta: f64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Model {
+    /// Between two ranks of one host.
+    pub host: Link,
+    /// Between hosts; `beta` is the link that all ranks of a host share.
+    pub network: Link,
+    /// Seconds per byte that is combined with another.
+    pub gamma: f64,
+    /// The last host may have fewer.
+    pub ranks_per_host: usize,
+}
+
+/// What one rank does in one step; `network_parts` is its whole host's.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+struct Load {
+    host_messages: usize,
+    host_parts: usize,
+    network_messages: usize,
+    network_parts: usize,
+    combined_parts: usize,
+}
+
+/// A schedule with what its steps cost, for any size and any links.
+pub struct Priced {
+    pub schedule: Schedule,
+    /// Steps by what their busiest ranks do; their order does not matter for a sum.
+    steps: BTreeMap<Vec<Load>, usize>,
+}
+
+/// Up to here every rank of every step is looked at.
+const ALL_RANKS: usize = 64;
+/// Segments that pipelined algorithms are offered with.
+const SEGMENTS: [usize; 6] = [1, 4, 16, 64, 256, 1024];
+
+impl Priced {
+    pub fn new(schedule: Schedule, ranks_per_host: usize) -> Priced {
+        Priced::sampled(schedule, ranks_per_host.max(1), schedule.ranks <= ALL_RANKS)
+    }
+
+    fn sampled(schedule: Schedule, ranks_per_host: usize, all: bool) -> Priced {
+        let mut steps: BTreeMap<Vec<Load>, usize> = BTreeMap::new();
+        let hosts_of = |ranks: Vec<usize>| ranks.into_iter().map(|rank| rank / ranks_per_host).collect::<BTreeSet<_>>();
+        let mut k = 0;
+        while k < schedule.steps() {
+            let alike = schedule.alike(k);
+            let hosts = hosts_of(if all { (0..schedule.ranks).collect() } else { schedule.busiest(k) });
+            let mut loads: Vec<Load> =
+                hosts.into_iter().flat_map(|host| host_loads(&schedule, host, ranks_per_host, k)).collect();
+            loads.sort_unstable();
+            loads.dedup();
+            *steps.entry(only_greatest(&loads)).or_insert(0) += alike;
+            k += alike;
+        }
+        Priced { schedule, steps }
+    }
+
+    /// Predicted seconds. `bytes` is the vector of all_reduce, broadcast and reduce; all blocks together of all_gather,
+    /// reduce_scatter, gather and scatter; all that one rank has of all_to_all.
+    pub fn seconds(&self, bytes: f64, model: &Model) -> f64 {
+        let parts = if self.schedule.kind == Kind::AllToAll { self.schedule.ranks } else { self.schedule.parts() };
+        let part = if parts == 0 { 0.0 } else { bytes / parts as f64 };
+        let over = |link: &Link, messages: usize, parts: usize| match messages {
+            0 => 0.0,
+            _ => link.alpha + (messages - 1) as f64 * link.overhead + parts as f64 * part * link.beta,
+        };
+        let step = |load: &Load| {
+            over(&model.host, load.host_messages, load.host_parts).max(over(
+                &model.network,
+                load.network_messages,
+                load.network_parts,
+            )) + load.combined_parts as f64 * part * model.gamma
+        };
+        self.steps.iter().map(|(loads, times)| loads.iter().map(step).fold(0.0, f64::max) * *times as f64).sum()
+    }
+}
+
+/// Every schedule that serves `kind`, pipelined ones once per number of segments. `only` leaves out the others.
+pub fn candidates(kind: Kind, ranks: usize, root: usize, ranks_per_host: usize, only: &[Algorithm]) -> Vec<Priced> {
+    only.iter()
+        .flat_map(|algorithm| {
+            let segments: &[usize] = if algorithm.pipelines(kind) { &SEGMENTS } else { &SEGMENTS[..1] };
+            segments.iter().filter_map(|segments| Schedule::new(*algorithm, kind, ranks, root, *segments))
+        })
+        .map(|schedule| Priced::new(schedule, ranks_per_host))
+        .collect()
+}
+
+/// The fastest for this size; of equals the first. None where there is no candidate.
+pub fn fastest<'a>(candidates: &'a [Priced], bytes: f64, model: &Model) -> Option<(&'a Priced, f64)> {
+    candidates.iter().map(|priced| (priced, priced.seconds(bytes, model))).min_by(|a, b| a.1.total_cmp(&b.1))
+}
+
+/// What each rank of a host does in step `k`.
+fn host_loads(s: &Schedule, host: usize, ranks_per_host: usize, k: usize) -> Vec<Load> {
+    let ranks = host * ranks_per_host..((host + 1) * ranks_per_host).min(s.ranks);
+    let (mut network_out, mut network_in) = (0, 0);
+    let mut loads = Vec::with_capacity(ranks.len());
+    for rank in ranks.clone() {
+        let step = s.step(rank, k);
+        let inside = |peer: usize| ranks.contains(&peer);
+        let (sends, sent, away, away_parts) = sorted(step.sends.iter().map(|x| (inside(x.peer), &x.parts)));
+        let (recvs, received, from, from_parts) = sorted(step.recvs.iter().map(|x| (inside(x.peer), &x.parts)));
+        network_out += away_parts;
+        network_in += from_parts;
+        loads.push(Load {
+            host_messages: sends.max(recvs),
+            host_parts: sent.max(received),
+            network_messages: away.max(from),
+            network_parts: 0,
+            combined_parts: step.recvs.iter().filter(|x| x.how != How::Copy).map(|x| count(&x.parts)).sum(),
+        });
+    }
+    for load in &mut loads {
+        load.network_parts = if load.network_messages > 0 { network_out.max(network_in) } else { 0 };
+    }
+    loads
+}
+
+/// Messages and parts inside the host, then those to other hosts.
+fn sorted<'a>(transfers: impl Iterator<Item = (bool, &'a Vec<Range<usize>>)>) -> (usize, usize, usize, usize) {
+    transfers.fold(
+        (0, 0, 0, 0),
+        |(a, b, c, d), (inside, parts)| {
+            if inside { (a + 1, b + count(parts), c, d) } else { (a, b, c + 1, d + count(parts)) }
+        },
+    )
+}
+
+/// Leaves out loads that are in nothing greater than another: they can never decide.
+fn only_greatest(loads: &[Load]) -> Vec<Load> {
+    let within = |a: &Load, b: &Load| {
+        a.host_messages <= b.host_messages
+            && a.host_parts <= b.host_parts
+            && a.network_messages <= b.network_messages
+            && a.network_parts <= b.network_parts
+            && a.combined_parts <= b.combined_parts
+    };
+    loads.iter().filter(|a| !loads.iter().any(|b| *a != b && within(a, b))).copied().collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const KINDS: [Kind; 9] = [
+        Kind::AllReduce,
+        Kind::Broadcast,
+        Kind::Reduce,
+        Kind::AllGather,
+        Kind::Gather,
+        Kind::Scatter,
+        Kind::ReduceScatter,
+        Kind::AllToAll,
+        Kind::Barrier,
+    ];
+
+    fn link(alpha: f64, beta: f64) -> Link {
+        Link { alpha, overhead: alpha / 4.0, beta }
+    }
+
+    fn model(ranks_per_host: usize) -> Model {
+        Model { host: link(1e-6, 1e-10), network: link(1e-4, 1e-9), gamma: 1e-10, ranks_per_host }
+    }
+
+    fn near(a: f64, b: f64) -> bool {
+        (a - b).abs() <= 1e-9 * b.abs()
+    }
+
+    /// The closed forms of the textbooks, for ranks that all share one kind of link.
+    #[test]
+    fn known_formulas() {
+        let flat = Model { host: link(3.0, 0.5), network: link(3.0, 0.5), gamma: 0.25, ranks_per_host: 64 };
+        let price = |algorithm, kind, ranks, segments, bytes| {
+            Priced::new(Schedule::new(algorithm, kind, ranks, 0, segments).unwrap(), 64).seconds(bytes, &flat)
+        };
+        for p in [2usize, 3, 8, 13, 64] {
+            let (n, q) = (1000.0, p as f64);
+            let share = n * (q - 1.0) / q;
+            let ring = price(Algorithm::Ring, Kind::AllReduce, p, 1, n);
+            assert!(near(ring, 2.0 * (q - 1.0) * 3.0 + 2.0 * share * 0.5 + share * 0.25), "{p}: {ring}");
+            let tree = price(Algorithm::Binomial, Kind::Broadcast, p, 1, n);
+            assert!(near(tree, q.log2().ceil() * (3.0 + n * 0.5)), "{p}: {tree}");
+            let direct = price(Algorithm::Direct, Kind::AllGather, p, 1, n);
+            assert!(near(direct, 3.0 + (q - 2.0) * 0.75 + share * 0.5), "{p}: {direct}");
+            let chain = price(Algorithm::Ring, Kind::Broadcast, p, 4, n);
+            assert!(near(chain, (4.0 + q - 2.0) * (3.0 + n / 4.0 * 0.5)), "{p}: {chain}");
+            if p.is_power_of_two() {
+                let halving = price(Algorithm::Halving, Kind::AllReduce, p, 1, n);
+                assert!(near(halving, 2.0 * q.log2() * 3.0 + 2.0 * share * 0.5 + share * 0.25), "{p}: {halving}");
+            }
+        }
+    }
+
+    #[test]
+    fn ranks_of_a_host_share_its_link() {
+        // Four ranks of each of two hosts exchange everything with the other host at once.
+        let s = Schedule::new(Algorithm::Doubling, Kind::AllReduce, 8, 0, 1).unwrap();
+        let free = Link { alpha: 0.0, overhead: 0.0, beta: 0.0 };
+        let model = Model { host: free, network: Link { beta: 1.0, ..free }, gamma: 0.0, ranks_per_host: 4 };
+        assert!(near(Priced::new(s, 4).seconds(100.0, &model), 400.0));
+    }
+
+    /// Looking at few ranks must find what looking at all finds, or a 100,000-rank price is a guess.
+    #[test]
+    fn few_ranks_tell_what_all_tell() {
+        let shapes = [(64, 8), (64, 1), (60, 4), (48, 3), (37, 5), (128, 16), (81, 9), (200, 8), (300, 7)];
+        for kind in KINDS {
+            for algorithm in Algorithm::ALL.into_iter().filter(|algorithm| algorithm.serves(kind)) {
+                for (ranks, per_host) in shapes {
+                    for (root, segments) in [(0, 1), (0, 4), (ranks / 3, 16)] {
+                        let s = Schedule::new(algorithm, kind, ranks, root, segments).unwrap();
+                        let seconds = |all| Priced::sampled(s, per_host, all).seconds(1e6, &model(per_host));
+                        let (few, all) = (seconds(false), seconds(true));
+                        assert!(few <= all * 1.000_001, "{s:?} {per_host}: {few} of {all}");
+                        assert!(few >= all * 0.95, "{s:?} {per_host} a host: {few} of {all}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_hundred_thousand_ranks_have_a_price() {
+        let priced = candidates(Kind::AllReduce, 100_000, 0, 8, &Algorithm::ALL);
+        let (small, _) = fastest(&priced, 8.0, &model(8)).unwrap();
+        let (large, seconds) = fastest(&priced, 1e9, &model(8)).unwrap();
+        assert!(small.schedule.steps() < 40, "{:?}", small.schedule);
+        // No all_reduce beats its bandwidth bound: everything in and out of a host once.
+        assert!(seconds > 1e9 * 1e-9, "{:?} in {seconds} s", large.schedule);
+    }
+}
