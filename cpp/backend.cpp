@@ -83,10 +83,6 @@ std::string SageBackend::explain(uint8_t kind, uint64_t bytes, uint8_t dtype) co
   }
 }
 
-std::string SageBackend::policy() const {
-  return std::string(group_->policy());
-}
-
 void SageBackend::setTimeout(std::chrono::milliseconds timeout) {
   if (timeout.count() < 0)
     value_error("set_timeout", c10::str("timeout is ", timeout.count(), " ms, expected 0 or more"));

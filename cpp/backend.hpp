@@ -80,8 +80,6 @@ class SageBackend final : public c10d::Backend {
   std::string describe() const;
   // How an operation of this kind, size and type would travel: `name<TAB>value` lines.
   std::string explain(uint8_t kind, uint64_t bytes, uint8_t dtype) const;
-  // What rank 0 decided about choosing, as text.
-  std::string policy() const;
 
   const std::string getBackendName() const override { return "sagellm"; }
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }

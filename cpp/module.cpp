@@ -86,8 +86,8 @@ void bind_choice(py::module_& module) {
         return asked([&] { return explain_without_group(kind, bytes, dtype, ranks, algorithm); });
       }),
       py::arg("kind"), py::arg("bytes"), py::arg("dtype"), py::arg("ranks"), py::arg("algorithm") = "");
-  module.def("policy_without_group", torch::wrap_pybind_function([](uint32_t ranks, Text algorithm) {
-               return asked([&] { return policy_without_group(ranks, algorithm); });
+  module.def("table_without_group", torch::wrap_pybind_function([](uint32_t ranks, Text algorithm) {
+               return asked([&] { return table_without_group(ranks, algorithm); });
              }),
              py::arg("ranks"), py::arg("algorithm") = "");
   module.def("save_table", torch::wrap_pybind_function([](uint32_t ranks, Text made, Text lines) {
@@ -137,7 +137,6 @@ void bind_backend(py::module_& module) {
       .def("_set_delegate", translated(&SageBackend::set_delegate), py::arg("backend"))
       .def("describe", &SageBackend::describe)
       .def("_explain", translated(&SageBackend::explain), py::arg("kind"), py::arg("bytes"), py::arg("dtype"))
-      .def("_policy", &SageBackend::policy)
       .def_property_readonly(
           "options",
           [](SageBackend& self) { return c10::static_intrusive_pointer_cast<Options>(self.getBackendOptions()); })

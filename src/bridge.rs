@@ -104,8 +104,6 @@ pub mod ffi {
         fn describe(self: &RustGroup) -> String;
         /// How an operation would travel, as `select::explain::Explanation::lines`. `kind` and `dtype` by their numbers.
         fn explain(self: &RustGroup, kind: u8, bytes: u64, dtype: u8) -> Result<String>;
-        /// What rank 0 decided about choosing, as text.
-        fn policy(self: &RustGroup) -> String;
 
         /// True when the operation has ended, well or not.
         fn is_done(self: &RustOp) -> bool;
@@ -134,8 +132,8 @@ pub mod ffi {
         /// As `RustGroup::explain` for a group that is not there: `ranks` ranks of this host, with the rules of `algorithm`
         /// and of the environment, and the table on disk.
         fn explain_without_group(kind: u8, bytes: u64, dtype: u8, ranks: u32, algorithm: &str) -> Result<String>;
-        /// The policy such a group would have, as text.
-        fn policy_without_group(ranks: u32, algorithm: &str) -> Result<String>;
+        /// All choices such a group would make, as `select::explain::table_lines`.
+        fn table_without_group(ranks: u32, algorithm: &str) -> Result<String>;
         /// Writes a decision table for `ranks` ranks on this machine; `lines` as in `select/table.rs`. Its path.
         fn save_table(ranks: u32, made: &str, lines: &str) -> Result<String>;
         /// Stops this process's threads of ours; called once, from atexit, with the GIL released.
@@ -406,9 +404,6 @@ impl RustGroup {
             Ok(self.0.explain(kind, bytes, dtype).lines())
         })
     }
-    fn policy(&self) -> String {
-        self.0.policy().text()
-    }
 }
 
 impl RustOp {
@@ -461,8 +456,8 @@ fn explain_without_group(
     })
 }
 
-fn policy_without_group(ranks: u32, algorithm: &str) -> std::result::Result<String, String> {
-    guarded(|| Ok(group::policy_without_group(ranks as usize, algorithm)?.text()))
+fn table_without_group(ranks: u32, algorithm: &str) -> std::result::Result<String, String> {
+    guarded(|| group::table_without_group(ranks as usize, algorithm))
 }
 
 fn save_table(ranks: u32, made: &str, lines: &str) -> std::result::Result<String, String> {

@@ -31,7 +31,7 @@ use crate::op::{self};
 use crate::select::{self, Policy};
 use crate::types::{ANY_RANK, Kind, Request};
 use crate::{clock, watch};
-pub use explain::{explain_without_group, policy_without_group};
+pub use explain::{explain_without_group, table_without_group};
 
 /// Memory of one group's segment, at most.
 const SEGMENT_CEILING: usize = 64 << 20;

@@ -29,9 +29,20 @@ pub(super) fn agreed(config: &Config, own: &Policy, sent: &str) -> Result<Policy
     Ok(policy)
 }
 
-/// The policy of a group of `ranks` ranks on this host, were it made now by a rank 0 here.
-pub fn policy_without_group(ranks: usize, algorithm: &str) -> Result<Policy> {
-    select::file::decide(algorithm, ranks, SLOT_BYTES, true)
+/// Shape and policy of a group of `ranks` ranks on this host, were it made now by a rank 0 here.
+fn without_group(ranks: usize, algorithm: &str) -> Result<(Shape, Policy)> {
+    let policy = select::file::decide(algorithm, ranks, SLOT_BYTES, true)?;
+    let cores = topology::usable_cores();
+    if ranks == 1 {
+        return Ok((Shape { ranks, hosts: 1, cores, slot_bytes: 0, stage_bytes: 0 }, policy));
+    }
+    let headroom = topology::memory_headroom().and_then(|bytes| usize::try_from(bytes).ok()).unwrap_or(usize::MAX);
+    match layout_within(ranks, headroom) {
+        Some(layout) => Ok((layout.shape(cores), policy)),
+        None => Err(Error::Invalid(format!(
+            "sagellm: {ranks} ranks do not fit into shared memory here: 1 to {MAX_RANKS} do, as far as memory is left"
+        ))),
+    }
 }
 
 /// As `Group::explain`, for such a group.
@@ -42,19 +53,15 @@ pub fn explain_without_group(
     ranks: usize,
     algorithm: &str,
 ) -> Result<Explanation> {
-    let policy = policy_without_group(ranks, algorithm)?;
+    let (shape, policy) = without_group(ranks, algorithm)?;
     let asked = Asked { kind, bytes, class: Class::of(kind, dtype) }.normal();
-    let cores = topology::usable_cores();
-    if ranks == 1 {
-        return Ok(explain::explain(asked, &Shape { ranks, hosts: 1, cores, slot_bytes: 0, stage_bytes: 0 }, &policy));
-    }
-    let headroom = topology::memory_headroom().and_then(|bytes| usize::try_from(bytes).ok()).unwrap_or(usize::MAX);
-    match layout_within(ranks, headroom) {
-        Some(layout) => Ok(explain::explain(asked, &layout.shape(cores), &policy)),
-        None => Err(Error::Invalid(format!(
-            "sagellm: {ranks} ranks do not fit into shared memory here: 1 to {MAX_RANKS} do, as far as memory is left"
-        ))),
-    }
+    Ok(explain::explain(asked, &shape, &policy))
+}
+
+/// All choices of such a group, as lines.
+pub fn table_without_group(ranks: usize, algorithm: &str) -> Result<String> {
+    let (shape, policy) = without_group(ranks, algorithm)?;
+    Ok(explain::table_lines(&shape, &policy))
 }
 
 impl Group {
@@ -77,17 +84,13 @@ impl Group {
             None => Shape { ranks: self.config.size, hosts: 1, cores: self.cores, slot_bytes: 0, stage_bytes: 0 },
         }
     }
-
-    /// Rank 0's policy.
-    pub fn policy(&self) -> &Policy {
-        &self.policy
-    }
 }
 
 impl Op {
     /// How it travels or travelled, worked out anew from what it asked for.
     pub fn explain(&self) -> Explanation {
-        self.group.explain_asked(Asked::of(&self.core.request, self.group.config.size))
+        let found = self.group.explain_asked(Asked::of(&self.core.request, self.group.config.size));
+        Explanation { sequence: self.core.number, ..found }
     }
 
     /// What was recorded when it was issued.

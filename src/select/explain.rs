@@ -6,8 +6,10 @@ use std::fmt::Write as _;
 
 use super::rules::Way;
 use super::table::Line;
-use super::{Asked, Choice, Decisive, Path, Policy, Shape, decisive, model, possible, size, start};
-use crate::types::Kind;
+use super::{
+    Asked, Choice, Class, Decisive, Path, Policy, Shape, decisive, model, out_of_cache, possible, size, start,
+};
+use crate::types::{Dtype, Kind};
 
 /// Chunks that are offered as alternatives; those beyond the stage are left out.
 pub const CHUNKS: [usize; 6] = [16 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10, 512 << 10];
@@ -25,6 +27,8 @@ pub struct Explanation {
     pub asked: Asked,
     pub shape: Shape,
     pub choice: Choice,
+    /// Number of a past operation in its group or pair of ranks; 0 for one that might be.
+    pub sequence: u64,
     /// Time of the choice by the model; 0 where there is no model of it.
     pub predicted_ns: u64,
     /// Time of the choice by the table, where a line of it is about this size.
@@ -44,6 +48,7 @@ pub fn explain(asked: Asked, shape: &Shape, policy: &Policy) -> Explanation {
         asked,
         shape: *shape,
         choice,
+        sequence: 0,
         predicted_ns: way_of(choice.path).map_or(0, |way| predicted(asked, way, shape, policy)),
         measured_ns: None,
         decided: format!("{}: {}", choice.reason.basis(), choice.reason.text()),
@@ -65,6 +70,7 @@ pub fn delegated(asked: Asked, shape: &Shape, policy: &Policy, why: &str) -> Exp
         asked,
         shape: *shape,
         choice: Choice::DELEGATE,
+        sequence: 0,
         predicted_ns: 0,
         measured_ns: None,
         decided: format!("the group is served by a delegate: {why}"),
@@ -135,9 +141,11 @@ impl Explanation {
         line("ranks", self.shape.ranks.to_string());
         line("hosts", self.shape.hosts.to_string());
         line("cores", self.shape.cores.to_string());
+        line("slot_bytes", self.shape.slot_bytes.to_string());
         line("choice", self.choice.path.to_string());
         line("reason", self.choice.reason.name().into());
         line("code", self.choice.code().to_string());
+        line("sequence", self.sequence.to_string());
         line("decided", self.decided.clone());
         line("predicted_ns", self.predicted_ns.to_string());
         line("measured_ns", self.measured_ns.unwrap_or(0).to_string());
@@ -151,6 +159,51 @@ impl Explanation {
         }
         text
     }
+}
+
+/// Every choice of a group inside one host, as lines: `note`, `rule` and, for each kind and range of sizes in which one
+/// way holds, `choice<TAB>kind|range|way|reason|measured ns or 0`.
+pub fn table_lines(shape: &Shape, policy: &Policy) -> String {
+    let mut text = format!("note\t{}\n", policy.note.replace(['\t', '\n'], " "));
+    for rule in &policy.rules.0 {
+        let _ = writeln!(text, "rule\t{rule}");
+    }
+    for kind in (1..=u8::MAX).map_while(Kind::from_u8).filter(|kind| !kind.is_p2p()) {
+        for (from, to, found) in ranges(kind, shape, policy) {
+            let range = if to == u64::MAX {
+                format!("{}-", size::text(from))
+            } else {
+                format!("{}-{}", size::text(from), size::text(to))
+            };
+            let (way, reason, measured) =
+                (found.choice.path, found.choice.reason.name(), found.measured_ns.unwrap_or(0));
+            let _ = writeln!(text, "choice\t{kind}|{range}|{way}|{reason}|{measured}");
+        }
+    }
+    text
+}
+
+/// The ranges of sizes in which one choice holds, in order, from 0 to the end.
+fn ranges(kind: Kind, shape: &Shape, policy: &Policy) -> Vec<(u64, u64, Explanation)> {
+    let mut begins = vec![0];
+    let ends = [shape.slot_bytes as u64, out_of_cache(policy.cache_bytes)];
+    begins.extend(ends.map(|end| end.saturating_add(1)));
+    let lines = policy.table.iter().flat_map(|table| &table.lines).map(|line| &line.rule);
+    for rule in policy.rules.0.iter().chain(lines) {
+        begins.extend([rule.from, rule.to.saturating_add(1)]);
+    }
+    begins.sort_unstable();
+    begins.dedup();
+    let mut found: Vec<(u64, u64, Explanation)> = Vec::new();
+    for (at, from) in begins.iter().enumerate() {
+        let to = begins.get(at + 1).map_or(u64::MAX, |next| next - 1);
+        let here = explain(Asked { kind, bytes: *from, class: Class::of(kind, Dtype::F32) }.normal(), shape, policy);
+        match found.last_mut() {
+            Some((_, end, last)) if (last.choice, last.measured_ns) == (here.choice, here.measured_ns) => *end = to,
+            _ => found.push((*from, to, here)),
+        }
+    }
+    found
 }
 
 fn by_start_text(choice: Choice) -> String {
@@ -218,7 +271,7 @@ fn impossible(asked: Asked, shape: &Shape) -> String {
 mod tests {
     use super::*;
     use crate::select::rules::Rules;
-    use crate::select::{Class, Reason, table};
+    use crate::select::{Reason, table};
 
     const SHAPE: Shape = Shape { ranks: 2, hosts: 1, cores: 2, slot_bytes: 4096, stage_bytes: 512 << 10 };
 
@@ -270,6 +323,26 @@ mod tests {
         ] {
             for line in found.lines().lines() {
                 assert_eq!(line.split('\t').count(), 2, "{line}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_table_covers_every_size_once_and_says_what_choose_says() {
+        let policy = Policy {
+            rules: Rules::parse("all_reduce:100-200=rounds(1KiB)").unwrap(),
+            table: Some(table::tests::example()),
+            ..Policy::default()
+        };
+        let text = table_lines(&SHAPE, &policy);
+        assert!(text.contains("rule\tall_reduce:100-200=rounds(1KiB)\n"), "{text}");
+        assert!(text.contains("choice\tall_reduce|100-200|rounds(1KiB)|override|0\n"), "{text}");
+        assert!(text.contains("choice\tall_reduce|201-4KiB|slots|measured|3040\n"), "{text}");
+        assert!(text.contains("choice\tbroadcast|0-|rounds(16KiB)|measured|9000\n"), "{text}");
+        assert!(text.contains("choice\tbarrier|0-|slots|nothing_to_move|0\n"), "{text}");
+        for (from, to, found) in ranges(Kind::AllReduce, &SHAPE, &policy) {
+            for bytes in [from, to, from + (to - from) / 2] {
+                assert_eq!(super::super::choose(asked(bytes), &SHAPE, &policy), found.choice, "{bytes}");
             }
         }
     }

@@ -137,7 +137,7 @@ class TopologyInfo:
 
     @classmethod
     def detect(cls, hosts: int = 1) -> TopologyInfo:
-        """Asks NVML about this host's GPUs, where the package ``pynvml`` and the driver are; no NVLink otherwise."""
+        """Asks NVML about this host's GPUs where the driver is there; there is no NVLink otherwise."""
         from sagellm import _topology
 
         devices, full = _topology.nvlink()
