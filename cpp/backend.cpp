@@ -31,6 +31,10 @@ c10::intrusive_ptr<SageBackend> SageBackend::create(const c10::intrusive_ptr<c10
   setup.name = rust::String::lossy(options->group_name);
   setup.delegate_reason = first_reason(*options);
   setup.algorithm = rust::String::lossy(options->algorithm);
+  setup.fusion = options->fusion;
+  setup.strict = options->strict;
+  // Others than gloo do not promise what a link needs: receives posted ahead, and a way to break off a wait.
+  setup.own_link = options->delegate == "gloo";
   try {
     return c10::make_intrusive<SageBackend>(rank, size, std::move(options), connect(setup, wrap_store(store)));
   } catch (const rust::Error& error) {
@@ -42,7 +46,8 @@ SageBackend::SageBackend(int rank, int size, c10::intrusive_ptr<Options> options
     : Backend(rank, size),
       options_(std::move(options)),
       group_(std::move(group)),
-      delegate_reason_(std::string(group_->delegate_reason())) {
+      delegate_reason_(std::string(group_->delegate_reason())),
+      spans_hosts_(group_->spans_hosts()) {
   init();
 }
 
@@ -57,9 +62,22 @@ SageBackend::~SageBackend() {
 }
 
 void SageBackend::set_delegate(c10::intrusive_ptr<c10d::Backend> delegate) {
-  if (!delegated()) value_error("set_delegate", "this group is served by its own engine and takes no delegate");
+  if (!messages_delegated()) {
+    value_error("set_delegate", "this group is served by its own engine and takes no delegate");
+  }
   std::lock_guard<std::mutex> lock(delegate_mutex_);
   delegate_ = std::move(delegate);
+}
+
+void SageBackend::set_link(c10::intrusive_ptr<c10d::Backend> link) {
+  auto wrapped = std::make_shared<GlooLink>(std::move(link));
+  try {
+    group_->open_link(wrapped);
+  } catch (const rust::Error& error) {
+    raise(error.what());
+  }
+  std::lock_guard<std::mutex> lock(delegate_mutex_);
+  link_ = std::move(wrapped);
 }
 
 c10::intrusive_ptr<c10d::Backend> SageBackend::delegate() const {
@@ -88,7 +106,7 @@ void SageBackend::setTimeout(std::chrono::milliseconds timeout) {
     value_error("set_timeout", c10::str("timeout is ", timeout.count(), " ms, expected 0 or more"));
   options_->timeout = timeout;
   group_->set_timeout(static_cast<uint64_t>(timeout.count()));
-  if (delegated()) delegate()->setTimeout(timeout);
+  if (messages_delegated()) delegate()->setTimeout(timeout);
 }
 
 uint64_t SageBackend::getSequenceNumberForGroup() {
@@ -113,11 +131,14 @@ c10d::ErrorType SageBackend::getError() {
 void SageBackend::shutdown() {
   group_->shutdown();
   c10::intrusive_ptr<c10d::Backend> delegate;
+  std::shared_ptr<GlooLink> link;
   {
     std::lock_guard<std::mutex> lock(delegate_mutex_);
     delegate.swap(delegate_);
+    link.swap(link_);
   }
   // Released now: a gloo group that lives on into the exit of the process is flaky there.
+  if (link) link->close();
   if (delegate) delegate->shutdown();
   delegate.reset();
   Graveyard::instance().drain();
@@ -159,21 +180,22 @@ c10::intrusive_ptr<c10d::Backend> SageBackend::split(const c10::intrusive_ptr<c1
   const std::string prefix = c10::str("sagellm/split/", options->group_name, "/", c10::Join(",", ranks));
   auto child_store = c10::make_intrusive<c10d::PrefixStore>(prefix, store);
   auto child = create(child_store, static_cast<int>(mine - ranks.begin()), static_cast<int>(ranks.size()), options);
-  if (child->delegated()) child->set_delegate(split_delegate(*child, child_store, ranks));
+  if (child->messages_delegated()) child->set_delegate(split_delegate(*child, child_store, ranks, "delegate"));
+  if (child->spans_hosts()) child->set_link(split_delegate(*child, child_store, ranks, "link"));
   return child;
 }
 
 c10::intrusive_ptr<c10d::Backend> SageBackend::split_delegate(
     const SageBackend& child, [[maybe_unused]] const c10::intrusive_ptr<c10d::Store>& store,
-    [[maybe_unused]] const std::vector<int>& ranks) const {
+    [[maybe_unused]] const std::vector<int>& ranks, [[maybe_unused]] const char* name) const {
 #ifdef SAGELLM_HAS_OPTIONS_CLONE
-  if (delegated() && delegate()->supportsSplitting()) {
+  if (messages_delegated() && delegate()->supportsSplitting()) {
     auto options = delegate()->getBackendOptions()->clone();
     options->timeout = child.options_->timeout;
     options->group_name = child.options_->group_name;
     options->group_desc = child.options_->group_desc;
     options->global_ranks_in_group = child.options_->global_ranks_in_group;
-    return delegate()->split(c10::make_intrusive<c10d::PrefixStore>("delegate", store), ranks, options);
+    return delegate()->split(c10::make_intrusive<c10d::PrefixStore>(name, store), ranks, options);
   }
 #endif
   raise(c10::str("Ssagellm split: the new group needs a delegate (", child.delegate_reason(),

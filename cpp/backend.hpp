@@ -37,6 +37,7 @@
 #include <vector>
 
 #include "compat.hpp"
+#include "link.hpp"
 #include "plan.hpp"
 #include "work.hpp"
 
@@ -64,6 +65,10 @@ class SageBackend final : public c10d::Backend {
     // Rules of which operation goes which way, in the syntax of src/select/rules.rs; they come before those of the
     // environment.
     std::string algorithm;
+    // For groups whose ranks live on several hosts: small operations that wait anyway travel together; every element is
+    // combined in the order of the ranks, which gives the bits of one host. The same on all ranks.
+    bool fusion = true;
+    bool strict = false;
   };
 
   // Meets the other ranks, until all came or the timeout of the options. Call without the GIL.
@@ -76,6 +81,9 @@ class SageBackend final : public c10d::Backend {
   // Why the group must be served by a delegate, or empty. If not empty, `set_delegate` must be called before use.
   const std::string& delegate_reason() const { return delegate_reason_; }
   void set_delegate(c10::intrusive_ptr<c10d::Backend> delegate);
+  // True when ranks live on several hosts: then both must be called, `link` with a gloo group that nobody else uses.
+  bool spans_hosts() const { return spans_hosts_; }
+  void set_link(c10::intrusive_ptr<c10d::Backend> link);
   // Which engine serves the group and why, in one line.
   std::string describe() const;
   // How an operation of this kind, size and type would travel: `name<TAB>value` lines.
@@ -174,19 +182,23 @@ class SageBackend final : public c10d::Backend {
   WorkPtr receive(Tensors& tensors, uint32_t source, int tag, const Label& label, const char* op);
 
   bool delegated() const { return !delegate_reason_.empty(); }
+  // Messages of a group over several hosts go by the delegate: a receive from anyone cannot watch two transports.
+  bool messages_delegated() const { return delegated() || spans_hosts_; }
   c10::intrusive_ptr<c10d::Backend> delegate() const;
-  // A delegate for a part of this group, made by this group's delegate.
+  // A delegate for a part of this group, made by this group's delegate. `name` keeps several of them apart.
   c10::intrusive_ptr<c10d::Backend> split_delegate(const SageBackend& child,
                                                    const c10::intrusive_ptr<c10d::Store>& store,
-                                                   const std::vector<int>& ranks) const;
+                                                   const std::vector<int>& ranks, const char* name) const;
 
   const c10::intrusive_ptr<Options> options_;
   const rust::Box<RustGroup> group_;
   const std::string delegate_reason_;
+  const bool spans_hosts_;
   const std::shared_ptr<Events> events_ = std::make_shared<Events>();
 
   mutable std::mutex delegate_mutex_;
   c10::intrusive_ptr<c10d::Backend> delegate_;
+  std::shared_ptr<GlooLink> link_;
   // Numbers the sparse all-reduces of this rank, which gives their messages tags of their own.
   std::atomic<uint32_t> sparse_count_{0};
 };

@@ -54,7 +54,11 @@ SageBackend::WorkPtr SageBackend::allreduce(Tensors& tensors, const c10d::Allred
   if (delegated()) return delegate()->allreduce(tensors, opts);
   constexpr const char* kOp = "all_reduce";
   const at::Tensor& tensor = check::only(kOp, "tensor", tensors);
-  if (tensor.defined() && tensor.is_sparse()) return allreduce_coo(tensors[0], opts);
+  if (tensor.defined() && tensor.is_sparse()) {
+    // It is made of messages.
+    if (spans_hosts()) return delegate()->allreduce(tensors, opts);
+    return allreduce_coo(tensors[0], opts);
+  }
   check::writable(kOp, "tensor", tensor);
   Plan plan(kOp, Kind::kAllReduce, opts.timeout);
   plan.combine(tensor, opts.reduceOp);
@@ -340,7 +344,7 @@ SageBackend::WorkPtr SageBackend::barrier(const c10d::BarrierOptions& opts) {
 }
 
 void SageBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
-  if (delegated()) return delegate()->monitoredBarrier(opts, wait_all_ranks);
+  if (messages_delegated()) return delegate()->monitoredBarrier(opts, wait_all_ranks);
   try {
     group_->monitored_barrier(opts.timeout.count(), wait_all_ranks);
   } catch (const rust::Error& error) {
@@ -349,7 +353,7 @@ void SageBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_a
 }
 
 SageBackend::WorkPtr SageBackend::send(Tensors& tensors, int destination, int tag) {
-  if (delegated()) return delegate()->send(tensors, destination, tag);
+  if (messages_delegated()) return delegate()->send(tensors, destination, tag);
   constexpr const char* kOp = "send";
   const at::Tensor& tensor = check::only(kOp, "tensor", tensors);
   check::dense_cpu(kOp, "tensor", tensor);
@@ -375,13 +379,13 @@ SageBackend::WorkPtr SageBackend::receive(Tensors& tensors, uint32_t source, int
 }
 
 SageBackend::WorkPtr SageBackend::recv(Tensors& tensors, int source, int tag) {
-  if (delegated()) return delegate()->recv(tensors, source, tag);
+  if (messages_delegated()) return delegate()->recv(tensors, source, tag);
   check::peer("recv", source, getRank(), getSize());
   return receive(tensors, static_cast<uint32_t>(source), tag, {"sagellm:recv", OpType::RECV}, "recv");
 }
 
 SageBackend::WorkPtr SageBackend::recvAnysource(Tensors& tensors, int tag) {
-  if (delegated()) return delegate()->recvAnysource(tensors, tag);
+  if (messages_delegated()) return delegate()->recvAnysource(tensors, tag);
   return receive(tensors, kAnyRank, tag, {"sagellm:recvAnySource", OpType::RECVANYSOURCE}, "recv");
 }
 

@@ -5,7 +5,9 @@
 // Everything declared here may be called from any thread, without the GIL.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 
 #include "rust/cxx.h"
@@ -19,6 +21,23 @@ class Store {
   virtual void set(rust::Str key, rust::Slice<const uint8_t> value) const = 0;
   // False, at once, when the key is not there.
   virtual bool try_get(rust::Str key, rust::Vec<uint8_t>& value) const = 0;
+};
+
+// A message on its way. Errors are exceptions with a plain text; one thread at a time.
+class Transfer {
+ public:
+  virtual ~Transfer() = default;
+  virtual void wait(uint64_t timeout_ms) = 0;
+};
+
+// The way to ranks on other hosts. Memory stays valid until the transfer is gone.
+class Link {
+ public:
+  virtual ~Link() = default;
+  virtual std::unique_ptr<Transfer> receive(uint32_t peer, uint32_t tag, uint8_t* to, size_t bytes) const = 0;
+  virtual std::unique_ptr<Transfer> send(uint32_t peer, uint32_t tag, uint8_t* from, size_t bytes) const = 0;
+  // Every wait on this rank ends with an error, and so do those of others that wait for this rank.
+  virtual void cut() const noexcept = 0;
 };
 
 // What one operation does outside the core. None of these may throw: there is nobody to catch it.

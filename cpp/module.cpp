@@ -12,6 +12,7 @@
 #include "compat.hpp"
 #include "errors.hpp"
 #include "python_host.hpp"
+#include "simulate.hpp"
 
 namespace sagellm {
 
@@ -25,11 +26,13 @@ std::chrono::milliseconds milliseconds(Seconds seconds) {
   return std::chrono::duration_cast<std::chrono::milliseconds>(seconds);
 }
 
-c10::intrusive_ptr<Options> make_options(Seconds timeout, std::string engine, std::string delegate,
-                                         std::string algorithm) {
+c10::intrusive_ptr<Options> make_options(Seconds timeout, std::string engine, std::string delegate, bool fusion,
+                                         bool strict, std::string algorithm) {
   auto options = c10::make_intrusive<Options>(milliseconds(timeout));
   options->engine = std::move(engine);
   options->delegate = std::move(delegate);
+  options->fusion = fusion;
+  options->strict = strict;
   options->algorithm = std::move(algorithm);
   return options;
 }
@@ -122,9 +125,12 @@ void bind_options(py::module_& module) {
   py::class_<Options, c10d::Backend::Options, c10::intrusive_ptr<Options>>(
       module, "Options", "Options of a sagellm process group, for the argument pg_options.")
       .def(py::init(&make_options), py::arg("timeout") = Seconds(kBackendDefaultTimeout), py::arg("engine") = "auto",
-           py::arg("delegate") = "gloo", py::arg("algorithm") = "")
+           py::arg("delegate") = "gloo", py::arg("fusion") = true, py::arg("strict") = false,
+           py::arg("algorithm") = "")
       .def_readwrite("engine", &Options::engine)
       .def_readwrite("delegate", &Options::delegate)
+      .def_readwrite("fusion", &Options::fusion)
+      .def_readwrite("strict", &Options::strict)
       .def_readwrite("algorithm", &Options::algorithm)
       .def("__copy__", [](const Options& self) { return self.copy(); })
       .def("__deepcopy__", [](const Options& self, const py::dict&) { return self.copy(); }, py::arg("memo"));
@@ -135,6 +141,8 @@ void bind_backend(py::module_& module) {
                                                                           "One process group of the sagellm backend.")
       .def_property_readonly("delegate_reason", &SageBackend::delegate_reason)
       .def("_set_delegate", translated(&SageBackend::set_delegate), py::arg("backend"))
+      .def_property_readonly("spans_hosts", &SageBackend::spans_hosts)
+      .def("_set_link", translated(&SageBackend::set_link), py::arg("backend"))
       .def("describe", &SageBackend::describe)
       .def("_explain", translated(&SageBackend::explain), py::arg("kind"), py::arg("bytes"), py::arg("dtype"))
       .def_property_readonly(
@@ -155,6 +163,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_options(module);
   bind_backend(module);
   bind_choice(module);
+  bind_simulation(module);
   module.def("create", torch::wrap_pybind_function(&create), py::arg("store"), py::arg("rank"), py::arg("size"),
              py::arg("timeout"), py::arg("group_name") = "", py::arg("global_ranks") = std::vector<int64_t>(),
              py::arg("options") = py::none());

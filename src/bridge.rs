@@ -2,19 +2,23 @@
 //!
 //! C++ -> Rust: `connect` makes a group, `Group::issue` starts an operation, `Op` answers for it.
 //! Rust -> C++: `Store` (c10d's key-value store), `Completion` (what the shim wants to do when an operation starts and
-//! ends), `check_interrupt` (Python's pending signals), `log_line` (Python's logging).
+//! ends), `Link` (messages to other hosts), `check_interrupt` (Python's pending signals), `log_line` (Python's logging).
 //!
 //! Errors cross as text whose first letter is `Error::code` (V invalid, T timeout, D rank failed, M mismatch, A
 //! aborted, P interrupted by Python, S system, B bug); `cpp/work.cpp` strips it and raises the matching exception.
+
+mod simulate;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::config::Config;
+use crate::config::{Config, Settings};
+use crate::engine::link;
 use crate::error::{Error, Result};
 use crate::group::{self, Group, Op};
 use crate::types::{Dtype, Kind, ReduceOp, Request, Span};
+use simulate::{algorithms, predict, program};
 
 #[allow(clippy::too_many_arguments)] // one parameter a list of the request: cxx cannot pass them inside a struct
 #[cxx::bridge(namespace = "sagellm")]
@@ -43,6 +47,35 @@ pub mod ffi {
         staged: bool,
     }
 
+    /// `select::cost::Model`: seconds, and seconds per byte.
+    struct CostModel {
+        host_alpha: f64,
+        host_overhead: f64,
+        host_beta: f64,
+        network_alpha: f64,
+        network_overhead: f64,
+        network_beta: f64,
+        gamma: f64,
+        ranks_per_host: usize,
+    }
+
+    /// The fastest that one algorithm can do.
+    struct Prediction {
+        seconds: f64,
+        segments: usize,
+    }
+
+    /// One message of one rank's schedule.
+    struct Transfer {
+        step: usize,
+        sends: bool,
+        peer: usize,
+        /// Part numbers in the order of the message.
+        parts: Vec<usize>,
+        /// For a receive: "copy", "reduce_after", "reduce_before" or "in_rank_order".
+        how: String,
+    }
+
     /// What a group is made from.
     struct Setup {
         rank: u32,
@@ -54,6 +87,10 @@ pub mod ffi {
         delegate_reason: String,
         /// The option `algorithm`, in the syntax of `select/rules.rs`.
         algorithm: String,
+        /// `config::Settings`.
+        fusion: bool,
+        strict: bool,
+        own_link: bool,
     }
 
     extern "Rust" {
@@ -65,6 +102,10 @@ pub mod ffi {
 
         /// Why the whole group must be served by a delegate (ranks on several hosts, say), or empty.
         fn delegate_reason(self: &RustGroup) -> String;
+        /// True when ranks live on several hosts and shared memory serves the inside of each: `open_link` must follow,
+        /// and point-to-point calls go to a delegate.
+        fn spans_hosts(self: &RustGroup) -> bool;
+        fn open_link(self: &RustGroup, link: SharedPtr<Link>) -> Result<()>;
         /// Starts one operation; never waits for a peer. Errors here used no sequence number and sent nothing.
         /// `completion` may be null. Lists as in `types::Request`.
         fn issue(
@@ -136,6 +177,25 @@ pub mod ffi {
         fn table_without_group(ranks: u32, algorithm: &str) -> Result<String>;
         /// Writes a decision table for `ranks` ranks on this machine; `lines` as in `select/table.rs`. Its path.
         fn save_table(ranks: u32, made: &str, lines: &str) -> Result<String>;
+        /// Names of the algorithms that have a schedule for a kind of collective.
+        fn algorithms(kind: &str) -> Result<Vec<String>>;
+        /// Predicted times of one algorithm, one per size in bytes.
+        fn predict(
+            kind: &str,
+            algorithm: &str,
+            ranks: usize,
+            sizes: &[f64],
+            model: &CostModel,
+        ) -> Result<Vec<Prediction>>;
+        /// The messages of one rank, step by step; `parts` is set to the number of parts of the vector.
+        fn program(
+            kind: &str,
+            algorithm: &str,
+            ranks: usize,
+            segments: usize,
+            rank: usize,
+            parts: &mut usize,
+        ) -> Result<Vec<Transfer>>;
         /// Stops this process's threads of ours; called once, from atexit, with the GIL released.
         fn at_exit();
     }
@@ -149,6 +209,19 @@ pub mod ffi {
         fn set(self: &Store, key: &str, value: &[u8]) -> Result<()>;
         /// Does not wait: false when the key is not there.
         fn try_get(self: &Store, key: &str, value: &mut Vec<u8>) -> Result<bool>;
+
+        type Link;
+        /// Starts to receive at most `bytes` at `to` from a rank, under a tag. The memory stays valid until the transfer is
+        /// dropped.
+        unsafe fn receive(self: &Link, peer: u32, tag: u32, to: *mut u8, bytes: usize) -> Result<UniquePtr<Transfer>>;
+        /// Starts to send `bytes` at `from`; as above.
+        unsafe fn send(self: &Link, peer: u32, tag: u32, from: *mut u8, bytes: usize) -> Result<UniquePtr<Transfer>>;
+        /// Breaks all connections, so that every wait on them ends.
+        fn cut(self: &Link);
+
+        type Transfer;
+        /// Waits for its end. Blocks, without the GIL.
+        fn wait(self: Pin<&mut Transfer>, timeout_ms: u64) -> Result<()>;
 
         type Completion;
         /// Copies strided inputs into their contiguous pieces. Runs on any thread, without the GIL.
@@ -173,6 +246,13 @@ unsafe impl Sync for ffi::Store {}
 unsafe impl Send for ffi::Completion {}
 // SAFETY: as above.
 unsafe impl Sync for ffi::Completion {}
+
+// SAFETY: as above.
+unsafe impl Send for ffi::Link {}
+// SAFETY: as above.
+unsafe impl Sync for ffi::Link {}
+// SAFETY: a transfer is waited on and dropped by one thread at a time, any thread (host.hpp says so).
+unsafe impl Send for ffi::Transfer {}
 
 pub struct RustGroup(Arc<Group>);
 pub struct RustOp(Arc<Op>);
@@ -235,6 +315,53 @@ impl group::Completion for CompletionHook {
     }
 }
 
+struct LinkHook(cxx::SharedPtr<ffi::Link>);
+
+/// A transfer and the memory it works on, which is freed after it.
+struct TransferHook {
+    transfer: cxx::UniquePtr<ffi::Transfer>,
+    buffer: Vec<u8>,
+}
+
+impl link::Link for LinkHook {
+    fn receive(&self, peer: usize, tag: u32, mut buffer: Vec<u8>, bytes: usize) -> Result<Box<dyn link::Transfer>> {
+        assert!(bytes <= buffer.len(), "a receive of {bytes} bytes into {}", buffer.len());
+        // SAFETY: the buffer holds `bytes` and lives, unmoved on the heap, as long as the transfer beside it.
+        let transfer = unsafe { self.0.receive(peer as u32, tag, buffer.as_mut_ptr(), bytes) };
+        Ok(Box::new(TransferHook { transfer: transfer.map_err(|e| lost(peer, &e))?, buffer }))
+    }
+
+    fn send(&self, peer: usize, tag: u32, mut buffer: Vec<u8>, bytes: usize) -> Result<Box<dyn link::Transfer>> {
+        assert!(bytes <= buffer.len(), "a send of {bytes} bytes from {}", buffer.len());
+        // SAFETY: as above.
+        let transfer = unsafe { self.0.send(peer as u32, tag, buffer.as_mut_ptr(), bytes) };
+        Ok(Box::new(TransferHook { transfer: transfer.map_err(|e| lost(peer, &e))?, buffer }))
+    }
+
+    fn cut(&self) {
+        self.0.cut();
+    }
+}
+
+fn lost(peer: usize, error: &cxx::Exception) -> Error {
+    let first = error.what().lines().next().unwrap_or_default().to_string();
+    let text = format!(
+        "sagellm: the connection to rank {peer} on another host is gone; its process ended, or the network between them \
+         failed. Make a new group to go on ({first})"
+    );
+    Error::RankFailed { rank: peer, text }
+}
+
+impl link::Transfer for TransferHook {
+    fn wait(mut self: Box<Self>, timeout: Duration) -> std::result::Result<Vec<u8>, String> {
+        let waited = self.transfer.pin_mut().wait(timeout.as_millis().min(u128::from(u64::MAX)) as u64);
+        waited.map_err(|error| error.what().to_string())?;
+        let TransferHook { transfer, buffer } = *self;
+        drop(transfer);
+        Ok(buffer)
+    }
+}
+
 struct PythonHook;
 
 impl group::Host for PythonHook {
@@ -279,6 +406,7 @@ fn connect(setup: &ffi::Setup, store: cxx::SharedPtr<ffi::Store>) -> std::result
             delegate_reason: Some(setup.delegate_reason.clone()).filter(|reason| !reason.is_empty()),
             algorithm: setup.algorithm.clone(),
             policy: String::new(),
+            settings: Settings { fusion: setup.fusion, strict: setup.strict, own_link: setup.own_link },
         };
         let group = Group::connect(config, &StoreHook(store), Arc::new(PythonHook))?;
         Ok(Box::new(RustGroup(group)))
@@ -331,6 +459,14 @@ fn hook(call: &ffi::Call, completion: cxx::SharedPtr<ffi::Completion>) -> Option
 impl RustGroup {
     fn delegate_reason(&self) -> String {
         self.0.delegate_reason().unwrap_or_default().to_string()
+    }
+
+    fn spans_hosts(&self) -> bool {
+        self.0.spans_hosts()
+    }
+
+    fn open_link(&self, link: cxx::SharedPtr<ffi::Link>) -> std::result::Result<(), String> {
+        guarded(|| self.0.open_link(Arc::new(LinkHook(link))))
     }
 
     #[allow(clippy::too_many_arguments)] // as above

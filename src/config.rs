@@ -16,4 +16,23 @@ pub struct Config {
     pub algorithm: String,
     /// What rank 0 tells the others about choosing (`select::policy`), as text; filled when the group is made.
     pub policy: String,
+    pub settings: Settings,
+}
+
+/// Options of a group that all its ranks share. They count where ranks live on several hosts; a rank that has others is
+/// found as a mismatch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Settings {
+    /// Small operations that wait anyway travel together.
+    pub fusion: bool,
+    /// The bits of one host: every element is combined in the order of the ranks.
+    pub strict: bool,
+    /// Ranks on several hosts are served by our own schedules over a link; otherwise by the delegate as a whole.
+    pub own_link: bool,
+}
+
+impl Default for Settings {
+    fn default() -> Settings {
+        Settings { fusion: true, strict: false, own_link: true }
+    }
 }

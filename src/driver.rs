@@ -26,6 +26,8 @@ pub trait Driven: Send + Sync {
     fn pending(&self) -> usize;
     /// Where this rank's door is, if it has one.
     fn area(&self) -> Option<&Area>;
+    /// Added to and woken when an operation ended, where there is no door: the lanes' threads end those.
+    fn bell(&self) -> Option<&AtomicU32>;
     /// Ranks that are threads of one process drive only their own groups, as separate processes would.
     fn domain(&self) -> u64;
     /// Spin and yield budgets.
@@ -52,6 +54,11 @@ impl Patience {
         } else {
             Patience { spin: Duration::from_micros(1), give_way: Duration::from_micros(200), apart: false }
         }
+    }
+
+    /// For a wait that another thread of this process must end: it may need this core.
+    pub fn none() -> Patience {
+        Patience { spin: Duration::ZERO, give_way: Duration::ZERO, apart: false }
     }
 }
 
@@ -199,13 +206,15 @@ fn sleep(groups: &[Arc<dyn Driven>], own: Option<&dyn Driven>, nap: Duration, do
         .collect();
     let areas: Vec<&Area> = all.iter().filter_map(|group| group.area()).take(futex::MOST).collect();
     let values: Vec<u32> = areas.iter().map(|area| signal::lie_down(*area, area.me)).collect();
+    let bells: Vec<&AtomicU32> = all.iter().filter_map(|group| group.bell()).take(futex::MOST - areas.len()).collect();
+    let rung: Vec<u32> = bells.iter().map(|bell| bell.load(Ordering::Acquire)).collect();
     let mut moved = done();
     for group in &all {
         moved |= group.drive();
     }
     if !moved && !done() {
-        let doors: Vec<(&AtomicU32, u32)> =
-            areas.iter().zip(&values).map(|(area, value)| (area.door_word(area.me), *value)).collect();
+        let doors = areas.iter().zip(&values).map(|(area, value)| (area.door_word(area.me), *value));
+        let doors: Vec<(&AtomicU32, u32)> = doors.chain(bells.iter().copied().zip(rung)).collect();
         futex::wait(&doors, nap);
     }
     for area in areas {

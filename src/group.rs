@@ -10,19 +10,21 @@
 mod check;
 mod explain;
 mod faults;
+mod hosts;
 mod monitored;
 
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
-use crate::config::Config;
+use crate::config::{Config, Settings};
 use crate::driver::{self, Driven, Outcome, Patience};
+use crate::engine::hierarchical::Hierarchical;
 use crate::engine::shm::area::Area;
 use crate::engine::shm::layout::{Layout, MAX_RANKS, SLOT_BYTES};
 use crate::engine::shm::meet::{self, Met};
 use crate::engine::shm::p2p::Ended;
-use crate::engine::shm::{Shm, signal};
+use crate::engine::shm::{Shm, futex, signal};
 use crate::engine::{local, solo};
 use crate::error::{Error, Result};
 pub use crate::host::{Completion, Host, Store};
@@ -41,6 +43,8 @@ enum Engine {
     Shm(Box<Shm>),
     /// Another backend serves the whole group; the reason.
     Delegate(String),
+    /// The ranks live on several hosts: `Group::lanes` serves them once there is a link; messages go by a delegate.
+    Hosts(hosts::Setup),
 }
 
 /// What the lock protects.
@@ -71,6 +75,10 @@ pub struct Group {
     policy: Arc<Policy>,
     /// Cores that the ranks of this host may use together.
     cores: usize,
+    /// What serves a group on several hosts, from `open_link` on.
+    lanes: OnceLock<Hierarchical>,
+    /// Futex word for waits in such a group: added to (release) after an operation ended, read (acquire) before the wait.
+    bell: AtomicU32,
     host: Arc<dyn Host>,
     peers: Vec<Peer>,
     /// Some peer is dead: one relaxed load on the way of every pass. Set after the peer's own flag.
@@ -94,6 +102,19 @@ pub struct Group {
 pub struct Op {
     core: Arc<CoreOp>,
     group: Arc<Group>,
+}
+
+fn local_config(rank: usize, size: usize, timeout: Duration) -> Config {
+    Config {
+        rank,
+        size,
+        timeout,
+        name: "local".to_string(),
+        delegate_reason: None,
+        algorithm: String::new(),
+        policy: String::new(),
+        settings: Settings::default(),
+    }
 }
 
 struct NoHost;
@@ -135,6 +156,13 @@ impl Group {
                 Ok(Group::build(config, Engine::Delegate(reason), None, Vec::new(), (1, own), 0, host))
             }
             meet::Outcome::Shared(met) => Group::share(config, met, &own, host),
+            meet::Outcome::Hosts { reason, .. } if !config.settings.own_link => {
+                Ok(Group::build(config, Engine::Delegate(reason), None, Vec::new(), (1, own), 0, host))
+            }
+            meet::Outcome::Hosts { hosts, id, reason, policy } => {
+                let policy = explain::agreed(&config, &own, &policy)?;
+                Group::span(config, &hosts, id, (reason, policy), store, host)
+            }
         }
     }
 
@@ -153,8 +181,9 @@ impl Group {
             .into_iter()
             .map(|peer| Peer { pid: peer.pid, host: peer.host, dead: AtomicBool::new(false) })
             .collect();
-        let engine = Engine::Shm(Box::new(Shm::new(Arc::clone(&area), local_cores, Arc::new(policy.clone()))));
-        let group = Group::build(config, engine, Some(area), list, (local_cores, policy), 0, host);
+        let fusion = config.settings.fusion;
+        let shm = Shm::new(Arc::clone(&area), local_cores, fusion, Arc::new(policy.clone()));
+        let group = Group::build(config, Engine::Shm(Box::new(shm)), Some(area), list, (local_cores, policy), 0, host);
         let weak = Arc::downgrade(&group);
         let guard = watch::watch(ends, move |rank, _reason| {
             if let Some(group) = weak.upgrade() {
@@ -172,30 +201,33 @@ impl Group {
 
     /// As `local`, over areas that the caller made, and may look into.
     pub fn over(areas: Vec<Arc<Area>>, timeout: Duration) -> Vec<Arc<Group>> {
-        Group::over_with(areas, timeout, |_| Policy::default())
+        let domains: Vec<u64> = (1..=areas.len() as u64).collect();
+        Group::over_in(areas, &domains, timeout, |_| Policy::default())
     }
 
     /// As `over`, with a policy for every rank, which must be the same one unless a test wants to see what happens.
     pub fn over_with(areas: Vec<Arc<Area>>, timeout: Duration, policy: impl Fn(usize) -> Policy) -> Vec<Arc<Group>> {
+        let domains: Vec<u64> = (1..=areas.len() as u64).collect();
+        Group::over_in(areas, &domains, timeout, policy)
+    }
+
+    /// As `over_with`, each in a domain that is given.
+    fn over_in(
+        areas: Vec<Arc<Area>>,
+        domains: &[u64],
+        timeout: Duration,
+        policy: impl Fn(usize) -> Policy,
+    ) -> Vec<Arc<Group>> {
         let (ranks, cores) = (areas.len(), crate::topology::usable_cores());
         let groups = areas.into_iter().enumerate().map(|(rank, area)| {
-            let policy = policy(rank);
-            let config = Config {
-                rank,
-                size: ranks,
-                timeout,
-                name: "local".to_string(),
-                delegate_reason: None,
-                algorithm: String::new(),
-                policy: String::new(),
-            };
+            let (config, policy) = (local_config(rank, ranks, timeout), policy(rank));
             let peers = (0..ranks)
                 .map(|_| Peer { pid: 0, host: "this process".to_string(), dead: AtomicBool::new(false) })
                 .collect();
-            let shm = || Shm::new(Arc::clone(&area), cores, Arc::new(policy.clone()));
+            let shm = || Shm::new(Arc::clone(&area), cores, true, Arc::new(policy.clone()));
             let engine = if ranks == 1 { Engine::Solo } else { Engine::Shm(Box::new(shm())) };
             // A rank's groups belong together, as they would in a process of its own.
-            Group::build(config, engine, Some(area), peers, (cores, policy), rank as u64 + 1, Arc::new(NoHost))
+            Group::build(config, engine, Some(area), peers, (cores, policy), domains[rank], Arc::new(NoHost))
         });
         groups.collect()
     }
@@ -213,10 +245,16 @@ impl Group {
         let group = Arc::new_cyclic(|this| Group {
             domain,
             generation: watch::generation(),
-            patience: Patience::for_ranks(ranks, cores),
+            patience: if matches!(engine, Engine::Hosts(_)) {
+                Patience::none()
+            } else {
+                Patience::for_ranks(ranks, cores)
+            },
             area,
             policy: Arc::new(policy),
             cores,
+            lanes: OnceLock::new(),
+            bell: AtomicU32::new(0),
             host,
             peers,
             any_dead: AtomicBool::new(false),
@@ -256,6 +294,9 @@ impl Group {
                 format!("group '{name}' rank {rank} of {size}: alone, every operation is a local copy")
             }
             (Engine::Delegate(why), _) => format!("group '{name}' rank {rank} of {size}: served by a delegate: {why}"),
+            (Engine::Hosts(setup), _) => {
+                format!("group '{name}' rank {rank} of {size}: {}", setup.describe())
+            }
             (Engine::Shm(_), area) => {
                 let area = area.as_ref().expect("a shared engine has an area");
                 format!(
@@ -323,6 +364,10 @@ impl Group {
                 shm.issue(Arc::clone(&op), kernel, &mut ended);
                 shm.poll(&mut ended).err()
             }
+            Engine::Hosts(_) => self.lanes.get().map_or_else(
+                || Some(Error::Bug("sagellm: an operation came before the link between hosts".to_string())),
+                |lanes| lanes.issue(Arc::clone(&op)).err(),
+            ),
             Engine::Delegate(_) => Some(Error::Bug("sagellm: an operation reached a delegated group".to_string())),
         };
         drop(inner);
@@ -347,6 +392,9 @@ impl Group {
         if let Some(area) = &self.area {
             signal::Bell::fence(&**area);
             signal::ring_if_asleep(&**area, area.me);
+        } else if self.lanes.get().is_some() {
+            self.bell.fetch_add(1, Ordering::Release);
+            futex::wake_all(&self.bell);
         }
     }
 
@@ -421,10 +469,12 @@ impl Group {
             area.set_left();
             signal::announce(&**area, area.ranks);
         }
-        self.fail_all(&Error::Aborted(format!(
+        let destroyed = Error::Aborted(format!(
             "sagellm: group '{}' was destroyed on rank {} while the operation was pending",
             self.config.name, self.config.rank
-        )));
+        ));
+        self.close_lanes(&destroyed);
+        self.fail_all(&destroyed);
         if let Some(driven) = self.this.upgrade() {
             let driven: Arc<dyn Driven> = driven;
             driver::unregister(&driven);
@@ -452,7 +502,9 @@ impl Group {
             }
         }
         // Another thread may have been first: everything pending ends with what it found.
-        self.fail_all(self.fault.get().unwrap_or(&error));
+        let fault = self.fault.get().unwrap_or(&error);
+        self.fail_lanes(fault);
+        self.fail_all(fault);
     }
 }
 
@@ -507,6 +559,9 @@ impl Driven for Group {
 
     fn tick(&self) {
         let now = clock::now();
+        if self.lanes.get().is_some() {
+            return self.tick_lanes(now);
+        }
         let mut inner = self.lock();
         let Engine::Shm(shm) = &mut inner.engine else { return };
         let mut ended = Ended::new();
@@ -532,6 +587,9 @@ impl Driven for Group {
     }
     fn area(&self) -> Option<&Area> {
         self.area.as_deref()
+    }
+    fn bell(&self) -> Option<&AtomicU32> {
+        self.lanes.get().map(|_| &self.bell)
     }
     fn domain(&self) -> u64 {
         self.domain
@@ -559,7 +617,9 @@ impl Drop for Group {
             signal::announce(&**area, area.ranks);
         }
         // The counts of pending operations and their owners must not be left behind.
-        self.fail_all(&Error::Aborted(format!("sagellm: group '{}' was dropped", self.config.name)));
+        let dropped = Error::Aborted(format!("sagellm: group '{}' was dropped", self.config.name));
+        self.close_lanes(&dropped);
+        self.fail_all(&dropped);
     }
 }
 

@@ -21,6 +21,7 @@
 mod bridge;
 pub mod driver;
 pub mod engine;
+pub mod fusion;
 pub mod group;
 pub mod reduce;
 pub mod schedule;

@@ -3,11 +3,12 @@
 use std::path::{Path, PathBuf};
 
 /// From top to bottom; a module may use modules with a larger number. Modules of one number are one layer.
-const LAYERS: [(&str, u32); 16] = [
+const LAYERS: [(&str, u32); 17] = [
     ("bridge", 1),
     ("group", 2),
     ("driver", 3),
     ("engine", 4),
+    ("fusion", 5),
     ("select", 5),
     ("schedule", 6),
     ("reduce", 6),

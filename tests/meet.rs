@@ -13,7 +13,7 @@ use std::sync::{Arc, Barrier, Mutex};
 use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
-use sagellm::config::Config;
+use sagellm::config::{Config, Settings};
 use sagellm::engine::shm::meet::record::{Answer, Body, Hello, Identity, Mode, Offer, PROTOCOL, Record, Verdict};
 use sagellm::engine::shm::meet::{Met, Outcome, hello_bytes, meet, meet_as};
 use sagellm::engine::shm::segment::Backing;
@@ -81,6 +81,7 @@ fn config(rank: usize, size: usize, timeout: Duration) -> Config {
         delegate_reason: None,
         algorithm: String::new(),
         policy: format!("rank {rank}'s"),
+        settings: Settings::default(),
     }
 }
 
@@ -117,13 +118,13 @@ fn run(store: &(dyn Store + Sync), size: usize, change: impl Fn(&mut Rank) + Syn
 fn shared(outcome: Result<Outcome>) -> Met {
     match outcome.unwrap() {
         Outcome::Shared(met) => met,
-        Outcome::Delegate(reason) => panic!("delegated: {reason}"),
+        Outcome::Delegate(reason) | Outcome::Hosts { reason, .. } => panic!("not shared: {reason}"),
     }
 }
 
 fn reasons(outcomes: Vec<Result<Outcome>>) -> Vec<String> {
     let reason = |outcome: Result<Outcome>| match outcome.unwrap() {
-        Outcome::Delegate(reason) => reason,
+        Outcome::Delegate(reason) | Outcome::Hosts { reason, .. } => reason,
         Outcome::Shared(_) => panic!("shared"),
     };
     outcomes.into_iter().map(reason).collect()
@@ -322,7 +323,7 @@ impl Store for Misleading {
         let verdict = value.as_deref().and_then(Verdict::read).filter(|verdict| verdict.mode == Mode::Share);
         match verdict {
             Some(verdict) if std::thread::current().id() == self.1 => {
-                Ok(Some(Verdict { socket: b"sagellm nobody".into(), ..verdict }.write()))
+                Ok(Some(Verdict { detail: b"sagellm nobody".into(), ..verdict }.write()))
             }
             _ => Ok(value),
         }
@@ -800,7 +801,7 @@ proptest! {
 
     #[test]
     fn damaged_messages_are_read_without_panic(id in any::<[u8; 16]>(), ranks in 1..9usize, at in any::<prop::sample::Index>(), value in any::<u8>()) {
-        let verdict = Verdict { id, nonces: vec![id; ranks], mode: Mode::Share, text: "t".into(), socket: b"name".into(), policy: "p\nq".into() };
+        let verdict = Verdict { id, nonces: vec![id; ranks], mode: Mode::Share, text: "t".into(), detail: b"name".into(), policy: "p\nq".into() };
         let offer = Offer {
             id, part: 0, parts: 1, segment_len: 1 << 20, backing: Backing::Sealed, local_cores: 2, pidns: 4,
             ranks: vec![(1, "host".into()); ranks], process_of: vec![1, 2],

@@ -73,6 +73,13 @@ impl Group {
 
     fn explain_asked(&self, asked: Asked) -> Explanation {
         match &self.lock().engine {
+            Engine::Hosts(_) => match self.lanes.get() {
+                Some(lanes) if !asked.kind.is_p2p() => lanes.explain(asked, &self.shape()),
+                _ => {
+                    let why = "the ranks live on several hosts, where messages travel by the delegate";
+                    explain::delegated(asked, &self.shape(), &self.policy, why)
+                }
+            },
             Engine::Delegate(why) => explain::delegated(asked, &self.shape(), &self.policy, why),
             _ => explain::explain(asked, &self.shape(), &self.policy),
         }

@@ -4,11 +4,14 @@
 
 use std::fmt::Write as _;
 
+use super::hosts::{self, Hosts, Menu};
+use super::reason::Reason;
 use super::rules::Way;
 use super::table::Line;
 use super::{
     Asked, Choice, Class, Decisive, Path, Policy, Shape, decisive, model, out_of_cache, possible, size, start,
 };
+use crate::schedule::Algorithm;
 use crate::types::{Dtype, Kind};
 
 /// Chunks that are offered as alternatives; those beyond the stage are left out.
@@ -61,6 +64,42 @@ pub fn explain(asked: Asked, shape: &Shape, policy: &Policy) -> Explanation {
         explanation.rejected = rejected(&explanation, policy);
     }
     explanation
+}
+
+/// An operation of a group on several hosts, as it would go alone; in a batch its neighbours count too.
+pub fn between(asked: Asked, shape: &Shape, hosts: &Hosts, menu: &Menu, policy: &Policy) -> Explanation {
+    let found = hosts::between_hosts(asked, false, hosts, menu, policy);
+    let decided = match found.reason {
+        Reason::Override | Reason::Measured => {
+            hosts::said_by(asked, hosts, policy).map(|rule| format!(": the rule \"{rule}\""))
+        }
+        _ => None,
+    };
+    let decided = decided.unwrap_or_else(|| format!(": {}", found.reason.text()));
+    let others = Algorithm::ALL.into_iter().filter(|other| *other != found.algorithm && other.serves(asked.kind));
+    let rejected = others.map(|other| {
+        let time_of = hosts::predict(asked, other, hosts, menu);
+        let against =
+            time_of.map(|ns| format!("predicted {} between the hosts, against {}", time(ns), time(found.predicted_ns)));
+        let why_not = match (hosts.strict, against) {
+            (true, _) => Reason::Strict.text().to_string(),
+            (false, Some(against)) => against,
+            (false, None) => found.reason.text().to_string(),
+        };
+        Alternative { way: other.name().to_string(), predicted_ns: time_of, why_not }
+    });
+    Explanation {
+        asked,
+        shape: Shape { hosts: hosts.hosts, ..*shape },
+        choice: found.choice(),
+        sequence: 0,
+        predicted_ns: found.predicted_ns,
+        measured_ns: None,
+        decided: format!("{}{decided}", found.reason.basis()),
+        overruled: Vec::new(),
+        rejected: rejected.collect(),
+        table: policy.note.clone(),
+    }
 }
 
 /// An operation that a delegate serves, because of `why`.
@@ -251,7 +290,7 @@ fn rejected(explanation: &Explanation, policy: &Policy) -> Vec<Alternative> {
                     "its rounds depend on sizes that no rank knows alone; the largest chunk needs the fewest"
                         .to_string()
                 }
-                None if choice.reason == super::Reason::Override => format!("{}; the rule decides", against("against")),
+                None if choice.reason == Reason::Override => format!("{}; the rule decides", against("against")),
                 None if time_of >= *predicted_ns => against("not less than the"),
                 None => format!("{}; the start values decide until `sagellm tune` has measured it", against("against")),
             };
@@ -271,7 +310,7 @@ fn impossible(asked: Asked, shape: &Shape) -> String {
 mod tests {
     use super::*;
     use crate::select::rules::Rules;
-    use crate::select::{Reason, table};
+    use crate::select::table;
 
     const SHAPE: Shape = Shape { ranks: 2, hosts: 1, cores: 2, slot_bytes: 4096, stage_bytes: 512 << 10 };
 

@@ -5,10 +5,10 @@
 //! the start rules. A batch of operations goes only by schedules whose order of summation does not depend on where an
 //! element lies in the batch, so that the bits of an operation do not depend on its neighbours.
 
-use super::cost::{self, Link, Model, Priced};
+use super::cost::{Link, Model, Priced};
 use super::rules::{Rule, Way};
 use super::{Asked, Choice, Class, Path, Policy, Reason};
-use crate::schedule::Algorithm;
+use crate::schedule::{Algorithm, Schedule};
 use crate::types::Kind;
 
 /// What was found out about the way between two hosts, agreed between the ranks before it is used. Zeros: not measured.
@@ -20,6 +20,9 @@ pub struct LinkFacts {
 }
 
 impl LinkFacts {
+    /// Where nobody measured: a network of about 10 Gbit/s, as most machines of a cluster have.
+    pub const ASSUMED: LinkFacts = LinkFacts { alpha_ns: 50_000, beta_ps_per_byte: 800 };
+
     pub fn known(self) -> bool {
         self.alpha_ns > 0 || self.beta_ps_per_byte > 0
     }
@@ -42,12 +45,11 @@ pub struct Hosts {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostsChoice {
     pub algorithm: Algorithm,
-    /// Into how many segments the schedule itself cuts its streams; 1 where it does not pipeline.
-    pub segments: usize,
     /// Ranks of each host that take part, each with its share of the data.
     pub leaders: u8,
-    /// Bytes of the operation that pass through reduce, exchange and spread at a time.
+    /// Bytes of the operation that pass through reduce, exchange and spread at a time, and how many such parts it has.
     pub segment_bytes: usize,
+    pub segments: usize,
     pub reason: Reason,
     /// 0 where the link was not measured.
     pub predicted_ns: u64,
@@ -62,10 +64,11 @@ impl HostsChoice {
 
 /// From here on bytes count more than steps: the public start rules have their border here.
 pub const LARGE: u64 = 1 << 20;
-/// Below this a share of a leader would cost more messages than it saves.
-const LEAST_SHARE: u64 = 256 << 10;
-const MOST_LEADERS: usize = 4;
+/// Up to here a second leader would cost more messages than it saves.
+const ONE_LEADER: u64 = 64 << 10;
 const MOST_OVERHEAD_NS: u64 = 20_000;
+/// Segments where the link was not measured, and the smallest ones where it was.
+const SEGMENT: usize = 2 << 20;
 const LEAST_SEGMENT: f64 = 256.0 * 1024.0;
 /// Nanoseconds a byte inside a host, from docs/benchmarks.md: what a segment overlaps with.
 const INSIDE_NS: f64 = 0.05;
@@ -83,13 +86,14 @@ impl Menu {
     pub fn new(hosts: usize) -> Menu {
         let kinds = (1..=u8::MAX).map_while(Kind::from_u8).filter(|kind| !kind.is_p2p());
         let few = if (2..=MOST_PRICED).contains(&hosts) { hosts } else { 2 };
-        let priced = kinds.flat_map(|kind| cost::candidates(kind, few, 0, 1, &serving(kind))).collect();
+        let priced = kinds.flat_map(|kind| serving(kind, few)).map(|schedule| Priced::new(schedule, 1)).collect();
         Menu { hosts: few, priced }
     }
 }
 
-fn serving(kind: Kind) -> Vec<Algorithm> {
-    Algorithm::ALL.into_iter().filter(|algorithm| algorithm.serves(kind)).collect()
+/// Pipelining is done above the schedules, in segments of the whole operation, so none cuts its streams itself.
+fn serving(kind: Kind, hosts: usize) -> impl Iterator<Item = Schedule> {
+    Algorithm::ALL.into_iter().filter_map(move |algorithm| Schedule::new(algorithm, kind, hosts, 0, 1))
 }
 
 /// The way of one operation between hosts. `batched`: it travels together with others. `asked.bytes` as one rank gives
@@ -98,9 +102,9 @@ pub fn between_hosts(asked: Asked, batched: bool, hosts: &Hosts, menu: &Menu, po
     let bytes = exchanged(asked, hosts);
     let mut choice = HostsChoice {
         algorithm: Algorithm::Direct,
-        segments: 1,
-        leaders: leaders(bytes, hosts),
+        leaders: leaders(asked, hosts),
         segment_bytes: segment(bytes, hosts.link),
+        segments: 1,
         reason: Reason::Strict,
         predicted_ns: 0,
     };
@@ -119,8 +123,9 @@ pub fn between_hosts(asked: Asked, batched: bool, hosts: &Hosts, menu: &Menu, po
     if let Some((priced, seconds)) = fastest
         && !hosts.strict
     {
-        (choice.algorithm, choice.segments) = (priced.schedule.algorithm, priced.schedule.segments);
-        (choice.predicted_ns, choice.reason) = ((seconds * 1e9) as u64, Reason::Model);
+        choice.algorithm = priced.schedule.algorithm;
+        choice.predicted_ns = (seconds * 1e9) as u64;
+        choice.reason = if hosts.link == LinkFacts::ASSUMED { Reason::Assumed } else { Reason::Model };
     }
     if let Some((rule, reason)) = said(asked, policy, &allowed)
         && let Way::Hosts { algorithm, leaders, segment } = rule.way
@@ -129,11 +134,13 @@ pub fn between_hosts(asked: Asked, batched: bool, hosts: &Hosts, menu: &Menu, po
             choice.reason = reason;
         }
         if algorithm != choice.algorithm {
-            (choice.algorithm, choice.segments, choice.predicted_ns) = (algorithm, 1, 0);
+            (choice.algorithm, choice.predicted_ns) = (algorithm, 0);
         }
         choice.leaders = leaders.map_or(choice.leaders, |count| count.min(cap(hosts.least_ranks)));
         choice.segment_bytes = segment.unwrap_or(choice.segment_bytes);
     }
+    let parts = asked.bytes.div_ceil(choice.segment_bytes as u64).max(1);
+    choice.segments = usize::try_from(parts).unwrap_or(usize::MAX);
     choice
 }
 
@@ -141,6 +148,12 @@ pub fn between_hosts(asked: Asked, batched: bool, hosts: &Hosts, menu: &Menu, po
 pub fn predict(asked: Asked, algorithm: Algorithm, hosts: &Hosts, menu: &Menu) -> Option<u64> {
     let only = |other: Algorithm| other == algorithm;
     fastest(asked.kind, exchanged(asked, hosts), hosts, menu, &only).map(|(_, seconds)| (seconds * 1e9) as u64)
+}
+
+/// The rule or line that names the schedule of an operation that travels alone, for `explain`.
+pub fn said_by(asked: Asked, hosts: &Hosts, policy: &Policy) -> Option<Rule> {
+    let allowed = |algorithm: Algorithm| !hosts.strict && algorithm.serves(asked.kind);
+    said(asked, policy, &allowed).map(|(rule, _)| *rule)
 }
 
 /// The first rule, or else the line of the table, that names an allowed schedule for this operation.
@@ -217,19 +230,20 @@ fn cap(count: usize) -> u8 {
     u8::try_from(count.clamp(1, 255)).unwrap_or(u8::MAX)
 }
 
-/// A start value: as many leaders as keep their shares large. They fill the link with more than one connection.
-fn leaders(bytes: u64, hosts: &Hosts) -> u8 {
-    let shares = usize::try_from(bytes / LEAST_SHARE).unwrap_or(usize::MAX);
-    cap(hosts.least_ranks.min(MOST_LEADERS).min(shares))
+/// A start value: a large all_reduce is shared out over all ranks of a host, which fill the link with several connections.
+fn leaders(asked: Asked, hosts: &Hosts) -> u8 {
+    if asked.kind == Kind::AllReduce && asked.bytes > ONE_LEADER { cap(hosts.least_ranks) } else { 1 }
 }
 
 /// Where the cost of one more message equals what a shorter first and last segment save: a power of two, and at least
 /// one whole small operation.
 fn segment(bytes: u64, link: LinkFacts) -> usize {
+    if !link.known() || link == LinkFacts::ASSUMED {
+        return SEGMENT;
+    }
     let most = (1u64 << 30) as f64;
     let balanced = (bytes as f64 * overhead_ns(link) / INSIDE_NS).sqrt();
-    let wanted = if link.known() { balanced } else { 4.0 * LARGE as f64 };
-    (wanted.clamp(LEAST_SEGMENT, most) as usize).next_power_of_two().min(1 << 30)
+    (balanced.clamp(LEAST_SEGMENT, most) as usize).next_power_of_two().min(1 << 30)
 }
 
 #[cfg(test)]
@@ -272,7 +286,8 @@ mod tests {
         assert!(found.predicted_ns >= FAST.alpha_ns);
         policy.rules = Rules::parse("*:0-=dissemination;all_reduce:0-=ring(leaders=9,segment=1MiB)").unwrap();
         let found = between_hosts(small, false, &hosts(3, FAST), &menu, &policy);
-        assert_eq!((found.algorithm, found.leaders, found.segment_bytes), (Algorithm::Ring, 2, 1 << 20));
+        assert_eq!((found.algorithm, found.leaders), (Algorithm::Ring, 2));
+        assert_eq!((found.segment_bytes, found.segments), (1 << 20, 1));
         assert_eq!(found.reason, Reason::Override);
         assert_eq!(Choice::from_code(found.choice().code()), found.choice());
         let batched = between_hosts(small, true, &hosts(3, FAST), &menu, &policy);

@@ -28,10 +28,11 @@ pub enum Reason {
     FullNvlink = 16,
     Large = 17,
     OneSchedule = 18,
+    Assumed = 19,
 }
 
 impl Reason {
-    pub const ALL: [Reason; 19] = [
+    pub const ALL: [Reason; 20] = [
         Reason::Unknown,
         Reason::Alone,
         Reason::Message,
@@ -51,6 +52,7 @@ impl Reason {
         Reason::FullNvlink,
         Reason::Large,
         Reason::OneSchedule,
+        Reason::Assumed,
     ];
 
     pub fn from_u8(value: u8) -> Reason {
@@ -79,6 +81,7 @@ impl Reason {
             Reason::FullNvlink => "full_nvlink",
             Reason::Large => "large",
             Reason::OneSchedule => "one_schedule",
+            Reason::Assumed => "assumed_link",
         }
     }
 
@@ -89,7 +92,7 @@ impl Reason {
             Reason::Measured => "measurement",
             Reason::FitsSlot | Reason::InCache | Reason::OutOfCache | Reason::Crowded => "start value",
             Reason::PowerOfTwo | Reason::AnyCount | Reason::FullNvlink | Reason::Large => "start rule",
-            Reason::Model => "cost model",
+            Reason::Model | Reason::Assumed => "cost model",
             Reason::Unknown => "nothing",
             _ => "only way",
         }
@@ -110,6 +113,7 @@ impl Reason {
             Reason::NoCommonSize => "no rank knows all the sizes of an all_to_all, so one way serves them all",
             Reason::NothingToMove => "it moves no data",
             Reason::Strict => "strict mode: only the direct exchange adds in the order of the ranks",
+            Reason::Assumed => "the cost model, with a link of 50 us and 10 Gbit/s, because it was not measured",
             Reason::Model => "the cost model, with the link as it was measured when the group was made",
             Reason::PowerOfTwo => "below 1 MiB steps count most, and the count is a power of two",
             Reason::AnyCount => "below 1 MiB, and the count is no power of two",

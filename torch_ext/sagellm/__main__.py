@@ -1,5 +1,6 @@
 """The command line. ``doctor`` says what this machine offers and whether two ranks can talk; ``tune``, ``table`` and
-``explain`` are about the ways operations go (``_tune.py``)."""
+``explain`` are about the ways operations go (``_tune.py``); ``simulate`` says what collectives cost on other machines.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
-from sagellm import _tune
+from sagellm import _simulate, _tune
 
 EXAMPLES = """examples:
   python -m sagellm doctor                 facts about this machine, then a short self-test
@@ -139,8 +140,15 @@ def doctor(with_self_test: bool) -> int:
     return self_test() if with_self_test else 0
 
 
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line; the usage is in the help."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="sagellm",
         description="A torch.distributed backend; its commands look at this machine.",
         epilog=EXAMPLES,
@@ -156,16 +164,31 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     checked.add_argument("--no-self-test", action="store_true", help="print the facts and end")
+    simulated = commands.add_parser(
+        "simulate",
+        help="predicted times of collectives, by algorithm, size and number of ranks",
+        description="Prices the schedules of this package under a model of links (latency, time per byte, combining "
+        "numbers) and prints a table of times and the sizes at which one algorithm overtakes another.",
+        epilog=_simulate.EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _simulate.add_arguments(simulated)
     _add_choosing(commands)
     given = sys.argv[1:] if arguments is None else arguments
-    # What the self-test and tune start: no commands for people, so no help lists them.
+    # What the self-test, tune and `simulate --check` start: no commands for people, so no help lists them.
     if given[:1] == ["_rank"]:
         return run_rank(int(given[1]), int(given[2]))
+    if given[:1] == ["_simulated_rank"]:
+        from sagellm import _measure
+
+        return _measure.run_rank(int(given[1]), int(given[2]), int(given[3]), given[4])
     if given[:1] == ["_tune_rank"]:
         return _tune.run_rank(int(given[1]), int(given[2]), int(given[3]), float(given[4]), int(given[5]))
     parsed = parser.parse_args(given)
     if parsed.command == "doctor":
         return doctor(with_self_test=not parsed.no_self_test)
+    if parsed.command == "simulate":
+        return _simulate.run(parsed)
     try:
         return _choosing(parsed)
     except (ImportError, ValueError) as error:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-#: Keys of the delegate must not meet the keys of the shared-memory set-up in the same store.
+#: Keys of the delegate must not meet the keys of the shared-memory set-up in the same store, nor those of the link.
 PREFIX = "delegate"
+LINK_PREFIX = "link"
 DEFAULT = "gloo"
 
 
@@ -51,10 +52,13 @@ def check(name: str) -> str:
     return wanted
 
 
-def build(name: str, options: Any) -> Any:
-    """The built-in group ``name`` over the same ranks. Collective: every rank of the group must come here."""
+def build(name: str, options: Any, prefix: str = PREFIX) -> Any:
+    """The built-in group ``name`` over the same ranks. Collective: every rank of the group must come here.
+
+    ``prefix`` keeps several groups over one store apart.
+    """
     from torch.distributed import PrefixStore
     from torch.distributed import distributed_c10d as c10d
 
     wanted = check(name)
-    return BUILT_IN[wanted][1](c10d, PrefixStore(PREFIX, options.store), options)
+    return BUILT_IN[wanted][1](c10d, PrefixStore(prefix, options.store), options)

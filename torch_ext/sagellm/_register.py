@@ -43,8 +43,8 @@ def create(options: Any, pg_options: Any = None) -> Any:
     _log.configure(extension)
     if os.environ.get(_log.VARIABLE):
         _log_versions(extension)
-    ours = pg_options if isinstance(pg_options, extension.Options) else None
-    delegate = _delegate.check(ours.delegate if ours is not None else "")
+    ours = _settings(extension, pg_options)
+    delegate = _delegate.check(ours.delegate)
     _step_at_exit(extension)
     _detach_flight_recorder()
     backend = extension.create(
@@ -60,7 +60,28 @@ def create(options: Any, pg_options: Any = None) -> Any:
     if reason:
         _tell_delegate(delegate, reason, options)
         backend._set_delegate(_delegate.build(delegate, options))
+    elif backend.spans_hosts:
+        _log.logger.info("%s", backend.describe())
+        backend._set_delegate(_delegate.build(delegate, options))
+        backend._set_link(_delegate.build(delegate, options, _delegate.LINK_PREFIX))
     return backend
+
+
+#: Switches for a whole process, see docs/fusion.md and docs/determinism.md: variable, option, its value when set.
+SWITCHES = {"SAGELLM_FUSION": "fusion", "SAGELLM_STRICT": "strict"}
+_BOOLEANS = {"0": False, "off": False, "false": False, "no": False, "1": True, "on": True, "true": True, "yes": True}
+
+
+def _settings(extension: ModuleType, given: Any) -> Any:
+    """A copy of the user's options, or the defaults, in which the environment's switches have the last word."""
+    ours = extension.Options() if not isinstance(given, extension.Options) else given.__copy__()
+    for variable, option in SWITCHES.items():
+        text = os.environ.get(variable, "").strip().lower()
+        if text and text not in _BOOLEANS:
+            raise ValueError(f"sagellm: {variable}={text!r}, expected 1 or 0 (on or off)")
+        if text:
+            setattr(ours, option, _BOOLEANS[text])
+    return ours
 
 
 def _detach_flight_recorder() -> None:

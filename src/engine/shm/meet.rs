@@ -74,6 +74,15 @@ pub enum Outcome {
     Shared(Met),
     /// The ranks cannot share memory; the same reason on every rank.
     Delegate(String),
+    /// They live on several hosts: the number of each rank's host, counted from 0 in the order of the ranks. The same
+    /// list and reason on every rank, and an `id` that no other attempt to meet has.
+    Hosts {
+        hosts: Vec<usize>,
+        id: Nonce,
+        reason: String,
+        /// `Config::policy` of rank 0.
+        policy: String,
+    },
 }
 
 /// Bytes at the start of a segment in which the ranks prove that they see one memory.
@@ -123,6 +132,7 @@ pub fn meet_as(
             talk.patience.start.elapsed()
         ),
         Outcome::Delegate(reason) => log::debug!("group '{}' delegates: {reason}", config.name),
+        Outcome::Hosts { reason, .. } => log::debug!("group '{}' spans hosts: {reason}", config.name),
     }
     Ok(outcome)
 }

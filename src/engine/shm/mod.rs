@@ -38,7 +38,7 @@ use crate::error::Result;
 use crate::op::{self, Op};
 use crate::reduce::Kernel;
 use crate::select::{self, Asked, Choice, Path, Policy, Shape};
-use crate::types::{Kind, Span};
+use crate::types::Kind;
 
 enum Phase {
     /// Not published: waits for credits, or for an earlier operation on the same memory.
@@ -69,11 +69,13 @@ pub struct Shm {
     chain: u64,
     p2p: P2p,
     scratch: Vec<u8>,
+    /// Off: a collective is published when the one before it has ended, so that none travel together.
+    fusion: bool,
 }
 
 impl Shm {
-    /// `cores`: what the ranks of this host may use together. Both that and the policy are the same on every rank.
-    pub fn new(area: Arc<Area>, cores: usize, policy: Arc<Policy>) -> Shm {
+    /// `cores`: what the ranks of this host may use together. All three are the same on every rank.
+    pub fn new(area: Arc<Area>, cores: usize, fusion: bool, policy: Arc<Policy>) -> Shm {
         let layout = area.layout;
         let shape = layout.shape(cores);
         Shm {
@@ -84,6 +86,7 @@ impl Shm {
             bases: Bases::default(),
             chain: policy.hash(),
             scratch: Vec::new(),
+            fusion,
             area,
             shape,
             policy,
@@ -166,7 +169,7 @@ impl Shm {
         while self.queued > 0 {
             let at = self.entries.len() - self.queued;
             let n = self.entries[at].op.number;
-            if !self.slots.may_publish(&*self.area, n) || self.must_follow(at) {
+            if !self.slots.may_publish(&*self.area, n) || self.must_follow(at) || !self.fusion && at > 0 {
                 break;
             }
             let area = &*self.area;
@@ -202,18 +205,8 @@ impl Shm {
     /// True when the operation at `at` touches memory that an earlier one has yet to read or write: publishing it now
     /// would read too early.
     fn must_follow(&self, at: usize) -> bool {
-        let op = &self.entries[at].op.request;
-        self.entries.range(..at).any(|earlier| {
-            let before = &earlier.op.request;
-            touch(&before.outputs, &op.inputs)
-                || touch(&before.outputs, &op.outputs)
-                || touch(&before.inputs, &op.outputs)
-                || touch(&before.also_touched, &op.also_touched)
-                || touch(&before.also_touched, &op.inputs)
-                || touch(&before.also_touched, &op.outputs)
-                || touch(&before.outputs, &op.also_touched)
-                || touch(&before.inputs, &op.also_touched)
-        })
+        let request = &self.entries[at].op.request;
+        self.entries.range(..at).any(|earlier| request.must_follow(&earlier.op.request))
     }
 
     /// The first operation that cannot end without something more from `peer`.
@@ -248,8 +241,4 @@ impl Shm {
             n => (n, format!("{} number {n}", op::describe(self.area.read_header(peer, n).signature))),
         }
     }
-}
-
-fn touch(a: &[Span], b: &[Span]) -> bool {
-    a.iter().any(|x| b.iter().any(|y| x.overlaps(y)))
 }

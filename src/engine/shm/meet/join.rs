@@ -27,7 +27,14 @@ pub(super) fn join(talk: &mut Talk) -> Result<Outcome> {
         let verdict = talk.store.try_get(VERDICT)?.and_then(|bytes| Verdict::read(&bytes));
         match verdict.filter(|verdict| names(verdict, talk)) {
             Some(verdict) => match verdict.mode {
-                Mode::Delegate => return Ok(Outcome::Delegate(verdict.text)),
+                Mode::Delegate => {
+                    return Ok(match verdict.hosts() {
+                        Some(hosts) => {
+                            Outcome::Hosts { hosts, id: verdict.id, reason: verdict.text, policy: verdict.policy }
+                        }
+                        None => Outcome::Delegate(verdict.text),
+                    });
+                }
                 Mode::Failed => return Err(told(&verdict.text)),
                 Mode::Ask if done_with != Some(verdict.id) => {
                     answer(talk, verdict.id, "")?;
@@ -119,7 +126,7 @@ fn next_message(talk: &mut Talk, socket: &OwnedFd) -> Result<io::Result<Option<s
 fn visit(talk: &mut Talk, verdict: &Verdict) -> Result<Visit> {
     let rank = talk.config.rank;
     let socket = loop {
-        match socket::connect(&verdict.socket) {
+        match socket::connect(&verdict.detail) {
             Ok(socket) => break socket,
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                 if !talk.patience.pause(std::iter::empty())? {

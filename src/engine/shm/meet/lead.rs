@@ -65,10 +65,17 @@ impl Lead<'_, '_> {
             // All ranks give the same reason, so it must fit where the others read it.
             let plan = plan.map_err(|reason| clip(&reason).to_string());
             let step = match plan {
-                Err(reason) => match self.ask(id, &reason)? {
-                    Step::Delegated => return Ok(Outcome::Delegate(reason)),
-                    step => step,
-                },
+                Err(reason) => {
+                    let hosts = if forced.is_none() { hosts(&self.records) } else { None };
+                    match (self.ask(id, &reason, hosts.as_deref().unwrap_or_default())?, hosts) {
+                        (Step::Delegated, None) => return Ok(Outcome::Delegate(reason)),
+                        (Step::Delegated, Some(hosts)) => {
+                            let policy = self.talk.config.policy.clone();
+                            return Ok(Outcome::Hosts { hosts, id, reason, policy });
+                        }
+                        (step, _) => step,
+                    }
+                }
                 Ok(plan) => self.share(id, plan)?,
             };
             self.talk.patience.refresh();
@@ -89,10 +96,11 @@ impl Lead<'_, '_> {
         self.records[rank].as_ref().map_or([0; 16], |record| record.nonce)
     }
 
-    pub(super) fn verdict(&self, id: Nonce, mode: Mode, text: &str, socket: &[u8]) -> Verdict {
+    pub(super) fn verdict(&self, id: Nonce, mode: Mode, text: &str, detail: &[u8]) -> Verdict {
         let nonces = (0..self.size()).map(|rank| self.nonce(rank)).collect();
-        let policy = if mode == Mode::Share { self.talk.config.policy.clone() } else { String::new() };
-        Verdict { id, nonces, mode, text: text.into(), socket: socket.into(), policy }
+        let decided = matches!(mode, Mode::Share | Mode::Delegate);
+        let policy = if decided { self.talk.config.policy.clone() } else { String::new() };
+        Verdict { id, nonces, mode, text: text.into(), detail: detail.into(), policy }
     }
 
     /// Reads a rank's record; true when it is a new one. What cannot be read, or is of a group of another size, was
@@ -175,7 +183,8 @@ impl Lead<'_, '_> {
 
     /// Shared memory is out of the question. That is final only when every rank has confirmed it under its present
     /// nonce: a record that is the reason may be of an earlier incarnation.
-    fn ask(&mut self, id: Nonce, reason: &str) -> Result<Step> {
+    /// `hosts`: each rank's, where that is the reason.
+    fn ask(&mut self, id: Nonce, reason: &str, hosts: &[usize]) -> Result<Step> {
         self.talk.store.set(VERDICT, &self.verdict(id, Mode::Ask, reason, &[]).write())?;
         let mut missing: Vec<usize> = (1..self.size()).collect();
         loop {
@@ -186,7 +195,8 @@ impl Lead<'_, '_> {
                 }
             }
             if missing.is_empty() {
-                self.talk.store.set(VERDICT, &self.verdict(id, Mode::Delegate, reason, &[]).write())?;
+                let detail: Vec<u8> = hosts.iter().flat_map(|host| (*host as u16).to_le_bytes()).collect();
+                self.talk.store.set(VERDICT, &self.verdict(id, Mode::Delegate, reason, &detail).write())?;
                 return Ok(Step::Delegated);
             }
             if missing.len() < before {
@@ -245,6 +255,25 @@ fn agreeable(records: &[Option<Record>]) -> std::result::Result<Vec<&Body>, Stri
     Ok(bodies)
 }
 
+/// The number of each rank's host, in the order in which the ranks name them, where the ranks would share memory if they
+/// were not on several hosts. What one user on one host cannot share with another counts as two hosts.
+fn hosts(records: &[Option<Record>]) -> Option<Vec<usize>> {
+    let own = records[0].as_ref()?;
+    let mut seen: Vec<(&str, u32, u64)> = Vec::new();
+    let mut hosts = Vec::new();
+    for record in records {
+        let record = record.as_ref().filter(|it| it.protocol == PROTOCOL && it.version == own.version)?;
+        let body = record.body.as_ref().filter(|body| body.wish.is_empty() && !body.identity.boot_id.is_empty())?;
+        let place = (body.identity.boot_id.as_str(), body.identity.uid, body.identity.netns);
+        let host = seen.iter().position(|known| *known == place).unwrap_or_else(|| {
+            seen.push(place);
+            seen.len() - 1
+        });
+        hosts.push(host);
+    }
+    (seen.len() > 1 && seen.len() <= usize::from(u16::MAX)).then_some(hosts)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -274,6 +303,10 @@ mod tests {
         }
         let wishes = [record(|_, body| body.wish = "all".into()), record(|_, body| body.wish = "all".into())];
         assert_eq!(agreeable(&wishes).unwrap_err(), "all");
+        let far = || record(|_, body| body.identity.boot_id = "far".into());
+        assert_eq!(hosts(&[same(), far(), same(), far()]), Some(vec![0, 1, 0, 1]));
+        assert_eq!(hosts(&[same(), same()]), None, "one host");
+        assert_eq!(hosts(&[same(), far(), record(|_, body| body.wish = "no".into())]), None, "somebody refuses");
         // An unknown boot proves nothing, even when it is unknown on both sides.
         let unknown = || record(|_, body| body.identity.boot_id.clear());
         assert!(agreeable(&[unknown(), unknown()]).is_err());

@@ -226,20 +226,35 @@ pub struct Verdict {
     pub mode: Mode,
     /// Reason or error.
     pub text: String,
-    /// Name of rank 0's socket in the abstract namespace.
-    pub socket: Vec<u8>,
+    /// `Share`: name of rank 0's socket in the abstract namespace. `Delegate`: the number of each rank's host, two bytes
+    /// each, or nothing where sharing fails for another reason.
+    pub detail: Vec<u8>,
     /// What rank 0 decided about choosing: `select::Policy` as text. Empty where the mode does not need it.
     pub policy: String,
 }
 
 impl Verdict {
+    /// What a `Delegate` says of hosts: one number a rank, no gaps, rank 0 on host 0.
+    pub fn hosts(&self) -> Option<Vec<usize>> {
+        let hosts: Vec<usize> =
+            self.detail.chunks_exact(2).map(|two| usize::from(u16::from_le_bytes([two[0], two[1]]))).collect();
+        let mut known = 0;
+        for host in &hosts {
+            if *host > known {
+                return None;
+            }
+            known = known.max(*host + 1);
+        }
+        (hosts.len() == self.nonces.len() && self.detail.len() == 2 * hosts.len() && known > 1).then_some(hosts)
+    }
+
     pub fn write(&self) -> Vec<u8> {
         Writer::new(VERDICT_MAGIC)
             .bytes(&self.id)
             .list(&self.nonces, |writer, nonce| writer.bytes(nonce))
             .u8(self.mode as u8)
             .text(&self.text)
-            .list(&self.socket, |writer, byte| writer.u8(*byte))
+            .list(&self.detail, |writer, byte| writer.u8(*byte))
             .whole(&self.policy)
             .0
     }
@@ -257,7 +272,7 @@ impl Verdict {
                 _ => return None,
             },
             text: from.text()?,
-            socket: from.list(Reader::u8)?,
+            detail: from.list(Reader::u8)?,
             policy: from.whole(MAX_POLICY)?,
         })
     }

@@ -1,0 +1,609 @@
+//! A group whose ranks live on several hosts: batches of operations on two lanes, shared memory inside each host, a link
+//! between the hosts.
+//!
+//! `issue` puts an operation into the queue and never waits. Each lane has a thread that takes the batches of its turn
+//! (`fusion`) and carries each one through (`collectives`): a link can only be waited on, so somebody has to wait, and it
+//! must not be the caller, who wants to hear of signals and deadlines. A lane has its own shared-memory group inside the
+//! host and its own tags on the link, so what one lane does can neither meet nor order what the other does.
+//!
+//! | file | |
+//! | --- | --- |
+//! | `place` | who lives where |
+//! | `vector` | the numbers of a batch, and how they are combined |
+//! | `travel` | one batch: steps inside a host, schedules between hosts |
+//! | `collectives` | the two put together, one collective after the other |
+
+#![allow(unsafe_code)]
+
+mod collectives;
+pub mod place;
+mod travel;
+mod vector;
+
+use std::collections::{HashSet, VecDeque};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use place::Place;
+use travel::Travel;
+pub use travel::{Inside, Way};
+use vector::{Vector, cut};
+
+use super::link::{self, Lane, Link, NOBODY, Note};
+use crate::clock;
+use crate::config::Settings;
+use crate::error::{Error, Result};
+use crate::fusion::{Batch, Class, Item, LANES, Limits, Planner};
+use crate::op::{self, Op};
+use crate::select::explain::{self, Explanation};
+use crate::select::hosts::{self, Hosts, HostsChoice, LinkFacts, Menu};
+use crate::select::{Asked, Class as NumberClass, Policy, Shape};
+use crate::types::{Kind, ReduceOp, Request, Span};
+
+/// Whom the lanes tell. Never called with a lock of ours held.
+pub trait Report: Send + Sync {
+    fn ended(&self, ended: Vec<(Arc<Op>, Result<()>)>);
+    /// A lane found a fault; the group passes it on, `Hierarchical::fail` included.
+    fn failed(&self, error: Error);
+}
+
+/// Bytes and operations of one batch.
+const BATCH: Limits = Limits { bytes: 4 << 20, operations: 4096 };
+/// An operation up to this size may share a batch.
+const FUSED: usize = 64 << 10;
+/// A lane's memory beyond this goes back after the batch.
+const KEPT: usize = 100 << 20;
+
+struct Entry {
+    op: Arc<Op>,
+    /// Batches that it still needs: its segments, or 1.
+    left: usize,
+    /// Lanes that work on it now: while there are any, its memory is in use.
+    active: usize,
+    done: bool,
+}
+
+struct State {
+    planner: Planner,
+    /// Operations that have not ended, and ended ones behind them, by number from `base` on.
+    entries: VecDeque<Entry>,
+    base: u64,
+    /// Highest number issued here.
+    issued: u64,
+    /// All operations up to this number were issued, and none touches the memory of an earlier one that has not ended:
+    /// what this rank may promise to other ranks (rules 4 and 15).
+    ready: u64,
+    /// Hash of everything that was put into batches.
+    chain: u64,
+    fault: Option<Error>,
+    stopping: bool,
+    /// The lanes' threads were started with the first operation; so many still run.
+    started: bool,
+    running: usize,
+}
+
+struct Shared {
+    place: Place,
+    link: Arc<dyn Link>,
+    insides: Vec<Option<Arc<dyn Inside>>>,
+    settings: Settings,
+    /// What the choice between hosts needs; the same on every rank.
+    hosts: Hosts,
+    menu: Menu,
+    policy: Arc<Policy>,
+    state: Mutex<State>,
+    /// Something changed in `state`.
+    turn: Condvar,
+    /// Whom each lane waits for, for messages. Written by the lanes, read by whoever finds a deadline passed; relaxed,
+    /// because it orders nothing.
+    waiting: Vec<Arc<AtomicUsize>>,
+    /// Ranks of other hosts that this rank has talked to.
+    known: Mutex<HashSet<usize>>,
+}
+
+pub struct Hierarchical {
+    shared: Arc<Shared>,
+    report: Arc<dyn Report>,
+}
+
+/// A batch that a lane has taken.
+struct Task {
+    batch: Batch,
+    ops: Vec<Arc<Op>>,
+    note: Note,
+}
+
+impl Hierarchical {
+    /// `insides`: one group of this host's ranks a lane, or none where this rank is alone.
+    pub fn new(
+        place: Place,
+        link: Arc<dyn Link>,
+        insides: Vec<Option<Arc<dyn Inside>>>,
+        settings: Settings,
+        policy: Arc<Policy>,
+        report: Arc<dyn Report>,
+    ) -> Hierarchical {
+        assert_eq!(insides.len(), LANES, "one group a lane");
+        let limits = if settings.fusion { BATCH } else { Limits { operations: 1, ..BATCH } };
+        let state = State {
+            planner: Planner::new(limits),
+            entries: VecDeque::new(),
+            base: 1,
+            issued: 0,
+            ready: 0,
+            chain: policy.hash() ^ (u64::from(settings.fusion) | u64::from(settings.strict) << 1),
+            fault: None,
+            stopping: false,
+            started: false,
+            running: 0,
+        };
+        let waiting = (0..LANES).map(|_| Arc::new(AtomicUsize::new(NOBODY))).collect();
+        let shared = Shared {
+            hosts: Hosts {
+                hosts: place.hosts.len(),
+                ranks: place.ranks(),
+                least_ranks: place.fewest(),
+                link: LinkFacts::ASSUMED,
+                strict: settings.strict,
+                full_nvlink: false,
+            },
+            menu: Menu::new(place.hosts.len()),
+            policy,
+            place,
+            link,
+            insides,
+            settings,
+            state: Mutex::new(state),
+            turn: Condvar::new(),
+            waiting,
+            known: Mutex::new(HashSet::new()),
+        };
+        Hierarchical { shared: Arc::new(shared), report }
+    }
+
+    /// Takes an operation that was validated and numbered.
+    pub fn issue(&self, op: Arc<Op>) -> Result<()> {
+        let shared = &self.shared;
+        let item = shared.item(&op.request);
+        // As it would go alone; what it meets in a batch is known only when the batch is made.
+        op.set_choice(shared.choice(&op.request, &[]).choice().code());
+        let mut state = shared.lock();
+        if !std::mem::replace(&mut state.started, true) {
+            self.start(&mut state)?;
+        }
+        state.issued = op.number;
+        state.entries.push_back(Entry { op, left: item.segments, active: 0, done: false });
+        state.planner.push(item);
+        state.promise();
+        drop(state);
+        shared.turn.notify_all();
+        Ok(())
+    }
+
+    /// How an operation would go alone.
+    pub fn explain(&self, asked: Asked, shape: &Shape) -> Explanation {
+        let shared = &self.shared;
+        explain::between(asked, shape, &shared.hosts, &shared.menu, &shared.policy)
+    }
+
+    fn start(&self, state: &mut State) -> Result<()> {
+        for lane in 0..LANES {
+            let (shared, report) = (Arc::clone(&self.shared), Arc::clone(&self.report));
+            crate::watch::spawn(&format!("sagellm-lane-{lane}"), move || shared.work(lane, &*report))
+                .map_err(|error| Error::System(format!("sagellm: cannot start a thread for lane {lane}: {error}")))?;
+            state.running += 1;
+        }
+        Ok(())
+    }
+
+    /// The operation whose deadline comes first, among those that have not ended.
+    pub fn next_deadline(&self) -> Option<Arc<Op>> {
+        let state = self.shared.lock();
+        let pending = state.entries.iter().filter(|entry| !entry.done);
+        pending.min_by_key(|entry| entry.op.deadline).map(|entry| Arc::clone(&entry.op))
+    }
+
+    /// The text of a deadline that passed.
+    pub fn stall(&self, op: &Op, group: &str) -> Error {
+        let waiting: Vec<usize> = self
+            .shared
+            .waiting
+            .iter()
+            .map(|lane| lane.load(Ordering::Relaxed))
+            .filter(|rank| *rank != NOBODY)
+            .collect();
+        let whom = match waiting.first() {
+            Some(rank) => format!("it waits for rank {rank} on another host"),
+            None => "it waits for ranks of its own host".to_string(),
+        };
+        Error::Timeout(format!(
+            "sagellm: rank {} of group '{group}' Timed out after {:.1} s in {} number {}: {whom}, which has not entered it or \
+             cannot be reached. Every rank must call the same operations in the same order; where a rank needs longer, \
+             pass a larger timeout",
+            self.shared.place.me,
+            op.timeout.as_secs_f64(),
+            op::describe(op.signature),
+            op.number
+        ))
+    }
+
+    /// Everything fails: peers are told, lanes end. Gives back the operations that no lane has; a lane ends its own.
+    pub fn fail(&self, error: &Error) -> Vec<Arc<Op>> {
+        let shared = &self.shared;
+        let mut state = shared.lock();
+        let first = state.fault.is_none() && !state.stopping;
+        if state.fault.is_none() {
+            state.fault = Some(error.clone());
+        }
+        let free = state.take_free();
+        let running = state.running;
+        drop(state);
+        shared.turn.notify_all();
+        if first && running > 0 {
+            shared.tell(error);
+            shared.link.cut();
+            for inside in shared.insides.iter().flatten() {
+                inside.abort(error.text());
+            }
+        }
+        free
+    }
+
+    /// Leaves in order: lanes say goodbye to the hosts they talked to and end, within a second. Gives back what was
+    /// pending.
+    pub fn close(&self) -> Vec<Arc<Op>> {
+        const PATIENCE: Duration = Duration::from_secs(1);
+        let shared = &self.shared;
+        let mut state = shared.lock();
+        let busy = state.entries.iter().any(|entry| entry.active > 0);
+        let free = state.take_free();
+        state.stopping = true;
+        drop(state);
+        shared.turn.notify_all();
+        if busy {
+            // Nobody may use the callers' memory afterwards, so what is on its way is broken off.
+            shared.link.cut();
+            for inside in shared.insides.iter().flatten() {
+                inside.abort("the group was destroyed");
+            }
+        }
+        let until = Instant::now() + PATIENCE + Duration::from_millis(500);
+        let mut state = shared.lock();
+        while state.running > 0 && Instant::now() < until {
+            let left = until.saturating_duration_since(Instant::now());
+            state = shared.turn.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        free
+    }
+}
+
+impl State {
+    fn entry(&mut self, number: u64) -> &mut Entry {
+        let at = (number - self.base) as usize;
+        &mut self.entries[at]
+    }
+
+    /// Moves `ready` on as far as memory allows.
+    fn promise(&mut self) {
+        while self.ready < self.issued {
+            let next = (self.ready + 1).max(self.base);
+            if self.must_follow(next) {
+                return;
+            }
+            self.ready = next;
+        }
+    }
+
+    /// Whether operation `number` touches memory that an earlier one has yet to read or write.
+    fn must_follow(&self, number: u64) -> bool {
+        let at = (number - self.base) as usize;
+        let request = &self.entries[at].op.request;
+        self.entries.range(..at).any(|earlier| !earlier.done && request.must_follow(&earlier.op.request))
+    }
+
+    /// Ends the list where everything before has ended.
+    fn trim(&mut self) {
+        while self.entries.front().is_some_and(|entry| entry.done) {
+            self.entries.pop_front();
+            self.base += 1;
+        }
+    }
+
+    /// Operations that no lane is at work on; they are no longer ours.
+    fn take_free(&mut self) -> Vec<Arc<Op>> {
+        let mut free = Vec::new();
+        for entry in self.entries.iter_mut().filter(|entry| entry.active == 0 && !entry.done) {
+            entry.done = true;
+            free.push(Arc::clone(&entry.op));
+        }
+        free
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What the planner needs to know: a function of what all ranks share.
+    fn item(&self, request: &Request) -> Item {
+        let sum = |spans: &[Span]| spans.iter().map(|span| span.bytes).sum::<usize>();
+        let (bytes, class) = match request.kind {
+            Kind::AllReduce if !matches!(request.op, ReduceOp::PremulSum(_)) => {
+                (sum(&request.inputs), Some(Class { kind: Kind::AllReduce, op: request.op.code() }))
+            }
+            Kind::AllGather if request.out_blocks.is_empty() => {
+                (sum(&request.inputs), Some(Class { kind: Kind::AllGather, op: 0 }))
+            }
+            Kind::Broadcast => (sum(&request.inputs).max(sum(&request.outputs)), None),
+            _ => (sum(&request.inputs), None),
+        };
+        let class = class.filter(|_| bytes <= FUSED);
+        let cut = matches!(request.kind, Kind::AllReduce | Kind::Reduce | Kind::Broadcast) && class.is_none();
+        let segments = if cut { self.choice(request, &[]).segments } else { 1 };
+        Item { class, bytes, segments }
+    }
+
+    /// How operations travel that go together: a function of what all ranks share.
+    fn choice(&self, first: &Request, others: &[Arc<Op>]) -> HostsChoice {
+        let ranks = self.place.ranks();
+        let mut all = Asked::of(first, ranks);
+        for op in others {
+            let one = Asked::of(&op.request, ranks);
+            all.bytes = all.bytes.saturating_add(one.bytes);
+            if one.class != all.class {
+                all.class = NumberClass::Float; // the one that asks for most care
+            }
+        }
+        hosts::between_hosts(all, !others.is_empty(), &self.hosts, &self.menu, &self.policy)
+    }
+
+    /// The next batch of this lane; None when the group ends.
+    fn next(&self, lane: usize) -> Option<Task> {
+        let mut state = self.lock();
+        loop {
+            if state.stopping || state.fault.is_some() {
+                return None;
+            }
+            if state.planner.lane() == lane
+                && let Some(batch) = state.planner.plan()
+            {
+                return self.begin(state, batch);
+            }
+            state = self.turn.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Marks a batch as begun, and waits until earlier operations on the same memory have ended.
+    fn begin(&self, mut state: MutexGuard<'_, State>, batch: Batch) -> Option<Task> {
+        let mut ops = Vec::new();
+        for number in batch.first..=batch.last {
+            let entry = state.entry(number);
+            entry.active += 1;
+            ops.push(Arc::clone(&entry.op));
+            let signature = entry.op.signature;
+            state.chain = mix(state.chain, signature);
+        }
+        state.chain = mix(state.chain, (ops.len() * 1_000_000 + batch.segment) as u64);
+        let chain = state.chain;
+        self.turn.notify_all(); // the other lane's turn
+        while (batch.first..=batch.last).any(|number| state.must_follow(number)) && state.fault.is_none() {
+            state = self.turn.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        let factor = match ops[0].request.op {
+            ReduceOp::PremulSum(factor) => factor,
+            _ => 1.0,
+        };
+        let note = Note {
+            signature: ops[0].signature,
+            chain,
+            number: batch.first,
+            issued: state.ready.max(batch.last),
+            factor: factor.to_bits(),
+        };
+        Some(Task { batch, ops, note })
+    }
+
+    /// A lane's thread.
+    fn work(&self, lane: usize, report: &dyn Report) {
+        let mut wires = Lane::new(Arc::clone(&self.link), self.place.me, lane, Arc::clone(&self.waiting[lane]));
+        let mut scratch = Vec::new();
+        while let Some(task) = self.next(lane) {
+            let outcome = self.carry(lane, &mut wires, &mut scratch, &task);
+            if scratch.len() > KEPT {
+                scratch = Vec::new();
+            }
+            self.known.lock().unwrap_or_else(PoisonError::into_inner).extend(wires.peers());
+            match outcome {
+                Ok(agreed) => report.ended(self.finish(&task, agreed)),
+                Err(error) => {
+                    report.failed(error.clone());
+                    let error = self.lock().fault.clone().unwrap_or(error);
+                    report.ended(self.give_up(&task, &error));
+                    break;
+                }
+            }
+        }
+        let orderly = self.lock().fault.is_none();
+        if orderly {
+            wires.bye(clock::now() + 1_000_000_000);
+        }
+        self.lock().running -= 1;
+        self.turn.notify_all();
+    }
+
+    /// Marks a batch as ended; the operations that ended with it.
+    fn finish(&self, task: &Task, agreed: u64) -> Vec<(Arc<Op>, Result<()>)> {
+        let mut state = self.lock();
+        state.planner.agree(&task.batch, agreed);
+        let mut complete = Vec::new();
+        for op in &task.ops {
+            let entry = state.entry(op.number);
+            entry.left -= 1;
+            if entry.left == 0 {
+                complete.push(Arc::clone(op));
+            }
+        }
+        drop(state);
+        complete.iter().for_each(|op| op.store_back());
+        let mut state = self.lock();
+        let mut ended = Vec::new();
+        let fault = state.fault.clone();
+        for op in &task.ops {
+            let entry = state.entry(op.number);
+            entry.active -= 1;
+            let outcome = match &fault {
+                _ if entry.left == 0 => Ok(()),
+                // Nobody will take its other segments.
+                Some(fault) if entry.active == 0 => Err(fault.clone()),
+                _ => continue,
+            };
+            if !std::mem::replace(&mut entry.done, true) {
+                ended.push((Arc::clone(op), outcome));
+            }
+        }
+        state.trim();
+        state.promise();
+        drop(state);
+        self.turn.notify_all();
+        ended
+    }
+
+    /// The operations of a batch that failed, unless the other lane still works on a segment of theirs.
+    fn give_up(&self, task: &Task, error: &Error) -> Vec<(Arc<Op>, Result<()>)> {
+        let mut state = self.lock();
+        let mut ended = Vec::new();
+        for op in &task.ops {
+            let entry = state.entry(op.number);
+            entry.active -= 1;
+            if entry.active == 0 && !std::mem::replace(&mut entry.done, true) {
+                ended.push((Arc::clone(op), Err(error.clone())));
+            }
+        }
+        ended
+    }
+
+    /// Tells the other hosts why the group fails, on both lanes, as well as it can be done in a moment.
+    fn tell(&self, error: &Error) {
+        let peers: Vec<usize> = self.known.lock().unwrap_or_else(PoisonError::into_inner).iter().copied().collect();
+        link::tell_fault(&*self.link, LANES, &peers, error);
+    }
+
+    /// Carries one batch through; the number that all ranks agreed on, or 0.
+    fn carry(&self, lane: usize, wires: &mut Lane, scratch: &mut Vec<u8>, task: &Task) -> Result<u64> {
+        let first = &task.ops[0].request;
+        if task.batch.segment == 0 {
+            task.ops.iter().for_each(|op| op.prepare());
+        }
+        let choice = self.choice(first, &task.ops[1..]);
+        let way = Way { algorithm: choice.algorithm, leaders: choice.leaders.into(), strict: self.settings.strict };
+        let mut factors = vec![1.0; self.place.ranks()];
+        factors[self.place.me] = f64::from_bits(task.note.factor);
+        let mut travel = Travel {
+            place: &self.place,
+            inside: self.insides[lane].as_deref(),
+            lane: wires,
+            note: task.note,
+            factors,
+            deadline: task.ops.iter().map(|op| op.deadline).min().unwrap_or(0),
+            way,
+            scratch,
+        };
+        travel.compare_inside()?;
+        self.dispatch(&mut travel, task)?;
+        let agrees =
+            task.batch.segments == 1 && matches!(first.kind, Kind::AllReduce | Kind::AllGather | Kind::Barrier);
+        Ok(if agrees { travel.note.issued } else { 0 })
+    }
+
+    fn dispatch(&self, travel: &mut Travel, task: &Task) -> Result<()> {
+        let request = &task.ops[0].request;
+        let ranks = self.place.ranks();
+        let root = request.root as usize;
+        match request.kind {
+            Kind::AllReduce | Kind::Reduce => {
+                let vector = self.vector(&task.ops)?;
+                let range = vector.part(&(0..vector.bytes()), task.batch.segment, task.batch.segments);
+                match request.kind {
+                    Kind::AllReduce => travel.all_reduce(&vector, &range),
+                    _ => travel.reduce(&vector, &range, root),
+                }
+            }
+            Kind::Broadcast => {
+                let data = if self.place.me == root { &request.inputs } else { &request.outputs };
+                let total: usize = data.iter().map(|span| span.bytes).sum();
+                let cut_at = |n: usize| total / task.batch.segments * n;
+                let end =
+                    if task.batch.segment + 1 == task.batch.segments { total } else { cut_at(task.batch.segment + 1) };
+                travel.broadcast(&cut(data, &(cut_at(task.batch.segment)..end)), root)
+            }
+            Kind::AllGather => {
+                let input: Vec<Span> = task.ops.iter().flat_map(|op| op.request.inputs.iter().copied()).collect();
+                let mut outputs = vec![Vec::new(); ranks];
+                for op in &task.ops {
+                    let blocks = blocks(&op.request.outputs, &op.request.out_blocks, ranks);
+                    outputs.iter_mut().zip(blocks).for_each(|(all, block)| all.extend(block));
+                }
+                travel.all_gather(&input, &outputs)
+            }
+            Kind::ReduceScatter => {
+                let blocks = blocks(&request.inputs, &request.in_blocks, ranks);
+                let sizes: Vec<usize> = blocks.iter().map(|block| block.iter().map(|span| span.bytes).sum()).collect();
+                let mut vector = Vector::new(request.op);
+                if self.settings.strict {
+                    vector.push(request.dtype, &request.inputs, &[], ranks)?;
+                    return travel.reduce_scatter_strict(&vector, &sizes, &request.outputs);
+                }
+                let in_order: Vec<Span> = self.place.by_host().flat_map(|rank| blocks[rank].iter().copied()).collect();
+                vector.push(request.dtype, &in_order, &[], ranks)?;
+                travel.reduce_scatter(&vector, &sizes, &request.outputs)
+            }
+            Kind::Gather => {
+                let size: usize = request.inputs.iter().map(|span| span.bytes).sum();
+                let outputs = if self.place.me == root { blocks(&request.outputs, &[], ranks) } else { Vec::new() };
+                travel.gather(&request.inputs, &vec![size; ranks], &outputs, root)
+            }
+            Kind::Scatter => {
+                let size: usize = request.outputs.iter().map(|span| span.bytes).sum();
+                let inputs = if self.place.me == root { blocks(&request.inputs, &[], ranks) } else { Vec::new() };
+                travel.scatter(&inputs, &vec![size; ranks], &request.outputs, root)
+            }
+            Kind::AllToAll => {
+                let inputs = blocks(&request.inputs, &request.in_blocks, ranks);
+                travel.all_to_all(&inputs, &blocks(&request.outputs, &request.out_blocks, ranks))
+            }
+            Kind::Barrier => travel.barrier(),
+            Kind::Send | Kind::Recv => Err(Error::Bug("sagellm: a message reached the lanes".to_string())),
+        }
+    }
+
+    /// The numbers of a batch, types together, so that as few runs as possible are combined.
+    fn vector(&self, ops: &[Arc<Op>]) -> Result<Vector> {
+        let mut vector = Vector::new(ops[0].request.op);
+        let mut order: Vec<&Arc<Op>> = ops.iter().collect();
+        order.sort_by_key(|op| op.request.dtype as u8);
+        for op in order {
+            vector.push(op.request.dtype, &op.request.inputs, &op.request.outputs, self.place.ranks())?;
+        }
+        Ok(vector)
+    }
+}
+
+/// Each rank's block of a list; equal ones where `sizes` is empty.
+fn blocks(spans: &[Span], sizes: &[usize], ranks: usize) -> Vec<Vec<Span>> {
+    let total: usize = spans.iter().map(|span| span.bytes).sum();
+    let mut start = 0;
+    (0..ranks)
+        .map(|rank| {
+            let size = if sizes.is_empty() { total / ranks } else { sizes[rank] };
+            let range = start..start + size;
+            start += size;
+            cut(spans, &range)
+        })
+        .collect()
+}
+
+fn mix(chain: u64, value: u64) -> u64 {
+    (chain ^ value).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29)
+}

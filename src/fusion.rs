@@ -1,0 +1,253 @@
+//! What travels together between hosts: which operations make one batch. Pure.
+//!
+//! On one host nothing has to be decided: every operation is published at once, and a reader takes in all that is there
+//! (`engine/shm`). Between hosts a message costs a latency, so small operations that wait anyway share one. All ranks must
+//! cut the same batches, and none may wait for an operation that some rank has not issued (rules 13 and 15):
+//!
+//! - Every batch carries, beside its data, the smallest of all ranks' highest issued numbers. Whoever has finished
+//!   batch j knows that all ranks have issued the operations up to that number.
+//! - Batch j + 2 ends at the number agreed in batch j, limited by bytes, count and likeness. If that adds nothing, it is
+//!   the next single operation, sent at issue, as without fusion. No timer, no waiting.
+//! - Two batches are on their way at a time, one on each lane; a lane is strictly sequential.
+//!
+//! An operation too large to gain from company is cut into segments instead, and each counts as a batch, so that the
+//! two lanes work on it in turn: one moves data between hosts while the other combines inside the host.
+//!
+//! Source: the agreement is the one-bit "who is ready" exchange of Horovod's coordinator, here without a coordinator and
+//! without a cycle time, carried by the batch before the last.
+
+use std::collections::VecDeque;
+
+use crate::types::Kind;
+
+/// Batches on their way at once.
+pub const LANES: usize = 2;
+
+/// What may share a batch: equal kind and reduce op.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Class {
+    pub kind: Kind,
+    /// `ReduceOp::code`.
+    pub op: u8,
+}
+
+/// What the planner needs to know of an operation; equal on all ranks.
+#[derive(Clone, Copy, Debug)]
+pub struct Item {
+    /// `None`: travels alone.
+    pub class: Option<Class>,
+    /// Bytes that one rank contributes.
+    pub bytes: usize,
+    /// At least 1; more where it is cut.
+    pub segments: usize,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Bytes of one batch; a single operation may be larger.
+    pub bytes: usize,
+    pub operations: usize,
+}
+
+/// Operations `first..=last`, or one segment of one operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Batch {
+    /// Counted from 0.
+    pub index: u64,
+    pub first: u64,
+    pub last: u64,
+    pub segment: usize,
+    pub segments: usize,
+}
+
+impl Batch {
+    pub fn lane(&self) -> usize {
+        (self.index % LANES as u64) as usize
+    }
+}
+
+/// Cuts the stream of a group's operations into batches. One a rank; all give the same answers.
+#[derive(Debug)]
+pub struct Planner {
+    limits: Limits,
+    /// Number of the first operation that is in no batch.
+    next: u64,
+    /// Segments of it that are.
+    segment: usize,
+    /// From `next` on.
+    items: VecDeque<Item>,
+    planned: u64,
+    agreed: [u64; LANES],
+}
+
+impl Planner {
+    /// `limits.operations` 1 switches fusion off. The first operation has number 1.
+    pub fn new(limits: Limits) -> Planner {
+        Planner { limits, next: 1, segment: 0, items: VecDeque::new(), planned: 0, agreed: [0; LANES] }
+    }
+
+    /// The next operation was issued on this rank.
+    pub fn push(&mut self, item: Item) {
+        self.items.push_back(item);
+    }
+
+    /// The lane that the next batch belongs to.
+    pub fn lane(&self) -> usize {
+        (self.planned % LANES as u64) as usize
+    }
+
+    /// `batch` has ended, and every rank had issued the operations up to `highest` (0 where it agreed on nothing). To be
+    /// told before the next batch of its lane is asked for.
+    pub fn agree(&mut self, batch: &Batch, highest: u64) {
+        self.agreed[batch.lane()] = highest;
+    }
+
+    /// The next batch, if its first operation was issued here.
+    pub fn plan(&mut self) -> Option<Batch> {
+        let first = *self.items.front()?;
+        let mut batch = Batch {
+            index: self.planned,
+            first: self.next,
+            last: self.next,
+            segment: 0,
+            segments: first.segments.max(1),
+        };
+        self.planned += 1;
+        if batch.segments > 1 {
+            batch.segment = self.segment;
+            self.segment += 1;
+            if self.segment == batch.segments {
+                self.segment = 0;
+                self.take(1);
+            }
+            return Some(batch);
+        }
+        let count = self.alike(self.agreed[batch.lane()]);
+        batch.last = batch.first + count as u64 - 1;
+        self.take(count);
+        Some(batch)
+    }
+
+    /// How many operations from the next on travel together when all ranks have issued those up to `agreed`.
+    fn alike(&self, agreed: u64) -> usize {
+        let first = self.items[0];
+        let mut bytes = first.bytes;
+        let mut count = 1;
+        while first.class.is_some() && count < self.limits.operations && self.next + (count as u64) <= agreed {
+            let Some(item) = self.items.get(count) else { break };
+            bytes = bytes.saturating_add(item.bytes);
+            if item.class != first.class || item.segments > 1 || bytes > self.limits.bytes {
+                break;
+            }
+            count += 1;
+        }
+        count
+    }
+
+    fn take(&mut self, count: usize) {
+        self.items.drain(..count);
+        self.next += count as u64;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const LIKE: Option<Class> = Some(Class { kind: Kind::AllReduce, op: 0 });
+
+    fn item(bytes: usize) -> Item {
+        Item { class: LIKE, bytes, segments: 1 }
+    }
+
+    #[test]
+    fn rule_15_a_lone_operation_is_its_own_batch_at_once() {
+        let mut planner = Planner::new(Limits { bytes: 100, operations: 10 });
+        assert_eq!(planner.plan(), None);
+        planner.push(item(8));
+        let batch = planner.plan().unwrap();
+        assert_eq!((batch.first, batch.last, batch.lane()), (1, 1, 0));
+        assert_eq!(planner.plan(), None);
+    }
+
+    #[test]
+    fn rule_15_a_batch_ends_at_what_was_agreed_two_batches_before() {
+        let mut planner = Planner::new(Limits { bytes: 100, operations: 10 });
+        (0..8).for_each(|_| planner.push(item(8)));
+        let (a, b) = (planner.plan().unwrap(), planner.plan().unwrap());
+        assert_eq!((a.first, a.last, b.first, b.last), (1, 1, 2, 2));
+        planner.agree(&a, 6);
+        let c = planner.plan().unwrap();
+        assert_eq!((c.first, c.last), (3, 6));
+        planner.agree(&b, 8);
+        let d = planner.plan().unwrap();
+        assert_eq!((d.first, d.last), (7, 8));
+    }
+
+    #[test]
+    fn limits_kinds_and_segments_end_a_batch() {
+        let mut planner = Planner::new(Limits { bytes: 20, operations: 3 });
+        let lone = Item { class: None, bytes: 1, segments: 1 };
+        let cut = Item { class: LIKE, bytes: 1000, segments: 3 };
+        for next in [item(8), item(8), item(8), item(1), item(1), item(1), item(1), lone, item(1), cut, item(1)] {
+            planner.push(next);
+        }
+        let mut ranges = Vec::new();
+        while let Some(batch) = planner.plan() {
+            planner.agree(&batch, 100);
+            ranges.push((batch.first, batch.last, batch.segment));
+        }
+        // 8 + 8 fit, the third does not; then three by count; the lone one alone; the large one in its segments.
+        let expected = [(1, 2, 0), (3, 5, 0), (6, 7, 0), (8, 8, 0), (9, 9, 0), (10, 10, 0), (10, 10, 1), (10, 10, 2)];
+        assert_eq!(ranges[..8], expected[..]);
+        assert_eq!(ranges[8..], [(11, 11, 0)]);
+    }
+
+    proptest! {
+        /// Ranks that issue at random moments, some of them waiting for each operation before the next: all cut the same
+        /// batches, every operation is in exactly one, and nobody waits for what was not issued.
+        #[test]
+        fn rule_13_and_15_all_ranks_cut_alike_and_nobody_waits_for_the_unissued(
+            ranks in 1usize..5, sizes in prop::collection::vec((1usize..60, 0u8..5), 1..40),
+            waits in prop::collection::vec(any::<bool>(), 5), order in prop::collection::vec(0usize..1000, 400),
+        ) {
+            let items: Vec<Item> = sizes.iter().map(|(bytes, what)| match what {
+                0 => Item { class: None, bytes: *bytes, segments: 1 },
+                1 => Item { class: LIKE, bytes: *bytes, segments: 3 },
+                2 => Item { class: Some(Class { kind: Kind::AllReduce, op: 4 }), bytes: *bytes, segments: 1 },
+                _ => item(*bytes),
+            }).collect();
+            let total = items.len() as u64;
+            let mut planners: Vec<Planner> = (0..ranks).map(|_| Planner::new(Limits { bytes: 150, operations: 6 })).collect();
+            let mut issued = vec![0u64; ranks];
+            let mut ended = 0u64; // operations that have ended everywhere: batches end in step here
+            let mut seen: Vec<Batch> = Vec::new();
+            let mut turns = order.iter().cycle();
+            while ended < total {
+                // A random rank issues if it may.
+                let rank = turns.next().unwrap() % ranks;
+                if issued[rank] < total && (!waits[rank] || ended >= issued[rank]) {
+                    planners[rank].push(items[issued[rank] as usize]);
+                    issued[rank] += 1;
+                }
+                // A batch runs as soon as every rank can name it.
+                if planners.iter().all(|planner| !planner.items.is_empty()) {
+                    let batches: Vec<Batch> = planners.iter_mut().map(|planner| planner.plan().unwrap()).collect();
+                    prop_assert!(batches.iter().all(|batch| *batch == batches[0]), "ranks cut differently: {:?}", batches);
+                    prop_assert!(issued.iter().all(|highest| *highest >= batches[0].last), "a batch holds an unissued op");
+                    let agreed = *issued.iter().min().unwrap();
+                    for (planner, batch) in planners.iter_mut().zip(&batches) {
+                        planner.agree(batch, agreed);
+                    }
+                    if batches[0].segment + 1 == batches[0].segments {
+                        prop_assert_eq!(batches[0].first, ended + 1);
+                        ended = batches[0].last;
+                    }
+                    seen.push(batches[0]);
+                }
+            }
+            prop_assert_eq!(seen.last().unwrap().last, total);
+        }
+    }
+}
