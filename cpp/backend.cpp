@@ -30,6 +30,7 @@ c10::intrusive_ptr<SageBackend> SageBackend::create(const c10::intrusive_ptr<c10
   setup.timeout_ms = static_cast<uint64_t>(std::max<int64_t>(options->timeout.count(), 0));
   setup.name = rust::String::lossy(options->group_name);
   setup.delegate_reason = first_reason(*options);
+  setup.algorithm = rust::String::lossy(options->algorithm);
   setup.fusion = options->fusion;
   setup.strict = options->strict;
   // Others than gloo do not promise what a link needs: receives posted ahead, and a way to break off a wait.
@@ -90,6 +91,14 @@ c10::intrusive_ptr<c10d::Backend> SageBackend::delegate() const {
 
 std::string SageBackend::describe() const {
   return std::string(group_->describe());
+}
+
+std::string SageBackend::explain(uint8_t kind, uint64_t bytes, uint8_t dtype) const {
+  try {
+    return std::string(group_->explain(kind, bytes, dtype));
+  } catch (const rust::Error& error) {
+    raise(error.what());
+  }
 }
 
 void SageBackend::setTimeout(std::chrono::milliseconds timeout) {

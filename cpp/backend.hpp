@@ -62,6 +62,9 @@ class SageBackend final : public c10d::Backend {
     std::string engine = "auto";
     // The built-in backend that serves what the engine cannot. Read by the Python package, which makes it.
     std::string delegate = "gloo";
+    // Rules of which operation goes which way, in the syntax of src/select/rules.rs; they come before those of the
+    // environment.
+    std::string algorithm;
     // For groups whose ranks live on several hosts: small operations that wait anyway travel together; every element is
     // combined in the order of the ranks, which gives the bits of one host. The same on all ranks.
     bool fusion = true;
@@ -83,6 +86,8 @@ class SageBackend final : public c10d::Backend {
   void set_link(c10::intrusive_ptr<c10d::Backend> link);
   // Which engine serves the group and why, in one line.
   std::string describe() const;
+  // How an operation of this kind, size and type would travel: `name<TAB>value` lines.
+  std::string explain(uint8_t kind, uint64_t bytes, uint8_t dtype) const;
 
   const std::string getBackendName() const override { return "sagellm"; }
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }

@@ -27,12 +27,13 @@ std::chrono::milliseconds milliseconds(Seconds seconds) {
 }
 
 c10::intrusive_ptr<Options> make_options(Seconds timeout, std::string engine, std::string delegate, bool fusion,
-                                         bool strict) {
+                                         bool strict, std::string algorithm) {
   auto options = c10::make_intrusive<Options>(milliseconds(timeout));
   options->engine = std::move(engine);
   options->delegate = std::move(delegate);
   options->fusion = fusion;
   options->strict = strict;
+  options->algorithm = std::move(algorithm);
   return options;
 }
 
@@ -62,6 +63,42 @@ c10::intrusive_ptr<SageBackend> create(const c10::intrusive_ptr<c10d::Store>& st
   return backend;
 }
 
+// Empty for the work of a delegate, or of what the core has no operation for.
+std::vector<std::pair<uint64_t, std::string>> explain_work(const c10::intrusive_ptr<c10d::Work>& work) {
+  const auto own = c10::dynamic_intrusive_pointer_cast<OpWork>(work);
+  if (!own) return {};
+  return own->explain();
+}
+
+// Calls of the core that throw, for those that have no backend to go through.
+template <class Function>
+std::string asked(Function function) {
+  try {
+    return std::string(function());
+  } catch (const rust::Error& error) {
+    raise(error.what());
+  }
+}
+
+void bind_choice(py::module_& module) {
+  using Text = const std::string&;
+  module.def("explain_work", torch::wrap_pybind_function(&explain_work), py::arg("work"));
+  module.def(
+      "explain_without_group",
+      torch::wrap_pybind_function([](uint8_t kind, uint64_t bytes, uint8_t dtype, uint32_t ranks, Text algorithm) {
+        return asked([&] { return explain_without_group(kind, bytes, dtype, ranks, algorithm); });
+      }),
+      py::arg("kind"), py::arg("bytes"), py::arg("dtype"), py::arg("ranks"), py::arg("algorithm") = "");
+  module.def("table_without_group", torch::wrap_pybind_function([](uint32_t ranks, Text algorithm) {
+               return asked([&] { return table_without_group(ranks, algorithm); });
+             }),
+             py::arg("ranks"), py::arg("algorithm") = "");
+  module.def("save_table", torch::wrap_pybind_function([](uint32_t ranks, Text made, Text lines) {
+               return asked([&] { return save_table(ranks, made, lines); });
+             }),
+             py::arg("ranks"), py::arg("made"), py::arg("lines"));
+}
+
 // Once, from atexit: afterwards no thread of ours runs that might ask for the GIL.
 void leave() {
   if (::getpid() != process_of_groups) return;
@@ -88,11 +125,13 @@ void bind_options(py::module_& module) {
   py::class_<Options, c10d::Backend::Options, c10::intrusive_ptr<Options>>(
       module, "Options", "Options of a sagellm process group, for the argument pg_options.")
       .def(py::init(&make_options), py::arg("timeout") = Seconds(kBackendDefaultTimeout), py::arg("engine") = "auto",
-           py::arg("delegate") = "gloo", py::arg("fusion") = true, py::arg("strict") = false)
+           py::arg("delegate") = "gloo", py::arg("fusion") = true, py::arg("strict") = false,
+           py::arg("algorithm") = "")
       .def_readwrite("engine", &Options::engine)
       .def_readwrite("delegate", &Options::delegate)
       .def_readwrite("fusion", &Options::fusion)
       .def_readwrite("strict", &Options::strict)
+      .def_readwrite("algorithm", &Options::algorithm)
       .def("__copy__", [](const Options& self) { return self.copy(); })
       .def("__deepcopy__", [](const Options& self, const py::dict&) { return self.copy(); }, py::arg("memo"));
 }
@@ -107,6 +146,7 @@ void bind_backend(py::module_& module) {
       .def("_set_link", translated(&SageBackend::set_link), py::arg("backend"),
            py::call_guard<py::gil_scoped_release>())
       .def("describe", &SageBackend::describe)
+      .def("_explain", translated(&SageBackend::explain), py::arg("kind"), py::arg("bytes"), py::arg("dtype"))
       .def_property_readonly(
           "options",
           [](SageBackend& self) { return c10::static_intrusive_pointer_cast<Options>(self.getBackendOptions()); })
@@ -124,6 +164,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.attr("torch_version_built") = TORCH_VERSION;
   bind_options(module);
   bind_backend(module);
+  bind_choice(module);
   bind_simulation(module);
   module.def("create", torch::wrap_pybind_function(&create), py::arg("store"), py::arg("rank"), py::arg("size"),
              py::arg("timeout"), py::arg("group_name") = "", py::arg("global_ranks") = std::vector<int64_t>(),

@@ -321,6 +321,12 @@ uint64_t OpWork::getSequencenumber() const {
   return ops_.front()->number();
 }
 
+std::vector<std::pair<uint64_t, std::string>> OpWork::explain() const {
+  std::vector<std::pair<uint64_t, std::string>> found;
+  for (const auto& op : ops_) found.emplace_back(op->choice(), std::string(op->explain()));
+  return found;
+}
+
 std::chrono::milliseconds OpWork::timeout() const {
   return std::chrono::milliseconds(static_cast<int64_t>(ops_.front()->timeout_ms()));
 }

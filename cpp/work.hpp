@@ -19,6 +19,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "compat.hpp"
@@ -169,6 +170,8 @@ class OpWork final : public SageWork {
 #ifdef SAGELLM_HAS_WORK_TIMEOUT
   std::chrono::milliseconds getTimeout() const override { return timeout(); }
 #endif
+  // For each of its operations, the code recorded at issue and how it travels, as lines.
+  std::vector<std::pair<uint64_t, std::string>> explain() const;
 
  protected:
   bool done() const override;

@@ -85,6 +85,8 @@ pub mod ffi {
         name: String,
         /// Why this group must not use shared memory, or empty. Tests and the option `engine="delegate"` set it.
         delegate_reason: String,
+        /// The option `algorithm`, in the syntax of `select/rules.rs`.
+        algorithm: String,
         /// `config::Settings`.
         fusion: bool,
         strict: bool,
@@ -141,6 +143,8 @@ pub mod ffi {
         fn fault(self: &RustGroup) -> String;
         /// Which engine serves it and why, for logs: one line.
         fn describe(self: &RustGroup) -> String;
+        /// How an operation would travel, as `select::explain::Explanation::lines`. `kind` and `dtype` by their numbers.
+        fn explain(self: &RustGroup, kind: u8, bytes: u64, dtype: u8) -> Result<String>;
 
         /// True when the operation has ended, well or not.
         fn is_done(self: &RustOp) -> bool;
@@ -155,6 +159,10 @@ pub mod ffi {
         /// Nanoseconds from issue to end, 0 while it runs.
         fn duration_ns(self: &RustOp) -> u64;
         fn timeout_ms(self: &RustOp) -> u64;
+        /// How it travels, worked out anew.
+        fn explain(self: &RustOp) -> String;
+        /// What was recorded at issue: `select::Choice::code`.
+        fn choice(self: &RustOp) -> u64;
         /// Cancels a pending operation; a collective poisons its group.
         fn cancel(self: &RustOp);
 
@@ -162,6 +170,13 @@ pub mod ffi {
         fn set_log_level(level: u8);
         /// Facts about this machine as `name<TAB>value` lines (cores, quota, kernel, memory limits).
         fn doctor() -> String;
+        /// As `RustGroup::explain` for a group that is not there: `ranks` ranks of this host, with the rules of `algorithm`
+        /// and of the environment, and the table on disk.
+        fn explain_without_group(kind: u8, bytes: u64, dtype: u8, ranks: u32, algorithm: &str) -> Result<String>;
+        /// All choices such a group would make, as `select::explain::table_lines`.
+        fn table_without_group(ranks: u32, algorithm: &str) -> Result<String>;
+        /// Writes a decision table for `ranks` ranks on this machine; `lines` as in `select/table.rs`. Its path.
+        fn save_table(ranks: u32, made: &str, lines: &str) -> Result<String>;
         /// Names of the algorithms that have a schedule for a kind of collective.
         fn algorithms(kind: &str) -> Result<Vec<String>>;
         /// Predicted times of one algorithm, one per size in bytes.
@@ -389,6 +404,8 @@ fn connect(setup: &ffi::Setup, store: cxx::SharedPtr<ffi::Store>) -> std::result
             timeout: Duration::from_millis(setup.timeout_ms),
             name: setup.name.clone(),
             delegate_reason: Some(setup.delegate_reason.clone()).filter(|reason| !reason.is_empty()),
+            algorithm: setup.algorithm.clone(),
+            policy: String::new(),
             settings: Settings { fusion: setup.fusion, strict: setup.strict, own_link: setup.own_link },
         };
         let group = Group::connect(config, &StoreHook(store), Arc::new(PythonHook))?;
@@ -400,6 +417,15 @@ fn spans(pieces: &[ffi::Piece]) -> Vec<Span> {
     pieces.iter().map(|piece| Span { addr: piece.addr, bytes: piece.bytes }).collect()
 }
 
+fn unknown(what: &str, value: u8) -> Error {
+    Error::Bug(format!("sagellm: unknown {what} {value} came over the bridge"))
+}
+
+fn kind_and_dtype(kind: u8, dtype: u8) -> Result<(Kind, Dtype)> {
+    let kind = Kind::from_u8(kind).ok_or_else(|| unknown("kind", kind))?;
+    Ok((kind, Dtype::from_u8(dtype).ok_or_else(|| unknown("dtype", dtype))?))
+}
+
 fn request(
     call: &ffi::Call,
     inputs: &[ffi::Piece],
@@ -408,10 +434,10 @@ fn request(
     out_blocks: &[usize],
     also_touched: &[ffi::Piece],
 ) -> Result<Request> {
-    let unknown = |what: &str, value: u8| Error::Bug(format!("sagellm: unknown {what} {value} came over the bridge"));
+    let (kind, dtype) = kind_and_dtype(call.kind, call.dtype)?;
     Ok(Request {
-        kind: Kind::from_u8(call.kind).ok_or_else(|| unknown("kind", call.kind))?,
-        dtype: Dtype::from_u8(call.dtype).ok_or_else(|| unknown("dtype", call.dtype))?,
+        kind,
+        dtype,
         op: ReduceOp::from_u8(call.op, call.factor).ok_or_else(|| unknown("reduce op", call.op))?,
         root: call.root,
         tag: call.tag,
@@ -508,6 +534,12 @@ impl RustGroup {
     fn describe(&self) -> String {
         self.0.describe()
     }
+    fn explain(&self, kind: u8, bytes: u64, dtype: u8) -> std::result::Result<String, String> {
+        guarded(|| {
+            let (kind, dtype) = kind_and_dtype(kind, dtype)?;
+            Ok(self.0.explain(kind, bytes, dtype).lines())
+        })
+    }
 }
 
 impl RustOp {
@@ -532,6 +564,12 @@ impl RustOp {
     fn timeout_ms(&self) -> u64 {
         self.0.timeout().as_millis() as u64
     }
+    fn explain(&self) -> String {
+        self.0.explain().lines()
+    }
+    fn choice(&self) -> u64 {
+        self.0.choice().code()
+    }
     fn cancel(&self) {
         self.0.cancel();
     }
@@ -539,6 +577,27 @@ impl RustOp {
 
 fn doctor() -> String {
     crate::topology::report()
+}
+
+fn explain_without_group(
+    kind: u8,
+    bytes: u64,
+    dtype: u8,
+    ranks: u32,
+    algorithm: &str,
+) -> std::result::Result<String, String> {
+    guarded(|| {
+        let (kind, dtype) = kind_and_dtype(kind, dtype)?;
+        Ok(group::explain_without_group(kind, bytes, dtype, ranks as usize, algorithm)?.lines())
+    })
+}
+
+fn table_without_group(ranks: u32, algorithm: &str) -> std::result::Result<String, String> {
+    guarded(|| group::table_without_group(ranks as usize, algorithm))
+}
+
+fn save_table(ranks: u32, made: &str, lines: &str) -> std::result::Result<String, String> {
+    guarded(|| crate::select::file::make(ranks as usize, made, lines))
 }
 
 fn at_exit() {

@@ -12,6 +12,10 @@ pub struct Config {
     pub name: String,
     /// Why this group must not use shared memory, if so.
     pub delegate_reason: Option<String>,
+    /// The option `algorithm`: rules that come before those of the environment (`select::rules`).
+    pub algorithm: String,
+    /// What rank 0 tells the others about choosing (`select::policy`), as text; filled when the group is made.
+    pub policy: String,
     pub settings: Settings,
 }
 

@@ -8,6 +8,7 @@
 //! names who is missing.
 
 mod check;
+mod explain;
 mod faults;
 mod hosts;
 mod monitored;
@@ -20,7 +21,7 @@ use crate::config::{Config, Settings};
 use crate::driver::{self, Driven, Outcome, Patience};
 use crate::engine::hierarchical::Hierarchical;
 use crate::engine::shm::area::Area;
-use crate::engine::shm::layout::{Layout, MAX_RANKS};
+use crate::engine::shm::layout::{Layout, MAX_RANKS, SLOT_BYTES};
 use crate::engine::shm::meet::{self, Met};
 use crate::engine::shm::p2p::Ended;
 use crate::engine::shm::{Shm, futex, signal};
@@ -29,8 +30,10 @@ use crate::error::{Error, Result};
 pub use crate::host::{Completion, Host, Store};
 pub use crate::op::Op as CoreOp;
 use crate::op::{self};
+use crate::select::{self, Policy};
 use crate::types::{ANY_RANK, Kind, Request};
 use crate::{clock, watch};
+pub use explain::{explain_without_group, table_without_group};
 
 /// Memory of one group's segment, at most.
 const SEGMENT_CEILING: usize = 64 << 20;
@@ -68,6 +71,10 @@ pub struct Group {
     generation: u32,
     patience: Patience,
     area: Option<Arc<Area>>,
+    /// How ways are chosen: rank 0's, where ranks met.
+    policy: Arc<Policy>,
+    /// Cores that the ranks of this host may use together.
+    cores: usize,
     /// What serves a group on several hosts, from `open_link` on.
     lanes: OnceLock<Hierarchical>,
     /// Futex word for waits in such a group: added to (release) after an operation ended, read (acquire) before the wait.
@@ -98,7 +105,16 @@ pub struct Op {
 }
 
 fn local_config(rank: usize, size: usize, timeout: Duration) -> Config {
-    Config { rank, size, timeout, name: "local".to_string(), delegate_reason: None, settings: Settings::default() }
+    Config {
+        rank,
+        size,
+        timeout,
+        name: "local".to_string(),
+        delegate_reason: None,
+        algorithm: String::new(),
+        policy: String::new(),
+        settings: Settings::default(),
+    }
 }
 
 struct NoHost;
@@ -110,7 +126,7 @@ impl Host for NoHost {
 
 impl Group {
     /// Meets the other ranks and builds the engine that serves them.
-    pub fn connect(config: Config, store: &dyn Store, host: Arc<dyn Host>) -> Result<Arc<Group>> {
+    pub fn connect(mut config: Config, store: &dyn Store, host: Arc<dyn Host>) -> Result<Arc<Group>> {
         watch::install();
         if watch::forked() {
             return Err(Error::Invalid(
@@ -122,32 +138,38 @@ impl Group {
         if config.size == 0 || config.rank >= config.size {
             return Err(Error::Invalid(format!("sagellm: rank {} of a group of {} ranks", config.rank, config.size)));
         }
+        // The user's rules are refused here, before anything is sent.
+        let own = select::file::decide(&config.algorithm, config.size, SLOT_BYTES, config.rank == 0)?;
         if config.size == 1 {
             let engine = config.delegate_reason.clone().map_or(Engine::Solo, Engine::Delegate);
-            return Ok(Group::build(config, engine, None, Vec::new(), 1, 0, host));
+            return Ok(Group::build(config, engine, None, Vec::new(), (1, own), 0, host));
         }
         if config.size > MAX_RANKS {
             let reason = format!("{} ranks; the shared-memory engine serves up to {MAX_RANKS}", config.size);
-            return Ok(Group::build(config, Engine::Delegate(reason), None, Vec::new(), 1, 0, host));
+            return Ok(Group::build(config, Engine::Delegate(reason), None, Vec::new(), (1, own), 0, host));
         }
+        config.policy = own.text();
         let ranks = config.size;
-        let fitting =
-            |headroom: usize| Layout::new(ranks, SEGMENT_CEILING.min(headroom / 4)).map_or(0, |layout| layout.total());
+        let fitting = |headroom: usize| layout_within(ranks, headroom).map_or(0, |layout| layout.total());
         match meet::meet(&config, store, &*host, &fitting)? {
             meet::Outcome::Delegate(reason) => {
-                Ok(Group::build(config, Engine::Delegate(reason), None, Vec::new(), 1, 0, host))
+                Ok(Group::build(config, Engine::Delegate(reason), None, Vec::new(), (1, own), 0, host))
             }
-            meet::Outcome::Shared(met) => Group::share(config, met, host),
+            meet::Outcome::Shared(met) => Group::share(config, met, &own, host),
             meet::Outcome::Hosts { reason, .. } if !config.settings.own_link => {
-                Ok(Group::build(config, Engine::Delegate(reason), None, Vec::new(), 1, 0, host))
+                Ok(Group::build(config, Engine::Delegate(reason), None, Vec::new(), (1, own), 0, host))
             }
-            meet::Outcome::Hosts { hosts, id, reason } => Group::span(config, &hosts, id, reason, store, host),
+            meet::Outcome::Hosts { hosts, id, reason, policy } => {
+                let policy = explain::agreed(&config, &own, &policy)?;
+                Group::span(config, &hosts, id, (reason, policy), store, host)
+            }
         }
     }
 
-    fn share(config: Config, mut met: Met, host: Arc<dyn Host>) -> Result<Arc<Group>> {
+    fn share(config: Config, mut met: Met, own: &Policy, host: Arc<dyn Host>) -> Result<Arc<Group>> {
         let ends = met.take_ends();
-        let Met { segment, peers, local_cores, .. } = met;
+        let Met { segment, peers, local_cores, policy, .. } = met;
+        let policy = explain::agreed(&config, own, &policy)?;
         let total = segment.len();
         let layout = Layout::of_total(config.size, total)
             .ok_or_else(|| Error::Bug(format!("sagellm: no layout of {} ranks has {total} bytes", config.size)))?;
@@ -159,8 +181,9 @@ impl Group {
             .into_iter()
             .map(|peer| Peer { pid: peer.pid, host: peer.host, dead: AtomicBool::new(false) })
             .collect();
-        let engine = Engine::Shm(Box::new(Shm::new(Arc::clone(&area), local_cores, config.settings.fusion)));
-        let group = Group::build(config, engine, Some(area), list, local_cores, 0, host);
+        let fusion = config.settings.fusion;
+        let shm = Shm::new(Arc::clone(&area), local_cores, fusion, Arc::new(policy.clone()));
+        let group = Group::build(config, Engine::Shm(Box::new(shm)), Some(area), list, (local_cores, policy), 0, host);
         let weak = Arc::downgrade(&group);
         let guard = watch::watch(ends, move |rank, _reason| {
             if let Some(group) = weak.upgrade() {
@@ -179,21 +202,32 @@ impl Group {
     /// As `local`, over areas that the caller made, and may look into.
     pub fn over(areas: Vec<Arc<Area>>, timeout: Duration) -> Vec<Arc<Group>> {
         let domains: Vec<u64> = (1..=areas.len() as u64).collect();
-        Group::over_in(areas, &domains, timeout)
+        Group::over_in(areas, &domains, timeout, |_| Policy::default())
     }
 
-    /// As `over`, each in a domain that is given.
-    fn over_in(areas: Vec<Arc<Area>>, domains: &[u64], timeout: Duration) -> Vec<Arc<Group>> {
+    /// As `over`, with a policy for every rank, which must be the same one unless a test wants to see what happens.
+    pub fn over_with(areas: Vec<Arc<Area>>, timeout: Duration, policy: impl Fn(usize) -> Policy) -> Vec<Arc<Group>> {
+        let domains: Vec<u64> = (1..=areas.len() as u64).collect();
+        Group::over_in(areas, &domains, timeout, policy)
+    }
+
+    /// As `over_with`, each in a domain that is given.
+    fn over_in(
+        areas: Vec<Arc<Area>>,
+        domains: &[u64],
+        timeout: Duration,
+        policy: impl Fn(usize) -> Policy,
+    ) -> Vec<Arc<Group>> {
         let (ranks, cores) = (areas.len(), crate::topology::usable_cores());
         let groups = areas.into_iter().enumerate().map(|(rank, area)| {
-            let config = local_config(rank, ranks, timeout);
+            let (config, policy) = (local_config(rank, ranks, timeout), policy(rank));
             let peers = (0..ranks)
                 .map(|_| Peer { pid: 0, host: "this process".to_string(), dead: AtomicBool::new(false) })
                 .collect();
-            let engine =
-                if ranks == 1 { Engine::Solo } else { Engine::Shm(Box::new(Shm::new(Arc::clone(&area), cores, true))) };
+            let shm = || Shm::new(Arc::clone(&area), cores, true, Arc::new(policy.clone()));
+            let engine = if ranks == 1 { Engine::Solo } else { Engine::Shm(Box::new(shm())) };
             // A rank's groups belong together, as they would in a process of its own.
-            Group::build(config, engine, Some(area), peers, cores, domains[rank], Arc::new(NoHost))
+            Group::build(config, engine, Some(area), peers, (cores, policy), domains[rank], Arc::new(NoHost))
         });
         groups.collect()
     }
@@ -203,7 +237,7 @@ impl Group {
         engine: Engine,
         area: Option<Arc<Area>>,
         peers: Vec<Peer>,
-        cores: usize,
+        (cores, policy): (usize, Policy),
         domain: u64,
         host: Arc<dyn Host>,
     ) -> Arc<Group> {
@@ -217,6 +251,8 @@ impl Group {
                 Patience::for_ranks(ranks, cores)
             },
             area,
+            policy: Arc::new(policy),
+            cores,
             lanes: OnceLock::new(),
             bell: AtomicU32::new(0),
             host,
@@ -635,6 +671,11 @@ impl Op {
             self.group.abort(&format!("{} number {} was aborted", self.core.request.kind, self.core.number));
         }
     }
+}
+
+/// The layout of a group's segment where `headroom` bytes of memory are left.
+fn layout_within(ranks: usize, headroom: usize) -> Option<Layout> {
+    (2..=MAX_RANKS).contains(&ranks).then(|| Layout::new(ranks, SEGMENT_CEILING.min(headroom / 4)))?
 }
 
 /// Stops this process's threads of ours; groups that are still open count as left in order.

@@ -32,6 +32,9 @@ pub struct Op {
     error: OnceLock<Error>,
     source: AtomicI32,
     nanoseconds: AtomicU64,
+    /// `select::Choice::code` of the way it goes; 0 before it is issued. Written once by the engine at issue, read by
+    /// whoever explains it later; relaxed, because it says nothing about other memory.
+    choice: AtomicU64,
     completion: Mutex<Option<Box<dyn Completion>>>,
 }
 
@@ -54,6 +57,7 @@ impl Op {
             error: OnceLock::new(),
             source: AtomicI32::new(-1),
             nanoseconds: AtomicU64::new(0),
+            choice: AtomicU64::new(0),
             completion: Mutex::new(completion),
         }
     }
@@ -81,6 +85,14 @@ impl Op {
     }
     pub fn set_source(&self, rank: usize) {
         self.source.store(rank as i32, Ordering::Relaxed);
+    }
+
+    /// The way it goes and why, as a code.
+    pub fn choice(&self) -> u64 {
+        self.choice.load(Ordering::Relaxed)
+    }
+    pub fn set_choice(&self, code: u64) {
+        self.choice.store(code, Ordering::Relaxed);
     }
 
     /// From issue to end; zero while it runs.

@@ -6,9 +6,12 @@
 
 use std::fmt::Write as _;
 use std::fs;
+use std::io::Read;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+
+use once_cell::sync::Lazy;
 
 fn read_trimmed(path: impl AsRef<Path>) -> Option<String> {
     fs::read_to_string(path).ok().map(|text| text.trim().to_string())
@@ -252,7 +255,10 @@ pub fn report() -> String {
     for level in [2, 3] {
         line(&format!("L{level}"), cache(level).unwrap_or_else(|| "unknown".into()));
     }
-    line("NUMA nodes", read_trimmed("/sys/devices/system/node/online").unwrap_or_else(|| "unknown".into()));
+    line("NUMA nodes", numa().unwrap_or_else(|| "unknown".into()));
+    let accelerators = accelerators();
+    line("accelerators", if accelerators.is_empty() { "none".into() } else { accelerators.join(", ") });
+    line("fingerprint", fingerprint().into());
     text
 }
 
@@ -281,15 +287,96 @@ fn mask_as_list(mask: &[u64]) -> String {
 
 /// Size of the data or unified cache of this level as CPU 0 sees it, and who shares it.
 fn cache(level: u32) -> Option<String> {
+    let (size, shared) = cache_of(level)?;
+    Some(format!("{size} shared by CPUs {shared}"))
+}
+
+fn cache_of(level: u32) -> Option<(String, String)> {
     for index in 0..8 {
         let dir = PathBuf::from(format!("/sys/devices/system/cpu/cpu0/cache/index{index}"));
         let Some(found) = read_trimmed(dir.join("level")) else { continue };
         if found == level.to_string() && read_trimmed(dir.join("type"))? != "Instruction" {
-            let shared = read_trimmed(dir.join("shared_cpu_list")).unwrap_or_default();
-            return Some(format!("{} shared by CPUs {shared}", read_trimmed(dir.join("size"))?));
+            return Some((
+                read_trimmed(dir.join("size"))?,
+                read_trimmed(dir.join("shared_cpu_list")).unwrap_or_default(),
+            ));
         }
     }
     None
+}
+
+/// Bytes of the last cache before memory, as CPU 0 sees it. Read once in a process.
+pub fn last_level_cache() -> Option<u64> {
+    static BYTES: Lazy<Option<u64>> =
+        Lazy::new(|| [4, 3, 2].into_iter().find_map(cache_of).and_then(|(size, _)| kernel_size(&size)));
+    *BYTES
+}
+
+/// "32768K" or "32M", as sysfs writes sizes.
+fn kernel_size(text: &str) -> Option<u64> {
+    let (number, shift) = match text.strip_suffix(['K', 'M', 'G'].as_slice()) {
+        Some(number) => (number, 10 * (1 + "KMG".find(&text[number.len()..])?)),
+        None => (text, 0),
+    };
+    number.parse::<u64>().ok()?.checked_mul(1 << shift)
+}
+
+/// What makes this machine this machine for times that were measured on it: processor, usable cores, caches.
+/// Read once in a process.
+pub fn fingerprint() -> &'static str {
+    static TEXT: Lazy<String> = Lazy::new(|| {
+        let mut text = format!("{}; {} cores", processor(), usable_cores());
+        for level in [1, 2, 3] {
+            if let Some((size, _)) = cache_of(level) {
+                let _ = write!(text, "; L{level} {size}");
+            }
+        }
+        text
+    });
+    &TEXT
+}
+
+/// The processor's name. Only the first lines are read: the kernel writes a paragraph for every CPU.
+fn processor() -> String {
+    let mut head = [0u8; 4096];
+    let length = fs::File::open("/proc/cpuinfo").and_then(|mut file| file.read(&mut head)).unwrap_or(0);
+    processor_in(&String::from_utf8_lossy(&head[..length]))
+}
+
+fn processor_in(cpuinfo: &str) -> String {
+    let field = |name: &str| {
+        let lines = cpuinfo.lines().filter_map(|line| line.split_once(':'));
+        lines.filter(|(found, _)| found.trim() == name).map(|(_, value)| value.trim().to_string()).next()
+    };
+    // Arm names no model, but numbers its maker and the part.
+    let part = || Some(format!("CPU {} part {}", field("CPU implementer")?, field("CPU part")?));
+    field("model name").or_else(part).unwrap_or_else(|| std::env::consts::ARCH.to_string())
+}
+
+/// Accelerators of this host as their driver lists them, one name a device; none where no driver is loaded.
+pub fn accelerators() -> Vec<String> {
+    let Ok(devices) = fs::read_dir("/proc/driver/nvidia/gpus") else { return Vec::new() };
+    let about = devices.filter_map(|device| fs::read_to_string(device.ok()?.path().join("information")).ok());
+    let mut names: Vec<String> = about
+        .filter_map(|text| Some(text.lines().find_map(|line| line.strip_prefix("Model:"))?.trim().to_string()))
+        .collect();
+    names.sort();
+    names
+}
+
+/// NUMA nodes with their CPUs: "0: 0-3, 1: 4-7".
+fn numa() -> Option<String> {
+    let mut nodes: Vec<(usize, String)> = fs::read_dir("/sys/devices/system/node")
+        .ok()?
+        .filter_map(|entry| {
+            let path = entry.ok()?.path();
+            let number = path.file_name()?.to_str()?.strip_prefix("node")?.parse().ok()?;
+            Some((number, read_trimmed(path.join("cpulist"))?))
+        })
+        .collect();
+    nodes.sort();
+    let texts: Vec<String> = nodes.iter().map(|(number, cpus)| format!("{number}: CPUs {cpus}")).collect();
+    (!texts.is_empty()).then(|| texts.join(", "))
 }
 
 fn dev_shm() -> String {
@@ -406,6 +493,18 @@ mod tests {
     }
 
     #[test]
+    fn processors_are_named_and_sizes_of_the_kernel_are_read() {
+        assert_eq!(processor_in("processor\t: 0\nmodel name\t: AMD EPYC\nmodel name\t: other\n"), "AMD EPYC");
+        assert_eq!(processor_in("CPU implementer\t: 0x41\nCPU part\t: 0xd0c\n"), "CPU 0x41 part 0xd0c");
+        assert_eq!(processor_in("nothing"), std::env::consts::ARCH);
+        assert_eq!(kernel_size("32768K"), Some(32 << 20));
+        assert_eq!(kernel_size("1G"), Some(1 << 30));
+        assert_eq!(kernel_size("512"), Some(512));
+        assert_eq!(kernel_size("x"), None);
+        assert!(fingerprint().contains(" cores") && !fingerprint().contains('\n'));
+    }
+
+    #[test]
     fn masks_as_lists() {
         assert_eq!(mask_as_list(&[0b1011]), "0-1,3");
         assert_eq!(mask_as_list(&[1 << 63, 1]), "63-64");
@@ -415,7 +514,19 @@ mod tests {
     #[test]
     fn the_report_has_every_line_once() {
         let report = report();
-        for name in ["cores", "affinity", "quota", "memory headroom", "kernel", "boot id", "memfd", "pidfd", "L2"] {
+        for name in [
+            "cores",
+            "affinity",
+            "quota",
+            "memory headroom",
+            "kernel",
+            "boot id",
+            "memfd",
+            "pidfd",
+            "L2",
+            "NUMA nodes",
+            "fingerprint",
+        ] {
             let count = report.lines().filter(|line| line.split('\t').next() == Some(name)).count();
             assert_eq!(count, 1, "{name} in\n{report}");
         }

@@ -73,7 +73,16 @@ const GENEROUS: Duration = Duration::from_secs(30);
 
 fn config(rank: usize, size: usize, timeout: Duration) -> Config {
     // The fields that do not matter here are the defaults of a group without wishes.
-    Config { rank, size, timeout, name: "test".into(), delegate_reason: None, settings: Settings::default() }
+    Config {
+        rank,
+        size,
+        timeout,
+        name: "test".into(),
+        delegate_reason: None,
+        algorithm: String::new(),
+        policy: format!("rank {rank}'s"),
+        settings: Settings::default(),
+    }
 }
 
 fn bytes(size: usize) -> impl Fn(usize) -> usize {
@@ -137,6 +146,7 @@ fn assert_one_memory(met: &[Met]) {
         assert_eq!(seen, (0..size).map(|rank| 100 + rank as u32).collect::<Vec<u32>>());
         assert_eq!(one.peers.len(), size);
         assert_eq!(one.local_cores, met[0].local_cores);
+        assert_eq!(one.policy, "rank 0's");
     }
 }
 
@@ -791,7 +801,7 @@ proptest! {
 
     #[test]
     fn damaged_messages_are_read_without_panic(id in any::<[u8; 16]>(), ranks in 1..9usize, at in any::<prop::sample::Index>(), value in any::<u8>()) {
-        let verdict = Verdict { id, nonces: vec![id; ranks], mode: Mode::Share, text: "t".into(), detail: b"name".into() };
+        let verdict = Verdict { id, nonces: vec![id; ranks], mode: Mode::Share, text: "t".into(), detail: b"name".into(), policy: "p\nq".into() };
         let offer = Offer {
             id, part: 0, parts: 1, segment_len: 1 << 20, backing: Backing::Sealed, local_cores: 2, pidns: 4,
             ranks: vec![(1, "host".into()); ranks], process_of: vec![1, 2],

@@ -4,6 +4,7 @@ use super::shm::pieces::{Pieces, transfer};
 use crate::error::{Error, Result};
 use crate::op::Op;
 use crate::reduce::Kernel;
+use crate::select::Choice;
 use crate::types::{Kind, ReduceOp};
 
 /// Runs `op`. Reductions of one rank still round as AVG and PREMUL_SUM do.
@@ -15,6 +16,7 @@ pub fn run(op: &Op, kernel: Option<&Kernel>) -> Result<()> {
             request.kind
         )));
     }
+    op.set_choice(Choice::ALONE.code());
     op.prepare();
     let (inputs, outputs) = (Pieces(&request.inputs), Pieces(&request.outputs));
     let bytes = inputs.bytes().min(outputs.bytes());

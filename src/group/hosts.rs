@@ -14,6 +14,7 @@ use crate::error::{Error, Result};
 use crate::fusion::LANES;
 use crate::host::{Host, Store};
 use crate::op::Op;
+use crate::select::Policy;
 use crate::types::Request;
 
 /// What is known before the link is there.
@@ -86,7 +87,7 @@ impl Group {
         config: Config,
         host_of: &[usize],
         id: [u8; 16],
-        reason: String,
+        (reason, policy): (String, Policy),
         store: &dyn Store,
         host: Arc<dyn Host>,
     ) -> Result<Arc<Group>> {
@@ -122,7 +123,7 @@ impl Group {
             insides = vec![None; LANES];
         }
         let setup = Setup { place, insides, reason, settings: config.settings };
-        Ok(Group::build(config, Engine::Hosts(setup), None, Vec::new(), 1, 0, host))
+        Ok(Group::build(config, Engine::Hosts(setup), None, Vec::new(), (1, policy), 0, host))
     }
 
     /// Which hosts can share memory: the first rank of each says so in the store, and all read it.
@@ -179,7 +180,8 @@ impl Group {
         };
         let insides = setup.insides.iter().map(|group| group.clone().map(|group| group as Arc<dyn Inside>)).collect();
         let report = Arc::new(Reporter(self.this.clone()));
-        let lanes = Hierarchical::new(setup.place.clone(), link, insides, setup.settings, report);
+        let policy = Arc::clone(&self.policy);
+        let lanes = Hierarchical::new(setup.place.clone(), link, insides, setup.settings, policy, report);
         self.lanes.set(lanes).map_err(|_| Error::Invalid("sagellm: this group has its link already".to_string()))
     }
 
@@ -190,13 +192,24 @@ impl Group {
         settings: Settings,
         links: Vec<Arc<dyn Link>>,
     ) -> Result<Vec<Arc<Group>>> {
+        Group::local_hosts_with(host_of, timeout, settings, links, &Policy::default())
+    }
+
+    /// As `local_hosts`, with a policy.
+    pub fn local_hosts_with(
+        host_of: &[usize],
+        timeout: Duration,
+        settings: Settings,
+        links: Vec<Arc<dyn Link>>,
+        policy: &Policy,
+    ) -> Result<Vec<Arc<Group>>> {
         let place = Place::new(host_of.to_vec(), 0);
         let mut insides: Vec<Vec<Option<Arc<Group>>>> = vec![vec![None; LANES]; host_of.len()];
         for ranks in place.hosts.iter().filter(|ranks| ranks.len() > 1) {
             let domains: Vec<u64> = ranks.iter().map(|rank| *rank as u64 + 1).collect();
             ranks.iter().for_each(|rank| insides[*rank].clear());
             for _lane in 0..LANES {
-                let groups = Group::over_in(local::areas(ranks.len())?, &domains, timeout);
+                let groups = Group::over_in(local::areas(ranks.len())?, &domains, timeout, |_| policy.clone());
                 ranks.iter().zip(groups).for_each(|(rank, group)| insides[*rank].push(Some(group)));
             }
         }
@@ -204,7 +217,8 @@ impl Group {
             let place = Place::new(host_of.to_vec(), rank);
             let setup = Setup { place, insides, reason: "a simulation of hosts".to_string(), settings };
             let config = Config { settings, ..local_config(rank, host_of.len(), timeout) };
-            Group::build(config, Engine::Hosts(setup), None, Vec::new(), 1, rank as u64 + 1, Arc::new(NoHost))
+            let policy = (1, policy.clone());
+            Group::build(config, Engine::Hosts(setup), None, Vec::new(), policy, rank as u64 + 1, Arc::new(NoHost))
         });
         let groups: Vec<Arc<Group>> = groups.collect();
         for (group, link) in groups.iter().zip(links) {

@@ -1,30 +1,344 @@
-//! How an operation travels between hosts. Pure: all ranks of the group get the same answer.
+//! The choice between hosts: which schedule the leaders of the hosts run, how many leaders there are, and in which
+//! segments a large operation overlaps with the work inside the hosts. Pure and total, the same on every rank.
+//!
+//! Who decides, from strong to weak: strict mode, the user's rules, the table, the cost model where the link was measured,
+//! the start rules. A batch of operations goes only by schedules whose order of summation does not depend on where an
+//! element lies in the batch, so that the bits of an operation do not depend on its neighbours.
 
-use crate::schedule::Algorithm;
+use super::cost::{Link, Model, Priced};
+use super::rules::{Rule, Way};
+use super::{Asked, Choice, Class, Path, Policy, Reason};
+use crate::schedule::{Algorithm, Schedule};
 use crate::types::Kind;
+
+/// What was found out about the way between two hosts, agreed between the ranks before it is used. Zeros: not measured.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LinkFacts {
+    /// Until a message of no length has arrived.
+    pub alpha_ns: u64,
+    pub beta_ps_per_byte: u64,
+}
+
+impl LinkFacts {
+    /// Where nobody measured: a network of about 10 Gbit/s, as most machines of a cluster have.
+    pub const ASSUMED: LinkFacts = LinkFacts { alpha_ns: 50_000, beta_ps_per_byte: 800 };
+
+    pub fn known(self) -> bool {
+        self.alpha_ns > 0 || self.beta_ps_per_byte > 0
+    }
+}
+
+/// Hosts with a leader or more each, and what all ranks know about them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Hosts {
+    pub hosts: usize,
+    pub ranks: usize,
+    /// On the host that has the fewest.
+    pub least_ranks: usize,
+    pub link: LinkFacts,
+    /// The bits of one host: every element in the order of the ranks.
+    pub strict: bool,
+    /// All devices are joined by NVLink.
+    pub full_nvlink: bool,
+}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostsChoice {
     pub algorithm: Algorithm,
-    /// Ranks of each host that talk to other hosts.
-    pub leaders: usize,
-    /// Batches that it is cut into.
+    /// Ranks of each host that take part, each with its share of the data.
+    pub leaders: u8,
+    /// Bytes of the operation that pass through reduce, exchange and spread at a time, and how many such parts it has.
+    pub segment_bytes: usize,
     pub segments: usize,
+    pub reason: Reason,
+    /// 0 where the link was not measured.
+    pub predicted_ns: u64,
 }
 
-/// `bytes`: what one rank contributes; `fewest`: ranks of the host that has the fewest.
-pub fn between_hosts(kind: Kind, bytes: usize, hosts: usize, fewest: usize, strict: bool) -> HostsChoice {
-    const SMALL: usize = 64 << 10;
-    const SEGMENT: usize = 2 << 20;
-    let algorithm = match kind {
-        _ if strict => Algorithm::Direct,
-        Kind::AllReduce if bytes <= SMALL || hosts == 2 => Algorithm::Doubling,
-        Kind::AllReduce if hosts.is_power_of_two() => Algorithm::Halving,
-        Kind::AllReduce => Algorithm::Ring,
-        Kind::Broadcast | Kind::Reduce => Algorithm::Binomial,
-        _ => Algorithm::Direct,
+impl HostsChoice {
+    pub fn choice(&self) -> Choice {
+        let path = Path::Hosts { algorithm: self.algorithm, leaders: self.leaders, segment: self.segment_bytes };
+        Choice { path, reason: self.reason }
+    }
+}
+
+/// From here on bytes count more than steps: the public start rules have their border here.
+pub const LARGE: u64 = 1 << 20;
+/// Up to here a second leader would cost more messages than it saves.
+const ONE_LEADER: u64 = 64 << 10;
+const MOST_OVERHEAD_NS: u64 = 20_000;
+/// Segments where the link was not measured, and the smallest ones where it was.
+const SEGMENT: usize = 2 << 20;
+const LEAST_SEGMENT: f64 = 256.0 * 1024.0;
+/// Nanoseconds a byte inside a host, from docs/benchmarks.md: what a segment overlaps with.
+const INSIDE_NS: f64 = 0.05;
+/// Up to as many hosts the predicted times of all schedules are kept ready.
+const MOST_PRICED: usize = 1024;
+
+/// The schedules that serve each kind among so many hosts, with the cost of their steps: made once a group, because
+/// looking at every step takes longer than a small operation.
+pub struct Menu {
+    hosts: usize,
+    priced: Vec<Priced>,
+}
+
+impl Menu {
+    pub fn new(hosts: usize) -> Menu {
+        let kinds = (1..=u8::MAX).map_while(Kind::from_u8).filter(|kind| !kind.is_p2p());
+        let few = if (2..=MOST_PRICED).contains(&hosts) { hosts } else { 2 };
+        let priced = kinds.flat_map(|kind| serving(kind, few)).map(|schedule| Priced::new(schedule, 1)).collect();
+        Menu { hosts: few, priced }
+    }
+}
+
+/// Pipelining is done above the schedules, in segments of the whole operation, so none cuts its streams itself.
+fn serving(kind: Kind, hosts: usize) -> impl Iterator<Item = Schedule> {
+    Algorithm::ALL.into_iter().filter_map(move |algorithm| Schedule::new(algorithm, kind, hosts, 0, 1))
+}
+
+/// The way of one operation between hosts. `batched`: it travels together with others. `asked.bytes` as one rank gives
+/// them. For a single host, or a kind that is no collective, the answer is a direct exchange, which is right everywhere.
+pub fn between_hosts(asked: Asked, batched: bool, hosts: &Hosts, menu: &Menu, policy: &Policy) -> HostsChoice {
+    let bytes = exchanged(asked, hosts);
+    let mut choice = HostsChoice {
+        algorithm: Algorithm::Direct,
+        leaders: leaders(asked, hosts),
+        segment_bytes: segment(bytes, hosts.link),
+        segments: 1,
+        reason: Reason::Strict,
+        predicted_ns: 0,
     };
-    let leaders = if kind == Kind::AllReduce && bytes > SMALL { fewest } else { 1 };
-    let segments = bytes.div_ceil(SEGMENT).max(1);
-    HostsChoice { algorithm, leaders, segments }
+    if hosts.hosts < 2 || asked.kind.is_p2p() {
+        return HostsChoice { leaders: 1, reason: Reason::OneSchedule, ..choice };
+    }
+    let allowed = |algorithm: Algorithm| {
+        algorithm.serves(asked.kind)
+            && (!hosts.strict || algorithm == Algorithm::Direct)
+            && !(batched && by_position(algorithm, asked))
+    };
+    if !hosts.strict {
+        (choice.algorithm, choice.reason) = start_rule(asked, hosts, &allowed);
+    }
+    let fastest = fastest(asked.kind, bytes, hosts, menu, &allowed);
+    if let Some((priced, seconds)) = fastest
+        && !hosts.strict
+    {
+        choice.algorithm = priced.schedule.algorithm;
+        choice.predicted_ns = (seconds * 1e9) as u64;
+        choice.reason = if hosts.link == LinkFacts::ASSUMED { Reason::Assumed } else { Reason::Model };
+    }
+    if let Some((rule, reason)) = said(asked, policy, &allowed)
+        && let Way::Hosts { algorithm, leaders, segment } = rule.way
+    {
+        if !hosts.strict {
+            choice.reason = reason;
+        }
+        if algorithm != choice.algorithm {
+            (choice.algorithm, choice.predicted_ns) = (algorithm, 0);
+        }
+        choice.leaders = leaders.map_or(choice.leaders, |count| count.min(cap(hosts.least_ranks)));
+        choice.segment_bytes = segment.unwrap_or(choice.segment_bytes);
+    }
+    let parts = asked.bytes.div_ceil(choice.segment_bytes as u64).max(1);
+    choice.segments = usize::try_from(parts).unwrap_or(usize::MAX);
+    choice
+}
+
+/// Time of one schedule for an operation, by the measured link; `None` where nothing is known.
+pub fn predict(asked: Asked, algorithm: Algorithm, hosts: &Hosts, menu: &Menu) -> Option<u64> {
+    let only = |other: Algorithm| other == algorithm;
+    fastest(asked.kind, exchanged(asked, hosts), hosts, menu, &only).map(|(_, seconds)| (seconds * 1e9) as u64)
+}
+
+/// The rule or line that names the schedule of an operation that travels alone, for `explain`.
+pub fn said_by(asked: Asked, hosts: &Hosts, policy: &Policy) -> Option<Rule> {
+    let allowed = |algorithm: Algorithm| !hosts.strict && algorithm.serves(asked.kind);
+    said(asked, policy, &allowed).map(|(rule, _)| *rule)
+}
+
+/// The first rule, or else the line of the table, that names an allowed schedule for this operation.
+fn said<'a>(asked: Asked, policy: &'a Policy, allowed: &dyn Fn(Algorithm) -> bool) -> Option<(&'a Rule, Reason)> {
+    let names = |rule: &Rule| matches!(rule.way, Way::Hosts { algorithm, .. } if allowed(algorithm));
+    for rule in policy.rules.0.iter().filter(|rule| rule.fits(asked.kind, asked.bytes)) {
+        if rule.way == Way::Start {
+            return None;
+        }
+        if names(rule) {
+            return Some((rule, Reason::Override));
+        }
+    }
+    let lines = policy.table.iter().flat_map(|table| &table.lines).map(|line| &line.rule);
+    lines
+        .filter(|rule| rule.fits(asked.kind, asked.bytes))
+        .find(|rule| names(rule))
+        .map(|rule| (rule, Reason::Measured))
+}
+
+/// True where the place of an element decides in which order it is added up.
+fn by_position(algorithm: Algorithm, asked: Asked) -> bool {
+    let ordered = matches!(asked.class, Class::Float | Class::Low) && asked.kind.reduces();
+    ordered && matches!(algorithm, Algorithm::Ring | Algorithm::Torus | Algorithm::DoubleTree)
+}
+
+/// Where nothing is measured: few steps for small ones, few bytes for large ones.
+fn start_rule(asked: Asked, hosts: &Hosts, allowed: &dyn Fn(Algorithm) -> bool) -> (Algorithm, Reason) {
+    use Algorithm::*;
+    let wishes: &[(Algorithm, Reason)] = match (asked.bytes < LARGE, hosts.hosts.is_power_of_two()) {
+        (true, true) => &[(Doubling, Reason::PowerOfTwo)],
+        (true, false) => &[(Ring, Reason::AnyCount)],
+        (false, _) if hosts.full_nvlink => &[(Ring, Reason::FullNvlink)],
+        (false, _) => &[(DoubleTree, Reason::Large), (Binomial, Reason::Large)],
+    };
+    let last = [Dissemination, Bruck, Binomial, Halving].map(|algorithm| (algorithm, Reason::OneSchedule));
+    let all_reduce = asked.kind == Kind::AllReduce;
+    let wishes = wishes.iter().filter(|(algorithm, _)| all_reduce || *algorithm != Ring || asked.bytes >= LARGE);
+    let found = wishes.chain(&last).find(|(algorithm, _)| allowed(*algorithm));
+    found.copied().unwrap_or((Direct, Reason::OneSchedule))
+}
+
+fn fastest<'a>(
+    kind: Kind,
+    bytes: u64,
+    hosts: &Hosts,
+    menu: &'a Menu,
+    allowed: &dyn Fn(Algorithm) -> bool,
+) -> Option<(&'a Priced, f64)> {
+    if !hosts.link.known() || menu.hosts != hosts.hosts {
+        return None;
+    }
+    let (alpha, overhead) = (hosts.link.alpha_ns as f64 * 1e-9, overhead_ns(hosts.link) * 1e-9);
+    let link = Link { alpha, overhead, beta: hosts.link.beta_ps_per_byte as f64 * 1e-12 };
+    let model = Model { host: link, network: link, gamma: INSIDE_NS * 1e-9, ranks_per_host: 1 };
+    let mine = menu.priced.iter().filter(|one| one.schedule.kind == kind && allowed(one.schedule.algorithm));
+    mine.map(|priced| (priced, priced.seconds(bytes as f64, &model))).min_by(|a, b| a.1.total_cmp(&b.1))
+}
+
+/// Bytes as the cost model counts them: the whole vector, or the blocks of all hosts together.
+fn exchanged(asked: Asked, hosts: &Hosts) -> u64 {
+    match asked.kind {
+        Kind::AllGather | Kind::Gather => asked.bytes.saturating_mul(hosts.ranks as u64),
+        _ => asked.bytes,
+    }
+}
+
+/// What one more message in flight costs its ends, which is not the time it is under way: a quarter of a short latency.
+fn overhead_ns(link: LinkFacts) -> f64 {
+    link.alpha_ns.min(MOST_OVERHEAD_NS * 4) as f64 / 4.0
+}
+
+fn cap(count: usize) -> u8 {
+    u8::try_from(count.clamp(1, 255)).unwrap_or(u8::MAX)
+}
+
+/// A start value: a large all_reduce is shared out over all ranks of a host, which fill the link with several connections.
+fn leaders(asked: Asked, hosts: &Hosts) -> u8 {
+    if asked.kind == Kind::AllReduce && asked.bytes > ONE_LEADER { cap(hosts.least_ranks) } else { 1 }
+}
+
+/// Where the cost of one more message equals what a shorter first and last segment save: a power of two, and at least
+/// one whole small operation.
+fn segment(bytes: u64, link: LinkFacts) -> usize {
+    if !link.known() || link == LinkFacts::ASSUMED {
+        return SEGMENT;
+    }
+    let most = (1u64 << 30) as f64;
+    let balanced = (bytes as f64 * overhead_ns(link) / INSIDE_NS).sqrt();
+    (balanced.clamp(LEAST_SEGMENT, most) as usize).next_power_of_two().min(1 << 30)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::select::rules::Rules;
+
+    const FAST: LinkFacts = LinkFacts { alpha_ns: 30_000, beta_ps_per_byte: 100 };
+
+    fn hosts(count: usize, link: LinkFacts) -> Hosts {
+        Hosts { hosts: count, ranks: count * 2, least_ranks: 2, link, strict: false, full_nvlink: false }
+    }
+
+    fn asked(kind: Kind, bytes: u64) -> Asked {
+        Asked { kind, bytes, class: if kind.reduces() { Class::Float } else { Class::Moved } }.normal()
+    }
+
+    #[test]
+    fn the_start_rules_hold_where_no_link_was_measured() {
+        let policy = Policy::default();
+        let at = |count, bytes, full_nvlink| {
+            let hosts = Hosts { full_nvlink, ..hosts(count, LinkFacts::default()) };
+            let found = between_hosts(asked(Kind::AllReduce, bytes), false, &hosts, &Menu::new(count), &policy);
+            (found.algorithm, found.reason)
+        };
+        assert_eq!(at(4, LARGE - 1, false), (Algorithm::Doubling, Reason::PowerOfTwo));
+        assert_eq!(at(3, LARGE - 1, false), (Algorithm::Ring, Reason::AnyCount));
+        assert_eq!(at(4, LARGE, true), (Algorithm::Ring, Reason::FullNvlink));
+        assert_eq!(at(4, LARGE, false), (Algorithm::DoubleTree, Reason::Large));
+    }
+
+    #[test]
+    fn a_measured_link_overrules_the_start_rules_and_a_rule_overrules_both() {
+        let menu = Menu::new(3);
+        let mut policy = Policy::default();
+        let small = asked(Kind::AllReduce, 64);
+        let found = between_hosts(small, false, &hosts(3, FAST), &menu, &policy);
+        assert_eq!(found.reason, Reason::Model);
+        assert_eq!(found.algorithm, Algorithm::Direct, "one step, two messages");
+        assert!(found.predicted_ns >= FAST.alpha_ns);
+        policy.rules = Rules::parse("*:0-=dissemination;all_reduce:0-=ring(leaders=9,segment=1MiB)").unwrap();
+        let found = between_hosts(small, false, &hosts(3, FAST), &menu, &policy);
+        assert_eq!((found.algorithm, found.leaders), (Algorithm::Ring, 2));
+        assert_eq!((found.segment_bytes, found.segments), (1 << 20, 1));
+        assert_eq!(found.reason, Reason::Override);
+        assert_eq!(Choice::from_code(found.choice().code()), found.choice());
+        let batched = between_hosts(small, true, &hosts(3, FAST), &menu, &policy);
+        assert_eq!((batched.algorithm, batched.reason), (Algorithm::Direct, Reason::Model));
+        let strict = Hosts { strict: true, ..hosts(3, FAST) };
+        let strict = between_hosts(small, false, &strict, &menu, &policy);
+        assert_eq!((strict.algorithm, strict.reason), (Algorithm::Direct, Reason::Strict));
+    }
+
+    #[test]
+    fn every_question_has_an_answer_that_can_be_carried_out() {
+        let kinds: Vec<Kind> = (1..=u8::MAX).map_while(Kind::from_u8).collect();
+        let mut state = 9u64;
+        let mut next = move |n: u64| {
+            state = state.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
+            (state >> 33) % n.max(1)
+        };
+        let menus: Vec<[Menu; 2]> = (0..20).map(|count| [Menu::new(count), Menu::new(count)]).collect();
+        let policies = [
+            Policy::default(),
+            Policy { rules: Rules::parse("*:0-1MiB=bruck;*:0-=ring;*:5-=slots").unwrap(), ..Policy::default() },
+        ];
+        for _ in 0..20_000 {
+            let count = next(20) as usize;
+            let facts =
+                [LinkFacts::default(), FAST, LinkFacts { alpha_ns: next(1 << 40), beta_ps_per_byte: next(1 << 40) }];
+            let hosts = Hosts {
+                hosts: count,
+                ranks: next(1000) as usize,
+                least_ranks: next(300) as usize,
+                link: facts[next(3) as usize],
+                strict: next(4) == 0,
+                full_nvlink: next(2) == 0,
+            };
+            let kind = kinds[next(kinds.len() as u64) as usize];
+            let bytes = next(u64::MAX) >> next(33);
+            let asked =
+                Asked { class: [Class::Float, Class::Exact, Class::Low][next(3) as usize], ..asked(kind, bytes) };
+            let (batched, policy) = (next(2) == 0, &policies[next(2) as usize]);
+            let [menu, another] = &menus[count];
+            let found = between_hosts(asked, batched, &hosts, menu, policy);
+            assert_eq!(found, between_hosts(asked, batched, &hosts, another, policy));
+            assert!(found.leaders >= 1 && usize::from(found.leaders) <= hosts.least_ranks.max(1));
+            assert!((1024..=1 << 30).contains(&found.segment_bytes) && found.segments >= 1);
+            if !kind.is_p2p() {
+                assert!(found.algorithm.serves(kind), "{found:?} for {kind}");
+            }
+            if hosts.strict {
+                assert_eq!(found.algorithm, Algorithm::Direct);
+            }
+            assert!(!(batched && by_position(found.algorithm, asked)), "{found:?}");
+        }
+    }
 }

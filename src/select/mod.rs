@@ -1,32 +1,230 @@
-//! How an operation travels: a pure function of what all ranks share. Nothing local may enter here: no clock, no queue
-//! length, no `sync` flag; two ranks that chose differently would wait for one another for ever.
+//! How an operation travels, and why: a pure function of what all ranks share. Nothing local may enter here: no clock, no
+//! queue length, no `sync` flag; two ranks that chose differently would wait for one another for ever.
+//!
+//! Who decides, from strong to weak: the user's rules, a line of the measured table, the start values. The first two are
+//! rank 0's [`policy`], which every rank of the group has.
+//!
+//! | file | |
+//! | --- | --- |
+//! | `mod` | `choose`, and the start values |
+//! | `reason` | why, in one byte |
+//! | `rules` | the syntax of rules; `size`: of sizes |
+//! | `table`, `policy` | what was measured, and what rank 0 sends, as text |
+//! | `file` | tables on disk: the only effects |
+//! | `model`, `explain` | predicted times inside a host, and the whole answer in words |
+//! | `hosts`, `cost` | the choice between hosts, and predicted times of schedules |
 
 pub mod cost;
+pub mod explain;
+pub mod file;
 pub mod hosts;
+pub mod model;
+pub mod policy;
+pub mod reason;
+pub mod rules;
+pub mod size;
+pub mod table;
 
-use crate::types::{Kind, Request};
+use std::fmt;
 
+pub use policy::Policy;
+pub use reason::Reason;
+use rules::{Rule, Rules, Way};
+use table::Line;
+
+use crate::schedule::Algorithm;
+use crate::types::{Dtype, Kind, Request};
+
+/// Last-level cache where the machine does not say.
+pub const DEFAULT_CACHE_BYTES: u64 = 32 << 20;
+/// Chunk of a tensor that comes from memory: two of them a rank stay in a core's own cache.
+pub const SMALL_CHUNK: usize = 128 << 10;
+
+/// The way an operation took or would take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Path {
+    /// Not recorded.
+    Unknown,
+    /// A group of one rank: a local copy.
+    Alone,
+    /// A send or a receive (`engine/shm/p2p.rs`).
+    Message,
     /// One exchange of tagged slots (`engine/shm/small.rs`).
     Slots,
     /// Rounds through staging buffers, `chunk` bytes a round (`engine/shm/bulk.rs`).
     Rounds { chunk: usize },
+    /// A schedule between the leaders of several hosts, `segment` bytes at a time (`hosts`).
+    Hosts { algorithm: Algorithm, leaders: u8, segment: usize },
+    /// torch's own backend.
+    Delegate,
 }
 
-/// What all ranks of a group know.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Choice {
+    pub path: Path,
+    pub reason: Reason,
+}
+
+impl Choice {
+    pub const ALONE: Choice = Choice { path: Path::Alone, reason: Reason::Alone };
+    pub const MESSAGE: Choice = Choice { path: Path::Message, reason: Reason::Message };
+    pub const DELEGATE: Choice = Choice { path: Path::Delegate, reason: Reason::Delegated };
+
+    /// As an operation keeps it: path (8 bits), reason (8), leaders (16), bytes of a chunk or segment (32).
+    pub fn code(self) -> u64 {
+        let (leaders, bytes) = match self.path {
+            Path::Rounds { chunk } => (0, chunk),
+            Path::Hosts { leaders, segment, .. } => (leaders, segment),
+            _ => (0, 0),
+        };
+        let bytes = bytes.min(u32::MAX as usize) as u64;
+        u64::from(self.path.code()) | (self.reason as u64) << 8 | u64::from(leaders) << 16 | bytes << 32
+    }
+
+    /// What `code` gave; anything else is `Unknown`.
+    pub fn from_code(code: u64) -> Choice {
+        let path = match code as u8 {
+            SLOTS => Path::Slots,
+            ROUNDS => Path::Rounds { chunk: (code >> 32) as usize },
+            LOCAL => Path::Alone,
+            MESSAGE => Path::Message,
+            DELEGATE => Path::Delegate,
+            path => match Algorithm::from_code(path.wrapping_sub(BEFORE_ALGORITHMS)) {
+                Some(algorithm) => {
+                    Path::Hosts { algorithm, leaders: (code >> 16) as u8, segment: (code >> 32) as usize }
+                }
+                None => Path::Unknown,
+            },
+        };
+        Choice { path, reason: Reason::from_u8((code >> 8) as u8) }
+    }
+}
+
+/// The codes of paths, for records and statistics; they never change their meaning. 0 is an operation that has not set
+/// out.
+const SLOTS: u8 = 1;
+const ROUNDS: u8 = 2;
+pub const LOCAL: u8 = 3;
+pub const MESSAGE: u8 = 4;
+pub const DELEGATE: u8 = 5;
+/// Between hosts: this plus the algorithm's own code.
+const BEFORE_ALGORITHMS: u8 = 5;
+
+impl Path {
+    /// One byte for records and statistics; `path_name` reads it.
+    pub fn code(self) -> u8 {
+        match self {
+            Path::Unknown => 0,
+            Path::Slots => SLOTS,
+            Path::Rounds { .. } => ROUNDS,
+            Path::Alone => LOCAL,
+            Path::Message => MESSAGE,
+            Path::Delegate => DELEGATE,
+            Path::Hosts { algorithm, .. } => BEFORE_ALGORITHMS + algorithm.code(),
+        }
+    }
+}
+
+/// What a code is called; `none` for an operation that has not set out.
+pub fn path_name(code: u8) -> &'static str {
+    const NAMES: [&str; 6] = ["none", "slots", "rounds", "local", "message", "delegate"];
+    let between = || Algorithm::from_code(code.wrapping_sub(BEFORE_ALGORITHMS)).map(Algorithm::name);
+    NAMES.get(usize::from(code)).copied().or_else(between).unwrap_or("unknown")
+}
+
+/// What a reason's code is called.
+pub fn reason_name(code: u8) -> &'static str {
+    Reason::from_u8(code).name()
+}
+
+impl fmt::Display for Path {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Path::Unknown => f.write_str("unknown"),
+            Path::Alone => f.write_str("local copy"),
+            Path::Message => f.write_str("message"),
+            Path::Slots => write!(f, "{}", Way::Slots),
+            Path::Rounds { chunk } => write!(f, "{}", Way::Rounds { chunk: *chunk }),
+            Path::Delegate => f.write_str("delegate"),
+            Path::Hosts { algorithm, leaders, segment } => {
+                write!(f, "{}(leaders={leaders},segment={})", algorithm.name(), size::text(*segment as u64))
+            }
+        }
+    }
+}
+
+/// What the choice sees of an element type.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Class {
+    /// Data that is moved and never combined.
+    Moved,
+    /// Integers and booleans: the order of a sum does not show.
+    Exact,
+    Float,
+    /// Two-byte floats, which are rounded once from 32 bits.
+    Low,
+}
+
+impl Class {
+    pub fn of(kind: Kind, dtype: Dtype) -> Class {
+        use Dtype::*;
+        match dtype {
+            _ if !kind.reduces() => Class::Moved,
+            Bytes => Class::Moved,
+            Bool | U8 | I8 | U16 | I16 | U32 | I32 | U64 | I64 => Class::Exact,
+            F32 | F64 | C64 | C128 => Class::Float,
+            F16 | Bf16 | C32 => Class::Low,
+        }
+    }
+}
+
+/// An operation, as far as the choice sees it. `bytes` as `slot_payload` counts them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Asked {
+    pub kind: Kind,
+    pub bytes: u64,
+    pub class: Class,
+}
+
+impl Asked {
+    pub fn of(request: &Request, ranks: usize) -> Asked {
+        let bytes = match request.kind {
+            Kind::Send => sum(&request.inputs),
+            Kind::Recv => sum(&request.outputs),
+            _ => slot_payload(request, ranks),
+        };
+        Asked { kind: request.kind, bytes: bytes as u64, class: Class::of(request.kind, request.dtype) }.normal()
+    }
+
+    /// Without what the ranks do not share: none knows all the sizes of an all_to_all, and a barrier has none.
+    pub fn normal(self) -> Asked {
+        if matches!(self.kind, Kind::AllToAll | Kind::Barrier) { Asked { bytes: 0, ..self } } else { self }
+    }
+}
+
+/// What all ranks of a group know about it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
     pub ranks: usize,
+    pub hosts: usize,
     /// Cores that the ranks of this host may use together; agreed when they met.
     pub cores: usize,
     pub slot_bytes: usize,
     pub stage_bytes: usize,
 }
 
+impl Shape {
+    pub fn crowded(&self) -> bool {
+        self.ranks > self.cores
+    }
+}
+
+fn sum(spans: &[crate::types::Span]) -> usize {
+    spans.iter().map(|span| span.bytes).sum()
+}
+
 /// Bytes that the rank with the most writes into its slot when the operation goes by slots.
 pub fn slot_payload(request: &Request, ranks: usize) -> usize {
-    let sum = |spans: &[crate::types::Span]| spans.iter().map(|span| span.bytes).sum::<usize>();
     match request.kind {
         Kind::AllReduce | Kind::Reduce | Kind::Gather | Kind::ReduceScatter => sum(&request.inputs),
         Kind::Broadcast => sum(&request.inputs).max(sum(&request.outputs)),
@@ -40,32 +238,213 @@ pub fn slot_payload(request: &Request, ranks: usize) -> usize {
     }
 }
 
+/// Bytes of one block that travel in one round of `chunk` bytes: kinds with a block for every peer share the chunk out.
+pub fn unit(kind: Kind, ranks: usize, chunk: usize) -> usize {
+    match kind {
+        Kind::Scatter | Kind::ReduceScatter | Kind::AllToAll => (chunk / ranks.max(1) / 64 * 64).max(64),
+        _ => chunk.max(1),
+    }
+}
+
+/// The way of one operation, for every possible question. Inside one host (`shape.hosts` is 1) a collective of at least
+/// two ranks gets `Slots` or `Rounds`, and what it gets fits into the slots and the stage.
+pub fn choose(asked: Asked, shape: &Shape, policy: &Policy) -> Choice {
+    if asked.kind.is_p2p() {
+        return Choice::MESSAGE;
+    }
+    if shape.ranks < 2 {
+        return Choice::ALONE;
+    }
+    match decisive(asked, shape, policy) {
+        Decisive::Rule(_, path) => Choice { path, reason: Reason::Override },
+        Decisive::Line(_, path) => Choice { path, reason: Reason::Measured },
+        Decisive::Start => start(asked, shape, policy.cache_bytes),
+    }
+}
+
+/// What has the last word about an operation of a group with peers.
+pub(crate) enum Decisive<'a> {
+    Rule(&'a Rule, Path),
+    Line(&'a Line, Path),
+    Start,
+}
+
+pub(crate) fn decisive<'a>(asked: Asked, shape: &Shape, policy: &'a Policy) -> Decisive<'a> {
+    let Rules(rules) = &policy.rules;
+    for rule in rules.iter().filter(|rule| rule.fits(asked.kind, asked.bytes)) {
+        if rule.way == Way::Start {
+            return Decisive::Start;
+        }
+        if let Some(path) = possible(rule.way, asked, shape) {
+            return Decisive::Rule(rule, path);
+        }
+    }
+    let line = policy.table.as_ref().and_then(|table| table.find(asked.kind, asked.bytes));
+    match line.and_then(|line| Some((line, possible(line.rule.way, asked, shape)?))) {
+        Some((line, path)) => Decisive::Line(line, path),
+        None => Decisive::Start,
+    }
+}
+
+/// The path by which this operation can go this way, if it can.
+pub(crate) fn possible(way: Way, asked: Asked, shape: &Shape) -> Option<Path> {
+    match way {
+        Way::Slots if fits_slot(asked, shape) => Some(Path::Slots),
+        Way::Rounds { chunk } if asked.kind != Kind::Barrier => Some(Path::Rounds { chunk: fitting(chunk, shape) }),
+        _ => None, // a way between hosts is none inside of one
+    }
+}
+
+fn fits_slot(asked: Asked, shape: &Shape) -> bool {
+    asked.kind != Kind::AllToAll && asked.bytes <= shape.slot_bytes as u64
+}
+
+/// A chunk that the stage holds, cut at cache lines.
+fn fitting(chunk: usize, shape: &Shape) -> usize {
+    (chunk.min(shape.stage_bytes) / 64 * 64).max(64)
+}
+
+/// Where tensors no longer stay in the last-level cache.
+pub(crate) fn out_of_cache(cache_bytes: u64) -> u64 {
+    cache_bytes / 4 * 3
+}
+
 /// Start values, measured with two ranks on two cores (docs/benchmarks.md): as few rounds as the buffers allow while the
 /// tensor stays in the last-level cache, smaller chunks where it does not, as few rounds as possible where ranks share
 /// cores, because then every round costs context switches.
-pub fn choose(kind: Kind, payload: usize, shape: Shape) -> Path {
-    const OUT_OF_CACHE: usize = 24 << 20;
-    if payload <= shape.slot_bytes && kind != Kind::AllToAll {
-        return Path::Slots;
+pub(crate) fn start(asked: Asked, shape: &Shape, cache_bytes: u64) -> Choice {
+    let rounds = |chunk: usize, reason| Choice { path: Path::Rounds { chunk: fitting(chunk, shape) }, reason };
+    match asked.kind {
+        Kind::Barrier => Choice { path: Path::Slots, reason: Reason::NothingToMove },
+        Kind::AllToAll => rounds(shape.stage_bytes, Reason::NoCommonSize),
+        _ if fits_slot(asked, shape) => Choice { path: Path::Slots, reason: Reason::FitsSlot },
+        _ if shape.crowded() => rounds(shape.stage_bytes, Reason::Crowded),
+        _ if asked.bytes > out_of_cache(cache_bytes) => rounds(SMALL_CHUNK, Reason::OutOfCache),
+        _ => rounds(shape.stage_bytes, Reason::InCache),
     }
-    let crowded = shape.ranks > shape.cores;
-    let chunk = if payload > OUT_OF_CACHE && !crowded { shape.stage_bytes.min(128 << 10) } else { shape.stage_bytes };
-    Path::Rounds { chunk: chunk.min(shape.stage_bytes) }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    const SHAPE: Shape = Shape { ranks: 2, hosts: 1, cores: 2, slot_bytes: 4096, stage_bytes: 512 << 10 };
+    const COLLECTIVES: [Kind; 9] = [
+        Kind::AllReduce,
+        Kind::Broadcast,
+        Kind::Reduce,
+        Kind::AllGather,
+        Kind::Gather,
+        Kind::Scatter,
+        Kind::ReduceScatter,
+        Kind::AllToAll,
+        Kind::Barrier,
+    ];
+
+    fn asked(kind: Kind, bytes: u64) -> Asked {
+        Asked { kind, bytes, class: Class::of(kind, Dtype::F32) }
+    }
+
     #[test]
     fn rule_07_the_choice_ignores_local_facts_and_is_total() {
-        let shape = Shape { ranks: 2, cores: 2, slot_bytes: 4096, stage_bytes: 512 << 10 };
+        let policy = Policy::default();
+        let path = |kind, bytes, shape: &Shape| choose(asked(kind, bytes), shape, &policy).path;
         for kind in [Kind::AllReduce, Kind::Broadcast, Kind::AllGather, Kind::ReduceScatter] {
-            assert_eq!(choose(kind, 0, shape), Path::Slots);
-            assert_eq!(choose(kind, 4096, shape), Path::Slots);
-            assert_eq!(choose(kind, 4097, shape), Path::Rounds { chunk: 512 << 10 });
-            assert_eq!(choose(kind, 64 << 20, shape), Path::Rounds { chunk: 128 << 10 });
-            assert_eq!(choose(kind, 64 << 20, Shape { ranks: 4, ..shape }), Path::Rounds { chunk: 512 << 10 });
+            assert_eq!(path(kind, 0, &SHAPE), Path::Slots);
+            assert_eq!(path(kind, 4096, &SHAPE), Path::Slots);
+            assert_eq!(path(kind, 4097, &SHAPE), Path::Rounds { chunk: 512 << 10 });
+            assert_eq!(path(kind, 64 << 20, &SHAPE), Path::Rounds { chunk: 128 << 10 });
+            assert_eq!(path(kind, 64 << 20, &Shape { ranks: 4, ..SHAPE }), Path::Rounds { chunk: 512 << 10 });
         }
+    }
+
+    /// xorshift64*.
+    struct Random(u64);
+    impl Random {
+        fn next(&mut self) -> u64 {
+            self.0 ^= self.0 >> 12;
+            self.0 ^= self.0 << 25;
+            self.0 ^= self.0 >> 27;
+            self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
+        }
+        fn below(&mut self, n: u64) -> u64 {
+            (self.next() >> 16) % n
+        }
+        fn policy(&mut self) -> Policy {
+            let count = self.below(5);
+            let rules: Vec<String> = (0..count).map(|_| self.rule()).collect();
+            let lines = (0..self.below(5)).map(|_| self.rule()).filter(|rule| !rule.ends_with("start"));
+            let lines: Vec<Line> =
+                lines.map(|rule| Line::parse(&format!("{rule} 10 ns; start 20 ns")).unwrap()).collect();
+            let table = table::Table { lines, ..table::tests::example() };
+            Policy {
+                rules: Rules::parse(&rules.join(";")).unwrap(),
+                table: (self.below(2) == 0).then_some(table),
+                cache_bytes: self.next() >> self.below(64),
+                ..Policy::default()
+            }
+        }
+        fn rule(&mut self) -> String {
+            let ways = ["slots", "rounds(1KiB)", "rounds(64KiB)", "rounds(1GiB)", "start"];
+            let way = ways[self.below(5) as usize];
+            let ops = ["*", "all_reduce", "broadcast", "reduce_scatter"];
+            let from = self.next() >> (30 + self.below(34));
+            format!("{}:{from}-{}={way}", ops[self.below(4) as usize], from + (self.next() >> 32))
+        }
+    }
+
+    #[test]
+    fn the_choice_is_total_repeatable_and_fits_what_the_engine_has() {
+        let mut random = Random(7);
+        for _ in 0..20_000 {
+            let policy = random.policy();
+            let sent = Policy::parse(&policy.text()).unwrap();
+            let shape = Shape {
+                ranks: random.below(300) as usize,
+                hosts: 1,
+                cores: random.below(300) as usize,
+                slot_bytes: 4096,
+                stage_bytes: 32 << 10 << random.below(5),
+            };
+            let kind = COLLECTIVES[random.below(9) as usize];
+            let asked = asked(kind, random.next() >> random.below(64));
+            let choice = choose(asked, &shape, &policy);
+            assert_eq!(choice, choose(asked, &shape, &sent), "rank 0 and the ranks it sent its policy to");
+            assert_eq!(Choice::from_code(choice.code()), choice);
+            assert_ne!(choice.reason, Reason::Unknown);
+            match choice.path {
+                Path::Alone => assert!(shape.ranks < 2),
+                Path::Slots => assert!(asked.bytes <= 4096 || kind == Kind::Barrier),
+                Path::Rounds { chunk } => {
+                    assert!(chunk >= 64 && chunk <= shape.stage_bytes && chunk.is_multiple_of(64), "{chunk}");
+                }
+                other => panic!("{other:?} inside one host"),
+            }
+        }
+        for kind in [Kind::Send, Kind::Recv] {
+            assert_eq!(choose(asked(kind, 8), &SHAPE, &Policy::default()), Choice::MESSAGE);
+        }
+    }
+
+    #[test]
+    fn rules_come_before_the_table_and_the_table_before_the_start_values() {
+        let mut policy = Policy { table: Some(table::tests::example()), ..Policy::default() };
+        let at = |policy: &Policy, bytes| {
+            let choice = choose(asked(Kind::AllReduce, bytes), &SHAPE, policy);
+            (choice.path.to_string(), choice.reason)
+        };
+        assert_eq!(at(&policy, 8192), ("rounds(64KiB)".into(), Reason::Measured));
+        assert_eq!(at(&policy, 1 << 20), ("rounds(512KiB)".into(), Reason::InCache));
+        policy.rules = Rules::parse("all_reduce:8KiB-=rounds(16KiB)").unwrap();
+        assert_eq!(at(&policy, 8192), ("rounds(16KiB)".into(), Reason::Override));
+        assert_eq!(at(&policy, 5000), ("rounds(64KiB)".into(), Reason::Measured));
+        policy.rules = Rules::parse("*:0-=start").unwrap();
+        assert_eq!(at(&policy, 8192), ("rounds(512KiB)".into(), Reason::InCache));
+    }
+
+    #[test]
+    fn a_code_that_nobody_wrote_is_unknown() {
+        assert_eq!(Choice::from_code(0), Choice { path: Path::Unknown, reason: Reason::Unknown });
+        assert_eq!(Choice::from_code(u64::MAX).path, Path::Unknown);
     }
 }

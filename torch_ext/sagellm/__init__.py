@@ -11,11 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sagellm._C import Options as Options
+    from sagellm._explain import Explanation as Explanation
+    from sagellm._explain import TopologyInfo as TopologyInfo
+    from sagellm._explain import explain as explain
+    from sagellm._explain import select_all_reduce_algorithm as select_all_reduce_algorithm
     from sagellm._fused import fused_all_reduce as fused_all_reduce
 
 #: Where the functions of the package live; their modules are loaded when the first of them is used.
 _HOMES = {
+    "Explanation": "_explain",
+    "TopologyInfo": "_explain",
+    "explain": "_explain",
     "fused_all_reduce": "_fused",
+    "select_all_reduce_algorithm": "_explain",
 }
 __all__ = ["Options", "__version__", *_HOMES]
 

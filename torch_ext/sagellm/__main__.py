@@ -1,5 +1,5 @@
-"""The command line: ``python -m sagellm doctor`` says what this machine offers and whether two ranks can talk,
-``simulate`` what collectives cost on other machines.
+"""The command line. ``doctor`` says what this machine offers and whether two ranks can talk; ``tune``, ``table`` and
+``explain`` are about the ways operations go (``_tune.py``); ``simulate`` says what collectives cost on other machines.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ import time
 from datetime import timedelta
 from typing import Any, NoReturn
 
-from sagellm import _simulate
+from sagellm import _simulate, _tune
 
 EXAMPLES = """examples:
   python -m sagellm doctor                 facts about this machine, then a short self-test
   python -m sagellm doctor --no-self-test  the facts alone
   SAGELLM_LOG=debug python -m sagellm doctor
+  python -m sagellm tune --ranks 4         measure which way each operation goes fastest here, and keep it
+  python -m sagellm table --ranks 4        every choice of a group of 4 ranks, and where it comes from
+  python -m sagellm explain all_reduce 1MiB --ranks 4
 """
 LOOPBACK = "127.0.0.1"
 RANKS = 2
@@ -170,18 +173,62 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _simulate.add_arguments(simulated)
+    _add_choosing(commands)
     given = sys.argv[1:] if arguments is None else arguments
-    # What the self-test and `simulate --check` start: no commands for people, so no help lists them.
+    # What the self-test, tune and `simulate --check` start: no commands for people, so no help lists them.
     if given[:1] == ["_rank"]:
         return run_rank(int(given[1]), int(given[2]))
     if given[:1] == ["_simulated_rank"]:
         from sagellm import _measure
 
         return _measure.run_rank(int(given[1]), int(given[2]), int(given[3]), given[4])
+    if given[:1] == ["_tune_rank"]:
+        return _tune.run_rank(int(given[1]), int(given[2]), int(given[3]), float(given[4]), int(given[5]))
     parsed = parser.parse_args(given)
+    if parsed.command == "doctor":
+        return doctor(with_self_test=not parsed.no_self_test)
     if parsed.command == "simulate":
         return _simulate.run(parsed)
-    return doctor(with_self_test=not parsed.no_self_test)
+    try:
+        return _choosing(parsed)
+    except (ImportError, ValueError) as error:
+        text = str(error)
+        print(text if text.startswith("sagellm") else f"sagellm {parsed.command}: {text}", file=sys.stderr)
+        return 2
+
+
+def _size(text: str) -> int:
+    from sagellm import _explain
+
+    try:
+        return _explain.parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _add_choosing(commands: Any) -> None:
+    tuned = commands.add_parser("tune", help="measure which way each operation goes fastest here, and keep it")
+    tuned.add_argument("--budget", type=float, default=60.0, metavar="SECONDS", help="measure for so long (default: 60)")
+    tuned.add_argument("--max-size", type=_size, default=64 << 20, metavar="BYTES", help="largest size (default: 64MiB)")
+    tuned.add_argument("--dry-run", action="store_true", help="say what would be measured, and end")
+    shown = commands.add_parser("table", help="print every choice of a group, and where it comes from")
+    asked = commands.add_parser("explain", help="say why an operation would travel the way it would")
+    asked.add_argument("op", help="all_reduce, broadcast, ...")
+    asked.add_argument("bytes", type=_size, help="bytes that one rank gives: 4096, 64KiB, 1MiB")
+    asked.add_argument("--dtype", default="float32", help="element type (default: float32)")
+    for command in (tuned, shown, asked):
+        command.add_argument("--ranks", type=int, default=2, help="ranks of the group, all on this host (default: 2)")
+
+
+def _choosing(parsed: argparse.Namespace) -> int:
+    from sagellm import _load, _log
+
+    _log.configure(_load.extension())
+    if parsed.command == "tune":
+        return _tune.tune(parsed.budget, parsed.ranks, parsed.dry_run, parsed.max_size)
+    if parsed.command == "table":
+        return _tune.show_table(parsed.ranks)
+    return _tune.show_explanation(parsed.op, parsed.bytes, parsed.ranks, parsed.dtype)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def _apart(tensors: list[torch.Tensor]) -> None:
         begin = tensor.data_ptr()
         ranges.append((str(tensor.device), begin, begin + (reach + 1) * tensor.element_size(), number))
     ranges.sort()
-    for before, after in zip(ranges, ranges[1:], strict=False):
+    for before, after in pairwise(ranges):
         if before[0] == after[0] and after[1] < before[2] and _same_memory(tensors[before[3]], tensors[after[3]]):
             first, second = sorted((before[3], after[3]))
             raise ValueError(

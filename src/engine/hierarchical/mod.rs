@@ -36,7 +36,9 @@ use crate::config::Settings;
 use crate::error::{Error, Result};
 use crate::fusion::{Batch, Class, Item, LANES, Limits, Planner};
 use crate::op::{self, Op};
-use crate::select::hosts::{self, HostsChoice};
+use crate::select::explain::{self, Explanation};
+use crate::select::hosts::{self, Hosts, HostsChoice, LinkFacts, Menu};
+use crate::select::{Asked, Class as NumberClass, Policy, Shape};
 use crate::types::{Kind, ReduceOp, Request, Span};
 
 /// Whom the lanes tell. Never called with a lock of ours held.
@@ -86,6 +88,10 @@ struct Shared {
     link: Arc<dyn Link>,
     insides: Vec<Option<Arc<dyn Inside>>>,
     settings: Settings,
+    /// What the choice between hosts needs; the same on every rank.
+    hosts: Hosts,
+    menu: Menu,
+    policy: Arc<Policy>,
     state: Mutex<State>,
     /// Something changed in `state`.
     turn: Condvar,
@@ -115,6 +121,7 @@ impl Hierarchical {
         link: Arc<dyn Link>,
         insides: Vec<Option<Arc<dyn Inside>>>,
         settings: Settings,
+        policy: Arc<Policy>,
         report: Arc<dyn Report>,
     ) -> Hierarchical {
         assert_eq!(insides.len(), LANES, "one group a lane");
@@ -125,7 +132,7 @@ impl Hierarchical {
             base: 1,
             issued: 0,
             ready: 0,
-            chain: u64::from(settings.fusion) | u64::from(settings.strict) << 1,
+            chain: policy.hash() ^ (u64::from(settings.fusion) | u64::from(settings.strict) << 1),
             fault: None,
             stopping: false,
             started: false,
@@ -133,6 +140,16 @@ impl Hierarchical {
         };
         let waiting = (0..LANES).map(|_| Arc::new(AtomicUsize::new(NOBODY))).collect();
         let shared = Shared {
+            hosts: Hosts {
+                hosts: place.hosts.len(),
+                ranks: place.ranks(),
+                least_ranks: place.fewest(),
+                link: LinkFacts::ASSUMED,
+                strict: settings.strict,
+                full_nvlink: false,
+            },
+            menu: Menu::new(place.hosts.len()),
+            policy,
             place,
             link,
             insides,
@@ -149,6 +166,8 @@ impl Hierarchical {
     pub fn issue(&self, op: Arc<Op>) -> Result<()> {
         let shared = &self.shared;
         let item = shared.item(&op.request);
+        // As it would go alone; what it meets in a batch is known only when the batch is made.
+        op.set_choice(shared.choice(&op.request, &[]).choice().code());
         let mut state = shared.lock();
         if !std::mem::replace(&mut state.started, true) {
             self.start(&mut state)?;
@@ -160,6 +179,12 @@ impl Hierarchical {
         drop(state);
         shared.turn.notify_all();
         Ok(())
+    }
+
+    /// How an operation would go alone.
+    pub fn explain(&self, asked: Asked, shape: &Shape) -> Explanation {
+        let shared = &self.shared;
+        explain::between(asked, shape, &shared.hosts, &shared.menu, &shared.policy)
     }
 
     fn start(&self, state: &mut State) -> Result<()> {
@@ -316,12 +341,22 @@ impl Shared {
         };
         let class = class.filter(|_| bytes <= FUSED);
         let cut = matches!(request.kind, Kind::AllReduce | Kind::Reduce | Kind::Broadcast) && class.is_none();
-        let segments = if cut { self.choice(request.kind, bytes).segments } else { 1 };
+        let segments = if cut { self.choice(request, &[]).segments } else { 1 };
         Item { class, bytes, segments }
     }
 
-    fn choice(&self, kind: Kind, bytes: usize) -> HostsChoice {
-        hosts::between_hosts(kind, bytes, self.place.hosts.len(), self.place.fewest(), self.settings.strict)
+    /// How operations travel that go together: a function of what all ranks share.
+    fn choice(&self, first: &Request, others: &[Arc<Op>]) -> HostsChoice {
+        let ranks = self.place.ranks();
+        let mut all = Asked::of(first, ranks);
+        for op in others {
+            let one = Asked::of(&op.request, ranks);
+            all.bytes = all.bytes.saturating_add(one.bytes);
+            if one.class != all.class {
+                all.class = NumberClass::Float; // the one that asks for most care
+            }
+        }
+        hosts::between_hosts(all, !others.is_empty(), &self.hosts, &self.menu, &self.policy)
     }
 
     /// The next batch of this lane; None when the group ends.
@@ -461,9 +496,8 @@ impl Shared {
         if task.batch.segment == 0 {
             task.ops.iter().for_each(|op| op.prepare());
         }
-        let bytes = task.ops.iter().map(|op| self.item(&op.request).bytes).sum();
-        let choice = self.choice(first.kind, bytes);
-        let way = Way { algorithm: choice.algorithm, leaders: choice.leaders, strict: self.settings.strict };
+        let choice = self.choice(first, &task.ops[1..]);
+        let way = Way { algorithm: choice.algorithm, leaders: choice.leaders.into(), strict: self.settings.strict };
         let mut factors = vec![1.0; self.place.ranks()];
         factors[self.place.me] = f64::from_bits(task.note.factor);
         let mut travel = Travel {

@@ -24,6 +24,7 @@ use super::small::{self, block, block_start};
 use crate::error::Result;
 use crate::op::Op;
 use crate::reduce::Kernel;
+use crate::select;
 use crate::types::Kind;
 
 /// First rounds that the next large operation may use, per region; the same on all ranks.
@@ -212,10 +213,7 @@ impl Bulk<'_> {
 
     /// Bytes of one block that travel in one round.
     fn unit(&self, chunk: usize) -> usize {
-        match self.op.request.kind {
-            Kind::Scatter | Kind::ReduceScatter | Kind::AllToAll => (chunk / self.area.ranks / 64 * 64).max(64),
-            _ => chunk,
-        }
+        select::unit(self.op.request.kind, self.area.ranks, chunk)
     }
 
     /// Bytes `k` rounds into a block of `block` bytes: where, and how many.

@@ -10,6 +10,8 @@
 //! pairs     per ordered pair: envelopes, grants, 2 body buffers (p2p.rs)
 //! ```
 
+use crate::select::Shape;
+
 /// Payload of a slot beyond the header line.
 pub const SLOT_BYTES: usize = 4096;
 /// Payload that fits into the header line itself, behind tag, signature, chain and aux.
@@ -100,6 +102,11 @@ impl Layout {
 
     pub fn total(&self) -> usize {
         self.total
+    }
+
+    /// What the choice needs to know of a group of this layout on one host whose ranks use `cores` cores together.
+    pub fn shape(&self, cores: usize) -> Shape {
+        Shape { ranks: self.ranks, hosts: 1, cores, slot_bytes: SLOT_BYTES, stage_bytes: self.stage_bytes }
     }
 
     fn control_bytes(&self) -> usize {

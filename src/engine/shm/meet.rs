@@ -52,6 +52,8 @@ pub struct Met {
     pub sockets: Vec<(usize, OwnedFd)>,
     /// Cores that the ranks can use together; the same number on every rank.
     pub local_cores: usize,
+    /// `Config::policy` of rank 0.
+    pub policy: String,
 }
 
 impl Met {
@@ -78,6 +80,8 @@ pub enum Outcome {
         hosts: Vec<usize>,
         id: Nonce,
         reason: String,
+        /// `Config::policy` of rank 0.
+        policy: String,
     },
 }
 

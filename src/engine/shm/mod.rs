@@ -37,7 +37,7 @@ use protocol::Slots;
 use crate::error::Result;
 use crate::op::{self, Op};
 use crate::reduce::Kernel;
-use crate::select::{self, Path, Shape};
+use crate::select::{self, Asked, Choice, Path, Policy, Shape};
 use crate::types::Kind;
 
 enum Phase {
@@ -59,12 +59,13 @@ struct Entry {
 pub struct Shm {
     area: Arc<Area>,
     shape: Shape,
+    policy: Arc<Policy>,
     slots: Slots,
     /// Collectives that have not ended, by number. The queued ones are at the back.
     entries: VecDeque<Entry>,
     queued: usize,
     bases: Bases,
-    /// Hash of all signatures published so far.
+    /// Hash of the policy and of all signatures published so far.
     chain: u64,
     p2p: P2p,
     scratch: Vec<u8>,
@@ -73,35 +74,41 @@ pub struct Shm {
 }
 
 impl Shm {
-    /// `cores`: what the ranks of this host may use together; the same number on every rank.
-    pub fn new(area: Arc<Area>, cores: usize, fusion: bool) -> Shm {
+    /// `cores`: what the ranks of this host may use together. All three are the same on every rank.
+    pub fn new(area: Arc<Area>, cores: usize, fusion: bool, policy: Arc<Policy>) -> Shm {
         let layout = area.layout;
-        let shape =
-            Shape { ranks: layout.ranks, cores, slot_bytes: layout::SLOT_BYTES, stage_bytes: layout.stage_bytes };
+        let shape = layout.shape(cores);
         Shm {
             slots: Slots::new(area.me, area.ranks, layout.depth),
             p2p: P2p::new(area.ranks),
             entries: VecDeque::new(),
             queued: 0,
             bases: Bases::default(),
-            chain: 0,
+            chain: policy.hash(),
             scratch: Vec::new(),
             fusion,
             area,
             shape,
+            policy,
         }
     }
 
     /// Takes an operation that was validated and numbered; `poll` must follow. Publishes it if its turn has come.
     pub fn issue(&mut self, op: Arc<Op>, kernel: Option<Kernel>, ended: &mut Ended) {
         if op.request.kind.is_p2p() {
+            op.set_choice(Choice::MESSAGE.code());
             self.p2p.issue(&self.area, op, ended);
             return;
         }
-        let path = select::choose(op.request.kind, select::slot_payload(&op.request, self.area.ranks), self.shape);
-        self.entries.push_back(Entry { op, kernel, path, phase: Phase::Queued });
+        let choice = select::choose(Asked::of(&op.request, self.area.ranks), &self.shape, &self.policy);
+        op.set_choice(choice.code());
+        self.entries.push_back(Entry { op, kernel, path: choice.path, phase: Phase::Queued });
         self.queued += 1;
         self.publish();
+    }
+
+    pub fn shape(&self) -> &Shape {
+        &self.shape
     }
 
     /// Operations that have not ended.
@@ -171,10 +178,6 @@ impl Shm {
             self.chain = area::chain(self.chain, op.signature);
             let chain = self.chain;
             *phase = match *path {
-                Path::Slots => {
-                    small::write(area, op, chain);
-                    Phase::Slots(0)
-                }
                 Path::Rounds { chunk } => {
                     if op.request.kind == Kind::AllToAll {
                         small::write_table(area, op, chain);
@@ -182,6 +185,11 @@ impl Shm {
                         small::write_header(area, op, chain);
                     }
                     Phase::Rounds(Rounds::new(chunk))
+                }
+                // `choose` gives nothing else for a collective of several ranks inside one host.
+                _ => {
+                    small::write(area, op, chain);
+                    Phase::Slots(0)
                 }
             };
             self.slots.publish(area, n);

@@ -136,6 +136,13 @@ fn earlier_mismatch(area: &Area, op: &Op, peer: usize) -> Error {
         (own != theirs && Slots::is_published(area, peer, n)).then(|| mismatch(n, area.me, own, peer, theirs))
     });
     differs.unwrap_or_else(|| {
+        if oldest == 1 {
+            return Error::Mismatch(format!(
+                "sagellm: ranks {} and {peer} choose algorithms by different tables or rules, although rank 0's were sent to \
+                 all: make the group anew, and report this if it comes again",
+                area.me
+            ));
+        }
         Error::Mismatch(format!(
             "sagellm: ranks {} and {peer} called different operations at some point before number {} of their group. Every \
              rank must call the same collectives in the same order with the same sizes",

@@ -29,7 +29,9 @@ pub(super) fn join(talk: &mut Talk) -> Result<Outcome> {
             Some(verdict) => match verdict.mode {
                 Mode::Delegate => {
                     return Ok(match verdict.hosts() {
-                        Some(hosts) => Outcome::Hosts { hosts, id: verdict.id, reason: verdict.text },
+                        Some(hosts) => {
+                            Outcome::Hosts { hosts, id: verdict.id, reason: verdict.text, policy: verdict.policy }
+                        }
                         None => Outcome::Delegate(verdict.text),
                     });
                 }
@@ -228,7 +230,13 @@ fn accept(talk: &Talk, verdict: &Verdict, parts: Vec<(Offer, Vec<OwnedFd>)>) -> 
         let pidfd = pidfd.or_else(|| (pid > 0).then(|| socket::pidfd_open(pid).ok()).flatten());
         Peer { pid, pidfd, host }
     });
-    Ok(Met { peers: peers.collect(), segment, sockets: Vec::new(), local_cores: offer.local_cores.max(1) as usize })
+    Ok(Met {
+        peers: peers.collect(),
+        segment,
+        sockets: Vec::new(),
+        local_cores: offer.local_cores.max(1) as usize,
+        policy: verdict.policy.clone(),
+    })
 }
 
 /// The pid in our own pid namespace; 0 when the process is in one that we cannot see.

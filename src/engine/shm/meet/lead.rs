@@ -69,7 +69,10 @@ impl Lead<'_, '_> {
                     let hosts = if forced.is_none() { hosts(&self.records) } else { None };
                     match (self.ask(id, &reason, hosts.as_deref().unwrap_or_default())?, hosts) {
                         (Step::Delegated, None) => return Ok(Outcome::Delegate(reason)),
-                        (Step::Delegated, Some(hosts)) => return Ok(Outcome::Hosts { hosts, id, reason }),
+                        (Step::Delegated, Some(hosts)) => {
+                            let policy = self.talk.config.policy.clone();
+                            return Ok(Outcome::Hosts { hosts, id, reason, policy });
+                        }
                         (step, _) => step,
                     }
                 }
@@ -95,7 +98,9 @@ impl Lead<'_, '_> {
 
     pub(super) fn verdict(&self, id: Nonce, mode: Mode, text: &str, detail: &[u8]) -> Verdict {
         let nonces = (0..self.size()).map(|rank| self.nonce(rank)).collect();
-        Verdict { id, nonces, mode, text: text.into(), detail: detail.into() }
+        let decided = matches!(mode, Mode::Share | Mode::Delegate);
+        let policy = if decided { self.talk.config.policy.clone() } else { String::new() };
+        Verdict { id, nonces, mode, text: text.into(), detail: detail.into(), policy }
     }
 
     /// Reads a rank's record; true when it is a new one. What cannot be read, or is of a group of another size, was

@@ -5,10 +5,10 @@
 //! and [`Verdict`] never change, so that different versions can tell each other that they differ.
 
 use crate::engine::shm::segment::Backing;
-use crate::topology;
+use crate::{select, topology};
 
 /// Changes when the conversation does.
-pub const PROTOCOL: u32 = 1;
+pub const PROTOCOL: u32 = 2;
 
 /// Random, new for every attempt to meet: tells the living from what an earlier incarnation left behind.
 pub type Nonce = [u8; 16];
@@ -21,6 +21,8 @@ const OFFER_MAGIC: &[u8; 8] = b"sgllmOFR";
 
 /// Longest text that is written; longer ones are cut.
 const MAX_TEXT: usize = 1024;
+/// Longest policy that is read.
+const MAX_POLICY: usize = select::policy::MAX_BYTES;
 /// Most ranks of a group on one host, far above what makes sense.
 pub const MAX_RANKS: usize = 1 << 16;
 
@@ -60,6 +62,10 @@ impl Writer {
         let value = clip(value);
         self.u32(value.len() as u32).bytes(value.as_bytes())
     }
+    /// A text that is never cut: half of it would mean something else.
+    fn whole(self, value: &str) -> Writer {
+        self.u32(value.len() as u32).bytes(value.as_bytes())
+    }
     fn list<T>(self, items: &[T], write: impl Fn(Writer, &T) -> Writer) -> Writer {
         items.iter().fold(self.u32(items.len() as u32), write)
     }
@@ -91,6 +97,10 @@ impl<'a> Reader<'a> {
     fn text(&mut self) -> Option<String> {
         let length = self.u32()? as usize;
         Some(String::from_utf8_lossy(self.bytes((length <= MAX_TEXT).then_some(length)?)?).into_owned())
+    }
+    fn whole(&mut self, most: usize) -> Option<String> {
+        let length = self.u32()? as usize;
+        String::from_utf8(self.bytes((length <= most).then_some(length)?)?.to_vec()).ok()
     }
     fn list<T>(&mut self, read: impl Fn(&mut Reader<'a>) -> Option<T>) -> Option<Vec<T>> {
         let count = self.u32()? as usize;
@@ -219,6 +229,8 @@ pub struct Verdict {
     /// `Share`: name of rank 0's socket in the abstract namespace. `Delegate`: the number of each rank's host, two bytes
     /// each, or nothing where sharing fails for another reason.
     pub detail: Vec<u8>,
+    /// What rank 0 decided about choosing: `select::Policy` as text. Empty where the mode does not need it.
+    pub policy: String,
 }
 
 impl Verdict {
@@ -243,6 +255,7 @@ impl Verdict {
             .u8(self.mode as u8)
             .text(&self.text)
             .list(&self.detail, |writer, byte| writer.u8(*byte))
+            .whole(&self.policy)
             .0
     }
 
@@ -260,6 +273,7 @@ impl Verdict {
             },
             text: from.text()?,
             detail: from.list(Reader::u8)?,
+            policy: from.whole(MAX_POLICY)?,
         })
     }
 }

@@ -204,7 +204,8 @@ impl Lead<'_, '_> {
             peers.push(Peer { pid: guest.pid, pidfd: guest.pidfd, host });
             sockets.push((rank, guest.socket));
         }
-        Step::Met(Box::new(Met { segment: plan.segment, peers, sockets, local_cores: plan.local_cores }))
+        let policy = self.talk.config.policy.clone();
+        Step::Met(Box::new(Met { segment: plan.segment, peers, sockets, local_cores: plan.local_cores, policy }))
     }
 }
 

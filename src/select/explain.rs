@@ -1,0 +1,394 @@
+//! The whole answer to "how does this operation travel, and why": the choice, what it overruled, and every other way with
+//! its predicted time and what speaks against it. Pure; the same function answers for operations that were and for those
+//! that might be.
+
+use std::fmt::Write as _;
+
+use super::hosts::{self, Hosts, Menu};
+use super::reason::Reason;
+use super::rules::Way;
+use super::table::Line;
+use super::{
+    Asked, Choice, Class, Decisive, Path, Policy, Shape, decisive, model, out_of_cache, possible, size, start,
+};
+use crate::schedule::Algorithm;
+use crate::types::{Dtype, Kind};
+
+/// Chunks that are offered as alternatives; those beyond the stage are left out.
+pub const CHUNKS: [usize; 6] = [16 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10, 512 << 10];
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Alternative {
+    pub way: String,
+    /// `None` where it cannot be taken at all.
+    pub predicted_ns: Option<u64>,
+    pub why_not: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Explanation {
+    pub asked: Asked,
+    pub shape: Shape,
+    pub choice: Choice,
+    /// Number of a past operation in its group or pair of ranks; 0 for one that might be.
+    pub sequence: u64,
+    /// Time of the choice by the model; 0 where there is no model of it.
+    pub predicted_ns: u64,
+    /// Time of the choice by the table, where a line of it is about this size.
+    pub measured_ns: Option<u64>,
+    /// The rule, the measurement or the start value that had the last word.
+    pub decided: String,
+    /// What weaker sources would have chosen, strongest first.
+    pub overruled: Vec<String>,
+    pub rejected: Vec<Alternative>,
+    /// Where the table comes from, or why there is none.
+    pub table: String,
+}
+
+pub fn explain(asked: Asked, shape: &Shape, policy: &Policy) -> Explanation {
+    let choice = super::choose(asked, shape, policy);
+    let mut explanation = Explanation {
+        asked,
+        shape: *shape,
+        choice,
+        sequence: 0,
+        predicted_ns: way_of(choice.path).map_or(0, |way| predicted(asked, way, shape, policy)),
+        measured_ns: None,
+        decided: format!("{}: {}", choice.reason.basis(), choice.reason.text()),
+        overruled: Vec::new(),
+        rejected: Vec::new(),
+        table: policy.note.clone(),
+    };
+    if way_of(choice.path).is_some() {
+        explanation.settle(policy);
+        explanation.rejected = rejected(&explanation, policy);
+    }
+    explanation
+}
+
+/// An operation of a group on several hosts, as it would go alone; in a batch its neighbours count too.
+pub fn between(asked: Asked, shape: &Shape, hosts: &Hosts, menu: &Menu, policy: &Policy) -> Explanation {
+    let found = hosts::between_hosts(asked, false, hosts, menu, policy);
+    let decided = match found.reason {
+        Reason::Override | Reason::Measured => {
+            hosts::said_by(asked, hosts, policy).map(|rule| format!(": the rule \"{rule}\""))
+        }
+        _ => None,
+    };
+    let decided = decided.unwrap_or_else(|| format!(": {}", found.reason.text()));
+    let others = Algorithm::ALL.into_iter().filter(|other| *other != found.algorithm && other.serves(asked.kind));
+    let rejected = others.map(|other| {
+        let time_of = hosts::predict(asked, other, hosts, menu);
+        let against =
+            time_of.map(|ns| format!("predicted {} between the hosts, against {}", time(ns), time(found.predicted_ns)));
+        let why_not = match (hosts.strict, against) {
+            (true, _) => Reason::Strict.text().to_string(),
+            (false, Some(against)) => against,
+            (false, None) => found.reason.text().to_string(),
+        };
+        Alternative { way: other.name().to_string(), predicted_ns: time_of, why_not }
+    });
+    Explanation {
+        asked,
+        shape: Shape { hosts: hosts.hosts, ..*shape },
+        choice: found.choice(),
+        sequence: 0,
+        predicted_ns: found.predicted_ns,
+        measured_ns: None,
+        decided: format!("{}{decided}", found.reason.basis()),
+        overruled: Vec::new(),
+        rejected: rejected.collect(),
+        table: policy.note.clone(),
+    }
+}
+
+/// An operation that a delegate serves, because of `why`.
+pub fn delegated(asked: Asked, shape: &Shape, policy: &Policy, why: &str) -> Explanation {
+    let refused = |way: Way| Alternative { way: way.to_string(), predicted_ns: None, why_not: why.to_string() };
+    Explanation {
+        asked,
+        shape: *shape,
+        choice: Choice::DELEGATE,
+        sequence: 0,
+        predicted_ns: 0,
+        measured_ns: None,
+        decided: format!("the group is served by a delegate: {why}"),
+        overruled: Vec::new(),
+        rejected: vec![refused(Way::Slots), refused(Way::Rounds { chunk: shape.stage_bytes })],
+        table: policy.note.clone(),
+    }
+}
+
+fn way_of(path: Path) -> Option<Way> {
+    match path {
+        Path::Slots => Some(Way::Slots),
+        Path::Rounds { chunk } => Some(Way::Rounds { chunk }),
+        _ => None,
+    }
+}
+
+fn predicted(asked: Asked, way: Way, shape: &Shape, policy: &Policy) -> u64 {
+    model::predict(asked.kind, asked.bytes, way, shape, policy.cache_bytes)
+}
+
+impl Explanation {
+    /// Says who had the last word, and whom it overruled.
+    fn settle(&mut self, policy: &Policy) {
+        let (asked, shape) = (self.asked, self.shape);
+        let by_start = start(asked, &shape, policy.cache_bytes);
+        let line = policy.table.as_ref().and_then(|table| table.find(asked.kind, asked.bytes));
+        let line = line.filter(|line| possible(line.rule.way, asked, &shape).is_some());
+        match decisive(asked, &shape, policy) {
+            Decisive::Rule(rule, path) => {
+                self.decided = format!("override: the rule \"{rule}\"");
+                if rule.way != way_of(path).unwrap_or(Way::Start) {
+                    let _ = write!(
+                        self.decided,
+                        ", its chunk cut to the stage of {}",
+                        size::text(shape.stage_bytes as u64)
+                    );
+                }
+                self.overruled.extend(line.map(|line| format!("the table's {}", measured(line))));
+                self.overruled.push(by_start_text(by_start));
+            }
+            Decisive::Line(line, _) => {
+                self.decided = format!("measurement: {}", measured(line));
+                self.measured_ns = Some(line.nanoseconds);
+                if way_of(by_start.path) != Some(line.rule.way) {
+                    self.overruled.push(format!(
+                        "{}, measured {}",
+                        by_start_text(by_start),
+                        time(line.start_nanoseconds)
+                    ));
+                }
+            }
+            Decisive::Start => {
+                // A rule may have sent it here past the table.
+                self.overruled.extend(line.map(|line| format!("the table's {}, by a rule", measured(line))));
+            }
+        }
+    }
+
+    /// `name<TAB>value` lines, for Python.
+    pub fn lines(&self) -> String {
+        let mut text = String::new();
+        let mut line = |name: &str, value: String| {
+            let _ = writeln!(text, "{name}\t{}", value.replace(['\t', '\n'], " "));
+        };
+        line("op", self.asked.kind.name().into());
+        line("bytes", self.asked.bytes.to_string());
+        line("ranks", self.shape.ranks.to_string());
+        line("hosts", self.shape.hosts.to_string());
+        line("cores", self.shape.cores.to_string());
+        line("slot_bytes", self.shape.slot_bytes.to_string());
+        line("choice", self.choice.path.to_string());
+        line("reason", self.choice.reason.name().into());
+        line("code", self.choice.code().to_string());
+        line("sequence", self.sequence.to_string());
+        line("decided", self.decided.clone());
+        line("predicted_ns", self.predicted_ns.to_string());
+        line("measured_ns", self.measured_ns.unwrap_or(0).to_string());
+        line("table", self.table.clone());
+        for what in &self.overruled {
+            line("overruled", what.clone());
+        }
+        for Alternative { way, predicted_ns, why_not } in &self.rejected {
+            let way = way.replace('|', "/");
+            line("rejected", format!("{way}|{}|{why_not}", predicted_ns.unwrap_or(0)));
+        }
+        text
+    }
+}
+
+/// Every choice of a group inside one host, as lines: `note`, `rule` and, for each kind and range of sizes in which one
+/// way holds, `choice<TAB>kind|range|way|reason|measured ns or 0`.
+pub fn table_lines(shape: &Shape, policy: &Policy) -> String {
+    let mut text = format!("note\t{}\n", policy.note.replace(['\t', '\n'], " "));
+    for rule in &policy.rules.0 {
+        let _ = writeln!(text, "rule\t{rule}");
+    }
+    for kind in (1..=u8::MAX).map_while(Kind::from_u8).filter(|kind| !kind.is_p2p()) {
+        for (from, to, found) in ranges(kind, shape, policy) {
+            let range = if to == u64::MAX {
+                format!("{}-", size::text(from))
+            } else {
+                format!("{}-{}", size::text(from), size::text(to))
+            };
+            let (way, reason, measured) =
+                (found.choice.path, found.choice.reason.name(), found.measured_ns.unwrap_or(0));
+            let _ = writeln!(text, "choice\t{kind}|{range}|{way}|{reason}|{measured}");
+        }
+    }
+    text
+}
+
+/// The ranges of sizes in which one choice holds, in order, from 0 to the end.
+fn ranges(kind: Kind, shape: &Shape, policy: &Policy) -> Vec<(u64, u64, Explanation)> {
+    let mut begins = vec![0];
+    let ends = [shape.slot_bytes as u64, out_of_cache(policy.cache_bytes)];
+    begins.extend(ends.map(|end| end.saturating_add(1)));
+    let lines = policy.table.iter().flat_map(|table| &table.lines).map(|line| &line.rule);
+    for rule in policy.rules.0.iter().chain(lines) {
+        begins.extend([rule.from, rule.to.saturating_add(1)]);
+    }
+    begins.sort_unstable();
+    begins.dedup();
+    let mut found: Vec<(u64, u64, Explanation)> = Vec::new();
+    for (at, from) in begins.iter().enumerate() {
+        let to = begins.get(at + 1).map_or(u64::MAX, |next| next - 1);
+        let here = explain(Asked { kind, bytes: *from, class: Class::of(kind, Dtype::F32) }.normal(), shape, policy);
+        match found.last_mut() {
+            Some((_, end, last)) if (last.choice, last.measured_ns) == (here.choice, here.measured_ns) => *end = to,
+            _ => found.push((*from, to, here)),
+        }
+    }
+    found
+}
+
+fn by_start_text(choice: Choice) -> String {
+    format!("the start value {} ({})", choice.path, choice.reason.text())
+}
+
+fn measured(line: &Line) -> String {
+    format!(
+        "line \"{}\", {} against {} of the start values",
+        line.rule,
+        time(line.nanoseconds),
+        time(line.start_nanoseconds)
+    )
+}
+
+/// "3.04 us", "1.2 ms".
+pub fn time(nanoseconds: u64) -> String {
+    let ns = nanoseconds as f64;
+    match nanoseconds {
+        0..1_000 => format!("{nanoseconds} ns"),
+        1_000..1_000_000 => format!("{:.2} us", ns / 1e3),
+        1_000_000..1_000_000_000 => format!("{:.2} ms", ns / 1e6),
+        _ => format!("{:.2} s", ns / 1e9),
+    }
+}
+
+fn rejected(explanation: &Explanation, policy: &Policy) -> Vec<Alternative> {
+    let Explanation { asked, shape, choice, predicted_ns, .. } = explanation;
+    if asked.kind == Kind::Barrier {
+        return Vec::new();
+    }
+    let rounds = CHUNKS.into_iter().filter(|chunk| *chunk <= shape.stage_bytes).map(|chunk| Way::Rounds { chunk });
+    let others = [Way::Slots].into_iter().chain(rounds).filter(|way| way_of(choice.path) != Some(*way));
+    others
+        .map(|way| {
+            if possible(way, *asked, shape).is_none() {
+                return Alternative { way: way.to_string(), predicted_ns: None, why_not: impossible(*asked, shape) };
+            }
+            let time_of = predicted(*asked, way, shape, policy);
+            let against =
+                |word: &str| format!("predicted {}, {word} {} of the choice", time(time_of), time(*predicted_ns));
+            let why_not = match explanation.measured_ns {
+                Some(_) => format!("{}; a measurement outweighs predictions", against("against")),
+                None if asked.kind == Kind::AllToAll => {
+                    "its rounds depend on sizes that no rank knows alone; the largest chunk needs the fewest"
+                        .to_string()
+                }
+                None if choice.reason == Reason::Override => format!("{}; the rule decides", against("against")),
+                None if time_of >= *predicted_ns => against("not less than the"),
+                None => format!("{}; the start values decide until `sagellm tune` has measured it", against("against")),
+            };
+            Alternative { way: way.to_string(), predicted_ns: Some(time_of), why_not }
+        })
+        .collect()
+}
+
+fn impossible(asked: Asked, shape: &Shape) -> String {
+    match asked.kind {
+        Kind::AllToAll => "its table of sizes goes by a slot, and the blocks with it where they fit".into(),
+        _ => format!("{} do not fit: a slot holds {}", size::text(asked.bytes), size::text(shape.slot_bytes as u64)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::select::rules::Rules;
+    use crate::select::table;
+
+    const SHAPE: Shape = Shape { ranks: 2, hosts: 1, cores: 2, slot_bytes: 4096, stage_bytes: 512 << 10 };
+
+    fn asked(bytes: u64) -> Asked {
+        Asked { kind: Kind::AllReduce, bytes, class: Class::Float }
+    }
+
+    #[test]
+    fn a_start_value_is_explained_and_the_model_agrees_with_it() {
+        let policy = Policy::default();
+        let large = explain(asked(1 << 20), &SHAPE, &policy);
+        assert_eq!(large.choice.path, Path::Rounds { chunk: 512 << 10 });
+        assert!(large.decided.starts_with("start value: it stays in the last-level cache"), "{}", large.decided);
+        assert!(large.rejected.iter().any(|other| other.way == "slots" && other.why_not.contains("a slot holds 4KiB")));
+        // Measured ones; with more ranks the model would leave the slots a little below 4 KiB.
+        for crowd in [2, 4] {
+            let shape = Shape { ranks: crowd, ..SHAPE };
+            for power in 0..30 {
+                let found = explain(asked(1 << power), &shape, &policy);
+                for other in &found.rejected {
+                    let time = other.predicted_ns.unwrap_or(u64::MAX);
+                    assert!(time >= found.predicted_ns, "{power}: {} beats {}", other.way, found.choice.path);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn it_says_who_overruled_whom() {
+        let mut policy = Policy { table: Some(table::tests::example()), ..Policy::default() };
+        let by_table = explain(asked(8192), &SHAPE, &policy);
+        assert_eq!((by_table.choice.reason, by_table.measured_ns), (Reason::Measured, Some(4700)));
+        assert!(by_table.overruled[0].contains("rounds(512KiB)") && by_table.overruled[0].contains("5.20 us"));
+        policy.rules = Rules::parse("*:8KiB-=rounds(1GiB)").unwrap();
+        let by_rule = explain(asked(8192), &SHAPE, &policy);
+        assert!(by_rule.decided.contains("*:8KiB-=rounds(1GiB)") && by_rule.decided.contains("stage of 512KiB"));
+        assert!(by_rule.overruled.len() == 2 && by_rule.overruled[0].contains("rounds(64KiB)"));
+        policy.rules = Rules::parse("*:0-=start").unwrap();
+        assert!(explain(asked(8192), &SHAPE, &policy).overruled[0].contains("rounds(64KiB)"));
+    }
+
+    #[test]
+    fn the_lines_are_one_line_each() {
+        let policy = Policy { note: "a\tb\nc".into(), ..Policy::default() };
+        for found in [
+            explain(asked(1 << 20), &SHAPE, &policy),
+            explain(asked(1), &Shape { ranks: 1, ..SHAPE }, &policy),
+            delegated(asked(8), &SHAPE, &policy, "rank 1 runs on host b"),
+        ] {
+            for line in found.lines().lines() {
+                assert_eq!(line.split('\t').count(), 2, "{line}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_table_covers_every_size_once_and_says_what_choose_says() {
+        let policy = Policy {
+            rules: Rules::parse("all_reduce:100-200=rounds(1KiB)").unwrap(),
+            table: Some(table::tests::example()),
+            ..Policy::default()
+        };
+        let text = table_lines(&SHAPE, &policy);
+        assert!(text.contains("rule\tall_reduce:100-200=rounds(1KiB)\n"), "{text}");
+        assert!(text.contains("choice\tall_reduce|100-200|rounds(1KiB)|override|0\n"), "{text}");
+        assert!(text.contains("choice\tall_reduce|201-4KiB|slots|measured|3040\n"), "{text}");
+        assert!(text.contains("choice\tbroadcast|0-|rounds(16KiB)|measured|9000\n"), "{text}");
+        assert!(text.contains("choice\tbarrier|0-|slots|nothing_to_move|0\n"), "{text}");
+        for (from, to, found) in ranges(Kind::AllReduce, &SHAPE, &policy) {
+            for bytes in [from, to, from + (to - from) / 2] {
+                assert_eq!(super::super::choose(asked(bytes), &SHAPE, &policy), found.choice, "{bytes}");
+            }
+        }
+    }
+
+    #[test]
+    fn times_are_written_in_the_unit_that_suits_them() {
+        let texts: Vec<String> = [7, 3040, 5_210_000, 2_000_000_000].into_iter().map(time).collect();
+        assert_eq!(texts, ["7 ns", "3.04 us", "5.21 ms", "2.00 s"]);
+    }
+}

@@ -1,0 +1,116 @@
+//! What rank 0 decides for its group before the first operation: the user's rules, a measured table, and the size of the
+//! cache. It travels to the other ranks when they meet, and its hash begins the chain of signatures, so that two ranks
+//! that went by different policies would find out in their first operation.
+
+use super::rules::{self, Rules};
+use super::table::{self, Table};
+
+const HEAD: &str = "sagellm policy 1";
+/// Longest policy that is sent.
+pub const MAX_BYTES: usize = rules::MAX_BYTES + table::MAX_BYTES + 2048;
+const MOST_NOTE: usize = 1024;
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Policy {
+    pub rules: Rules,
+    pub table: Option<Table>,
+    /// Where the table lies, or why there is none; for people.
+    pub note: String,
+    /// Last-level cache that the ranks of a host share.
+    pub cache_bytes: u64,
+}
+
+impl Default for Policy {
+    /// The start values alone.
+    fn default() -> Policy {
+        Policy {
+            rules: Rules::default(),
+            table: None,
+            note: "none was looked for".into(),
+            cache_bytes: super::DEFAULT_CACHE_BYTES,
+        }
+    }
+}
+
+impl Policy {
+    pub fn text(&self) -> String {
+        let note: String = self.note.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
+        let cut = note.char_indices().map(|(at, _)| at).find(|at| *at >= MOST_NOTE).unwrap_or(note.len());
+        let table = self.table.as_ref().map(Table::text).unwrap_or_default();
+        format!("{HEAD}\ncache {}\nrules {}\nnote {}\n{table}", self.cache_bytes, self.rules, &note[..cut])
+    }
+
+    /// Reads what rank 0 sent. Nothing in it is taken on trust.
+    pub fn parse(text: &str) -> Result<Policy, String> {
+        if text.len() > MAX_BYTES {
+            return Err(format!("rank 0's policy has {} bytes, more than {MAX_BYTES}", text.len()));
+        }
+        let mut rest = text;
+        let mut next = |name: &str| {
+            let (line, after) = rest.split_once('\n').unwrap_or((rest, ""));
+            rest = after;
+            line.strip_prefix(name).ok_or_else(|| format!("rank 0's policy has {line:?} where '{name}' was expected"))
+        };
+        if !next(HEAD)?.is_empty() {
+            return Err("rank 0's policy is of another format".into());
+        }
+        let cache = next("cache ")?;
+        let cache_bytes = cache.parse().map_err(|_| format!("rank 0's policy has a cache of {cache:?} bytes"))?;
+        let rules = Rules::parse(next("rules ")?)?;
+        let note = next("note ")?.to_string();
+        let table = if rest.is_empty() { None } else { Some(Table::parse(rest.as_bytes())?) };
+        Ok(Policy { rules, table, note, cache_bytes })
+    }
+
+    /// The beginning of the chain of signatures.
+    pub fn hash(&self) -> u64 {
+        table::hash(self.text().as_bytes())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::select::table::tests::example;
+
+    fn full() -> Policy {
+        Policy {
+            rules: Rules::parse("all_reduce:0-4KiB=slots;*:1MiB-=rounds(128KiB)").unwrap(),
+            table: Some(example()),
+            note: "from /a path/with\nlines".into(),
+            cache_bytes: 32 << 20,
+        }
+    }
+
+    #[test]
+    fn a_policy_arrives_as_it_was_sent() {
+        for policy in [Policy::default(), full(), Policy { note: "ü".repeat(4000), ..full() }] {
+            let text = policy.text();
+            let read = Policy::parse(&text).unwrap();
+            assert_eq!(
+                (&read.rules, &read.table, read.cache_bytes),
+                (&policy.rules, &policy.table, policy.cache_bytes)
+            );
+            assert_eq!((read.text(), read.hash()), (text, policy.hash()));
+        }
+        assert_ne!(full().hash(), Policy::default().hash());
+    }
+
+    #[test]
+    fn garbage_is_refused_without_a_panic() {
+        let text = full().text();
+        for at in 0..text.len() {
+            let mut bytes = text.clone().into_bytes();
+            bytes[at] ^= 0x15;
+            // A change inside the rules may give other rules; the chain of signatures finds that.
+            if let Ok(other) = std::str::from_utf8(&bytes).map_err(|_| String::new()).and_then(Policy::parse) {
+                assert_ne!(other.hash(), full().hash());
+            }
+            let _ = Policy::parse(text.get(..at).unwrap_or(""));
+        }
+        for wrong in ["", "nonsense", "sagellm policy 2\ncache 1\nrules \nnote \n"] {
+            Policy::parse(wrong).unwrap_err();
+        }
+        Policy::parse(&"a".repeat(MAX_BYTES + 1)).unwrap_err();
+    }
+}

@@ -1,0 +1,233 @@
+//! The decision table: which way won at which sizes, measured on one machine with one number of ranks. A plain file that
+//! people can read; pure here, on disk in `file`.
+//!
+//! ```text
+//! # what it is
+//! format 1
+//! version 0.1.0
+//! machine AMD EPYC; 2 cores; L1 48K; L2 1024K; L3 32768K
+//! ranks 2
+//! made 2026-11-21, A/A spread 4 %
+//! all_reduce:0-4KiB=slots 3040 ns; start 3040 ns
+//! all_reduce:4097-32KiB=rounds(64KiB) 4700 ns; start 5200 ns
+//! sum 0123456789abcdef
+//! ```
+//!
+//! A line is a rule, its median, and the median of the start values at the same size. The sum is over everything above
+//! it. Whatever is not exactly this is refused, with the reason: a table decides how every operation travels.
+
+use std::fmt::Write as _;
+
+use super::rules::{Rule, Rules};
+
+const FORMAT: &str = "1";
+const HEAD: &str =
+    "# sagellm decision table: the way each operation goes, as measured on this machine by `sagellm tune`.";
+/// Longest table that is read, written or sent to the other ranks.
+pub const MAX_BYTES: usize = 16 << 10;
+
+/// What a table is for: it holds for nothing else.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Key {
+    pub version: String,
+    /// `topology::fingerprint`.
+    pub machine: String,
+    pub ranks: usize,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Line {
+    pub rule: Rule,
+    /// Median of this way.
+    pub nanoseconds: u64,
+    /// Median of the start values at the same size, in the same run.
+    pub start_nanoseconds: u64,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Table {
+    pub key: Key,
+    /// When and how well it was measured, for people.
+    pub made: String,
+    pub lines: Vec<Line>,
+}
+
+impl Table {
+    /// The line for an operation, if there is one: the first that fits.
+    pub fn find(&self, kind: crate::types::Kind, bytes: u64) -> Option<&Line> {
+        self.lines.iter().find(|line| line.rule.fits(kind, bytes))
+    }
+
+    pub fn text(&self) -> String {
+        let Key { version, machine, ranks } = &self.key;
+        let mut text = format!(
+            "{HEAD}\nformat {FORMAT}\nversion {version}\nmachine {}\nranks {ranks}\nmade {}\n",
+            one_line(machine),
+            one_line(&self.made)
+        );
+        for Line { rule, nanoseconds, start_nanoseconds } in &self.lines {
+            let _ = writeln!(text, "{rule} {nanoseconds} ns; start {start_nanoseconds} ns");
+        }
+        let _ = writeln!(text, "sum {:016x}", hash(text.as_bytes()));
+        text
+    }
+
+    /// Reads a table, whatever it is for. The error is a clause: "it is damaged: ...".
+    pub fn parse(bytes: &[u8]) -> Result<Table, String> {
+        if bytes.len() > MAX_BYTES {
+            return Err(format!("it has {} bytes, more than the {MAX_BYTES} of a table", bytes.len()));
+        }
+        let text = std::str::from_utf8(bytes).map_err(|_| "it is damaged: it is not text".to_string())?;
+        let body = checked_body(text)?;
+        let mut lines = body.lines();
+        let mut next = |name: &str| {
+            let line = lines.next().unwrap_or_default();
+            let value = line.strip_prefix(name).and_then(|rest| rest.strip_prefix(' '));
+            value.ok_or_else(|| format!("it is damaged: {line:?} stands where '{name}' was expected"))
+        };
+        next("# sagellm decision table:")?;
+        let format = next("format")?;
+        if format != FORMAT {
+            return Err(format!("it is written in format {format}, this version reads format {FORMAT}"));
+        }
+        let version = next("version")?.to_string();
+        let machine = next("machine")?.to_string();
+        let ranks = next("ranks")?;
+        let ranks = ranks.parse().map_err(|_| format!("it is damaged: {ranks:?} ranks"))?;
+        let made = next("made")?.to_string();
+        let lines = lines.map(Line::parse).collect::<Result<Vec<Line>, String>>()?;
+        Ok(Table { key: Key { version, machine, ranks }, made, lines })
+    }
+
+    /// Refuses a table that was made for something else: a clause, as `parse` has it.
+    pub fn serves(&self, wanted: &Key) -> Result<(), String> {
+        if self.key.version != wanted.version {
+            return Err(format!(
+                "it is stale: sagellm {} made it, this is {}; run `sagellm tune` again",
+                self.key.version, wanted.version
+            ));
+        }
+        if self.key.machine != wanted.machine {
+            return Err(format!("it is of another machine ({}; this is {})", self.key.machine, wanted.machine));
+        }
+        if self.key.ranks != wanted.ranks {
+            return Err(format!("it is for {} ranks and this group has {}", self.key.ranks, wanted.ranks));
+        }
+        Ok(())
+    }
+
+    /// Refuses ways that no group could go.
+    pub fn check(&self, slot_bytes: usize) -> Result<(), String> {
+        self.lines.iter().map(|line| line.rule).collect::<Rules>().check(slot_bytes)
+    }
+}
+
+impl Line {
+    /// `all_reduce:0-4KiB=slots 3040 ns; start 3040 ns`
+    pub fn parse(text: &str) -> Result<Line, String> {
+        let wrong = || format!("it is damaged: {text:?} is no line of a table");
+        let (rule, times) = text.split_once(' ').ok_or_else(wrong)?;
+        let (own, start) = times.split_once("; start ").ok_or_else(wrong)?;
+        let time = |text: &str| text.strip_suffix(" ns").and_then(|ns| ns.parse().ok()).ok_or_else(wrong);
+        let rule = Rule::parse(rule).map_err(|what| format!("it is damaged: {rule:?}: {what}"))?;
+        Ok(Line { rule, nanoseconds: time(own)?, start_nanoseconds: time(start)? })
+    }
+}
+
+fn one_line(text: &str) -> String {
+    text.replace(char::is_control, " ")
+}
+
+/// The text above the sum, when the sum is right.
+fn checked_body(text: &str) -> Result<&str, String> {
+    let damaged = || "it is damaged: the sum at its end does not match".to_string();
+    let body = &text[..text.rfind("sum ").ok_or_else(damaged)?];
+    let expected = format!("sum {:016x}\n", hash(body.as_bytes()));
+    if body.ends_with('\n') && text[body.len()..] == expected { Ok(body) } else { Err(damaged()) }
+}
+
+/// FNV-1a: any one changed byte changes it. It guards against accidents; whoever may write the user's cache directory
+/// may do worse than mislead a table.
+pub fn hash(bytes: &[u8]) -> u64 {
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3))
+}
+
+#[cfg(test)]
+pub mod tests {
+    use super::*;
+
+    pub fn example() -> Table {
+        let lines = [
+            "all_reduce:0-4KiB=slots 3040 ns; start 3040 ns",
+            "all_reduce:4097-32KiB=rounds(64KiB) 4700 ns; start 5200 ns",
+            "broadcast:0-=rounds(16KiB) 9000 ns; start 9400 ns",
+        ];
+        Table {
+            key: Key { version: "0.1.0".into(), machine: "AMD EPYC; 2 cores; L2 1024K".into(), ranks: 2 },
+            made: "2026-11-21, A/A spread 4 %".into(),
+            lines: lines.iter().map(|line| Line::parse(line).unwrap()).collect(),
+        }
+    }
+
+    #[test]
+    fn what_is_written_is_read_back() {
+        let table = example();
+        assert_eq!(Table::parse(table.text().as_bytes()).unwrap(), table);
+        table.serves(&table.key).unwrap();
+        table.check(4096).unwrap();
+        assert!(table.text().contains("all_reduce:4097-32KiB=rounds(64KiB) 4700 ns; start 5200 ns\n"));
+    }
+
+    #[test]
+    fn any_changed_byte_is_refused() {
+        let text = example().text();
+        for at in 0..text.len() {
+            for bit in 0..8 {
+                let mut bytes = text.clone().into_bytes();
+                bytes[at] ^= 1 << bit;
+                let reason = Table::parse(&bytes).unwrap_err();
+                assert!(reason.starts_with("it "), "{reason}");
+            }
+            let mut shorter = text.clone().into_bytes();
+            shorter.remove(at);
+            Table::parse(&shorter).unwrap_err();
+            Table::parse(&text.as_bytes()[..at]).unwrap_err();
+        }
+    }
+
+    #[test]
+    fn a_right_sum_over_nonsense_is_refused() {
+        let good = example().text();
+        let body = &good[..good.rfind("sum ").unwrap()];
+        for (from, to, expected) in [
+            ("format 1", "format 2", "format 2"),
+            ("ranks 2", "ranks two", "two"),
+            ("version", "vision", "'version' was expected"),
+            ("=slots", "=magic", "magic"),
+            (" ns; start", " ms; start", "no line of a table"),
+            ("3040 ns; start", "-1 ns; start", "no line of a table"),
+        ] {
+            let body = body.replacen(from, to, 1);
+            let text = format!("{body}sum {:016x}\n", hash(body.as_bytes()));
+            let reason = Table::parse(text.as_bytes()).unwrap_err();
+            assert!(reason.contains(expected), "{reason}");
+        }
+        assert!(Table::parse(&vec![b'a'; MAX_BYTES + 1]).unwrap_err().contains("more than"));
+    }
+
+    #[test]
+    fn tables_of_others_are_refused_by_name() {
+        let table = example();
+        let key = || table.key.clone();
+        for (wanted, expected) in [
+            (Key { version: "0.2.0".into(), ..key() }, "stale"),
+            (Key { machine: "Other; 2 cores".into(), ..key() }, "another machine"),
+            (Key { ranks: 4, ..key() }, "for 2 ranks"),
+        ] {
+            assert!(table.serves(&wanted).unwrap_err().contains(expected));
+        }
+        let mut table = example();
+        table.lines[0].rule.to = 8192;
+        assert!(table.check(4096).unwrap_err().contains("all_reduce:0-8KiB=slots"));
+    }
+}

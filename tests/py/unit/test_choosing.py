@@ -1,0 +1,258 @@
+"""Choosing without ranks: the start rules, explanations of what might be, rules that are refused, tables on disk, tune's
+arithmetic, the command line."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import IS_GLOO
+
+import sagellm
+from sagellm import _explain, _load, _topology, _tune
+
+pytestmark = [pytest.mark.quick, pytest.mark.skipif(IS_GLOO, reason="gloo: this is about the package's own choice")]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache directory, and no rules from outside."""
+    monkeypatch.setenv("SAGELLM_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("SAGELLM_ALGORITHM", raising=False)
+    return tmp_path
+
+
+def cli(*words: str) -> subprocess.CompletedProcess[str]:
+    """Runs ``python -m sagellm``."""
+    return subprocess.run(
+        [sys.executable, "-m", "sagellm", *words], capture_output=True, text=True, timeout=100, check=False
+    )
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("size", "devices", "topology", "expected"),
+    [
+        (MIB - 1, 8, None, "recursive_doubling"),
+        (MIB - 1, 6, None, "ring"),
+        (MIB, 8, sagellm.TopologyInfo(full_nvlink=True), "ring"),
+        (MIB, 8, sagellm.TopologyInfo(), "tree"),
+        (MIB, 8, None, "tree"),
+        (8, 16, sagellm.TopologyInfo(hosts=2), "hierarchical"),
+        (0, 1, None, "recursive_doubling"),
+    ],
+)
+def test_the_start_rules(size: int, devices: int, topology: Any, expected: str) -> None:
+    assert sagellm.select_all_reduce_algorithm(size, devices, topology) == expected
+
+
+def test_the_start_rules_refuse_nonsense() -> None:
+    for size, devices in ((-1, 2), (8, 0)):
+        with pytest.raises(ValueError, match="expected 0 or more and 1 or more"):
+            sagellm.select_all_reduce_algorithm(size, devices)
+
+
+class Nvml:
+    """A library of two or more GPUs that are joined as told."""
+
+    def __init__(self, devices: int, joined: bool) -> None:
+        self.devices, self.joined = devices, joined
+
+    def nvmlDeviceGetCount_v2(self, count: Any) -> int:
+        ctypes.cast(count, ctypes.POINTER(ctypes.c_uint))[0] = self.devices
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, at: Any, device: Any) -> int:
+        return 0
+
+    def nvmlDeviceGetName(self, device: Any, name: Any, size: Any) -> int:
+        name.value = b"a card"
+        return 0
+
+    def nvmlDeviceGetP2PStatus(self, one: Any, other: Any, index: Any, status: Any) -> int:
+        ctypes.cast(status, ctypes.POINTER(ctypes.c_int))[0] = 0 if self.joined else 1
+        return 0
+
+
+def test_nvlink_is_found_only_where_every_pair_has_it() -> None:
+    assert _topology.ask(Nvml(4, True)) == (["a card"] * 4, True)
+    assert _topology.ask(Nvml(4, False)) == (["a card"] * 4, False)
+    assert _topology.ask(Nvml(1, True)) == (["a card"], False)
+    assert _topology.ask(Nvml(0, True)) == ([], False)
+
+
+def test_topology_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_topology, "LIBRARY", "libno-such-library.so.9")
+    found = sagellm.TopologyInfo.detect()
+    assert found == sagellm.TopologyInfo() and not found.is_fully_connected_nvlink()
+
+
+def test_an_explanation_of_what_might_be() -> None:
+    small = sagellm.explain("all_reduce", 8, ranks=2)
+    assert (small.choice, small.reason, small.recorded) == ("slots", "fits_slot", None)
+    assert small.predicted is not None and small.measured is None
+    large = sagellm.explain("all_reduce", MIB, dtype=torch.bfloat16, ranks=2)
+    assert large.choice.startswith("rounds(") and large.path == "shared memory of one host"
+    slots = next(other for other in large.rejected if other.way == "slots")
+    assert slots.predicted is None and "a slot holds 4KiB" in slots.why_not
+    text = str(large)
+    assert "all_reduce of 1MiB on 2 ranks" in text and "decided by" in text and "not taken" in text
+    assert sagellm.explain("barrier", ranks=3).reason == "nothing_to_move"
+    assert sagellm.explain("all_to_all", ranks=3).reason == "no_common_size"
+    assert sagellm.explain("all_reduce", 8, ranks=1).path == "local copy, the group has one rank"
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (lambda: sagellm.explain("all_reduce_fast", 8, ranks=2), "'all_reduce_fast' is no operation"),
+        (lambda: sagellm.explain("all_reduce", ranks=2), "nbytes is missing"),
+        (lambda: sagellm.explain("all_reduce", -1, ranks=2), "nbytes is -1"),
+        (lambda: sagellm.explain("all_reduce", 8, ranks=0), "ranks is 0"),
+        (lambda: sagellm.explain("all_reduce", 8, ranks=100_000), "1 to 256 do"),
+        (lambda: sagellm.explain("all_reduce", 8, ranks=2, dtype="float8_e5m2"), "float8_e5m2"),
+        (lambda: sagellm.explain(), "name an operation"),
+    ],
+)
+def test_explain_refuses_what_it_does_not_know(call: Any, expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("rules", "expected"),
+    [
+        ("all_reduce:0-64KiB=slots", "a slot holds 4KiB"),
+        ("all_reduce:0-=warp", "is no way; expected start, slots, rounds"),
+        ("nonsense", "there is no ':'"),
+    ],
+)
+def test_wrong_rules_are_refused_with_the_rule_in_the_text(
+    rules: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SAGELLM_ALGORITHM", rules)
+    with pytest.raises(ValueError, match="SAGELLM_ALGORITHM") as error:
+        sagellm.explain("all_reduce", 8, ranks=2)
+    assert expected in str(error.value) and rules in str(error.value)
+
+
+LINES = "all_reduce:0-4KiB=slots 3000 ns; start 3000 ns\nall_reduce:4097-=rounds(64KiB) 9000 ns; start 12000 ns"
+
+
+def test_a_table_on_disk_decides_and_rules_come_before_it(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Path(_load.extension().save_table(2, "2026-11-21", LINES))
+    assert path.parent == cache and [*cache.iterdir()] == [path]
+    found = sagellm.explain("all_reduce", MIB, ranks=2)
+    assert (found.choice, found.reason, found.measured) == ("rounds(64KiB)", "measured", 9e-6)
+    assert found.table == str(path) and "12.00 us" in found.overruled[0]
+    assert sagellm.explain("all_reduce", MIB, ranks=3).reason != "measured", "a table is for one number of ranks"
+    monkeypatch.setenv("SAGELLM_ALGORITHM", "*:1MiB-=rounds(32KiB)")
+    found = sagellm.explain("all_reduce", MIB, ranks=2)
+    assert (found.choice, found.reason) == ("rounds(32KiB)", "override") and "rounds(64KiB)" in found.overruled[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda text: text.replace("9000", "1000"), "damaged"),
+        (lambda text: text[:-30], "damaged"),
+        (lambda text: "", "damaged"),
+        (lambda text: "\0" * 50, "damaged"),
+        (lambda text: text * 100, "more than"),
+    ],
+)
+def test_a_bad_table_is_refused_with_the_reason(change: Any, expected: str) -> None:
+    path = Path(_load.extension().save_table(2, "2026-11-21", LINES))
+    path.write_text(change(path.read_text()))
+    found = sagellm.explain("all_reduce", MIB, ranks=2)
+    assert found.reason != "measured" and expected in found.table and str(path) in found.table
+
+
+def test_lines_that_are_no_table_are_not_written(cache: Path) -> None:
+    with pytest.raises(ValueError, match="no line of a table"):
+        _load.extension().save_table(2, "now", "all_reduce is fast")
+    assert not [*cache.iterdir()]
+
+
+def cell(nbytes: int, start: str, spread: float = 0.02, op: str = "all_reduce", **medians: float) -> _tune.Cell:
+    """A measured cell; keyword r64 stands for rounds(64KiB)."""
+    named = {f"rounds({name[1:]}KiB)": median for name, median in medians.items() if name != "start"}
+    return _tune.Cell(op, nbytes, start, {"start": medians["start"], **named}, spread)
+
+
+def test_tune_keeps_another_way_only_beyond_the_noise() -> None:
+    assert _tune.winner(cell(MIB, "rounds(512KiB)", start=10e-6, r64=9.9e-6), 0.02) == "rounds(512KiB)"
+    assert _tune.winner(cell(MIB, "rounds(512KiB)", start=10e-6, r64=9e-6), 0.02) == "rounds(64KiB)"
+    assert _tune.winner(cell(MIB, "rounds(512KiB)", spread=0.2, start=10e-6, r64=9e-6), 0.02) == "rounds(512KiB)"
+    assert _tune.overall_spread([cell(1, "slots", spread=at / 100, start=1.0) for at in range(10)]) == 0.09
+
+
+def test_tune_writes_lines_that_cover_every_size_once() -> None:
+    cells = [
+        cell(1024, "slots", start=3e-6, r16=5e-6),
+        cell(4096, "slots", start=4e-6, r16=2e-6),
+        cell(16384, "rounds(512KiB)", start=5e-6, r16=4e-6),
+        cell(65536, "rounds(512KiB)", start=6e-6, r16=6e-6),
+        cell(1024, "rounds(512KiB)", op="all_to_all", start=5e-6, r16=4e-6),
+        cell(4096, "rounds(512KiB)", op="all_to_all", start=6e-6, r16=4e-6),
+    ]
+    lines = _tune.lines(cells, 0.02, 4096)
+    assert lines == [
+        "all_reduce:0-2048=slots 3000 ns; start 3000 ns",
+        "all_reduce:2049-4096=rounds(16KiB) 2000 ns; start 4000 ns",
+        "all_reduce:4097-32768=rounds(16KiB) 4000 ns; start 5000 ns",
+        "all_reduce:32769-=rounds(512KiB) 6000 ns; start 6000 ns",
+        "all_to_all:0-=rounds(16KiB) 4000 ns; start 6000 ns",
+    ]
+    _load.extension().save_table(2, "now", "\n".join(lines))
+    found = [sagellm.explain("all_reduce", size, ranks=2) for size in (0, 2048, 2049, 4096, 4097, 1 << 30)]
+    assert all(one.reason == "measured" for one in found)
+
+
+def test_what_tune_would_try_can_be_tried() -> None:
+    for op, nbytes, start, rivals in _tune.plan(2, 1 << 20):
+        assert start not in rivals and len(set(rivals)) == len(rivals)
+        for way in rivals:
+            rule = f"{op}:0-={way}"
+            text = _load.extension().explain_without_group(_explain.kind_number(op), nbytes, 12, 2, rule)
+            assert _explain._read(text).choice == way
+
+
+def test_the_command_line_explains_and_prints_the_table() -> None:
+    done = cli("explain", "all_reduce", "1MiB", "--ranks", "2", "--dtype", "bfloat16")
+    assert done.returncode == 0 and "all_reduce of 1MiB on 2 ranks: rounds(" in done.stdout
+    _load.extension().save_table(2, "2026-11-21", LINES)
+    done = cli("table")
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert ["all_reduce", "4097-", "rounds(64KiB)", "measured", "9.00", "us"] in rows
+    assert any(row[:2] == ["broadcast", "0-4KiB"] for row in rows)
+    done = cli("tune", "--dry-run", "--max-size", "4KiB")
+    assert done.returncode == 0 and "nothing was measured" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("explain", "all_reduce_fast", "8"), "no operation"),
+        (("explain", "all_reduce", "8KB"), "'8KB' is no size"),
+        (("table", "--ranks", "1000"), "1 to 256"),
+        (("tune", "--ranks", "1"), "at least 2 ranks"),
+    ],
+)
+def test_the_command_line_says_what_is_wrong(words: tuple[str, ...], expected: str) -> None:
+    done = cli(*words)
+    assert done.returncode == 2 and expected in done.stderr and "Traceback" not in done.stderr
+
+
+def test_an_import_of_the_package_loads_none_of_it() -> None:
+    code = "import sagellm, sys; print([n for n in ('_explain', '_tune', '_C') if 'sagellm.' + n in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout.strip() == "[]"
