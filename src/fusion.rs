@@ -198,10 +198,23 @@ mod tests {
             planner.agree(&batch, 100);
             ranges.push((batch.first, batch.last, batch.segment));
         }
-        // 8 + 8 fit, the third does not; then three by count; the lone one alone; the large one in its segments.
-        let expected = [(1, 2, 0), (3, 5, 0), (6, 7, 0), (8, 8, 0), (9, 9, 0), (10, 10, 0), (10, 10, 1), (10, 10, 2)];
-        assert_eq!(ranges[..8], expected[..]);
-        assert_eq!(ranges[8..], [(11, 11, 0)]);
+        // Nothing is agreed for the first two; then three by count, two of a kind, the lone one alone, the large one in
+        // its segments.
+        let expected = [(1, 1, 0), (2, 2, 0), (3, 5, 0), (6, 7, 0), (8, 8, 0), (9, 9, 0)];
+        assert_eq!(ranges[..6], expected);
+        assert_eq!(ranges[6..], [(10, 10, 0), (10, 10, 1), (10, 10, 2), (11, 11, 0)]);
+    }
+
+    #[test]
+    fn bytes_end_a_batch() {
+        let mut planner = Planner::new(Limits { bytes: 20, operations: 10 });
+        (0..6).for_each(|_| planner.push(item(8)));
+        let mut ranges = Vec::new();
+        while let Some(batch) = planner.plan() {
+            planner.agree(&batch, 100);
+            ranges.push((batch.first, batch.last));
+        }
+        assert_eq!(ranges, [(1, 1), (2, 2), (3, 4), (5, 6)]);
     }
 
     proptest! {

@@ -61,6 +61,9 @@ impl Inside for Group {
     fn abort(&self, reason: &str) {
         Group::abort(self, reason);
     }
+    fn process(&self, index: usize) -> String {
+        self.peers.get(index).map_or_else(String::new, |peer| format!("pid {}, host {}", peer.pid, peer.host))
+    }
 }
 
 /// The lanes' way to the group. Weak: the group owns the lanes.

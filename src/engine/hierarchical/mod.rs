@@ -14,8 +14,6 @@
 //! | `travel` | one batch: steps inside a host, schedules between hosts |
 //! | `collectives` | the two put together, one collective after the other |
 
-#![allow(unsafe_code)]
-
 mod collectives;
 pub mod place;
 mod probe;

@@ -22,6 +22,8 @@ pub trait Inside: Send + Sync {
     fn run(&self, request: Request) -> Result<()>;
     /// Fails what is pending there, here and on the others.
     fn abort(&self, reason: &str);
+    /// The process of the rank at position `index`, for messages.
+    fn process(&self, index: usize) -> String;
 }
 
 /// How a batch travels; the same on every rank (`select::between_hosts`).
@@ -65,7 +67,7 @@ impl Travel<'_> {
             return Err(Error::Bug("sagellm: a rank that is alone on its host asked the others".to_string()));
         };
         let left = Duration::from_nanos(self.deadline.saturating_sub(clock::now()));
-        inside.run(Request {
+        let outcome = inside.run(Request {
             kind: call.kind,
             dtype: call.dtype,
             op: call.op,
@@ -78,6 +80,24 @@ impl Travel<'_> {
             in_blocks: call.in_blocks,
             out_blocks: call.out_blocks,
             also_touched: Vec::new(),
+        });
+        outcome.map_err(|error| match error {
+            // In the words of the whole group, which does not know this one.
+            Error::RankFailed { rank, .. } if rank < self.place.neighbours().len() => {
+                let failed = self.place.neighbours()[rank];
+                Error::RankFailed {
+                    rank: failed,
+                    text: format!(
+                        "sagellm: rank {failed} ({}) ended or left the group: rank {} is in {} number {}. Make a new group \
+                         without it to go on",
+                        inside.process(rank),
+                        self.place.me,
+                        op::describe(self.note.signature),
+                        self.note.number
+                    ),
+                }
+            }
+            other => other,
         })
     }
 

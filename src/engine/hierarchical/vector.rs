@@ -1,5 +1,7 @@
 //! The numbers of a batch as one vector: pieces of caller memory in a row, in runs of one type each.
 
+#![allow(unsafe_code)]
+
 use std::ops::Range;
 
 use crate::engine::shm::pieces::Pieces;
