@@ -94,8 +94,8 @@ class Explanation:
     rejected: list[Alternative]
     #: The decision table's file, or why there is none.
     table: str
-    #: Choice and reason as one number: what was worked out now, and, for a past operation, what was recorded when it was
-    #: issued (None for a hypothetical one). They are equal.
+    #: Choice and reason as one number: what was worked out now, and, for a past operation, what was recorded when it
+    #: was issued (None for a hypothetical one). They are equal.
     code: int
     recorded: int | None = None
     #: Number of the operation in its group, for a past one.
@@ -215,7 +215,8 @@ def explain(
 
     ``explain("all_reduce", nbytes, dtype=torch.float32, group=None)`` answers for one that might be called, in the
     default group or another one, or with ``ranks=`` for a group of that many ranks of this host that need not exist.
-    ``nbytes`` are the bytes that one rank gives. ``explain(work)`` answers for an operation that was called, by its Work.
+    ``nbytes`` are the bytes that one rank gives. ``explain(work)`` answers for an operation that was called, by its
+    Work.
 
     A ValueError where the operation, the type or the group is unknown.
     """
@@ -244,8 +245,8 @@ def _explain_work(work: Any) -> Explanation:
     parts = [_read(text, recorded=code) for code, text in _load.extension().explain_work(work)]
     if not parts:
         raise ValueError(
-            f"sagellm explain: {type(work).__name__} is no operation of the engine: a delegate's operation, or one that "
-            "is made of others; explain(op, nbytes, group=...) says how the group is served"
+            f"sagellm explain: {type(work).__name__} is no operation of the engine: a delegate's operation, or one "
+            "that is made of others; explain(op, nbytes, group=...) says how the group is served"
         )
     fields = {**parts[0].__dict__, "parts": parts[1:]}
     return Explanation(**fields)
@@ -301,8 +302,8 @@ def select_all_reduce_algorithm(data_size: int, num_devices: int, topology: Topo
 
     Below 1 MiB "recursive_doubling" where the number of devices is a power of two, else "ring". From 1 MiB "ring" where
     all are joined by full NVLink, else "tree". "hierarchical" where they are on several hosts. The cost model, a
-    measured table and rules of the user overrule them; ``explain`` says when and why. A ValueError for a size below 0 or
-    fewer devices than one.
+    measured table and rules of the user overrule them; ``explain`` says when and why. A ValueError for a size below 0
+    or fewer devices than one.
     """
     topology = TopologyInfo() if topology is None else topology
     if data_size < 0 or num_devices < 1:

@@ -1,5 +1,5 @@
-"""Choosing without ranks: the start rules, explanations of what might be, rules that are refused, tables on disk, tune's
-arithmetic, the command line."""
+"""Choosing without ranks: the start rules, explanations of what might be, rules that are refused, tables on disk,
+tune's arithmetic, the command line."""
 
 from __future__ import annotations
 
@@ -181,10 +181,10 @@ def test_lines_that_are_no_table_are_not_written(cache: Path) -> None:
     assert not [*cache.iterdir()]
 
 
-def cell(nbytes: int, start: str, spread: float = 0.02, op: str = "all_reduce", **medians: float) -> _tune.Cell:
+def cell(nbytes: int, chosen: str, spread: float = 0.02, op: str = "all_reduce", **medians: float) -> _tune.Cell:
     """A measured cell; keyword r64 stands for rounds(64KiB)."""
     named = {f"rounds({name[1:]}KiB)": median for name, median in medians.items() if name != "start"}
-    return _tune.Cell(op, nbytes, start, {"start": medians["start"], **named}, spread)
+    return _tune.Cell(op, nbytes, chosen, {"start": medians["start"], **named}, spread)
 
 
 def test_tune_keeps_another_way_only_beyond_the_noise() -> None:
