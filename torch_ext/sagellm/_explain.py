@@ -77,13 +77,14 @@ class Explanation:
     #: 0 for a barrier, and for an all_to_all, whose sizes no rank knows alone.
     nbytes: int
     ranks: int
+    hosts: int
     #: The way it goes: "slots", "rounds(512KiB)", "local copy", "message", or the delegate's name.
     choice: str
     #: One word for the reason, the same that the record of an operation keeps: "fits_slot", "measured", "override", ...
     reason: str
     #: The rule, measurement or start value that had the last word.
     decided: str
-    #: What carries it: "shared memory", "local copy" or the delegate's name.
+    #: What carries it, in words: shared memory of one host, a link between hosts, a local copy, a delegate.
     path: str
     #: Seconds by the cost model, or None where there is no model of it.
     predicted: float | None
@@ -105,6 +106,7 @@ class Explanation:
 
     def __str__(self) -> str:
         where = "one rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        where += f" on {self.hosts} hosts" if self.hosts > 1 else ""
         size = "" if self.op in ("barrier", "all_to_all") else f" of {size_text(self.nbytes)}"
         number = "" if self.sequence is None else f" number {self.sequence}"
         lines = [f"{self.op}{number}{size} on {where}: {self.choice}", f"  decided by  {self.decided}"]
@@ -271,16 +273,21 @@ def _read(text: str, recorded: int | None = None, delegate: str = "delegate") ->
             found[name] = value
     served = found["reason"] == "delegated"
     choice = delegate if served else found["choice"]
+    hosts = int(found["hosts"])
     paths = {"local copy": "local copy, the group has one rank", "delegate": delegate}
+    shared = "shared memory of one host"
+    if hosts > 1:
+        shared = f"shared memory inside each of {hosts} hosts, a link between them"
     sequence = int(found.get("sequence", 0))
     return Explanation(
         op=found["op"],
         nbytes=int(found["bytes"]),
         ranks=int(found["ranks"]),
+        hosts=hosts,
         choice=choice,
         reason=found["reason"],
         decided=found["decided"],
-        path=paths.get(found["choice"], "shared memory of one host"),
+        path=paths.get(found["choice"], shared),
         predicted=seconds(found["predicted_ns"]),
         measured=seconds(found["measured_ns"]),
         overruled=overruled,

@@ -109,6 +109,22 @@ def test_an_explanation_of_what_might_be() -> None:
     assert sagellm.explain("all_reduce", 8, ranks=1).path == "local copy, the group has one rank"
 
 
+def test_an_explanation_between_hosts_is_read() -> None:
+    fields = {"op": "all_reduce", "bytes": 64, "ranks": 4, "hosts": 2, "choice": "direct(leaders=1,segment=2MiB)"}
+    fields |= {
+        "reason": "assumed_link",
+        "code": 1,
+        "decided": "d",
+        "predicted_ns": 50_000,
+        "measured_ns": 0,
+        "table": "t",
+    }
+    text = "".join(f"{name}\t{value}\n" for name, value in fields.items()) + "rejected\tring|70000|slower\n"
+    found = _explain._read(text)
+    assert "a link between them" in found.path and found.rejected[0].predicted == 7e-5
+    assert "on 4 ranks on 2 hosts" in str(found)
+
+
 @pytest.mark.parametrize(
     ("call", "expected"),
     [
