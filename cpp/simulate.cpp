@@ -53,7 +53,7 @@ std::pair<size_t, std::vector<Message>> messages(const std::string& kind, const 
   const auto found = raising([&] { return program(kind, algorithm, ranks, segments, rank, parts); });
   std::vector<Message> result;
   result.reserve(found.size());
-  for (const Transfer& one : found) {
+  for (const ProgramLine& one : found) {
     result.emplace_back(one.step, one.sends, one.peer, std::vector<size_t>(one.parts.begin(), one.parts.end()),
                         std::string(one.how));
   }

@@ -66,7 +66,7 @@ pub mod ffi {
     }
 
     /// One message of one rank's schedule.
-    struct Transfer {
+    struct ProgramLine {
         step: usize,
         sends: bool,
         peer: usize,
@@ -195,7 +195,7 @@ pub mod ffi {
             segments: usize,
             rank: usize,
             parts: &mut usize,
-        ) -> Result<Vec<Transfer>>;
+        ) -> Result<Vec<ProgramLine>>;
         /// Stops this process's threads of ours; called once, from atexit, with the GIL released.
         fn at_exit();
     }

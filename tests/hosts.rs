@@ -111,7 +111,7 @@ fn rule_18_every_kind_on_every_layout_and_strict_gives_the_bits_of_one_host() {
                     }
                 }
             });
-            groups.iter().for_each(|group| group.shutdown());
+            on_ranks(ranks, |me| groups[me].shutdown()); // together: each waits for the others' goodbye
         }
     }
 }
@@ -168,7 +168,7 @@ fn program(seed: u64, ops: usize, fusion: bool) {
         }
         pending.into_iter().for_each(finish);
     });
-    all.iter().flatten().for_each(|group| group.shutdown());
+    on_ranks(ranks, |me| all.iter().for_each(|groups| groups[me].shutdown()));
 }
 
 #[test]

@@ -473,3 +473,30 @@ proptest! {
         prop_assert_eq!(next, elements);
     }
 }
+
+/// The figures in the table of docs/algorithms.md, for 8 and for 6 ranks, with 4 segments where there is a pipeline.
+#[test]
+fn the_table_in_the_docs_is_right() {
+    let page = include_str!("../docs/algorithms.md");
+    let mut rows = 0;
+    for kind in KINDS {
+        for algorithm in Algorithm::ALL.into_iter().filter(|algorithm| algorithm.serves(kind)) {
+            let figures = [8, 6].map(|ranks| {
+                let s = Schedule::new(algorithm, kind, ranks, 0, 4).unwrap();
+                let parts = if kind == Kind::AllToAll { ranks } else { s.parts().max(1) } as f64;
+                let Volume { sent, received } = s.volume();
+                format!("{}; {:.2}, {:.2}", s.steps(), sent as f64 / parts, received as f64 / parts)
+            });
+            rows += 1;
+            let row = page.lines().find(|line| line.starts_with(&format!("| {kind} | {} |", algorithm.name())));
+            let wanted = format!("| {} | {} |", figures[0], figures[1]);
+            assert!(
+                row.is_some_and(|row| row.ends_with(&wanted)),
+                "{kind} by {}: {row:?}, not {wanted}",
+                algorithm.name()
+            );
+        }
+    }
+    let in_page = page.lines().filter(|line| KINDS.iter().any(|kind| line.starts_with(&format!("| {kind} |")))).count();
+    assert_eq!(in_page, rows, "a row of the table is of no algorithm");
+}

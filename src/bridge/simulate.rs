@@ -4,7 +4,11 @@ use super::{ffi, guarded};
 use crate::error::{Error, Result};
 use crate::schedule::{self, Algorithm, How, Schedule};
 use crate::select::cost::{self, Link, Model};
+use crate::select::levels::Levels;
 use crate::types::Kind;
+
+/// Beside the algorithms: all_reduce in two levels, as the engine does it over several hosts.
+const TWO_LEVELS: &str = "hierarchical";
 
 fn kind_named(name: &str) -> Result<Kind> {
     let kinds = (0..=u8::MAX).filter_map(Kind::from_u8).filter(|kind| !kind.is_p2p());
@@ -29,11 +33,9 @@ fn not_served(kind: &str, algorithm: &str, ranks: usize) -> Error {
 pub fn algorithms(kind: &str) -> std::result::Result<Vec<String>, String> {
     guarded(|| {
         let kind = kind_named(kind)?;
-        Ok(Algorithm::ALL
-            .into_iter()
-            .filter(|algorithm| algorithm.serves(kind))
-            .map(|a| a.name().to_string())
-            .collect())
+        let serving = Algorithm::ALL.into_iter().filter(|algorithm| algorithm.serves(kind)).map(Algorithm::name);
+        let two_levels = (kind == Kind::AllReduce).then_some(TWO_LEVELS);
+        Ok(serving.chain(two_levels).map(str::to_string).collect())
     })
 }
 
@@ -52,6 +54,14 @@ pub fn predict(
             gamma: model.gamma,
             ranks_per_host: model.ranks_per_host,
         };
+        if algorithm == TWO_LEVELS && kind_named(kind)? == Kind::AllReduce {
+            let levels = Levels::new(ranks, model.ranks_per_host).ok_or_else(|| not_served(kind, algorithm, ranks))?;
+            let one = |bytes: &f64| {
+                let (choice, seconds) = levels.fastest(*bytes, &costs);
+                ffi::Prediction { seconds, segments: choice.segments }
+            };
+            return Ok(sizes.iter().map(one).collect());
+        }
         let only = [algorithm_named(algorithm)?];
         let candidates = cost::candidates(kind_named(kind)?, ranks, 0, model.ranks_per_host, &only);
         let one = |bytes: &f64| {
@@ -70,7 +80,7 @@ pub fn program(
     segments: usize,
     rank: usize,
     parts: &mut usize,
-) -> std::result::Result<Vec<ffi::Transfer>, String> {
+) -> std::result::Result<Vec<ffi::ProgramLine>, String> {
     guarded(|| {
         let schedule = Schedule::new(algorithm_named(algorithm)?, kind_named(kind)?, ranks, 0, segments)
             .filter(|_| rank < ranks)
@@ -80,7 +90,7 @@ pub fn program(
         let mut transfers = Vec::new();
         for step in 0..schedule.steps() {
             let schedule::Step { sends, recvs } = schedule.step(rank, step);
-            transfers.extend(sends.into_iter().map(|send| ffi::Transfer {
+            transfers.extend(sends.into_iter().map(|send| ffi::ProgramLine {
                 step,
                 sends: true,
                 peer: send.peer,
@@ -88,7 +98,7 @@ pub fn program(
                 how: "copy".to_string(),
             }));
             transfers.extend(recvs.into_iter().map(|recv| {
-                ffi::Transfer {
+                ffi::ProgramLine {
                     step,
                     sends: false,
                     peer: recv.peer,

@@ -172,16 +172,19 @@ impl Group {
         matches!(self.lock().engine, Engine::Hosts(_))
     }
 
-    /// The way to the other hosts is there; operations may come.
+    /// The way to the other hosts is there: measures it together with them. Operations may come when it returns.
     pub fn open_link(&self, link: Arc<dyn Link>) -> Result<()> {
         let inner = self.lock();
         let Engine::Hosts(setup) = &inner.engine else {
             return Err(Error::Invalid("sagellm: this group lives on one host and takes no link".to_string()));
         };
         let insides = setup.insides.iter().map(|group| group.clone().map(|group| group as Arc<dyn Inside>)).collect();
+        let (place, settings) = (setup.place.clone(), setup.settings);
+        drop(inner);
         let report = Arc::new(Reporter(self.this.clone()));
-        let policy = Arc::clone(&self.policy);
-        let lanes = Hierarchical::new(setup.place.clone(), link, insides, setup.settings, policy, report);
+        let (policy, timeout) = (Arc::clone(&self.policy), self.config.timeout);
+        let lanes = Hierarchical::open(place, link, insides, settings, policy, report, timeout)?;
+        log::info!("group '{}' rank {}: between hosts {}", self.config.name, self.config.rank, lanes.link());
         self.lanes.set(lanes).map_err(|_| Error::Invalid("sagellm: this group has its link already".to_string()))
     }
 
@@ -221,9 +224,12 @@ impl Group {
             Group::build(config, Engine::Hosts(setup), None, Vec::new(), policy, rank as u64 + 1, Arc::new(NoHost))
         });
         let groups: Vec<Arc<Group>> = groups.collect();
-        for (group, link) in groups.iter().zip(links) {
-            group.open_link(link)?;
-        }
+        // Together: they measure the link with each other.
+        std::thread::scope(|scope| {
+            let opening: Vec<_> =
+                groups.iter().zip(links).map(|(group, link)| scope.spawn(move || group.open_link(link))).collect();
+            opening.into_iter().try_for_each(|one| one.join().expect("opening a link does not panic"))
+        })?;
         Ok(groups)
     }
 

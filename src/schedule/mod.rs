@@ -22,6 +22,11 @@
 //!
 //! To add an algorithm: its file, a line of [`Algorithm`], a line of `Algorithm::pattern`, a row of `docs/algorithms.md`.
 
+/// The Rust examples of `docs/algorithms.md` run as tests.
+#[cfg(doctest)]
+#[doc = include_str!("../../docs/algorithms.md")]
+struct Page;
+
 mod binomial;
 mod bruck;
 mod direct;

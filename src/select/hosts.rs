@@ -19,6 +19,13 @@ pub struct LinkFacts {
     pub beta_ps_per_byte: u64,
 }
 
+impl std::fmt::Display for LinkFacts {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let rate = 8e3 / self.beta_ps_per_byte.max(1) as f64;
+        write!(f, "a message takes {:.0} us, {rate:.2} Gbit/s", self.alpha_ns as f64 / 1e3)
+    }
+}
+
 impl LinkFacts {
     /// Where nobody measured: a network of about 10 Gbit/s, as most machines of a cluster have.
     pub const ASSUMED: LinkFacts = LinkFacts { alpha_ns: 50_000, beta_ps_per_byte: 800 };

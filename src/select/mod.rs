@@ -13,11 +13,13 @@
 //! | `file` | tables on disk: the only effects |
 //! | `model`, `explain` | predicted times inside a host, and the whole answer in words |
 //! | `hosts`, `cost` | the choice between hosts, and predicted times of schedules |
+//! | `levels` | predicted times of all_reduce inside hosts and between them, for `sagellm simulate` |
 
 pub mod cost;
 pub mod explain;
 pub mod file;
 pub mod hosts;
+pub mod levels;
 pub mod model;
 pub mod policy;
 pub mod reason;

@@ -20,7 +20,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from sagellm._simulate import Link, Machine, Prediction, predict, show_size, show_time
+from sagellm._simulate import TWO_LEVELS, Link, Machine, Prediction, predict, show_size, show_time
 
 LOOPBACK = "127.0.0.1"
 MOST_RANKS, MOST_BYTES = 8, 16 << 20
@@ -269,6 +269,7 @@ def _ranks_at_work(ranks: int, job: str) -> dict[str, Any]:
 
 def check(op: str, names: Sequence[str], rank_counts: Sequence[int], sizes: Sequence[int]) -> int:
     """Runs what this machine can run, prints predicted and measured times and the error; 1 when a rank fails."""
+    names = [name for name in names if name != TWO_LEVELS]
     counts = [ranks for ranks in rank_counts if 2 <= ranks <= MOST_RANKS] or [2, 4]
     fitting = [size for size in sizes if BYTES_OF_A_NUMBER <= size <= MOST_BYTES] or [8, 64 << 10, 1 << 20]
     cores = len(os.sched_getaffinity(0))

@@ -36,6 +36,8 @@ SPEED_UNITS |= {f"{prefix}bit": factor / 8 for prefix, factor in (("k", 1e3), ("
 #: The seconds of an overhead that is not given: about what a send over TCP costs its processor.
 DEFAULT_OVERHEAD = 5e-6
 MOST_RANKS = 100_000
+#: all_reduce inside hosts and between leaders, as the engine does it; several schedules, so `--check` leaves it out.
+TWO_LEVELS = "hierarchical"
 #: Between two sizes of the range the crossover points are looked for at this many sizes per doubling.
 PER_DOUBLING = 4
 
@@ -280,6 +282,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"sagellm simulate: {str(error).removeprefix('sagellm: ')}", file=sys.stderr)
         return 2
     if arguments.check:
+        if names == [TWO_LEVELS]:
+            print(f"sagellm simulate: --check runs single schedules, and {TWO_LEVELS} is several", file=sys.stderr)
+            return 2
         from sagellm import _measure
 
         return _measure.check(arguments.op, names, arguments.ranks, arguments.sizes)

@@ -9,6 +9,7 @@
 //! | file | |
 //! | --- | --- |
 //! | `place` | who lives where |
+//! | `probe` | how long a message takes between hosts |
 //! | `vector` | the numbers of a batch, and how they are combined |
 //! | `travel` | one batch: steps inside a host, schedules between hosts |
 //! | `collectives` | the two put together, one collective after the other |
@@ -17,6 +18,7 @@
 
 mod collectives;
 pub mod place;
+mod probe;
 mod travel;
 mod vector;
 
@@ -105,6 +107,8 @@ struct Shared {
 pub struct Hierarchical {
     shared: Arc<Shared>,
     report: Arc<dyn Report>,
+    /// Until their threads start.
+    lanes: Mutex<Vec<Lane>>,
 }
 
 /// A batch that a lane has taken.
@@ -115,16 +119,24 @@ struct Task {
 }
 
 impl Hierarchical {
-    /// `insides`: one group of this host's ranks a lane, or none where this rank is alone.
-    pub fn new(
+    /// `insides`: one group of this host's ranks a lane, or none where this rank is alone. Measures the link with the
+    /// other hosts, so every rank must come here; at most `timeout`.
+    pub fn open(
         place: Place,
         link: Arc<dyn Link>,
         insides: Vec<Option<Arc<dyn Inside>>>,
         settings: Settings,
         policy: Arc<Policy>,
         report: Arc<dyn Report>,
-    ) -> Hierarchical {
+        timeout: Duration,
+    ) -> Result<Hierarchical> {
         assert_eq!(insides.len(), LANES, "one group a lane");
+        let waiting: Vec<Arc<AtomicUsize>> = (0..LANES).map(|_| Arc::new(AtomicUsize::new(NOBODY))).collect();
+        let each = waiting.iter().enumerate();
+        let mut lanes: Vec<Lane> =
+            each.map(|(lane, waiting)| Lane::new(Arc::clone(&link), place.me, lane, Arc::clone(waiting))).collect();
+        let chain = policy.hash() ^ (u64::from(settings.fusion) | u64::from(settings.strict) << 1);
+        let facts = probe::probe(&place, &mut lanes[0], insides[0].as_ref(), chain, timeout)?;
         let limits = if settings.fusion { BATCH } else { Limits { operations: 1, ..BATCH } };
         let state = State {
             planner: Planner::new(limits),
@@ -132,19 +144,21 @@ impl Hierarchical {
             base: 1,
             issued: 0,
             ready: 0,
-            chain: policy.hash() ^ (u64::from(settings.fusion) | u64::from(settings.strict) << 1),
+            chain,
             fault: None,
             stopping: false,
             started: false,
             running: 0,
         };
-        let waiting = (0..LANES).map(|_| Arc::new(AtomicUsize::new(NOBODY))).collect();
+        // Whom a fault concerns first: those that lead at this rank's position.
+        let far = place.hosts.iter().enumerate().filter(|(host, _)| *host != place.host);
+        let known = far.filter_map(|(_, ranks)| ranks.get(place.index)).copied().collect();
         let shared = Shared {
             hosts: Hosts {
                 hosts: place.hosts.len(),
                 ranks: place.ranks(),
                 least_ranks: place.fewest(),
-                link: LinkFacts::ASSUMED,
+                link: facts,
                 strict: settings.strict,
                 full_nvlink: false,
             },
@@ -157,9 +171,9 @@ impl Hierarchical {
             state: Mutex::new(state),
             turn: Condvar::new(),
             waiting,
-            known: Mutex::new(HashSet::new()),
+            known: Mutex::new(known),
         };
-        Hierarchical { shared: Arc::new(shared), report }
+        Ok(Hierarchical { shared: Arc::new(shared), report, lanes: Mutex::new(lanes) })
     }
 
     /// Takes an operation that was validated and numbered.
@@ -188,13 +202,19 @@ impl Hierarchical {
     }
 
     fn start(&self, state: &mut State) -> Result<()> {
-        for lane in 0..LANES {
+        let lanes = std::mem::take(&mut *self.lanes.lock().unwrap_or_else(PoisonError::into_inner));
+        for (lane, wires) in lanes.into_iter().enumerate() {
             let (shared, report) = (Arc::clone(&self.shared), Arc::clone(&self.report));
-            crate::watch::spawn(&format!("sagellm-lane-{lane}"), move || shared.work(lane, &*report))
+            crate::watch::spawn(&format!("sagellm-lane-{lane}"), move || shared.work(lane, wires, &*report))
                 .map_err(|error| Error::System(format!("sagellm: cannot start a thread for lane {lane}: {error}")))?;
             state.running += 1;
         }
         Ok(())
+    }
+
+    /// What was measured between the hosts.
+    pub fn link(&self) -> LinkFacts {
+        self.shared.hosts.link
     }
 
     /// The operation whose deadline comes first, among those that have not ended.
@@ -406,8 +426,7 @@ impl Shared {
     }
 
     /// A lane's thread.
-    fn work(&self, lane: usize, report: &dyn Report) {
-        let mut wires = Lane::new(Arc::clone(&self.link), self.place.me, lane, Arc::clone(&self.waiting[lane]));
+    fn work(&self, lane: usize, mut wires: Lane, report: &dyn Report) {
         let mut scratch = Vec::new();
         while let Some(task) = self.next(lane) {
             let outcome = self.carry(lane, &mut wires, &mut scratch, &task);

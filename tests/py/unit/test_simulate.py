@@ -1,0 +1,192 @@
+"""``python -m sagellm simulate``: arguments, tables, crossover points, plot, check, and the examples of its page."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from sagellm import _load, _measure, _simulate
+from sagellm.__main__ import main
+
+ROOT = Path(__file__).resolve().parents[3]
+KINDS = [
+    "all_reduce",
+    "broadcast",
+    "reduce",
+    "all_gather",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "all_to_all",
+    "barrier",
+]
+
+
+@dataclass
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def simulate(*arguments: str) -> Done:
+    """The command, in this process: importing torch takes longer than most of its runs."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main(["simulate", *arguments])
+        except SystemExit as leaving:
+            code = int(leaving.code or 0)
+    return Done(code, out.getvalue(), err.getvalue())
+
+
+@pytest.mark.quick
+def test_sizes_links_and_ranks_are_read_as_people_write_them() -> None:
+    assert _simulate.parse_sizes("4KiB,8") == [8, 4096]
+    assert _simulate.parse_sizes("1KiB..64KiB") == [1 << 10, 4 << 10, 16 << 10, 64 << 10]
+    assert _simulate.parse_sizes("1..5:2,3") == [1, 2, 3, 4]
+    assert _simulate.parse_size("1.5MB") == 1_500_000
+    link = _simulate.parse_link("1ms,1Gbit")
+    assert (link.alpha, link.overhead, link.beta) == (1e-3, 5e-6, 8e-9)
+    assert _simulate.parse_link("2us,10GB/s,100ns") == _simulate.Link(2e-6, pytest.approx(1e-7), 1e-10)
+    assert _simulate.parse_ranks("2,100000") == [2, 100_000]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (["--sizes", "8x"], "8x"),
+        (["--sizes", "8..4"], "8..4"),
+        (["--ranks", "0"], "'0'"),
+        (["--ranks", "100001"], "100001"),
+        (["--link", "1ms"], "LATENCY,SPEED"),
+        (["--host", "1ms,0GB"], "0GB"),
+        (["--op", "all_shuffle"], "all_shuffle"),
+        (["--algorithms", "bruck"], "recursive_doubling"),
+        (["--ranks-per-host", "0"], "--ranks-per-host"),
+        (["--plot", "/nowhere/at/all.png"], "/nowhere/at"),
+    ],
+)
+def test_a_wrong_argument_is_told_in_one_line(arguments: list[str], names: str) -> None:
+    if "--plot" in arguments:
+        pytest.importorskip("matplotlib")
+    done = simulate(*arguments)
+    assert done.returncode == 2, done.stdout
+    assert names in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+@pytest.mark.quick
+def test_without_matplotlib_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    done = simulate("--plot", "x.png")
+    assert done.returncode == 2
+    assert "pip install matplotlib" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.quick
+def test_every_collective_has_prices_that_grow_with_size_and_ranks() -> None:
+    core = _load.extension()
+    machine = _simulate.Machine(_simulate.Link(1e-6, 0, 1e-10), _simulate.Link(1e-4, 1e-6, 1e-9), 1e-10, 4)
+    for kind in KINDS:
+        for name in core.algorithms(kind):
+            by_ranks = [
+                [one.seconds for one in _simulate.predict(core, kind, [name], ranks, [8, 1 << 20], machine)[name]]
+                for ranks in (1, 4, 64)
+            ]
+            assert by_ranks[0] == [0.0, 0.0], "one rank has nothing to exchange"
+            assert all(0 < few < many for few, many in zip(by_ranks[1], by_ranks[2], strict=True)), (
+                kind,
+                name,
+                by_ranks,
+            )
+            assert all(small <= large for small, large in by_ranks)
+            assert all(small < large for small, large in by_ranks[1:]) or kind == "barrier"
+
+
+@pytest.mark.quick
+def test_crossovers_are_where_the_fastest_changes() -> None:
+    def times(*seconds: float) -> list[_simulate.Prediction]:
+        return [_simulate.Prediction(one, 1) for one in seconds]
+
+    found = _simulate.crossovers({"a": times(1, 2, 3, 3), "b": times(2, 2, 2, 3)}, [1, 2, 4, 8])
+    assert found == [(1, "a"), (4, "b")], "of two that are equal, who was ahead stays ahead"
+
+
+def test_a_hundred_thousand_ranks_are_priced() -> None:
+    done = simulate("--ranks", "100000", "--sizes", "8,16MiB")
+    assert done.returncode == 0, done.stderr
+    assert "100000 ranks on 12500 hosts" in done.stdout
+    rows = [line for line in done.stdout.splitlines() if re.match(r" +(8 B|16 MiB) ", line)]
+    assert len(rows) == 2 and all(row.count("*") == 1 for row in rows), done.stdout
+    assert "fastest from 8 B on: " in done.stdout
+
+
+def test_the_plot_is_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "times.png"
+    done = simulate("--ranks", "4,64", "--sizes", "8..1MiB", "--plot", str(picture))
+    assert done.returncode == 0, done.stderr
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "all_to_all"])
+def test_the_check_runs_the_schedules_and_prints_the_error(kind: str) -> None:
+    """Three ranks: no power of two, so ranks pause in different steps. Each rank verifies its results."""
+    done = simulate("--op", kind, "--ranks", "3", "--sizes", "60", "--check")
+    assert done.returncode == 0, done.stderr
+    shown = re.findall(r"^ +60 B +(\w+).* [+-]\d+%$", done.stdout, re.M)
+    wanted = set(_load.extension().algorithms(kind)) - {_simulate.TWO_LEVELS}
+    assert set(shown) == wanted, done.stdout
+    assert re.search(r"error of the model, 3 ranks: median \d+%, worst [+-]\d+%", done.stdout)
+
+
+@pytest.mark.quick
+def test_the_check_would_see_a_wrong_result() -> None:
+    """Its verification is not empty: right values pass, one wrong number does not."""
+    core = _load.extension()
+    for kind in KINDS[:-1]:
+        for rank in range(3):
+            runner = _measure.Runner(kind, core.program(kind, "direct", 3, 1, rank), 3, rank, 60)
+            values = runner.start_values()
+            if kind in ("all_reduce", "reduce", "reduce_scatter"):
+                values.fill_(6.0)
+            else:
+                for part in range(runner.parts):
+                    values[runner.starts[part] : runner.starts[part + 1]] = part + 1.0
+            assert runner.is_right(values), (kind, rank)
+            values += 1
+            owns_none = kind in ("reduce", "gather") and rank != 0
+            assert runner.is_right(values) == owns_none, (kind, rank)
+
+
+def test_the_examples_of_the_page_and_of_the_help_run() -> None:
+    page = (ROOT / "docs" / "algorithms.md").read_text()
+    blocks = re.findall(r"```bash\n(.*?)```", page, re.S)
+    commands = [line for block in blocks for line in block.splitlines()]
+    assert len(commands) >= 3
+    for command in commands:
+        program, *arguments = shlex.split(command)[1:]
+        assert program == "-m" and arguments[:2] == ["sagellm", "simulate"], command
+        done = simulate(*arguments[2:])
+        assert done.returncode == 0, (command, done.stderr)
+        assert "fastest from" in done.stdout or "error of the model" in done.stdout, done.stdout
+    for line in _simulate.EXAMPLES.splitlines():
+        if "-m sagellm simulate" in line and "--check" not in line and "--plot" not in line:
+            done = simulate(*shlex.split(line)[4:])
+            assert done.returncode == 0, (line, done.stderr)
+
+
+@pytest.mark.quick
+def test_the_files_that_the_page_names_exist() -> None:
+    page = (ROOT / "docs" / "algorithms.md").read_text()
+    named = re.findall(r"`((?:src|tests|torch_ext)/[\w/.]+)`", page)
+    assert len(named) >= 6
+    assert all((ROOT / name).exists() for name in named), named
