@@ -9,7 +9,8 @@
 //!    [`driver`] is who makes progress: the thread that waits, or the progress thread when nobody waits.
 //! 4. [`engine`] does it: [`engine::shm`] over shared memory between the processes of one host
 //!    (`small.rs` slots, `bulk.rs` rounds, `p2p.rs` send and receive, `protocol.rs` the rules of who may write when).
-//! 5. [`select`] tells the engine how: slots or rounds, and in which chunks. Pure.
+//! 5. [`select`] tells the engine how, and why: slots or rounds, and in which chunks; which schedule between hosts. Pure,
+//!    but for the file of a table (`select/file.rs`).
 //! 6. [`reduce`] adds the numbers in the group's fixed rank order.
 //!
 //! Beside them [`watch`] learns of dead peers, and [`schedule`] says who talks to whom at which step, as data, wherever

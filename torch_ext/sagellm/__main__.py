@@ -208,8 +208,12 @@ def _size(text: str) -> int:
 
 def _add_choosing(commands: Any) -> None:
     tuned = commands.add_parser("tune", help="measure which way each operation goes fastest here, and keep it")
-    tuned.add_argument("--budget", type=float, default=60.0, metavar="SECONDS", help="measure for so long (default: 60)")
-    tuned.add_argument("--max-size", type=_size, default=64 << 20, metavar="BYTES", help="largest size (default: 64MiB)")
+    tuned.add_argument(
+        "--budget", type=float, default=60.0, metavar="SECONDS", help="measure for so long (default: 60)"
+    )
+    tuned.add_argument(
+        "--max-size", type=_size, default=64 << 20, metavar="BYTES", help="largest size (default: 64MiB)"
+    )
     tuned.add_argument("--dry-run", action="store_true", help="say what would be measured, and end")
     shown = commands.add_parser("table", help="print every choice of a group, and where it comes from")
     asked = commands.add_parser("explain", help="say why an operation would travel the way it would")

@@ -77,13 +77,14 @@ class Explanation:
     #: 0 for a barrier, and for an all_to_all, whose sizes no rank knows alone.
     nbytes: int
     ranks: int
+    hosts: int
     #: The way it goes: "slots", "rounds(512KiB)", "local copy", "message", or the delegate's name.
     choice: str
     #: One word for the reason, the same that the record of an operation keeps: "fits_slot", "measured", "override", ...
     reason: str
     #: The rule, measurement or start value that had the last word.
     decided: str
-    #: What carries it: "shared memory", "local copy" or the delegate's name.
+    #: What carries it, in words: shared memory of one host, a link between hosts, a local copy, a delegate.
     path: str
     #: Seconds by the cost model, or None where there is no model of it.
     predicted: float | None
@@ -94,8 +95,8 @@ class Explanation:
     rejected: list[Alternative]
     #: The decision table's file, or why there is none.
     table: str
-    #: Choice and reason as one number: what was worked out now, and, for a past operation, what was recorded when it was
-    #: issued (None for a hypothetical one). They are equal.
+    #: Choice and reason as one number: what was worked out now, and, for a past operation, what was recorded when it
+    #: was issued (None for a hypothetical one). They are equal.
     code: int
     recorded: int | None = None
     #: Number of the operation in its group, for a past one.
@@ -105,6 +106,7 @@ class Explanation:
 
     def __str__(self) -> str:
         where = "one rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        where += f" on {self.hosts} hosts" if self.hosts > 1 else ""
         size = "" if self.op in ("barrier", "all_to_all") else f" of {size_text(self.nbytes)}"
         number = "" if self.sequence is None else f" number {self.sequence}"
         lines = [f"{self.op}{number}{size} on {where}: {self.choice}", f"  decided by  {self.decided}"]
@@ -215,7 +217,8 @@ def explain(
 
     ``explain("all_reduce", nbytes, dtype=torch.float32, group=None)`` answers for one that might be called, in the
     default group or another one, or with ``ranks=`` for a group of that many ranks of this host that need not exist.
-    ``nbytes`` are the bytes that one rank gives. ``explain(work)`` answers for an operation that was called, by its Work.
+    ``nbytes`` are the bytes that one rank gives. ``explain(work)`` answers for an operation that was called, by its
+    Work.
 
     A ValueError where the operation, the type or the group is unknown.
     """
@@ -244,8 +247,8 @@ def _explain_work(work: Any) -> Explanation:
     parts = [_read(text, recorded=code) for code, text in _load.extension().explain_work(work)]
     if not parts:
         raise ValueError(
-            f"sagellm explain: {type(work).__name__} is no operation of the engine: a delegate's operation, or one that "
-            "is made of others; explain(op, nbytes, group=...) says how the group is served"
+            f"sagellm explain: {type(work).__name__} is no operation of the engine: a delegate's operation, or one "
+            "that is made of others; explain(op, nbytes, group=...) says how the group is served"
         )
     fields = {**parts[0].__dict__, "parts": parts[1:]}
     return Explanation(**fields)
@@ -270,16 +273,21 @@ def _read(text: str, recorded: int | None = None, delegate: str = "delegate") ->
             found[name] = value
     served = found["reason"] == "delegated"
     choice = delegate if served else found["choice"]
+    hosts = int(found["hosts"])
     paths = {"local copy": "local copy, the group has one rank", "delegate": delegate}
+    shared = "shared memory of one host"
+    if hosts > 1:
+        shared = f"shared memory inside each of {hosts} hosts, a link between them"
     sequence = int(found.get("sequence", 0))
     return Explanation(
         op=found["op"],
         nbytes=int(found["bytes"]),
         ranks=int(found["ranks"]),
+        hosts=hosts,
         choice=choice,
         reason=found["reason"],
         decided=found["decided"],
-        path=paths.get(found["choice"], "shared memory of one host"),
+        path=paths.get(found["choice"], shared),
         predicted=seconds(found["predicted_ns"]),
         measured=seconds(found["measured_ns"]),
         overruled=overruled,
@@ -301,8 +309,8 @@ def select_all_reduce_algorithm(data_size: int, num_devices: int, topology: Topo
 
     Below 1 MiB "recursive_doubling" where the number of devices is a power of two, else "ring". From 1 MiB "ring" where
     all are joined by full NVLink, else "tree". "hierarchical" where they are on several hosts. The cost model, a
-    measured table and rules of the user overrule them; ``explain`` says when and why. A ValueError for a size below 0 or
-    fewer devices than one.
+    measured table and rules of the user overrule them; ``explain`` says when and why. A ValueError for a size below 0
+    or fewer devices than one.
     """
     topology = TopologyInfo() if topology is None else topology
     if data_size < 0 or num_devices < 1:

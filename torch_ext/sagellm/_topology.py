@@ -15,7 +15,7 @@ NAME_BYTES = 96
 def nvlink() -> tuple[list[str], bool]:
     """Names of the GPUs, and whether NVLink joins every pair of at least two.
 
-    Without the library, a driver or GPUs the answer is ``([], False)``; without an answer about a pair there is no link.
+    Without the library, a driver or GPUs the answer is ``([], False)``; a pair that nothing is known about has no link.
     """
     try:
         nvml: Any = ctypes.CDLL(LIBRARY)
@@ -37,7 +37,8 @@ def ask(nvml: Any) -> tuple[list[str], bool]:
     count = ctypes.c_uint()
     if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != SUCCESS:
         return [], False
-    devices, names = [], []
+    devices: list[Any] = []
+    names: list[str] = []
     for at in range(count.value):
         device, name = ctypes.c_void_p(), ctypes.create_string_buffer(NAME_BYTES)
         if nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(at), ctypes.byref(device)) != SUCCESS:

@@ -1,8 +1,9 @@
 """``sagellm tune``: measures which way each operation goes fastest on this machine, and keeps it in a table.
 
-It starts its own ranks on this host. Every way is a group of its own that is told to go only that way; at each size the
-groups take turns, forwards and backwards, so that whatever else the machine does meets all of them. Two groups go by the
-start values: how far these equals are apart is the noise (A/A), and another way is kept only where it is better by more.
+It starts its own ranks on this host. Every way is a group of its own that is told to go only that way; at each size
+the groups take turns, forwards and backwards, so that whatever else the machine does meets all of them. Two groups go
+by the start values: how far these equals are apart is the noise (A/A), and another way is kept only where it is better
+by more.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Choosing without ranks: the start rules, explanations of what might be, rules that are refused, tables on disk, tune's
-arithmetic, the command line."""
+"""Choosing without ranks: the start rules, explanations of what might be, rules that are refused, tables on disk,
+tune's arithmetic, the command line."""
 
 from __future__ import annotations
 
@@ -109,6 +109,22 @@ def test_an_explanation_of_what_might_be() -> None:
     assert sagellm.explain("all_reduce", 8, ranks=1).path == "local copy, the group has one rank"
 
 
+def test_an_explanation_between_hosts_is_read() -> None:
+    fields = {"op": "all_reduce", "bytes": 64, "ranks": 4, "hosts": 2, "choice": "direct(leaders=1,segment=2MiB)"}
+    fields |= {
+        "reason": "assumed_link",
+        "code": 1,
+        "decided": "d",
+        "predicted_ns": 50_000,
+        "measured_ns": 0,
+        "table": "t",
+    }
+    text = "".join(f"{name}\t{value}\n" for name, value in fields.items()) + "rejected\tring|70000|slower\n"
+    found = _explain._read(text)
+    assert "a link between them" in found.path and found.rejected[0].predicted == 7e-5
+    assert "on 4 ranks on 2 hosts" in str(found)
+
+
 @pytest.mark.parametrize(
     ("call", "expected"),
     [
@@ -181,10 +197,10 @@ def test_lines_that_are_no_table_are_not_written(cache: Path) -> None:
     assert not [*cache.iterdir()]
 
 
-def cell(nbytes: int, start: str, spread: float = 0.02, op: str = "all_reduce", **medians: float) -> _tune.Cell:
+def cell(nbytes: int, chosen: str, spread: float = 0.02, op: str = "all_reduce", **medians: float) -> _tune.Cell:
     """A measured cell; keyword r64 stands for rounds(64KiB)."""
     named = {f"rounds({name[1:]}KiB)": median for name, median in medians.items() if name != "start"}
-    return _tune.Cell(op, nbytes, start, {"start": medians["start"], **named}, spread)
+    return _tune.Cell(op, nbytes, chosen, {"start": medians["start"], **named}, spread)
 
 
 def test_tune_keeps_another_way_only_beyond_the_noise() -> None:

@@ -79,7 +79,7 @@ def with_table(context: Context, rules: list[str], option: str = "") -> dict[str
     return value
 
 
-def test_rule_02_rank_0_decides_for_all_ranks() -> None:
+def test_rank_0_decides_for_all_ranks() -> None:
     values = run_fresh(with_table, 3, ["", "", ""])
     assert {value["choice"] for value in values} == {"rounds(64KiB)"}
     assert {value["reason"] for value in values} == {"measured"}
@@ -167,7 +167,5 @@ def test_tune_measures_and_leaves_a_table(tmp_path: Path) -> None:
     assert "A/A spread" in done.stdout and "written to" in done.stdout
     (table,) = tmp_path.iterdir()
     assert "all_reduce:0-" in table.read_text()
-    shown = subprocess.run(
-        [*words, "table"], env=environment, capture_output=True, text=True, timeout=100, check=False
-    )
+    shown = subprocess.run([*words, "table"], env=environment, capture_output=True, text=True, timeout=100, check=False)
     assert str(table) in shown.stdout and "measured" in shown.stdout
