@@ -125,8 +125,7 @@ void bind_options(py::module_& module) {
   py::class_<Options, c10d::Backend::Options, c10::intrusive_ptr<Options>>(
       module, "Options", "Options of a sagellm process group, for the argument pg_options.")
       .def(py::init(&make_options), py::arg("timeout") = Seconds(kBackendDefaultTimeout), py::arg("engine") = "auto",
-           py::arg("delegate") = "gloo", py::arg("fusion") = true, py::arg("strict") = false,
-           py::arg("algorithm") = "")
+           py::arg("delegate") = "gloo", py::arg("fusion") = true, py::arg("strict") = false, py::arg("algorithm") = "")
       .def_readwrite("engine", &Options::engine)
       .def_readwrite("delegate", &Options::delegate)
       .def_readwrite("fusion", &Options::fusion)
