@@ -78,6 +78,7 @@ impl Travel<'_> {
             in_blocks: call.in_blocks,
             out_blocks: call.out_blocks,
             also_touched: Vec::new(),
+            note: crate::types::CallNote::default(),
         })
     }
 
