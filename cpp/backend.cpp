@@ -2,6 +2,7 @@
 #include "backend.hpp"
 
 #include <algorithm>
+#include <numeric>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 
@@ -48,6 +49,12 @@ SageBackend::SageBackend(int rank, int size, c10::intrusive_ptr<Options> options
       group_(std::move(group)),
       delegate_reason_(std::string(group_->delegate_reason())),
       spans_hosts_(group_->spans_hosts()) {
+  std::vector<uint32_t> members(options_->global_ranks_in_group.begin(), options_->global_ranks_in_group.end());
+  if (members.empty()) {
+    members.resize(static_cast<size_t>(size));
+    std::iota(members.begin(), members.end(), 0U);
+  }
+  group_->set_members({members.data(), members.size()});
   init();
 }
 
@@ -99,6 +106,18 @@ std::string SageBackend::explain(uint8_t kind, uint64_t bytes, uint8_t dtype) co
   } catch (const rust::Error& error) {
     raise(error.what());
   }
+}
+
+std::string SageBackend::stats() const {
+  return std::string(group_->stats());
+}
+
+std::string SageBackend::records() const {
+  return std::string(group_->records());
+}
+
+void SageBackend::reset_stats() {
+  group_->reset_stats();
 }
 
 void SageBackend::setTimeout(std::chrono::milliseconds timeout) {
@@ -155,6 +174,26 @@ void SageBackend::abort() {
 bool SageBackend::supportsCoalescing() const {
   std::lock_guard<std::mutex> lock(delegate_mutex_);
   return delegate_ && delegate_->supportsCoalescing();
+}
+
+SageBackend::WorkPtr SageBackend::counted(const Foreign& call,
+                                          const std::function<WorkPtr(c10d::Backend&)>& hand_over) {
+  const auto other = delegate();
+  // Shared because the future's callback must be copyable.
+  const auto note = std::make_shared<rust::Box<RustForeign>>(group_->foreign(call));
+  WorkPtr work = hand_over(*other);
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  try {
+    if (work) future = work->getFuture();
+  } catch (const std::exception&) {
+    // Not every work of every backend has one: gloo's sends and receives do not.
+  }
+  if (!future) {
+    (*note)->ended(true, false);
+    return work;
+  }
+  future->addCallback([note](c10::ivalue::Future& ended) { (*note)->ended(!ended.hasError(), true); });
+  return work;
 }
 
 c10::intrusive_ptr<c10d::Backend> SageBackend::split(const c10::intrusive_ptr<c10d::Store>& store,

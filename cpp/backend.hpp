@@ -31,6 +31,7 @@
 // refused: getMemoryStats: there is no memory pool to report on
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -88,6 +89,10 @@ class SageBackend final : public c10d::Backend {
   std::string describe() const;
   // How an operation of this kind, size and type would travel: `name<TAB>value` lines.
   std::string explain(uint8_t kind, uint64_t bytes, uint8_t dtype) const;
+  // What the group has done, as JSON text; see src/stats/export.rs.
+  std::string stats() const;
+  std::string records() const;
+  void reset_stats();
 
   const std::string getBackendName() const override { return "sagellm"; }
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }
@@ -180,6 +185,10 @@ class SageBackend final : public c10d::Backend {
 
   WorkPtr allreduce_coo(at::Tensor& tensor, const c10d::AllreduceOptions& opts);
   WorkPtr receive(Tensors& tensors, uint32_t source, int tag, const Label& label, const char* op);
+
+  // Hands a call to the delegate, and has it counted: until its future completes, where there is one, which is before
+  // anyone who waits goes on.
+  WorkPtr counted(const Foreign& call, const std::function<WorkPtr(c10d::Backend&)>& hand_over);
 
   bool delegated() const { return !delegate_reason_.empty(); }
   // Messages of a group over several hosts go by the delegate: a receive from anyone cannot watch two transports.

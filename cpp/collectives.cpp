@@ -2,6 +2,7 @@
 #include "backend.hpp"
 #include "checks.hpp"
 #include "errors.hpp"
+#include "sites.hpp"
 
 namespace sagellm {
 
@@ -32,10 +33,52 @@ bool collides(const at::Tensor& part, const std::vector<at::Tensor>& list, int r
 
 constexpr const char* kOneBlockPerRank = "one block per rank";
 
+size_t bytes_of(c10::ArrayRef<at::Tensor> tensors) {
+  size_t bytes = 0;
+  // Undefined and sparse ones have no bytes to ask for; the delegate judges them.
+  for (const at::Tensor& tensor : tensors) bytes += tensor.defined() && !tensor.is_sparse() ? tensor.nbytes() : 0;
+  return bytes;
+}
+
+size_t bytes_of(const std::vector<std::vector<at::Tensor>>& lists) {
+  size_t bytes = 0;
+  for (const auto& list : lists) bytes += bytes_of(list);
+  return bytes;
+}
+
+// What the statistics are told of a delegate's call; `like` gives the element type.
+Foreign foreign(Kind kind, c10::ArrayRef<at::Tensor> like, size_t read, size_t written) {
+  Foreign call{};
+  call.kind = static_cast<uint8_t>(kind);
+  call.read = read;
+  call.written = written;
+  call.tensors = 1;
+  call.element = !like.empty() && like[0].defined() ? static_cast<uint8_t>(like[0].scalar_type()) : kNoType;
+  call.site = call_site();
+  return call;
+}
+
+Foreign foreign_list(Kind kind, c10::ArrayRef<at::Tensor> list, size_t read, size_t written) {
+  Foreign call = foreign(kind, list, read, written);
+  call.tensors = static_cast<uint32_t>(list.size());
+  return call;
+}
+
+Foreign foreign_rooted(Kind kind, c10::ArrayRef<at::Tensor> like, size_t read, size_t written, int64_t root,
+                       int tag = 0) {
+  Foreign call = foreign(kind, like, read, written);
+  call.root = static_cast<uint32_t>(root);
+  call.tag = static_cast<uint32_t>(tag);
+  return call;
+}
+
 }  // namespace
 
 SageBackend::WorkPtr SageBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
-  if (delegated()) return delegate()->broadcast(tensors, opts);
+  if (delegated()) {
+    return counted(foreign_rooted(Kind::kBroadcast, tensors, bytes_of(tensors), bytes_of(tensors), opts.rootRank),
+                   [&](c10d::Backend& other) { return other.broadcast(tensors, opts); });
+  }
   constexpr const char* kOp = "broadcast";
   const at::Tensor& tensor = check::only(kOp, "tensor", tensors);
   check::writable(kOp, "tensor", tensor);
@@ -51,12 +94,18 @@ SageBackend::WorkPtr SageBackend::broadcast(Tensors& tensors, const c10d::Broadc
 }
 
 SageBackend::WorkPtr SageBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
-  if (delegated()) return delegate()->allreduce(tensors, opts);
+  if (delegated()) {
+    return counted(foreign(Kind::kAllReduce, tensors, bytes_of(tensors), bytes_of(tensors)),
+                   [&](c10d::Backend& other) { return other.allreduce(tensors, opts); });
+  }
   constexpr const char* kOp = "all_reduce";
   const at::Tensor& tensor = check::only(kOp, "tensor", tensors);
   if (tensor.defined() && tensor.is_sparse()) {
     // It is made of messages.
-    if (spans_hosts()) return delegate()->allreduce(tensors, opts);
+    if (spans_hosts()) {
+      return counted(foreign(Kind::kAllReduce, tensors, 0, 0),
+                     [&](c10d::Backend& other) { return other.allreduce(tensors, opts); });
+    }
     return allreduce_coo(tensors[0], opts);
   }
   check::writable(kOp, "tensor", tensor);
@@ -67,12 +116,18 @@ SageBackend::WorkPtr SageBackend::allreduce(Tensors& tensors, const c10d::Allred
 }
 
 SageBackend::WorkPtr SageBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) {
-  if (delegated()) return delegate()->allreduce_sparse(tensors, opts);
+  if (delegated()) {
+    return counted(foreign(Kind::kAllReduce, tensors, 0, 0),
+                   [&](c10d::Backend& other) { return other.allreduce_sparse(tensors, opts); });
+  }
   return allreduce(tensors, opts);
 }
 
 SageBackend::WorkPtr SageBackend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) {
-  if (delegated()) return delegate()->allreduce_coalesced(tensors, opts);
+  if (delegated()) {
+    return counted(foreign_list(Kind::kAllReduce, tensors, bytes_of(tensors), bytes_of(tensors)),
+                   [&](c10d::Backend& other) { return other.allreduce_coalesced(tensors, opts); });
+  }
   constexpr const char* kOp = "all_reduce_coalesced";
   check::not_empty(kOp, tensors);
   check::writable(kOp, "tensor", tensors);
@@ -80,14 +135,20 @@ SageBackend::WorkPtr SageBackend::allreduce_coalesced(Tensors& tensors, const c1
   for (size_t i = 0; i < tensors.size(); ++i) {
     if (i == 0 || tensors[i].scalar_type() != tensors[i - 1].scalar_type()) {
       plans.emplace_back(kOp, Kind::kAllReduce, opts.timeout).combine(tensors[i], opts.reduceOp);
+      plans.back().call.counts = i == 0;
+      plans.back().call.tensors = 0;
     }
+    ++plans.back().call.tensors;
     plans.back().update(tensors[i]);
   }
   return submit_all(plans, {"sagellm:all_reduce", OpType::ALLREDUCE_COALESCED}, tensors, tensors, opts.asyncOp);
 }
 
 SageBackend::WorkPtr SageBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
-  if (delegated()) return delegate()->reduce(tensors, opts);
+  if (delegated()) {
+    return counted(foreign_rooted(Kind::kReduce, tensors, bytes_of(tensors), bytes_of(tensors), opts.rootRank),
+                   [&](c10d::Backend& other) { return other.reduce(tensors, opts); });
+  }
   constexpr const char* kOp = "reduce";
   const at::Tensor& tensor = check::only(kOp, "tensor", tensors);
   check::writable(kOp, "tensor", tensor);
@@ -104,7 +165,10 @@ SageBackend::WorkPtr SageBackend::reduce(Tensors& tensors, const c10d::ReduceOpt
 }
 
 SageBackend::WorkPtr SageBackend::allgather(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
-  if (delegated()) return delegate()->allgather(outputs, inputs, opts);
+  if (delegated()) {
+    return counted(foreign(Kind::kAllGather, inputs, bytes_of(inputs), bytes_of(outputs)),
+                   [&](c10d::Backend& other) { return other.allgather(outputs, inputs, opts); });
+  }
   constexpr const char* kOp = "all_gather";
   const at::Tensor& input = check::only(kOp, "input tensor", inputs);
   const Tensors& output = check::only(kOp, "output list", outputs);
@@ -123,7 +187,10 @@ SageBackend::WorkPtr SageBackend::allgather(Lists& outputs, Tensors& inputs, con
 
 SageBackend::WorkPtr SageBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                                   const c10d::AllgatherOptions& opts) {
-  if (delegated()) return delegate()->_allgather_base(output, input, opts);
+  if (delegated()) {
+    return counted(foreign(Kind::kAllGather, input, bytes_of(input), bytes_of(output)),
+                   [&](c10d::Backend& other) { return other._allgather_base(output, input, opts); });
+  }
   constexpr const char* kOp = "all_gather_into_tensor";
   check::dense_cpu(kOp, "input tensor", input);
   check::writable(kOp, "output tensor", output);
@@ -137,7 +204,10 @@ SageBackend::WorkPtr SageBackend::_allgather_base(at::Tensor& output, at::Tensor
 
 SageBackend::WorkPtr SageBackend::allgather_coalesced(Lists& outputs, Tensors& inputs,
                                                       const c10d::AllgatherOptions& opts) {
-  if (delegated()) return delegate()->allgather_coalesced(outputs, inputs, opts);
+  if (delegated()) {
+    return counted(foreign_list(Kind::kAllGather, inputs, bytes_of(inputs), bytes_of(outputs)),
+                   [&](c10d::Backend& other) { return other.allgather_coalesced(outputs, inputs, opts); });
+  }
   constexpr const char* kOp = "all_gather_coalesced";
   check::not_empty(kOp, inputs);
   check::dense_cpu(kOp, "input tensor", inputs);
@@ -159,12 +229,16 @@ SageBackend::WorkPtr SageBackend::allgather_coalesced(Lists& outputs, Tensors& i
     plan.read(input, stage);
   }
   for (const at::Tensor& result : results) plan.write(result);
+  plan.call.tensors = static_cast<uint32_t>(inputs.size());
   return submit(plan, {"sagellm:all_gather_coalesced", OpType::ALLGATHER_COALESCED}, inputs, results, opts.asyncOp);
 }
 
 SageBackend::WorkPtr SageBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                                   const c10d::AllgatherOptions& opts) {
-  if (delegated()) return delegate()->allgather_into_tensor_coalesced(outputs, inputs, opts);
+  if (delegated()) {
+    return counted(foreign_list(Kind::kAllGather, inputs, bytes_of(inputs), bytes_of(outputs)),
+                   [&](c10d::Backend& other) { return other.allgather_into_tensor_coalesced(outputs, inputs, opts); });
+  }
   constexpr const char* kOp = "all_gather_into_tensor_coalesced";
   check::not_empty(kOp, inputs);
   check::same_length(kOp, "the output list", outputs.size(), "the input list", inputs.size());
@@ -177,11 +251,15 @@ SageBackend::WorkPtr SageBackend::allgather_into_tensor_coalesced(Tensors& outpu
     plan.read(inputs[i], collides(inputs[i], outputs[i], getRank()));
   }
   plan.write_blocks(outputs, static_cast<size_t>(getSize()));
+  plan.call.tensors = static_cast<uint32_t>(inputs.size());
   return submit(plan, {"sagellm:all_gather_into_tensor_coalesced", kGatherCoalesced}, inputs, outputs, opts.asyncOp);
 }
 
 SageBackend::WorkPtr SageBackend::gather(Lists& outputs, Tensors& inputs, const c10d::GatherOptions& opts) {
-  if (delegated()) return delegate()->gather(outputs, inputs, opts);
+  if (delegated()) {
+    return counted(foreign_rooted(Kind::kGather, inputs, bytes_of(inputs), bytes_of(outputs), opts.rootRank),
+                   [&](c10d::Backend& other) { return other.gather(outputs, inputs, opts); });
+  }
   constexpr const char* kOp = "gather";
   const at::Tensor& input = check::only(kOp, "input tensor", inputs);
   check::dense_cpu(kOp, "input tensor", input);
@@ -207,7 +285,10 @@ SageBackend::WorkPtr SageBackend::gather(Lists& outputs, Tensors& inputs, const 
 }
 
 SageBackend::WorkPtr SageBackend::scatter(Tensors& outputs, Lists& inputs, const c10d::ScatterOptions& opts) {
-  if (delegated()) return delegate()->scatter(outputs, inputs, opts);
+  if (delegated()) {
+    return counted(foreign_rooted(Kind::kScatter, outputs, bytes_of(inputs), bytes_of(outputs), opts.rootRank),
+                   [&](c10d::Backend& other) { return other.scatter(outputs, inputs, opts); });
+  }
   constexpr const char* kOp = "scatter";
   const at::Tensor& output = check::only(kOp, "output tensor", outputs);
   check::writable(kOp, "output tensor", output);
@@ -234,7 +315,10 @@ SageBackend::WorkPtr SageBackend::scatter(Tensors& outputs, Lists& inputs, const
 
 SageBackend::WorkPtr SageBackend::reduce_scatter(Tensors& outputs, Lists& inputs,
                                                  const c10d::ReduceScatterOptions& opts) {
-  if (delegated()) return delegate()->reduce_scatter(outputs, inputs, opts);
+  if (delegated()) {
+    return counted(foreign(Kind::kReduceScatter, outputs, bytes_of(inputs), bytes_of(outputs)),
+                   [&](c10d::Backend& other) { return other.reduce_scatter(outputs, inputs, opts); });
+  }
   constexpr const char* kOp = "reduce_scatter";
   const at::Tensor& output = check::only(kOp, "output tensor", outputs);
   const Tensors& input = check::only(kOp, "input list", inputs);
@@ -254,7 +338,10 @@ SageBackend::WorkPtr SageBackend::reduce_scatter(Tensors& outputs, Lists& inputs
 
 SageBackend::WorkPtr SageBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                        const c10d::ReduceScatterOptions& opts) {
-  if (delegated()) return delegate()->_reduce_scatter_base(output, input, opts);
+  if (delegated()) {
+    return counted(foreign(Kind::kReduceScatter, output, bytes_of(input), bytes_of(output)),
+                   [&](c10d::Backend& other) { return other._reduce_scatter_base(output, input, opts); });
+  }
   constexpr const char* kOp = "reduce_scatter_tensor";
   check::writable(kOp, "output tensor", output);
   check::dense_cpu(kOp, "input tensor", input);
@@ -269,7 +356,10 @@ SageBackend::WorkPtr SageBackend::_reduce_scatter_base(at::Tensor& output, at::T
 
 SageBackend::WorkPtr SageBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                                   const c10d::ReduceScatterOptions& opts) {
-  if (delegated()) return delegate()->reduce_scatter_tensor_coalesced(outputs, inputs, opts);
+  if (delegated()) {
+    return counted(foreign_list(Kind::kReduceScatter, outputs, bytes_of(inputs), bytes_of(outputs)),
+                   [&](c10d::Backend& other) { return other.reduce_scatter_tensor_coalesced(outputs, inputs, opts); });
+  }
   constexpr const char* kOp = "reduce_scatter_tensor_coalesced";
   check::not_empty(kOp, inputs);
   check::same_length(kOp, "the output list", outputs.size(), "the input list", inputs.size());
@@ -283,6 +373,8 @@ SageBackend::WorkPtr SageBackend::reduce_scatter_tensor_coalesced(Tensors& outpu
     if (i == first) plans.emplace_back(kOp, Kind::kReduceScatter, opts.timeout).combine(inputs[i], opts.reduceOp);
     plans.back().write(outputs[i], collides(outputs[i], inputs[i], getRank()));
     if (i + 1 == inputs.size() || inputs[i + 1].scalar_type() != inputs[i].scalar_type()) {
+      plans.back().call.counts = first == 0;
+      plans.back().call.tensors = static_cast<uint32_t>(i + 1 - first);
       plans.back().read_blocks(TensorView(inputs).slice(first, i + 1 - first), static_cast<size_t>(getSize()));
       first = i + 1;
     }
@@ -294,7 +386,11 @@ SageBackend::WorkPtr SageBackend::reduce_scatter_tensor_coalesced(Tensors& outpu
 SageBackend::WorkPtr SageBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
                                                 std::vector<int64_t>& output_splits, std::vector<int64_t>& input_splits,
                                                 const c10d::AllToAllOptions& opts) {
-  if (delegated()) return delegate()->alltoall_base(output, input, output_splits, input_splits, opts);
+  if (delegated()) {
+    return counted(foreign(Kind::kAllToAll, input, bytes_of(input), bytes_of(output)), [&](c10d::Backend& other) {
+      return other.alltoall_base(output, input, output_splits, input_splits, opts);
+    });
+  }
   constexpr const char* kOp = "all_to_all_single";
   check::writable(kOp, "output tensor", output);
   check::dense_cpu(kOp, "input tensor", input);
@@ -312,7 +408,10 @@ SageBackend::WorkPtr SageBackend::alltoall_base(at::Tensor& output, at::Tensor& 
 }
 
 SageBackend::WorkPtr SageBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) {
-  if (delegated()) return delegate()->alltoall(outputs, inputs, opts);
+  if (delegated()) {
+    return counted(foreign(Kind::kAllToAll, inputs, bytes_of(inputs), bytes_of(outputs)),
+                   [&](c10d::Backend& other) { return other.alltoall(outputs, inputs, opts); });
+  }
   constexpr const char* kOp = "all_to_all";
   check::per_rank(kOp, "output list", outputs.size(), getSize());
   check::per_rank(kOp, "input list", inputs.size(), getSize());
@@ -338,7 +437,10 @@ SageBackend::WorkPtr SageBackend::alltoall(Tensors& outputs, Tensors& inputs, co
 }
 
 SageBackend::WorkPtr SageBackend::barrier(const c10d::BarrierOptions& opts) {
-  if (delegated()) return delegate()->barrier(opts);
+  if (delegated()) {
+    return counted(foreign(Kind::kBarrier, TensorView(), 0, 0),
+                   [&](c10d::Backend& other) { return other.barrier(opts); });
+  }
   Plan plan("barrier", Kind::kBarrier, opts.timeout);
   return submit(plan, {"sagellm:barrier", OpType::BARRIER}, TensorView(), TensorView(), opts.asyncOp);
 }
@@ -353,7 +455,10 @@ void SageBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_a
 }
 
 SageBackend::WorkPtr SageBackend::send(Tensors& tensors, int destination, int tag) {
-  if (messages_delegated()) return delegate()->send(tensors, destination, tag);
+  if (messages_delegated()) {
+    return counted(foreign_rooted(Kind::kSend, tensors, bytes_of(tensors), 0, destination, tag),
+                   [&](c10d::Backend& other) { return other.send(tensors, destination, tag); });
+  }
   constexpr const char* kOp = "send";
   const at::Tensor& tensor = check::only(kOp, "tensor", tensors);
   check::dense_cpu(kOp, "tensor", tensor);
@@ -379,13 +484,19 @@ SageBackend::WorkPtr SageBackend::receive(Tensors& tensors, uint32_t source, int
 }
 
 SageBackend::WorkPtr SageBackend::recv(Tensors& tensors, int source, int tag) {
-  if (messages_delegated()) return delegate()->recv(tensors, source, tag);
+  if (messages_delegated()) {
+    return counted(foreign_rooted(Kind::kRecv, tensors, 0, bytes_of(tensors), source, tag),
+                   [&](c10d::Backend& other) { return other.recv(tensors, source, tag); });
+  }
   check::peer("recv", source, getRank(), getSize());
   return receive(tensors, static_cast<uint32_t>(source), tag, {"sagellm:recv", OpType::RECV}, "recv");
 }
 
 SageBackend::WorkPtr SageBackend::recvAnysource(Tensors& tensors, int tag) {
-  if (messages_delegated()) return delegate()->recvAnysource(tensors, tag);
+  if (messages_delegated()) {
+    return counted(foreign_rooted(Kind::kRecv, tensors, 0, bytes_of(tensors), kAnyRank, tag),
+                   [&](c10d::Backend& other) { return other.recvAnysource(tensors, tag); });
+  }
   return receive(tensors, kAnyRank, tag, {"sagellm:recvAnySource", OpType::RECVANYSOURCE}, "recv");
 }
 
@@ -424,7 +535,11 @@ SageBackend::WorkPtr SageBackend::gather_single(at::Tensor& output, at::Tensor& 
 
 SageBackend::WorkPtr SageBackend::gather_into_tensor(at::Tensor& output, at::Tensor& input,
                                                      const c10d::GatherOptions& opts) {
-  if (delegated()) return delegate()->gather_into_tensor(output, input, opts);
+  if (delegated()) {
+    return counted(foreign_rooted(Kind::kGather, input, bytes_of(input),
+                                  getRank() == opts.rootRank ? bytes_of(output) : 0, opts.rootRank),
+                   [&](c10d::Backend& other) { return other.gather_into_tensor(output, input, opts); });
+  }
   constexpr const char* kOp = "gather_into_tensor";
   check::dense_cpu(kOp, "input tensor", input);
   check::root(kOp, opts.rootRank, 0, getSize());

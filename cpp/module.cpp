@@ -13,6 +13,7 @@
 #include "errors.hpp"
 #include "python_host.hpp"
 #include "simulate.hpp"
+#include "sites.hpp"
 
 namespace sagellm {
 
@@ -119,6 +120,8 @@ auto translated(Function function) {
   return torch::wrap_pybind_function(function);
 }
 
+using no_gil = py::call_guard<py::gil_scoped_release>;
+
 void bind_options(py::module_& module) {
   // The base classes must be known before ours are told of them.
   py::module_::import("torch._C._distributed_c10d");
@@ -146,6 +149,9 @@ void bind_backend(py::module_& module) {
            py::call_guard<py::gil_scoped_release>())
       .def("describe", &SageBackend::describe)
       .def("_explain", translated(&SageBackend::explain), py::arg("kind"), py::arg("bytes"), py::arg("dtype"))
+      .def("_stats", &SageBackend::stats, no_gil())
+      .def("_records", &SageBackend::records, no_gil())
+      .def("_reset_stats", &SageBackend::reset_stats, no_gil())
       .def_property_readonly(
           "options",
           [](SageBackend& self) { return c10::static_intrusive_pointer_cast<Options>(self.getBackendOptions()); })
@@ -174,5 +180,19 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     const py::gil_scoped_release no_gil;
     return std::string(doctor());
   });
+  module.def(
+      "_element",
+      [](int number) {
+        const auto type = static_cast<c10::ScalarType>(number);
+        return std::make_pair(std::string(c10::toString(type)), c10::elementSize(type));
+      },
+      py::arg("number"));
+  module.def(
+      "_site",
+      [](uint32_t number) {
+        Site site = site_of(number);
+        return std::make_tuple(std::move(site.file), site.line, std::move(site.function));
+      },
+      py::arg("number"));
   module.def("at_exit", &leave);
 }

@@ -10,6 +10,7 @@
 
 #include "checks.hpp"
 #include "errors.hpp"
+#include "sites.hpp"
 
 namespace sagellm {
 
@@ -71,6 +72,10 @@ bool overlap(const at::Tensor& left, const at::Tensor& right) {
 Plan::Plan(const char* op, Kind kind, std::chrono::milliseconds timeout) : op(op), call() {
   call.kind = static_cast<uint8_t>(kind);
   call.timeout_ms = timeout.count();
+  call.counts = true;
+  call.tensors = 1;
+  call.element = kNoType;
+  call.site = call_site();
 }
 
 void Plan::combine(const at::Tensor& tensor, const c10d::ReduceOp& reduce_op) {
@@ -102,16 +107,19 @@ char* Plan::writable(const at::Tensor& tensor, bool stage) {
 }
 
 void Plan::read(const at::Tensor& tensor, bool stage) {
+  call.element = static_cast<uint8_t>(tensor.scalar_type());
   if (tensor.numel() == 0) return;
   inputs_.push_back({reinterpret_cast<size_t>(readable(tensor, stage)), tensor.nbytes()});
 }
 
 void Plan::write(const at::Tensor& tensor, bool stage) {
+  call.element = static_cast<uint8_t>(tensor.scalar_type());
   if (tensor.numel() == 0) return;
   outputs_.push_back({reinterpret_cast<size_t>(writable(tensor, stage)), tensor.nbytes()});
 }
 
 void Plan::update(const at::Tensor& tensor) {
+  call.element = static_cast<uint8_t>(tensor.scalar_type());
   if (tensor.numel() == 0) return;
   // Writable first: it may give a copy-on-write tensor memory of its own, which is then what is read.
   char* memory = writable(tensor, false);
@@ -122,6 +130,7 @@ void Plan::update(const at::Tensor& tensor) {
 }
 
 void Plan::read_blocks(c10::ArrayRef<at::Tensor> tensors, size_t ranks) {
+  call.element = static_cast<uint8_t>(tensors[0].scalar_type());
   std::vector<size_t> bases;
   for (const at::Tensor& tensor : tensors) {
     bases.push_back(tensor.numel() == 0 ? 0 : reinterpret_cast<size_t>(readable(tensor, false)));

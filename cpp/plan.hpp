@@ -35,6 +35,8 @@ enum class Kind : uint8_t {
 
 // `types::ANY_RANK`.
 constexpr uint32_t kAnyRank = UINT32_MAX;
+// `types::CallNote::NO_TYPE`.
+constexpr uint8_t kNoType = UINT8_MAX;
 
 // A temporary and the strided, conjugate or negated tensor it stands for.
 struct Staged {

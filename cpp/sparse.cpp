@@ -118,6 +118,8 @@ struct SparseJob {
     Plan plan(kOp, kind, timeout);
     plan.call.root = static_cast<uint32_t>(peer);
     plan.call.tag = tag;
+    plan.call.counts = false;
+    plan.call.tensors = 0;
     if (kind == Kind::kSend) {
       plan.read(memory);
     } else {
@@ -174,6 +176,17 @@ SageBackend::WorkPtr SageBackend::allreduce_coo(at::Tensor& tensor, const c10d::
   Plan plan(kOp, Kind::kAllGather, opts.timeout);
   plan.read(header);
   plan.write(job->headers);
+  // The call is counted once, as what the caller asked for; its parts are not.
+  plan.call.counts = false;
+  plan.call.tensors = 0;
+  Foreign call{};
+  call.kind = static_cast<uint8_t>(Kind::kAllReduce);
+  call.composed = true;
+  call.read = call.written = job->own.indices.nbytes() + job->own.values.nbytes();
+  call.tensors = 1;
+  call.element = static_cast<uint8_t>(tensor.scalar_type());
+  call.site = plan.call.site;
+  const auto note = std::make_shared<rust::Box<RustForeign>>(group_->foreign(call));
   auto trace = Trace::start("sagellm:sparse_all_reduce", tensor);
   job->exchange =
       c10::make_intrusive<OpWork>(getRank(), OpType::_ALLREDUCE_SPARSE, Tensors(), std::make_shared<Events>(), nullptr);
@@ -187,13 +200,14 @@ SageBackend::WorkPtr SageBackend::allreduce_coo(at::Tensor& tensor, const c10d::
   const auto timeout = opts.timeout.count() < 0 ? options_->timeout : opts.timeout;
   auto work = c10::make_intrusive<TaskWork>(getRank(), OpType::_ALLREDUCE_SPARSE, Tensors{tensor}, events_,
                                             std::move(trace), job->exchange->getSequencenumber(), timeout);
-  CallbackPool::instance().post([job, work] {
+  CallbackPool::instance().post([job, work, note] {
     std::exception_ptr failure;
     try {
       job->run();
     } catch (const std::exception&) {
       failure = std::current_exception();
     }
+    (*note)->ended(!failure, true);
     work->end(failure);
   });
   if (opts.asyncOp) return work;

@@ -17,7 +17,7 @@ use crate::config::{Config, Settings};
 use crate::engine::link;
 use crate::error::{Error, Result};
 use crate::group::{self, Group, Op};
-use crate::types::{Dtype, Kind, ReduceOp, Request, Span};
+use crate::types::{CallNote, Dtype, Kind, ReduceOp, Request, Span};
 use simulate::{algorithms, predict, program};
 
 #[allow(clippy::too_many_arguments)] // one parameter a list of the request: cxx cannot pass them inside a struct
@@ -45,6 +45,24 @@ pub mod ffi {
         sync: bool,
         /// `Completion::prepare` must run before the inputs are read, `Completion::store_back` before the end is told.
         staged: bool,
+        /// `types::CallNote`.
+        counts: bool,
+        tensors: u32,
+        element: u8,
+        site: u32,
+    }
+
+    /// An operation that the core only counts: a delegate's, or one that the shim makes of several.
+    struct Foreign {
+        kind: u8,
+        composed: bool,
+        root: u32,
+        tag: u32,
+        read: u64,
+        written: u64,
+        tensors: u32,
+        element: u8,
+        site: u32,
     }
 
     /// `select::cost::Model`: seconds, and seconds per byte.
@@ -96,6 +114,7 @@ pub mod ffi {
     extern "Rust" {
         type RustGroup;
         type RustOp;
+        type RustForeign;
 
         /// Meets the other ranks through the store and builds the engine. Blocks until all came, or the timeout.
         fn connect(setup: &Setup, store: SharedPtr<Store>) -> Result<Box<RustGroup>>;
@@ -145,6 +164,17 @@ pub mod ffi {
         fn describe(self: &RustGroup) -> String;
         /// How an operation would travel, as `select::explain::Explanation::lines`. `kind` and `dtype` by their numbers.
         fn explain(self: &RustGroup, kind: u8, bytes: u64, dtype: u8) -> Result<String>;
+        /// Counts and times as JSON (`stats/export.rs`).
+        fn stats(self: &RustGroup) -> String;
+        /// The last operations as JSON, oldest first.
+        fn records(self: &RustGroup) -> String;
+        fn reset_stats(self: &RustGroup);
+        /// Which ranks of the default group its ranks are, for records.
+        fn set_members(self: &RustGroup, members: &[u32]);
+        /// Counts an operation from now until `ended`; dropped before, it counts as failed.
+        fn foreign(self: &RustGroup, call: &Foreign) -> Result<Box<RustForeign>>;
+        /// `timed`: this is the moment it ended. Any thread; a second call does nothing.
+        fn ended(self: &RustForeign, well: bool, timed: bool);
 
         /// True when the operation has ended, well or not.
         fn is_done(self: &RustOp) -> bool;
@@ -256,6 +286,7 @@ unsafe impl Send for ffi::InFlight {}
 
 pub struct RustGroup(Arc<Group>);
 pub struct RustOp(Arc<Op>);
+pub struct RustForeign(group::Foreign);
 
 /// Text of an error as it crosses the bridge.
 fn coded(error: &Error) -> String {
@@ -448,6 +479,7 @@ fn request(
         in_blocks: in_blocks.to_vec(),
         out_blocks: out_blocks.to_vec(),
         also_touched: spans(also_touched),
+        note: CallNote { counts: call.counts, tensors: call.tensors, element: call.element, site: call.site },
     })
 }
 
@@ -540,6 +572,27 @@ impl RustGroup {
             Ok(self.0.explain(kind, bytes, dtype).lines())
         })
     }
+    fn stats(&self) -> String {
+        self.0.stats()
+    }
+    fn records(&self) -> String {
+        self.0.records()
+    }
+    fn reset_stats(&self) {
+        self.0.reset_stats();
+    }
+    fn set_members(&self, members: &[u32]) {
+        self.0.set_members(members.to_vec());
+    }
+    fn foreign(&self, call: &ffi::Foreign) -> std::result::Result<Box<RustForeign>, String> {
+        guarded(|| {
+            let unknown = || Error::Bug(format!("sagellm: unknown kind {} came over the bridge", call.kind));
+            let kind = Kind::from_u8(call.kind).ok_or_else(unknown)?;
+            let note = CallNote { counts: true, tensors: call.tensors, element: call.element, site: call.site };
+            let (peer, bytes) = ((call.root, call.tag), (call.read, call.written));
+            Ok(Box::new(RustForeign(self.0.foreign(kind, call.composed, peer, bytes, note))))
+        })
+    }
 }
 
 impl RustOp {
@@ -572,6 +625,15 @@ impl RustOp {
     }
     fn cancel(&self) {
         self.0.cancel();
+    }
+}
+
+impl RustForeign {
+    fn ended(&self, well: bool, timed: bool) {
+        let _ = guarded(|| {
+            self.0.end(well, timed);
+            Ok(())
+        });
     }
 }
 

@@ -18,9 +18,19 @@ static LAST: AtomicU64 = AtomicU64::new(0);
 /// Sum of the gaps.
 static LOST: AtomicU64 = AtomicU64::new(0);
 
+/// Nanoseconds since the first reading in this process, stops and all: when something happened, for records.
+#[inline]
+pub fn stamp() -> u64 {
+    START.elapsed().as_nanos() as u64
+}
+
 /// Nanoseconds that this process has been running and looking at its clock.
 pub fn now() -> u64 {
-    let time = START.elapsed().as_nanos() as u64;
+    at(stamp())
+}
+
+/// As `now`, for a stamp that the caller has just taken.
+pub fn at(time: u64) -> u64 {
     let last = LAST.swap(time, Ordering::Relaxed);
     let gap = time.saturating_sub(last);
     if gap > GAP {

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use once_cell::sync::Lazy;
+
 #[derive(Clone, Debug)]
 pub struct Config {
     pub rank: usize,
@@ -35,4 +37,20 @@ impl Default for Settings {
     fn default() -> Settings {
         Settings { fusion: true, strict: false, own_link: true }
     }
+}
+
+/// Where a group that fails writes its last operations: the variable `SAGELLM_DUMP_DIR`; nowhere if it is unset.
+pub fn dump_folder() -> Option<&'static str> {
+    static FOLDER: Lazy<Option<String>> =
+        Lazy::new(|| std::env::var("SAGELLM_DUMP_DIR").ok().filter(|folder| !folder.is_empty()));
+    FOLDER.as_deref()
+}
+
+/// Operations that each group keeps a record of, at least: the variable `SAGELLM_RING`, 1024 if it is unset or no number.
+pub fn ring() -> usize {
+    const MOST: usize = 1 << 20;
+    static RING: Lazy<usize> = Lazy::new(|| {
+        std::env::var("SAGELLM_RING").ok().and_then(|text| text.trim().parse().ok()).unwrap_or(1024).min(MOST)
+    });
+    *RING
 }

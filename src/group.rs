@@ -5,13 +5,14 @@
 //! own. The first fault poisons the group, here and on the peers: everything pending and later fails with it.
 //!
 //! `check` refuses what does not fit together, `faults` finds who is missing and says so, `monitored` is the barrier that
-//! names who is missing.
+//! names who is missing, `report` is what the statistics tell.
 
 mod check;
 mod explain;
 mod faults;
 mod hosts;
 mod monitored;
+mod report;
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
@@ -31,9 +32,11 @@ pub use crate::host::{Completion, Host, Store};
 pub use crate::op::Op as CoreOp;
 use crate::op::{self};
 use crate::select::{self, Policy};
+use crate::stats::Stats;
 use crate::types::{ANY_RANK, Kind, Request};
-use crate::{clock, watch};
+use crate::{clock, config, watch};
 pub use explain::{explain_without_group, table_without_group};
+pub use report::Foreign;
 
 /// Memory of one group's segment, at most.
 const SEGMENT_CEILING: usize = 64 << 20;
@@ -55,6 +58,7 @@ struct Inner {
     /// Messages to and receives from each rank.
     sent: Vec<u64>,
     received: Vec<u64>,
+    stats: Stats,
 }
 
 struct Peer {
@@ -90,6 +94,8 @@ pub struct Group {
     last_number: AtomicU64,
     timeout_ms: AtomicU64,
     fault: OnceLock<Error>,
+    /// Ranks of the default group, by rank of this one; told after it was made, for records.
+    members: OnceLock<Vec<u32>>,
     closed: AtomicBool,
     /// Monitored barriers entered.
     monitored: AtomicU64,
@@ -258,11 +264,18 @@ impl Group {
             host,
             peers,
             any_dead: AtomicBool::new(false),
-            inner: Mutex::new(Inner { engine, number: 0, sent: vec![0; ranks], received: vec![0; ranks] }),
+            inner: Mutex::new(Inner {
+                engine,
+                number: 0,
+                sent: vec![0; ranks],
+                received: vec![0; ranks],
+                stats: Stats::new(ranks, config::ring()),
+            }),
             pending: AtomicUsize::new(0),
             last_number: AtomicU64::new(0),
             timeout_ms: AtomicU64::new(config.timeout.as_millis() as u64),
             fault: OnceLock::new(),
+            members: OnceLock::new(),
             closed: AtomicBool::new(false),
             monitored: AtomicU64::new(0),
             watch: Mutex::new(None),
@@ -325,6 +338,9 @@ impl Group {
     /// Starts an operation and finishes it on this thread.
     pub fn run(&self, request: Request, completion: Option<Box<dyn Completion>>) -> Result<()> {
         let core = self.start(request, completion)?;
+        if core.is_done() {
+            return core.outcome(); // as it is for the rank that comes last; waiting would read the clock
+        }
         match driver::wait_until(self, &*self.host, None, || core.is_done()) {
             Outcome::Done => core.outcome(),
             _ => {
@@ -346,15 +362,17 @@ impl Group {
             Duration::from_millis(request.timeout_ms.unwrap_or_else(|| self.timeout_ms.load(Ordering::Relaxed)));
         let signature = op::signature(&request, self.config.size);
         let mut ended = Ended::new();
-        let mut inner = self.lock();
+        let mut guard = self.lock();
         self.standing()?; // a fault may have come while we waited for the lock
-        let number = inner.number_for(&request);
+        let inner = &mut *guard;
+        let number = inner.number_for(request.kind, request.root);
         let op = Arc::new(CoreOp::new(request, number, signature, timeout, completion));
         if !op.request.kind.is_p2p() {
             self.last_number.store(number, Ordering::Relaxed);
         }
         self.pending.fetch_add(1, Ordering::Relaxed);
         driver::PENDING.fetch_add(1, Ordering::Relaxed);
+        inner.stats.issued(&op);
         let fault = match &mut inner.engine {
             Engine::Solo => {
                 ended.push((Arc::clone(&op), solo::run(&op, kernel.as_ref())));
@@ -370,23 +388,31 @@ impl Group {
             ),
             Engine::Delegate(_) => Some(Error::Bug("sagellm: an operation reached a delegated group".to_string())),
         };
-        drop(inner);
-        self.settle(ended);
+        if !ended.iter().any(|(done, _)| Arc::ptr_eq(done, &op)) {
+            op.journey.blocks();
+        }
+        let at = inner.close(&ended);
+        drop(guard);
+        self.settle(ended, at);
         if let Some(fault) = fault {
             self.poison(fault);
         }
         Ok(op)
     }
 
-    /// Tells the owners of operations that ended. Never under the lock.
-    fn settle(&self, ended: Ended) {
-        if ended.is_empty() {
-            return;
-        }
+    /// Enters operations that ended without the lock, and tells their owners.
+    fn finish(&self, ended: Ended) {
+        let at = self.lock().close(&ended);
+        self.settle(ended, at);
+    }
+
+    /// Tells the owners of operations that ended `at` that moment (`Inner::close`). Never under the lock.
+    fn settle(&self, ended: Ended, at: Option<u64>) {
+        let Some(at) = at else { return };
         for (op, outcome) in ended {
             self.pending.fetch_sub(1, Ordering::Relaxed);
             driver::PENDING.fetch_sub(1, Ordering::Relaxed);
-            op.end(outcome);
+            op.end(outcome, at);
         }
         // Other threads of this rank may sleep, waiting for one of them.
         if let Some(area) = &self.area {
@@ -485,16 +511,20 @@ impl Group {
     }
 
     fn fail_all(&self, error: &Error) {
-        let ended: Ended = match &mut self.lock().engine {
+        let mut inner = self.lock();
+        let ended: Ended = match &mut inner.engine {
             Engine::Shm(shm) => shm.drain().into_iter().map(|op| (op, Err(error.clone()))).collect(),
             _ => Ended::new(),
         };
-        self.settle(ended);
+        let at = inner.close(&ended);
+        drop(inner);
+        self.settle(ended, at);
     }
 
     /// The first fault wins; it is told to the peers and to everything pending.
     fn poison(&self, error: Error) {
-        if self.fault.set(error.clone()).is_ok() {
+        let first = self.fault.set(error.clone()).is_ok();
+        if first {
             log::debug!("group '{}' rank {} failed: {error}", self.config.name, self.config.rank);
             if let Some(area) = &self.area {
                 area.poison(error.code(), error.text());
@@ -505,16 +535,29 @@ impl Group {
         let fault = self.fault.get().unwrap_or(&error);
         self.fail_lanes(fault);
         self.fail_all(fault);
+        if first {
+            self.dump_records();
+        }
     }
 }
 
 impl Inner {
+    /// Enters operations that ended into the statistics, before their owners hear of it; gives the time that it was.
+    fn close(&mut self, ended: &Ended) -> Option<u64> {
+        if ended.is_empty() {
+            return None;
+        }
+        let at = clock::stamp();
+        self.stats.ended(ended, at);
+        Some(at)
+    }
+
     /// Collectives count in the group, messages per ordered pair; a receive from anyone has no number.
-    fn number_for(&mut self, request: &Request) -> u64 {
-        let counter = match request.kind {
-            Kind::Recv if request.root == ANY_RANK => return 0,
-            Kind::Send => &mut self.sent[request.root as usize],
-            Kind::Recv => &mut self.received[request.root as usize],
+    fn number_for(&mut self, kind: Kind, root: u32) -> u64 {
+        let counter = match kind {
+            Kind::Recv if root == ANY_RANK => return 0,
+            Kind::Send => &mut self.sent[root as usize],
+            Kind::Recv => &mut self.received[root as usize],
             _ => &mut self.number,
         };
         *counter += 1;
@@ -549,8 +592,12 @@ impl Driven for Group {
             fault = self.reported(Some(shm));
             moved = true;
         }
+        if !moved {
+            inner.stats.catch_up();
+        }
+        let at = inner.close(&ended);
         drop(inner);
-        self.settle(ended);
+        self.settle(ended, at);
         if let Some(fault) = fault {
             self.poison(fault);
         }
@@ -575,8 +622,9 @@ impl Driven for Group {
             let op = Arc::clone(op);
             fault = Some(self.stall(shm, &op));
         }
+        let at = inner.close(&ended);
         drop(inner);
-        self.settle(ended);
+        self.settle(ended, at);
         if let Some(fault) = fault {
             self.poison(fault);
         }

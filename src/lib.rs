@@ -13,9 +13,9 @@
 //!    but for the file of a table (`select/file.rs`).
 //! 6. [`reduce`] adds the numbers in the group's fixed rank order.
 //!
-//! Beside them [`watch`] learns of dead peers, and [`schedule`] says who talks to whom at which step, as data, wherever
-//! messages are exchanged one by one. The floor: [`types`], [`op`], [`error`], [`clock`], [`config`], [`host`],
-//! [`topology`]. A file uses only what stands below it in this list, and the floor; `tests/layering.rs` holds that.
+//! Beside them [`watch`] learns of dead peers, [`stats`] counts and remembers, and [`schedule`] says who talks to whom at
+//! which step, as data, wherever messages are exchanged one by one. The floor: [`types`], [`op`], [`error`], [`clock`],
+//! [`config`], [`host`], [`topology`]. A file uses only what stands below it in this list, and the floor; `tests/layering.rs` holds that.
 //! The words are defined in `docs/words.md`, the rules by number in `docs/design.md`.
 
 #[cfg(feature = "torch")]
@@ -27,6 +27,7 @@ pub mod group;
 pub mod reduce;
 pub mod schedule;
 pub mod select;
+pub mod stats;
 pub mod watch;
 
 pub mod clock;

@@ -3,18 +3,62 @@
 //! The engine advances it, the group ends it, the caller waits for it. Only the end is written by one thread and read by
 //! others without a lock: see `state`.
 
-use std::sync::atomic::{AtomicI32, AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crate::clock;
 use crate::error::{Error, Result};
 use crate::host::Completion;
-use crate::types::{Dtype, Kind, ReduceOp, Request};
+use crate::types::{Dtype, Kind, ReduceOp, Request, Span};
 
 const PENDING: u8 = 0;
 const DONE: u8 = 1;
 const FAILED: u8 = 2;
+
+/// No rank, where a rank is noted.
+pub const NOBODY: u32 = u32::MAX;
+
+/// Where an operation's time went, for the statistics.
+///
+/// Written and read by whoever holds the group's lock, which orders all of it: every access is relaxed. All zeros at
+/// first, in whole words: an operation is moved into place once, and bytes written one by one would stall that.
+#[derive(Debug, Default)]
+pub struct Journey {
+    /// Where the statistics keep its record.
+    pub record: AtomicU64,
+    /// 1 if the operation did not end in the pass that issued it.
+    blocked: AtomicU32,
+    /// One more than the rank it waited for last, or longest where that is known; 0 if it waited for none.
+    late: AtomicU32,
+    /// Nanoseconds.
+    pub copying: AtomicU64,
+    pub reducing: AtomicU64,
+}
+
+impl Journey {
+    /// It did not end in the pass that issued it.
+    pub fn blocks(&self) {
+        self.blocked.store(1, Ordering::Relaxed);
+    }
+    pub fn blocked(&self) -> bool {
+        self.blocked.load(Ordering::Relaxed) != 0
+    }
+
+    pub fn waits_for(&self, rank: usize) {
+        self.late.store(rank as u32 + 1, Ordering::Relaxed);
+    }
+
+    /// The rank it waited for, or `NOBODY`.
+    pub fn late(&self) -> u32 {
+        self.late.load(Ordering::Relaxed).wrapping_sub(1)
+    }
+
+    /// Adds nanoseconds to one of the sums. No two threads are in here at once: see above.
+    pub fn spend(sum: &AtomicU64, time: u64) {
+        sum.store(sum.load(Ordering::Relaxed) + time, Ordering::Relaxed);
+    }
+}
 
 pub struct Op {
     pub request: Request,
@@ -22,7 +66,11 @@ pub struct Op {
     pub number: u64,
     /// What must agree between ranks, see [`signature`].
     pub signature: u64,
-    pub issued: Instant,
+    /// `clock::stamp`.
+    pub issued: u64,
+    /// Bytes that this rank's call reads and writes.
+    pub read: u64,
+    pub written: u64,
     pub timeout: Duration,
     /// When it fails, on `clock::now`.
     pub deadline: u64,
@@ -35,10 +83,12 @@ pub struct Op {
     /// `select::Choice::code` of the way it goes; 0 before it is issued. Written once by the engine at issue, read by
     /// whoever explains it later; relaxed, because it says nothing about other memory.
     choice: AtomicU64,
+    pub journey: Journey,
     completion: Mutex<Option<Box<dyn Completion>>>,
 }
 
 impl Op {
+    #[inline(always)] // built where it is moved from
     pub fn new(
         request: Request,
         number: u64,
@@ -46,20 +96,30 @@ impl Op {
         timeout: Duration,
         completion: Option<Box<dyn Completion>>,
     ) -> Op {
+        let issued = clock::stamp();
+        let sum = |spans: &[Span]| spans.iter().map(|span| span.bytes as u64).sum::<u64>();
         Op {
+            read: sum(&request.inputs),
+            written: sum(&request.outputs),
             request,
             number,
             signature,
-            issued: Instant::now(),
+            issued,
             timeout,
-            deadline: clock::now().saturating_add(u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX)),
+            deadline: clock::at(issued).saturating_add(u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX)),
             state: AtomicU8::new(PENDING),
             error: OnceLock::new(),
             source: AtomicI32::new(-1),
             nanoseconds: AtomicU64::new(0),
             choice: AtomicU64::new(0),
+            journey: Journey::default(),
             completion: Mutex::new(completion),
         }
+    }
+
+    /// The caller's payload: what this rank's call reads or what it writes, whichever is more.
+    pub fn payload(&self) -> u64 {
+        self.read.max(self.written)
     }
 
     pub fn is_done(&self) -> bool {
@@ -114,10 +174,11 @@ impl Op {
         }
     }
 
-    /// Ends the operation, once, and tells its owner. Call without locks: the owner queues work of its own.
-    pub fn end(&self, outcome: Result<()>) {
+    /// Ends the operation, which was through `at` (`clock::stamp`), once, and tells its owner. Call without locks: the owner queues work of
+    /// its own.
+    pub fn end(&self, outcome: Result<()>, at: u64) {
         let completion = self.completion.lock().unwrap().take();
-        self.nanoseconds.store(self.issued.elapsed().as_nanos().max(1) as u64, Ordering::Relaxed);
+        self.nanoseconds.store(at.saturating_sub(self.issued).max(1), Ordering::Relaxed);
         let state = match outcome {
             Ok(()) => DONE,
             Err(error) => {

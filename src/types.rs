@@ -260,6 +260,30 @@ pub struct Request {
     /// Caller memory that is read or written beyond `inputs` and `outputs`: the strided tensors behind staged copies.
     /// Only used to keep operations on the same memory in order.
     pub also_touched: Vec<Span>,
+    pub note: CallNote,
+}
+
+/// What the statistics are told of a call beyond what moves it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CallNote {
+    /// False for all but the first operation of a call that became several.
+    pub counts: bool,
+    /// Tensors of the call's list in this operation; 1 where it takes no list, 0 in an operation that no caller asked for.
+    pub tensors: u32,
+    /// Element type of the caller's tensors, torch's number; `CallNote::NO_TYPE` if unknown.
+    pub element: u8,
+    /// Where in the caller's program, as the shim numbers it; 0 if not looked up.
+    pub site: u32,
+}
+
+impl CallNote {
+    pub const NO_TYPE: u8 = u8::MAX;
+}
+
+impl Default for CallNote {
+    fn default() -> CallNote {
+        CallNote { counts: true, tensors: 1, element: CallNote::NO_TYPE, site: 0 }
+    }
 }
 
 impl Request {

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 /// From top to bottom; a module may use modules with a larger number. Modules of one number are one layer.
-const LAYERS: [(&str, u32); 17] = [
+const LAYERS: [(&str, u32); 18] = [
     ("bridge", 1),
     ("group", 2),
     ("driver", 3),
@@ -13,6 +13,7 @@ const LAYERS: [(&str, u32); 17] = [
     ("schedule", 6),
     ("reduce", 6),
     ("watch", 7),
+    ("stats", 7),
     ("op", 8),
     ("host", 9),
     ("config", 9),

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use common::{Random, cut, on_ranks};
 use sagellm::error::Error;
 use sagellm::group::{Group, Op};
-use sagellm::types::{ANY_RANK, Dtype, Kind, ReduceOp, Request};
+use sagellm::types::{ANY_RANK, CallNote, Dtype, Kind, ReduceOp, Request};
 
 fn groups(ranks: usize, seconds: u64) -> Vec<Arc<Group>> {
     Group::local(ranks, Duration::from_secs(seconds)).unwrap()
@@ -35,6 +35,7 @@ fn request(kind: Kind, peer: u32, tag: u32, memory: &mut [u8]) -> Request {
         in_blocks: Vec::new(),
         out_blocks: Vec::new(),
         also_touched: Vec::new(),
+        note: CallNote::default(),
     }
 }
 

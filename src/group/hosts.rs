@@ -5,6 +5,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use super::{Engine, Group, NoHost, local_config};
+use crate::clock;
 use crate::config::{Config, Settings};
 use crate::engine::hierarchical::place::Place;
 use crate::engine::hierarchical::{Hierarchical, Inside, Report};
@@ -72,8 +73,8 @@ struct Reporter(Weak<Group>);
 impl Report for Reporter {
     fn ended(&self, ended: Vec<(Arc<Op>, Result<()>)>) {
         match self.0.upgrade() {
-            Some(group) => group.settle(ended),
-            None => ended.into_iter().for_each(|(op, outcome)| op.end(outcome)),
+            Some(group) => group.finish(ended),
+            None => ended.into_iter().for_each(|(op, outcome)| op.end(outcome, clock::stamp())),
         }
     }
     fn failed(&self, error: Error) {
@@ -238,13 +239,13 @@ impl Group {
 
     pub(super) fn fail_lanes(&self, error: &Error) {
         if let Some(lanes) = self.lanes.get() {
-            self.settle(lanes.fail(error).into_iter().map(|op| (op, Err(error.clone()))).collect());
+            self.finish(lanes.fail(error).into_iter().map(|op| (op, Err(error.clone()))).collect());
         }
     }
 
     pub(super) fn close_lanes(&self, error: &Error) {
         if let Some(lanes) = self.lanes.get() {
-            self.settle(lanes.close().into_iter().map(|op| (op, Err(error.clone()))).collect());
+            self.finish(lanes.close().into_iter().map(|op| (op, Err(error.clone()))).collect());
         }
         let insides: Vec<Arc<Group>> = match &self.lock().engine {
             Engine::Hosts(setup) => setup.insides.iter().flatten().cloned().collect(),

@@ -109,6 +109,8 @@ const ROUNDS: u8 = 2;
 pub const LOCAL: u8 = 3;
 pub const MESSAGE: u8 = 4;
 pub const DELEGATE: u8 = 5;
+/// One that the shim makes of several.
+pub const COMPOSED: u8 = 31;
 /// Between hosts: this plus the algorithm's own code.
 const BEFORE_ALGORITHMS: u8 = 5;
 
@@ -131,6 +133,9 @@ impl Path {
 pub fn path_name(code: u8) -> &'static str {
     const NAMES: [&str; 6] = ["none", "slots", "rounds", "local", "message", "delegate"];
     let between = || Algorithm::from_code(code.wrapping_sub(BEFORE_ALGORITHMS)).map(Algorithm::name);
+    if code == COMPOSED {
+        return "composed";
+    }
     NAMES.get(usize::from(code)).copied().or_else(between).unwrap_or("unknown")
 }
 

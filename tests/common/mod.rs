@@ -1,7 +1,7 @@
 //! What the tests share: requests over plain vectors, random numbers, and a reference that knows nothing of the engine.
 #![allow(dead_code)] // each test file uses a part of it
 
-use sagellm::types::{Dtype, Kind, ReduceOp, Request, Span};
+use sagellm::types::{CallNote, Dtype, Kind, ReduceOp, Request, Span};
 
 /// xorshift64*: the tests need repeatable numbers, not good ones.
 #[derive(Clone)]
@@ -139,6 +139,7 @@ impl Spec {
             in_blocks: buffers.in_blocks.clone(),
             out_blocks: buffers.out_blocks.clone(),
             also_touched: Vec::new(),
+            note: CallNote::default(),
         }
     }
 

@@ -16,6 +16,16 @@ if TYPE_CHECKING:
     from sagellm._explain import explain as explain
     from sagellm._explain import select_all_reduce_algorithm as select_all_reduce_algorithm
     from sagellm._fused import fused_all_reduce as fused_all_reduce
+    from sagellm._export import log_to_tensorboard as log_to_tensorboard
+    from sagellm._export import prometheus_text as prometheus_text
+    from sagellm._export import serve_prometheus as serve_prometheus
+    from sagellm._export import write_prometheus as write_prometheus
+    from sagellm._export import write_trace as write_trace
+    from sagellm._flight import convert_dumps as convert_dumps
+    from sagellm._flight import dump_flight_record as dump_flight_record
+    from sagellm._stats import gather_stats as gather_stats
+    from sagellm._stats import get_stats as get_stats
+    from sagellm._stats import reset_stats as reset_stats
 
 #: Where the functions of the package live; their modules are loaded when the first of them is used.
 _HOMES = {
@@ -24,6 +34,16 @@ _HOMES = {
     "explain": "_explain",
     "fused_all_reduce": "_fused",
     "select_all_reduce_algorithm": "_explain",
+    "get_stats": "_stats",
+    "reset_stats": "_stats",
+    "gather_stats": "_stats",
+    "prometheus_text": "_export",
+    "write_prometheus": "_export",
+    "serve_prometheus": "_export",
+    "write_trace": "_export",
+    "log_to_tensorboard": "_export",
+    "dump_flight_record": "_flight",
+    "convert_dumps": "_flight",
 }
 __all__ = ["Options", "__version__", *_HOMES]
 

@@ -52,6 +52,7 @@ pub fn probe(
             in_blocks: Vec::new(),
             out_blocks: Vec::new(),
             also_touched: Vec::new(),
+            note: crate::types::CallNote::default(),
         })?;
     }
     Ok(facts(&agreed))

@@ -80,6 +80,7 @@ impl Travel<'_> {
             in_blocks: call.in_blocks,
             out_blocks: call.out_blocks,
             also_touched: Vec::new(),
+            note: crate::types::CallNote::default(),
         });
         outcome.map_err(|error| match error {
             // In the words of the whole group, which does not know this one.

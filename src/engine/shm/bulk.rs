@@ -25,6 +25,7 @@ use crate::error::Result;
 use crate::op::Op;
 use crate::reduce::Kernel;
 use crate::select;
+use crate::stats::pace::Pace;
 use crate::types::Kind;
 
 /// First rounds that the next large operation may use, per region; the same on all ranks.
@@ -45,6 +46,7 @@ pub struct Rounds {
     take: u64,
     collect: u64,
     factors: Vec<f64>,
+    pace: Pace,
 }
 
 struct Plan {
@@ -63,8 +65,9 @@ pub enum Step {
 }
 
 impl Rounds {
-    pub fn new(chunk: usize) -> Rounds {
-        Rounds { chunk, seen: 0, plan: None, fill: 0, take: 0, collect: 0, factors: Vec::new() }
+    pub fn new(op: &Op, chunk: usize) -> Rounds {
+        let pace = Pace::new(op);
+        Rounds { chunk, seen: 0, plan: None, fill: 0, take: 0, collect: 0, factors: Vec::new(), pace }
     }
 
     /// False once `peer` has done all its part in this operation: used when `peer` is dead or late.
@@ -101,6 +104,9 @@ impl Bulk<'_> {
             let before = state.seen;
             state.seen = small::look(self.area, op, before, |q| self.verifies(q))?;
             moved = state.seen > before;
+            if state.seen < ranks {
+                state.pace.misses(state.seen);
+            }
         }
         if state.plan.is_none() && !self.make_plan(state, *bases)? {
             return Ok(if moved { Step::Moved } else { Step::Blocked });
@@ -235,9 +241,11 @@ impl Bulk<'_> {
         if k >= rounds || !protocol::may_fill(area, Region::Stage, area.me, area.ranks, base.stage + k) {
             return false;
         }
+        let began = state.pace.begin(self.op);
         // SAFETY: may_fill says that nobody reads this buffer; Area::stage checks every bound; the inputs are the
         // caller's, alive until the operation ends.
         unsafe { self.fill(state, k, base.stage + k) };
+        state.pace.end(&self.op.journey.copying, began);
         protocol::filled(area, Region::Stage, area.me, base.stage + k);
         state.fill += 1;
         true
@@ -318,7 +326,8 @@ impl Bulk<'_> {
         let g = base.stage + k;
         let root = self.op.request.root as usize;
         let from = |q: usize| q != area.me && (!matches!(kind, Kind::Broadcast | Kind::Scatter) || q == root);
-        if !(0..area.ranks).all(|q| !from(q) || protocol::is_ready(area, Region::Stage, q, g)) {
+        if let Some(q) = (0..area.ranks).find(|q| from(*q) && !protocol::is_ready(area, Region::Stage, *q, g)) {
+            state.pace.misses(q);
             return false;
         }
         if self.uses_result() && !protocol::may_fill(area, Region::Result, area.me, area.ranks, base.result + k) {
@@ -327,8 +336,11 @@ impl Bulk<'_> {
         if k == 0 && kind.reduces() {
             state.factors = small::factors(area, self.op);
         }
+        let began = state.pace.begin(self.op);
         // SAFETY: the stage buffers read here are ready until we say drained; the result buffer is ours to write.
         unsafe { self.take(state, k, g, base.result + k) };
+        let journey = &self.op.journey;
+        state.pace.end(if kind.reduces() { &journey.reducing } else { &journey.copying }, began);
         protocol::drained(area, Region::Stage, area.me, g);
         if self.uses_result() {
             protocol::filled(area, Region::Result, area.me, base.result + k);
@@ -444,9 +456,11 @@ impl Bulk<'_> {
         if k >= rounds || state.take <= k {
             return false;
         }
-        if !(0..area.ranks).all(|q| q == area.me || protocol::is_ready(area, Region::Result, q, g)) {
+        if let Some(q) = (0..area.ranks).find(|q| *q != area.me && !protocol::is_ready(area, Region::Result, *q, g)) {
+            state.pace.misses(q);
             return false;
         }
+        let began = state.pace.begin(self.op);
         let outputs = Pieces(&self.op.request.outputs);
         let (start, bytes) = self.part(state, k, outputs.bytes());
         for q in (0..area.ranks).filter(|q| *q != area.me) {
@@ -454,6 +468,7 @@ impl Bulk<'_> {
             // SAFETY: the result buffer of `q` is ready until we say drained; the range lies within the outputs.
             unsafe { outputs.write(start + slice, area.result(q, g, slice_bytes), slice_bytes) };
         }
+        state.pace.end(&self.op.journey.copying, began);
         protocol::drained(area, Region::Result, area.me, g);
         state.collect += 1;
         true

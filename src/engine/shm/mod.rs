@@ -150,6 +150,7 @@ impl Shm {
             Phase::Slots(seen) => {
                 *seen = small::look(area, op, *seen, |q| small::reads_from(&op.request, area.me, q))?;
                 if *seen < area.ranks {
+                    op.journey.waits_for(*seen);
                     return Ok((Step::Blocked, false));
                 }
                 small::finish(area, op, kernel.as_ref(), &mut self.scratch)?;
@@ -184,7 +185,7 @@ impl Shm {
                     } else {
                         small::write_header(area, op, chain);
                     }
-                    Phase::Rounds(Rounds::new(chunk))
+                    Phase::Rounds(Rounds::new(op, chunk))
                 }
                 // `choose` gives nothing else for a collective of several ranks inside one host.
                 _ => {

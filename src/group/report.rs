@@ -1,0 +1,118 @@
+//! What the statistics of a group tell: text for Python, records for whoever explains a past operation, a file when the
+//! group fails. And what they are told of operations that the core does not carry out itself.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use super::{Engine, Group};
+use crate::select::Choice;
+use crate::stats::export::{self, Names};
+use crate::stats::ring::{Record, State};
+use crate::types::{ANY_RANK, CallNote, Kind};
+use crate::{clock, config, select};
+
+const NAMES: Names = Names { path: select::path_name, reason: select::reason_name };
+
+/// The same moment on our clock and on the wall's, in nanoseconds.
+fn moment() -> (u64, u64) {
+    let wall = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    (clock::stamp(), wall.as_nanos() as u64)
+}
+
+/// An operation that somebody else carries out, until it ends; dropped before, it failed.
+pub struct Foreign {
+    group: Arc<Group>,
+    record: Record,
+    ended: AtomicBool,
+}
+
+impl Foreign {
+    /// It ended; a second call does nothing. `timed` is false where only its issue was seen.
+    pub fn end(&self, well: bool, timed: bool) {
+        if self.ended.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        let state = if well { State::Done } else { State::Failed };
+        let record = Record { state, timed, ended: clock::stamp(), ..self.record };
+        self.group.lock().stats.foreign_ended(record);
+    }
+}
+
+impl Drop for Foreign {
+    fn drop(&mut self) {
+        self.end(false, false);
+    }
+}
+
+impl Group {
+    /// Enters an operation that a delegate carries out, or (`composed`) one that the shim makes of several. `root` as in a
+    /// request; `bytes` are read and written.
+    pub fn foreign(
+        &self,
+        kind: Kind,
+        composed: bool,
+        (root, tag): (u32, u32),
+        (read, written): (u64, u64),
+        note: CallNote,
+    ) -> Foreign {
+        let mut inner = self.lock();
+        let whole = matches!(inner.engine, Engine::Delegate(_));
+        let number = match kind {
+            _ if composed => inner.number + 1, // that of its first operation, which follows
+            Kind::Send | Kind::Recv if root as usize >= self.config.size && root != ANY_RANK => 0,
+            Kind::Send | Kind::Recv => inner.number_for(kind, root),
+            _ if whole => inner.number_for(kind, root),
+            _ => inner.number, // our engine's numbers have no gaps
+        };
+        let choice = if composed { u64::from(select::COMPOSED) } else { Choice::DELEGATE.code() };
+        let mut record = Record { read, written, ..Record::foreign(kind, choice, number, (root, tag), note) };
+        record.id = inner.stats.foreign_issued(record);
+        let group = self.this.upgrade().expect("a group that is used is alive");
+        Foreign { group, record, ended: AtomicBool::new(false) }
+    }
+
+    /// Counts, times and waits as JSON. The lock is held for a copy only.
+    pub fn stats(&self) -> String {
+        let stats = self.lock().stats.counts();
+        export::numbers(&stats, NAMES, self.config.rank, self.config.size, moment())
+    }
+
+    /// The last operations as JSON, oldest first.
+    pub fn records(&self) -> String {
+        let ring = self.lock().stats.ring().clone();
+        export::records(ring.iter(), NAMES)
+    }
+
+    /// Starts counting anew.
+    pub fn reset_stats(&self) {
+        self.lock().stats.reset();
+    }
+
+    /// The record of a collective by its number, while the ring still has it.
+    pub fn record(&self, number: u64) -> Option<Record> {
+        self.lock().stats.ring().collective(number).copied()
+    }
+
+    /// Which ranks of the default group these are; for records only. The first call counts.
+    pub fn set_members(&self, members: Vec<u32>) {
+        let _ = self.members.set(members);
+    }
+
+    /// Writes the records of a group that has just failed into the folder that the environment names, if it does.
+    pub(super) fn dump_records(&self) {
+        let Some(folder) = config::dump_folder() else { return };
+        let (rank, name) = (self.config.rank, &self.config.name);
+        // A group inside another one, which nobody made by that name, has none.
+        let Some(members) = self.members.get() else { return };
+        let fault = self.fault().map(|error| error.text().to_string()).unwrap_or_default();
+        let text = export::dump(name, &fault, rank, members, moment(), &self.records());
+        let safe: String = name.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();
+        let whose = members.get(rank).copied().unwrap_or(rank as u32);
+        let path = PathBuf::from(folder).join(format!("sagellm-{safe}-{whose}.json"));
+        if let Err(error) = std::fs::write(&path, text) {
+            log::warn!("group '{name}' rank {rank}: cannot write its last operations to {}: {error}", path.display());
+        }
+    }
+}

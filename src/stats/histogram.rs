@@ -1,0 +1,97 @@
+//! Times in buckets of equal relative width: 16 exact ones, then 8 to each power of two, so a bucket is at most an eighth
+//! wide and any quantile is right within that. Fixed memory, one addition a value.
+//!
+//! Source: the log-linear layout of HdrHistogram.
+
+/// Values below this have a bucket each.
+const EXACT: u64 = 16;
+/// Buckets to each power of two, and their binary logarithm.
+const PER_OCTAVE: u64 = 8;
+const SHIFT: u32 = 3;
+/// Values from 2^TOP nanoseconds on (18 minutes) share the last bucket.
+const TOP: u32 = 40;
+const BUCKETS: usize = (EXACT + (TOP as u64 - 4) * PER_OCTAVE) as usize;
+
+#[derive(Clone, Debug)]
+pub struct Histogram {
+    buckets: [u64; BUCKETS],
+}
+
+impl Default for Histogram {
+    fn default() -> Histogram {
+        Histogram { buckets: [0; BUCKETS] }
+    }
+}
+
+/// The bucket that `value` belongs to.
+fn bucket(value: u64) -> usize {
+    if value < EXACT {
+        return value as usize;
+    }
+    let exponent = value.ilog2();
+    if exponent >= TOP {
+        return BUCKETS - 1;
+    }
+    let within = (value >> (exponent - SHIFT)) & (PER_OCTAVE - 1);
+    (EXACT + u64::from(exponent - 4) * PER_OCTAVE + within) as usize
+}
+
+/// First value behind bucket `at`.
+fn bound(at: usize) -> u64 {
+    let at = at as u64;
+    if at < EXACT {
+        return at + 1;
+    }
+    let (exponent, within) = ((at - EXACT) / PER_OCTAVE + 4, (at - EXACT) % PER_OCTAVE);
+    (PER_OCTAVE + within + 1) << (exponent - u64::from(SHIFT))
+}
+
+impl Histogram {
+    #[inline]
+    pub fn add(&mut self, value: u64) {
+        self.buckets[bucket(value)] += 1;
+    }
+
+    /// The buckets that hold something: the first value behind each, and how many values it holds.
+    pub fn filled(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
+        self.buckets.iter().enumerate().filter(|(_, count)| **count > 0).map(|(at, count)| (bound(at), *count))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn the_buckets_follow_one_another_without_a_gap() {
+        for at in 0..BUCKETS - 1 {
+            assert_eq!(bucket(bound(at)), at + 1, "the first value behind bucket {at}");
+            assert_eq!(bucket(bound(at) - 1), at, "the last value of bucket {at}");
+        }
+        assert_eq!(bound(BUCKETS - 1), 1 << TOP);
+        assert_eq!(bucket(u64::MAX), BUCKETS - 1);
+        assert_eq!(bucket(0), 0);
+    }
+
+    proptest! {
+        #[test]
+        fn a_value_lies_within_an_eighth_of_the_bound_of_its_bucket(value in 0u64..(1 << TOP)) {
+            let bound = bound(bucket(value));
+            prop_assert!(value < bound);
+            prop_assert!(bound - value <= (value / PER_OCTAVE).max(1));
+        }
+
+        #[test]
+        fn nothing_is_lost_or_made_up(values in prop::collection::vec(any::<u64>(), 0..200)) {
+            let mut histogram = Histogram::default();
+            values.iter().for_each(|value| histogram.add(*value));
+            prop_assert_eq!(histogram.filled().map(|(_, count)| count).sum::<u64>(), values.len() as u64);
+            let mut bounds: Vec<u64> = histogram.filled().map(|(bound, _)| bound).collect();
+            let sorted = bounds.clone();
+            bounds.sort_unstable();
+            bounds.dedup();
+            prop_assert_eq!(bounds, sorted);
+        }
+    }
+}

@@ -1,0 +1,334 @@
+//! What a group has done, as numbers: how often, how much, how long, and whom it waited for.
+//!
+//! A side sink. `group` tells it of every operation twice, at issue and at the end, under the lock that it holds anyway
+//! and with clock readings that it has taken anyway; the engine leaves in `Op::journey` how the operation travelled and
+//! where its time went. So everything here is plain single-threaded code. It never calls up, allocates only when a kind,
+//! path and size appears for the first time, and its memory is bounded.
+//!
+//! On the way of an operation only its record is written. The counts are made from the records later: by a driver that
+//! finds nothing to move, by whoever asks, or when many have come together.
+//!
+//! | file | |
+//! | --- | --- |
+//! | `histogram` | times, in buckets of equal relative width |
+//! | `ring` | the last operations, one record each |
+//! | `pace` | where a large operation spends its time |
+//! | `export` | both as JSON text, which `torch_ext/sagellm/_stats.py` reads |
+
+pub mod export;
+pub mod histogram;
+pub mod pace;
+pub mod ring;
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+
+use crate::clock;
+use crate::error::Result;
+use crate::op::Op;
+use crate::types::Kind;
+use histogram::Histogram;
+use ring::{Record, Ring, State};
+
+/// Kinds by number, paths by code and size classes have so many values; `Stats::index` is a table over all three.
+const KINDS: usize = 12;
+const PATHS: usize = 32;
+const CLASSES: usize = 48;
+/// Combinations that get numbers of their own; later ones share those of their kind.
+const CELLS: usize = 128;
+/// Operations that may wait to be counted.
+const APART: usize = 64;
+/// The path and class of a cell that several share.
+pub const MIXED: u8 = u8::MAX;
+
+/// Size class of a payload: 0 for none, 1 for one byte, c for up to 2^(c-1) bytes.
+pub fn class(bytes: u64) -> u8 {
+    match bytes {
+        0 => 0,
+        bytes => (65 - (bytes - 1).leading_zeros()).min(CLASSES as u32 - 1) as u8,
+    }
+}
+
+/// The numbers of one kind, path and size class. Times in nanoseconds.
+#[derive(Clone, Debug)]
+pub struct Cell {
+    pub kind: Kind,
+    pub path: u8,
+    pub class: u8,
+    /// Calls that ended well.
+    pub count: u64,
+    /// Calls that did not.
+    pub failed: u64,
+    /// Tensors in them.
+    pub tensors: u64,
+    /// Payload, as `Op::payload`.
+    pub bytes: u64,
+    /// Sizes of the timed ones as nccl-tests counts them: the whole tensor, also on ranks that hold a part of it.
+    pub whole: u64,
+    /// Sums; `took` is from issue to end. What is neither waiting, copying nor reducing was not measured apart.
+    pub took: u64,
+    pub waiting: u64,
+    pub copying: u64,
+    pub reducing: u64,
+    pub longest: u64,
+    pub times: Histogram,
+}
+
+impl Cell {
+    fn new(kind: Kind, path: u8, class: u8) -> Cell {
+        Cell {
+            kind,
+            path,
+            class,
+            count: 0,
+            failed: 0,
+            tensors: 0,
+            bytes: 0,
+            whole: 0,
+            took: 0,
+            waiting: 0,
+            copying: 0,
+            reducing: 0,
+            longest: 0,
+            times: Histogram::default(),
+        }
+    }
+}
+
+/// How this rank waited for one peer.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Wait {
+    /// Operations for which the peer came last, or kept this rank waiting longest.
+    pub count: u64,
+    /// Nanoseconds from their issue to their end, less copying and reducing.
+    pub total: u64,
+    pub longest: u64,
+}
+
+/// Operations that travelled together.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Fused {
+    pub batches: u64,
+    /// Operations in them; each tensor of a list counts.
+    pub ops: u64,
+    pub largest: u64,
+}
+
+#[derive(Clone, Debug)]
+pub struct Stats {
+    /// Cell by kind, path and class, plus one; 0 where there is none yet.
+    index: Vec<u16>,
+    cells: Vec<Cell>,
+    waits: Vec<Wait>,
+    fused: Fused,
+    ring: Ring,
+    /// Records that ended and are in no count yet, and the smallest id of them.
+    apart: Vec<u64>,
+    oldest_apart: u64,
+    /// When it was made or reset, `clock::stamp`.
+    since: u64,
+}
+
+impl Stats {
+    /// For a group of `ranks`, with a ring of `room` records.
+    pub fn new(ranks: usize, room: usize) -> Stats {
+        Stats {
+            index: vec![0; KINDS * PATHS * CLASSES],
+            cells: Vec::new(),
+            waits: vec![Wait::default(); ranks],
+            fused: Fused::default(),
+            ring: Ring::new(room),
+            apart: Vec::with_capacity(APART),
+            oldest_apart: u64::MAX,
+            since: clock::stamp(),
+        }
+    }
+
+    /// Forgets all counts; the ring stays.
+    pub fn reset(&mut self) {
+        self.fold_all();
+        let ring = std::mem::replace(&mut self.ring, Ring::new(0));
+        *self = Stats { ring, ..Stats::new(self.waits.len(), 0) };
+    }
+
+    /// A copy of all counts, without the records.
+    pub fn counts(&mut self) -> Stats {
+        self.fold_all();
+        Stats {
+            index: Vec::new(),
+            apart: Vec::new(),
+            oldest_apart: u64::MAX,
+            cells: self.cells.clone(),
+            waits: self.waits.clone(),
+            fused: self.fused,
+            ring: self.ring.without_records(),
+            since: self.since,
+        }
+    }
+
+    pub fn ring(&self) -> &Ring {
+        &self.ring
+    }
+    pub fn cells(&self) -> &[Cell] {
+        &self.cells
+    }
+    pub fn waits(&self) -> &[Wait] {
+        &self.waits
+    }
+    pub fn fused(&self) -> Fused {
+        self.fused
+    }
+    pub fn since(&self) -> u64 {
+        self.since
+    }
+
+    /// An operation was given its number.
+    #[inline(always)]
+    pub fn issued(&mut self, op: &Op) {
+        op.journey.record.store(self.push(Record::of(op)), Relaxed);
+    }
+
+    #[inline(always)]
+    fn push(&mut self, record: Record) -> u64 {
+        if self.ring.next_to_go().is_some_and(|id| id >= self.oldest_apart) {
+            self.fold_all();
+        }
+        self.ring.push(record)
+    }
+
+    /// Operations ended in one pass over the group, `at` this stamp. Before their owners are told.
+    #[inline]
+    pub fn ended(&mut self, ended: &[(Arc<Op>, Result<()>)], at: u64) {
+        let mut together = 0;
+        for (op, outcome) in ended {
+            self.end(op, outcome.is_ok(), at);
+            together += if outcome.is_ok() { u64::from(op.request.note.tensors) } else { 0 };
+        }
+        if together > 1 {
+            self.fused.batches += 1;
+            self.fused.ops += together;
+            self.fused.largest = self.fused.largest.max(together);
+        }
+    }
+
+    #[inline]
+    fn end(&mut self, op: &Op, well: bool, at: u64) {
+        let id = op.journey.record.load(Relaxed);
+        if let Some(record) = self.ring.get_mut(id) {
+            record.end(op, well, at);
+            self.apart.push(id);
+            self.oldest_apart = self.oldest_apart.min(id);
+            if self.apart.len() >= APART {
+                self.fold_all();
+            }
+        } else {
+            let mut record = Record::of(op);
+            record.end(op, well, at);
+            self.fold(&record);
+        }
+    }
+
+    /// An operation began that the core does not carry out itself.
+    pub fn foreign_issued(&mut self, record: Record) -> u64 {
+        self.push(record)
+    }
+
+    /// It ended; `record` is complete.
+    pub fn foreign_ended(&mut self, record: Record) {
+        if let Some(kept) = self.ring.get_mut(record.id) {
+            *kept = record;
+        }
+        self.fold(&record);
+    }
+
+    /// Folds what is apart, if anything: for a driver that found nothing to move.
+    #[inline]
+    pub fn catch_up(&mut self) {
+        if !self.apart.is_empty() {
+            self.fold_all();
+        }
+    }
+
+    #[inline(never)]
+    fn fold_all(&mut self) {
+        for id in std::mem::take(&mut self.apart) {
+            let record = *self.ring.get_mut(id).expect("folded before it is overwritten");
+            self.fold(&record);
+        }
+        self.apart.reserve(APART);
+        self.oldest_apart = u64::MAX;
+    }
+
+    /// Adds an operation that ended to the counts.
+    fn fold(&mut self, record: &Record) {
+        let waiting = record.waiting();
+        if let Some(wait) = record.late().and_then(|rank| self.waits.get_mut(rank))
+            && waiting > 0
+        {
+            wait.count += 1;
+            wait.total += waiting;
+            wait.longest = wait.longest.max(waiting);
+        }
+        if !record.note.counts && record.note.tensors == 0 {
+            return; // part of a call that is counted elsewhere
+        }
+        let ranks = self.waits.len() as u64;
+        let cell = self.cell(record.kind, record.path(), class(record.bytes()));
+        if record.state == State::Failed {
+            cell.failed += u64::from(record.note.counts);
+            return;
+        }
+        let took = record.took();
+        cell.count += u64::from(record.note.counts);
+        cell.tensors += u64::from(record.note.tensors);
+        cell.bytes += record.bytes();
+        cell.whole += if record.timed { whole(record, ranks) } else { 0 };
+        if !record.timed {
+            return;
+        }
+        cell.took += took;
+        cell.waiting += waiting;
+        cell.copying += record.copying;
+        cell.reducing += record.reducing;
+        cell.longest = cell.longest.max(took);
+        cell.times.add(took);
+    }
+
+    #[inline]
+    fn cell(&mut self, kind: Kind, path: u8, class: u8) -> &mut Cell {
+        let at = (kind as usize * PATHS + usize::from(path).min(PATHS - 1)) * CLASSES + usize::from(class);
+        if self.index[at] == 0 {
+            self.index[at] = self.place(kind, path, class);
+        }
+        let cell = usize::from(self.index[at]) - 1;
+        &mut self.cells[cell]
+    }
+
+    /// A cell of its own while there is room, then one for its whole kind.
+    #[cold]
+    fn place(&mut self, kind: Kind, path: u8, class: u8) -> u16 {
+        let mixed = self.cells.iter().position(|cell| cell.kind == kind && cell.class == MIXED);
+        let at = match mixed {
+            Some(at) => at,
+            None => {
+                let own = self.cells.len() + KINDS < CELLS;
+                let (path, class) = if own { (path, class) } else { (MIXED, MIXED) };
+                self.cells.push(Cell::new(kind, path, class));
+                self.cells.len() - 1
+            }
+        };
+        at as u16 + 1
+    }
+}
+
+/// The size that nccl-tests would give the call.
+fn whole(record: &Record, ranks: u64) -> u64 {
+    match record.kind {
+        Kind::Gather => record.read * ranks,
+        Kind::Scatter => record.written * ranks,
+        _ => record.bytes(),
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,276 @@
+//! The last operations of a group, one record each, the oldest overwritten first: what the flight record and the
+//! explanation of a past operation are made of. A record is written at issue and completed at the end.
+
+use std::sync::atomic::Ordering::Relaxed;
+
+use crate::clock;
+use crate::op::{NOBODY, Op};
+use crate::types::{CallNote, Dtype, Kind};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum State {
+    Pending,
+    Done,
+    Failed,
+}
+
+impl State {
+    pub fn name(self) -> &'static str {
+        match self {
+            State::Pending => "pending",
+            State::Done => "done",
+            State::Failed => "failed",
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+pub struct Record {
+    /// Operations that the group issued before this one.
+    pub id: u64,
+    /// Number in the group, or in the ordered pair of ranks (point to point; 0 for a receive from anyone).
+    pub number: u64,
+    pub kind: Kind,
+    /// Of a reduction; `Bytes` where data is only moved.
+    pub dtype: Dtype,
+    /// Reduce op by its code.
+    pub op: u8,
+    /// `select::Choice::code`; 0 while the operation has not set out.
+    pub choice: u64,
+    pub state: State,
+    /// It had to wait.
+    pub blocked: bool,
+    /// Its end was seen.
+    pub timed: bool,
+    pub note: CallNote,
+    /// Root, or the peer of a message.
+    pub root: u32,
+    pub tag: u32,
+    /// The rank that it waited for, or `NOBODY`.
+    pub late: u32,
+    /// Bytes that this rank's call reads and writes.
+    pub read: u64,
+    pub written: u64,
+    /// `clock::stamp`; `ended` is 0 while it is pending.
+    pub issued: u64,
+    pub ended: u64,
+    /// Where the time between them went, as far as it was measured.
+    pub copying: u64,
+    pub reducing: u64,
+}
+
+impl Record {
+    const EMPTY: Record = Record {
+        id: 0,
+        number: 0,
+        kind: Kind::Barrier,
+        dtype: Dtype::Bytes,
+        op: 0,
+        choice: 0,
+        state: State::Pending,
+        blocked: false,
+        timed: true,
+        note: CallNote { counts: true, tensors: 1, element: CallNote::NO_TYPE, site: 0 },
+        root: 0,
+        tag: 0,
+        late: NOBODY,
+        read: 0,
+        written: 0,
+        issued: 0,
+        ended: 0,
+        copying: 0,
+        reducing: 0,
+    };
+
+    /// Of an operation that was just numbered.
+    #[inline(always)]
+    pub fn of(op: &Op) -> Record {
+        let request = &op.request;
+        Record {
+            number: op.number,
+            kind: request.kind,
+            dtype: request.dtype,
+            op: request.op.code(),
+            note: request.note,
+            root: request.root,
+            tag: request.tag,
+            read: op.read,
+            written: op.written,
+            issued: op.issued,
+            ..Record::EMPTY
+        }
+    }
+
+    /// It ended `at` that stamp. A message waits for its other end.
+    #[inline]
+    pub fn end(&mut self, op: &Op, well: bool, at: u64) {
+        let journey = &op.journey;
+        self.state = if well { State::Done } else { State::Failed };
+        self.ended = at;
+        (self.choice, self.blocked) = (op.choice(), journey.blocked());
+        self.late = match self.kind {
+            Kind::Send => self.root,
+            Kind::Recv => u32::try_from(op.source()).unwrap_or(self.root),
+            _ => journey.late(),
+        };
+        self.copying = journey.copying.load(Relaxed);
+        self.reducing = journey.reducing.load(Relaxed);
+    }
+
+    /// Of an operation that the core does not carry out itself, issued now.
+    pub fn foreign(kind: Kind, choice: u64, number: u64, (root, tag): (u32, u32), note: CallNote) -> Record {
+        Record { number, kind, choice, note, root, tag, issued: clock::stamp(), ..Record::EMPTY }
+    }
+
+    /// `select`'s one-byte codes, out of the choice.
+    pub fn path(&self) -> u8 {
+        self.choice as u8
+    }
+    pub fn reason(&self) -> u8 {
+        (self.choice >> 8) as u8
+    }
+
+    /// Nanoseconds from issue to end.
+    pub fn took(&self) -> u64 {
+        self.ended.saturating_sub(self.issued)
+    }
+
+    /// What is neither copying nor reducing, where the operation did not end in the pass that issued it.
+    pub fn waiting(&self) -> u64 {
+        if self.blocked { self.took().saturating_sub(self.copying).saturating_sub(self.reducing) } else { 0 }
+    }
+
+    /// The caller's payload, as `Op::payload`.
+    pub fn bytes(&self) -> u64 {
+        self.read.max(self.written)
+    }
+
+    /// The rank it waited for, if any.
+    pub fn late(&self) -> Option<usize> {
+        (self.late != NOBODY).then_some(self.late as usize)
+    }
+}
+
+#[derive(Clone, Debug)]
+pub struct Ring {
+    records: Vec<Record>,
+    room: usize,
+    /// Operations issued so far.
+    issued: u64,
+}
+
+impl Ring {
+    /// Of `room` records or, where that is no power of two, the next one. Memory is touched as it is used.
+    pub fn new(room: usize) -> Ring {
+        let room = if room == 0 { 0 } else { room.next_power_of_two() };
+        Ring { records: Vec::with_capacity(room), room, issued: 0 }
+    }
+
+    pub fn room(&self) -> usize {
+        self.room
+    }
+
+    /// Operations issued since the group was made.
+    pub fn issued(&self) -> u64 {
+        self.issued
+    }
+
+    /// Gives a record its id and keeps it. `record` is written where it stays, not moved there.
+    #[inline(always)]
+    pub fn push(&mut self, record: Record) -> u64 {
+        let id = self.issued;
+        self.issued += 1;
+        if self.room > 0 {
+            if self.records.len() < self.room {
+                self.records.push(Record::EMPTY);
+            }
+            let at = self.slot(id);
+            self.records[at] = Record { id, ..record };
+        }
+        id
+    }
+
+    /// One that has issued as many operations and remembers none.
+    pub fn without_records(&self) -> Ring {
+        Ring { records: Vec::new(), room: 0, issued: self.issued }
+    }
+
+    /// The record that the next push overwrites.
+    #[inline]
+    pub fn next_to_go(&self) -> Option<u64> {
+        self.issued.checked_sub(self.room as u64)
+    }
+
+    fn slot(&self, id: u64) -> usize {
+        id as usize & (self.room - 1)
+    }
+
+    /// The record by its id, unless it was overwritten.
+    #[inline]
+    pub fn get_mut(&mut self, id: u64) -> Option<&mut Record> {
+        if self.room == 0 {
+            return None;
+        }
+        let at = self.slot(id);
+        self.records.get_mut(at).filter(|record| record.id == id)
+    }
+
+    /// From the oldest to the newest.
+    pub fn iter(&self) -> impl DoubleEndedIterator<Item = &Record> {
+        let split = if self.records.len() < self.room || self.room == 0 { 0 } else { self.slot(self.issued) };
+        self.records[split..].iter().chain(&self.records[..split])
+    }
+
+    /// The collective with this number in its group.
+    pub fn collective(&self, number: u64) -> Option<&Record> {
+        self.iter().rev().find(|record| !record.kind.is_p2p() && record.number == number)
+    }
+
+    /// The message with this number to (`Send`) or from (`Recv`) `peer`.
+    pub fn message(&self, kind: Kind, peer: u32, number: u64) -> Option<&Record> {
+        self.iter().rev().find(|record| record.kind == kind && record.root == peer && record.number == number)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn record(kind: Kind, number: u64, root: u32) -> Record {
+        Record { read: 4, written: 8, ..Record::foreign(kind, 0, number, (root, 0), CallNote::default()) }
+    }
+
+    proptest! {
+        #[test]
+        fn it_holds_the_last_ones_in_order(room in 0usize..20, issued in 0u64..60) {
+            let mut ring = Ring::new(room);
+            for number in 1..=issued {
+                let id = ring.push(record(Kind::Barrier, number, 0));
+                prop_assert_eq!(id, number - 1);
+            }
+            let kept = issued.min(ring.room() as u64);
+            let ids: Vec<u64> = ring.iter().map(|record| record.id).collect();
+            prop_assert_eq!(ids, (issued - kept..issued).collect::<Vec<_>>());
+            for number in 1..=issued {
+                let there = number > issued - kept;
+                prop_assert_eq!(ring.collective(number).is_some(), there);
+                prop_assert_eq!(ring.get_mut(number - 1).is_some(), there);
+            }
+        }
+    }
+
+    #[test]
+    fn messages_are_found_by_peer_and_number_apart_from_collectives() {
+        let mut ring = Ring::new(8);
+        ring.push(record(Kind::Send, 1, 2));
+        ring.push(record(Kind::Recv, 1, 2));
+        ring.push(record(Kind::AllReduce, 1, 0));
+        assert_eq!(ring.collective(1).unwrap().kind, Kind::AllReduce);
+        assert_eq!(ring.message(Kind::Send, 2, 1).unwrap().id, 0);
+        assert_eq!(ring.message(Kind::Recv, 2, 1).unwrap().id, 1);
+        assert!(ring.message(Kind::Recv, 1, 1).is_none());
+        assert_eq!(ring.collective(1).unwrap().bytes(), 8);
+        assert_eq!(ring.collective(1).unwrap().late(), None);
+    }
+}
