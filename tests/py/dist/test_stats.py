@@ -331,7 +331,9 @@ def check_trace(ctx: Context, path: Path) -> None:
     trace = json.loads(path.read_text())
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     last = [event for event in events if event["name"] == "sagellm:all_reduce"][-4:]
-    assert [event["args"]["number"] for event in last] == list(range(last[0]["args"]["number"], last[0]["args"]["number"] + 4))
+    assert [event["args"]["number"] for event in last] == list(
+        range(last[0]["args"]["number"], last[0]["args"]["number"] + 4)
+    )
     for event in events:
         assert event["pid"] == ctx.rank and event["dur"] >= 0 and abs(event["ts"] / 1e6 - time.time()) < 3600, event
     assert {event["args"]["state"] for event in last} == {"done"} and last[0]["args"]["read"] == 16
@@ -551,4 +553,6 @@ def test_the_page_names_files_that_exist() -> None:
     text = (ROOT / "docs" / "statistics.md").read_text()
     named = set(re.findall(r"`((?:src|cpp|torch_ext|tests|benchmarks)/[\w./]+\.\w+)`", text))
     assert all((ROOT / name).is_file() for name in named), [name for name in named if not (ROOT / name).is_file()]
-    assert {f"src/stats/{path.name}" for path in (ROOT / "src" / "stats").glob("*.rs")} - {"src/stats/tests.rs"} <= named
+    assert {f"src/stats/{path.name}" for path in (ROOT / "src" / "stats").glob("*.rs")} - {
+        "src/stats/tests.rs"
+    } <= named
