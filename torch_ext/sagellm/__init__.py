@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from sagellm._explain import TopologyInfo as TopologyInfo
     from sagellm._explain import explain as explain
     from sagellm._explain import select_all_reduce_algorithm as select_all_reduce_algorithm
-    from sagellm._fused import fused_all_reduce as fused_all_reduce
     from sagellm._export import log_to_tensorboard as log_to_tensorboard
     from sagellm._export import prometheus_text as prometheus_text
     from sagellm._export import serve_prometheus as serve_prometheus
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from sagellm._export import write_trace as write_trace
     from sagellm._flight import convert_dumps as convert_dumps
     from sagellm._flight import dump_flight_record as dump_flight_record
+    from sagellm._fused import fused_all_reduce as fused_all_reduce
     from sagellm._stats import gather_stats as gather_stats
     from sagellm._stats import get_stats as get_stats
     from sagellm._stats import reset_stats as reset_stats
