@@ -30,7 +30,10 @@ def fused(ctx: Context) -> None:
             dist.all_reduce(tensor, op if not isinstance(op, str) else getattr(dist.ReduceOp, op.upper()))
         together = lists(ctx.rank)
         given = list(together)
+        before = dist.group.WORLD._get_sequence_number_for_group()
         returned = sagellm.fused_all_reduce(together, op)
+        taken = dist.group.WORLD._get_sequence_number_for_group() - before
+        assert taken == len(set(DTYPES)), f"one operation a dtype, through c10d: {taken}"
         assert all(a is b for a, b in zip(returned, given, strict=True)), "the same tensors, in place"
         for one, other in zip(together, alone, strict=True):
             same_bits(one, other, f"fused {op} of {one.shape} {one.dtype}")
@@ -47,8 +50,8 @@ def fused(ctx: Context) -> None:
 
 @pytest.mark.quick
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_rule_17_fused_all_reduce_gives_the_bits_of_single_calls(world_size: int) -> None:
-    """Rule 17: fused or not, the same bits; lists of any dtypes, sizes and strides, also empty."""
+def test_rule_17_and_30_fused_all_reduce_gives_the_bits_of_single_calls(world_size: int) -> None:
+    """Rules 17 and 30: fused or not, the same bits and the same numbering by c10d; lists of any dtypes, sizes and strides, also empty."""
     beyond_gloo("fused_all_reduce over mixed lists")
     run_ranks(fused, world_size)
 

@@ -459,7 +459,8 @@ def test_rule_30_there_is_no_direct_call_yet() -> None:
     """Rule 30 is about calls past c10d: the package offers none, so every call takes its number in one place."""
     import sagellm
 
-    assert sorted(sagellm.__all__) == ["Options", "__version__"]
+    collectives = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier", "send", "recv"}
+    assert not collectives & set(sagellm.__all__)
 
 
 def no_room(ctx: Context) -> str:
