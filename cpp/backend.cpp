@@ -108,6 +108,14 @@ std::string SageBackend::explain(uint8_t kind, uint64_t bytes, uint8_t dtype) co
   }
 }
 
+std::string SageBackend::explain_number(uint64_t number) const {
+  try {
+    return std::string(group_->explain_number(number));
+  } catch (const rust::Error& error) {
+    raise(error.what());
+  }
+}
+
 std::string SageBackend::stats() const {
   return std::string(group_->stats());
 }

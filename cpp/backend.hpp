@@ -89,6 +89,7 @@ class SageBackend final : public c10d::Backend {
   std::string describe() const;
   // How an operation of this kind, size and type would travel: `name<TAB>value` lines.
   std::string explain(uint8_t kind, uint64_t bytes, uint8_t dtype) const;
+  std::string explain_number(uint64_t number) const;
   // What the group has done, as JSON text; see src/stats/export.rs.
   std::string stats() const;
   std::string records() const;

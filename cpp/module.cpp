@@ -65,7 +65,7 @@ c10::intrusive_ptr<SageBackend> create(const c10::intrusive_ptr<c10d::Store>& st
 }
 
 // Empty for the work of a delegate, or of what the core has no operation for.
-std::vector<std::pair<uint64_t, std::string>> explain_work(const c10::intrusive_ptr<c10d::Work>& work) {
+std::vector<std::string> explain_work(const c10::intrusive_ptr<c10d::Work>& work) {
   const auto own = c10::dynamic_intrusive_pointer_cast<OpWork>(work);
   if (!own) return {};
   return own->explain();
@@ -149,6 +149,7 @@ void bind_backend(py::module_& module) {
            py::call_guard<py::gil_scoped_release>())
       .def("describe", &SageBackend::describe)
       .def("_explain", translated(&SageBackend::explain), py::arg("kind"), py::arg("bytes"), py::arg("dtype"))
+      .def("_explain_number", translated(&SageBackend::explain_number), py::arg("number"))
       .def("_stats", &SageBackend::stats, no_gil())
       .def("_records", &SageBackend::records, no_gil())
       .def("_reset_stats", &SageBackend::reset_stats, no_gil())

@@ -321,9 +321,9 @@ uint64_t OpWork::getSequencenumber() const {
   return ops_.front()->number();
 }
 
-std::vector<std::pair<uint64_t, std::string>> OpWork::explain() const {
-  std::vector<std::pair<uint64_t, std::string>> found;
-  for (const auto& op : ops_) found.emplace_back(op->choice(), std::string(op->explain()));
+std::vector<std::string> OpWork::explain() const {
+  std::vector<std::string> found;
+  for (const auto& op : ops_) found.emplace_back(op->explain());
   return found;
 }
 

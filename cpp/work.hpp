@@ -170,8 +170,8 @@ class OpWork final : public SageWork {
 #ifdef SAGELLM_HAS_WORK_TIMEOUT
   std::chrono::milliseconds getTimeout() const override { return timeout(); }
 #endif
-  // For each of its operations, the code recorded at issue and how it travels, as lines.
-  std::vector<std::pair<uint64_t, std::string>> explain() const;
+  // For each of its operations how it travels and what was recorded, as lines.
+  std::vector<std::string> explain() const;
 
  protected:
   bool done() const override;

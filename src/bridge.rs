@@ -164,6 +164,8 @@ pub mod ffi {
         fn describe(self: &RustGroup) -> String;
         /// How an operation would travel, as `select::explain::Explanation::lines`. `kind` and `dtype` by their numbers.
         fn explain(self: &RustGroup, kind: u8, bytes: u64, dtype: u8) -> Result<String>;
+        /// How the collective with this number travels or travelled, and what was recorded.
+        fn explain_number(self: &RustGroup, number: u64) -> Result<String>;
         /// Counts and times as JSON (`stats/export.rs`).
         fn stats(self: &RustGroup) -> String;
         /// The last operations as JSON, oldest first.
@@ -189,10 +191,8 @@ pub mod ffi {
         /// Nanoseconds from issue to end, 0 while it runs.
         fn duration_ns(self: &RustOp) -> u64;
         fn timeout_ms(self: &RustOp) -> u64;
-        /// How it travels, worked out anew.
+        /// How it travels or travelled, and what was recorded, as `RustGroup::explain`.
         fn explain(self: &RustOp) -> String;
-        /// What was recorded at issue: `select::Choice::code`.
-        fn choice(self: &RustOp) -> u64;
         /// Cancels a pending operation; a collective poisons its group.
         fn cancel(self: &RustOp);
 
@@ -572,6 +572,9 @@ impl RustGroup {
             Ok(self.0.explain(kind, bytes, dtype).lines())
         })
     }
+    fn explain_number(&self, number: u64) -> std::result::Result<String, String> {
+        guarded(|| Ok(self.0.explain_number(number)?.lines()))
+    }
     fn stats(&self) -> String {
         self.0.stats()
     }
@@ -619,9 +622,6 @@ impl RustOp {
     }
     fn explain(&self) -> String {
         self.0.explain().lines()
-    }
-    fn choice(&self) -> u64 {
-        self.0.choice().code()
     }
     fn cancel(&self) {
         self.0.cancel();

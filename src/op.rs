@@ -60,6 +60,42 @@ impl Journey {
     }
 }
 
+/// With whom an operation travelled: those of one batch between hosts, those that ended in one pass on one host. One
+/// word, so that it is read whole: how many (16 bits; 0 is unknown), and how many numbers before and behind (24 each).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Company(u64);
+
+impl Company {
+    pub const UNKNOWN: Company = Company(0);
+
+    /// Of operation `number`, one of `count` with the numbers `first` to `last`.
+    pub fn new(number: u64, (first, last): (u64, u64), count: usize) -> Company {
+        let near = |distance: u64| distance.min((1 << 24) - 1);
+        let count = count.min(usize::from(u16::MAX)) as u64;
+        Company(count | near(number.saturating_sub(first)) << 16 | near(last.saturating_sub(number)) << 40)
+    }
+
+    /// Operations, itself included; 0 where it is not known.
+    pub fn count(self) -> u64 {
+        self.0 & 0xffff
+    }
+
+    /// The first and the last number of the company of operation `number`; its own where the others are messages.
+    pub fn numbers(self, number: u64) -> (u64, u64) {
+        (number - (self.0 >> 16 & 0xff_ffff).min(number), number + (self.0 >> 40))
+    }
+}
+
+/// How an operation travels, as far as it is known.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Route {
+    /// `select::Choice::code`; 0 while it has not set out.
+    pub choice: u64,
+    /// `select::Asked::load` of what the choice was made for: its own, or that of its whole batch.
+    pub load: u64,
+    pub company: Company,
+}
+
 pub struct Op {
     pub request: Request,
     /// Number within the group (collectives) or the ordered pair of ranks (point to point).
@@ -80,9 +116,12 @@ pub struct Op {
     error: OnceLock<Error>,
     source: AtomicI32,
     nanoseconds: AtomicU64,
-    /// `select::Choice::code` of the way it goes; 0 before it is issued. Written once by the engine at issue, read by
-    /// whoever explains it later; relaxed, because it says nothing about other memory.
+    /// `Route`. The engine writes the choice once, when the operation sets out (release), after load and, between hosts,
+    /// company; whoever explains it acquires the choice first. On one host the company is written when it has ended,
+    /// before `state`.
     choice: AtomicU64,
+    load: AtomicU64,
+    company: AtomicU64,
     pub journey: Journey,
     completion: Mutex<Option<Box<dyn Completion>>>,
 }
@@ -112,6 +151,8 @@ impl Op {
             source: AtomicI32::new(-1),
             nanoseconds: AtomicU64::new(0),
             choice: AtomicU64::new(0),
+            load: AtomicU64::new(0),
+            company: AtomicU64::new(0),
             journey: Journey::default(),
             completion: Mutex::new(completion),
         }
@@ -147,12 +188,27 @@ impl Op {
         self.source.store(rank as i32, Ordering::Relaxed);
     }
 
-    /// The way it goes and why, as a code.
-    pub fn choice(&self) -> u64 {
-        self.choice.load(Ordering::Relaxed)
+    /// How it travels.
+    pub fn route(&self) -> Route {
+        Route {
+            choice: self.choice.load(Ordering::Acquire),
+            load: self.load.load(Ordering::Relaxed),
+            company: Company(self.company.load(Ordering::Relaxed)),
+        }
     }
-    pub fn set_choice(&self, code: u64) {
-        self.choice.store(code, Ordering::Relaxed);
+
+    /// What has to be carried: `select::Asked::load`.
+    pub fn loads(&self, load: u64) {
+        self.load.store(load, Ordering::Relaxed);
+    }
+
+    pub fn travels_with(&self, company: Company) {
+        self.company.store(company.0, Ordering::Relaxed);
+    }
+
+    /// It sets out, by `select::Choice::code`.
+    pub fn sets_out(&self, choice: u64) {
+        self.choice.store(choice, Ordering::Release);
     }
 
     /// From issue to end; zero while it runs.
@@ -235,4 +291,20 @@ pub fn describe(signature: u64) -> String {
         parts.push(format!("root {root}"));
     }
     format!("{kind}({})", parts.join(", "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn company_keeps_its_numbers() {
+        for (number, first, last, count) in [(5, 1, 5, 5), (17, 17, 42, 26), (1 << 40, 1 << 40, (1 << 40) + 4095, 4096)]
+        {
+            let company = Company::new(number, (first, last), count);
+            assert_eq!((company.numbers(number), company.count()), ((first, last), count as u64));
+        }
+        assert_eq!(Company::default().count(), 0);
+        assert_eq!(Company::new(7, (7, 7), 1 << 20).count(), 0xffff);
+    }
 }

@@ -4,7 +4,7 @@ use super::shm::pieces::{Pieces, transfer};
 use crate::error::{Error, Result};
 use crate::op::Op;
 use crate::reduce::Kernel;
-use crate::select::Choice;
+use crate::select::{Asked, Choice};
 use crate::types::{Kind, ReduceOp};
 
 /// Runs `op`. Reductions of one rank still round as AVG and PREMUL_SUM do.
@@ -16,7 +16,8 @@ pub fn run(op: &Op, kernel: Option<&Kernel>) -> Result<()> {
             request.kind
         )));
     }
-    op.set_choice(Choice::ALONE.code());
+    op.loads(Asked::of(request, 1).load());
+    op.sets_out(Choice::ALONE.code());
     op.prepare();
     let (inputs, outputs) = (Pieces(&request.inputs), Pieces(&request.outputs));
     let bytes = inputs.bytes().min(outputs.bytes());

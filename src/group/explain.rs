@@ -2,12 +2,14 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use super::{Engine, Group, Op, layout_within};
+use super::{CoreOp, Engine, Group, Op, layout_within};
 use crate::config::Config;
 use crate::engine::shm::layout::{MAX_RANKS, SLOT_BYTES};
 use crate::error::{Error, Result};
-use crate::select::explain::{self, Explanation};
-use crate::select::{self, Asked, Choice, Class, Policy, Shape};
+use crate::op::Route;
+use crate::select::explain::{self, Batch, Explanation, Past};
+use crate::select::{self, Asked, Choice, Class, Path, Policy, Shape};
+use crate::stats::ring::{Record, Ring, State};
 use crate::topology;
 use crate::types::{Dtype, Kind};
 
@@ -68,13 +70,46 @@ impl Group {
     /// How an operation would travel. `bytes` are those that one rank gives: its block of an all_gather or gather, the
     /// whole input of a scatter or reduce_scatter.
     pub fn explain(&self, kind: Kind, bytes: u64, dtype: Dtype) -> Explanation {
-        self.explain_asked(Asked { kind, bytes, class: Class::of(kind, dtype) }.normal())
+        self.explain_asked(Asked { kind, bytes, class: Class::of(kind, dtype) }.normal(), false)
     }
 
-    fn explain_asked(&self, asked: Asked) -> Explanation {
+    /// How the collective with this number travels or travelled: while it runs, and afterwards as long as the ring has its
+    /// record.
+    pub fn explain_number(&self, number: u64) -> Result<Explanation> {
+        let inner = self.lock();
+        let ring = inner.stats.ring();
+        let (pending, whole) = match &inner.engine {
+            Engine::Shm(shm) => (shm.collective(number).cloned(), false),
+            Engine::Hosts(_) => (self.lanes.get().and_then(|lanes| lanes.collective(number)), false),
+            engine => (None, matches!(engine, Engine::Delegate(_))),
+        };
+        let ranks = self.config.size;
+        let called = match pending {
+            Some(op) => Some(Called::of_op(&op, ranks)),
+            None => recorded(ring, number, whole).map(|record| Called::of_record(record, ranks)),
+        };
+        let called = called.ok_or_else(|| not_there(ring, number, inner.number, &self.config.name))?;
+        drop(inner);
+        Ok(self.explain_called(called))
+    }
+
+    /// The way is worked out anew, from what was recorded beside it.
+    fn explain_called(&self, called: Called) -> Explanation {
+        let Called { number, own, route } = called;
+        let choice = (route.choice != 0).then(|| Choice::from_code(route.choice));
+        let batched = called.batched();
+        let asked = Asked::from_load(own.kind, route.load);
+        let found = self.explain_asked(asked, batched);
+        let (count, (first, last)) = (route.company.count(), route.company.numbers(number));
+        let batch = Batch { count, first, last, bytes: batched.then_some(asked.bytes) };
+        let past = Past { number, choice, batch: (count > 0).then_some(batch) };
+        Explanation { asked: own, past: Some(past), ..found }
+    }
+
+    fn explain_asked(&self, asked: Asked, batched: bool) -> Explanation {
         match &self.lock().engine {
             Engine::Hosts(_) => match self.lanes.get() {
-                Some(lanes) if !asked.kind.is_p2p() => lanes.explain(asked, &self.shape()),
+                Some(lanes) if !asked.kind.is_p2p() => lanes.explain(asked, batched, &self.shape()),
                 _ => {
                     let why = "the ranks live on several hosts, where messages travel by the delegate";
                     explain::delegated(asked, &self.shape(), &self.policy, why)
@@ -93,15 +128,79 @@ impl Group {
     }
 }
 
-impl Op {
-    /// How it travels or travelled, worked out anew from what it asked for.
-    pub fn explain(&self) -> Explanation {
-        let found = self.group.explain_asked(Asked::of(&self.core.request, self.group.config.size));
-        Explanation { sequence: self.core.number, ..found }
+/// A call, as far as it was recorded.
+struct Called {
+    number: u64,
+    own: Asked,
+    route: Route,
+}
+
+impl Called {
+    fn of_op(op: &CoreOp, ranks: usize) -> Called {
+        Called { number: op.number, own: Asked::of(&op.request, ranks), route: op.route() }
     }
 
-    /// What was recorded when it was issued.
+    fn of_record(record: &Record, ranks: usize) -> Called {
+        let Record { number, kind, dtype, read, written, route, .. } = *record;
+        let bytes = match kind {
+            Kind::Broadcast => read.max(written),
+            Kind::Scatter => written * ranks as u64,
+            _ => read,
+        };
+        let sizes = Asked { kind, bytes, class: Class::of(kind, dtype) }.normal();
+        let called = Called { number, own: Asked::from_load(kind, route.load), route };
+        match Choice::from_code(route.choice) {
+            Choice::DELEGATE => Called { own: sizes, route: Route { load: sizes.load(), ..route }, ..called },
+            _ if called.batched() => Called { own: sizes, ..called }, // the load is that of all
+            _ => called,
+        }
+    }
+
+    /// The way was chosen for all of a batch.
+    fn batched(&self) -> bool {
+        let path = Choice::from_code(self.route.choice).path;
+        self.route.company.count() > 1 && matches!(path, Path::Hosts { .. })
+    }
+}
+
+/// The record of a collective that set out or ended. Where not the `whole` group is a delegate's, what one carried has the
+/// number of the operation before it, and a call that is made of several that of its first.
+fn recorded(ring: &Ring, number: u64, whole: bool) -> Option<&Record> {
+    let ours = |record: &&Record| {
+        let choice = Choice::from_code(record.route.choice);
+        record.number == number && choice != Choice::COMPOSED && (whole || choice != Choice::DELEGATE)
+    };
+    ring.collectives().find(ours).filter(|record| record.route.choice != 0 || record.state != State::Pending)
+}
+
+/// Why there is no record of `number` in a group that has issued collectives up to `last`.
+fn not_there(ring: &Ring, number: u64, last: u64, group: &str) -> Error {
+    let kept = ring.collectives().map(|record| record.number).min();
+    Error::Invalid(match kept {
+        _ if number == 0 || number > last => format!(
+            "sagellm explain: group '{group}' has issued {last} collectives on this rank, and none has number {number}; they \
+             are counted from 1"
+        ),
+        Some(kept) if number >= kept => {
+            format!("sagellm explain: {number} of group '{group}' is just ending; ask again when its wait has returned")
+        }
+        kept => format!(
+            "sagellm explain: collective {number} of group '{group}' is forgotten: the last {} operations are kept, {}. \
+             SAGELLM_RING makes it more",
+            ring.room(),
+            kept.map_or("and no collective is among them".to_string(), |kept| format!("collectives from {kept} on"))
+        ),
+    })
+}
+
+impl Op {
+    /// How it travels or travelled, worked out anew from what it asked for and with whom it went.
+    pub fn explain(&self) -> Explanation {
+        self.group.explain_called(Called::of_op(&self.core, self.group.config.size))
+    }
+
+    /// The way that was recorded when it set out; `Unknown` before.
     pub fn choice(&self) -> Choice {
-        Choice::from_code(self.core.choice())
+        Choice::from_code(self.core.route().choice)
     }
 }

@@ -1,5 +1,4 @@
-//! What the statistics of a group tell: text for Python, records for whoever explains a past operation, a file when the
-//! group fails. And what they are told of operations that the core does not carry out itself.
+//! What the statistics of a group tell: text for Python, and a file when the group fails. And what they are told of operations that the core does not carry out itself.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -66,7 +65,7 @@ impl Group {
             _ if whole => inner.number_for(kind, root),
             _ => inner.number, // our engine's numbers have no gaps
         };
-        let choice = if composed { u64::from(select::COMPOSED) } else { Choice::DELEGATE.code() };
+        let choice = if composed { Choice::COMPOSED } else { Choice::DELEGATE }.code();
         let mut record = Record { read, written, ..Record::foreign(kind, choice, number, (root, tag), note) };
         record.id = inner.stats.foreign_issued(record);
         let group = self.this.upgrade().expect("a group that is used is alive");
@@ -88,11 +87,6 @@ impl Group {
     /// Starts counting anew.
     pub fn reset_stats(&self) {
         self.lock().stats.reset();
-    }
-
-    /// The record of a collective by its number, while the ring still has it.
-    pub fn record(&self, number: u64) -> Option<Record> {
-        self.lock().stats.ring().collective(number).copied()
     }
 
     /// Which ranks of the default group these are; for records only. The first call counts.

@@ -30,8 +30,8 @@ pub struct Explanation {
     pub asked: Asked,
     pub shape: Shape,
     pub choice: Choice,
-    /// Number of a past operation in its group or pair of ranks; 0 for one that might be.
-    pub sequence: u64,
+    /// What was recorded of a past operation; `None` for one that might be.
+    pub past: Option<Past>,
     /// Time of the choice by the model; 0 where there is no model of it.
     pub predicted_ns: u64,
     /// Time of the choice by the table, where a line of it is about this size.
@@ -45,13 +45,36 @@ pub struct Explanation {
     pub table: String,
 }
 
+/// What is known of an operation that was called.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Past {
+    /// Number in its group, or in its pair of ranks.
+    pub number: u64,
+    /// The way it went; `None` while it has not set out, and where it failed before.
+    pub choice: Option<Choice>,
+    /// With whom; `None` while it is not known.
+    pub batch: Option<Batch>,
+}
+
+/// Those that travelled together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Batch {
+    /// Operations, itself included.
+    pub count: u64,
+    /// First and last number of them.
+    pub first: u64,
+    pub last: u64,
+    /// Bytes of a batch between hosts, for which the way was chosen; `None` where each went its own.
+    pub bytes: Option<u64>,
+}
+
 pub fn explain(asked: Asked, shape: &Shape, policy: &Policy) -> Explanation {
     let choice = super::choose(asked, shape, policy);
     let mut explanation = Explanation {
         asked,
         shape: *shape,
         choice,
-        sequence: 0,
+        past: None,
         predicted_ns: way_of(choice.path).map_or(0, |way| predicted(asked, way, shape, policy)),
         measured_ns: None,
         decided: format!("{}: {}", choice.reason.basis(), choice.reason.text()),
@@ -66,12 +89,12 @@ pub fn explain(asked: Asked, shape: &Shape, policy: &Policy) -> Explanation {
     explanation
 }
 
-/// An operation of a group on several hosts, as it would go alone; in a batch its neighbours count too.
-pub fn between(asked: Asked, shape: &Shape, hosts: &Hosts, menu: &Menu, policy: &Policy) -> Explanation {
-    let found = hosts::between_hosts(asked, false, hosts, menu, policy);
+/// An operation of a group on several hosts, or (`batched`) all of one batch.
+pub fn between(asked: Asked, batched: bool, shape: &Shape, hosts: &Hosts, menu: &Menu, policy: &Policy) -> Explanation {
+    let found = hosts::between_hosts(asked, batched, hosts, menu, policy);
     let decided = match found.reason {
         Reason::Override | Reason::Measured => {
-            hosts::said_by(asked, hosts, policy).map(|rule| format!(": the rule \"{rule}\""))
+            hosts::said_by(asked, batched, hosts, policy).map(|rule| format!(": the rule \"{rule}\""))
         }
         _ => None,
     };
@@ -83,6 +106,9 @@ pub fn between(asked: Asked, shape: &Shape, hosts: &Hosts, menu: &Menu, policy: 
             time_of.map(|ns| format!("predicted {} between the hosts, against {}", time(ns), time(found.predicted_ns)));
         let why_not = match (hosts.strict, against) {
             (true, _) => Reason::Strict.text().to_string(),
+            _ if !hosts::allowed(other, asked, batched, hosts) => {
+                "in a batch the order of a sum must not depend on where an element lies".to_string()
+            }
             (false, Some(against)) => against,
             (false, None) => found.reason.text().to_string(),
         };
@@ -92,7 +118,7 @@ pub fn between(asked: Asked, shape: &Shape, hosts: &Hosts, menu: &Menu, policy: 
         asked,
         shape: Shape { hosts: hosts.hosts, ..*shape },
         choice: found.choice(),
-        sequence: 0,
+        past: None,
         predicted_ns: found.predicted_ns,
         measured_ns: None,
         decided: format!("{}{decided}", found.reason.basis()),
@@ -109,7 +135,7 @@ pub fn delegated(asked: Asked, shape: &Shape, policy: &Policy, why: &str) -> Exp
         asked,
         shape: *shape,
         choice: Choice::DELEGATE,
-        sequence: 0,
+        past: None,
         predicted_ns: 0,
         measured_ns: None,
         decided: format!("the group is served by a delegate: {why}"),
@@ -184,7 +210,13 @@ impl Explanation {
         line("choice", self.choice.path.to_string());
         line("reason", self.choice.reason.name().into());
         line("code", self.choice.code().to_string());
-        line("sequence", self.sequence.to_string());
+        if let Some(past) = self.past {
+            line("sequence", past.number.to_string());
+            line("recorded", past.choice.map_or_else(String::new, |choice| choice.code().to_string()));
+            if let Some(Batch { count, first, last, bytes }) = past.batch {
+                line("batch", format!("{count}|{first}|{last}|{}", bytes.map_or_else(String::new, |n| n.to_string())));
+            }
+        }
         line("decided", self.decided.clone());
         line("predicted_ns", self.predicted_ns.to_string());
         line("measured_ns", self.measured_ns.unwrap_or(0).to_string());

@@ -7,7 +7,7 @@
 
 use super::cost::{Link, Model, Priced};
 use super::rules::{Rule, Way};
-use super::{Asked, Choice, Class, Path, Policy, Reason};
+use super::{Asked, Choice, Class, Path, Policy, Reason, WHOLE};
 use crate::schedule::{Algorithm, Schedule};
 use crate::types::Kind;
 
@@ -54,7 +54,8 @@ pub struct HostsChoice {
     pub algorithm: Algorithm,
     /// Ranks of each host that take part, each with its share of the data.
     pub leaders: u8,
-    /// Bytes of the operation that pass through reduce, exchange and spread at a time, and how many such parts it has.
+    /// Bytes of the operation that pass through reduce, exchange and spread at a time (`WHOLE` where it is not cut), and
+    /// how many such parts it has.
     pub segment_bytes: usize,
     pub segments: usize,
     pub reason: Reason,
@@ -116,13 +117,9 @@ pub fn between_hosts(asked: Asked, batched: bool, hosts: &Hosts, menu: &Menu, po
         predicted_ns: 0,
     };
     if hosts.hosts < 2 || asked.kind.is_p2p() {
-        return HostsChoice { leaders: 1, reason: Reason::OneSchedule, ..choice };
+        return HostsChoice { leaders: 1, segment_bytes: WHOLE, reason: Reason::OneSchedule, ..choice };
     }
-    let allowed = |algorithm: Algorithm| {
-        algorithm.serves(asked.kind)
-            && (!hosts.strict || algorithm == Algorithm::Direct)
-            && !(batched && by_position(algorithm, asked))
-    };
+    let allowed = |algorithm| allowed(algorithm, asked, batched, hosts);
     if !hosts.strict {
         (choice.algorithm, choice.reason) = start_rule(asked, hosts, &allowed);
     }
@@ -143,8 +140,13 @@ pub fn between_hosts(asked: Asked, batched: bool, hosts: &Hosts, menu: &Menu, po
         if algorithm != choice.algorithm {
             (choice.algorithm, choice.predicted_ns) = (algorithm, 0);
         }
-        choice.leaders = leaders.map_or(choice.leaders, |count| count.min(cap(hosts.least_ranks)));
+        if asked.kind == Kind::AllReduce {
+            choice.leaders = leaders.map_or(choice.leaders, |count| count.min(cap(hosts.least_ranks)));
+        }
         choice.segment_bytes = segment.unwrap_or(choice.segment_bytes);
+    }
+    if batched || !matches!(asked.kind, Kind::AllReduce | Kind::Reduce | Kind::Broadcast) {
+        return HostsChoice { segment_bytes: WHOLE, ..choice };
     }
     let parts = asked.bytes.div_ceil(choice.segment_bytes as u64).max(1);
     choice.segments = usize::try_from(parts).unwrap_or(usize::MAX);
@@ -157,9 +159,17 @@ pub fn predict(asked: Asked, algorithm: Algorithm, hosts: &Hosts, menu: &Menu) -
     fastest(asked.kind, exchanged(asked, hosts), hosts, menu, &only).map(|(_, seconds)| (seconds * 1e9) as u64)
 }
 
-/// The rule or line that names the schedule of an operation that travels alone, for `explain`.
-pub fn said_by(asked: Asked, hosts: &Hosts, policy: &Policy) -> Option<Rule> {
-    let allowed = |algorithm: Algorithm| !hosts.strict && algorithm.serves(asked.kind);
+/// Whether an operation may go by a schedule: the direct one alone in strict mode, and in a batch only one that adds every
+/// element in the same order.
+pub fn allowed(algorithm: Algorithm, asked: Asked, batched: bool, hosts: &Hosts) -> bool {
+    algorithm.serves(asked.kind)
+        && (!hosts.strict || algorithm == Algorithm::Direct)
+        && !(batched && by_position(algorithm, asked))
+}
+
+/// The rule or line that names the schedule, for `explain`.
+pub fn said_by(asked: Asked, batched: bool, hosts: &Hosts, policy: &Policy) -> Option<Rule> {
+    let allowed = |algorithm| allowed(algorithm, asked, batched, hosts);
     said(asked, policy, &allowed).map(|(rule, _)| *rule)
 }
 
@@ -338,7 +348,10 @@ mod tests {
             let found = between_hosts(asked, batched, &hosts, menu, policy);
             assert_eq!(found, between_hosts(asked, batched, &hosts, another, policy));
             assert!(found.leaders >= 1 && usize::from(found.leaders) <= hosts.least_ranks.max(1));
-            assert!((1024..=1 << 30).contains(&found.segment_bytes) && found.segments >= 1);
+            assert!(found.segments >= 1);
+            let whole = found.segment_bytes == WHOLE && found.segments == 1;
+            assert!(whole || (1024..=1 << 30).contains(&found.segment_bytes), "{found:?}");
+            assert!(found.leaders == 1 || kind == Kind::AllReduce, "{found:?}");
             if !kind.is_p2p() {
                 assert!(found.algorithm.serves(kind), "{found:?} for {kind}");
             }

@@ -55,10 +55,12 @@ pub enum Path {
     Slots,
     /// Rounds through staging buffers, `chunk` bytes a round (`engine/shm/bulk.rs`).
     Rounds { chunk: usize },
-    /// A schedule between the leaders of several hosts, `segment` bytes at a time (`hosts`).
+    /// A schedule between the leaders of several hosts, `segment` bytes at a time or `WHOLE` (`hosts`).
     Hosts { algorithm: Algorithm, leaders: u8, segment: usize },
     /// torch's own backend.
     Delegate,
+    /// Several operations of ours, which have records of their own.
+    Composed,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,6 +73,7 @@ impl Choice {
     pub const ALONE: Choice = Choice { path: Path::Alone, reason: Reason::Alone };
     pub const MESSAGE: Choice = Choice { path: Path::Message, reason: Reason::Message };
     pub const DELEGATE: Choice = Choice { path: Path::Delegate, reason: Reason::Delegated };
+    pub const COMPOSED: Choice = Choice { path: Path::Composed, reason: Reason::Composed };
 
     /// As an operation keeps it: path (8 bits), reason (8), leaders (16), bytes of a chunk or segment (32).
     pub fn code(self) -> u64 {
@@ -91,6 +94,7 @@ impl Choice {
             LOCAL => Path::Alone,
             MESSAGE => Path::Message,
             DELEGATE => Path::Delegate,
+            COMPOSED => Path::Composed,
             path => match Algorithm::from_code(path.wrapping_sub(BEFORE_ALGORITHMS)) {
                 Some(algorithm) => {
                     Path::Hosts { algorithm, leaders: (code >> 16) as u8, segment: (code >> 32) as usize }
@@ -106,11 +110,10 @@ impl Choice {
 /// out.
 const SLOTS: u8 = 1;
 const ROUNDS: u8 = 2;
-pub const LOCAL: u8 = 3;
-pub const MESSAGE: u8 = 4;
-pub const DELEGATE: u8 = 5;
-/// One that the shim makes of several.
-pub const COMPOSED: u8 = 31;
+const LOCAL: u8 = 3;
+const MESSAGE: u8 = 4;
+const DELEGATE: u8 = 5;
+const COMPOSED: u8 = 31;
 /// Between hosts: this plus the algorithm's own code.
 const BEFORE_ALGORITHMS: u8 = 5;
 
@@ -124,6 +127,7 @@ impl Path {
             Path::Alone => LOCAL,
             Path::Message => MESSAGE,
             Path::Delegate => DELEGATE,
+            Path::Composed => COMPOSED,
             Path::Hosts { algorithm, .. } => BEFORE_ALGORITHMS + algorithm.code(),
         }
     }
@@ -153,6 +157,10 @@ impl fmt::Display for Path {
             Path::Slots => write!(f, "{}", Way::Slots),
             Path::Rounds { chunk } => write!(f, "{}", Way::Rounds { chunk: *chunk }),
             Path::Delegate => f.write_str("delegate"),
+            Path::Composed => f.write_str("composed"),
+            Path::Hosts { algorithm, leaders, segment: WHOLE } => {
+                write!(f, "{}(leaders={leaders})", algorithm.name())
+            }
             Path::Hosts { algorithm, leaders, segment } => {
                 write!(f, "{}(leaders={leaders},segment={})", algorithm.name(), size::text(*segment as u64))
             }
@@ -160,16 +168,20 @@ impl fmt::Display for Path {
     }
 }
 
-/// What the choice sees of an element type.
+/// The segment of what is not cut.
+pub const WHOLE: usize = 0;
+
+/// What the choice sees of an element type. The numbers stand in records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
 pub enum Class {
     /// Data that is moved and never combined.
-    Moved,
+    Moved = 0,
     /// Integers and booleans: the order of a sum does not show.
-    Exact,
-    Float,
+    Exact = 1,
+    Float = 2,
     /// Two-byte floats, which are rounded once from 32 bits.
-    Low,
+    Low = 3,
 }
 
 impl Class {
@@ -201,6 +213,32 @@ impl Asked {
             _ => slot_payload(request, ranks),
         };
         Asked { kind: request.kind, bytes: bytes as u64, class: Class::of(request.kind, request.dtype) }.normal()
+    }
+
+    /// As an operation keeps it: class (8 bits), bytes (56). Its kind it has anyway.
+    pub fn load(self) -> u64 {
+        (self.class as u64) << 56 | self.bytes.min((1 << 56) - 1)
+    }
+
+    /// What `load` gave.
+    pub fn from_load(kind: Kind, load: u64) -> Asked {
+        let class = match load >> 56 {
+            1 => Class::Exact,
+            2 => Class::Float,
+            3 => Class::Low,
+            _ => Class::Moved,
+        };
+        Asked { kind, bytes: load & ((1 << 56) - 1), class }
+    }
+
+    /// What several operations of one kind are together.
+    pub fn together(all: impl IntoIterator<Item = Asked>) -> Option<Asked> {
+        all.into_iter().reduce(|all, one| Asked {
+            bytes: all.bytes.saturating_add(one.bytes),
+            // Of different classes the one that asks for most care.
+            class: if one.class == all.class { all.class } else { Class::Float },
+            ..all
+        })
     }
 
     /// Without what the ranks do not share: none knows all the sizes of an all_to_all, and a barrier has none.
@@ -418,6 +456,8 @@ mod tests {
             let choice = choose(asked, &shape, &policy);
             assert_eq!(choice, choose(asked, &shape, &sent), "rank 0 and the ranks it sent its policy to");
             assert_eq!(Choice::from_code(choice.code()), choice);
+            let kept = Asked::from_load(kind, asked.load());
+            assert_eq!(kept, Asked { bytes: asked.bytes.min((1 << 56) - 1), ..asked });
             assert_ne!(choice.reason, Reason::Unknown);
             match choice.path {
                 Path::Alone => assert!(shape.ranks < 2),
@@ -447,6 +487,36 @@ mod tests {
         assert_eq!(at(&policy, 5000), ("rounds(64KiB)".into(), Reason::Measured));
         policy.rules = Rules::parse("*:0-=start").unwrap();
         assert_eq!(at(&policy, 8192), ("rounds(512KiB)".into(), Reason::InCache));
+    }
+
+    #[test]
+    fn a_batch_is_asked_for_as_a_whole() {
+        let one = |bytes, class| Asked { kind: Kind::AllReduce, bytes, class };
+        assert_eq!(Asked::together([]), None);
+        assert_eq!(Asked::together([one(5, Class::Low), one(7, Class::Low)]), Some(one(12, Class::Low)));
+        assert_eq!(Asked::together([one(5, Class::Exact), one(7, Class::Low)]), Some(one(12, Class::Float)));
+    }
+
+    #[test]
+    fn every_path_has_a_code_and_every_code_the_same_name() {
+        let paths =
+            [Path::Alone, Path::Message, Path::Slots, Path::Rounds { chunk: 64 }, Path::Delegate, Path::Composed];
+        let between = Algorithm::ALL.map(|algorithm| Path::Hosts {
+            algorithm,
+            leaders: 2,
+            segment: if algorithm.code() > 3 { WHOLE } else { 7 },
+        });
+        let mut names = Vec::new();
+        for path in paths.into_iter().chain(between) {
+            let choice = Choice { path, reason: Reason::Override };
+            assert_eq!(Choice::from_code(choice.code()), choice);
+            let name = path_name(path.code());
+            assert!(path.to_string().starts_with(name), "{path} is called {name} in records");
+            names.push(name);
+        }
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), paths.len() + Algorithm::ALL.len());
     }
 
     #[test]

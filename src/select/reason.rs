@@ -29,10 +29,11 @@ pub enum Reason {
     Large = 17,
     OneSchedule = 18,
     Assumed = 19,
+    Composed = 20,
 }
 
 impl Reason {
-    pub const ALL: [Reason; 20] = [
+    pub const ALL: [Reason; 21] = [
         Reason::Unknown,
         Reason::Alone,
         Reason::Message,
@@ -53,6 +54,7 @@ impl Reason {
         Reason::Large,
         Reason::OneSchedule,
         Reason::Assumed,
+        Reason::Composed,
     ];
 
     pub fn from_u8(value: u8) -> Reason {
@@ -82,6 +84,7 @@ impl Reason {
             Reason::Large => "large",
             Reason::OneSchedule => "one_schedule",
             Reason::Assumed => "assumed_link",
+            Reason::Composed => "composed",
         }
     }
 
@@ -113,6 +116,7 @@ impl Reason {
             Reason::NoCommonSize => "no rank knows all the sizes of an all_to_all, so one way serves them all",
             Reason::NothingToMove => "it moves no data",
             Reason::Strict => "strict mode: only the direct exchange adds in the order of the ranks",
+            Reason::Composed => "no single operation does it, so it is made of several",
             Reason::Assumed => "the cost model, with a link of 50 us and 10 Gbit/s, because it was not measured",
             Reason::Model => "the cost model, with the link as it was measured when the group was made",
             Reason::PowerOfTwo => "below 1 MiB steps count most, and the count is a power of two",

@@ -79,11 +79,12 @@ pub fn records<'a>(records: impl Iterator<Item = &'a Record>, names: Names) -> S
         let rank = |rank: u32| if rank == NOBODY || rank == ANY_RANK { -1 } else { i64::from(rank) };
         let dtype = if record.dtype == Dtype::Bytes { "" } else { record.dtype.name() };
         let op = if record.kind.reduces() { ReduceOp::name_of(record.op) } else { "" };
+        let (first, last) = record.route.company.numbers(record.number);
         let _ = write!(
             out,
             "{{\"id\":{},\"number\":{},\"kind\":\"{}\",\"dtype\":\"{dtype}\",\"op\":\"{op}\",\"path\":\"{}\",\"reason\":\"{}\",\
              \"state\":\"{}\",\"counts\":{},\"tensors\":{},\"element\":{},\"site\":{},\"root\":{},\"tag\":{},\"late\":{},\
-             \"read\":{},\"written\":{},\"issued\":{},\"ended\":{},\"waiting\":{},\"copying\":{},\"reducing\":{}}}",
+             \"together\":{},\"first\":{first},\"last\":{last},\"read\":{},\"written\":{},\"issued\":{},\"ended\":{},\"waiting\":{},\"copying\":{},\"reducing\":{}}}",
             record.id,
             record.number,
             record.kind,
@@ -97,6 +98,7 @@ pub fn records<'a>(records: impl Iterator<Item = &'a Record>, names: Names) -> S
             rank(record.root),
             record.tag,
             rank(record.late),
+            record.route.company.count(),
             record.read,
             record.written,
             record.issued,

@@ -25,7 +25,7 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use crate::clock;
 use crate::error::Result;
-use crate::op::Op;
+use crate::op::{Company, Op};
 use crate::types::Kind;
 use histogram::Histogram;
 use ring::{Record, Ring, State};
@@ -114,6 +114,40 @@ pub struct Fused {
     pub largest: u64,
 }
 
+/// What ended well in one pass over the group.
+#[derive(Default)]
+struct Pass {
+    count: usize,
+    /// First and last number of the collectives.
+    numbers: Option<(u64, u64)>,
+}
+
+impl Pass {
+    #[inline]
+    fn of(ended: &[(Arc<Op>, Result<()>)]) -> Pass {
+        let mut pass = Pass::default();
+        for (op, _) in ended.iter().filter(|(_, outcome)| outcome.is_ok()) {
+            pass.count += 1;
+            if !op.request.kind.is_p2p() {
+                let (first, last) = pass.numbers.unwrap_or((op.number, op.number));
+                pass.numbers = Some((first.min(op.number), last.max(op.number)));
+            }
+        }
+        pass
+    }
+
+    /// Notes it as the company of one of them, unless a batch between hosts was noted before. Messages have numbers of
+    /// their own.
+    #[inline]
+    fn enter(&self, op: &Op) {
+        if op.route().company == Company::UNKNOWN {
+            let own = (op.number, op.number);
+            let numbers = self.numbers.filter(|_| !op.request.kind.is_p2p()).unwrap_or(own);
+            op.travels_with(Company::new(op.number, numbers, self.count));
+        }
+    }
+}
+
 #[derive(Clone, Debug)]
 pub struct Stats {
     /// Cell by kind, path and class, plus one; 0 where there is none yet.
@@ -199,10 +233,14 @@ impl Stats {
     /// Operations ended in one pass over the group, `at` this stamp. Before their owners are told.
     #[inline]
     pub fn ended(&mut self, ended: &[(Arc<Op>, Result<()>)], at: u64) {
+        let pass = Pass::of(ended);
         let mut together = 0;
         for (op, outcome) in ended {
+            if outcome.is_ok() {
+                together += u64::from(op.request.note.tensors);
+                pass.enter(op);
+            }
             self.end(op, outcome.is_ok(), at);
-            together += if outcome.is_ok() { u64::from(op.request.note.tensors) } else { 0 };
         }
         if together > 1 {
             self.fused.batches += 1;

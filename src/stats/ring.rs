@@ -4,7 +4,7 @@
 use std::sync::atomic::Ordering::Relaxed;
 
 use crate::clock;
-use crate::op::{NOBODY, Op};
+use crate::op::{Company, NOBODY, Op, Route};
 use crate::types::{CallNote, Dtype, Kind};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,8 +35,7 @@ pub struct Record {
     pub dtype: Dtype,
     /// Reduce op by its code.
     pub op: u8,
-    /// `select::Choice::code`; 0 while the operation has not set out.
-    pub choice: u64,
+    pub route: Route,
     pub state: State,
     /// It had to wait.
     pub blocked: bool,
@@ -66,7 +65,7 @@ impl Record {
         kind: Kind::Barrier,
         dtype: Dtype::Bytes,
         op: 0,
-        choice: 0,
+        route: Route { choice: 0, load: 0, company: Company::UNKNOWN },
         state: State::Pending,
         blocked: false,
         timed: true,
@@ -107,7 +106,7 @@ impl Record {
         let journey = &op.journey;
         self.state = if well { State::Done } else { State::Failed };
         self.ended = at;
-        (self.choice, self.blocked) = (op.choice(), journey.blocked());
+        (self.route, self.blocked) = (op.route(), journey.blocked());
         self.late = match self.kind {
             Kind::Send => self.root,
             Kind::Recv => u32::try_from(op.source()).unwrap_or(self.root),
@@ -119,15 +118,16 @@ impl Record {
 
     /// Of an operation that the core does not carry out itself, issued now.
     pub fn foreign(kind: Kind, choice: u64, number: u64, (root, tag): (u32, u32), note: CallNote) -> Record {
-        Record { number, kind, choice, note, root, tag, issued: clock::stamp(), ..Record::EMPTY }
+        let route = Route { choice, ..Route::default() };
+        Record { number, kind, route, note, root, tag, issued: clock::stamp(), ..Record::EMPTY }
     }
 
     /// `select`'s one-byte codes, out of the choice.
     pub fn path(&self) -> u8 {
-        self.choice as u8
+        self.route.choice as u8
     }
     pub fn reason(&self) -> u8 {
-        (self.choice >> 8) as u8
+        (self.route.choice >> 8) as u8
     }
 
     /// Nanoseconds from issue to end.
@@ -221,14 +221,14 @@ impl Ring {
         self.records[split..].iter().chain(&self.records[..split])
     }
 
-    /// The collective with this number in its group.
-    pub fn collective(&self, number: u64) -> Option<&Record> {
-        self.iter().rev().find(|record| !record.kind.is_p2p() && record.number == number)
+    /// The collectives, from the newest to the oldest.
+    pub fn collectives(&self) -> impl Iterator<Item = &Record> {
+        self.iter().rev().filter(|record| !record.kind.is_p2p())
     }
 
-    /// The message with this number to (`Send`) or from (`Recv`) `peer`.
-    pub fn message(&self, kind: Kind, peer: u32, number: u64) -> Option<&Record> {
-        self.iter().rev().find(|record| record.kind == kind && record.root == peer && record.number == number)
+    /// The collective with this number in its group.
+    pub fn collective(&self, number: u64) -> Option<&Record> {
+        self.collectives().find(|record| record.number == number)
     }
 }
 
@@ -261,15 +261,14 @@ mod tests {
     }
 
     #[test]
-    fn messages_are_found_by_peer_and_number_apart_from_collectives() {
+    fn a_collective_is_found_apart_from_messages_with_its_number() {
         let mut ring = Ring::new(8);
         ring.push(record(Kind::Send, 1, 2));
         ring.push(record(Kind::Recv, 1, 2));
         ring.push(record(Kind::AllReduce, 1, 0));
+        ring.push(record(Kind::Send, 1, 1));
+        assert_eq!(ring.collectives().count(), 1);
         assert_eq!(ring.collective(1).unwrap().kind, Kind::AllReduce);
-        assert_eq!(ring.message(Kind::Send, 2, 1).unwrap().id, 0);
-        assert_eq!(ring.message(Kind::Recv, 2, 1).unwrap().id, 1);
-        assert!(ring.message(Kind::Recv, 1, 1).is_none());
         assert_eq!(ring.collective(1).unwrap().bytes(), 8);
         assert_eq!(ring.collective(1).unwrap().late(), None);
     }

@@ -48,7 +48,7 @@ fn a_wait_is_charged_to_the_rank_that_came_last() {
     op.journey.blocks();
     op.journey.waits_for(1);
     op.journey.waits_for(2);
-    op.set_choice(1 | 7 << 8 | 3 << 32);
+    op.sets_out(1 | 7 << 8 | 3 << 32);
     let at = op.issued + 10_000;
     stats.ended(&[(Arc::clone(&op), Ok(()))], at);
     let totals: Vec<u64> = stats.counts().waits().iter().map(|wait| wait.total).collect();
@@ -94,6 +94,24 @@ fn several_in_one_pass_are_one_batch_and_a_list_is_one_too() {
     let counts = stats.counts();
     let barrier = counts.cells().iter().find(|cell| cell.kind == Kind::Barrier).unwrap();
     assert_eq!((barrier.count, barrier.failed), (2, 1));
+}
+
+#[test]
+fn each_operation_knows_with_whom_it_ended() {
+    let mut stats = Stats::new(2, 8);
+    let ops: Vec<_> = (1..=5).map(|n| issue(&mut stats, request(Kind::AllReduce, 8, 8), n)).collect();
+    let message = issue(&mut stats, request(Kind::Send, 8, 0), 9);
+    // A batch between hosts was noted before, and stays.
+    ops[4].travels_with(Company::new(5, (2, 5), 4));
+    let failed = (Arc::clone(&ops[0]), Err(Error::Aborted("over".to_string())));
+    let well = [2, 3, 4].map(|at: usize| (Arc::clone(&ops[at]), Ok(())));
+    let ended: Vec<_> = well.into_iter().chain([failed, (message, Ok(()))]).collect();
+    stats.ended(&ended, clock::stamp());
+    let company = |record: &Record| (record.route.company.count(), record.route.company.numbers(record.number));
+    let of = |number| company(stats.ring().collective(number).unwrap());
+    assert_eq!((of(3), of(4), of(5)), ((4, (3, 5)), (4, (3, 5)), (4, (2, 5))));
+    assert_eq!((of(1).0, of(2).0), (0, 0), "one that failed, and one that is pending");
+    assert_eq!(company(stats.ring().iter().last().unwrap()), (4, (9, 9)), "a message counts apart");
 }
 
 #[test]
@@ -190,7 +208,7 @@ proptest! {
             let kind = ALL[kind];
             let bytes = 1usize << bits;
             let op = issue(&mut stats, request(kind, bytes, 0), number as u64 + 1);
-            op.set_choice(u64::from(path));
+            op.sets_out(u64::from(path));
             let outcome = if well { Ok(()) } else { Err(Error::Aborted(String::new())) };
             stats.ended(&[(op, outcome)], clock::stamp());
             let sums = &mut expected[kind as usize];

@@ -68,6 +68,31 @@ class Alternative:
 
 
 @dataclass(frozen=True)
+class Batch:
+    """The operations that travelled together."""
+
+    #: How many, the operation itself included; 1 where it went alone.
+    operations: int
+    #: Numbers of the first and the last of them in the group. On one host some between them may have gone apart, and
+    #: messages, which have numbers of their own, may be among the operations.
+    first: int
+    last: int
+    #: Bytes of all of them, one rank's share, where one way was chosen for all (between hosts); None where each went its own.
+    nbytes: int | None
+
+    def __str__(self) -> str:
+        if self.operations == 1:
+            return "alone"
+        if self.last - self.first + 1 == self.operations:
+            others = f"operations {self.first} to {self.last}"
+        else:
+            others = f"{self.operations - 1} others, numbers {self.first} to {self.last}"
+        if self.nbytes is None:
+            return f"{others}, which ended in the same pass"
+        return f"{others}, one batch of {size_text(self.nbytes)}"
+
+
+@dataclass(frozen=True)
 class Explanation:
     """How one operation travels, and why. ``str()`` of it is the same for people."""
 
@@ -96,11 +121,13 @@ class Explanation:
     #: The decision table's file, or why there is none.
     table: str
     #: Choice and reason as one number: what was worked out now, and, for a past operation, what was recorded when it
-    #: was issued (None for a hypothetical one). They are equal.
+    #: set out (None for a hypothetical one, and before). They are equal.
     code: int
     recorded: int | None = None
     #: Number of the operation in its group, for a past one.
     sequence: int | None = None
+    #: With whom it travelled, for a past one; None while that is not known, and where it failed.
+    batch: Batch | None = None
     #: For a coalesced call of several types: the other operations it consists of.
     parts: list[Explanation] = field(default_factory=list)
 
@@ -111,6 +138,8 @@ class Explanation:
         number = "" if self.sequence is None else f" number {self.sequence}"
         lines = [f"{self.op}{number}{size} on {where}: {self.choice}", f"  decided by  {self.decided}"]
         lines.append(f"  path        {self.path}")
+        if self.batch is not None:
+            lines.append(f"  together    {'with ' if self.batch.operations > 1 else ''}{self.batch}")
         if self.measured is not None:
             lines.append(f"  measured    {time_text(self.measured)}")
         if self.predicted is not None:
@@ -212,18 +241,27 @@ def explain(
     dtype: torch.dtype | str | None = None,
     group: Any = None,
     ranks: int | None = None,
+    sequence: int | None = None,
 ) -> Explanation:
     """Says how an operation travels, and why.
 
     ``explain("all_reduce", nbytes, dtype=torch.float32, group=None)`` answers for one that might be called, in the
     default group or another one, or with ``ranks=`` for a group of that many ranks of this host that need not exist.
     ``nbytes`` are the bytes that one rank gives. ``explain(work)`` answers for an operation that was called, by its
-    Work.
+    Work, and ``explain(sequence=17, group=None)`` for a collective by its number in the group, as long as it is among
+    the last that the group remembers (1024 operations, or ``SAGELLM_RING``).
 
-    A ValueError where the operation, the type or the group is unknown.
+    A ValueError where the operation, the type or the group is unknown, and where no operation has that number.
     """
     from sagellm import _load
 
+    if sequence is not None:
+        if not (what is None and nbytes is None and dtype is None and ranks is None):
+            raise ValueError("sagellm explain: sequence= names a past operation; only group= goes with it")
+        if sequence < 1:
+            raise ValueError(f"sagellm explain: sequence is {sequence}; the collectives of a group are counted from 1")
+        backend = backend_of(group)
+        return _read(backend._explain_number(sequence), delegate=_delegate_of(backend))
     if isinstance(what, str):
         if nbytes is None and ALIASES.get(what, what) not in ("barrier", "all_to_all"):
             raise ValueError(f"sagellm explain: nbytes is missing; how large is the {what}?")
@@ -237,14 +275,14 @@ def explain(
         backend = backend_of(group)
         return _read(backend._explain(kind, size, number), delegate=_delegate_of(backend))
     if what is None:
-        raise ValueError("sagellm explain: name an operation and its bytes, or pass a Work")
+        raise ValueError("sagellm explain: name an operation and its bytes, or pass a Work or sequence=")
     return _explain_work(what)
 
 
 def _explain_work(work: Any) -> Explanation:
     from sagellm import _load
 
-    parts = [_read(text, recorded=code) for code, text in _load.extension().explain_work(work)]
+    parts = [_read(text) for text in _load.extension().explain_work(work)]
     if not parts:
         raise ValueError(
             f"sagellm explain: {type(work).__name__} is no operation of the engine: a delegate's operation, or one "
@@ -258,7 +296,7 @@ def _delegate_of(backend: Any) -> str:
     return f"{backend.options.delegate or 'gloo'} (delegate)"
 
 
-def _read(text: str, recorded: int | None = None, delegate: str = "delegate") -> Explanation:
+def _read(text: str, delegate: str = "delegate") -> Explanation:
     """Reads the core's ``name<TAB>value`` lines."""
     found: dict[str, str] = {}
     overruled, rejected = [], []
@@ -278,7 +316,6 @@ def _read(text: str, recorded: int | None = None, delegate: str = "delegate") ->
     shared = "shared memory of one host"
     if hosts > 1:
         shared = f"shared memory inside each of {hosts} hosts, a link between them"
-    sequence = int(found.get("sequence", 0))
     return Explanation(
         op=found["op"],
         nbytes=int(found["bytes"]),
@@ -294,9 +331,19 @@ def _read(text: str, recorded: int | None = None, delegate: str = "delegate") ->
         rejected=rejected,
         table=found["table"],
         code=int(found["code"]),
-        recorded=recorded,
-        sequence=sequence or None,
+        recorded=_whole(found.get("recorded", "")),
+        sequence=_whole(found.get("sequence", "")),
+        batch=_batch(found["batch"]) if "batch" in found else None,
     )
+
+
+def _batch(text: str) -> Batch:
+    operations, first, last, nbytes = text.split("|")
+    return Batch(int(operations), int(first), int(last), _whole(nbytes))
+
+
+def _whole(text: str) -> int | None:
+    return int(text) if text else None
 
 
 def seconds(nanoseconds: str) -> float | None:

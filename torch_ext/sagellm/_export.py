@@ -186,6 +186,9 @@ def _events(member: _stats.Member, row: int) -> list[dict[str, Any]]:
             "root",
             "tag",
             "late",
+            "together",
+            "first",
+            "last",
         )
         events.append(
             {

@@ -35,10 +35,10 @@ use crate::clock;
 use crate::config::Settings;
 use crate::error::{Error, Result};
 use crate::fusion::{Batch, Class, Item, LANES, Limits, Planner};
-use crate::op::{self, Op};
+use crate::op::{self, Company, Op};
 use crate::select::explain::{self, Explanation};
 use crate::select::hosts::{self, Hosts, HostsChoice, LinkFacts, Menu};
-use crate::select::{Asked, Class as NumberClass, Policy, Shape};
+use crate::select::{Asked, Policy, Shape};
 use crate::types::{Kind, ReduceOp, Request, Span};
 
 /// Whom the lanes tell. Never called with a lock of ours held.
@@ -114,6 +114,7 @@ struct Task {
     batch: Batch,
     ops: Vec<Arc<Op>>,
     note: Note,
+    choice: HostsChoice,
 }
 
 impl Hierarchical {
@@ -178,8 +179,8 @@ impl Hierarchical {
     pub fn issue(&self, op: Arc<Op>) -> Result<()> {
         let shared = &self.shared;
         let item = shared.item(&op.request);
-        // As it would go alone; what it meets in a batch is known only when the batch is made.
-        op.set_choice(shared.choice(&op.request, &[]).choice().code());
+        // Its way is chosen when its batch is made.
+        op.loads(Asked::of(&op.request, shared.place.ranks()).load());
         let mut state = shared.lock();
         if !std::mem::replace(&mut state.started, true) {
             self.start(&mut state)?;
@@ -193,10 +194,18 @@ impl Hierarchical {
         Ok(())
     }
 
-    /// How an operation would go alone.
-    pub fn explain(&self, asked: Asked, shape: &Shape) -> Explanation {
+    /// How an operation goes alone, or a batch.
+    pub fn explain(&self, asked: Asked, batched: bool, shape: &Shape) -> Explanation {
         let shared = &self.shared;
-        explain::between(asked, shape, &shared.hosts, &shared.menu, &shared.policy)
+        explain::between(asked, batched, shape, &shared.hosts, &shared.menu, &shared.policy)
+    }
+
+    /// The operation with this number, if it has not ended.
+    pub fn collective(&self, number: u64) -> Option<Arc<Op>> {
+        let state = self.shared.lock();
+        let at = number.checked_sub(state.base)?;
+        let entry = state.entries.get(usize::try_from(at).ok()?)?;
+        (!entry.done).then(|| Arc::clone(&entry.op))
     }
 
     fn start(&self, state: &mut State) -> Result<()> {
@@ -359,22 +368,30 @@ impl Shared {
         };
         let class = class.filter(|_| bytes <= FUSED);
         let cut = matches!(request.kind, Kind::AllReduce | Kind::Reduce | Kind::Broadcast) && class.is_none();
-        let segments = if cut { self.choice(request, &[]).segments } else { 1 };
+        let alone = || self.choice(Asked::of(request, self.place.ranks()), false);
+        let segments = if cut { alone().segments } else { 1 };
         Item { class, bytes, segments }
     }
 
-    /// How operations travel that go together: a function of what all ranks share.
-    fn choice(&self, first: &Request, others: &[Arc<Op>]) -> HostsChoice {
+    /// How one operation goes, or several that go together: a function of what all ranks share.
+    fn choice(&self, asked: Asked, batched: bool) -> HostsChoice {
+        hosts::between_hosts(asked, batched, &self.hosts, &self.menu, &self.policy)
+    }
+
+    /// Chooses the way of a batch and notes it, so that each operation knows how and with whom it went.
+    fn set_out(&self, batch: &Batch, ops: &[Arc<Op>]) -> HostsChoice {
         let ranks = self.place.ranks();
-        let mut all = Asked::of(first, ranks);
-        for op in others {
-            let one = Asked::of(&op.request, ranks);
-            all.bytes = all.bytes.saturating_add(one.bytes);
-            if one.class != all.class {
-                all.class = NumberClass::Float; // the one that asks for most care
+        let asked =
+            Asked::together(ops.iter().map(|op| Asked::of(&op.request, ranks))).expect("a batch holds one or more");
+        let choice = self.choice(asked, ops.len() > 1);
+        if batch.segment == 0 {
+            for op in ops {
+                op.loads(asked.load());
+                op.travels_with(Company::new(op.number, (batch.first, batch.last), ops.len()));
+                op.sets_out(choice.choice().code());
             }
         }
-        hosts::between_hosts(all, !others.is_empty(), &self.hosts, &self.menu, &self.policy)
+        choice
     }
 
     /// The next batch of this lane; None when the group ends.
@@ -420,7 +437,9 @@ impl Shared {
             issued: state.ready.max(batch.last),
             factor: factor.to_bits(),
         };
-        Some(Task { batch, ops, note })
+        drop(state);
+        let choice = self.set_out(&batch, &ops);
+        Some(Task { batch, ops, note, choice })
     }
 
     /// A lane's thread.
@@ -513,8 +532,8 @@ impl Shared {
         if task.batch.segment == 0 {
             task.ops.iter().for_each(|op| op.prepare());
         }
-        let choice = self.choice(first, &task.ops[1..]);
-        let way = Way { algorithm: choice.algorithm, leaders: choice.leaders.into(), strict: self.settings.strict };
+        let HostsChoice { algorithm, leaders, .. } = task.choice;
+        let way = Way { algorithm, leaders: leaders.into(), strict: self.settings.strict };
         let mut factors = vec![1.0; self.place.ranks()];
         factors[self.place.me] = f64::from_bits(task.note.factor);
         let mut travel = Travel {

@@ -96,12 +96,15 @@ impl Shm {
     /// Takes an operation that was validated and numbered; `poll` must follow. Publishes it if its turn has come.
     pub fn issue(&mut self, op: Arc<Op>, kernel: Option<Kernel>, ended: &mut Ended) {
         if op.request.kind.is_p2p() {
-            op.set_choice(Choice::MESSAGE.code());
+            op.loads(Asked::of(&op.request, self.area.ranks).load());
+            op.sets_out(Choice::MESSAGE.code());
             self.p2p.issue(&self.area, op, ended);
             return;
         }
-        let choice = select::choose(Asked::of(&op.request, self.area.ranks), &self.shape, &self.policy);
-        op.set_choice(choice.code());
+        let asked = Asked::of(&op.request, self.area.ranks);
+        let choice = select::choose(asked, &self.shape, &self.policy);
+        op.loads(asked.load());
+        op.sets_out(choice.code());
         self.entries.push_back(Entry { op, kernel, path: choice.path, phase: Phase::Queued });
         self.queued += 1;
         self.publish();
@@ -221,6 +224,11 @@ impl Shm {
             Phase::Rounds(rounds) => rounds.needs(area, &entry.op, peer),
         });
         collective.map(|entry| &entry.op).or_else(|| self.p2p.needs(peer))
+    }
+
+    /// The pending collective with this number.
+    pub fn collective(&self, number: u64) -> Option<&Arc<Op>> {
+        self.entries.iter().map(|entry| &entry.op).find(|op| op.number == number)
     }
 
     /// The pending operation whose deadline comes first.
