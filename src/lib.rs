@@ -8,7 +8,8 @@
 //! 3. [`group`] gives the operation its sequence number, signature and deadline, and hands it to the engine.
 //!    [`driver`] is who makes progress: the thread that waits, or the progress thread when nobody waits.
 //! 4. [`engine`] does it: [`engine::shm`] over shared memory between the processes of one host
-//!    (`small.rs` slots, `bulk.rs` rounds, `p2p.rs` send and receive, `protocol.rs` the rules of who may write when).
+//!    (`small.rs` slots, `bulk.rs` rounds, `p2p.rs` send and receive, `protocol.rs` the rules of who may write when);
+//!    [`engine::hierarchical`] where ranks live on several hosts, in batches that [`fusion`] cuts, over an [`engine::link`].
 //! 5. [`select`] tells the engine how, and why: slots or rounds, and in which chunks; which schedule between hosts. Pure,
 //!    but for the file of a table (`select/file.rs`).
 //! 6. [`reduce`] adds the numbers in the group's fixed rank order.

@@ -167,6 +167,38 @@ def test_rule_18_strict_gives_the_bits_of_one_host(hosts: list[str]) -> None:
     assert all(each == near[0] for each in [*far, *near])
 
 
+def many_small(ctx: Context, names: list[str], fusion: bool) -> tuple[list[list[float]], int]:
+    import sagellm
+
+    enter(names[ctx.rank])
+    options = sagellm.Options(fusion=fusion, algorithm="*:0-=recursive_doubling")
+    store = dist.FileStore(f"{ctx.tmp}/store", ctx.world_size)
+    ctx.init(store=store, timeout=timedelta(seconds=60), pg_options=options)
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        tensors = [make(dtype, 100, ctx.rank + 10 * i).mul(0.37) for i in range(200)]
+        for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
+            work.wait()
+        found += [tensor.float().tolist() for tensor in tensors]
+    batches = sagellm.get_stats()["fused_batches"]
+    dist.destroy_process_group()
+    return found, batches
+
+
+def test_rule_18_one_schedule_for_everything_gives_equal_bits_fused_and_alone() -> None:
+    """As docs/determinism.md says; four hosts, because with two every order is the same."""
+    if IS_GLOO:
+        pytest.skip("gloo has no such options")
+    for names in network(4):
+        with launch(many_small, 4, names, True, env=ENV) as job:
+            fused = job.values(90)
+        with launch(many_small, 4, names, False, env=ENV) as job:
+            alone = job.values(90)
+        assert all(bits == fused[0][0] for bits, _ in [*fused, *alone])
+        assert all(batches > 0 for _, batches in fused)
+        assert all(batches == 0 for _, batches in alone)
+
+
 def other_call(ctx: Context, names: list[str]) -> str:
     enter(names[ctx.rank // 2])
     ctx.init(store=dist.FileStore(f"{ctx.tmp}/store", ctx.world_size), timeout=timedelta(seconds=30))
