@@ -57,16 +57,33 @@ std::unique_ptr<InFlight> GlooLink::send(uint32_t peer, uint32_t tag, uint8_t* f
   });
 }
 
-// gloo offers no such call, but closes every connection of a group when one of its waits elapses.
+// gloo offers no such call, but closes every connection of a context when one of its waits elapses. A group has a context
+// for each of its devices and takes the one that the tag says; a connection that is broken already cannot be waited on.
 void GlooLink::cut() const noexcept {
-  // The core uses tags up to 2^31 - 1 with bit 30 set, and small ones; this is neither.
+  constexpr int kMostDevices = 4;
+  // The core uses tags below 4 and from 2^30 on; these are neither.
   constexpr int kUnusedTag = 1 << 20;
   try {
-    std::vector<at::Tensor> nothing{at::empty({1}, at::kByte)};
     const auto group = this->group();
-    group->recv(nothing, group->getRank() == 0 ? 1 : 0, kUnusedTag)->wait(std::chrono::milliseconds(1));
+    std::vector<at::Tensor> nothing{at::empty({1}, at::kByte)};
+    for (int tag = kUnusedTag; tag < kUnusedTag + kMostDevices; ++tag) {
+      for (int peer = 0; peer < group->getSize(); ++peer) {
+        if (peer == group->getRank()) continue;
+        c10::intrusive_ptr<c10d::Work> work;
+        try {
+          work = group->recv(nothing, peer, tag);
+        } catch (const std::exception&) {
+          continue;
+        }
+        try {
+          work->wait(std::chrono::milliseconds(1));
+        } catch (const std::exception&) {
+          break;  // That is the point.
+        }
+      }
+    }
   } catch (const std::exception&) {
-    // That is the point.
+    // It is closed already.
   }
 }
 

@@ -91,7 +91,8 @@ pub fn unregister(group: &Arc<dyn Driven>) {
 
 pub fn for_each(each: impl Fn(&dyn Driven)) {
     let groups: Vec<_> = GROUPS.read().unwrap().iter().filter_map(Weak::upgrade).collect();
-    groups.iter().for_each(|group| each(&**group));
+    // The last one first: a group over several hosts was made after those that it has inside its host.
+    groups.iter().rev().for_each(|group| each(&**group));
 }
 
 /// Groups with something pending, of `domain` or of all.
@@ -154,6 +155,8 @@ fn wait_inner(group: &dyn Driven, host: &dyn Host, until: Option<Instant>, done:
                 return Outcome::Interrupted;
             }
             group.tick();
+            // Also the others': while somebody waits, the progress thread looks at no deadline.
+            busy(Some(group.domain())).iter().for_each(|other| other.tick());
         }
         if moved {
             continue;

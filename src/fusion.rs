@@ -4,7 +4,8 @@
 //! (`engine/shm`). Between hosts a message costs a latency, so small operations that wait anyway share one. All ranks must
 //! cut the same batches, and none may wait for an operation that some rank has not issued (rules 13 and 15):
 //!
-//! - Every batch carries, beside its data, the smallest of all ranks' highest issued numbers. Whoever has finished
+//! - Every batch carries, beside its data, the smallest of the numbers up to which each rank has issued operations that do
+//!   not wait for each other's memory. Whoever has finished
 //!   batch j knows that all ranks have issued the operations up to that number.
 //! - Batch j + 2 ends at the number agreed in batch j, limited by bytes, count and likeness. If that adds nothing, it is
 //!   the next single operation, sent at issue, as without fusion. No timer, no waiting.

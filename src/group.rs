@@ -350,6 +350,10 @@ impl Group {
                     self.config.rank, core.request.kind, core.number, self.config.name
                 );
                 self.poison(Error::Interrupted(text.clone()));
+                if self.lanes.get().is_some() {
+                    // A lane may be in the middle of a copy; poison has cut what it waits for.
+                    driver::wait_until(self, &NoHost, None, || core.is_done());
+                }
                 Err(Error::Interrupted(text))
             }
         }
@@ -388,6 +392,9 @@ impl Group {
             ),
             Engine::Delegate(_) => Some(Error::Bug("sagellm: an operation reached a delegated group".to_string())),
         };
+        if let (Some(fault), Engine::Hosts(_) | Engine::Delegate(_)) = (&fault, &inner.engine) {
+            ended.push((Arc::clone(&op), Err(fault.clone()))); // nobody else has it
+        }
         if !ended.iter().any(|(done, _)| Arc::ptr_eq(done, &op)) {
             op.journey.blocks();
         }

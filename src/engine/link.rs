@@ -133,30 +133,43 @@ impl Lane {
         1 << 30 | self.lane << 28 | (count & 3) << 26 | (mixed >> 38) as u32
     }
 
+    /// Frames get the smallest spare buffer that fits, so that no large one sits under a standing receive.
     fn buffer(&mut self, bytes: usize) -> Vec<u8> {
-        let at = self.spare.iter().position(|spare| spare.len() >= bytes).or_else(|| self.spare.len().checked_sub(1));
-        let mut buffer = at.map(|at| self.spare.swap_remove(at)).unwrap_or_default();
-        if buffer.len() < bytes {
-            buffer.resize(bytes, 0);
-        }
-        buffer
+        let fitting = self.spare.iter().enumerate().filter(|(_, spare)| spare.len() >= bytes);
+        let smallest = fitting.min_by_key(|(_, spare)| spare.len()).map(|(at, _)| at);
+        smallest.map_or_else(|| vec![0; bytes], |at| self.spare.swap_remove(at))
     }
 
     fn give_back(&mut self, buffer: Vec<u8>) {
         const KEPT: usize = 16;
-        if self.spare.len() < KEPT {
+        const LARGEST: usize = 8 << 20;
+        if self.spare.len() < KEPT && buffer.len() <= LARGEST {
             self.spare.push(buffer);
         }
     }
 
-    /// Posts receives for the next frames of `peer`. Early, wherever it is known that something will come.
+    /// Posts receives for the next frames of `peer`. Early, wherever it is known that something will come. A connection
+    /// that is gone is an error only where nothing is left to look at: frames that have arrived are read all the same.
     pub fn expect(&mut self, peer: usize) -> Result<()> {
         while self.wires.entry(peer).or_default().ahead.len() < AHEAD {
             let buffer = self.buffer(FRAME);
-            let transfer = self.link.receive(peer, self.frame_tag(), buffer, FRAME)?;
-            self.wires.entry(peer).or_default().ahead.push_back(transfer);
+            match self.link.receive(peer, self.frame_tag(), buffer, FRAME) {
+                Ok(transfer) => self.wires.entry(peer).or_default().ahead.push_back(transfer),
+                Err(error) if self.wires.entry(peer).or_default().ahead.is_empty() => return Err(error),
+                Err(_) => return Ok(()),
+            }
         }
         Ok(())
+    }
+
+    /// The error of a send that failed, or what the peer said before it went.
+    fn last_word(&mut self, peer: usize, own: &Note, error: Error) -> Error {
+        let arrived = self.wires.get_mut(&peer).and_then(|wire| wire.ahead.pop_front());
+        let Some(transfer) = arrived else { return error };
+        match self.finish(peer, transfer, clock::now()).map(|frame| self.refusal(peer, own, &frame)) {
+            Ok(Some(said)) => said,
+            _ => error,
+        }
     }
 
     fn start(&mut self, peer: usize, tag: u32, buffer: Vec<u8>, bytes: usize) -> Result<()> {
@@ -206,8 +219,10 @@ impl Lane {
         }
         for (at, &(peer, bytes)) in sends.iter().enumerate() {
             self.expect(peer)?; // it will tell something some day, a fault or a bye
-            self.settle(peer, ON_THEIR_WAY, deadline)?;
-            self.send_data(peer, &note, bytes, |data| fill(at, data))?;
+            let sent = self
+                .settle(peer, ON_THEIR_WAY, deadline)
+                .and_then(|()| self.send_data(peer, &note, bytes, |data| fill(at, data)));
+            sent.map_err(|error| self.last_word(peer, &note, error))?;
         }
         let mut issued = note.issued;
         for (at, (&(peer, bytes), body)) in receives.iter().zip(bodies).enumerate() {
@@ -260,24 +275,12 @@ impl Lane {
     fn next_frame(&mut self, peer: usize, own: &Note, bytes: usize, deadline: u64) -> Result<(Note, Vec<u8>)> {
         self.expect(peer)?;
         let transfer = self.wires.get_mut(&peer).and_then(|wire| wire.ahead.pop_front()).expect("posted above");
-        self.expect(peer)?; // one ahead again, before we wait
         let frame = self.finish(peer, transfer, deadline)?;
-        let (word, length, theirs) = unframe(&frame);
-        if word == Word::Fault as u64 {
-            return Err(told(&frame, length));
+        self.expect(peer)?; // the next one is posted still; this is the one after it
+        if let Some(error) = self.refusal(peer, own, &frame) {
+            return Err(error);
         }
-        if word == Word::Bye as u64 {
-            return Err(Error::RankFailed {
-                rank: peer,
-                text: format!(
-                    "sagellm: rank {peer} left the group (destroy_process_group or the end of its program): rank {} is in \
-                     {} number {}. Make a new group without it to go on",
-                    self.me,
-                    op::describe(own.signature),
-                    own.number
-                ),
-            });
-        }
+        let (_, length, theirs) = unframe(&frame);
         if theirs.signature != own.signature || theirs.number != own.number {
             return Err(Error::Mismatch(format!(
                 "sagellm: ranks called different operations: rank {} called {} as number {} of their group, rank {peer} \
@@ -302,21 +305,42 @@ impl Lane {
         Ok((theirs, frame))
     }
 
-    /// Says goodbye to every peer that this rank talked to, and hears theirs, until `deadline`: a connection that is
-    /// closed while something is on its way may lose it.
-    pub fn bye(&mut self, deadline: u64) {
-        for peer in self.peers() {
+    /// What a frame says that brings no data.
+    fn refusal(&self, peer: usize, own: &Note, frame: &[u8]) -> Option<Error> {
+        let (word, length, _) = unframe(frame);
+        if word == Word::Fault as u64 {
+            return Some(told(frame, length));
+        }
+        (word == Word::Bye as u64).then(|| Error::RankFailed {
+            rank: peer,
+            text: format!(
+                "sagellm: rank {peer} left the group (destroy_process_group or the end of its program): rank {} is in {} \
+                 number {}. Make a new group without it to go on",
+                self.me,
+                op::describe(own.signature),
+                own.number
+            ),
+        })
+    }
+
+    /// Leaves in order. Everything that was sent is delivered first, within `delivery`: a peer may come to the operation
+    /// later. Then every peer is told goodbye and heard, within `farewell`: a connection that is closed while something is
+    /// on its way may lose it. A peer that is gone is passed over.
+    pub fn bye(&mut self, delivery: Duration, farewell: Duration) {
+        let after = |time: Duration| clock::now().saturating_add(time.as_nanos() as u64);
+        let peers = self.peers();
+        let deadline = after(delivery);
+        let reached: Vec<usize> = peers.into_iter().filter(|peer| self.settle(*peer, 0, deadline).is_ok()).collect();
+        let deadline = after(farewell);
+        for peer in &reached {
             let mut buffer = self.buffer(FRAME);
             buffer[..NOTE].copy_from_slice(&frame(Word::Bye, &Note::default(), 0));
-            let told = self.start(peer, self.frame_tag(), buffer, NOTE).and_then(|()| self.settle(peer, 0, deadline));
-            if told.is_err() {
-                return;
-            }
+            let _ = self.start(*peer, self.frame_tag(), buffer, NOTE);
         }
-        for peer in self.peers() {
+        for peer in reached {
             while let Some(transfer) = self.wires.get_mut(&peer).and_then(|wire| wire.ahead.pop_front()) {
-                let Ok(frame) = self.finish(peer, transfer, deadline) else { return };
-                if unframe(&frame).0 != Word::Data as u64 {
+                let frame = self.finish(peer, transfer, deadline);
+                if frame.is_err() || frame.is_ok_and(|frame| unframe(&frame).0 != Word::Data as u64) {
                     break;
                 }
             }

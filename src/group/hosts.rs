@@ -1,11 +1,12 @@
 //! A group whose ranks live on several hosts: the groups inside this host, the link to the others, and what the lanes
 //! between them tell.
 
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use super::{Engine, Group, NoHost, local_config};
-use crate::clock;
 use crate::config::{Config, Settings};
 use crate::engine::hierarchical::place::Place;
 use crate::engine::hierarchical::{Hierarchical, Inside, Report};
@@ -17,6 +18,7 @@ use crate::host::{Host, Store};
 use crate::op::Op;
 use crate::select::Policy;
 use crate::types::Request;
+use crate::{clock, driver};
 
 /// What is known before the link is there.
 pub(super) struct Setup {
@@ -59,8 +61,8 @@ impl Inside for Group {
     fn run(&self, request: Request) -> Result<()> {
         Group::run(self, request, None)
     }
-    fn abort(&self, reason: &str) {
-        Group::abort(self, reason);
+    fn abort(&self, error: &Error) {
+        self.poison(error.clone());
     }
     fn process(&self, index: usize) -> String {
         self.peers.get(index).map_or_else(String::new, |peer| format!("pid {}, host {}", peer.pid, peer.host))
@@ -74,7 +76,10 @@ impl Report for Reporter {
     fn ended(&self, ended: Vec<(Arc<Op>, Result<()>)>) {
         match self.0.upgrade() {
             Some(group) => group.finish(ended),
-            None => ended.into_iter().for_each(|(op, outcome)| op.end(outcome, clock::stamp())),
+            None => {
+                driver::PENDING.fetch_sub(ended.len(), Ordering::Relaxed);
+                ended.into_iter().for_each(|(op, outcome)| op.end(outcome, clock::stamp()));
+            }
         }
     }
     fn failed(&self, error: Error) {
@@ -110,7 +115,7 @@ impl Group {
                     ..config.clone()
                 };
                 let keys = Prefixed { store, prefix: format!("inside/{id}/{}/{lane}", place.host) };
-                let group = Group::connect(inner, &keys, Arc::new(NoHost))?;
+                let group = Group::connect(inner, &keys, Arc::clone(&host))?;
                 problem = group.delegate_reason().unwrap_or(problem);
                 *inside = Some(group);
             }
@@ -187,7 +192,27 @@ impl Group {
         drop(inner);
         let report = Arc::new(Reporter(self.this.clone()));
         let (policy, timeout) = (Arc::clone(&self.policy), self.config.timeout);
-        let lanes = Hierarchical::open(place, link, insides, settings, policy, report, timeout)?;
+        // On a thread of its own: a link can only be waited on, and this thread must hear of signals.
+        let (done, opened) = std::sync::mpsc::channel();
+        let theirs = Arc::clone(&link);
+        let opening = move || {
+            let _ = done.send(Hierarchical::open(place, theirs, insides, settings, policy, report, timeout));
+        };
+        crate::watch::spawn("sagellm-probe", opening)
+            .map_err(|error| Error::System(format!("sagellm: cannot start a thread to open the link: {error}")))?;
+        let lanes = loop {
+            match opened.recv_timeout(Duration::from_millis(50)) {
+                Ok(lanes) => break lanes?,
+                Err(RecvTimeoutError::Disconnected) => {
+                    return Err(Error::Bug("sagellm: the thread that opens the link ended without a word".to_string()));
+                }
+                Err(RecvTimeoutError::Timeout) if self.host.interrupted() => {
+                    link.cut();
+                    return Err(Error::Interrupted("sagellm: interrupted while the group was being made".to_string()));
+                }
+                Err(RecvTimeoutError::Timeout) => (),
+            }
+        };
         log::info!("group '{}' rank {}: between hosts {}", self.config.name, self.config.rank, lanes.link());
         self.lanes.set(lanes).map_err(|_| Error::Invalid("sagellm: this group has its link already".to_string()))
     }
@@ -245,7 +270,9 @@ impl Group {
 
     pub(super) fn close_lanes(&self, error: &Error) {
         if let Some(lanes) = self.lanes.get() {
-            self.finish(lanes.close().into_iter().map(|op| (op, Err(error.clone()))).collect());
+            self.finish(
+                lanes.close(error, || self.host.interrupted()).into_iter().map(|op| (op, Err(error.clone()))).collect(),
+            );
         }
         let insides: Vec<Arc<Group>> = match &self.lock().engine {
             Engine::Hosts(setup) => setup.insides.iter().flatten().cloned().collect(),

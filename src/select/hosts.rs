@@ -99,6 +99,10 @@ impl Menu {
     }
 }
 
+/// A small operation, which may share a batch: up to so many bytes of each rank.
+pub const FUSED: u64 = 64 << 10;
+/// Up to so many hosts a direct exchange of small sums costs less than more steps would.
+const MOST_DIRECT: usize = 8;
 /// Pipelining is done above the schedules, in segments of the whole operation, so none cuts its streams itself.
 fn serving(kind: Kind, hosts: usize) -> impl Iterator<Item = Schedule> {
     Algorithm::ALL.into_iter().filter_map(move |algorithm| Schedule::new(algorithm, kind, hosts, 0, 1))
@@ -131,7 +135,13 @@ pub fn between_hosts(asked: Asked, batched: bool, hosts: &Hosts, menu: &Menu, po
         choice.predicted_ns = (seconds * 1e9) as u64;
         choice.reason = if hosts.link == LinkFacts::ASSUMED { Reason::Assumed } else { Reason::Model };
     }
+    if !hosts.strict && one_order(asked, batched) {
+        choice.algorithm = if hosts.hosts <= MOST_DIRECT { Algorithm::Direct } else { Algorithm::Doubling };
+        choice.predicted_ns = predict(asked, choice.algorithm, hosts, menu).unwrap_or(0);
+        choice.reason = Reason::OneOrder;
+    }
     if let Some((rule, reason)) = said(asked, policy, &allowed)
+        && !(batched && one_order(asked, batched))
         && let Way::Hosts { algorithm, leaders, segment } = rule.way
     {
         if !hosts.strict {
@@ -157,6 +167,13 @@ pub fn between_hosts(asked: Asked, batched: bool, hosts: &Hosts, menu: &Menu, po
 pub fn predict(asked: Asked, algorithm: Algorithm, hosts: &Hosts, menu: &Menu) -> Option<u64> {
     let only = |other: Algorithm| other == algorithm;
     fastest(asked.kind, exchanged(asked, hosts), hosts, menu, &only).map(|(_, seconds)| (seconds * 1e9) as u64)
+}
+
+/// Small sums of floats, alone or in a batch, are added in one order whatever the batch holds and whatever the link
+/// measured, so that their bits are the same in every run.
+fn one_order(asked: Asked, batched: bool) -> bool {
+    let ordered = matches!(asked.class, Class::Float | Class::Low);
+    asked.kind == Kind::AllReduce && ordered && (batched || asked.bytes <= FUSED)
 }
 
 /// Whether an operation may go by a schedule: the direct one alone in strict mode, and in a batch only one that adds every
@@ -297,7 +314,8 @@ mod tests {
         let menu = Menu::new(3);
         let mut policy = Policy::default();
         let small = asked(Kind::AllReduce, 64);
-        let found = between_hosts(small, false, &hosts(3, FAST), &menu, &policy);
+        let exact = Asked { class: Class::Exact, ..small };
+        let found = between_hosts(exact, false, &hosts(3, FAST), &menu, &policy);
         assert_eq!(found.reason, Reason::Model);
         assert_eq!(found.algorithm, Algorithm::Direct, "one step, two messages");
         assert!(found.predicted_ns >= FAST.alpha_ns);
@@ -308,10 +326,25 @@ mod tests {
         assert_eq!(found.reason, Reason::Override);
         assert_eq!(Choice::from_code(found.choice().code()), found.choice());
         let batched = between_hosts(small, true, &hosts(3, FAST), &menu, &policy);
-        assert_eq!((batched.algorithm, batched.reason), (Algorithm::Direct, Reason::Model));
+        assert_eq!((batched.algorithm, batched.reason), (Algorithm::Direct, Reason::OneOrder));
         let strict = Hosts { strict: true, ..hosts(3, FAST) };
         let strict = between_hosts(small, false, &strict, &menu, &policy);
         assert_eq!((strict.algorithm, strict.reason), (Algorithm::Direct, Reason::Strict));
+    }
+
+    #[test]
+    fn rule_18_small_sums_go_one_way_alone_in_a_batch_and_over_any_link() {
+        let policy = Policy::default();
+        for count in [2, 3, 8, 9, 100] {
+            let menu = Menu::new(count);
+            let links = [LinkFacts::ASSUMED, FAST, LinkFacts { alpha_ns: 1_000_000, beta_ps_per_byte: 8000 }];
+            let ways = links.map(|link| {
+                [(8, false), (FUSED, false), (1 << 20, true)].map(|(bytes, batched)| {
+                    between_hosts(asked(Kind::AllReduce, bytes), batched, &hosts(count, link), &menu, &policy).algorithm
+                })
+            });
+            assert!(ways.iter().flatten().all(|way| *way == ways[0][0]), "{count} hosts: {ways:?}");
+        }
     }
 
     #[test]

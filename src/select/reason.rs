@@ -30,10 +30,11 @@ pub enum Reason {
     OneSchedule = 18,
     Assumed = 19,
     Composed = 20,
+    OneOrder = 21,
 }
 
 impl Reason {
-    pub const ALL: [Reason; 21] = [
+    pub const ALL: [Reason; 22] = [
         Reason::Unknown,
         Reason::Alone,
         Reason::Message,
@@ -55,6 +56,7 @@ impl Reason {
         Reason::OneSchedule,
         Reason::Assumed,
         Reason::Composed,
+        Reason::OneOrder,
     ];
 
     pub fn from_u8(value: u8) -> Reason {
@@ -85,6 +87,7 @@ impl Reason {
             Reason::OneSchedule => "one_schedule",
             Reason::Assumed => "assumed_link",
             Reason::Composed => "composed",
+            Reason::OneOrder => "one_order",
         }
     }
 
@@ -116,6 +119,9 @@ impl Reason {
             Reason::NoCommonSize => "no rank knows all the sizes of an all_to_all, so one way serves them all",
             Reason::NothingToMove => "it moves no data",
             Reason::Strict => "strict mode: only the direct exchange adds in the order of the ranks",
+            Reason::OneOrder => {
+                "small sums of floats are added in one order, whatever travels with them and whatever the link"
+            }
             Reason::Composed => "no single operation does it, so it is made of several",
             Reason::Assumed => "the cost model, with a link of 50 us and 10 Gbit/s, because it was not measured",
             Reason::Model => "the cost model, with the link as it was measured when the group was made",

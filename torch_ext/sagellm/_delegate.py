@@ -1,4 +1,4 @@
-"""The group of torch's own that serves what shared memory cannot, ranks on several hosts first of all.
+"""The groups of torch's own: the one that serves what the engine cannot, and the one that links hosts.
 
 It is built here, in Python, because torch ships the classes of its groups without their headers; the C++ side then
 calls it as a c10d backend, and lets go of it in shutdown.

@@ -44,7 +44,7 @@ def create(options: Any, pg_options: Any = None) -> Any:
     if os.environ.get(_log.VARIABLE):
         _log_versions(extension)
     ours = _settings(extension, pg_options)
-    delegate = _delegate.check(ours.delegate)
+    ours.delegate = delegate = _delegate.check(ours.delegate)
     _step_at_exit(extension)
     _detach_flight_recorder()
     backend = extension.create(

@@ -9,7 +9,7 @@
 //! | reduce_scatter | reduce of all blocks | reduce_scatter of the hosts' blocks | scatter |
 //! | gather | gather | gather of the hosts' blocks | |
 //! | scatter | | scatter of the hosts' blocks | scatter |
-//! | all_to_all | all_to_all | every rank with every rank of other hosts | |
+//! | all_to_all | | every rank with every rank of other hosts | all_to_all |
 //! | barrier | (the comparison) | all_reduce of nothing | (the issued numbers) |
 //!
 //! Bytes between hosts per leader: those of the schedule (docs/algorithms.md) over the hosts. Order of summation: ranks
@@ -29,7 +29,6 @@ use crate::types::{Kind, ReduceOp, Span};
 fn schedule(algorithm: Algorithm, kind: Kind, members: usize, root: usize) -> Result<Schedule> {
     Schedule::new(algorithm, kind, members, root, 1)
         .or_else(|| Schedule::new(Algorithm::Direct, kind, members, root, 1))
-        .or_else(|| Schedule::new(Algorithm::Dissemination, kind, members, root, 1))
         .ok_or_else(|| Error::Bug(format!("sagellm: no schedule for {kind} among {members} hosts")))
 }
 

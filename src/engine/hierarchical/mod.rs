@@ -21,6 +21,7 @@ mod travel;
 mod vector;
 
 use std::collections::{HashSet, VecDeque};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -31,13 +32,12 @@ pub use travel::{Inside, Way};
 use vector::{Vector, cut};
 
 use super::link::{self, Lane, Link, NOBODY, Note};
-use crate::clock;
 use crate::config::Settings;
 use crate::error::{Error, Result};
 use crate::fusion::{Batch, Class, Item, LANES, Limits, Planner};
 use crate::op::{self, Company, Op};
 use crate::select::explain::{self, Explanation};
-use crate::select::hosts::{self, Hosts, HostsChoice, LinkFacts, Menu};
+use crate::select::hosts::{self, FUSED, Hosts, HostsChoice, LinkFacts, Menu};
 use crate::select::{Asked, Policy, Shape};
 use crate::types::{Kind, ReduceOp, Request, Span};
 
@@ -49,9 +49,10 @@ pub trait Report: Send + Sync {
 }
 
 /// Bytes and operations of one batch.
-const BATCH: Limits = Limits { bytes: 4 << 20, operations: 4096 };
-/// An operation up to this size may share a batch.
-const FUSED: usize = 64 << 10;
+const BATCH: Limits = Limits { bytes: 1 << 20, operations: 4096 };
+/// Who leaves stays so long, at most, until what it has sent was taken; the others' goodbyes are waited for a moment.
+const DELIVERY: Duration = Duration::from_secs(30);
+const FAREWELL: Duration = Duration::from_secs(1);
 /// A lane's memory beyond this goes back after the batch.
 const KEPT: usize = 100 << 20;
 
@@ -61,6 +62,8 @@ struct Entry {
     left: usize,
     /// Lanes that work on it now: while there are any, its memory is in use.
     active: usize,
+    /// Strided inputs are in their contiguous pieces: the lane with the first segment does that, the other waits for it.
+    prepared: bool,
     done: bool,
 }
 
@@ -185,8 +188,14 @@ impl Hierarchical {
         if !std::mem::replace(&mut state.started, true) {
             self.start(&mut state)?;
         }
+        if let Some(fault) = &state.fault {
+            return Err(fault.clone());
+        }
+        if state.stopping {
+            return Err(Error::Aborted("sagellm: the group was destroyed".to_string()));
+        }
         state.issued = op.number;
-        state.entries.push_back(Entry { op, left: item.segments, active: 0, done: false });
+        state.entries.push_back(Entry { op, left: item.segments, active: 0, prepared: false, done: false });
         state.planner.push(item);
         state.promise();
         drop(state);
@@ -240,13 +249,16 @@ impl Hierarchical {
             .map(|lane| lane.load(Ordering::Relaxed))
             .filter(|rank| *rank != NOBODY)
             .collect();
-        let whom = match waiting.first() {
-            Some(rank) => format!("it waits for rank {rank} on another host"),
-            None => "it waits for ranks of its own host".to_string(),
+        let whom = match &waiting[..] {
+            [] => "no answer from ranks of its own host".to_string(),
+            ranks => {
+                let ranks: Vec<String> = ranks.iter().map(|rank| format!("rank {rank}")).collect();
+                format!("no answer from {} on another host", ranks.join(" and "))
+            }
         };
         Error::Timeout(format!(
-            "sagellm: rank {} of group '{group}' Timed out after {:.1} s in {} number {}: {whom}, which has not entered it or \
-             cannot be reached. Every rank must call the same operations in the same order; where a rank needs longer, \
+            "sagellm: rank {} of group '{group}' Timed out after {:.1} s in {} number {}: {whom}: it has not entered it, or cannot \
+             be reached. Every rank must call the same operations in the same order; where a rank needs longer, \
              pass a larger timeout",
             self.shared.place.me,
             op.timeout.as_secs_f64(),
@@ -264,43 +276,47 @@ impl Hierarchical {
             state.fault = Some(error.clone());
         }
         let free = state.take_free();
-        let running = state.running;
         drop(state);
         shared.turn.notify_all();
-        if first && running > 0 {
+        if first {
             shared.tell(error);
             shared.link.cut();
-            for inside in shared.insides.iter().flatten() {
-                inside.abort(error.text());
-            }
+            shared.insides.iter().flatten().for_each(|inside| inside.abort(error));
         }
         free
     }
 
-    /// Leaves in order: lanes say goodbye to the hosts they talked to and end, within a second. Gives back what was
-    /// pending.
-    pub fn close(&self) -> Vec<Arc<Op>> {
-        const PATIENCE: Duration = Duration::from_secs(1);
+    /// Leaves in order: what was sent is delivered, lanes say goodbye to the hosts they talked to and end. Gives back what
+    /// was pending, which ends with `error`. Returns early when `interrupted` says so.
+    pub fn close(&self, error: &Error, interrupted: impl Fn() -> bool) -> Vec<Arc<Op>> {
         let shared = &self.shared;
         let mut state = shared.lock();
         let busy = state.entries.iter().any(|entry| entry.active > 0);
-        let free = state.take_free();
+        let mut free = state.take_free();
         state.stopping = true;
+        if busy && state.fault.is_none() {
+            state.fault = Some(error.clone());
+        }
         drop(state);
         shared.turn.notify_all();
         if busy {
             // Nobody may use the callers' memory afterwards, so what is on its way is broken off.
             shared.link.cut();
-            for inside in shared.insides.iter().flatten() {
-                inside.abort("the group was destroyed");
+            shared.insides.iter().flatten().for_each(|inside| inside.abort(error));
+        }
+        let until = Instant::now() + DELIVERY + FAREWELL;
+        loop {
+            let state = shared.lock();
+            if state.running == 0 || Instant::now() >= until {
+                break;
+            }
+            drop(shared.turn.wait_timeout(state, Duration::from_millis(50)));
+            if interrupted() {
+                shared.link.cut();
+                break;
             }
         }
-        let until = Instant::now() + PATIENCE + Duration::from_millis(500);
-        let mut state = shared.lock();
-        while state.running > 0 && Instant::now() < until {
-            let left = until.saturating_duration_since(Instant::now());
-            state = shared.turn.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
-        }
+        free.extend(shared.lock().take_free()); // the rest of what a lane had in part
         free
     }
 }
@@ -315,6 +331,10 @@ impl State {
     fn promise(&mut self) {
         while self.ready < self.issued {
             let next = (self.ready + 1).max(self.base);
+            if next > self.issued {
+                self.ready = self.issued; // all of them have ended
+                return;
+            }
             if self.must_follow(next) {
                 return;
             }
@@ -366,7 +386,7 @@ impl Shared {
             Kind::Broadcast => (sum(&request.inputs).max(sum(&request.outputs)), None),
             _ => (sum(&request.inputs), None),
         };
-        let class = class.filter(|_| bytes <= FUSED);
+        let class = class.filter(|_| bytes as u64 <= FUSED);
         let cut = matches!(request.kind, Kind::AllReduce | Kind::Reduce | Kind::Broadcast) && class.is_none();
         let alone = || self.choice(Asked::of(request, self.place.ranks()), false);
         let segments = if cut { alone().segments } else { 1 };
@@ -446,7 +466,11 @@ impl Shared {
     fn work(&self, lane: usize, mut wires: Lane, report: &dyn Report) {
         let mut scratch = Vec::new();
         while let Some(task) = self.next(lane) {
-            let outcome = self.carry(lane, &mut wires, &mut scratch, &task);
+            // A panic is a bug of ours; it must not become a hang.
+            let carried = catch_unwind(AssertUnwindSafe(|| self.carry(lane, &mut wires, &mut scratch, &task)));
+            let outcome = carried.unwrap_or_else(|_| {
+                Err(Error::Bug("sagellm: internal error in a lane, please report it with the text above".to_string()))
+            });
             if scratch.len() > KEPT {
                 scratch = Vec::new();
             }
@@ -463,8 +487,9 @@ impl Shared {
         }
         let orderly = self.lock().fault.is_none();
         if orderly {
-            wires.bye(clock::now() + 1_000_000_000);
+            wires.bye(DELIVERY, FAREWELL);
         }
+        drop(wires); // the link's last reference must not fall while the process ends
         self.lock().running -= 1;
         self.turn.notify_all();
     }
@@ -490,7 +515,7 @@ impl Shared {
             let entry = state.entry(op.number);
             entry.active -= 1;
             let outcome = match &fault {
-                _ if entry.left == 0 => Ok(()),
+                _ if entry.left == 0 && entry.active == 0 => Ok(()),
                 // Nobody will take its other segments.
                 Some(fault) if entry.active == 0 => Err(fault.clone()),
                 _ => continue,
@@ -529,9 +554,7 @@ impl Shared {
     /// Carries one batch through; the number that all ranks agreed on, or 0.
     fn carry(&self, lane: usize, wires: &mut Lane, scratch: &mut Vec<u8>, task: &Task) -> Result<u64> {
         let first = &task.ops[0].request;
-        if task.batch.segment == 0 {
-            task.ops.iter().for_each(|op| op.prepare());
-        }
+        self.prepare(task)?;
         let HostsChoice { algorithm, leaders, .. } = task.choice;
         let way = Way { algorithm, leaders: leaders.into(), strict: self.settings.strict };
         let mut factors = vec![1.0; self.place.ranks()];
@@ -551,6 +574,29 @@ impl Shared {
         let agrees =
             task.batch.segments == 1 && matches!(first.kind, Kind::AllReduce | Kind::AllGather | Kind::Barrier);
         Ok(if agrees { travel.note.issued } else { 0 })
+    }
+
+    /// Makes inputs ready to be read, once for all segments. An error is the group's fault, which may have come while the
+    /// lane waited for its turn.
+    fn prepare(&self, task: &Task) -> Result<()> {
+        let fault = |state: &State| state.fault.clone().map_or(Ok(()), Err);
+        fault(&self.lock())?;
+        if task.batch.segment == 0 {
+            task.ops.iter().for_each(|op| op.prepare());
+        }
+        let mut state = self.lock();
+        for op in &task.ops {
+            while task.batch.segment > 0 && !state.entry(op.number).prepared {
+                fault(&state)?;
+                state = self.turn.wait(state).unwrap_or_else(PoisonError::into_inner);
+            }
+            state.entry(op.number).prepared = true;
+        }
+        drop(state);
+        if task.batch.segments > 1 {
+            self.turn.notify_all();
+        }
+        Ok(())
     }
 
     fn dispatch(&self, travel: &mut Travel, task: &Task) -> Result<()> {

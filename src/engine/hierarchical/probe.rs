@@ -12,7 +12,7 @@ use super::travel::{Inside, written};
 use super::vector::span;
 use crate::clock;
 use crate::engine::link::{Lane, Note};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::select::hosts::LinkFacts;
 use crate::types::{Dtype, Kind, ReduceOp, Request};
 
@@ -76,14 +76,23 @@ impl Probe<'_> {
     fn exchange(&mut self, to: &[usize], from: &[usize], data: &[u8], mut take: impl FnMut(&[u8])) -> Result<()> {
         self.number += 1;
         let note = Note { chain: self.chain, number: self.number, ..Note::default() };
-        let deadline = clock::now() + self.timeout.as_nanos() as u64;
+        let timeout = u64::try_from(self.timeout.as_nanos()).unwrap_or(u64::MAX);
+        let deadline = clock::now().saturating_add(timeout);
         let list = |ranks: &[usize]| ranks.iter().map(|rank| (*rank, data.len())).collect::<Vec<_>>();
         let fill = |_: usize, out: &mut [u8]| out.copy_from_slice(data);
-        self.lane.exchange(note, deadline, &list(to), fill, &list(from), |_, arrived| {
+        let exchanged = self.lane.exchange(note, deadline, &list(to), fill, &list(from), |_, arrived| {
             take(arrived.data);
             Ok(())
-        })?;
-        Ok(())
+        });
+        match exchanged {
+            Ok(_) => Ok(()),
+            Err(Error::Mismatch(_)) => Err(Error::Mismatch(format!(
+                "sagellm: rank {} and a rank on another host have other options for their group: fusion, strict or the \
+                 rules of algorithms differ (pg_options, SAGELLM_FUSION, SAGELLM_STRICT). All ranks must have the same",
+                self.place.me
+            ))),
+            Err(error) => Err(error),
+        }
     }
 
     /// Nanoseconds of the quickest of a few exchanges of `bytes` with the neighbours.

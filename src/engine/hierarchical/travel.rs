@@ -21,7 +21,7 @@ pub trait Inside: Send + Sync {
     /// Runs one operation of theirs to its end. The caller keeps its memory valid meanwhile.
     fn run(&self, request: Request) -> Result<()>;
     /// Fails what is pending there, here and on the others.
-    fn abort(&self, reason: &str);
+    fn abort(&self, error: &Error);
     /// The process of the rank at position `index`, for messages.
     fn process(&self, index: usize) -> String;
 }
@@ -83,8 +83,11 @@ impl Travel<'_> {
             note: crate::types::CallNote::default(),
         });
         outcome.map_err(|error| match error {
-            // In the words of the whole group, which does not know this one.
-            Error::RankFailed { rank, .. } if rank < self.place.neighbours().len() => {
+            // In the words of the whole group, which does not know this one. What a neighbour reported names the dead
+            // one in its text alone.
+            Error::RankFailed { rank, ref text }
+                if rank < self.place.neighbours().len() && text.contains(&format!("rank {rank} (pid")) =>
+            {
                 let failed = self.place.neighbours()[rank];
                 Error::RankFailed {
                     rank: failed,
@@ -98,8 +101,26 @@ impl Travel<'_> {
                     ),
                 }
             }
-            other => other,
+            other => self.outward(other),
         })
+    }
+
+    /// A neighbour's report as this group knows the neighbour.
+    fn outward(&self, error: Error) -> Error {
+        let outward = |text: String| {
+            let named = self.place.neighbours().iter().enumerate().find_map(|(index, rank)| {
+                let head = text.strip_suffix(&format!(" (reported by rank {index})"))?;
+                Some(format!("{head} (reported by rank {rank})"))
+            });
+            named.unwrap_or(text)
+        };
+        match error {
+            Error::Timeout(text) => Error::Timeout(outward(text)),
+            Error::Mismatch(text) => Error::Mismatch(outward(text)),
+            Error::Aborted(text) => Error::Aborted(outward(text)),
+            Error::RankFailed { rank, text } => Error::RankFailed { rank, text: outward(text) },
+            other => other,
+        }
     }
 
     /// The ranks of this host compare what they are about to do, and learn each other's factors and issued numbers.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -243,6 +244,33 @@ def test_a_killed_rank_fails_the_other_host_long_before_the_deadline(hosts: list
         error = outcomes[rank].value
         assert error, outcomes[rank].error
         assert "rank 3" in error or "lost the connection" in error, error
+
+
+def strided_and_late(ctx: Context, names: list[str]) -> None:
+    enter(names[ctx.rank // 2])
+    ctx.init(store=dist.FileStore(f"{ctx.tmp}/store", ctx.world_size), timeout=timedelta(seconds=60))
+    for turn in range(4):
+        # Several segments on both lanes, through temporaries that one of them must fill first.
+        whole = torch.full((2, 3_000_000), float(ctx.rank + turn), dtype=torch.int64).t()
+        assert not whole.is_contiguous()
+        dist.all_reduce(whole)
+        assert whole.eq(6 + 4 * turn).all()
+        dist.broadcast(whole.fill_(ctx.rank), 2)
+        assert whole.eq(2).all()
+    data = torch.full((500_000,), float(ctx.rank))
+    if ctx.rank >= 2:
+        time.sleep(3)  # the root has left by then
+    dist.broadcast(data, 0)
+    assert data.eq(0).all()
+    dist.destroy_process_group()
+
+
+def test_rule_21_strided_segments_and_a_root_that_leaves_early(hosts: list[str]) -> None:
+    """What a rank has sent is delivered, though it leaves; strided tensors in several segments are whole."""
+    if IS_GLOO:
+        pytest.skip("a test of our lanes")
+    with launch(strided_and_late, 4, hosts, env=ENV) as job:
+        job.values(120)
 
 
 def half_local(ctx: Context, names: list[str]) -> None:
