@@ -77,7 +77,7 @@ class Batch:
     #: messages, which have numbers of their own, may be among the operations.
     first: int
     last: int
-    #: Bytes of all of them, one rank's share, where one way was chosen for all (between hosts); None where each went its own.
+    #: Bytes that one rank gives to all of them together, where one way was chosen for all (between hosts); else None.
     nbytes: int | None
 
     def __str__(self) -> str:

@@ -50,8 +50,6 @@ pub trait Report: Send + Sync {
 
 /// Bytes and operations of one batch.
 const BATCH: Limits = Limits { bytes: 4 << 20, operations: 4096 };
-/// An operation up to this size may share a batch.
-const FUSED: usize = 64 << 10;
 /// A lane's memory beyond this goes back after the batch.
 const KEPT: usize = 100 << 20;
 
@@ -366,7 +364,7 @@ impl Shared {
             Kind::Broadcast => (sum(&request.inputs).max(sum(&request.outputs)), None),
             _ => (sum(&request.inputs), None),
         };
-        let class = class.filter(|_| bytes <= FUSED);
+        let class = class.filter(|_| bytes as u64 <= hosts::SMALL);
         let cut = matches!(request.kind, Kind::AllReduce | Kind::Reduce | Kind::Broadcast) && class.is_none();
         let alone = || self.choice(Asked::of(request, self.place.ranks()), false);
         let segments = if cut { alone().segments } else { 1 };
