@@ -261,6 +261,11 @@ mod tests {
     }
 
     #[test]
+    fn a_record_is_as_large_as_the_documents_say() {
+        assert_eq!(std::mem::size_of::<Record>(), 120); // docs/statistics.md
+    }
+
+    #[test]
     fn a_collective_is_found_apart_from_messages_with_its_number() {
         let mut ring = Ring::new(8);
         ring.push(record(Kind::Send, 1, 2));

@@ -85,6 +85,8 @@ class Batch:
             return "alone"
         if self.last - self.first + 1 == self.operations:
             others = f"operations {self.first} to {self.last}"
+        elif self.first == self.last:
+            others = f"{self.operations - 1} others"
         else:
             others = f"{self.operations - 1} others, numbers {self.first} to {self.last}"
         if self.nbytes is None:
