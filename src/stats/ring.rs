@@ -65,7 +65,7 @@ impl Record {
         kind: Kind::Barrier,
         dtype: Dtype::Bytes,
         op: 0,
-        route: Route { choice: 0, load: 0, company: Company::UNKNOWN },
+        route: Route { choice: 0, load: 0, company: Company::ALONE },
         state: State::Pending,
         blocked: false,
         timed: true,

@@ -128,7 +128,7 @@ class Explanation:
     recorded: int | None = None
     #: Number of the operation in its group, for a past one.
     sequence: int | None = None
-    #: With whom it travelled, for a past one; None while that is not known, and where it failed.
+    #: With whom it travelled, for a past one; None while that is not known, and on one host where it failed.
     batch: Batch | None = None
     #: For a coalesced call of several types: the other operations it consists of.
     parts: list[Explanation] = field(default_factory=list)
