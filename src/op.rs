@@ -61,23 +61,24 @@ impl Journey {
 }
 
 /// With whom an operation travelled: those of one batch between hosts, those that ended in one pass on one host. One
-/// word, so that it is read whole: how many (16 bits; 0 is unknown), and how many numbers before and behind (24 each).
+/// word, so that it is read whole: how many others (16 bits), and how many numbers before and behind (24 each). All zeros,
+/// which nobody has to write, is alone.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Company(u64);
 
 impl Company {
-    pub const UNKNOWN: Company = Company(0);
+    pub const ALONE: Company = Company(0);
 
     /// Of operation `number`, one of `count` with the numbers `first` to `last`.
     pub fn new(number: u64, (first, last): (u64, u64), count: usize) -> Company {
         let near = |distance: u64| distance.min((1 << 24) - 1);
-        let count = count.min(usize::from(u16::MAX)) as u64;
-        Company(count | near(number.saturating_sub(first)) << 16 | near(last.saturating_sub(number)) << 40)
+        let others = count.saturating_sub(1).min(usize::from(u16::MAX)) as u64;
+        Company(others | near(number.saturating_sub(first)) << 16 | near(last.saturating_sub(number)) << 40)
     }
 
-    /// Operations, itself included; 0 where it is not known.
+    /// Operations, itself included.
     pub fn count(self) -> u64 {
-        self.0 & 0xffff
+        (self.0 & 0xffff) + 1
     }
 
     /// The first and the last number of the company of operation `number`; its own where the others are messages.
@@ -117,8 +118,8 @@ pub struct Op {
     source: AtomicI32,
     nanoseconds: AtomicU64,
     /// `Route`. The engine writes the choice once, when the operation sets out (release), after load and, between hosts,
-    /// company; whoever explains it acquires the choice first. On one host the company is written when it has ended,
-    /// before `state`.
+    /// company; whoever explains it acquires the choice first. On one host the company is written when it ends, before
+    /// `state`, if it is not alone.
     choice: AtomicU64,
     load: AtomicU64,
     company: AtomicU64,
@@ -304,7 +305,8 @@ mod tests {
             let company = Company::new(number, (first, last), count);
             assert_eq!((company.numbers(number), company.count()), ((first, last), count as u64));
         }
-        assert_eq!(Company::default().count(), 0);
-        assert_eq!(Company::new(7, (7, 7), 1 << 20).count(), 0xffff);
+        assert_eq!(Company::new(7, (7, 7), 1), Company::ALONE);
+        assert_eq!((Company::ALONE.count(), Company::ALONE.numbers(7)), (1, (7, 7)));
+        assert_eq!(Company::new(7, (7, 7), 1 << 20).count(), 0x10000);
     }
 }

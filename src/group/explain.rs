@@ -95,14 +95,16 @@ impl Group {
 
     /// The way is worked out anew, from what was recorded beside it.
     fn explain_called(&self, called: Called) -> Explanation {
-        let Called { number, own, route } = called;
+        let Called { number, own, route, well } = called;
         let choice = (route.choice != 0).then(|| Choice::from_code(route.choice));
         let batched = called.batched();
         let asked = Asked::from_load(own.kind, route.load);
         let found = self.explain_asked(asked, batched);
         let (count, (first, last)) = (route.company.count(), route.company.numbers(number));
+        // Between hosts it is known when the batch is made, on one host when the operation has ended.
+        let known = well || choice.is_some_and(|choice| matches!(choice.path, Path::Hosts { .. }));
         let batch = Batch { count, first, last, bytes: batched.then_some(asked.bytes) };
-        let past = Past { number, choice, batch: (count > 0).then_some(batch) };
+        let past = Past { number, choice, batch: known.then_some(batch) };
         Explanation { asked: own, past: Some(past), ..found }
     }
 
@@ -133,22 +135,25 @@ struct Called {
     number: u64,
     own: Asked,
     route: Route,
+    /// It has ended, and not failed.
+    well: bool,
 }
 
 impl Called {
     fn of_op(op: &CoreOp, ranks: usize) -> Called {
-        Called { number: op.number, own: Asked::of(&op.request, ranks), route: op.route() }
+        let well = op.is_done() && op.error().is_none();
+        Called { number: op.number, own: Asked::of(&op.request, ranks), route: op.route(), well }
     }
 
     fn of_record(record: &Record, ranks: usize) -> Called {
-        let Record { number, kind, dtype, read, written, route, .. } = *record;
+        let Record { number, kind, dtype, read, written, route, state, .. } = *record;
         let bytes = match kind {
             Kind::Broadcast => read.max(written),
             Kind::Scatter => written * ranks as u64,
             _ => read,
         };
         let sizes = Asked { kind, bytes, class: Class::of(kind, dtype) }.normal();
-        let called = Called { number, own: Asked::from_load(kind, route.load), route };
+        let called = Called { number, own: Asked::from_load(kind, route.load), route, well: state == State::Done };
         match Choice::from_code(route.choice) {
             Choice::DELEGATE => Called { own: sizes, route: Route { load: sizes.load(), ..route }, ..called },
             _ if called.batched() => Called { own: sizes, ..called }, // the load is that of all

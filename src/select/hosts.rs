@@ -72,8 +72,8 @@ impl HostsChoice {
 
 /// From here on bytes count more than steps: the public start rules have their border here.
 pub const LARGE: u64 = 1 << 20;
-/// Up to here a second leader would cost more messages than it saves.
-const ONE_LEADER: u64 = 64 << 10;
+/// Up to here an operation may share a batch and is never cut, and a second leader would cost more messages than it saves.
+pub const SMALL: u64 = 64 << 10;
 const MOST_OVERHEAD_NS: u64 = 20_000;
 /// Segments where the link was not measured, and the smallest ones where it was.
 const SEGMENT: usize = 2 << 20;
@@ -99,8 +99,6 @@ impl Menu {
     }
 }
 
-/// A small operation, which may share a batch: up to so many bytes of each rank.
-pub const FUSED: u64 = 64 << 10;
 /// Up to so many hosts a direct exchange of small sums costs less than more steps would.
 const MOST_DIRECT: usize = 8;
 /// Pipelining is done above the schedules, in segments of the whole operation, so none cuts its streams itself.
@@ -141,7 +139,6 @@ pub fn between_hosts(asked: Asked, batched: bool, hosts: &Hosts, menu: &Menu, po
         choice.reason = Reason::OneOrder;
     }
     if let Some((rule, reason)) = said(asked, policy, &allowed)
-        && !(batched && one_order(asked, batched))
         && let Way::Hosts { algorithm, leaders, segment } = rule.way
     {
         if !hosts.strict {
@@ -155,11 +152,13 @@ pub fn between_hosts(asked: Asked, batched: bool, hosts: &Hosts, menu: &Menu, po
         }
         choice.segment_bytes = segment.unwrap_or(choice.segment_bytes);
     }
-    if batched || !matches!(asked.kind, Kind::AllReduce | Kind::Reduce | Kind::Broadcast) {
-        return HostsChoice { segment_bytes: WHOLE, ..choice };
+    let cut = matches!(asked.kind, Kind::AllReduce | Kind::Reduce | Kind::Broadcast) && !batched;
+    if cut && asked.bytes > SMALL.max(choice.segment_bytes as u64) {
+        let parts = asked.bytes.div_ceil(choice.segment_bytes as u64);
+        choice.segments = usize::try_from(parts).unwrap_or(usize::MAX);
+    } else {
+        choice.segment_bytes = WHOLE;
     }
-    let parts = asked.bytes.div_ceil(choice.segment_bytes as u64).max(1);
-    choice.segments = usize::try_from(parts).unwrap_or(usize::MAX);
     choice
 }
 
@@ -173,7 +172,7 @@ pub fn predict(asked: Asked, algorithm: Algorithm, hosts: &Hosts, menu: &Menu) -
 /// measured, so that their bits are the same in every run.
 fn one_order(asked: Asked, batched: bool) -> bool {
     let ordered = matches!(asked.class, Class::Float | Class::Low);
-    asked.kind == Kind::AllReduce && ordered && (batched || asked.bytes <= FUSED)
+    asked.kind == Kind::AllReduce && ordered && (batched || asked.bytes <= SMALL)
 }
 
 /// Whether an operation may go by a schedule: the direct one alone in strict mode, and in a batch only one that adds every
@@ -266,7 +265,7 @@ fn cap(count: usize) -> u8 {
 
 /// A start value: a large all_reduce is shared out over all ranks of a host, which fill the link with several connections.
 fn leaders(asked: Asked, hosts: &Hosts) -> u8 {
-    if asked.kind == Kind::AllReduce && asked.bytes > ONE_LEADER { cap(hosts.least_ranks) } else { 1 }
+    if asked.kind == Kind::AllReduce && asked.bytes > SMALL { cap(hosts.least_ranks) } else { 1 }
 }
 
 /// Where the cost of one more message equals what a shorter first and last segment save: a power of two, and at least
@@ -314,6 +313,7 @@ mod tests {
         let menu = Menu::new(3);
         let mut policy = Policy::default();
         let small = asked(Kind::AllReduce, 64);
+        let large = asked(Kind::AllReduce, (2 << 20) + 1);
         let exact = Asked { class: Class::Exact, ..small };
         let found = between_hosts(exact, false, &hosts(3, FAST), &menu, &policy);
         assert_eq!(found.reason, Reason::Model);
@@ -322,7 +322,9 @@ mod tests {
         policy.rules = Rules::parse("*:0-=dissemination;all_reduce:0-=ring(leaders=9,segment=1MiB)").unwrap();
         let found = between_hosts(small, false, &hosts(3, FAST), &menu, &policy);
         assert_eq!((found.algorithm, found.leaders), (Algorithm::Ring, 2));
-        assert_eq!((found.segment_bytes, found.segments), (1 << 20, 1));
+        assert_eq!((found.segment_bytes, found.segments), (WHOLE, 1));
+        let cut = between_hosts(large, false, &hosts(3, FAST), &menu, &policy);
+        assert_eq!((cut.segment_bytes, cut.segments), (1 << 20, 3));
         assert_eq!(found.reason, Reason::Override);
         assert_eq!(Choice::from_code(found.choice().code()), found.choice());
         let batched = between_hosts(small, true, &hosts(3, FAST), &menu, &policy);
@@ -339,7 +341,7 @@ mod tests {
             let menu = Menu::new(count);
             let links = [LinkFacts::ASSUMED, FAST, LinkFacts { alpha_ns: 1_000_000, beta_ps_per_byte: 8000 }];
             let ways = links.map(|link| {
-                [(8, false), (FUSED, false), (1 << 20, true)].map(|(bytes, batched)| {
+                [(8, false), (SMALL, false), (1 << 20, true)].map(|(bytes, batched)| {
                     between_hosts(asked(Kind::AllReduce, bytes), batched, &hosts(count, link), &menu, &policy).algorithm
                 })
             });
@@ -382,8 +384,8 @@ mod tests {
             assert_eq!(found, between_hosts(asked, batched, &hosts, another, policy));
             assert!(found.leaders >= 1 && usize::from(found.leaders) <= hosts.least_ranks.max(1));
             assert!(found.segments >= 1);
-            let whole = found.segment_bytes == WHOLE && found.segments == 1;
-            assert!(whole || (1024..=1 << 30).contains(&found.segment_bytes), "{found:?}");
+            let cut = (1024..=1 << 30).contains(&found.segment_bytes) && asked.bytes > SMALL && !batched;
+            assert!(if found.segments == 1 { found.segment_bytes == WHOLE } else { cut }, "{found:?}");
             assert!(found.leaders == 1 || kind == Kind::AllReduce, "{found:?}");
             if !kind.is_p2p() {
                 assert!(found.algorithm.serves(kind), "{found:?} for {kind}");

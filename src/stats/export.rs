@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use super::ring::Record;
+use super::ring::{Record, State};
 use super::{MIXED, Stats};
 use crate::op::NOBODY;
 use crate::types::{ANY_RANK, Dtype, ReduceOp};
@@ -98,7 +98,7 @@ pub fn records<'a>(records: impl Iterator<Item = &'a Record>, names: Names) -> S
             rank(record.root),
             record.tag,
             rank(record.late),
-            record.route.company.count(),
+            if record.state == State::Done { record.route.company.count() } else { 0 },
             record.read,
             record.written,
             record.issued,

@@ -114,37 +114,17 @@ pub struct Fused {
     pub largest: u64,
 }
 
-/// What ended well in one pass over the group.
-#[derive(Default)]
-struct Pass {
-    count: usize,
-    /// First and last number of the collectives.
-    numbers: Option<(u64, u64)>,
-}
-
-impl Pass {
-    #[inline]
-    fn of(ended: &[(Arc<Op>, Result<()>)]) -> Pass {
-        let mut pass = Pass::default();
-        for (op, _) in ended.iter().filter(|(_, outcome)| outcome.is_ok()) {
-            pass.count += 1;
-            if !op.request.kind.is_p2p() {
-                let (first, last) = pass.numbers.unwrap_or((op.number, op.number));
-                pass.numbers = Some((first.min(op.number), last.max(op.number)));
-            }
-        }
-        pass
-    }
-
-    /// Notes it as the company of one of them, unless a batch between hosts was noted before. Messages have numbers of
-    /// their own.
-    #[inline]
-    fn enter(&self, op: &Op) {
-        if op.route().company == Company::UNKNOWN {
-            let own = (op.number, op.number);
-            let numbers = self.numbers.filter(|_| !op.request.kind.is_p2p()).unwrap_or(own);
-            op.travels_with(Company::new(op.number, numbers, self.count));
-        }
+/// Tells operations of one pass over the group of one another, those that ended well. Messages have numbers of their own. A
+/// batch between hosts, which was noted before, stays.
+#[inline(never)]
+fn introduce(ended: &[(Arc<Op>, Result<()>)]) {
+    let well = || ended.iter().filter(|(_, outcome)| outcome.is_ok()).map(|(op, _)| op);
+    let numbers = || well().filter(|op| !op.request.kind.is_p2p()).map(|op| op.number);
+    let collectives = numbers().min().zip(numbers().max());
+    let count = well().count();
+    for op in well().filter(|op| op.route().company == Company::ALONE) {
+        let numbers = collectives.filter(|_| !op.request.kind.is_p2p()).unwrap_or((op.number, op.number));
+        op.travels_with(Company::new(op.number, numbers, count));
     }
 }
 
@@ -233,14 +213,13 @@ impl Stats {
     /// Operations ended in one pass over the group, `at` this stamp. Before their owners are told.
     #[inline]
     pub fn ended(&mut self, ended: &[(Arc<Op>, Result<()>)], at: u64) {
-        let pass = Pass::of(ended);
+        if ended.len() > 1 {
+            introduce(ended);
+        }
         let mut together = 0;
         for (op, outcome) in ended {
-            if outcome.is_ok() {
-                together += u64::from(op.request.note.tensors);
-                pass.enter(op);
-            }
             self.end(op, outcome.is_ok(), at);
+            together += if outcome.is_ok() { u64::from(op.request.note.tensors) } else { 0 };
         }
         if together > 1 {
             self.fused.batches += 1;

@@ -65,7 +65,7 @@ impl Record {
         kind: Kind::Barrier,
         dtype: Dtype::Bytes,
         op: 0,
-        route: Route { choice: 0, load: 0, company: Company::UNKNOWN },
+        route: Route { choice: 0, load: 0, company: Company::ALONE },
         state: State::Pending,
         blocked: false,
         timed: true,
@@ -258,6 +258,11 @@ mod tests {
                 prop_assert_eq!(ring.get_mut(number - 1).is_some(), there);
             }
         }
+    }
+
+    #[test]
+    fn a_record_is_as_large_as_the_documents_say() {
+        assert_eq!(std::mem::size_of::<Record>(), 120); // docs/statistics.md
     }
 
     #[test]

@@ -77,7 +77,7 @@ class Batch:
     #: messages, which have numbers of their own, may be among the operations.
     first: int
     last: int
-    #: Bytes of all of them, one rank's share, where one way was chosen for all (between hosts); None where each went its own.
+    #: Bytes that one rank gives to all of them together, where one way was chosen for all (between hosts); else None.
     nbytes: int | None
 
     def __str__(self) -> str:
@@ -85,6 +85,8 @@ class Batch:
             return "alone"
         if self.last - self.first + 1 == self.operations:
             others = f"operations {self.first} to {self.last}"
+        elif self.first == self.last:
+            others = f"{self.operations - 1} others"
         else:
             others = f"{self.operations - 1} others, numbers {self.first} to {self.last}"
         if self.nbytes is None:
@@ -126,7 +128,7 @@ class Explanation:
     recorded: int | None = None
     #: Number of the operation in its group, for a past one.
     sequence: int | None = None
-    #: With whom it travelled, for a past one; None while that is not known, and where it failed.
+    #: With whom it travelled, for a past one; None while that is not known, and on one host where it failed.
     batch: Batch | None = None
     #: For a coalesced call of several types: the other operations it consists of.
     parts: list[Explanation] = field(default_factory=list)

@@ -37,7 +37,7 @@ use crate::error::{Error, Result};
 use crate::fusion::{Batch, Class, Item, LANES, Limits, Planner};
 use crate::op::{self, Company, Op};
 use crate::select::explain::{self, Explanation};
-use crate::select::hosts::{self, FUSED, Hosts, HostsChoice, LinkFacts, Menu};
+use crate::select::hosts::{self, Hosts, HostsChoice, LinkFacts, Menu};
 use crate::select::{Asked, Policy, Shape};
 use crate::types::{Kind, ReduceOp, Request, Span};
 
@@ -386,7 +386,7 @@ impl Shared {
             Kind::Broadcast => (sum(&request.inputs).max(sum(&request.outputs)), None),
             _ => (sum(&request.inputs), None),
         };
-        let class = class.filter(|_| bytes as u64 <= FUSED);
+        let class = class.filter(|_| bytes as u64 <= hosts::SMALL);
         let cut = matches!(request.kind, Kind::AllReduce | Kind::Reduce | Kind::Broadcast) && class.is_none();
         let alone = || self.choice(Asked::of(request, self.place.ranks()), false);
         let segments = if cut { alone().segments } else { 1 };

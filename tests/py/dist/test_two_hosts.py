@@ -168,11 +168,11 @@ def test_rule_18_strict_gives_the_bits_of_one_host(hosts: list[str]) -> None:
     assert all(each == near[0] for each in [*far, *near])
 
 
-def many_small(ctx: Context, names: list[str], fusion: bool) -> tuple[list[list[float]], int]:
+def many_small(ctx: Context, names: list[str], fusion: bool, rule: str) -> tuple[list[list[float]], int]:
     import sagellm
 
     enter(names[ctx.rank])
-    options = sagellm.Options(fusion=fusion, algorithm="*:0-=recursive_doubling")
+    options = sagellm.Options(fusion=fusion, algorithm=rule)
     store = dist.FileStore(f"{ctx.tmp}/store", ctx.world_size)
     ctx.init(store=store, timeout=timedelta(seconds=60), pg_options=options)
     found = []
@@ -186,14 +186,15 @@ def many_small(ctx: Context, names: list[str], fusion: bool) -> tuple[list[list[
     return found, batches
 
 
-def test_rule_18_one_schedule_for_everything_gives_equal_bits_fused_and_alone() -> None:
-    """As docs/determinism.md says; four hosts, because with two every order is the same."""
+@pytest.mark.parametrize("rule", ["", "*:0-=recursive_doubling"])
+def test_rule_18_small_sums_have_equal_bits_fused_and_alone(rule: str) -> None:
+    """As docs/determinism.md says, by default and by one rule for all; with two hosts every order would be the same."""
     if IS_GLOO:
         pytest.skip("gloo has no such options")
     for names in network(4):
-        with launch(many_small, 4, names, True, env=ENV) as job:
+        with launch(many_small, 4, names, True, rule, env=ENV) as job:
             fused = job.values(90)
-        with launch(many_small, 4, names, False, env=ENV) as job:
+        with launch(many_small, 4, names, False, rule, env=ENV) as job:
             alone = job.values(90)
         assert all(bits == fused[0][0] for bits, _ in [*fused, *alone])
         assert all(batches > 0 for _, batches in fused)

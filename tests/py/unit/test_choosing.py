@@ -125,6 +125,24 @@ def test_an_explanation_between_hosts_is_read() -> None:
     assert "on 4 ranks on 2 hosts" in str(found)
 
 
+def test_a_past_operation_says_with_whom_it_went() -> None:
+    fields = {"op": "all_reduce", "bytes": 64, "ranks": 4, "hosts": 2, "choice": "direct(leaders=1)", "reason": "model"}
+    fields |= {"code": 7, "decided": "d", "predicted_ns": 0, "measured_ns": 0, "table": "t", "sequence": 18}
+    text = "".join(f"{name}\t{value}\n" for name, value in fields.items())
+    for recorded, batch, words in (
+        ("7", "26|17|42|1664", "together    with operations 17 to 42, one batch of 1664 bytes"),
+        ("7", "26|17|42|", "together    with operations 17 to 42, which ended in the same pass"),
+        ("7", "5|17|42|", "together    with 4 others, numbers 17 to 42, which ended in the same pass"),
+        ("7", "3|18|18|", "together    with 2 others, which ended in the same pass"),
+        ("7", "1|18|18|", "together    alone"),
+    ):
+        found = _explain._read(f"{text}recorded\t{recorded}\nbatch\t{batch}\n")
+        assert (found.sequence, found.recorded) == (18, 7) and words in str(found)
+        assert str(found).startswith("all_reduce number 18 of 64 bytes")
+    waiting = _explain._read(f"{text}recorded\t\n")
+    assert (waiting.recorded, waiting.batch) == (None, None) and "together" not in str(waiting)
+
+
 @pytest.mark.parametrize(
     ("call", "expected"),
     [
@@ -135,6 +153,9 @@ def test_an_explanation_between_hosts_is_read() -> None:
         (lambda: sagellm.explain("all_reduce", 8, ranks=100_000), "1 to 256 do"),
         (lambda: sagellm.explain("all_reduce", 8, ranks=2, dtype="float8_e5m2"), "float8_e5m2"),
         (lambda: sagellm.explain(), "name an operation"),
+        (lambda: sagellm.explain(sequence=0), "counted from 1"),
+        (lambda: sagellm.explain(sequence=1, ranks=2), "only group= goes with it"),
+        (lambda: sagellm.explain(sequence=1), "there is no process group"),
     ],
 )
 def test_explain_refuses_what_it_does_not_know(call: Any, expected: str) -> None:
