@@ -30,6 +30,55 @@ GOALS = {
     (4, "all_reduce", 8): 20,
 }
 
+# (each rank's host or number of ranks, link, operation, bytes) -> at least so many times faster than gloo's p10 (True),
+# or than the same backend without fusion (False), by the median.
+WIDE_GOALS = {
+    ("0,1,2,3", "1 ms", "all_reduce", 8): (True, 2.5),
+    ("0,1,2,3", "1 ms", "all_reduce", 4 << 10): (True, 2.5),
+    ("0,0,0,0,1,1,1,1", "1 ms", "all_reduce", 8): (True, 3),
+    ("0,0,0,0,1,1,1,1", "1 ms", "all_reduce", 4 << 10): (True, 3),
+    ("0,0,1,1", "1gbit", "all_reduce", 16 << 20): (True, 1.35),
+    ("0,1,0,1", "1gbit", "all_reduce", 16 << 20): (True, 2.5),
+    ("2 ranks", "-", "all_reduce_x10", 2048): (True, 60),
+    ("4 ranks", "-", "all_reduce_x10", 2048): (True, 60),
+    ("4 ranks", "-", "all_reduce_x1000", 2048): (False, 2),
+    ("0,1", "1 ms", "all_reduce_x1000", 2048): (False, 5),
+}
+UNFUSED = f"{OURS}:unfused"
+
+
+def link_of(run: dict[str, Any]) -> str:
+    delay = run.get("delay_ms") or 0
+    return run.get("rate") or (f"{delay:g} ms" if delay else "-")
+
+
+def wide_rows(runs: list[dict[str, Any]]) -> list[str]:
+    """Runs over several hosts and those that switch fusion off, one line for each operation and size."""
+    lines = [
+        "| ranks (each one's host) | link | op | size | gloo p10 | not fused, median | sagellm median (p10, p99) "
+        "| gloo p10 / median | not fused / median | goal | |",
+        "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | --- | --- |",
+    ]
+    for run in runs:
+        place = run.get("hosts") or f"{run['ranks']} ranks"
+        for row in run["results"]:
+            times, ratios = row["times"], report.speedups(row)
+            if OURS not in ratios or not (run.get("hosts") or UNFUSED in times):
+                continue
+            own = times[OURS]["median"]
+            unfused = times[UNFUSED]["median"] if "median" in times.get(UNFUSED, {}) else None
+            found = {True: ratios[OURS][0], False: unfused / own if unfused else 0.0}
+            goal = WIDE_GOALS.get((place, link_of(run), row["op"], row["size"]))
+            verdict = "" if goal is None else "reached" if found[goal[0]] >= goal[1] else "**missed**"
+            wanted = "" if goal is None else f"{goal[1]}x {'gloo' if goal[0] else 'not fused'}"
+            lines.append(
+                f"| {place} | {link_of(run)} | {row['op']} | {format_size(row['size'])} "
+                f"| {format_time(times['gloo']['p10'])} | {format_time(unfused) if unfused else '-'} "
+                f"| {report.cell(times[OURS])} | {format_ratio(found[True])} "
+                f"| {format_ratio(found[False]) if unfused else '-'} | {wanted} | {verdict} |"
+            )
+    return lines
+
 
 def goal_rows(runs: list[dict[str, Any]]) -> list[str]:
     """One line per goal; a goal that was not measured is not left out."""
@@ -41,7 +90,7 @@ def goal_rows(runs: list[dict[str, Any]]) -> list[str]:
         found = [
             (run, r)
             for run in runs
-            if run["ranks"] == ranks and run["dtype"] == "float32"
+            if run["ranks"] == ranks and run["dtype"] == "float32" and not run.get("hosts")
             for r in run["results"]
             if (r["op"], r["size"]) == (op, size) and OURS in report.speedups(r)
         ]
@@ -65,6 +114,7 @@ def goal_rows(runs: list[dict[str, Any]]) -> list[str]:
 def measured(runs: list[dict[str, Any]], links: list[str]) -> str:
     """The generated part of the page."""
     lines = ["## Against the goals", "", *goal_rows(runs), ""]
+    lines += ["## Several hosts, and fusion", "", *wide_rows(runs), ""]
     for run, link in zip(runs, links, strict=True):
         # One heading level below this page's own; the run's title becomes a section.
         lines += [

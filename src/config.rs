@@ -21,8 +21,8 @@ pub struct Config {
     pub settings: Settings,
 }
 
-/// Options of a group that all its ranks share. They count where ranks live on several hosts; a rank that has others is
-/// found as a mismatch.
+/// Options of a group that all its ranks share. Between hosts a rank that has others is found as a mismatch; inside one
+/// host `fusion` is a local affair that no peer notices, and the others change nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Settings {
     /// Small operations that wait anyway travel together.

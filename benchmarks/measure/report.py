@@ -45,7 +45,7 @@ def markdown(run: Result) -> str:
     machine, labels = run["machine"], run["labels"]
     caches = ", ".join(f"{level} {size}" for level, size in machine["caches"].items())
     lines = [
-        f"# Collectives: {run['ranks']} ranks, {run['dtype']}, {run['date']}",
+        f"# Collectives: {run['ranks']} ranks{_where(run)}, {run['dtype']}, {run['date']}",
         "",
         f"{machine['cpu']}, {machine['cores']} cores{' (virtual)' if machine['virtual'] else ''}, {caches}, "
         f"{machine['memory_gib']} GiB, Linux {machine['kernel']}, Python {machine['python']}, "
@@ -64,6 +64,14 @@ def markdown(run: Result) -> str:
         lines += ["", f"## {op}", "", "| " + " | ".join(head) + " |", "|" + " ---: |" * len(head)]
         lines += ["| " + " | ".join(_row(row, labels, run["ranks"])) + " |" for row in rows]
     return "\n".join(lines) + "\n"
+
+
+def _where(run: Result) -> str:
+    """Each rank's host and the link between them, where hosts were played."""
+    if not run.get("hosts"):
+        return ""
+    link = run["rate"] or (f"{run['delay_ms']:g} ms one way" if run["delay_ms"] else "no shaping")
+    return f" on hosts {run['hosts']} ({link})"
 
 
 def _head(row: Result, labels: list[str]) -> list[str]:

@@ -45,8 +45,9 @@ def fused_all_reduce(
         ValueError: ``op`` is unknown, two tensors share memory, or the backend refuses the call; nothing was sent.
         RuntimeError: as every collective: a mismatch between ranks, a rank that died, a deadline.
 
-    The bits are those of one ``all_reduce`` a tensor. The list is not packed into a buffer: its pieces are read and
-    written where they lie, so there is no limit on its size.
+    On one host, and in strict mode on several, the bits are those of one ``all_reduce`` a tensor; docs/determinism.md
+    says what holds otherwise. The list is not packed into a buffer: its pieces are read and written where they lie, so
+    there is no limit on its size.
     """
     import torch
     import torch.distributed as dist

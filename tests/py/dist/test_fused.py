@@ -48,11 +48,11 @@ def fused(ctx: Context) -> None:
         assert pair[0].tolist() == [2.0, 2.0]
 
 
+@beyond_gloo("fused_all_reduce over mixed lists")
 @pytest.mark.quick
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_rule_17_and_30_fused_all_reduce_gives_the_bits_of_single_calls(world_size: int) -> None:
     """Rules 17 and 30: fused or not, the same bits and the same numbering by c10d; lists of any dtypes, sizes and strides, also empty."""
-    beyond_gloo("fused_all_reduce over mixed lists")
     run_ranks(fused, world_size)
 
 
@@ -76,9 +76,9 @@ def refused(ctx: Context) -> None:
     assert whole.tolist() == [float(ctx.world_size)] * 10
 
 
+@beyond_gloo("refusals of fused_all_reduce")
 def test_rule_02_a_refused_list_sends_nothing() -> None:
     """Rule 2: wrong lists are refused locally and use no number."""
-    beyond_gloo("refusals of fused_all_reduce")
     run_ranks(refused, 2)
 
 
@@ -95,9 +95,9 @@ def many(ctx: Context, fusion: bool) -> None:
         assert tensor.eq(float(base + i * ctx.world_size)).all(), f"operation {i}"
 
 
+@beyond_gloo("the option fusion")
 @pytest.mark.parametrize("fusion", [True, False])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_rule_14_many_operations_in_flight(world_size: int, fusion: bool) -> None:
     """Rule 14: a drain takes in whatever is there; switched off, one operation after the other, the same results."""
-    beyond_gloo("the option fusion")
     run_ranks(many, world_size, fusion)
