@@ -109,6 +109,7 @@ pub fn between(asked: Asked, batched: bool, shape: &Shape, hosts: &Hosts, menu: 
             _ if !hosts::allowed(other, asked, batched, hosts) => {
                 "in a batch the order of a sum must not depend on where an element lies".to_string()
             }
+            _ if found.reason == Reason::OneOrder => Reason::OneOrder.text().to_string(),
             (false, Some(against)) => against,
             (false, None) => found.reason.text().to_string(),
         };
