@@ -57,8 +57,9 @@ std::unique_ptr<InFlight> GlooLink::send(uint32_t peer, uint32_t tag, uint8_t* f
   });
 }
 
-// gloo offers no such call, but closes every connection of a context when one of its waits elapses. A group has a context
-// for each of its devices and takes the one that the tag says; a connection that is broken already cannot be waited on.
+// gloo offers no such call, but closes every connection of a context when one of its waits elapses. A group has a
+// context for each of its devices and takes the one that the tag says; a connection that is broken already cannot be
+// waited on.
 void GlooLink::cut() const noexcept {
   constexpr int kMostDevices = 4;
   // The core uses tags below 4 and from 2^30 on; these are neither.
