@@ -53,12 +53,15 @@ def link_of(run: dict[str, Any]) -> str:
 
 
 def wide_rows(runs: list[dict[str, Any]]) -> list[str]:
-    """Runs over several hosts and those that switch fusion off, one line for each operation and size."""
-    lines = [
-        "| ranks (each one's host) | link | op | size | gloo p10 | not fused, median | sagellm median (p10, p99) "
-        "| gloo p10 / median | not fused / median | goal | |",
-        "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | --- | --- |",
+    """Runs over several hosts and those that switch fusion off, one line for each operation and size.
+
+    The last run of a case wins. A goal that was not measured is not left out."""
+    head = [
+        "| ranks (each one's host) | link | op | size | gloo p10 | no-op, median | not fused, median "
+        "| sagellm median (p10, p99) | gloo p10 / no-op | gloo p10 / median | not fused / median | goal | |",
+        "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- | --- |",
     ]
+    lines: dict[tuple[str, str, str, int], str] = {}
     for run in runs:
         place = run.get("hosts") or f"{run['ranks']} ranks"
         for row in run["results"]:
@@ -68,16 +71,27 @@ def wide_rows(runs: list[dict[str, Any]]) -> list[str]:
             own = times[OURS]["median"]
             unfused = times[UNFUSED]["median"] if "median" in times.get(UNFUSED, {}) else None
             found = {True: ratios[OURS][0], False: unfused / own if unfused else 0.0}
-            goal = WIDE_GOALS.get((place, link_of(run), row["op"], row["size"]))
+            case = (place, link_of(run), row["op"], row["size"])
+            goal = WIDE_GOALS.get(case)
             verdict = "" if goal is None else "reached" if found[goal[0]] >= goal[1] else "**missed**"
-            wanted = "" if goal is None else f"{goal[1]}x {'gloo' if goal[0] else 'not fused'}"
-            lines.append(
+            gloo, floor = times["gloo"]["p10"], times.get(report.FLOOR, {}).get("median")
+            lines[case] = (
                 f"| {place} | {link_of(run)} | {row['op']} | {format_size(row['size'])} "
-                f"| {format_time(times['gloo']['p10'])} | {format_time(unfused) if unfused else '-'} "
-                f"| {report.cell(times[OURS])} | {format_ratio(found[True])} "
-                f"| {format_ratio(found[False]) if unfused else '-'} | {wanted} | {verdict} |"
+                f"| {format_time(gloo)} | {format_time(floor) if floor else '-'} "
+                f"| {format_time(unfused) if unfused else '-'} | {report.cell(times[OURS])} "
+                f"| {format_ratio(gloo / floor) if floor else '-'} | {format_ratio(found[True])} "
+                f"| {format_ratio(found[False]) if unfused else '-'} | {wide_goal(goal)} | {verdict} |"
             )
-    return lines
+    missing = [
+        f"| {place} | {link} | {op} | {format_size(size)} | not measured | | | | | | | {wide_goal(goal)} | |"
+        for (place, link, op, size), goal in WIDE_GOALS.items()
+        if (place, link, op, size) not in lines
+    ]
+    return head + list(lines.values()) + missing
+
+
+def wide_goal(goal: tuple[bool, float] | None) -> str:
+    return "" if goal is None else f"{goal[1]}x {'gloo' if goal[0] else 'not fused'}"
 
 
 def goal_rows(runs: list[dict[str, Any]]) -> list[str]:

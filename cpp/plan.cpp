@@ -69,6 +69,28 @@ bool overlap(const at::Tensor& left, const at::Tensor& right) {
   return a.bytes > 0 && b.bytes > 0 && a.addr < b.addr + b.bytes && b.addr < a.addr + a.bytes;
 }
 
+std::vector<std::pair<size_t, size_t>> overlapping(c10::ArrayRef<at::Tensor> tensors) {
+  struct Reach {
+    size_t begin, end, place;
+  };
+  c10::SmallVector<Reach, 16> reaches;
+  for (size_t place = 0; place < tensors.size(); ++place) {
+    if (!tensors[place].defined() || tensors[place].layout() != at::kStrided) continue;
+    const Piece piece = hull(tensors[place]);
+    if (piece.bytes > 0) reaches.push_back({piece.addr, piece.addr + piece.bytes, place});
+  }
+  std::sort(reaches.begin(), reaches.end(), [](const Reach& a, const Reach& b) { return a.begin < b.begin; });
+  std::vector<std::pair<size_t, size_t>> pairs;
+  for (size_t i = 0; i < reaches.size(); ++i) {
+    for (size_t j = i + 1; j < reaches.size() && reaches[j].begin < reaches[i].end; ++j) {
+      const auto [low, high] = std::minmax(reaches[i].place, reaches[j].place);
+      // Devices have address spaces of their own.
+      if (tensors[low].device() == tensors[high].device()) pairs.emplace_back(low, high);
+    }
+  }
+  return pairs;
+}
+
 Plan::Plan(const char* op, Kind kind, std::chrono::milliseconds timeout) : op(op), call() {
   call.kind = static_cast<uint8_t>(kind);
   call.timeout_ms = timeout.count();

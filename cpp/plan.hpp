@@ -10,6 +10,7 @@
 #include <c10/util/SmallVector.h>
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "compat.hpp"
@@ -49,6 +50,9 @@ void copy_quietly(const at::Tensor& to, const at::Tensor& from);
 
 // True when some byte belongs to both. Judges strided tensors by the memory between their first and last byte.
 bool overlap(const at::Tensor& left, const at::Tensor& right);
+
+// All pairs of a list for which `overlap` holds, first the lower place; sparse tensors overlap none.
+std::vector<std::pair<size_t, size_t>> overlapping(c10::ArrayRef<at::Tensor> tensors);
 
 class Plan {
  public:

@@ -24,12 +24,15 @@ OPS = (
     "ping_pong",
     "all_reduce_x10",
     "all_reduce_x1000",
+    "fused_x10",
+    "fused_x1000",
     "barrier",
 )
 # Measured at one size only: a barrier has none, and many operations in flight are about small ones.
-FIXED_SIZE = {"barrier": 0, "all_reduce_x10": 2048, "all_reduce_x1000": 2048}
-# Operations in flight at once.
+FIXED_SIZE = {"barrier": 0, "all_reduce_x10": 2048, "all_reduce_x1000": 2048, "fused_x10": 2048, "fused_x1000": 2048}
+# Operations in flight at once: asynchronous calls one by one, and one call of fused_all_reduce for a list.
 BURSTS = {"all_reduce_x10": 10, "all_reduce_x1000": 1000}
+LISTS = {"fused_x10": 10, "fused_x1000": 1000}
 ROOT = 0
 PERIOD = 13
 DTYPES = {
@@ -83,7 +86,7 @@ class Case:
             "all_to_all_single": (whole, whole),
             "gather": (self.part, at_root),
             "scatter": (at_root, self.part),
-        }.get(self.op, (self.part * BURSTS.get(self.op, 1), 0))
+        }.get(self.op, (self.part * (BURSTS | LISTS).get(self.op, 1), 0))
 
     def takes_part(self) -> bool:
         """Whether this rank runs the operation at all; ping-pong needs only two."""
@@ -116,7 +119,13 @@ class Case:
             pieces = list(x.split(self.part)) if self.rank == ROOT else None
             return lambda: dist.scatter(y, pieces, ROOT, group=group)
         if self.op in BURSTS:
-            return lambda: burst(x.split(self.part), group)
+            tensors = x.split(self.part)
+            return lambda: burst(tensors, group)
+        if self.op in LISTS:
+            from sagellm import fused_all_reduce  # serves groups of other backends, too
+
+            listed = list(x.split(self.part))
+            return lambda: fused_all_reduce(listed, group=group)
         if self.op == "ping_pong":
             return (lambda: ping(x, group)) if self.rank == 0 else (lambda: pong(x, group))
         raise ValueError(f"unknown operation {self.op!r}; known: {', '.join(OPS)}")
@@ -151,7 +160,7 @@ class Case:
 
         everyone, part, whole = range(self.ranks), self.part, self.part * self.ranks
         mine = slice(self.rank * part, (self.rank + 1) * part)
-        if self.op == "all_reduce" or self.op in BURSTS:
+        if self.op == "all_reduce" or self.op in BURSTS | LISTS:
             return total([sent(r, self.inputs[0].numel()) for r in everyone])
         if self.op == "reduce":
             return total([sent(r, part) for r in everyone]) if self.rank == ROOT else None

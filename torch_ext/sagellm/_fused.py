@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from functools import cache
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from sagellm import _load
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +57,7 @@ def fused_all_reduce(
 
     listed = list(tensors)
     for number, tensor in enumerate(listed):
-        if not isinstance(tensor, torch.Tensor):
+        if type(tensor) is not torch.Tensor and not isinstance(tensor, torch.Tensor):  # the first is ten times faster
             raise TypeError(
                 f"sagellm fused_all_reduce: element {number} is a {type(tensor).__name__}, expected a tensor"
             )
@@ -62,47 +65,52 @@ def fused_all_reduce(
     process_group: Any = group if group is not None else dist.group.WORLD
     if process_group is None:
         raise ValueError("sagellm fused_all_reduce: there is no default group; call init_process_group first")
-    options = dist.AllreduceCoalescedOptions()
-    options.reduceOp = _reduce_op(op)
+    options = _named_options(op) if isinstance(op, str) else _options(op)
     if process_group is dist.GroupMember.NON_GROUP_MEMBER:
         return listed
     # One operation for each run of equal dtypes: so each dtype once, in an order that all ranks share.
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for tensor in listed:
-        by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    together = [tensor for same in by_dtype.values() for tensor in same]
+    together = listed
+    if len({tensor.dtype for tensor in listed}) > 1:
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for tensor in listed:
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+        together = [tensor for same in by_dtype.values() for tensor in same]
     if together:
-        if hasattr(options, "asyncOp"):
-            options.asyncOp = False
         work = process_group.allreduce_coalesced(together, options)
         if work is not None:
             work.wait()
     return listed
 
 
-def _reduce_op(op: str | Any) -> Any:
+@cache
+def _named_options(op: str) -> Any:
+    """The options of a reduce op by name, made once: making them takes as long as a small operation."""
     import torch.distributed as dist
 
-    if not isinstance(op, str):
-        return op
     if op.lower() not in OPS:
         raise ValueError(f"sagellm fused_all_reduce: op={op!r}, expected one of {', '.join(OPS)}")
-    return getattr(dist.ReduceOp, OPS[op.lower()])
+    return _options(getattr(dist.ReduceOp, OPS[op.lower()]))
+
+
+def _options(op: Any) -> Any:
+    import torch.distributed as dist
+
+    options = dist.AllreduceCoalescedOptions()
+    options.reduceOp = op
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = False
+    return options
+
+
+@cache
+def _extension() -> ModuleType:
+    return _load.extension()
 
 
 def _apart(tensors: list[torch.Tensor]) -> None:
     """Refuses a list in which memory comes twice: its elements would be reduced twice."""
-    ranges = []
-    for number, tensor in enumerate(tensors):
-        if tensor.numel() == 0 or tensor.is_sparse:
-            continue
-        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        begin = tensor.data_ptr()
-        ranges.append((str(tensor.device), begin, begin + (reach + 1) * tensor.element_size(), number))
-    ranges.sort()
-    for before, after in pairwise(ranges):
-        if before[0] == after[0] and after[1] < before[2] and _same_memory(tensors[before[3]], tensors[after[3]]):
-            first, second = sorted((before[3], after[3]))
+    for first, second in _extension()._overlapping(tensors):
+        if _same_memory(tensors[first], tensors[second]):
             raise ValueError(
                 f"sagellm fused_all_reduce: tensors {first} and {second} share memory, which would be reduced twice; "
                 "pass each piece of memory once"
