@@ -484,6 +484,7 @@ fn as_another_process() {
             assert_eq!(open_descriptors(), before);
             watch::stop();
         }
+        "companions" => companions(&store, rank, size),
         "denied" => {
             deny_new_calls();
             let report = sagellm::topology::report();
@@ -501,6 +502,77 @@ fn as_another_process() {
         }
         other => panic!("no role {other}"),
     }
+}
+
+/// One of three processes that make many groups of themselves.
+fn companions(files: &Files, rank: usize, size: usize) {
+    let group = |name: &str, rank: usize, size: usize| {
+        let store = Files(files.0.join(name));
+        fs::create_dir_all(&store.0).unwrap();
+        shared(meet(&config(rank, size, GENEROUS), &store, &Quiet, &bytes(size)))
+    };
+    let first = group("first", rank, size);
+    let id = first.company.id();
+    let before = open_descriptors();
+    // In any order of the ranks, and two at a time on threads that begin with different ones.
+    let mut groups: Vec<Met> = Vec::new();
+    for turn in 0..20 {
+        let member = (rank + turn) % size;
+        let met = group(&format!("turned-{turn}"), member, size);
+        assert_eq!(met.company.peer(member).pid, std::process::id() as i32);
+        let places: Vec<usize> = (0..size).map(|other| (other + size - turn % size) % size).collect();
+        assert_eq!(met.company.places(), places);
+        groups.push(met);
+    }
+    for turn in 0..10 {
+        let make = |name: &str| {
+            if (rank == 0) == (name == "a") {
+                std::thread::sleep(Duration::from_millis(3));
+            }
+            group(&format!("{name}-{turn}"), rank, size)
+        };
+        let both = std::thread::scope(|scope| {
+            ["a", "b"].map(|name| scope.spawn(move || make(name))).map(|t| t.join().unwrap())
+        });
+        groups.extend(both);
+    }
+    // Some of them, with another rank 0.
+    if rank > 0 {
+        groups.push(group("part", size - 1 - rank, size - 1));
+    }
+    assert!(groups.iter().all(|met| met.company.id() == id), "met anew");
+    assert_eq!(open_descriptors(), before);
+    // The first group may go; what it founded stays.
+    drop(first);
+    groups.push(group("later", rank, size));
+    assert_eq!((groups.last().unwrap().company.id(), open_descriptors()), (id, before));
+    // One that has left them all knows nobody: the others may not rely on what they know.
+    if rank == 1 {
+        groups.clear();
+        assert!(open_descriptors() < before);
+    }
+    let anew = group("anew", rank, size);
+    assert_ne!(anew.company.id(), id);
+    // The oldest that all of them have.
+    let again = group("again", rank, size);
+    assert_eq!(again.company.id(), anew.company.id());
+    // Nobody ends before all are through: that would be the end of a companion.
+    let done = |other: usize| files.0.join(format!("done-{other}"));
+    fs::write(done(rank), "").unwrap();
+    let began = Instant::now();
+    while !(0..size).all(|other| done(other).exists()) && began.elapsed() < GENEROUS {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn rule_25_further_groups_of_the_same_processes_cost_no_descriptor() {
+    let store = Files::new();
+    let ranks: Vec<Killed> = (0..3).map(|rank| Killed(process("companions", &store.0, rank, 3))).collect();
+    for (rank, mut process) in ranks.into_iter().enumerate() {
+        assert!(process.0.wait().unwrap().success(), "rank {rank} says why above");
+    }
+    fs::remove_dir_all(&store.0).unwrap();
 }
 
 /// From here on this thread, and those it starts, are refused memfds and pidfds, as some containers do.
