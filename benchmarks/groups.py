@@ -26,7 +26,7 @@ EXAMPLES = """examples:
 
 
 def cost_now() -> torch.Tensor:
-    """Of this process: open descriptors, bytes of addresses, resident bytes of its own and (its share of) shared memory."""
+    """Of this process: open descriptors, bytes of addresses, resident bytes (of shared memory its share)."""
     address_space = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     proportional = re.search(r"^Pss:\s+(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.MULTILINE)
     resident = int(proportional.group(1)) * 1024 if proportional else 0
@@ -62,8 +62,8 @@ def measure(rank: int, ranks: int, groups: int, backends: list[str], port: int) 
             descriptors, addresses, _ = (most / groups).tolist()
             resident = costs[backend][2].item() / groups / 2**20
             print(
-                f"{backend}: {p50} (p10 {p10}, p90 {p90}); per rank {descriptors:.1f} descriptors, {addresses / 2**20:.1f} "
-                f"MiB of addresses; {resident:.1f} MiB of memory for all {ranks} ranks",
+                f"{backend}: {p50} (p10 {p10}, p90 {p90}); per rank {descriptors:.1f} descriptors, "
+                f"{addresses / 2**20:.1f} MiB of addresses; {resident:.1f} MiB of memory for all {ranks} ranks",
                 flush=True,
             )
     dist.destroy_process_group()
