@@ -176,14 +176,18 @@ impl Group {
 
     fn share(config: Config, met: Met, own: &Policy, host: Arc<dyn Host>) -> Result<Arc<Group>> {
         let Met { segment, company, local_cores, policy } = met;
-        let policy = explain::agreed(&config, own, &policy)?;
         let total = segment.len();
         let layout = Layout::of_total(config.size, total)
             .ok_or_else(|| Error::Bug(format!("sagellm: no layout of {} ranks has {total} bytes", config.size)))?;
-        for (start, bytes) in layout.own_ranges(config.rank) {
-            segment.populate(start..start + bytes)?;
-        }
         let area = Arc::new(Area::new(Arc::new(segment), layout, config.rank));
+        let ready = || {
+            for (start, bytes) in layout.own_ranges(config.rank) {
+                area.segment().populate(start..start + bytes)?;
+            }
+            explain::agreed(&config, own, &policy)
+        };
+        // The others have a group by now, and no connection of its own tells them that this rank has not.
+        let policy = ready().inspect_err(|_| area.leave())?;
         let peers = (0..config.size).map(|rank| company.peer(rank).clone());
         let list = peers.map(|peer| Peer { pid: peer.pid, host: peer.host, dead: AtomicBool::new(false) }).collect();
         let fusion = config.settings.fusion;
@@ -498,8 +502,7 @@ impl Group {
             return;
         }
         if let Some(area) = &self.area {
-            area.set_left();
-            signal::announce(&**area, area.ranks);
+            area.leave();
         }
         let destroyed = Error::Aborted(format!(
             "sagellm: group '{}' was destroyed on rank {} while the operation was pending",
@@ -669,8 +672,7 @@ impl Drop for Group {
             return;
         }
         if let Some(area) = &self.area {
-            area.set_left();
-            signal::announce(&**area, area.ranks);
+            area.leave();
         }
         // The counts of pending operations and their owners must not be left behind.
         let dropped = Error::Aborted(format!("sagellm: group '{}' was dropped", self.config.name));

@@ -150,10 +150,11 @@ impl Area {
     pub fn issued(&self, rank: usize) -> u64 {
         (0..self.layout.depth).map(|n| self.load(Word::Tag { rank, n })).max().unwrap_or(0)
     }
-    /// This rank left in order (shutdown or exit): release, after everything it published.
-    pub fn set_left(&self) {
+    /// This rank leaves in order (shutdown or exit): release, after everything it published. Wakes the others.
+    pub fn leave(&self) {
         self.word64(self.layout.control_word(self.me, LIFE)).store(1, Ordering::Release);
         self.word64(self.layout.group_word(LEAVERS)).fetch_add(1, Ordering::Release);
+        super::signal::announce(self, self.ranks);
     }
     /// Some rank left: `left` says which.
     pub fn has_leavers(&self) -> bool {

@@ -2,12 +2,15 @@
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::record::{Answer, Hello, Mode, Nonce, Offer, Record, Verdict};
 use super::{Met, Outcome, Talk, VERDICT, WAITS, answer_key, hello_bytes, record_key, socket};
 use super::{acquaint, has_signed, rank_list, seconds, sign};
+use crate::engine::shm::area::Area;
 use crate::engine::shm::companions::{Company, Process};
+use crate::engine::shm::layout::Layout;
 use crate::engine::shm::segment::Segment;
 use crate::error::{Error, Result};
 
@@ -285,8 +288,9 @@ fn await_go(
     if socket::send(&socket, &Answer { id: verdict.id, reason: String::new() }.write(), &[]).is_err() {
         return Ok(Visit::Dropped);
     }
-    match next_message(talk, &socket)? {
-        Ok(Some((message, _))) if Answer::read(&message).is_some_and(|answer| answer.id == verdict.id) => {
+    let answer = next_message(talk, &socket);
+    match answer {
+        Ok(Ok(Some((message, _)))) if Answer::read(&message).is_some_and(|answer| answer.id == verdict.id) => {
             let Accepted { segment, local_cores, peers } = accepted;
             let company = match company {
                 Some(company) => company,
@@ -294,6 +298,12 @@ fn await_go(
             };
             Ok(Visit::Met(Box::new(Met { segment, company, local_cores, policy: verdict.policy.clone() })))
         }
-        _ => Ok(Visit::Dropped),
+        other => {
+            // Rank 0 may have said "go" a moment ago: then the others have a group that this rank is not in.
+            if let Some(layout) = Layout::of_total(talk.config.size, accepted.segment.len()) {
+                Area::new(Arc::new(accepted.segment), layout, talk.config.rank).leave();
+            }
+            other.map(|_| Visit::Dropped)
+        }
     }
 }
