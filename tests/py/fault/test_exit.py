@@ -48,13 +48,17 @@ def after_destroy(ctx: Context) -> None:
 
 
 def in_flight(ctx: Context) -> None:
-    """Rank 0 ends while its operation waits for rank 1, which never comes."""
+    """Rank 0 ends while its operations wait for rank 1, which never comes, and leaves as soon as they are issued."""
     ctx.init()
+    store = ctx.store()
     dist.all_reduce(torch.ones(1))
     if ctx.rank == 0:
         KEEP.append(dist.all_reduce(torch.ones(10), async_op=True))
         KEEP.append(dist.irecv(torch.ones(10), 1))
         KEEP.append(dist.isend(torch.ones(100_000), 1))
+        store.set("issued", "")
+    else:
+        store.get("issued")
 
 
 def live_work(ctx: Context) -> None:
