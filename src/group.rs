@@ -22,6 +22,7 @@ use crate::config::{Config, Settings};
 use crate::driver::{self, Driven, Outcome, Patience};
 use crate::engine::hierarchical::Hierarchical;
 use crate::engine::shm::area::Area;
+use crate::engine::shm::companions::Following;
 use crate::engine::shm::layout::{Layout, MAX_RANKS, SLOT_BYTES};
 use crate::engine::shm::meet::{self, Met};
 use crate::engine::shm::p2p::Ended;
@@ -99,7 +100,8 @@ pub struct Group {
     closed: AtomicBool,
     /// Monitored barriers entered.
     monitored: AtomicU64,
-    watch: Mutex<Option<watch::WatchGuard>>,
+    /// Tells of peers whose process ended.
+    following: Mutex<Option<Following>>,
     /// Itself, for the operations it hands out.
     this: Weak<Group>,
 }
@@ -172,31 +174,32 @@ impl Group {
         }
     }
 
-    fn share(config: Config, mut met: Met, own: &Policy, host: Arc<dyn Host>) -> Result<Arc<Group>> {
-        let ends = met.take_ends();
-        let Met { segment, peers, local_cores, policy, .. } = met;
-        let policy = explain::agreed(&config, own, &policy)?;
+    fn share(config: Config, met: Met, own: &Policy, host: Arc<dyn Host>) -> Result<Arc<Group>> {
+        let Met { segment, company, local_cores, policy } = met;
         let total = segment.len();
         let layout = Layout::of_total(config.size, total)
             .ok_or_else(|| Error::Bug(format!("sagellm: no layout of {} ranks has {total} bytes", config.size)))?;
-        for (start, bytes) in layout.own_ranges(config.rank) {
-            segment.populate(start..start + bytes)?;
-        }
         let area = Arc::new(Area::new(Arc::new(segment), layout, config.rank));
-        let list = peers
-            .into_iter()
-            .map(|peer| Peer { pid: peer.pid, host: peer.host, dead: AtomicBool::new(false) })
-            .collect();
+        let ready = || {
+            for (start, bytes) in layout.own_ranges(config.rank) {
+                area.segment().populate(start..start + bytes)?;
+            }
+            explain::agreed(&config, own, &policy)
+        };
+        // The others have a group by now, and no connection of its own tells them that this rank has not.
+        let policy = ready().inspect_err(|_| area.leave())?;
+        let peers = (0..config.size).map(|rank| company.peer(rank).clone());
+        let list = peers.map(|peer| Peer { pid: peer.pid, host: peer.host, dead: AtomicBool::new(false) }).collect();
         let fusion = config.settings.fusion;
         let shm = Shm::new(Arc::clone(&area), local_cores, fusion, Arc::new(policy.clone()));
         let group = Group::build(config, Engine::Shm(Box::new(shm)), Some(area), list, (local_cores, policy), 0, host);
         let weak = Arc::downgrade(&group);
-        let guard = watch::watch(ends, move |rank, _reason| {
+        let following = company.follow(move |rank, _reason| {
             if let Some(group) = weak.upgrade() {
                 group.peer_ended(rank);
             }
-        })?;
-        *group.watch.lock().unwrap() = Some(guard);
+        });
+        *group.following.lock().unwrap() = Some(following);
         Ok(group)
     }
 
@@ -278,7 +281,7 @@ impl Group {
             members: OnceLock::new(),
             closed: AtomicBool::new(false),
             monitored: AtomicU64::new(0),
-            watch: Mutex::new(None),
+            following: Mutex::new(None),
             this: Weak::clone(this),
             config,
         });
@@ -499,8 +502,7 @@ impl Group {
             return;
         }
         if let Some(area) = &self.area {
-            area.set_left();
-            signal::announce(&**area, area.ranks);
+            area.leave();
         }
         let destroyed = Error::Aborted(format!(
             "sagellm: group '{}' was destroyed on rank {} while the operation was pending",
@@ -512,9 +514,9 @@ impl Group {
             let driven: Arc<dyn Driven> = driven;
             driver::unregister(&driven);
         }
-        // Outside of any lock: the guard waits for a callback that is running.
-        let guard = self.watch.lock().unwrap().take();
-        drop(guard);
+        // Outside of any lock: where it was the last of its companions' groups, this ends their watch.
+        let following = self.following.lock().unwrap().take();
+        drop(following);
     }
 
     fn fail_all(&self, error: &Error) {
@@ -591,7 +593,9 @@ impl Driven for Group {
         };
         // What a peer reported comes first: whoever leaves after it leaves because of it.
         let poisoned = !moved && self.area.as_ref().is_some_and(|area| area.is_poisoned());
-        if !moved && !poisoned && self.any_dead.load(Ordering::Acquire) {
+        let gone =
+            || self.any_dead.load(Ordering::Acquire) || self.area.as_ref().is_some_and(|area| area.has_leavers());
+        if !moved && !poisoned && gone() {
             fault = self.check_ended_peers(shm, &mut ended);
             moved = fault.is_some() || !ended.is_empty();
         }
@@ -668,8 +672,7 @@ impl Drop for Group {
             return;
         }
         if let Some(area) = &self.area {
-            area.set_left();
-            signal::announce(&**area, area.ranks);
+            area.leave();
         }
         // The counts of pending operations and their owners must not be left behind.
         let dropped = Error::Aborted(format!("sagellm: group '{}' was dropped", self.config.name));

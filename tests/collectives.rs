@@ -145,6 +145,7 @@ fn program(seed: u64, ranks: usize, ops: usize) {
 fn random_programs_give_the_reference_on_every_rank() {
     let programs: u64 = std::env::var("SAGELLM_TEST_PROGRAMS").ok().and_then(|n| n.parse().ok()).unwrap_or(60);
     for seed in 1..=programs {
+        common::progress("programs", seed, programs);
         program(seed, 2 + seed as usize % 4, 60);
     }
 }

@@ -91,6 +91,7 @@ fn flip(areas_base: usize, total: usize, random: &mut Random, control_only: Opti
 fn flipped_bytes_give_wrong_numbers_or_errors_and_nothing_worse() {
     let rounds: u64 = std::env::var("SAGELLM_TEST_FUZZ").ok().and_then(|n| n.parse().ok()).unwrap_or(40);
     for round in 0..rounds {
+        common::progress("rounds of fuzz", round + 1, rounds);
         let ranks = 2 + round as usize % 2;
         let areas = local::areas(ranks).unwrap();
         let total = areas[0].layout.total();

@@ -173,8 +173,9 @@ fn program(seed: u64, ops: usize, fusion: bool) {
 
 #[test]
 fn rules_13_to_18_random_programs_give_the_reference_fused_and_unfused() {
-    let programs: u64 = std::env::var("SAGELLM_TEST_PROGRAMS").ok().and_then(|n| n.parse().ok()).unwrap_or(12);
+    let programs: u64 = std::env::var("SAGELLM_TEST_HOST_PROGRAMS").ok().and_then(|n| n.parse().ok()).unwrap_or(12);
     for seed in 1..=programs {
+        common::progress("programs over hosts", seed, programs);
         program(seed, 80, seed % 4 != 0);
     }
 }

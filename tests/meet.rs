@@ -3,7 +3,6 @@
 
 use std::collections::HashMap;
 use std::fs;
-use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -14,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 use sagellm::config::{Config, Settings};
+use sagellm::engine::shm::companions::Following;
 use sagellm::engine::shm::meet::record::{Answer, Body, Hello, Identity, Mode, Offer, PROTOCOL, Record, Verdict};
 use sagellm::engine::shm::meet::{Met, Outcome, hello_bytes, meet, meet_as};
 use sagellm::engine::shm::segment::Backing;
@@ -144,7 +144,7 @@ fn assert_one_memory(met: &[Met]) {
     for one in met {
         let seen: Vec<u32> = (0..size).map(|rank| word(one, size, rank).load(Ordering::Relaxed)).collect();
         assert_eq!(seen, (0..size).map(|rank| 100 + rank as u32).collect::<Vec<u32>>());
-        assert_eq!(one.peers.len(), size);
+        assert_eq!(one.company.places().len(), size);
         assert_eq!(one.local_cores, met[0].local_cores);
         assert_eq!(one.policy, "rank 0's");
     }
@@ -155,10 +155,8 @@ fn ranks_meet_and_see_one_memory() {
     for size in [2, 3, 5, 17] {
         let met: Vec<Met> = run(&Memory::default(), size, |_| ()).into_iter().map(shared).collect();
         assert_one_memory(&met);
-        assert_eq!(met[0].sockets.len(), size - 1);
-        for (rank, one) in met.iter().enumerate().skip(1) {
-            assert_eq!(one.sockets.iter().map(|(rank, _)| *rank).collect::<Vec<_>>(), [0]);
-            assert!(one.peers[rank].pidfd.is_none() && one.peers[0].pid == std::process::id() as i32);
+        for one in &met {
+            assert!((0..size).all(|rank| one.company.peer(rank).pid == std::process::id() as i32));
         }
     }
 }
@@ -434,6 +432,16 @@ fn process_under(starter: &[&str], role: &str, dir: &Path, rank: usize, size: us
         .unwrap()
 }
 
+/// Sockets and processes that this process has open, but for the standard streams.
+fn own_descriptors() -> Vec<(i32, String)> {
+    let each = fs::read_dir("/proc/self/fd").unwrap().filter_map(|entry| {
+        let entry = entry.unwrap();
+        let fd: i32 = entry.file_name().to_str()?.parse().ok()?;
+        Some((fd, fs::read_link(entry.path()).ok()?.to_str()?.to_string()))
+    });
+    each.filter(|(fd, name)| *fd > 2 && (name.contains("socket") || name.contains("pidfd"))).collect()
+}
+
 fn open_descriptors() -> usize {
     fs::read_dir("/proc/self/fd").unwrap().count()
 }
@@ -465,9 +473,8 @@ fn as_another_process() {
         }
         "descriptors" => {
             let one_group = || {
-                let mut met: Vec<Met> = run(&Memory::default(), 4, |_| ()).into_iter().map(shared).collect();
-                let guards: Vec<_> =
-                    met.iter_mut().map(|met| watch::watch(met.take_ends(), |_, _| ()).unwrap()).collect();
+                let met: Vec<Met> = run(&Memory::default(), 4, |_| ()).into_iter().map(shared).collect();
+                let guards: Vec<_> = met.iter().map(|met| met.company.follow(|_, _| ())).collect();
                 drop(guards);
                 run(&Memory::default(), 2, |rank| rank.config.delegate_reason = Some("no".into()));
             };
@@ -477,6 +484,7 @@ fn as_another_process() {
             assert_eq!(open_descriptors(), before);
             watch::stop();
         }
+        "companions" => companions(&store, rank, size),
         "denied" => {
             deny_new_calls();
             let report = sagellm::topology::report();
@@ -486,14 +494,85 @@ fn as_another_process() {
             let mut met: Vec<Met> = run(&Memory::default(), 3, |_| ()).into_iter().map(shared).collect();
             assert_one_memory(&met);
             assert_eq!(met[1].segment.backing(), Backing::Unsealed);
-            assert!(met.iter().flat_map(|met| &met.peers).all(|peer| peer.pidfd.is_none()));
-            let (_guard, told) = deaths(&mut met[0]);
+            assert!(!own_descriptors().iter().any(|(_, name)| name.contains("pidfd")));
+            let (_guard, told) = deaths(&met[0]);
             drop(met.pop());
             let (rank, reason, _) = told.recv_timeout(GENEROUS).unwrap();
             assert_eq!((rank, reason), (2, "its connection closed"));
         }
         other => panic!("no role {other}"),
     }
+}
+
+/// One of three processes that make many groups of themselves.
+fn companions(files: &Files, rank: usize, size: usize) {
+    let group = |name: &str, rank: usize, size: usize| {
+        let store = Files(files.0.join(name));
+        fs::create_dir_all(&store.0).unwrap();
+        shared(meet(&config(rank, size, GENEROUS), &store, &Quiet, &bytes(size)))
+    };
+    let first = group("first", rank, size);
+    let id = first.company.id();
+    let before = open_descriptors();
+    // In any order of the ranks, and two at a time on threads that begin with different ones.
+    let mut groups: Vec<Met> = Vec::new();
+    for turn in 0..20 {
+        let member = (rank + turn) % size;
+        let met = group(&format!("turned-{turn}"), member, size);
+        assert_eq!(met.company.peer(member).pid, std::process::id() as i32);
+        let places: Vec<usize> = (0..size).map(|other| (other + size - turn % size) % size).collect();
+        assert_eq!(met.company.places(), places);
+        groups.push(met);
+    }
+    for turn in 0..10 {
+        let make = |name: &str| {
+            if (rank == 0) == (name == "a") {
+                std::thread::sleep(Duration::from_millis(3));
+            }
+            group(&format!("{name}-{turn}"), rank, size)
+        };
+        let both = std::thread::scope(|scope| {
+            ["a", "b"].map(|name| scope.spawn(move || make(name))).map(|t| t.join().unwrap())
+        });
+        groups.extend(both);
+    }
+    // Some of them, with another rank 0.
+    if rank > 0 {
+        groups.push(group("part", size - 1 - rank, size - 1));
+    }
+    assert!(groups.iter().all(|met| met.company.id() == id), "met anew");
+    assert_eq!(open_descriptors(), before);
+    // The first group may go; what it founded stays.
+    drop(first);
+    groups.push(group("later", rank, size));
+    assert_eq!((groups.last().unwrap().company.id(), open_descriptors()), (id, before));
+    // One that has left them all knows nobody: the others may not rely on what they know.
+    if rank == 1 {
+        groups.clear();
+        assert!(open_descriptors() < before);
+    }
+    let anew = group("anew", rank, size);
+    assert_ne!(anew.company.id(), id);
+    // The oldest that all of them have.
+    let again = group("again", rank, size);
+    assert_eq!(again.company.id(), anew.company.id());
+    // Nobody ends before all are through: that would be the end of a companion.
+    let done = |other: usize| files.0.join(format!("done-{other}"));
+    fs::write(done(rank), "").unwrap();
+    let began = Instant::now();
+    while !(0..size).all(|other| done(other).exists()) && began.elapsed() < GENEROUS {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn rule_25_further_groups_of_the_same_processes_cost_no_descriptor() {
+    let store = Files::new();
+    let ranks: Vec<Killed> = (0..3).map(|rank| Killed(process("companions", &store.0, rank, 3))).collect();
+    for (rank, mut process) in ranks.into_iter().enumerate() {
+        assert!(process.0.wait().unwrap().success(), "rank {rank} says why above");
+    }
+    fs::remove_dir_all(&store.0).unwrap();
 }
 
 /// From here on this thread, and those it starts, are refused memfds and pidfds, as some containers do.
@@ -538,13 +617,14 @@ impl Drop for Killed {
     }
 }
 
-fn deaths(met: &mut Met) -> (watch::WatchGuard, Receiver<(usize, &'static str, Instant)>) {
+fn deaths(met: &Met) -> (Following, Receiver<(usize, &'static str, Instant)>) {
     let (tell, told) = channel();
     let tell = Mutex::new(tell);
-    let guard = watch::watch(met.take_ends(), move |rank, reason| {
-        tell.lock().unwrap().send((rank, reason, Instant::now())).unwrap();
+    // Nobody listens any more when a test has ended.
+    let following = met.company.follow(move |rank, reason| {
+        let _ = tell.lock().unwrap().send((rank, reason, Instant::now()));
     });
-    (guard.unwrap(), told)
+    (following, told)
 }
 
 fn await_word(met: &Met, size: usize, rank: usize) -> u32 {
@@ -563,13 +643,13 @@ fn processes_meet_and_a_killed_one_is_told_of() {
     let store = Files::new();
     for killed in [1, 2] {
         let mut others: Vec<Killed> = (1..3).map(|rank| Killed(process("sleep", &store.0, rank, 3))).collect();
-        let mut met = shared(meet(&config(0, 3, GENEROUS), &store, &Quiet, &bytes(3)));
+        let met = shared(meet(&config(0, 3, GENEROUS), &store, &Quiet, &bytes(3)));
         for rank in 1..3 {
             assert_eq!(await_word(&met, 3, rank), others[rank - 1].0.id());
-            assert_eq!(met.peers[rank].pid as u32, others[rank - 1].0.id());
-            assert_eq!(watch::process_state(met.peers[rank].pid).map(|state| "RSD".contains(state)), Some(true));
+            assert_eq!(met.company.peer(rank).pid as u32, others[rank - 1].0.id());
+            assert_eq!(watch::process_state(met.company.peer(rank).pid).map(|state| "RSD".contains(state)), Some(true));
         }
-        let (_guard, told) = deaths(&mut met);
+        let (_guard, told) = deaths(&met);
         let began = Instant::now();
         others[killed - 1].0.kill().unwrap();
         let (rank, reason, when) = told.recv_timeout(GENEROUS).unwrap();
@@ -587,9 +667,9 @@ fn every_rank_learns_of_every_death_not_only_rank_zero() {
     let store = Files::new();
     // This process is rank 1: it has no connection to rank 2, only the descriptor that rank 0 passed on.
     let mut others: Vec<Killed> = [0, 2].map(|rank| Killed(process("sleep", &store.0, rank, 3))).into_iter().collect();
-    let mut met = shared(meet(&config(1, 3, GENEROUS), &store, &Quiet, &bytes(3)));
-    assert_eq!(await_word(&met, 3, 2) as i32, met.peers[2].pid);
-    let (_guard, told) = deaths(&mut met);
+    let met = shared(meet(&config(1, 3, GENEROUS), &store, &Quiet, &bytes(3)));
+    assert_eq!(await_word(&met, 3, 2) as i32, met.company.peer(2).pid);
+    let (_guard, told) = deaths(&met);
     for (index, rank) in [(1, 2), (0, 0)] {
         others[index].0.kill().unwrap();
         let (found, reason, _) = told.recv_timeout(GENEROUS).unwrap();
@@ -602,8 +682,8 @@ fn every_rank_learns_of_every_death_not_only_rank_zero() {
 fn a_rank_that_leaves_but_lives_is_told_of_by_its_connection() {
     let store = Files::new();
     let _other = Killed(process("leave", &store.0, 1, 2));
-    let mut met = shared(meet(&config(0, 2, GENEROUS), &store, &Quiet, &bytes(2)));
-    let (_guard, told) = deaths(&mut met);
+    let met = shared(meet(&config(0, 2, GENEROUS), &store, &Quiet, &bytes(2)));
+    let (_guard, told) = deaths(&met);
     let (rank, reason, _) = told.recv_timeout(GENEROUS).unwrap();
     assert_eq!((rank, reason), (1, "its connection closed"));
     fs::remove_dir_all(&store.0).unwrap();
@@ -620,11 +700,11 @@ fn ranks_in_different_pid_namespaces_meet_and_watch_each_other() {
     for own in [0, 1] {
         let store = Files::new();
         let mut other = Killed(process_under(&starter, "sleep", &store.0, 1 - own, 2));
-        let mut met = shared(meet(&config(own, 2, GENEROUS), &store, &Quiet, &bytes(2)));
+        let met = shared(meet(&config(own, 2, GENEROUS), &store, &Quiet, &bytes(2)));
         // What it calls itself is not what we must call it.
-        assert_ne!(met.peers[1 - own].pid as u32, await_word(&met, 2, 1 - own));
-        assert_eq!(watch::process_state(met.peers[1 - own].pid).map(|state| "RSD".contains(state)), Some(true));
-        let (_guard, told) = deaths(&mut met);
+        assert_ne!(met.company.peer(1 - own).pid as u32, await_word(&met, 2, 1 - own));
+        assert_eq!(watch::process_state(met.company.peer(1 - own).pid).map(|state| "RSD".contains(state)), Some(true));
+        let (_guard, told) = deaths(&met);
         other.0.kill().unwrap();
         let (rank, reason, _) = told.recv_timeout(GENEROUS).unwrap();
         assert_eq!((rank, reason), (1 - own, "its process ended"));
@@ -674,18 +754,15 @@ fn meeting_and_watching_leak_no_descriptor() {
 
 #[test]
 fn nothing_is_inherited_by_programs_that_are_started() {
-    let met: Vec<Met> = run(&Memory::default(), 3, |_| ()).into_iter().map(shared).collect();
-    let listed = |met: &Met| {
-        let descriptors = met.sockets.iter().map(|(_, fd)| fd);
-        descriptors.chain(met.peers.iter().filter_map(|peer| peer.pidfd.as_ref())).map(OwnedFd::as_raw_fd).collect()
-    };
-    let descriptors: Vec<i32> = met.iter().flat_map(|met| -> Vec<i32> { listed(met) }).collect();
-    assert!(descriptors.len() >= 4);
-    for fd in descriptors {
-        let info = fs::read_to_string(format!("/proc/self/fdinfo/{fd}")).unwrap();
+    let _met: Vec<Met> = run(&Memory::default(), 3, |_| ()).into_iter().map(shared).collect();
+    let ours = own_descriptors();
+    assert!(ours.len() >= 4);
+    for (fd, name) in ours {
+        // Tests beside this one close theirs.
+        let Ok(info) = fs::read_to_string(format!("/proc/self/fdinfo/{fd}")) else { continue };
         let flags = info.lines().find_map(|line| line.strip_prefix("flags:")).unwrap();
         let flags = i32::from_str_radix(flags.trim(), 8).unwrap();
-        assert_ne!(flags & libc::O_CLOEXEC, 0, "descriptor {fd} of {info}");
+        assert_ne!(flags & libc::O_CLOEXEC, 0, "descriptor {fd}, {name}: {info}");
     }
 }
 
@@ -792,7 +869,7 @@ proptest! {
 
     #[test]
     fn what_is_written_is_read_back(identity in identity(), nonce in any::<[u8; 16]>(), size in any::<u32>(), wish in any::<String>(), cut in any::<prop::sample::Index>()) {
-        let record = Record { nonce, protocol: PROTOCOL, version: "0.1".into(), body: Some(Body { size, identity, wish }) };
+        let record = Record { nonce, protocol: PROTOCOL, version: "0.1".into(), body: Some(Body { size, identity, wish, known: vec![(nonce, 3), ([1; 16], size)] }) };
         let bytes = record.write();
         prop_assert_eq!(Record::read(&bytes), Some(record));
         // Any shorter piece is refused.
@@ -801,7 +878,7 @@ proptest! {
 
     #[test]
     fn damaged_messages_are_read_without_panic(id in any::<[u8; 16]>(), ranks in 1..9usize, at in any::<prop::sample::Index>(), value in any::<u8>()) {
-        let verdict = Verdict { id, nonces: vec![id; ranks], mode: Mode::Share, text: "t".into(), detail: b"name".into(), policy: "p\nq".into() };
+        let verdict = Verdict { id, nonces: vec![id; ranks], mode: Mode::Share, text: "t".into(), detail: b"name".into(), policy: "p\nq".into(), known: (id, vec![2, 0, 1]) };
         let offer = Offer {
             id, part: 0, parts: 1, segment_len: 1 << 20, backing: Backing::Sealed, local_cores: 2, pidns: 4,
             ranks: vec![(1, "host".into()); ranks], process_of: vec![1, 2],

@@ -1,7 +1,16 @@
 //! What the tests share: requests over plain vectors, random numbers, and a reference that knows nothing of the engine.
 #![allow(dead_code)] // each test file uses a part of it
 
+use std::io::Write as _;
+
 use sagellm::types::{CallNote, Dtype, Kind, ReduceOp, Request, Span};
+
+/// Says how far a run of many minutes is: past libtest, which keeps what tests print until they end.
+pub fn progress(what: &str, turn: u64, of: u64) {
+    if of > 100 && turn.is_multiple_of(of / 8) {
+        let _ = writeln!(std::io::stderr(), "{what}: {turn} of {of}");
+    }
+}
 
 /// xorshift64*: the tests need repeatable numbers, not good ones.
 #[derive(Clone)]

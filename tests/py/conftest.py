@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -36,6 +36,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if out:
             config.hook.pytest_deselected(items=out)
             items[:] = [item for item in items if not item.get_closest_marker("long")]
+
+
+@pytest.fixture
+def say(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
+    """Prints a line now, although pytest keeps what tests print: for tests that take minutes."""
+
+    def line(text: str) -> None:
+        with capsys.disabled():
+            print(f"\n{request.node.name}: {text}", end="", flush=True)
+
+    return line
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, Listener
+from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
 from typing import Any
 
@@ -170,8 +171,9 @@ class Zygote:
 
     def next_key(self) -> str:
         """A prefix in the store that nobody used."""
-        self.jobs += 1
-        return f"job{self.jobs}"
+        with self.lock:
+            self.jobs += 1
+            return f"job{self.jobs}"
 
     def close(self) -> None:
         """Ends the zygote; ranks that are left get its death signal."""
@@ -214,12 +216,21 @@ class Rank:
         self.words: list[Any] = []
         self.outcome = Outcome(rank)
         self.said = False  # a value or an error came
+        # It stays valid until the zygote, its parent, has taken the exit code.
+        self.pidfd: int | None = os.pidfd_open(pid)
 
     def poll(self) -> int | None:
         """The exit code, once it has ended."""
         if self.code is None:
             self.code = Zygote.get().ask({"poll": self.pid})["status"]
+        if self.code is not None and self.pidfd is not None:
+            os.close(self.pidfd)
+            self.pidfd = None
         return self.code
+
+    def rest(self, seconds: float) -> None:
+        """Pauses until it says something or ends, without using up the cores that it needs."""
+        wait_for_any([each for each in (self.conn, self.pidfd) if each is not None], seconds)
 
     def pump(self) -> None:
         """Takes what the rank has sent so far."""
@@ -316,7 +327,7 @@ class Job:
                 return each.words.pop(0)
             if each.said or each.poll() is not None:
                 break
-            time.sleep(0.001)
+            each.rest(0.1)
         self.kill()
         raise AssertionError(f"rank {rank} said nothing within {timeout} s\n{self.report()}")
 
@@ -330,7 +341,7 @@ class Job:
                 self._dump_stacks()
                 self.kill()
                 raise AssertionError(f"rank {rank} did not end within {timeout} s\n{self.report()}")
-            time.sleep(0.003)
+            each.rest(0.1)
         each.pump()
         each.outcome.code, each.outcome.output = each.code, each.output()
         return each.outcome

@@ -24,6 +24,9 @@ const MONITOR: usize = 7;
 /// Group words.
 const ABORT: usize = 0;
 const SLEEPERS: usize = 1;
+/// Ranks that left. Added to by whoever leaves, after its own word; read by drivers that find nothing to move
+/// (relaxed: they read the ranks' own words next, and look again).
+const LEAVERS: usize = 2;
 
 pub struct Area {
     segment: Arc<Segment>,
@@ -147,9 +150,15 @@ impl Area {
     pub fn issued(&self, rank: usize) -> u64 {
         (0..self.layout.depth).map(|n| self.load(Word::Tag { rank, n })).max().unwrap_or(0)
     }
-    /// This rank left in order (shutdown or exit): release, after everything it published.
-    pub fn set_left(&self) {
+    /// This rank leaves in order (shutdown or exit): release, after everything it published. Wakes the others.
+    pub fn leave(&self) {
         self.word64(self.layout.control_word(self.me, LIFE)).store(1, Ordering::Release);
+        self.word64(self.layout.group_word(LEAVERS)).fetch_add(1, Ordering::Release);
+        super::signal::announce(self, self.ranks);
+    }
+    /// Some rank left: `left` says which.
+    pub fn has_leavers(&self) -> bool {
+        self.word64(self.layout.group_word(LEAVERS)).load(Ordering::Relaxed) != 0
     }
     pub fn left(&self, rank: usize) -> bool {
         self.word64(self.layout.control_word(rank, LIFE)).load(Ordering::Acquire) != 0

@@ -12,6 +12,9 @@
 //!    page and write theirs beside it. When rank 0 has read all of them it says "go". Whatever fails on the way
 //!    becomes the reason of a new verdict that delegates, and all ranks return the same outcome.
 //!
+//! 4. Records name the companions that a rank has from earlier groups (`companions.rs`). Where all ranks name the same,
+//!    the verdict says so: then only the memory is handed over, and the connections are closed again afterwards.
+//!
 //! `lead.rs` and `serve.rs` are rank 0's part, `join.rs` that of the others.
 
 #![allow(unsafe_code)]
@@ -23,50 +26,43 @@ mod serve;
 mod socket;
 
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use self::record::{Body, Identity, Nonce, PROTOCOL, Record};
+use super::companions::{Companions, Company, Process};
 use super::segment::{Segment, random};
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::host::{Host, Store};
 use crate::watch::{End, Source};
 
-/// Another rank of the group.
-#[derive(Debug)]
-pub struct Peer {
-    /// 0 when it is in another pid namespace.
-    pub pid: i32,
-    pub pidfd: Option<OwnedFd>,
-    pub host: String,
-}
-
 /// What a group over shared memory is made from.
 #[derive(Debug)]
 pub struct Met {
     pub segment: Segment,
-    /// Indexed by rank, with an entry for this rank too.
-    pub peers: Vec<Peer>,
-    /// Connections to other ranks, kept open: end of file means that the rank ended. A star with rank 0 in its middle.
-    pub sockets: Vec<(usize, OwnedFd)>,
+    /// The other ranks' processes, and what tells of their end.
+    pub company: Company,
     /// Cores that the ranks can use together; the same number on every rank.
     pub local_cores: usize,
     /// `Config::policy` of rank 0.
     pub policy: String,
 }
 
-impl Met {
-    /// Moves the descriptors that tell of a peer's end out, for `watch::watch`.
-    pub fn take_ends(&mut self) -> Vec<End> {
-        let processes = self
-            .peers
-            .iter_mut()
-            .enumerate()
-            .filter_map(|(rank, peer)| peer.pidfd.take().map(|fd| End { rank, fd, source: Source::Process }));
-        let connections = self.sockets.drain(..).map(|(rank, fd)| End { rank, fd, source: Source::Connection });
-        processes.chain(connections).collect()
-    }
+/// What ranks that met for the first time keep of each other. `peers` has an entry for this rank, too; `sockets` are the
+/// connections, a star with rank 0 in its middle: end of file means that the rank ended.
+fn acquaint(
+    id: Nonce,
+    rank: usize,
+    peers: Vec<(Process, Option<OwnedFd>)>,
+    sockets: Vec<(usize, OwnedFd)>,
+) -> Result<Company> {
+    let (processes, pidfds): (Vec<Process>, Vec<Option<OwnedFd>>) = peers.into_iter().unzip();
+    let pidfds = pidfds.into_iter().enumerate();
+    let ended = pidfds.filter_map(|(rank, fd)| fd.map(|fd| End { rank, fd, source: Source::Process }));
+    let closed = sockets.into_iter().map(|(rank, fd)| End { rank, fd, source: Source::Connection });
+    Ok(Company::of_all(Companions::new(id, rank, processes, ended.chain(closed).collect())?))
 }
 
 #[derive(Debug)]
@@ -116,19 +112,30 @@ pub fn meet_as(
         return Err(Error::Bug(format!("sagellm: rank {} of {} ranks cannot meet anyone", config.rank, config.size)));
     }
     crate::watch::install();
-    let body = Body { size: config.size as u32, identity, wish: config.delegate_reason.clone().unwrap_or_default() };
+    let companions = Companions::known();
+    let body = Body {
+        size: config.size as u32,
+        identity,
+        wish: config.delegate_reason.clone().unwrap_or_default(),
+        known: companions.iter().map(|one| (one.id(), one.place() as u32)).collect(),
+    };
     let own =
         Record { nonce: random()?, protocol: PROTOCOL, version: env!("CARGO_PKG_VERSION").into(), body: Some(body) };
-    let mut talk = Talk { config, store, own, patience: Patience::new(host, config.timeout) };
+    let mut talk = Talk { config, store, own, companions, patience: Patience::new(host, config.timeout) };
     let outcome = if config.rank == 0 { lead::lead(&mut talk, segment_bytes) } else { join::join(&mut talk) }?;
     match &outcome {
         Outcome::Shared(met) => log::debug!(
-            "group '{}': rank {} of {} shares {} bytes, {} cores, met in {:?}",
+            "group '{}': rank {} of {} shares {} bytes, {} cores, {}, in {:?}",
             config.name,
             config.rank,
             config.size,
             met.segment.len(),
             met.local_cores,
+            if talk.companions.iter().any(|one| one.id() == met.company.id()) {
+                "met among companions"
+            } else {
+                "met for the first time"
+            },
             talk.patience.start.elapsed()
         ),
         Outcome::Delegate(reason) => log::debug!("group '{}' delegates: {reason}", config.name),
@@ -142,6 +149,8 @@ struct Talk<'a> {
     config: &'a Config,
     store: &'a dyn Store,
     own: Record,
+    /// Those that the record names: kept until the meeting is over, so that what was named can be relied on.
+    companions: Vec<Arc<Companions>>,
     patience: Patience<'a>,
 }
 

@@ -13,9 +13,11 @@
 //! | `area` | typed access to the segment |
 //! | `small`, `bulk`, `p2p` | the three ways data moves |
 //! | `segment`, `meet` | making the segment, and meeting the other ranks in it |
+//! | `companions` | what groups of the same processes share |
 
 pub mod area;
 pub mod bulk;
+pub mod companions;
 pub mod futex;
 pub mod layout;
 pub mod meet;

@@ -154,7 +154,7 @@ def shares(ctx: Context) -> list[int]:
 
 @beyond_gloo("maps nothing")
 def test_rule_25_further_groups_of_the_same_ranks_are_bounded() -> None:
-    """Rule 25: each further group of the same ranks costs less than eight mebibytes."""
+    """Rule 25: each further group of the same ranks maps less than eight mebibytes."""
     for sizes in run_ranks(shares, 2):
         steps = [after - before for before, after in zip(sizes, sizes[1:], strict=False)]
         assert max(steps) < 8 << 20, sizes

@@ -423,12 +423,15 @@ def test_rule_27_flags_and_flight_recorder() -> None:
 
 def no_pool(ctx: Context) -> None:
     backend = _backend()
-    if hasattr(backend, "supports_tensor_alloc"):
-        assert backend.supports_tensor_alloc(torch.device("cpu")) is False
+    assert backend.supports_tensor_alloc(torch.device("cpu")) is False
+    text = expect_raises(
+        RuntimeError, lambda: backend.allocate_tensor(10, dtype=torch.float32, device=torch.device("cpu"))
+    )
+    assert "does not support allocateTensor" in text and f"Backend {ctx.backend}" in text, text
 
 
 def test_rule_28_no_pool_is_announced() -> None:
-    """Rule 28: there is no memory pool yet, and the backend says so."""
+    """Rule 28: there is no memory pool; the backend says so, and refuses a direct call by its name."""
     run_ranks(no_pool, 2)
 
 
@@ -455,7 +458,7 @@ def test_rule_29_the_generic_recorder_is_off_unless_asked_for() -> None:
 
 
 @beyond_gloo("not this package")
-def test_rule_30_there_is_no_direct_call_yet() -> None:
+def test_rule_30_there_is_no_direct_call() -> None:
     """Rule 30 is about calls past c10d: the package offers none, so every call takes its number in one place."""
     import sagellm
 

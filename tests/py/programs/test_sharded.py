@@ -83,6 +83,19 @@ def test_fsdp2(world_size: int) -> None:
     same_as_gloo(fsdp2, world_size, (world_size,), False)
 
 
+def pooled() -> Any:
+    torch.manual_seed(1)
+    model = net()
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    model.set_allocate_memory_from_process_group_for_comm(True)
+    return steps(model)
+
+
+def test_rule_28_fsdp2_that_asks_for_the_pool_gets_torchs_memory() -> None:
+    """Rule 28: FSDP2 asks the backend whether it allocates, hears no, and goes on without."""
+    same_as_gloo(pooled, 2)
+
+
 def test_fsdp2_mixed_precision() -> None:
     """bfloat16 all-gather, float32 reduce-scatter."""
     same_as_gloo(fsdp2, 2, (2,), True, loose=True)

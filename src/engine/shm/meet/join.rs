@@ -2,11 +2,15 @@
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::record::{Answer, Hello, Mode, Nonce, Offer, Record, Verdict};
-use super::{Met, Outcome, Peer, Talk, VERDICT, WAITS, answer_key, hello_bytes, record_key, socket};
-use super::{has_signed, rank_list, seconds, sign};
+use super::{Met, Outcome, Talk, VERDICT, WAITS, answer_key, hello_bytes, record_key, socket};
+use super::{acquaint, has_signed, rank_list, seconds, sign};
+use crate::engine::shm::area::Area;
+use crate::engine::shm::companions::{Company, Process};
+use crate::engine::shm::layout::Layout;
 use crate::engine::shm::segment::Segment;
 use crate::error::{Error, Result};
 
@@ -123,8 +127,33 @@ fn next_message(talk: &mut Talk, socket: &OwnedFd) -> Result<io::Result<Option<s
     }
 }
 
+/// What a rank took from rank 0's offer.
+struct Accepted {
+    segment: Segment,
+    local_cores: usize,
+    /// By rank; empty where the ranks are companions.
+    peers: Vec<(Process, Option<OwnedFd>)>,
+}
+
+/// The companions that the verdict names; `None` inside when the ranks meet for the first time. The error is what is
+/// wrong with them.
+fn company(talk: &Talk, (id, places): &(Nonce, Vec<u32>)) -> std::result::Result<Option<Company>, String> {
+    if places.is_empty() {
+        return Ok(None);
+    }
+    let named = talk.companions.iter().find(|companions| companions.id() == *id);
+    let places = places.iter().map(|place| *place as usize).collect::<Vec<_>>();
+    let company = named.filter(|_| places.len() == talk.config.size);
+    let company = company.and_then(|companions| Company::new(companions, places, talk.config.rank));
+    company.map(Some).ok_or_else(|| "rank 0 named companions of an earlier group that this rank has not".to_string())
+}
+
 fn visit(talk: &mut Talk, verdict: &Verdict) -> Result<Visit> {
     let rank = talk.config.rank;
+    let company = match company(talk, &verdict.known) {
+        Ok(company) => company,
+        Err(what) => return Ok(Visit::Impossible(format!("rank {rank}: {what}"))),
+    };
     let socket = loop {
         match socket::connect(&verdict.detail) {
             Ok(socket) => break socket,
@@ -140,19 +169,28 @@ fn visit(talk: &mut Talk, verdict: &Verdict) -> Result<Visit> {
             }
         }
     };
-    let visit = introduce(talk, verdict, &socket).and_then(|result| match result {
+    match introduce(talk, verdict, &socket, company.as_ref())? {
         Err(visit) => Ok(visit),
-        Ok(met) => await_go(talk, verdict, socket, met),
-    })?;
-    Ok(visit)
+        Ok(accepted) => await_go(talk, verdict, socket, accepted, company),
+    }
 }
 
 /// Says who we are, takes the offer and signs the memory. The error side is an early end of the visit.
-fn introduce(talk: &mut Talk, verdict: &Verdict, socket: &OwnedFd) -> Result<std::result::Result<Met, Visit>> {
+fn introduce(
+    talk: &mut Talk,
+    verdict: &Verdict,
+    socket: &OwnedFd,
+    company: Option<&Company>,
+) -> Result<std::result::Result<Accepted, Visit>> {
     let rank = talk.config.rank;
     let impossible = |what: String| Ok(Err(Visit::Impossible(format!("rank {rank}: {what}"))));
     match socket::peer(socket) {
-        Ok((uid, _)) if uid == talk.identity().uid => {}
+        Ok((uid, pid)) if uid == talk.identity().uid => {
+            if let Some(company) = company.filter(|company| !company.may_be(0, pid)) {
+                let before = company.peer(0).pid;
+                return impossible(format!("rank 0 is process {pid}, and was process {before} in an earlier group"));
+            }
+        }
         Ok((uid, _)) => return impossible(format!("rank 0's socket belongs to uid {uid}")),
         Err(error) => return impossible(format!("cannot tell who owns rank 0's socket ({error})")),
     }
@@ -180,15 +218,15 @@ fn introduce(talk: &mut Talk, verdict: &Verdict, socket: &OwnedFd) -> Result<std
             break;
         }
     }
-    match accept(talk, verdict, parts) {
-        Ok(met) => Ok(Ok(met)),
+    match accept(talk, verdict, parts, company.is_some()) {
+        Ok(accepted) => Ok(Ok(accepted)),
         Err(Error::System(text)) => impossible(text),
         Err(error) => Err(error),
     }
 }
 
 /// Maps what was offered and signs it.
-fn accept(talk: &Talk, verdict: &Verdict, parts: Vec<(Offer, Vec<OwnedFd>)>) -> Result<Met> {
+fn accept(talk: &Talk, verdict: &Verdict, parts: Vec<(Offer, Vec<OwnedFd>)>, known: bool) -> Result<Accepted> {
     let (size, rank) = (talk.config.size, talk.config.rank);
     let wrong = |what: &str| Error::System(format!("rank 0's offer is wrong: {what}"));
     let mut pidfds: Vec<Option<OwnedFd>> = (0..size).map(|_| None).collect();
@@ -208,7 +246,7 @@ fn accept(talk: &Talk, verdict: &Verdict, parts: Vec<(Offer, Vec<OwnedFd>)>) -> 
     }
     let (offer, memory) = first.ok_or_else(|| wrong("it is empty"))?;
     let len = usize::try_from(offer.segment_len).map_err(|_| wrong("the length"))?;
-    if len < hello_bytes(size) || offer.ranks.len() != size {
+    if len < hello_bytes(size) || offer.ranks.len() != if known { 0 } else { size } {
         return Err(wrong("the length"));
     }
     let segment = Segment::map(memory.as_fd(), len, offer.backing)?;
@@ -219,7 +257,7 @@ fn accept(talk: &Talk, verdict: &Verdict, parts: Vec<(Offer, Vec<OwnedFd>)>) -> 
     let same_pids = offer.pidns == talk.identity().pidns;
     let peers = offer.ranks.into_iter().zip(pidfds).enumerate().map(|(other, ((pid, host), pidfd))| {
         if other == rank {
-            return Peer { pid: std::process::id() as i32, pidfd: None, host };
+            return (Process { pid: std::process::id() as i32, host }, None);
         }
         let pid = match &pidfd {
             _ if same_pids => pid,
@@ -228,15 +266,9 @@ fn accept(talk: &Talk, verdict: &Verdict, parts: Vec<(Offer, Vec<OwnedFd>)>) -> 
         };
         // Big groups do not pass these; the signature proved a moment ago that the process lives.
         let pidfd = pidfd.or_else(|| (pid > 0).then(|| socket::pidfd_open(pid).ok()).flatten());
-        Peer { pid, pidfd, host }
+        (Process { pid, host }, pidfd)
     });
-    Ok(Met {
-        peers: peers.collect(),
-        segment,
-        sockets: Vec::new(),
-        local_cores: offer.local_cores.max(1) as usize,
-        policy: verdict.policy.clone(),
-    })
+    Ok(Accepted { peers: peers.collect(), segment, local_cores: offer.local_cores.max(1) as usize })
 }
 
 /// The pid in our own pid namespace; 0 when the process is in one that we cannot see.
@@ -246,15 +278,32 @@ fn pid_of(pidfd: &OwnedFd) -> i32 {
     pid.unwrap_or(0).max(0)
 }
 
-fn await_go(talk: &mut Talk, verdict: &Verdict, socket: OwnedFd, mut met: Met) -> Result<Visit> {
+fn await_go(
+    talk: &mut Talk,
+    verdict: &Verdict,
+    socket: OwnedFd,
+    accepted: Accepted,
+    company: Option<Company>,
+) -> Result<Visit> {
     if socket::send(&socket, &Answer { id: verdict.id, reason: String::new() }.write(), &[]).is_err() {
         return Ok(Visit::Dropped);
     }
-    match next_message(talk, &socket)? {
-        Ok(Some((message, _))) if Answer::read(&message).is_some_and(|answer| answer.id == verdict.id) => {
-            met.sockets.push((0, socket));
-            Ok(Visit::Met(Box::new(met)))
+    let answer = next_message(talk, &socket);
+    match answer {
+        Ok(Ok(Some((message, _)))) if Answer::read(&message).is_some_and(|answer| answer.id == verdict.id) => {
+            let Accepted { segment, local_cores, peers } = accepted;
+            let company = match company {
+                Some(company) => company,
+                None => acquaint(verdict.id, talk.config.rank, peers, vec![(0, socket)])?,
+            };
+            Ok(Visit::Met(Box::new(Met { segment, company, local_cores, policy: verdict.policy.clone() })))
         }
-        _ => Ok(Visit::Dropped),
+        other => {
+            // Rank 0 may have said "go" a moment ago: then the others have a group that this rank is not in.
+            if let Some(layout) = Layout::of_total(talk.config.size, accepted.segment.len()) {
+                Area::new(Arc::new(accepted.segment), layout, talk.config.rank).leave();
+            }
+            other.map(|_| Visit::Dropped)
+        }
     }
 }

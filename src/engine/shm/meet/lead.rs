@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use super::record::{Answer, Body, Mode, Nonce, PROTOCOL, Record, Verdict, clip};
 use super::{Met, Outcome, Talk, VERDICT, WAITS, answer_key, hello_bytes, record_key};
+use crate::engine::shm::companions::Company;
 use crate::engine::shm::segment::{Segment, random};
 use crate::error::{Error, Result};
 use crate::topology;
@@ -35,6 +36,8 @@ pub(super) struct Plan {
     pub(super) segment: Segment,
     pub(super) memory: OwnedFd,
     pub(super) local_cores: usize,
+    /// Where all ranks share a group already.
+    pub(super) company: Option<Company>,
 }
 
 pub(super) fn lead(talk: &mut Talk, segment_bytes: &dyn Fn(usize) -> usize) -> Result<Outcome> {
@@ -100,7 +103,7 @@ impl Lead<'_, '_> {
         let nonces = (0..self.size()).map(|rank| self.nonce(rank)).collect();
         let decided = matches!(mode, Mode::Share | Mode::Delegate);
         let policy = if decided { self.talk.config.policy.clone() } else { String::new() };
-        Verdict { id, nonces, mode, text: text.into(), detail: detail.into(), policy }
+        Verdict { id, nonces, mode, text: text.into(), detail: detail.into(), policy, known: Default::default() }
     }
 
     /// Reads a rank's record; true when it is a new one. What cannot be read, or is of a group of another size, was
@@ -176,8 +179,23 @@ impl Lead<'_, '_> {
         let masks: Vec<Vec<u64>> = bodies.iter().map(|body| body.identity.affinity.clone()).collect();
         let quota = bodies.iter().filter_map(|body| body.identity.quota_millicores).min();
         Ok(match Segment::create(bytes) {
-            Ok((segment, memory)) => Ok(Plan { segment, memory, local_cores: topology::agreed_cores(&masks, quota) }),
+            Ok((segment, memory)) => {
+                let local_cores = topology::agreed_cores(&masks, quota);
+                Ok(Plan { segment, memory, local_cores, company: self.company() })
+            }
             Err(error) => Err(error.text().trim_start_matches("sagellm: ").to_string()),
+        })
+    }
+
+    /// The companions among whom every rank says it is, and who live: the first that this rank named.
+    fn company(&self) -> Option<Company> {
+        let place = |record: &Option<Record>, id: Nonce| {
+            let known = &record.as_ref()?.body.as_ref()?.known;
+            known.iter().find(|(other, _)| *other == id).map(|(_, place)| *place as usize)
+        };
+        self.talk.companions.iter().find_map(|companions| {
+            let places: Option<Vec<usize>> = self.records.iter().map(|record| place(record, companions.id())).collect();
+            Company::new(companions, places?, 0).filter(Company::lives)
         })
     }
 
@@ -280,7 +298,7 @@ mod tests {
     use crate::engine::shm::meet::record::Identity;
 
     fn record(change: impl FnOnce(&mut Record, &mut Body)) -> Option<Record> {
-        let mut body = Body { size: 2, identity: Identity::here(), wish: String::new() };
+        let mut body = Body { size: 2, identity: Identity::here(), wish: String::new(), known: Vec::new() };
         let mut record = Record { nonce: [1; 16], protocol: PROTOCOL, version: "1".into(), body: None };
         change(&mut record, &mut body);
         Some(Record { body: Some(body), ..record })

@@ -8,7 +8,7 @@ use crate::engine::shm::segment::Backing;
 use crate::{select, topology};
 
 /// Changes when the conversation does.
-pub const PROTOCOL: u32 = 2;
+pub const PROTOCOL: u32 = 3;
 
 /// Random, new for every attempt to meet: tells the living from what an earlier incarnation left behind.
 pub type Nonce = [u8; 16];
@@ -159,12 +159,14 @@ pub struct Body {
     pub identity: Identity,
     /// Why this rank does not want shared memory, or empty.
     pub wish: String,
+    /// Companions of earlier groups, and this rank's place among them.
+    pub known: Vec<(Nonce, u32)>,
 }
 
 impl Record {
     pub fn write(&self) -> Vec<u8> {
         let writer = Writer::new(RECORD_MAGIC).bytes(&self.nonce).u32(self.protocol).text(&self.version);
-        let Some(Body { size, identity, wish }) = &self.body else { return writer.0 };
+        let Some(Body { size, identity, wish, known }) = &self.body else { return writer.0 };
         writer
             .u32(*size)
             .text(&identity.boot_id)
@@ -176,6 +178,7 @@ impl Record {
             .u64(identity.quota_millicores.unwrap_or(u64::MAX))
             .u64(identity.headroom.unwrap_or(u64::MAX))
             .text(wish)
+            .list(known, |writer, (id, place)| writer.bytes(id).u32(*place))
             .0
     }
 
@@ -199,7 +202,7 @@ impl Record {
             quota_millicores: limit(from.u64()?),
             headroom: limit(from.u64()?),
         };
-        Some(Body { size, identity, wish: from.text()? })
+        Some(Body { size, identity, wish: from.text()?, known: from.list(|from| Some((from.array()?, from.u32()?)))? })
     }
 }
 
@@ -231,6 +234,9 @@ pub struct Verdict {
     pub detail: Vec<u8>,
     /// What rank 0 decided about choosing: `select::Policy` as text. Empty where the mode does not need it.
     pub policy: String,
+    /// `Share`: the companions among whom the ranks are, and each rank's place; no place where they meet for the first
+    /// time.
+    pub known: (Nonce, Vec<u32>),
 }
 
 impl Verdict {
@@ -256,6 +262,8 @@ impl Verdict {
             .text(&self.text)
             .list(&self.detail, |writer, byte| writer.u8(*byte))
             .whole(&self.policy)
+            .bytes(&self.known.0)
+            .list(&self.known.1, |writer, place| writer.u32(*place))
             .0
     }
 
@@ -274,6 +282,7 @@ impl Verdict {
             text: from.text()?,
             detail: from.list(Reader::u8)?,
             policy: from.whole(MAX_POLICY)?,
+            known: (from.array()?, from.list(Reader::u32)?),
         })
     }
 }
@@ -327,7 +336,7 @@ pub struct Offer {
     pub local_cores: u32,
     /// Rank 0's pid namespace: the pids below mean something only there.
     pub pidns: u64,
-    /// (pid, host name), indexed by rank. In the first part only.
+    /// (pid, host name), indexed by rank. In the first part only, and not for companions.
     pub ranks: Vec<(i32, String)>,
     pub process_of: Vec<u32>,
 }

@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 
 use super::lead::{Lead, Plan, Step};
 use super::record::{Answer, Hello, Mode, Nonce, Offer, Record};
-use super::{Met, Peer, VERDICT, has_signed, sign, socket};
+use super::{Met, VERDICT, acquaint, has_signed, sign, socket};
+use crate::engine::shm::companions::{Company, Process};
 use crate::engine::shm::segment::random;
 use crate::error::Result;
 use crate::topology;
@@ -39,10 +40,14 @@ impl Lead<'_, '_> {
         let mut guests: Vec<Option<Guest>> = (0..self.size()).map(|_| None).collect();
         let mut strangers: Vec<OwnedFd> = Vec::new();
         let mut came = vec![false; self.size()];
-        self.talk.store.set(VERDICT, &self.verdict(id, Mode::Share, "", &name).write())?;
+        let mut verdict = self.verdict(id, Mode::Share, "", &name);
+        if let Some(company) = &plan.company {
+            verdict.known = (company.id(), company.places().iter().map(|place| *place as u32).collect());
+        }
+        self.talk.store.set(VERDICT, &verdict.write())?;
         let began = Instant::now();
         loop {
-            if let Err(reason) = self.welcome(id, &listener, &mut strangers, &mut guests) {
+            if let Err(reason) = self.welcome((id, plan.company.as_ref()), &listener, &mut strangers, &mut guests) {
                 return Ok(Step::Impossible(reason));
             }
             if guests[1..].iter().all(Option::is_some)
@@ -59,7 +64,7 @@ impl Lead<'_, '_> {
             let unfinished: Vec<usize> =
                 (1..self.size()).filter(|rank| guests[*rank].as_ref().is_none_or(|guest| !guest.mapped)).collect();
             if unfinished.is_empty() {
-                return Ok(self.conclude(id, plan, guests));
+                return self.conclude(id, plan, guests);
             }
             if began.elapsed() > PROMPT {
                 for rank in &unfinished {
@@ -82,7 +87,7 @@ impl Lead<'_, '_> {
     /// nonce that the verdict names is let in. The error is a reason not to share.
     fn welcome(
         &mut self,
-        id: Nonce,
+        (id, company): (Nonce, Option<&Company>),
         listener: &OwnedFd,
         strangers: &mut Vec<OwnedFd>,
         guests: &mut [Option<Guest>],
@@ -112,20 +117,25 @@ impl Lead<'_, '_> {
                 continue;
             }
             self.talk.patience.refresh();
-            guests[rank] = Some(self.guest(rank, socket)?);
+            guests[rank] = Some(self.guest(rank, socket, company)?);
         }
         *strangers = waiting;
         Ok(())
     }
 
-    fn guest(&self, rank: usize, socket: OwnedFd) -> std::result::Result<Guest, String> {
+    fn guest(&self, rank: usize, socket: OwnedFd, company: Option<&Company>) -> std::result::Result<Guest, String> {
         let (uid, pid) = socket::peer(&socket)
             .map_err(|error| format!("rank {rank}'s connection does not say who it is ({error})"))?;
         let own = self.talk.identity().uid;
         if uid != own {
             return Err(format!("rank {rank} runs as uid {uid}, rank 0 as uid {own} (seen from rank 0)"));
         }
+        if let Some(company) = company.filter(|company| !company.may_be(rank, pid)) {
+            let before = company.peer(rank).pid;
+            return Err(format!("rank {rank} is process {pid}, and was process {before} in an earlier group"));
+        }
         let pidfd = match topology::peer_pidfd(&socket) {
+            _ if company.is_some() => None,
             Ok(pidfd) => Some(pidfd),
             Err(_) if pid > 0 => socket::pidfd_open(pid).ok(),
             Err(_) => None,
@@ -138,14 +148,15 @@ impl Lead<'_, '_> {
         if guests.iter().flatten().all(|guest| guest.parts_sent == usize::MAX) {
             return Ok(());
         }
-        let own_process = socket::pidfd_open(std::process::id() as i32).ok();
-        let hosts: Vec<String> = self.records.iter().map(hostname).collect();
+        // Companions know all that already.
+        let passed = plan.company.is_none() && guests.len() <= MAX_PASSED;
+        let own_process = passed.then(|| socket::pidfd_open(std::process::id() as i32).ok()).flatten();
+        let hosts = self.records.iter().filter(|_| plan.company.is_none()).map(hostname);
         let ranks: Vec<(i32, String)> = guests
             .iter()
             .zip(hosts)
             .map(|(guest, host)| (guest.as_ref().map_or(std::process::id() as i32, |guest| guest.pid), host))
             .collect();
-        let passed = guests.len() <= MAX_PASSED;
         for rank in 1..guests.len() {
             if guests[rank].as_ref().is_none_or(|guest| guest.parts_sent == usize::MAX) {
                 continue;
@@ -184,10 +195,10 @@ impl Lead<'_, '_> {
     }
 
     /// All have signed: looks at the signatures and says "go".
-    fn conclude(&self, id: Nonce, plan: Plan, guests: Vec<Option<Guest>>) -> Step {
+    fn conclude(&self, id: Nonce, plan: Plan, guests: Vec<Option<Guest>>) -> Result<Step> {
         for rank in 1..self.size() {
             if !has_signed(&plan.segment, rank, &self.nonce(rank), &id) {
-                return Step::Impossible(format!("rank {rank} does not see the same memory as rank 0"));
+                return Ok(Step::Impossible(format!("rank {rank} does not see the same memory as rank 0")));
             }
         }
         let go = Answer { id, reason: String::new() }.write();
@@ -196,16 +207,20 @@ impl Lead<'_, '_> {
         for (rank, (guest, record)) in guests.into_iter().zip(&self.records).enumerate() {
             let host = hostname(record);
             let Some(guest) = guest else {
-                peers.push(Peer { pid: std::process::id() as i32, pidfd: None, host });
+                peers.push((Process { pid: std::process::id() as i32, host }, None));
                 continue;
             };
             // If this fails, the rank has just ended, and the watch over its socket and process will say so.
             let _ = socket::send(&guest.socket, &go, &[]);
-            peers.push(Peer { pid: guest.pid, pidfd: guest.pidfd, host });
+            peers.push((Process { pid: guest.pid, host }, guest.pidfd));
             sockets.push((rank, guest.socket));
         }
+        let company = match plan.company {
+            Some(company) => company,
+            None => acquaint(id, 0, peers, sockets)?,
+        };
         let policy = self.talk.config.policy.clone();
-        Step::Met(Box::new(Met { segment: plan.segment, peers, sockets, local_cores: plan.local_cores, policy }))
+        Ok(Step::Met(Box::new(Met { segment: plan.segment, company, local_cores: plan.local_cores, policy })))
     }
 }
 
@@ -290,7 +305,7 @@ mod tests {
     #[test]
     fn a_long_offer_is_split_and_loses_nothing() {
         let (segment, memory) = Segment::create(4096).unwrap();
-        let plan = Plan { segment, memory, local_cores: 3 };
+        let plan = Plan { segment, memory, local_cores: 3, company: None };
         let processes: Vec<(u32, BorrowedFd)> = (0..600).map(|rank| (rank, plan.memory.as_fd())).collect();
         let messages = offers([7; 16], &plan, &[(5, "host".into())], 9, &processes);
         let mut ranks = Vec::new();

@@ -1,0 +1,90 @@
+#!/usr/bin/env python3
+"""What one more process group of the same ranks costs: time, descriptors, address space, memory.
+
+Backends take turns (A B A B) in the same processes; every group stays until the end, and one operation runs on each, so
+that nothing is put off. A time is that of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from measure.stats import format_time, percentile
+
+EXAMPLES = """examples:
+  python benchmarks/groups.py                          20 groups of 2 ranks, sagellm and gloo
+  python benchmarks/groups.py --ranks 8 --groups 50
+"""
+
+
+def cost_now() -> torch.Tensor:
+    """Of this process: open descriptors, bytes of addresses, resident bytes (of shared memory its share)."""
+    address_space = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    proportional = re.search(r"^Pss:\s+(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.MULTILINE)
+    resident = int(proportional.group(1)) * 1024 if proportional else 0
+    return torch.tensor([len(os.listdir("/proc/self/fd")), address_space, resident])
+
+
+def measure(rank: int, ranks: int, groups: int, backends: list[str], port: int) -> None:
+    """One rank; rank 0 prints the table."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, timeout=timedelta(seconds=60))
+    dist.init_process_group(backends[0], store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    report = dist.new_group(backend="gloo")
+    times: dict[str, list[float]] = {backend: [] for backend in backends}
+    costs: dict[str, torch.Tensor] = {backend: torch.zeros(3, dtype=torch.int64) for backend in backends}
+    for turn in range(groups + 1):
+        for backend in backends:
+            before = cost_now()
+            dist.barrier(group=report)
+            start = time.perf_counter()
+            group = dist.new_group(backend=backend)
+            slowest = torch.tensor([(time.perf_counter() - start) * 1e6], dtype=torch.float64)
+            dist.all_reduce(torch.ones(1000), group=group)
+            cost = cost_now() - before
+            dist.all_reduce(slowest, dist.ReduceOp.MAX, group=report)
+            if turn > 0:  # the first one loads what a backend loads once
+                times[backend].append(slowest.item())
+                costs[backend] += cost
+    for backend in backends:
+        most = costs[backend].clone()
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=report)
+        dist.all_reduce(costs[backend], group=report)
+        if rank == 0:
+            p10, p50, p90 = (format_time(percentile(times[backend], share)) for share in (0.1, 0.5, 0.9))
+            descriptors, addresses, _ = (most / groups).tolist()
+            resident = costs[backend][2].item() / groups / 2**20
+            print(
+                f"{backend}: {p50} (p10 {p10}, p90 {p90}); per rank {descriptors:.1f} descriptors, "
+                f"{addresses / 2**20:.1f} MiB of addresses; {resident:.1f} MiB of memory for all {ranks} ranks",
+                flush=True,
+            )
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Starts the ranks."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--groups", type=int, default=20)
+    parser.add_argument("--backends", default="sagellm,gloo", help="the first one makes the default group")
+    parser.add_argument("--port", type=int, default=29517)
+    arguments = parser.parse_args()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    given = (arguments.ranks, arguments.groups, arguments.backends.split(","), arguments.port)
+    print(f"{arguments.groups} more groups of {arguments.ranks} ranks", flush=True)
+    mp.spawn(measure, given, nprocs=arguments.ranks)
+
+
+if __name__ == "__main__":
+    main()
