@@ -187,7 +187,8 @@ def main() -> int:
     try:
         built = build(arguments.output)
         if arguments.without:
-            built["without"] = without(*arguments.without, arguments.output)
+            form, missing = arguments.without
+            built["without"] = without(form, missing, arguments.output)
     except RuntimeError as error:
         print(error, file=sys.stderr)
         return 1

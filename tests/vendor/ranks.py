@@ -72,7 +72,9 @@ class Rank:
         unfinished.rename(self.folder / name)
 
     def fetch(self, name: str) -> bytes:
-        return until(lambda: (self.folder / name).read_bytes() if (self.folder / name).exists() else None, name)
+        file = self.folder / name
+        found: bytes = until(lambda: file.read_bytes() if file.exists() else None, name)
+        return found
 
     def share(self, name: str, make: Callable[[], bytes]) -> bytes:
         """What rank 0 made, on every rank."""
@@ -126,7 +128,7 @@ class Job:
         self.processes = []
         for rank in range(size):
             command = [sys.executable, str(Path(__file__).resolve()), module, function.__name__, str(rank), str(size)]
-            variables = {**os.environ, **(environment or {}), **(each(rank) if each else {})}
+            variables = {**os.environ, "OPENBLAS_NUM_THREADS": "1", **(environment or {}), **(each(rank) if each else {})}
             self.processes.append(subprocess.Popen([*command, self.folder.name], env=variables))
 
     def __enter__(self) -> Job:
@@ -153,7 +155,16 @@ class Job:
         assert "error" not in outcome, f"rank {rank}:\n{outcome['error']}"
         return outcome["value"]
 
-    def results(self) -> list[Any]:
+    def results(self, limit: float = 90.0) -> list[Any]:
+        """What all ranks returned. The first that fails is told, not those that then wait for it."""
+        deadline = time.monotonic() + limit
+        left = set(range(self.size))
+        while left and time.monotonic() < deadline:
+            for rank in [rank for rank in left if self.processes[rank].poll() is not None]:
+                self.result(rank)
+                left.remove(rank)
+            time.sleep(0.002)
+        assert not left, f"ranks {sorted(left)} are still running after {limit} s"
         return [self.result(rank) for rank in range(self.size)]
 
 

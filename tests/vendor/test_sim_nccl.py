@@ -66,7 +66,7 @@ def not_blocking(rank: Rank) -> None:
 
 
 def test_a_communicator_that_does_not_block_is_in_progress() -> None:
-    run(not_blocking, 2)
+    run(not_blocking, 2, {"SAGELLM_SIM_NCCL_DELAY_US": "700000"})
 
 
 def abort_while_meeting(rank: Rank) -> None:

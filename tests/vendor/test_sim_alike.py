@@ -141,7 +141,8 @@ def test_a_group_of_collectives_on_two_streams(vendor: str) -> None:
 def narrow(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """float32 to bfloat16, to the nearest and even, as its bits."""
     bits = values.view("u4").astype("u8")
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("u2")
+    rounded: np.ndarray[Any, Any] = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    return rounded.astype("u2")
 
 
 def bfloat16(rank: Rank, vendor: str) -> None:
