@@ -128,7 +128,12 @@ class Job:
         self.processes = []
         for rank in range(size):
             command = [sys.executable, str(Path(__file__).resolve()), module, function.__name__, str(rank), str(size)]
-            variables = {**os.environ, "OPENBLAS_NUM_THREADS": "1", **(environment or {}), **(each(rank) if each else {})}
+            variables = {
+                **os.environ,
+                "OPENBLAS_NUM_THREADS": "1",
+                **(environment or {}),
+                **(each(rank) if each else {}),
+            }
             self.processes.append(subprocess.Popen([*command, self.folder.name], env=variables))
 
     def __enter__(self) -> Job:
