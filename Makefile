@@ -40,9 +40,10 @@ lint: $(installed_dev) ## formatters and linters, warnings denied
 
 format: $(installed_dev) ## let the formatters rewrite the sources
 	cargo fmt
+	cargo fmt --manifest-path tests/vendor/Cargo.toml
 	$(python) -m ruff format .
 	$(python) -m ruff check --fix .
-	find cpp -name '*.[ch]pp' | xargs -r .venv/bin/clang-format -i
+	find cpp tests/vendor -name '*.[ch]pp' -o -name '*.c' | xargs -r .venv/bin/clang-format -i
 
 bench: $(built) $(installed_dev) ## collectives against gloo; results below out/
 	@mkdir -p out

@@ -1,0 +1,31 @@
+//! The ABI simulators of `tests/vendor`, built when a test first asks for them (tests/vendor/README.md).
+#![allow(dead_code)] // each test file uses a part of it
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Path of each library by the name of its form: "nccl", "cuda", "hccl", "hccl_two", ... The first caller builds, others
+/// wait for it, and where nothing has changed it takes a tenth of a second.
+///
+/// # Panics
+/// With what the compiler said, if they cannot be built.
+pub fn simulators() -> HashMap<String, PathBuf> {
+    listed(&[])
+}
+
+/// One more library: as `form`, without the names that match the expression `missing`.
+pub fn without(form: &str, missing: &str) -> PathBuf {
+    listed(&["--without", form, missing]).remove("without").expect("it was asked for")
+}
+
+fn listed(arguments: &[&str]) -> HashMap<String, PathBuf> {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/vendor/build.py");
+    let python = std::env::var("PYTHON").unwrap_or_else(|_| "python3".to_string());
+    let output = Command::new(&python).arg(&script).args(arguments).output();
+    let output = output.unwrap_or_else(|error| panic!("cannot run {python} {}: {error}", script.display()));
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let text = String::from_utf8(output.stdout).expect("paths that are text");
+    let pairs = text.lines().filter_map(|line| line.split_once('\t'));
+    pairs.map(|(name, path)| (name.to_string(), PathBuf::from(path))).collect()
+}
