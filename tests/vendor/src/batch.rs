@@ -17,6 +17,13 @@ pub struct Entry {
     pub issued: Option<crate::nccl::Issued>,
 }
 
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sort {
+    Management,
+    Collective,
+    Message,
+}
+
 /// Making a communicator, put off to the end of the group; the vendor's result.
 pub type Job = Box<dyn FnOnce() -> i32 + Send>;
 
@@ -25,6 +32,8 @@ pub struct Batch {
     pub depth: usize,
     pub entries: Vec<Entry>,
     pub jobs: Vec<Job>,
+    /// What the calls do; HCCL allows one sort in a group.
+    pub sort: Option<Sort>,
     /// The first error of a call in the group; then nothing of it is done.
     pub error: i32,
 }

@@ -134,7 +134,14 @@ impl Host for Interrupt {
 }
 
 impl Comm {
-    pub fn new(vendor: Vendor, place: Place, (size, rank): (u32, u32), device: i32, name: &str, blocking: bool) -> Comm {
+    pub fn new(
+        vendor: Vendor,
+        place: Place,
+        (size, rank): (u32, u32),
+        device: i32,
+        name: &str,
+        blocking: bool,
+    ) -> Comm {
         let name = if name.is_empty() { format!("sim_{:016x}", place.number()) } else { name.to_string() };
         Comm {
             vendor,

@@ -240,6 +240,21 @@ extern "C" fn sim_cuCtxGetStreamPriorityRange(least: Out<i32>, greatest: Out<i32
     SUCCESS
 }
 
+/// Waits for all streams that have handles.
+#[unsafe(no_mangle)]
+extern "C" fn sim_cuCtxSynchronize() -> CUresult {
+    if capture::forbidden() {
+        return CAPTURE_UNSUPPORTED;
+    }
+    let device = match current() {
+        Ok(device) => device,
+        Err(error) => return error,
+    };
+    let streams = STREAMS.all();
+    let own = streams.iter().filter(|stream| stream.runtime == Runtime::Cuda && stream.device == device);
+    code(own.fold(true, |all, stream| all & stream.synchronize(longest())), LAUNCH_TIMEOUT)
+}
+
 #[unsafe(no_mangle)]
 extern "C" fn sim_cuStreamCreate(out: Out<usize>, flags: u32) -> CUresult {
     sim_cuStreamCreateWithPriority(out, flags, 0)
@@ -298,9 +313,9 @@ extern "C" fn sim_cuStreamSynchronize(handle: usize) -> CUresult {
 #[unsafe(no_mangle)]
 extern "C" fn sim_cuStreamWaitEvent(handle: usize, event: usize, flags: u32) -> CUresult {
     trace::call(|| format!("cuStreamWaitEvent stream={handle:#x} event={event:#x}"));
-    on_stream(handle, |stream| on_event(event, |event| {
-        if flags > 1 { INVALID_VALUE } else { code(event.wait_on(stream), CAPTURE_ISOLATION) }
-    }))
+    on_stream(handle, |stream| {
+        on_event(event, |event| if flags > 1 { INVALID_VALUE } else { code(event.wait_on(stream), CAPTURE_ISOLATION) })
+    })
 }
 
 #[unsafe(no_mangle)]
@@ -410,13 +425,15 @@ extern "C" fn sim_cuEventDestroy_v2(handle: usize) -> CUresult {
 #[unsafe(no_mangle)]
 extern "C" fn sim_cuEventRecord(event: usize, handle: usize) -> CUresult {
     trace::call(|| format!("cuEventRecord event={event:#x} stream={handle:#x}"));
-    on_stream(handle, |stream| on_event(event, |event| {
-        if event.device != stream.device {
-            return INVALID_HANDLE;
-        }
-        stream.record(event);
-        SUCCESS
-    }))
+    on_stream(handle, |stream| {
+        on_event(event, |event| {
+            if event.device != stream.device {
+                return INVALID_HANDLE;
+            }
+            stream.record(event);
+            SUCCESS
+        })
+    })
 }
 
 #[unsafe(no_mangle)]
@@ -440,12 +457,14 @@ extern "C" fn sim_cuEventSynchronize(event: usize) -> CUresult {
 
 #[unsafe(no_mangle)]
 extern "C" fn sim_cuEventElapsedTime(milliseconds: Out<f32>, start: usize, end: usize) -> CUresult {
-    on_event(start, |start| on_event(end, |end| {
-        if (start.flags | end.flags) & DISABLE_TIMING != 0 || !start.recorded() || !end.recorded() {
-            return INVALID_HANDLE;
-        }
-        start.elapsed(end).map_or(NOT_READY, |time| code(milliseconds.set(time), INVALID_VALUE))
-    }))
+    on_event(start, |start| {
+        on_event(end, |end| {
+            if (start.flags | end.flags) & DISABLE_TIMING != 0 || !start.recorded() || !end.recorded() {
+                return INVALID_HANDLE;
+            }
+            start.elapsed(end).map_or(NOT_READY, |time| code(milliseconds.set(time), INVALID_VALUE))
+        })
+    })
 }
 
 #[unsafe(no_mangle)]

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::capture::Capture;
 use crate::settings;
-use crate::stream::{Again, Stream};
+use crate::stream::Stream;
 use crate::table::Table;
 
 #[derive(Default)]
@@ -18,14 +18,14 @@ struct Inner {
     capture: Option<(Arc<Capture>, usize)>,
     /// Waits that were issued and have not ended.
     waiting: usize,
-    /// Someone has waited since the last record or reset.
-    used: bool,
+    /// Recorded, and not reset since.
+    armed: bool,
 }
 
 pub struct Event {
     pub device: i32,
     pub flags: u32,
-    /// A wait for an event without a record waits for the first one instead of for nothing.
+    /// A wait for an event without a record waits for the next one instead of for nothing.
     pub patient: bool,
     inner: Mutex<Inner>,
     changed: Condvar,
@@ -46,7 +46,7 @@ impl Event {
             return;
         }
         inner.recorded += 1;
-        inner.used = false;
+        inner.armed = true;
         let number = inner.recorded;
         let event = Arc::clone(self);
         // With the lock held, so that records of two threads on one stream complete in the order of their numbers.
@@ -81,8 +81,7 @@ impl Event {
             }
             _ => (),
         }
-        let target = inner.recorded.max(u64::from(self.patient));
-        inner.used = true;
+        let target = inner.recorded + u64::from(self.patient && !inner.armed);
         if inner.complete >= target {
             return true;
         }
@@ -110,8 +109,9 @@ impl Event {
         true
     }
 
+    /// It was recorded, and not reset since.
     pub fn recorded(&self) -> bool {
-        self.inner.lock().unwrap().recorded > 0
+        self.inner.lock().unwrap().armed
     }
 
     /// What was recorded is complete; also true when nothing was.
@@ -124,23 +124,13 @@ impl Event {
         self.inner.lock().unwrap().waiting > 0
     }
 
-    /// Recorded, and waited for since.
-    pub fn used(&self) -> bool {
-        self.inner.lock().unwrap().used
-    }
-
     pub fn captured(&self) -> bool {
         self.inner.lock().unwrap().capture.as_ref().is_some_and(|(capture, _)| capture.active())
     }
 
-    /// Forgets its records, in the order of the stream.
-    pub fn reset_on(self: &Arc<Event>, stream: &Stream) {
-        let event = Arc::clone(self);
-        self.inner.lock().unwrap().used = false;
-        stream.push(&Again::new(move || {
-            let mut inner = event.inner.lock().unwrap();
-            (inner.recorded, inner.complete, inner.at) = (0, 0, None);
-        }));
+    /// Waits from now on are for the next record.
+    pub fn reset(&self) {
+        self.inner.lock().unwrap().armed = false;
     }
 
     pub fn synchronize(&self, limit: Duration) -> bool {

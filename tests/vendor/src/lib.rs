@@ -16,14 +16,18 @@
 //! | `bootstrap` | from the bytes of an id to the store in which ranks meet |
 //! | `call`, `comm`, `batch` | one operation, one communicator, group calls |
 
+mod acl;
 mod batch;
 mod bootstrap;
 mod call;
 mod capture;
+mod cncl;
+mod cnrt;
 mod comm;
 mod cuda;
 mod device;
 mod event;
+mod hccl;
 mod memory;
 mod nccl;
 mod pointers;

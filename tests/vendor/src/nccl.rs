@@ -50,7 +50,6 @@ pub struct UniqueId([u8; ID_BYTES]);
 
 /// What a handle stands for: it is given out before the communicator is known.
 struct Slot {
-    blocking: bool,
     comm: OnceLock<Arc<Comm>>,
     /// The result that ended the set-up; 0 while there is none.
     failed: AtomicI32,
@@ -134,7 +133,7 @@ fn set_up(comm: &Arc<Comm>) -> i32 {
 
 /// Gives out a handle and makes its communicator: now, at the end of the group, or on a thread of its own.
 fn make(out: Out<usize>, blocking: bool, comm: impl FnOnce() -> Result<Arc<Comm>, i32> + Send + 'static) -> i32 {
-    let slot = Arc::new(Slot { blocking, comm: OnceLock::new(), failed: AtomicI32::new(SUCCESS) });
+    let slot = Arc::new(Slot { comm: OnceLock::new(), failed: AtomicI32::new(SUCCESS) });
     let handle = COMMS.add(Arc::clone(&slot));
     out.set(handle);
     let job: Job = Box::new(move || {

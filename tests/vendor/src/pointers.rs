@@ -24,10 +24,6 @@ impl<T: Copy> In<T> {
         self.0.is_null()
     }
 
-    pub fn address(self) -> usize {
-        self.0 as usize
-    }
-
     pub fn get(self) -> Option<T> {
         // SAFETY: not null, so the C caller vouches for a readable T; it need not be aligned.
         (!self.is_null()).then(|| unsafe { self.0.read_unaligned() })
@@ -58,6 +54,15 @@ impl In<c_char> {
 impl<T: Copy> Out<T> {
     pub fn is_null(self) -> bool {
         self.0.is_null()
+    }
+
+    /// A pointer that was kept as a number, for another thread.
+    pub fn of(address: usize) -> Out<T> {
+        Out(address as *mut T)
+    }
+
+    pub fn address(self) -> usize {
+        self.0 as usize
     }
 
     /// The `index`-th of a list that is written.
@@ -105,5 +110,7 @@ pub fn forever(text: &str) -> *const c_char {
     static KEPT: Mutex<Option<HashMap<String, &'static CStr>>> = Mutex::new(None);
     let mut kept = KEPT.lock().unwrap();
     let entry = kept.get_or_insert_default().entry(text.to_string());
-    entry.or_insert_with(|| Box::leak(CString::new(text.replace('\0', " ")).unwrap_or_default().into_boxed_c_str())).as_ptr()
+    entry
+        .or_insert_with(|| Box::leak(CString::new(text.replace('\0', " ")).unwrap_or_default().into_boxed_c_str()))
+        .as_ptr()
 }

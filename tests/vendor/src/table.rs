@@ -35,4 +35,8 @@ impl<T: ?Sized> Table<T> {
     pub fn remove(&self, handle: usize) -> Option<Arc<T>> {
         self.inner.lock().unwrap().entries.as_mut()?.remove(&handle)
     }
+
+    pub fn all(&self) -> Vec<Arc<T>> {
+        self.inner.lock().unwrap().entries.iter().flat_map(|all| all.values().cloned()).collect()
+    }
 }

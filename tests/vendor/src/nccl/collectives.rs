@@ -100,7 +100,11 @@ struct Checked {
 }
 
 impl Asked {
-    fn check(&self, send_bytes: impl Fn(&Comm, usize) -> usize, recv: impl Fn(&Comm, usize) -> usize) -> Result<Checked, i32> {
+    fn check(
+        &self,
+        send_bytes: impl Fn(&Comm, usize) -> usize,
+        recv: impl Fn(&Comm, usize) -> usize,
+    ) -> Result<Checked, i32> {
         let comm = usable(self.comm)?;
         let wrong = |text: String| Err(refuse(INVALID_ARGUMENT, format!("{}: {text}", self.name)));
         let Some((dtype, size, _)) = element(self.dtype) else { return wrong(format!("datatype {}", self.dtype)) };
@@ -180,7 +184,9 @@ pub fn launch(entries: Vec<Entry>) -> i32 {
         match sessions.choose(issued.func, bytes, entries.len()) {
             Ok(chosen) => {
                 let number = entry.comm.next_number();
-                if let Some(handle) = sessions.start(&entry.comm, &issued.name[4..], &Issued { number, ..issued }, chosen) {
+                if let Some(handle) =
+                    sessions.start(&entry.comm, &issued.name[4..], &Issued { number, ..issued }, chosen)
+                {
                     Sessions::stop(handle);
                 }
             }
@@ -241,7 +247,15 @@ fn in_place_or_apart(name: &str, inner: (usize, usize), outer: (usize, usize), p
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn sim_ncclAllReduce(send: usize, recv: usize, count: usize, dtype: i32, op: i32, comm: usize, stream: usize) -> i32 {
+extern "C" fn sim_ncclAllReduce(
+    send: usize,
+    recv: usize,
+    count: usize,
+    dtype: i32,
+    op: i32,
+    comm: usize,
+    stream: usize,
+) -> i32 {
     let asked = Asked { name: "ncclAllReduce", func: 4, comm, stream, send, recv, count, dtype, root: 0 };
     done((|| {
         let checked = asked.check(|_, size| count * size, |_, size| count * size)?;
@@ -253,7 +267,15 @@ extern "C" fn sim_ncclAllReduce(send: usize, recv: usize, count: usize, dtype: i
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn sim_ncclBroadcast(send: usize, recv: usize, count: usize, dtype: i32, root: i32, comm: usize, stream: usize) -> i32 {
+extern "C" fn sim_ncclBroadcast(
+    send: usize,
+    recv: usize,
+    count: usize,
+    dtype: i32,
+    root: i32,
+    comm: usize,
+    stream: usize,
+) -> i32 {
     let asked = Asked { name: "ncclBroadcast", func: 0, comm, stream, send, recv, count, dtype, root };
     done((|| {
         let own = |comm: &Comm, size: usize| if comm.rank as i32 == root { count * size } else { 0 };
@@ -269,7 +291,16 @@ extern "C" fn sim_ncclBcast(buffer: usize, count: usize, dtype: i32, root: i32, 
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn sim_ncclReduce(send: usize, recv: usize, count: usize, dtype: i32, op: i32, root: i32, comm: usize, stream: usize) -> i32 {
+extern "C" fn sim_ncclReduce(
+    send: usize,
+    recv: usize,
+    count: usize,
+    dtype: i32,
+    op: i32,
+    root: i32,
+    comm: usize,
+    stream: usize,
+) -> i32 {
     let asked = Asked { name: "ncclReduce", func: 1, comm, stream, send, recv, count, dtype, root };
     done((|| {
         let own = |comm: &Comm, size: usize| if comm.rank as i32 == root { count * size } else { 0 };
@@ -293,7 +324,15 @@ extern "C" fn sim_ncclAllGather(send: usize, recv: usize, count: usize, dtype: i
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn sim_ncclReduceScatter(send: usize, recv: usize, count: usize, dtype: i32, op: i32, comm: usize, stream: usize) -> i32 {
+extern "C" fn sim_ncclReduceScatter(
+    send: usize,
+    recv: usize,
+    count: usize,
+    dtype: i32,
+    op: i32,
+    comm: usize,
+    stream: usize,
+) -> i32 {
     let asked = Asked { name: "ncclReduceScatter", func: 3, comm, stream, send, recv, count, dtype, root: 0 };
     done((|| {
         let checked = asked.check(|comm, size| count * size * comm.size as usize, |_, size| count * size)?;
@@ -318,7 +357,15 @@ extern "C" fn sim_ncclAlltoAll(send: usize, recv: usize, count: usize, dtype: i3
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn sim_ncclGather(send: usize, recv: usize, count: usize, dtype: i32, root: i32, comm: usize, stream: usize) -> i32 {
+extern "C" fn sim_ncclGather(
+    send: usize,
+    recv: usize,
+    count: usize,
+    dtype: i32,
+    root: i32,
+    comm: usize,
+    stream: usize,
+) -> i32 {
     let asked = Asked { name: "ncclGather", func: -1, comm, stream, send, recv, count, dtype, root };
     done((|| {
         let all = |comm: &Comm, size: usize| if comm.rank as i32 == root { count * size } else { 0 };
@@ -330,7 +377,15 @@ extern "C" fn sim_ncclGather(send: usize, recv: usize, count: usize, dtype: i32,
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn sim_ncclScatter(send: usize, recv: usize, count: usize, dtype: i32, root: i32, comm: usize, stream: usize) -> i32 {
+extern "C" fn sim_ncclScatter(
+    send: usize,
+    recv: usize,
+    count: usize,
+    dtype: i32,
+    root: i32,
+    comm: usize,
+    stream: usize,
+) -> i32 {
     let asked = Asked { name: "ncclScatter", func: -1, comm, stream, send, recv, count, dtype, root };
     done((|| {
         let all = |comm: &Comm, size: usize| if comm.rank as i32 == root { count * size } else { 0 };
@@ -362,7 +417,13 @@ extern "C" fn sim_ncclRecv(buffer: usize, count: usize, dtype: i32, peer: i32, c
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn sim_ncclRedOpCreatePreMulSum(out: Out<i32>, scalar: usize, dtype: i32, residence: i32, comm: usize) -> i32 {
+extern "C" fn sim_ncclRedOpCreatePreMulSum(
+    out: Out<i32>,
+    scalar: usize,
+    dtype: i32,
+    residence: i32,
+    comm: usize,
+) -> i32 {
     const DEVICE: i32 = 0;
     const HOST: i32 = 1;
     let comm = match usable(comm) {

@@ -11,7 +11,8 @@ use crate::comm::Comm;
 use crate::pointers::forever;
 use crate::trace;
 
-pub const ALGORITHMS: [&CStr; 7] = [c"TREE", c"RING", c"COLLNET_DIRECT", c"COLLNET_CHAIN", c"NVLS", c"NVLS_TREE", c"PAT"];
+pub const ALGORITHMS: [&CStr; 7] =
+    [c"TREE", c"RING", c"COLLNET_DIRECT", c"COLLNET_CHAIN", c"NVLS", c"NVLS_TREE", c"PAT"];
 pub const PROTOCOLS: [&CStr; 3] = [c"LL", c"LL128", c"SIMPLE"];
 const COSTS: usize = ALGORITHMS.len() * PROTOCOLS.len();
 /// More than the plug-in may ask for is cut.
@@ -45,7 +46,8 @@ struct TunerConstants {
 
 const _: () = assert!(size_of::<NvlDomains>() == 12 && size_of::<TunerConstants>() == 8 * (21 + 63 + 60));
 
-type TunerInit = extern "C" fn(*mut *mut c_void, u64, usize, usize, Logger, *mut NvlDomains, *mut TunerConstants) -> i32;
+type TunerInit =
+    extern "C" fn(*mut *mut c_void, u64, usize, usize, Logger, *mut NvlDomains, *mut TunerConstants) -> i32;
 type GetCollInfo = extern "C" fn(*mut c_void, i32, usize, i32, *mut f32, i32, i32, i32, *mut i32) -> i32;
 type GetChunkSize = extern "C" fn(*mut c_void, i32, usize, i32, i32, i32, *mut usize) -> i32;
 
@@ -88,9 +90,7 @@ struct Event {
 #[repr(C)]
 struct Profiler {
     name: *const c_char,
-    init: Option<
-        extern "C" fn(*mut *mut c_void, u64, *mut i32, *const c_char, i32, i32, i32, Logger) -> i32,
-    >,
+    init: Option<extern "C" fn(*mut *mut c_void, u64, *mut i32, *const c_char, i32, i32, i32, Logger) -> i32>,
     start: Option<extern "C" fn(*mut c_void, *mut *mut c_void, *mut Event) -> i32>,
     stop: Option<extern "C" fn(*mut c_void) -> i32>,
     record: Option<extern "C" fn(*mut c_void, i32, *mut c_void) -> i32>,
@@ -196,8 +196,7 @@ impl Sessions {
                 let (algorithms, protocols) = (ALGORITHMS.len() as i32, PROTOCOLS.len() as i32);
                 let context = context as *mut c_void;
                 let costs = table.as_mut_ptr();
-                let result =
-                    get(context, func, bytes, grouped as i32, costs, algorithms, protocols, 0, &mut channels);
+                let result = get(context, func, bytes, grouped as i32, costs, algorithms, protocols, 0, &mut channels);
                 if result != 0 {
                     trace::refuse(format!("the tuner gave {result} for function {func}"));
                     return Err(result);
