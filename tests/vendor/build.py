@@ -4,9 +4,9 @@
 Python tests call :func:`build`, Rust tests run this file (``tests/common/simulators.rs``). Several tests may call it at
 the same time: the first one builds, the others wait for it, and when nothing has changed it takes milliseconds.
 
-Cargo builds the core, ``libsagellm_sim_core.so``, which exports ``sim_<vendor's name>``. Every library that a test opens
-is a list of jumps to it, made by the assembler, so that forms with fewer names cost nothing. All of them share the core
-beside them: streams of one are known to the others.
+Cargo builds the core, ``libsagellm_sim_core.so``, which exports ``sim_<vendor's name>``. Every library that a test
+opens is a list of jumps to it, made by the assembler, so that forms with fewer names cost nothing. All of them share
+the core beside them: streams of one are known to the others.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Form:
 HCCL = ("hccl/operators.rs", "hccl/management.rs")
 #: By name, which is also the folder below the output.
 FORMS = {
-    "cuda": Form("libsagellm_sim_cuda.so", ("cuda.rs",)),
+    "cuda": Form("libsagellm_sim_cuda.so", ("cuda.rs", "extra.rs")),
     "nccl": Form("libsagellm_sim_nccl.so", ("nccl.rs", "nccl/collectives.rs")),
     # As an NCCL from before split, shrink, configurations and the newer collectives.
     "nccl_bare": Form(
@@ -56,9 +56,11 @@ FORMS = {
         ("nccl.rs", "nccl/collectives.rs"),
         "Split|Shrink|Config|Finalize|Gather$|Scatter$|AlltoAll|PreMulSum|RedOpDestroy|Register|Mem|LastError|Abort|Async",
     ),
-    "acl": Form("libsagellm_sim_ascendcl.so", ("acl.rs",)),
+    "acl": Form("libsagellm_sim_ascendcl.so", ("acl.rs", "extra.rs")),
     # As an AscendCL without the events that can be used again, and without host functions.
-    "acl_bare": Form("libsagellm_sim_ascendcl.so", ("acl.rs",), "EventEx|WithConfig|LaunchHostFunc|WithTimeout|Abort"),
+    "acl_bare": Form(
+        "libsagellm_sim_ascendcl.so", ("acl.rs", "extra.rs"), "EventEx|WithConfig|LaunchHostFunc|WithTimeout|Abort"
+    ),
     "hccl": Form("libsagellm_sim_hccl.so", HCCL),
     "hcomm": Form("libsagellm_sim_hcomm.so", HCCL[1:]),
     # The form of CANN 9: operators here, everything else in the library that it is linked to.
@@ -70,7 +72,7 @@ FORMS = {
     ),
     "cncl": Form("libsagellm_sim_cncl.so", ("cncl.rs",)),
     "cncl_bare": Form("libsagellm_sim_cncl.so", ("cncl.rs",), "Abort|AlltoAll|Async|CommConfig|Broadcast"),
-    "cnrt": Form("libsagellm_sim_cnrt.so", ("cnrt.rs",)),
+    "cnrt": Form("libsagellm_sim_cnrt.so", ("cnrt.rs", "extra.rs")),
 }
 #: The gathers and scatters of NCCL that every version has, which the pattern of a form must not take.
 ALWAYS = {"ncclAllGather", "ncclReduceScatter"}

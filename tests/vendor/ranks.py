@@ -157,7 +157,9 @@ class Job:
         return [self.result(rank) for rank in range(self.size)]
 
 
-def run(function: Callable[..., Any], size: int, environment: dict[str, str] | None = None, **arguments: Any) -> list[Any]:
+def run(
+    function: Callable[..., Any], size: int, environment: dict[str, str] | None = None, **arguments: Any
+) -> list[Any]:
     """Runs a function on ``size`` ranks; their values."""
     with Job(function, size, environment, **arguments) as job:
         return job.results()

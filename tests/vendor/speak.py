@@ -1,10 +1,10 @@
-"""One rank's way to speak to each vendor: what differs only by name is behind one set of methods here, so that the tests
-of what all of them must do are written once. Everything returns the vendor's own numbers."""
+"""One rank's way to speak to each vendor: what differs only by name is behind one set of methods here, so that the
+tests of what all of them must do are written once. Everything returns the vendor's own numbers."""
 
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from ranks import Library, Rank, address
@@ -37,7 +37,7 @@ class Vendor:
     runtime: str
     id_bytes: int
     #: numpy type -> the vendor's number, of those that it can add.
-    types: dict[str, int]
+    types: ClassVar[dict[str, int]]
     #: sum, product, max, min
     ops = (0, 1, 2, 3)
 
@@ -100,7 +100,7 @@ class Vendor:
 
 class Nccl(Vendor):
     name, runtime, id_bytes, getter = "nccl", "cuda", 128, "ncclGetUniqueId"
-    types = dict(i1=0, u1=1, i4=2, u4=3, i8=4, u8=5, f2=6, f4=7, f8=8)
+    types: ClassVar = {"i1": 0, "u1": 1, "i4": 2, "u4": 3, "i8": 4, "u8": 5, "f2": 6, "f4": 7, "f8": 8}
     AVG = 4
 
     def start(self) -> None:
@@ -188,7 +188,8 @@ class Nccl(Vendor):
 
 class Cncl(Vendor):
     name, runtime, id_bytes, getter = "cncl", "cnrt", 136, "cnclGetCliqueId"
-    types = dict(f2=0x10, f4=0x12, i1=0x20, i2=0x21, i4=0x22, i8=0x23, u1=0x30, u2=0x31, u4=0x32, u8=0x33)
+    types: ClassVar = {"f2": 0x10, "f4": 0x12, "i1": 0x20, "i2": 0x21, "i4": 0x22, "i8": 0x23}
+    types |= {"u1": 0x30, "u2": 0x31, "u4": 0x32, "u8": 0x33}
 
     def set_device(self, device: int) -> None:
         ok(self.run.cnrtSetDevice(device))
@@ -269,7 +270,7 @@ class Cncl(Vendor):
 
 class Hccl(Vendor):
     name, runtime, id_bytes, getter = "hccl", "acl", 4108, "HcclGetRootInfo"
-    types = dict(i1=0, i2=1, i4=2, f2=3, f4=4, i8=5)
+    types: ClassVar = {"i1": 0, "i2": 1, "i4": 2, "f2": 3, "f4": 4, "i8": 5}
 
     def start(self) -> None:
         ok(self.run.aclInit(0))

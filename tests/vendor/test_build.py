@@ -47,7 +47,11 @@ def test_the_operators_are_linked_to_the_library_of_communicators() -> None:
     ("form", "missing", "there"),
     [
         ("nccl_bare", ["ncclCommSplit", "ncclCommShrink", "ncclCommAbort", "ncclAlltoAll"], "ncclReduceScatter"),
-        ("hccl_bare", ["HcclAllGatherV", "HcclReduceScatterV", "HcclGroupStart", "HcclCreateSubCommConfig"], "HcclSend"),
+        (
+            "hccl_bare",
+            ["HcclAllGatherV", "HcclReduceScatterV", "HcclGroupStart", "HcclCreateSubCommConfig"],
+            "HcclSend",
+        ),
         ("hccl_bare", ["HcclGetCommConfigCapability", "HcclCommInitRootInfoConfig"], "HcclCommInitRootInfo"),
         ("cncl_bare", ["cnclAbortComm", "cnclAlltoAllv", "cnclGetCommAsyncError"], "cnclBcast"),
         ("acl_bare", ["aclrtCreateEventExWithFlag", "aclrtLaunchHostFunc"], "aclrtCreateEvent"),

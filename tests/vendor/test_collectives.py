@@ -138,14 +138,38 @@ def test_a_group_of_collectives_on_two_streams(vendor: str) -> None:
     run(two_streams_and_groups, 2, vendor=vendor)
 
 
+def narrow(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """float32 to bfloat16, to the nearest and even, as its bits."""
+    bits = values.view("u4").astype("u8")
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("u2")
+
+
+def bfloat16(rank: Rank, vendor: str) -> None:
+    v: Any = connected(rank, vendor)
+    dtype = {"nccl": 9, "hccl": 11, "cncl": 0x11}[vendor]
+    inputs = [narrow(numbers(r, COUNT, "f4")) for r in range(rank.size)]
+    wide = [(part.astype("u4") << 16).view("f4") for part in inputs]
+    mine, result = inputs[rank.rank].copy(), np.zeros(COUNT, "u2")
+    for op in (0, 2, 3):
+        ok(v.sum(mine, result, COUNT, dtype, op))
+        ok(v.sync())
+        assert result.tobytes() == narrow(combine(wide, op)).tobytes(), op
+    ok(v.destroy())
+
+
+@EVERY
+def test_bfloat16_is_rounded_once(vendor: str) -> None:
+    run(bfloat16, 3, vendor=vendor)
+
+
 # ------------------------------------------------------------------------------------------------ asynchronous
 
 
 def blocked_stream(rank: Rank, vendor: str) -> None:
     v: Any = connected(rank, vendor)
-    gate, order = threading.Event(), []
+    gate, order = threading.Event(), list[Any]()
     mine, result = np.ones(8, "f4"), np.zeros(8, "f4")
-    v.host_function(lambda _: (gate.wait(SOON), order.append("gate")))
+    v.host_function(lambda _: order.append("gate" if gate.wait(SOON) else "too late"))
     v.host_function(lambda _: mine.__setitem__(slice(None), 5))  # a late kernel
     ok(v.sum(mine, result, 8, v.types["f4"]))
     event = v.new_event()
@@ -173,12 +197,29 @@ def test_streams_are_asynchronous_and_in_order(vendor: str) -> None:
     run(blocked_stream, 2, vendor=vendor)
 
 
+def slow_stream(rank: Rank, vendor: str) -> None:
+    v: Any = connected(rank, vendor)
+    mine, result = np.ones(8, "f4"), np.zeros(8, "f4")
+    ok(v.sum(mine, result, 8, v.types["f4"]))
+    assert not v.is_idle(v.stream) and (result == 0).all()
+    ok(v.sync())
+    assert (result == rank.size).all()
+    ok(v.destroy())
+
+
+@EVERY
+def test_streams_can_be_slow(vendor: str) -> None:
+    run(slow_stream, 2, {"SAGELLM_SIM_SLOW_US": "1500000"}, vendor=vendor)
+
+
 def late_record(rank: Rank, vendor: str) -> bool:
     """A wait right after a record: does it wait?"""
     v: Any = connected(rank, vendor)
     gate = threading.Event()
     other, event, ran = v.new_stream(), v.new_event(), threading.Event()
     v.host_function(lambda _: gate.wait(SOON))
+    if os.environ.get("ONE_STREAM"):
+        v.run.sagellm_sim_host_queue(v.stream, 2_000_000)
     ok(v.record(event, v.stream))
     if os.environ.get("DRAIN"):
         assert not v.is_idle(v.stream)  # asking empties the host queue
@@ -198,6 +239,7 @@ def test_a_host_queue_delays_records_until_it_is_drained(vendor: str) -> None:
     late = {"SAGELLM_SIM_HOST_QUEUE_US": "2000000"}
     assert run(late_record, 1, late, vendor=vendor) == [True], "the ordering bug is invisible"
     assert run(late_record, 1, {**late, "DRAIN": "1"}, vendor=vendor) == [False]
+    assert run(late_record, 1, {"ONE_STREAM": "1"}, vendor=vendor) == [True], "a stream can have one of its own"
 
 
 def own_device_on_every_thread(rank: Rank, vendor: str) -> list[int]:
@@ -423,8 +465,8 @@ def wrong_arguments(rank: Rank, vendor: str) -> dict[str, int]:
 def test_wrong_arguments_are_refused(vendor: str) -> None:
     [found] = run(wrong_arguments, 1, vendor=vendor)
     expected = {
-        "nccl": {name: 4 for name in found} | {"overlap": 5, "equal": 5},
-        "hccl": {name: 1 for name in found} | {"null": 2},
-        "cncl": {name: 7 for name in found} | {"null": 0x21, "communicator": 0x61},
+        "nccl": dict.fromkeys(found, 4) | {"overlap": 5, "equal": 5},
+        "hccl": dict.fromkeys(found, 1) | {"null": 2},
+        "cncl": dict.fromkeys(found, 7) | {"null": 0x21, "communicator": 0x61},
     }[vendor]
     assert found == expected

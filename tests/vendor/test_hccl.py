@@ -61,20 +61,16 @@ def uneven(rank: Rank) -> None:
         assert (result[starts[r] + counts[r] : starts[r] + 10] == 0).all()
     wide = [numbers(r, room, "f4", 2) for r in range(size)]
     mine, result = wide[me].copy(), np.zeros(counts[me], "f4")
-    lists = (address(mine), i64(*counts), i64(*starts), address(result), counts[me], F4)
-    ok(v.lib.HcclReduceScatterV(*lists, SUM, v.comm, v.stream))
+    scattered = (address(mine), i64(*counts), i64(*starts), address(result), counts[me], F4)
+    ok(v.lib.HcclReduceScatterV(*scattered, SUM, v.comm, v.stream))
     ok(v.sync())
     assert result.tobytes() == combine(wide, 0)[starts[me] : starts[me] + counts[me]].tobytes()
-    assert v.lib.HcclReduceScatterV(*lists, PROD, v.comm, v.stream) == NOT_SUPPORT
+    assert v.lib.HcclReduceScatterV(*scattered, PROD, v.comm, v.stream) == NOT_SUPPORT
     matrix = [[(a + 2 * b) % 4 for b in range(size)] for a in range(size)]
     sends, receives = matrix[me], [matrix[r][me] for r in range(size)]
     result = np.zeros(room, "f4")
-    ok(
-        v.lib.HcclAlltoAllV(
-            address(mine), i64(*sends), i64(*starts), F4, address(result), i64(*receives), i64(*starts), F4, v.comm,
-            v.stream,
-        )  # fmt: skip
-    )
+    lists = (address(mine), i64(*sends), i64(*starts), F4, address(result), i64(*receives), i64(*starts), F4)
+    ok(v.lib.HcclAlltoAllV(*lists, v.comm, v.stream))
     ok(v.sync())
     for r in range(size):
         block = result[starts[r] : starts[r] + receives[r]]

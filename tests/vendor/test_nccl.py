@@ -23,7 +23,9 @@ UNSET = -(2**31)
 
 def config(version: int = 22800, size: int = 80, magic: int = 0xCAFEBEEF, **fields: int) -> Any:
     """``ncclConfig_t`` of a version, all fields unset but those that are given by their offset, as ``at20=3``."""
-    data = bytearray(struct.pack("<QIIiiiiQiiQiiiiii", size, magic, version, *[UNSET] * 4, 0, *[UNSET] * 2, 0, *[UNSET] * 6))
+    data = bytearray(
+        struct.pack("<QIIiiiiQiiQiiiiii", size, magic, version, *[UNSET] * 4, 0, *[UNSET] * 2, 0, *[UNSET] * 6)
+    )
     data += struct.pack("<4i", *[UNSET] * 4)
     for name, value in fields.items():
         struct.pack_into("<i", data, int(name[2:]), value)
@@ -284,7 +286,12 @@ def tuned(rank: Rank) -> list[int]:
 @pytest.mark.parametrize("version", [5, 6])
 def test_plugins_are_loaded_and_told(plugins: dict[int, Path], tmp_path: Path, version: int) -> None:
     log = tmp_path / "log"
-    order = {"PLUGIN_LOG": str(log), "NCCL_TUNER_PLUGIN": str(plugins[version]), "PLUGIN_ALGO": "1", "PLUGIN_PROTO": "2"}
+    order = {
+        "PLUGIN_LOG": str(log),
+        "NCCL_TUNER_PLUGIN": str(plugins[version]),
+        "PLUGIN_ALGO": "1",
+        "PLUGIN_PROTO": "2",
+    }
     order |= {"NCCL_PROFILER_PLUGIN": str(plugins[version]), "SAGELLM_SIM_TRACE": str(tmp_path / "trace")}
     assert run(tuned, 2, order) == [[0, 0, 0]] * 2
     lines = log.read_text().splitlines()

@@ -407,7 +407,7 @@ extern "C" fn sim_aclrtMemcpyAsync(to: usize, room: usize, from: usize, bytes: u
         return error;
     }
     on_stream(stream, |stream| {
-        stream.push(&Again::new(move || memory::copy(to, from, bytes)));
+        stream.push(&Again::of(move || memory::copy(to, from, bytes)));
         SUCCESS
     })
 }
@@ -427,7 +427,7 @@ extern "C" fn sim_aclrtMemsetAsync(to: usize, room: usize, value: i32, bytes: us
         return error;
     }
     on_stream(stream, |stream| {
-        stream.push(&Again::new(move || memory::set(to, value as u8, bytes)));
+        stream.push(&Again::of(move || memory::set(to, value as u8, bytes)));
         SUCCESS
     })
 }
@@ -462,7 +462,7 @@ extern "C" fn sim_aclrtFreeHost(memory: usize) -> i32 {
 extern "C" fn sim_aclrtLaunchHostFunc(handle: usize, body: Option<extern "C" fn(*mut c_void)>, argument: usize) -> i32 {
     let Some(body) = body else { return refuse(INVALID, "no function") };
     on_stream(handle, |stream| {
-        stream.push(&Again::new(move || body(argument as *mut c_void)));
+        stream.push(&Again::of(move || body(argument as *mut c_void)));
         SUCCESS
     })
 }

@@ -101,7 +101,8 @@ fn stream_error(vendor: Vendor, fault: Fault) -> Option<i32> {
 /// Issues operations, those of one communicator together. They run on the first of their streams, after what was issued
 /// on the others and before what will be.
 pub fn launch(entries: Vec<Entry>) {
-    let mut comms: Vec<(Arc<Comm>, Vec<Arc<Stream>>, Vec<Call>)> = Vec::new();
+    type Together = (Arc<Comm>, Vec<Arc<Stream>>, Vec<Call>);
+    let mut comms: Vec<Together> = Vec::new();
     for Entry { comm, stream, call, .. } in entries {
         let at = comms.iter().position(|(other, _, _)| Arc::ptr_eq(other, &comm)).unwrap_or(comms.len());
         if at == comms.len() {

@@ -12,6 +12,9 @@ use crate::memory;
 const DATA: u32 = 0;
 const READY: u32 = 1;
 
+/// Where a factor lies, and how to read it.
+pub type Scalar = (usize, fn(usize) -> f64);
+
 #[derive(Clone, Debug)]
 pub struct Call {
     pub kind: Kind,
@@ -27,7 +30,7 @@ pub struct Call {
     /// Where the input is copied as well: the root of a broadcast that is not in place.
     pub copy_to: Option<usize>,
     /// A device scalar that the input is multiplied by, read when the operation runs.
-    pub factor: Option<(usize, fn(usize) -> f64)>,
+    pub factor: Option<Scalar>,
 }
 
 /// True if the two pieces of memory share no byte.

@@ -4,10 +4,8 @@
 #![allow(non_snake_case)]
 
 use std::cell::Cell;
-use std::collections::HashMap;
 use std::ffi::{c_char, c_void};
-use std::sync::{Arc, Mutex};
-use std::thread::ThreadId;
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::device::Runtime;
@@ -15,7 +13,7 @@ use crate::event::{EVENTS, Event};
 use crate::memory;
 use crate::pointers::{Out, forever};
 use crate::settings;
-use crate::stream::{Again, STREAMS, Stream};
+use crate::stream::{Again, STREAMS, Stream, default_stream};
 use crate::trace;
 
 const SUCCESS: i32 = 0;
@@ -49,18 +47,11 @@ fn code(done: bool, otherwise: i32) -> i32 {
 
 /// A queue by its handle; 0 is the queue of the thread, as 1; 2 the one that all threads share.
 pub fn queue(handle: usize) -> Option<Arc<Stream>> {
-    static DEFAULTS: Mutex<Option<HashMap<(i32, Option<ThreadId>), Arc<Stream>>>> = Mutex::new(None);
     if handle > 2 {
         return STREAMS.get(handle).filter(|stream| stream.runtime == Runtime::Cnrt);
     }
     let device = Runtime::Cnrt.current()?;
-    let key = (device, (handle < 2).then(|| std::thread::current().id()));
-    let mut defaults = DEFAULTS.lock().unwrap();
-    let defaults = defaults.get_or_insert_default();
-    if !defaults.contains_key(&key) {
-        defaults.insert(key, Stream::create(Runtime::Cnrt, device, 0, 0)?);
-    }
-    defaults.get(&key).cloned()
+    default_stream(Runtime::Cnrt, device, handle < 2)
 }
 
 fn on_queue(handle: usize, body: impl FnOnce(&Arc<Stream>) -> i32) -> i32 {
@@ -234,7 +225,7 @@ extern "C" fn sim_cnrtMemcpyAsync_V3(to: usize, from: usize, bytes: usize, handl
         return told(ARGS_INVALID);
     }
     on_queue(handle, |queue| {
-        queue.push(&Again::new(move || memory::copy(to, from, bytes)));
+        queue.push(&Again::of(move || memory::copy(to, from, bytes)));
         SUCCESS
     })
 }
@@ -281,7 +272,7 @@ extern "C" fn sim_cnrtMemset(to: usize, value: i32, bytes: usize) -> i32 {
 #[unsafe(no_mangle)]
 extern "C" fn sim_cnrtMemsetAsync(to: usize, value: i32, bytes: usize, handle: usize) -> i32 {
     on_queue(handle, |queue| {
-        queue.push(&Again::new(move || memory::set(to, value as u8, bytes)));
+        queue.push(&Again::of(move || memory::set(to, value as u8, bytes)));
         SUCCESS
     })
 }
@@ -290,7 +281,7 @@ extern "C" fn sim_cnrtMemsetAsync(to: usize, value: i32, bytes: usize, handle: u
 extern "C" fn sim_cnrtInvokeHostFunc(handle: usize, body: Option<extern "C" fn(*mut c_void)>, argument: usize) -> i32 {
     let Some(body) = body else { return told(ARGS_INVALID) };
     on_queue(handle, |queue| {
-        queue.push(&Again::new(move || body(argument as *mut c_void)));
+        queue.push(&Again::of(move || body(argument as *mut c_void)));
         SUCCESS
     })
 }

@@ -7,7 +7,6 @@ use std::collections::HashMap;
 use std::ffi::{c_char, c_void};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
-use std::thread::ThreadId;
 use std::time::Duration;
 
 use crate::capture::{self, Capture, EXECUTABLE, GRAPHS};
@@ -16,7 +15,7 @@ use crate::event::{EVENTS, Event};
 use crate::memory;
 use crate::pointers::{Out, forever};
 use crate::settings;
-use crate::stream::{Again, STREAMS, Stream};
+use crate::stream::{Again, STREAMS, Stream, default_stream};
 use crate::trace;
 
 type CUresult = i32;
@@ -52,18 +51,11 @@ fn current() -> Result<i32, CUresult> {
 
 /// The stream of a handle, also of the special ones: 0 and 1 the legacy default stream, 2 the thread's own.
 pub fn stream(handle: usize) -> Option<Arc<Stream>> {
-    static DEFAULTS: Mutex<Option<HashMap<(i32, Option<ThreadId>), Arc<Stream>>>> = Mutex::new(None);
     if handle > 2 {
         return STREAMS.get(handle).filter(|stream| stream.runtime == Runtime::Cuda);
     }
     let device = Runtime::Cuda.current()?;
-    let key = (device, (handle == 2).then(|| std::thread::current().id()));
-    let mut defaults = DEFAULTS.lock().unwrap();
-    let defaults = defaults.get_or_insert_default();
-    if !defaults.contains_key(&key) {
-        defaults.insert(key, Stream::create(Runtime::Cuda, device, 0, 0)?);
-    }
-    defaults.get(&key).cloned()
+    default_stream(Runtime::Cuda, device, handle == 2)
 }
 
 fn on_stream(handle: usize, body: impl FnOnce(&Arc<Stream>) -> CUresult) -> CUresult {
@@ -494,7 +486,7 @@ extern "C" fn sim_cuMemFree_v2(memory: usize) -> CUresult {
 
 fn copy_async(to: usize, from: usize, bytes: usize, handle: usize) -> CUresult {
     on_stream(handle, |stream| {
-        stream.push(&Again::new(move || memory::copy(to, from, bytes)));
+        stream.push(&Again::of(move || memory::copy(to, from, bytes)));
         SUCCESS
     })
 }
@@ -522,7 +514,7 @@ extern "C" fn sim_cuMemcpyDtoDAsync_v2(to: usize, from: usize, bytes: usize, str
 #[unsafe(no_mangle)]
 extern "C" fn sim_cuMemsetD8Async(to: usize, value: u8, bytes: usize, handle: usize) -> CUresult {
     on_stream(handle, |stream| {
-        stream.push(&Again::new(move || memory::set(to, value, bytes)));
+        stream.push(&Again::of(move || memory::set(to, value, bytes)));
         SUCCESS
     })
 }
@@ -535,17 +527,7 @@ extern "C" fn sim_cuLaunchHostFunc(
 ) -> CUresult {
     let Some(body) = body else { return INVALID_VALUE };
     on_stream(handle, |stream| {
-        stream.push(&Again::new(move || body(argument as *mut c_void)));
-        SUCCESS
-    })
-}
-
-/// Not the driver's: feeds this stream through a host queue that issues records so many microseconds later, 0 for none.
-#[unsafe(no_mangle)]
-extern "C" fn sim_sagellm_sim_host_queue(handle: usize, microseconds: u64) -> i32 {
-    let found = STREAMS.get(handle);
-    found.map_or(INVALID_HANDLE, |stream| {
-        stream.set_host_queue(Duration::from_micros(microseconds));
+        stream.push(&Again::of(move || body(argument as *mut c_void)));
         SUCCESS
     })
 }

@@ -4,7 +4,7 @@ use std::cell::Cell;
 
 use crate::settings;
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Runtime {
     Cuda,
     Acl,

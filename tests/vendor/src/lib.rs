@@ -27,6 +27,7 @@ mod comm;
 mod cuda;
 mod device;
 mod event;
+mod extra;
 mod hccl;
 mod memory;
 mod nccl;

@@ -252,8 +252,8 @@ extern "C" fn sim_ncclCommInitAll(out: Out<usize>, count: i32, devices: In<i32>)
         Err(error) => return refuse(SYSTEM_ERROR, error),
     }
     sim_ncclGroupStart();
-    for rank in 0..ranks {
-        init(out.at(rank), count, &id, rank as i32, &Config::default(), Some(devices[rank]));
+    for (rank, device) in devices.into_iter().enumerate() {
+        init(out.at(rank), count, &id, rank as i32, &Config::default(), Some(device));
     }
     sim_ncclGroupEnd()
 }

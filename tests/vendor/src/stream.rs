@@ -5,9 +5,11 @@
 //! another thread, or when somebody asks the stream about its state. What was issued before goes first, so only others
 //! can see the delay: a wait for an event whose record is still in the queue waits for nothing.
 
-use std::collections::VecDeque;
+use std::collections::hash_map::Entry;
+use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
+use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
 use once_cell::sync::Lazy;
@@ -30,7 +32,7 @@ pub trait Work: Send + Sync {
 pub struct Again<F>(Arc<F>);
 
 impl<F: Fn() + Send + Sync + 'static> Again<F> {
-    pub fn new(body: F) -> Arc<dyn Work> {
+    pub fn of(body: F) -> Arc<dyn Work> {
         Arc::new(Again(Arc::new(body)))
     }
 }
@@ -45,7 +47,7 @@ impl<F: Fn() + Send + Sync + 'static> Work for Again<F> {
     }
 }
 
-struct Entry {
+struct Issued {
     task: Task,
     /// Done on a stream with an error as well: what others wait for.
     always: bool,
@@ -53,7 +55,7 @@ struct Entry {
 
 #[derive(Default)]
 struct Inner {
-    queue: VecDeque<Entry>,
+    queue: VecDeque<Issued>,
     running: bool,
     closed: bool,
     capture: Option<Arc<Capture>>,
@@ -73,6 +75,18 @@ pub struct Stream {
 }
 
 pub static STREAMS: Table<Stream> = Table::new(1);
+
+/// A stream that nobody creates: the one that all threads share on a device, or this thread's own.
+pub fn default_stream(runtime: Runtime, device: i32, own: bool) -> Option<Arc<Stream>> {
+    type Key = (Runtime, i32, Option<ThreadId>);
+    static DEFAULTS: Mutex<Option<HashMap<Key, Arc<Stream>>>> = Mutex::new(None);
+    let key = (runtime, device, own.then(|| std::thread::current().id()));
+    let mut defaults = DEFAULTS.lock().unwrap();
+    Some(match defaults.get_or_insert_default().entry(key) {
+        Entry::Occupied(entry) => Arc::clone(entry.get()),
+        Entry::Vacant(entry) => Arc::clone(entry.insert(Stream::create(runtime, device, 0, 0)?)),
+    })
+}
 
 impl Stream {
     pub fn create(runtime: Runtime, device: i32, flags: u32, priority: i32) -> Option<Arc<Stream>> {
@@ -123,7 +137,7 @@ impl Stream {
         match &inner.capture {
             Some(capture) => capture.add(self, Arc::clone(work)),
             None => {
-                inner.queue.push_back(Entry { task: work.issue(), always: false });
+                inner.queue.push_back(Issued { task: work.issue(), always: false });
                 self.changed.notify_all();
             }
         }
@@ -132,7 +146,7 @@ impl Stream {
     /// Issues what others wait for. Not through the host queue, and never captured.
     pub fn push_always(&self, task: Task) {
         let mut inner = self.inner.lock().unwrap();
-        inner.queue.push_back(Entry { task, always: true });
+        inner.queue.push_back(Issued { task, always: true });
         self.changed.notify_all();
     }
 
