@@ -1,0 +1,243 @@
+//! One operation as the core runs it: what the vendor's call said, with device memory as addresses.
+//!
+//! Its input is read when its turn on the stream comes and its output is written when it has ended, in private memory
+//! between: what a device would do, too, so work that overtakes it, or memory that is used again too early, shows.
+
+use sagellm::group::Group;
+use sagellm::types::{CallNote, Dtype, Kind, ReduceOp, Request, Span};
+
+use crate::memory;
+
+/// Tags of the engine's messages: the data, and the word that its receiver is there.
+const DATA: u32 = 0;
+const READY: u32 = 1;
+
+/// Where a factor lies, and how to read it.
+pub type Scalar = (usize, fn(usize) -> f64);
+
+#[derive(Clone, Debug)]
+pub struct Call {
+    pub kind: Kind,
+    /// `Dtype::Bytes` where data is only moved.
+    pub dtype: Dtype,
+    pub op: ReduceOp,
+    pub root: u32,
+    pub inputs: Vec<Span>,
+    pub outputs: Vec<Span>,
+    /// Bytes by rank, where they differ.
+    pub in_blocks: Vec<usize>,
+    pub out_blocks: Vec<usize>,
+    /// Where the input is copied as well: the root of a broadcast that is not in place.
+    pub copy_to: Option<usize>,
+    /// A device scalar that the input is multiplied by, read when the operation runs.
+    pub factor: Option<Scalar>,
+}
+
+/// True if the two pieces of memory share no byte.
+pub fn apart(a: (usize, usize), b: (usize, usize)) -> bool {
+    a.1 == 0 || b.1 == 0 || a.0 + a.1 <= b.0 || b.0 + b.1 <= a.0
+}
+
+pub fn span(addr: usize, bytes: usize) -> Vec<Span> {
+    if bytes == 0 { Vec::new() } else { vec![Span { addr, bytes }] }
+}
+
+impl Call {
+    /// A call that moves `input` and gives `output`, both one piece.
+    pub fn new(kind: Kind, input: (usize, usize), output: (usize, usize)) -> Call {
+        Call {
+            kind,
+            dtype: Dtype::Bytes,
+            op: ReduceOp::Sum,
+            root: 0,
+            inputs: span(input.0, input.1),
+            outputs: span(output.0, output.1),
+            in_blocks: Vec::new(),
+            out_blocks: Vec::new(),
+            copy_to: None,
+            factor: None,
+        }
+    }
+
+    pub fn reducing(mut self, dtype: Dtype, op: ReduceOp) -> Call {
+        (self.dtype, self.op) = (dtype, op);
+        self
+    }
+
+    pub fn all_reduce(send: usize, recv: usize, bytes: usize) -> Call {
+        Call::new(Kind::AllReduce, (send, bytes), (recv, bytes))
+    }
+
+    pub fn broadcast(send: usize, recv: usize, bytes: usize, root: u32, me: u32) -> Call {
+        let mut call = if root == me {
+            Call::new(Kind::Broadcast, (send, bytes), (0, 0))
+        } else {
+            Call::new(Kind::Broadcast, (0, 0), (recv, bytes))
+        };
+        call.root = root;
+        call.copy_to = (root == me && send != recv).then_some(recv);
+        call
+    }
+
+    pub fn reduce(send: usize, recv: usize, bytes: usize, root: u32, me: u32) -> Call {
+        let mut call = Call::new(Kind::Reduce, (send, bytes), (recv, if root == me { bytes } else { 0 }));
+        call.root = root;
+        call
+    }
+
+    /// `bytes` of one rank's block.
+    pub fn all_gather(send: usize, recv: usize, bytes: usize, ranks: u32) -> Call {
+        Call::new(Kind::AllGather, (send, bytes), (recv, bytes * ranks as usize))
+    }
+
+    /// `bytes` of one rank's block.
+    pub fn reduce_scatter(send: usize, recv: usize, bytes: usize, ranks: u32) -> Call {
+        Call::new(Kind::ReduceScatter, (send, bytes * ranks as usize), (recv, bytes))
+    }
+
+    /// `bytes` of one rank's block.
+    pub fn all_to_all(send: usize, recv: usize, bytes: usize, ranks: u32) -> Call {
+        Call::new(Kind::AllToAll, (send, bytes * ranks as usize), (recv, bytes * ranks as usize))
+    }
+
+    pub fn gather(send: usize, recv: usize, bytes: usize, root: u32, (me, ranks): (u32, u32)) -> Call {
+        let all = if root == me { bytes * ranks as usize } else { 0 };
+        let mut call = Call::new(Kind::Gather, (send, bytes), (recv, all));
+        call.root = root;
+        call
+    }
+
+    pub fn scatter(send: usize, recv: usize, bytes: usize, root: u32, (me, ranks): (u32, u32)) -> Call {
+        let all = if root == me { bytes * ranks as usize } else { 0 };
+        let mut call = Call::new(Kind::Scatter, (send, all), (recv, bytes));
+        call.root = root;
+        call
+    }
+
+    pub fn message(kind: Kind, buffer: usize, bytes: usize, peer: u32) -> Call {
+        let mut call = match kind {
+            Kind::Send => Call::new(kind, (buffer, bytes), (0, 0)),
+            _ => Call::new(kind, (0, 0), (buffer, bytes)),
+        };
+        call.root = peer;
+        call
+    }
+
+    /// Pieces at (address, bytes), one for each rank.
+    pub fn pieces(kind: Kind, inputs: &[(usize, usize)], outputs: &[(usize, usize)]) -> Call {
+        let spans = |list: &[(usize, usize)]| list.iter().flat_map(|(at, bytes)| span(*at, *bytes)).collect();
+        let sizes = |list: &[(usize, usize)]| list.iter().map(|(_, bytes)| *bytes).collect::<Vec<usize>>();
+        let mut call = Call::new(kind, (0, 0), (0, 0));
+        (call.inputs, call.outputs) = (spans(inputs), spans(outputs));
+        if kind != Kind::AllGather {
+            call.in_blocks = sizes(inputs);
+        }
+        if kind != Kind::ReduceScatter {
+            call.out_blocks = sizes(outputs);
+        }
+        call
+    }
+
+    pub fn bytes(&self) -> usize {
+        self.inputs.iter().chain(&self.outputs).map(|span| span.bytes).sum()
+    }
+}
+
+/// A call whose turn has come.
+pub struct Running {
+    call: Call,
+    input: Vec<u8>,
+    output: Vec<u8>,
+    word: Vec<u8>,
+    ops: Vec<std::sync::Arc<sagellm::group::Op>>,
+}
+
+impl Running {
+    /// Reads the input. The private memory stays where it is until `self` is dropped, which must not be before every
+    /// operation has ended: `Comm::perform` sees to that.
+    pub fn new(call: &Call) -> Running {
+        let input = call.inputs.iter().flat_map(|span| memory::read(span.addr, span.bytes)).collect();
+        let output = vec![0; call.outputs.iter().map(|span| span.bytes).sum()];
+        let mut call = call.clone();
+        if let Some((scalar, read)) = call.factor {
+            call.op = ReduceOp::PremulSum(read(scalar));
+        }
+        Running { call, input, output, word: vec![0], ops: Vec::new() }
+    }
+
+    /// Hands it to the engine.
+    pub fn issue(&mut self, group: &Group) -> sagellm::error::Result<()> {
+        let whole = |memory: &mut Vec<u8>| span(memory.as_mut_ptr() as usize, memory.len());
+        let (inputs, outputs) = (whole(&mut self.input), whole(&mut self.output));
+        let word = whole(&mut self.word);
+        // A message is a rendezvous: a send ends when its receive was reached.
+        if self.call.kind == Kind::Send {
+            self.give(group, Kind::Recv, READY, (Vec::new(), word))?;
+        } else if self.call.kind == Kind::Recv {
+            self.give(group, Kind::Send, READY, (word, Vec::new()))?;
+        }
+        self.give(group, self.call.kind, DATA, (inputs, outputs))
+    }
+
+    fn give(
+        &mut self,
+        group: &Group,
+        kind: Kind,
+        tag: u32,
+        (inputs, outputs): (Vec<Span>, Vec<Span>),
+    ) -> sagellm::error::Result<()> {
+        let call = &self.call;
+        let request = Request {
+            kind,
+            dtype: call.dtype,
+            op: call.op,
+            root: call.root,
+            tag,
+            timeout_ms: None,
+            sync: false,
+            inputs,
+            outputs,
+            in_blocks: call.in_blocks.clone(),
+            out_blocks: call.out_blocks.clone(),
+            also_touched: Vec::new(),
+            note: CallNote::default(),
+        };
+        self.ops.push(group.issue(request, None)?);
+        Ok(())
+    }
+
+    pub fn ops(&self) -> &[std::sync::Arc<sagellm::group::Op>] {
+        &self.ops
+    }
+
+    /// Writes the output, after all has ended well.
+    pub fn store(&self) {
+        let mut at = 0;
+        for span in &self.call.outputs {
+            memory::write(span.addr, &self.output[at..at + span.bytes]);
+            at += span.bytes;
+        }
+        if let Some(to) = self.call.copy_to {
+            memory::write(to, &self.input);
+        }
+    }
+
+    /// A message of a rank to itself.
+    pub fn is_own(&self, me: u32) -> bool {
+        self.call.kind.is_p2p() && self.call.root == me
+    }
+
+    pub fn kind(&self) -> Kind {
+        self.call.kind
+    }
+
+    pub fn input(&self) -> &[u8] {
+        &self.input
+    }
+
+    /// What came without the engine.
+    pub fn take(&mut self, data: &[u8]) {
+        let bytes = self.output.len().min(data.len());
+        self.output[..bytes].copy_from_slice(&data[..bytes]);
+    }
+}

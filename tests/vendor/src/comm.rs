@@ -1,0 +1,476 @@
+//! One communicator: a group of the project's engine, and the order in which its operations take their turn.
+//!
+//! Operations of a communicator run one after the other in the order in which they were issued, whatever their streams,
+//! and on the threads of those streams. When one fails, the communicator has an asynchronous error. What then happens
+//! on the stream differs: under NCCL and CNCL the operation hangs until somebody aborts the communicator, under HCCL,
+//! which knows no abort, the stream has an error. Nothing hangs for longer than the simulators' own limit.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, Weak};
+use std::time::{Duration, Instant};
+
+use sagellm::config::{Config, Settings};
+use sagellm::error::{Error, Result};
+use sagellm::group::{Group, Host};
+use sagellm::types::{CallNote, Dtype, Kind, ReduceOp, Request};
+
+use crate::bootstrap::{NAME, Name, Place, server};
+use crate::call::{Call, Running, span};
+use crate::device::Runtime;
+use crate::settings;
+use crate::trace;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Vendor {
+    Nccl = 0,
+    Hccl = 1,
+    Cncl = 2,
+}
+
+impl Vendor {
+    pub fn runtime(self) -> Runtime {
+        match self {
+            Vendor::Nccl => Runtime::Cuda,
+            Vendor::Hccl => Runtime::Acl,
+            Vendor::Cncl => Runtime::Cnrt,
+        }
+    }
+
+    fn can_abort(self) -> bool {
+        self != Vendor::Hccl
+    }
+}
+
+/// Why operations do not end well.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Fault {
+    None = 0,
+    /// A peer died, left or aborted.
+    Remote = 1,
+    Aborted = 2,
+    /// `SAGELLM_SIM_ERROR_AT`
+    Injected = 3,
+    Timeout = 4,
+    /// Ranks called different operations.
+    Mismatch = 5,
+    /// The simulator could not go on.
+    System = 6,
+}
+
+impl Fault {
+    fn from_u8(number: u8) -> Fault {
+        use Fault::*;
+        [None, Remote, Aborted, Injected, Timeout, Mismatch, System][usize::from(number.min(6))]
+    }
+
+    fn of(error: &Error) -> Fault {
+        match error {
+            Error::RankFailed { .. } | Error::Aborted(_) | Error::Interrupted(_) => Fault::Remote,
+            Error::Timeout(_) | Error::WaitElapsed(_) => Fault::Timeout,
+            Error::Mismatch(_) => Fault::Mismatch,
+            _ => Fault::System,
+        }
+    }
+}
+
+/// What a rank tells the others when they meet.
+#[derive(Clone, Copy)]
+pub struct Peer {
+    pub server: Name,
+    pub physical: u64,
+}
+
+enum Setup {
+    Running,
+    Ready(Arc<Group>, Vec<Peer>),
+    Failed(Error),
+}
+
+#[derive(Default)]
+struct Turns {
+    issued: u64,
+    next: u64,
+}
+
+pub struct Comm {
+    pub vendor: Vendor,
+    pub rank: u32,
+    pub size: u32,
+    pub device: i32,
+    pub place: Place,
+    pub name: String,
+    pub blocking: bool,
+    setup: Mutex<Setup>,
+    turns: Mutex<Turns>,
+    turned: Condvar,
+    /// A `Fault`; the first one stays. Written by streams (release), read by anyone (acquire).
+    fault: AtomicU8,
+    aborted: AtomicBool,
+    /// Operations that were issued and have not ended: by callers up, by streams down.
+    running: AtomicUsize,
+    /// Calls that the caller was told are in progress.
+    pub in_progress: AtomicUsize,
+    /// Communicators made from this one, by splitting and by shrinking: not all ranks take part in the latter.
+    children: [AtomicUsize; 2],
+    collectives: AtomicU64,
+    /// What the vendor's face keeps: reduction handles.
+    pub factors: Mutex<HashMap<i32, crate::nccl::Factor>>,
+    /// Sessions of plug-ins.
+    pub plugins: Mutex<Option<Arc<crate::nccl::plugins::Sessions>>>,
+}
+
+/// How often a wait looks whether it was aborted.
+const LOOK: Duration = Duration::from_millis(5);
+
+struct Interrupt(Weak<Comm>);
+
+impl Host for Interrupt {
+    fn interrupted(&self) -> bool {
+        self.0.upgrade().is_none_or(|comm| comm.is_aborted())
+    }
+}
+
+impl Comm {
+    pub fn new(
+        vendor: Vendor,
+        place: Place,
+        (size, rank): (u32, u32),
+        device: i32,
+        name: &str,
+        blocking: bool,
+    ) -> Comm {
+        let name = if name.is_empty() { format!("sim_{:016x}", place.number()) } else { name.to_string() };
+        Comm {
+            vendor,
+            rank,
+            size,
+            device,
+            place,
+            name,
+            blocking,
+            setup: Mutex::new(Setup::Running),
+            turns: Mutex::default(),
+            turned: Condvar::new(),
+            fault: AtomicU8::new(Fault::None as u8),
+            aborted: AtomicBool::new(false),
+            running: AtomicUsize::new(0),
+            in_progress: AtomicUsize::new(0),
+            children: Default::default(),
+            collectives: AtomicU64::new(0),
+            factors: Mutex::default(),
+            plugins: Mutex::default(),
+        }
+    }
+
+    /// Meets the others; waits for them for as long as `patience`, at most.
+    pub fn set_up(self: &Arc<Comm>, patience: Duration) -> Result<()> {
+        let outcome = self.meet(patience.min(settings::get().ceiling));
+        let mut setup = self.setup.lock().unwrap();
+        match outcome {
+            Ok((group, peers)) => {
+                *setup = Setup::Ready(group, peers);
+                Ok(())
+            }
+            Err(error) => {
+                trace::refuse(error.text());
+                *setup = Setup::Failed(error.clone());
+                Err(error)
+            }
+        }
+    }
+
+    fn meet(self: &Arc<Comm>, patience: Duration) -> Result<(Arc<Group>, Vec<Peer>)> {
+        if settings::get().init_hangs {
+            self.hang(patience);
+            return Err(Error::Timeout("simulator: the set-up hangs, as SAGELLM_SIM_INIT asks for".to_string()));
+        }
+        let config = Config {
+            rank: self.rank as usize,
+            size: self.size as usize,
+            timeout: patience,
+            name: self.name.clone(),
+            delegate_reason: None,
+            algorithm: String::new(),
+            policy: String::new(),
+            settings: Settings { own_link: false, ..Settings::default() },
+        };
+        let host = Arc::new(Interrupt(Arc::downgrade(self)));
+        let group = Group::connect(config, &self.place.connect()?, host)?;
+        if let Some(reason) = group.delegate_reason() {
+            return Err(Error::System(format!("simulator: the ranks do not share memory: {reason}")));
+        }
+        let physical = self.vendor.runtime().physical(self.device);
+        let own = [&server().map_err(Error::System)?[..], &physical.to_le_bytes()].concat();
+        let peers = exchange(&group, self.size, &own)?
+            .iter()
+            .map(|peer| Peer {
+                server: peer[..NAME].try_into().expect("as long as what was sent"),
+                physical: u64::from_le_bytes(peer[NAME..].try_into().expect("as long as what was sent")),
+            })
+            .collect();
+        let limit = match self.vendor {
+            Vendor::Hccl => settings::get().hccl_exec.min(settings::get().ceiling),
+            _ => settings::get().ceiling,
+        };
+        group.set_timeout(limit);
+        Ok((group, peers))
+    }
+
+    /// Whether the others were met; the error if that failed.
+    pub fn ready(&self) -> Result<bool> {
+        match &*self.setup.lock().unwrap() {
+            Setup::Running => Ok(false),
+            Setup::Ready(..) => Ok(true),
+            Setup::Failed(error) => Err(error.clone()),
+        }
+    }
+
+    fn group(&self) -> Result<Arc<Group>> {
+        match &*self.setup.lock().unwrap() {
+            Setup::Ready(group, _) => Ok(Arc::clone(group)),
+            Setup::Failed(error) => Err(error.clone()),
+            Setup::Running => Err(Error::Invalid("simulator: the communicator is not set up yet".to_string())),
+        }
+    }
+
+    pub fn peers(&self) -> Vec<Peer> {
+        match &*self.setup.lock().unwrap() {
+            Setup::Ready(_, peers) => peers.clone(),
+            _ => Vec::new(),
+        }
+    }
+
+    /// Numbers the collectives that plug-ins hear of.
+    pub fn next_number(&self) -> u64 {
+        self.collectives.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Numbers the children of one sort; every rank that takes part asks as often.
+    pub fn next_child(&self, shrinks: bool) -> usize {
+        self.children[usize::from(shrinks)].fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Where those of `members`, ranks of this communicator, meet for a child that `what` names.
+    pub fn child_place(&self, members: &[u32], what: &str) -> Option<Place> {
+        let leader = self.peers().get(*members.first()? as usize)?.server;
+        Some(self.place.derive(leader, format!("{what} {members:?}").as_bytes()))
+    }
+
+    /// What every rank gave, by rank: a host call that waits, in its turn.
+    pub fn exchange(&self, own: &[u8]) -> Result<Vec<Vec<u8>>> {
+        let ticket = self.ticket();
+        let outcome = match self.wait_turn(ticket) {
+            Fault::None => self.group().and_then(|group| exchange(&group, self.size, own)),
+            fault => Err(Error::Aborted(format!("simulator: the communicator has failed ({fault:?})"))),
+        };
+        self.pass_turn(ticket);
+        outcome
+    }
+
+    pub fn fault(&self) -> Fault {
+        Fault::from_u8(self.fault.load(Ordering::Acquire))
+    }
+
+    fn fail(&self, fault: Fault) {
+        let _ = self.fault.compare_exchange(0, fault as u8, Ordering::AcqRel, Ordering::Acquire);
+    }
+
+    pub fn running(&self) -> usize {
+        self.running.load(Ordering::Acquire)
+    }
+
+    pub fn is_aborted(&self) -> bool {
+        self.aborted.load(Ordering::Acquire)
+    }
+
+    /// Ends what runs and what was issued, without results.
+    pub fn abort(&self) {
+        self.aborted.store(true, Ordering::Release);
+        self.fail(Fault::Aborted);
+        if let Ok(group) = self.group() {
+            group.abort("the vendor's abort was called");
+            group.shutdown();
+        }
+        self.turned.notify_all();
+        // What runs sees it within LOOK; what waits behind other work of its stream ends when it gets there.
+        let deadline = Instant::now() + 20 * LOOK;
+        while self.running() > 0 && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// True once nothing runs; false if that takes longer than the limit.
+    pub fn drain(&self) -> bool {
+        let deadline = Instant::now() + settings::get().ceiling;
+        while self.running() > 0 {
+            if Instant::now() >= deadline {
+                return false;
+            }
+            std::thread::sleep(Duration::from_micros(200));
+        }
+        true
+    }
+
+    /// Leaves in order.
+    pub fn close(&self) {
+        if let Ok(group) = self.group() {
+            group.shutdown();
+        }
+    }
+
+    /// The place of the next operation in the order of this communicator.
+    pub fn ticket(&self) -> u64 {
+        self.running.fetch_add(1, Ordering::AcqRel);
+        let mut turns = self.turns.lock().unwrap();
+        turns.issued += 1;
+        turns.issued - 1
+    }
+
+    fn wait_turn(&self, ticket: u64) -> Fault {
+        let deadline = Instant::now() + 2 * settings::get().ceiling;
+        let mut turns = self.turns.lock().unwrap();
+        while turns.next != ticket {
+            if self.is_aborted() {
+                return Fault::Aborted;
+            }
+            if Instant::now() > deadline {
+                return Fault::Timeout;
+            }
+            turns = self.turned.wait_timeout(turns, LOOK).unwrap().0;
+        }
+        if self.is_aborted() { Fault::Aborted } else { self.fault() }
+    }
+
+    fn pass_turn(&self, ticket: u64) {
+        let mut turns = self.turns.lock().unwrap();
+        turns.next = turns.next.max(ticket + 1);
+        drop(turns);
+        self.turned.notify_all();
+        self.running.fetch_sub(1, Ordering::AcqRel);
+    }
+
+    /// Until somebody aborts, or the limit.
+    fn hang(&self, limit: Duration) -> Fault {
+        let deadline = Instant::now() + limit;
+        while !self.is_aborted() {
+            if Instant::now() >= deadline {
+                return Fault::Timeout;
+            }
+            std::thread::sleep(LOOK);
+        }
+        Fault::Aborted
+    }
+
+    /// Runs calls together, on a stream's thread, when their turn comes.
+    pub fn perform(&self, ticket: u64, calls: &[Call]) -> Fault {
+        let mut fault = self.wait_turn(ticket);
+        if fault == Fault::None {
+            std::thread::sleep(settings::get().slow);
+            fault = self.inject(calls.len());
+        }
+        if fault == Fault::None
+            && let Err(error) = self.group().and_then(|group| self.run(&group, calls))
+        {
+            trace::call(|| format!("failed {} rank={} {error}", self.name, self.rank));
+            fault = if self.is_aborted() { Fault::Aborted } else { Fault::of(&error) };
+        }
+        if fault != Fault::None {
+            self.fail(fault);
+            // The limit ends the operation itself; a timeout has waited for it already.
+            if self.vendor.can_abort() && !matches!(fault, Fault::Aborted | Fault::Timeout) {
+                self.hang(settings::get().ceiling);
+            }
+        }
+        self.pass_turn(ticket);
+        fault
+    }
+
+    /// The faults that were ordered for one of the next `calls` operations of this process.
+    fn inject(&self, calls: usize) -> Fault {
+        static DONE: AtomicUsize = AtomicUsize::new(0);
+        let first = DONE.fetch_add(calls, Ordering::Relaxed) + 1;
+        let asked = |at: usize| (first..first + calls).contains(&at);
+        let settings = settings::get();
+        if asked(settings.error_at) {
+            return Fault::Injected;
+        }
+        if asked(settings.hang_at) {
+            return self.hang(match self.vendor {
+                Vendor::Hccl => settings.hccl_exec.min(settings.ceiling),
+                _ => settings.ceiling,
+            });
+        }
+        Fault::None
+    }
+
+    fn run(&self, group: &Group, calls: &[Call]) -> Result<()> {
+        let mut running: Vec<Running> = calls.iter().map(Running::new).collect();
+        pair_own_messages(&mut running, self.rank)?;
+        let mut outcome = Ok(());
+        for call in running.iter_mut().filter(|call| !call.is_own(self.rank)) {
+            outcome = call.issue(group);
+            if outcome.is_err() {
+                group.abort("an operation could not be issued");
+                break;
+            }
+        }
+        // Each has ended when this loop is through, well or not, so nobody uses their memory any more.
+        for op in running.iter().flat_map(Running::ops) {
+            let ended = loop {
+                match op.wait(Some(LOOK)) {
+                    Err(Error::WaitElapsed(_)) if !self.is_aborted() => (),
+                    Err(Error::WaitElapsed(_) | Error::Interrupted(_)) if !op.is_done() => {
+                        group.abort("the vendor's abort was called");
+                    }
+                    ended => break ended,
+                }
+            };
+            outcome = outcome.and(ended);
+        }
+        outcome?;
+        running.iter().for_each(Running::store);
+        Ok(())
+    }
+}
+
+/// Messages of a rank to itself, which the engine does not carry: sends and receives of one batch, in their order.
+fn pair_own_messages(running: &mut [Running], me: u32) -> Result<()> {
+    let own = |kind: Kind, list: &[Running]| -> Vec<usize> {
+        (0..list.len()).filter(|at| list[*at].is_own(me) && list[*at].kind() == kind).collect()
+    };
+    let (sends, receives) = (own(Kind::Send, running), own(Kind::Recv, running));
+    if sends.len() != receives.len() {
+        return Err(Error::Mismatch("simulator: a rank sends to itself what it does not receive".to_string()));
+    }
+    for (send, receive) in sends.into_iter().zip(receives) {
+        let data = running[send].input().to_vec();
+        running[receive].take(&data);
+    }
+    Ok(())
+}
+
+fn exchange(group: &Group, ranks: u32, own: &[u8]) -> Result<Vec<Vec<u8>>> {
+    let (mut input, mut all) = (own.to_vec(), vec![0; own.len() * ranks as usize]);
+    group.run(
+        Request {
+            kind: Kind::AllGather,
+            dtype: Dtype::Bytes,
+            op: ReduceOp::Sum,
+            root: 0,
+            tag: 0,
+            timeout_ms: None,
+            sync: true,
+            inputs: span(input.as_mut_ptr() as usize, input.len()),
+            outputs: span(all.as_mut_ptr() as usize, all.len()),
+            in_blocks: Vec::new(),
+            out_blocks: Vec::new(),
+            also_touched: Vec::new(),
+            note: CallNote::default(),
+        },
+        None,
+    )?;
+    Ok(all.chunks(own.len()).map(<[u8]>::to_vec).collect())
+}

@@ -1,0 +1,18 @@
+//! What no vendor has: every simulated runtime exports it, for devices of tests.
+
+use std::time::Duration;
+
+use crate::stream::STREAMS;
+
+/// Feeds a stream through a host queue that issues its records so many microseconds later; 0 feeds it directly. Gives 0,
+/// or 1 if there is no such stream.
+#[unsafe(no_mangle)]
+extern "C" fn sim_sagellm_sim_host_queue(stream: usize, microseconds: u64) -> i32 {
+    match STREAMS.get(stream) {
+        Some(stream) => {
+            stream.set_host_queue(Duration::from_micros(microseconds));
+            0
+        }
+        None => 1,
+    }
+}
