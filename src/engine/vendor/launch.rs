@@ -92,6 +92,7 @@ impl Job<'_> {
     fn block(&self, spans: &[Span], q: u32) -> Result<Span> {
         let ranks = self.ranks as usize;
         match spans {
+            [] => Ok(Span { addr: 0, bytes: 0 }), // all are empty
             _ if spans.len() == ranks => Ok(spans[q as usize]),
             [whole] if whole.bytes.is_multiple_of(ranks) => {
                 let bytes = whole.bytes / ranks;
