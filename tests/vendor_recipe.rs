@@ -1,37 +1,16 @@
 //! For every kind, element type, op, vendor and number of ranks: the recipe, carried out on a model of a library in plain
 //! memory that can do nothing but what the capabilities say, gives what torch defines; or it is refused with a text.
 
+#[path = "common/device.rs"]
+mod device;
 #[path = "reduce/reference.rs"]
 mod reference;
 
-use reference::{bytes_of, decode_16, is_complex, is_defined, is_float, reference_all};
+use device::{COLLECTIVES, Case, OPS, local, spans};
+use reference::{is_defined, reference_all};
 use sagellm::engine::vendor::recipe::Double;
 use sagellm::engine::vendor::{Asked, Call, Capabilities, Job, Local, Message, Method, Recipe, Vendor, calls, recipe};
 use sagellm::types::{Dtype, Kind, ReduceOp, Span};
-
-const OPS: [ReduceOp; 9] = [
-    ReduceOp::Sum,
-    ReduceOp::Avg,
-    ReduceOp::Product,
-    ReduceOp::Min,
-    ReduceOp::Max,
-    ReduceOp::Band,
-    ReduceOp::Bor,
-    ReduceOp::Bxor,
-    ReduceOp::PremulSum(2.0),
-];
-
-const COLLECTIVES: [Kind; 9] = [
-    Kind::AllReduce,
-    Kind::Broadcast,
-    Kind::Reduce,
-    Kind::AllGather,
-    Kind::Gather,
-    Kind::Scatter,
-    Kind::ReduceScatter,
-    Kind::AllToAll,
-    Kind::Barrier,
-];
 
 /// The vendors as they are, and with what an older library may lack.
 fn libraries() -> Vec<Capabilities> {
@@ -265,167 +244,6 @@ fn recv_of(call: &Call<'_>) -> usize {
     }
 }
 
-/// The parts of a complex number, or the number itself.
-fn part(dtype: Dtype) -> Dtype {
-    match dtype {
-        Dtype::C32 => Dtype::F16,
-        Dtype::C64 => Dtype::F32,
-        Dtype::C128 => Dtype::F64,
-        other => other,
-    }
-}
-
-fn number(dtype: Dtype, bytes: &[u8]) -> f64 {
-    match dtype {
-        Dtype::F64 => f64::from_le_bytes(bytes.try_into().unwrap()),
-        Dtype::F32 => f64::from(f32::from_le_bytes(bytes.try_into().unwrap())),
-        Dtype::F16 => decode_16(u16::from_le_bytes(bytes.try_into().unwrap()), 10),
-        _ => decode_16(u16::from_le_bytes(bytes.try_into().unwrap()), 7),
-    }
-}
-
-fn bytes_of_number(dtype: Dtype, number: f64) -> Vec<u8> {
-    if dtype == Dtype::F64 { number.to_le_bytes().to_vec() } else { bytes_of(dtype, number as f32) }
-}
-
-fn whole(dtype: Dtype, bytes: &[u8]) -> i128 {
-    let signed = matches!(dtype, Dtype::I8 | Dtype::I16 | Dtype::I32 | Dtype::I64);
-    let mut wide = [if signed && bytes[bytes.len() - 1] >= 0x80 { 0xff } else { 0 }; 16];
-    wide[..bytes.len()].copy_from_slice(bytes);
-    i128::from_le_bytes(wide)
-}
-
-fn each(dtype: Dtype, data: &[u8], change: impl Fn(Dtype, &[u8]) -> Vec<u8>) -> Vec<u8> {
-    let dtype = part(dtype);
-    data.chunks(dtype.size()).flat_map(|element| change(dtype, element)).collect()
-}
-
-/// What the shim does with torch's operators.
-fn local(step: Local, dtype: &mut Dtype, data: Vec<u8>, ranks: usize) -> Vec<u8> {
-    match step {
-        Local::Cast(to) => {
-            let target = part(to);
-            let out = each(*dtype, &data, |from, element| {
-                if is_float(from) {
-                    bytes_of_number(target, number(from, element))
-                } else {
-                    whole(from, element).to_le_bytes()[..target.size()].to_vec()
-                }
-            });
-            *dtype = to;
-            out
-        }
-        Local::Scale(factor) => reference_all(*dtype, ReduceOp::PremulSum(factor), &[data], &[factor]),
-        Local::Divide(count) => each(*dtype, &data, |of, element| {
-            if is_float(of) {
-                bytes_of_number(of, number(of, element) / count as f64)
-            } else {
-                (whole(of, element) / count as i128).to_le_bytes()[..of.size()].to_vec()
-            }
-        }),
-        Local::Fold(op) => {
-            let block = data.len() / ranks;
-            let blocks: Vec<Vec<u8>> = (0..ranks).map(|q| data[q * block..][..block].to_vec()).collect();
-            reference_all(*dtype, op, &blocks, &vec![1.0; ranks])
-        }
-    }
-}
-
-/// Small whole numbers, so that sums, products and halves are exact in every type.
-fn data(dtype: Dtype, seed: usize, elements: usize) -> Vec<u8> {
-    let mut state = seed as u64 * 2654435761 + 12345;
-    let mut next = || {
-        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        state >> 33
-    };
-    let parts = if is_complex(dtype) { 2 * elements } else { elements };
-    (0..parts)
-        .flat_map(|_| match part(dtype) {
-            Dtype::Bool => vec![(next() % 2) as u8],
-            of if is_float(of) => bytes_of_number(of, (next() % 5) as f64 - 2.0),
-            of => (next() << 31 ^ next()).to_le_bytes()[..of.size()].to_vec(), // all bits, so that they overflow
-        })
-        .collect()
-}
-
-/// Elements of the block from one rank to another.
-fn block(kind: Kind, even: bool, from: usize, to: usize) -> usize {
-    match kind {
-        _ if even => 3,
-        Kind::AllGather => from * 2, // the first is empty
-        Kind::ReduceScatter => to + 1,
-        Kind::AllToAll => (from * 3 + to) % 4,
-        _ => 3,
-    }
-}
-
-struct Case {
-    asked: Asked,
-    root: usize,
-}
-
-impl Case {
-    fn input(&self, me: usize) -> Vec<u8> {
-        let Asked { kind, dtype, ranks, even, .. } = self.asked;
-        let to_all = |me: usize| (0..ranks).flat_map(move |q| data(dtype, me * 100 + q, block(kind, even, me, q)));
-        match kind {
-            Kind::AllReduce | Kind::Reduce | Kind::Gather => data(dtype, me, 7),
-            Kind::Broadcast if me == self.root => data(dtype, me, 7),
-            Kind::AllGather => data(dtype, me, block(kind, even, me, 0)),
-            Kind::Scatter if me == self.root => to_all(me).collect(),
-            Kind::ReduceScatter | Kind::AllToAll => to_all(me).collect(),
-            _ => Vec::new(),
-        }
-    }
-
-    /// Bytes that go to or come from rank `q`, in the caller's type.
-    fn blocks(&self, me: usize, sends: bool) -> Vec<usize> {
-        let Asked { kind, dtype, ranks, even, .. } = self.asked;
-        (0..ranks)
-            .map(|q| if sends { block(kind, even, me, q) } else { block(kind, even, q, me) } * dtype.size())
-            .collect()
-    }
-
-    fn expected(&self, me: usize) -> Vec<u8> {
-        let Asked { kind, dtype, op, ranks, .. } = self.asked;
-        let inputs: Vec<Vec<u8>> = (0..ranks).map(|q| self.input(q)).collect();
-        let factor = if let ReduceOp::PremulSum(factor) = op { factor } else { 1.0 };
-        let combined = |inputs: &[Vec<u8>]| reference_all(dtype, op, inputs, &vec![factor; ranks]);
-        let cut = |from: usize, to: usize| {
-            let sizes = self.blocks(from, true);
-            let start: usize = sizes[..to].iter().sum();
-            inputs[from][start..][..sizes[to]].to_vec()
-        };
-        let root = me == self.root;
-        match kind {
-            Kind::AllReduce => combined(&inputs),
-            Kind::Reduce if root => combined(&inputs),
-            Kind::Broadcast => inputs[self.root].clone(),
-            Kind::AllGather => inputs.concat(),
-            Kind::Gather if root => inputs.concat(),
-            Kind::Scatter => cut(self.root, me),
-            Kind::ReduceScatter => combined(&(0..ranks).map(|q| cut(q, me)).collect::<Vec<_>>()),
-            Kind::AllToAll => (0..ranks).flat_map(|q| cut(q, me)).collect(),
-            _ => Vec::new(),
-        }
-    }
-}
-
-fn spans(memory: &mut [u8], blocks: Option<Vec<usize>>) -> Vec<Span> {
-    let mut addr = memory.as_mut_ptr() as usize;
-    match blocks {
-        _ if memory.is_empty() => Vec::new(),
-        None => vec![Span { addr, bytes: memory.len() }],
-        Some(blocks) => blocks
-            .into_iter()
-            .map(|bytes| {
-                addr += bytes;
-                Span { addr: addr - bytes, bytes }
-            })
-            .collect(),
-    }
-}
-
 /// The whole operation on all ranks, as the shim does it.
 fn run(case: &Case, recipe: &Recipe, able: &Capabilities) -> Vec<Vec<u8>> {
     let Asked { kind, dtype, ranks, .. } = case.asked;
@@ -510,12 +328,7 @@ fn check(asked: Asked, able: &Capabilities) -> Option<Recipe> {
         let case = Case { asked, root };
         let results = run(&case, &recipe, able);
         for (me, result) in results.into_iter().enumerate() {
-            let mut expected = case.expected(me);
-            if able.double == Double::AsFloat && matches!(asked.dtype, Dtype::F64 | Dtype::C128) {
-                // 32 bits are what the user has allowed.
-                let narrow = |of, number_of: &[u8]| bytes_of_number(of, f64::from(number(of, number_of) as f32));
-                expected = each(asked.dtype, &expected, narrow);
-            }
+            let expected = case.expected_by(me, able);
             assert_eq!(result, expected, "rank {me}, root {root}, {asked:?} on {}: {recipe:?}", able.name);
         }
     }

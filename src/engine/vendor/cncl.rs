@@ -197,8 +197,7 @@ impl CnclComm {
                     f(from(send), to(recv), count, dtype(of)?, op(by)?, comm, queue)
                 }
                 Call::Broadcast { buffer, count, dtype: of, root } => {
-                    let f = table.broadcast.of(library)?;
-                    f(from(buffer), to(buffer), count, dtype(of)?, root as c_int, comm, queue)
+                    table.bcast.of(library)?(to(buffer), count, dtype(of)?, root as c_int, comm, queue)
                 }
                 Call::AllGather { send, recv, count, dtype: of } => {
                     table.all_gather.of(library)?(from(send), to(recv), count, dtype(of)?, comm, queue)
@@ -269,8 +268,8 @@ impl Communicator for CnclComm {
     }
 
     fn poll(&self) -> Result<()> {
-        let Some(get) = self.api.table.get_comm_async_error.optional() else { return Ok(()) };
         self.gate.enter("poll", |comm| {
+            let Some(get) = self.api.table.get_comm_async_error.optional() else { return Ok(()) };
             // SAFETY: the vendor's function; the state is what it returns.
             match unsafe { get(comm as Comm) } {
                 sys::ASYNC_IN_PROGRESS => Ok(()),
@@ -280,8 +279,8 @@ impl Communicator for CnclComm {
     }
 
     fn abort(&self) -> Result<()> {
-        let call = self.api.table.abort_comm.of(&self.api.library)?;
         let Some(comm) = self.gate.shut("aborted", GRACE) else { return Ok(()) };
+        let call = self.api.table.abort_comm.of(&self.api.library)?;
         let (api, runtime, device) = (self.api.clone(), self.runtime.clone(), self.device);
         within(END, "cnclAbortComm", move || {
             runtime.set_device(device)?;
@@ -292,8 +291,8 @@ impl Communicator for CnclComm {
 
     /// All ranks of a clique must do this together; one that does it alone would wait for the others.
     fn close(&self, deadline: Duration) -> Result<()> {
-        let destroy = self.api.table.destroy_comms.of(&self.api.library)?;
         let Some(comm) = self.gate.shut("closed", deadline) else { return Ok(()) };
+        let destroy = self.api.table.destroy_comms.of(&self.api.library)?;
         let (api, runtime, device) = (self.api.clone(), self.runtime.clone(), self.device);
         within(deadline, "the end of a CNCL communicator", move || {
             runtime.set_device(device)?;

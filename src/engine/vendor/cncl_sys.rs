@@ -53,7 +53,7 @@ symbols! {
         get_comm_async_error = "cnclGetCommAsyncError"(Comm) -> Code;
         get_error_str = "cnclGetErrorStr"(Code) -> *const c_char;
         get_lib_version = "cnclGetLibVersion"(*mut c_int, *mut c_int, *mut c_int) -> Code;
-        broadcast = "cnclBroadcast"(*const c_void, *mut c_void, usize, c_int, c_int, Comm, *mut c_void) -> Code;
+        bcast = "cnclBcast"(*mut c_void, usize, c_int, c_int, Comm, *mut c_void) -> Code;
         all_reduce = "cnclAllReduce"(*const c_void, *mut c_void, usize, c_int, c_int, Comm, *mut c_void) -> Code;
         reduce = "cnclReduce"(*const c_void, *mut c_void, usize, c_int, c_int, c_int, Comm, *mut c_void) -> Code;
         reduce_scatter = "cnclReduceScatter"(*const c_void, *mut c_void, usize, c_int, c_int, Comm, *mut c_void) -> Code;

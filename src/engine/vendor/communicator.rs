@@ -18,7 +18,8 @@ pub trait Api: Send + Sync {
     fn capabilities(&self) -> &Capabilities;
     /// "NCCL 2.30.7 (/path/libnccl.so.2)"
     fn describe(&self) -> String;
-    /// The id that rank 0 makes and all ranks need, `capabilities().id_bytes` long. Never of another length.
+    /// The id that rank 0 makes and all ranks need, `capabilities().id_bytes` long. Never of another length. The thread
+    /// has chosen its device (`Runtime::set_device`): HCCL puts the device's address into the id.
     fn unique_id(&self) -> Result<Vec<u8>>;
     /// Joins the communicator of `setup.id`: returns when all its ranks have called, or at the deadline.
     fn create(self: Arc<Self>, setup: Setup) -> Result<Arc<dyn Communicator>>;

@@ -300,8 +300,8 @@ impl HcclComm {
     /// Asks the library to destroy it until it is no longer busy: the only end that HCCL has. It makes operations that
     /// are stuck fail, where it can.
     fn end(&self, why: &'static str, grace: Duration, deadline: Duration) -> Result<()> {
-        let destroy = self.api.table.destroy.of(&self.api.library)?;
         let Some(comm) = self.gate.shut(why, grace) else { return Ok(()) };
+        let destroy = self.api.table.destroy.of(&self.api.library)?;
         let (api, keep) = (self.api.clone(), self.keep.clone());
         // The thread itself ends a little before it would be left behind.
         let end = Instant::now() + deadline;
@@ -383,8 +383,8 @@ impl Communicator for HcclComm {
     }
 
     fn poll(&self) -> Result<()> {
-        let Some(get) = self.api.table.get_async_error.optional() else { return Ok(()) };
         self.gate.enter("poll", |comm| {
+            let Some(get) = self.api.table.get_async_error.optional() else { return Ok(()) };
             let mut state = sys::SUCCESS;
             // SAFETY: the vendor's function; it writes one int.
             match unsafe { get(comm as Comm, &mut state) } {

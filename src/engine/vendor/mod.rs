@@ -8,6 +8,7 @@
 //! let vendor = Vendor::of_device("cuda").expect("torch's name of a device type");
 //! let runtime = open_runtime(vendor, &Hints::default())?; // streams and events
 //! let api = open(vendor, &Hints::default())?; //             communicators
+//! runtime.set_device(0)?; // every thread for itself
 //! let id = api.unique_id()?; // on rank 0; the others get these bytes through the store of the group
 //! let setup = Setup {
 //!     id,
@@ -25,7 +26,6 @@
 //! let recipe = recipe(&asked, api.capabilities()).map_err(sagellm::error::Error::Invalid)?;
 //! // `recipe.before` and `recipe.after` are the caller's, in torch; here they are empty.
 //! let memory = [Span { addr: address, bytes: 4096 }];
-//! runtime.set_device(0)?; // this thread has not chosen a device yet
 //! let stream = runtime.stream_create()?; // or torch's own, as a number
 //! let job = Job { recipe: &recipe, rank, ranks, root: 0, send: &memory, recv: &memory };
 //! let launched = launch(&*communicator, &*runtime, &job, stream)?; // does not wait

@@ -40,6 +40,17 @@ const REDUCES: [(Dtype, Ops); 10] = [
     (Dtype::F64, Ops::SCALING),
 ];
 
+/// Where scaled sums cannot be made.
+const REDUCES_UNSCALED: [(Dtype, Ops); 10] = {
+    let mut list = REDUCES;
+    let mut at = 0;
+    while at < list.len() {
+        list[at].1 = Ops::BASIC_AVG;
+        at += 1;
+    }
+    list
+};
+
 pub struct Nccl {
     library: Library,
     table: sys::Table,
@@ -87,6 +98,7 @@ impl Nccl {
         }
         let able = Capabilities {
             name: format!("NCCL {}", version_text(version)),
+            reduces: if table.create_premul_sum.there() { &REDUCES } else { &REDUCES_UNSCALED },
             gather: table.gather.there(),
             scatter: table.scatter.there(),
             split: table.split.there(),
@@ -413,8 +425,8 @@ impl Communicator for NcclComm {
     }
 
     fn poll(&self) -> Result<()> {
-        let get = self.api.table.get_async_error.of(&self.api.library)?;
         self.gate.enter("poll", |comm| {
+            let Some(get) = self.api.table.get_async_error.optional() else { return Ok(()) };
             let mut state = sys::SUCCESS;
             // SAFETY: the vendor's function; it writes one int and does not wait.
             let code = unsafe { get(comm as Comm, &mut state) };
@@ -424,8 +436,8 @@ impl Communicator for NcclComm {
     }
 
     fn abort(&self) -> Result<()> {
-        let call = self.api.table.abort.of(&self.api.library)?;
         let Some(comm) = self.gate.shut("aborted", GRACE) else { return Ok(()) };
+        let call = self.api.table.abort.of(&self.api.library)?;
         let (api, keep) = (self.api.clone(), self.keep.clone());
         within(END, "ncclCommAbort", move || {
             keep.runtime.set_device(keep.device)?;
@@ -436,15 +448,17 @@ impl Communicator for NcclComm {
     }
 
     fn close(&self, deadline: Duration) -> Result<()> {
-        let finalize = self.api.table.finalize.of(&self.api.library)?;
-        let destroy = self.api.table.destroy.of(&self.api.library)?;
         let Some(comm) = self.gate.shut("closed", deadline) else { return Ok(()) };
+        let destroy = self.api.table.destroy.of(&self.api.library)?;
         let (api, keep) = (self.api.clone(), self.keep.clone());
         within(deadline, "the end of an NCCL communicator", move || {
             keep.runtime.set_device(keep.device)?;
-            // SAFETY: the gate is shut: no other use of the handle; destroy comes last.
-            let codes = unsafe { [finalize(comm as Comm), destroy(comm as Comm)] };
-            codes.into_iter().try_for_each(|code| api.check("ncclCommDestroy", code, std::ptr::null_mut()))
+            if let Some(finalize) = api.table.finalize.optional() {
+                // SAFETY: the gate is shut: no other use of the handle.
+                api.check("ncclCommFinalize", unsafe { finalize(comm as Comm) }, std::ptr::null_mut())?;
+            }
+            // SAFETY: as above, and the last use.
+            api.check("ncclCommDestroy", unsafe { destroy(comm as Comm) }, std::ptr::null_mut())
         })
     }
 }
