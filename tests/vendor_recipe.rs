@@ -6,7 +6,7 @@ mod device;
 #[path = "reduce/reference.rs"]
 mod reference;
 
-use device::{COLLECTIVES, Case, OPS, local, spans};
+use device::{COLLECTIVES, Case, OPS, data, local, spans};
 use reference::{is_defined, reference_all};
 use sagellm::engine::vendor::recipe::Double;
 use sagellm::engine::vendor::{Asked, Call, Capabilities, Job, Local, Message, Method, Recipe, Vendor, calls, recipe};
@@ -270,7 +270,7 @@ fn run(case: &Case, recipe: &Recipe, able: &Capabilities) -> Vec<Vec<u8>> {
     let lists = (0..ranks)
         .map(|me| {
             // Where the recipe allows any place, some ranks name blocks one by one and others as a whole.
-            let one_by_one = !recipe.flat && (me % 2 == 0 || !case.asked.even) || !case.asked.even;
+            let one_by_one = !case.asked.even || !recipe.flat && me % 2 == 0;
             let scale = |blocks: Vec<usize>| blocks.into_iter().map(scaled).collect::<Vec<_>>();
             let sends = matches!(kind, Kind::Scatter | Kind::ReduceScatter | Kind::AllToAll) && one_by_one;
             let recvs = matches!(kind, Kind::Gather | Kind::AllGather | Kind::AllToAll) && one_by_one;
