@@ -92,8 +92,12 @@ def extension() -> Extension:
         extra_objects=[str(target / "release" / "libsagellm.a")],
         # No -std: torch adds the one its headers ask for (c++17 in 2.11, c++20 in 2.15).
         extra_compile_args={"cxx": ["-O2", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter"]},
-        # The core's symbols stay inside, so that another extension built from Rust cannot be mixed up with ours.
-        extra_link_args=["-Wl,--exclude-libs,ALL", "-Wl,--strip-all"],
+        # The second keeps the plugins, which nothing here calls, in the link.
+        extra_link_args=[
+            f"-Wl,--version-script={ROOT / 'cpp' / 'exports.map'}",
+            "-Wl,-u,ncclTunerPlugin_v6,-u,ncclProfiler_v6",
+            "-Wl,--strip-all",
+        ],
         language="c++",
     )
 

@@ -54,3 +54,18 @@ pub fn ring() -> usize {
     });
     *RING
 }
+
+/// The file of a vendor's library: the variable `SAGELLM_<KEY>_LIBRARY`. Read when a library is opened, which is once.
+pub fn library(key: &str) -> Option<String> {
+    std::env::var(format!("SAGELLM_{key}_LIBRARY")).ok().filter(|path| !path.is_empty())
+}
+
+/// A folder with vendor libraries under their usual names: the variable `SAGELLM_VENDOR_DIR`.
+pub fn vendor_folder() -> Option<String> {
+    std::env::var("SAGELLM_VENDOR_DIR").ok().filter(|folder| !folder.is_empty())
+}
+
+/// Whether 64-bit floats may travel as 32 bits where a device has no others: the variable `SAGELLM_DOUBLE_AS_FLOAT`.
+pub fn double_as_float() -> bool {
+    std::env::var("SAGELLM_DOUBLE_AS_FLOAT").is_ok_and(|value| value == "1")
+}

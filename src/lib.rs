@@ -10,6 +10,7 @@
 //! 4. [`engine`] does it: [`engine::shm`] over shared memory between the processes of one host
 //!    (`small.rs` slots, `bulk.rs` rounds, `p2p.rs` send and receive, `protocol.rs` the rules of who may write when);
 //!    [`engine::hierarchical`] where ranks live on several hosts, in batches that [`fusion`] cuts, over an [`engine::link`].
+//!    [`engine::vendor`] knows the libraries of accelerators, and what to make of an op that one of them lacks.
 //! 5. [`select`] tells the engine how, and why: slots or rounds, and in which chunks; which schedule between hosts. Pure,
 //!    but for the file of a table (`select/file.rs`).
 //! 6. [`reduce`] adds the numbers in the group's fixed rank order.

@@ -7,3 +7,4 @@ pub mod link;
 pub mod local;
 pub mod shm;
 pub mod solo;
+pub mod vendor;

@@ -1,0 +1,192 @@
+//! Accelerators through their vendors' libraries, found while the program runs: nothing here needs a header or is linked.
+//!
+//! ```no_run
+//! use sagellm::engine::vendor::{Asked, Hints, Job, Setup, Vendor, launch, open, open_runtime, recipe, synchronize};
+//! # use sagellm::types::{Dtype, Kind, ReduceOp, Span};
+//! # fn main() -> sagellm::error::Result<()> {
+//! # let (rank, ranks, address, minute) = (0, 1, 0x7000_0000, std::time::Duration::from_secs(60));
+//! let vendor = Vendor::of_device("cuda").expect("torch's name of a device type");
+//! let runtime = open_runtime(vendor, &Hints::default())?; // streams and events
+//! let api = open(vendor, &Hints::default())?; //             communicators
+//! runtime.set_device(0)?; // every thread for itself
+//! let id = api.unique_id()?; // on rank 0; the others get these bytes through the store of the group
+//! let setup = Setup {
+//!     id,
+//!     rank,
+//!     ranks,
+//!     device: 0,
+//!     deadline: minute,
+//!     name: "sagellm:default".into(),
+//!     algorithm: String::new(),
+//!     runtime: runtime.clone(),
+//! };
+//! let communicator = api.clone().create(setup)?; // when all ranks are there
+//! // What torch asks for, and what this library makes of it, or the reason why it cannot:
+//! let asked = Asked { kind: Kind::AllReduce, dtype: Dtype::F32, op: ReduceOp::Avg, ranks: ranks as usize, even: true, plain: true };
+//! let recipe = recipe(&asked, api.capabilities()).map_err(sagellm::error::Error::Invalid)?;
+//! // `recipe.before` and `recipe.after` are the caller's, in torch; here they are empty.
+//! let memory = [Span { addr: address, bytes: 4096 }];
+//! let stream = runtime.stream_create()?; // or torch's own, as a number
+//! let job = Job { recipe: &recipe, rank, ranks, root: 0, send: &memory, recv: &memory };
+//! let launched = launch(&*communicator, &*runtime, &job, stream)?; // does not wait
+//! communicator.poll()?; // errors that come up later; when a deadline passes: `communicator.abort()`
+//! synchronize(&*runtime, stream, minute)?;
+//! drop(launched); // not before
+//! communicator.close(minute)
+//! # }
+//! ```
+//!
+//! | file | |
+//! | --- | --- |
+//! | `library` | finds a library and its functions, says what was tried |
+//! | `communicator`, `runtime` | what every vendor is used by |
+//! | `recipe` | pure: what a library lacks and how it is composed, or why it is refused |
+//! | `launch` | pure but for its last step: from a recipe to calls |
+//! | `nccl`, `hccl`, `cncl` and `*_sys` | the vendors' communicators and C declarations |
+//! | `cuda`, `acl`, `cnrt` | the vendors' streams and events |
+//! | `tuner`, `profiler` | what NCCL asks a plugin: which algorithm to take, and what it tells one: which it took |
+//!
+//! To add a vendor: its files and one row of [`Vendor`] (docs/vendors.md).
+
+mod acl;
+mod cncl;
+mod cncl_sys;
+mod cnrt;
+pub mod communicator;
+mod cuda;
+mod hccl;
+mod hccl_sys;
+mod launch;
+pub mod library;
+mod nccl;
+mod nccl_sys;
+pub mod profiler;
+pub mod recipe;
+mod runtime;
+pub mod tuner;
+
+use std::sync::Arc;
+
+pub use communicator::{Api, Call, Communicator, Message, Setup, Split};
+pub use launch::{Job, Launched, calls, launch};
+pub use library::Hints;
+pub use recipe::{Asked, Capabilities, Local, Method, Recipe, recipe};
+pub use runtime::{Event, Runtime, Stream, synchronize};
+
+use crate::error::Result;
+
+/// The libraries this engine knows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Vendor {
+    Nccl,
+    Hccl,
+    Cncl,
+}
+
+struct Row {
+    vendor: Vendor,
+    /// In the option `vendor` and in messages.
+    name: &'static str,
+    /// torch's name of the device type.
+    device: &'static str,
+    open: fn(&Hints) -> Result<Arc<dyn Api>>,
+    open_runtime: fn(&Hints) -> Result<Arc<dyn Runtime>>,
+    capabilities: fn() -> Capabilities,
+    /// Every function that is looked up, in the library and in that of streams and events.
+    symbols: &'static [&'static str],
+    runtime_symbols: &'static [&'static str],
+}
+
+const ROWS: [Row; 3] = [
+    Row {
+        vendor: Vendor::Nccl,
+        name: "nccl",
+        device: "cuda",
+        open: nccl::Nccl::open,
+        open_runtime: cuda::Cuda::open,
+        capabilities: nccl::capabilities,
+        symbols: nccl_sys::Table::NAMES,
+        runtime_symbols: cuda::Table::NAMES,
+    },
+    Row {
+        vendor: Vendor::Hccl,
+        name: "hccl",
+        device: "npu",
+        open: hccl::Hccl::open,
+        open_runtime: acl::Acl::open,
+        capabilities: hccl::capabilities,
+        symbols: hccl_sys::Table::NAMES,
+        runtime_symbols: acl::Table::NAMES,
+    },
+    Row {
+        vendor: Vendor::Cncl,
+        name: "cncl",
+        device: "mlu",
+        open: cncl::Cncl::open,
+        open_runtime: cnrt::Cnrt::open,
+        capabilities: cncl::capabilities,
+        symbols: cncl_sys::Table::NAMES,
+        runtime_symbols: cnrt::Table::NAMES,
+    },
+];
+
+impl Vendor {
+    pub const ALL: [Vendor; 3] = [Vendor::Nccl, Vendor::Hccl, Vendor::Cncl];
+
+    fn row(self) -> &'static Row {
+        &ROWS[self as usize]
+    }
+
+    pub fn name(self) -> &'static str {
+        self.row().name
+    }
+
+    pub fn device(self) -> &'static str {
+        self.row().device
+    }
+
+    pub fn from_name(name: &str) -> Option<Vendor> {
+        ROWS.iter().find(|row| row.name == name).map(|row| row.vendor)
+    }
+
+    /// By torch's name of a device type.
+    pub fn of_device(device: &str) -> Option<Vendor> {
+        ROWS.iter().find(|row| row.device == device).map(|row| row.vendor)
+    }
+
+    /// Of a current version; an open library says what it can do itself.
+    pub fn capabilities(self) -> Capabilities {
+        (self.row().capabilities)()
+    }
+
+    /// The functions that are looked up, those of streams and events last.
+    pub fn symbols(self) -> [&'static [&'static str]; 2] {
+        [self.row().symbols, self.row().runtime_symbols]
+    }
+}
+
+/// Opens the library of communicators. The error says what was tried and what to do. Cheap to call again.
+pub fn open(vendor: Vendor, hints: &Hints) -> Result<Arc<dyn Api>> {
+    (vendor.row().open)(hints)
+}
+
+/// Opens the library of streams and events.
+pub fn open_runtime(vendor: Vendor, hints: &Hints) -> Result<Arc<dyn Runtime>> {
+    (vendor.row().open_runtime)(hints)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_vendor_has_its_row() {
+        for vendor in Vendor::ALL {
+            assert_eq!(vendor.row().vendor, vendor);
+            assert_eq!(Vendor::from_name(vendor.name()), Some(vendor));
+            assert_eq!(Vendor::of_device(vendor.device()), Some(vendor));
+        }
+        assert_eq!(Vendor::of_device("cpu"), None);
+        assert_eq!(Vendor::ALL.map(|vendor| vendor.capabilities().id_bytes), [128, 4108, 136]);
+    }
+}

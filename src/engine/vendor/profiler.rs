@@ -1,0 +1,339 @@
+//! What NCCL really did: the profiler plugin that it tells of every collective, exported as `ncclProfiler_v5` and `_v6`
+//! (NVIDIA/nccl, src/include/plugin/profiler). It keeps, by communicator, kind and size class, the algorithm, the protocol
+//! and the channels of the last one and how many there were, in memory of fixed size, so that `explain` can say it.
+//!
+//! It is told of a collective when that is launched, on the thread that launches; it never waits there: where another
+//! thread is writing, one is not counted. It also learns the names of communicators, for the tuner.
+
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::sync::Mutex;
+
+use super::tuner::{communicator_is, numbers_of, quietly};
+use crate::stats;
+use crate::types::Kind;
+
+/// What NCCL did with the collectives of one kind and size class.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ran {
+    /// NCCL's words: "RING", "TREE", "NVLS", ...
+    pub algorithm: Word,
+    /// "LL", "LL128", "SIMPLE".
+    pub protocol: Word,
+    pub channels: u8,
+    /// Since it took another way or was forgotten.
+    pub times: u64,
+}
+
+/// A short word without memory of its own.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Word([u8; 16]);
+
+impl Word {
+    fn new(text: &str) -> Word {
+        let mut word = Word::default();
+        word.0.iter_mut().zip(text.bytes().filter(u8::is_ascii_graphic)).for_each(|(to, byte)| *to = byte);
+        word
+    }
+
+    pub fn text(&self) -> &str {
+        std::str::from_utf8(&self.0).unwrap_or_default().trim_end_matches('\0')
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Line {
+    communicator: u64,
+    kind: Kind,
+    class: u8,
+    /// `Seen::clock` when it was last written; the oldest gives way.
+    last: u64,
+    ran: Ran,
+}
+
+struct Seen {
+    lines: [Option<Line>; LINES],
+    clock: u64,
+}
+
+const LINES: usize = 256;
+
+static SEEN: Mutex<Seen> = Mutex::new(Seen { lines: [None; LINES], clock: 0 });
+
+impl Seen {
+    fn note(&mut self, communicator: u64, kind: Kind, class: u8, ran: Ran) {
+        self.clock += 1;
+        let last = self.clock;
+        let same = |line: &Line| (line.communicator, line.kind, line.class) == (communicator, kind, class);
+        if let Some(line) = self.lines.iter_mut().flatten().find(|line| same(line)) {
+            let way = |ran: &Ran| (ran.algorithm, ran.protocol, ran.channels);
+            let times = if way(&line.ran) == way(&ran) { line.ran.times + 1 } else { 1 };
+            (line.ran, line.last) = (Ran { times, ..ran }, last);
+            return;
+        }
+        // An empty one comes before any other.
+        if let Some(line) = self.lines.iter_mut().min_by_key(|line| line.map_or(0, |line| line.last)) {
+            *line = Some(Line { communicator, kind, class, last, ran });
+        }
+    }
+}
+
+/// What ran last for collectives of this kind and about this size, in communicators of that name; `None` if NCCL has told
+/// of none: no plugin, sends and receives, other kernels, or not yet. `bytes` as `select` counts them.
+pub fn ran(name: &str, kind: Kind, bytes: u64) -> Option<Ran> {
+    let numbers = numbers_of(name);
+    let class = stats::class(bytes);
+    let seen = SEEN.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    let lines = seen.lines.iter().flatten();
+    let fits = lines.filter(|line| line.kind == kind && line.class == class && numbers.contains(&line.communicator));
+    fits.max_by_key(|line| line.last).map(|line| line.ran)
+}
+
+/// ncclProfileColl
+const COLLECTIVE: u64 = 2;
+
+/// ncclProfiler_v5_t and _v6_t, which differ only in descriptors of events that are not asked for.
+#[repr(C)]
+pub struct Profiler {
+    pub name: *const c_char,
+    pub init: Init,
+    pub start_event: StartEvent,
+    pub stop_event: unsafe extern "C" fn(*mut c_void) -> c_int,
+    pub record_event_state: unsafe extern "C" fn(*mut c_void, c_int, *const c_void) -> c_int,
+    pub finalize: unsafe extern "C" fn(*mut c_void) -> c_int,
+}
+
+/// Context, number of the communicator, which events, name, nodes, ranks, rank, logger.
+type Init =
+    unsafe extern "C" fn(*mut *mut c_void, u64, *mut c_int, *const c_char, c_int, c_int, c_int, *const c_void) -> c_int;
+/// Context, the event's handle, its descriptor.
+type StartEvent = unsafe extern "C" fn(*mut c_void, *mut *mut c_void, *const Descriptor) -> c_int;
+
+/// The beginning of ncclProfilerEventDescr_v5_t and _v6_t: what all events have, then the member of a collective.
+#[repr(C)]
+pub struct Descriptor {
+    pub kind: u64,
+    pub parent: *mut c_void,
+    pub rank: c_int,
+    pub collective: Collective,
+}
+
+#[repr(C)]
+pub struct Collective {
+    pub sequence: u64,
+    pub function: *const c_char,
+    pub send: *const c_void,
+    pub recv: *mut c_void,
+    pub count: usize,
+    pub root: c_int,
+    pub dtype: *const c_char,
+    pub channels: u8,
+    pub warps: u8,
+    pub algorithm: *const c_char,
+    pub protocol: *const c_char,
+    pub parent_group: *mut c_void,
+}
+
+const _: () = {
+    use std::mem::offset_of;
+    assert!(size_of::<Profiler>() == 48);
+    assert!(offset_of!(Descriptor, rank) == 16 && offset_of!(Descriptor, collective) == 24);
+    assert!(offset_of!(Collective, count) == 32 && offset_of!(Collective, dtype) == 48);
+    assert!(offset_of!(Collective, channels) == 56 && offset_of!(Collective, algorithm) == 64);
+    assert!(offset_of!(Collective, protocol) == 72);
+};
+
+// SAFETY: constant after the start: a static text and functions that may be called by any thread.
+unsafe impl Sync for Profiler {}
+
+const NAME: *const c_char = c"sagellm".as_ptr();
+
+// SAFETY: no other symbol of these names is in our library.
+#[unsafe(no_mangle)]
+#[allow(non_upper_case_globals)] // the names that NCCL looks for
+pub static ncclProfiler_v5: Profiler =
+    Profiler { name: NAME, init, start_event, stop_event, record_event_state, finalize };
+
+// SAFETY: as above.
+#[unsafe(no_mangle)]
+#[allow(non_upper_case_globals)]
+pub static ncclProfiler_v6: Profiler =
+    Profiler { name: NAME, init, start_event, stop_event, record_event_state, finalize };
+
+/// A text that NCCL keeps for the time of the call; empty for null.
+fn text<'a>(text: *const c_char) -> &'a str {
+    if text.is_null() {
+        return "";
+    }
+    // SAFETY: NCCL gives texts that end in a zero and outlive the call; nothing of them is kept.
+    unsafe { CStr::from_ptr(text) }.to_str().unwrap_or_default()
+}
+
+/// ncclFuncToString
+fn kind_of(function: &str) -> Option<Kind> {
+    Some(match function {
+        "AllGather" => Kind::AllGather,
+        "AllReduce" => Kind::AllReduce,
+        "Broadcast" => Kind::Broadcast,
+        "Reduce" => Kind::Reduce,
+        "ReduceScatter" => Kind::ReduceScatter,
+        _ => return None,
+    })
+}
+
+/// Bytes of an element by ncclDatatypeToString: "ncclFloat32"; bytes themselves have no name there.
+fn element_bytes(dtype: &str) -> u64 {
+    match dtype.trim_start_matches(|c: char| !c.is_ascii_digit()) {
+        "16" => 2,
+        "32" => 4,
+        "64" => 8,
+        _ => 1,
+    }
+}
+
+/// What NCCL gives back to us with every event.
+struct Context {
+    number: u64,
+    ranks: u64,
+}
+
+unsafe extern "C" fn init(
+    context: *mut *mut c_void,
+    number: u64,
+    events: *mut c_int,
+    name: *const c_char,
+    _nodes: c_int,
+    ranks: c_int,
+    _rank: c_int,
+    _logger: *const c_void,
+) -> c_int {
+    quietly(|| {
+        communicator_is(number, text(name));
+        let own = Box::into_raw(Box::new(Context { number, ranks: u64::try_from(ranks).unwrap_or(1) }));
+        // SAFETY: NCCL gives places for both; `finalize` takes the box back.
+        unsafe {
+            *context = own.cast();
+            *events = COLLECTIVE as c_int;
+        }
+    })
+}
+
+unsafe extern "C" fn start_event(
+    context: *mut c_void,
+    handle: *mut *mut c_void,
+    descriptor: *const Descriptor,
+) -> c_int {
+    quietly(|| {
+        // SAFETY: NCCL gives a place for the handle. Null: it then says nothing more about this event.
+        unsafe { *handle = std::ptr::null_mut() };
+        // SAFETY: every descriptor begins with its kind; only that of a collective is read further.
+        if context.is_null() || descriptor.is_null() || unsafe { (*descriptor).kind } != COLLECTIVE {
+            return;
+        }
+        // SAFETY: a descriptor of a collective, by its kind; `init` made the context, and nothing changes it.
+        let (told, context) = unsafe { (&(*descriptor).collective, &*context.cast::<Context>()) };
+        let Some(kind) = kind_of(text(told.function)) else { return };
+        let blocks = if kind == Kind::ReduceScatter { context.ranks } else { 1 };
+        let bytes = (told.count as u64).saturating_mul(element_bytes(text(told.dtype))).saturating_mul(blocks);
+        let algorithm = Word::new(text(told.algorithm));
+        let protocol = Word::new(text(told.protocol));
+        let ran = Ran { algorithm, protocol, channels: told.channels, times: 1 };
+        if let Ok(mut seen) = SEEN.try_lock() {
+            seen.note(context.number, kind, stats::class(bytes), ran);
+        }
+    })
+}
+
+unsafe extern "C" fn stop_event(_: *mut c_void) -> c_int {
+    quietly(|| ())
+}
+
+unsafe extern "C" fn record_event_state(_: *mut c_void, _: c_int, _: *const c_void) -> c_int {
+    quietly(|| ())
+}
+
+unsafe extern "C" fn finalize(context: *mut c_void) -> c_int {
+    quietly(|| {
+        if !context.is_null() {
+            // SAFETY: made by `init`, and NCCL ends it once.
+            drop(unsafe { Box::from_raw(context.cast::<Context>()) });
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As NCCL calls it: tells of one collective of `count` numbers.
+    fn tell(number: u64, name: &CStr, function: &CStr, count: usize, dtype: &CStr, algorithm: &CStr, kind: u64) {
+        let (mut context, mut handle, mut events) = (std::ptr::null_mut(), 7 as *mut c_void, 0);
+        let collective = Collective {
+            sequence: 0,
+            function: function.as_ptr(),
+            send: std::ptr::null(),
+            recv: std::ptr::null_mut(),
+            count,
+            root: 0,
+            dtype: dtype.as_ptr(),
+            channels: 4,
+            warps: 8,
+            algorithm: algorithm.as_ptr(),
+            protocol: c"LL128".as_ptr(),
+            parent_group: std::ptr::null_mut(),
+        };
+        let descriptor = Descriptor { kind, parent: std::ptr::null_mut(), rank: 0, collective };
+        let profiler = &ncclProfiler_v6;
+        // SAFETY: all pointers are valid for the calls, in the order in which NCCL makes them.
+        let codes = unsafe {
+            [
+                (profiler.init)(&mut context, number, &mut events, name.as_ptr(), 1, 4, 0, std::ptr::null()),
+                (profiler.start_event)(context, &mut handle, &descriptor),
+                (profiler.record_event_state)(handle, 0, std::ptr::null()),
+                (profiler.stop_event)(handle),
+                (profiler.finalize)(context),
+            ]
+        };
+        assert_eq!((codes, handle.is_null(), events), ([0; 5], true, COLLECTIVE as c_int));
+    }
+
+    #[test]
+    fn what_ran_is_remembered_by_name_kind_and_size() {
+        let name = c"profiler test";
+        for _ in 0..3 {
+            tell(501, name, c"AllReduce", 1000, c"ncclFloat32", c"TREE", COLLECTIVE);
+        }
+        tell(501, name, c"ReduceScatter", 250, c"ncclFloat32", c"RING", COLLECTIVE);
+        tell(501, name, c"Broadcast", 4000, c"Unknown", c"NVLS_TREE", COLLECTIVE);
+        tell(502, c"another", c"AllGather", 1000, c"ncclBfloat16", c"PAT", COLLECTIVE);
+        let told = |kind| {
+            ran("profiler test", kind, 4000)
+                .map(|ran| format!("{} {} {}", ran.algorithm.text(), ran.channels, ran.times))
+        };
+        assert_eq!(told(Kind::AllReduce).as_deref(), Some("TREE 4 3"));
+        assert_eq!(told(Kind::ReduceScatter).as_deref(), Some("RING 4 1"));
+        assert_eq!(told(Kind::Broadcast).as_deref(), Some("NVLS_TREE 4 1"));
+        assert_eq!(told(Kind::AllGather), None);
+        assert_eq!(ran("another", Kind::AllGather, 2000).unwrap().protocol.text(), "LL128");
+        assert_eq!(ran("profiler test", Kind::AllReduce, 40), None);
+        tell(501, name, c"AllReduce", 1000, c"ncclFloat32", c"RING", COLLECTIVE);
+        assert_eq!(told(Kind::AllReduce).as_deref(), Some("RING 4 1"));
+        tell(501, name, c"AllReduce", 1000, c"ncclFloat32", c"TREE", 4); // no collective
+        tell(501, name, c"Sideways", 1000, c"ncclFloat32", c"TREE", COLLECTIVE);
+        assert_eq!(told(Kind::AllReduce).as_deref(), Some("RING 4 1"));
+    }
+
+    #[test]
+    fn memory_is_fixed_and_the_oldest_gives_way() {
+        let mut seen = Seen { lines: [None; LINES], clock: 0 };
+        let ran =
+            Ran { algorithm: Word::new("A_WORD_THAT_IS_TOO_LONG"), protocol: Word::new("LL"), channels: 1, times: 1 };
+        assert_eq!(ran.algorithm.text(), "A_WORD_THAT_IS_T");
+        for communicator in 0..LINES as u64 {
+            seen.note(communicator, Kind::Reduce, 3, ran);
+        }
+        seen.note(0, Kind::Reduce, 3, ran);
+        seen.note(1000, Kind::Reduce, 3, ran);
+        let there = |seen: &Seen, number| seen.lines.iter().flatten().any(|line| line.communicator == number);
+        assert!(there(&seen, 1000) && there(&seen, 0) && !there(&seen, 1));
+    }
+}

@@ -1,0 +1,69 @@
+//! Streams and events of a device, through whichever runtime its vendor has. Needed where the communication stream is
+//! ours: raw streams, and the raw events by which they and torch's streams wait for one another.
+
+use std::time::{Duration, Instant};
+
+use crate::error::{Error, Result};
+
+/// A vendor's stream (cudaStream_t, aclrtStream, cnrtQueue_t) as a number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Stream(pub usize);
+
+/// A vendor's event (cudaEvent_t, aclrtEvent, cnrtNotifier_t) as a number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Event(pub usize);
+
+/// The calls of a device runtime that the engine needs. Every thread must have called `set_device` before others.
+pub trait Runtime: Send + Sync {
+    fn describe(&self) -> String;
+    fn device_count(&self) -> Result<u32>;
+    /// For this thread. Devices are a property of threads in every runtime, and no thread inherits one.
+    fn set_device(&self, device: i32) -> Result<()>;
+    /// A stream that runs beside all others of the device.
+    fn stream_create(&self) -> Result<Stream>;
+    fn stream_destroy(&self, stream: Stream) -> Result<()>;
+    /// True when all its work is done. Never waits.
+    fn stream_idle(&self, stream: Stream) -> Result<bool>;
+    /// True while what is put on the stream is captured for a graph, when nothing may be queried.
+    fn capturing(&self, _stream: Stream) -> Result<bool> {
+        Ok(false)
+    }
+    /// Lets this thread query without breaking another thread's capture.
+    fn spare_captures(&self) -> Result<()> {
+        Ok(())
+    }
+    /// `timed` events can be compared by `elapsed`; others are cheaper.
+    fn event_create(&self, timed: bool) -> Result<Event>;
+    /// After everything that uses it has been passed.
+    fn event_destroy(&self, event: Event) -> Result<()>;
+    /// Marks the present end of the stream. An event may be recorded again.
+    fn event_record(&self, event: Event, stream: Stream) -> Result<()>;
+    /// The stream's later work waits for the event; the host does not.
+    fn event_wait(&self, stream: Stream, event: Event) -> Result<()>;
+    /// True when the stream has passed it. Never waits.
+    fn event_done(&self, event: Event) -> Result<bool>;
+    /// Time between two timed events that are done.
+    fn elapsed(&self, start: Event, end: Event) -> Result<Duration>;
+    /// Inside the device, in the order of the stream.
+    fn copy(&self, to: usize, from: usize, bytes: usize, stream: Stream) -> Result<()>;
+}
+
+/// Waits until the stream's work is done, by asking: the waiting calls of the runtimes know no deadline.
+pub fn synchronize(runtime: &dyn Runtime, stream: Stream, deadline: Duration) -> Result<()> {
+    let end = Instant::now() + deadline;
+    let mut pause = Duration::from_micros(10);
+    while !runtime.stream_idle(stream)? {
+        if Instant::now() >= end {
+            let text = format!("sagellm: a stream was not done within {} ms", deadline.as_millis());
+            return Err(Error::Timeout(text));
+        }
+        std::thread::sleep(pause);
+        pause = (pause * 2).min(Duration::from_millis(1));
+    }
+    Ok(())
+}
+
+/// Milliseconds as runtimes measure them.
+pub(super) fn milliseconds(time: f32) -> Duration {
+    Duration::from_secs_f64(f64::from(time.max(0.0)) / 1000.0)
+}

@@ -1,0 +1,556 @@
+//! The communicators and runtimes of all vendors, end to end: two and three processes, each a rank with a device of its
+//! own, over the ABI simulators of `tests/vendor`. Every collective, every vendor, HCCL in its three forms; a dead peer, a
+//! hang, an error that comes late, an initialisation that never ends.
+
+#[path = "common/device.rs"]
+mod device;
+#[path = "reduce/reference.rs"]
+mod reference;
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use device::{COLLECTIVES, Case, OPS, local, spans};
+use reference::is_defined;
+use sagellm::engine::vendor::{
+    Api, Asked, Communicator, Hints, Job, Local, Message, Runtime, Setup, Split, Stream, Vendor, calls, launch, open,
+    open_runtime, recipe, synchronize,
+};
+use sagellm::error::{Error, Result};
+use sagellm::types::{Dtype, Kind, ReduceOp, Span};
+
+/// No test waits longer; each ends in seconds.
+const MINUTE: Duration = Duration::from_secs(60);
+
+/// A vendor's libraries under test, by the names of `tests/vendor/build.py`.
+#[derive(Clone, Copy, Debug)]
+struct Form {
+    vendor: Vendor,
+    library: &'static str,
+    runtime: &'static str,
+}
+
+const FORMS: [Form; 7] = [
+    Form { vendor: Vendor::Nccl, library: "nccl", runtime: "cuda" },
+    Form { vendor: Vendor::Nccl, library: "nccl_bare", runtime: "cuda" },
+    Form { vendor: Vendor::Hccl, library: "hccl", runtime: "acl" },
+    Form { vendor: Vendor::Hccl, library: "hccl_two", runtime: "acl" },
+    Form { vendor: Vendor::Hccl, library: "hccl_bare", runtime: "acl_bare" },
+    Form { vendor: Vendor::Cncl, library: "cncl", runtime: "cnrt" },
+    Form { vendor: Vendor::Cncl, library: "cncl_bare", runtime: "cnrt" },
+];
+const WHOLE: [Form; 3] = [FORMS[0], FORMS[2], FORMS[5]];
+
+// ---- the parent ----
+
+/// Builds the simulators once; the build itself is shared between processes and takes no time when nothing has changed.
+fn simulators() -> &'static HashMap<String, PathBuf> {
+    static BUILT: OnceLock<HashMap<String, PathBuf>> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/vendor/build.py");
+        let output = Command::new("python3").arg(script).output().expect("python3 runs tests/vendor/build.py");
+        let text = String::from_utf8(output.stdout).unwrap();
+        assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
+        text.lines()
+            .filter_map(|line| line.split_once('\t'))
+            .map(|(name, path)| (name.to_string(), path.into()))
+            .collect()
+    })
+}
+
+/// A process that is ended with its owner.
+struct Rank(Child);
+
+impl Drop for Rank {
+    fn drop(&mut self) {
+        let _ = self.0.kill(); // it may have ended
+        let _ = self.0.wait();
+    }
+}
+
+/// Runs a scenario of `a_rank` on so many ranks; those in `leaves` may end as they like.
+fn run(scenario: &str, form: Form, ranks: usize, variables: &[(&str, &str)], leaves: &[usize]) {
+    static NUMBER: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(0);
+    let number = NUMBER.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+    let name = format!("ranks-{}-{number}", std::process::id());
+    let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
+    std::fs::create_dir_all(&folder).unwrap();
+    let library = |name: &str| simulators().get(name).unwrap_or_else(|| panic!("no simulator is called {name}"));
+    let start = |rank: usize| {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["a_rank", "--exact", "--ignored", "--nocapture"]).stdout(Stdio::piped()).stderr(Stdio::piped());
+        command.env("SAGELLM_TEST_SCENARIO", scenario).env("SAGELLM_TEST_FOLDER", &folder);
+        command.env("SAGELLM_TEST_VENDOR", form.vendor.name()).env("SAGELLM_TEST_FORM", form.library);
+        command.env("SAGELLM_TEST_RANK", rank.to_string()).env("SAGELLM_TEST_RANKS", ranks.to_string());
+        command.env("SAGELLM_TEST_LIBRARY", library(form.library)).env("SAGELLM_TEST_RUNTIME", library(form.runtime));
+        variables.iter().for_each(|(name, value)| _ = command.env(name, value));
+        Rank(command.spawn().unwrap())
+    };
+    let children: Vec<Rank> = (0..ranks).map(start).collect();
+    let end = Instant::now() + 2 * MINUTE;
+    for (rank, mut child) in children.into_iter().enumerate() {
+        let what = format!("{scenario} on {}, rank {rank} of {ranks}", form.library);
+        while child.0.try_wait().unwrap().is_none() {
+            assert!(Instant::now() < end, "{what} hangs");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let mut text = String::new();
+        use std::io::Read;
+        child.0.stdout.take().unwrap().read_to_string(&mut text).unwrap();
+        child.0.stderr.take().unwrap().read_to_string(&mut text).unwrap();
+        let done = child.0.wait().unwrap().success() && text.contains("1 passed");
+        assert!(done || leaves.contains(&rank), "{what}:\n{text}");
+    }
+    std::fs::remove_dir_all(&folder).unwrap();
+}
+
+#[test]
+fn every_collective_on_every_library() {
+    for form in FORMS {
+        for ranks in [2, 3] {
+            run("collectives", form, ranks, &[], &[]);
+        }
+    }
+    run("collectives", FORMS[5], 2, &[("SAGELLM_DOUBLE_AS_FLOAT", "1"), ("SAGELLM_SIM_CNRT_PENDING", "notready")], &[]);
+}
+
+#[test]
+fn lists_and_crossing_messages_and_streams() {
+    for form in FORMS {
+        run("messages", form, 3, &[], &[]);
+        run("streams", form, 2, &[("SAGELLM_SIM_SLOW_US", "20000")], &[]);
+    }
+}
+
+#[test]
+fn communicators_out_of_communicators() {
+    for form in [FORMS[0], FORMS[2], FORMS[3], FORMS[5]] {
+        run("split", form, 3, &[], &[]);
+    }
+}
+
+#[test]
+fn an_initialisation_that_never_ends_is_a_timeout() {
+    for form in WHOLE {
+        run("init", form, 2, &[("SAGELLM_SIM_INIT", "hang")], &[]);
+    }
+}
+
+#[test]
+fn a_hang_is_found_by_its_deadline_and_ended_by_abort() {
+    for form in WHOLE {
+        run("hang", form, 2, &[("SAGELLM_SIM_HANG_AT", "2")], &[]);
+    }
+}
+
+#[test]
+fn an_error_that_comes_late_is_polled() {
+    for form in WHOLE {
+        run("error", form, 2, &[("SAGELLM_SIM_ERROR_AT", "1")], &[]);
+    }
+}
+
+#[test]
+fn a_dead_peer_does_not_hold_the_others() {
+    for form in WHOLE {
+        run("dead", form, 2, &[], &[1]);
+    }
+}
+
+// ---- one rank ----
+
+struct World {
+    rank: u32,
+    ranks: u32,
+    api: Arc<dyn Api>,
+    runtime: Arc<dyn Runtime>,
+    folder: PathBuf,
+}
+
+fn variable(name: &str) -> String {
+    std::env::var(name).unwrap_or_else(|_| panic!("{name} is not set: started by the tests above"))
+}
+
+impl World {
+    fn new() -> World {
+        let vendor = Vendor::from_name(&variable("SAGELLM_TEST_VENDOR")).unwrap();
+        let hints = |name: &str| Hints { path: Some(variable(name).into()), ..Hints::default() };
+        World {
+            rank: variable("SAGELLM_TEST_RANK").parse().unwrap(),
+            ranks: variable("SAGELLM_TEST_RANKS").parse().unwrap(),
+            api: open(vendor, &hints("SAGELLM_TEST_LIBRARY")).unwrap(),
+            runtime: open_runtime(vendor, &hints("SAGELLM_TEST_RUNTIME")).unwrap(),
+            folder: variable("SAGELLM_TEST_FOLDER").into(),
+        }
+    }
+
+    /// What the store of a group does: rank 0 gives bytes to the others.
+    fn shared(&self, name: &str, make: impl FnOnce() -> Vec<u8>) -> Vec<u8> {
+        let file = self.folder.join(name);
+        if self.rank == 0 {
+            let bytes = make();
+            std::fs::write(file.with_extension("new"), &bytes).unwrap();
+            std::fs::rename(file.with_extension("new"), &file).unwrap();
+            return bytes;
+        }
+        self.wait_for(&file);
+        std::fs::read(&file).unwrap()
+    }
+
+    fn wait_for(&self, file: &Path) {
+        let end = Instant::now() + MINUTE;
+        while !file.exists() {
+            assert!(Instant::now() < end, "nobody wrote {}", file.display());
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+
+    fn join(&self, deadline: Duration) -> Result<Arc<dyn Communicator>> {
+        self.runtime.set_device(self.rank as i32).unwrap();
+        let setup = Setup {
+            id: self.shared("id", || self.api.unique_id().unwrap()),
+            rank: self.rank,
+            ranks: self.ranks,
+            device: self.rank as i32,
+            deadline,
+            name: "sagellm:test".into(),
+            algorithm: "level0:NA;level1:ring".into(),
+            runtime: self.runtime.clone(),
+        };
+        self.api.clone().create(setup)
+    }
+
+    fn stream(&self) -> Stream {
+        self.runtime.stream_create().unwrap()
+    }
+
+    /// One operation as the shim does it; what came out.
+    fn one(&self, communicator: &dyn Communicator, case: &Case, stream: Stream) -> Option<Vec<u8>> {
+        let Asked { kind, dtype, ranks, even, .. } = case.asked;
+        let recipe = recipe(&case.asked, self.api.capabilities()).ok()?;
+        let me = communicator.rank() as usize;
+        let mut sent = dtype;
+        let mut input = recipe.before.iter().fold(case.input(me), |data, step| local(*step, &mut sent, data, ranks));
+        let folds = matches!(recipe.after.first(), Some(Local::Fold(_)));
+        let scaled = |bytes: usize| bytes / dtype.size() * sent.size();
+        let root = kind == Kind::Broadcast && me == case.root;
+        let out = if root { 0 } else { scaled(case.expected(me).len()) * if folds { ranks } else { 1 } };
+        let mut output = vec![0; out];
+        if kind == Kind::Barrier {
+            (input, output) = (vec![0; 4], vec![0; 4]);
+        }
+        let before = input.clone();
+        let blocks = |sends| (!even).then(|| case.blocks(me, sends).into_iter().map(scaled).collect::<Vec<_>>());
+        let by_send = matches!(kind, Kind::ReduceScatter | Kind::AllToAll).then(|| blocks(true)).flatten();
+        let by_recv = matches!(kind, Kind::AllGather | Kind::AllToAll).then(|| blocks(false)).flatten();
+        let (send, recv) = (spans(&mut input, by_send), spans(&mut output, by_recv));
+        let (rank, root_rank) = (me as u32, case.root as u32);
+        let job = Job { recipe: &recipe, rank, ranks: ranks as u32, root: root_rank, send: &send, recv: &recv };
+        let launched = launch(communicator, &*self.runtime, &job, stream);
+        let launched = launched.unwrap_or_else(|error| panic!("{error}\n{:?}\n{recipe:?}", case.asked));
+        synchronize(&*self.runtime, stream, MINUTE).unwrap();
+        drop(launched);
+        communicator.poll().unwrap();
+        if !recipe.spoils && !matches!(kind, Kind::Reduce | Kind::Barrier) {
+            assert!(root || input == before, "an input was changed: {:?} {recipe:?}", case.asked);
+        }
+        if kind == Kind::Barrier {
+            return Some(Vec::new());
+        }
+        let came = if root { input } else { output };
+        Some(recipe.after.iter().fold(came, |data, step| local(*step, &mut sent, data, ranks)))
+    }
+}
+
+fn asked(kind: Kind, dtype: Dtype, op: ReduceOp, ranks: u32) -> Asked {
+    Asked { kind, dtype, op, ranks: ranks as usize, even: true, plain: true }
+}
+
+#[test]
+#[ignore = "one rank: started by the other tests as a process"]
+fn a_rank() {
+    match variable("SAGELLM_TEST_SCENARIO").as_str() {
+        "collectives" => collectives(),
+        "messages" => messages(),
+        "streams" => streams(),
+        "split" => split(),
+        "init" => init(),
+        "hang" => hang(),
+        "error" => error(),
+        "dead" => dead(),
+        other => panic!("no scenario {other}"),
+    }
+}
+
+fn collectives() {
+    let world = World::new();
+    let communicator = world.join(MINUTE).unwrap();
+    assert_eq!((communicator.rank(), communicator.ranks()), (world.rank, world.ranks));
+    let stream = world.stream();
+    let able = world.api.capabilities();
+    let types = [
+        Dtype::Bool,
+        Dtype::U8,
+        Dtype::I16,
+        Dtype::I32,
+        Dtype::U64,
+        Dtype::F16,
+        Dtype::Bf16,
+        Dtype::F32,
+        Dtype::F64,
+        Dtype::C64,
+    ];
+    let (mut done, mut refused) = (0, 0);
+    for kind in COLLECTIVES {
+        for dtype in types {
+            for op in if kind.reduces() { &OPS[..] } else { &OPS[..1] } {
+                for even in [true, false] {
+                    let root = world.ranks as usize - 1;
+                    let case = Case { asked: Asked { even, ..asked(kind, dtype, *op, world.ranks) }, root };
+                    let Some(result) = world.one(&*communicator, &case, stream) else {
+                        assert!(kind.reduces() && !is_defined(dtype, *op) || dtype == Dtype::F64, "{:?}", case.asked);
+                        refused += 1;
+                        continue;
+                    };
+                    let expected = case.expected_by(world.rank as usize, able);
+                    let made = recipe(&case.asked, able);
+                    if !(kind == Kind::Reduce && world.rank as usize != root) {
+                        assert_eq!(result, expected, "{:?} on {}: {made:?}", case.asked, able.name);
+                    }
+                    done += 1;
+                }
+            }
+        }
+    }
+    assert!(done > 400 && refused > 50, "{done} done, {refused} refused");
+    world.runtime.stream_destroy(stream).unwrap();
+    communicator.close(MINUTE).unwrap();
+    let after = communicator.poll().unwrap_err();
+    assert_eq!(after, Error::Aborted("sagellm: poll: the communicator was closed".into()));
+}
+
+/// Ranks that all send first to each other, several operations in one launch, and the same list on all vendors.
+fn messages() {
+    let world = World::new();
+    let communicator = world.join(MINUTE).unwrap();
+    let stream = world.stream();
+    let (me, ranks) = (world.rank, world.ranks);
+    let others: Vec<u32> = (0..ranks).filter(|rank| *rank != me).collect();
+    let sent: Vec<Vec<u8>> = (0..ranks).map(|to| vec![(me * 10 + to) as u8; 1000]).collect();
+    let mut received = vec![vec![0u8; 1000]; ranks as usize];
+    let message = |sends, peer, addr: usize| Message { peer, sends, addr, bytes: 1000 };
+    let mut list: Vec<Message> =
+        others.iter().map(|to| message(true, *to, sent[*to as usize].as_ptr() as usize)).collect();
+    for from in &others {
+        list.push(message(false, *from, received[*from as usize].as_mut_ptr() as usize));
+    }
+    let kept = communicator.call(&sagellm::engine::vendor::Call::Exchange(&list), stream).unwrap();
+    synchronize(&*world.runtime, stream, MINUTE).unwrap();
+    drop(kept);
+    others.iter().for_each(|from| assert_eq!(received[*from as usize], vec![(from * 10 + me) as u8; 1000]));
+
+    let able = world.api.capabilities();
+    let sum = recipe(&asked(Kind::AllReduce, Dtype::F32, ReduceOp::Sum, ranks), able).unwrap();
+    let mut tensors = [vec![1f32; 5], vec![me as f32; 300], vec![2.0; 1]];
+    communicator.group_start().unwrap();
+    let launched: Vec<_> = tensors
+        .iter_mut()
+        .map(|tensor| {
+            let memory = [Span { addr: tensor.as_mut_ptr() as usize, bytes: tensor.len() * 4 }];
+            let job = Job { recipe: &sum, rank: me, ranks, root: 0, send: &memory, recv: &memory };
+            launch(&*communicator, &*world.runtime, &job, stream).unwrap()
+        })
+        .collect();
+    communicator.group_end().unwrap();
+    synchronize(&*world.runtime, stream, MINUTE).unwrap();
+    drop(launched);
+    assert_eq!(tensors, [vec![3.0; 5], vec![3.0; 300], vec![6.0; 1]]);
+    // One message alone, from the first rank to the last.
+    let (kind, root) = if me == 0 { (Kind::Send, ranks - 1) } else { (Kind::Recv, 0) };
+    if me == 0 || me == ranks - 1 {
+        let single = recipe(&asked(kind, Dtype::F32, ReduceOp::Sum, ranks), able).unwrap();
+        let mut data = vec![me as f32 + 7.0; 4];
+        let memory = [Span { addr: data.as_mut_ptr() as usize, bytes: 16 }];
+        let (send, recv) = if me == 0 { (&memory[..], &[][..]) } else { (&[][..], &memory[..]) };
+        let job = Job { recipe: &single, rank: me, ranks, root, send, recv };
+        let launched = launch(&*communicator, &*world.runtime, &job, stream).unwrap();
+        synchronize(&*world.runtime, stream, MINUTE).unwrap();
+        drop(launched);
+        assert_eq!(data, vec![7.0; 4]);
+    }
+    communicator.close(MINUTE).unwrap();
+}
+
+/// Two streams that wait for one another by events, which are recorded again and again. Every operation of the library
+/// takes 20 ms, so that an order that is not kept shows.
+fn streams() {
+    let world = World::new();
+    let communicator = world.join(MINUTE).unwrap();
+    let (first, second) = (world.stream(), world.stream());
+    let runtime = &*world.runtime;
+    assert!(runtime.device_count().unwrap() >= 2 && !runtime.describe().is_empty());
+    let sum = asked(Kind::AllReduce, Dtype::F32, ReduceOp::Sum, world.ranks);
+    let sum = recipe(&sum, world.api.capabilities()).unwrap();
+    let mut data = vec![1f32; 8];
+    let memory = [Span { addr: data.as_mut_ptr() as usize, bytes: 32 }];
+    let job = Job { recipe: &sum, rank: world.rank, ranks: world.ranks, root: 0, send: &memory, recv: &memory };
+    let mut copy = vec![0f32; 8];
+    let (done, read) = (runtime.event_create(false).unwrap(), runtime.event_create(false).unwrap());
+    let (start, end) = (runtime.event_create(true).unwrap(), runtime.event_create(true).unwrap());
+    let mut expected = 1.0;
+    for _ in 0..4 {
+        runtime.event_record(start, first).unwrap();
+        let launched = launch(&*communicator, runtime, &job, first).unwrap();
+        runtime.event_record(done, first).unwrap();
+        runtime.event_record(end, first).unwrap();
+        assert!(!runtime.event_done(done).unwrap() && !runtime.stream_idle(first).unwrap(), "it takes 20 ms");
+        // The other stream reads only then, and the first goes on only after that.
+        runtime.event_wait(second, done).unwrap();
+        runtime.copy(copy.as_mut_ptr() as usize, memory[0].addr, 32, second).unwrap();
+        runtime.event_record(read, second).unwrap();
+        runtime.event_wait(first, read).unwrap();
+        synchronize(runtime, first, MINUTE).unwrap();
+        drop(launched);
+        expected *= world.ranks as f32;
+        assert_eq!(copy, vec![expected; 8]);
+        assert!(runtime.event_done(done).unwrap() && runtime.event_done(read).unwrap());
+        assert!(runtime.elapsed(start, end).unwrap() >= Duration::from_millis(10));
+    }
+    assert!(!runtime.capturing(first).unwrap());
+    runtime.spare_captures().unwrap();
+    [done, read, start, end].into_iter().for_each(|event| runtime.event_destroy(event).unwrap());
+    // Another thread knows no device until it says so.
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            runtime.set_device(world.rank as i32).unwrap();
+            assert!(runtime.stream_idle(second).unwrap());
+        });
+    });
+    communicator.close(MINUTE).unwrap();
+}
+
+fn split() {
+    let world = World::new();
+    let communicator = world.join(MINUTE).unwrap();
+    let stream = world.stream();
+    let split = Split { members: vec![0, 2], number: 1, deadline: MINUTE, name: "sagellm:part".into() };
+    let able = world.api.capabilities();
+    if !able.split {
+        let text = communicator.split(&split).err().unwrap().to_string();
+        assert!(text.contains("from an id of its own"), "{text}");
+        assert!(communicator.shrink(&[1], MINUTE, "").is_err());
+        return communicator.close(MINUTE).unwrap();
+    }
+    let check = |part: &dyn Communicator| {
+        assert_eq!((part.rank(), part.ranks(), part.device()), (world.rank / 2, 2, world.rank as i32));
+        let case = Case { asked: asked(Kind::AllReduce, Dtype::I32, ReduceOp::Sum, 2), root: 0 };
+        assert_eq!(world.one(part, &case, stream).unwrap(), case.expected(part.rank() as usize));
+    };
+    let part = communicator.split(&split).unwrap();
+    assert_eq!(part.is_some(), world.rank != 1);
+    if let Some(part) = part {
+        check(&*part);
+        part.close(MINUTE).unwrap();
+    }
+    if able.shrink && world.rank != 1 {
+        let part = communicator.shrink(&[1], MINUTE, "sagellm:rest").unwrap();
+        check(&*part);
+        part.close(MINUTE).unwrap();
+    }
+    // All ranks at once, whoever was a member.
+    std::fs::write(world.folder.join(format!("done-{}", world.rank)), "").unwrap();
+    (0..world.ranks).for_each(|rank| world.wait_for(&world.folder.join(format!("done-{rank}"))));
+    communicator.abort().unwrap();
+}
+
+fn init() {
+    let world = World::new();
+    let start = Instant::now();
+    let error = world.join(Duration::from_millis(300)).err().unwrap();
+    assert!(matches!(&error, Error::Timeout(_)), "{error}");
+    let place = format!("to join as rank {} of 2 with device {0}", world.rank);
+    assert!(error.text().contains(&place) && error.text().contains("within 300 ms"), "{error}");
+    assert!(start.elapsed() < MINUTE);
+}
+
+fn launched(world: &World, communicator: &dyn Communicator, data: &mut [f32], stream: Stream) -> Result<()> {
+    let sum = asked(Kind::AllReduce, Dtype::F32, ReduceOp::Sum, world.ranks);
+    let sum = recipe(&sum, world.api.capabilities()).unwrap();
+    let memory = [Span { addr: data.as_mut_ptr() as usize, bytes: data.len() * 4 }];
+    let job = Job { recipe: &sum, rank: world.rank, ranks: world.ranks, root: 0, send: &memory, recv: &memory };
+    launch(communicator, &*world.runtime, &job, stream).map(drop)
+}
+
+fn hang() {
+    let world = World::new();
+    let communicator = world.join(MINUTE).unwrap();
+    let stream = world.stream();
+    let mut data = vec![1f32; 4];
+    launched(&world, &*communicator, &mut data, stream).unwrap();
+    synchronize(&*world.runtime, stream, MINUTE).unwrap();
+    assert_eq!(data, [2.0; 4]);
+    let kept = data.leak(); // the library may write to it for ever
+    launched(&world, &*communicator, kept, stream).unwrap();
+    let error = synchronize(&*world.runtime, stream, Duration::from_millis(200)).unwrap_err();
+    assert!(matches!(&error, Error::Timeout(text) if text.contains("not done within 200 ms")), "{error}");
+    communicator.poll().unwrap(); // a hang is no error that the library knows of
+    let ended = communicator.abort();
+    if world.api.capabilities().abort {
+        ended.unwrap();
+        // The operation has ended with whatever result, and so has the stream.
+        let end = Instant::now() + MINUTE;
+        while !world.runtime.stream_idle(stream).unwrap_or(true) {
+            assert!(Instant::now() < end, "the stream still hangs after abort");
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    } else if let Err(error) = ended {
+        // A library without abort may say that it is busy; it has not held us.
+        assert!(error.text().contains("HcclCommDestroy"), "{error}");
+    }
+    communicator.abort().unwrap(); // once more is nothing
+    let error = launched(&world, &*communicator, &mut [0.0], stream).unwrap_err();
+    assert_eq!(error, Error::Aborted("sagellm: all_reduce: the communicator was aborted".into()));
+}
+
+fn error() {
+    let world = World::new();
+    let communicator = world.join(MINUTE).unwrap();
+    let stream = world.stream();
+    let data = vec![1f32; 4].leak();
+    launched(&world, &*communicator, data, stream).unwrap();
+    let end = Instant::now() + MINUTE;
+    let error = loop {
+        match communicator.poll() {
+            Ok(()) => assert!(Instant::now() < end, "the error never came"),
+            Err(error) => break error,
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    };
+    let name = &world.api.capabilities().name;
+    assert!(error.text().contains(&format!("{name} failed in an operation that was launched earlier: ")), "{error}");
+    let _ = communicator.abort(); // however it ends, it does
+}
+
+fn dead() {
+    let world = World::new();
+    let communicator = world.join(MINUTE).unwrap();
+    if world.rank == 1 {
+        std::process::abort();
+    }
+    let stream = world.stream();
+    let data = vec![1f32; 4].leak();
+    // The library notices or not: nobody waits longer than the deadline, and the end does not hang either.
+    let noticed = launched(&world, &*communicator, data, stream)
+        .and_then(|()| synchronize(&*world.runtime, stream, Duration::from_millis(500)))
+        .and_then(|()| communicator.poll());
+    assert!(noticed.is_err(), "an all_reduce with a dead peer has succeeded");
+    let start = Instant::now();
+    let _ = communicator.abort();
+    assert!(start.elapsed() < MINUTE);
+    let one = recipe(&asked(Kind::Barrier, Dtype::F32, ReduceOp::Sum, 2), world.api.capabilities()).unwrap();
+    let job = Job { recipe: &one, rank: 0, ranks: 2, root: 0, send: &[], recv: &[] };
+    assert!(calls(&job, &mut |_| Ok(())).is_ok());
+}
