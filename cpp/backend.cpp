@@ -20,11 +20,27 @@ std::string first_reason(const SageBackend::Options& options) {
   value_error("init", c10::str("the option engine is \"", options.engine, "\", expected \"auto\" or \"delegate\""));
 }
 
+// The nearest of c10d's for a call that a delegate carries out.
+c10d::OpType op_type(Kind kind) {
+  using c10d::OpType;
+  constexpr OpType kTypes[] = {OpType::UNKNOWN,   OpType::ALLREDUCE, OpType::BROADCAST, OpType::REDUCE,
+                               OpType::ALLGATHER, OpType::GATHER,    OpType::SCATTER,   OpType::REDUCE_SCATTER,
+                               OpType::ALLTOALL,  OpType::BARRIER,   OpType::SEND,      OpType::RECV};
+  return kTypes[static_cast<size_t>(kind)];
+}
+
+void check_vendor(const std::string& vendor) {
+  if (vendor == "auto" || vendor == "host") return;
+  value_error("init", c10::str("the option vendor is \"", vendor,
+                               "\", which this build has no engine for; expected \"auto\" or \"host\""));
+}
+
 }  // namespace
 
 c10::intrusive_ptr<SageBackend> SageBackend::create(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                                     c10::intrusive_ptr<Options> options) {
   if (rank < 0 || rank >= size) value_error("init", c10::str("rank is ", rank, " in a group of ", size, " ranks"));
+  check_vendor(options->vendor);
   Setup setup;
   setup.rank = static_cast<uint32_t>(rank);
   setup.size = static_cast<uint32_t>(size);
@@ -48,7 +64,8 @@ SageBackend::SageBackend(int rank, int size, c10::intrusive_ptr<Options> options
       options_(std::move(options)),
       group_(std::move(group)),
       delegate_reason_(std::string(group_->delegate_reason())),
-      spans_hosts_(group_->spans_hosts()) {
+      spans_hosts_(group_->spans_hosts()),
+      staging_(options_->group_name, options_->vendor) {
   std::vector<uint32_t> members(options_->global_ranks_in_group.begin(), options_->global_ranks_in_group.end());
   if (members.empty()) {
     members.resize(static_cast<size_t>(size));
@@ -184,8 +201,11 @@ bool SageBackend::supportsCoalescing() const {
   return delegate_ && delegate_->supportsCoalescing();
 }
 
-SageBackend::WorkPtr SageBackend::counted(const Foreign& call,
-                                          const std::function<WorkPtr(c10d::Backend&)>& hand_over) {
+SageBackend::WorkPtr SageBackend::counted(Foreign call, const std::function<WorkPtr(c10d::Backend&)>& hand_over) {
+  if (HostCall* staged = HostCall::take()) {
+    call.host_staged = true;
+    return staged->submit([&] { return counted(call, hand_over); }, op_type(static_cast<Kind>(call.kind)));
+  }
   const auto other = delegate();
   // Shared because the future's callback must be copyable.
   const auto note = std::make_shared<rust::Box<RustForeign>>(group_->foreign(call));
@@ -292,7 +312,11 @@ void SageBackend::unregisterCompletionHook(int64_t id) {
 
 SageBackend::WorkPtr SageBackend::submit(Plan& plan, const Label& label, TensorView inputs, TensorView outputs,
                                          bool async) {
-  if (async || events_->has_work_hook() || events_->has_completion_hooks()) {
+  if (HostCall* staged = HostCall::take()) {
+    Plan* one = &plan;
+    return staged->submit(one, label, outputs, async);
+  }
+  if (async || has_listeners()) {
     Plan* one = &plan;
     return submit_async(one, label, inputs, outputs, async);
   }
@@ -305,6 +329,7 @@ SageBackend::WorkPtr SageBackend::submit_all(std::vector<Plan>& plans, const Lab
   if (plans.size() == 1) return submit(plans[0], label, inputs, outputs, async);
   c10::SmallVector<Plan*, 4> all;
   for (Plan& plan : plans) all.push_back(&plan);
+  if (HostCall* staged = HostCall::take()) return staged->submit(all, label, outputs, async);
   return submit_async(all, label, inputs, outputs, async);
 }
 

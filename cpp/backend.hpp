@@ -38,6 +38,7 @@
 #include <vector>
 
 #include "compat.hpp"
+#include "device_staging.hpp"
 #include "link.hpp"
 #include "plan.hpp"
 #include "work.hpp"
@@ -70,6 +71,8 @@ class SageBackend final : public c10d::Backend {
     // combined in the order of the ranks, which gives the bits of one host. The same on all ranks.
     bool fusion = true;
     bool strict = false;
+    // How tensors on a device travel: "auto", or "host" for the way through host memory.
+    std::string vendor = "auto";
   };
 
   // Meets the other ranks, until all came or the timeout of the options. Call without the GIL.
@@ -90,6 +93,8 @@ class SageBackend final : public c10d::Backend {
   // How an operation of this kind, size and type would travel: `name<TAB>value` lines.
   std::string explain(uint8_t kind, uint64_t bytes, uint8_t dtype) const;
   std::string explain_number(uint64_t number) const;
+  // Why tensors on devices of this kind travel through host memory.
+  std::string device_reason(c10::DeviceType type) const { return staging_.reason(type); }
   // What the group has done, as JSON text; see src/stats/export.rs.
   std::string stats() const;
   std::string records() const;
@@ -167,11 +172,8 @@ class SageBackend final : public c10d::Backend {
 #endif
 
  private:
-  // What a call is called elsewhere: in the profiler ("sagellm:" and the op) and in c10d's enumeration.
-  struct Label {
-    const char* title;
-    c10d::OpType type;
-  };
+  // Calls itself with copies in host memory and carries them out.
+  friend class HostCall;
   using TensorView = c10::ArrayRef<at::Tensor>;
 
   // The last step of every override. Synchronous calls are finished here, on this thread, and return no Work: c10d
@@ -189,7 +191,10 @@ class SageBackend final : public c10d::Backend {
 
   // Hands a call to the delegate, and has it counted: until its future completes, where there is one, which is before
   // anyone who waits goes on.
-  WorkPtr counted(const Foreign& call, const std::function<WorkPtr(c10d::Backend&)>& hand_over);
+  WorkPtr counted(Foreign call, const std::function<WorkPtr(c10d::Backend&)>& hand_over);
+
+  // Somebody listens for the end of works: then synchronous calls have one, too.
+  bool has_listeners() const { return events_->has_work_hook() || events_->has_completion_hooks(); }
 
   bool delegated() const { return !delegate_reason_.empty(); }
   // Messages of a group over several hosts go by the delegate: a receive from anyone cannot watch two transports.
@@ -205,6 +210,7 @@ class SageBackend final : public c10d::Backend {
   const std::string delegate_reason_;
   const bool spans_hosts_;
   const std::shared_ptr<Events> events_ = std::make_shared<Events>();
+  Staging staging_;
 
   mutable std::mutex delegate_mutex_;
   c10::intrusive_ptr<c10d::Backend> delegate_;

@@ -2,7 +2,6 @@
 
 #include <cxxabi.h>
 #include <pthread.h>
-#include <signal.h>
 
 #include <exception>
 #include <string>
@@ -16,22 +15,6 @@
 namespace sagellm {
 
 namespace {
-
-// Signals belong to the main thread; a thread inherits the mask of the one that starts it.
-class BlockSignals {
- public:
-  BlockSignals() {
-    sigset_t all;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before_);
-  }
-  ~BlockSignals() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-  BlockSignals(const BlockSignals&) = delete;
-  BlockSignals& operator=(const BlockSignals&) = delete;
-
- private:
-  sigset_t before_{};
-};
 
 void run_logged(const std::function<void()>& job) {
   try {

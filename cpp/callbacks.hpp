@@ -5,6 +5,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <signal.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <atomic>
@@ -19,6 +20,22 @@
 #include "per_process.hpp"
 
 namespace sagellm {
+
+// Signals belong to the main thread; a thread inherits the mask of the one that starts it.
+class BlockSignals {
+ public:
+  BlockSignals() {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before_);
+  }
+  ~BlockSignals() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  BlockSignals(const BlockSignals&) = delete;
+  BlockSignals& operator=(const BlockSignals&) = delete;
+
+ private:
+  sigset_t before_{};
+};
 
 // Threads for callbacks. A thread is added whenever a job would have to wait for one, because the others may all be
 // blocked in callbacks that need that very job; idle threads leave after a while. None exists before the first job.

@@ -75,6 +75,11 @@ Foreign foreign_rooted(Kind kind, c10::ArrayRef<at::Tensor> like, size_t read, s
 }  // namespace
 
 SageBackend::WorkPtr SageBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
+  if (on_device(tensors)) {
+    HostCall host(*this, "broadcast");
+    Tensors copies = opts.rootRank == getRank() ? host.read(tensors) : host.write(tensors);
+    return host.run([&] { return broadcast(copies, opts); });
+  }
   if (delegated()) {
     return counted(foreign_rooted(Kind::kBroadcast, tensors, bytes_of(tensors), bytes_of(tensors), opts.rootRank),
                    [&](c10d::Backend& other) { return other.broadcast(tensors, opts); });
@@ -94,6 +99,11 @@ SageBackend::WorkPtr SageBackend::broadcast(Tensors& tensors, const c10d::Broadc
 }
 
 SageBackend::WorkPtr SageBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
+  if (on_device(tensors)) {
+    HostCall host(*this, "all_reduce");
+    Tensors copies = host.update(tensors);
+    return host.run([&] { return allreduce(copies, opts); });
+  }
   if (delegated()) {
     return counted(foreign(Kind::kAllReduce, tensors, bytes_of(tensors), bytes_of(tensors)),
                    [&](c10d::Backend& other) { return other.allreduce(tensors, opts); });
@@ -116,7 +126,7 @@ SageBackend::WorkPtr SageBackend::allreduce(Tensors& tensors, const c10d::Allred
 }
 
 SageBackend::WorkPtr SageBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) {
-  if (delegated()) {
+  if (delegated() && !on_device(tensors)) {
     return counted(foreign(Kind::kAllReduce, tensors, 0, 0),
                    [&](c10d::Backend& other) { return other.allreduce_sparse(tensors, opts); });
   }
@@ -124,6 +134,11 @@ SageBackend::WorkPtr SageBackend::allreduce_sparse(Tensors& tensors, const c10d:
 }
 
 SageBackend::WorkPtr SageBackend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) {
+  if (on_device(tensors)) {
+    HostCall host(*this, "all_reduce_coalesced");
+    Tensors copies = host.update(tensors);
+    return host.run([&] { return allreduce_coalesced(copies, opts); });
+  }
   if (delegated()) {
     return counted(foreign_list(Kind::kAllReduce, tensors, bytes_of(tensors), bytes_of(tensors)),
                    [&](c10d::Backend& other) { return other.allreduce_coalesced(tensors, opts); });
@@ -145,6 +160,11 @@ SageBackend::WorkPtr SageBackend::allreduce_coalesced(Tensors& tensors, const c1
 }
 
 SageBackend::WorkPtr SageBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
+  if (on_device(tensors)) {
+    HostCall host(*this, "reduce");
+    Tensors copies = opts.rootRank == getRank() ? host.update(tensors) : host.read(tensors);
+    return host.run([&] { return reduce(copies, opts); });
+  }
   if (delegated()) {
     return counted(foreign_rooted(Kind::kReduce, tensors, bytes_of(tensors), bytes_of(tensors), opts.rootRank),
                    [&](c10d::Backend& other) { return other.reduce(tensors, opts); });
@@ -165,6 +185,12 @@ SageBackend::WorkPtr SageBackend::reduce(Tensors& tensors, const c10d::ReduceOpt
 }
 
 SageBackend::WorkPtr SageBackend::allgather(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
+  if (on_device(inputs) || on_device(outputs)) {
+    HostCall host(*this, "all_gather");
+    Tensors read = host.read(inputs);
+    Lists written = host.write(outputs);
+    return host.run([&] { return allgather(written, read, opts); });
+  }
   if (delegated()) {
     return counted(foreign(Kind::kAllGather, inputs, bytes_of(inputs), bytes_of(outputs)),
                    [&](c10d::Backend& other) { return other.allgather(outputs, inputs, opts); });
@@ -187,6 +213,12 @@ SageBackend::WorkPtr SageBackend::allgather(Lists& outputs, Tensors& inputs, con
 
 SageBackend::WorkPtr SageBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                                   const c10d::AllgatherOptions& opts) {
+  if (on_device(input) || on_device(output)) {
+    HostCall host(*this, "all_gather_into_tensor");
+    at::Tensor read = host.read(input);
+    at::Tensor written = host.write(output);
+    return host.run([&] { return _allgather_base(written, read, opts); });
+  }
   if (delegated()) {
     return counted(foreign(Kind::kAllGather, input, bytes_of(input), bytes_of(output)),
                    [&](c10d::Backend& other) { return other._allgather_base(output, input, opts); });
@@ -204,6 +236,12 @@ SageBackend::WorkPtr SageBackend::_allgather_base(at::Tensor& output, at::Tensor
 
 SageBackend::WorkPtr SageBackend::allgather_coalesced(Lists& outputs, Tensors& inputs,
                                                       const c10d::AllgatherOptions& opts) {
+  if (on_device(inputs) || on_device(outputs)) {
+    HostCall host(*this, "all_gather_coalesced");
+    Tensors read = host.read(inputs);
+    Lists written = host.write(outputs);
+    return host.run([&] { return allgather_coalesced(written, read, opts); });
+  }
   if (delegated()) {
     return counted(foreign_list(Kind::kAllGather, inputs, bytes_of(inputs), bytes_of(outputs)),
                    [&](c10d::Backend& other) { return other.allgather_coalesced(outputs, inputs, opts); });
@@ -235,6 +273,12 @@ SageBackend::WorkPtr SageBackend::allgather_coalesced(Lists& outputs, Tensors& i
 
 SageBackend::WorkPtr SageBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                                   const c10d::AllgatherOptions& opts) {
+  if (on_device(inputs) || on_device(outputs)) {
+    HostCall host(*this, "all_gather_into_tensor_coalesced");
+    Tensors read = host.read(inputs);
+    Tensors written = host.write(outputs);
+    return host.run([&] { return allgather_into_tensor_coalesced(written, read, opts); });
+  }
   if (delegated()) {
     return counted(foreign_list(Kind::kAllGather, inputs, bytes_of(inputs), bytes_of(outputs)),
                    [&](c10d::Backend& other) { return other.allgather_into_tensor_coalesced(outputs, inputs, opts); });
@@ -256,6 +300,12 @@ SageBackend::WorkPtr SageBackend::allgather_into_tensor_coalesced(Tensors& outpu
 }
 
 SageBackend::WorkPtr SageBackend::gather(Lists& outputs, Tensors& inputs, const c10d::GatherOptions& opts) {
+  if (on_device(inputs) || on_device(outputs)) {
+    HostCall host(*this, "gather");
+    Tensors read = host.read(inputs);
+    Lists written = host.write(outputs);
+    return host.run([&] { return gather(written, read, opts); });
+  }
   if (delegated()) {
     return counted(foreign_rooted(Kind::kGather, inputs, bytes_of(inputs), bytes_of(outputs), opts.rootRank),
                    [&](c10d::Backend& other) { return other.gather(outputs, inputs, opts); });
@@ -285,6 +335,12 @@ SageBackend::WorkPtr SageBackend::gather(Lists& outputs, Tensors& inputs, const 
 }
 
 SageBackend::WorkPtr SageBackend::scatter(Tensors& outputs, Lists& inputs, const c10d::ScatterOptions& opts) {
+  if (on_device(inputs) || on_device(outputs)) {
+    HostCall host(*this, "scatter");
+    Lists read = host.read(inputs);
+    Tensors written = host.write(outputs);
+    return host.run([&] { return scatter(written, read, opts); });
+  }
   if (delegated()) {
     return counted(foreign_rooted(Kind::kScatter, outputs, bytes_of(inputs), bytes_of(outputs), opts.rootRank),
                    [&](c10d::Backend& other) { return other.scatter(outputs, inputs, opts); });
@@ -315,6 +371,12 @@ SageBackend::WorkPtr SageBackend::scatter(Tensors& outputs, Lists& inputs, const
 
 SageBackend::WorkPtr SageBackend::reduce_scatter(Tensors& outputs, Lists& inputs,
                                                  const c10d::ReduceScatterOptions& opts) {
+  if (on_device(inputs) || on_device(outputs)) {
+    HostCall host(*this, "reduce_scatter");
+    Lists read = host.read(inputs);
+    Tensors written = host.write(outputs);
+    return host.run([&] { return reduce_scatter(written, read, opts); });
+  }
   if (delegated()) {
     return counted(foreign(Kind::kReduceScatter, outputs, bytes_of(inputs), bytes_of(outputs)),
                    [&](c10d::Backend& other) { return other.reduce_scatter(outputs, inputs, opts); });
@@ -338,6 +400,12 @@ SageBackend::WorkPtr SageBackend::reduce_scatter(Tensors& outputs, Lists& inputs
 
 SageBackend::WorkPtr SageBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                        const c10d::ReduceScatterOptions& opts) {
+  if (on_device(input) || on_device(output)) {
+    HostCall host(*this, "reduce_scatter_tensor");
+    at::Tensor read = host.read(input);
+    at::Tensor written = host.write(output);
+    return host.run([&] { return _reduce_scatter_base(written, read, opts); });
+  }
   if (delegated()) {
     return counted(foreign(Kind::kReduceScatter, output, bytes_of(input), bytes_of(output)),
                    [&](c10d::Backend& other) { return other._reduce_scatter_base(output, input, opts); });
@@ -356,6 +424,12 @@ SageBackend::WorkPtr SageBackend::_reduce_scatter_base(at::Tensor& output, at::T
 
 SageBackend::WorkPtr SageBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                                   const c10d::ReduceScatterOptions& opts) {
+  if (on_device(inputs) || on_device(outputs)) {
+    HostCall host(*this, "reduce_scatter_tensor_coalesced");
+    Tensors read = host.read(inputs);
+    Tensors written = host.write(outputs);
+    return host.run([&] { return reduce_scatter_tensor_coalesced(written, read, opts); });
+  }
   if (delegated()) {
     return counted(foreign_list(Kind::kReduceScatter, outputs, bytes_of(inputs), bytes_of(outputs)),
                    [&](c10d::Backend& other) { return other.reduce_scatter_tensor_coalesced(outputs, inputs, opts); });
@@ -386,6 +460,12 @@ SageBackend::WorkPtr SageBackend::reduce_scatter_tensor_coalesced(Tensors& outpu
 SageBackend::WorkPtr SageBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
                                                 std::vector<int64_t>& output_splits, std::vector<int64_t>& input_splits,
                                                 const c10d::AllToAllOptions& opts) {
+  if (on_device(input) || on_device(output)) {
+    HostCall host(*this, "all_to_all_single");
+    at::Tensor read = host.read(input);
+    at::Tensor written = host.write(output);
+    return host.run([&] { return alltoall_base(written, read, output_splits, input_splits, opts); });
+  }
   if (delegated()) {
     return counted(foreign(Kind::kAllToAll, input, bytes_of(input), bytes_of(output)), [&](c10d::Backend& other) {
       return other.alltoall_base(output, input, output_splits, input_splits, opts);
@@ -408,6 +488,12 @@ SageBackend::WorkPtr SageBackend::alltoall_base(at::Tensor& output, at::Tensor& 
 }
 
 SageBackend::WorkPtr SageBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) {
+  if (on_device(inputs) || on_device(outputs)) {
+    HostCall host(*this, "all_to_all");
+    Tensors read = host.read(inputs);
+    Tensors written = host.write(outputs);
+    return host.run([&] { return alltoall(written, read, opts); });
+  }
   if (delegated()) {
     return counted(foreign(Kind::kAllToAll, inputs, bytes_of(inputs), bytes_of(outputs)),
                    [&](c10d::Backend& other) { return other.alltoall(outputs, inputs, opts); });
@@ -437,6 +523,12 @@ SageBackend::WorkPtr SageBackend::alltoall(Tensors& outputs, Tensors& inputs, co
 }
 
 SageBackend::WorkPtr SageBackend::barrier(const c10d::BarrierOptions& opts) {
+  if (opts.device.has_value() && is_accelerator(*opts.device)) {
+    c10d::BarrierOptions plain = opts;
+    plain.device = c10::Device(c10::kCPU);
+    HostCall host(*this, "barrier", with_index(*opts.device));
+    return host.run([&] { return barrier(plain); });
+  }
   if (delegated()) {
     return counted(foreign(Kind::kBarrier, TensorView(), 0, 0),
                    [&](c10d::Backend& other) { return other.barrier(opts); });
@@ -455,6 +547,11 @@ void SageBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_a
 }
 
 SageBackend::WorkPtr SageBackend::send(Tensors& tensors, int destination, int tag) {
+  if (on_device(tensors)) {
+    HostCall host(*this, "send");
+    Tensors copies = host.read(tensors);
+    return host.run([&] { return send(copies, destination, tag); });
+  }
   if (messages_delegated()) {
     return counted(foreign_rooted(Kind::kSend, tensors, bytes_of(tensors), 0, destination, tag),
                    [&](c10d::Backend& other) { return other.send(tensors, destination, tag); });
@@ -484,6 +581,11 @@ SageBackend::WorkPtr SageBackend::receive(Tensors& tensors, uint32_t source, int
 }
 
 SageBackend::WorkPtr SageBackend::recv(Tensors& tensors, int source, int tag) {
+  if (on_device(tensors)) {
+    HostCall host(*this, "recv");
+    Tensors copies = host.write(tensors);
+    return host.run([&] { return recv(copies, source, tag); });
+  }
   if (messages_delegated()) {
     return counted(foreign_rooted(Kind::kRecv, tensors, 0, bytes_of(tensors), source, tag),
                    [&](c10d::Backend& other) { return other.recv(tensors, source, tag); });
@@ -493,6 +595,11 @@ SageBackend::WorkPtr SageBackend::recv(Tensors& tensors, int source, int tag) {
 }
 
 SageBackend::WorkPtr SageBackend::recvAnysource(Tensors& tensors, int tag) {
+  if (on_device(tensors)) {
+    HostCall host(*this, "recv");
+    Tensors copies = host.write(tensors);
+    return host.run([&] { return recvAnysource(copies, tag); });
+  }
   if (messages_delegated()) {
     return counted(foreign_rooted(Kind::kRecv, tensors, 0, bytes_of(tensors), kAnyRank, tag),
                    [&](c10d::Backend& other) { return other.recvAnysource(tensors, tag); });
@@ -535,6 +642,13 @@ SageBackend::WorkPtr SageBackend::gather_single(at::Tensor& output, at::Tensor& 
 
 SageBackend::WorkPtr SageBackend::gather_into_tensor(at::Tensor& output, at::Tensor& input,
                                                      const c10d::GatherOptions& opts) {
+  if (on_device(input)) {
+    HostCall host(*this, "gather_into_tensor");
+    at::Tensor read = host.read(input);
+    // Elsewhere than at the root the output is a placeholder.
+    at::Tensor written = opts.rootRank == getRank() ? host.write(output) : output;
+    return host.run([&] { return gather_into_tensor(written, read, opts); });
+  }
   if (delegated()) {
     return counted(foreign_rooted(Kind::kGather, input, bytes_of(input),
                                   getRank() == opts.rootRank ? bytes_of(output) : 0, opts.rootRank),

@@ -71,6 +71,17 @@ constexpr Type reduce_scatter_coalesced_type(long) {
 constexpr c10d::OpType kGatherCoalesced = gather_coalesced_type<c10d::OpType>(0);
 constexpr c10d::OpType kReduceScatterCoalesced = reduce_scatter_coalesced_type<c10d::OpType>(0);
 
+// Whether a stream is being captured into a graph. Device guards of older versions cannot be asked; then the answer is
+// no, and a copy to the host fails in the runtime's own words.
+template <class Guard, class Stream>
+auto guard_is_capturing(const Guard& guard, const Stream& stream, int) -> decltype(guard.isStreamCapturing(stream)) {
+  return guard.isStreamCapturing(stream);
+}
+template <class Guard, class Stream>
+bool guard_is_capturing(const Guard& guard, const Stream& stream, long) {
+  return false;
+}
+
 // torch 2.15 keeps the older of its two names as an alias.
 using PremulSupplement = c10d::NCCLPreMulSumSupplement;
 

@@ -36,6 +36,16 @@ std::exception_ptr to_exception(const std::string& coded) {
   }
 }
 
+std::string coded_text(const std::exception_ptr& failure) {
+  try {
+    std::rethrow_exception(failure);
+  } catch (const c10::Error& error) {
+    return std::string("D") + error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    return std::string("D") + error.what();
+  }
+}
+
 void raise(const std::string& coded) {
   std::rethrow_exception(to_exception(coded));
 }

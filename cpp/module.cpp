@@ -10,6 +10,8 @@
 #include "backend.hpp"
 #include "callbacks.hpp"
 #include "compat.hpp"
+#include "device_probe.hpp"
+#include "device_work.hpp"
 #include "errors.hpp"
 #include "python_host.hpp"
 #include "simulate.hpp"
@@ -28,13 +30,14 @@ std::chrono::milliseconds milliseconds(Seconds seconds) {
 }
 
 c10::intrusive_ptr<Options> make_options(Seconds timeout, std::string engine, std::string delegate, bool fusion,
-                                         bool strict, std::string algorithm) {
+                                         bool strict, std::string algorithm, std::string vendor) {
   auto options = c10::make_intrusive<Options>(milliseconds(timeout));
   options->engine = std::move(engine);
   options->delegate = std::move(delegate);
   options->fusion = fusion;
   options->strict = strict;
   options->algorithm = std::move(algorithm);
+  options->vendor = std::move(vendor);
   return options;
 }
 
@@ -66,7 +69,7 @@ c10::intrusive_ptr<SageBackend> create(const c10::intrusive_ptr<c10d::Store>& st
 
 // Empty for the work of a delegate, or of what the core has no operation for.
 std::vector<std::string> explain_work(const c10::intrusive_ptr<c10d::Work>& work) {
-  const auto own = c10::dynamic_intrusive_pointer_cast<OpWork>(work);
+  const auto own = c10::dynamic_intrusive_pointer_cast<SageWork>(work);
   if (!own) return {};
   return own->explain();
 }
@@ -106,6 +109,7 @@ void leave() {
   {
     const py::gil_scoped_release no_gil;
     at_exit();
+    DeviceWatch::instance().stop(std::chrono::seconds(1));
     // A trace that torch's flight recorder writes after a failure takes seconds.
     CallbackPool::instance().stop(std::chrono::seconds(5));
   }
@@ -128,12 +132,14 @@ void bind_options(py::module_& module) {
   py::class_<Options, c10d::Backend::Options, c10::intrusive_ptr<Options>>(
       module, "Options", "Options of a sagellm process group, for the argument pg_options.")
       .def(py::init(&make_options), py::arg("timeout") = Seconds(kBackendDefaultTimeout), py::arg("engine") = "auto",
-           py::arg("delegate") = "gloo", py::arg("fusion") = true, py::arg("strict") = false, py::arg("algorithm") = "")
+           py::arg("delegate") = "gloo", py::arg("fusion") = true, py::arg("strict") = false, py::arg("algorithm") = "",
+           py::arg("vendor") = "auto")
       .def_readwrite("engine", &Options::engine)
       .def_readwrite("delegate", &Options::delegate)
       .def_readwrite("fusion", &Options::fusion)
       .def_readwrite("strict", &Options::strict)
       .def_readwrite("algorithm", &Options::algorithm)
+      .def_readwrite("vendor", &Options::vendor)
       .def("__copy__", [](const Options& self) { return self.copy(); })
       .def("__deepcopy__", [](const Options& self, const py::dict&) { return self.copy(); }, py::arg("memo"));
 }
@@ -150,6 +156,12 @@ void bind_backend(py::module_& module) {
       .def("describe", &SageBackend::describe)
       .def("_explain", translated(&SageBackend::explain), py::arg("kind"), py::arg("bytes"), py::arg("dtype"))
       .def("_explain_number", translated(&SageBackend::explain_number), py::arg("number"))
+      .def(
+          "_device_reason",
+          [](const SageBackend& self, const std::string& device) {
+            return self.device_reason(c10::Device(device).type());
+          },
+          py::arg("device"))
       .def("_stats", &SageBackend::stats, no_gil())
       .def("_records", &SageBackend::records, no_gil())
       .def("_reset_stats", &SageBackend::reset_stats, no_gil())
@@ -171,6 +183,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_options(module);
   bind_backend(module);
   bind_choice(module);
+  bind_device_probe(module);
   bind_simulation(module);
   module.def("create", torch::wrap_pybind_function(&create), py::arg("store"), py::arg("rank"), py::arg("size"),
              py::arg("timeout"), py::arg("group_name") = "", py::arg("global_ranks") = std::vector<int64_t>(),

@@ -21,16 +21,6 @@ bool is_plain(const at::Tensor& tensor) {
   return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
 }
 
-// From the first to behind the last byte that belongs to the tensor; strides are never negative.
-Piece hull(const at::Tensor& tensor) {
-  if (tensor.numel() == 0) return {0, 0};
-  size_t last = 0;
-  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
-    last += static_cast<size_t>(tensor.size(dim) - 1) * static_cast<size_t>(tensor.stride(dim));
-  }
-  return {reinterpret_cast<size_t>(tensor.const_data_ptr()), (last + 1) * tensor.itemsize()};
-}
-
 rust::Slice<const Piece> slice(const c10::SmallVector<Piece, 4>& pieces) {
   return {pieces.data(), pieces.size()};
 }
@@ -63,10 +53,22 @@ void copy_quietly(const at::Tensor& to, const at::Tensor& from) {
   to.copy_(from);
 }
 
-bool overlap(const at::Tensor& left, const at::Tensor& right) {
-  const Piece a = hull(left);
-  const Piece b = hull(right);
+Piece hull(const at::Tensor& tensor) {
+  if (tensor.numel() == 0) return {0, 0};
+  // Strides are never negative.
+  size_t last = 0;
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    last += static_cast<size_t>(tensor.size(dim) - 1) * static_cast<size_t>(tensor.stride(dim));
+  }
+  return {reinterpret_cast<size_t>(tensor.const_data_ptr()), (last + 1) * tensor.itemsize()};
+}
+
+bool overlap(const Piece& a, const Piece& b) {
   return a.bytes > 0 && b.bytes > 0 && a.addr < b.addr + b.bytes && b.addr < a.addr + a.bytes;
+}
+
+bool overlap(const at::Tensor& left, const at::Tensor& right) {
+  return overlap(hull(left), hull(right));
 }
 
 std::vector<std::pair<size_t, size_t>> overlapping(c10::ArrayRef<at::Tensor> tensors) {

@@ -10,6 +10,7 @@
 #include <c10/util/SmallVector.h>
 
 #include <cstdint>
+#include <functional>
 #include <utility>
 #include <vector>
 
@@ -50,6 +51,15 @@ void copy_quietly(const at::Tensor& to, const at::Tensor& from);
 
 // True when some byte belongs to both. Judges strided tensors by the memory between their first and last byte.
 bool overlap(const at::Tensor& left, const at::Tensor& right);
+bool overlap(const Piece& left, const Piece& right);
+// From the first to behind the last byte that belongs to the tensor, at whatever address its device has them.
+Piece hull(const at::Tensor& tensor);
+
+// What a call is called elsewhere: in the profiler ("sagellm:" and the op) and in c10d's enumeration.
+struct Label {
+  const char* title;
+  c10d::OpType type;
+};
 
 // All pairs of a list for which `overlap` holds, first the lower place; sparse tensors overlap none.
 std::vector<std::pair<size_t, size_t>> overlapping(c10::ArrayRef<at::Tensor> tensors);
@@ -77,6 +87,9 @@ class Plan {
   void set_in_blocks(c10::ArrayRef<at::Tensor> tensors);
   void set_out_blocks(c10::ArrayRef<at::Tensor> tensors);
 
+  // Notes memory that the operation needs besides its pieces: what touches it earlier or later keeps its order.
+  void touch(const at::Tensor& tensor) { touched_.push_back(hull(tensor)); }
+
   rust::Box<RustOp> issue(const RustGroup& group, std::shared_ptr<Completion> completion) const;
   void run(const RustGroup& group, std::shared_ptr<Completion> completion) const;
 
@@ -87,6 +100,8 @@ class Plan {
   // What `Completion::prepare` copies into temporaries, and what `Completion::store_back` copies out of them.
   std::vector<Staged> before;
   std::vector<Staged> after;
+  // What `Completion::prepare` does first, if anything: inputs that could not be fetched at issue.
+  std::function<void()> late;
 
  private:
   using Pieces = c10::SmallVector<Piece, 4>;

@@ -218,7 +218,7 @@ void SageWork::complete(c10::ivalue::Future& future, bool with_code) const {
   if (with_code) {
     future.markCompleted(c10::IValue(static_cast<int64_t>(result_code(final_error_))));
   } else if (final_error_.empty()) {
-    future.markCompleted(c10::IValue(outputs_));
+    on_result_stream([&] { future.markCompleted(c10::IValue(outputs_)); });
   } else {
     future.setError(exception());
   }
@@ -228,7 +228,7 @@ c10::intrusive_ptr<c10::ivalue::Future> SageWork::future_in(c10::intrusive_ptr<c
                                                             const c10::TypePtr& type, bool with_code) {
   std::unique_lock<std::mutex> lock(mutex_);
   if (slot) return slot;
-  slot = c10::make_intrusive<c10::ivalue::Future>(type);
+  slot = c10::make_intrusive<c10::ivalue::Future>(type, with_code ? std::vector<c10::Device>() : devices_);
   const auto future = slot;
   const bool complete_here = ended_;
   lock.unlock();
@@ -344,16 +344,7 @@ TaskWork::TaskWork(int rank, c10d::OpType type, std::vector<at::Tensor> outputs,
       timeout_(timeout) {}
 
 void TaskWork::end(std::exception_ptr failure) {
-  std::string text;
-  if (failure) {
-    try {
-      std::rethrow_exception(failure);
-    } catch (const c10::Error& error) {
-      text = std::string("D") + error.what_without_backtrace();
-    } catch (const std::exception& error) {
-      text = std::string("D") + error.what();
-    }
-  }
+  const std::string text = failure ? coded_text(failure) : std::string();
   {
     std::lock_guard<std::mutex> lock(mutex_);
     ended_at_ = std::chrono::steady_clock::now();
@@ -412,9 +403,14 @@ bool TaskWork::wait(std::chrono::milliseconds timeout) {
 }
 
 Pending::Pending(c10::intrusive_ptr<OpWork> work, std::vector<at::Tensor> keep, Plan& plan)
-    : work_(std::move(work)), keep_(std::move(keep)), before_(std::move(plan.before)), after_(std::move(plan.after)) {}
+    : work_(std::move(work)),
+      keep_(std::move(keep)),
+      before_(std::move(plan.before)),
+      after_(std::move(plan.after)),
+      late_(std::move(plan.late)) {}
 
 void Pending::prepare() const {
+  if (late_) guarded("from a device", late_);
   copy(before_, true);
 }
 
@@ -423,7 +419,7 @@ void Pending::store_back() const {
 }
 
 void Pending::copy(const std::vector<Staged>& list, bool into_temporaries) const {
-  try {
+  guarded("of a strided tensor", [&] {
     for (const Staged& staged : list) {
       if (into_temporaries) {
         copy_quietly(staged.temporary, staged.tensor);
@@ -431,8 +427,14 @@ void Pending::copy(const std::vector<Staged>& list, bool into_temporaries) const
         copy_quietly(staged.tensor, staged.temporary);
       }
     }
+  });
+}
+
+void Pending::guarded(const char* what, const std::function<void()>& copies) const {
+  try {
+    copies();
   } catch (const std::exception& error) {
-    copy_error_ = std::string("Bsagellm: copying a strided tensor failed: ") + error.what();
+    copy_error_ = c10::str("Bsagellm: a copy ", what, " failed: ", error.what());
     if (work_) work_->note_failure(copy_error_);
   }
 }

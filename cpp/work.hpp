@@ -113,6 +113,8 @@ class SageWork : public c10d::Work {
 #ifdef SAGELLM_HAS_COMPLETION_HOOKS
   uint64_t getCompletionKey() const override { return key_; }
 #endif
+  // For each operation of the core that it consists of, how it travels and what was recorded, as lines.
+  virtual std::vector<std::string> explain() const { return {}; }
 
  protected:
   // Ended, and how: empty or an error with its code letter.
@@ -122,8 +124,12 @@ class SageWork : public c10d::Work {
 
   // Everything that follows from the end, once, on whatever thread. Runs no user code here.
   void finish(const std::string& error);
+  // Calls `body`, which tells a future of its value; where the results are on a device, on the stream that made them.
+  virtual void on_result_stream(const std::function<void()>& body) const { body(); }
 
   std::vector<at::Tensor> outputs_;
+  // Where the results are, for futures; empty on the CPU. Set before anybody else sees the Work.
+  std::vector<c10::Device> devices_;
 
  private:
   void complete(c10::ivalue::Future& future, bool with_code) const;
@@ -161,6 +167,8 @@ class OpWork final : public SageWork {
   void part_ended(const std::string& error);
   // A copy of a staged tensor failed, which the core cannot know. Before the operation ends.
   void note_failure(const std::string& error);
+  // How it ended: empty or an error with its code letter.
+  std::string failure() const { return error(); }
 
   bool isCompleted() override { return done(); }
   bool wait(std::chrono::milliseconds timeout) override;
@@ -170,8 +178,7 @@ class OpWork final : public SageWork {
 #ifdef SAGELLM_HAS_WORK_TIMEOUT
   std::chrono::milliseconds getTimeout() const override { return timeout(); }
 #endif
-  // For each of its operations how it travels and what was recorded, as lines.
-  std::vector<std::string> explain() const;
+  std::vector<std::string> explain() const override;
 
  protected:
   bool done() const override;
@@ -235,12 +242,14 @@ class Pending final : public Completion {
 
  private:
   void copy(const std::vector<Staged>& list, bool into_temporaries) const;
+  void guarded(const char* what, const std::function<void()>& copies) const;
 
   // The core promises the order prepare, store_back, ended, each at most once: no lock is needed.
   mutable c10::intrusive_ptr<OpWork> work_;
   mutable std::vector<at::Tensor> keep_;
   mutable std::vector<Staged> before_;
   mutable std::vector<Staged> after_;
+  std::function<void()> late_;
   mutable std::string copy_error_;
 };
 

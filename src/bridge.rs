@@ -50,6 +50,7 @@ pub mod ffi {
         tensors: u32,
         element: u8,
         site: u32,
+        host_staged: bool,
     }
 
     /// An operation that the core only counts: a delegate's, or one that the shim makes of several.
@@ -63,6 +64,7 @@ pub mod ffi {
         tensors: u32,
         element: u8,
         site: u32,
+        host_staged: bool,
     }
 
     /// `select::cost::Model`: seconds, and seconds per byte.
@@ -479,7 +481,13 @@ fn request(
         in_blocks: in_blocks.to_vec(),
         out_blocks: out_blocks.to_vec(),
         also_touched: spans(also_touched),
-        note: CallNote { counts: call.counts, tensors: call.tensors, element: call.element, site: call.site },
+        note: CallNote {
+            counts: call.counts,
+            tensors: call.tensors,
+            element: call.element,
+            site: call.site,
+            host_staged: call.host_staged,
+        },
     })
 }
 
@@ -591,7 +599,13 @@ impl RustGroup {
         guarded(|| {
             let unknown = || Error::Bug(format!("sagellm: unknown kind {} came over the bridge", call.kind));
             let kind = Kind::from_u8(call.kind).ok_or_else(unknown)?;
-            let note = CallNote { counts: true, tensors: call.tensors, element: call.element, site: call.site };
+            let note = CallNote {
+                counts: true,
+                tensors: call.tensors,
+                element: call.element,
+                site: call.site,
+                host_staged: call.host_staged,
+            };
             let (peer, bytes) = ((call.root, call.tag), (call.read, call.written));
             Ok(Box::new(RustForeign(self.0.foreign(kind, call.composed, peer, bytes, note))))
         })

@@ -274,6 +274,8 @@ pub struct CallNote {
     pub element: u8,
     /// Where in the caller's program, as the shim numbers it; 0 if not looked up.
     pub site: u32,
+    /// The caller's tensors are on a device, and what moves are copies of them in host memory.
+    pub host_staged: bool,
 }
 
 impl CallNote {
@@ -282,7 +284,7 @@ impl CallNote {
 
 impl Default for CallNote {
     fn default() -> CallNote {
-        CallNote { counts: true, tensors: 1, element: CallNote::NO_TYPE, site: 0 }
+        CallNote { counts: true, tensors: 1, element: CallNote::NO_TYPE, site: 0, host_staged: false }
     }
 }
 

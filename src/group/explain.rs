@@ -95,7 +95,7 @@ impl Group {
 
     /// The way is worked out anew, from what was recorded beside it.
     fn explain_called(&self, called: Called) -> Explanation {
-        let Called { number, own, route, well } = called;
+        let Called { number, own, route, well, host_staged } = called;
         let choice = (route.choice != 0).then(|| Choice::from_code(route.choice));
         let batched = called.batched();
         let asked = Asked::from_load(own.kind, route.load);
@@ -104,7 +104,7 @@ impl Group {
         // Between hosts it is known when the batch is made, on one host when the operation has ended.
         let known = well || choice.is_some_and(|choice| matches!(choice.path, Path::Hosts { .. }));
         let batch = Batch { count, first, last, bytes: batched.then_some(asked.bytes) };
-        let past = Past { number, choice, batch: known.then_some(batch) };
+        let past = Past { number, choice, batch: known.then_some(batch), host_staged };
         Explanation { asked: own, past: Some(past), ..found }
     }
 
@@ -137,12 +137,14 @@ struct Called {
     route: Route,
     /// It has ended, and not failed.
     well: bool,
+    host_staged: bool,
 }
 
 impl Called {
     fn of_op(op: &CoreOp, ranks: usize) -> Called {
         let well = op.is_done() && op.error().is_none();
-        Called { number: op.number, own: Asked::of(&op.request, ranks), route: op.route(), well }
+        let host_staged = op.request.note.host_staged;
+        Called { number: op.number, own: Asked::of(&op.request, ranks), route: op.route(), well, host_staged }
     }
 
     fn of_record(record: &Record, ranks: usize) -> Called {
@@ -153,7 +155,8 @@ impl Called {
             _ => read,
         };
         let sizes = Asked { kind, bytes, class: Class::of(kind, dtype) }.normal();
-        let called = Called { number, own: Asked::from_load(kind, route.load), route, well: state == State::Done };
+        let (own, well) = (Asked::from_load(kind, route.load), state == State::Done);
+        let called = Called { number, own, route, well, host_staged: record.note.host_staged };
         match Choice::from_code(route.choice) {
             Choice::DELEGATE => Called { own: sizes, route: Route { load: sizes.load(), ..route }, ..called },
             _ if called.batched() => Called { own: sizes, ..called }, // the load is that of all

@@ -54,6 +54,8 @@ pub struct Past {
     pub choice: Option<Choice>,
     /// With whom; `None` while it is not known.
     pub batch: Option<Batch>,
+    /// Its tensors were on a device, and copies of them in host memory moved.
+    pub host_staged: bool,
 }
 
 /// Those that travelled together.
@@ -213,6 +215,9 @@ impl Explanation {
         line("code", self.choice.code().to_string());
         if let Some(past) = self.past {
             line("sequence", past.number.to_string());
+            if past.host_staged {
+                line("host_staged", "1".to_string());
+            }
             line("recorded", past.choice.map_or_else(String::new, |choice| choice.code().to_string()));
             if let Some(Batch { count, first, last, bytes }) = past.batch {
                 line("batch", format!("{count}|{first}|{last}|{}", bytes.map_or_else(String::new, |n| n.to_string())));

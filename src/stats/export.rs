@@ -32,12 +32,14 @@ pub fn numbers(stats: &Stats, names: Names, rank: usize, size: usize, (now, wall
     let fused = stats.fused();
     let mut out = format!(
         "{{\"rank\":{rank},\"size\":{size},\"now\":{now},\"wall\":{wall},\"since\":{},\"issued\":{},\"fused\":{{\"batches\":{},\
-         \"ops\":{},\"largest\":{}}},\"waits\":",
+         \"ops\":{},\"largest\":{}}},\"host_staged\":[{},{}],\"waits\":",
         stats.since(),
         stats.ring().issued(),
         fused.batches,
         fused.ops,
-        fused.largest
+        fused.largest,
+        stats.host_staged().count,
+        stats.host_staged().bytes
     );
     list(&mut out, stats.waits().iter(), |out, wait| {
         let _ = write!(out, "[{},{},{}]", wait.count, wait.total, wait.longest);
@@ -83,7 +85,7 @@ pub fn records<'a>(records: impl Iterator<Item = &'a Record>, names: Names) -> S
         let _ = write!(
             out,
             "{{\"id\":{},\"number\":{},\"kind\":\"{}\",\"dtype\":\"{dtype}\",\"op\":\"{op}\",\"path\":\"{}\",\"reason\":\"{}\",\
-             \"state\":\"{}\",\"counts\":{},\"tensors\":{},\"element\":{},\"site\":{},\"root\":{},\"tag\":{},\"late\":{},\
+             \"state\":\"{}\",\"counts\":{},\"tensors\":{},\"element\":{},\"site\":{},\"host_staged\":{},\"root\":{},\"tag\":{},\"late\":{},\
              \"together\":{},\"first\":{first},\"last\":{last},\"read\":{},\"written\":{},\"issued\":{},\"ended\":{},\"waiting\":{},\"copying\":{},\"reducing\":{}}}",
             record.id,
             record.number,
@@ -95,6 +97,7 @@ pub fn records<'a>(records: impl Iterator<Item = &'a Record>, names: Names) -> S
             record.note.tensors,
             record.note.element,
             record.note.site,
+            record.note.host_staged,
             rank(record.root),
             record.tag,
             rank(record.late),

@@ -128,6 +128,14 @@ fn introduce(ended: &[(Arc<Op>, Result<()>)]) {
     }
 }
 
+/// Calls whose tensors were on a device and went through host memory.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct HostStaged {
+    pub count: u64,
+    /// Payload, as `Op::payload`.
+    pub bytes: u64,
+}
+
 #[derive(Clone, Debug)]
 pub struct Stats {
     /// Cell by kind, path and class, plus one; 0 where there is none yet.
@@ -135,6 +143,7 @@ pub struct Stats {
     cells: Vec<Cell>,
     waits: Vec<Wait>,
     fused: Fused,
+    host_staged: HostStaged,
     ring: Ring,
     /// Records that ended and are in no count yet, and the smallest id of them.
     apart: Vec<u64>,
@@ -151,6 +160,7 @@ impl Stats {
             cells: Vec::new(),
             waits: vec![Wait::default(); ranks],
             fused: Fused::default(),
+            host_staged: HostStaged::default(),
             ring: Ring::new(room),
             apart: Vec::with_capacity(APART),
             oldest_apart: u64::MAX,
@@ -175,6 +185,7 @@ impl Stats {
             cells: self.cells.clone(),
             waits: self.waits.clone(),
             fused: self.fused,
+            host_staged: self.host_staged,
             ring: self.ring.without_records(),
             since: self.since,
         }
@@ -191,6 +202,9 @@ impl Stats {
     }
     pub fn fused(&self) -> Fused {
         self.fused
+    }
+    pub fn host_staged(&self) -> HostStaged {
+        self.host_staged
     }
     pub fn since(&self) -> u64 {
         self.since
@@ -288,6 +302,10 @@ impl Stats {
         }
         if !record.note.counts && record.note.tensors == 0 {
             return; // part of a call that is counted elsewhere
+        }
+        if record.note.host_staged && record.state == State::Done {
+            self.host_staged.count += u64::from(record.note.counts);
+            self.host_staged.bytes += record.bytes();
         }
         let ranks = self.waits.len() as u64;
         let cell = self.cell(record.kind, record.path(), class(record.bytes()));

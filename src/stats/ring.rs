@@ -69,7 +69,7 @@ impl Record {
         state: State::Pending,
         blocked: false,
         timed: true,
-        note: CallNote { counts: true, tensors: 1, element: CallNote::NO_TYPE, site: 0 },
+        note: CallNote { counts: true, tensors: 1, element: CallNote::NO_TYPE, site: 0, host_staged: false },
         root: 0,
         tag: 0,
         late: NOBODY,

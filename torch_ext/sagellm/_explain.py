@@ -5,7 +5,7 @@ The core decides and explains; this file asks it and makes its lines readable.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -53,6 +53,8 @@ DTYPES = {
     "complex64": 15,
     "complex128": 16,
 }
+#: How the path of tensors on a device begins.
+STAGED = "staged: from the device to host memory and back"
 UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 
@@ -130,6 +132,8 @@ class Explanation:
     sequence: int | None = None
     #: With whom it travelled, for a past one; None while that is not known, and on one host where it failed.
     batch: Batch | None = None
+    #: The tensors are on a device, and copies of them in host memory travel; see docs/devices.md.
+    staged: bool = False
     #: For a coalesced call of several types: the other operations it consists of.
     parts: list[Explanation] = field(default_factory=list)
 
@@ -244,14 +248,15 @@ def explain(
     group: Any = None,
     ranks: int | None = None,
     sequence: int | None = None,
+    device: torch.device | str = "cpu",
 ) -> Explanation:
     """Says how an operation travels, and why.
 
     ``explain("all_reduce", nbytes, dtype=torch.float32, group=None)`` answers for one that might be called, in the
     default group or another one, or with ``ranks=`` for a group of that many ranks of this host that need not exist.
-    ``nbytes`` are the bytes that one rank gives. ``explain(work)`` answers for an operation that was called, by its
-    Work, and ``explain(sequence=17, group=None)`` for a collective by its number in the group, as long as it is among
-    the last that the group remembers (1024 operations, or ``SAGELLM_RING``).
+    ``nbytes`` are the bytes that one rank gives; ``device=`` says where the tensors are. ``explain(work)`` answers for
+    an operation that was called, by its Work, and ``explain(sequence=17, group=None)`` for a collective by its number
+    in the group, as long as it is among the last that the group remembers (1024 operations, or ``SAGELLM_RING``).
 
     A ValueError where the operation, the type or the group is unknown, and where no operation has that number.
     """
@@ -273,12 +278,23 @@ def explain(
         if ranks is not None:
             if ranks < 1:
                 raise ValueError(f"sagellm explain: ranks is {ranks}, expected 1 or more")
+            if str(device).partition(":")[0] != "cpu":
+                raise ValueError(
+                    f"sagellm explain: device is {device}; only a group that exists knows how it serves one"
+                )
             return _read(_load.extension().explain_without_group(kind, size, number, ranks))
         backend = backend_of(group)
-        return _read(backend._explain(kind, size, number), delegate=_delegate_of(backend))
+        found = _read(backend._explain(kind, size, number), delegate=_delegate_of(backend))
+        where = str(device).partition(":")[0]
+        return found if where == "cpu" else _staged(found, where, backend._device_reason(where))
     if what is None:
         raise ValueError("sagellm explain: name an operation and its bytes, or pass a Work or sequence=")
     return _explain_work(what)
+
+
+def _staged(found: Explanation, device: str, why: str) -> Explanation:
+    """The same for tensors on a device, which take this way through host memory."""
+    return replace(found, staged=True, path=f"{STAGED} ({device}: {why}), then {found.path}")
 
 
 def _explain_work(work: Any) -> Explanation:
@@ -318,6 +334,8 @@ def _read(text: str, delegate: str = "delegate") -> Explanation:
     shared = "shared memory of one host"
     if hosts > 1:
         shared = f"shared memory inside each of {hosts} hosts, a link between them"
+    path = paths.get(found["choice"], shared)
+    staged = "host_staged" in found
     return Explanation(
         op=found["op"],
         nbytes=int(found["bytes"]),
@@ -326,7 +344,7 @@ def _read(text: str, delegate: str = "delegate") -> Explanation:
         choice=choice,
         reason=found["reason"],
         decided=found["decided"],
-        path=paths.get(found["choice"], shared),
+        path=f"{STAGED}, then {path}" if staged else path,
         predicted=seconds(found["predicted_ns"]),
         measured=seconds(found["measured_ns"]),
         overruled=overruled,
@@ -336,6 +354,7 @@ def _read(text: str, delegate: str = "delegate") -> Explanation:
         recorded=_whole(found.get("recorded", "")),
         sequence=_whole(found.get("sequence", "")),
         batch=_batch(found["batch"]) if "batch" in found else None,
+        staged=staged,
     )
 
 

@@ -5,13 +5,39 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 NAME = "sagellm"
-#: What the default ``init_process_group("sagellm")`` serves. Other devices join here when an engine for them exists;
-#: naming one today would turn torch's clear "no backend for cuda" into an error at the first collective.
-DEVICES = ["cpu"]
+#: Overrules the option ``vendor`` of every group: how tensors on a device travel, see docs/devices.md.
+VENDOR = "SAGELLM_VENDOR"
+
+
+class Devices(list[str]):
+    """The kinds of device that ``init_process_group("sagellm")`` serves: the CPU, and this process's accelerator.
+
+    Worked out each time torch asks, which it does when a group is made: a vendor's package that is imported after torch
+    may bring its device after this backend was registered.
+    """
+
+    def __iter__(self) -> Iterator[str]:
+        import torch
+
+        yield "cpu"
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if accelerator is not None:
+            yield accelerator.type
+
+    def __contains__(self, device: object) -> bool:
+        return any(device == each for each in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
 
 #: Taken once and never released: what is behind each of them happens once in a process.
 _at_exit = threading.Lock()
@@ -27,7 +53,10 @@ def register() -> None:
         return
     backend: Any = distributed.Backend
     if NAME.upper() not in backend._plugins:
-        backend.register_backend(NAME, create, extended_api=True, devices=DEVICES)
+        # With the CPU alone, so that no accelerator that nobody has claimed yet gets us as its default ...
+        backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
+        # ... but a group that asks for us by name is served on it, too.
+        backend.backend_capability[NAME] = Devices()
 
 
 def create(options: Any, pg_options: Any = None) -> Any:
@@ -45,6 +74,7 @@ def create(options: Any, pg_options: Any = None) -> Any:
         _log_versions(extension)
     ours = _settings(extension, pg_options)
     ours.delegate = delegate = _delegate.check(ours.delegate)
+    ours.vendor = (os.environ.get(VENDOR) or ours.vendor or "auto").strip().lower()
     _step_at_exit(extension)
     _detach_flight_recorder()
     backend = extension.create(

@@ -232,6 +232,8 @@ def _snapshot(member: Member) -> dict[str, Any]:
         "avg_latency_ms": took / ended / MS if ended else 0.0,
         "fused_batches": fused["batches"],
         "fused_ops": fused["ops"],
+        "host_staged_count": raw["host_staged"][0],
+        "host_staged_bytes": raw["host_staged"][1],
         "ops": ops,
         "sizes": sizes,
         "batches": batches,
@@ -246,8 +248,10 @@ def get_stats(group: Any = None) -> dict[str, Any]:
 
     Keys: ``group``, ``rank``, ``size``; ``seconds`` of counting; for each kind in ``KINDS`` the calls that ended well,
     as ``all_reduce_count`` and so on; ``total_count``, ``failed_count``; ``total_bytes``, the caller's payload;
-    ``avg_latency_ms`` of everything; ``fused_batches`` and ``fused_ops``; ``ops``, an ``OpStats`` by kind; ``sizes``, a
-    list of ``SizeStats``, by kind, path and power of two; ``batches``, a ``Batches``; ``waits``, a ``Wait`` by peer.
+    ``avg_latency_ms`` of everything; ``fused_batches`` and ``fused_ops``; ``host_staged_count`` and
+    ``host_staged_bytes``, those whose tensors were on a device and went through host memory; ``ops``, an ``OpStats`` by
+    kind; ``sizes``, a list of ``SizeStats``, by kind, path and power of two; ``batches``, a ``Batches``; ``waits``, a
+    ``Wait`` by peer.
 
     Raises ValueError where this backend does not serve the group.
     """

@@ -1,0 +1,114 @@
+// Streams and events of accelerators, through c10 alone: no vendor's header, so one build serves every device.
+//
+// Two ways to a raw stream that a vendor's library can be called with. Where torch tells the raw handle of its streams,
+// that is it. Where it does not, the core makes a raw stream of its own (`RawStreams`), and order is kept by raw
+// events: the raw stream waits for one that torch recorded, and torch's stream for one that the core recorded.
+//
+// Some devices have a queue on the host in front of their streams: a record is then only queued, and whoever waits for
+// the raw event before it has left the queue waits for nothing. Asking whether a stream is idle empties that queue.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "compat.hpp"
+
+namespace sagellm {
+
+// What the runtime behind a device can do with raw handles; the core implements it. Errors are exceptions.
+class RawStreams {
+ public:
+  virtual ~RawStreams() = default;
+  // Makes the device current on this thread, also for the runtime, which torch's guard does not do on every device.
+  // Called on each thread before anything else here.
+  virtual void set_device(c10::DeviceIndex device) const = 0;
+  // The stream of ours on this device, made when first asked for. Only used where torch hides its own.
+  virtual void* stream(c10::DeviceIndex device) const = 0;
+  // What is put on `stream` from now on runs after what `event` stands for.
+  virtual void wait(void* stream, void* event) const = 0;
+  // An event that stands for all that is on `stream` now; ours until `release`.
+  virtual void* record(void* stream) const = 0;
+  // Nobody waits for it any more, or all who do have been told; it may be recorded again.
+  virtual void release(void* event) const = 0;
+};
+
+// True for a device whose tensors are not plain host memory.
+inline bool is_accelerator(c10::Device device) {
+  return !device.is_cpu() && !device.is_meta();
+}
+
+// Names the current device of its type where no index says which.
+c10::Device with_index(c10::Device device);
+// The stream that this thread works on.
+c10::Stream current_stream(c10::Device device);
+// True while the stream's work is being recorded into a graph instead of being run.
+bool is_capturing(const c10::Stream& stream);
+
+// One operation's way onto a device and back, made by `DeviceStreams::begin`. Used by one thread.
+class Passage {
+ public:
+  // Where `at::` operations before and after the raw part belong: the caller's stream for a synchronous operation, the
+  // group's for an asynchronous one. Behind everything that the caller had on its stream at `begin`.
+  const c10::Stream& stream() const { return stream_; }
+  c10::Device device() const { return stream_.device(); }
+
+  // A raw stream behind everything on `stream()`. Calls to a library that name it may follow, then `leave`.
+  void* enter();
+  // What follows on `stream()` runs behind the raw stream's work.
+  void leave();
+  // Everything is on its stream. The event stands for its end; `begun` for its start where times are wanted.
+  std::shared_ptr<c10::Event> end();
+  const std::shared_ptr<c10::Event>& begun() const { return begun_; }
+
+ private:
+  friend class DeviceStreams;
+  Passage(class DeviceStreams& owner, c10::Stream stream, bool timed);
+
+  class DeviceStreams& owner_;
+  const c10::Stream stream_;
+  const bool timed_;
+  void* raw_ = nullptr;
+  bool own_raw_ = false;
+  std::shared_ptr<c10::Event> begun_;
+};
+
+// The streams of one group on all devices of one type.
+class DeviceStreams {
+ public:
+  // `raw` may be null where nothing raw is needed: then `Passage::enter` may not be called.
+  explicit DeviceStreams(std::shared_ptr<const RawStreams> raw = nullptr) : raw_(std::move(raw)) {}
+  ~DeviceStreams();
+
+  // The group's stream on this device, from torch's pool; its default stream where the device has no pool.
+  c10::Stream side(c10::Device device);
+  // Begins an operation on the caller's stream, or (`async`) on the group's, behind what the caller's holds now.
+  Passage begin(c10::Device device, bool async, bool timed = false);
+
+ private:
+  friend class Passage;
+
+  // A raw event that a stream of torch was told to wait for. It is released when that stream's host queue has been
+  // emptied since: before, the wait may not have reached the device.
+  struct Told {
+    c10::Stream stream;
+    void* event;
+  };
+  std::vector<Told> take_told(const c10::Stream& stream);
+
+  const std::shared_ptr<const RawStreams> raw_;
+  std::mutex mutex_;
+  std::map<c10::DeviceIndex, c10::Stream> side_;
+  // Whether torch tells raw handles; unknown before the first try.
+  std::optional<bool> native_;
+  std::vector<Told> told_;
+};
+
+}  // namespace sagellm

@@ -1,0 +1,98 @@
+// c10d's Work for what runs on a device's stream: the host is not asked to wait, streams are.
+#pragma once
+
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "device_streams.hpp"
+#include "per_process.hpp"
+#include "work.hpp"
+
+namespace sagellm {
+
+// Made when everything is on its stream. It ends when the stream has come past it, which a thread of the shim sees;
+// until then it holds the tensors, so that no allocator has to be told of the stream.
+class DeviceWork final : public SageWork {
+ public:
+  struct Launched {
+    c10::Stream stream;
+    // Null where no times are wanted.
+    std::shared_ptr<c10::Event> begun;
+    std::shared_ptr<c10::Event> ended;
+    // All tensors of the call.
+    std::vector<at::Tensor> keep;
+    // `wait` returns when the work is done, as users of a barrier expect.
+    bool blocks_host = false;
+    uint64_t number = 0;
+    std::chrono::milliseconds timeout = kNoTimeout;
+  };
+
+  DeviceWork(int rank, c10d::OpType type, std::vector<at::Tensor> outputs, std::shared_ptr<Events> events,
+             std::unique_ptr<Trace> trace, Launched launched);
+
+  // Hands it to the thread that sees its end.
+  void watch();
+  // It failed, or will never end: whoever waits hears `error` (with its code letter), and the tensors are let go only
+  // where `idle` says that the device has let go of them.
+  void fail(const std::string& error, bool idle);
+  // True when it has ended; then everything that follows from that has been done. Any thread.
+  bool poll();
+
+  bool isCompleted() override { return done(); }
+  // Puts the caller's stream behind the work. A timeout, or `blocks_host`, makes the host wait as well.
+  bool wait(std::chrono::milliseconds timeout) override;
+  void synchronize() override { order(); }
+  void blockCurrentStream() override { order(); }
+  // Complete at once: whoever takes the value is ordered behind it.
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  uint64_t getSequencenumber() const override { return launched_.number; }
+  float getDuration() const override;
+#ifdef SAGELLM_HAS_WORK_TIMEOUT
+  std::chrono::milliseconds getTimeout() const override { return launched_.timeout; }
+#endif
+
+ protected:
+  bool done() const override;
+  std::string error() const override;
+  std::chrono::nanoseconds duration() const override;
+  void on_result_stream(const std::function<void()>& body) const override;
+
+ private:
+  void order() const;
+  void end(const std::string& error, bool idle);
+
+  Launched launched_;
+  const std::chrono::steady_clock::time_point began_ = std::chrono::steady_clock::now();
+  // Guarded by the base's `mutex_`, as is its `completed_`.
+  std::string text_;
+  std::chrono::steady_clock::time_point ended_at_;
+  c10::intrusive_ptr<c10::ivalue::Future> value_;
+};
+
+// One thread that asks the events of works on devices whether they have come to pass. It exists while there are any.
+class DeviceWatch {
+ public:
+  static DeviceWatch& instance() { return per_process<DeviceWatch>(); }
+
+  void add(c10::intrusive_ptr<DeviceWork> work);
+  // No event is asked from now on; what is left is leaked. Call without the GIL.
+  void stop(std::chrono::milliseconds patience);
+
+ private:
+  void serve();
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<c10::intrusive_ptr<DeviceWork>> works_;
+  bool running_ = false;
+  bool stopped_ = false;
+};
+
+}  // namespace sagellm

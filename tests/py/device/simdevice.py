@@ -1,0 +1,191 @@
+"""A device for tests under any name: builds and loads `sim/device.cpp`, and is the module `torch.<name>`.
+
+`install("npu")` makes `torch.device("npu")` work in this process. Its streams are asynchronous, its kernels slow, and
+its memory treacherous; see the head of `sim/device.cpp`. The library is built once for each torch and kept beside the
+project's own objects.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SOURCES = Path(__file__).resolve().parent / "sim"
+KEPT = Path(__file__).resolve().parents[3] / "build" / "tests"
+BUILD_SECONDS = 300
+
+
+def build(name: str, source: Path, *more: Path, libraries: tuple[str, ...] = ("c10", "torch_cpu")) -> Path:
+    """Compiles one file against the headers of torch, unless that was done before; `more` are files it includes."""
+    torch_home = Path(torch.__file__).parent
+    standard = "c++20" if torch.__version__ >= "2.12" else "c++17"
+    digest = hashlib.sha256(torch.__version__.encode() + sys.version.encode())
+    for path in (source, *more):
+        digest.update(path.read_bytes())
+    library = KEPT / f"{name}-{digest.hexdigest()[:16]}.so"
+    KEPT.mkdir(parents=True, exist_ok=True)
+    with open(KEPT / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            unfinished = library.with_suffix(f".{os.getpid()}")
+            command = [os.environ.get("CXX", "g++"), f"-std={standard}", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra"]
+            command += ["-Wno-unused-parameter", f"-I{torch_home / 'include'}", str(source), "-o", str(unfinished)]
+            command += [f"-L{torch_home / 'lib'}", *(f"-l{each}" for each in libraries)]
+            done = subprocess.run(command, text=True, capture_output=True, timeout=BUILD_SECONDS)
+            assert done.returncode == 0, f"{source} does not compile\n{done.stderr[-4000:]}"
+            unfinished.rename(library)
+    return library
+
+
+def library_path() -> Path:
+    """The device's library, built where needed."""
+    return build("simdevice", SOURCES / "device.cpp", SOURCES / "runtime.hpp")
+
+
+class Device:
+    """The controls of the device in this process."""
+
+    def __init__(self, name: str, library: ctypes.CDLL) -> None:
+        self.name = name
+        self.library = library
+        library.sim_use_library.restype = ctypes.c_char_p
+        library.sim_kernels.restype = ctypes.c_int64
+        library.sim_launcher.restype = ctypes.c_void_p
+        for setter in (library.sim_set_kernel_delay, library.sim_set_host_delay):
+            setter.argtypes = [ctypes.c_int64]
+
+    def kernel_delay(self, seconds: float) -> None:
+        """How long each kernel sleeps before it works."""
+        self.library.sim_set_kernel_delay(int(seconds * 1e6))
+
+    def host_queue(self, seconds: float | None) -> None:
+        """Puts a queue on the host before the streams, each of whose entries takes that long; None: no queue."""
+        self.library.sim_set_host_delay(-1 if seconds is None else int(seconds * 1e6))
+
+    def native_handles(self, on: bool) -> None:
+        """Whether torch's streams tell their raw handle."""
+        self.library.sim_set_native_handles(int(on))
+
+    def use_library(self, path: str | Path, flavour: str) -> None:
+        """Takes streams and events from a simulated vendor's library ("acl", "cnrt", "cuda"); before the first use."""
+        why = self.library.sim_use_library(str(path).encode(), flavour.encode())
+        if why:
+            raise RuntimeError(why.decode())
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """No kernel begins within the block: whoever waits for one there waits for ever."""
+        self.library.sim_hold(1)
+        try:
+            yield
+        finally:
+            self.library.sim_hold(0)
+
+    @staticmethod
+    def can_capture() -> bool:
+        """Whether this torch asks devices about captures at all."""
+        header = Path(torch.__file__).parent / "include/c10/core/impl/DeviceGuardImplInterface.h"
+        return "isStreamCapturing" in header.read_text()
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Streams say that they are being captured into a graph."""
+        self.library.sim_set_capturing(1)
+        try:
+            yield
+        finally:
+            self.library.sim_set_capturing(0)
+
+    def launcher(self) -> int:
+        """Address of the functions that stand for a vendor's library; for `sagellm._C._Echo`."""
+        return int(self.library.sim_launcher())
+
+    def raw_events(self) -> int:
+        """Events that the launcher had to make: those given back are recorded again."""
+        return int(self.library.sim_raw_events())
+
+    def kernels(self) -> int:
+        """Kernels put on streams so far."""
+        return int(self.library.sim_kernels())
+
+
+_installed: Device | None = None
+
+
+def install(name: str = "simdev") -> Device:
+    """Makes the device known to torch under `name`; once in a process."""
+    global _installed
+    if _installed is not None:
+        assert _installed.name == name, f"this process has the device as {_installed.name}"
+        return _installed
+    library = ctypes.CDLL(str(library_path()))
+    _installed = Device(name, library)
+    torch.utils.rename_privateuse1_backend(name)
+    torch._register_device_module(name, _module(name, library))
+    torch.utils.generate_methods_for_privateuse1_backend(unsupported_dtype=[])
+    return _installed
+
+
+def _module(name: str, library: ctypes.CDLL) -> types.ModuleType:
+    """`torch.<name>`: what torch.distributed, DDP and autograd ask of a device's module."""
+    module: Any = types.ModuleType(f"torch.{name}")
+
+    def index(device: Any = None) -> int:
+        if device is None:
+            return int(library.sim_current_device())
+        if isinstance(device, int):
+            return device
+        found = torch.device(device).index
+        return int(library.sim_current_device()) if found is None else found
+
+    class device:
+        """Makes a device current within a block."""
+
+        def __init__(self, which: Any) -> None:
+            self.index = index(which)
+
+        def __enter__(self) -> None:
+            self.before = index()
+            library.sim_set_device(self.index)
+
+        def __exit__(self, *error: object) -> None:
+            library.sim_set_device(self.before)
+
+    # torch looks for exactly its own classes in places, so these make objects of them.
+    def stream(device: Any = None, **options: Any) -> torch.Stream:
+        """A stream of this device."""
+        return torch.Stream(device=torch.device(name, index(device)), **options)
+
+    def event(**options: Any) -> torch.Event:
+        """An event of this device."""
+        return torch.Event(torch.device(name), **options)
+
+    module.device = device
+    module.Stream = stream
+    module.Event = event
+    module.is_available = lambda: True
+    module.is_initialized = lambda: True
+    module.init = lambda: None
+    module._is_in_bad_fork = lambda: False
+    module.device_count = lambda: int(library.sim_device_count())
+    module.current_device = index
+    module.set_device = lambda which: library.sim_set_device(index(which))
+    module.synchronize = lambda which=None: library.sim_synchronize(index(which))
+    module.current_stream = lambda which=None: torch.accelerator.current_stream(index(which))
+    module.set_stream = lambda stream: torch.accelerator.set_stream(stream)
+    module.stream = lambda stream: stream
+    module.manual_seed_all = lambda seed: None
+    module.manual_seed = lambda seed: None
+    module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
+    return module  # type: ignore[no-any-return]

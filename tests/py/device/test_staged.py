@@ -1,0 +1,758 @@
+"""Tensors on a device that travel through host memory: every call, its order among streams, its errors, groups.
+
+The device is the one of `simdevice`: slow kernels on asynchronous streams, memory that is given out again at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import simdevice
+import torch
+import torch.distributed as dist
+from harness import Context, expect_raises, launch, run_fresh
+
+KERNEL = 0.01  # seconds
+LIST = [(5, torch.float32), (3000, torch.int64), (0, torch.float32), (70, torch.float32)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def library() -> None:
+    """Built before the first deadline runs."""
+    simdevice.library_path()
+
+
+def start(ctx: Context, name: str = "npu", queue: float | None = None, delay: float = KERNEL, **options: Any) -> Any:
+    """The device under that name, and a default group."""
+    device = simdevice.install(name)
+    device.kernel_delay(delay)
+    device.host_queue(queue)
+    ctx.init(**options)
+    return device
+
+
+def backend_of(kind: str = "cpu") -> Any:
+    return dist.distributed_c10d._get_default_group()._get_backend(torch.device(kind))
+
+
+def number() -> int:
+    return int(backend_of()._get_sequence_number_for_group())
+
+
+def holds(tensor: torch.Tensor, value: float) -> None:
+    found = tensor.cpu()
+    assert (found == value).all(), (value, found.unique())
+
+
+# ------------------------------------------------------------------------------------------------ every call
+
+
+def made(rank: int, count: int, device: str, seed: int = 0) -> torch.Tensor:
+    """Numbers of one rank; on the device slow kernels have a part in them."""
+    base = torch.arange(count, dtype=torch.float32).remainder(97).div(7).add(rank + 10 * seed)
+    if device == "cpu":
+        return base.mul(3)
+    return base.to(device).mul_(3)
+
+
+def empty(count: int, device: str) -> torch.Tensor:
+    """Memory into which a slow kernel still writes."""
+    return torch.empty(count, device=device).fill_(-1)
+
+
+def calls(n: int, rank: int, device: str) -> dict[str, Callable[[bool], tuple[Any, list[torch.Tensor]]]]:
+    """Every collective, as a function of `async_op` that gives the Work and the results."""
+
+    def each(function: Callable[[bool], Any]) -> Callable[[bool], tuple[Any, list[torch.Tensor]]]:
+        return function
+
+    def all_reduce(a: bool, op: Any = dist.ReduceOp.SUM, count: int = 1000) -> Any:
+        t = made(rank, count, device)
+        return dist.all_reduce(t, op, async_op=a), [t]
+
+    def broadcast(a: bool, root: int) -> Any:
+        t = made(rank, 700, device)
+        return dist.broadcast(t, root, async_op=a), [t]
+
+    def reduce(a: bool) -> Any:
+        t = made(rank, 700, device)
+        return dist.reduce(t, n - 1, async_op=a), [t] if rank == n - 1 else []
+
+    def all_gather(a: bool, counts: list[int]) -> Any:
+        outs = [empty(count, device) for count in counts]
+        return dist.all_gather(outs, made(rank, counts[rank], device), async_op=a), outs
+
+    def all_gather_into_tensor(a: bool) -> Any:
+        out = empty(300 * n, device)
+        return dist.all_gather_into_tensor(out, made(rank, 300, device), async_op=a), [out]
+
+    def in_place(a: bool) -> Any:
+        out = empty(300 * n, device)
+        part = out[300 * rank : 300 * (rank + 1)]
+        part.copy_(made(rank, 300, device))
+        return dist.all_gather_into_tensor(out, part, async_op=a), [out]
+
+    def gather(a: bool) -> Any:
+        outs = [empty(200, device) for _ in range(n)] if rank == 0 else None
+        return dist.gather(made(rank, 200, device), outs, 0, async_op=a), outs or []
+
+    def scatter(a: bool) -> Any:
+        out = empty(150, device)
+        parts = [made(rank, 150, device, seed) for seed in range(n)] if rank == 0 else None
+        return dist.scatter(out, parts, 0, async_op=a), [out]
+
+    def reduce_scatter(a: bool) -> Any:
+        out = empty(120, device)
+        return dist.reduce_scatter(out, [made(rank, 120, device, s) for s in range(n)], async_op=a), [out]
+
+    def reduce_scatter_tensor(a: bool) -> Any:
+        out = empty(130, device)
+        return dist.reduce_scatter_tensor(out, made(rank, 130 * n, device), dist.ReduceOp.AVG, async_op=a), [out]
+
+    def all_to_all(a: bool) -> Any:
+        outs = [empty(10 + other, device) for other in range(n)]
+        ins = [made(rank, 10 + rank, device, other) for other in range(n)]
+        return dist.all_to_all(outs, ins, async_op=a), outs
+
+    def all_to_all_single(a: bool) -> Any:
+        out_splits, in_splits = [3 + other for other in range(n)], [3 + rank] * n
+        out = empty(sum(out_splits), device)
+        return dist.all_to_all_single(out, made(rank, sum(in_splits), device), out_splits, in_splits, async_op=a), [out]
+
+    def coalesced(a: bool) -> Any:
+        ts = [made(rank, 50, device), made(rank, 20, device), made(rank, 3, device)]
+        return dist.all_reduce_coalesced(ts, async_op=a), ts
+
+    def several_types(a: bool) -> Any:
+        # torch's function refuses them; its backends need not.
+        ts = [made(rank, 50, device), made(rank, 20, device).double(), made(rank, 3, device).double()]
+        work = backend_of().allreduce_coalesced(ts, dist.AllreduceCoalescedOptions())
+        return work, ts
+
+    def manager(a: bool) -> Any:
+        ts = [made(rank, 60, device), made(rank, 5, device)]
+        with dist._coalescing_manager(async_ops=a) as region:
+            for t in ts:
+                dist.all_reduce(t)
+        return (region if a else None), ts
+
+    def gathered_lists(a: bool) -> Any:
+        outs = [empty(40 * n, device), empty(8 * n, device)]
+        with dist._coalescing_manager(async_ops=a) as region:
+            for out, count in zip(outs, (40, 8), strict=True):
+                dist.all_gather_into_tensor(out, made(rank, count, device))
+        return (region if a else None), outs
+
+    def scattered_lists(a: bool) -> Any:
+        outs = [empty(40, device), empty(8, device)]
+        with dist._coalescing_manager(async_ops=a) as region:
+            for out, count in zip(outs, (40, 8), strict=True):
+                dist.reduce_scatter_tensor(out, made(rank, count * n, device))
+        return (region if a else None), outs
+
+    def strided(a: bool) -> Any:
+        t = made(rank, 600, device).view(20, 30).t()
+        return dist.all_reduce(t, async_op=a), [t]
+
+    def barrier(a: bool) -> Any:
+        return dist.barrier(async_op=a, device_ids=None if device == "cpu" else [0]), []
+
+    return {
+        "all_reduce": each(all_reduce),
+        "all_reduce max": lambda a: all_reduce(a, dist.ReduceOp.MAX),
+        "all_reduce none": lambda a: all_reduce(a, count=0),
+        "all_reduce large": lambda a: all_reduce(a, dist.ReduceOp.AVG, 300_001),
+        "broadcast from 0": lambda a: broadcast(a, 0),
+        "broadcast from last": lambda a: broadcast(a, n - 1),
+        "reduce": each(reduce),
+        "all_gather": lambda a: all_gather(a, [100] * n),
+        "all_gather uneven": lambda a: all_gather(a, [5 + 3 * other for other in range(n)]),
+        "all_gather_into_tensor": each(all_gather_into_tensor),
+        "all_gather in place": each(in_place),
+        "gather": each(gather),
+        "scatter": each(scatter),
+        "reduce_scatter": each(reduce_scatter),
+        "reduce_scatter_tensor": each(reduce_scatter_tensor),
+        "all_to_all": each(all_to_all),
+        "all_to_all_single": each(all_to_all_single),
+        "all_reduce_coalesced": each(coalesced),
+        "all_reduce of several types": each(several_types),
+        "all_reduce in a region": each(manager),
+        "all_gather in a region": each(gathered_lists),
+        "reduce_scatter in a region": each(scattered_lists),
+        "all_reduce of a transposed tensor": each(strided),
+        "barrier": each(barrier),
+    }
+
+
+def every_call(ctx: Context, queue: float | None, options: dict[str, Any], exact: bool) -> None:
+    if options:
+        import sagellm
+
+        options = {"pg_options": sagellm.Options(**options)}
+    start(ctx, queue=queue, delay=0.001, **options)
+    n, rank = ctx.world_size, ctx.rank
+    on_cpu, on_device = calls(n, rank, "cpu"), calls(n, rank, "npu")
+    for name in on_cpu:
+        expected = []
+        for a in (False, True):
+            work, results = on_cpu[name](a)
+            if work is not None:
+                work.wait()
+            expected.append([each.clone() for each in results])
+        for a in (False, True):
+            work, results = on_device[name](a)
+            assert work is not None or not a, name
+            if work is not None:
+                work.wait()
+            for one, other in zip(results, expected[a], strict=True):
+                # A kernel on the caller's stream sees the result, without a synchronisation of the device.
+                found = (one * 1).cpu()
+                assert one.device.type == "npu" and found.dtype == other.dtype, name
+                close = torch.equal(found, other) if exact else torch.allclose(found, other)
+                assert close, (name, a, found, other)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world_size,queue", [(1, None), (2, None), (2, 0.001), (3, None)])
+def test_rule_17_every_collective_gives_the_bits_of_the_cpu(world_size: int, queue: float | None) -> None:
+    """Rules 17 and 32: each collective, synchronous and not, behind slow kernels and before others."""
+    run_fresh(every_call, world_size, queue, {}, True)
+
+
+def test_every_collective_of_a_delegated_group() -> None:
+    """Where gloo serves the group it gets the copies."""
+    run_fresh(every_call, 2, None, {"engine": "delegate"}, False)
+
+
+def messages(ctx: Context, options: dict[str, Any]) -> None:
+    import sagellm
+
+    start(ctx, pg_options=sagellm.Options(**options))
+    other = 1 - ctx.rank
+    if ctx.rank == 0:
+        for tag in (1, 2, 3):
+            dist.send(torch.empty(100, device="npu").fill_(tag), 1, tag=tag)
+        dist.send(torch.empty(50_000, device="npu").fill_(8), 1)
+        dist.isend(torch.empty(10, device="npu").fill_(9), 1, tag=9)
+    else:
+        got = {tag: torch.empty(100, device="npu").fill_(-1) for tag in (3, 2, 1)}
+        works = {tag: dist.irecv(t, 0, tag=tag) for tag, t in got.items()}
+        for tag, t in got.items():
+            works[tag].wait()
+            holds(t * 1, tag)
+        big = torch.empty(50_000, device="npu")
+        assert dist.recv(big) == 0
+        holds(big, 8)
+        last = torch.empty(10, device="npu").fill_(-1)
+        assert dist.recv(last, 0, tag=9) == 0
+        holds(last, 9)
+    mine, theirs = torch.empty(30, device="npu").fill_(ctx.rank), torch.empty(30, device="npu").fill_(-1)
+    pair = [dist.P2POp(dist.isend, mine, other), dist.P2POp(dist.irecv, theirs, other)]
+    for work in dist.batch_isend_irecv(pair):
+        work.wait()
+    holds(theirs, other)
+    assert number() == 0 or options, "messages do not use the group's number"
+    # A collective on memory that a message has yet to fill does not take the message for its own.
+    if not options:
+        late = torch.empty(40, device="npu").fill_(1)
+        filled = dist.irecv(late, other, tag=5)
+        copied = torch.empty(80, device="npu")
+        dist.all_gather_into_tensor(copied, late)
+        holds(copied, 1)
+        dist.send(torch.empty(40, device="npu").fill_(6), other, tag=5)
+        filled.wait()
+        holds(late, 6)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("options", [{}, {"engine": "delegate"}], ids=["own", "delegated"])
+def test_rule_20_messages(options: dict[str, Any]) -> None:
+    """Rule 20: tags out of order, a large message, from anyone, a send that is dropped at once, a batch."""
+    run_fresh(messages, 2, options)
+
+
+# ------------------------------------------------------------------------------------------------ order
+
+
+def late_kernels(ctx: Context, queue: float | None) -> None:
+    device = start(ctx, queue=queue, delay=0.05)
+    # The receiver's own kernel still writes to the tensor when the operation is issued.
+    target = torch.empty(500, device="npu").fill_(7 if ctx.rank else 3)
+    work = dist.broadcast(target, 0, async_op=True)
+    work.wait()
+    holds(target, 3)
+    # Results are stored beside the caller's stream, and wait() puts the stream that is current then behind them.
+    side = torch.npu.Stream()
+    value = torch.empty(500, device="npu").fill_(ctx.rank + 1)
+    work = dist.all_reduce(value, async_op=True)
+    with side:
+        work.wait()
+        doubled = value * 2
+        holds(doubled, 6)
+    # A call on another stream fetches from that one.
+    with side:
+        value = torch.empty(500, device="npu").fill_(ctx.rank + 5)
+        dist.all_reduce(value)
+        holds(value, 11)
+    # A list, packed by dtype.
+    import sagellm
+
+    listed = [torch.empty(size, device="npu", dtype=dtype).fill_(ctx.rank) for size, dtype in LIST]
+    for each in sagellm.fused_all_reduce(listed):
+        holds(each * 2, 2)
+    device.kernel_delay(0)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("queue", [None, 0.005])
+def test_rule_32_kernels_of_both_sides_keep_their_order(queue: float | None) -> None:
+    """Rule 32: what is late on the caller's stream is neither missed nor overtaken."""
+    run_fresh(late_kernels, 2, queue)
+
+
+def never_waits_for_peers(ctx: Context) -> None:
+    start(ctx)
+    value = torch.empty(100_000, device="npu").fill_(ctx.rank + 1)
+    if ctx.rank == 1:
+        ctx.listen()
+    works = [dist.all_reduce(value[at : at + 1000], async_op=True) for at in range(0, 50_000, 1000)]
+    issued = number()
+    assert issued == 50
+    if ctx.rank == 0:
+        assert not works[-1].is_completed()
+        ctx.tell("issued")
+    for work in works:
+        work.wait()
+    holds(value[:50_000], 3)
+    holds(value[50_000:], ctx.rank + 1)
+    dist.destroy_process_group()
+
+
+def test_rule_03_issue_never_waits_for_a_peer() -> None:
+    """Rules 1 and 3: fifty calls are issued, with their numbers, before the other rank makes the first."""
+    with launch(never_waits_for_peers, 2) as job:
+        assert job.hear(0) == "issued"
+        job.say(1, "go")
+        job.values()
+
+
+def overlapping(ctx: Context, queue: float | None) -> None:
+    start(ctx, queue=queue)
+    n = ctx.world_size
+    if ctx.rank:
+        ctx.listen()
+    value = torch.empty(1000, device="npu").fill_(1)
+    chain = [dist.all_reduce(value, async_op=True) for _ in range(4)]
+    part = dist.all_reduce(value[100:300], async_op=True)
+    shifted = dist.all_reduce(value[200:], async_op=True)
+    gathered = torch.empty(200 * n, device="npu")
+    last = dist.all_gather_into_tensor(gathered, value[150:350], async_op=True)
+    dist.all_reduce(value)  # a synchronous one behind all of them
+    if ctx.rank == 0:
+        ctx.tell("issued")
+    for work in (*chain, part, shifted, last):
+        work.wait()
+    expected = torch.ones(1000)
+    expected *= n**4
+    expected[100:300] *= n
+    expected[200:] *= n
+    assert torch.equal(gathered.cpu(), expected[150:350].repeat(n))
+    assert torch.equal(value.cpu(), expected * n)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("queue", [None, 0.002])
+def test_rule_04_operations_on_the_same_memory_run_in_order(queue: float | None) -> None:
+    """Rule 4: one that reads what an earlier one has yet to store gets it; whole and partial overlaps, no waits."""
+    with launch(overlapping, 2, queue) as job:
+        job.say(1, "go")
+        assert job.hear(0) == "issued"
+        job.values()
+
+
+def completes_alone(ctx: Context) -> None:
+    start(ctx)
+    value = torch.empty(100, device="npu").fill_(ctx.rank + 1)
+    work = dist.all_reduce(value, async_op=True)
+    end = time.monotonic() + 20
+    while not work.is_completed():
+        assert time.monotonic() < end, "is_completed never became true without wait"
+        time.sleep(0.001)
+    assert work.is_success()
+    holds(value, 3)  # it was stored already
+    future = work.get_future()
+    assert future.done()
+    (found,) = future.wait()
+    assert found.data_ptr() == value.data_ptr()
+    # then() runs on the device's streams and may issue more.
+    value = torch.empty(100, device="npu").fill_(ctx.rank + 1)
+
+    def again(done: Any) -> torch.Tensor:
+        halved = done.value()[0] * 0.5
+        inner = dist.all_reduce(halved, async_op=True)
+        return inner.get_future().wait()[0]
+
+    result = dist.all_reduce(value, async_op=True).get_future().then(again).wait()
+    holds(result * 1, 3)
+    for call in calls(ctx.world_size, ctx.rank, "npu").values():
+        work, _results = call(True)
+        future = work.get_future() if hasattr(work, "get_future") else None
+        if future is not None:
+            assert isinstance(future.wait(), list)
+        else:
+            work.wait()
+    dist.destroy_process_group()
+
+
+def test_pitfall_06_work_and_future_complete_without_wait() -> None:
+    """Pitfall 6: results are stored although nobody waits; futures carry the device, callbacks may go on from there."""
+    run_fresh(completes_alone, 2)
+
+
+def dropped(ctx: Context) -> None:
+    start(ctx)
+    kept = [torch.empty(1000, device="npu").fill_(ctx.rank + turn) for turn in range(5)]
+    for tensor in kept:
+        dist.all_reduce(tensor, async_op=True)
+    # Its tensors are gone at once, and their memory would be the next to be given out.
+    source = torch.empty(1000, device="npu").fill_(1)
+    dist.all_gather_into_tensor(torch.empty(2000, device="npu"), source, async_op=True)
+    del source
+    fresh = torch.empty(2000, device="npu").fill_(33)
+    # On a device a barrier comes behind the results of the collectives before it.
+    dist.barrier(device_ids=[0])
+    for turn, tensor in enumerate(kept):
+        holds(tensor, 1 + 2 * turn)
+    holds(fresh, 33)
+    dist.destroy_process_group()
+
+
+def test_rule_10_works_and_tensors_dropped_at_once() -> None:
+    """Rule 10: nobody keeps the Work or the tensors, and the results are there all the same."""
+    run_fresh(dropped, 2)
+
+
+# ------------------------------------------------------------------------------------------------ errors
+
+
+def wrong_input(ctx: Context) -> None:
+    device = start(ctx)
+    good = torch.empty(6, device="npu").fill_(1)
+    n = ctx.world_size
+    before = number()
+    cases: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+        "cpu and device": (lambda: dist.all_gather_into_tensor(torch.empty(6 * n), good), ("npu:0", "cpu")),
+        "two devices": (
+            lambda: dist.all_reduce_coalesced([good, torch.empty(6, device="npu:1")]),
+            ("npu:0", "npu:1"),
+        ),
+        "list with a cpu tensor": (
+            lambda: dist.all_gather([torch.empty(6, device="npu"), torch.empty(6)], good),
+            ("npu:0", "cpu"),
+        ),
+        "wrong size": (lambda: dist.all_gather_into_tensor(torch.empty(6 * n + 1, device="npu"), good), ("13",)),
+        "wrong dtype": (
+            lambda: dist.all_gather_into_tensor(torch.empty(6 * n, device="npu", dtype=torch.float64), good),
+            ("float64",),
+        ),
+        "expanded": (lambda: dist.all_reduce(torch.empty(1, device="npu").expand(5)), ("clone",)),
+        "async": (
+            lambda: dist.all_reduce(torch.empty(1, device="npu").expand(5), async_op=True),
+            ("clone",),
+        ),
+        "root": (lambda: backend_of().broadcast([good], _root(9)).wait(), ("9",)),
+    }
+    if ctx.rank == 0:  # only one rank makes the wrong calls
+        for name, (call, words) in cases.items():
+            text = expect_raises((ValueError, RuntimeError), call)
+            assert all(word in text for word in words), (name, text)
+            assert number() == before, name
+        if device.can_capture():
+            with device.capturing():
+                text = expect_raises(ValueError, lambda: dist.all_reduce(good))
+            assert "captured" in text and "outside" in text, text
+    dist.all_reduce(good)
+    holds(good, n)
+    assert number() == before + 1
+    dist.destroy_process_group()
+
+
+def _root(rank: int) -> Any:
+    options = dist.BroadcastOptions()
+    options.rootRank = rank
+    return options
+
+
+def test_rule_02_wrong_input_is_refused_locally() -> None:
+    """Rules 2 and 31: mixed devices and the rest use no number and poison nothing, nor does a call in a capture."""
+    run_fresh(wrong_input, 2)
+
+
+def peer_dies(ctx: Context) -> None:
+    start(ctx)
+    value = torch.empty(100, device="npu").fill_(1)
+    dist.all_reduce(value)
+    if ctx.rank == 1:
+        os._exit(7)
+    first = dist.all_reduce(value, async_op=True)
+    second = dist.all_reduce(value, async_op=True)  # reads what the first has yet to store
+    seen: list[str] = []
+    chained = second.get_future().then(lambda done: seen.append(expect_raises(RuntimeError, done.value)))
+    for work in (first, second):
+        text = expect_raises(RuntimeError, work.wait)
+        assert "rank 1" in text, text
+        assert work.is_completed() and not work.is_success()
+        assert "rank 1" in str(work.exception())
+    chained.wait()
+    assert len(seen) == 1 and "rank 1" in seen[0], seen
+    assert "rank 1" in expect_raises(RuntimeError, lambda: dist.all_reduce(value))
+    holds(value, 2)
+
+
+def test_rule_21_a_dead_peer_ends_what_needs_it() -> None:
+    """Rules 4 and 21: the error reaches wait(), the future and later calls; nothing hangs, tensors keep values."""
+    with launch(peer_dies, 2) as job:
+        first = job.wait_rank(0, 40)
+        assert first.error is None and first.code == 0, job.report()
+
+
+def deadline(ctx: Context) -> None:
+    start(ctx, timeout=timedelta(seconds=2))
+    value = torch.empty(100, device="npu").fill_(1)
+    if ctx.rank == 1:
+        ctx.listen()
+        return
+    work = dist.all_reduce(value, async_op=True)
+    text = expect_raises(RuntimeError, lambda: work.wait(timedelta(milliseconds=50)))
+    assert "still running" in text and not work.is_completed(), text
+    text = expect_raises(RuntimeError, work.wait)
+    assert "2" in text and work.is_completed(), text
+    future = work.get_future()
+    assert future.done()
+    expect_raises(RuntimeError, future.wait)
+    ctx.tell("over")
+
+
+def test_rule_11_deadlines() -> None:
+    """Rule 11: a wait that elapses leaves the work usable; the operation's own deadline ends it everywhere."""
+    with launch(deadline, 2) as job:
+        assert job.hear(0, 40) == "over"
+        job.say(1, "go")
+        job.values()
+
+
+def leaves(ctx: Context, orderly: bool) -> None:
+    start(ctx, delay=0.05)
+    for _ in range(10):
+        dist.all_reduce(torch.empty(1000, device="npu").fill_(1), async_op=True)
+    if ctx.rank == 0:
+        dist.all_reduce(torch.empty(10, device="npu"), async_op=True)  # nobody joins this one
+    if orderly:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("orderly", [True, False])
+def test_exit_with_operations_under_way(orderly: bool) -> None:
+    """The process ends, with code 0, whether the group was destroyed or not."""
+    for outcome in _outcomes(leaves, orderly):
+        assert outcome.code == 0, str(outcome)
+        assert "terminate" not in outcome.output and "Fatal" not in outcome.output, str(outcome)
+
+
+def _outcomes(fn: Any, *args: Any) -> Any:
+    with launch(fn, 2, *args) as job:
+        return job.wait(40)
+
+
+# ------------------------------------------------------------------------------------------------ groups
+
+
+def registered(ctx: Context, name: str, backend: str | None) -> None:
+    options = {} if backend is None else {"backend": backend}
+    start(ctx, name, **options)
+    group = dist.distributed_c10d._get_default_group()
+    assert {each.type for each in group._device_types} == {"cpu", name}
+    # One object serves both kinds, so they share numbers and order.
+    host, device = torch.full((4,), 1.0 + ctx.rank), torch.empty(4, device=name).fill_(10 + ctx.rank)
+    works = [dist.all_reduce(host, async_op=True), dist.all_reduce(device, async_op=True)]
+    works.append(dist.all_reduce(host, async_op=True))
+    for kind in ("cpu", name):
+        assert int(group._get_backend(torch.device(kind))._get_sequence_number_for_group()) == 3
+    for work in works:
+        work.wait()
+    holds(host, 6)
+    holds(device, 21)
+    gathered: list[Any] = [None, None]
+    dist.all_gather_object(gathered, {"rank": ctx.rank})
+    assert gathered == [{"rank": 0}, {"rank": 1}]
+    assert dist.distributed_c10d._get_object_coll_device(group) == "cpu"
+    # A part of the group, and one made by a split.
+    alone = [dist.new_group([rank]) for rank in range(2)][ctx.rank]
+    dist.all_reduce(device, group=alone)
+    holds(device, 21)
+    both = dist.new_group([0, 1])
+    dist.broadcast(device.fill_(ctx.rank), 1, group=both)
+    holds(device, 1)
+    dist.barrier(group=both)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "name,backend", [("npu", None), ("mlu", None), ("simcuda", "cpu:sagellm,simcuda:sagellm")], ids=str
+)
+def test_one_backend_serves_the_cpu_and_the_device(name: str, backend: str | None) -> None:
+    """By the name alone and spelled out; objects go by the CPU; parts of groups; rules 1 and 25."""
+    run_fresh(registered, 2, name, backend)
+
+
+def bound(ctx: Context) -> None:
+    name = "npu"
+    simdevice.install(name)
+    start(ctx, name, device_id=torch.device(name, ctx.rank))
+    torch.npu.set_device(ctx.rank)
+    value = torch.empty(10, device=torch.device(name, ctx.rank)).fill_(ctx.rank + 1)
+    dist.all_reduce(value)
+    holds(value, 3)
+    work = dist.all_reduce(value, async_op=True)
+    work.wait()
+    holds(value, 6)
+    dist.barrier()
+    torch.npu.set_device(0)
+    # Tensors of another device than the current one.
+    value = torch.empty(10, device=f"{name}:1").fill_(ctx.rank + 1)
+    dist.all_reduce(value, async_op=True).wait()
+    holds(value, 3)
+    assert torch.npu.current_device() == 0
+    group = dist.new_group([0, 1])
+    dist.all_reduce(value, group=group)
+    holds(value, 6)
+    dist.destroy_process_group()
+
+
+def test_each_rank_has_a_device_of_its_own() -> None:
+    """`device_id=` and tensors of a device that is not the current one."""
+    run_fresh(bound, 2)
+
+
+def told(ctx: Context, vendor: str | None) -> list[str]:
+    import sagellm
+
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(f"{record.levelname} {record.getMessage()}")
+
+    logging.getLogger("sagellm").addHandler(Keep())
+    options = {} if vendor is None else {"pg_options": sagellm.Options(vendor=vendor)}
+    start(ctx, **options)
+    value = torch.empty(256, device="npu").fill_(1)
+    for _ in range(3):
+        work = dist.all_reduce(value, async_op=True)
+        work.wait()
+    dist.all_reduce(torch.ones(4))
+    stats = sagellm.get_stats()
+    assert stats["all_reduce_count"] == 4 and stats["host_staged_count"] == 3
+    assert stats["host_staged_bytes"] == 3 * 1024 and stats["total_bytes"] == 3 * 1024 + 16
+    assert stats["ops"]["all_reduce"]["count"] == 4
+    past = sagellm.explain(work)
+    assert past.staged and past.path.startswith("staged") and "shared memory" in past.path, past
+    assert past.nbytes == 1024 and past.sequence == 3
+    assert sagellm.explain(sequence=3).staged and not sagellm.explain(sequence=4).staged
+    assert "staged" in str(past)
+    might = sagellm.explain("all_reduce", 1024, device="npu")
+    assert might.staged and might.choice == past.choice
+    assert ("vendor=" if vendor == "host" else "no engine") in might.path, might.path
+    assert not sagellm.explain("all_reduce", 1024).staged
+    records = backend_of()._records()
+    assert records.count('"host_staged":true') == 3
+    dist.new_group([0, 1])
+    dist.destroy_process_group()
+    return lines
+
+
+@pytest.mark.parametrize("vendor", [None, "host"])
+def test_invariant_11_nothing_is_silently_slow(vendor: str | None) -> None:
+    """One warning names the device, what is missing and that it is slow; explain and statistics say "staged"."""
+    for lines in run_fresh(told, 2, vendor, env={"SAGELLM_LOG": "info"}):
+        found = [line for line in lines if "host memory" in line]
+        assert len(found) == 1 and found[0].startswith("WARNING"), lines
+        assert "npu:0" in found[0] and "slow" in found[0]
+        assert ("vendor=" if vendor == "host" else "no engine") in found[0]
+
+
+def refused(ctx: Context) -> None:
+    import sagellm
+
+    simdevice.install("npu")
+    text = expect_raises(ValueError, lambda: ctx.init(pg_options=sagellm.Options(vendor="acme")))
+    assert "acme" in text and "host" in text, text
+
+
+def test_an_unknown_vendor_is_refused_by_every_rank() -> None:
+    """Before any rank meets another, by the option and by the environment."""
+    run_fresh(refused, 2)
+    run_fresh(refused_by_environment, 2, env={"SAGELLM_VENDOR": "ACME"})
+
+
+def refused_by_environment(ctx: Context) -> None:
+    simdevice.install("npu")
+    assert "acme" in expect_raises(ValueError, ctx.init)
+
+
+# ------------------------------------------------------------------------------------------------ programs
+
+
+def train(device: str, rank: int, hook: bool) -> list[torch.Tensor]:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.manual_seed(5)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 4)).to(device)
+    parallel = DistributedDataParallel(model, bucket_cap_mb=0.001)
+    if hook:
+        parallel.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    for step in range(2):
+        data = torch.randn(8, 16, generator=torch.Generator().manual_seed(100 * rank + step)).to(device)
+        optimizer.zero_grad()
+        parallel(data).square().mean().backward()
+        optimizer.step()
+    return [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+def ddp(ctx: Context, queue: float | None) -> None:
+    start(ctx, queue=queue, delay=0.0001)
+    for hook in (False, True):
+        expected, found = train("cpu", ctx.rank, hook), train("npu", ctx.rank, hook)
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other), "the device's training went another way"
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("queue", [None, 0.0001])
+def test_rule_09_ddp_trains_as_on_the_cpu(queue: float | None) -> None:
+    """Two steps with several buckets, without a hook and with one that compresses: parameters equal bit for bit."""
+    run_fresh(ddp, 2, queue)
+
+
+def detail(ctx: Context) -> None:
+    start(ctx)
+    value = torch.empty(10, device="npu").fill_(ctx.rank + 1)
+    dist.all_reduce(value)
+    dist.all_reduce(value, async_op=True).wait()
+    holds(value, 6)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_rule_12_debug_detail() -> None:
+    """Rules 1 and 12: torch's checking wrapper finds the numbers it expects."""
+    run_fresh(detail, 2, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
