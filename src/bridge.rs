@@ -7,6 +7,7 @@
 //! Errors cross as text whose first letter is `Error::code` (V invalid, T timeout, D rank failed, M mismatch, A
 //! aborted, P interrupted by Python, S system, B bug); `cpp/work.cpp` strips it and raises the matching exception.
 
+mod devices;
 mod simulate;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -18,6 +19,7 @@ use crate::engine::link;
 use crate::error::{Error, Result};
 use crate::group::{self, Group, Op};
 use crate::types::{CallNote, Dtype, Kind, ReduceOp, Request, Span};
+use devices::{RustDevices, RustLaunched, RustMember, RustRecipe};
 use simulate::{algorithms, predict, program};
 
 #[allow(clippy::too_many_arguments)] // one parameter a list of the request: cxx cannot pass them inside a struct
@@ -96,6 +98,37 @@ pub mod ffi {
         how: String,
     }
 
+    /// `recipe::Asked`: an operation on a device, as all ranks ask for it.
+    struct DeviceAsked {
+        kind: u8,
+        dtype: u8,
+        op: u8,
+        factor: f64,
+        ranks: u32,
+        even: bool,
+        plain: bool,
+    }
+
+    /// `recipe::Local`: what the shim does to a tensor beside the library's call.
+    enum LocalStep {
+        /// To `dtype`.
+        Cast,
+        /// Times `factor`.
+        Scale,
+        /// Through `count`.
+        Divide,
+        /// The blocks of all ranks, combined by `op`.
+        Fold,
+    }
+
+    struct Local {
+        step: LocalStep,
+        dtype: u8,
+        op: u8,
+        factor: f64,
+        count: usize,
+    }
+
     /// What a group is made from.
     struct Setup {
         rank: u32,
@@ -117,6 +150,10 @@ pub mod ffi {
         type RustGroup;
         type RustOp;
         type RustForeign;
+        type RustDevices;
+        type RustMember;
+        type RustRecipe;
+        type RustLaunched;
 
         /// Meets the other ranks through the store and builds the engine. Blocks until all came, or the timeout.
         fn connect(setup: &Setup, store: SharedPtr<Store>) -> Result<Box<RustGroup>>;
@@ -197,6 +234,75 @@ pub mod ffi {
         fn explain(self: &RustOp) -> String;
         /// Cancels a pending operation; a collective poisons its group.
         fn cancel(self: &RustOp);
+
+        /// Opens a vendor's libraries for tensors on devices of this type (torch's name); `vendor` is "auto" or a name. An
+        /// error says why that cannot be. `library` may be empty, `folders` are looked into.
+        fn open_devices(
+            self: &RustGroup,
+            device_type: &str,
+            vendor: &str,
+            library: &str,
+            folders: &[String],
+        ) -> Result<Box<RustDevices>>;
+        /// The library, its version and file.
+        fn describe(self: &RustDevices) -> String;
+        /// The bytes that one rank of a communicator makes and all need; `id_bytes` of them.
+        fn unique_id(self: &RustDevices) -> Result<Vec<u8>>;
+        fn id_bytes(self: &RustDevices) -> usize;
+        /// Joins a communicator; returns when all its ranks are there, or at the deadline.
+        fn join(
+            self: &RustDevices,
+            id: &[u8],
+            device: i32,
+            rank: u32,
+            ranks: u32,
+            timeout_ms: u64,
+        ) -> Result<Box<RustMember>>;
+        /// What the library is asked for an operation; an error where it cannot be done rightly.
+        fn recipe(self: &RustDevices, asked: &DeviceAsked) -> Result<Box<RustRecipe>>;
+        /// For every thread, before anything else on a device.
+        fn set_device(self: &RustDevices, device: i32) -> Result<()>;
+        /// Raw streams and events as numbers; `group/devices.rs`.
+        fn raw_stream(self: &RustDevices, device: i32) -> Result<usize>;
+        fn raw_wait(self: &RustDevices, stream: usize, event: usize) -> Result<()>;
+        fn raw_record(self: &RustDevices, device: i32, stream: usize) -> Result<usize>;
+        fn raw_release(self: &RustDevices, device: i32, event: usize);
+        /// Takes the next number of an operation on a device, and tells the peers.
+        fn next_number(self: &RustDevices, kind: u8) -> Result<u64>;
+        /// Why work that is under way will not end, with its code letter, or empty.
+        fn trouble(self: &RustDevices, what: &str) -> String;
+        /// The error of an operation whose deadline has passed, with its code letter; the group fails with it.
+        fn stall(self: &RustDevices, what: &str, number: u64, after_ms: u64) -> String;
+
+        /// The element type that the library is given; for what is only moved, 0.
+        fn dtype(self: &RustRecipe) -> u8;
+        fn item_bytes(self: &RustRecipe) -> usize;
+        /// The kind that the library is asked for.
+        fn kind(self: &RustRecipe) -> u8;
+        fn before(self: &RustRecipe) -> Vec<Local>;
+        fn after(self: &RustRecipe) -> Vec<Local>;
+        /// See `recipe::Recipe`.
+        fn flat(self: &RustRecipe) -> bool;
+        fn apart(self: &RustRecipe) -> bool;
+        fn spoils(self: &RustRecipe) -> bool;
+        /// Why it is not one plain call, or empty.
+        fn why(self: &RustRecipe) -> String;
+
+        /// Puts an operation on a raw stream. What comes back must be kept until the stream has passed it.
+        fn launch(
+            self: &RustMember,
+            recipe: &RustRecipe,
+            root: u32,
+            send: &[Piece],
+            recv: &[Piece],
+            stream: usize,
+        ) -> Result<Box<RustLaunched>>;
+        fn start_group(self: &RustMember) -> Result<()>;
+        fn end_group(self: &RustMember) -> Result<()>;
+        /// An error that came up since, with its code letter, or empty. Never waits.
+        fn poll(self: &RustMember) -> String;
+        fn abort(self: &RustMember);
+        fn close(self: &RustMember, timeout_ms: u64);
 
         /// Highest level that is logged: 0 off, 1 error, 2 warn, 3 info, 4 debug, 5 trace.
         fn set_log_level(level: u8);

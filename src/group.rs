@@ -8,6 +8,7 @@
 //! names who is missing, `report` is what the statistics tell.
 
 mod check;
+pub mod devices;
 mod explain;
 mod faults;
 mod hosts;
@@ -93,6 +94,8 @@ pub struct Group {
     pending: AtomicUsize,
     /// Last number issued, for readers that do not want the lock.
     last_number: AtomicU64,
+    /// Operations that were launched on devices, which are counted apart (`devices`).
+    device_number: AtomicU64,
     timeout_ms: AtomicU64,
     fault: OnceLock<Error>,
     /// Ranks of the default group, by rank of this one; told after it was made, for records.
@@ -276,6 +279,7 @@ impl Group {
             }),
             pending: AtomicUsize::new(0),
             last_number: AtomicU64::new(0),
+            device_number: AtomicU64::new(0),
             timeout_ms: AtomicU64::new(config.timeout.as_millis() as u64),
             fault: OnceLock::new(),
             members: OnceLock::new(),
@@ -475,7 +479,7 @@ impl Group {
     }
 
     pub fn sequence(&self) -> u64 {
-        self.last_number.load(Ordering::Relaxed)
+        self.last_number.load(Ordering::Relaxed) + self.device_number.load(Ordering::Relaxed)
     }
 
     pub fn set_timeout(&self, timeout: Duration) {

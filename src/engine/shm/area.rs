@@ -164,6 +164,16 @@ impl Area {
         self.word64(self.layout.control_word(rank, LIFE)).load(Ordering::Acquire) != 0
     }
 
+    /// The last operation on a device that this rank launched: its number and kind, for stall reports. Relaxed: a hint.
+    pub fn set_launched(&self, number: u64, kind: u8) {
+        let word = number << 8 | u64::from(kind);
+        self.word64(self.layout.control_word(self.me, LIFE) + 16).store(word, Ordering::Relaxed);
+    }
+    pub fn launched(&self, rank: usize) -> (u64, u8) {
+        let word = self.word64(self.layout.control_word(rank, LIFE) + 16).load(Ordering::Relaxed);
+        (word >> 8, word as u8)
+    }
+
     /// The core on which this rank last waited for long, for `Driven::shares_core`. Relaxed: a hint.
     pub fn set_cpu(&self, cpu: u32) {
         self.word64(self.layout.control_word(self.me, LIFE) + 8).store(u64::from(cpu) + 1, Ordering::Relaxed);

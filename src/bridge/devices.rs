@@ -1,0 +1,168 @@
+//! Devices of a group over the bridge: plain numbers for handles, lists for recipes.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::{RustGroup, coded, ffi, guarded, kind_and_dtype, spans, unknown};
+use crate::engine::vendor::{Asked, Event, Hints, Launched, Local, Recipe, Stream};
+use crate::group::devices::{Devices, Member};
+use crate::types::{Dtype, Kind, ReduceOp};
+
+type Outcome<T> = std::result::Result<T, String>;
+
+pub struct RustDevices(Arc<Devices>);
+pub struct RustMember(Member);
+pub struct RustRecipe(Recipe);
+/// Host memory of calls that are on a stream.
+pub struct RustLaunched(#[allow(dead_code)] Launched);
+
+impl RustGroup {
+    pub(super) fn open_devices(
+        &self,
+        device_type: &str,
+        vendor: &str,
+        library: &str,
+        folders: &[String],
+    ) -> Outcome<Box<RustDevices>> {
+        let hints = Hints {
+            path: (!library.is_empty()).then(|| PathBuf::from(library)),
+            folders: folders.iter().map(PathBuf::from).collect(),
+        };
+        guarded(|| Ok(Box::new(RustDevices(Arc::new(Devices::open(&self.0, device_type, vendor, &hints)?)))))
+    }
+}
+
+impl RustDevices {
+    pub(super) fn describe(&self) -> String {
+        self.0.describe()
+    }
+    pub(super) fn unique_id(&self) -> Outcome<Vec<u8>> {
+        guarded(|| self.0.unique_id())
+    }
+    pub(super) fn id_bytes(&self) -> usize {
+        self.0.capabilities().id_bytes
+    }
+    pub(super) fn join(
+        &self,
+        id: &[u8],
+        device: i32,
+        rank: u32,
+        ranks: u32,
+        timeout_ms: u64,
+    ) -> Outcome<Box<RustMember>> {
+        let deadline = Duration::from_millis(timeout_ms);
+        guarded(|| Ok(Box::new(RustMember(self.0.join(id, device, rank, ranks, deadline)?))))
+    }
+    pub(super) fn recipe(&self, asked: &ffi::DeviceAsked) -> Outcome<Box<RustRecipe>> {
+        guarded(|| {
+            let (kind, dtype) = kind_and_dtype(asked.kind, asked.dtype)?;
+            let op = ReduceOp::from_u8(asked.op, asked.factor).ok_or_else(|| unknown("reduce op", asked.op))?;
+            let ffi::DeviceAsked { ranks, even, plain, .. } = *asked;
+            let asked = Asked { kind, dtype, op, ranks: ranks as usize, even, plain };
+            Ok(Box::new(RustRecipe(self.0.recipe(&asked)?)))
+        })
+    }
+    pub(super) fn set_device(&self, device: i32) -> Outcome<()> {
+        guarded(|| self.0.set_device(device))
+    }
+    pub(super) fn raw_stream(&self, device: i32) -> Outcome<usize> {
+        guarded(|| Ok(self.0.stream(device)?.0))
+    }
+    pub(super) fn raw_wait(&self, stream: usize, event: usize) -> Outcome<()> {
+        guarded(|| self.0.wait(Stream(stream), Event(event)))
+    }
+    pub(super) fn raw_record(&self, device: i32, stream: usize) -> Outcome<usize> {
+        guarded(|| Ok(self.0.record(device, Stream(stream))?.0))
+    }
+    pub(super) fn raw_release(&self, device: i32, event: usize) {
+        self.0.release(device, Event(event));
+    }
+    pub(super) fn next_number(&self, kind: u8) -> Outcome<u64> {
+        guarded(|| self.0.next_number(Kind::from_u8(kind).ok_or_else(|| unknown("kind", kind))?))
+    }
+    pub(super) fn trouble(&self, what: &str) -> String {
+        guarded(|| Ok(self.0.trouble(what)))
+            .map_or_else(|panic| panic, |error| error.as_ref().map(coded).unwrap_or_default())
+    }
+    pub(super) fn stall(&self, what: &str, number: u64, after_ms: u64) -> String {
+        guarded(|| Err::<(), _>(self.0.stall(what, number, Duration::from_millis(after_ms)))).err().unwrap_or_default()
+    }
+}
+
+fn local(step: &Local) -> ffi::Local {
+    let none = ffi::Local { step: ffi::LocalStep::Cast, dtype: Dtype::Bytes as u8, op: 0, factor: 1.0, count: 1 };
+    match *step {
+        Local::Cast(dtype) => ffi::Local { dtype: dtype as u8, ..none },
+        Local::Scale(factor) => ffi::Local { step: ffi::LocalStep::Scale, factor, ..none },
+        Local::Divide(count) => ffi::Local { step: ffi::LocalStep::Divide, count, ..none },
+        Local::Fold(op) => ffi::Local { step: ffi::LocalStep::Fold, op: op.code(), ..none },
+    }
+}
+
+impl RustRecipe {
+    pub(super) fn dtype(&self) -> u8 {
+        self.0.dtype as u8
+    }
+    pub(super) fn item_bytes(&self) -> usize {
+        self.0.dtype.size()
+    }
+    pub(super) fn kind(&self) -> u8 {
+        self.0.kind as u8
+    }
+    pub(super) fn before(&self) -> Vec<ffi::Local> {
+        self.0.before.iter().map(local).collect()
+    }
+    pub(super) fn after(&self) -> Vec<ffi::Local> {
+        self.0.after.iter().map(local).collect()
+    }
+    pub(super) fn flat(&self) -> bool {
+        self.0.flat
+    }
+    pub(super) fn apart(&self) -> bool {
+        self.0.apart
+    }
+    pub(super) fn spoils(&self) -> bool {
+        self.0.spoils
+    }
+    pub(super) fn why(&self) -> String {
+        self.0.why.clone()
+    }
+}
+
+impl RustMember {
+    pub(super) fn launch(
+        &self,
+        recipe: &RustRecipe,
+        root: u32,
+        send: &[ffi::Piece],
+        recv: &[ffi::Piece],
+        stream: usize,
+    ) -> Outcome<Box<RustLaunched>> {
+        guarded(|| {
+            let launched = self.0.launch(&recipe.0, root, &spans(send), &spans(recv), Stream(stream))?;
+            Ok(Box::new(RustLaunched(launched)))
+        })
+    }
+    pub(super) fn start_group(&self) -> Outcome<()> {
+        guarded(|| self.0.start_group())
+    }
+    pub(super) fn end_group(&self) -> Outcome<()> {
+        guarded(|| self.0.end_group())
+    }
+    pub(super) fn poll(&self) -> String {
+        guarded(|| self.0.poll()).err().unwrap_or_default()
+    }
+    pub(super) fn abort(&self) {
+        let _ = guarded(|| {
+            self.0.abort();
+            Ok(())
+        });
+    }
+    pub(super) fn close(&self, timeout_ms: u64) {
+        let _ = guarded(|| {
+            self.0.close(Duration::from_millis(timeout_ms));
+            Ok(())
+        });
+    }
+}

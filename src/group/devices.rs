@@ -1,0 +1,268 @@
+//! A group's devices of one type: its communicators over the vendor's library, the raw streams and events through which
+//! torch's streams and the library's work wait for one another, and what is known when such work does not end.
+//!
+//! Operations on devices have numbers of their own, because those of the engine index memory that all ranks share and
+//! may have no gaps; c10d sees the sum of both. Nothing here waits for a device.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use super::Group;
+use crate::engine::vendor::recipe::Capabilities;
+use crate::engine::vendor::{
+    Api, Asked, Communicator, Event, Hints, Job, Launched, Recipe, Runtime, Setup, Stream, Vendor, launch, open,
+    open_runtime, recipe, tuner,
+};
+use crate::error::{Error, Result};
+use crate::types::{Kind, Span};
+
+pub struct Devices {
+    group: Arc<Group>,
+    /// torch's name of the device type.
+    device_type: String,
+    api: Arc<dyn Api>,
+    runtime: Arc<dyn Runtime>,
+    /// Raw streams of ours by device, where torch hides its own.
+    streams: Mutex<HashMap<i32, Stream>>,
+    /// Events that nobody uses now, by device.
+    events: Mutex<HashMap<i32, Vec<Event>>>,
+    /// Communicators made so far, for their names.
+    made: AtomicU32,
+}
+
+/// One communicator of a group: of all its ranks, or of two that exchange messages.
+pub struct Member {
+    devices: Arc<Devices>,
+    communicator: Arc<dyn Communicator>,
+    name: String,
+    /// NCCL takes our algorithms for it while this lives.
+    _steered: tuner::Steered,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Devices {
+    /// Opens the libraries for tensors on devices of this type. `vendor` is "auto" or a vendor's name. An error says why
+    /// there are none, and what to do.
+    pub fn open(group: &Arc<Group>, device_type: &str, vendor: &str, hints: &Hints) -> Result<Devices> {
+        let known = || Vendor::ALL.map(|vendor| vendor.device()).join(", ");
+        let vendor = match vendor {
+            "auto" => Vendor::of_device(device_type).ok_or_else(|| {
+                let known = known();
+                Error::System(format!(
+                    "sagellm: no vendor library is known for {device_type} tensors, only for {known}"
+                ))
+            }),
+            name => Vendor::from_name(name).ok_or_else(|| {
+                let known = Vendor::ALL.map(Vendor::name).join(", ");
+                Error::Invalid(format!("sagellm: the option vendor is {name:?}, expected auto, host or one of {known}"))
+            }),
+        }?;
+        let api = open(vendor, hints)?;
+        // A path names the library of communicators; that of streams is found by its own variable or name.
+        let runtime = open_runtime(vendor, &Hints { path: None, ..hints.clone() })?;
+        log::info!(
+            "group '{}': {device_type} tensors by {}, {}",
+            group.config.name,
+            api.describe(),
+            runtime.describe()
+        );
+        Ok(Devices {
+            group: Arc::clone(group),
+            device_type: device_type.to_string(),
+            api,
+            runtime,
+            streams: Mutex::new(HashMap::new()),
+            events: Mutex::new(HashMap::new()),
+            made: AtomicU32::new(0),
+        })
+    }
+
+    pub fn describe(&self) -> String {
+        self.api.describe()
+    }
+
+    pub fn capabilities(&self) -> &Capabilities {
+        self.api.capabilities()
+    }
+
+    /// On the rank that the others get it from.
+    pub fn unique_id(&self) -> Result<Vec<u8>> {
+        self.api.unique_id()
+    }
+
+    /// What the library is asked for an operation, or the reason why it cannot be done.
+    pub fn recipe(&self, asked: &Asked) -> Result<Recipe> {
+        recipe(asked, self.capabilities()).map_err(Error::Invalid)
+    }
+
+    /// Joins the communicator of `id` as rank `rank` of `ranks`; returns when all are there.
+    pub fn join(self: &Arc<Self>, id: &[u8], device: i32, rank: u32, ranks: u32, deadline: Duration) -> Result<Member> {
+        // Equal on all ranks, because all of them make their communicators in one order.
+        let name = format!("sagellm:{}:{}", self.group.config.name, self.made.fetch_add(1, Ordering::Relaxed));
+        let policy = Arc::clone(&self.group.policy);
+        let algorithm = tuner::algorithm_of_all(&policy).to_string();
+        let steered = tuner::steer(&name, policy);
+        self.runtime.set_device(device)?;
+        let setup = Setup {
+            id: id.to_vec(),
+            rank,
+            ranks,
+            device,
+            deadline,
+            name: name.clone(),
+            algorithm,
+            runtime: Arc::clone(&self.runtime),
+        };
+        let communicator = Arc::clone(&self.api).create(setup)?;
+        log::info!(
+            "group '{}': {} {device} is rank {rank} of {ranks} in '{name}'",
+            self.group.config.name,
+            self.device_type
+        );
+        Ok(Member { devices: Arc::clone(self), communicator, name, _steered: steered })
+    }
+
+    // What the shim's streams need.
+
+    pub fn set_device(&self, device: i32) -> Result<()> {
+        self.runtime.set_device(device)?;
+        self.runtime.spare_captures()
+    }
+
+    /// Our raw stream on this device, which is current on this thread.
+    pub fn stream(&self, device: i32) -> Result<Stream> {
+        let mut streams = lock(&self.streams);
+        if let Some(stream) = streams.get(&device) {
+            return Ok(*stream);
+        }
+        let stream = self.runtime.stream_create()?;
+        streams.insert(device, stream);
+        Ok(stream)
+    }
+
+    pub fn wait(&self, stream: Stream, event: Event) -> Result<()> {
+        self.runtime.event_wait(stream, event)
+    }
+
+    /// An event behind all that is on the stream now, the caller's until `release`.
+    pub fn record(&self, device: i32, stream: Stream) -> Result<Event> {
+        let free = lock(&self.events).get_mut(&device).and_then(Vec::pop);
+        let event = free.map_or_else(|| self.runtime.event_create(false), Ok)?;
+        self.runtime.event_record(event, stream)?;
+        Ok(event)
+    }
+
+    pub fn release(&self, device: i32, event: Event) {
+        lock(&self.events).entry(device).or_default().push(event);
+    }
+
+    /// Why work on a device that is under way will not end: the group failed, or a peer is gone. `None` while all is well.
+    pub fn trouble(&self, what: &str) -> Option<Error> {
+        let group = &self.group;
+        if let Some(fault) = group.reported(None).or_else(|| group.fault()) {
+            return Some(fault);
+        }
+        let rank = group.dead_ranks().next()?;
+        let error = group.death_of(rank, &format!("waits for {what}"));
+        group.poison(error.clone());
+        Some(error)
+    }
+
+    /// The deadline of an operation passed: who has come how far, as far as this host can see. Poisons the group.
+    pub fn stall(&self, what: &str, number: u64, after: Duration) -> Error {
+        let group = &self.group;
+        let mut others = Vec::new();
+        if let Some(area) = &group.area {
+            for rank in (0..area.ranks).filter(|rank| *rank != area.me) {
+                let (last, kind) = area.launched(rank);
+                let pid = group.peers[rank].pid;
+                let kind = Kind::from_u8(kind).map_or("nothing", Kind::name);
+                others.push(if last < number {
+                    format!("rank {rank} (pid {pid}) has not issued it, its last on a device is {kind} number {last}")
+                } else {
+                    format!("rank {rank} (pid {pid}) has issued it")
+                });
+            }
+        }
+        if others.is_empty() {
+            others.push("how far the others have come is not known, they are on other hosts".to_string());
+        }
+        let (rank, name) = (group.config.rank, &group.config.name);
+        let error = Error::Timeout(format!(
+            "sagellm: rank {rank} of group '{name}' Timed out after {:.1} s in {what}: {}. Every rank must call the same \
+             operations in the same order; where a rank needs longer, pass a larger timeout",
+            after.as_secs_f64(),
+            others.join("; ")
+        ));
+        group.poison(error.clone());
+        error
+    }
+
+    /// The number of an operation that is about to be launched, which the peers on this host are told. An error if the
+    /// group cannot be used; then no number is taken. Messages have none.
+    pub fn next_number(&self, kind: Kind) -> Result<u64> {
+        self.group.usable(kind.name())?;
+        if kind.is_p2p() {
+            return Ok(0);
+        }
+        let number = self.group.device_number.fetch_add(1, Ordering::Relaxed) + 1;
+        if let Some(area) = &self.group.area {
+            area.set_launched(number, kind as u8);
+        }
+        Ok(number)
+    }
+}
+
+impl Member {
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    pub fn rank(&self) -> u32 {
+        self.communicator.rank()
+    }
+
+    pub fn ranks(&self) -> u32 {
+        self.communicator.ranks()
+    }
+
+    /// Puts an operation on a raw stream; `root` is a rank of this communicator. What it returns must stay until the
+    /// stream has passed the operation.
+    pub fn launch(&self, recipe: &Recipe, root: u32, send: &[Span], recv: &[Span], stream: Stream) -> Result<Launched> {
+        let job = Job { recipe, rank: self.rank(), ranks: self.ranks(), root, send, recv };
+        launch(&*self.communicator, &*self.devices.runtime, &job, stream)
+    }
+
+    /// Launches of this thread from here to `end_group` are one.
+    pub fn start_group(&self) -> Result<()> {
+        self.communicator.group_start()
+    }
+
+    pub fn end_group(&self) -> Result<()> {
+        self.communicator.group_end()
+    }
+
+    /// An error that came up since. Never waits.
+    pub fn poll(&self) -> Result<()> {
+        self.communicator.poll()
+    }
+
+    /// Ends it although operations hang.
+    pub fn abort(&self) {
+        if let Err(error) = self.communicator.abort() {
+            log::warn!("{}: {error}", self.name);
+        }
+    }
+
+    /// Ends it when its operations are done, at the latest at the deadline. All its ranks call it.
+    pub fn close(&self, deadline: Duration) {
+        if let Err(error) = self.communicator.close(deadline) {
+            log::debug!("{}: {error}", self.name);
+        }
+    }
+}
