@@ -2,11 +2,13 @@
 #include "backend.hpp"
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 
 #include "callbacks.hpp"
+#include "device_vendor.hpp"
 #include "errors.hpp"
 #include "python_host.hpp"
 
@@ -29,18 +31,11 @@ c10d::OpType op_type(Kind kind) {
   return kTypes[static_cast<size_t>(kind)];
 }
 
-void check_vendor(const std::string& vendor) {
-  if (vendor == "auto" || vendor == "host") return;
-  value_error("init", c10::str("the option vendor is \"", vendor,
-                               "\", which this build has no engine for; expected \"auto\" or \"host\""));
-}
-
 }  // namespace
 
 c10::intrusive_ptr<SageBackend> SageBackend::create(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                                     c10::intrusive_ptr<Options> options) {
   if (rank < 0 || rank >= size) value_error("init", c10::str("rank is ", rank, " in a group of ", size, " ranks"));
-  check_vendor(options->vendor);
   Setup setup;
   setup.rank = static_cast<uint32_t>(rank);
   setup.size = static_cast<uint32_t>(size);
@@ -173,6 +168,14 @@ c10d::ErrorType SageBackend::getError() {
 }
 
 void SageBackend::shutdown() {
+  std::map<c10::DeviceType, std::shared_ptr<VendorDevices>> vendors;
+  {
+    const std::lock_guard<std::mutex> lock(vendor_mutex_);
+    vendors.swap(vendors_);
+  }
+  for (const auto& each : vendors) {
+    if (each.second) each.second->close(options_->timeout);
+  }
   group_->shutdown();
   c10::intrusive_ptr<c10d::Backend> delegate;
   std::shared_ptr<GlooLink> link;
@@ -192,6 +195,12 @@ void SageBackend::abort() {
   const std::string reason = c10::str("abort() was called on rank ", getRank());
   events_->call_abort_hooks();
   group_->abort(reason);
+  {
+    const std::lock_guard<std::mutex> lock(vendor_mutex_);
+    for (const auto& each : vendors_) {
+      if (each.second) each.second->abort();
+    }
+  }
   std::lock_guard<std::mutex> lock(delegate_mutex_);
   if (delegate_) delegate_->abort();
 }
@@ -199,6 +208,56 @@ void SageBackend::abort() {
 bool SageBackend::supportsCoalescing() const {
   std::lock_guard<std::mutex> lock(delegate_mutex_);
   return delegate_ && delegate_->supportsCoalescing();
+}
+
+std::shared_ptr<VendorDevices> SageBackend::vendor_of(c10::DeviceType type) {
+  const std::string& wanted = options_->vendor;
+  if (wanted == "host") return nullptr;
+  const std::lock_guard<std::mutex> lock(vendor_mutex_);
+  const auto found = vendors_.find(type);
+  if (found != vendors_.end()) return found->second;
+  const size_t colon = wanted.find(':');
+  const std::string library = colon == std::string::npos ? "" : wanted.substr(colon + 1);
+  std::shared_ptr<VendorDevices> made;
+  try {
+    made = std::make_shared<VendorDevices>(*this, type, wanted.substr(0, colon), library, options_->library_folders);
+  } catch (const std::exception& error) {
+    // Who names a library wants that one.
+    if (wanted != "auto") throw;
+    staging_.set_reason(type, error.what());
+  }
+  vendors_.emplace(type, made);
+  return made;
+}
+
+void SageBackend::share(at::Tensor& bytes, int from, int to) {
+  const bool all = from < 0;
+  const bool gives = getRank() == (all ? 0 : from);
+  // No user's message has this tag: c10d's are not negative, and ours are compared as unsigned.
+  constexpr int kTag = std::numeric_limits<int>::max();
+  Tensors tensors{bytes};
+  if (delegated() || (!all && messages_delegated())) {
+    const auto other = delegate();
+    const WorkPtr work = all     ? other->broadcast(tensors, c10d::BroadcastOptions())
+                         : gives ? other->send(tensors, to, kTag)
+                                 : other->recv(tensors, from, kTag);
+    work->wait();
+    return;
+  }
+  constexpr const char* kOp = "communicator";
+  Plan plan(kOp, all ? Kind::kBroadcast : gives ? Kind::kSend : Kind::kRecv, options_->timeout);
+  plan.call.root = static_cast<uint32_t>(all ? 0 : gives ? to : from);
+  plan.call.tag = all ? 0 : static_cast<uint32_t>(kTag);
+  // Ours, not the caller's: it is not counted.
+  plan.call.counts = false;
+  plan.call.tensors = 0;
+  if (gives) {
+    plan.read(bytes);
+  } else {
+    plan.write(bytes);
+  }
+  run(plan, {"sagellm:communicator", all ? c10d::OpType::BROADCAST : gives ? c10d::OpType::SEND : c10d::OpType::RECV},
+      tensors);
 }
 
 SageBackend::WorkPtr SageBackend::counted(Foreign call, const std::function<WorkPtr(c10d::Backend&)>& hand_over) {

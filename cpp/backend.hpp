@@ -71,8 +71,11 @@ class SageBackend final : public c10d::Backend {
     // combined in the order of the ranks, which gives the bits of one host. The same on all ranks.
     bool fusion = true;
     bool strict = false;
-    // How tensors on a device travel: "auto", or "host" for the way through host memory.
+    // How tensors on a device travel: "auto"; "host" for the way through host memory; a vendor's library by its name, or
+    // by name and file ("name:/path/to/lib.so").
     std::string vendor = "auto";
+    // Where to look for libraries besides the usual places.
+    std::vector<std::string> library_folders;
   };
 
   // Meets the other ranks, until all came or the timeout of the options. Call without the GIL.
@@ -174,6 +177,7 @@ class SageBackend final : public c10d::Backend {
  private:
   // Calls itself with copies in host memory and carries them out.
   friend class HostCall;
+  friend class VendorDevices;
   using TensorView = c10::ArrayRef<at::Tensor>;
 
   // The last step of every override. Synchronous calls are finished here, on this thread, and return no Work: c10d
@@ -196,9 +200,14 @@ class SageBackend final : public c10d::Backend {
   // Somebody listens for the end of works: then synchronous calls have one, too.
   bool has_listeners() const { return events_->has_work_hook() || events_->has_completion_hooks(); }
 
-  bool delegated() const { return !delegate_reason_.empty(); }
+  // Both not for a call whose tensors are on a device and go to its vendor's library.
+  bool delegated() const { return C10_UNLIKELY(!delegate_reason_.empty()) && !HostCall::by_vendor(); }
   // Messages of a group over several hosts go by the delegate: a receive from anyone cannot watch two transports.
-  bool messages_delegated() const { return delegated() || spans_hosts_; }
+  bool messages_delegated() const { return delegated() || (spans_hosts_ && !HostCall::by_vendor()); }
+  // What carries tensors on such devices, or null where they go through host memory. Looked for once.
+  std::shared_ptr<VendorDevices> vendor_of(c10::DeviceType type);
+  // Hands bytes from one rank to all (`from` is -1: from rank 0) or to one, over the CPU. Collective calls then.
+  void share(at::Tensor& bytes, int from, int to);
   c10::intrusive_ptr<c10d::Backend> delegate() const;
   // A delegate for a part of this group, made by this group's delegate. `name` keeps several of them apart.
   c10::intrusive_ptr<c10d::Backend> split_delegate(const SageBackend& child,
@@ -211,6 +220,9 @@ class SageBackend final : public c10d::Backend {
   const bool spans_hosts_;
   const std::shared_ptr<Events> events_ = std::make_shared<Events>();
   Staging staging_;
+  // Guards what was found; looking for it waits for nobody.
+  std::mutex vendor_mutex_;
+  std::map<c10::DeviceType, std::shared_ptr<VendorDevices>> vendors_;
 
   mutable std::mutex delegate_mutex_;
   c10::intrusive_ptr<c10d::Backend> delegate_;

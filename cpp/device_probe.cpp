@@ -75,7 +75,7 @@ class Echo {
     }
     DeviceWork::Launched launched{passage.stream(), passage.begun(), passage.end(), std::move(keep)};
     launched.blocks_host = blocks_host;
-    launched.number = ++number_;
+    launched.watched.number = ++number_;
     auto work = c10::make_intrusive<DeviceWork>(0, blocks_host ? c10d::OpType::BARRIER : c10d::OpType::ALLREDUCE,
                                                 outputs, events_, nullptr, std::move(launched));
     work->watch();

@@ -10,6 +10,7 @@
 
 #include "backend.hpp"
 #include "callbacks.hpp"
+#include "device_vendor.hpp"
 #include "errors.hpp"
 
 namespace sagellm {
@@ -18,7 +19,15 @@ Staging::Staging(std::string group, std::string vendor) : group_(std::move(group
 
 std::string Staging::reason(c10::DeviceType type) const {
   if (vendor_ == "host") return "the option vendor=\"host\" asks for it";
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = reasons_.find(type);
+  if (found != reasons_.end()) return found->second;
   return c10::str("this build has no engine for ", c10::DeviceTypeName(type, true), " devices");
+}
+
+void Staging::set_reason(c10::DeviceType type, const std::string& why) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  reasons_[type] = why;
 }
 
 void Staging::tell(c10::Device device) {
@@ -85,9 +94,62 @@ at::Tensor HostCall::add(const at::Tensor& tensor, bool fetched, bool stored) {
     value_error(op_, c10::str("tensor of sizes ", tensor.sizes(), " and strides ", tensor.strides(),
                               " shares memory between its elements (an expanded tensor?); pass a clone"));
   }
+  if (!std::exchange(asked_, true)) vendor_ = backend_.vendor_of(tensor.device().type());
+  if (vendor_) return shadow(tensor, fetched, stored);
   at::Tensor host(at::detail::empty_cpu(tensor.sizes(), tensor.scalar_type()));
   pairs_.push_back({tensor, host, fetched, stored});
   return host;
+}
+
+at::Tensor HostCall::shadow(const at::Tensor& tensor, bool fetched, bool stored) {
+  at::Tensor memory = tensor;
+  if (!tensor.is_contiguous() || tensor.is_conj() || tensor.is_neg()) {
+    memory = at::empty(tensor.sizes(), tensor.options().memory_format(at::MemoryFormat::Contiguous));
+    if (fetched) strided_before_.push_back({memory, tensor});
+    if (stored) strided_after_.push_back({memory, tensor});
+  }
+  keep_.push_back(memory);
+  const auto address = reinterpret_cast<size_t>(stored ? memory.mutable_data_ptr() : const_cast<void*>(memory.const_data_ptr()));
+  at::Tensor named = at_address(address, memory.sizes(), memory.scalar_type(), c10::Device(c10::kCPU));
+  pairs_.push_back({tensor, named, fetched, stored});
+  return named;
+}
+
+at::Tensor HostCall::stand_in(const at::Tensor& like) {
+  const at::Tensor memory = at::empty(like.sizes(), like.options().device(*device_));
+  keep_.push_back(memory);
+  return at_address(reinterpret_cast<size_t>(memory.mutable_data_ptr()), memory.sizes(), memory.scalar_type(),
+                    c10::Device(c10::kCPU));
+}
+
+HostCall::WorkPtr HostCall::submit_to_vendor(c10::ArrayRef<Plan*> plans, const Label& label, Tensors outputs,
+                                             bool async) {
+  const auto on_the_device = [&](const at::Tensor& named) {
+    return at_address(reinterpret_cast<size_t>(named.data_ptr()), named.sizes(), named.scalar_type(), *device_);
+  };
+  std::vector<DevicePlan> calls;
+  for (const Plan* plan : plans) {
+    if (plan->call.root == kAnyRank) {
+      value_error(op_, c10::str("tensors on ", *device_, " are received by ", vendor_->describe(),
+                                ", which cannot receive from any rank; name the source"));
+    }
+    DevicePlan call{plan, {}, {}};
+    for (const Staged& each : plan->before) {
+      call.before.push_back({on_the_device(each.temporary), on_the_device(each.tensor)});
+    }
+    for (const Staged& each : plan->after) {
+      call.after.push_back({on_the_device(each.temporary), on_the_device(each.tensor)});
+    }
+    calls.push_back(std::move(call));
+  }
+  // What a plan stages may be what stands for a strided tensor: that comes first, and last on the way back.
+  auto& first = calls.front().before;
+  first.insert(first.begin(), strided_before_.begin(), strided_before_.end());
+  auto& last = calls.back().after;
+  last.insert(last.end(), strided_after_.begin(), strided_after_.end());
+  Tensors keep = keep_;
+  for (const auto& pair : pairs_) keep.push_back(pair.device);
+  return vendor_->submit(calls, label, std::move(keep), std::move(outputs), *device_, async);
 }
 
 HostCall::Tensors HostCall::read(const Tensors& tensors) {
@@ -157,6 +219,8 @@ std::shared_ptr<Transfer> HostCall::start(bool collective) {
 
 HostCall::WorkPtr HostCall::submit(c10::ArrayRef<Plan*> plans, const Label& label, c10::ArrayRef<at::Tensor> outputs,
                                    bool async) {
+  if (is_barrier()) vendor_ = backend_.vendor_of(device_->type());
+  if (vendor_) return submit_to_vendor(plans, label, on_device(outputs), async);
   const bool message = plans[0]->call.kind >= static_cast<uint8_t>(Kind::kSend);
   const auto transfer = start(!message);
   auto earlier = is_barrier() ? backend_.staging_.collectives() : backend_.staging_.enter(transfer, false);

@@ -15,6 +15,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -27,6 +28,7 @@
 namespace sagellm {
 
 class SageBackend;
+class VendorDevices;
 
 // The staged calls of one backend that are under way, and what it says about staging.
 class Staging {
@@ -36,6 +38,7 @@ class Staging {
 
   // Why tensors of this kind of device go through host memory.
   std::string reason(c10::DeviceType type) const;
+  void set_reason(c10::DeviceType type, const std::string& why);
   // The first staged call of a group is told of, that of a process as a warning.
   void tell(c10::Device device);
 
@@ -52,7 +55,8 @@ class Staging {
   const std::shared_ptr<DeviceStreams> streams_ = std::make_shared<DeviceStreams>();
   void forget_settled();
 
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
+  std::map<c10::DeviceType, std::string> reasons_;
   bool told_ = false;
   // In order of issue. A transfer leaves when a later call finds that it is settled.
   std::vector<std::shared_ptr<Transfer>> under_way_;
@@ -88,6 +92,9 @@ class HostCall {
   }
 
   // The call that this thread is issuing, or null. Whoever takes it carries it out; a second look finds null.
+  static HostCall* current() { return current_; }
+  // True while this thread lowers a call that goes to a vendor's library.
+  static bool by_vendor() { return C10_UNLIKELY(current_ != nullptr) && current_->vendor_ != nullptr; }
   static HostCall* take() {
     HostCall* found = current_;
     if (C10_UNLIKELY(found != nullptr)) current_ = nullptr;
@@ -96,6 +103,8 @@ class HostCall {
 
   // Carries the call out on our own engine. `outputs` are copies.
   WorkPtr submit(c10::ArrayRef<Plan*> plans, const Label& label, c10::ArrayRef<at::Tensor> outputs, bool async);
+  // For a tensor that the call may not use where it lies: one on the device, as `shadow`.
+  at::Tensor stand_in(const at::Tensor& like);
   // Carries it out by a delegate's call, which `hand_over` makes with the copies.
   WorkPtr submit(const std::function<WorkPtr()>& hand_over, c10d::OpType type);
 
@@ -110,6 +119,9 @@ class HostCall {
   };
 
   at::Tensor add(const at::Tensor& tensor, bool fetched, bool stored);
+  // A CPU tensor in name that has the address of one on the device: what checks and lowers a call looks at nothing else.
+  at::Tensor shadow(const at::Tensor& tensor, bool fetched, bool stored);
+  WorkPtr submit_to_vendor(c10::ArrayRef<Plan*> plans, const Label& label, Tensors outputs, bool async);
   // What both ways have in common, before anything is copied.
   std::shared_ptr<Transfer> start(bool collective);
   // Issues `plans` and, when they have ended, stores the results.
@@ -127,6 +139,13 @@ class HostCall {
   const char* const op_;
   std::optional<c10::Device> device_;
   std::vector<Transfer::Pair> pairs_;
+  // Set with the first tensor on a device, if its vendor's library carries the call.
+  std::shared_ptr<VendorDevices> vendor_;
+  bool asked_ = false;
+  // On the device: what stands for tensors that are not contiguous, and temporaries.
+  std::vector<Staged> strided_before_;
+  std::vector<Staged> strided_after_;
+  Tensors keep_;
 };
 
 // True when one of them is on a device.

@@ -32,9 +32,19 @@ void DeviceWork::fail(const std::string& error, bool idle) {
 bool DeviceWork::poll() {
   if (done()) return true;
   const c10::DeviceGuard guard(launched_.stream.device());
-  if (!launched_.ended->query()) return false;
-  end({}, true);
+  if (launched_.ended->query()) {
+    end({}, true);
+    return true;
+  }
+  if (!launched_.guardian) return false;
+  const std::string trouble = launched_.guardian->look(launched_.watched);
+  if (trouble.empty()) return false;
+  end(trouble, false);
   return true;
+}
+
+void DeviceWork::abort() {
+  end(c10::str("Asagellm: ", launched_.watched.what, " was aborted"), false);
 }
 
 void DeviceWork::end(const std::string& error, bool idle) {
@@ -46,11 +56,13 @@ void DeviceWork::end(const std::string& error, bool idle) {
     ended_at_ = std::chrono::steady_clock::now();
   }
   cv_.notify_all();
+  if (launched_.told) launched_.told(error.empty());
   finish(error);
   std::vector<at::Tensor> tensors = std::move(launched_.keep);
   if (!idle) {
-    // The device may still write to them, and nobody knows until when.
+    // The device may still use them, and nobody knows until when.
     new std::vector<at::Tensor>(std::move(tensors));
+    new std::shared_ptr<void>(std::move(launched_.also));
     return;
   }
   Graveyard::instance().bury(c10::intrusive_ptr<DeviceWork>::reclaim_copy(this), std::move(tensors));

@@ -6,6 +6,7 @@
 
 #include <condition_variable>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -16,6 +17,25 @@
 #include "work.hpp"
 
 namespace sagellm {
+
+// What is known of work that has not ended.
+struct Watched {
+  // "all_reduce number 7 of cuda:0"
+  std::string what;
+  uint64_t number = 0;
+  std::chrono::steady_clock::time_point issued = std::chrono::steady_clock::now();
+  std::chrono::milliseconds timeout = kNoTimeout;
+  // The communicator.
+  std::shared_ptr<void> member;
+};
+
+// Knows when work will never end.
+class Guardian {
+ public:
+  virtual ~Guardian() = default;
+  // Empty, or why it will not end, with its code letter; whatever blocks it has been aborted then. Never waits.
+  virtual std::string look(const Watched& watched) = 0;
+};
 
 // Made when everything is on its stream. It ends when the stream has come past it, which a thread of the shim sees;
 // until then it holds the tensors, so that no allocator has to be told of the stream.
@@ -30,8 +50,15 @@ class DeviceWork final : public SageWork {
     std::vector<at::Tensor> keep;
     // `wait` returns when the work is done, as users of a barrier expect.
     bool blocks_host = false;
-    uint64_t number = 0;
-    std::chrono::milliseconds timeout = kNoTimeout;
+    // Who is asked while it has not ended, or null.
+    std::shared_ptr<Guardian> guardian{};
+    Watched watched{};
+    // More that must stay until the stream has come past it: what a library was given on the host.
+    std::shared_ptr<void> also{};
+    // Told of the end, for the statistics; may be null.
+    std::function<void(bool)> told{};
+    // How it travels, for `explain`.
+    std::vector<std::string> explained{};
   };
 
   DeviceWork(int rank, c10d::OpType type, std::vector<at::Tensor> outputs, std::shared_ptr<Events> events,
@@ -42,6 +69,8 @@ class DeviceWork final : public SageWork {
   // It failed, or will never end: whoever waits hears `error` (with its code letter), and the tensors are let go only
   // where `idle` says that the device has let go of them.
   void fail(const std::string& error, bool idle);
+  void abort() override;
+  std::vector<std::string> explain() const override { return launched_.explained; }
   // True when it has ended; then everything that follows from that has been done. Any thread.
   bool poll();
 
@@ -52,10 +81,10 @@ class DeviceWork final : public SageWork {
   void blockCurrentStream() override { order(); }
   // Complete at once: whoever takes the value is ordered behind it.
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
-  uint64_t getSequencenumber() const override { return launched_.number; }
+  uint64_t getSequencenumber() const override { return launched_.watched.number; }
   float getDuration() const override;
 #ifdef SAGELLM_HAS_WORK_TIMEOUT
-  std::chrono::milliseconds getTimeout() const override { return launched_.timeout; }
+  std::chrono::milliseconds getTimeout() const override { return launched_.watched.timeout; }
 #endif
 
  protected:

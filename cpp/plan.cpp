@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "checks.hpp"
+#include "device_staging.hpp"
 #include "errors.hpp"
 #include "sites.hpp"
 
@@ -112,6 +113,7 @@ void Plan::combine(const at::Tensor& tensor, const c10d::ReduceOp& reduce_op) {
 }
 
 at::Tensor Plan::stand_in(const at::Tensor& tensor) {
+  if (HostCall::by_vendor()) return HostCall::current()->stand_in(tensor);
   touched_.push_back(hull(tensor));
   call.staged = true;
   return at::Tensor(at::detail::empty_cpu(tensor.sizes(), tensor.scalar_type()));

@@ -90,6 +90,9 @@ class Plan {
   // Notes memory that the operation needs besides its pieces: what touches it earlier or later keeps its order.
   void touch(const at::Tensor& tensor) { touched_.push_back(hull(tensor)); }
 
+  c10::ArrayRef<Piece> inputs() const { return inputs_; }
+  c10::ArrayRef<Piece> outputs() const { return outputs_; }
+
   rust::Box<RustOp> issue(const RustGroup& group, std::shared_ptr<Completion> completion) const;
   void run(const RustGroup& group, std::shared_ptr<Completion> completion) const;
 

@@ -59,6 +59,8 @@ pub mod ffi {
     struct Foreign {
         kind: u8,
         composed: bool,
+        /// The library of a device's vendor carries it out.
+        device: bool,
         root: u32,
         tag: u32,
         read: u64,
@@ -295,6 +297,14 @@ pub mod ffi {
             root: u32,
             send: &[Piece],
             recv: &[Piece],
+            stream: usize,
+        ) -> Result<Box<RustLaunched>>;
+        /// Messages to (`sends`) and from ranks of the communicator, all under way together.
+        fn exchange(
+            self: &RustMember,
+            peers: &[u32],
+            sends: &[bool],
+            pieces: &[Piece],
             stream: usize,
         ) -> Result<Box<RustLaunched>>;
         fn start_group(self: &RustMember) -> Result<()>;
@@ -713,7 +723,12 @@ impl RustGroup {
                 host_staged: call.host_staged,
             };
             let (peer, bytes) = ((call.root, call.tag), (call.read, call.written));
-            Ok(Box::new(RustForeign(self.0.foreign(kind, call.composed, peer, bytes, note))))
+            let carrier = match (call.composed, call.device) {
+                (true, _) => group::Carrier::Composed,
+                (_, true) => group::Carrier::Device,
+                _ => group::Carrier::Delegate,
+            };
+            Ok(Box::new(RustForeign(self.0.foreign(kind, carrier, peer, bytes, note))))
         })
     }
 }

@@ -38,7 +38,7 @@ use crate::stats::Stats;
 use crate::types::{ANY_RANK, Kind, Request};
 use crate::{clock, config, watch};
 pub use explain::{explain_without_group, table_without_group};
-pub use report::Foreign;
+pub use report::{Carrier, Foreign};
 
 /// Memory of one group's segment, at most.
 const SEGMENT_CEILING: usize = 64 << 20;

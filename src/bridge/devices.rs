@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::{RustGroup, coded, ffi, guarded, kind_and_dtype, spans, unknown};
-use crate::engine::vendor::{Asked, Event, Hints, Launched, Local, Recipe, Stream};
+use crate::engine::vendor::{Asked, Event, Hints, Launched, Local, Message, Recipe, Stream};
 use crate::group::devices::{Devices, Member};
 use crate::types::{Dtype, Kind, ReduceOp};
 
@@ -143,6 +143,22 @@ impl RustMember {
             let launched = self.0.launch(&recipe.0, root, &spans(send), &spans(recv), Stream(stream))?;
             Ok(Box::new(RustLaunched(launched)))
         })
+    }
+    pub(super) fn exchange(
+        &self,
+        peers: &[u32],
+        sends: &[bool],
+        pieces: &[ffi::Piece],
+        stream: usize,
+    ) -> Outcome<Box<RustLaunched>> {
+        let messages: Vec<Message> = peers
+            .iter()
+            .zip(sends)
+            .zip(pieces)
+            .filter(|(_, piece)| piece.bytes > 0)
+            .map(|((peer, sends), piece)| Message { peer: *peer, sends: *sends, addr: piece.addr, bytes: piece.bytes })
+            .collect();
+        guarded(|| Ok(Box::new(RustLaunched(self.0.exchange(&messages, Stream(stream))?))))
     }
     pub(super) fn start_group(&self) -> Outcome<()> {
         guarded(|| self.0.start_group())

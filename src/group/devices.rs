@@ -12,8 +12,8 @@ use std::time::Duration;
 use super::Group;
 use crate::engine::vendor::recipe::Capabilities;
 use crate::engine::vendor::{
-    Api, Asked, Communicator, Event, Hints, Job, Launched, Recipe, Runtime, Setup, Stream, Vendor, launch, open,
-    open_runtime, recipe, tuner,
+    Api, Asked, Call, Communicator, Event, Hints, Job, Launched, Message, Recipe, Runtime, Setup, Stream, Vendor,
+    launch, open, open_runtime, recipe, tuner,
 };
 use crate::error::{Error, Result};
 use crate::types::{Kind, Span};
@@ -236,6 +236,14 @@ impl Member {
     pub fn launch(&self, recipe: &Recipe, root: u32, send: &[Span], recv: &[Span], stream: Stream) -> Result<Launched> {
         let job = Job { recipe, rank: self.rank(), ranks: self.ranks(), root, send, recv };
         launch(&*self.communicator, &*self.devices.runtime, &job, stream)
+    }
+
+    /// Puts messages on a raw stream, all under way together.
+    pub fn exchange(&self, messages: &[Message], stream: Stream) -> Result<Launched> {
+        if messages.is_empty() {
+            return Ok(Launched::default());
+        }
+        self.communicator.call(&Call::Exchange(messages), stream).map(Launched::of)
     }
 
     /// Launches of this thread from here to `end_group` are one.

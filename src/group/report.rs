@@ -20,6 +20,16 @@ fn moment() -> (u64, u64) {
     (clock::stamp(), wall.as_nanos() as u64)
 }
 
+/// Who carries out an operation that the engines do not.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Carrier {
+    Delegate,
+    /// The shim makes it of several.
+    Composed,
+    /// The library of a device's vendor (`devices`).
+    Device,
+}
+
 /// An operation that somebody else carries out, until it ends; dropped before, it failed.
 pub struct Foreign {
     group: Arc<Group>,
@@ -46,12 +56,11 @@ impl Drop for Foreign {
 }
 
 impl Group {
-    /// Enters an operation that a delegate carries out, or (`composed`) one that the shim makes of several. `root` as in a
-    /// request; `bytes` are read and written.
+    /// Enters an operation that `carrier` carries out. `root` as in a request; `bytes` are read and written.
     pub fn foreign(
         &self,
         kind: Kind,
-        composed: bool,
+        carrier: Carrier,
         (root, tag): (u32, u32),
         (read, written): (u64, u64),
         note: CallNote,
@@ -59,13 +68,19 @@ impl Group {
         let mut inner = self.lock();
         let whole = matches!(inner.engine, Engine::Delegate(_));
         let number = match kind {
-            _ if composed => inner.number + 1, // that of its first operation, which follows
+            _ if carrier == Carrier::Composed => inner.number + 1, // that of its first operation, which follows
+            _ if carrier == Carrier::Device => self.device_number.load(Ordering::Relaxed), // taken before
             Kind::Send | Kind::Recv if root as usize >= self.config.size && root != ANY_RANK => 0,
             Kind::Send | Kind::Recv => inner.number_for(kind, root),
             _ if whole => inner.number_for(kind, root),
             _ => inner.number, // our engine's numbers have no gaps
         };
-        let choice = if composed { Choice::COMPOSED } else { Choice::DELEGATE }.code();
+        let choice = match carrier {
+            Carrier::Delegate => Choice::DELEGATE,
+            Carrier::Composed => Choice::COMPOSED,
+            Carrier::Device => Choice::DEVICE,
+        };
+        let choice = choice.code();
         let mut record = Record { read, written, ..Record::foreign(kind, choice, number, (root, tag), note) };
         record.id = inner.stats.foreign_issued(record);
         let group = self.this.upgrade().expect("a group that is used is alive");

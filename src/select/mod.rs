@@ -61,6 +61,8 @@ pub enum Path {
     Delegate,
     /// Several operations of ours, which have records of their own.
     Composed,
+    /// The library of a device's vendor.
+    Device,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,6 +76,7 @@ impl Choice {
     pub const MESSAGE: Choice = Choice { path: Path::Message, reason: Reason::Message };
     pub const DELEGATE: Choice = Choice { path: Path::Delegate, reason: Reason::Delegated };
     pub const COMPOSED: Choice = Choice { path: Path::Composed, reason: Reason::Composed };
+    pub const DEVICE: Choice = Choice { path: Path::Device, reason: Reason::Vendor };
 
     /// As an operation keeps it: path (8 bits), reason (8), leaders (16), bytes of a chunk or segment (32).
     pub fn code(self) -> u64 {
@@ -95,6 +98,7 @@ impl Choice {
             MESSAGE => Path::Message,
             DELEGATE => Path::Delegate,
             COMPOSED => Path::Composed,
+            DEVICE => Path::Device,
             path => match Algorithm::from_code(path.wrapping_sub(BEFORE_ALGORITHMS)) {
                 Some(algorithm) => {
                     Path::Hosts { algorithm, leaders: (code >> 16) as u8, segment: (code >> 32) as usize }
@@ -114,6 +118,7 @@ const LOCAL: u8 = 3;
 const MESSAGE: u8 = 4;
 const DELEGATE: u8 = 5;
 const COMPOSED: u8 = 31;
+const DEVICE: u8 = 30;
 /// Between hosts: this plus the algorithm's own code.
 const BEFORE_ALGORITHMS: u8 = 5;
 
@@ -128,6 +133,7 @@ impl Path {
             Path::Message => MESSAGE,
             Path::Delegate => DELEGATE,
             Path::Composed => COMPOSED,
+            Path::Device => DEVICE,
             Path::Hosts { algorithm, .. } => BEFORE_ALGORITHMS + algorithm.code(),
         }
     }
@@ -137,8 +143,10 @@ impl Path {
 pub fn path_name(code: u8) -> &'static str {
     const NAMES: [&str; 6] = ["none", "slots", "rounds", "local", "message", "delegate"];
     let between = || Algorithm::from_code(code.wrapping_sub(BEFORE_ALGORITHMS)).map(Algorithm::name);
-    if code == COMPOSED {
-        return "composed";
+    match code {
+        COMPOSED => return "composed",
+        DEVICE => return "device",
+        _ => (),
     }
     NAMES.get(usize::from(code)).copied().or_else(between).unwrap_or("unknown")
 }
@@ -158,6 +166,7 @@ impl fmt::Display for Path {
             Path::Rounds { chunk } => write!(f, "{}", Way::Rounds { chunk: *chunk }),
             Path::Delegate => f.write_str("delegate"),
             Path::Composed => f.write_str("composed"),
+            Path::Device => f.write_str("device"),
             Path::Hosts { algorithm, leaders, segment: WHOLE } => {
                 write!(f, "{}(leaders={leaders})", algorithm.name())
             }

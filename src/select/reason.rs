@@ -31,10 +31,12 @@ pub enum Reason {
     Assumed = 19,
     Composed = 20,
     OneOrder = 21,
+    /// Tensors on a device go to the library of its vendor.
+    Vendor = 22,
 }
 
 impl Reason {
-    pub const ALL: [Reason; 22] = [
+    pub const ALL: [Reason; 23] = [
         Reason::Unknown,
         Reason::Alone,
         Reason::Message,
@@ -57,6 +59,7 @@ impl Reason {
         Reason::Assumed,
         Reason::Composed,
         Reason::OneOrder,
+        Reason::Vendor,
     ];
 
     pub fn from_u8(value: u8) -> Reason {
@@ -88,6 +91,7 @@ impl Reason {
             Reason::Assumed => "assumed_link",
             Reason::Composed => "composed",
             Reason::OneOrder => "one_order",
+            Reason::Vendor => "vendor",
         }
     }
 
@@ -122,6 +126,7 @@ impl Reason {
             Reason::OneOrder => {
                 "small sums of floats are added in one order, whatever travels with them and whatever the link"
             }
+            Reason::Vendor => "tensors on a device are carried by the library of its vendor",
             Reason::Composed => "no single operation does it, so it is made of several",
             Reason::Assumed => "the cost model, with a link of 50 us and 10 Gbit/s, because it was not measured",
             Reason::Model => "the cost model, with the link as it was measured when the group was made",

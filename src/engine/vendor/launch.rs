@@ -28,6 +28,13 @@ pub struct Launched {
     _kept: Vec<Box<dyn std::any::Any + Send>>,
 }
 
+impl Launched {
+    /// Of one call.
+    pub fn of(kept: Kept) -> Launched {
+        Launched { _kept: kept.into_iter().collect() }
+    }
+}
+
 /// Puts an operation on the stream of a communicator. Never waits for a peer or for the device.
 pub fn launch(
     communicator: &dyn Communicator,

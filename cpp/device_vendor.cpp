@@ -1,0 +1,313 @@
+#include "device_vendor.hpp"
+
+#include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/StreamGuard.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "backend.hpp"
+#include "callbacks.hpp"
+#include "errors.hpp"
+
+namespace sagellm {
+
+namespace {
+
+// How often a library is asked for errors, and the group for dead peers, while works are under way.
+constexpr auto kAskEvery = std::chrono::milliseconds(10);
+
+// The device that this thread's calls on raw streams are for: `set_device` comes before each.
+thread_local c10::DeviceIndex thread_device = 0;
+
+template <class Function>
+auto checked(Function function) {
+  try {
+    return function();
+  } catch (const rust::Error& error) {
+    raise(error.what());
+  }
+}
+
+rust::Box<RustDevices> open(const RustGroup& group, c10::DeviceType type, const std::string& vendor,
+                            const std::string& library, const std::vector<std::string>& folders) {
+  std::vector<rust::String> places;
+  for (const std::string& folder : folders) places.push_back(rust::String::lossy(folder));
+  return checked([&] {
+    return group.open_devices(c10::DeviceTypeName(type, true), vendor, library, {places.data(), places.size()});
+  });
+}
+
+bool is_message(const Plan& plan) {
+  return plan.call.kind >= static_cast<uint8_t>(Kind::kSend);
+}
+
+size_t bytes_of(c10::ArrayRef<Piece> pieces) {
+  size_t bytes = 0;
+  for (const Piece& piece : pieces) bytes += piece.bytes;
+  return bytes;
+}
+
+// What the statistics are told of a call.
+Foreign foreign(const Plan& plan) {
+  Foreign call{};
+  call.kind = plan.call.kind;
+  call.root = plan.call.root;
+  call.tag = plan.call.tag;
+  call.read = bytes_of(plan.inputs());
+  call.written = bytes_of(plan.outputs());
+  call.tensors = plan.call.tensors;
+  call.element = plan.call.element;
+  call.site = plan.call.site;
+  call.device = true;
+  return call;
+}
+
+rust::Box<RustLaunched> exchange(const rust::Box<RustMember>& core, const std::vector<uint32_t>& peers,
+                                 const std::vector<bool>& sends, const std::vector<Piece>& pieces, size_t stream) {
+  const auto flags = std::make_unique<bool[]>(sends.size());
+  std::copy(sends.begin(), sends.end(), flags.get());
+  return core->exchange({peers.data(), peers.size()}, {flags.get(), sends.size()}, {pieces.data(), pieces.size()},
+                        stream);
+}
+
+}  // namespace
+
+VendorDevices::VendorDevices(SageBackend& backend, c10::DeviceType type, const std::string& vendor,
+                             const std::string& library, const std::vector<std::string>& folders)
+    : backend_(backend),
+      group_(backend.options_->group_name),
+      devices_(open(*backend.group_, type, vendor, library, folders)),
+      // Not owned: the streams are a member.
+      streams_(std::make_unique<DeviceStreams>(std::shared_ptr<const RawStreams>(std::shared_ptr<void>(), this))) {}
+
+void VendorDevices::set_device(c10::DeviceIndex device) const {
+  thread_device = device;
+  checked([&] { devices_->set_device(device); });
+}
+
+void* VendorDevices::stream(c10::DeviceIndex device) const {
+  return reinterpret_cast<void*>(checked([&] { return devices_->raw_stream(device); }));
+}
+
+void VendorDevices::wait(void* stream, void* event) const {
+  checked([&] { devices_->raw_wait(reinterpret_cast<size_t>(stream), reinterpret_cast<size_t>(event)); });
+}
+
+void* VendorDevices::record(void* stream) const {
+  return reinterpret_cast<void*>(
+      checked([&] { return devices_->raw_record(thread_device, reinterpret_cast<size_t>(stream)); }));
+}
+
+void VendorDevices::release(void* event) const {
+  devices_->raw_release(thread_device, reinterpret_cast<size_t>(event));
+}
+
+VendorDevices::MemberPtr VendorDevices::member(const Key& key) {
+  const auto known = [&]() -> MemberPtr {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = members_.find(key);
+    return found == members_.end() ? nullptr : found->second;
+  };
+  if (MemberPtr found = known()) return found;
+  const std::lock_guard<std::mutex> making(making_);
+  if (MemberPtr found = known()) return found;
+  MemberPtr made = make(key);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  members_.emplace(key, made);
+  return made;
+}
+
+VendorDevices::MemberPtr VendorDevices::make(const Key& key) {
+  const auto& [device, from, to] = key;
+  const int rank = backend_.getRank();
+  const bool all = from < 0;
+  const bool leads = all ? rank == 0 : rank == from;
+  const auto timeout = static_cast<uint64_t>(backend_.options_->timeout.count());
+  at::Tensor bytes = at::empty({static_cast<int64_t>(devices_->id_bytes())}, at::kByte);
+  if (leads) {
+    const rust::Vec<uint8_t> id = checked([&] { return devices_->unique_id(); });
+    std::copy(id.begin(), id.end(), bytes.data_ptr<uint8_t>());
+  }
+  if (backend_.getSize() > 1) backend_.share(bytes, from, to);
+  const auto ranks = static_cast<uint32_t>(all ? backend_.getSize() : 2);
+  const auto own = static_cast<uint32_t>(all ? rank : leads ? 0 : 1);
+  const rust::Slice<const uint8_t> id{bytes.data_ptr<uint8_t>(), static_cast<size_t>(bytes.numel())};
+  return std::make_shared<Member>(checked([&] { return devices_->join(id, device, own, ranks, timeout); }));
+}
+
+void VendorDevices::launch(const std::vector<Launch>& launches, const Member& member, void* raw,
+                           std::vector<rust::Box<RustLaunched>>& launched) const {
+  const auto stream = reinterpret_cast<size_t>(raw);
+  if (launches.size() == 1) {
+    launched.push_back(launches[0].on(member.core, stream));
+    return;
+  }
+  // Messages under way together cannot wait for one another, whatever their order on the ranks.
+  std::vector<uint32_t> peers;
+  std::vector<bool> sends;
+  std::vector<Piece> pieces;
+  member.core->start_group();
+  try {
+    for (const Launch& each : launches) {
+      if (!each.is_message()) {
+        launched.push_back(each.on(member.core, stream));
+        continue;
+      }
+      for (const auto* list : {&each.send, &each.recv}) {
+        for (const Piece& piece : *list) {
+          peers.push_back(each.root);
+          sends.push_back(list == &each.send);
+          pieces.push_back(piece);
+        }
+      }
+    }
+    if (!peers.empty()) launched.push_back(exchange(member.core, peers, sends, pieces, stream));
+  } catch (const rust::Error&) {
+    // A group that stays open swallows whatever this thread calls next.
+    member.core->end_group();
+    throw;
+  }
+  member.core->end_group();
+}
+
+c10::intrusive_ptr<DeviceWork> VendorDevices::submit(std::vector<DevicePlan>& calls, const Label& label, Tensors keep,
+                                                     Tensors outputs, c10::Device device, bool async) {
+  Graveyard::instance().drain();
+  const c10::Stream callers = current_stream(device);
+  const bool capturing = is_capturing(callers);
+  const Plan& first = *calls[0].plan;
+  const bool single_message = calls.size() == 1 && is_message(first);
+  const int ranks = single_message ? 2 : backend_.getSize();
+
+  // Refused before anything is sent.
+  std::vector<rust::Box<RustRecipe>> recipes;
+  for (const DevicePlan& call : calls) {
+    const DeviceAsked wanted = asked(*call.plan, ranks);
+    recipes.push_back(checked([&] { return devices_->recipe(wanted); }));
+  }
+  Key key{device.index(), -1, -1};
+  if (single_message) {
+    const int peer = static_cast<int>(first.call.root);
+    const bool sends = first.call.kind == static_cast<uint8_t>(Kind::kSend);
+    key = {device.index(), sends ? backend_.getRank() : peer, sends ? peer : backend_.getRank()};
+  }
+  if (capturing) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (members_.count(key) == 0) {
+      value_error(first.op, c10::str("the current stream of ", device,
+                                     " is being captured into a graph, and the group has no communicator for it yet; "
+                                     "make one such call before the capture"));
+    }
+  }
+  const MemberPtr communicator = member(key);
+  uint64_t number = 0;
+  std::vector<std::shared_ptr<rust::Box<RustForeign>>> notes;
+  for (const DevicePlan& call : calls) {
+    if (call.plan->call.counts || number == 0) number = checked([&] { return devices_->next_number(call.plan->call.kind); });
+    notes.push_back(std::make_shared<rust::Box<RustForeign>>(backend_.group_->foreign(foreign(*call.plan))));
+  }
+  auto trace = Trace::start(label.title, keep);
+
+  // A capture is joined before the call returns: what runs beside it would be lost.
+  Passage passage = streams_->begin(device, async && !capturing, backend_.events_->timing());
+  std::vector<Launch> launches;
+  {
+    const c10::DeviceGuard guard(device);
+    const c10::StreamGuard on(passage.stream());
+    for (size_t i = 0; i < calls.size(); ++i) {
+      for (const Staged& each : calls[i].before) copy_quietly(each.temporary, each.tensor);
+      launches.push_back(prepare(*calls[i].plan, std::move(recipes[i]), ranks, device, keep));
+      // In a pair the sender is rank 0.
+      if (single_message) launches.back().root = launches.back().send.empty() ? 0 : 1;
+    }
+  }
+  const auto launched = std::make_shared<std::vector<rust::Box<RustLaunched>>>();
+  void* raw = passage.enter();
+  checked([&] { launch(launches, *communicator, raw, *launched); });
+  passage.leave();
+  {
+    const c10::DeviceGuard guard(device);
+    const c10::StreamGuard on(passage.stream());
+    for (size_t i = 0; i < calls.size(); ++i) {
+      if (launches[i].after) launches[i].after();
+      for (const Staged& each : calls[i].after) copy_quietly(each.tensor, each.temporary);
+    }
+  }
+  for (const DevicePlan& call : calls) {
+    for (const Staged& each : call.before) keep.push_back(each.temporary);
+    for (const Staged& each : call.after) keep.push_back(each.temporary);
+  }
+
+  DeviceWork::Launched made{passage.stream(), passage.begun(), passage.end(), std::move(keep)};
+  made.blocks_host = first.call.kind == static_cast<uint8_t>(Kind::kBarrier);
+  made.guardian = shared_from_this();
+  made.watched.what = c10::str(first.op, is_message(first) ? " with rank " : " number ",
+                               is_message(first) ? uint64_t{first.call.root} : number, " on ", device);
+  made.watched.number = number;
+  made.watched.timeout = first.call.timeout_ms < 0 ? backend_.options_->timeout
+                                                   : std::chrono::milliseconds(first.call.timeout_ms);
+  made.watched.member = communicator;
+  made.also = launched;
+  made.told = [notes](bool well) {
+    for (const auto& note : notes) (*note)->ended(well, true);
+  };
+  for (const Launch& each : launches) {
+    const std::string why(each.recipe->why());
+    made.explained.push_back(c10::str("path\tdevice\nlibrary\t", describe(), "\nnumber\t", number, "\nwhy\t",
+                                      why.empty() ? "one call of the library" : why));
+  }
+  auto work = c10::make_intrusive<DeviceWork>(backend_.getRank(), label.type, std::move(outputs), backend_.events_,
+                                              std::move(trace), std::move(made));
+  // An event in a graph cannot be asked.
+  if (!capturing) work->watch();
+  return work;
+}
+
+std::string VendorDevices::look(const Watched& watched) {
+  const auto member = std::static_pointer_cast<Member>(watched.member);
+  const auto now = std::chrono::steady_clock::now();
+  std::string trouble;
+  if (watched.timeout.count() > 0 && now - watched.issued > watched.timeout) {
+    trouble = std::string(
+        devices_->stall(watched.what, watched.number, static_cast<uint64_t>(watched.timeout.count())));
+  } else if (member->aborted) {
+    trouble = std::string(devices_->trouble(watched.what));
+    if (trouble.empty()) trouble = c10::str("Asagellm: ", watched.what, ": the communicator was aborted");
+  } else {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (now - asked_ < kAskEvery) return {};
+      asked_ = now;
+    }
+    trouble = std::string(devices_->trouble(watched.what));
+    if (trouble.empty()) trouble = std::string(member->core->poll());
+  }
+  if (!trouble.empty()) abort();
+  return trouble;
+}
+
+void VendorDevices::abort() {
+  std::map<Key, MemberPtr> members;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    members = members_;
+  }
+  for (const auto& each : members) {
+    if (!each.second->aborted.exchange(true)) each.second->core->abort();
+  }
+}
+
+void VendorDevices::close(std::chrono::milliseconds timeout) {
+  std::map<Key, MemberPtr> members;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    members.swap(members_);
+  }
+  for (const auto& each : members) {
+    if (!each.second->aborted.exchange(true)) each.second->core->close(static_cast<uint64_t>(timeout.count()));
+  }
+}
+
+}  // namespace sagellm

@@ -1,0 +1,96 @@
+// Tensors on a device, carried by its vendor's library.
+//
+// A call on such tensors is lowered like one on the CPU (`DeviceCall`): its pieces are addresses on the device. What is
+// left to do here: where the library must get something else than what lies in the caller's memory (another type,
+// scaled, several tensors behind each other), make it on the communication stream (device_recipe.hpp); give the library
+// its calls on a raw stream; and follow the work to its end, which may be a deadline or a dead peer.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <chrono>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "device_recipe.hpp"
+#include "device_streams.hpp"
+#include "device_work.hpp"
+#include "plan.hpp"
+#include "sagellm/src/bridge.rs.h"
+
+namespace sagellm {
+
+class SageBackend;
+
+// A call that was lowered: the pieces of `plan` are addresses on the device. Temporaries stand for tensors of the caller
+// that are not contiguous, or that overlap others: filled before the call, copied back after it.
+struct DevicePlan {
+  const Plan* plan;
+  std::vector<Staged> before;
+  std::vector<Staged> after;
+};
+
+class VendorDevices final : public RawStreams, public Guardian, public std::enable_shared_from_this<VendorDevices> {
+ public:
+  using Tensors = std::vector<at::Tensor>;
+
+  // Throws where there is no usable library; the text says why and what to do. `backend` is asked only by calls of its
+  // own.
+  VendorDevices(SageBackend& backend, c10::DeviceType type, const std::string& vendor, const std::string& library,
+                const std::vector<std::string>& folders);
+
+  std::string describe() const { return std::string(devices_->describe()); }
+
+  // Puts calls on a stream of the device, as one launch where there are several. Never waits for a peer, but for the
+  // first call that needs a communicator, which is made when all its ranks are there.
+  c10::intrusive_ptr<DeviceWork> submit(std::vector<DevicePlan>& calls, const Label& label, Tensors keep, Tensors outputs,
+                                        c10::Device device, bool async);
+  // Makes the communicator of all ranks now.
+  void connect(c10::Device device) { (void)everyone(device); }
+  // Unblocks whatever hangs; nothing can be issued afterwards.
+  void abort();
+  // Leaves with the others, when what is under way is done.
+  void close(std::chrono::milliseconds timeout);
+
+  void set_device(c10::DeviceIndex device) const override;
+  void* stream(c10::DeviceIndex device) const override;
+  void wait(void* stream, void* event) const override;
+  void* record(void* stream) const override;
+  void release(void* event) const override;
+
+  std::string look(const Watched& watched) override;
+
+ private:
+  struct Member {
+    explicit Member(rust::Box<RustMember> box) : core(std::move(box)) {}
+    const rust::Box<RustMember> core;
+    std::atomic<bool> aborted{false};
+  };
+  using MemberPtr = std::shared_ptr<Member>;
+  // Device, and the two ranks of a message's way; -1 and -1 for the communicator of all.
+  using Key = std::tuple<c10::DeviceIndex, int, int>;
+
+  MemberPtr everyone(c10::Device device) { return member({device.index(), -1, -1}); }
+  MemberPtr member(const Key& key);
+  MemberPtr make(const Key& key);
+  void launch(const std::vector<Launch>& launches, const Member& member, void* raw,
+              std::vector<rust::Box<RustLaunched>>& launched) const;
+
+  SageBackend& backend_;
+  const std::string group_;
+  const rust::Box<RustDevices> devices_;
+  std::unique_ptr<DeviceStreams> streams_;
+  // Held while a communicator is made, so that two threads make them one after the other.
+  std::mutex making_;
+  // Guards the rest, briefly.
+  std::mutex mutex_;
+  std::map<Key, MemberPtr> members_;
+  std::chrono::steady_clock::time_point asked_{};
+};
+
+}  // namespace sagellm
