@@ -1,6 +1,8 @@
 // The backend as an object: made, split, timed, watched, ended. The calls that move data are in collectives.cpp.
 #include "backend.hpp"
 
+#include <ATen/DeviceAccelerator.h>
+
 #include <algorithm>
 #include <limits>
 #include <numeric>
@@ -206,11 +208,13 @@ void SageBackend::abort() {
 }
 
 bool SageBackend::supportsCoalescing() const {
+  const auto accelerator = at::getAccelerator(false);
+  if (accelerator.has_value() && vendor_of(*accelerator)) return true;
   std::lock_guard<std::mutex> lock(delegate_mutex_);
   return delegate_ && delegate_->supportsCoalescing();
 }
 
-std::shared_ptr<VendorDevices> SageBackend::vendor_of(c10::DeviceType type) {
+std::shared_ptr<VendorDevices> SageBackend::vendor_of(c10::DeviceType type) const {
   const std::string& wanted = options_->vendor;
   if (wanted == "host") return nullptr;
   const std::lock_guard<std::mutex> lock(vendor_mutex_);
@@ -220,7 +224,7 @@ std::shared_ptr<VendorDevices> SageBackend::vendor_of(c10::DeviceType type) {
   const std::string library = colon == std::string::npos ? "" : wanted.substr(colon + 1);
   std::shared_ptr<VendorDevices> made;
   try {
-    made = std::make_shared<VendorDevices>(*this, type, wanted.substr(0, colon), library, options_->library_folders);
+    made = std::make_shared<VendorDevices>(const_cast<SageBackend&>(*this), type, wanted.substr(0, colon), library, options_->library_folders);
   } catch (const std::exception& error) {
     // Who names a library wants that one.
     if (wanted != "auto") throw;
@@ -228,6 +232,11 @@ std::shared_ptr<VendorDevices> SageBackend::vendor_of(c10::DeviceType type) {
   }
   vendors_.emplace(type, made);
   return made;
+}
+
+void SageBackend::eagerConnectSingleDevice(at::Device device) {
+  if (!is_accelerator(device)) return;
+  if (const auto vendor = vendor_of(device.type())) vendor->connect(with_index(device));
 }
 
 void SageBackend::share(at::Tensor& bytes, int from, int to) {
@@ -258,6 +267,24 @@ void SageBackend::share(at::Tensor& bytes, int from, int to) {
   }
   run(plan, {"sagellm:communicator", all ? c10d::OpType::BROADCAST : gives ? c10d::OpType::SEND : c10d::OpType::RECV},
       tensors);
+}
+
+SageBackend::WorkPtr SageBackend::endCoalescing() {
+  Region::Content content = region_.end();
+  if (!content.calls.empty()) {
+    try {
+      const auto vendor = vendor_of(content.device->type());
+      content.works.push_back(vendor->submit(content.calls, *content.label, std::move(content.keep),
+                                             std::move(content.outputs), *content.device, true, true));
+    } catch (const std::exception&) {
+      auto failed = c10::make_intrusive<TaskWork>(getRank(), c10d::OpType::COALESCED, Tensors(), events_, nullptr,
+                                                  group_->sequence(), options_->timeout);
+      failed->end(std::current_exception());
+      content.works.push_back(std::move(failed));
+    }
+  }
+  if (content.works.size() == 1) return content.works[0];
+  return c10::make_intrusive<JoinedWork>(getRank(), std::move(content.works));
 }
 
 SageBackend::WorkPtr SageBackend::counted(Foreign call, const std::function<WorkPtr(c10d::Backend&)>& hand_over) {
@@ -375,10 +402,14 @@ SageBackend::WorkPtr SageBackend::submit(Plan& plan, const Label& label, TensorV
     Plan* one = &plan;
     return staged->submit(one, label, outputs, async);
   }
-  if (async || has_listeners()) {
-    Plan* one = &plan;
-    return submit_async(one, label, inputs, outputs, async);
+  Plan* one = &plan;
+  if (region_.open()) {
+    // Not waited for here, whatever the call says.
+    WorkPtr work = submit_async(one, label, inputs, outputs, true);
+    region_.add(work);
+    return async ? work : nullptr;
   }
+  if (async || has_listeners()) return submit_async(one, label, inputs, outputs, async);
   run(plan, label, inputs);
   return nullptr;
 }
@@ -389,6 +420,11 @@ SageBackend::WorkPtr SageBackend::submit_all(std::vector<Plan>& plans, const Lab
   c10::SmallVector<Plan*, 4> all;
   for (Plan& plan : plans) all.push_back(&plan);
   if (HostCall* staged = HostCall::take()) return staged->submit(all, label, outputs, async);
+  if (region_.open()) {
+    WorkPtr work = submit_async(all, label, inputs, outputs, true);
+    region_.add(work);
+    return async ? work : nullptr;
+  }
   return submit_async(all, label, inputs, outputs, async);
 }
 

@@ -8,7 +8,6 @@
 // inherited: setGroupUid: remembers the name
 // inherited: getBoundDeviceId: remembers the device
 // inherited: setBoundDeviceId: remembers the device
-// inherited: eagerConnectSingleDevice: nothing is left to connect
 // refused: addEphemeralTimeout: ignored, as c10d allows
 // refused: allocateTensor: there is no memory pool yet
 // refused: getMemAllocator: there is no memory pool yet
@@ -23,8 +22,6 @@
 // refused: supportsTimeEstimation: false
 // refused: startTimeEstimate: there is no simulation of a group
 // refused: endTimeEstimate: there is no simulation of a group
-// refused: startCoalescing: see supportsCoalescing
-// refused: endCoalescing: see supportsCoalescing
 // refused: merge: make a new group of the ranks of both
 // refused: suspend: there is no memory pool to give back
 // refused: resume: there is no memory pool to take again
@@ -41,6 +38,7 @@
 #include "device_staging.hpp"
 #include "link.hpp"
 #include "plan.hpp"
+#include "region.hpp"
 #include "work.hpp"
 
 namespace sagellm {
@@ -113,10 +111,16 @@ class SageBackend final : public c10d::Backend {
   void shutdown() override;
   void abort() override;
 
-  // False, one answer for all devices of the group: without regions a batch of sends and receives is issued one by
-  // one, and issuing never waits for a peer, so nothing is gained on a CPU that would be worth their rules.
+  // One answer for all devices of the group: true where a vendor's library carries those of this process. Otherwise a
+  // batch of sends and receives is issued one by one; issuing never waits for a peer, so nothing is gained on a CPU
+  // that would be worth the rules of regions.
   bool supportsCoalescing() const override;
+  void startCoalescing() override { region_.start(); }
+  // Never throws: a failure is the Work's.
+  WorkPtr endCoalescing() override;
   bool supportsSplitting() const override { return true; }
+  // The CPU's ranks have met; those of a vendor's library do so here instead of at their first call.
+  void eagerConnectSingleDevice(at::Device device) override;
   c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
                                           const c10::intrusive_ptr<c10d::Backend::Options>& opts) override;
 
@@ -205,7 +209,7 @@ class SageBackend final : public c10d::Backend {
   // Messages of a group over several hosts go by the delegate: a receive from anyone cannot watch two transports.
   bool messages_delegated() const { return delegated() || (spans_hosts_ && !HostCall::by_vendor()); }
   // What carries tensors on such devices, or null where they go through host memory. Looked for once.
-  std::shared_ptr<VendorDevices> vendor_of(c10::DeviceType type);
+  std::shared_ptr<VendorDevices> vendor_of(c10::DeviceType type) const;
   // Hands bytes from one rank to all (`from` is -1: from rank 0) or to one, over the CPU. Collective calls then.
   void share(at::Tensor& bytes, int from, int to);
   c10::intrusive_ptr<c10d::Backend> delegate() const;
@@ -219,10 +223,11 @@ class SageBackend final : public c10d::Backend {
   const std::string delegate_reason_;
   const bool spans_hosts_;
   const std::shared_ptr<Events> events_ = std::make_shared<Events>();
-  Staging staging_;
+  mutable Staging staging_;
+  Region region_;
   // Guards what was found; looking for it waits for nobody.
-  std::mutex vendor_mutex_;
-  std::map<c10::DeviceType, std::shared_ptr<VendorDevices>> vendors_;
+  mutable std::mutex vendor_mutex_;
+  mutable std::map<c10::DeviceType, std::shared_ptr<VendorDevices>> vendors_;
 
   mutable std::mutex delegate_mutex_;
   c10::intrusive_ptr<c10d::Backend> delegate_;

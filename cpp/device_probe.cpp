@@ -32,7 +32,7 @@ class TableStreams final : public RawStreams {
  public:
   explicit TableStreams(const Table* table) : table_(table) {}
   void set_device(c10::DeviceIndex device) const override { table_->set_device(device); }
-  void* stream(c10::DeviceIndex device) const override { return table_->stream(device); }
+  void* stream(c10::DeviceIndex device, int) const override { return table_->stream(device); }
   void wait(void* stream, void* event) const override { table_->wait(stream, event); }
   void* record(void* stream) const override { return table_->record(stream); }
   void release(void* event) const override { table_->release(event); }

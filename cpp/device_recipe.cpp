@@ -25,6 +25,14 @@ at::ScalarType scalar_type(uint8_t dtype) {
   return kTypes[dtype];
 }
 
+// The other way; 0 for types that are none of the core's.
+uint8_t dtype_of(at::ScalarType type) {
+  for (uint8_t dtype = 1; dtype <= 16; ++dtype) {
+    if (scalar_type(dtype) == type) return dtype;
+  }
+  return 0;
+}
+
 size_t total(const Pieces& pieces) {
   return std::accumulate(pieces.begin(), pieces.end(), size_t{0},
                          [](size_t sum, const Piece& piece) { return sum + piece.bytes; });
@@ -231,7 +239,10 @@ rust::Box<RustLaunched> Launch::on(const rust::Box<RustMember>& member, size_t s
 DeviceAsked asked(const Plan& plan, int ranks) {
   DeviceAsked found{};
   found.kind = plan.call.kind;
-  found.dtype = plan.call.dtype;
+  // Where data is only moved, the core is told bytes, and a device may have no room for them all the same.
+  found.dtype = plan.call.dtype != 0 || plan.call.element == kNoType
+                    ? plan.call.dtype
+                    : dtype_of(static_cast<at::ScalarType>(plan.call.element));
   found.op = plan.call.op;
   found.factor = plan.call.factor;
   found.ranks = static_cast<uint32_t>(ranks);
@@ -253,6 +264,11 @@ Launch prepare(const Plan& plan, rust::Box<RustRecipe> recipe, int ranks, c10::D
   const RustRecipe& how = *launch.recipe;
   const rust::Vec<Local> before = how.before();
   const rust::Vec<Local> after = how.after();
+  // What the library moves, where it is not what the tensors have.
+  at::ScalarType wire = type;
+  for (const Local& step : before) {
+    if (step.step == LocalStep::Cast) wire = scalar_type(step.dtype);
+  }
 
   if (asked_kind == Kind::kBarrier) {
     const at::Tensor one = at::zeros({1}, at::TensorOptions().dtype(at::kFloat).device(device));
@@ -270,12 +286,9 @@ Launch prepare(const Plan& plan, rust::Box<RustRecipe> recipe, int ranks, c10::D
   } else if (!inputs.empty()) {
     sent = applied(gathered(inputs, type, device), before, ranks).contiguous();
     keep.push_back(sent);
-    std::vector<size_t> wire = in_blocks;
-    const size_t from = total(inputs);
-    if (from > 0) {
-      for (size_t& bytes : wire) bytes = bytes * sent.nbytes() / from;
-    }
-    launch.send = blocks_out ? cut(sent, wire) : Pieces{piece_of(sent)};
+    std::vector<size_t> blocks = in_blocks;
+    for (size_t& bytes : blocks) bytes = bytes / c10::elementSize(type) * c10::elementSize(wire);
+    launch.send = blocks_out ? cut(sent, blocks) : Pieces{piece_of(sent)};
   }
 
   // Where it arrives.
@@ -295,13 +308,11 @@ Launch prepare(const Plan& plan, rust::Box<RustRecipe> recipe, int ranks, c10::D
     launch.recv = {piece_of(received)};
   } else if (kind != asked_kind) {
     // All ranks' data come together here, in the type they were sent in.
-    const at::ScalarType wire = sent.defined() ? sent.scalar_type() : type;
     const size_t own = total(outputs) / c10::elementSize(type) * c10::elementSize(wire);
     const size_t bytes = (kind == Kind::kAllToAll ? own : total(launch.send)) * count;
     received = empty(static_cast<int64_t>(bytes / c10::elementSize(wire)), wire, device);
     launch.recv = cut(received, std::vector<size_t>(count, bytes / count));
   } else {
-    const at::ScalarType wire = sent.defined() ? sent.scalar_type() : type;
     const size_t scale_to = c10::elementSize(wire);
     const size_t scale_from = c10::elementSize(type);
     received = empty(static_cast<int64_t>(total(outputs) / scale_from), wire, device);

@@ -149,6 +149,10 @@ HostCall::WorkPtr HostCall::submit_to_vendor(c10::ArrayRef<Plan*> plans, const L
   last.insert(last.end(), strided_after_.begin(), strided_after_.end());
   Tensors keep = keep_;
   for (const auto& pair : pairs_) keep.push_back(pair.device);
+  if (backend_.region_.open()) {
+    backend_.region_.add(std::move(calls), label, std::move(keep), std::move(outputs), *device_);
+    return nullptr;
+  }
   return vendor_->submit(calls, label, std::move(keep), std::move(outputs), *device_, async);
 }
 

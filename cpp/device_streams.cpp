@@ -33,7 +33,8 @@ bool is_capturing(const c10::Stream& stream) {
   return guard_is_capturing(guard_of(stream.device()), stream, 0);
 }
 
-Passage::Passage(DeviceStreams& owner, c10::Stream stream, bool timed) : owner_(owner), stream_(stream), timed_(timed) {
+Passage::Passage(DeviceStreams& owner, c10::Stream stream, bool timed, int lane)
+    : owner_(owner), stream_(stream), timed_(timed), lane_(lane) {
   if (!timed_) return;
   begun_ = std::make_shared<c10::Event>(stream_.device_type(), c10::EventFlag::BACKEND_DEFAULT);
   begun_->record(stream_);
@@ -57,7 +58,7 @@ void* Passage::enter() {
   }
   lock.unlock();
   own_raw_ = true;
-  raw_ = owner_.raw_->stream(device().index());
+  raw_ = owner_.raw_->stream(device().index(), lane_);
   c10::Event here(stream_.device_type());
   here.record(stream_);
   // Those told before the queue is emptied have left it afterwards.
@@ -94,9 +95,9 @@ DeviceStreams::~DeviceStreams() {
   }
 }
 
-c10::Stream DeviceStreams::side(c10::Device device) {
+c10::Stream DeviceStreams::side(c10::Device device, int lane) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = side_.find(device.index());
+  const auto found = side_.find({device.index(), lane});
   if (found != side_.end()) return found->second;
   c10::Stream made = current_stream(device);
   try {
@@ -104,21 +105,21 @@ c10::Stream DeviceStreams::side(c10::Device device) {
   } catch (const c10::Error&) {
     made = c10::Stream(c10::Stream::DEFAULT, device);
   }
-  side_.emplace(device.index(), made);
+  side_.emplace(std::make_pair(device.index(), lane), made);
   return made;
 }
 
-Passage DeviceStreams::begin(c10::Device device, bool async, bool timed) {
+Passage DeviceStreams::begin(c10::Device device, bool async, bool timed, int lane) {
   const c10::DeviceGuard guard(device);
   const c10::Stream callers = current_stream(device);
-  if (!async) return Passage(*this, callers, timed);
-  const c10::Stream ours = side(device);
+  if (!async) return Passage(*this, callers, timed, lane);
+  const c10::Stream ours = side(device, lane);
   if (ours != callers) {
     c10::Event now(device.type());
     now.record(callers);
     now.block(ours);
   }
-  return Passage(*this, ours, timed);
+  return Passage(*this, ours, timed, lane);
 }
 
 std::vector<DeviceStreams::Told> DeviceStreams::take_told(const c10::Stream& stream) {

@@ -30,8 +30,9 @@ class RawStreams {
   // Makes the device current on this thread, also for the runtime, which torch's guard does not do on every device.
   // Called on each thread before anything else here.
   virtual void set_device(c10::DeviceIndex device) const = 0;
-  // The stream of ours on this device, made when first asked for. Only used where torch hides its own.
-  virtual void* stream(c10::DeviceIndex device) const = 0;
+  // A stream of ours on this device, made when first asked for; each lane has its own. Only used where torch hides its
+  // streams.
+  virtual void* stream(c10::DeviceIndex device, int lane) const = 0;
   // What is put on `stream` from now on runs after what `event` stands for.
   virtual void wait(void* stream, void* event) const = 0;
   // An event that stands for all that is on `stream` now; ours until `release`.
@@ -70,11 +71,12 @@ class Passage {
 
  private:
   friend class DeviceStreams;
-  Passage(class DeviceStreams& owner, c10::Stream stream, bool timed);
+  Passage(class DeviceStreams& owner, c10::Stream stream, bool timed, int lane);
 
   class DeviceStreams& owner_;
   const c10::Stream stream_;
   const bool timed_;
+  const int lane_;
   void* raw_ = nullptr;
   bool own_raw_ = false;
   std::shared_ptr<c10::Event> begun_;
@@ -88,9 +90,10 @@ class DeviceStreams {
   ~DeviceStreams();
 
   // The group's stream on this device, from torch's pool; its default stream where the device has no pool.
-  c10::Stream side(c10::Device device);
+  // What may wait for a peer while another may not wait for it has a lane, and so a stream, of its own.
+  c10::Stream side(c10::Device device, int lane = 0);
   // Begins an operation on the caller's stream, or (`async`) on the group's, behind what the caller's holds now.
-  Passage begin(c10::Device device, bool async, bool timed = false);
+  Passage begin(c10::Device device, bool async, bool timed = false, int lane = 0);
 
  private:
   friend class Passage;
@@ -105,7 +108,7 @@ class DeviceStreams {
 
   const std::shared_ptr<const RawStreams> raw_;
   std::mutex mutex_;
-  std::map<c10::DeviceIndex, c10::Stream> side_;
+  std::map<std::pair<c10::DeviceIndex, int>, c10::Stream> side_;
   // Whether torch tells raw handles; unknown before the first try.
   std::optional<bool> native_;
   std::vector<Told> told_;

@@ -87,8 +87,8 @@ void VendorDevices::set_device(c10::DeviceIndex device) const {
   checked([&] { devices_->set_device(device); });
 }
 
-void* VendorDevices::stream(c10::DeviceIndex device) const {
-  return reinterpret_cast<void*>(checked([&] { return devices_->raw_stream(device); }));
+void* VendorDevices::stream(c10::DeviceIndex device, int lane) const {
+  return reinterpret_cast<void*>(checked([&] { return devices_->raw_stream(device, lane); }));
 }
 
 void VendorDevices::wait(void* stream, void* event) const {
@@ -125,6 +125,8 @@ VendorDevices::MemberPtr VendorDevices::make(const Key& key) {
   const bool all = from < 0;
   const bool leads = all ? rank == 0 : rank == from;
   const auto timeout = static_cast<uint64_t>(backend_.options_->timeout.count());
+  // Some libraries make not even an id on a thread without a device.
+  set_device(device);
   at::Tensor bytes = at::empty({static_cast<int64_t>(devices_->id_bytes())}, at::kByte);
   if (leads) {
     const rust::Vec<uint8_t> id = checked([&] { return devices_->unique_id(); });
@@ -173,12 +175,12 @@ void VendorDevices::launch(const std::vector<Launch>& launches, const Member& me
 }
 
 c10::intrusive_ptr<DeviceWork> VendorDevices::submit(std::vector<DevicePlan>& calls, const Label& label, Tensors keep,
-                                                     Tensors outputs, c10::Device device, bool async) {
+                                                     Tensors outputs, c10::Device device, bool async, bool region) {
   Graveyard::instance().drain();
   const c10::Stream callers = current_stream(device);
   const bool capturing = is_capturing(callers);
   const Plan& first = *calls[0].plan;
-  const bool single_message = calls.size() == 1 && is_message(first);
+  const bool single_message = !region && is_message(first);
   const int ranks = single_message ? 2 : backend_.getSize();
 
   // Refused before anything is sent.
@@ -188,10 +190,15 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::submit(std::vector<DevicePlan>& ca
     recipes.push_back(checked([&] { return devices_->recipe(wanted); }));
   }
   Key key{device.index(), -1, -1};
+  int lane = 0;
   if (single_message) {
     const int peer = static_cast<int>(first.call.root);
     const bool sends = first.call.kind == static_cast<uint8_t>(Kind::kSend);
-    key = {device.index(), sends ? backend_.getRank() : peer, sends ? peer : backend_.getRank()};
+    const int from = sends ? backend_.getRank() : peer;
+    const int to = sends ? peer : backend_.getRank();
+    key = {device.index(), from, to};
+    // A message waits for its peer, who may wait for one in the other direction first.
+    lane = 1 + from * backend_.getSize() + to;
   }
   if (capturing) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -211,7 +218,7 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::submit(std::vector<DevicePlan>& ca
   auto trace = Trace::start(label.title, keep);
 
   // A capture is joined before the call returns: what runs beside it would be lost.
-  Passage passage = streams_->begin(device, async && !capturing, backend_.events_->timing());
+  Passage passage = streams_->begin(device, async && !capturing, backend_.events_->timing(), lane);
   std::vector<Launch> launches;
   {
     const c10::DeviceGuard guard(device);

@@ -48,8 +48,9 @@ class VendorDevices final : public RawStreams, public Guardian, public std::enab
 
   // Puts calls on a stream of the device, as one launch where there are several. Never waits for a peer, but for the
   // first call that needs a communicator, which is made when all its ranks are there.
+  // `region`: all ranks know of the calls, messages among them, so these need no communicator of their own.
   c10::intrusive_ptr<DeviceWork> submit(std::vector<DevicePlan>& calls, const Label& label, Tensors keep, Tensors outputs,
-                                        c10::Device device, bool async);
+                                        c10::Device device, bool async, bool region = false);
   // Makes the communicator of all ranks now.
   void connect(c10::Device device) { (void)everyone(device); }
   // Unblocks whatever hangs; nothing can be issued afterwards.
@@ -58,7 +59,7 @@ class VendorDevices final : public RawStreams, public Guardian, public std::enab
   void close(std::chrono::milliseconds timeout);
 
   void set_device(c10::DeviceIndex device) const override;
-  void* stream(c10::DeviceIndex device) const override;
+  void* stream(c10::DeviceIndex device, int lane) const override;
   void wait(void* stream, void* event) const override;
   void* record(void* stream) const override;
   void release(void* event) const override;

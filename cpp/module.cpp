@@ -140,6 +140,7 @@ void bind_options(py::module_& module) {
       .def_readwrite("strict", &Options::strict)
       .def_readwrite("algorithm", &Options::algorithm)
       .def_readwrite("vendor", &Options::vendor)
+      .def_readwrite("_library_folders", &Options::library_folders)
       .def("__copy__", [](const Options& self) { return self.copy(); })
       .def("__deepcopy__", [](const Options& self, const py::dict&) { return self.copy(); }, py::arg("memo"));
 }

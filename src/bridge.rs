@@ -265,7 +265,7 @@ pub mod ffi {
         /// For every thread, before anything else on a device.
         fn set_device(self: &RustDevices, device: i32) -> Result<()>;
         /// Raw streams and events as numbers; `group/devices.rs`.
-        fn raw_stream(self: &RustDevices, device: i32) -> Result<usize>;
+        fn raw_stream(self: &RustDevices, device: i32, lane: i32) -> Result<usize>;
         fn raw_wait(self: &RustDevices, stream: usize, event: usize) -> Result<()>;
         fn raw_record(self: &RustDevices, device: i32, stream: usize) -> Result<usize>;
         fn raw_release(self: &RustDevices, device: i32, event: usize);

@@ -66,8 +66,8 @@ impl RustDevices {
     pub(super) fn set_device(&self, device: i32) -> Outcome<()> {
         guarded(|| self.0.set_device(device))
     }
-    pub(super) fn raw_stream(&self, device: i32) -> Outcome<usize> {
-        guarded(|| Ok(self.0.stream(device)?.0))
+    pub(super) fn raw_stream(&self, device: i32, lane: i32) -> Outcome<usize> {
+        guarded(|| Ok(self.0.stream(device, lane)?.0))
     }
     pub(super) fn raw_wait(&self, stream: usize, event: usize) -> Outcome<()> {
         guarded(|| self.0.wait(Stream(stream), Event(event)))

@@ -24,8 +24,8 @@ pub struct Devices {
     device_type: String,
     api: Arc<dyn Api>,
     runtime: Arc<dyn Runtime>,
-    /// Raw streams of ours by device, where torch hides its own.
-    streams: Mutex<HashMap<i32, Stream>>,
+    /// Raw streams of ours by device and lane, where torch hides its own.
+    streams: Mutex<HashMap<(i32, i32), Stream>>,
     /// Events that nobody uses now, by device.
     events: Mutex<HashMap<i32, Vec<Event>>>,
     /// Communicators made so far, for their names.
@@ -135,13 +135,13 @@ impl Devices {
     }
 
     /// Our raw stream on this device, which is current on this thread.
-    pub fn stream(&self, device: i32) -> Result<Stream> {
+    pub fn stream(&self, device: i32, lane: i32) -> Result<Stream> {
         let mut streams = lock(&self.streams);
-        if let Some(stream) = streams.get(&device) {
+        if let Some(stream) = streams.get(&(device, lane)) {
             return Ok(*stream);
         }
         let stream = self.runtime.stream_create()?;
-        streams.insert(device, stream);
+        streams.insert((device, lane), stream);
         Ok(stream)
     }
 

@@ -31,6 +31,7 @@ class Options:
     algorithm: str
     #: How tensors on a device travel: "auto", or "host" for the way through host memory; see docs/devices.md.
     vendor: str
+    _library_folders: list[str]
     #: From torch's base class.
     global_ranks_in_group: list[int]
     group_name: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import site
 import threading
 from collections.abc import Iterator
 from types import ModuleType
@@ -74,7 +75,9 @@ def create(options: Any, pg_options: Any = None) -> Any:
         _log_versions(extension)
     ours = _settings(extension, pg_options)
     ours.delegate = delegate = _delegate.check(ours.delegate)
-    ours.vendor = (os.environ.get(VENDOR) or ours.vendor or "auto").strip().lower()
+    name, colon, library = (os.environ.get(VENDOR) or ours.vendor or "auto").strip().partition(":")
+    ours.vendor = name.lower() + colon + library
+    ours._library_folders = site.getsitepackages()
     _step_at_exit(extension)
     _detach_flight_recorder()
     backend = extension.create(

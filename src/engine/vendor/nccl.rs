@@ -10,6 +10,7 @@ use super::library::{Hints, Known, Library};
 use super::nccl_sys::{self as sys, Comm, Config, UniqueId};
 use super::recipe::{Capabilities, Double, Ops};
 use super::runtime::{Runtime, Stream};
+use super::tuner;
 use crate::error::{Error, Result};
 use crate::reduce::{f32_to_bf16, f32_to_f16};
 use crate::types::{Dtype, ReduceOp};
@@ -96,6 +97,7 @@ impl Nccl {
                 version_text(OLDEST)
             )));
         }
+        tuner::announce();
         let able = Capabilities {
             name: format!("NCCL {}", version_text(version)),
             reduces: if table.create_premul_sum.there() { &REDUCES } else { &REDUCES_UNSCALED },

@@ -20,9 +20,10 @@
 //! NCCL's promise to go on by itself after an error is not kept by 2.30 (src/enqueue.cc), so nothing here ever returns one.
 
 use std::collections::VecDeque;
-use std::ffi::{c_char, c_int, c_void};
+use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_void};
+use std::os::unix::ffi::OsStrExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, Once, OnceLock};
 
 use crate::schedule::Algorithm;
 use crate::select::Policy;
@@ -192,6 +193,44 @@ pub static ncclTunerPlugin_v5: TunerV5 = TunerV5 { name: NAME, init, get_coll_in
 #[allow(non_upper_case_globals)]
 pub static ncclTunerPlugin_v6: TunerV6 =
     TunerV6 { name: NAME, init, get_coll_info, finalize, get_chunk_size: std::ptr::null() };
+
+/// Tells NCCL where its plugins are: in the file of this code, if that is a library that exports them (the extension
+/// module, and no test program). Variables that the user has set stay. Before the first communicator, once.
+pub(super) fn announce() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        let Some(file) = own_file() else { return };
+        for variable in ["NCCL_TUNER_PLUGIN", "NCCL_PROFILER_PLUGIN"] {
+            if std::env::var_os(variable).is_none() {
+                // SAFETY: as every change of the environment: no other thread may change or read it meanwhile by its
+                // pointers. The caller of the first device operation holds no such pointer, and NCCL reads it later.
+                unsafe { std::env::set_var(variable, OsStr::from_bytes(file.to_bytes())) };
+            }
+        }
+    });
+}
+
+/// The file that this code was loaded from, if NCCL would find the plugins in it.
+fn own_file() -> Option<CString> {
+    const NAME: &CStr = c"ncclTunerPlugin_v5";
+    let own = (&raw const ncclTunerPlugin_v5).cast::<c_void>();
+    // SAFETY: zero is a value of every field; dladdr fills them for an address of ours, and the name lives as long as the
+    // file is loaded. The handle is used for one look-up while it is open.
+    unsafe {
+        let mut info: libc::Dl_info = std::mem::zeroed();
+        if libc::dladdr(own, &raw mut info) == 0 || info.dli_fname.is_null() {
+            return None;
+        }
+        let file = CStr::from_ptr(info.dli_fname).to_owned();
+        let handle = libc::dlopen(file.as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD);
+        if handle.is_null() {
+            return None;
+        }
+        let found = libc::dlsym(handle, NAME.as_ptr());
+        libc::dlclose(handle);
+        std::ptr::eq(found, own).then_some(file)
+    }
+}
 
 /// Runs `body`; NCCL never hears of an error or a panic.
 pub(super) fn quietly(body: impl FnOnce()) -> c_int {
