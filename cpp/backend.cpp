@@ -234,6 +234,11 @@ std::shared_ptr<VendorDevices> SageBackend::vendor_of(c10::DeviceType type) cons
   return made;
 }
 
+std::string SageBackend::device_library(c10::DeviceType type) const {
+  const auto vendor = type == c10::DeviceType::CPU ? nullptr : vendor_of(type);
+  return vendor ? vendor->describe() : std::string();
+}
+
 void SageBackend::eagerConnectSingleDevice(at::Device device) {
   if (!is_accelerator(device)) return;
   if (const auto vendor = vendor_of(device.type())) vendor->connect(with_index(device));

@@ -96,6 +96,8 @@ class SageBackend final : public c10d::Backend {
   std::string explain_number(uint64_t number) const;
   // Why tensors on devices of this kind travel through host memory.
   std::string device_reason(c10::DeviceType type) const { return staging_.reason(type); }
+  // The library that carries tensors on such devices, or empty.
+  std::string device_library(c10::DeviceType type) const;
   // What the group has done, as JSON text; see src/stats/export.rs.
   std::string stats() const;
   std::string records() const;

@@ -139,6 +139,22 @@ VendorDevices::MemberPtr VendorDevices::make(const Key& key) {
   return std::make_shared<Member>(checked([&] { return devices_->join(id, device, own, ranks, timeout); }));
 }
 
+std::vector<VendorDevices::Explained> VendorDevices::explained(const std::vector<DevicePlan>& calls,
+                                                               const std::vector<Launch>& launches,
+                                                               uint64_t number) const {
+  std::vector<Explained> found;
+  for (size_t i = 0; i < calls.size(); ++i) {
+    const Plan& plan = *calls[i].plan;
+    const std::string why(launches[i].recipe->why());
+    const uint64_t bytes = std::max(bytes_of(plan.inputs()), bytes_of(plan.outputs()));
+    found.push_back({plan.call.kind, bytes,
+                     c10::str("op\t", plan.op, "\nbytes\t", bytes, "\nranks\t", backend_.getSize(), "\nsequence\t", number,
+                              "\nlibrary\t", describe(), "\ndecided\t",
+                              why.empty() ? "one call of the library, which chooses the algorithm" : why)});
+  }
+  return found;
+}
+
 void VendorDevices::launch(const std::vector<Launch>& launches, const Member& member, void* raw,
                            std::vector<rust::Box<RustLaunched>>& launched) const {
   const auto stream = reinterpret_cast<size_t>(raw);
@@ -260,11 +276,14 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::submit(std::vector<DevicePlan>& ca
   made.told = [notes](bool well) {
     for (const auto& note : notes) (*note)->ended(well, true);
   };
-  for (const Launch& each : launches) {
-    const std::string why(each.recipe->why());
-    made.explained.push_back(c10::str("path\tdevice\nlibrary\t", describe(), "\nnumber\t", number, "\nwhy\t",
-                                      why.empty() ? "one call of the library" : why));
-  }
+  made.explained = [told = explained(calls, launches, number), communicator] {
+    std::vector<std::string> all;
+    for (const Explained& each : told) {
+      const std::string ran(communicator->core->ran(each.kind, each.bytes));
+      all.push_back(ran.empty() ? each.lines : each.lines + "\nran\t" + ran);
+    }
+    return all;
+  };
   auto work = c10::make_intrusive<DeviceWork>(backend_.getRank(), label.type, std::move(outputs), backend_.events_,
                                               std::move(trace), std::move(made));
   // An event in a graph cannot be asked.

@@ -1,6 +1,6 @@
 // Tensors on a device, carried by its vendor's library.
 //
-// A call on such tensors is lowered like one on the CPU (`DeviceCall`): its pieces are addresses on the device. What is
+// A call on such tensors is lowered like one on the CPU (`HostCall`): its pieces are addresses on the device. What is
 // left to do here: where the library must get something else than what lies in the caller's memory (another type,
 // scaled, several tensors behind each other), make it on the communication stream (device_recipe.hpp); give the library
 // its calls on a raw stream; and follow the work to its end, which may be a deadline or a dead peer.
@@ -75,6 +75,15 @@ class VendorDevices final : public RawStreams, public Guardian, public std::enab
   using MemberPtr = std::shared_ptr<Member>;
   // Device, and the two ranks of a message's way; -1 and -1 for the communicator of all.
   using Key = std::tuple<c10::DeviceIndex, int, int>;
+
+  // For `explain`; what ran is asked later.
+  struct Explained {
+    uint8_t kind;
+    uint64_t bytes;
+    std::string lines;
+  };
+  std::vector<Explained> explained(const std::vector<DevicePlan>& calls, const std::vector<Launch>& launches,
+                                   uint64_t number) const;
 
   MemberPtr everyone(c10::Device device) { return member({device.index(), -1, -1}); }
   MemberPtr member(const Key& key);

@@ -58,7 +58,7 @@ class DeviceWork final : public SageWork {
     // Told of the end, for the statistics; may be null.
     std::function<void(bool)> told{};
     // How it travels, for `explain`.
-    std::vector<std::string> explained{};
+    std::function<std::vector<std::string>()> explained{};
   };
 
   DeviceWork(int rank, c10d::OpType type, std::vector<at::Tensor> outputs, std::shared_ptr<Events> events,
@@ -70,7 +70,9 @@ class DeviceWork final : public SageWork {
   // where `idle` says that the device has let go of them.
   void fail(const std::string& error, bool idle);
   void abort() override;
-  std::vector<std::string> explain() const override { return launched_.explained; }
+  std::vector<std::string> explain() const override {
+    return launched_.explained ? launched_.explained() : std::vector<std::string>();
+  }
   // True when it has ended; then everything that follows from that has been done. Any thread.
   bool poll();
 

@@ -158,6 +158,12 @@ void bind_backend(py::module_& module) {
       .def("_explain", translated(&SageBackend::explain), py::arg("kind"), py::arg("bytes"), py::arg("dtype"))
       .def("_explain_number", translated(&SageBackend::explain_number), py::arg("number"))
       .def(
+          "_device_library",
+          [](const SageBackend& self, const std::string& device) {
+            return self.device_library(c10::Device(device).type());
+          },
+          py::arg("device"))
+      .def(
           "_device_reason",
           [](const SageBackend& self, const std::string& device) {
             return self.device_reason(c10::Device(device).type());

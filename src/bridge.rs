@@ -309,6 +309,8 @@ pub mod ffi {
         ) -> Result<Box<RustLaunched>>;
         fn start_group(self: &RustMember) -> Result<()>;
         fn end_group(self: &RustMember) -> Result<()>;
+        /// What the library says that ran last for such a collective, or empty where it does not say.
+        fn ran(self: &RustMember, kind: u8, bytes: u64) -> String;
         /// An error that came up since, with its code letter, or empty. Never waits.
         fn poll(self: &RustMember) -> String;
         fn abort(self: &RustMember);

@@ -166,6 +166,9 @@ impl RustMember {
     pub(super) fn end_group(&self) -> Outcome<()> {
         guarded(|| self.0.end_group())
     }
+    pub(super) fn ran(&self, kind: u8, bytes: u64) -> String {
+        Kind::from_u8(kind).map(|kind| self.0.ran(kind, bytes)).unwrap_or_default()
+    }
     pub(super) fn poll(&self) -> String {
         guarded(|| self.0.poll()).err().unwrap_or_default()
     }

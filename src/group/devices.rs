@@ -13,7 +13,7 @@ use super::Group;
 use crate::engine::vendor::recipe::Capabilities;
 use crate::engine::vendor::{
     Api, Asked, Call, Communicator, Event, Hints, Job, Launched, Message, Recipe, Runtime, Setup, Stream, Vendor,
-    launch, open, open_runtime, recipe, tuner,
+    launch, open, open_runtime, profiler, recipe, tuner,
 };
 use crate::error::{Error, Result};
 use crate::types::{Kind, Span};
@@ -253,6 +253,14 @@ impl Member {
 
     pub fn end_group(&self) -> Result<()> {
         self.communicator.group_end()
+    }
+
+    /// What the library says that ran last for collectives of this kind and size; empty where it does not say.
+    pub fn ran(&self, kind: Kind, bytes: u64) -> String {
+        profiler::ran(&self.name, kind, bytes).map_or_else(String::new, |ran| {
+            let (algorithm, protocol) = (ran.algorithm.text(), ran.protocol.text());
+            format!("{algorithm}, protocol {protocol}, {} channels", ran.channels)
+        })
     }
 
     /// An error that came up since. Never waits.

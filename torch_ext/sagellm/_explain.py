@@ -286,10 +286,41 @@ def explain(
         backend = backend_of(group)
         found = _read(backend._explain(kind, size, number), delegate=_delegate_of(backend))
         where = str(device).partition(":")[0]
-        return found if where == "cpu" else _staged(found, where, backend._device_reason(where))
+        if where == "cpu":
+            return found
+        library = backend._device_library(where)
+        if library:
+            return _by_library(ALIASES.get(what, what), size, found.ranks, library)
+        return _staged(found, where, backend._device_reason(where))
     if what is None:
         raise ValueError("sagellm explain: name an operation and its bytes, or pass a Work or sequence=")
     return _explain_work(what)
+
+
+def _by_library(
+    op: str, nbytes: int, ranks: int, library: str, decided: str = "", sequence: int | None = None, ran: str = ""
+) -> Explanation:
+    """For tensors on a device that its vendor's library carries."""
+    return Explanation(
+        op=op,
+        nbytes=nbytes,
+        ranks=ranks,
+        hosts=1,
+        choice=f"{library}: {ran}" if ran else library,
+        reason="vendor",
+        decided=decided or "tensors on a device go to the library of its vendor, which chooses the algorithm",
+        path=f"the library of the device's vendor, {library}",
+        predicted=None,
+        measured=None,
+        overruled=[],
+        rejected=[],
+        table="",
+        code=0,
+        recorded=None,
+        sequence=sequence,
+        batch=None,
+        staged=False,
+    )
 
 
 def _staged(found: Explanation, device: str, why: str) -> Explanation:
@@ -327,6 +358,12 @@ def _read(text: str, delegate: str = "delegate") -> Explanation:
             rejected.append(Alternative(way, seconds(predicted), why))
         else:
             found[name] = value
+    if "library" in found:
+        numbers = int(found["bytes"]), int(found["ranks"])
+        sequence = _whole(found.get("sequence", ""))
+        return _by_library(
+            found["op"], *numbers, found["library"], found["decided"], sequence=sequence, ran=found.get("ran", "")
+        )
     served = found["reason"] == "delegated"
     choice = delegate if served else found["choice"]
     hosts = int(found["hosts"])

@@ -73,11 +73,10 @@ def start(
     return device, name
 
 
-def path_of(work: Any) -> dict[str, str]:
-    from sagellm import _load
+def told_of(work: Any) -> Any:
+    import sagellm
 
-    lines = _load.extension().explain_work(work)[0].splitlines()
-    return dict(line.split("\t", 1) for line in lines)
+    return sagellm.explain(work)
 
 
 # ------------------------------------------------------------------------------------------------ every call
@@ -121,12 +120,12 @@ def path_taken(ctx: Context, vendor: str) -> None:
     _, name = start(ctx, vendor)
     work = dist.all_reduce(torch.ones(10, device=name), async_op=True)
     work.wait()
-    told = path_of(work)
-    assert told["path"] == "device" and vendor in told["library"].lower(), told
+    told = told_of(work)
+    assert told.reason == "vendor" and vendor in told.path.lower() and told.sequence == 1, told
     tensor = torch.full((10,), ctx.rank + 1, device=name, dtype=torch.int16)
     work = dist.all_reduce(tensor, dist.ReduceOp.BOR, async_op=True)
     work.wait()
-    assert "combines it itself" in path_of(work)["why"], path_of(work)
+    assert "combines it itself" in told_of(work).decided, told_of(work)
     holds(tensor, 3)
     torch.accelerator.synchronize()
     deadline = time.monotonic() + 20
