@@ -224,7 +224,8 @@ std::shared_ptr<VendorDevices> SageBackend::vendor_of(c10::DeviceType type) cons
   const std::string library = colon == std::string::npos ? "" : wanted.substr(colon + 1);
   std::shared_ptr<VendorDevices> made;
   try {
-    made = std::make_shared<VendorDevices>(const_cast<SageBackend&>(*this), type, wanted.substr(0, colon), library, options_->library_folders);
+    made = std::make_shared<VendorDevices>(const_cast<SageBackend&>(*this), type, wanted.substr(0, colon), library,
+                                           options_->library_folders);
   } catch (const std::exception& error) {
     // Who names a library wants that one.
     if (wanted != "auto") throw;
@@ -270,7 +271,10 @@ void SageBackend::share(at::Tensor& bytes, int from, int to) {
   } else {
     plan.write(bytes);
   }
-  run(plan, {"sagellm:communicator", all ? c10d::OpType::BROADCAST : gives ? c10d::OpType::SEND : c10d::OpType::RECV},
+  run(plan,
+      {"sagellm:communicator", all     ? c10d::OpType::BROADCAST
+                               : gives ? c10d::OpType::SEND
+                                       : c10d::OpType::RECV},
       tensors);
 }
 

@@ -69,8 +69,8 @@ class SageBackend final : public c10d::Backend {
     // combined in the order of the ranks, which gives the bits of one host. The same on all ranks.
     bool fusion = true;
     bool strict = false;
-    // How tensors on a device travel: "auto"; "host" for the way through host memory; a vendor's library by its name, or
-    // by name and file ("name:/path/to/lib.so").
+    // How tensors on a device travel: "auto"; "host" for the way through host memory; a vendor's library by its name,
+    // or by name and file ("name:/path/to/lib.so").
     std::string vendor = "auto";
     // Where to look for libraries besides the usual places.
     std::vector<std::string> library_folders;

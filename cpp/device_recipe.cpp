@@ -17,9 +17,9 @@ using Pieces = std::vector<Piece>;
 
 // `types::Dtype` as torch has it; the other way is `check::reducible`.
 at::ScalarType scalar_type(uint8_t dtype) {
-  constexpr at::ScalarType kTypes[] = {at::kByte,         at::kBool,     at::kByte,   at::kChar,  at::kUInt16,
-                                       at::kShort,        at::kUInt32,   at::kInt,    at::kUInt64, at::kLong,
-                                       at::kHalf,         at::kBFloat16, at::kFloat,  at::kDouble, at::kComplexHalf,
+  constexpr at::ScalarType kTypes[] = {at::kByte,         at::kBool,         at::kByte,  at::kChar,   at::kUInt16,
+                                       at::kShort,        at::kUInt32,       at::kInt,   at::kUInt64, at::kLong,
+                                       at::kHalf,         at::kBFloat16,     at::kFloat, at::kDouble, at::kComplexHalf,
                                        at::kComplexFloat, at::kComplexDouble};
   TORCH_INTERNAL_ASSERT(dtype < std::size(kTypes));
   return kTypes[dtype];
@@ -255,8 +255,8 @@ Launch prepare(const Plan& plan, rust::Box<RustRecipe> recipe, int ranks, c10::D
                std::vector<at::Tensor>& keep) {
   const auto asked_kind = static_cast<Kind>(plan.call.kind);
   const auto kind = static_cast<Kind>(recipe->kind());
-  const auto type = static_cast<at::ScalarType>(plan.call.element == kNoType ? static_cast<uint8_t>(at::kByte)
-                                                                             : plan.call.element);
+  const auto type =
+      static_cast<at::ScalarType>(plan.call.element == kNoType ? static_cast<uint8_t>(at::kByte) : plan.call.element);
   const auto count = static_cast<size_t>(ranks);
   Pieces inputs(plan.inputs().begin(), plan.inputs().end());
   Pieces outputs(plan.outputs().begin(), plan.outputs().end());
@@ -281,7 +281,9 @@ Launch prepare(const Plan& plan, rust::Box<RustRecipe> recipe, int ranks, c10::D
   at::Tensor sent;
   const std::vector<size_t> in_blocks = block_bytes(plan.in_blocks, total(inputs), count);
   const bool blocks_out = has_blocks_to_send(asked_kind);
-  if (before.empty() && !how.spoils() && fits(inputs, plan.in_blocks.empty() && is_run(inputs) ? plan.in_blocks : in_blocks, blocks_out, how, launch.send)) {
+  if (before.empty() && !how.spoils() &&
+      fits(inputs, plan.in_blocks.empty() && is_run(inputs) ? plan.in_blocks : in_blocks, blocks_out, how,
+           launch.send)) {
     // As it lies.
   } else if (!inputs.empty()) {
     sent = applied(gathered(inputs, type, device), before, ranks).contiguous();
@@ -299,7 +301,8 @@ Launch prepare(const Plan& plan, rust::Box<RustRecipe> recipe, int ranks, c10::D
   const bool receives = !outputs.empty() || (kind == Kind::kAllGather && asked_kind == Kind::kAllReduce);
   if (!receives) return launch;
   if (after.empty() && !apart && !in_place &&
-      fits(outputs, plan.out_blocks.empty() && is_run(outputs) ? plan.out_blocks : out_blocks, blocks_in, how, launch.recv)) {
+      fits(outputs, plan.out_blocks.empty() && is_run(outputs) ? plan.out_blocks : out_blocks, blocks_in, how,
+           launch.recv)) {
     return launch;
   }
   at::Tensor received;

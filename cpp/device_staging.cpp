@@ -109,7 +109,8 @@ at::Tensor HostCall::shadow(const at::Tensor& tensor, bool fetched, bool stored)
     if (stored) strided_after_.push_back({memory, tensor});
   }
   keep_.push_back(memory);
-  const auto address = reinterpret_cast<size_t>(stored ? memory.mutable_data_ptr() : const_cast<void*>(memory.const_data_ptr()));
+  const auto address =
+      reinterpret_cast<size_t>(stored ? memory.mutable_data_ptr() : const_cast<void*>(memory.const_data_ptr()));
   at::Tensor named = at_address(address, memory.sizes(), memory.scalar_type(), c10::Device(c10::kCPU));
   pairs_.push_back({tensor, named, fetched, stored});
   return named;

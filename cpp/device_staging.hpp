@@ -119,7 +119,8 @@ class HostCall {
   };
 
   at::Tensor add(const at::Tensor& tensor, bool fetched, bool stored);
-  // A CPU tensor in name that has the address of one on the device: what checks and lowers a call looks at nothing else.
+  // A CPU tensor in name that has the address of one on the device: what checks and lowers a call looks at nothing
+  // else.
   at::Tensor shadow(const at::Tensor& tensor, bool fetched, bool stored);
   WorkPtr submit_to_vendor(c10::ArrayRef<Plan*> plans, const Label& label, Tensors outputs, bool async);
   // What both ways have in common, before anything is copied.

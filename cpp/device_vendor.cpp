@@ -113,17 +113,25 @@ VendorDevices::MemberPtr VendorDevices::member(const Key& key) {
   if (MemberPtr found = known()) return found;
   const std::lock_guard<std::mutex> making(making_);
   if (MemberPtr found = known()) return found;
-  MemberPtr made = make(key);
-  const std::lock_guard<std::mutex> lock(mutex_);
-  members_.emplace(key, made);
-  return made;
+  const auto& [device, from, to] = key;
+  // Two ranks may both begin with a send: whoever makes one direction makes the other, in an order of both.
+  std::vector<Key> wanted{key};
+  if (from >= 0)
+    wanted = {{device, std::min(from, to), std::max(from, to)}, {device, std::max(from, to), std::min(from, to)}};
+  for (const Key& each : wanted) {
+    MemberPtr made = make(each);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    members_.emplace(each, std::move(made));
+  }
+  return known();
 }
 
 VendorDevices::MemberPtr VendorDevices::make(const Key& key) {
   const auto& [device, from, to] = key;
   const int rank = backend_.getRank();
   const bool all = from < 0;
-  const bool leads = all ? rank == 0 : rank == from;
+  const int first = all ? 0 : std::min(from, to);
+  const bool leads = rank == first;
   const auto timeout = static_cast<uint64_t>(backend_.options_->timeout.count());
   // Some libraries make not even an id on a thread without a device.
   set_device(device);
@@ -132,7 +140,7 @@ VendorDevices::MemberPtr VendorDevices::make(const Key& key) {
     const rust::Vec<uint8_t> id = checked([&] { return devices_->unique_id(); });
     std::copy(id.begin(), id.end(), bytes.data_ptr<uint8_t>());
   }
-  if (backend_.getSize() > 1) backend_.share(bytes, from, to);
+  if (backend_.getSize() > 1) backend_.share(bytes, all ? -1 : first, all ? -1 : std::max(from, to));
   const auto ranks = static_cast<uint32_t>(all ? backend_.getSize() : 2);
   const auto own = static_cast<uint32_t>(all ? rank : leads ? 0 : 1);
   const rust::Slice<const uint8_t> id{bytes.data_ptr<uint8_t>(), static_cast<size_t>(bytes.numel())};
@@ -148,8 +156,8 @@ std::vector<VendorDevices::Explained> VendorDevices::explained(const std::vector
     const std::string why(launches[i].recipe->why());
     const uint64_t bytes = std::max(bytes_of(plan.inputs()), bytes_of(plan.outputs()));
     found.push_back({plan.call.kind, bytes,
-                     c10::str("op\t", plan.op, "\nbytes\t", bytes, "\nranks\t", backend_.getSize(), "\nsequence\t", number,
-                              "\nlibrary\t", describe(), "\ndecided\t",
+                     c10::str("op\t", plan.op, "\nbytes\t", bytes, "\nranks\t", backend_.getSize(), "\nsequence\t",
+                              number, "\nlibrary\t", describe(), "\ndecided\t",
                               why.empty() ? "one call of the library, which chooses the algorithm" : why)});
   }
   return found;
@@ -228,7 +236,8 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::submit(std::vector<DevicePlan>& ca
   uint64_t number = 0;
   std::vector<std::shared_ptr<rust::Box<RustForeign>>> notes;
   for (const DevicePlan& call : calls) {
-    if (call.plan->call.counts || number == 0) number = checked([&] { return devices_->next_number(call.plan->call.kind); });
+    if (call.plan->call.counts || number == 0)
+      number = checked([&] { return devices_->next_number(call.plan->call.kind); });
     notes.push_back(std::make_shared<rust::Box<RustForeign>>(backend_.group_->foreign(foreign(*call.plan))));
   }
   auto trace = Trace::start(label.title, keep);
@@ -242,8 +251,8 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::submit(std::vector<DevicePlan>& ca
     for (size_t i = 0; i < calls.size(); ++i) {
       for (const Staged& each : calls[i].before) copy_quietly(each.temporary, each.tensor);
       launches.push_back(prepare(*calls[i].plan, std::move(recipes[i]), ranks, device, keep));
-      // In a pair the sender is rank 0.
-      if (single_message) launches.back().root = launches.back().send.empty() ? 0 : 1;
+      // In a pair the lower rank is 0.
+      if (single_message) launches.back().root = static_cast<int>(first.call.root) < backend_.getRank() ? 0 : 1;
     }
   }
   const auto launched = std::make_shared<std::vector<rust::Box<RustLaunched>>>();
@@ -269,8 +278,8 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::submit(std::vector<DevicePlan>& ca
   made.watched.what = c10::str(first.op, is_message(first) ? " with rank " : " number ",
                                is_message(first) ? uint64_t{first.call.root} : number, " on ", device);
   made.watched.number = number;
-  made.watched.timeout = first.call.timeout_ms < 0 ? backend_.options_->timeout
-                                                   : std::chrono::milliseconds(first.call.timeout_ms);
+  made.watched.timeout =
+      first.call.timeout_ms < 0 ? backend_.options_->timeout : std::chrono::milliseconds(first.call.timeout_ms);
   made.watched.member = communicator;
   made.also = launched;
   made.told = [notes](bool well) {
@@ -296,8 +305,8 @@ std::string VendorDevices::look(const Watched& watched) {
   const auto now = std::chrono::steady_clock::now();
   std::string trouble;
   if (watched.timeout.count() > 0 && now - watched.issued > watched.timeout) {
-    trouble = std::string(
-        devices_->stall(watched.what, watched.number, static_cast<uint64_t>(watched.timeout.count())));
+    trouble =
+        std::string(devices_->stall(watched.what, watched.number, static_cast<uint64_t>(watched.timeout.count())));
   } else if (member->aborted) {
     trouble = std::string(devices_->trouble(watched.what));
     if (trouble.empty()) trouble = c10::str("Asagellm: ", watched.what, ": the communicator was aborted");

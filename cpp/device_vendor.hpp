@@ -27,8 +27,8 @@ namespace sagellm {
 
 class SageBackend;
 
-// A call that was lowered: the pieces of `plan` are addresses on the device. Temporaries stand for tensors of the caller
-// that are not contiguous, or that overlap others: filled before the call, copied back after it.
+// A call that was lowered: the pieces of `plan` are addresses on the device. Temporaries stand for tensors of the
+// caller that are not contiguous, or that overlap others: filled before the call, copied back after it.
 struct DevicePlan {
   const Plan* plan;
   std::vector<Staged> before;
@@ -49,8 +49,8 @@ class VendorDevices final : public RawStreams, public Guardian, public std::enab
   // Puts calls on a stream of the device, as one launch where there are several. Never waits for a peer, but for the
   // first call that needs a communicator, which is made when all its ranks are there.
   // `region`: all ranks know of the calls, messages among them, so these need no communicator of their own.
-  c10::intrusive_ptr<DeviceWork> submit(std::vector<DevicePlan>& calls, const Label& label, Tensors keep, Tensors outputs,
-                                        c10::Device device, bool async, bool region = false);
+  c10::intrusive_ptr<DeviceWork> submit(std::vector<DevicePlan>& calls, const Label& label, Tensors keep,
+                                        Tensors outputs, c10::Device device, bool async, bool region = false);
   // Makes the communicator of all ranks now.
   void connect(c10::Device device) { (void)everyone(device); }
   // Unblocks whatever hangs; nothing can be issued afterwards.

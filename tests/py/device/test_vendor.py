@@ -53,7 +53,15 @@ def libraries() -> dict[str, Path]:
 def environment(vendor: str, libraries: dict[str, Path], **more: str) -> dict[str, str]:
     _, flavour, variables = VENDORS[vendor]
     named = {variable: str(libraries[form]) for variable, form in variables.items()}
-    return named | {"SAGELLM_TEST_RUNTIME": str(libraries[flavour]), "SAGELLM_SIM_TIMEOUT_MS": "20000"} | more
+    return (
+        named
+        | {
+            "SAGELLM_TEST_RUNTIME": str(libraries[flavour]),
+            "SAGELLM_SIM_TIMEOUT_MS": "20000",
+            "NCCL_MULTI_RANK_GPU_ENABLE": "1",  # all ranks use device 0
+        }
+        | more
+    )
 
 
 def start(
