@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -45,6 +46,7 @@ def three_hosts() -> Iterator[list[str]]:
 
 def on_hosts(ctx: Context, names: list[str]) -> list[float]:
     """Every kind of call on a group that spans the hosts."""
+    warnings.simplefilter("ignore", FutureWarning)  # torch's, about its own names
     enter(names[ctx.rank * len(names) // ctx.world_size])
     n, me = ctx.world_size, ctx.rank
     ctx.init(store=dist.FileStore(f"{ctx.tmp}/store", n), timeout=timedelta(seconds=30))
