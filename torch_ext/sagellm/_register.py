@@ -13,6 +13,8 @@ from typing import Any
 NAME = "sagellm"
 #: Overrules the option ``vendor`` of every group: how tensors on a device travel, see docs/devices.md.
 VENDOR = "SAGELLM_VENDOR"
+#: What it may be: by the best way, through host memory, by a library.
+VENDORS = ("auto", "host", "nccl", "hccl", "cncl")
 
 
 class Devices(list[str]):
@@ -75,8 +77,7 @@ def create(options: Any, pg_options: Any = None) -> Any:
         _log_versions(extension)
     ours = _settings(extension, pg_options)
     ours.delegate = delegate = _delegate.check(ours.delegate)
-    name, colon, library = (os.environ.get(VENDOR) or ours.vendor or "auto").strip().partition(":")
-    ours.vendor = name.lower() + colon + library
+    ours.vendor = _vendor(os.environ.get(VENDOR) or ours.vendor or "auto")
     ours._library_folders = site.getsitepackages()
     _step_at_exit(extension)
     _detach_flight_recorder()
@@ -115,6 +116,18 @@ def _settings(extension: ModuleType, given: Any) -> Any:
         if text:
             setattr(ours, option, _BOOLEANS[text])
     return ours
+
+
+def _vendor(text: str) -> str:
+    """The option ``vendor``, checked before any rank meets another: a name, or a name and the file of its library."""
+    name, colon, library = text.strip().partition(":")
+    name = name.lower()
+    if name not in VENDORS or (colon and name in VENDORS[:2]):
+        raise ValueError(
+            f"sagellm: the option vendor is {text!r}, expected one of {', '.join(VENDORS)}, or one of the last "
+            f'{len(VENDORS) - 2} with the file of its library ("{VENDORS[2]}:/path/to/the/library.so")'
+        )
+    return name + colon + library
 
 
 def _detach_flight_recorder() -> None:
