@@ -31,6 +31,8 @@ VENDORS: dict[str, tuple[str, str, dict[str, str]]] = {
     "cncl": ("mlu", "cnrt", {"SAGELLM_CNCL_LIBRARY": "cncl", "SAGELLM_CNRT_LIBRARY": "cnrt"}),
 }
 ROOT = Path(__file__).resolve().parents[3]
+#: The first test builds the simulators, which takes minutes on a busy machine; every job has a deadline of its own.
+pytestmark = pytest.mark.timeout(900)
 
 
 def builder() -> ModuleType:
