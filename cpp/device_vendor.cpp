@@ -5,6 +5,7 @@
 #include <c10/core/StreamGuard.h>
 
 #include <algorithm>
+#include <thread>
 #include <utility>
 
 #include "backend.hpp"
@@ -311,13 +312,19 @@ std::string VendorDevices::look(const Watched& watched) {
     trouble = std::string(devices_->trouble(watched.what));
     if (trouble.empty()) trouble = c10::str("Asagellm: ", watched.what, ": the communicator was aborted");
   } else {
-    {
+    const std::string bad(member->core->poll());
+    if (bad.empty()) {
       const std::lock_guard<std::mutex> lock(mutex_);
       if (now - asked_ < kAskEvery) return {};
       asked_ = now;
     }
     trouble = std::string(devices_->trouble(watched.what));
-    if (trouble.empty()) trouble = std::string(member->core->poll());
+    // A library may notice a dead peer before the kernel tells of it, and does not know which.
+    for (int turn = 0; turn < 50 && trouble.empty() && !bad.empty(); ++turn) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      trouble = std::string(devices_->trouble(watched.what));
+    }
+    if (trouble.empty() && !bad.empty()) trouble = c10::str(bad, "; seen at ", watched.what);
   }
   if (!trouble.empty()) abort();
   return trouble;

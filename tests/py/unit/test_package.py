@@ -84,7 +84,7 @@ def test_both_entry_points_lead_to_the_registration(group: str) -> None:
 def test_defaults_of_torch_stay() -> None:
     defaults = torch.distributed.Backend.default_device_backend_map
     assert defaults["cpu"] == "gloo" and defaults["cuda"] == "nccl"
-    assert torch.distributed.Backend.backend_capability["sagellm"] == ["cpu"]
+    assert list(torch.distributed.Backend.backend_capability["sagellm"]) == ["cpu"]
 
 
 @pytest.mark.parametrize("running", ["2.11.0+cu130", "2.16.0a0+git1234", "3.15.0"])
