@@ -124,8 +124,8 @@ def _vendor(text: str) -> str:
     name = name.lower()
     if name not in VENDORS or (colon and name in VENDORS[:2]):
         raise ValueError(
-            f"sagellm: the option vendor is {name + colon + library!r}, expected one of {', '.join(VENDORS)}, or one of "
-            f'the last {len(VENDORS) - 2} with the file of its library ("{VENDORS[2]}:/path/to/the/library.so")'
+            f"sagellm: the option vendor is {name + colon + library!r}, expected one of {', '.join(VENDORS)}, or one "
+            f'of the last {len(VENDORS) - 2} with the file of its library ("{VENDORS[2]}:/path/to/the/library.so")'
         )
     return name + colon + library
 
