@@ -506,9 +506,11 @@ def peer_dies(ctx: Context) -> None:
     value = torch.empty(100, device="npu").fill_(1)
     dist.all_reduce(value)
     if ctx.rank == 1:
+        ctx.listen()  # until the other rank's operations are under way
         os._exit(7)
     first = dist.all_reduce(value, async_op=True)
     second = dist.all_reduce(value, async_op=True)  # reads what the first has yet to store
+    ctx.tell("issued")
     seen: list[str] = []
     chained = second.get_future().then(lambda done: seen.append(expect_raises(RuntimeError, done.value)))
     for work in (first, second):
@@ -525,6 +527,8 @@ def peer_dies(ctx: Context) -> None:
 def test_rule_21_a_dead_peer_ends_what_needs_it() -> None:
     """Rules 4 and 21: the error reaches wait(), the future and later calls; nothing hangs, tensors keep values."""
     with launch(peer_dies, 2) as job:
+        assert job.hear(0) == "issued"
+        job.say(1, "go")
         first = job.wait_rank(0, 40)
         assert first.error is None and first.code == 0, job.report()
 

@@ -308,9 +308,11 @@ def peer_dies(ctx: Context, vendor: str) -> str:
     dist.all_reduce(value)
     holds(value, 2)
     if ctx.rank == 1:
+        ctx.listen()  # until the other rank's operation is under way
         os.kill(os.getpid(), signal.SIGKILL)
-    begin = time.monotonic()
     work = dist.all_reduce(value, async_op=True)
+    begin = time.monotonic()
+    ctx.tell("issued")
     try:
         work.wait(timedelta(seconds=30))
         text = "no error"
@@ -343,6 +345,8 @@ def hangs(ctx: Context, vendor: str) -> str:
 def test_a_dead_peer_ends_what_waits_for_it(vendor: str, libraries: dict[str, Path]) -> None:
     """The error names the rank and the operation, long before the deadline."""
     with launch(peer_dies, 2, vendor, env=environment(vendor, libraries)) as job:
+        assert job.hear(0) == "issued"
+        job.say(1, "go")
         assert exit_code(job.ranks[0]) == 0
 
 
