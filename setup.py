@@ -94,7 +94,7 @@ def extension() -> Extension:
         extra_compile_args={"cxx": ["-O2", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter"]},
         # The second keeps the plugins, which nothing here calls, in the link.
         extra_link_args=[
-            f"-Wl,--version-script={ROOT / 'cpp' / 'exports.map'}",
+            f"-Wl,--version-script={ROOT / 'src' / 'engine' / 'vendor' / 'exports.map'}",
             "-Wl,-u,ncclTunerPlugin_v6,-u,ncclProfiler_v6",
             "-Wl,--strip-all",
         ],

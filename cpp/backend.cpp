@@ -47,8 +47,7 @@ c10::intrusive_ptr<SageBackend> SageBackend::create(const c10::intrusive_ptr<c10
   setup.algorithm = rust::String::lossy(options->algorithm);
   setup.fusion = options->fusion;
   setup.strict = options->strict;
-  // Others than gloo do not promise what a link needs: receives posted ahead, and a way to break off a wait.
-  setup.own_link = options->delegate == "gloo";
+  setup.delegate = rust::String::lossy(options->delegate);
   try {
     return c10::make_intrusive<SageBackend>(rank, size, std::move(options), connect(setup, wrap_store(store)));
   } catch (const rust::Error& error) {
@@ -74,11 +73,16 @@ SageBackend::SageBackend(int rank, int size, c10::intrusive_ptr<Options> options
 
 SageBackend::~SageBackend() {
   // The last reference may fall with the GIL held, and leaving takes a moment in which others may need it.
-  if (python_alive() && PyGILState_Check() != 0) {
-    const py::gil_scoped_release no_gil;
-    shutdown();
-  } else {
-    shutdown();
+  try {
+    if (python_alive() && PyGILState_Check() != 0) {
+      const py::gil_scoped_release no_gil;
+      shutdown();
+    } else {
+      shutdown();
+    }
+  } catch (const std::exception&) {
+    // A signal handler raised, and nothing may be thrown from here: the signal comes again.
+    PyErr_SetInterrupt();
   }
 }
 
@@ -175,8 +179,18 @@ void SageBackend::shutdown() {
     const std::lock_guard<std::mutex> lock(vendor_mutex_);
     vendors.swap(vendors_);
   }
+  std::exception_ptr interrupted;
   for (const auto& each : vendors) {
-    if (each.second) each.second->close(options_->timeout);
+    if (!each.second) continue;
+    if (interrupted) {
+      each.second->abort();
+      continue;
+    }
+    try {
+      each.second->close(options_->timeout);
+    } catch (...) {
+      interrupted = std::current_exception();
+    }
   }
   group_->shutdown();
   c10::intrusive_ptr<c10d::Backend> delegate;
@@ -191,6 +205,7 @@ void SageBackend::shutdown() {
   if (delegate) delegate->shutdown();
   delegate.reset();
   Graveyard::instance().drain();
+  if (interrupted) std::rethrow_exception(interrupted);
 }
 
 void SageBackend::abort() {

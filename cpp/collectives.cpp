@@ -147,14 +147,22 @@ SageBackend::WorkPtr SageBackend::allreduce_coalesced(Tensors& tensors, const c1
   check::not_empty(kOp, tensors);
   check::writable(kOp, "tensor", tensors);
   std::vector<Plan> plans;
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    if (i == 0 || tensors[i].scalar_type() != tensors[i - 1].scalar_type()) {
-      plans.emplace_back(kOp, Kind::kAllReduce, opts.timeout).combine(tensors[i], opts.reduceOp);
-      plans.back().call.counts = i == 0;
+  std::optional<at::ScalarType> type;  // of the plan that takes in more tensors
+  size_t open = 0;                     // its place
+  for (const at::Tensor& tensor : tensors) {
+    const bool alone = HostCall::by_vendor() && !device_packs(tensor.nbytes());
+    if (alone || tensor.scalar_type() != type) {
+      plans.emplace_back(kOp, Kind::kAllReduce, opts.timeout).combine(tensor, opts.reduceOp);
+      plans.back().call.counts = plans.size() == 1;
       plans.back().call.tensors = 0;
+      if (!alone) {
+        type = tensor.scalar_type();
+        open = plans.size() - 1;
+      }
     }
-    ++plans.back().call.tensors;
-    plans.back().update(tensors[i]);
+    Plan& plan = alone ? plans.back() : plans[open];
+    ++plan.call.tensors;
+    plan.update(tensor);
   }
   return submit_all(plans, {"sagellm:all_reduce", OpType::ALLREDUCE_COALESCED}, tensors, tensors, opts.asyncOp);
 }

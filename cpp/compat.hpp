@@ -82,6 +82,11 @@ bool guard_is_capturing(const Guard& guard, const Stream& stream, long) {
   return false;
 }
 
+// torch_npu tells the format of a tensor's memory by an operator: numbers of ACL's enumeration, of which these (undefined,
+// NCHW, NHWC, ND, NDHWC, NCDHW) hold the elements in order, and all others do not.
+constexpr const char* kFormatOperator = "npu::get_npu_format";
+constexpr int64_t kPlainFormats[] = {-1, 0, 1, 2, 27, 30};
+
 // torch 2.15 keeps the older of its two names as an alias.
 using PremulSupplement = c10d::NCCLPreMulSumSupplement;
 

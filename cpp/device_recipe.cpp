@@ -1,6 +1,9 @@
 #include "device_recipe.hpp"
 
 #include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/grad_mode.h>
 
 #include <algorithm>
 #include <memory>
@@ -118,20 +121,24 @@ at::Tensor empty(int64_t elements, at::ScalarType type, c10::Device device) {
 at::Tensor gathered(const Pieces& pieces, at::ScalarType type, c10::Device device) {
   const auto item = static_cast<size_t>(c10::elementSize(type));
   at::Tensor all = empty(static_cast<int64_t>(total(pieces) / item), type, device);
-  int64_t at = 0;
-  for (const at::Tensor& part : tensors_over(pieces, type, device)) {
-    copy_quietly(all.narrow(0, at, part.numel()), part);
-    at += part.numel();
-  }
+  // One kernel for many pieces, where the device has such.
+  const at::NoGradGuard no_grad;
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  at::cat_out(all, tensors_over(pieces, type, device));
   return all;
 }
 
 void scattered(const at::Tensor& all, const Pieces& pieces, at::ScalarType type, c10::Device device) {
+  const std::vector<at::Tensor> parts = tensors_over(pieces, type, device);
+  std::vector<at::Tensor> slices;
   int64_t at = 0;
-  for (const at::Tensor& part : tensors_over(pieces, type, device)) {
-    copy_quietly(part, all.narrow(0, at, part.numel()));
+  for (const at::Tensor& part : parts) {
+    slices.push_back(all.narrow(0, at, part.numel()));
     at += part.numel();
   }
+  const at::NoGradGuard no_grad;
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  at::_foreach_copy_(parts, slices);
 }
 
 at::Tensor scaled(const at::Tensor& tensor, double factor) {
@@ -236,7 +243,16 @@ rust::Box<RustLaunched> Launch::on(const rust::Box<RustMember>& member, size_t s
   return member->launch(*recipe, root, {send.data(), send.size()}, {recv.data(), recv.size()}, stream);
 }
 
-DeviceAsked asked(const Plan& plan, int ranks) {
+bool elements_in_order(const at::Tensor& tensor) {
+  if (!tensor.is_privateuseone()) return true;
+  // Present from the moment on that such tensors can exist, so a process without it asks again.
+  const auto query = c10::Dispatcher::singleton().findSchema({kFormatOperator, ""});
+  if (!query.has_value()) return true;
+  const auto format = query->typed<int64_t(const at::Tensor&)>().call(tensor);
+  return std::find(std::begin(kPlainFormats), std::end(kPlainFormats), format) != std::end(kPlainFormats);
+}
+
+DeviceAsked asked(const Plan& plan, int ranks, bool plain) {
   DeviceAsked found{};
   found.kind = plan.call.kind;
   // Where data is only moved, the core is told bytes, and a device may have no room for them all the same.
@@ -247,7 +263,7 @@ DeviceAsked asked(const Plan& plan, int ranks) {
   found.factor = plan.call.factor;
   found.ranks = static_cast<uint32_t>(ranks);
   found.even = plan.in_blocks.empty() && plan.out_blocks.empty();
-  found.plain = true;
+  found.plain = plain;
   return found;
 }
 

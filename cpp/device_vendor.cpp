@@ -11,6 +11,7 @@
 #include "backend.hpp"
 #include "callbacks.hpp"
 #include "errors.hpp"
+#include "python_host.hpp"
 
 namespace sagellm {
 
@@ -154,12 +155,15 @@ std::vector<VendorDevices::Explained> VendorDevices::explained(const std::vector
   std::vector<Explained> found;
   for (size_t i = 0; i < calls.size(); ++i) {
     const Plan& plan = *calls[i].plan;
-    const std::string why(launches[i].recipe->why());
+    std::string why(launches[i].recipe->why());
+    if (why.empty()) why = "one call of the library, which chooses the algorithm";
+    if (plan.call.tensors > 1) why += c10::str("; ", plan.call.tensors, " tensors packed");
+    if (calls.size() > 1) why += c10::str("; one of ", calls.size(), " calls in one launch");
     const uint64_t bytes = std::max(bytes_of(plan.inputs()), bytes_of(plan.outputs()));
     found.push_back({plan.call.kind, bytes,
                      c10::str("op\t", plan.op, "\nbytes\t", bytes, "\nranks\t", backend_.getSize(), "\nsequence\t",
                               number, "\nlibrary\t", describe(), "\ndecided\t",
-                              why.empty() ? "one call of the library, which chooses the algorithm" : why)});
+                              why)});
   }
   return found;
 }
@@ -210,8 +214,9 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::submit(std::vector<DevicePlan>& ca
 
   // Refused before anything is sent.
   std::vector<rust::Box<RustRecipe>> recipes;
+  const bool plain = std::all_of(keep.begin(), keep.end(), elements_in_order);
   for (const DevicePlan& call : calls) {
-    const DeviceAsked wanted = asked(*call.plan, ranks);
+    const DeviceAsked wanted = asked(*call.plan, ranks, plain);
     recipes.push_back(checked([&] { return devices_->recipe(wanted); }));
   }
   Key key{device.index(), -1, -1};
@@ -283,8 +288,10 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::submit(std::vector<DevicePlan>& ca
       first.call.timeout_ms < 0 ? backend_.options_->timeout : std::chrono::milliseconds(first.call.timeout_ms);
   made.watched.member = communicator;
   made.also = launched;
-  made.told = [notes](bool well) {
+  if (!capturing) under_way_->fetch_add(1, std::memory_order_relaxed);
+  made.told = [notes, capturing, under_way = under_way_](bool well) {
     for (const auto& note : notes) (*note)->ended(well, true);
+    if (!capturing) under_way->fetch_sub(1, std::memory_order_relaxed);
   };
   made.explained = [told = explained(calls, launches, number), communicator] {
     std::vector<std::string> all;
@@ -342,13 +349,36 @@ void VendorDevices::abort() {
 }
 
 void VendorDevices::close(std::chrono::milliseconds timeout) {
+  constexpr auto kPause = std::chrono::milliseconds(1);
+  // For the peers to leave, too. Whoever comes later finds that this rank's operations are done all the same.
+  constexpr auto kLeave = std::chrono::milliseconds(5000);
+  const bool bounded = timeout.count() > 0;
+  const auto until = std::chrono::steady_clock::now() + timeout;
+  auto ask_again = std::chrono::steady_clock::now();
+  // Works end at their own deadlines as well; a work whose communicator was shut under it would fail.
+  bool lost = false;
+  while (!lost && under_way_->load(std::memory_order_relaxed) > 0) {
+    std::this_thread::sleep_for(kPause);
+    const auto now = std::chrono::steady_clock::now();
+    lost = bounded && now >= until;
+    if (now < ask_again) continue;
+    ask_again = now + kAskEvery;
+    lost = lost || !devices_->trouble("the end of the group").empty();
+    if (check_interrupt()) {
+      abort();
+      std::rethrow_exception(take_interrupt());
+    }
+  }
+  lost = lost || !devices_->trouble("the end of the group").empty();
+  if (lost) abort();
   std::map<Key, MemberPtr> members;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     members.swap(members_);
   }
+  const auto leave = bounded ? std::min(timeout, kLeave) : kLeave;
   for (const auto& each : members) {
-    if (!each.second->aborted.exchange(true)) each.second->core->close(static_cast<uint64_t>(timeout.count()));
+    if (!each.second->aborted.exchange(true)) each.second->core->close(static_cast<uint64_t>(leave.count()));
   }
 }
 

@@ -55,7 +55,8 @@ class VendorDevices final : public RawStreams, public Guardian, public std::enab
   void connect(c10::Device device) { (void)everyone(device); }
   // Unblocks whatever hangs; nothing can be issued afterwards.
   void abort();
-  // Leaves with the others, when what is under way is done.
+  // Leaves with the others, when what is under way is done. Bounded: what does not end in time, or waits for a rank that
+  // is gone, is aborted. Throws only what a signal handler raised, and has aborted then.
   void close(std::chrono::milliseconds timeout);
 
   void set_device(c10::DeviceIndex device) const override;
@@ -101,6 +102,9 @@ class VendorDevices final : public RawStreams, public Guardian, public std::enab
   std::mutex mutex_;
   std::map<Key, MemberPtr> members_;
   std::chrono::steady_clock::time_point asked_{};
+  // Works that are watched and have not ended. Written by `submit` and by whoever ends a work; read by `close`. Shared,
+  // because a work may outlive this. A counter alone: nothing is ordered by it.
+  const std::shared_ptr<std::atomic<int64_t>> under_way_ = std::make_shared<std::atomic<int64_t>>(0);
 };
 
 }  // namespace sagellm

@@ -1,5 +1,7 @@
 #include "region.hpp"
 
+#include <ATen/core/jit_type.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -68,6 +70,37 @@ void JoinedWork::synchronize() {
 
 void JoinedWork::abort() {
   for (const auto& part : parts_) part->abort();
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> JoinedWork::getFuture() {
+  using c10::ivalue::Future;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (value_) return value_;
+  std::vector<c10::intrusive_ptr<Future>> values;
+  std::vector<c10::Device> devices;
+  for (const auto& part : parts_) {
+    values.push_back(part->getFuture());
+    for (const c10::Device device : values.back()->devices()) {
+      if (std::find(devices.begin(), devices.end(), device) == devices.end()) devices.push_back(device);
+    }
+  }
+  value_ = c10::make_intrusive<Future>(c10::ListType::ofTensors(), devices);
+  // Counted down by each part's callback, whichever thread runs it; the last one sees what all others left behind.
+  const auto left = std::make_shared<std::atomic<size_t>>(values.size());
+  for (const auto& value : values) {
+    value->addCallback([left, values, all = value_](Future&) {
+      if (left->fetch_sub(1, std::memory_order_acq_rel) > 1) return;
+      c10::List<at::Tensor> tensors;
+      for (const auto& each : values) {
+        if (each->hasError()) return all->setError(each->exception_ptr());
+        // Complete already: this puts the current streams behind it.
+        each->wait();
+        for (const at::Tensor& tensor : each->value().toTensorVector()) tensors.push_back(tensor);
+      }
+      all->markCompleted(c10::IValue(std::move(tensors)));
+    });
+  }
+  return value_;
 }
 
 std::vector<at::Tensor> JoinedWork::result() {

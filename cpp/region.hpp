@@ -63,9 +63,13 @@ class JoinedWork final : public c10d::Work {
   void synchronize() override;
   void abort() override;
   std::vector<at::Tensor> result() override;
+  // Of all parts' values, one behind the other.
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
  private:
   const std::vector<c10::intrusive_ptr<c10d::Work>> parts_;
+  std::mutex mutex_;
+  c10::intrusive_ptr<c10::ivalue::Future> value_;
 };
 
 }  // namespace sagellm

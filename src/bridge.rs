@@ -140,12 +140,13 @@ pub mod ffi {
         name: String,
         /// Why this group must not use shared memory, or empty. Tests and the option `engine="delegate"` set it.
         delegate_reason: String,
+        /// The option `delegate`.
+        delegate: String,
         /// The option `algorithm`, in the syntax of `select/rules.rs`.
         algorithm: String,
         /// `config::Settings`.
         fusion: bool,
         strict: bool,
-        own_link: bool,
     }
 
     extern "Rust" {
@@ -325,6 +326,8 @@ pub mod ffi {
         fn explain_without_group(kind: u8, bytes: u64, dtype: u8, ranks: u32, algorithm: &str) -> Result<String>;
         /// All choices such a group would make, as `select::explain::table_lines`.
         fn table_without_group(ranks: u32, algorithm: &str) -> Result<String>;
+        /// Whether a tensor of a list on a device is packed with others (`engine::vendor::packs`).
+        fn device_packs(bytes: usize) -> bool;
         /// Writes a decision table for `ranks` ranks on this machine; `lines` as in `select/table.rs`. Its path.
         fn save_table(ranks: u32, made: &str, lines: &str) -> Result<String>;
         /// Names of the algorithms that have a schedule for a kind of collective.
@@ -555,9 +558,10 @@ fn connect(setup: &ffi::Setup, store: cxx::SharedPtr<ffi::Store>) -> std::result
             timeout: Duration::from_millis(setup.timeout_ms),
             name: setup.name.clone(),
             delegate_reason: Some(setup.delegate_reason.clone()).filter(|reason| !reason.is_empty()),
+            delegate: setup.delegate.clone(),
             algorithm: setup.algorithm.clone(),
             policy: String::new(),
-            settings: Settings { fusion: setup.fusion, strict: setup.strict, own_link: setup.own_link },
+            settings: Settings { fusion: setup.fusion, strict: setup.strict },
         };
         let group = Group::connect(config, &StoreHook(store), Arc::new(PythonHook))?;
         Ok(Box::new(RustGroup(group)))
@@ -793,6 +797,10 @@ fn explain_without_group(
 
 fn table_without_group(ranks: u32, algorithm: &str) -> std::result::Result<String, String> {
     guarded(|| group::table_without_group(ranks as usize, algorithm))
+}
+
+fn device_packs(bytes: usize) -> bool {
+    crate::engine::vendor::packs(bytes)
 }
 
 fn save_table(ranks: u32, made: &str, lines: &str) -> std::result::Result<String, String> {

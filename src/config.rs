@@ -14,6 +14,8 @@ pub struct Config {
     pub name: String,
     /// Why this group must not use shared memory, if so.
     pub delegate_reason: Option<String>,
+    /// The option `delegate`: the backend of torch's that serves what this engine does not. Equal on all ranks.
+    pub delegate: String,
     /// The option `algorithm`: rules that come before those of the environment (`select::rules`).
     pub algorithm: String,
     /// What rank 0 tells the others about choosing (`select::policy`), as text; filled when the group is made.
@@ -29,13 +31,17 @@ pub struct Settings {
     pub fusion: bool,
     /// The bits of one host: every element is combined in the order of the ranks.
     pub strict: bool,
-    /// Ranks on several hosts are served by our own schedules over a link; otherwise by the delegate as a whole.
-    pub own_link: bool,
+}
+
+impl Config {
+    /// The delegate that can also be a link, over which our own schedules serve ranks on several hosts. Others do not
+    /// promise what a link needs: receives posted ahead, and a way to break off a wait. They serve such groups as a whole.
+    pub const LINK: &'static str = "gloo";
 }
 
 impl Default for Settings {
     fn default() -> Settings {
-        Settings { fusion: true, strict: false, own_link: true }
+        Settings { fusion: true, strict: false }
     }
 }
 

@@ -122,6 +122,7 @@ fn local_config(rank: usize, size: usize, timeout: Duration) -> Config {
         timeout,
         name: "local".to_string(),
         delegate_reason: None,
+        delegate: Config::LINK.to_string(),
         algorithm: String::new(),
         policy: String::new(),
         settings: Settings::default(),
@@ -167,7 +168,7 @@ impl Group {
                 Ok(Group::build(config, Engine::Delegate(reason), None, Vec::new(), (1, own), 0, host))
             }
             meet::Outcome::Shared(met) => Group::share(config, met, &own, host),
-            meet::Outcome::Hosts { reason, .. } if !config.settings.own_link => {
+            meet::Outcome::Hosts { reason, .. } if config.delegate != Config::LINK => {
                 Ok(Group::build(config, Engine::Delegate(reason), None, Vec::new(), (1, own), 0, host))
             }
             meet::Outcome::Hosts { hosts, id, reason, policy } => {

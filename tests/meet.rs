@@ -79,6 +79,7 @@ fn config(rank: usize, size: usize, timeout: Duration) -> Config {
         timeout,
         name: "test".into(),
         delegate_reason: None,
+        delegate: Config::LINK.to_string(),
         algorithm: String::new(),
         policy: format!("rank {rank}'s"),
         settings: Settings::default(),
@@ -307,6 +308,26 @@ fn ranks_that_cannot_share_delegate_for_one_reason() {
 fn a_reason_that_is_too_long_is_cut_alike_everywhere() {
     let reasons = reasons(run(&Memory::default(), 2, |rank| rank.config.delegate_reason = Some("grün ".repeat(500))));
     assert!(reasons[0].len() > 1000 && reasons[0] == reasons[1], "{reasons:?}");
+}
+
+#[test]
+fn ranks_that_would_go_to_different_delegates_are_told_so_on_every_rank() {
+    let outcomes = run(&Memory::default(), 3, |rank| {
+        rank.config.delegate_reason = Some("a test".into());
+        rank.config.delegate = if rank.config.rank == 1 { "mpi" } else { "gloo" }.to_string();
+    });
+    for outcome in outcomes {
+        let error = outcome.err().expect("an error");
+        assert!(matches!(error, Error::Invalid(_)), "{error:?}");
+        assert!(error.text().contains("'gloo' on rank 0 and 'mpi' on rank 1"), "{error}");
+    }
+    // Where nobody needs one, it does not matter.
+    assert_one_memory(
+        &run(&Memory::default(), 2, |rank| rank.config.delegate = rank.config.rank.to_string())
+            .into_iter()
+            .map(shared)
+            .collect::<Vec<Met>>(),
+    );
 }
 
 /// Shows rank 2 a socket that nobody listens on.
@@ -869,7 +890,7 @@ proptest! {
 
     #[test]
     fn what_is_written_is_read_back(identity in identity(), nonce in any::<[u8; 16]>(), size in any::<u32>(), wish in any::<String>(), cut in any::<prop::sample::Index>()) {
-        let record = Record { nonce, protocol: PROTOCOL, version: "0.1".into(), body: Some(Body { size, identity, wish, known: vec![(nonce, 3), ([1; 16], size)] }) };
+        let record = Record { nonce, protocol: PROTOCOL, version: "0.1".into(), body: Some(Body { size, identity, delegate: wish.clone(), wish, known: vec![(nonce, 3), ([1; 16], size)] }) };
         let bytes = record.write();
         prop_assert_eq!(Record::read(&bytes), Some(record));
         // Any shorter piece is refused.

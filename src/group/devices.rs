@@ -278,7 +278,7 @@ impl Member {
     /// Ends it when its operations are done, at the latest at the deadline. All its ranks call it.
     pub fn close(&self, deadline: Duration) {
         if let Err(error) = self.communicator.close(deadline) {
-            log::debug!("{}: {error}", self.name);
+            log::info!("{}: {error}", self.name);
         }
     }
 }

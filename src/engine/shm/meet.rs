@@ -117,6 +117,7 @@ pub fn meet_as(
         size: config.size as u32,
         identity,
         wish: config.delegate_reason.clone().unwrap_or_default(),
+        delegate: config.delegate.clone(),
         known: companions.iter().map(|one| (one.id(), one.place() as u32)).collect(),
     };
     let own =

@@ -70,7 +70,7 @@ use std::sync::Arc;
 pub use communicator::{Api, Call, Communicator, Message, Setup, Split};
 pub use launch::{Job, Launched, calls, launch};
 pub use library::Hints;
-pub use recipe::{Asked, Capabilities, Local, Method, Recipe, recipe};
+pub use recipe::{Asked, Capabilities, Local, Method, Recipe, packs, recipe};
 pub use runtime::{Event, Runtime, Stream, synchronize};
 
 use crate::error::Result;

@@ -21,7 +21,7 @@ import simdevice
 import torch
 import torch.distributed as dist
 from harness import Context, Rank, expect_raises, launch, run_fresh
-from test_staged import calls, holds
+from test_staged import backend_of, calls, holds
 
 #: By vendor: torch's name of the device, what its streams are, and the variables that name the simulators.
 VENDORS: dict[str, tuple[str, str, dict[str, str]]] = {
@@ -220,6 +220,65 @@ def test_what_a_library_has_not_is_refused_or_converted_where_allowed(libraries:
     run_fresh(converted, 2, env=environment("cncl", libraries, SAGELLM_DOUBLE_AS_FLOAT="1"))
 
 
+def lists(ctx: Context, vendor: str) -> None:
+    _, name = start(ctx, vendor)
+    # Whoever is larger than the limit of the pack is a call of its own; all are one launch.
+    parts = [torch.full((n,), ctx.rank + 1.0, device=name) for n in (10, 300_000, 5, 0, 270_000, 7)]
+    asked = dist.AllreduceCoalescedOptions()
+    asked.asyncOp = True
+    work = backend_of().allreduce_coalesced(parts, asked)
+    work.wait()
+    for part in parts:
+        holds(part, 3)
+    whole = told_of(work)
+    told = [each.decided for each in [whole, *whole.parts]]
+    assert len(told) == 3 and all("one of 3 calls in one launch" in each for each in told), told
+    assert "4 tensors packed" in told[0] and "packed" not in told[1] + told[2], told
+    parts = [torch.full((n,), ctx.rank + 1.0, device=name) for n in (10, 20, 30)]
+    work = backend_of().allreduce_coalesced(parts, asked)
+    work.wait()
+    assert "3 tensors packed" in told_of(work).decided and "launch" not in told_of(work).decided, told_of(work)
+    # Calls on both kinds of device in one region are one work with one future.
+    group = dist.group.WORLD
+    assert group is not None
+    host, there = torch.ones(4), torch.ones(5, device=name)
+    group._start_coalescing(torch.device(name))
+    dist.all_reduce(host, async_op=True)
+    dist.all_reduce(there, async_op=True)
+    work = group._end_coalescing(torch.device(name))
+    values = work.get_future().wait()
+    work.wait()
+    for value, length in zip(sorted(values, key=len), (4, 5), strict=True):
+        assert len(value) == length
+        holds(value, 2)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("vendor", VENDORS)
+def test_lists_are_packed_where_small_and_one_launch(vendor: str, libraries: dict[str, Path]) -> None:
+    """Large tensors of a list are not copied; a region with host and device tensors has one future."""
+    run_fresh(lists, 2, vendor, env=environment(vendor, libraries))
+
+
+def internal_format(ctx: Context) -> None:
+    _, name = start(ctx, "hccl")
+    library = torch.library.Library("npu", "DEF")
+    library.define("get_npu_format(Tensor self) -> int")
+    # As torch_npu's operator of this name does: ND, and FRACTAL_NZ for one that was cast.
+    library.impl("get_npu_format", lambda tensor: 29 if tensor.numel() == 77 else 2, "PrivateUse1")
+    text = expect_raises(ValueError, lambda: dist.all_reduce(torch.ones(77, device=name)))
+    assert "internal format" in text and "npu_format_cast" in text, text
+    value = torch.ones(76, device=name)
+    dist.all_reduce(value)
+    holds(value, 2)
+    dist.destroy_process_group()
+
+
+def test_internal_formats_are_refused_with_the_fix(libraries: dict[str, Path]) -> None:
+    """torch_npu may keep a tensor's elements in another order; nothing is sent then, and the group goes on."""
+    run_fresh(internal_format, 2, env=environment("hccl", libraries))
+
+
 # ------------------------------------------------------------------------------------------------ order
 
 
@@ -358,6 +417,64 @@ def test_a_missing_rank_is_named_at_the_deadline(vendor: str, libraries: dict[st
         assert "Timed out after 3.0 s in all_reduce number 2" in text, text
         assert "rank 1" in text and "has not issued it, its last on a device is all_reduce number 1" in text, text
         job.say(1, "go")
+
+
+def leaves_alone(ctx: Context, vendor: str) -> None:
+    """Rank 0 leaves while rank 1 is dead, or does not think of leaving."""
+    from datetime import timedelta
+
+    _, name = start(ctx, vendor, timeout=timedelta(seconds=300))
+    value = torch.ones(10, device=name)
+    dist.all_reduce(value)
+    holds(value, 2)
+    if ctx.rank == 1:
+        ctx.tell("idle")
+        if ctx.listen() == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+    else:
+        ctx.listen()
+    begin = time.monotonic()
+    dist.destroy_process_group()
+    ctx.tell(time.monotonic() - begin)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("peer", ["die", "stay"])
+@pytest.mark.parametrize("vendor", VENDORS)
+def test_leaving_does_not_wait_for_a_peer_that_is_dead_or_late(
+    vendor: str, peer: str, libraries: dict[str, Path]
+) -> None:
+    """Far within the group's timeout, although the simulated library waits for the other rank as long as it likes."""
+    patient = environment(vendor, libraries, SAGELLM_SIM_TIMEOUT_MS="300000")
+    with launch(leaves_alone, 2, vendor, env=patient) as job:
+        assert job.hear(1) == "idle"
+        if peer == "die":
+            job.say(1, "die")
+            assert exit_code(job.ranks[1]) == -signal.SIGKILL
+        job.say(0, "leave")
+        assert job.hear(0) < 60
+        if peer == "stay":
+            job.say(1, "leave")
+            assert job.hear(1) < 60
+            assert [exit_code(rank) for rank in job.ranks] == [0, 0]
+
+
+def leaves_early(ctx: Context, vendor: str) -> None:
+    device, name = start(ctx, vendor)
+    value = torch.ones(10, device=name)
+    dist.all_reduce(value)
+    torch.accelerator.synchronize(name)
+    device.kernel_delay(0.3)
+    work = dist.all_reduce(value.add_(0), async_op=True)
+    dist.destroy_process_group()
+    work.wait()  # an error here would say that the communicator was closed under it
+    holds(value, 4)
+
+
+@pytest.mark.parametrize("vendor", VENDORS)
+def test_work_under_way_ends_well_before_the_group_does(vendor: str, libraries: dict[str, Path]) -> None:
+    """`destroy_process_group` right behind an operation loses nothing."""
+    run_fresh(leaves_early, 2, vendor, env=environment(vendor, libraries))
 
 
 def asynchronous_error(ctx: Context, vendor: str) -> None:

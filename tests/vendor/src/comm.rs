@@ -193,9 +193,10 @@ impl Comm {
             timeout: patience,
             name: self.name.clone(),
             delegate_reason: None,
+            delegate: String::new(),
             algorithm: String::new(),
             policy: String::new(),
-            settings: Settings { own_link: false, ..Settings::default() },
+            settings: Settings::default(),
         };
         let host = Arc::new(Interrupt(Arc::downgrade(self)));
         let group = Group::connect(config, &self.place.connect()?, host)?;

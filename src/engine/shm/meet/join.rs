@@ -82,6 +82,7 @@ fn told(text: &str) -> Error {
     let mut letters = text.chars();
     match letters.next() {
         Some('T') => Error::Timeout(letters.as_str().into()),
+        Some('V') => Error::Invalid(letters.as_str().into()),
         Some(_) => Error::System(letters.as_str().into()),
         None => Error::System("sagellm: rank 0 gave up without saying why".into()),
     }

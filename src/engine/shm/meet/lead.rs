@@ -213,6 +213,7 @@ impl Lead<'_, '_> {
                 }
             }
             if missing.is_empty() {
+                one_delegate(&self.records)?;
                 let detail: Vec<u8> = hosts.iter().flat_map(|host| (*host as u16).to_le_bytes()).collect();
                 self.talk.store.set(VERDICT, &self.verdict(id, Mode::Delegate, reason, &detail).write())?;
                 return Ok(Step::Delegated);
@@ -273,6 +274,25 @@ fn agreeable(records: &[Option<Record>]) -> std::result::Result<Vec<&Body>, Stri
     Ok(bodies)
 }
 
+/// An error where the ranks would not all go to the same delegate: they would wait for each other there.
+fn one_delegate(records: &[Option<Record>]) -> Result<()> {
+    let named = |record: &Option<Record>| Some(record.as_ref()?.body.as_ref()?.delegate.clone());
+    let own = named(&records[0]);
+    // What another version asks for is not known; it says in its own words that it is another.
+    match records
+        .iter()
+        .enumerate()
+        .find_map(|(rank, record)| named(record).filter(|it| Some(it) != own.as_ref()).map(|it| (rank, it)))
+    {
+        Some((rank, other)) => Err(Error::Invalid(format!(
+            "sagellm: the option delegate is '{}' on rank 0 and '{other}' on rank {rank}; all ranks of a group need the \
+             same one",
+            own.unwrap_or_default()
+        ))),
+        None => Ok(()),
+    }
+}
+
 /// The number of each rank's host, in the order in which the ranks name them, where the ranks would share memory if they
 /// were not on several hosts. What one user on one host cannot share with another counts as two hosts.
 fn hosts(records: &[Option<Record>]) -> Option<Vec<usize>> {
@@ -298,7 +318,13 @@ mod tests {
     use crate::engine::shm::meet::record::Identity;
 
     fn record(change: impl FnOnce(&mut Record, &mut Body)) -> Option<Record> {
-        let mut body = Body { size: 2, identity: Identity::here(), wish: String::new(), known: Vec::new() };
+        let mut body = Body {
+            size: 2,
+            identity: Identity::here(),
+            wish: String::new(),
+            delegate: "gloo".into(),
+            known: Vec::new(),
+        };
         let mut record = Record { nonce: [1; 16], protocol: PROTOCOL, version: "1".into(), body: None };
         change(&mut record, &mut body);
         Some(Record { body: Some(body), ..record })
@@ -325,6 +351,9 @@ mod tests {
         assert_eq!(hosts(&[same(), far(), same(), far()]), Some(vec![0, 1, 0, 1]));
         assert_eq!(hosts(&[same(), same()]), None, "one host");
         assert_eq!(hosts(&[same(), far(), record(|_, body| body.wish = "no".into())]), None, "somebody refuses");
+        assert_eq!(one_delegate(&[same(), far(), None]), Ok(()));
+        let text = one_delegate(&[same(), far(), record(|_, body| body.delegate = "mpi".into())]).unwrap_err();
+        assert!(text.text().contains("'gloo' on rank 0 and 'mpi' on rank 2"), "{text}");
         // An unknown boot proves nothing, even when it is unknown on both sides.
         let unknown = || record(|_, body| body.identity.boot_id.clear());
         assert!(agreeable(&[unknown(), unknown()]).is_err());

@@ -8,7 +8,7 @@ use crate::engine::shm::segment::Backing;
 use crate::{select, topology};
 
 /// Changes when the conversation does.
-pub const PROTOCOL: u32 = 3;
+pub const PROTOCOL: u32 = 4;
 
 /// Random, new for every attempt to meet: tells the living from what an earlier incarnation left behind.
 pub type Nonce = [u8; 16];
@@ -159,6 +159,8 @@ pub struct Body {
     pub identity: Identity,
     /// Why this rank does not want shared memory, or empty.
     pub wish: String,
+    /// Name of the backend that would serve the group then.
+    pub delegate: String,
     /// Companions of earlier groups, and this rank's place among them.
     pub known: Vec<(Nonce, u32)>,
 }
@@ -166,7 +168,7 @@ pub struct Body {
 impl Record {
     pub fn write(&self) -> Vec<u8> {
         let writer = Writer::new(RECORD_MAGIC).bytes(&self.nonce).u32(self.protocol).text(&self.version);
-        let Some(Body { size, identity, wish, known }) = &self.body else { return writer.0 };
+        let Some(Body { size, identity, wish, delegate, known }) = &self.body else { return writer.0 };
         writer
             .u32(*size)
             .text(&identity.boot_id)
@@ -178,6 +180,7 @@ impl Record {
             .u64(identity.quota_millicores.unwrap_or(u64::MAX))
             .u64(identity.headroom.unwrap_or(u64::MAX))
             .text(wish)
+            .text(delegate)
             .list(known, |writer, (id, place)| writer.bytes(id).u32(*place))
             .0
     }
@@ -202,7 +205,8 @@ impl Record {
             quota_millicores: limit(from.u64()?),
             headroom: limit(from.u64()?),
         };
-        Some(Body { size, identity, wish: from.text()?, known: from.list(|from| Some((from.array()?, from.u32()?)))? })
+        let (wish, delegate) = (from.text()?, from.text()?);
+        Some(Body { size, identity, wish, delegate, known: from.list(|from| Some((from.array()?, from.u32()?)))? })
     }
 }
 
