@@ -1,12 +1,14 @@
 """Builds the extension module ``sagellm._C``: the C++ of ``cpp/`` linked with the Rust core as a static library.
 
 cargo runs first and leaves two things: ``libsagellm.a`` and, through cxx, the headers that ``cpp/`` includes. torch's
-own extension builder then compiles the C++ with ninja, so that an edit of the Rust core costs cargo and one link.
+own extension builder then compiles the C++ with ninja, so that an edit of the Rust core costs cargo and one link. On a
+machine without cargo the variable SAGELLM_PREBUILT names a folder that has both already (``make prebuilt`` writes one).
 Everything about the package that is not code to build stands in ``pyproject.toml``.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -18,13 +20,18 @@ from pathlib import Path
 from typing import Any
 
 import setuptools
-from setuptools import Extension, setup
+from setuptools import Command, Extension, setup
 
 ROOT = Path(__file__).resolve().parent
 SOURCE = "torch_ext"
 #: Commands that compile. The others (metadata of the package) must not pay for the import of torch.
 COMPILING = {"bdist_wheel", "build", "build_ext", "develop", "editable_wheel", "install"}
 MINIMUM_RUST = (1, 89)
+#: Names a folder with what cargo would build: the library, and the folder of the generated headers.
+PREBUILT = "SAGELLM_PREBUILT"
+CORE = "libsagellm.a"
+HEADERS = "cxxbridge"
+DIGEST = "sources.sha256"
 #: The first that reads the licence as pyproject.toml writes it.
 MINIMUM_SETUPTOOLS = 77
 
@@ -60,6 +67,50 @@ def cargo_target() -> Path:
     return Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")).resolve()
 
 
+def core_places() -> tuple[Path, Path]:
+    """Where the static library and the generated headers are, or will be."""
+    given = os.environ.get(PREBUILT)
+    if given:
+        return Path(given).resolve() / CORE, Path(given).resolve() / HEADERS
+    return cargo_target() / "release" / CORE, cargo_target() / HEADERS
+
+
+def core_digest() -> str:
+    """Changes with every source of the Rust core."""
+    digest = hashlib.sha256()
+    for path in [ROOT / "Cargo.toml", ROOT / "Cargo.lock", *sorted((ROOT / "src").rglob("*.rs"))]:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def write_prebuilt(folder: Path) -> None:
+    """Puts what cargo has built, and a digest of its sources, into a folder that may be carried elsewhere."""
+    if os.environ.get(PREBUILT):
+        fail(f"{PREBUILT} is set, so there is nothing to write; unset it")
+    run_cargo()
+    library, headers = core_places()
+    shutil.rmtree(folder, ignore_errors=True)
+    # cargo leaves the first header as a link into its own cache, which another machine lacks: links are followed.
+    shutil.copytree(headers, folder / HEADERS)
+    shutil.copy2(library, folder / CORE)
+    (folder / DIGEST).write_text(core_digest() + "\n", encoding="utf-8")
+    print(f"sagellm: {folder} is for {PREBUILT}, on a machine of this kind whose sources are these", flush=True)
+
+
+def check_prebuilt() -> None:
+    """Ends the build where the folder lacks something, or was made from other sources."""
+    library, headers = core_places()
+    digest = library.parent / DIGEST
+    needed = [library, headers / "rust" / "cxx.h", headers / "sagellm" / "src" / "bridge.rs.h", digest]
+    missing = [str(path) for path in needed if not path.is_file()]
+    mend = "write it on a machine that has cargo, with: make prebuilt"
+    if missing:
+        fail(f"{PREBUILT}={os.environ[PREBUILT]} lacks {', '.join(missing)}; {mend}")
+    if digest.read_text(encoding="utf-8").strip() != core_digest():
+        fail(f"{PREBUILT}={os.environ[PREBUILT]} was made from other sources than those in {ROOT / 'src'}; {mend}")
+    print(f"sagellm: the Rust core is {library}; cargo is not used", flush=True)
+
+
 def run_cargo() -> None:
     """Builds the Rust core. Cargo itself decides what is out of date."""
     cargo = shutil.which("cargo")
@@ -83,13 +134,13 @@ def run_cargo() -> None:
 
 def extension() -> Extension:
     """What torch's builder needs, except the paths of torch, which are added once torch is imported."""
-    target = cargo_target()
+    library, headers = core_places()
     return Extension(
         "sagellm._C",
         sources=sorted(str(path.relative_to(ROOT)) for path in (ROOT / "cpp").glob("*.cpp")),
         # The generated headers first (`rust/cxx.h`, `sagellm/src/bridge.rs.h`), then ours.
-        include_dirs=[str(target / "cxxbridge"), str(ROOT / "cpp")],
-        extra_objects=[str(target / "release" / "libsagellm.a")],
+        include_dirs=[str(headers), str(ROOT / "cpp")],
+        extra_objects=[str(library)],
         # No -std: torch adds the one its headers ask for (c++17 in 2.11, c++20 in 2.15).
         extra_compile_args={"cxx": ["-O2", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter"]},
         # The second keeps the plugins, which nothing here calls, in the link.
@@ -118,7 +169,10 @@ def builder() -> type[Any]:
             self.build_temp = str(ROOT / "build" / f"torch{torch_minor()}-{python}-{sysconfig.get_platform()}")
 
         def build_extensions(self) -> None:
-            run_cargo()
+            if os.environ.get(PREBUILT):
+                check_prebuilt()
+            else:
+                run_cargo()
             for ext in self.extensions:
                 probe = CppExtension(ext.name, [], extra_compile_args=[])
                 ext.include_dirs += probe.include_dirs
@@ -157,6 +211,22 @@ def builder() -> type[Any]:
     return Build
 
 
+class Prebuilt(Command):
+    """``python setup.py prebuilt``: the Rust core for a machine without cargo."""
+
+    description = f"build the Rust core and copy it to a folder for {PREBUILT}"
+    user_options = [("folder=", None, "default: build/prebuilt")]  # noqa: RUF012 (setuptools wants a list)
+
+    def initialize_options(self) -> None:
+        self.folder = str(ROOT / "build" / "prebuilt")
+
+    def finalize_options(self) -> None:
+        pass
+
+    def run(self) -> None:
+        write_prebuilt(Path(self.folder))
+
+
 def main() -> None:
     if int(setuptools.__version__.split(".")[0]) < MINIMUM_SETUPTOOLS:
         fail(
@@ -167,7 +237,7 @@ def main() -> None:
         version=package_version(),
         install_requires=[f"torch=={torch_minor()}.*"],
         ext_modules=[extension()],
-        cmdclass={"build_ext": builder()} if compiling else {},
+        cmdclass={"prebuilt": Prebuilt, **({"build_ext": builder()} if compiling else {})},
     )
 
 
