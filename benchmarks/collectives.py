@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from measure import clock as clocks
 from measure import machine as machines
 from measure import report
 from measure.cases import DTYPES, FIXED_SIZE, OPS, Case
@@ -35,19 +36,24 @@ EXAMPLES = """examples:
   python benchmarks/collectives.py --backends gloo --control       how much of a difference is noise
   python benchmarks/collectives.py --backends sagellm,sagellm:unfused,gloo --ops all_reduce_x1000
   python benchmarks/collectives.py --hosts 0,0,1,1 --delay-ms 1 --ops all_reduce --sizes 8,4KiB     two hosts, as root
+  python benchmarks/collectives.py --device cuda --ranks 8 --ops all_reduce --sizes 1MiB         a card each, and nccl
   torchrun --nproc-per-node=2 benchmarks/collectives.py --backends sagellm,gloo
 """
 SIZES = "8,512,4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
 QUICK_SIZES = "8,4KiB,64KiB,1MiB,16MiB"
 MOST_SAMPLES = 2000
 LAST_LEVEL_CACHE = 64 << 20  # what --cold cycles through at least, per rank
+#: By device: what is compared with, and the clock. On another device than the CPU the host does not wait for results.
+REFERENCES = {"cpu": report.REFERENCE, "cuda": "nccl", "npu": "hccl", "mlu": "cncl"}
+Calls = Sequence[Callable[[], object]]
 
 
 class Backend:
     """One column of the tables: a process group under a label."""
 
-    def __init__(self, label: str, group: dist.ProcessGroup) -> None:
+    def __init__(self, label: str, group: dist.ProcessGroup, form: str = "") -> None:
         self.label, self.group = label, group
+        self.form = form  # of an operation that has several, see `Case`; empty: that of the case
         self.checked = label != report.FLOOR  # the floor moves nothing, so its results are wrong by design
 
 
@@ -57,7 +63,7 @@ class Backend:
 def check(case: Case, backend: Backend, turn: int) -> str | None:
     """One untimed call on known values; what is wrong on this rank, or None."""
     try:
-        return case.check(backend.group, turn) if backend.checked else None
+        return case.check(backend.group, turn, backend.form) if backend.checked else None
     except (RuntimeError, ValueError, NotImplementedError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
 
@@ -76,23 +82,12 @@ def agree(errors: dict[str, str | None], out_of_time: bool) -> tuple[dict[str, s
     return {label: error for label, error in found.items() if error}, bool(flags[-1])
 
 
-def timed_block(calls: Sequence[Callable[[], object]], count: int, start: int) -> list[float]:
-    """`count` calls, each timed on its own, in microseconds. The operation itself keeps the ranks in step."""
-    clock = time.perf_counter_ns
-    taken = []
-    for i in range(start, start + count):
-        call = calls[i % len(calls)]
-        begin = clock()
-        call()
-        taken.append((clock() - begin) / 1e3)
-    return taken
-
-
-def samples_per_round(case: Case, calls: Sequence[Callable[[], object]], seconds: float) -> int:
+def samples_per_round(case: Case, calls: Calls, seconds: float, timed_block: clocks.Clock) -> int:
     """How many calls fit in a round, by the slowest rank's clock, so that all ranks make the same number."""
     needed = torch.zeros(1, dtype=torch.float64)
     if case.takes_part():
-        needed[0] = percentile(timed_block(calls, 6, 0)[1:], 0.5) / 1e6
+        timed_block(calls, 1, 0)
+        needed[0] = percentile(timed_block(calls, 5, 1), 0.5) / 1e6
     dist.all_reduce(needed, op=dist.ReduceOp.MAX)
     return max(2, min(MOST_SAMPLES, int(seconds / max(needed.item(), 1e-7))))
 
@@ -100,7 +95,8 @@ def samples_per_round(case: Case, calls: Sequence[Callable[[], object]], seconds
 def measure(case: Case, backends: list[Backend], args: argparse.Namespace, seconds: float) -> dict[str, Any]:
     """One operation at one size on all backends, in at most about `seconds`; summaries on every rank."""
     begin = time.monotonic()
-    calls = {b.label: case.calls(b.group) for b in backends}
+    calls = {b.label: case.calls(b.group, b.form) for b in backends}
+    timed_block = clocks.CLOCKS[args.clock]
     failed: dict[str, str] = {}
     counts: dict[str, int] = {}
     rounds: dict[str, list[list[float]]] = {b.label: [] for b in backends}
@@ -117,8 +113,8 @@ def measure(case: Case, backends: list[Backend], args: argparse.Namespace, secon
             if label in failed:
                 continue
             if label not in counts:
-                counts[label] = samples_per_round(case, calls[label], args.budget / args.rounds)
-            rounds[label].append(one_round(case, backend, calls[label], counts[label], number))
+                counts[label] = samples_per_round(case, calls[label], args.budget / args.rounds, timed_block)
+            rounds[label].append(one_round(case, backend, calls[label], counts[label], number, timed_block))
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, rounds)
     times: dict[str, Any] = {label: {"error": failed[label]} for label in failed}
@@ -132,7 +128,7 @@ def measure(case: Case, backends: list[Backend], args: argparse.Namespace, secon
 
 
 def one_round(
-    case: Case, backend: Backend, calls: Sequence[Callable[[], object]], count: int, number: int
+    case: Case, backend: Backend, calls: Calls, count: int, number: int, timed_block: clocks.Clock
 ) -> list[float]:
     """The timed part: warm up what the other backends have cooled down, meet, measure."""
     taken: list[float] = []
@@ -171,11 +167,28 @@ def variant_options(backend: str, variant: str) -> dict[str, Any]:
     return {"pg_options": _load.extension().Options(**known[variant])}
 
 
+def reference_of(args: argparse.Namespace) -> str:
+    return REFERENCES.get(args.device, report.REFERENCE)
+
+
+def use_device(args: argparse.Namespace) -> str:
+    """Makes this rank's device current; what it is, in words. Ends the program where there is none."""
+    if args.device == "cpu":
+        return ""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    found = 0 if accelerator is None or accelerator.type != args.device else torch.accelerator.device_count()
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if local >= found:
+        raise SystemExit(f"no {args.device} device for rank {local}: torch {torch.__version__} finds {found}")
+    torch.accelerator.set_device_index(local)
+    return machines.describe_device(args.device)
+
+
 def open_backends(args: argparse.Namespace) -> list[Backend]:
     """A group per name; a name that comes twice is its own control."""
     names = args.backends.split(",")
     if args.control:
-        names.append(report.REFERENCE if report.REFERENCE in names else names[-1])
+        names.append(reference_of(args) if reference_of(args) in names else names[-1])
     backends: list[Backend] = []
     for name in names:
         before = sum(b.label.partition(" #")[0] == name for b in backends)
@@ -198,12 +211,12 @@ def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def progress(done: int, total: int, case: Case, result: dict[str, Any], begin: float) -> None:
+def progress(done: int, total: int, case: Case, result: dict[str, Any], begin: float, reference: str) -> None:
     """One line per case."""
     parts = []
     for label, timed in result["times"].items():
         parts.append(f"{label} {format_time(timed['median']) if 'median' in timed else 'FAILED: ' + timed['error']}")
-    ratios = report.speedups(result)
+    ratios = report.speedups(result, reference)
     best = f"  {next(iter(ratios.values()))[0]:.1f}x" if ratios else ""
     left = (time.monotonic() - begin) / done * (total - done)
     say(f"[{done:3d}/{total}] {case.op:<22} {format_size(case.size):>8}  {'  '.join(parts)}{best}  ({left:.0f} s left)")
@@ -212,7 +225,8 @@ def progress(done: int, total: int, case: Case, result: dict[str, Any], begin: f
 def default_name(args: argparse.Namespace, ranks: int) -> str:
     """Of the result files."""
     if not args.hosts:
-        return f"collectives-{ranks}r-{args.dtype}"
+        where = "collectives" if args.device == "cpu" else f"{args.device}-{args.clock}"
+        return f"{where}-{ranks}r-{args.dtype}"
     link = args.rate or (f"{args.delay_ms:g}ms" if args.delay_ms else "plain")
     return f"hosts-{args.hosts.replace(',', '')}-{link}"
 
@@ -227,10 +241,18 @@ def command_line(arguments: list[str]) -> str:
     return shlex.join(kept)
 
 
+def quiet_collector() -> None:
+    """A collection in the middle of a call would be charged to the backend that happened to run."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+
+
 def run_rank(args: argparse.Namespace) -> int:
     """The whole benchmark on one rank; the exit code."""
     for module in args.imports:
         importlib.import_module(module)
+    device = use_device(args)
     machine = machines.describe()  # before the run itself raises the load
     # gloo carries what the ranks tell each other about the benchmark; no measured operation uses this group.
     dist.init_process_group("gloo", timeout=timedelta(seconds=args.timeout))
@@ -245,17 +267,14 @@ def run_rank(args: argparse.Namespace) -> int:
     ]
     results, begin = [], time.monotonic()
     busy, mine = machines.busy_seconds(), time.process_time()
-    # A collection in the middle of a call would be charged to the backend that happened to run.
-    gc.collect()
-    gc.freeze()
-    gc.disable()
+    quiet_collector()
     for done, (op, size) in enumerate(plan, 1):
-        case = Case(op, size, DTYPES[args.dtype], buffer_sets(args, op, size))
+        case = Case(op, size, DTYPES[args.dtype], buffer_sets(args, op, size), args.device)
         # A case may take more than its share, since most take less; every rank asks rank 0's clock only.
         share = 1.5 * (args.limit - (time.monotonic() - begin)) / (len(plan) - done + 1)
         result = measure(case, backends, args, share)
         results.append(result)
-        progress(done, len(plan), case, result, begin)
+        progress(done, len(plan), case, result, begin, reference_of(args))
     seconds = time.monotonic() - begin
     own = torch.tensor([time.process_time() - mine], dtype=torch.float64)
     dist.all_reduce(own)
@@ -267,6 +286,7 @@ def run_rank(args: argparse.Namespace) -> int:
             "labels": [b.label for b in backends], "rounds": args.rounds, "budget_seconds": args.budget,
             "hosts": args.hosts, "rate": args.rate, "delay_ms": args.delay_ms,
             "buffers": "cold" if args.cold else args.buffers, "seconds": round(seconds, 1),
+            "device": device, "clock": args.clock, "reference": reference_of(args),
             "command": command_line(sys.argv[1:]),
             "others": round(max(0.0, others), 3), "results": results,
         }  # fmt: skip
@@ -340,8 +360,8 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0], epilog=EXAMPLES,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     add = parser.add_argument
-    add("--backends", default="sagellm,gloo", help="names, with commas (default: sagellm,gloo)")
-    add("--control", action="store_true", help="measure gloo a second time: the ratio of both is the noise (A/A)")
+    add("--backends", help="names, with commas (default: sagellm,gloo; on cuda sagellm,nccl, and so on)")
+    add("--control", action="store_true", help="measure the other one a second time: the ratio is the noise (A/A)")
     add("--floor", action="store_true", help="also torch's fake backend, which does nothing: the cost of the call")
     add("--ranks", type=int, default=2, help="processes to start when not under torchrun (default: 2)")
     add("--hosts", default="", help="play hosts by network namespaces: each rank's host, such as 0,0,1,1 (needs root)")
@@ -350,6 +370,17 @@ def parse_args() -> argparse.Namespace:
     add("--ops", default=",".join(OPS), help=f"default: all of {', '.join(OPS)}")
     add("--sizes", help=f"bytes of the whole tensor (default: {SIZES})")
     add("--dtype", default="float32", choices=DTYPES, help="default: float32")
+    add(
+        "--device",
+        default="cpu",
+        help="where the tensors are, a device for each rank: cpu, cuda, npu, mlu (default: cpu)",
+    )
+    add(
+        "--clock",
+        choices=["call", "issue", "device"],
+        help="call: until it returns (default on cpu); issue: the same, with a device that has little to do; device: "
+        "series of calls until the device is done (default elsewhere)",
+    )
     add("--quick", action="store_true", help=f"under a minute: sizes {QUICK_SIZES}, fewer rounds")
     add("--rounds", type=int, help="turns per backend and case (default: 10, quick: 4)")
     add("--budget", type=float, help="seconds of timed calls per backend and case (default: 0.3, quick: 0.06)")
@@ -373,6 +404,8 @@ def parse_args() -> argparse.Namespace:
     )
     add("--name", help="name of the result files (default: collectives-<ranks>r-<dtype>)")
     args = parser.parse_args()
+    args.backends = args.backends or f"sagellm,{reference_of(args)}"
+    args.clock = args.clock or ("call" if args.device == "cpu" else "device")
     args.sizes = args.sizes or (QUICK_SIZES if args.quick else SIZES)
     args.rounds = args.rounds or (4 if args.quick else 10)
     args.budget = args.budget or (0.06 if args.quick else 0.3)

@@ -26,13 +26,18 @@ OPS = (
     "all_reduce_x1000",
     "fused_x10",
     "fused_x1000",
+    "region_x10",
+    "region_x1000",
     "barrier",
 )
-# Measured at one size only: a barrier has none, and many operations in flight are about small ones.
-FIXED_SIZE = {"barrier": 0, "all_reduce_x10": 2048, "all_reduce_x1000": 2048, "fused_x10": 2048, "fused_x1000": 2048}
-# Operations in flight at once: asynchronous calls one by one, and one call of fused_all_reduce for a list.
+# Operations in flight at once: asynchronous calls one by one, one call of fused_all_reduce for a list, and calls within
+# torch's coalescing manager.
 BURSTS = {"all_reduce_x10": 10, "all_reduce_x1000": 1000}
 LISTS = {"fused_x10": 10, "fused_x1000": 1000}
+REGIONS = {"region_x10": 10, "region_x1000": 1000}
+MANY = BURSTS | LISTS | REGIONS
+# Measured at one size only: a barrier has none, and many operations in flight are about small ones.
+FIXED_SIZE = {"barrier": 0} | dict.fromkeys(MANY, 2048)
 ROOT = 0
 PERIOD = 13
 DTYPES = {
@@ -57,10 +62,13 @@ def pattern(count: int, rank: int, salt: int, dtype: torch.dtype) -> torch.Tenso
 
 
 class Case:
-    """One operation at one size on this rank, over several sets of buffers that are used in turn."""
+    """One operation at one size on this rank, over several sets of buffers that are used in turn.
 
-    def __init__(self, op: str, size: int, dtype: torch.dtype, sets: int) -> None:
-        self.op, self.dtype = op, dtype
+    Groups may be given another form of the operation: of those in `MANY` the forms of one number share their buffers.
+    """
+
+    def __init__(self, op: str, size: int, dtype: torch.dtype, sets: int, device: str = "cpu") -> None:
+        self.op, self.dtype, self.device = op, dtype, device
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         item = torch.empty(0, dtype=dtype).element_size()
         split = op in {"all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "gather", "scatter"}
@@ -73,8 +81,9 @@ class Case:
         self.outputs: list[torch.Tensor] = []
         for _ in range(max(1, sets)):
             counts = self._counts()
-            self.inputs.append(torch.ones(counts[0], dtype=dtype).zero_())  # written, so the pages are there
-            self.outputs.append(torch.ones(counts[1], dtype=dtype).zero_())
+            # Written, so the pages are there.
+            self.inputs.append(torch.ones(counts[0], dtype=dtype, device=device).zero_())
+            self.outputs.append(torch.ones(counts[1], dtype=dtype, device=device).zero_())
 
     def _counts(self) -> tuple[int, int]:
         """Elements of input and output."""
@@ -86,62 +95,66 @@ class Case:
             "all_to_all_single": (whole, whole),
             "gather": (self.part, at_root),
             "scatter": (at_root, self.part),
-        }.get(self.op, (self.part * (BURSTS | LISTS).get(self.op, 1), 0))
+        }.get(self.op, (self.part * MANY.get(self.op, 1), 0))
 
     def takes_part(self) -> bool:
         """Whether this rank runs the operation at all; ping-pong needs only two."""
         return self.op != "ping_pong" or self.rank < 2
 
-    def calls(self, group: dist.ProcessGroup) -> list[Callable[[], object]]:
+    def calls(self, group: dist.ProcessGroup, form: str = "") -> list[Callable[[], object]]:
         """One call per set of buffers; everything that is not the operation is done here, outside the timing."""
-        return [self._call(group, i) for i in range(len(self.inputs))]
+        return [self._call(group, i, form or self.op) for i in range(len(self.inputs))]
 
-    def _call(self, group: dist.ProcessGroup, i: int) -> Callable[[], object]:
+    def _call(self, group: dist.ProcessGroup, i: int, op: str) -> Callable[[], object]:
         x, y = self.inputs[i], self.outputs[i]
-        if self.op == "barrier":
-            return lambda: dist.barrier(group=group)
-        if self.op == "all_reduce":
+        if op == "barrier":
+            devices = None if self.device == "cpu" else [torch.accelerator.current_device_index()]
+            return lambda: dist.barrier(group=group, device_ids=devices)
+        if op == "all_reduce":
             return lambda: dist.all_reduce(x, group=group)
-        if self.op == "all_gather_into_tensor":
+        if op == "all_gather_into_tensor":
             return lambda: dist.all_gather_into_tensor(y, x, group=group)
-        if self.op == "reduce_scatter_tensor":
+        if op == "reduce_scatter_tensor":
             return lambda: dist.reduce_scatter_tensor(y, x, group=group)
-        if self.op == "broadcast":
+        if op == "broadcast":
             return lambda: dist.broadcast(x, ROOT, group=group)
-        if self.op == "all_to_all_single":
+        if op == "all_to_all_single":
             return lambda: dist.all_to_all_single(y, x, group=group)
-        if self.op == "reduce":
+        if op == "reduce":
             return lambda: dist.reduce(x, ROOT, group=group)
-        if self.op == "gather":
+        if op == "gather":
             parts = list(y.split(self.part)) if self.rank == ROOT else None
             return lambda: dist.gather(x, parts, ROOT, group=group)
-        if self.op == "scatter":
+        if op == "scatter":
             pieces = list(x.split(self.part)) if self.rank == ROOT else None
             return lambda: dist.scatter(y, pieces, ROOT, group=group)
-        if self.op in BURSTS:
+        if op in BURSTS:
             tensors = x.split(self.part)
             return lambda: burst(tensors, group)
-        if self.op in LISTS:
+        if op in REGIONS:
+            pieces = x.split(self.part)
+            return lambda: region(pieces, group)
+        if op in LISTS:
             from sagellm import fused_all_reduce  # serves groups of other backends, too
 
             listed = list(x.split(self.part))
             return lambda: fused_all_reduce(listed, group=group)
-        if self.op == "ping_pong":
+        if op == "ping_pong":
             return (lambda: ping(x, group)) if self.rank == 0 else (lambda: pong(x, group))
-        raise ValueError(f"unknown operation {self.op!r}; known: {', '.join(OPS)}")
+        raise ValueError(f"unknown operation {op!r}; known: {', '.join(OPS)}")
 
-    def check(self, group: dist.ProcessGroup, turn: int) -> str | None:
+    def check(self, group: dist.ProcessGroup, turn: int, form: str = "") -> str | None:
         """Runs the operation once on known values; what is wrong, or None. Leaves zeros behind."""
         i = turn % len(self.inputs)
         x, y = self.inputs[i], self.outputs[i]
         x.copy_(pattern(x.numel(), self.rank, turn, self.dtype))
         y.fill_(77)
         if self.takes_part():
-            self._call(group, i)()
+            self._call(group, i, form or self.op)()
         wanted = self._wanted(turn)
         wrong = None
         if wanted is not None:
-            got = y if y.numel() == wanted.numel() and self._writes_output() else x
+            got = (y if y.numel() == wanted.numel() and self._writes_output() else x).cpu()
             if not torch.equal(got, wanted):
                 at = int(got.ne(wanted).nonzero()[0])
                 wrong = f"rank {self.rank}: element {at} is {got[at].item()}, expected {wanted[at].item()}"
@@ -160,7 +173,7 @@ class Case:
 
         everyone, part, whole = range(self.ranks), self.part, self.part * self.ranks
         mine = slice(self.rank * part, (self.rank + 1) * part)
-        if self.op == "all_reduce" or self.op in BURSTS | LISTS:
+        if self.op == "all_reduce" or self.op in MANY:
             return total([sent(r, self.inputs[0].numel()) for r in everyone])
         if self.op == "reduce":
             return total([sent(r, part) for r in everyone]) if self.rank == ROOT else None
@@ -191,6 +204,13 @@ def burst(parts: tuple[torch.Tensor, ...], group: dist.ProcessGroup) -> None:
     works = [dist.all_reduce(part, group=group, async_op=True) for part in parts]
     for work in works:
         work.wait()
+
+
+def region(parts: tuple[torch.Tensor, ...], group: dist.ProcessGroup) -> None:
+    """The same, told to torch beforehand."""
+    with dist._coalescing_manager(group=group):
+        for part in parts:
+            dist.all_reduce(part, group=group)
 
 
 def ping(x: torch.Tensor, group: dist.ProcessGroup) -> None:

@@ -63,6 +63,16 @@ def describe() -> dict[str, object]:
     }
 
 
+def describe_device(kind: str) -> str:
+    """The current device of this kind, with the versions of what is below torch, in words."""
+    module = torch.get_device_module(kind)
+    name = getattr(module, "get_device_name", lambda: kind)()
+    words = [f"{torch.accelerator.device_count()} x {name}"]
+    if kind == "cuda":
+        words += [f"CUDA {torch.version.cuda}", f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))} (torch's)"]
+    return ", ".join(words)
+
+
 def slug(machine: dict[str, object]) -> str:
     """A short name for a folder: "amd-epyc-2c"."""
     name = re.sub(r"\((r|tm)\)|@.*|\bcpu\b|processor", " ", str(machine["cpu"]).lower())

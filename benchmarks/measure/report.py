@@ -35,14 +35,19 @@ def cell(timed: Result) -> str:
     return f"{format_time(timed['median'])} ({format_time(timed['p10'])}, {format_time(timed['p99'])})"
 
 
-def is_control(label: str) -> bool:
+def is_control(label: str, reference: str = REFERENCE) -> bool:
     """The reference under its second name."""
-    return label.startswith(f"{REFERENCE} #")
+    return label.startswith(f"{reference} #")
+
+
+def reference_of(run: Result) -> str:
+    """Against what a run compares: gloo, but for runs on devices."""
+    return str(run.get("reference", REFERENCE))
 
 
 def markdown(run: Result) -> str:
     """All tables of a run."""
-    machine, labels = run["machine"], run["labels"]
+    machine, reference = run["machine"], reference_of(run)
     caches = ", ".join(f"{level} {size}" for level, size in machine["caches"].items())
     lines = [
         f"# Collectives: {run['ranks']} ranks{_where(run)}, {run['dtype']}, {run['date']}",
@@ -54,16 +59,27 @@ def markdown(run: Result) -> str:
         f"{100 * run['others']:.0f} % of the cores busy. "
         f"Up to {run['rounds']} rounds, buffers: {run['buffers']}. Command: `{run['command']}`.",
         "",
-        f"Times: median (p10, p99) of the slowest rank. busbw: GB/s from the median, by the definition of nccl-tests. "
-        f"{REFERENCE} p10 / x: the {REFERENCE} time at its 10th percentile over the median of x, and over its p10; "
+        f"{_what(run)}Times: median (p10, p99) of the slowest rank. "
+        + ("" if run.get("clock") == "issue" else "busbw: GB/s from the median, by the definition of nccl-tests. ")
+        + f"{reference} p10 / x: the {reference} time at its 10th percentile over the median of x, and over its p10; "
         "below 1 is marked as lost. A/A: the p10 of two equal groups, which would be 1 without noise.",
     ]
     for op in ops_of(run["results"]):
         rows = [r for r in run["results"] if r["op"] == op]
-        head = _head(rows[0], labels)
+        head = _head(rows[0], run)
         lines += ["", f"## {op}", "", "| " + " | ".join(head) + " |", "|" + " ---: |" * len(head)]
-        lines += ["| " + " | ".join(_row(row, labels, run["ranks"])) + " |" for row in rows]
+        lines += ["| " + " | ".join(_row(row, run)) + " |" for row in rows]
     return "\n".join(lines) + "\n"
+
+
+def _what(run: Result) -> str:
+    """The device and what was timed, where the tensors were not in host memory."""
+    clocks = {
+        "call": "A time is that of the host, from the call to its return. ",
+        "issue": "A time is that of the host, from the call to its return, beside a device that has little to do. ",
+        "device": "A time is that of a series of calls until the device was done, over their number. ",
+    }
+    return f"On {run['device']}. {clocks[run['clock']]}" if run.get("device") else ""
 
 
 def _where(run: Result) -> str:
@@ -74,33 +90,40 @@ def _where(run: Result) -> str:
     return f" on hosts {run['hosts']} ({link})"
 
 
-def _head(row: Result, labels: list[str]) -> list[str]:
+def _has_bandwidth(row: Result, run: Result, label: str) -> bool:
+    """Nothing moved, or the host did not wait until it had: then there is none."""
+    return bool(row["size"]) and label != FLOOR and run.get("clock") != "issue"
+
+
+def _head(row: Result, run: Result) -> list[str]:
+    labels, reference = run["labels"], reference_of(run)
     head = ["size"]
     for label in labels:
-        head += [label, "busbw"] if row["size"] and label != FLOOR else [label]
-    if REFERENCE in labels:
+        head += [label, "busbw"] if _has_bandwidth(row, run, label) else [label]
+    if reference in labels:
         for label in labels:
-            if is_control(label):
+            if is_control(label, reference):
                 head.append("A/A")
-            elif label not in {REFERENCE, FLOOR}:
-                head.append(f"{REFERENCE} p10 / {label}")
+            elif label not in {reference, FLOOR}:
+                head.append(f"{reference} p10 / {label}")
     return head
 
 
-def _row(row: Result, labels: list[str], ranks: int) -> list[str]:
+def _row(row: Result, run: Result) -> list[str]:
+    labels, ranks, reference = run["labels"], run["ranks"], reference_of(run)
     cells = [format_size(row["size"]) if row["size"] else "-"]
     for label in labels:
         timed = row["times"][label]
         cells.append(cell(timed))
-        if row["size"] and label != FLOOR:
+        if _has_bandwidth(row, run, label):
             bus = busbw(row["op"], row["size"], timed["median"], ranks) if "median" in timed else None
             cells.append("-" if bus is None else format_bandwidth(bus))
-    ratios = speedups(row)
-    if REFERENCE in labels:
-        for label in (label for label in labels if label not in {REFERENCE, FLOOR}):
+    ratios = speedups(row, reference)
+    if reference in labels:
+        for label in (label for label in labels if label not in {reference, FLOOR}):
             if label not in ratios:
                 cells.append("-")
-            elif is_control(label):
+            elif is_control(label, reference):
                 cells.append(f"{ratios[label][1]:.2f}")
             else:
                 cells.append(", ".join(map(format_ratio, ratios[label])))
@@ -128,7 +151,7 @@ def plot(run: Result, path: Path) -> str | None:
     )  # fmt: skip
     for i, (op, rows) in enumerate(by_op.items()):
         upper, lower = axes[2 * (i // columns)][i % columns], axes[2 * (i // columns) + 1][i % columns]
-        _plot_op(upper, lower, op, rows, run["labels"])
+        _plot_op(upper, lower, op, rows, run["labels"], reference_of(run))
     for i in range(len(by_op), bands * columns):
         axes[2 * (i // columns)][i % columns].axis("off")
         axes[2 * (i // columns) + 1][i % columns].axis("off")
@@ -141,7 +164,7 @@ def plot(run: Result, path: Path) -> str | None:
     return None
 
 
-def _plot_op(upper: Any, lower: Any, op: str, rows: list[Result], labels: list[str]) -> None:
+def _plot_op(upper: Any, lower: Any, op: str, rows: list[Result], labels: list[str], reference: str) -> None:
     for number, label in enumerate(labels):
         good = [r for r in rows if "median" in r["times"][label]]
         sizes = [r["size"] for r in good]
@@ -149,16 +172,17 @@ def _plot_op(upper: Any, lower: Any, op: str, rows: list[Result], labels: list[s
         colour = f"C{number}"
         upper.plot(sizes, [t["median"] for t in times], "o-", color=colour, label=label, markersize=3)
         upper.fill_between(sizes, [t["p10"] for t in times], [t["p99"] for t in times], color=colour, alpha=0.15)
-        if label in {REFERENCE, FLOOR}:
+        if label in {reference, FLOOR}:
             continue
         # A control is compared like with like, p10 with p10: its line is the noise.
-        ratios = [(r["size"], speedups(r)[label][is_control(label)]) for r in good if label in speedups(r)]
+        found = [(r["size"], speedups(r, reference)) for r in good]
+        ratios = [(size, each[label][is_control(label, reference)]) for size, each in found if label in each]
         if ratios:
             lower.plot(*zip(*ratios, strict=True), "o-", color=colour, markersize=3)
     upper.set(title=op, xscale="log", yscale="log", ylabel="us: median, p10 to p99")
     upper.legend(fontsize=8)
     lower.axhline(1, color="grey", linewidth=0.8)
-    lower.set(xscale="log", yscale="log", xlabel="bytes", ylabel=f"{REFERENCE} p10 / median")
+    lower.set(xscale="log", yscale="log", xlabel="bytes", ylabel=f"{reference} p10 / median")
     for axis in (upper, lower):
         axis.grid(True, which="major", alpha=0.3)
 

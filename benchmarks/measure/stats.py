@@ -13,6 +13,8 @@ BUS_FACTORS = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_reduce_x10": lambda n: 2 * (n - 1) / n,
     "all_reduce_x1000": lambda n: 2 * (n - 1) / n,
+    "region_x10": lambda n: 2 * (n - 1) / n,
+    "region_x1000": lambda n: 2 * (n - 1) / n,
     "fused_x10": lambda n: 2 * (n - 1) / n,
     "fused_x1000": lambda n: 2 * (n - 1) / n,
     "all_gather_into_tensor": lambda n: (n - 1) / n,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -17,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
 
 import collectives  # noqa: E402
+import gpu  # noqa: E402
 import train_gpt  # noqa: E402
 import update_docs  # noqa: E402
 from measure import report  # noqa: E402
@@ -151,6 +153,29 @@ def test_the_table_shows_won_and_lost_rows(run: report.Result) -> None:
     heads = [line for line in lines if line.startswith("| size")]
     assert ["busbw" in head for head in heads] == [True, False]  # a barrier moves nothing
     assert all(line.count("|") == heads[0].count("|") for line in (won, lost))
+
+
+def test_a_run_on_a_device_compares_with_its_own_reference(run: report.Result) -> None:
+    names = {"sagellm": "sagellm", "gloo": "nccl", "gloo #2": "nccl #2"}
+    for row in run["results"]:
+        row["times"] = {names[label]: timed for label, timed in row["times"].items()}
+    run |= {"labels": list(names.values()), "reference": "nccl", "clock": "issue", "device": "1 x Some Card"}
+    lines = report.markdown(run).splitlines()
+    assert any("On 1 x Some Card" in line and "from the call to its return" in line for line in lines)
+    head = next(line for line in lines if line.startswith("| size"))
+    assert "nccl p10 / sagellm" in head and "A/A" in head and "busbw" not in head
+    assert "40.0x, 40.0x" in next(line for line in lines if line.startswith("| 8 B"))
+    assert gpu.verdict(run["results"]).startswith("At most the host time of nccl: 2 of 3 cases")
+
+
+def test_without_a_device_one_line_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["gpu.py"])
+    assert gpu.main() == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("no CUDA device") and printed.count("\n") == 1
+    with pytest.raises(SystemExit, match="no npu device for rank 0"):
+        collectives.use_device(argparse.Namespace(device="npu"))
 
 
 def test_a_failed_backend_is_shown_and_does_not_hide_the_others(run: report.Result) -> None:

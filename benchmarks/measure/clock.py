@@ -1,0 +1,57 @@
+"""Ways to time a block of calls: on the host alone, or until a device is done."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+Calls = Sequence[Callable[[], object]]
+Clock = Callable[[Calls, int, int], list[float]]
+#: Calls between two synchronisations: what a driver queues before a call has to wait for the device is about ten times
+#: that, and a call may put several things there.
+QUEUED = 100
+#: Calls of one sample by the device's clock.
+TOGETHER = 20
+
+
+def each(calls: Calls, count: int, start: int) -> list[float]:
+    """`count` calls, each timed on its own, in microseconds. The operation itself keeps the ranks in step."""
+    clock = time.perf_counter_ns
+    taken = []
+    for i in range(start, start + count):
+        call = calls[i % len(calls)]
+        begin = clock()
+        call()
+        taken.append((clock() - begin) / 1e3)
+    return taken
+
+
+def issue(calls: Calls, count: int, start: int, queued: int = QUEUED) -> list[float]:
+    """From the call to its return, with a device that never has so much to do that the host must wait for it."""
+    taken = []
+    for first in range(start, start + count, queued):
+        torch.accelerator.synchronize()
+        taken += each(calls, min(queued, start + count - first), first)
+    torch.accelerator.synchronize()
+    return taken
+
+
+def device(calls: Calls, count: int, start: int) -> list[float]:
+    """Series of calls until the device is done with them: one sample a series, over its number of calls."""
+    taken = []
+    for first in range(start, start + count, TOGETHER):
+        number = min(TOGETHER, start + count - first)
+        torch.accelerator.synchronize()
+        begin = time.perf_counter_ns()
+        for i in range(first, first + number):
+            calls[i % len(calls)]()
+        torch.accelerator.synchronize()
+        taken.append((time.perf_counter_ns() - begin) / 1e3 / number)
+    return taken
+
+
+#: By the name that a result has. "alone" waits for the device before every call: for those that are many calls.
+CLOCKS: dict[str, Clock] = {"call": each, "issue": issue, "alone": partial(issue, queued=1), "device": device}
