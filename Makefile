@@ -2,7 +2,7 @@
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: help demo build test test-quick test-long lint format bench clean
+.PHONY: help demo build test test-quick test-long test-gpu bench-gpu prebuilt built-gpu lint format bench clean
 
 python := .venv/bin/python
 # Stamps: a second call does only what changed since.
@@ -14,6 +14,11 @@ built := .venv/.stamp-built
 torch := $(wildcard .venv/lib/python3.*/site-packages/torch/version.py)
 sources := Cargo.toml $(wildcard Cargo.lock) build.rs setup.py $(shell find src cpp -name '*.rs' -o -name '*.[ch]pp') \
     $(torch)
+
+# The machine with the GPU may have torch in another Python, and no cargo: then SAGELLM_PREBUILT names what `make
+# prebuilt` wrote elsewhere, only the C++ is compiled, and nothing is installed. pytest has to be there.
+gpu_python ?= $(if $(wildcard $(python)),$(python),python3)
+gpu_run := PYTHONPATH=$$PWD/torch_ext$${PYTHONPATH:+:$$PYTHONPATH} $(gpu_python)
 
 ranks ?= 2
 demo_flags ?=
@@ -34,6 +39,20 @@ test-quick: $(built) $(installed_dev) ## the part for daily work (under 3 minute
 
 test-long: $(built) $(installed_dev) ## the many-times runs
 	@$(python) .ci/totals long
+
+test-gpu: built-gpu ## tests on an NVIDIA GPU (under 8 minutes; fails if there is none; see docs/benchmarks.md)
+	@$(gpu_run) .ci/totals gpu
+
+bench-gpu: built-gpu ## host time a call against torch's nccl on an NVIDIA GPU; results below out/
+	$(gpu_run) benchmarks/gpu.py --out out $(bench_flags)
+
+prebuilt: $(installed) ## the Rust core for a machine without cargo, in build/prebuilt (SAGELLM_PREBUILT names it there)
+	@.ci/prerequisites
+	$(python) setup.py --quiet prebuilt
+
+# The metadata beside the sources tell torch the name, as an installed package would.
+built-gpu: $(if $(SAGELLM_PREBUILT),,$(built) $(installed_dev))
+	$(if $(SAGELLM_PREBUILT),$(gpu_python) setup.py --quiet egg_info build_ext --inplace)
 
 lint: $(installed_dev) ## formatters and linters, warnings denied
 	@.ci/lint

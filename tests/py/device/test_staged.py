@@ -17,9 +17,9 @@ import simdevice
 import torch
 import torch.distributed as dist
 from harness import Context, expect_raises, launch, run_fresh
+from on_device import LIST, backend_of, calls, ddp, holds, number, same_training
 
 KERNEL = 0.01  # seconds
-LIST = [(5, torch.float32), (3000, torch.int64), (0, torch.float32), (70, torch.float32)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,158 +37,7 @@ def start(ctx: Context, name: str = "npu", queue: float | None = None, delay: fl
     return device
 
 
-def backend_of(kind: str = "cpu") -> Any:
-    return dist.distributed_c10d._get_default_group()._get_backend(torch.device(kind))
-
-
-def number() -> int:
-    return int(backend_of()._get_sequence_number_for_group())
-
-
-def holds(tensor: torch.Tensor, value: float) -> None:
-    found = tensor.cpu()
-    assert (found == value).all(), (value, found.unique())
-
-
 # ------------------------------------------------------------------------------------------------ every call
-
-
-def made(rank: int, count: int, device: str, seed: int = 0) -> torch.Tensor:
-    """Numbers of one rank; on the device slow kernels have a part in them."""
-    base = torch.arange(count, dtype=torch.float32).remainder(97).div(7).add(rank + 10 * seed)
-    if device == "cpu":
-        return base.mul(3)
-    return base.to(device).mul_(3)
-
-
-def empty(count: int, device: str) -> torch.Tensor:
-    """Memory into which a slow kernel still writes."""
-    return torch.empty(count, device=device).fill_(-1)
-
-
-def calls(n: int, rank: int, device: str) -> dict[str, Callable[[bool], tuple[Any, list[torch.Tensor]]]]:
-    """Every collective, as a function of `async_op` that gives the Work and the results."""
-
-    def each(function: Callable[[bool], Any]) -> Callable[[bool], tuple[Any, list[torch.Tensor]]]:
-        return function
-
-    def all_reduce(a: bool, op: Any = dist.ReduceOp.SUM, count: int = 1000) -> Any:
-        t = made(rank, count, device)
-        return dist.all_reduce(t, op, async_op=a), [t]
-
-    def broadcast(a: bool, root: int) -> Any:
-        t = made(rank, 700, device)
-        return dist.broadcast(t, root, async_op=a), [t]
-
-    def reduce(a: bool) -> Any:
-        t = made(rank, 700, device)
-        return dist.reduce(t, n - 1, async_op=a), [t] if rank == n - 1 else []
-
-    def all_gather(a: bool, counts: list[int]) -> Any:
-        outs = [empty(count, device) for count in counts]
-        return dist.all_gather(outs, made(rank, counts[rank], device), async_op=a), outs
-
-    def all_gather_into_tensor(a: bool) -> Any:
-        out = empty(300 * n, device)
-        return dist.all_gather_into_tensor(out, made(rank, 300, device), async_op=a), [out]
-
-    def in_place(a: bool) -> Any:
-        out = empty(300 * n, device)
-        part = out[300 * rank : 300 * (rank + 1)]
-        part.copy_(made(rank, 300, device))
-        return dist.all_gather_into_tensor(out, part, async_op=a), [out]
-
-    def gather(a: bool) -> Any:
-        outs = [empty(200, device) for _ in range(n)] if rank == 0 else None
-        return dist.gather(made(rank, 200, device), outs, 0, async_op=a), outs or []
-
-    def scatter(a: bool) -> Any:
-        out = empty(150, device)
-        parts = [made(rank, 150, device, seed) for seed in range(n)] if rank == 0 else None
-        return dist.scatter(out, parts, 0, async_op=a), [out]
-
-    def reduce_scatter(a: bool) -> Any:
-        out = empty(120, device)
-        return dist.reduce_scatter(out, [made(rank, 120, device, s) for s in range(n)], async_op=a), [out]
-
-    def reduce_scatter_tensor(a: bool) -> Any:
-        out = empty(130, device)
-        return dist.reduce_scatter_tensor(out, made(rank, 130 * n, device), dist.ReduceOp.AVG, async_op=a), [out]
-
-    def all_to_all(a: bool) -> Any:
-        outs = [empty(10 + other, device) for other in range(n)]
-        ins = [made(rank, 10 + rank, device, other) for other in range(n)]
-        return dist.all_to_all(outs, ins, async_op=a), outs
-
-    def all_to_all_single(a: bool) -> Any:
-        out_splits, in_splits = [3 + other for other in range(n)], [3 + rank] * n
-        out = empty(sum(out_splits), device)
-        return dist.all_to_all_single(out, made(rank, sum(in_splits), device), out_splits, in_splits, async_op=a), [out]
-
-    def coalesced(a: bool) -> Any:
-        ts = [made(rank, 50, device), made(rank, 20, device), made(rank, 3, device)]
-        return dist.all_reduce_coalesced(ts, async_op=a), ts
-
-    def several_types(a: bool) -> Any:
-        # torch's function refuses them; its backends need not.
-        ts = [made(rank, 50, device), made(rank, 20, device).double(), made(rank, 3, device).double()]
-        work = backend_of().allreduce_coalesced(ts, dist.AllreduceCoalescedOptions())
-        return work, ts
-
-    def manager(a: bool) -> Any:
-        ts = [made(rank, 60, device), made(rank, 5, device)]
-        with dist._coalescing_manager(async_ops=a) as region:
-            for t in ts:
-                dist.all_reduce(t)
-        return (region if a else None), ts
-
-    def gathered_lists(a: bool) -> Any:
-        outs = [empty(40 * n, device), empty(8 * n, device)]
-        with dist._coalescing_manager(async_ops=a) as region:
-            for out, count in zip(outs, (40, 8), strict=True):
-                dist.all_gather_into_tensor(out, made(rank, count, device))
-        return (region if a else None), outs
-
-    def scattered_lists(a: bool) -> Any:
-        outs = [empty(40, device), empty(8, device)]
-        with dist._coalescing_manager(async_ops=a) as region:
-            for out, count in zip(outs, (40, 8), strict=True):
-                dist.reduce_scatter_tensor(out, made(rank, count * n, device))
-        return (region if a else None), outs
-
-    def strided(a: bool) -> Any:
-        t = made(rank, 600, device).view(20, 30).t()
-        return dist.all_reduce(t, async_op=a), [t]
-
-    def barrier(a: bool) -> Any:
-        return dist.barrier(async_op=a, device_ids=None if device == "cpu" else [0]), []
-
-    return {
-        "all_reduce": each(all_reduce),
-        "all_reduce max": lambda a: all_reduce(a, dist.ReduceOp.MAX),
-        "all_reduce none": lambda a: all_reduce(a, count=0),
-        "all_reduce large": lambda a: all_reduce(a, dist.ReduceOp.AVG, 300_001),
-        "broadcast from 0": lambda a: broadcast(a, 0),
-        "broadcast from last": lambda a: broadcast(a, n - 1),
-        "reduce": each(reduce),
-        "all_gather": lambda a: all_gather(a, [100] * n),
-        "all_gather uneven": lambda a: all_gather(a, [5 + 3 * other for other in range(n)]),
-        "all_gather_into_tensor": each(all_gather_into_tensor),
-        "all_gather in place": each(in_place),
-        "gather": each(gather),
-        "scatter": each(scatter),
-        "reduce_scatter": each(reduce_scatter),
-        "reduce_scatter_tensor": each(reduce_scatter_tensor),
-        "all_to_all": each(all_to_all),
-        "all_to_all_single": each(all_to_all_single),
-        "all_reduce_coalesced": each(coalesced),
-        "all_reduce of several types": each(several_types),
-        "all_reduce in a region": each(manager),
-        "all_gather in a region": each(gathered_lists),
-        "reduce_scatter in a region": each(scattered_lists),
-        "all_reduce of a transposed tensor": each(strided),
-        "barrier": each(barrier),
-    }
 
 
 def every_call(ctx: Context, queue: float | None, options: dict[str, Any], exact: bool) -> None:
@@ -720,37 +569,17 @@ def refused_by_environment(ctx: Context) -> None:
 # ------------------------------------------------------------------------------------------------ programs
 
 
-def train(device: str, rank: int, hook: bool) -> list[torch.Tensor]:
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-    from torch.nn.parallel import DistributedDataParallel
-
-    torch.manual_seed(5)
-    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 4)).to(device)
-    parallel = DistributedDataParallel(model, bucket_cap_mb=0.001)
-    if hook:
-        parallel.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
-    for step in range(2):
-        data = torch.randn(8, 16, generator=torch.Generator().manual_seed(100 * rank + step)).to(device)
-        optimizer.zero_grad()
-        parallel(data).square().mean().backward()
-        optimizer.step()
-    return [parameter.detach().cpu() for parameter in model.parameters()]
-
-
-def ddp(ctx: Context, queue: float | None) -> None:
+def trained(ctx: Context, queue: float | None) -> None:
     start(ctx, queue=queue, delay=0.0001)
     for hook in (False, True):
-        expected, found = train("cpu", ctx.rank, hook), train("npu", ctx.rank, hook)
-        for one, other in zip(found, expected, strict=True):
-            assert torch.equal(one, other), "the device's training went another way"
+        same_training(ddp("npu", ctx.rank, hook, 2), ddp("cpu", ctx.rank, hook, 2))
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("queue", [None, 0.0001])
 def test_rule_09_ddp_trains_as_on_the_cpu(queue: float | None) -> None:
     """Two steps with several buckets, without a hook and with one that compresses: parameters equal bit for bit."""
-    run_fresh(ddp, 2, queue)
+    run_fresh(trained, 2, queue)
 
 
 def detail(ctx: Context) -> None:

@@ -22,6 +22,7 @@
 #include <ATen/ops/resize_native.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/alloc_cpu.h>
@@ -327,6 +328,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   bool queryStream(const c10::Stream& stream) const override {
     drain();
     bool idle = false;
+    // Asking a stream that is being captured would break the capture.
+    if (capturing > 0) return idle;
     on_device(stream.device_index(), [&] { idle = runtime.stream_query(raw_stream(stream)); });
     return idle;
   }
@@ -588,6 +591,10 @@ at::Tensor unfold(const at::Tensor& tensor, int64_t dimension, int64_t size, int
   return at::native::unfold(tensor, dimension, size, step);
 }
 
+at::Tensor view_as_real(const at::Tensor& tensor) {
+  return at::native::view_as_real(tensor);
+}
+
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   at::native::cpu_fallback(op, stack);
 }
@@ -599,6 +606,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("view", &view);
   library.impl("_reshape_alias", &reshape_alias);
   library.impl("unfold", &unfold);
+  library.impl("view_as_real", &view_as_real);
   library.impl("resize_", &resize);
   library.impl("set_.source_Storage", &set_source);
   library.impl("set_.source_Storage_storage_offset", &set_storage);

@@ -1,0 +1,99 @@
+"""The NVIDIA card of these tests: whether there is one, why not, and how bodies of `on_device` are run on it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import site
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Context, run_fresh
+from on_device import Trained, same_training
+
+#: The first NCCL that lets several ranks use one card.
+SHARES_A_CARD = (2, 30, 3)
+#: With these, two and four ranks fit on one card; and matrix products give the same bits in every run.
+ENVIRONMENT = {
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MAX_CTAS": "2",
+    "NCCL_RAS_ENABLE": "0",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+}
+#: Of a group. Ranks that share a card take turns on it, by slices of milliseconds.
+PATIENCE = timedelta(seconds=60)
+
+
+def no_card() -> str:
+    """Why nothing can run on a card here; empty where it can."""
+    if torch.cuda.is_available():
+        return ""
+    built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+    return f"no CUDA device (torch {torch.__version__}, {built})"
+
+
+@functools.cache
+def nccl_version() -> tuple[int, int, int]:
+    """Of the library that serves a group: the one that is named, or torch's own."""
+    places = [Path(folder) / "nvidia/nccl/lib/libnccl.so.2" for folder in site.getsitepackages()]
+    named = os.environ.get("SAGELLM_NCCL_LIBRARY") or next(map(str, filter(Path.is_file, places)), "libnccl.so.2")
+    found = ctypes.c_int()
+    if ctypes.CDLL(named).ncclGetVersion(ctypes.byref(found)) != 0:
+        raise RuntimeError(f"{named} does not tell its version")
+    return found.value // 10_000, found.value // 100 % 100, found.value % 100
+
+
+def not_shared() -> str:
+    """Why several ranks cannot use one card; empty where they can."""
+    reason = no_card()
+    if reason:
+        return reason
+    if nccl_version() >= SHARES_A_CARD:
+        return ""
+    found, wanted = (".".join(map(str, version)) for version in (nccl_version(), SHARES_A_CARD))
+    return f"NCCL {found} has one rank a card; {wanted} or newer has several (SAGELLM_NCCL_LIBRARY names a file)"
+
+
+needs_card = pytest.mark.skipif(bool(no_card()), reason=no_card() or "-")
+needs_shared_card = pytest.mark.skipif(bool(not_shared()), reason=not_shared() or "-")
+
+
+def in_group(ctx: Context, body: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """On a rank: the body in a group of its own."""
+    torch.cuda.set_device(0)
+    ctx.init(timeout=PATIENCE, **options)
+    value = body(ctx, "cuda", *args)
+    torch.cuda.synchronize()
+    dist.destroy_process_group()
+    return value
+
+
+def on_card(ranks: int, body: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+    """`body(context, "cuda", *args)` on every rank, in a group with the given options; their values."""
+    return run_fresh(in_group, ranks, body, args, options, env=ENVIRONMENT, timeout=100)
+
+
+def by_both(ctx: Context, program: Callable[..., Trained], args: tuple[Any, ...]) -> list[float]:
+    """On a rank: a training over this backend and over torch's nccl, which must agree to the last bit."""
+    torch.cuda.set_device(0)
+    found = []
+    for backend in (ctx.backend, "nccl"):
+        ctx.init(backend=backend, key=f"{ctx.key}-{backend}", timeout=PATIENCE)
+        found.append(program("cuda", ctx.rank, *args))
+        torch.cuda.synchronize()
+        dist.destroy_process_group()
+    same_training(*found)
+    return found[0][0]
+
+
+def same_as_nccl(ranks: int, program: Callable[..., Trained], *args: Any) -> None:
+    """A training of `on_device` over both backends, in the same processes."""
+    for losses in run_fresh(by_both, ranks, program, args, env=ENVIRONMENT, timeout=100):
+        assert len(losses) > 1 and losses[-1] < losses[0], losses

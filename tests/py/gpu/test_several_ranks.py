@@ -1,0 +1,94 @@
+"""Two and four ranks that share one NVIDIA card: right numbers only, since they take turns on it.
+
+NCCL allows that since 2.30.3, as an experiment. What a card of its own for every rank changes, speed above all, is not
+seen here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import on_device
+import pytest
+import torch.distributed as dist
+from card import needs_shared_card, on_card, same_as_nccl
+from harness import Context
+from test_one_rank import captured, eager
+
+pytestmark = [needs_shared_card, pytest.mark.timeout(120)]
+both = pytest.mark.parametrize("ranks", [2, 4])
+
+
+@both
+def test_every_collective_gives_the_numbers_of_the_cpu(ranks: int) -> None:
+    """Bit for bit with two ranks; with four the library adds them in an order of its own."""
+    on_card(ranks, on_device.every_call, (), ranks == 2)
+
+
+@both
+def test_rule_20_messages_of_all_ranks_do_not_wait_for_each_other(ranks: int) -> None:
+    """One by one (two ranks both send first), then as a batch; from anyone is refused."""
+    on_card(ranks, on_device.messages)
+
+
+@both
+def test_rule_32_kernels_of_all_ranks_keep_their_order(ranks: int) -> None:
+    """Late kernels, side streams, futures."""
+    on_card(ranks, on_device.order)
+
+
+@both
+def test_tensors_of_the_host_and_the_device_are_under_way_together(ranks: int) -> None:
+    """One group, its objects and its parts."""
+    on_card(ranks, on_device.host_and_device)
+
+
+@both
+def test_the_path_is_told_and_counted(ranks: int) -> None:
+    """What NCCL lacks is combined by each rank."""
+    on_card(ranks, on_device.path_taken, "nccl")
+
+
+def test_every_type_and_op_gives_the_numbers_of_the_cpu() -> None:
+    """With two ranks a composed call has something to combine."""
+    on_card(2, on_device.every_type, "nccl")
+
+
+def test_lists_of_any_length() -> None:
+    """By a list, by a region and one by one."""
+    on_card(2, on_device.lists)
+
+
+def test_a_group_that_is_bound_to_its_device() -> None:
+    """Both ranks name the same card."""
+    import torch
+
+    on_card(2, eager, device_id=torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_captured_call_is_played_again(asynchronous: bool) -> None:
+    """Both ranks play their graphs."""
+    on_card(2, captured, asynchronous)
+
+
+@pytest.mark.parametrize("program", [on_device.ddp, on_device.fsdp], ids=["ddp", "fsdp2"])
+def test_two_ranks_train_as_over_nccl(program: Any) -> None:
+    """Losses and parameters, bit for bit."""
+    same_as_nccl(2, program)
+
+
+def alike(ctx: Context, device: str, program: Any) -> list[Any]:
+    losses, parameters = program(device, ctx.rank)
+    gathered: list[Any] = [None] * ctx.world_size
+    dist.all_gather_object(gathered, [each.tolist() for each in parameters])
+    assert all(each == gathered[0] for each in gathered), "the ranks' parameters differ"
+    expected, _ = program("cpu", ctx.rank)
+    assert losses == pytest.approx(expected, rel=1e-3), (losses, expected)
+    return losses
+
+
+@pytest.mark.parametrize("program", [on_device.ddp, on_device.fsdp], ids=["ddp", "fsdp2"])
+def test_four_ranks_train_alike(program: Any) -> None:
+    """The same parameters on all ranks, and losses near those of the CPU."""
+    assert len(on_card(4, alike, program)) == 4

@@ -1,0 +1,483 @@
+"""What is run on a device, whichever it is: by `tests/py/device` on a simulated one, by `tests/py/gpu` on a card.
+
+A body takes the context and torch's name of the device, and finds a default group that serves it. A simulated device's
+kernels are slow by themselves; a card's stream is made late by `late`. The bodies of host staging, which need the
+simulated device's own controls, are in `tests/py/device`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import Context, expect_raises
+
+#: A list as `fused_all_reduce` takes it: sizes and types, one of them without elements.
+LIST = [(5, torch.float32), (3000, torch.int64), (0, torch.float32), (70, torch.float32)]
+#: Of the types that some collective combines.
+REDUCED = [
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.complex64, torch.complex128,
+]  # fmt: skip
+OPS = ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"]
+#: Composed with operators that torch does not have for unsigned types: NotImplementedError, after the library's call.
+GAPS = {
+    "nccl": {"AVG of uint16"},
+    "hccl": {"AVG of uint16", "AVG of uint32", "AVG of uint64", "SUM of uint64"},
+    "cncl": {"AVG of uint16", "AVG of uint32", "AVG of uint64"},
+}
+#: For how many cycles of a card's clock `late` keeps a stream busy: some tens of milliseconds.
+LATE = 60_000_000
+
+
+def late(device: str) -> None:
+    """Keeps the current stream busy for a while, so that what is not ordered behind it is seen."""
+    if device == "cuda":
+        torch.cuda._sleep(LATE)
+
+
+def total(n: int) -> float:
+    """The sum of what the ranks give when each gives its number and one."""
+    return n * (n + 1) / 2
+
+
+def backend_of(kind: str = "cpu") -> Any:
+    return dist.distributed_c10d._get_default_group()._get_backend(torch.device(kind))
+
+
+def number() -> int:
+    return int(backend_of()._get_sequence_number_for_group())
+
+
+def holds(tensor: torch.Tensor, value: float) -> None:
+    found = tensor.cpu()
+    assert (found == value).all(), (value, found.unique())
+
+
+def counted(op: str, calls: int) -> None:
+    """Waits until the thread that looks after the operations has seen so many of them end."""
+    import sagellm
+
+    deadline = time.monotonic() + 20
+    while sagellm.get_stats()[f"{op}_count"] < calls:
+        assert time.monotonic() < deadline, sagellm.get_stats()
+        time.sleep(0.01)
+
+
+# ------------------------------------------------------------------------------------------------ the calls
+
+
+def made(rank: int, count: int, device: str, seed: int = 0) -> torch.Tensor:
+    """Numbers of one rank; on the device slow kernels have a part in them."""
+    base = torch.arange(count, dtype=torch.float32).remainder(97).div(7).add(rank + 10 * seed)
+    if device == "cpu":
+        return base.mul(3)
+    return base.to(device).mul_(3)
+
+
+def empty(count: int, device: str) -> torch.Tensor:
+    """Memory into which a slow kernel still writes."""
+    return torch.empty(count, device=device).fill_(-1)
+
+
+def calls(n: int, rank: int, device: str) -> dict[str, Callable[[bool], tuple[Any, list[torch.Tensor]]]]:
+    """Every collective, as a function of `async_op` that gives the Work and the results."""
+
+    def each(function: Callable[[bool], Any]) -> Callable[[bool], tuple[Any, list[torch.Tensor]]]:
+        return function
+
+    def all_reduce(a: bool, op: Any = dist.ReduceOp.SUM, count: int = 1000) -> Any:
+        t = made(rank, count, device)
+        return dist.all_reduce(t, op, async_op=a), [t]
+
+    def broadcast(a: bool, root: int) -> Any:
+        t = made(rank, 700, device)
+        return dist.broadcast(t, root, async_op=a), [t]
+
+    def reduce(a: bool) -> Any:
+        t = made(rank, 700, device)
+        return dist.reduce(t, n - 1, async_op=a), [t] if rank == n - 1 else []
+
+    def all_gather(a: bool, counts: list[int]) -> Any:
+        outs = [empty(count, device) for count in counts]
+        return dist.all_gather(outs, made(rank, counts[rank], device), async_op=a), outs
+
+    def all_gather_into_tensor(a: bool) -> Any:
+        out = empty(300 * n, device)
+        return dist.all_gather_into_tensor(out, made(rank, 300, device), async_op=a), [out]
+
+    def in_place(a: bool) -> Any:
+        out = empty(300 * n, device)
+        part = out[300 * rank : 300 * (rank + 1)]
+        part.copy_(made(rank, 300, device))
+        return dist.all_gather_into_tensor(out, part, async_op=a), [out]
+
+    def gather(a: bool) -> Any:
+        outs = [empty(200, device) for _ in range(n)] if rank == 0 else None
+        return dist.gather(made(rank, 200, device), outs, 0, async_op=a), outs or []
+
+    def scatter(a: bool) -> Any:
+        out = empty(150, device)
+        parts = [made(rank, 150, device, seed) for seed in range(n)] if rank == 0 else None
+        return dist.scatter(out, parts, 0, async_op=a), [out]
+
+    def reduce_scatter(a: bool) -> Any:
+        out = empty(120, device)
+        return dist.reduce_scatter(out, [made(rank, 120, device, s) for s in range(n)], async_op=a), [out]
+
+    def reduce_scatter_tensor(a: bool) -> Any:
+        out = empty(130, device)
+        return dist.reduce_scatter_tensor(out, made(rank, 130 * n, device), dist.ReduceOp.AVG, async_op=a), [out]
+
+    def all_to_all(a: bool) -> Any:
+        outs = [empty(10 + other, device) for other in range(n)]
+        ins = [made(rank, 10 + rank, device, other) for other in range(n)]
+        return dist.all_to_all(outs, ins, async_op=a), outs
+
+    def all_to_all_single(a: bool) -> Any:
+        out_splits, in_splits = [3 + other for other in range(n)], [3 + rank] * n
+        out = empty(sum(out_splits), device)
+        return dist.all_to_all_single(out, made(rank, sum(in_splits), device), out_splits, in_splits, async_op=a), [out]
+
+    def coalesced(a: bool) -> Any:
+        ts = [made(rank, 50, device), made(rank, 20, device), made(rank, 3, device)]
+        return dist.all_reduce_coalesced(ts, async_op=a), ts
+
+    def several_types(a: bool) -> Any:
+        # torch's function refuses them; its backends need not.
+        ts = [made(rank, 50, device), made(rank, 20, device).double(), made(rank, 3, device).double()]
+        work = backend_of().allreduce_coalesced(ts, dist.AllreduceCoalescedOptions())
+        return work, ts
+
+    def manager(a: bool) -> Any:
+        ts = [made(rank, 60, device), made(rank, 5, device)]
+        with dist._coalescing_manager(async_ops=a) as region:
+            for t in ts:
+                dist.all_reduce(t)
+        return (region if a else None), ts
+
+    def gathered_lists(a: bool) -> Any:
+        outs = [empty(40 * n, device), empty(8 * n, device)]
+        with dist._coalescing_manager(async_ops=a) as region:
+            for out, count in zip(outs, (40, 8), strict=True):
+                dist.all_gather_into_tensor(out, made(rank, count, device))
+        return (region if a else None), outs
+
+    def scattered_lists(a: bool) -> Any:
+        outs = [empty(40, device), empty(8, device)]
+        with dist._coalescing_manager(async_ops=a) as region:
+            for out, count in zip(outs, (40, 8), strict=True):
+                dist.reduce_scatter_tensor(out, made(rank, count * n, device))
+        return (region if a else None), outs
+
+    def strided(a: bool) -> Any:
+        t = made(rank, 600, device).view(20, 30).t()
+        return dist.all_reduce(t, async_op=a), [t]
+
+    def barrier(a: bool) -> Any:
+        return dist.barrier(async_op=a, device_ids=None if device == "cpu" else [0]), []
+
+    return {
+        "all_reduce": each(all_reduce),
+        "all_reduce max": lambda a: all_reduce(a, dist.ReduceOp.MAX),
+        "all_reduce none": lambda a: all_reduce(a, count=0),
+        "all_reduce large": lambda a: all_reduce(a, dist.ReduceOp.AVG, 300_001),
+        "broadcast from 0": lambda a: broadcast(a, 0),
+        "broadcast from last": lambda a: broadcast(a, n - 1),
+        "reduce": each(reduce),
+        "all_gather": lambda a: all_gather(a, [100] * n),
+        "all_gather uneven": lambda a: all_gather(a, [5 + 3 * other for other in range(n)]),
+        "all_gather_into_tensor": each(all_gather_into_tensor),
+        "all_gather in place": each(in_place),
+        "gather": each(gather),
+        "scatter": each(scatter),
+        "reduce_scatter": each(reduce_scatter),
+        "reduce_scatter_tensor": each(reduce_scatter_tensor),
+        "all_to_all": each(all_to_all),
+        "all_to_all_single": each(all_to_all_single),
+        "all_reduce_coalesced": each(coalesced),
+        "all_reduce of several types": each(several_types),
+        "all_reduce in a region": each(manager),
+        "all_gather in a region": each(gathered_lists),
+        "reduce_scatter in a region": each(scattered_lists),
+        "all_reduce of a transposed tensor": each(strided),
+        "barrier": each(barrier),
+    }
+
+
+# ------------------------------------------------------------------------------------------------ bodies
+
+
+def every_call(ctx: Context, device: str, without: tuple[str, ...] = (), exact: bool = True) -> None:
+    """Each collective, synchronous and not, gives what the CPU's tensors of the same group get.
+
+    Args:
+        ctx: of this rank.
+        device: torch's name of it.
+        without: calls that the library refuses.
+        exact: bit for bit; not where a library may add the ranks in another order.
+    """
+    on_cpu, on_device = (calls(ctx.world_size, ctx.rank, where) for where in ("cpu", device))
+    for what in on_cpu:
+        if what in without:
+            continue
+        for a in (False, True):
+            work, expected = on_cpu[what](a)
+            if work is not None:
+                work.wait()
+            work, results = on_device[what](a)
+            if work is not None:
+                work.wait()
+            for one, other in zip(results, expected, strict=True):
+                # A kernel on the caller's stream sees the result, without a synchronisation of the device.
+                found = (one * 1).cpu()
+                assert one.device.type == device and found.dtype == other.dtype, what
+                same = torch.equal(found, other) if exact else torch.allclose(found, other)
+                assert same, (what, a, found, other)
+
+
+def every_type(ctx: Context, device: str, vendor: str, without: tuple[torch.dtype, ...] = ()) -> None:
+    """All reduce ops of all types that the CPU's engine combines; what it refuses, the device refuses as well.
+
+    `without`: types that the library refuses.
+    """
+    wrong: list[str] = []
+    combined = 0
+    for dtype in (each for each in REDUCED if each not in without):
+        given = (torch.arange(60) % 3 + 1 + ctx.rank).to(dtype)
+        for name in OPS:
+            op, what = getattr(dist.ReduceOp, name), f"{name} of {str(dtype).removeprefix('torch.')}"
+            expected, found = given.clone(), given.to(device)
+            try:
+                dist.all_reduce(expected, op)
+            except (ValueError, RuntimeError):
+                expect_raises((ValueError, RuntimeError), lambda found=found, op=op: dist.all_reduce(found, op))
+                continue
+            combined += 1
+            try:
+                dist.all_reduce(found, op)
+            except (ValueError, RuntimeError) as error:  # every rank has the same
+                if what not in GAPS[vendor] or not isinstance(error, NotImplementedError):
+                    wrong.append(f"{what}: {error}")
+                continue
+            if not torch.equal(found.cpu(), expected):
+                wrong.append(f"{what}: {found.cpu()[:4]}, expected {expected[:4]}")
+            elif what in GAPS[vendor] and ctx.world_size > 1:
+                wrong.append(f"{what} works now: it is no gap any more")
+    assert not wrong, "\n".join(wrong)
+    assert combined > 60, combined
+
+
+def path_taken(ctx: Context, device: str, vendor: str) -> None:
+    """Explain names the library and what was composed; statistics count; the CPU's tensors share the group."""
+    import sagellm
+
+    work = dist.all_reduce(torch.ones(10, device=device), async_op=True)
+    work.wait()
+    told = sagellm.explain(work)
+    assert told.reason == "vendor" and vendor in told.path.lower() and told.sequence == 1, told
+    assert not told.staged, told
+    tensor = torch.full((10,), ctx.rank + 1, device=device, dtype=torch.int16)
+    work = dist.all_reduce(tensor, dist.ReduceOp.BOR, async_op=True)
+    work.wait()
+    if ctx.world_size > 1:
+        assert "combines it itself" in sagellm.explain(work).decided, sagellm.explain(work)
+    expected = 0
+    for rank in range(ctx.world_size):
+        expected |= rank + 1
+    holds(tensor, expected)
+    torch.accelerator.synchronize()
+    counted("all_reduce", 2)
+    assert sagellm.get_stats()["host_staged_count"] == 0
+    before = number()
+    dist.all_reduce(torch.ones(3))
+    dist.all_reduce(torch.ones(3, device=device))
+    assert number() - before == 2
+
+
+def host_and_device(ctx: Context, device: str) -> None:
+    """One backend object serves both kinds, under way together; objects go by the CPU; parts of the group as well."""
+    n, rank = ctx.world_size, ctx.rank
+    host, there = torch.full((4,), rank + 1.0), torch.full((4,), rank + 1.0, device=device)
+    dist.all_reduce(there.clone())  # makes the communicator, for which the ranks exchange something
+    before = number()
+    works = [dist.all_reduce(each, async_op=True) for each in (host, there, host)]
+    assert number() - before == 3
+    for work in works:
+        work.wait()
+    holds(host, n * total(n))
+    holds(there, total(n))
+    assert backend_of(device) is backend_of("cpu")
+    gathered: list[Any] = [None] * n
+    dist.all_gather_object(gathered, {"rank": rank})
+    assert gathered == [{"rank": each} for each in range(n)]
+    alone = [dist.new_group([each]) for each in range(n)][rank]
+    dist.all_reduce(there, group=alone)
+    holds(there, total(n))
+    everyone = dist.new_group(list(range(n)))
+    dist.broadcast(there.fill_(rank), n - 1, group=everyone)
+    holds(there, n - 1)
+    dist.barrier(group=everyone)
+
+
+def messages(ctx: Context, device: str) -> None:
+    """To the next rank, from the one before: one by one, then as a batch; then ranks 0 and 1 alone."""
+    n = ctx.world_size
+    to, source = (ctx.rank + 1) % n, (ctx.rank - 1) % n
+    mine = torch.empty(30_000, device=device).fill_(ctx.rank + 1)
+    theirs = torch.empty(30_000, device=device).fill_(-1)
+    late(device)
+    # Of two ranks neither direction waits for the other. With more of them the first message between two makes their
+    # communicator, for which both must come: in a ring not all may begin with the same neighbour.
+    pair = [lambda: dist.isend(mine, to), lambda: dist.irecv(theirs, source)]
+    works = [call() for call in (pair if n == 2 or ctx.rank % 2 == 0 else pair[::-1])]
+    for work in works:
+        work.wait()
+    holds(theirs, source + 1)
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, mine * 2, to), dist.P2POp(dist.irecv, theirs, source)]):
+        work.wait()
+    holds(theirs, 2 * (source + 1))
+    if ctx.rank == 0:
+        dist.send(mine, 1)
+    elif ctx.rank == 1:
+        dist.recv(theirs, 0)
+        holds(theirs, 1)
+    assert "name the source" in expect_raises(ValueError, lambda: dist.recv(theirs))
+
+
+def order(ctx: Context, device: str) -> None:
+    """Late kernels are neither missed nor overtaken, on the caller's stream and on another; memory is not reused."""
+    n, rank = ctx.world_size, ctx.rank
+    # The receiver's own kernel still writes to the tensor when the operation is issued.
+    late(device)
+    target = torch.empty(500, device=device).fill_(7 if rank else 3)
+    work = dist.broadcast(target, 0, async_op=True)
+    work.wait()
+    holds(target * 1, 3)
+    # What follows on the caller's stream without a wait may overtake nothing that was issued before it.
+    late(device)
+    value = torch.empty(500, device=device).fill_(rank + 1)
+    work = dist.all_reduce(value, async_op=True)
+    # The tensor is let go at once: its memory, which the device gives out again, must stay the operation's.
+    kept = value.data_ptr()
+    del value
+    again = torch.empty(500, device=device)
+    assert again.data_ptr() != kept, "memory of an operation under way was given out"
+    again.fill_(-5)
+    work.wait()
+    holds(work.result()[0] * 1, total(n))
+    # wait() puts the stream that is current then behind the result; a call is behind the stream current at the call.
+    side = torch.Stream(device=device)
+    late(device)
+    value = torch.empty(500, device=device).fill_(rank + 1)
+    work = dist.all_reduce(value, async_op=True)
+    with side:
+        work.wait()
+        holds(value * 2, 2 * total(n))
+        late(device)
+        second = torch.empty(500, device=device).fill_(2 * rank + 2)
+        dist.all_reduce(second)
+        holds(second, 2 * total(n))
+    # A value that nobody waited for on the host, by the future.
+    late(device)
+    value = torch.empty(500, device=device).fill_(rank + 1)
+    (found,) = dist.all_reduce(value, async_op=True).get_future().wait()
+    holds(found * 1, total(n))
+
+
+def lists(ctx: Context, device: str) -> None:
+    """A list of several types in one go, and a thousand small tensors, by a list, by a region and one by one."""
+    import sagellm
+
+    n, rank = ctx.world_size, ctx.rank
+    late(device)
+    listed = [torch.empty(size, device=device, dtype=dtype).fill_(rank) for size, dtype in LIST]
+    for each in sagellm.fused_all_reduce(listed):
+        holds(each * 2, n * (n - 1))
+    flat = torch.empty(8000, device=device)
+    pieces = list(flat.split(8))
+    for turn in range(3):
+        flat.fill_(rank + 1 + turn)
+        if turn == 0:
+            sagellm.fused_all_reduce(pieces)
+        elif turn == 1:
+            with dist._coalescing_manager():
+                for piece in pieces:
+                    dist.all_reduce(piece)
+        else:
+            works = [dist.all_reduce(piece, async_op=True) for piece in pieces]
+            for work in works:
+                work.wait()
+        holds(flat, total(n) + turn * n)
+
+
+# ------------------------------------------------------------------------------------------------ training
+
+#: What a training gives: the loss of every step, and the parameters at the end, in host memory.
+Trained = tuple[list[float], list[torch.Tensor]]
+
+
+def network(device: str) -> torch.nn.Sequential:
+    """The same on every rank."""
+    torch.manual_seed(5)
+    return torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 4)).to(device)
+
+
+def steps(model: torch.nn.Module, device: str, rank: int, count: int) -> list[float]:
+    """Trains on this rank's own numbers; the losses."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(count):
+        data = torch.randn(8, 16, generator=torch.Generator().manual_seed(100 * rank + step)).to(device)
+        optimizer.zero_grad()
+        loss = model(data).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach().cpu()))
+    return losses
+
+
+def ddp(device: str, rank: int, hook: bool = False, count: int = 3) -> Trained:
+    """DistributedDataParallel with several buckets; with a hook that sends gradients in 16 bits, or without."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    model = network(device)
+    parallel = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.001)
+    if hook:
+        parallel.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    losses = steps(parallel, device, rank, count)
+    return losses, [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+def fsdp(device: str, rank: int, mixed: bool = False, count: int = 3) -> Trained:
+    """FSDP2: each layer sharded over all ranks; with `mixed`, parameters travel as bfloat16."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy} if mixed else {"mesh": mesh}
+    model: Any = network(device)
+    for layer in model:
+        if isinstance(layer, torch.nn.Linear):
+            fully_shard(layer, **options)
+    fully_shard(model, **options)
+    losses = steps(model, device, rank, count)
+    return losses, [parameter.full_tensor().detach().cpu() for parameter in model.parameters()]
+
+
+def same_training(one: Trained, other: Trained) -> None:
+    """Losses and parameters, to the last bit."""
+    assert one[0] == other[0], (one[0], other[0])
+    for first, second in zip(one[1], other[1], strict=True):
+        assert torch.equal(first, second), (first - second).abs().max()
+
+
+def trained_as_on_the_cpu(ctx: Context, device: str, program: Callable[..., Trained], *args: Any) -> list[float]:
+    """The device's training and the CPU's, in the same group."""
+    expected, found = program("cpu", ctx.rank, *args), program(device, ctx.rank, *args)
+    same_training(found, expected)
+    return found[0]
