@@ -31,7 +31,7 @@ demo: $(built) ## set up, build, train a small GPT with 2 ranks and compare with
 
 build: $(built) ## set up where needed and build the extension in place
 
-test: $(built) $(installed_dev) ## Rust, loom and Python tests; the last line has the totals (under 15 minutes)
+test: $(built) $(installed_dev) ## Rust, loom and Python tests; the last line has the totals (under half an hour on 2 cores)
 	@$(python) .ci/totals full
 
 test-quick: $(built) $(installed_dev) ## the part for daily work (under 3 minutes)

@@ -71,19 +71,19 @@ constexpr Type reduce_scatter_coalesced_type(long) {
 constexpr c10d::OpType kGatherCoalesced = gather_coalesced_type<c10d::OpType>(0);
 constexpr c10d::OpType kReduceScatterCoalesced = reduce_scatter_coalesced_type<c10d::OpType>(0);
 
-// Whether a stream is being captured into a graph. Device guards of older versions cannot be asked; then the answer is
-// no, and a copy to the host fails in the runtime's own words.
+// Whether a stream is being captured into a graph. Device guards of older versions cannot be asked.
 template <class Guard, class Stream>
-auto guard_is_capturing(const Guard& guard, const Stream& stream, int) -> decltype(guard.isStreamCapturing(stream)) {
+auto guard_is_capturing(const Guard& guard, const Stream& stream, int)
+    -> std::optional<decltype(guard.isStreamCapturing(stream))> {
   return guard.isStreamCapturing(stream);
 }
 template <class Guard, class Stream>
-bool guard_is_capturing(const Guard& guard, const Stream& stream, long) {
-  return false;
+std::optional<bool> guard_is_capturing(const Guard& guard, const Stream& stream, long) {
+  return std::nullopt;
 }
 
-// torch_npu tells the format of a tensor's memory by an operator: numbers of ACL's enumeration, of which these (undefined,
-// NCHW, NHWC, ND, NDHWC, NCDHW) hold the elements in order, and all others do not.
+// torch_npu tells the format of a tensor's memory by an operator: numbers of ACL's enumeration, of which these
+// (undefined, NCHW, NHWC, ND, NDHWC, NCDHW) hold the elements in order, and all others do not.
 constexpr const char* kFormatOperator = "npu::get_npu_format";
 constexpr int64_t kPlainFormats[] = {-1, 0, 1, 2, 27, 30};
 

@@ -1,8 +1,8 @@
 #include "device_recipe.hpp"
 
 #include <ATen/ATen.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
@@ -141,12 +141,40 @@ void scattered(const at::Tensor& all, const Pieces& pieces, at::ScalarType type,
   at::_foreach_copy_(parts, slices);
 }
 
+// torch has few operators for unsigned types of more than a byte. Two and four bytes fit into eight, and what is cast
+// back wraps; eight bytes are the same bits for sums, products and whatever works bit by bit.
+bool is_wide_unsigned(at::ScalarType type) {
+  return type == at::kUInt16 || type == at::kUInt32 || type == at::kUInt64;
+}
+
+at::Tensor as_signed(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kUInt64 ? tensor.view(at::kLong) : tensor.to(at::kLong);
+}
+
+at::Tensor as_unsigned(const at::Tensor& tensor, at::ScalarType type) {
+  return type == at::kUInt64 ? tensor.view(type) : tensor.to(type);
+}
+
+// Of eight unsigned bytes, kept in signed ones.
+at::Tensor divided_unsigned(const at::Tensor& tensor, int64_t count) {
+  const at::Tensor half = at::bitwise_and(at::__rshift__(tensor, 1), INT64_MAX);
+  const at::Tensor quotient = at::div(half, count, "trunc") * 2;
+  // Less than twice the count, so its sign says nothing false.
+  const at::Tensor rest = tensor - quotient * count;
+  return quotient + at::ge(rest, count).to(at::kLong);
+}
+
 at::Tensor scaled(const at::Tensor& tensor, double factor) {
+  const at::ScalarType type = tensor.scalar_type();
+  if (is_wide_unsigned(type)) return as_unsigned(as_signed(tensor) * static_cast<int64_t>(factor), type);
   if (at::isIntegralType(tensor.scalar_type(), true)) return tensor * static_cast<int64_t>(factor);
   return tensor * factor;
 }
 
 at::Tensor divided(const at::Tensor& tensor, int64_t count) {
+  const at::ScalarType type = tensor.scalar_type();
+  if (type == at::kUInt64) return as_unsigned(divided_unsigned(as_signed(tensor), count), type);
+  if (is_wide_unsigned(type)) return as_unsigned(at::div(as_signed(tensor), count, "trunc"), type);
   if (at::isIntegralType(tensor.scalar_type(), true)) return at::div(tensor, count, "trunc").to(tensor.scalar_type());
   return at::div(tensor, count);
 }
@@ -175,12 +203,16 @@ at::Tensor combined(const at::Tensor& left, const at::Tensor& right, c10d::Reduc
 at::Tensor folded(const at::Tensor& all, int ranks, uint8_t op) {
   const at::ScalarType type = all.scalar_type();
   const bool low = type == at::kHalf || type == at::kBFloat16;
-  const at::Tensor blocks = (low ? all.to(at::kFloat) : all).view({ranks, -1});
+  const auto reduce_op = static_cast<c10d::ReduceOp::RedOpType>(op);
+  // Signed numbers compare as unsigned ones do when the highest bit is turned.
+  const bool turned = type == at::kUInt64 && (reduce_op == c10d::ReduceOp::MIN || reduce_op == c10d::ReduceOp::MAX);
+  at::Tensor numbers = low ? all.to(at::kFloat) : is_wide_unsigned(type) ? as_signed(all) : all;
+  if (turned) numbers = at::bitwise_xor(numbers, INT64_MIN);
+  const at::Tensor blocks = numbers.view({ranks, -1});
   at::Tensor sum = blocks[0];
-  for (int rank = 1; rank < ranks; ++rank) {
-    sum = combined(sum, blocks[rank], static_cast<c10d::ReduceOp::RedOpType>(op));
-  }
-  return sum.to(type);
+  for (int rank = 1; rank < ranks; ++rank) sum = combined(sum, blocks[rank], reduce_op);
+  if (turned) sum = at::bitwise_xor(sum, INT64_MIN);
+  return is_wide_unsigned(type) ? as_unsigned(sum, type) : sum.to(type);
 }
 
 at::Tensor applied(at::Tensor tensor, const rust::Vec<Local>& steps, int ranks) {

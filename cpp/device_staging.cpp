@@ -207,7 +207,8 @@ HostCall::Tensors HostCall::inputs() const {
 
 std::shared_ptr<Transfer> HostCall::start(bool collective) {
   const c10::Stream stream = current_stream(*device_);
-  if (is_capturing(stream)) {
+  // Where torch cannot say, the copy to the host fails in the runtime's own words.
+  if (capture_of(stream).value_or(false)) {
     value_error(op_,
                 c10::str("the current stream of ", *device_,
                          " is being captured into a graph, which cannot hold a call that travels through host memory (",

@@ -29,7 +29,7 @@ c10::Stream current_stream(c10::Device device) {
   return guard_of(device).getStream(device);
 }
 
-bool is_capturing(const c10::Stream& stream) {
+std::optional<bool> capture_of(const c10::Stream& stream) {
   return guard_is_capturing(guard_of(stream.device()), stream, 0);
 }
 

@@ -50,8 +50,8 @@ inline bool is_accelerator(c10::Device device) {
 c10::Device with_index(c10::Device device);
 // The stream that this thread works on.
 c10::Stream current_stream(c10::Device device);
-// True while the stream's work is being recorded into a graph instead of being run.
-bool is_capturing(const c10::Stream& stream);
+// Whether the stream's work is being recorded into a graph instead of being run; nothing where torch cannot say.
+std::optional<bool> capture_of(const c10::Stream& stream);
 
 // One operation's way onto a device and back, made by `DeviceStreams::begin`. Used by one thread.
 class Passage {

@@ -162,8 +162,7 @@ std::vector<VendorDevices::Explained> VendorDevices::explained(const std::vector
     const uint64_t bytes = std::max(bytes_of(plan.inputs()), bytes_of(plan.outputs()));
     found.push_back({plan.call.kind, bytes,
                      c10::str("op\t", plan.op, "\nbytes\t", bytes, "\nranks\t", backend_.getSize(), "\nsequence\t",
-                              number, "\nlibrary\t", describe(), "\ndecided\t",
-                              why)});
+                              number, "\nlibrary\t", describe(), "\ndecided\t", why)});
   }
   return found;
 }
@@ -306,6 +305,30 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::submit(std::vector<DevicePlan>& ca
   // An event in a graph cannot be asked.
   if (!capturing) work->watch();
   return work;
+}
+
+bool VendorDevices::ask(c10::DeviceIndex device, const std::function<bool()>& question) {
+  const uint32_t before = checked([&] { return devices_->spare_captures(device); });
+  try {
+    const bool answer = question();
+    checked([&] { devices_->capture_as_before(before); });
+    return answer;
+  } catch (const std::exception&) {
+    checked([&] { devices_->capture_as_before(before); });
+    throw;
+  }
+}
+
+bool VendorDevices::is_capturing(const c10::Stream& stream) const {
+  if (const std::optional<bool> told = capture_of(stream)) return *told;
+  void* raw = nullptr;
+  try {
+    raw = stream.native_handle();
+  } catch (const c10::Error&) {
+    return false;  // nothing can be asked
+  }
+  set_device(stream.device_index());
+  return checked([&] { return devices_->capturing(reinterpret_cast<size_t>(raw)); });
 }
 
 std::string VendorDevices::look(const Watched& watched) {

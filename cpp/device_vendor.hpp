@@ -55,8 +55,8 @@ class VendorDevices final : public RawStreams, public Guardian, public std::enab
   void connect(c10::Device device) { (void)everyone(device); }
   // Unblocks whatever hangs; nothing can be issued afterwards.
   void abort();
-  // Leaves with the others, when what is under way is done. Bounded: what does not end in time, or waits for a rank that
-  // is gone, is aborted. Throws only what a signal handler raised, and has aborted then.
+  // Leaves with the others, when what is under way is done. Bounded: what does not end in time, or waits for a rank
+  // that is gone, is aborted. Throws only what a signal handler raised, and has aborted then.
   void close(std::chrono::milliseconds timeout);
 
   void set_device(c10::DeviceIndex device) const override;
@@ -66,6 +66,7 @@ class VendorDevices final : public RawStreams, public Guardian, public std::enab
   void release(void* event) const override;
 
   std::string look(const Watched& watched) override;
+  bool ask(c10::DeviceIndex device, const std::function<bool()>& question) override;
 
  private:
   struct Member {
@@ -86,6 +87,8 @@ class VendorDevices final : public RawStreams, public Guardian, public std::enab
   std::vector<Explained> explained(const std::vector<DevicePlan>& calls, const std::vector<Launch>& launches,
                                    uint64_t number) const;
 
+  // Also where torch cannot say.
+  bool is_capturing(const c10::Stream& stream) const;
   MemberPtr everyone(c10::Device device) { return member({device.index(), -1, -1}); }
   MemberPtr member(const Key& key);
   MemberPtr make(const Key& key);

@@ -32,7 +32,8 @@ void DeviceWork::fail(const std::string& error, bool idle) {
 bool DeviceWork::poll() {
   if (done()) return true;
   const c10::DeviceGuard guard(launched_.stream.device());
-  const bool passed = launched_.ended->query();
+  const auto query = [&] { return launched_.ended->query(); };
+  const bool passed = launched_.guardian ? launched_.guardian->ask(launched_.stream.device_index(), query) : query();
   std::string trouble;
   if (launched_.guardian) {
     // Asked even when the stream has passed it: some libraries tell of a failure only then. It cannot be late any more.

@@ -35,6 +35,8 @@ class Guardian {
   virtual ~Guardian() = default;
   // Empty, or why it will not end, with its code letter; whatever blocks it has been aborted then. Never waits.
   virtual std::string look(const Watched& watched) = 0;
+  // Asks the device something on this thread, in such a way that no graph that another thread captures is broken by it.
+  virtual bool ask(c10::DeviceIndex device, const std::function<bool()>& question) = 0;
 };
 
 // Made when everything is on its stream. It ends when the stream has come past it, which a thread of the shim sees;

@@ -265,6 +265,11 @@ pub mod ffi {
         fn recipe(self: &RustDevices, asked: &DeviceAsked) -> Result<Box<RustRecipe>>;
         /// For every thread, before anything else on a device.
         fn set_device(self: &RustDevices, device: i32) -> Result<()>;
+        /// Whether what is put on a raw stream is being captured.
+        fn capturing(self: &RustDevices, stream: usize) -> Result<bool>;
+        /// Until `capture_as_before` with what this returns, questions of this thread break no capture of another one.
+        fn spare_captures(self: &RustDevices, device: i32) -> Result<u32>;
+        fn capture_as_before(self: &RustDevices, mode: u32) -> Result<()>;
         /// Raw streams and events as numbers; `group/devices.rs`.
         fn raw_stream(self: &RustDevices, device: i32, lane: i32) -> Result<usize>;
         fn raw_wait(self: &RustDevices, stream: usize, event: usize) -> Result<()>;

@@ -16,8 +16,8 @@ use std::time::{Duration, Instant};
 use device::{COLLECTIVES, Case, OPS, local, spans};
 use reference::is_defined;
 use sagellm::engine::vendor::{
-    Api, Asked, Communicator, Hints, Job, Local, Message, Runtime, Setup, Split, Stream, Vendor, calls, launch, open,
-    open_runtime, recipe, synchronize,
+    Api, Asked, Communicator, Hints, Job, Local, Message, Runtime, SPARES_CAPTURES, Setup, Split, Stream, Vendor,
+    calls, launch, open, open_runtime, recipe, synchronize,
 };
 use sagellm::error::{Error, Result};
 use sagellm::types::{Dtype, Kind, ReduceOp, Span};
@@ -420,7 +420,8 @@ fn streams() {
         assert!(runtime.elapsed(start, end).unwrap() >= Duration::from_millis(10));
     }
     assert!(!runtime.capturing(first).unwrap());
-    runtime.spare_captures().unwrap();
+    let before = runtime.exchange_capture_mode(SPARES_CAPTURES).unwrap();
+    assert_eq!(runtime.exchange_capture_mode(before).unwrap(), SPARES_CAPTURES);
     [done, read, start, end].into_iter().for_each(|event| runtime.event_destroy(event).unwrap());
     // Another thread knows no device until it says so.
     std::thread::scope(|scope| {

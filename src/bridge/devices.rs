@@ -66,6 +66,15 @@ impl RustDevices {
     pub(super) fn set_device(&self, device: i32) -> Outcome<()> {
         guarded(|| self.0.set_device(device))
     }
+    pub(super) fn capturing(&self, stream: usize) -> Outcome<bool> {
+        guarded(|| self.0.capturing(Stream(stream)))
+    }
+    pub(super) fn spare_captures(&self, device: i32) -> Outcome<u32> {
+        guarded(|| self.0.spare_captures(device))
+    }
+    pub(super) fn capture_as_before(&self, mode: u32) -> Outcome<()> {
+        guarded(|| self.0.capture_as_before(mode))
+    }
     pub(super) fn raw_stream(&self, device: i32, lane: i32) -> Outcome<usize> {
         guarded(|| Ok(self.0.stream(device, lane)?.0))
     }

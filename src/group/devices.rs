@@ -12,8 +12,8 @@ use std::time::Duration;
 use super::Group;
 use crate::engine::vendor::recipe::Capabilities;
 use crate::engine::vendor::{
-    Api, Asked, Call, Communicator, Event, Hints, Job, Launched, Message, Recipe, Runtime, Setup, Stream, Vendor,
-    launch, open, open_runtime, profiler, recipe, tuner,
+    Api, Asked, Call, Communicator, Event, Hints, Job, Launched, Message, Recipe, Runtime, SPARES_CAPTURES, Setup,
+    Stream, Vendor, launch, open, open_runtime, profiler, recipe, tuner,
 };
 use crate::error::{Error, Result};
 use crate::types::{Kind, Span};
@@ -130,8 +130,22 @@ impl Devices {
     // What the shim's streams need.
 
     pub fn set_device(&self, device: i32) -> Result<()> {
+        self.runtime.set_device(device)
+    }
+
+    /// True while what is put on a raw stream is captured for a graph.
+    pub fn capturing(&self, stream: Stream) -> Result<bool> {
+        self.runtime.capturing(stream)
+    }
+
+    /// Makes this thread ask its device without breaking another thread's capture; what to hand to `capture_as_before`.
+    pub fn spare_captures(&self, device: i32) -> Result<u32> {
         self.runtime.set_device(device)?;
-        self.runtime.spare_captures()
+        self.runtime.exchange_capture_mode(SPARES_CAPTURES)
+    }
+
+    pub fn capture_as_before(&self, mode: u32) -> Result<()> {
+        self.runtime.exchange_capture_mode(mode).map(drop)
     }
 
     /// Our raw stream on this device, which is current on this thread.

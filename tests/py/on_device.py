@@ -23,12 +23,6 @@ REDUCED = [
     torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.complex64, torch.complex128,
 ]  # fmt: skip
 OPS = ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"]
-#: Composed with operators that torch does not have for unsigned types: NotImplementedError, after the library's call.
-GAPS = {
-    "nccl": {"AVG of uint16"},
-    "hccl": {"AVG of uint16", "AVG of uint32", "AVG of uint64", "SUM of uint64"},
-    "cncl": {"AVG of uint16", "AVG of uint32", "AVG of uint64"},
-}
 #: For how many cycles of a card's clock `late` keeps a stream busy: some tens of milliseconds.
 LATE = 60_000_000
 
@@ -260,13 +254,10 @@ def every_type(ctx: Context, device: str, vendor: str, without: tuple[torch.dtyp
             try:
                 dist.all_reduce(found, op)
             except (ValueError, RuntimeError) as error:  # every rank has the same
-                if what not in GAPS[vendor] or not isinstance(error, NotImplementedError):
-                    wrong.append(f"{what}: {error}")
+                wrong.append(f"{what}: {error}")
                 continue
             if not torch.equal(found.cpu(), expected):
                 wrong.append(f"{what}: {found.cpu()[:4]}, expected {expected[:4]}")
-            elif what in GAPS[vendor] and ctx.world_size > 1:
-                wrong.append(f"{what} works now: it is no gap any more")
     assert not wrong, "\n".join(wrong)
     assert combined > 60, combined
 

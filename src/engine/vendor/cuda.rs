@@ -25,9 +25,8 @@ pub static KNOWN: Known = Known {
 type Code = c_int;
 const SUCCESS: Code = 0;
 const NOT_READY: Code = 600;
-/// CU_STREAM_CAPTURE_STATUS_NONE and CU_STREAM_CAPTURE_MODE_RELAXED, as integers.
+/// CU_STREAM_CAPTURE_STATUS_NONE as an integer; `SPARES_CAPTURES` is CU_STREAM_CAPTURE_MODE_RELAXED.
 const CAPTURES_NOTHING: c_int = 0;
-const RELAXED: c_int = 2;
 
 symbols! {
     /// cuda.h; handles are cudarc's.
@@ -164,11 +163,11 @@ impl Runtime for Cuda {
         self.check("cuStreamIsCapturing", code).map(|()| status != CAPTURES_NOTHING)
     }
 
-    fn spare_captures(&self) -> Result<()> {
-        let mut mode = RELAXED;
+    fn exchange_capture_mode(&self, mode: u32) -> Result<u32> {
+        let mut mode = mode as c_int;
         // SAFETY: see above; it reads and writes one enum of four bytes.
         let code = unsafe { self.table.exchange_capture_mode.of(&self.library)?(&mut mode) };
-        self.check("cuThreadExchangeStreamCaptureMode", code)
+        self.check("cuThreadExchangeStreamCaptureMode", code).map(|()| mode as u32)
     }
 
     fn event_create(&self, timed: bool) -> Result<Event> {

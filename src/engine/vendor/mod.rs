@@ -71,7 +71,7 @@ pub use communicator::{Api, Call, Communicator, Message, Setup, Split};
 pub use launch::{Job, Launched, calls, launch};
 pub use library::Hints;
 pub use recipe::{Asked, Capabilities, Local, Method, Recipe, packs, recipe};
-pub use runtime::{Event, Runtime, Stream, synchronize};
+pub use runtime::{Event, Runtime, SPARES_CAPTURES, Stream, synchronize};
 
 use crate::error::Result;
 

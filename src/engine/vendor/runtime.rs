@@ -13,6 +13,9 @@ pub struct Stream(pub usize);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Event(pub usize);
 
+/// The mode in which a thread may ask anything while others capture; CUDA calls it relaxed.
+pub const SPARES_CAPTURES: u32 = 2;
+
 /// The calls of a device runtime that the engine needs. Every thread must have called `set_device` before others.
 pub trait Runtime: Send + Sync {
     fn describe(&self) -> String;
@@ -28,9 +31,10 @@ pub trait Runtime: Send + Sync {
     fn capturing(&self, _stream: Stream) -> Result<bool> {
         Ok(false)
     }
-    /// Lets this thread query without breaking another thread's capture.
-    fn spare_captures(&self) -> Result<()> {
-        Ok(())
+    /// How this thread's questions affect another thread's capture, as the runtime counts it; the value before. With
+    /// `SPARES_CAPTURES` they break none.
+    fn exchange_capture_mode(&self, mode: u32) -> Result<u32> {
+        Ok(mode)
     }
     /// `timed` events can be compared by `elapsed`; others are cheaper.
     fn event_create(&self, timed: bool) -> Result<Event>;
