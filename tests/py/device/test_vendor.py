@@ -453,6 +453,30 @@ def test_leaving_does_not_wait_for_a_peer_that_is_dead_or_late(
             assert [exit_code(rank) for rank in job.ranks] == [0, 0]
 
 
+def just_ends(ctx: Context, vendor: str) -> None:
+    from datetime import timedelta
+
+    device, name = start(ctx, vendor, timeout=timedelta(seconds=300))
+    value = torch.ones(10, device=name)
+    dist.all_reduce(value)
+    holds(value, 2)
+    if ctx.rank == 1:
+        ctx.listen()  # never issues what rank 0 has under way
+    else:
+        device.kernel_delay(0.0)
+        ctx.kept = dist.all_reduce(value, async_op=True)  # type: ignore[attr-defined]  # lives on into the end
+        ctx.tell("under way")
+
+
+@pytest.mark.parametrize("vendor", VENDORS)
+def test_a_process_ends_although_work_is_under_way(vendor: str, libraries: dict[str, Path]) -> None:
+    """No `destroy_process_group`, and an operation that will never end: the process ends within its exit's own bounds."""
+    with launch(just_ends, 2, vendor, env=environment(vendor, libraries, SAGELLM_SIM_TIMEOUT_MS="300000")) as job:
+        assert job.hear(0) == "under way"
+        assert exit_code(job.ranks[0]) == 0
+        job.say(1, "go")
+
+
 def leaves_early(ctx: Context, vendor: str) -> None:
     device, name = start(ctx, vendor)
     value = torch.ones(10, device=name)
