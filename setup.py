@@ -78,7 +78,9 @@ def core_places() -> tuple[Path, Path]:
 def core_digest() -> str:
     """Changes with every source of the Rust core."""
     digest = hashlib.sha256()
-    for path in [ROOT / "Cargo.toml", ROOT / "Cargo.lock", *sorted((ROOT / "src").rglob("*.rs"))]:
+    ours = [ROOT / "Cargo.toml", ROOT / "Cargo.lock", ROOT / "build.rs", ROOT / "cpp" / "host.hpp"]
+    for path in [*ours, *sorted((ROOT / "src").rglob("*.rs"))]:
+        digest.update(str(path.relative_to(ROOT)).encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -89,6 +91,8 @@ def write_prebuilt(folder: Path) -> None:
         fail(f"{PREBUILT} is set, so there is nothing to write; unset it")
     run_cargo()
     library, headers = core_places()
+    if folder.exists() and any(folder.iterdir()) and not (folder / DIGEST).is_file():
+        fail(f"{folder} holds something else than a prebuilt core; name an empty folder")
     shutil.rmtree(folder, ignore_errors=True)
     # cargo leaves the first header as a link into its own cache, which another machine lacks: links are followed.
     shutil.copytree(headers, folder / HEADERS)

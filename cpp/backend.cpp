@@ -80,9 +80,11 @@ SageBackend::~SageBackend() {
     } else {
       shutdown();
     }
-  } catch (const std::exception&) {
-    // A signal handler raised, and nothing may be thrown from here: the signal comes again.
-    PyErr_SetInterrupt();
+  } catch (const py::error_already_set&) {
+    // A signal handler raised, and nothing may be thrown from here: it is told as an interrupt.
+    if (python_alive()) PyErr_SetInterrupt();
+  } catch (const std::exception& error) {
+    log_line(1, std::string("the end of a group failed: ") + error.what());
   }
 }
 
@@ -182,14 +184,14 @@ void SageBackend::shutdown() {
   std::exception_ptr interrupted;
   for (const auto& each : vendors) {
     if (!each.second) continue;
-    if (interrupted) {
-      each.second->abort();
-      continue;
-    }
     try {
-      each.second->close(options_->timeout);
-    } catch (...) {
-      interrupted = std::current_exception();
+      if (interrupted) {
+        each.second->abort();
+      } else {
+        each.second->close(options_->timeout);
+      }
+    } catch (const std::exception&) {
+      if (!interrupted) interrupted = std::current_exception();
     }
   }
   group_->shutdown();

@@ -118,22 +118,41 @@ at::Tensor empty(int64_t elements, at::ScalarType type, c10::Device device) {
   return at::empty({elements}, at::TensorOptions().dtype(type).device(device));
 }
 
+// Only bits are moved below, and torch's kernels for lists know not every type: integers of the same width stand for
+// all.
+at::ScalarType bits_of(at::ScalarType type) {
+  switch (c10::elementSize(type)) {
+    case 1:
+      return at::kByte;
+    case 2:
+      return at::kShort;
+    case 4:
+      return at::kInt;
+    case 8:
+      return at::kLong;
+    default:
+      return at::kComplexDouble;
+  }
+}
+
 at::Tensor gathered(const Pieces& pieces, at::ScalarType type, c10::Device device) {
   const auto item = static_cast<size_t>(c10::elementSize(type));
   at::Tensor all = empty(static_cast<int64_t>(total(pieces) / item), type, device);
   // One kernel for many pieces, where the device has such.
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  at::cat_out(all, tensors_over(pieces, type, device));
+  at::Tensor bits = all.view(bits_of(type));
+  at::cat_out(bits, tensors_over(pieces, bits_of(type), device));
   return all;
 }
 
 void scattered(const at::Tensor& all, const Pieces& pieces, at::ScalarType type, c10::Device device) {
-  const std::vector<at::Tensor> parts = tensors_over(pieces, type, device);
+  const std::vector<at::Tensor> parts = tensors_over(pieces, bits_of(type), device);
+  const at::Tensor bits = all.view(bits_of(type));
   std::vector<at::Tensor> slices;
   int64_t at = 0;
   for (const at::Tensor& part : parts) {
-    slices.push_back(all.narrow(0, at, part.numel()));
+    slices.push_back(bits.narrow(0, at, part.numel()));
     at += part.numel();
   }
   const at::NoGradGuard no_grad;

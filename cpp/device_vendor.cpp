@@ -4,6 +4,8 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <thread>
 #include <utility>
@@ -79,6 +81,7 @@ rust::Box<RustLaunched> exchange(const rust::Box<RustMember>& core, const std::v
 VendorDevices::VendorDevices(SageBackend& backend, c10::DeviceType type, const std::string& vendor,
                              const std::string& library, const std::vector<std::string>& folders)
     : backend_(backend),
+      type_(type),
       group_(backend.options_->group_name),
       devices_(open(*backend.group_, type, vendor, library, folders)),
       // Not owned: the streams are a member.
@@ -136,6 +139,7 @@ VendorDevices::MemberPtr VendorDevices::make(const Key& key) {
   const bool leads = rank == first;
   const auto timeout = static_cast<uint64_t>(backend_.options_->timeout.count());
   // Some libraries make not even an id on a thread without a device.
+  const c10::DeviceGuard guard(c10::Device(type_, device));
   set_device(device);
   at::Tensor bytes = at::empty({static_cast<int64_t>(devices_->id_bytes())}, at::kByte);
   if (leads) {
@@ -157,8 +161,8 @@ std::vector<VendorDevices::Explained> VendorDevices::explained(const std::vector
     const Plan& plan = *calls[i].plan;
     std::string why(launches[i].recipe->why());
     if (why.empty()) why = "one call of the library, which chooses the algorithm";
-    if (plan.call.tensors > 1) why += c10::str("; ", plan.call.tensors, " tensors packed");
-    if (calls.size() > 1) why += c10::str("; one of ", calls.size(), " calls in one launch");
+    if (plan.call.tensors > 1) why += c10::str("; ", plan.call.tensors, " tensors in one call");
+    if (calls.size() > 1) why += c10::str("; one of ", calls.size(), " calls issued together");
     const uint64_t bytes = std::max(bytes_of(plan.inputs()), bytes_of(plan.outputs()));
     found.push_back({plan.call.kind, bytes,
                      c10::str("op\t", plan.op, "\nbytes\t", bytes, "\nranks\t", backend_.getSize(), "\nsequence\t",
@@ -262,22 +266,29 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::submit(std::vector<DevicePlan>& ca
   }
   const auto launched = std::make_shared<std::vector<rust::Box<RustLaunched>>>();
   void* raw = passage.enter();
-  checked([&] { launch(launches, *communicator, raw, *launched); });
-  passage.leave();
-  {
+  std::shared_ptr<c10::Event> ended;
+  for (const DevicePlan& call : calls) {
+    for (const Staged& each : call.before) keep.push_back(each.temporary);
+    for (const Staged& each : call.after) keep.push_back(each.temporary);
+  }
+  try {
+    checked([&] { launch(launches, *communicator, raw, *launched); });
+    passage.leave();
     const c10::DeviceGuard guard(device);
     const c10::StreamGuard on(passage.stream());
     for (size_t i = 0; i < calls.size(); ++i) {
       if (launches[i].after) launches[i].after();
       for (const Staged& each : calls[i].after) copy_quietly(each.tensor, each.temporary);
     }
-  }
-  for (const DevicePlan& call : calls) {
-    for (const Staged& each : call.before) keep.push_back(each.temporary);
-    for (const Staged& each : call.after) keep.push_back(each.temporary);
+    ended = passage.end();
+  } catch (const std::exception&) {
+    // The library may be at work on this memory, and nobody will know when it is done: it is never given back.
+    new Tensors(std::move(keep));
+    new auto(launched);
+    throw;
   }
 
-  DeviceWork::Launched made{passage.stream(), passage.begun(), passage.end(), std::move(keep)};
+  DeviceWork::Launched made{passage.stream(), passage.begun(), std::move(ended), std::move(keep)};
   made.blocks_host = first.call.kind == static_cast<uint8_t>(Kind::kBarrier);
   made.guardian = shared_from_this();
   made.watched.what = c10::str(first.op, is_message(first) ? " with rank " : " number ",
@@ -287,7 +298,6 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::submit(std::vector<DevicePlan>& ca
       first.call.timeout_ms < 0 ? backend_.options_->timeout : std::chrono::milliseconds(first.call.timeout_ms);
   made.watched.member = communicator;
   made.also = launched;
-  if (!capturing) under_way_->fetch_add(1, std::memory_order_relaxed);
   made.told = [notes, capturing, under_way = under_way_](bool well) {
     for (const auto& note : notes) (*note)->ended(well, true);
     if (!capturing) under_way->fetch_sub(1, std::memory_order_relaxed);
@@ -303,7 +313,14 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::submit(std::vector<DevicePlan>& ca
   auto work = c10::make_intrusive<DeviceWork>(backend_.getRank(), label.type, std::move(outputs), backend_.events_,
                                               std::move(trace), std::move(made));
   // An event in a graph cannot be asked.
-  if (!capturing) work->watch();
+  if (capturing) return work;
+  under_way_->fetch_add(1, std::memory_order_relaxed);
+  try {
+    work->watch();
+  } catch (const std::exception&) {
+    under_way_->fetch_sub(1, std::memory_order_relaxed);
+    throw;
+  }
   return work;
 }
 
@@ -327,6 +344,7 @@ bool VendorDevices::is_capturing(const c10::Stream& stream) const {
   } catch (const c10::Error&) {
     return false;  // nothing can be asked
   }
+  const c10::DeviceGuard guard(stream.device());
   set_device(stream.device_index());
   return checked([&] { return devices_->capturing(reinterpret_cast<size_t>(raw)); });
 }
@@ -372,36 +390,48 @@ void VendorDevices::abort() {
 }
 
 void VendorDevices::close(std::chrono::milliseconds timeout) {
+  // A child that was forked has neither the works nor a device.
+  if (::getpid() != process_) return;
   constexpr auto kPause = std::chrono::milliseconds(1);
-  // For the peers to leave, too. Whoever comes later finds that this rank's operations are done all the same.
-  constexpr auto kLeave = std::chrono::milliseconds(5000);
+  constexpr auto kForEver = std::chrono::milliseconds(std::chrono::hours(24 * 365));
   const bool bounded = timeout.count() > 0;
   const auto until = std::chrono::steady_clock::now() + timeout;
   auto ask_again = std::chrono::steady_clock::now();
+  const auto failed = [&] { return !devices_->trouble("the end of the group").empty(); };
   // Works end at their own deadlines as well; a work whose communicator was shut under it would fail.
-  bool lost = false;
+  bool lost = DeviceWatch::instance().stopped() || failed();
   while (!lost && under_way_->load(std::memory_order_relaxed) > 0) {
     std::this_thread::sleep_for(kPause);
     const auto now = std::chrono::steady_clock::now();
-    lost = bounded && now >= until;
+    lost = (bounded && now >= until) || DeviceWatch::instance().stopped();
     if (now < ask_again) continue;
     ask_again = now + kAskEvery;
-    lost = lost || !devices_->trouble("the end of the group").empty();
+    lost = lost || failed();
     if (check_interrupt()) {
       abort();
       std::rethrow_exception(take_interrupt());
     }
   }
-  lost = lost || !devices_->trouble("the end of the group").empty();
   if (lost) abort();
   std::map<Key, MemberPtr> members;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     members.swap(members_);
   }
-  const auto leave = bounded ? std::min(timeout, kLeave) : kLeave;
+  // In one order on all ranks, so that nobody waits in a circle.
+  bool interrupted = false;
   for (const auto& each : members) {
-    if (!each.second->aborted.exchange(true)) each.second->core->close(static_cast<uint64_t>(leave.count()));
+    if (each.second->aborted.exchange(true)) continue;
+    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(until - std::chrono::steady_clock::now());
+    const auto patience = bounded ? std::max(left, std::chrono::milliseconds(1)) : kForEver;
+    if (interrupted) {
+      each.second->core->abort();
+    } else {
+      interrupted = !each.second->core->close(static_cast<uint64_t>(patience.count()));
+    }
+  }
+  if (interrupted) {
+    if (const auto raised = take_interrupt()) std::rethrow_exception(raised);
   }
 }
 

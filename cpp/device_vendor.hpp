@@ -6,6 +6,8 @@
 // its calls on a raw stream; and follow the work to its end, which may be a deadline or a dead peer.
 #pragma once
 
+#include <unistd.h>
+
 #include <ATen/core/Tensor.h>
 
 #include <atomic>
@@ -55,8 +57,9 @@ class VendorDevices final : public RawStreams, public Guardian, public std::enab
   void connect(c10::Device device) { (void)everyone(device); }
   // Unblocks whatever hangs; nothing can be issued afterwards.
   void abort();
-  // Leaves with the others, when what is under way is done. Bounded: what does not end in time, or waits for a rank
-  // that is gone, is aborted. Throws only what a signal handler raised, and has aborted then.
+  // Leaves with the others, when what is under way is done: within the timeout while all of them live, soon where one
+  // is gone. What does not end is aborted, or left behind with a thread that waits for it. Throws what a signal handler
+  // raised.
   void close(std::chrono::milliseconds timeout);
 
   void set_device(c10::DeviceIndex device) const override;
@@ -96,6 +99,8 @@ class VendorDevices final : public RawStreams, public Guardian, public std::enab
               std::vector<rust::Box<RustLaunched>>& launched) const;
 
   SageBackend& backend_;
+  const c10::DeviceType type_;
+  const pid_t process_ = ::getpid();
   const std::string group_;
   const rust::Box<RustDevices> devices_;
   std::unique_ptr<DeviceStreams> streams_;

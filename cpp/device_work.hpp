@@ -115,6 +115,11 @@ class DeviceWatch {
   static DeviceWatch& instance() { return per_process<DeviceWatch>(); }
 
   void add(c10::intrusive_ptr<DeviceWork> work);
+  // True when nobody will see the end of a work any more.
+  bool stopped() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return stopped_;
+  }
   // No event is asked from now on; what is left is leaked. Call without the GIL.
   void stop(std::chrono::milliseconds patience);
 

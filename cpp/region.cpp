@@ -85,6 +85,7 @@ c10::intrusive_ptr<c10::ivalue::Future> JoinedWork::getFuture() {
     }
   }
   value_ = c10::make_intrusive<Future>(c10::ListType::ofTensors(), devices);
+  if (values.empty()) value_->markCompleted(c10::IValue(c10::List<at::Tensor>()));
   // Counted down by each part's callback, whichever thread runs it; the last one sees what all others left behind.
   const auto left = std::make_shared<std::atomic<size_t>>(values.size());
   for (const auto& value : values) {

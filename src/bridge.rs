@@ -320,7 +320,8 @@ pub mod ffi {
         /// An error that came up since, with its code letter, or empty. Never waits.
         fn poll(self: &RustMember) -> String;
         fn abort(self: &RustMember);
-        fn close(self: &RustMember, timeout_ms: u64);
+        /// False where a signal handler raised meanwhile.
+        fn close(self: &RustMember, timeout_ms: u64) -> bool;
 
         /// Highest level that is logged: 0 off, 1 error, 2 warn, 3 info, 4 debug, 5 trace.
         fn set_log_level(level: u8);

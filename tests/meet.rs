@@ -317,7 +317,7 @@ fn ranks_that_would_go_to_different_delegates_are_told_so_on_every_rank() {
         rank.config.delegate = if rank.config.rank == 1 { "mpi" } else { "gloo" }.to_string();
     });
     for outcome in outcomes {
-        let error = outcome.err().expect("an error");
+        let error = outcome.expect_err("an error");
         assert!(matches!(error, Error::Invalid(_)), "{error:?}");
         assert!(error.text().contains("'gloo' on rank 0 and 'mpi' on rank 1"), "{error}");
     }

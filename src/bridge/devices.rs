@@ -187,10 +187,7 @@ impl RustMember {
             Ok(())
         });
     }
-    pub(super) fn close(&self, timeout_ms: u64) {
-        let _ = guarded(|| {
-            self.0.close(Duration::from_millis(timeout_ms));
-            Ok(())
-        });
+    pub(super) fn close(&self, timeout_ms: u64) -> bool {
+        guarded(|| Ok(self.0.close(Duration::from_millis(timeout_ms)))).unwrap_or(true)
     }
 }

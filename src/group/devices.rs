@@ -6,8 +6,8 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+use std::time::{Duration, Instant};
 
 use super::Group;
 use crate::engine::vendor::recipe::Capabilities;
@@ -17,6 +17,7 @@ use crate::engine::vendor::{
 };
 use crate::error::{Error, Result};
 use crate::types::{Kind, Span};
+use crate::watch;
 
 pub struct Devices {
     group: Arc<Group>,
@@ -289,10 +290,43 @@ impl Member {
         }
     }
 
-    /// Ends it when its operations are done, at the latest at the deadline. All its ranks call it.
-    pub fn close(&self, deadline: Duration) {
-        if let Err(error) = self.communicator.close(deadline) {
-            log::info!("{}: {error}", self.name);
+    /// Ends it together with its other ranks, when its operations are done. They are waited for as long as they live, at
+    /// most until the deadline, and no longer than `ALONE` once one is gone; what has not ended then is left behind on its
+    /// thread. False where a signal handler raised meanwhile.
+    pub fn close(&self, deadline: Duration) -> bool {
+        const ALONE: Duration = Duration::from_secs(5);
+        const LOOK: Duration = Duration::from_millis(50);
+        let communicator = Arc::clone(&self.communicator);
+        let (done, result) = mpsc::channel();
+        let started = watch::spawn("sagellm-close", move || {
+            let _ = done.send(communicator.close(deadline)); // nobody there: it was left behind
+        });
+        if let Err(error) = started {
+            log::warn!("{}: no thread to end it: {error}", self.name);
+            return true;
+        }
+        let group = &self.devices.group;
+        let begin = Instant::now();
+        let mut patience = deadline;
+        loop {
+            match result.recv_timeout(LOOK.min(patience)) {
+                Ok(Err(error)) => log::info!("{}: {error}", self.name),
+                Err(mpsc::RecvTimeoutError::Timeout) => {
+                    if group.host.interrupted() {
+                        return false;
+                    }
+                    let waited = begin.elapsed();
+                    if group.fault().is_some() || group.dead_ranks().next().is_some() {
+                        patience = patience.min(waited + ALONE);
+                    }
+                    if waited < patience {
+                        continue;
+                    }
+                    log::info!("{}: its end was not waited for any longer: a rank is gone, or late", self.name);
+                }
+                Ok(Ok(())) | Err(mpsc::RecvTimeoutError::Disconnected) => {}
+            }
+            return true;
         }
     }
 }

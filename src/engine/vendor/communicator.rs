@@ -78,7 +78,8 @@ pub trait Communicator: Send + Sync {
     fn poll(&self) -> Result<()>;
     /// Ends it although operations hang; they end with whatever result. May be called by any thread, more than once.
     fn abort(&self) -> Result<()>;
-    /// Ends it when its operations are done; all ranks call it. Aborts at the deadline.
+    /// Ends it when its operations are done; all ranks call it. What has not ended at the
+    /// deadline is left behind, on a thread that waits for it.
     fn close(&self, deadline: Duration) -> Result<()>;
 }
 
