@@ -170,12 +170,6 @@ MOMENTS: dict[str, tuple[Any, list[int]]] = {
 GLOO_CANNOT = {"in flight", "thread in a wait", "after destroy", "live group object", "callbacks pending", "live work"}
 
 
-#: The moments that every program meets sooner or later. The others differ from one of them in a detail, and an end of
-#: two processes with torch in them costs a second: they are repeated less often.
-COMMON = {"before the first operation", "in flight", "after destroy", "live work", "atexit"}
-SELDOM = -(-OFTEN // 4)
-
-
 def repeat(turns: int, once: Callable[[int], None], say: Callable[[str], None]) -> None:
     """Calls `once(turn)` for every turn, several at a time; tells how far it is. The first failure ends it."""
     Zygote.get()
@@ -222,10 +216,10 @@ def test_exit_at_any_moment_ten_times(moment: str) -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("moment", list(MOMENTS))
 def test_exit_at_any_moment_often(moment: str, say: Callable[[str], None]) -> None:
-    """The same, often enough to meet rare orders: two hundred times, the less common moments fifty times."""
+    """The same, two hundred times: often enough to meet rare orders."""
     skip_what_gloo_cannot(moment)
     before = shm_names()
-    repeat(OFTEN if moment in COMMON else SELDOM, lambda turn: exit_once(moment, turn), say)
+    repeat(OFTEN, lambda turn: exit_once(moment, turn), say)
     nothing_left(before)
 
 
