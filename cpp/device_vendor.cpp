@@ -22,6 +22,9 @@ namespace {
 // How often a library is asked for errors, and the group for dead peers, while works are under way.
 constexpr auto kAskEvery = std::chrono::milliseconds(10);
 
+// How long what a peer has sent may take to arrive after the peer itself is gone.
+constexpr auto kOnItsWay = std::chrono::milliseconds(500);
+
 // The device that this thread's calls on raw streams are for: `set_device` comes before each.
 thread_local c10::DeviceIndex thread_device = 0;
 
@@ -349,16 +352,20 @@ bool VendorDevices::is_capturing(const c10::Stream& stream) const {
   return checked([&] { return devices_->capturing(reinterpret_cast<size_t>(raw)); });
 }
 
-std::string VendorDevices::look(const Watched& watched) {
+std::string VendorDevices::look(const Watched& watched, bool passed) {
   const auto member = std::static_pointer_cast<Member>(watched.member);
   const auto now = std::chrono::steady_clock::now();
   std::string trouble;
-  if (watched.timeout.count() > 0 && now - watched.issued > watched.timeout) {
+  if (!passed && watched.timeout.count() > 0 && now - watched.issued > watched.timeout) {
     trouble =
         std::string(devices_->stall(watched.what, watched.number, static_cast<uint64_t>(watched.timeout.count())));
   } else if (member->aborted) {
     trouble = std::string(devices_->trouble(watched.what));
     if (trouble.empty()) trouble = c10::str("Asagellm: ", watched.what, ": the communicator was aborted");
+  } else if (passed) {
+    // Whoever has left since did so after its part.
+    trouble = std::string(member->core->poll());
+    if (!trouble.empty()) trouble += c10::str("; seen at ", watched.what);
   } else {
     const std::string bad(member->core->poll());
     if (bad.empty()) {
@@ -373,6 +380,12 @@ std::string VendorDevices::look(const Watched& watched) {
       trouble = std::string(devices_->trouble(watched.what));
     }
     if (trouble.empty() && !bad.empty()) trouble = c10::str(bad, "; seen at ", watched.what);
+    if (!trouble.empty() && bad.empty()) {
+      // A peer may leave right after its last operation, and what it has sent is still on its way.
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (!trouble_since_) trouble_since_ = now;
+      if (now - *trouble_since_ < kOnItsWay) return {};
+    }
   }
   if (!trouble.empty()) abort();
   return trouble;
@@ -396,23 +409,18 @@ void VendorDevices::close(std::chrono::milliseconds timeout) {
   constexpr auto kForEver = std::chrono::milliseconds(std::chrono::hours(24 * 365));
   const bool bounded = timeout.count() > 0;
   const auto until = std::chrono::steady_clock::now() + timeout;
-  auto ask_again = std::chrono::steady_clock::now();
-  const auto failed = [&] { return !devices_->trouble("the end of the group").empty(); };
-  // Works end at their own deadlines as well; a work whose communicator was shut under it would fail.
-  bool lost = DeviceWatch::instance().stopped() || failed();
-  while (!lost && under_way_->load(std::memory_order_relaxed) > 0) {
+  // A work whose communicator was shut under it would fail. Each ends at its deadline at the latest, and soon where a
+  // peer is gone; unless nobody looks any more.
+  bool lost = DeviceWatch::instance().stopped();
+  for (int turn = 0; !lost && under_way_->load(std::memory_order_relaxed) > 0; ++turn) {
     std::this_thread::sleep_for(kPause);
-    const auto now = std::chrono::steady_clock::now();
-    lost = (bounded && now >= until) || DeviceWatch::instance().stopped();
-    if (now < ask_again) continue;
-    ask_again = now + kAskEvery;
-    lost = lost || failed();
-    if (check_interrupt()) {
+    lost = (bounded && std::chrono::steady_clock::now() >= until) || DeviceWatch::instance().stopped();
+    if (turn % 16 == 0 && check_interrupt()) {
       abort();
       std::rethrow_exception(take_interrupt());
     }
   }
-  if (lost) abort();
+  if (lost || !devices_->trouble("the end of the group").empty()) abort();
   std::map<Key, MemberPtr> members;
   {
     const std::lock_guard<std::mutex> lock(mutex_);

@@ -15,6 +15,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -68,7 +69,7 @@ class VendorDevices final : public RawStreams, public Guardian, public std::enab
   void* record(void* stream) const override;
   void release(void* event) const override;
 
-  std::string look(const Watched& watched) override;
+  std::string look(const Watched& watched, bool passed) override;
   bool ask(c10::DeviceIndex device, const std::function<bool()>& question) override;
 
  private:
@@ -110,6 +111,8 @@ class VendorDevices final : public RawStreams, public Guardian, public std::enab
   std::mutex mutex_;
   std::map<Key, MemberPtr> members_;
   std::chrono::steady_clock::time_point asked_{};
+  // When the group was first seen to have failed, or a peer to be gone.
+  std::optional<std::chrono::steady_clock::time_point> trouble_since_;
   // Works that are watched and have not ended. Written by `submit` and by whoever ends a work; read by `close`. Shared,
   // because a work may outlive this. A counter alone: nothing is ordered by it.
   const std::shared_ptr<std::atomic<int64_t>> under_way_ = std::make_shared<std::atomic<int64_t>>(0);

@@ -36,10 +36,8 @@ bool DeviceWork::poll() {
   const bool passed = launched_.guardian ? launched_.guardian->ask(launched_.stream.device_index(), query) : query();
   std::string trouble;
   if (launched_.guardian) {
-    // Asked even when the stream has passed it: some libraries tell of a failure only then. It cannot be late any more.
-    Watched watched = launched_.watched;
-    if (passed) watched.timeout = kNoTimeout;
-    trouble = launched_.guardian->look(watched);
+    // Asked even when the stream has passed it: some libraries tell of a failure only then.
+    trouble = launched_.guardian->look(launched_.watched, passed);
   }
   if (!passed && trouble.empty()) return false;
   end(trouble, passed);

@@ -34,7 +34,8 @@ class Guardian {
  public:
   virtual ~Guardian() = default;
   // Empty, or why it will not end, with its code letter; whatever blocks it has been aborted then. Never waits.
-  virtual std::string look(const Watched& watched) = 0;
+  // `passed`: the stream has come past it, so only a failure of the library counts.
+  virtual std::string look(const Watched& watched, bool passed) = 0;
   // Asks the device something on this thread, in such a way that no graph that another thread captures is broken by it.
   virtual bool ask(c10::DeviceIndex device, const std::function<bool()>& question) = 0;
 };

@@ -142,9 +142,6 @@ def relay(delay: float, names: list[str]) -> None:
     """Hands each packet to the host that its last address byte names, ``delay`` seconds after it came."""
     devices = [open_tun(name) for name in names]
     print("ready", flush=True)
-    poll = select.epoll()
-    for device in devices:
-        poll.register(device, select.EPOLLIN)
     waiting: list[tuple[float, int, int, bytes]] = []
     count = 0
     while True:
@@ -154,7 +151,8 @@ def relay(delay: float, names: list[str]) -> None:
             with contextlib.suppress(BlockingIOError, OSError):
                 os.write(device, packet)
         left = max(0.0, waiting[0][0] - time.monotonic()) if waiting else 1.0
-        for device, _ in poll.poll(left):
+        # Not epoll, whose waits Python rounds up to whole milliseconds: a packet would be late whenever another came.
+        for device in select.select(devices, [], [], left)[0]:
             with contextlib.suppress(BlockingIOError):
                 while True:
                     packet = os.read(device, 65536)
