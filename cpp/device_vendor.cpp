@@ -362,12 +362,10 @@ std::string VendorDevices::look(const Watched& watched, bool passed) {
   } else if (member->aborted) {
     trouble = std::string(devices_->trouble(watched.what));
     if (trouble.empty()) trouble = c10::str("Asagellm: ", watched.what, ": the communicator was aborted");
-  } else if (passed) {
-    // Whoever has left since did so after its part.
-    trouble = std::string(member->core->poll());
-    if (!trouble.empty()) trouble += c10::str("; seen at ", watched.what);
   } else {
     const std::string bad(member->core->poll());
+    // Whoever has left since did so after its part.
+    if (passed && bad.empty()) return {};
     if (bad.empty()) {
       const std::lock_guard<std::mutex> lock(mutex_);
       if (now - asked_ < kAskEvery) return {};
