@@ -55,13 +55,14 @@ def link_of(run: dict[str, Any]) -> str:
 def wide_rows(runs: list[dict[str, Any]]) -> list[str]:
     """Runs over several hosts and those that switch fusion off, one line for each operation and size.
 
-    The last run of a case wins. A goal that was not measured is not left out."""
+    Every run of a case has its line. A goal that was not measured is not left out."""
     head = [
-        "| ranks (each one's host) | link | op | size | gloo p10 | no-op, median | not fused, median "
+        "| ranks (each one's host) | run of | link | op | size | gloo p10 | no-op, median | not fused, median "
         "| sagellm median (p10, p99) | gloo p10 / no-op | gloo p10 / median | not fused / median | goal | |",
-        "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- | --- |",
+        "| --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- | --- |",
     ]
-    lines: dict[tuple[str, str, str, int], str] = {}
+    lines: list[str] = []
+    seen: set[tuple[str, str, str, int]] = set()
     for run in runs:
         place = run.get("hosts") or f"{run['ranks']} ranks"
         for row in run["results"]:
@@ -75,19 +76,20 @@ def wide_rows(runs: list[dict[str, Any]]) -> list[str]:
             goal = WIDE_GOALS.get(case)
             verdict = "" if goal is None else "reached" if found[goal[0]] >= goal[1] else "**missed**"
             gloo, floor = times["gloo"]["p10"], times.get(report.FLOOR, {}).get("median")
-            lines[case] = (
-                f"| {place} | {link_of(run)} | {row['op']} | {format_size(row['size'])} "
+            seen.add(case)
+            lines.append(
+                f"| {place} | {run['date']} | {link_of(run)} | {row['op']} | {format_size(row['size'])} "
                 f"| {format_time(gloo)} | {format_time(floor) if floor else '-'} "
                 f"| {format_time(unfused) if unfused else '-'} | {report.cell(times[OURS])} "
                 f"| {format_ratio(gloo / floor) if floor else '-'} | {format_ratio(found[True])} "
                 f"| {format_ratio(found[False]) if unfused else '-'} | {wide_goal(goal)} | {verdict} |"
             )
     missing = [
-        f"| {place} | {link} | {op} | {format_size(size)} | not measured | | | | | | | {wide_goal(goal)} | |"
+        f"| {place} | - | {link} | {op} | {format_size(size)} | not measured | | | | | | | {wide_goal(goal)} | |"
         for (place, link, op, size), goal in WIDE_GOALS.items()
-        if (place, link, op, size) not in lines
+        if (place, link, op, size) not in seen
     ]
-    return head + list(lines.values()) + missing
+    return head + lines + missing
 
 
 def wide_goal(goal: tuple[bool, float] | None) -> str:
@@ -95,34 +97,38 @@ def wide_goal(goal: tuple[bool, float] | None) -> str:
 
 
 def goal_rows(runs: list[dict[str, Any]]) -> list[str]:
-    """One line per goal; a goal that was not measured is not left out."""
+    """Every run of a case that has a goal: none stands for another. A goal that was not measured is not left out."""
     lines = [
-        "| ranks | op | size | goal | gloo p10 | sagellm median (p10, p99) | over our median | over our p10 | A/A | |",
-        "| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
+        "| ranks | op | size | goal | run | gloo p10 | no-op, median | sagellm median (p10, p99) | over our median "
+        "| over our p10 | A/A | |",
+        "| ---: | --- | ---: | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
     for (ranks, op, size), goal in GOALS.items():
+        head = f"| {ranks} | {op} | {format_size(size) if size else '-'} | {goal}x "
         found = [
-            (run, r)
+            (run, row)
             for run in runs
             if run["ranks"] == ranks and run["dtype"] == "float32" and not run.get("hosts")
-            for r in run["results"]
-            if (r["op"], r["size"]) == (op, size) and OURS in report.speedups(r)
+            for row in run["results"]
+            if (row["op"], row["size"]) == (op, size) and OURS in report.speedups(row)
         ]
-        head = f"| {ranks} | {op} | {format_size(size) if size else '-'} | {goal}x "
+        lines += [head + goal_cells(run, row, goal) for run, row in found]
         if not found:
-            lines.append(head + "| not measured | | | | | |")
-            continue
-        row = found[-1][1]
-        ratios = report.speedups(row)
-        by_median, by_p10 = ratios[OURS]
-        verdict = "reached" if by_median >= goal else "reached by p10 only" if by_p10 >= goal else "**missed**"
-        control = next((f"{ratio[1]:.2f}" for label, ratio in ratios.items() if report.is_control(label)), "-")
-        times = row["times"]
-        lines.append(
-            f"{head}| {format_time(times['gloo']['p10'])} | {report.cell(times[OURS])} "
-            f"| {format_ratio(by_median)} | {format_ratio(by_p10)} | {control} | {verdict} |"
-        )
+            lines.append(head + "| - | not measured | | | | | | |")
     return lines
+
+
+def goal_cells(run: dict[str, Any], row: dict[str, Any], goal: float) -> str:
+    ratios, times = report.speedups(row), row["times"]
+    by_median, by_p10 = ratios[OURS]
+    verdict = "reached" if by_median >= goal else "reached by p10 only" if by_p10 >= goal else "**missed**"
+    control = next((f"{ratio[1]:.2f}" for label, ratio in ratios.items() if report.is_control(label)), "-")
+    floor = times.get(report.FLOOR, {}).get("median")
+    return (
+        f"| {run['machine']['cpu']}, {run['date']} | {format_time(times['gloo']['p10'])} "
+        f"| {format_time(floor) if floor else '-'} | {report.cell(times[OURS])} "
+        f"| {format_ratio(by_median)} | {format_ratio(by_p10)} | {control} | {verdict} |"
+    )
 
 
 def measured(runs: list[dict[str, Any]], links: list[str]) -> str:
@@ -141,7 +147,7 @@ def measured(runs: list[dict[str, Any]], links: list[str]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("json", nargs="+", type=Path, help="result files, the later ones win")
+    parser.add_argument("json", nargs="+", type=Path, help="result files, in the order of the page")
     args = parser.parse_args()
     runs = [json.loads(path.read_text()) for path in args.json]
     links = [f"../{path.resolve().relative_to(PAGE.parent.parent)}" for path in args.json]
