@@ -49,15 +49,17 @@ c10::intrusive_ptr<SageBackend> SageBackend::create(const c10::intrusive_ptr<c10
   setup.strict = options->strict;
   setup.delegate = rust::String::lossy(options->delegate);
   try {
-    return c10::make_intrusive<SageBackend>(rank, size, std::move(options), connect(setup, wrap_store(store)));
+    return c10::make_intrusive<SageBackend>(rank, size, std::move(options), connect(setup, wrap_store(store)), store);
   } catch (const rust::Error& error) {
     raise(error.what());
   }
 }
 
-SageBackend::SageBackend(int rank, int size, c10::intrusive_ptr<Options> options, rust::Box<RustGroup> group)
+SageBackend::SageBackend(int rank, int size, c10::intrusive_ptr<Options> options, rust::Box<RustGroup> group,
+                         c10::intrusive_ptr<c10d::Store> store)
     : Backend(rank, size),
       options_(std::move(options)),
+      store_(std::move(store)),
       group_(std::move(group)),
       delegate_reason_(std::string(group_->delegate_reason())),
       spans_hosts_(group_->spans_hosts()),

@@ -80,7 +80,8 @@ class SageBackend final : public c10d::Backend {
   static c10::intrusive_ptr<SageBackend> create(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                                 c10::intrusive_ptr<Options> options);
 
-  SageBackend(int rank, int size, c10::intrusive_ptr<Options> options, rust::Box<RustGroup> group);
+  SageBackend(int rank, int size, c10::intrusive_ptr<Options> options, rust::Box<RustGroup> group,
+              c10::intrusive_ptr<c10d::Store> store);
   ~SageBackend() override;
 
   // Why the group must be served by a delegate, or empty. If not empty, `set_delegate` must be called before use.
@@ -221,6 +222,7 @@ class SageBackend final : public c10d::Backend {
                                                    const std::vector<int>& ranks, const char* name) const;
 
   const c10::intrusive_ptr<Options> options_;
+  const c10::intrusive_ptr<c10d::Store> store_;
   const rust::Box<RustGroup> group_;
   const std::string delegate_reason_;
   const bool spans_hosts_;

@@ -122,16 +122,41 @@ VendorDevices::MemberPtr VendorDevices::member(const Key& key) {
   const std::lock_guard<std::mutex> making(making_);
   if (MemberPtr found = known()) return found;
   const auto& [device, from, to] = key;
-  // Two ranks may both begin with a send: whoever makes one direction makes the other, in an order of both.
-  std::vector<Key> wanted{key};
-  if (from >= 0)
-    wanted = {{device, std::min(from, to), std::max(from, to)}, {device, std::max(from, to), std::min(from, to)}};
-  for (const Key& each : wanted) {
-    MemberPtr made = make(each);
-    const std::lock_guard<std::mutex> lock(mutex_);
-    members_.emplace(each, std::move(made));
+  if (from < 0) {
+    add(key);
+  } else {
+    connect_pair(device, from == backend_.getRank() ? to : from);
   }
   return known();
+}
+
+void VendorDevices::connect_pair(c10::DeviceIndex device, int peer) {
+  const int rank = backend_.getRank();
+  if (!store_) store_ = wrap_store(backend_.store_);
+  std::vector<uint32_t> known;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& each : members_) {
+      const auto& [index, from, to] = each.first;
+      if (index == device && from == rank) known.push_back(static_cast<uint32_t>(to));
+    }
+  }
+  const auto timeout = static_cast<uint64_t>(backend_.options_->timeout.count());
+  for (int next = -1; next != peer;) {
+    const rust::Slice<const uint32_t> others{known.data(), known.size()};
+    next = static_cast<int>(
+        checked([&] { return devices_->next_pair(store_, static_cast<uint32_t>(peer), others, timeout); }));
+    // Two ranks may both begin with a send: whoever makes one direction makes the other, in an order of both.
+    add({device, std::min(rank, next), std::max(rank, next)});
+    add({device, std::max(rank, next), std::min(rank, next)});
+    known.push_back(static_cast<uint32_t>(next));
+  }
+}
+
+void VendorDevices::add(const Key& key) {
+  MemberPtr made = make(key);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  members_.emplace(key, std::move(made));
 }
 
 VendorDevices::MemberPtr VendorDevices::make(const Key& key) {

@@ -95,6 +95,9 @@ class VendorDevices final : public RawStreams, public Guardian, public std::enab
   bool is_capturing(const c10::Stream& stream) const;
   MemberPtr everyone(c10::Device device) { return member({device.index(), -1, -1}); }
   MemberPtr member(const Key& key);
+  // Those of the messages with a rank, in both directions, together with that rank.
+  void connect_pair(c10::DeviceIndex device, int peer);
+  void add(const Key& key);
   MemberPtr make(const Key& key);
   void launch(const std::vector<Launch>& launches, const Member& member, void* raw,
               std::vector<rust::Box<RustLaunched>>& launched) const;
@@ -110,6 +113,8 @@ class VendorDevices final : public RawStreams, public Guardian, public std::enab
   // Guards the rest, briefly.
   std::mutex mutex_;
   std::map<Key, MemberPtr> members_;
+  // A connection of our own to the group's store, from the first message on.
+  std::shared_ptr<Store> store_;
   std::chrono::steady_clock::time_point asked_{};
   // When the group was first seen to have failed, or a peer to be gone.
   std::optional<std::chrono::steady_clock::time_point> trouble_since_;

@@ -39,6 +39,12 @@ class C10dStore final : public Store {
     return found;
   }
 
+  int64_t add(rust::Str key, int64_t by) const override {
+    int64_t sum = 0;
+    plain_errors([&] { sum = store_->add(std::string(key), by); });
+    return sum;
+  }
+
  private:
   // cxx hands `what()` to Rust and knows only std::exception; torch's text carries a C++ backtrace nobody asked for.
   template <class Body>

@@ -21,6 +21,8 @@ class Store {
   virtual void set(rust::Str key, rust::Slice<const uint8_t> value) const = 0;
   // False, at once, when the key is not there.
   virtual bool try_get(rust::Str key, rust::Vec<uint8_t>& value) const = 0;
+  // The sum of all that any rank has added to the key.
+  virtual int64_t add(rust::Str key, int64_t by) const = 0;
 };
 
 // A message on its way. Errors are exceptions with a plain text; one thread at a time.

@@ -18,6 +18,7 @@ use crate::config::{Config, Settings};
 use crate::engine::link;
 use crate::error::{Error, Result};
 use crate::group::{self, Group, Op};
+use crate::host::Counting;
 use crate::types::{CallNote, Dtype, Kind, ReduceOp, Request, Span};
 use devices::{RustDevices, RustLaunched, RustMember, RustRecipe};
 use simulate::{algorithms, predict, program};
@@ -252,6 +253,15 @@ pub mod ffi {
         /// The bytes that one rank of a communicator makes and all need; `id_bytes` of them.
         fn unique_id(self: &RustDevices) -> Result<Vec<u8>>;
         fn id_bytes(self: &RustDevices) -> usize;
+        /// The rank with which to make the communicators of messages now: `peer`, or one that is served first; then ask
+        /// again. With those in `known` there are some. `store` is one that nobody else uses, needed in the first call.
+        fn next_pair(
+            self: &RustDevices,
+            store: SharedPtr<Store>,
+            peer: u32,
+            known: &[u32],
+            timeout_ms: u64,
+        ) -> Result<u32>;
         /// Joins a communicator; returns when all its ranks are there, or at the deadline.
         fn join(
             self: &RustDevices,
@@ -368,6 +378,7 @@ pub mod ffi {
         fn set(self: &Store, key: &str, value: &[u8]) -> Result<()>;
         /// Does not wait: false when the key is not there.
         fn try_get(self: &Store, key: &str, value: &mut Vec<u8>) -> Result<bool>;
+        fn add(self: &Store, key: &str, by: i64) -> Result<i64>;
 
         type Link;
         /// Starts to receive at most `bytes` at `to` from a rank, under a tag. The memory stays valid until the transfer is
@@ -451,6 +462,12 @@ impl group::Store for StoreHook {
             Ok(false) => Ok(None),
             Err(e) => Err(Error::System(format!("the store refused to get {key}: {e}"))),
         }
+    }
+}
+
+impl Counting for StoreHook {
+    fn add(&self, key: &str, by: i64) -> Result<i64> {
+        self.0.add(key, by).map_err(|e| Error::System(format!("the store refused to add to {key}: {e}")))
     }
 }
 

@@ -5,7 +5,7 @@
 //! own. The first fault poisons the group, here and on the peers: everything pending and later fails with it.
 //!
 //! `check` refuses what does not fit together, `faults` finds who is missing and says so, `monitored` is the barrier that
-//! names who is missing, `report` is what the statistics tell.
+//! names who is missing, `pairs` is how two ranks agree to make a communicator for their messages, `report` is what the statistics tell.
 
 mod check;
 pub mod devices;
@@ -13,6 +13,7 @@ mod explain;
 mod faults;
 mod hosts;
 mod monitored;
+pub mod pairs;
 mod report;
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
@@ -73,6 +74,8 @@ struct Peer {
 pub struct Group {
     config: Config,
     domain: u64,
+    /// Equal on all ranks and of no other attempt to make a group; zeros where they have not met.
+    id: [u8; 16],
     /// The process (by forks since the first group) that made this group: no other may touch it.
     generation: u32,
     patience: Patience,
@@ -115,6 +118,22 @@ pub struct Op {
     group: Arc<Group>,
 }
 
+/// What the ranks of a group know alike when it is built.
+struct Agreed {
+    cores: usize,
+    policy: Policy,
+    /// As `Group::domain` and `Group::id`.
+    domain: u64,
+    id: [u8; 16],
+}
+
+impl Agreed {
+    /// Of ranks that have no memory in common.
+    fn on(policy: Policy) -> Agreed {
+        Agreed { cores: 1, policy, domain: 0, id: [0; 16] }
+    }
+}
+
 fn local_config(rank: usize, size: usize, timeout: Duration) -> Config {
     Config {
         rank,
@@ -154,22 +173,24 @@ impl Group {
         let own = select::file::decide(&config.algorithm, config.size, SLOT_BYTES, config.rank == 0)?;
         if config.size == 1 {
             let engine = config.delegate_reason.clone().map_or(Engine::Solo, Engine::Delegate);
-            return Ok(Group::build(config, engine, None, Vec::new(), (1, own), 0, host));
+            return Ok(Group::build(config, engine, None, Vec::new(), Agreed::on(own), host));
         }
         if config.size > MAX_RANKS {
             let reason = format!("{} ranks; the shared-memory engine serves up to {MAX_RANKS}", config.size);
-            return Ok(Group::build(config, Engine::Delegate(reason), None, Vec::new(), (1, own), 0, host));
+            return Ok(Group::build(config, Engine::Delegate(reason), None, Vec::new(), Agreed::on(own), host));
         }
         config.policy = own.text();
         let ranks = config.size;
         let fitting = |headroom: usize| layout_within(ranks, headroom).map_or(0, |layout| layout.total());
         match meet::meet(&config, store, &*host, &fitting)? {
-            meet::Outcome::Delegate(reason) => {
-                Ok(Group::build(config, Engine::Delegate(reason), None, Vec::new(), (1, own), 0, host))
+            meet::Outcome::Delegate { reason, id } => {
+                let agreed = Agreed { id, ..Agreed::on(own) };
+                Ok(Group::build(config, Engine::Delegate(reason), None, Vec::new(), agreed, host))
             }
             meet::Outcome::Shared(met) => Group::share(config, met, &own, host),
-            meet::Outcome::Hosts { reason, .. } if config.delegate != Config::LINK => {
-                Ok(Group::build(config, Engine::Delegate(reason), None, Vec::new(), (1, own), 0, host))
+            meet::Outcome::Hosts { reason, id, .. } if config.delegate != Config::LINK => {
+                let agreed = Agreed { id, ..Agreed::on(own) };
+                Ok(Group::build(config, Engine::Delegate(reason), None, Vec::new(), agreed, host))
             }
             meet::Outcome::Hosts { hosts, id, reason, policy } => {
                 let policy = explain::agreed(&config, &own, &policy)?;
@@ -179,7 +200,7 @@ impl Group {
     }
 
     fn share(config: Config, met: Met, own: &Policy, host: Arc<dyn Host>) -> Result<Arc<Group>> {
-        let Met { segment, company, local_cores, policy } = met;
+        let Met { segment, company, local_cores, policy, id } = met;
         let total = segment.len();
         let layout = Layout::of_total(config.size, total)
             .ok_or_else(|| Error::Bug(format!("sagellm: no layout of {} ranks has {total} bytes", config.size)))?;
@@ -196,7 +217,8 @@ impl Group {
         let list = peers.map(|peer| Peer { pid: peer.pid, host: peer.host, dead: AtomicBool::new(false) }).collect();
         let fusion = config.settings.fusion;
         let shm = Shm::new(Arc::clone(&area), local_cores, fusion, Arc::new(policy.clone()));
-        let group = Group::build(config, Engine::Shm(Box::new(shm)), Some(area), list, (local_cores, policy), 0, host);
+        let agreed = Agreed { cores: local_cores, policy, domain: 0, id };
+        let group = Group::build(config, Engine::Shm(Box::new(shm)), Some(area), list, agreed, host);
         let weak = Arc::downgrade(&group);
         let following = company.follow(move |rank, _reason| {
             if let Some(group) = weak.upgrade() {
@@ -240,7 +262,8 @@ impl Group {
             let shm = || Shm::new(Arc::clone(&area), cores, true, Arc::new(policy.clone()));
             let engine = if ranks == 1 { Engine::Solo } else { Engine::Shm(Box::new(shm())) };
             // A rank's groups belong together, as they would in a process of its own.
-            Group::build(config, engine, Some(area), peers, (cores, policy), domains[rank], Arc::new(NoHost))
+            let agreed = Agreed { cores, domain: domains[rank], ..Agreed::on(policy) };
+            Group::build(config, engine, Some(area), peers, agreed, Arc::new(NoHost))
         });
         groups.collect()
     }
@@ -250,13 +273,13 @@ impl Group {
         engine: Engine,
         area: Option<Arc<Area>>,
         peers: Vec<Peer>,
-        (cores, policy): (usize, Policy),
-        domain: u64,
+        Agreed { cores, policy, domain, id }: Agreed,
         host: Arc<dyn Host>,
     ) -> Arc<Group> {
         let ranks = config.size;
         let group = Arc::new_cyclic(|this| Group {
             domain,
+            id,
             generation: watch::generation(),
             patience: if matches!(engine, Engine::Hosts(_)) {
                 Patience::none()

@@ -10,6 +10,12 @@ pub trait Store {
     fn try_get(&self, key: &str) -> Result<Option<Vec<u8>>>;
 }
 
+/// A store that also counts, each rank's step once.
+pub trait Counting: Store {
+    /// The sum of all that was added to the key.
+    fn add(&self, key: &str, by: i64) -> Result<i64>;
+}
+
 /// The process that calls us.
 pub trait Host: Send + Sync {
     /// True when a signal handler of the caller raised, so that the wait must end with `Error::Interrupted`.

@@ -119,13 +119,13 @@ fn run(store: &(dyn Store + Sync), size: usize, change: impl Fn(&mut Rank) + Syn
 fn shared(outcome: Result<Outcome>) -> Met {
     match outcome.unwrap() {
         Outcome::Shared(met) => met,
-        Outcome::Delegate(reason) | Outcome::Hosts { reason, .. } => panic!("not shared: {reason}"),
+        Outcome::Delegate { reason, .. } | Outcome::Hosts { reason, .. } => panic!("not shared: {reason}"),
     }
 }
 
 fn reasons(outcomes: Vec<Result<Outcome>>) -> Vec<String> {
     let reason = |outcome: Result<Outcome>| match outcome.unwrap() {
-        Outcome::Delegate(reason) | Outcome::Hosts { reason, .. } => reason,
+        Outcome::Delegate { reason, .. } | Outcome::Hosts { reason, .. } => reason,
         Outcome::Shared(_) => panic!("shared"),
     };
     outcomes.into_iter().map(reason).collect()

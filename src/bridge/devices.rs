@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{RustGroup, coded, ffi, guarded, kind_and_dtype, spans, unknown};
+use super::{RustGroup, StoreHook, coded, ffi, guarded, kind_and_dtype, spans, unknown};
 use crate::engine::vendor::{Asked, Event, Hints, Launched, Local, Message, Recipe, Stream};
 use crate::group::devices::{Devices, Member};
 use crate::types::{Dtype, Kind, ReduceOp};
@@ -42,6 +42,16 @@ impl RustDevices {
     }
     pub(super) fn id_bytes(&self) -> usize {
         self.0.capabilities().id_bytes
+    }
+    pub(super) fn next_pair(
+        &self,
+        store: cxx::SharedPtr<ffi::Store>,
+        peer: u32,
+        known: &[u32],
+        timeout_ms: u64,
+    ) -> Outcome<u32> {
+        let deadline = Duration::from_millis(timeout_ms);
+        guarded(|| self.0.next_pair(peer, known, deadline, || Box::new(StoreHook(store))))
     }
     pub(super) fn join(
         &self,

@@ -10,12 +10,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
 use super::Group;
+use super::pairs::Pairs;
 use crate::engine::vendor::recipe::Capabilities;
 use crate::engine::vendor::{
     Api, Asked, Call, Communicator, Event, Hints, Job, Launched, Message, Recipe, Runtime, SPARES_CAPTURES, Setup,
     Stream, Vendor, launch, open, open_runtime, profiler, recipe, tuner,
 };
 use crate::error::{Error, Result};
+use crate::host::Counting;
 use crate::types::{Kind, Span};
 use crate::watch;
 
@@ -31,6 +33,8 @@ pub struct Devices {
     events: Mutex<HashMap<i32, Vec<Event>>>,
     /// Communicators made so far, for their names.
     made: AtomicU32,
+    /// Who makes a communicator for messages with whom, from the first on.
+    pairs: Mutex<Option<Pairs>>,
 }
 
 /// One communicator of a group: of all its ranks, or of two that exchange messages.
@@ -80,6 +84,7 @@ impl Devices {
             streams: Mutex::new(HashMap::new()),
             events: Mutex::new(HashMap::new()),
             made: AtomicU32::new(0),
+            pairs: Mutex::new(None),
         })
     }
 
@@ -126,6 +131,63 @@ impl Devices {
             self.device_type
         );
         Ok(Member { devices: Arc::clone(self), communicator, name, _steered: steered })
+    }
+
+    /// The rank with which this one shall make the communicators of messages now, which the other is about to do as well:
+    /// `peer`, or first another one that waits for this rank, after which to ask again. `known` are those with whom this
+    /// device has them. `store` is asked for in the first call of a group.
+    pub fn next_pair(
+        &self,
+        peer: u32,
+        known: &[u32],
+        deadline: Duration,
+        store: impl FnOnce() -> Box<dyn Counting + Send>,
+    ) -> Result<u32> {
+        let mut pairs = lock(&self.pairs);
+        let pairs = pairs.get_or_insert_with(|| {
+            let id: String = self.group.id.iter().map(|byte| format!("{byte:02x}")).collect();
+            Pairs::new(store(), format!("pairs/{}/{id}", self.device_type), self.group.config.rank)
+        });
+        let begin = Instant::now();
+        let mut pause = Duration::from_micros(200);
+        let next = pairs.next(peer as usize, known, &mut || {
+            self.may_wait_for(peer as usize, begin, deadline)?;
+            std::thread::sleep(pause);
+            pause = (pause * 2).min(Duration::from_millis(5));
+            Ok(())
+        })?;
+        Ok(next as u32)
+    }
+
+    /// An error where a wait for the other rank of a pair, since `begin`, shall end.
+    fn may_wait_for(&self, peer: usize, begin: Instant, deadline: Duration) -> Result<()> {
+        let group = &self.group;
+        let (rank, name) = (group.config.rank, &group.config.name);
+        if let Some(fault) = group.reported(None).or_else(|| group.fault()) {
+            return Err(fault);
+        }
+        if group.dead_ranks().any(|dead| dead == peer) {
+            let error = group.death_of(peer, "waits for its first message with it");
+            group.poison(error.clone());
+            return Err(error);
+        }
+        if group.host.interrupted() {
+            return Err(Error::Interrupted(format!(
+                "sagellm: rank {rank} of group '{name}': interrupted in its first message with rank {peer}"
+            )));
+        }
+        if !deadline.is_zero() && begin.elapsed() >= deadline {
+            let error = Error::Timeout(format!(
+                "sagellm: rank {rank} of group '{name}' Timed out after {:.1} s in its first message with rank {peer} on \
+                 {}: rank {peer} has not begun one with rank {rank}, or waits for another rank itself. Each send needs \
+                 the receive of its peer",
+                deadline.as_secs_f64(),
+                self.device_type
+            ));
+            group.poison(error.clone());
+            return Err(error);
+        }
+        Ok(())
     }
 
     // What the shim's streams need.

@@ -6,7 +6,7 @@ use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use super::{Engine, Group, NoHost, local_config};
+use super::{Agreed, Engine, Group, NoHost, local_config};
 use crate::config::{Config, Settings};
 use crate::engine::hierarchical::place::Place;
 use crate::engine::hierarchical::{Hierarchical, Inside, Report};
@@ -91,16 +91,16 @@ impl Report for Reporter {
 
 impl Group {
     /// Builds the groups inside the hosts. Every rank learns which hosts can share memory; the ranks of one that cannot
-    /// count as hosts of their own. `id` is new for every attempt, so nothing an earlier one left in the store is read.
+    /// count as hosts of their own. `nonce` is new for every attempt, so nothing an earlier one left in the store is read.
     pub(super) fn span(
         config: Config,
         host_of: &[usize],
-        id: [u8; 16],
+        nonce: [u8; 16],
         (reason, policy): (String, Policy),
         store: &dyn Store,
         host: Arc<dyn Host>,
     ) -> Result<Arc<Group>> {
-        let id: String = id.iter().map(|byte| format!("{byte:02x}")).collect();
+        let id: String = nonce.iter().map(|byte| format!("{byte:02x}")).collect();
         let place = Place::new(host_of.to_vec(), config.rank);
         let mut insides = vec![None; LANES];
         let mut problem = String::new();
@@ -132,7 +132,14 @@ impl Group {
             insides = vec![None; LANES];
         }
         let setup = Setup { place, insides, reason, settings: config.settings };
-        Ok(Group::build(config, Engine::Hosts(setup), None, Vec::new(), (1, policy), 0, host))
+        Ok(Group::build(
+            config,
+            Engine::Hosts(setup),
+            None,
+            Vec::new(),
+            Agreed { id: nonce, ..Agreed::on(policy) },
+            host,
+        ))
     }
 
     /// Which hosts can share memory: the first rank of each says so in the store, and all read it.
@@ -249,8 +256,8 @@ impl Group {
             let place = Place::new(host_of.to_vec(), rank);
             let setup = Setup { place, insides, reason: "a simulation of hosts".to_string(), settings };
             let config = Config { settings, ..local_config(rank, host_of.len(), timeout) };
-            let policy = (1, policy.clone());
-            Group::build(config, Engine::Hosts(setup), None, Vec::new(), policy, rank as u64 + 1, Arc::new(NoHost))
+            let agreed = Agreed { domain: rank as u64 + 1, ..Agreed::on(policy.clone()) };
+            Group::build(config, Engine::Hosts(setup), None, Vec::new(), agreed, Arc::new(NoHost))
         });
         let groups: Vec<Arc<Group>> = groups.collect();
         // Together: they measure the link with each other.

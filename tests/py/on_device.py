@@ -321,11 +321,8 @@ def messages(ctx: Context, device: str) -> None:
     mine = torch.empty(30_000, device=device).fill_(ctx.rank + 1)
     theirs = torch.empty(30_000, device=device).fill_(-1)
     late(device)
-    # Of two ranks neither direction waits for the other. With more of them the first message between two makes their
-    # communicator, for which both must come: in a ring not all may begin with the same neighbour.
-    pair = [lambda: dist.isend(mine, to), lambda: dist.irecv(theirs, source)]
-    works = [call() for call in (pair if n == 2 or ctx.rank % 2 == 0 else pair[::-1])]
-    for work in works:
+    # All begin with the next. The first message between two makes their communicator, for which both must come.
+    for work in [dist.isend(mine, to), dist.irecv(theirs, source)]:
         work.wait()
     holds(theirs, source + 1)
     for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, mine * 2, to), dist.P2POp(dist.irecv, theirs, source)]):

@@ -48,6 +48,8 @@ pub struct Met {
     pub local_cores: usize,
     /// `Config::policy` of rank 0.
     pub policy: String,
+    /// As in `Outcome::Hosts`.
+    pub id: Nonce,
 }
 
 /// What ranks that met for the first time keep of each other. `peers` has an entry for this rank, too; `sockets` are the
@@ -68,8 +70,11 @@ fn acquaint(
 #[derive(Debug)]
 pub enum Outcome {
     Shared(Met),
-    /// The ranks cannot share memory; the same reason on every rank.
-    Delegate(String),
+    /// The ranks cannot share memory; the same reason and `id` on every rank.
+    Delegate {
+        reason: String,
+        id: Nonce,
+    },
     /// They live on several hosts: the number of each rank's host, counted from 0 in the order of the ranks. The same
     /// list and reason on every rank, and an `id` that no other attempt to meet has.
     Hosts {
@@ -139,7 +144,7 @@ pub fn meet_as(
             },
             talk.patience.start.elapsed()
         ),
-        Outcome::Delegate(reason) => log::debug!("group '{}' delegates: {reason}", config.name),
+        Outcome::Delegate { reason, .. } => log::debug!("group '{}' delegates: {reason}", config.name),
         Outcome::Hosts { reason, .. } => log::debug!("group '{}' spans hosts: {reason}", config.name),
     }
     Ok(outcome)

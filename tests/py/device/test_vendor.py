@@ -414,6 +414,42 @@ def test_a_missing_rank_is_named_at_the_deadline(vendor: str, libraries: dict[st
         job.say(1, "go")
 
 
+def nobody_answers(ctx: Context, vendor: str) -> None:
+    """A first message to rank 1, which dies or does not receive."""
+    from datetime import timedelta
+
+    _, name = start(ctx, vendor, timeout=timedelta(seconds=3))
+    dist.barrier()
+    if ctx.rank == 1:
+        ctx.tell("ready")
+        if ctx.listen() == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+    elif ctx.rank == 0:
+        text = expect_raises(RuntimeError, lambda: dist.isend(torch.ones(10, device=name), 1))
+        # The group is one that has failed.
+        ctx.tell(text + " / " + expect_raises(RuntimeError, lambda: dist.all_reduce(torch.ones(10, device=name))))
+    os._exit(0)
+
+
+@pytest.mark.parametrize("vendor", VENDORS)
+def test_a_first_message_that_nobody_receives_ends_at_the_deadline(vendor: str, libraries: dict[str, Path]) -> None:
+    """Both must come to make the communicator of their messages; the error names the one that has not."""
+    with launch(nobody_answers, 2, vendor, env=environment(vendor, libraries)) as job:
+        text = job.hear(0)
+        assert text.count("Timed out after 3.0 s in its first message with rank 1") == 2, text
+        job.say(1, "go")
+
+
+@pytest.mark.parametrize("vendor", VENDORS)
+def test_a_first_message_to_a_rank_that_dies_ends_at_once(vendor: str, libraries: dict[str, Path]) -> None:
+    """Long before the deadline, with its pid."""
+    with launch(nobody_answers, 2, vendor, env=environment(vendor, libraries)) as job:
+        assert job.hear(1) == "ready"
+        job.say(1, "die")
+        text = job.hear(0)
+        assert f"rank 1 (pid {job.ranks[1].pid}" in text and "Timed out" not in text, text
+
+
 def leaves_first(ctx: Context, vendor: str) -> None:
     """Rank 0 leaves while rank 1 is dead, or comes late to what rank 0 has sent."""
     from datetime import timedelta

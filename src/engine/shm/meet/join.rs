@@ -36,7 +36,7 @@ pub(super) fn join(talk: &mut Talk) -> Result<Outcome> {
                         Some(hosts) => {
                             Outcome::Hosts { hosts, id: verdict.id, reason: verdict.text, policy: verdict.policy }
                         }
-                        None => Outcome::Delegate(verdict.text),
+                        None => Outcome::Delegate { reason: verdict.text, id: verdict.id },
                     });
                 }
                 Mode::Failed => return Err(told(&verdict.text)),
@@ -297,7 +297,8 @@ fn await_go(
                 Some(company) => company,
                 None => acquaint(verdict.id, talk.config.rank, peers, vec![(0, socket)])?,
             };
-            Ok(Visit::Met(Box::new(Met { segment, company, local_cores, policy: verdict.policy.clone() })))
+            let (policy, id) = (verdict.policy.clone(), verdict.id);
+            Ok(Visit::Met(Box::new(Met { segment, company, local_cores, policy, id })))
         }
         other => {
             // Rank 0 may have said "go" a moment ago: then the others have a group that this rank is not in.

@@ -71,7 +71,7 @@ impl Lead<'_, '_> {
                 Err(reason) => {
                     let hosts = if forced.is_none() { hosts(&self.records) } else { None };
                     match (self.ask(id, &reason, hosts.as_deref().unwrap_or_default())?, hosts) {
-                        (Step::Delegated, None) => return Ok(Outcome::Delegate(reason)),
+                        (Step::Delegated, None) => return Ok(Outcome::Delegate { reason, id }),
                         (Step::Delegated, Some(hosts)) => {
                             let policy = self.talk.config.policy.clone();
                             return Ok(Outcome::Hosts { hosts, id, reason, policy });

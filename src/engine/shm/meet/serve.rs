@@ -220,7 +220,8 @@ impl Lead<'_, '_> {
             None => acquaint(id, 0, peers, sockets)?,
         };
         let policy = self.talk.config.policy.clone();
-        Ok(Step::Met(Box::new(Met { segment: plan.segment, company, local_cores: plan.local_cores, policy })))
+        let Plan { segment, local_cores, .. } = plan;
+        Ok(Step::Met(Box::new(Met { segment, company, local_cores, policy, id })))
     }
 }
 

@@ -1,0 +1,256 @@
+//! Two ranks agree to make the communicator of their messages now.
+//!
+//! A vendor's library makes a communicator while both its ranks are in the call, and a rank that is in it serves nobody
+//! else. If ranks simply began, three of which each first sends to the next in a ring would wait in a circle. So whoever
+//! needs a communicator invites its peer through the group's store, and begins only when the peer has accepted. While
+//! it waits, it accepts the invitations of others to pairs that come before its own, in one order of all pairs:
+//!
+//! - Nobody waits in a circle: a rank that has accepted begins at once, so the rank it meets is there, or is making a pair
+//!   that it accepted while it waited for this one, which comes before it. Along a circle the pairs would come ever
+//!   earlier.
+//! - Nobody waits for ever, if its peer comes to its own part: of all pairs that are waited for, the first is accepted by
+//!   its other rank, whatever that waits for itself.
+//!
+//! Keys, all behind a prefix that no other attempt to make a group has:
+//!
+//! | key | |
+//! | --- | --- |
+//! | `pair/<low>-<high>/asked` | counts: an odd value is the first to ask, who invites; the next, even one is its peer |
+//! | `mail/<rank>/count`, `mail/<rank>/<n>` | invitations to a rank, each the inviter and the number of their making |
+//! | `pair/<low>-<high>/<making>` | the invitation to this making was accepted |
+
+use std::collections::BTreeMap;
+
+use crate::error::{Error, Result};
+use crate::host::Counting;
+
+/// The lower rank first.
+type Pair = (usize, usize);
+
+fn pair(a: usize, b: usize) -> Pair {
+    (a.min(b), a.max(b))
+}
+
+/// One rank's side. Of its threads one at a time.
+pub struct Pairs {
+    store: Box<dyn Counting + Send>,
+    prefix: String,
+    rank: usize,
+    /// Invitations read from this rank's mail.
+    read: i64,
+    /// Those that were not accepted yet: who invites, and to which making.
+    invited: BTreeMap<Pair, (usize, i64)>,
+    /// What this rank has asked for and not got, and whether it was the first to ask. Outlives an interrupted wait.
+    asked: BTreeMap<Pair, (i64, bool)>,
+}
+
+impl Pairs {
+    pub fn new(store: Box<dyn Counting + Send>, prefix: String, rank: usize) -> Pairs {
+        Pairs { store, prefix, rank, read: 0, invited: BTreeMap::new(), asked: BTreeMap::new() }
+    }
+
+    /// The rank with which a communicator is to be made now, by both: `peer`, or another that is served first, after
+    /// which the caller asks again. None of `known`, with whom this rank has one. `pause` is called between two looks; an
+    /// error of it ends the wait.
+    pub fn next(&mut self, peer: usize, known: &[u32], pause: &mut dyn FnMut() -> Result<()>) -> Result<usize> {
+        let own = pair(self.rank, peer);
+        let (making, first) = self.ask(own, peer)?;
+        loop {
+            self.read_mail()?;
+            let serves = |from: usize| from == peer || !known.contains(&(from as u32));
+            let found = self.invited.range(..=own).find(|(_, (from, _))| serves(*from));
+            if let Some((&other, &(from, making))) = found {
+                self.invited.remove(&other);
+                if other == own {
+                    self.asked.remove(&own);
+                } else {
+                    self.store.add(&self.key(other, "asked"), 1)?;
+                }
+                self.store.set(&self.key(other, &making.to_string()), b"accepted")?;
+                return Ok(from);
+            }
+            if first && self.store.try_get(&self.key(own, &making.to_string()))?.is_some() {
+                self.asked.remove(&own);
+                return Ok(peer);
+            }
+            pause()?;
+        }
+    }
+
+    fn key(&self, (low, high): Pair, what: &str) -> String {
+        format!("{}/pair/{low}-{high}/{what}", self.prefix)
+    }
+
+    /// Which making of the pair this rank waits for, and whether it has invited the other.
+    fn ask(&mut self, own: Pair, peer: usize) -> Result<(i64, bool)> {
+        if let Some(asked) = self.asked.get(&own) {
+            return Ok(*asked);
+        }
+        let turn = self.store.add(&self.key(own, "asked"), 1)?;
+        let asked = ((turn + 1) / 2, turn % 2 == 1);
+        self.asked.insert(own, asked);
+        if asked.1 {
+            let count = self.store.add(&format!("{}/mail/{peer}/count", self.prefix), 1)?;
+            let text = format!("{} {}", self.rank, asked.0);
+            self.store.set(&format!("{}/mail/{peer}/{count}", self.prefix), text.as_bytes())?;
+        }
+        Ok(asked)
+    }
+
+    fn read_mail(&mut self) -> Result<()> {
+        while let Some(mail) = self.store.try_get(&format!("{}/mail/{}/{}", self.prefix, self.rank, self.read + 1))? {
+            self.read += 1;
+            let text = String::from_utf8_lossy(&mail);
+            let words =
+                text.split_once(' ').and_then(|(from, making)| Some((from.parse().ok()?, making.parse().ok()?)));
+            let (from, making) =
+                words.ok_or_else(|| Error::System(format!("sagellm: {text:?} in the store is no invitation")))?;
+            self.invited.insert(pair(self.rank, from), (from, making));
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::{HashMap, HashSet};
+    use std::sync::{Arc, Barrier, Condvar, Mutex};
+    use std::time::{Duration, Instant};
+
+    use super::*;
+    use crate::host::Store;
+
+    #[derive(Clone, Default)]
+    struct Memory(Arc<Mutex<HashMap<String, Vec<u8>>>>);
+
+    impl Store for Memory {
+        fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+            self.0.lock().unwrap().insert(key.into(), value.into());
+            Ok(())
+        }
+        fn try_get(&self, key: &str) -> Result<Option<Vec<u8>>> {
+            Ok(self.0.lock().unwrap().get(key).cloned())
+        }
+    }
+
+    impl Counting for Memory {
+        fn add(&self, key: &str, by: i64) -> Result<i64> {
+            let mut all = self.0.lock().unwrap();
+            let value = all.entry(key.into()).or_insert_with(|| b"0".to_vec());
+            let sum = std::str::from_utf8(value).unwrap().parse::<i64>().unwrap() + by;
+            *value = sum.to_string().into_bytes();
+            Ok(sum)
+        }
+    }
+
+    /// A library whose call returns when both ranks of a pair are in it, and that has made a pair once.
+    #[derive(Default)]
+    struct Library(Mutex<(HashMap<Pair, u32>, HashSet<Pair>)>, Condvar);
+
+    impl Library {
+        fn make(&self, pair: Pair, until: Instant) {
+            let mut state = self.0.lock().unwrap();
+            assert!(!state.1.contains(&pair), "{pair:?} is made a second time");
+            let inside = state.0.entry(pair).or_default();
+            *inside += 1;
+            if *inside == 2 {
+                state.1.insert(pair);
+                self.1.notify_all();
+            }
+            while !state.1.contains(&pair) {
+                let left = until.checked_duration_since(Instant::now());
+                let left = left.unwrap_or_else(|| panic!("alone in the making of {pair:?}"));
+                state = self.1.wait_timeout(state, left).unwrap().0;
+            }
+        }
+    }
+
+    /// Ranks that need pairs in the given orders all get them.
+    fn run(wanted: &[Vec<usize>]) {
+        let store = Memory::default();
+        let library = Library::default();
+        let start = Barrier::new(wanted.len());
+        let until = Instant::now() + Duration::from_secs(20);
+        std::thread::scope(|scope| {
+            for (rank, peers) in wanted.iter().enumerate() {
+                let (store, library, start) = (store.clone(), &library, &start);
+                scope.spawn(move || {
+                    let mut pairs = Pairs::new(Box::new(store), "g".into(), rank);
+                    let mut known: Vec<u32> = Vec::new();
+                    start.wait();
+                    for peer in peers {
+                        while !known.contains(&(*peer as u32)) {
+                            let next = pairs.next(*peer, &known, &mut || {
+                                assert!(Instant::now() < until, "rank {rank} waits for rank {peer} of {wanted:?}");
+                                std::thread::yield_now();
+                                Ok(())
+                            });
+                            let next = next.unwrap();
+                            library.make(pair(rank, next), until);
+                            known.push(next as u32);
+                        }
+                    }
+                });
+            }
+        });
+    }
+
+    #[test]
+    fn rings_of_any_length_that_all_begin_with_the_next() {
+        for ranks in 2..=9 {
+            run(&(0..ranks).map(|rank| vec![(rank + 1) % ranks, (rank + ranks - 1) % ranks]).collect::<Vec<_>>());
+        }
+    }
+
+    #[test]
+    fn every_pair_in_random_orders() {
+        let mut seed = 7_u64;
+        let mut random = move |below: usize| {
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (seed >> 33) as usize % below
+        };
+        for round in 0..200 {
+            let ranks = 2 + round % 6;
+            // Each rank comes to each of its pairs at some time, so everything ends if nobody waits in a circle: a rank
+            // is accepted while its peer waits for another, or when the peer comes to it.
+            let wanted: Vec<Vec<usize>> = (0..ranks)
+                .map(|rank| {
+                    let mut peers: Vec<usize> = (0..ranks).filter(|peer| *peer != rank).collect();
+                    (1..peers.len()).rev().for_each(|at| peers.swap(at, random(at + 1)));
+                    peers
+                })
+                .collect();
+            run(&wanted);
+        }
+    }
+
+    #[test]
+    fn a_wait_that_was_interrupted_goes_on_with_its_invitation() {
+        let store = Memory::default();
+        let mut low = Pairs::new(Box::new(store.clone()), "g".into(), 0);
+        let mut high = Pairs::new(Box::new(store.clone()), "g".into(), 1);
+        let mut stop = || Err(Error::Interrupted("stop".into()));
+        for _ in 0..3 {
+            assert!(matches!(low.next(1, &[], &mut stop), Err(Error::Interrupted(_))));
+        }
+        assert_eq!(high.next(0, &[], &mut stop).unwrap(), 0);
+        assert_eq!(low.next(1, &[], &mut stop).unwrap(), 1);
+        // The next making of the same pair, for another device, begins from the other side.
+        assert!(high.next(0, &[], &mut stop).is_err());
+        assert_eq!(low.next(1, &[], &mut stop).unwrap(), 1);
+        assert_eq!(high.next(0, &[], &mut stop).unwrap(), 0);
+    }
+
+    #[test]
+    fn who_has_a_pair_on_its_device_does_not_serve_another_making_of_it() {
+        let store = Memory::default();
+        let of = |rank| Pairs::new(Box::new(store.clone()), "g".into(), rank);
+        let (mut low, mut high, mut last) = (of(0), of(1), of(2));
+        let mut stop = || Err(Error::Interrupted("stop".into()));
+        assert!(low.next(1, &[], &mut stop).is_err());
+        assert!(last.next(1, &[], &mut stop).is_err());
+        // Rank 1 waits for rank 2; the pair with rank 0 comes before that one, but it has it.
+        assert_eq!(high.next(2, &[0], &mut stop).unwrap(), 2);
+        assert_eq!(high.next(2, &[], &mut stop).unwrap(), 0);
+    }
+}
