@@ -147,8 +147,8 @@ pub fn between_hosts(asked: Asked, batched: bool, hosts: &Hosts, menu: &Menu, po
         if algorithm != choice.algorithm {
             (choice.algorithm, choice.predicted_ns) = (algorithm, 0);
         }
-        if asked.kind == Kind::AllReduce {
-            choice.leaders = leaders.map_or(choice.leaders, |count| count.min(cap(hosts.least_ranks)));
+        if let Some(count) = leaders {
+            choice.leaders = possible_leaders(asked.kind, count, hosts);
         }
         choice.segment_bytes = segment.unwrap_or(choice.segment_bytes);
     }
@@ -263,9 +263,20 @@ fn cap(count: usize) -> u8 {
     u8::try_from(count.clamp(1, 255)).unwrap_or(u8::MAX)
 }
 
-/// A start value: a large all_reduce is shared out over all ranks of a host, which fill the link with several connections.
+/// A start value: what is large is shared out over all ranks of a host, which fill the link with several connections.
 fn leaders(asked: Asked, hosts: &Hosts) -> u8 {
-    if asked.kind == Kind::AllReduce && asked.bytes > SMALL { cap(hosts.least_ranks) } else { 1 }
+    if exchanged(asked, hosts) > SMALL { possible_leaders(asked.kind, u8::MAX, hosts) } else { 1 }
+}
+
+/// At most `count` leaders of each host that can share this kind: some, or all, or one.
+fn possible_leaders(kind: Kind, count: u8, hosts: &Hosts) -> u8 {
+    let most = cap(hosts.least_ranks);
+    let even = hosts.ranks == hosts.hosts.saturating_mul(most.into());
+    match kind {
+        Kind::AllReduce | Kind::Broadcast => count.min(most),
+        Kind::AllGather | Kind::ReduceScatter if even && count > 1 => most,
+        _ => 1,
+    }
 }
 
 /// Where the cost of one more message equals what a shorter first and last segment save: a power of two, and at least
@@ -350,6 +361,25 @@ mod tests {
     }
 
     #[test]
+    fn what_is_large_is_shared_out_as_far_as_its_kind_can_be() {
+        let menu = Menu::new(3);
+        let leaders = |kind, bytes, rules: &str, hosts: &Hosts| {
+            let policy = Policy { rules: Rules::parse(rules).unwrap(), ..Policy::default() };
+            between_hosts(asked(kind, bytes), false, hosts, &menu, &policy).leaders
+        };
+        let even = Hosts { ranks: 12, least_ranks: 4, ..hosts(3, FAST) };
+        let uneven = Hosts { ranks: 13, ..even };
+        let kinds =
+            [Kind::AllReduce, Kind::Broadcast, Kind::AllGather, Kind::ReduceScatter, Kind::Reduce, Kind::AllToAll];
+        let all = |bytes, rules: &str, hosts: &Hosts| kinds.map(|kind| leaders(kind, bytes, rules, hosts));
+        assert_eq!(all(1 << 20, "", &even), [4, 4, 4, 4, 1, 1]);
+        assert_eq!(all(1 << 20, "", &uneven), [4, 4, 1, 1, 1, 1]);
+        assert_eq!(all(64, "", &even), [1; 6]);
+        assert_eq!(all(1 << 20, "*:0-=direct(leaders=3)", &even), [3, 3, 4, 4, 1, 1]);
+        assert_eq!(all(1 << 20, "*:0-=direct(leaders=1)", &even), [1; 6]);
+    }
+
+    #[test]
     fn every_question_has_an_answer_that_can_be_carried_out() {
         let kinds: Vec<Kind> = (1..=u8::MAX).map_while(Kind::from_u8).collect();
         let mut state = 9u64;
@@ -386,7 +416,8 @@ mod tests {
             assert!(found.segments >= 1);
             let cut = (1024..=1 << 30).contains(&found.segment_bytes) && asked.bytes > SMALL && !batched;
             assert!(if found.segments == 1 { found.segment_bytes == WHOLE } else { cut }, "{found:?}");
-            assert!(found.leaders == 1 || kind == Kind::AllReduce, "{found:?}");
+            let shared = matches!(kind, Kind::AllReduce | Kind::Broadcast | Kind::AllGather | Kind::ReduceScatter);
+            assert!(found.leaders == 1 || shared, "{found:?}");
             if !kind.is_p2p() {
                 assert!(found.algorithm.serves(kind), "{found:?} for {kind}");
             }

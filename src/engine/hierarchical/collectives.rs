@@ -12,6 +12,8 @@
 //! | all_to_all | | every rank with every rank of other hosts | all_to_all |
 //! | barrier | (the comparison) | all_reduce of nothing | (the issued numbers) |
 //!
+//! Where every rank of a host leads: `columns`.
+//!
 //! Bytes between hosts per leader: those of the schedule (docs/algorithms.md) over the hosts. Order of summation: ranks
 //! inside a host, then hosts as the schedule says; low precision is rounded once inside, and once for every combination
 //! between hosts. The strict way instead moves untouched numbers: every rank gets one share from all ranks, combines it
@@ -26,14 +28,14 @@ use crate::schedule::{Algorithm, Schedule};
 use crate::types::{Kind, ReduceOp, Span};
 
 /// The schedule that was chosen, or the direct one where the choice does not serve the kind.
-fn schedule(algorithm: Algorithm, kind: Kind, members: usize, root: usize) -> Result<Schedule> {
+pub fn schedule(algorithm: Algorithm, kind: Kind, members: usize, root: usize) -> Result<Schedule> {
     Schedule::new(algorithm, kind, members, root, 1)
         .or_else(|| Schedule::new(Algorithm::Direct, kind, members, root, 1))
         .ok_or_else(|| Error::Bug(format!("sagellm: no schedule for {kind} among {members} hosts")))
 }
 
 /// Where each of `sizes` begins, and the end.
-fn borders(sizes: impl Iterator<Item = usize>) -> Vec<usize> {
+pub fn borders(sizes: impl Iterator<Item = usize>) -> Vec<usize> {
     std::iter::once(0)
         .chain(sizes.scan(0, |at, size| {
             *at += size;
@@ -66,7 +68,7 @@ impl Travel<'_> {
 
     /// Partial results of this host: `shares[i]` at its i-th rank, or the whole at position `root` where there is one
     /// share. `memory` stands for `range`.
-    fn reduce_inside(
+    pub fn reduce_inside(
         &mut self,
         vector: &Vector,
         range: &Range<usize>,
@@ -213,6 +215,10 @@ impl Travel<'_> {
 
     /// `data` holds the inputs at the root and the outputs elsewhere.
     pub fn broadcast(&mut self, data: &[Span], root: usize) -> Result<()> {
+        let columns = self.way.leaders.clamp(1, self.place.fewest());
+        if columns > 1 {
+            return self.broadcast_in_columns(data, root, columns);
+        }
         let bytes: usize = data.iter().map(|span| span.bytes).sum();
         let members = self.place.leaders_with(root);
         let leader = self.leader_position(&members);
@@ -245,6 +251,9 @@ impl Travel<'_> {
     /// `outputs[q]`: where rank q's block goes. Blocks may differ in size.
     pub fn all_gather(&mut self, input: &[Span], outputs: &[Vec<Span>]) -> Result<()> {
         let sizes: Vec<usize> = outputs.iter().map(|spans| spans.iter().map(|span| span.bytes).sum()).collect();
+        if self.in_columns() {
+            return self.all_gather_in_columns(input, outputs, &sizes);
+        }
         let hosts = self.host_borders(&sizes);
         let total = *hosts.last().expect("at least one host");
         let own = hosts[self.place.host]..hosts[self.place.host + 1];
@@ -277,7 +286,8 @@ impl Travel<'_> {
         borders(self.place.hosts.iter().map(|ranks| ranks.iter().map(|rank| sizes[*rank]).sum()))
     }
 
-    /// `vector` holds one block a rank, in the order of the hosts; `sizes` by rank; `output`: this rank's block.
+    /// `vector` holds one block a rank, in the order of the hosts; `sizes` by rank; `output`: this rank's block. For one
+    /// leader a host.
     pub fn reduce_scatter(&mut self, vector: &Vector, sizes: &[usize], output: &[Span]) -> Result<()> {
         let hosts = self.host_borders(sizes);
         let total = vector.bytes();

@@ -13,8 +13,10 @@
 //! | `vector` | the numbers of a batch, and how they are combined |
 //! | `travel` | one batch: steps inside a host, schedules between hosts |
 //! | `collectives` | the two put together, one collective after the other |
+//! | `columns` | the same for large ones, where every rank talks to other hosts |
 
 mod collectives;
+mod columns;
 pub mod place;
 mod probe;
 mod travel;
@@ -637,9 +639,16 @@ impl Shared {
                     vector.push(request.dtype, &request.inputs, &[], ranks)?;
                     return travel.reduce_scatter_strict(&vector, &sizes, &request.outputs);
                 }
-                let in_order: Vec<Span> = self.place.by_host().flat_map(|rank| blocks[rank].iter().copied()).collect();
+                let columns = travel.in_columns();
+                let order: Vec<usize> =
+                    if columns { self.place.by_column().collect() } else { self.place.by_host().collect() };
+                let in_order: Vec<Span> = order.iter().flat_map(|rank| blocks[*rank].iter().copied()).collect();
                 vector.push(request.dtype, &in_order, &[], ranks)?;
-                travel.reduce_scatter(&vector, &sizes, &request.outputs)
+                if columns {
+                    travel.reduce_scatter_in_columns(&vector, &sizes, &request.outputs)
+                } else {
+                    travel.reduce_scatter(&vector, &sizes, &request.outputs)
+                }
             }
             Kind::Gather => {
                 let size: usize = request.inputs.iter().map(|span| span.bytes).sum();

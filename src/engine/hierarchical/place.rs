@@ -56,6 +56,11 @@ impl Place {
         self.hosts.iter().map(Vec::len).min().unwrap_or(1)
     }
 
+    /// All hosts have as many ranks.
+    pub fn is_even(&self) -> bool {
+        self.hosts.iter().all(|ranks| ranks.len() == self.hosts[0].len())
+    }
+
     /// The `index`-th rank of every host.
     pub fn leaders(&self, index: usize) -> Vec<usize> {
         self.hosts.iter().map(|ranks| ranks[index]).collect()
@@ -64,6 +69,11 @@ impl Place {
     /// One rank a host, `root` for its own.
     pub fn leaders_with(&self, root: usize) -> Vec<usize> {
         (0..self.hosts.len()).map(|host| if self.host_of[root] == host { root } else { self.hosts[host][0] }).collect()
+    }
+
+    /// Ranks in the order of their positions, in each in that of the hosts. Where hosts are even.
+    pub fn by_column(&self) -> impl Iterator<Item = usize> + '_ {
+        (0..self.fewest()).flat_map(|index| self.leaders(index))
     }
 
     /// Ranks in the order of their hosts: how blocks lie while they travel between hosts.
@@ -81,6 +91,7 @@ mod tests {
         let place = Place::new(vec![0, 1, 0, 1, 1], 3);
         assert_eq!(place.hosts, [vec![0, 2], vec![1, 3, 4]]);
         assert_eq!((place.host, place.index, place.fewest()), (1, 1, 2));
+        assert!(!place.is_even() && Place::new(vec![1, 0, 0, 1], 0).is_even());
         assert_eq!(place.leaders(1), [2, 3]);
         assert_eq!(place.leaders_with(4), [0, 4]);
         assert_eq!(place.by_host().collect::<Vec<_>>(), [0, 2, 1, 3, 4]);
