@@ -1,10 +1,15 @@
-"""What a group costs in memory, a tiny /dev/shm, and the option that asks for the delegate."""
+"""What a group costs in memory, a tiny /dev/shm, control groups, and the option that asks for the delegate."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +92,99 @@ def test_a_tiny_dev_shm_is_enough() -> None:
     reasons = run_fresh(tiny_shm, 2)
     if any(reasons):
         pytest.skip(reasons[0])
+
+
+# ------------------------------------------------------------------------------------------------ control groups
+
+
+def memory_group() -> tuple[Path, str, str]:
+    """The folder of this process's memory control group, and the names of its limit and of what it uses."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            return Path("/sys/fs/cgroup/memory" + path), "memory.limit_in_bytes", "memory.usage_in_bytes"
+        if controllers == "" and Path("/sys/fs/cgroup/cgroup.controllers").is_file():
+            return Path("/sys/fs/cgroup" + path), "memory.max", "memory.current"
+    pytest.skip("no memory control group is mounted where it usually is")
+
+
+#: More than a rank needs to end: that touches most of what it has in common with the process it was forked from.
+LIMIT = 512 << 20
+
+
+@contextlib.contextmanager
+def limited_group() -> Iterator[tuple[str, str]]:
+    """A control group of `LIMIT` bytes below that of this process: its folder, and the file that tells what is used."""
+    parent, limit, used = memory_group()
+    folder = parent / f"sagellm-test-{os.getpid()}"
+    try:
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"a control group may not be made here: {error}")
+    try:
+        try:
+            (folder / limit).write_text(str(LIMIT))
+        except OSError as error:
+            pytest.skip(f"a control group's memory may not be limited here: {error}")
+        yield str(folder), used
+    finally:
+        folder.rmdir()
+
+
+def fill(folder: str, used: str, spare: int) -> bytes:
+    """Joins the control group, and takes memory until only about `spare` bytes are left in it."""
+    Path(folder, "cgroup.procs").write_text(str(os.getpid()))
+    page = b"\1" * (1 << 20)
+    return page * ((LIMIT - spare - int(Path(folder, used).read_text())) >> 20)
+
+
+#: What the engine must not do: with 4 MiB left, populate 16 MiB of a memfd.
+PAST_THE_LIMIT = """
+import mmap, os, sys
+from test_memory import fill
+taken = fill(sys.argv[1], sys.argv[2], 4 << 20)
+descriptor = os.memfd_create("test")
+os.ftruncate(descriptor, 16 << 20)
+memory = mmap.mmap(descriptor, 16 << 20)
+for at in range(0, 16 << 20, 4096):
+    memory[at] = 1
+"""
+
+
+def little_memory(ctx: Context, folder: str, used: str, spare: int) -> tuple[int, str]:
+    """Rank 0 has `spare` bytes left when the group is made, and more of them afterwards."""
+    import sagellm
+
+    # What is imported and mapped on the way takes memory of its own.
+    for engine in ("delegate", "auto"):
+        ctx.init(key=f"{ctx.key}-{engine}", pg_options=sagellm.Options(engine=engine))
+        dist.all_reduce(torch.ones(10))
+        dist.destroy_process_group()
+    taken = fill(folder, used, spare) if ctx.rank == 0 else b""
+    before = mapped()
+    ctx.init()
+    shared = mapped() - before
+    del taken
+    for count in (1, 5000, 3_000_000):
+        value = torch.full((count,), ctx.rank + 1.0)
+        dist.all_reduce(value)
+        assert (value == 3).all()
+    choice = sagellm.explain("all_reduce", 8).choice
+    dist.destroy_process_group()
+    return shared, choice
+
+
+@beyond_gloo("maps nothing")
+def test_rule_24_a_control_group_that_is_almost_full_shrinks_the_segment_or_delegates() -> None:
+    """Rule 24: populating memory past such a limit is a kill, so the segment takes a quarter of what is left, or none."""
+    with limited_group() as (folder, used):
+        path = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        past = subprocess.run([sys.executable, "-c", PAST_THE_LIMIT, folder, used], env=path, timeout=60)
+        assert past.returncode == -signal.SIGKILL, "this control group does not limit anything"
+        for shared, choice in run_fresh(little_memory, 2, folder, used, 16 << 20):
+            assert 0 < shared < 4 << 20 and "delegate" not in choice, (shared, choice)  # else it takes 4.6 MiB
+        for shared, choice in run_fresh(little_memory, 2, folder, used, 6 << 20):
+            assert shared == 0 and choice == "gloo (delegate)", (shared, choice)
 
 
 def delegated(ctx: Context) -> str:
