@@ -36,6 +36,7 @@ EXAMPLES = """examples:
   python benchmarks/collectives.py --backends gloo --control       how much of a difference is noise
   python benchmarks/collectives.py --backends sagellm,sagellm:unfused,gloo --ops all_reduce_x1000
   python benchmarks/collectives.py --hosts 0,0,1,1 --delay-ms 1 --ops all_reduce --sizes 8,4KiB     two hosts, as root
+  python benchmarks/collectives.py --backends 'sagellm,sagellm:all_reduce:0-=slots' --sizes 8    a rule beside it
   python benchmarks/collectives.py --device cuda --ranks 8 --ops all_reduce --sizes 1MiB         a card each, and nccl
   torchrun --nproc-per-node=2 benchmarks/collectives.py --backends sagellm,gloo
 """
@@ -156,12 +157,17 @@ def buffer_sets(args: argparse.Namespace, op: str, size: int) -> int:
 
 
 def variant_options(backend: str, variant: str) -> dict[str, Any]:
-    """What `sagellm:unfused` and the like mean."""
+    """What `sagellm:unfused` and the like mean; `sagellm:OP:FROM-TO=WAY` is a group with that rule."""
     if not variant:
         return {}
-    known: dict[str, dict[str, bool]] = {"unfused": {"fusion": False}, "strict": {"strict": True}}
+    known: dict[str, dict[str, Any]] = {"unfused": {"fusion": False}, "strict": {"strict": True}}
+    if "=" in variant:
+        known[variant] = {"algorithm": variant}
     if backend != "sagellm" or variant not in known:
-        raise ValueError(f"unknown backend {backend}:{variant}; the variants are sagellm:unfused and sagellm:strict")
+        raise ValueError(
+            f"unknown backend {backend}:{variant}; the variants are sagellm:unfused, sagellm:strict and sagellm:RULE, "
+            "such as sagellm:all_gather:0-=ring(leaders=1)"
+        )
     from sagellm import _load
 
     return {"pg_options": _load.extension().Options(**known[variant])}
