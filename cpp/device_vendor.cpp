@@ -138,14 +138,21 @@ void VendorDevices::connect_pair(c10::DeviceIndex device, int peer) {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (const auto& each : members_) {
       const auto& [index, from, to] = each.first;
-      if (index == device && from == rank) known.push_back(static_cast<uint32_t>(to));
+      // The later one of a pair's two.
+      if (index == device && from == rank && members_.count({device, to, rank}) != 0) {
+        known.push_back(static_cast<uint32_t>(to));
+      }
     }
   }
   const auto timeout = static_cast<uint64_t>(backend_.options_->timeout.count());
+  const auto begin = std::chrono::steady_clock::now();
   for (int next = -1; next != peer;) {
     const rust::Slice<const uint32_t> others{known.data(), known.size()};
-    next = static_cast<int>(
-        checked([&] { return devices_->next_pair(store_, static_cast<uint32_t>(peer), others, timeout); }));
+    const auto passed = std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::steady_clock::now() - begin);
+    next = static_cast<int>(checked([&] {
+      return devices_->next_pair(store_, static_cast<uint32_t>(peer), others, static_cast<uint64_t>(passed.count()),
+                                 timeout);
+    }));
     // Two ranks may both begin with a send: whoever makes one direction makes the other, in an order of both.
     add({device, std::min(rank, next), std::max(rank, next)});
     add({device, std::max(rank, next), std::min(rank, next)});
@@ -178,7 +185,8 @@ VendorDevices::MemberPtr VendorDevices::make(const Key& key) {
   const auto ranks = static_cast<uint32_t>(all ? backend_.getSize() : 2);
   const auto own = static_cast<uint32_t>(all ? rank : leads ? 0 : 1);
   const rust::Slice<const uint8_t> id{bytes.data_ptr<uint8_t>(), static_cast<size_t>(bytes.numel())};
-  return std::make_shared<Member>(checked([&] { return devices_->join(id, device, own, ranks, timeout); }));
+  const std::string whose = all ? "all" : c10::str(from, "-", to);
+  return std::make_shared<Member>(checked([&] { return devices_->join(whose, id, device, own, ranks, timeout); }));
 }
 
 std::vector<VendorDevices::Explained> VendorDevices::explained(const std::vector<DevicePlan>& calls,

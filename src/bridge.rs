@@ -254,17 +254,20 @@ pub mod ffi {
         fn unique_id(self: &RustDevices) -> Result<Vec<u8>>;
         fn id_bytes(self: &RustDevices) -> usize;
         /// The rank with which to make the communicators of messages now: `peer`, or one that is served first; then ask
-        /// again. With those in `known` there are some. `store` is one that nobody else uses, needed in the first call.
+        /// again, with the time that has passed. With those in `known` there are some. `store` is one that nobody else uses,
+        /// needed in the first call.
         fn next_pair(
             self: &RustDevices,
             store: SharedPtr<Store>,
             peer: u32,
             known: &[u32],
+            passed_ms: u64,
             timeout_ms: u64,
         ) -> Result<u32>;
-        /// Joins a communicator; returns when all its ranks are there, or at the deadline.
+        /// Joins a communicator; returns when all its ranks are there, or at the deadline. `whose`: words for these ranks.
         fn join(
             self: &RustDevices,
+            whose: &str,
             id: &[u8],
             device: i32,
             rank: u32,

@@ -4,8 +4,9 @@
 //! the token of whoever drives it (`driver`). Operations end outside that lock, because their owners queue work of their
 //! own. The first fault poisons the group, here and on the peers: everything pending and later fails with it.
 //!
-//! `check` refuses what does not fit together, `faults` finds who is missing and says so, `monitored` is the barrier that
-//! names who is missing, `pairs` is how two ranks agree to make a communicator for their messages, `report` is what the statistics tell.
+//! `check` refuses what does not fit together, `faults` finds who is missing and says so, `monitored` is the barrier
+//! that names who is missing, `pairs` is how two ranks agree to make a communicator for their messages, `report` is
+//! what the statistics tell.
 
 mod check;
 pub mod devices;

@@ -10,7 +10,7 @@ pub trait Store {
     fn try_get(&self, key: &str) -> Result<Option<Vec<u8>>>;
 }
 
-/// A store that also counts, each rank's step once.
+/// A store that also counts.
 pub trait Counting: Store {
     /// The sum of all that was added to the key.
     fn add(&self, key: &str, by: i64) -> Result<i64>;

@@ -10,6 +10,8 @@ use common::{Buffers, Random, Spec, on_ranks};
 use sagellm::config::Settings;
 use sagellm::engine::local;
 use sagellm::group::{Group, Op};
+use sagellm::select::Policy;
+use sagellm::select::rules::Rules;
 use sagellm::types::{Dtype, Kind, ReduceOp};
 
 const KINDS: [Kind; 9] = [
@@ -112,6 +114,65 @@ fn rule_18_every_kind_on_every_layout_and_strict_gives_the_bits_of_one_host() {
                 }
             });
             on_ranks(ranks, |me| groups[me].shutdown()); // together: each waits for the others' goodbye
+        }
+    }
+}
+
+/// All results of `specs`, by rank: whole buffers, after they were compared with the reference.
+fn results(place: &[usize], rules: &str, specs: &[Spec]) -> Vec<Vec<Vec<u8>>> {
+    let policy = Policy { rules: Rules::parse(rules).unwrap(), ..Policy::default() };
+    let ranks = place.len();
+    let groups = Group::local_hosts_with(place, LONG, Settings::default(), local::links(ranks), &policy)
+        .expect("groups of threads");
+    let found = on_ranks(ranks, |me| {
+        let run = |spec: &Spec| {
+            let mut buffers = spec.buffers(me, ranks);
+            let request = spec.request(&mut buffers, true);
+            groups[me].run(request, None).unwrap_or_else(|e| panic!("rank {me}: {spec:?}: {e}"));
+            // The reference knows neither of these.
+            if !matches!(spec.op, ReduceOp::Avg | ReduceOp::PremulSum(_)) {
+                check(spec, &buffers, me, ranks, false);
+            }
+            if buffers.in_place { buffers.input } else { buffers.output }
+        };
+        specs.iter().map(run).collect()
+    });
+    on_ranks(ranks, |me| groups[me].shutdown());
+    found
+}
+
+#[test]
+fn columns_give_the_bits_of_one_leader() {
+    let numbers = [
+        (Dtype::F32, ReduceOp::Sum),
+        (Dtype::F32, ReduceOp::Avg),
+        (Dtype::F32, ReduceOp::PremulSum(0.3)),
+        (Dtype::Bf16, ReduceOp::Sum),
+        (Dtype::I32, ReduceOp::Max),
+    ];
+    // Three hosts: with two, sums have only one order. The last has more ranks on one host than there are columns.
+    for place in [&[0, 0, 1, 1, 2, 2][..], &[0, 1, 2, 2, 1, 0], &[0, 0, 0, 1, 1]] {
+        let ranks = place.len();
+        let mut specs = Vec::new();
+        for kind in [Kind::AllGather, Kind::ReduceScatter, Kind::Broadcast] {
+            for count in [0, 1, 2, 7, 1000] {
+                for (dtype, op) in numbers {
+                    let roots = if kind == Kind::Broadcast { ranks } else { 2 };
+                    for root in 0..roots {
+                        let seed = specs.len() as u64;
+                        specs.push(Spec { root, ..spec(kind, dtype, op, count, seed, ranks) });
+                    }
+                }
+            }
+        }
+        for algorithm in ["direct", "ring"] {
+            let by = |leaders: u8| results(place, &format!("*:0-={algorithm}(leaders={leaders})"), &specs);
+            let (one, columns) = (by(1), by(255));
+            for (me, (columns, one)) in columns.iter().zip(&one).enumerate() {
+                for (spec, (columns, one)) in specs.iter().zip(columns.iter().zip(one)) {
+                    assert!(columns == one, "rank {me} of {place:?}, {algorithm}: {spec:?}");
+                }
+            }
         }
     }
 }

@@ -48,13 +48,15 @@ impl RustDevices {
         store: cxx::SharedPtr<ffi::Store>,
         peer: u32,
         known: &[u32],
+        passed_ms: u64,
         timeout_ms: u64,
     ) -> Outcome<u32> {
-        let deadline = Duration::from_millis(timeout_ms);
-        guarded(|| self.0.next_pair(peer, known, deadline, || Box::new(StoreHook(store))))
+        let times = (Duration::from_millis(passed_ms), Duration::from_millis(timeout_ms));
+        guarded(|| self.0.next_pair(peer, known, times, || Box::new(StoreHook(store))))
     }
     pub(super) fn join(
         &self,
+        whose: &str,
         id: &[u8],
         device: i32,
         rank: u32,
@@ -62,7 +64,7 @@ impl RustDevices {
         timeout_ms: u64,
     ) -> Outcome<Box<RustMember>> {
         let deadline = Duration::from_millis(timeout_ms);
-        guarded(|| Ok(Box::new(RustMember(self.0.join(id, device, rank, ranks, deadline)?))))
+        guarded(|| Ok(Box::new(RustMember(self.0.join(whose, id, device, (rank, ranks), deadline)?))))
     }
     pub(super) fn recipe(&self, asked: &ffi::DeviceAsked) -> Outcome<Box<RustRecipe>> {
         guarded(|| {

@@ -5,7 +5,7 @@
 //! may have no gaps; c10d sees the sum of both. Nothing here waits for a device.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
@@ -31,8 +31,8 @@ pub struct Devices {
     streams: Mutex<HashMap<(i32, i32), Stream>>,
     /// Events that nobody uses now, by device.
     events: Mutex<HashMap<i32, Vec<Event>>>,
-    /// Communicators made so far, for their names.
-    made: AtomicU32,
+    /// How many communicators of each kind ("all", "0-1") were made so far, for their names.
+    made: Mutex<HashMap<String, u32>>,
     /// Who makes a communicator for messages with whom, from the first on.
     pairs: Mutex<Option<Pairs>>,
 }
@@ -83,7 +83,7 @@ impl Devices {
             runtime,
             streams: Mutex::new(HashMap::new()),
             events: Mutex::new(HashMap::new()),
-            made: AtomicU32::new(0),
+            made: Mutex::new(HashMap::new()),
             pairs: Mutex::new(None),
         })
     }
@@ -106,10 +106,19 @@ impl Devices {
         recipe(asked, self.capabilities()).map_err(Error::Invalid)
     }
 
-    /// Joins the communicator of `id` as rank `rank` of `ranks`; returns when all are there.
-    pub fn join(self: &Arc<Self>, id: &[u8], device: i32, rank: u32, ranks: u32, deadline: Duration) -> Result<Member> {
-        // Equal on all ranks, because all of them make their communicators in one order.
-        let name = format!("sagellm:{}:{}", self.group.config.name, self.made.fetch_add(1, Ordering::Relaxed));
+    /// Joins the communicator of `id` as rank `rank` of `ranks`; returns when all are there. `whose`: the same words on all
+    /// of these ranks, and on no others of the group.
+    pub fn join(
+        self: &Arc<Self>,
+        whose: &str,
+        id: &[u8],
+        device: i32,
+        (rank, ranks): (u32, u32),
+        deadline: Duration,
+    ) -> Result<Member> {
+        // Some libraries want the same name from all its ranks. They make theirs in one order, but not those of others.
+        let count = lock(&self.made).entry(whose.to_string()).and_modify(|count| *count += 1).or_insert(0).to_owned();
+        let name = format!("sagellm:{}:{whose}:{count}", self.group.config.name);
         let policy = Arc::clone(&self.group.policy);
         let algorithm = tuner::algorithm_of_all(&policy).to_string();
         let steered = tuner::steer(&name, policy);
@@ -134,39 +143,56 @@ impl Devices {
     }
 
     /// The rank with which this one shall make the communicators of messages now, which the other is about to do as well:
-    /// `peer`, or first another one that waits for this rank, after which to ask again. `known` are those with whom this
-    /// device has them. `store` is asked for in the first call of a group.
+    /// `peer`, or first another one that waits for this rank, after which to ask again, with the time that has `passed`.
+    /// `known` are those with whom this device has them. `store` is asked for in the first call of a group.
     pub fn next_pair(
         &self,
         peer: u32,
         known: &[u32],
-        deadline: Duration,
+        (passed, deadline): (Duration, Duration),
         store: impl FnOnce() -> Box<dyn Counting + Send>,
     ) -> Result<u32> {
+        if self.group.id == [0; 16] {
+            return Ok(peer); // a group too large to have met: nothing keeps its keys apart from those of an earlier one
+        }
         let mut pairs = lock(&self.pairs);
         let pairs = pairs.get_or_insert_with(|| {
             let id: String = self.group.id.iter().map(|byte| format!("{byte:02x}")).collect();
             Pairs::new(store(), format!("pairs/{}/{id}", self.device_type), self.group.config.rank)
         });
         let begin = Instant::now();
+        let may_wait = || self.may_wait_for(peer as usize, passed + begin.elapsed(), deadline);
         let mut pause = Duration::from_micros(200);
         let next = pairs.next(peer as usize, known, &mut || {
-            self.may_wait_for(peer as usize, begin, deadline)?;
+            may_wait()?;
             std::thread::sleep(pause);
-            pause = (pause * 2).min(Duration::from_millis(5));
+            pause = (pause * 3 / 2).min(Duration::from_millis(20));
             Ok(())
-        })?;
-        Ok(next as u32)
+        });
+        match next {
+            Ok(next) => Ok(next as u32),
+            Err(error @ Error::System(_)) => {
+                // The store may have gone with the rank that served it, of whose end the kernel tells a moment later.
+                for _ in 0..50 {
+                    may_wait()?;
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+                self.group.poison(error.clone());
+                Err(error)
+            }
+            Err(error) => Err(error),
+        }
     }
 
-    /// An error where a wait for the other rank of a pair, since `begin`, shall end.
-    fn may_wait_for(&self, peer: usize, begin: Instant, deadline: Duration) -> Result<()> {
+    /// An error where a wait for the other rank of a pair shall end.
+    fn may_wait_for(&self, peer: usize, waited: Duration, deadline: Duration) -> Result<()> {
         let group = &self.group;
         let (rank, name) = (group.config.rank, &group.config.name);
         if let Some(fault) = group.reported(None).or_else(|| group.fault()) {
             return Err(fault);
         }
-        if group.dead_ranks().any(|dead| dead == peer) {
+        let left = group.area.as_ref().is_some_and(|area| area.left(peer));
+        if left || group.dead_ranks().any(|dead| dead == peer) {
             let error = group.death_of(peer, "waits for its first message with it");
             group.poison(error.clone());
             return Err(error);
@@ -176,7 +202,7 @@ impl Devices {
                 "sagellm: rank {rank} of group '{name}': interrupted in its first message with rank {peer}"
             )));
         }
-        if !deadline.is_zero() && begin.elapsed() >= deadline {
+        if !deadline.is_zero() && waited >= deadline {
             let error = Error::Timeout(format!(
                 "sagellm: rank {rank} of group '{name}' Timed out after {:.1} s in its first message with rank {peer} on \
                  {}: rank {peer} has not begun one with rank {rank}, or waits for another rank itself. Each send needs \

@@ -7,11 +7,12 @@
 //!
 //! - Nobody waits in a circle: a rank that has accepted begins at once, so the rank it meets is there, or is making a pair
 //!   that it accepted while it waited for this one, which comes before it. Along a circle the pairs would come ever
-//!   earlier.
+//!   earlier. (An inviter whose wait was interrupted is not there. It begins when it next comes to any first message, and
+//!   until then who has accepted waits, at most until its deadline.)
 //! - Nobody waits for ever, if its peer comes to its own part: of all pairs that are waited for, the first is accepted by
 //!   its other rank, whatever that waits for itself.
 //!
-//! Keys, all behind a prefix that no other attempt to make a group has:
+//! Keys, all behind a prefix that no other attempt to make this group has:
 //!
 //! | key | |
 //! | --- | --- |
@@ -40,7 +41,8 @@ pub struct Pairs {
     read: i64,
     /// Those that were not accepted yet: who invites, and to which making.
     invited: BTreeMap<Pair, (usize, i64)>,
-    /// What this rank has asked for and not got, and whether it was the first to ask. Outlives an interrupted wait.
+    /// What this rank has asked for and not got: which making, and whether it was the first to ask, who invites. Outlives
+    /// an interrupted wait.
     asked: BTreeMap<Pair, (i64, bool)>,
 }
 
@@ -54,24 +56,23 @@ impl Pairs {
     /// error of it ends the wait.
     pub fn next(&mut self, peer: usize, known: &[u32], pause: &mut dyn FnMut() -> Result<()>) -> Result<usize> {
         let own = pair(self.rank, peer);
-        let (making, first) = self.ask(own, peer)?;
+        self.ask(own, peer)?;
         loop {
             self.read_mail()?;
             let serves = |from: usize| from == peer || !known.contains(&(from as u32));
             let found = self.invited.range(..=own).find(|(_, (from, _))| serves(*from));
             if let Some((&other, &(from, making))) = found {
                 self.invited.remove(&other);
-                if other == own {
-                    self.asked.remove(&own);
-                } else {
+                // As the second to ask, unless this rank has asked already.
+                if self.asked.remove(&other).is_none() {
                     self.store.add(&self.key(other, "asked"), 1)?;
                 }
                 self.store.set(&self.key(other, &making.to_string()), b"accepted")?;
                 return Ok(from);
             }
-            if first && self.store.try_get(&self.key(own, &making.to_string()))?.is_some() {
-                self.asked.remove(&own);
-                return Ok(peer);
+            if let Some(accepted) = self.accepted()? {
+                self.asked.remove(&accepted);
+                return Ok(if accepted.0 == self.rank { accepted.1 } else { accepted.0 });
             }
             pause()?;
         }
@@ -81,20 +82,30 @@ impl Pairs {
         format!("{}/pair/{low}-{high}/{what}", self.prefix)
     }
 
-    /// Which making of the pair this rank waits for, and whether it has invited the other.
-    fn ask(&mut self, own: Pair, peer: usize) -> Result<(i64, bool)> {
-        if let Some(asked) = self.asked.get(&own) {
-            return Ok(*asked);
+    /// A pair whose other rank has accepted this one's invitation, and has begun.
+    fn accepted(&self) -> Result<Option<Pair>> {
+        for (pair, (making, first)) in &self.asked {
+            if *first && self.store.try_get(&self.key(*pair, &making.to_string()))?.is_some() {
+                return Ok(Some(*pair));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Says that this rank needs the pair, and invites the other where it is the first to say so.
+    fn ask(&mut self, own: Pair, peer: usize) -> Result<()> {
+        if self.asked.contains_key(&own) {
+            return Ok(());
         }
         let turn = self.store.add(&self.key(own, "asked"), 1)?;
-        let asked = ((turn + 1) / 2, turn % 2 == 1);
-        self.asked.insert(own, asked);
-        if asked.1 {
+        let (making, first) = ((turn + 1) / 2, turn % 2 == 1);
+        if first {
             let count = self.store.add(&format!("{}/mail/{peer}/count", self.prefix), 1)?;
-            let text = format!("{} {}", self.rank, asked.0);
+            let text = format!("{} {making}", self.rank);
             self.store.set(&format!("{}/mail/{peer}/{count}", self.prefix), text.as_bytes())?;
         }
-        Ok(asked)
+        self.asked.insert(own, (making, first));
+        Ok(())
     }
 
     fn read_mail(&mut self) -> Result<()> {
@@ -239,6 +250,21 @@ mod tests {
         assert!(high.next(0, &[], &mut stop).is_err());
         assert_eq!(low.next(1, &[], &mut stop).unwrap(), 1);
         assert_eq!(high.next(0, &[], &mut stop).unwrap(), 0);
+    }
+
+    #[test]
+    fn an_interrupted_invitation_is_kept_when_its_inviter_comes_to_another_message() {
+        let store = Memory::default();
+        let of = |rank| Pairs::new(Box::new(store.clone()), "g".into(), rank);
+        let (mut low, mut high, mut last) = (of(0), of(1), of(2));
+        let mut stop = || Err(Error::Interrupted("stop".into()));
+        assert!(low.next(2, &[], &mut stop).is_err());
+        assert_eq!(last.next(0, &[], &mut stop).unwrap(), 0);
+        // Rank 2 is in the call now, so rank 0 goes there although it wants rank 1.
+        assert_eq!(low.next(1, &[], &mut stop).unwrap(), 2);
+        assert!(low.next(1, &[2], &mut stop).is_err());
+        assert_eq!(high.next(0, &[], &mut stop).unwrap(), 0);
+        assert_eq!(low.next(2, &[], &mut stop).unwrap(), 1);
     }
 
     #[test]

@@ -264,11 +264,13 @@ fn cap(count: usize) -> u8 {
 }
 
 /// A start value: what is large is shared out over all ranks of a host, which fill the link with several connections.
+/// The border of kinds that move blocks was measured on hosts with a core for every rank (docs/benchmarks.md).
 fn leaders(asked: Asked, hosts: &Hosts) -> u8 {
-    if exchanged(asked, hosts) > SMALL { possible_leaders(asked.kind, u8::MAX, hosts) } else { 1 }
+    let border = if asked.kind == Kind::AllReduce { SMALL } else { LARGE };
+    if exchanged(asked, hosts) > border { possible_leaders(asked.kind, u8::MAX, hosts) } else { 1 }
 }
 
-/// At most `count` leaders of each host that can share this kind: some, or all, or one.
+/// Leaders of each host where `count` are wished for: at most all; of kinds that cannot be shared by some, all or one.
 fn possible_leaders(kind: Kind, count: u8, hosts: &Hosts) -> u8 {
     let most = cap(hosts.least_ranks);
     let even = hosts.ranks == hosts.hosts.saturating_mul(most.into());
@@ -372,8 +374,9 @@ mod tests {
         let kinds =
             [Kind::AllReduce, Kind::Broadcast, Kind::AllGather, Kind::ReduceScatter, Kind::Reduce, Kind::AllToAll];
         let all = |bytes, rules: &str, hosts: &Hosts| kinds.map(|kind| leaders(kind, bytes, rules, hosts));
-        assert_eq!(all(1 << 20, "", &even), [4, 4, 4, 4, 1, 1]);
-        assert_eq!(all(1 << 20, "", &uneven), [4, 4, 1, 1, 1, 1]);
+        assert_eq!(all(4 << 20, "", &even), [4, 4, 4, 4, 1, 1]);
+        assert_eq!(all(4 << 20, "", &uneven), [4, 4, 1, 1, 1, 1]);
+        assert_eq!(all(LARGE / 12, "", &even), [4, 1, 1, 1, 1, 1]);
         assert_eq!(all(64, "", &even), [1; 6]);
         assert_eq!(all(1 << 20, "*:0-=direct(leaders=3)", &even), [3, 3, 4, 4, 1, 1]);
         assert_eq!(all(1 << 20, "*:0-=direct(leaders=1)", &even), [1; 6]);

@@ -12,7 +12,7 @@
 //! | all_to_all | | every rank with every rank of other hosts | all_to_all |
 //! | barrier | (the comparison) | all_reduce of nothing | (the issued numbers) |
 //!
-//! Where every rank of a host leads: `columns`.
+//! Where several ranks of a host lead in other kinds than all_reduce: `columns`.
 //!
 //! Bytes between hosts per leader: those of the schedule (docs/algorithms.md) over the hosts. Order of summation: ranks
 //! inside a host, then hosts as the schedule says; low precision is rounded once inside, and once for every combination
@@ -208,7 +208,7 @@ impl Travel<'_> {
         Ok(())
     }
 
-    fn leader_position(&self, members: &[usize]) -> usize {
+    pub fn leader_position(&self, members: &[usize]) -> usize {
         let leader = members[self.place.host];
         self.place.neighbours().iter().position(|rank| *rank == leader).expect("a leader lives on its host")
     }

@@ -1,4 +1,5 @@
-//! Large collectives in which all ranks of a host talk to other hosts, each to those at its position there (its column):
+//! Large collectives in which several ranks of a host talk to other hosts, each to those at its position there (its
+//! column):
 //!
 //! | collective | inside | in every column | inside |
 //! | --- | --- | --- | --- |
@@ -6,8 +7,8 @@
 //! | reduce_scatter | reduce_scatter of the columns' blocks | reduce_scatter to the column's ranks | |
 //! | broadcast | broadcast on the root's host | broadcast of a share from the root's host | all_gather on the others |
 //!
-//! The first two need as many ranks on every host, the third takes as many columns as the host with the fewest ranks. Each
-//! byte crosses between two hosts as often as with one leader (`collectives`), over as many connections as there are
+//! The first two need as many ranks on every host and use all of them, the third takes at most as many columns as the host
+//! with the fewest ranks. Each byte crosses between two hosts as often as with one leader (`collectives`), over as many connections as there are
 //! columns; inside the hosts fewer bytes are copied. Order of summation and bits are the same.
 //!
 //! Source: the two-level scheme of hierarchical all-reduces, known for instance from Horovod and MVAPICH2, kind by kind.
@@ -22,10 +23,6 @@ impl Travel<'_> {
     /// Whether every rank of a block-wise collective talks to other hosts: where that was chosen and can be done.
     pub fn in_columns(&self) -> bool {
         self.way.leaders > 1 && self.place.is_even()
-    }
-
-    fn columns(&self) -> impl Iterator<Item = Vec<usize>> + '_ {
-        (0..self.place.neighbours().len()).map(|index| self.place.leaders(index))
     }
 
     /// The ranks of this rank's column, and where their blocks begin when they lie behind each other, and the end.
@@ -44,18 +41,19 @@ impl Travel<'_> {
         copy_in(input, 0, &mut memory[block(self.place.host)]);
         let plan = schedule(self.way.algorithm, Kind::AllGather, members.len(), 0)?;
         self.between(&plan, &members, &mut memory[..total], &block, None)?;
-        let out_blocks = self.columns().map(|ranks| ranks.iter().map(|rank| sizes[*rank]).sum()).collect();
-        let outputs = self.columns().flatten().flat_map(|rank| outputs[rank].iter().copied()).collect();
+        let out_blocks = self.place.columns().map(|ranks| ranks.iter().map(|rank| sizes[*rank]).sum()).collect();
+        let outputs = self.place.columns().flatten().flat_map(|rank| outputs[rank].iter().copied()).collect();
         let inputs = pieces(&memory[..total]);
         self.ask_inside(Inner { inputs, outputs, out_blocks, ..Inner::new(Kind::AllGather) })?;
         *self.scratch = memory;
-        self.share_issued(0)
+        // Every rank has heard what the others have issued: of its host before, of other hosts in its column.
+        Ok(())
     }
 
     /// As `reduce_scatter`, but the blocks of `vector` lie column by column, in each in the order of the hosts.
     pub fn reduce_scatter_in_columns(&mut self, vector: &Vector, sizes: &[usize], output: &[Span]) -> Result<()> {
         let total = vector.bytes();
-        let ends = borders(self.columns().map(|ranks| ranks.iter().map(|rank| sizes[*rank]).sum()));
+        let ends = borders(self.place.columns().map(|ranks| ranks.iter().map(|rank| sizes[*rank]).sum()));
         let shares: Vec<_> = ends.windows(2).map(|ends| ends[0]..ends[1]).collect();
         let mut memory = self.memory(total);
         self.reduce_inside(vector, &(0..total), &shares, 0, &mut memory)?;
@@ -80,7 +78,7 @@ impl Travel<'_> {
         let mine = (index < columns).then(|| share(index));
         let mut memory = self.memory(mine.as_ref().map_or(0, ExactSizeIterator::len));
         if self.place.host == home {
-            let position = self.place.neighbours().iter().position(|rank| *rank == root).expect("it lives here");
+            let position = self.leader_position(&self.place.leaders_with(root));
             let (inputs, outputs) =
                 if self.place.me == root { (data.to_vec(), Vec::new()) } else { (Vec::new(), data.to_vec()) };
             self.ask_inside(Inner { root: position, inputs, outputs, ..Inner::new(Kind::Broadcast) })?;

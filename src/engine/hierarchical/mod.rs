@@ -13,7 +13,7 @@
 //! | `vector` | the numbers of a batch, and how they are combined |
 //! | `travel` | one batch: steps inside a host, schedules between hosts |
 //! | `collectives` | the two put together, one collective after the other |
-//! | `columns` | the same for large ones, where every rank talks to other hosts |
+//! | `columns` | the same for large ones, where several ranks of a host talk to other hosts |
 
 mod collectives;
 mod columns;
@@ -641,7 +641,7 @@ impl Shared {
                 }
                 let columns = travel.in_columns();
                 let order: Vec<usize> =
-                    if columns { self.place.by_column().collect() } else { self.place.by_host().collect() };
+                    if columns { self.place.columns().flatten().collect() } else { self.place.by_host().collect() };
                 let in_order: Vec<Span> = order.iter().flat_map(|rank| blocks[*rank].iter().copied()).collect();
                 vector.push(request.dtype, &in_order, &[], ranks)?;
                 if columns {

@@ -71,9 +71,9 @@ impl Place {
         (0..self.hosts.len()).map(|host| if self.host_of[root] == host { root } else { self.hosts[host][0] }).collect()
     }
 
-    /// Ranks in the order of their positions, in each in that of the hosts. Where hosts are even.
-    pub fn by_column(&self) -> impl Iterator<Item = usize> + '_ {
-        (0..self.fewest()).flat_map(|index| self.leaders(index))
+    /// The ranks at one position of every host, position by position; all ranks where hosts are even.
+    pub fn columns(&self) -> impl Iterator<Item = Vec<usize>> + '_ {
+        (0..self.fewest()).map(|index| self.leaders(index))
     }
 
     /// Ranks in the order of their hosts: how blocks lie while they travel between hosts.

@@ -126,6 +126,11 @@ def limited_group() -> Iterator[tuple[str, str]]:
             (folder / limit).write_text(str(LIMIT))
         except OSError as error:
             pytest.skip(f"a control group's memory may not be limited here: {error}")
+        # Where there is swap, memory past the limit would go there.
+        for swap, value in (("memory.memsw.limit_in_bytes", str(LIMIT)), ("memory.swap.max", "0")):
+            with contextlib.suppress(OSError):
+                if (folder / swap).is_file():
+                    (folder / swap).write_text(value)
         yield str(folder), used
     finally:
         folder.rmdir()
