@@ -12,6 +12,7 @@ import argparse
 import gc
 import importlib
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -36,7 +37,7 @@ EXAMPLES = """examples:
   python benchmarks/collectives.py --backends gloo --control       how much of a difference is noise
   python benchmarks/collectives.py --backends sagellm,sagellm:unfused,gloo --ops all_reduce_x1000
   python benchmarks/collectives.py --hosts 0,0,1,1 --delay-ms 1 --ops all_reduce --sizes 8,4KiB     two hosts, as root
-  python benchmarks/collectives.py --backends 'sagellm,sagellm:all_reduce:0-=slots' --sizes 8    a rule beside it
+  python benchmarks/collectives.py --backends 'sagellm,sagellm:*:1MiB-=rounds(64KiB)' --sizes 4MiB    a rule
   python benchmarks/collectives.py --device cuda --ranks 8 --ops all_reduce --sizes 1MiB         a card each, and nccl
   torchrun --nproc-per-node=2 benchmarks/collectives.py --backends sagellm,gloo
 """
@@ -156,6 +157,11 @@ def buffer_sets(args: argparse.Namespace, op: str, size: int) -> int:
 # --------------------------------------------------------------------------------------------------- ranks
 
 
+def names_of(text: str) -> list[str]:
+    """Names with commas between them; a rule may have more of these in brackets."""
+    return re.split(r",(?![^(]*\))", text)
+
+
 def variant_options(backend: str, variant: str) -> dict[str, Any]:
     """What `sagellm:unfused` and the like mean; `sagellm:OP:FROM-TO=WAY` is a group with that rule."""
     if not variant:
@@ -192,7 +198,7 @@ def use_device(args: argparse.Namespace) -> str:
 
 def open_backends(args: argparse.Namespace) -> list[Backend]:
     """A group per name; a name that comes twice is its own control."""
-    names = args.backends.split(",")
+    names = names_of(args.backends)
     if args.control:
         names.append(reference_of(args) if reference_of(args) in names else names[-1])
     backends: list[Backend] = []
@@ -383,9 +389,9 @@ def parse_args() -> argparse.Namespace:
     )
     add(
         "--clock",
-        choices=["call", "issue", "device"],
-        help="call: until it returns (default on cpu); issue: the same, with a device that has little to do; device: "
-        "series of calls until the device is done (default elsewhere)",
+        choices=["call", "series", "issue", "device"],
+        help="call: until it returns (default on cpu); series: several calls in a row, for slow links; issue: "
+        "each call, with a device that has little to do; device: series until the device is done (default elsewhere)",
     )
     add("--quick", action="store_true", help=f"under a minute: sizes {QUICK_SIZES}, fewer rounds")
     add("--rounds", type=int, help="turns per backend and case (default: 10, quick: 4)")

@@ -57,9 +57,9 @@ def wide_rows(runs: list[dict[str, Any]]) -> list[str]:
 
     Every run of a case has its line. A goal that was not measured is not left out."""
     head = [
-        "| ranks (each one's host) | run of | link | op | size | gloo p10 | no-op, median | not fused, median "
+        "| ranks (each one's host) | run of | link | clock | op | size | gloo p10 | no-op, median | not fused, median "
         "| sagellm median (p10, p99) | gloo p10 / no-op | gloo p10 / median | not fused / median | goal | |",
-        "| --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- | --- |",
+        "| --- | --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- | --- |",
     ]
     lines: list[str] = []
     seen: set[tuple[str, str, str, int]] = set()
@@ -78,14 +78,15 @@ def wide_rows(runs: list[dict[str, Any]]) -> list[str]:
             gloo, floor = times["gloo"]["p10"], times.get(report.FLOOR, {}).get("median")
             seen.add(case)
             lines.append(
-                f"| {place} | {run['date']} | {link_of(run)} | {row['op']} | {format_size(row['size'])} "
+                f"| {place} | {run['machine']['cpu']}, {run['date']} | {link_of(run)} | {run.get('clock', 'call')} "
+                f"| {row['op']} | {format_size(row['size'])} "
                 f"| {format_time(gloo)} | {format_time(floor) if floor else '-'} "
                 f"| {format_time(unfused) if unfused else '-'} | {report.cell(times[OURS])} "
                 f"| {format_ratio(gloo / floor) if floor else '-'} | {format_ratio(found[True])} "
                 f"| {format_ratio(found[False]) if unfused else '-'} | {wide_goal(goal)} | {verdict} |"
             )
     missing = [
-        f"| {place} | - | {link} | {op} | {format_size(size)} | not measured | | | | | | | {wide_goal(goal)} | |"
+        f"| {place} | - | {link} | - | {op} | {format_size(size)} | not measured | | | | | | | {wide_goal(goal)} | |"
         for (place, link, op, size), goal in WIDE_GOALS.items()
         if (place, link, op, size) not in seen
     ]

@@ -13,7 +13,7 @@ Clock = Callable[[Calls, int, int], list[float]]
 #: Calls between two synchronisations: what a driver queues before a call has to wait for the device is about ten times
 #: that, and a call may put several things there.
 QUEUED = 100
-#: Calls of one sample by the device's clock.
+#: Calls of one sample of a series.
 TOGETHER = 20
 
 
@@ -39,19 +39,34 @@ def issue(calls: Calls, count: int, start: int, queued: int = QUEUED) -> list[fl
     return taken
 
 
-def device(calls: Calls, count: int, start: int) -> list[float]:
-    """Series of calls until the device is done with them: one sample a series, over its number of calls."""
+def series(calls: Calls, count: int, start: int, finish: Callable[[], object] = lambda: None) -> list[float]:
+    """Calls one after the other, until `finish` has returned: one sample a series, over its number of calls.
+
+    Over a slow link a single call says less: a rank that enters it a while before the other waits for that while, too,
+    and what the one loses in a call it gains in the next.
+    """
     taken = []
     for first in range(start, start + count, TOGETHER):
         number = min(TOGETHER, start + count - first)
-        torch.accelerator.synchronize()
+        finish()
         begin = time.perf_counter_ns()
         for i in range(first, first + number):
             calls[i % len(calls)]()
-        torch.accelerator.synchronize()
+        finish()
         taken.append((time.perf_counter_ns() - begin) / 1e3 / number)
     return taken
 
 
+def device(calls: Calls, count: int, start: int) -> list[float]:
+    """Series of calls until the device is done with them."""
+    return series(calls, count, start, torch.accelerator.synchronize)
+
+
 #: By the name that a result has. "alone" waits for the device before every call: for those that are many calls.
-CLOCKS: dict[str, Clock] = {"call": each, "issue": issue, "alone": partial(issue, queued=1), "device": device}
+CLOCKS: dict[str, Clock] = {
+    "call": each,
+    "issue": issue,
+    "alone": partial(issue, queued=1),
+    "device": device,
+    "series": series,
+}

@@ -73,12 +73,15 @@ def markdown(run: Result) -> str:
 
 
 def _what(run: Result) -> str:
-    """The device and what was timed, where the tensors were not in host memory."""
+    """The device and what was timed, where that is not a call on tensors in host memory."""
     clocks = {
         "call": "A time is that of the host, from the call to its return. ",
         "issue": "A time is that of the host, from the call to its return, beside a device that has little to do. ",
         "device": "A time is that of a series of calls until the device was done, over their number. ",
+        "series": "A time is that of a series of calls one after the other, over their number. ",
     }
+    if run.get("clock") == "series":
+        return clocks["series"]
     return f"On {run['device']}. {clocks[run['clock']]}" if run.get("device") else ""
 
 

@@ -21,6 +21,7 @@ import collectives  # noqa: E402
 import gpu  # noqa: E402
 import train_gpt  # noqa: E402
 import update_docs  # noqa: E402
+from measure import clock as clocks  # noqa: E402
 from measure import report  # noqa: E402
 from measure.cases import DTYPES, FIXED_SIZE, OPS, Case, pattern, total  # noqa: E402
 from measure.machine import describe, slug  # noqa: E402
@@ -330,3 +331,25 @@ def test_wrong_arguments_are_explained_before_anything_starts(
     with pytest.raises(SystemExit, match="2"):
         collectives.parse_args()
     assert said in capsys.readouterr().err
+
+
+def test_a_backend_may_have_a_variant_or_a_rule() -> None:
+    """Rules keep the commas in their brackets."""
+    rule = "*:1MiB-=ring(leaders=2,segment=1MiB)"
+    assert collectives.names_of(f"sagellm,sagellm:{rule},gloo") == ["sagellm", f"sagellm:{rule}", "gloo"]
+    assert collectives.variant_options("sagellm", "") == {}
+    assert collectives.variant_options("sagellm", "unfused")["pg_options"].fusion is False
+    assert collectives.variant_options("sagellm", rule)["pg_options"].algorithm == rule
+    for backend, variant in (("gloo", "unfused"), ("gloo", rule), ("sagellm", "faster")):
+        with pytest.raises(ValueError, match="the variants are"):
+            collectives.variant_options(backend, variant)
+
+
+def test_a_series_is_one_sample_of_calls_one_after_the_other() -> None:
+    """`finish` runs before and after each series, and the last series may be shorter."""
+    made: list[str] = []
+    calls = [lambda: made.append("call")]
+    taken = clocks.series(calls, clocks.TOGETHER + 3, 0, lambda: made.append("finish"))
+    assert len(taken) == 2 and all(each > 0 for each in taken)
+    whole = ["finish", *["call"] * clocks.TOGETHER, "finish"]
+    assert made == [*whole, "finish", *["call"] * 3, "finish"]
