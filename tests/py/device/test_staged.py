@@ -12,6 +12,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import net
 import pytest
 import simdevice
 import torch
@@ -40,12 +41,12 @@ def start(ctx: Context, name: str = "npu", queue: float | None = None, delay: fl
 # ------------------------------------------------------------------------------------------------ every call
 
 
-def every_call(ctx: Context, queue: float | None, options: dict[str, Any], exact: bool) -> None:
+def every_call(ctx: Context, queue: float | None, options: dict[str, Any], exact: bool, **init: Any) -> None:
     if options:
         import sagellm
 
-        options = {"pg_options": sagellm.Options(**options)}
-    start(ctx, queue=queue, delay=0.001, **options)
+        init["pg_options"] = sagellm.Options(**options)
+    start(ctx, queue=queue, delay=0.001, **init)
     n, rank = ctx.world_size, ctx.rank
     on_cpu, on_device = calls(n, rank, "cpu"), calls(n, rank, "npu")
     for name in on_cpu:
@@ -84,6 +85,30 @@ def test_rule_17_every_collective_gives_the_bits_of_the_cpu(world_size: int, que
 def test_every_collective_of_a_delegated_group() -> None:
     """Where gloo serves the group it gets the copies."""
     run_fresh(every_call, 2, None, {"engine": "delegate"}, False)
+
+
+def every_call_over_hosts(ctx: Context, names: list[str]) -> None:
+    net.enter(names[ctx.rank * len(names) // ctx.world_size])
+    store = dist.FileStore(f"{ctx.tmp}/store", ctx.world_size)
+    every_call(ctx, None, {}, True, store=store, timeout=timedelta(seconds=60))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_collective_over_hosts(world_size: int) -> None:
+    """Ranks in two network namespaces: the copies go the way of CPU tensors between hosts, with the same bits."""
+    try:
+        with (
+            net.Network(2) as made,
+            launch(
+                every_call_over_hosts,
+                world_size,
+                made.names,
+                env={"GLOO_SOCKET_IFNAME": net.INTERFACE},
+            ) as job,
+        ):
+            job.values(120)
+    except net.Unavailable as reason:
+        pytest.skip(f"network namespaces may not be made here: {reason}")
 
 
 def messages(ctx: Context, options: dict[str, Any]) -> None:
