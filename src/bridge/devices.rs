@@ -4,7 +4,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{RustGroup, StoreHook, coded, ffi, guarded, kind_and_dtype, spans, unknown};
+use super::hooks::StoreHook;
+use super::{RustGroup, coded, ffi, guarded, kind_and_dtype, spans, unknown};
 use crate::engine::vendor::{Asked, Event, Hints, Launched, Local, Message, Recipe, Stream};
 use crate::group::devices::{Devices, Member};
 use crate::types::{Dtype, Kind, ReduceOp};

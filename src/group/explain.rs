@@ -2,7 +2,8 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use super::{CoreOp, Engine, Group, Op, layout_within};
+use super::connect::layout_within;
+use super::{CoreOp, Engine, Group, Op};
 use crate::config::Config;
 use crate::engine::shm::layout::{MAX_RANKS, SLOT_BYTES};
 use crate::error::{Error, Result};

@@ -6,7 +6,8 @@ use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use super::{Agreed, Engine, Group, NoHost, local_config};
+use super::connect::{Agreed, NoHost, local_config};
+use super::{Engine, Group};
 use crate::config::{Config, Settings};
 use crate::engine::hierarchical::place::Place;
 use crate::engine::hierarchical::{Hierarchical, Inside, Report};
