@@ -67,11 +67,11 @@ format: $(installed_dev) ## let the formatters rewrite the sources
 bench: $(built) $(installed_dev) ## collectives against gloo; results below out/
 	@mkdir -p out
 	$(python) benchmarks/collectives.py --help >/dev/null
-	$(python) benchmarks/collectives.py $(bench_flags)
+	$(python) benchmarks/collectives.py --out out $(bench_flags)
 
 clean: ## remove what was built; .venv stays
 	rm -rf target build dist out torch_ext/sagellm.egg-info torch_ext/sagellm/_build.py
-	rm -f torch_ext/sagellm/*.so $(built) $(registered)
+	rm -f torch_ext/sagellm/*.so $(built) $(built).begun $(registered)
 
 $(installed): requirements.txt .ci/setup
 	@.ci/setup requirements.txt
@@ -85,8 +85,9 @@ $(installed_dev): requirements-dev.txt requirements.txt .ci/setup
 # first, because pip would hide what cargo and the compiler say for minutes.
 $(built): $(sources) pyproject.toml $(installed)
 	@.ci/prerequisites
+	@touch $@.begun # the stamp's time: what is edited during the build is newer
 	$(python) setup.py --quiet build_ext --inplace
 	@if [[ ! -e $(registered) || -n "$$(find $(torch) pyproject.toml -newer $(registered))" ]]; then \
 	    echo "== telling this environment the name sagellm"; \
 	    $(python) -m pip install --disable-pip-version-check --no-build-isolation --no-deps -e . && touch $(registered); fi
-	@touch $@
+	@mv $@.begun $@
