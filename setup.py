@@ -202,7 +202,7 @@ def builder() -> type[Any]:
                 self._write_record(ROOT / SOURCE / "sagellm")
 
         def _write_record(self, folder: Path) -> None:
-            """`_register.load` reads it before it loads the extension, whose symbols alone would give no clear no."""
+            """`_load.extension` reads it before it loads the extension, whose symbols alone would give no clear no."""
             folder.mkdir(parents=True, exist_ok=True)
             text = (
                 '"""Written by setup.py beside the extension it describes."""\n\n'

@@ -414,7 +414,7 @@ def parse_args() -> argparse.Namespace:
     add(
         "--out", type=Path, default=Path(__file__).parent / "runs", help="folder for results (default: benchmarks/runs)"
     )
-    add("--name", help="name of the result files (default: collectives-<ranks>r-<dtype>)")
+    add("--name", help="name of the result files (default: collectives-<ranks>r-<dtype>, hosts-<hosts>-<link>)")
     args = parser.parse_args()
     args.backends = args.backends or f"sagellm,{reference_of(args)}"
     args.clock = args.clock or ("call" if args.device == "cpu" else "device")

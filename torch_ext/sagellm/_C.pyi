@@ -29,7 +29,8 @@ class Options:
     strict: bool
     #: Rules of which operation goes which way, before those of SAGELLM_ALGORITHM; see docs/choosing.md.
     algorithm: str
-    #: How tensors on a device travel: "auto", or "host" for the way through host memory; see docs/devices.md.
+    #: How tensors on a device travel: "auto", "host" (through host memory), or "nccl", "hccl", "cncl", also with a file
+    #: ("nccl:/path"); SAGELLM_VENDOR has the last word; see docs/devices.md.
     vendor: str
     _library_folders: list[str]
     #: From torch's base class.
@@ -48,8 +49,9 @@ class SageBackend:
     def describe(self) -> str: ...
     def _explain(self, kind: int, bytes: int, dtype: int) -> str: ...
     def _explain_number(self, number: int) -> str: ...
-    #: Why tensors on devices of this kind travel through host memory.
+    #: The library that carries tensors on devices of this kind, or "".
     def _device_library(self, device: str) -> str: ...
+    #: Why they travel through host memory.
     def _device_reason(self, device: str) -> str: ...
     #: JSON text, see src/stats/export.rs.
     def _stats(self) -> str: ...

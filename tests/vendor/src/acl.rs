@@ -78,7 +78,7 @@ fn on_event(handle: usize, body: impl FnOnce(&Arc<Event>) -> i32) -> i32 {
 
 /// The limit of a wait: the caller's milliseconds, none for -1, and ours.
 fn limit(milliseconds: i32) -> Duration {
-    let longest = 3 * settings::get().ceiling;
+    let longest = 6 * settings::get().ceiling;
     u64::try_from(milliseconds).map_or(longest, |given| longest.min(Duration::from_millis(given)))
 }
 

@@ -70,7 +70,7 @@ fn on_notifier(handle: usize, body: impl FnOnce(&Arc<Event>) -> i32) -> i32 {
 
 /// Waits of the host are bounded, unlike the vendor's.
 fn longest() -> Duration {
-    3 * settings::get().ceiling
+    6 * settings::get().ceiling
 }
 
 fn pending() -> i32 {
