@@ -136,11 +136,20 @@ def limited_group() -> Iterator[tuple[str, str]]:
         folder.rmdir()
 
 
-def fill(folder: str, used: str, spare: int) -> bytes:
-    """Joins the control group, and takes memory until only about `spare` bytes are left in it."""
+def fill(folder: str, used: str, spare: int) -> list[bytes]:
+    """Joins the control group, and takes memory until `spare` bytes are left in it, pages of files that can go included."""
     Path(folder, "cgroup.procs").write_text(str(os.getpid()))
-    page = b"\1" * (1 << 20)
-    return page * ((LIMIT - spare - int(Path(folder, used).read_text())) >> 20)
+
+    def left() -> int:
+        stat = Path(folder, "memory.stat").read_text()
+        files = re.search(r"^(?:total_)?inactive_file (\d+)", stat, re.MULTILINE)
+        assert files is not None, stat
+        return LIMIT - int(Path(folder, used).read_text()) + int(files[1])
+
+    taken = []
+    while (more := left() - spare) > 0:
+        taken.append(b"\1" * max(more // 2, 128 << 10))
+    return taken
 
 
 #: What the engine must not do: with 4 MiB left, populate 16 MiB of a memfd.
@@ -165,7 +174,7 @@ def little_memory(ctx: Context, folder: str, used: str, spare: int) -> tuple[int
         ctx.init(key=f"{ctx.key}-{engine}", pg_options=sagellm.Options(engine=engine))
         dist.all_reduce(torch.ones(10))
         dist.destroy_process_group()
-    taken = fill(folder, used, spare) if ctx.rank == 0 else b""
+    taken = fill(folder, used, spare) if ctx.rank == 0 else []
     before = mapped()
     ctx.init()
     shared = mapped() - before
