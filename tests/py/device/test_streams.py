@@ -221,6 +221,7 @@ def test_futures_order_whoever_takes_the_value() -> None:
 def host_waits(ctx: Context, native: bool) -> None:
     from datetime import timedelta
 
+    ctx.init()  # what is done at exit comes with the first group
     device, echo = start(native, None)
     source, target = full(3), full(9)
     work = echo.copy([source], [target], async_op=True, blocks_host=True)
