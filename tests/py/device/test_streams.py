@@ -27,10 +27,14 @@ def library() -> None:
     simdevice.library_path()
 
 
-def start(native: bool, queue: float | None, name: str = "npu") -> tuple[simdevice.Device, Any]:
-    """The device and an operation on it that copies."""
+def start(ctx: Context, native: bool, queue: float | None, name: str = "npu") -> tuple[simdevice.Device, Any]:
+    """The device and an operation on it that copies.
+
+    There is a group, as in any program: with the first one comes the step at exit that stops the watch of works.
+    """
     from sagellm import _load
 
+    ctx.init()
     device = simdevice.install(name)
     device.native_handles(native)
     device.kernel_delay(KERNEL)
@@ -49,7 +53,7 @@ def holds(tensor: torch.Tensor, value: float) -> None:
 
 
 def asynchronous(ctx: Context, native: bool, queue: float | None) -> None:
-    device, echo = start(native, queue)
+    device, echo = start(ctx, native, queue)
     with device.held():
         source, target = full(3), full(9)
         work = echo.copy([source], [target], async_op=True)
@@ -75,7 +79,7 @@ def test_rule_32_streams_are_ordered_both_ways(native: bool, queue: float | None
 
 
 def without_wait(ctx: Context) -> None:
-    device, echo = start(True, None)
+    device, echo = start(ctx, True, None)
     source, target = full(3), full(9)
     torch.npu.synchronize()
     device.kernel_delay(0.5)
@@ -93,7 +97,7 @@ def test_rule_32_the_device_shows_what_is_not_ordered() -> None:
 
 
 def freed_early(ctx: Context, native: bool, queue: float | None) -> None:
-    _, echo = start(native, queue)
+    _, echo = start(ctx, native, queue)
     targets, works = [], []
     for turn in range(4):
         source, target = full(turn), full(-1)
@@ -120,7 +124,7 @@ def test_rule_10_tensors_live_until_the_stream_has_passed(native: bool, queue: f
 
 
 def synchronous(ctx: Context, native: bool, queue: float | None) -> None:
-    _, echo = start(native, queue)
+    _, echo = start(ctx, native, queue)
     side = torch.npu.Stream()
     for stream in (torch.npu.current_stream(), side):
         with stream:
@@ -144,7 +148,7 @@ def test_a_synchronous_operation_is_in_the_callers_stream(native: bool, queue: f
 
 
 def many(ctx: Context, native: bool, queue: float | None) -> None:
-    device, echo = start(native, queue)
+    device, echo = start(ctx, native, queue)
     device.kernel_delay(0.001)
     turns = 40
     value = full(0)
@@ -168,7 +172,7 @@ def test_raw_events_are_used_again_only_when_nobody_waits_for_them(native: bool,
 
 
 def second_device(ctx: Context, native: bool) -> None:
-    _, echo = start(native, None)
+    _, echo = start(ctx, native, None)
     assert torch.npu.current_device() == 0
     found: list[BaseException] = []
 
@@ -200,7 +204,7 @@ def test_threads_get_the_device_of_the_tensors(native: bool) -> None:
 
 
 def futures(ctx: Context) -> None:
-    _, echo = start(True, 0.002)
+    _, echo = start(ctx, True, 0.002)
     source, target = full(3), full(9)
     work = echo.copy([source], [target], async_op=True)
     future = work.get_future()
@@ -221,8 +225,7 @@ def test_futures_order_whoever_takes_the_value() -> None:
 def host_waits(ctx: Context, native: bool) -> None:
     from datetime import timedelta
 
-    ctx.init()  # what is done at exit comes with the first group
-    device, echo = start(native, None)
+    device, echo = start(ctx, native, None)
     source, target = full(3), full(9)
     work = echo.copy([source], [target], async_op=True, blocks_host=True)
     work.wait()
@@ -248,8 +251,7 @@ def test_rule_11_a_wait_with_a_timeout_blocks_the_host(native: bool) -> None:
 
 
 def leaves(ctx: Context) -> None:
-    ctx.init()  # what is done at exit comes with the first group
-    device, echo = start(True, 0.01)
+    device, echo = start(ctx, True, 0.01)
     device.kernel_delay(0.2)
     for _ in range(5):
         echo.copy([full(1)], [full(2)], async_op=True)
