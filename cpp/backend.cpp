@@ -1,12 +1,11 @@
-// The backend as an object: made, split, timed, watched, ended. The calls that move data are in collectives.cpp.
+// The backend as an object: made, timed, watched, ended. The calls that move data are in collectives.cpp, groups made
+// out of this one in parts.cpp.
 #include "backend.hpp"
 
 #include <ATen/DeviceAccelerator.h>
 
 #include <algorithm>
-#include <limits>
 #include <numeric>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 
 #include "callbacks.hpp"
@@ -264,39 +263,6 @@ void SageBackend::eagerConnectSingleDevice(at::Device device) {
   if (const auto vendor = vendor_of(device.type())) vendor->connect(with_index(device));
 }
 
-void SageBackend::share(at::Tensor& bytes, int from, int to) {
-  const bool all = from < 0;
-  const bool gives = getRank() == (all ? 0 : from);
-  // No user's message has this tag: c10d's are not negative, and ours are compared as unsigned.
-  constexpr int kTag = std::numeric_limits<int>::max();
-  Tensors tensors{bytes};
-  if (delegated() || (!all && messages_delegated())) {
-    const auto other = delegate();
-    const WorkPtr work = all     ? other->broadcast(tensors, c10d::BroadcastOptions())
-                         : gives ? other->send(tensors, to, kTag)
-                                 : other->recv(tensors, from, kTag);
-    work->wait();
-    return;
-  }
-  constexpr const char* kOp = "communicator";
-  Plan plan(kOp, all ? Kind::kBroadcast : gives ? Kind::kSend : Kind::kRecv, options_->timeout);
-  plan.call.root = static_cast<uint32_t>(all ? 0 : gives ? to : from);
-  plan.call.tag = all ? 0 : static_cast<uint32_t>(kTag);
-  // Ours, not the caller's: it is not counted.
-  plan.call.counts = false;
-  plan.call.tensors = 0;
-  if (gives) {
-    plan.read(bytes);
-  } else {
-    plan.write(bytes);
-  }
-  run(plan,
-      {"sagellm:communicator", all     ? c10d::OpType::BROADCAST
-                               : gives ? c10d::OpType::SEND
-                                       : c10d::OpType::RECV},
-      tensors);
-}
-
 SageBackend::WorkPtr SageBackend::endCoalescing() {
   Region::Content content = region_.end();
   if (!content.calls.empty()) {
@@ -336,51 +302,6 @@ SageBackend::WorkPtr SageBackend::counted(Foreign call, const std::function<Work
   }
   future->addCallback([note](c10::ivalue::Future& ended) { (*note)->ended(!ended.hasError(), true); });
   return work;
-}
-
-c10::intrusive_ptr<c10d::Backend> SageBackend::split(const c10::intrusive_ptr<c10d::Store>& store,
-                                                     const std::vector<int>& ranks,
-                                                     const c10::intrusive_ptr<c10d::Backend::Options>& opts) {
-  for (const int rank : ranks) {
-    if (rank < 0 || rank >= getSize()) {
-      value_error("split", c10::str("rank is ", rank, ", expected 0 to ", getSize() - 1));
-    }
-  }
-  const auto mine = std::find(ranks.begin(), ranks.end(), getRank());
-  // Only the members meet; the others have nothing to contribute.
-  if (mine == ranks.end()) return nullptr;
-
-  auto options = c10::dynamic_intrusive_pointer_cast<Options>(opts);
-  options = options ? options->copy() : options_->copy();
-  if (opts) {
-    options->timeout = opts->timeout;
-    options->group_name = opts->group_name;
-    options->group_desc = opts->group_desc;
-    options->global_ranks_in_group = opts->global_ranks_in_group;
-  }
-  const std::string prefix = c10::str("sagellm/split/", options->group_name, "/", c10::Join(",", ranks));
-  auto child_store = c10::make_intrusive<c10d::PrefixStore>(prefix, store);
-  auto child = create(child_store, static_cast<int>(mine - ranks.begin()), static_cast<int>(ranks.size()), options);
-  if (child->messages_delegated()) child->set_delegate(split_delegate(*child, child_store, ranks, "delegate"));
-  if (child->spans_hosts()) child->set_link(split_delegate(*child, child_store, ranks, "link"));
-  return child;
-}
-
-c10::intrusive_ptr<c10d::Backend> SageBackend::split_delegate(
-    const SageBackend& child, [[maybe_unused]] const c10::intrusive_ptr<c10d::Store>& store,
-    [[maybe_unused]] const std::vector<int>& ranks, [[maybe_unused]] const char* name) const {
-#ifdef SAGELLM_HAS_OPTIONS_CLONE
-  if (messages_delegated() && delegate()->supportsSplitting()) {
-    auto options = delegate()->getBackendOptions()->clone();
-    options->timeout = child.options_->timeout;
-    options->group_name = child.options_->group_name;
-    options->group_desc = child.options_->group_desc;
-    options->global_ranks_in_group = child.options_->global_ranks_in_group;
-    return delegate()->split(c10::make_intrusive<c10d::PrefixStore>(name, store), ranks, options);
-  }
-#endif
-  raise(c10::str("Ssagellm split: the new group needs a delegate (", child.delegate_reason(),
-                 "), which split cannot make here; use torch.distributed.new_group"));
 }
 
 void SageBackend::enableCollectivesTiming() {

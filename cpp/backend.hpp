@@ -12,8 +12,6 @@
 // refused: allocateTensor: there is no memory pool yet
 // refused: getMemAllocator: there is no memory pool yet
 // refused: supportsTensorAlloc: false, there is no memory pool yet
-// refused: supportsShrinking: false
-// refused: shrink: make a new group of the survivors
 // refused: supportsReconfigure: false
 // refused: get_reconfigure_handle: make a new group of the survivors
 // refused: reconfigure: make a new group of the survivors
@@ -31,6 +29,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -124,8 +123,14 @@ class SageBackend final : public c10d::Backend {
   bool supportsSplitting() const override { return true; }
   // The CPU's ranks have met; those of a vendor's library do so here instead of at their first call.
   void eagerConnectSingleDevice(at::Device device) override;
+  // All ranks call it, those in no new group as well.
   c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
                                           const c10::intrusive_ptr<c10d::Backend::Options>& opts) override;
+  bool supportsShrinking() const override { return true; }
+  // The ranks that stay call it, whatever has become of the others. This group's communicator of its bound device ends;
+  // with the flag to abort, so do all its operations.
+  c10::intrusive_ptr<c10d::Backend> shrink(const std::vector<int64_t>& ranks_to_exclude, int shrink_flags,
+                                           const c10::intrusive_ptr<c10d::Backend::Options>& opts_override) override;
 
   void enableCollectivesTiming() override;
   void registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override;
@@ -216,6 +221,17 @@ class SageBackend final : public c10d::Backend {
   // Hands bytes from one rank to all (`from` is -1: from rank 0) or to one, over the CPU. Collective calls then.
   void share(at::Tensor& bytes, int from, int to);
   c10::intrusive_ptr<c10d::Backend> delegate() const;
+
+  // Whether all ranks say yes, over the CPU. All call.
+  bool agree(bool yes);
+  // The device that the group is bound to, if any, and what carries tensors on it, or null.
+  std::optional<c10::Device> bound_device() const;
+  std::shared_ptr<VendorDevices> bound_vendor() const;
+  // A group of these ranks of this one, this rank among them.
+  c10::intrusive_ptr<SageBackend> part(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+                                       c10::intrusive_ptr<Options> options);
+  // This group's options, with what the caller gave for the new one.
+  c10::intrusive_ptr<Options> part_options(const c10::intrusive_ptr<c10d::Backend::Options>& given) const;
   // A delegate for a part of this group, made by this group's delegate. `name` keeps several of them apart.
   c10::intrusive_ptr<c10d::Backend> split_delegate(const SageBackend& child,
                                                    const c10::intrusive_ptr<c10d::Store>& store,
@@ -232,6 +248,13 @@ class SageBackend final : public c10d::Backend {
   // Guards what was found; looking for it waits for nobody.
   mutable std::mutex vendor_mutex_;
   mutable std::map<c10::DeviceType, std::shared_ptr<VendorDevices>> vendors_;
+
+  // torch forgets the device of a group that was split off, as far as its backend is concerned.
+  std::optional<c10::Device> parents_device_;
+  // The store of the last `split` whose groups this rank was outside of. torch calls it once for each kind of device
+  // that the backend serves, where there is no new backend to remember, with one store in a call and another in the
+  // next.
+  c10::intrusive_ptr<c10d::Store> last_outside_;
 
   mutable std::mutex delegate_mutex_;
   c10::intrusive_ptr<c10d::Backend> delegate_;

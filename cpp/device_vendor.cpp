@@ -189,6 +189,55 @@ VendorDevices::MemberPtr VendorDevices::make(const Key& key) {
   return std::make_shared<Member>(checked([&] { return devices_->join(whose, id, device, own, ranks, timeout); }));
 }
 
+VendorDevices::MemberPtr VendorDevices::living(c10::Device device) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = members_.find({device.index(), -1, -1});
+  return found == members_.end() || found->second->aborted ? nullptr : found->second;
+}
+
+void VendorDevices::adopt(c10::Device device, rust::Box<RustMember> made) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  members_.emplace(Key{device.index(), -1, -1}, std::make_shared<Member>(std::move(made)));
+}
+
+bool VendorDevices::can_split(c10::Device device, const std::vector<uint32_t>& ranks) {
+  const MemberPtr member = living(device);
+  return member && member->core->can_split({ranks.data(), ranks.size()});
+}
+
+void VendorDevices::split(c10::Device device, const std::vector<uint32_t>& ranks, VendorDevices* child) {
+  const MemberPtr member = living(device);
+  if (!member) raise("Asagellm split: the communicator of the group was aborted");
+  const rust::Slice<const uint32_t> members{ranks.data(), ranks.size()};
+  const c10::DeviceGuard guard(device);
+  set_device(device.index());
+  const auto timeout = [](const SageBackend& group) { return static_cast<uint64_t>(group.options_->timeout.count()); };
+  checked([&] {
+    if (!child) return member->core->stay_out(members, timeout(backend_));
+    child->adopt(device, member->core->split(*child->devices_, members, timeout(child->backend_)));
+  });
+}
+
+VendorDevices::Retired VendorDevices::retire(c10::Device device) {
+  MemberPtr member = living(device);
+  // Whoever sets it ends it.
+  if (member && member->aborted.exchange(true)) member.reset();
+  return {device, std::move(member)};
+}
+
+VendorDevices::Retired::~Retired() {
+  if (member_) member_->core->abort();
+}
+
+void VendorDevices::Retired::shrink(const std::vector<uint32_t>& excluded, VendorDevices& child) const {
+  const c10::DeviceGuard guard(*device_);
+  child.set_device(device_->index());
+  checked([&] {
+    const auto timeout = static_cast<uint64_t>(child.backend_.options_->timeout.count());
+    child.adopt(*device_, member_->core->shrink(*child.devices_, {excluded.data(), excluded.size()}, timeout));
+  });
+}
+
 std::vector<VendorDevices::Explained> VendorDevices::explained(const std::vector<DevicePlan>& calls,
                                                                const std::vector<Launch>& launches,
                                                                uint64_t number) const {

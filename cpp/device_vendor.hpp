@@ -56,6 +56,15 @@ class VendorDevices final : public RawStreams, public Guardian, public std::enab
                                         Tensors outputs, c10::Device device, bool async, bool region = false);
   // Makes the communicator of all ranks now.
   void connect(c10::Device device) { (void)everyone(device); }
+
+  // Whether the library can make the communicator of a new group of `ranks` out of this group's for a device.
+  bool can_split(c10::Device device, const std::vector<uint32_t>& ranks);
+  // Makes it, where all ranks can; all call it at once. `child` is null on a rank that is in no new group.
+  void split(c10::Device device, const std::vector<uint32_t>& ranks, VendorDevices* child);
+  // The communicator of a group that is about to shrink, which nobody else can use or end any more; it ends with this.
+  class Retired;
+  Retired retire(c10::Device device);
+
   // Unblocks whatever hangs; nothing can be issued afterwards.
   void abort();
   // Leaves with the others, when what is under way is done: within the timeout while all of them live, soon where one
@@ -102,6 +111,11 @@ class VendorDevices final : public RawStreams, public Guardian, public std::enab
   void launch(const std::vector<Launch>& launches, const Member& member, void* raw,
               std::vector<rust::Box<RustLaunched>>& launched) const;
 
+  // The communicator of all for a device, if it was made and not ended.
+  MemberPtr living(c10::Device device);
+  // Takes in a communicator that was made for this group elsewhere.
+  void adopt(c10::Device device, rust::Box<RustMember> made);
+
   SageBackend& backend_;
   const c10::DeviceType type_;
   const pid_t process_ = ::getpid();
@@ -121,6 +135,23 @@ class VendorDevices final : public RawStreams, public Guardian, public std::enab
   // Works that are watched and have not ended. Written by `submit` and by whoever ends a work; read by `close`. Shared,
   // because a work may outlive this. A counter alone: nothing is ordered by it.
   const std::shared_ptr<std::atomic<int64_t>> under_way_ = std::make_shared<std::atomic<int64_t>>(0);
+};
+
+class VendorDevices::Retired {
+ public:
+  Retired() = default;
+  Retired(c10::Device device, MemberPtr member) : device_(device), member_(std::move(member)) {}
+  Retired(Retired&&) = default;
+  Retired& operator=(Retired&&) = default;
+  ~Retired();
+
+  bool can_shrink() const { return member_ && member_->core->can_shrink(); }
+  // Makes the communicator of `child`, a group of all ranks but `excluded`; all ranks of that group call it at once.
+  void shrink(const std::vector<uint32_t>& excluded, VendorDevices& child) const;
+
+ private:
+  std::optional<c10::Device> device_;
+  MemberPtr member_;
 };
 
 }  // namespace sagellm

@@ -309,6 +309,16 @@ pub mod ffi {
         /// Why it is not one plain call, or empty.
         fn why(self: &RustRecipe) -> String;
 
+        /// Whether the library can make the communicator of these of its ranks out of it.
+        fn can_split(self: &RustMember, members: &[u32]) -> bool;
+        /// Makes it, for the group of those ranks; all ranks of this one call this or `stay_out` at once.
+        fn split(self: &RustMember, child: &RustDevices, members: &[u32], timeout_ms: u64) -> Result<Box<RustMember>>;
+        /// `split` by a rank that is a member of no new group; `members` as on some rank that is.
+        fn stay_out(self: &RustMember, members: &[u32], timeout_ms: u64) -> Result<()>;
+        /// Whether the library can leave ranks out that do not call.
+        fn can_shrink(self: &RustMember) -> bool;
+        /// Aborts what is under way in it, and makes the communicator of all its ranks but `exclude`, which do not call.
+        fn shrink(self: &RustMember, child: &RustDevices, exclude: &[u32], timeout_ms: u64) -> Result<Box<RustMember>>;
         /// Puts an operation on a raw stream. What comes back must be kept until the stream has passed it.
         fn launch(
             self: &RustMember,

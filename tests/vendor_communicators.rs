@@ -437,7 +437,13 @@ fn split() {
     let world = World::new();
     let communicator = world.join(MINUTE).unwrap();
     let stream = world.stream();
-    let split = Split { members: vec![0, 2], number: 1, deadline: MINUTE, name: "sagellm:part".into() };
+    let split = Split {
+        members: vec![0, 2],
+        number: 1,
+        deadline: MINUTE,
+        name: "sagellm:part".into(),
+        algorithm: String::new(),
+    };
     let able = world.api.capabilities();
     if !able.split {
         let text = communicator.split(&split).err().unwrap().to_string();

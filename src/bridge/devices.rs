@@ -153,6 +153,23 @@ impl RustRecipe {
 }
 
 impl RustMember {
+    pub(super) fn can_split(&self, members: &[u32]) -> bool {
+        self.0.can_split(members)
+    }
+    pub(super) fn split(&self, child: &RustDevices, members: &[u32], timeout_ms: u64) -> Outcome<Box<RustMember>> {
+        let deadline = Duration::from_millis(timeout_ms);
+        guarded(|| Ok(Box::new(RustMember(self.0.split(&child.0, members, deadline)?))))
+    }
+    pub(super) fn stay_out(&self, members: &[u32], timeout_ms: u64) -> Outcome<()> {
+        guarded(|| self.0.stay_out(members, Duration::from_millis(timeout_ms)))
+    }
+    pub(super) fn can_shrink(&self) -> bool {
+        self.0.can_shrink()
+    }
+    pub(super) fn shrink(&self, child: &RustDevices, exclude: &[u32], timeout_ms: u64) -> Outcome<Box<RustMember>> {
+        let deadline = Duration::from_millis(timeout_ms);
+        guarded(|| Ok(Box::new(RustMember(self.0.shrink(&child.0, exclude, deadline)?))))
+    }
     pub(super) fn launch(
         &self,
         recipe: &RustRecipe,

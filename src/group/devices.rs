@@ -2,10 +2,11 @@
 //! torch's streams and the library's work wait for one another, and what is known when such work does not end.
 //!
 //! Operations on devices have numbers of their own, because those of the engine index memory that all ranks share and
-//! may have no gaps; c10d sees the sum of both. Nothing here waits for a device.
+//! may have no gaps; c10d sees the sum of both. Nothing here waits for a device. Whoever makes or ends a communicator waits for
+//! its other ranks.
 
 use std::collections::HashMap;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
@@ -14,7 +15,7 @@ use super::pairs::Pairs;
 use crate::engine::vendor::recipe::Capabilities;
 use crate::engine::vendor::{
     Api, Asked, Call, Communicator, Event, Hints, Job, Launched, Message, Recipe, Runtime, SPARES_CAPTURES, Setup,
-    Stream, Vendor, launch, open, open_runtime, profiler, recipe, tuner,
+    Split, Stream, Vendor, launch, open, open_runtime, profiler, recipe, tuner,
 };
 use crate::error::{Error, Result};
 use crate::host::Counting;
@@ -42,6 +43,8 @@ pub struct Member {
     devices: Arc<Devices>,
     communicator: Arc<dyn Communicator>,
     name: String,
+    /// How often communicators were made out of it; the same on all its ranks, which do that together.
+    parts: AtomicU32,
     /// NCCL takes our algorithms for it while this lives.
     _steered: tuner::Steered,
 }
@@ -116,30 +119,39 @@ impl Devices {
         (rank, ranks): (u32, u32),
         deadline: Duration,
     ) -> Result<Member> {
+        self.member(whose, device, |name, algorithm| {
+            Arc::clone(&self.api).create(Setup {
+                id: id.to_vec(),
+                rank,
+                ranks,
+                device,
+                deadline,
+                name,
+                algorithm,
+                runtime: Arc::clone(&self.runtime),
+            })
+        })
+    }
+
+    /// Makes a communicator by a name that tells NCCL's tuner whose rules hold for it.
+    fn member(
+        self: &Arc<Self>,
+        whose: &str,
+        device: i32,
+        make: impl FnOnce(String, String) -> Result<Arc<dyn Communicator>>,
+    ) -> Result<Member> {
         // Some libraries want the same name from all its ranks. They make theirs in one order, but not those of others.
         let count = lock(&self.made).entry(whose.to_string()).and_modify(|count| *count += 1).or_insert(0).to_owned();
-        let name = format!("sagellm:{}:{whose}:{count}", self.group.config.name);
+        let group = &self.group.config.name;
+        let name = format!("sagellm:{group}:{whose}:{count}");
         let policy = Arc::clone(&self.group.policy);
         let algorithm = tuner::algorithm_of_all(&policy).to_string();
         let steered = tuner::steer(&name, policy);
         self.runtime.set_device(device)?;
-        let setup = Setup {
-            id: id.to_vec(),
-            rank,
-            ranks,
-            device,
-            deadline,
-            name: name.clone(),
-            algorithm,
-            runtime: Arc::clone(&self.runtime),
-        };
-        let communicator = Arc::clone(&self.api).create(setup)?;
-        log::info!(
-            "group '{}': {} {device} is rank {rank} of {ranks} in '{name}'",
-            self.group.config.name,
-            self.device_type
-        );
-        Ok(Member { devices: Arc::clone(self), communicator, name, _steered: steered })
+        let communicator = make(name.clone(), algorithm)?;
+        let (rank, ranks) = (communicator.rank(), communicator.ranks());
+        log::info!("group '{group}': {} {device} is rank {rank} of {ranks} in '{name}'", self.device_type);
+        Ok(Member { devices: Arc::clone(self), communicator, name, parts: AtomicU32::new(0), _steered: steered })
     }
 
     /// The rank with which this one shall make the communicators of messages now, which the other is about to do as well:
@@ -332,6 +344,48 @@ impl Member {
 
     pub fn ranks(&self) -> u32 {
         self.communicator.ranks()
+    }
+
+    /// Whether the library can make the communicator of these of its ranks out of it.
+    pub fn can_split(&self, members: &[u32]) -> bool {
+        self.communicator.can_split(members)
+    }
+
+    /// The communicator of the group of `members`, some of its ranks, whose devices are `child`. All its ranks call this or
+    /// `stay_out` at once; the groups that they make have no rank in common.
+    pub fn split(&self, child: &Arc<Devices>, members: &[u32], deadline: Duration) -> Result<Member> {
+        child.member("all", self.communicator.device(), |name, algorithm| {
+            let made = self.part(members, deadline, name, algorithm)?;
+            made.ok_or_else(|| Error::Bug("sagellm: a member got no part of a communicator".into()))
+        })
+    }
+
+    /// `split` by a rank that is in none of the groups. `members`: those of any.
+    pub fn stay_out(&self, members: &[u32], deadline: Duration) -> Result<()> {
+        self.part(members, deadline, String::new(), String::new()).map(drop)
+    }
+
+    fn part(
+        &self,
+        members: &[u32],
+        deadline: Duration,
+        name: String,
+        algorithm: String,
+    ) -> Result<Option<Arc<dyn Communicator>>> {
+        // No other group that is made by this call has the same first member, and no earlier call the same turn.
+        let turn = self.parts.fetch_add(1, Ordering::Relaxed);
+        let first = members.iter().min().copied().unwrap_or(0);
+        let number = turn.wrapping_mul(self.ranks()).wrapping_add(first) & (i32::MAX as u32);
+        self.communicator.split(&Split { members: members.to_vec(), number, deadline, name, algorithm })
+    }
+
+    pub fn can_shrink(&self) -> bool {
+        self.devices.capabilities().shrink
+    }
+
+    /// The communicator of a group of all its ranks but `exclude`, which do not call. What is under way in it is aborted.
+    pub fn shrink(&self, child: &Arc<Devices>, exclude: &[u32], deadline: Duration) -> Result<Member> {
+        child.member("all", self.communicator.device(), |name, _| self.communicator.shrink(exclude, deadline, &name))
     }
 
     /// Puts an operation on a raw stream; `root` is a rank of this communicator. What it returns must stay until the

@@ -259,6 +259,10 @@ impl Communicator for CnclComm {
         self.api.check("cnclGroupEnd", unsafe { self.api.table.group_end.of(&self.api.library)?() })
     }
 
+    fn can_split(&self, _: &[u32]) -> bool {
+        false
+    }
+
     fn split(&self, _: &Split) -> Result<Option<Arc<dyn Communicator>>> {
         Err(no_split(&self.api.able))
     }

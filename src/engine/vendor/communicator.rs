@@ -56,7 +56,9 @@ pub struct Split {
     /// Different for each of the communicators that are made by one call; below 2^31.
     pub number: u32,
     pub deadline: Duration,
+    /// These two as in `Setup`.
     pub name: String,
+    pub algorithm: String,
 }
 
 /// One rank's part in a group of ranks with one device each.
@@ -70,6 +72,8 @@ pub trait Communicator: Send + Sync {
     /// Calls of this thread until `group_end` are one launch; nothing happens where the library cannot (`Capabilities`).
     fn group_start(&self) -> Result<()>;
     fn group_end(&self) -> Result<()>;
+    /// Whether `split` can make a communicator of these ranks.
+    fn can_split(&self, members: &[u32]) -> bool;
     /// A communicator of some of the ranks; `None` for a rank that is no member. An error where the library cannot.
     fn split(&self, split: &Split) -> Result<Option<Arc<dyn Communicator>>>;
     /// A communicator without the ranks in `exclude`, which do not call; pending operations are aborted first.

@@ -349,9 +349,13 @@ impl Communicator for HcclComm {
     }
 
     /// The library wants the members in ascending order, and no communicator made out of one that was made so.
+    fn can_split(&self, members: &[u32]) -> bool {
+        self.api.able.split && !self.child && members.is_sorted()
+    }
+
     fn split(&self, split: &Split) -> Result<Option<Arc<dyn Communicator>>> {
         let make = self.api.table.create_sub.of(&self.api.library)?;
-        if self.child || !split.members.is_sorted() {
+        if !self.can_split(&split.members) {
             return Err(no_split(&self.api.able));
         }
         let (api, gate, keep) = (self.api.clone(), self.gate.clone(), self.keep.clone());
@@ -362,9 +366,9 @@ impl Communicator for HcclComm {
             let making = api.alone_on(keep.device);
             let _alone = making.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
             gate.enter("split", |parent| {
-                let Split { mut members, number, name, .. } = split;
+                let Split { mut members, number, name, algorithm, .. } = split;
                 let (count, place) = (members.len() as u32, members.iter().position(|member| *member == rank));
-                let mut config = api.config(&name, "");
+                let mut config = api.config(&name, &algorithm);
                 let (mut parent, mut comm) = (parent as Comm, std::ptr::null_mut());
                 let (list, number, own) = match place {
                     Some(place) => (members.as_mut_ptr(), u64::from(number), place as u32),

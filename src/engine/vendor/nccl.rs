@@ -400,6 +400,10 @@ impl Communicator for NcclComm {
         self.api.check("ncclGroupEnd", code, std::ptr::null_mut())
     }
 
+    fn can_split(&self, _: &[u32]) -> bool {
+        self.api.able.split
+    }
+
     fn split(&self, split: &Split) -> Result<Option<Arc<dyn Communicator>>> {
         let call = self.api.table.split.of(&self.api.library)?;
         let place = split.members.iter().position(|member| *member == self.rank);

@@ -8,14 +8,12 @@ Nothing here says anything about real hardware.
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import on_device
@@ -23,67 +21,13 @@ import pytest
 import simdevice
 import torch
 import torch.distributed as dist
-from harness import Context, Rank, expect_raises, launch, run_fresh
+from harness import Context, expect_raises, launch, run_fresh
 from on_device import backend_of, holds
+from simulated import VENDORS, environment, exit_code, start
 
-#: By vendor: torch's name of the device, what its streams are, and the variables that name the simulators.
-VENDORS: dict[str, tuple[str, str, dict[str, str]]] = {
-    # torch's own cuda cannot be simulated: the device has another name and the option says who carries it.
-    "nccl": ("simcuda", "cuda", {"SAGELLM_NCCL_LIBRARY": "nccl", "SAGELLM_CUDA_LIBRARY": "cuda"}),
-    "hccl": ("npu", "acl", {"SAGELLM_HCCL_LIBRARY": "hccl", "SAGELLM_ACL_LIBRARY": "acl"}),
-    "cncl": ("mlu", "cnrt", {"SAGELLM_CNCL_LIBRARY": "cncl", "SAGELLM_CNRT_LIBRARY": "cnrt"}),
-}
 ROOT = Path(__file__).resolve().parents[3]
 #: The first test builds the simulators, which takes minutes on a busy machine; every job has a deadline of its own.
 pytestmark = pytest.mark.timeout(900)
-
-
-def builder() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("sagellm_simulators", ROOT / "tests/vendor/build.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def libraries() -> dict[str, Path]:
-    """Both the device and the simulators, built before the first deadline runs."""
-    simdevice.library_path()
-    built: dict[str, Path] = builder().build()
-    return built
-
-
-def environment(vendor: str, libraries: dict[str, Path], **more: str) -> dict[str, str]:
-    _, flavour, variables = VENDORS[vendor]
-    named = {variable: str(libraries[form]) for variable, form in variables.items()}
-    return (
-        named
-        | {
-            "SAGELLM_TEST_RUNTIME": str(libraries[flavour]),
-            "SAGELLM_SIM_TIMEOUT_MS": "20000",
-            "NCCL_MULTI_RANK_GPU_ENABLE": "1",  # all ranks use device 0
-        }
-        | more
-    )
-
-
-def start(
-    ctx: Context, vendor: str, queue: float | None = None, delay: float = 0.001, native: bool = True, **options: Any
-) -> tuple[Any, str]:
-    """The device over the vendor's simulated runtime, and a default group whose tensors the vendor carries."""
-    import sagellm
-
-    name, flavour, _ = VENDORS[vendor]
-    device = simdevice.install(name)
-    device.use_library(os.environ["SAGELLM_TEST_RUNTIME"], flavour)
-    device.native_handles(native)
-    device.kernel_delay(delay)
-    device.host_queue(queue)
-    who = vendor if vendor == "nccl" else "auto"
-    ctx.init(pg_options=sagellm.Options(vendor=who), **options)
-    return device, name
 
 
 def on_simulator(
@@ -344,14 +288,6 @@ def test_a_training_gives_the_losses_and_parameters_of_the_cpu(
 
 
 # ------------------------------------------------------------------------------------------------ failure
-
-
-def exit_code(rank: Rank) -> int | None:
-    """Waits for the end of a rank's process."""
-    deadline = time.monotonic() + 60
-    while rank.poll() is None and time.monotonic() < deadline:
-        rank.rest(0.2)
-    return rank.poll()
 
 
 def peer_dies(ctx: Context, vendor: str) -> str:

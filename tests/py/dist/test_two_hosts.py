@@ -232,14 +232,27 @@ def killed(ctx: Context, names: list[str]) -> str:
     dist.barrier()
     if ctx.rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
+    text = "no error"
     try:
         dist.all_reduce(torch.ones(10))
     except RuntimeError as error:
-        return str(error)
-    return "no error"
+        text = str(error)
+    dist.shrink_group([3])
+    total = torch.full((5000,), float(ctx.rank))
+    dist.all_reduce(total)
+    assert (total == 3).all() and dist.get_world_size() == 3
+    if ctx.rank == 0:
+        dist.send(total, 2)
+    elif ctx.rank == 2:
+        dist.recv(total.fill_(9), 0)
+        assert (total == 3).all()
+    dist.barrier()
+    dist.destroy_process_group()
+    return text
 
 
 def test_a_killed_rank_fails_the_other_host_long_before_the_deadline(hosts: list[str]) -> None:
+    """And the others shrink the group, over both hosts, and go on."""
     if IS_GLOO:
         pytest.skip("a test of our errors")
     with launch(killed, 4, hosts, env=ENV) as job:

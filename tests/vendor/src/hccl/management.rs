@@ -158,6 +158,7 @@ extern "C" fn sim_HcclCreateSubCommConfig(
     out: Out<usize>,
 ) -> i32 {
     const NOBODY: u64 = 0xffff_ffff;
+    trace::call(|| format!("HcclCreateSubCommConfig count={count} id={id:#x} own={own}"));
     let Some(handle) = parent.get() else { return refuse(PTR, "HcclCreateSubCommConfig") };
     let comm = match comm_of(handle) {
         Ok(comm) => comm,

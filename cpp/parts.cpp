@@ -1,0 +1,199 @@
+// Groups made out of this one: of some of its ranks (split), or of those that are left (shrink).
+//
+// The new group's ranks meet through the store as those of any group do. Where the group is bound to a device, and the
+// vendor's library can make a communicator out of another, the new group gets one at once that is made so, if all ranks
+// that the library waits for agree that they can: one alone would wait in it until the deadline. Otherwise its first
+// call on the device makes one, from an id of its own.
+#include <algorithm>
+#include <limits>
+#include <map>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <utility>
+
+#include "backend.hpp"
+#include "device_vendor.hpp"
+#include "errors.hpp"
+
+namespace sagellm {
+
+namespace {
+
+// c10d's only flag of a shrink.
+constexpr int kShrinkAbort = 1;
+
+std::vector<uint32_t> unsigned_ranks(const std::vector<int>& ranks) {
+  return {ranks.begin(), ranks.end()};
+}
+
+}  // namespace
+
+void SageBackend::share(at::Tensor& bytes, int from, int to) {
+  const bool all = from < 0;
+  const bool gives = getRank() == (all ? 0 : from);
+  // No user's message has this tag: c10d's are not negative, and ours are compared as unsigned.
+  constexpr int kTag = std::numeric_limits<int>::max();
+  Tensors tensors{bytes};
+  if (delegated() || (!all && messages_delegated())) {
+    const auto other = delegate();
+    const WorkPtr work = all     ? other->broadcast(tensors, c10d::BroadcastOptions())
+                         : gives ? other->send(tensors, to, kTag)
+                                 : other->recv(tensors, from, kTag);
+    work->wait();
+    return;
+  }
+  constexpr const char* kOp = "communicator";
+  Plan plan(kOp, all ? Kind::kBroadcast : gives ? Kind::kSend : Kind::kRecv, options_->timeout);
+  plan.call.root = static_cast<uint32_t>(all ? 0 : gives ? to : from);
+  plan.call.tag = all ? 0 : static_cast<uint32_t>(kTag);
+  // Ours, not the caller's: it is not counted.
+  plan.call.counts = false;
+  plan.call.tensors = 0;
+  if (gives) {
+    plan.read(bytes);
+  } else {
+    plan.write(bytes);
+  }
+  run(plan,
+      {"sagellm:communicator", all     ? c10d::OpType::BROADCAST
+                               : gives ? c10d::OpType::SEND
+                                       : c10d::OpType::RECV},
+      tensors);
+}
+
+bool SageBackend::agree(bool yes) {
+  if (getSize() == 1) return yes;
+  at::Tensor vote = at::full({1}, yes ? 1 : 0, at::kByte);
+  Tensors tensors{vote};
+  if (delegated()) {
+    c10d::AllreduceOptions options;
+    options.reduceOp = c10d::ReduceOp::MIN;
+    delegate()->allreduce(tensors, options)->wait();
+  } else {
+    Plan plan("agree", Kind::kAllReduce, options_->timeout);
+    plan.combine(vote, c10d::ReduceOp::MIN);
+    plan.call.counts = false;
+    plan.call.tensors = 0;
+    plan.update(vote);
+    run(plan, {"sagellm:agree", c10d::OpType::ALLREDUCE}, tensors);
+  }
+  return vote.item<uint8_t>() == 1;
+}
+
+c10::intrusive_ptr<SageBackend> SageBackend::part(const c10::intrusive_ptr<c10d::Store>& store,
+                                                  const std::vector<int>& ranks, c10::intrusive_ptr<Options> options) {
+  const auto mine = std::find(ranks.begin(), ranks.end(), getRank());
+  auto child = create(store, static_cast<int>(mine - ranks.begin()), static_cast<int>(ranks.size()), options);
+  if (child->messages_delegated()) child->set_delegate(split_delegate(*child, store, ranks, "delegate"));
+  if (child->spans_hosts()) child->set_link(split_delegate(*child, store, ranks, "link"));
+  child->parents_device_ = bound_device();
+  return child;
+}
+
+c10::intrusive_ptr<c10d::Backend> SageBackend::split_delegate(
+    const SageBackend& child, [[maybe_unused]] const c10::intrusive_ptr<c10d::Store>& store,
+    [[maybe_unused]] const std::vector<int>& ranks, [[maybe_unused]] const char* name) const {
+#ifdef SAGELLM_HAS_OPTIONS_CLONE
+  if (messages_delegated() && delegate()->supportsSplitting()) {
+    auto options = delegate()->getBackendOptions()->clone();
+    options->timeout = child.options_->timeout;
+    options->group_name = child.options_->group_name;
+    options->group_desc = child.options_->group_desc;
+    options->global_ranks_in_group = child.options_->global_ranks_in_group;
+    return delegate()->split(c10::make_intrusive<c10d::PrefixStore>(name, store), ranks, options);
+  }
+#endif
+  raise(c10::str("Ssagellm: the new group needs a delegate (", child.delegate_reason(),
+                 "), which this torch cannot make out of this group's; use torch.distributed.new_group"));
+}
+
+c10::intrusive_ptr<SageBackend::Options> SageBackend::part_options(
+    const c10::intrusive_ptr<c10d::Backend::Options>& given) const {
+  const auto ours = c10::dynamic_intrusive_pointer_cast<Options>(given);
+  auto options = ours ? ours->copy() : options_->copy();
+  if (given) {
+    options->timeout = given->timeout;
+    options->group_name = given->group_name;
+    options->group_desc = given->group_desc;
+    options->global_ranks_in_group = given->global_ranks_in_group;
+  }
+  return options;
+}
+
+std::optional<c10::Device> SageBackend::bound_device() const {
+  const auto own = getBoundDeviceId();
+  return own ? own : parents_device_;
+}
+
+std::shared_ptr<VendorDevices> SageBackend::bound_vendor() const {
+  const auto device = bound_device();
+  return device && is_accelerator(*device) ? vendor_of(device->type()) : nullptr;
+}
+
+c10::intrusive_ptr<c10d::Backend> SageBackend::split(const c10::intrusive_ptr<c10d::Store>& store,
+                                                     const std::vector<int>& ranks,
+                                                     const c10::intrusive_ptr<c10d::Backend::Options>& opts) {
+  for (const int rank : ranks) {
+    if (rank < 0 || rank >= getSize()) {
+      value_error("split", c10::str("rank is ", rank, ", expected 0 to ", getSize() - 1));
+    }
+  }
+  c10::intrusive_ptr<SageBackend> child;
+  if (std::find(ranks.begin(), ranks.end(), getRank()) != ranks.end()) {
+    const auto options = part_options(opts);
+    const std::string prefix = c10::str("sagellm/split/", options->group_name, "/", c10::Join(",", ranks));
+    child = part(c10::make_intrusive<c10d::PrefixStore>(prefix, store), ranks, options);
+  }
+  if (!child && store == last_outside_) return nullptr;
+  if (!child) last_outside_ = store;
+  if (const auto vendor = bound_vendor()) {
+    const c10::Device device = *bound_device();
+    const std::vector<uint32_t> members = unsigned_ranks(ranks);
+    const auto own = child ? child->vendor_of(device.type()) : nullptr;
+    if (agree((!child || own) && vendor->can_split(device, members))) vendor->split(device, members, own.get());
+  }
+  return child;
+}
+
+c10::intrusive_ptr<c10d::Backend> SageBackend::shrink(const std::vector<int64_t>& ranks_to_exclude, int shrink_flags,
+                                                      const c10::intrusive_ptr<c10d::Backend::Options>& opts_override) {
+  if (shrink_flags != 0 && shrink_flags != kShrinkAbort) {
+    value_error("shrink", c10::str("shrink_flags is ", shrink_flags, ", expected 0, or ", kShrinkAbort, " to abort"));
+  }
+  std::vector<uint32_t> excluded;
+  for (const int64_t rank : ranks_to_exclude) {
+    if (rank < 0 || rank >= getSize()) {
+      value_error("shrink", c10::str("an excluded rank is ", rank, ", expected 0 to ", getSize() - 1));
+    }
+    if (rank == getRank()) value_error("shrink", c10::str("rank ", rank, " calls it, and is to be excluded"));
+    excluded.push_back(static_cast<uint32_t>(rank));
+  }
+  std::vector<int> ranks;
+  for (int rank = 0; rank < getSize(); ++rank) {
+    if (std::find(excluded.begin(), excluded.end(), static_cast<uint32_t>(rank)) == excluded.end()) {
+      ranks.push_back(rank);
+    }
+  }
+  const auto options = part_options(opts_override);
+  if (!opts_override) {
+    options->group_name = c10::str(options_->group_name, " without ", c10::Join(",", ranks_to_exclude));
+    const std::vector<uint64_t> all = std::move(options->global_ranks_in_group);
+    options->global_ranks_in_group.clear();
+    for (const int rank : ranks) {
+      options->global_ranks_in_group.push_back(all.empty() ? static_cast<uint64_t>(rank)
+                                                           : all[static_cast<size_t>(rank)]);
+    }
+  }
+  // Taken first, so that nobody aborts it who sees the group fail.
+  const auto vendor = bound_vendor();
+  const VendorDevices::Retired parent = vendor ? vendor->retire(*bound_device()) : VendorDevices::Retired();
+  if (shrink_flags == kShrinkAbort) group_->abort(c10::str("shrink() was called on rank ", getRank()));
+  const std::string prefix = c10::str("sagellm/shrink/", c10::Join(",", ranks));
+  auto child = part(c10::make_intrusive<c10d::PrefixStore>(prefix, store_), ranks, options);
+  if (vendor) {
+    const auto own = child->vendor_of(bound_device()->type());
+    if (child->agree(own && parent.can_shrink())) parent.shrink(excluded, *own);
+  }
+  return child;
+}
+
+}  // namespace sagellm

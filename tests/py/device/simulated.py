@@ -1,0 +1,85 @@
+"""Groups over simulated vendors' libraries, for tests: the device of `simdevice`, its streams and events those of a
+simulated runtime, and below the core a simulator of NCCL, HCCL or CNCL (tests/vendor)."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import simdevice
+from harness import Context, Rank
+
+#: By vendor: torch's name of the device, what its streams are, and the variables that name the simulators.
+VENDORS: dict[str, tuple[str, str, dict[str, str]]] = {
+    # torch's own cuda cannot be simulated: the device has another name and the option says who carries it.
+    "nccl": ("simcuda", "cuda", {"SAGELLM_NCCL_LIBRARY": "nccl", "SAGELLM_CUDA_LIBRARY": "cuda"}),
+    "hccl": ("npu", "acl", {"SAGELLM_HCCL_LIBRARY": "hccl", "SAGELLM_ACL_LIBRARY": "acl"}),
+    "cncl": ("mlu", "cnrt", {"SAGELLM_CNCL_LIBRARY": "cncl", "SAGELLM_CNRT_LIBRARY": "cnrt"}),
+}
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def builder() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("sagellm_simulators", ROOT / "tests/vendor/build.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def environment(vendor: str, libraries: dict[str, Path], **more: str) -> dict[str, str]:
+    _, flavour, variables = VENDORS[vendor]
+    named = {variable: str(libraries[form]) for variable, form in variables.items()}
+    return (
+        named
+        | {
+            "SAGELLM_TEST_RUNTIME": str(libraries[flavour]),
+            "SAGELLM_SIM_TIMEOUT_MS": "20000",
+            "NCCL_MULTI_RANK_GPU_ENABLE": "1",  # all ranks use device 0
+        }
+        | more
+    )
+
+
+def start(
+    ctx: Context,
+    vendor: str,
+    queue: float | None = None,
+    delay: float = 0.001,
+    native: bool = True,
+    bound: bool = False,
+    **options: Any,
+) -> tuple[Any, str]:
+    """The device over the vendor's simulated runtime, and a default group whose tensors the vendor carries.
+
+    ``bound`` to device 0 its ranks make their communicator at once.
+    """
+    import torch
+
+    import sagellm
+
+    name, flavour, _ = VENDORS[vendor]
+    device = simdevice.install(name)
+    device.use_library(os.environ["SAGELLM_TEST_RUNTIME"], flavour)
+    device.native_handles(native)
+    device.kernel_delay(delay)
+    device.host_queue(queue)
+    if bound:
+        options["device_id"] = torch.device(name, 0)
+    who = vendor if vendor == "nccl" else "auto"
+    ctx.init(pg_options=sagellm.Options(vendor=who), **options)
+    return device, name
+
+
+def exit_code(rank: Rank) -> int | None:
+    """Waits for the end of a rank's process."""
+    deadline = time.monotonic() + 60
+    while rank.poll() is None and time.monotonic() < deadline:
+        rank.rest(0.2)
+    return rank.poll()

@@ -1,0 +1,148 @@
+"""Groups made out of others, with tensors on devices: split, and shrunk after a rank is gone; over simulators."""
+
+from __future__ import annotations
+
+import os
+import signal
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Context, expect_raises, launch, run_fresh
+from on_device import backend_of, holds
+from simulated import VENDORS, environment, exit_code, start
+
+#: The first test builds the simulators, which takes minutes on a busy machine; every job has a deadline of its own.
+pytestmark = pytest.mark.timeout(900)
+
+#: What makes a communicator out of another, and from an id; nothing where the library has no such function.
+SPLITS = {"nccl": "ncclCommSplit", "hccl": "HcclCreateSubCommConfig", "cncl": None}
+SHRINKS = {"nccl": "ncclCommShrink", "hccl": None, "cncl": None}
+
+
+def calls(tmp: str, function: str | None) -> int:
+    """How often this process has called a function of a simulated library."""
+    path = Path(f"{tmp}.{os.getpid()}")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return sum(function is not None and line.split()[0] == function for line in lines)
+
+
+def bound(ctx: Context, vendor: str, **options: Any) -> tuple[str, str]:
+    """A group whose ranks are bound to device 0, and have its communicator therefore."""
+    _, name = start(ctx, vendor, bound=True, **options)
+    return name, os.environ["SAGELLM_SIM_TRACE"]
+
+
+def adds(group: Any, name: str, ranks: list[int]) -> None:
+    """The new group adds on the device and on the CPU, and its ranks are those."""
+    assert dist.get_process_group_ranks(group) == ranks
+    me = dist.get_rank()
+    for where in (name, "cpu"):
+        for asynchronous in (False, True):
+            value = torch.full((33,), float(me + 1), device=where)
+            work = dist.all_reduce(value, group=group, async_op=asynchronous)
+            if work is not None:
+                work.wait()
+            holds(value, sum(rank + 1 for rank in ranks))
+
+
+def splits(ctx: Context, vendor: str) -> None:
+    name, trace = bound(ctx, vendor)
+    native = SPLITS[vendor]
+    # Twice the same, since a rank outside has no new group by which it could tell the calls apart.
+    for turn in range(2):
+        pairs = dist.split_group(split_ranks=[[0, 2]])
+        assert calls(trace, native) == (turn + 1) * (native is not None)
+        if ctx.rank == 1:
+            assert pairs in (None, dist.GroupMember.NON_GROUP_MEMBER)
+        else:
+            adds(pairs, name, [0, 2])
+    # Two at once, and a part of a part, which HCCL cannot make.
+    apart = dist.split_group(split_ranks=[[0, 1], [2]])
+    assert calls(trace, native) == 3 * (native is not None)
+    adds(apart, name, [2] if ctx.rank == 2 else [0, 1])
+    if ctx.rank < 2:
+        inner = dist.split_group(apart, split_ranks=[[0], [1]])
+        assert calls(trace, native) == (4 if vendor == "nccl" else 3 * (native is not None))
+        adds(inner, name, [ctx.rank])
+        dist.destroy_process_group(inner)
+    # The parent goes on, and a new group may come without the others' knowledge.
+    adds(None, name, [0, 1, 2])
+    if ctx.rank < 2:
+        adds(dist.new_group([0, 1], use_local_synchronization=True), name, [0, 1])
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("vendor", VENDORS)
+def test_split_makes_the_communicator_out_of_the_parents_where_the_library_can(
+    vendor: str, libraries: dict[str, Path], tmp_path: Path
+) -> None:
+    """With a rank outside of all new groups; by another id where it cannot; `new_group` asks nobody outside."""
+    run_fresh(splits, 3, vendor, env=environment(vendor, libraries, SAGELLM_SIM_TRACE=str(tmp_path / "trace")))
+
+
+def splits_unlike(ctx: Context, vendor: str) -> None:
+    name, trace = bound(ctx, vendor)
+    if ctx.rank == 1:
+        backend_of(name).abort()  # this rank has no communicator any more, and says so
+    text = expect_raises(RuntimeError, lambda: dist.split_group(split_ranks=[[0, 1]]))
+    assert "abort" in text, text
+    assert calls(trace, SPLITS[vendor]) == 0
+    os._exit(0)
+
+
+def test_a_rank_without_its_communicator_keeps_the_others_out_of_the_library(
+    libraries: dict[str, Path], tmp_path: Path
+) -> None:
+    """They would wait in it until the deadline."""
+    more = environment("nccl", libraries, SAGELLM_SIM_TRACE=str(tmp_path / "trace"))
+    with launch(splits_unlike, 2, "nccl", env=more) as job:
+        assert [exit_code(rank) for rank in job.ranks] == [0, 0]
+
+
+def shrinks(ctx: Context, vendor: str, flag: int, busy: bool) -> None:
+    name, trace = bound(ctx, vendor, timeout=timedelta(seconds=60))
+    value = torch.ones(10, device=name)
+    dist.all_reduce(value)
+    holds(value, 3)
+    if ctx.rank == 1:
+        ctx.tell("ready")
+        ctx.listen()
+        os.kill(os.getpid(), signal.SIGKILL)
+    work = None
+    if busy:
+        work = dist.all_reduce(value, async_op=True)  # never ends well: rank 1 is not there
+    ctx.tell("ready")
+    ctx.listen()
+    rest = dist.shrink_group([1], shrink_flags=flag)
+    native = SHRINKS[vendor] is not None and not busy
+    if native:
+        assert calls(trace, SHRINKS[vendor]) == 1
+    assert dist.get_world_size() == 2 and dist.get_rank() == ctx.rank // 2
+    value = torch.full((10,), float(ctx.rank), device=name)
+    dist.all_reduce(value, group=rest)
+    holds(value, 2)
+    if work is not None:
+        text = expect_raises(RuntimeError, lambda: work.wait(timedelta(seconds=30)))
+        assert "rank 1" in text or "shrink() was called" in text, text
+    ctx.tell("done")
+    os._exit(0)
+
+
+@pytest.mark.parametrize("flag,busy", [(0, False), (1, False), (1, True)])
+@pytest.mark.parametrize("vendor", VENDORS)
+def test_those_that_are_left_go_on_in_a_smaller_group(
+    vendor: str, flag: int, busy: bool, libraries: dict[str, Path], tmp_path: Path
+) -> None:
+    """After a rank was killed: by the library's own shrinking where it has one and nothing else has ended it before."""
+    more = environment(vendor, libraries, SAGELLM_SIM_TRACE=str(tmp_path / "trace"))
+    with launch(shrinks, 3, vendor, flag, busy, env=more) as job:
+        assert [job.hear(rank) for rank in range(3)] == ["ready"] * 3
+        job.say(1, "die")
+        assert exit_code(job.ranks[1]) == -signal.SIGKILL
+        for rank in (0, 2):
+            job.say(rank, "go on")
+        assert [job.hear(rank) for rank in (0, 2)] == ["done"] * 2

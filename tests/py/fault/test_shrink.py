@@ -1,0 +1,157 @@
+"""`torch.distributed.shrink_group`: those that are left go on together, whatever has become of the others."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Context, Job, beyond_gloo, expect_raises, launch
+from helpers import nothing_left, shm_names
+
+pytestmark = beyond_gloo("it cannot shrink a group")
+
+ABORT = 1  # torch.distributed.distributed_c10d.SHRINK_ABORT
+
+
+def adds(members: list[int], first: int) -> None:
+    """The default group adds, and gathers objects, over those `members` of the first group; `first` is this rank's."""
+    assert dist.get_world_size() == len(members) and dist.get_rank() == members.index(first)
+    for asynchronous in (False, True):
+        value = torch.full((1000,), float(first + 1))
+        work = dist.all_reduce(value, async_op=asynchronous)
+        if work is not None:
+            work.wait()
+        assert (value == sum(rank + 1 for rank in members)).all(), (members, value[0])
+    gathered: list[int | None] = [None] * len(members)
+    dist.all_gather_object(gathered, first)
+    assert gathered == members
+
+
+def leaves(ctx: Context, engine: str) -> None:
+    import sagellm
+
+    ctx.init(pg_options=sagellm.Options(engine=engine))
+    other = dist.new_group([0, 1])
+    adds([0, 1, 2, 3], ctx.rank)
+    if ctx.rank in (1, 2):
+        dist.destroy_process_group()
+        return
+    dist.shrink_group([2, 1])
+    adds([0, 3], ctx.rank)
+    assert other not in dist.distributed_c10d._world.pg_map, "torch ends the other groups with the default one"
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("engine", ["auto", "delegate"])
+def test_ranks_leave_and_the_others_shrink_the_group(engine: str) -> None:
+    """By our own engine, and where a delegate serves the group."""
+    before = shm_names()
+    with launch(leaves, 4, engine) as job:
+        job.wait(60)
+        assert all(rank.outcome.error is None for rank in job.ranks), job.report()
+    nothing_left(before)
+
+
+def dies(ctx: Context, flag: int, waits: bool) -> None:
+    ctx.init(timeout=timedelta(seconds=60))
+    members = [0, 1, 2, 3]
+    for victim in (2, 0):
+        adds(members, ctx.rank)
+        ctx.tell("ready")
+        value = torch.ones(10)
+        work = None
+        if ctx.rank == victim:
+            ctx.listen()
+        elif waits:
+            # In the middle of an operation, from which the error comes; or without having looked at the group since.
+            expect_raises(RuntimeError, lambda value=value: dist.all_reduce(value))
+        elif flag == ABORT:
+            with contextlib.suppress(RuntimeError):  # where the death is noticed already
+                work = dist.all_reduce(value, async_op=True)
+        ctx.tell("now")
+        ctx.listen()
+        dist.shrink_group([members.index(victim)], shrink_flags=flag)
+        members.remove(victim)
+        if work is not None:
+            expect_raises(RuntimeError, work.wait)
+    adds(members, ctx.rank)
+    dist.destroy_process_group()
+
+
+def kill(job: Job, victim: int, others: list[int]) -> None:
+    """Kills one rank, and lets the others shrink."""
+    for rank in [*others, victim]:
+        assert job.hear(rank) == "ready"
+    job.signal(victim, signal.SIGKILL)
+    for rank in others:
+        assert job.hear(rank) == "now"
+        job.say(rank, "shrink")
+
+
+@pytest.mark.parametrize("flag", [0, ABORT])
+@pytest.mark.parametrize("waits", [True, False])
+def test_after_a_kill_9_the_others_go_on_twice(flag: int, waits: bool) -> None:
+    """Four ranks, three, two: the second time the one that dies is the one that made the group's memory."""
+    before = shm_names()
+    with launch(dies, 4, flag, waits) as job:
+        kill(job, 2, [0, 1, 3])
+        kill(job, 0, [1, 3])
+        for rank in (1, 3):
+            outcome = job.wait_rank(rank, 60)
+            assert outcome.code == 0, job.report()
+    nothing_left(before)
+
+
+def wrong(ctx: Context) -> None:
+    ctx.init()
+    backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+    assert backend.supports_shrinking
+    for ranks, flags, words in (
+        ([ctx.rank], 0, "calls it, and is to be excluded"),
+        ([7], 0, "an excluded rank is 7, expected 0 to 1"),
+        ([-1], 0, "an excluded rank is -1"),
+        ([1 - ctx.rank], 5, "shrink_flags is 5"),
+    ):
+        text = expect_raises(ValueError, lambda ranks=ranks, flags=flags: backend.shrink(ranks, flags))
+        assert words in text, text
+    adds([0, 1], ctx.rank)
+    alone = backend.shrink([1 - ctx.rank])
+    value = torch.ones(3)
+    alone.allreduce([value]).wait()
+    assert (alone.size(), value.tolist()) == (1, [1.0, 1.0, 1.0])
+    adds([0, 1], ctx.rank)  # without the flag the group itself goes on
+    os._exit(0)
+
+
+def test_wrong_ranks_are_refused_and_the_group_goes_on() -> None:
+    """Rule 2: nothing was sent."""
+    with launch(wrong, 2) as job:
+        for rank in range(2):
+            assert job.wait_rank(rank, 60).code == 0, job.report()
+
+
+def missing(ctx: Context) -> None:
+    ctx.init(timeout=timedelta(seconds=3))
+    if ctx.rank == 1:
+        ctx.listen()
+        os._exit(0)
+    text = ""
+    if ctx.rank == 0:
+        text = expect_raises(RuntimeError, lambda: dist.shrink_group([2]))
+    ctx.tell(text)
+    ctx.listen()
+    os._exit(0)
+
+
+def test_a_survivor_that_does_not_shrink_is_named_at_the_deadline() -> None:
+    """By its rank in the new group."""
+    with launch(missing, 3) as job:
+        text = job.hear(0)
+        assert "rank 1" in text and "3" in text, text
+        for rank in range(3):
+            job.say(rank, "end")
