@@ -196,6 +196,8 @@ void SageBackend::shutdown() {
     }
   }
   group_->shutdown();
+  split_store_.reset();
+  split_child_.reset();
   c10::intrusive_ptr<c10d::Backend> delegate;
   std::shared_ptr<GlooLink> link;
   {

@@ -220,6 +220,8 @@ class SageBackend final : public c10d::Backend {
   std::shared_ptr<VendorDevices> vendor_of(c10::DeviceType type) const;
   // Hands bytes from one rank to all (`from` is -1: from rank 0) or to one, over the CPU. Collective calls then.
   void share(at::Tensor& bytes, int from, int to);
+  // Hands every rank's bytes to all, in a group that no delegate serves.
+  void share_all(const at::Tensor& own, at::Tensor& all);
   c10::intrusive_ptr<c10d::Backend> delegate() const;
 
   // Whether all ranks say yes, over the CPU. All call.
@@ -232,10 +234,8 @@ class SageBackend final : public c10d::Backend {
                                        c10::intrusive_ptr<Options> options);
   // This group's options, with what the caller gave for the new one.
   c10::intrusive_ptr<Options> part_options(const c10::intrusive_ptr<c10d::Backend::Options>& given) const;
-  // A delegate for a part of this group, made by this group's delegate. `name` keeps several of them apart.
-  c10::intrusive_ptr<c10d::Backend> split_delegate(const SageBackend& child,
-                                                   const c10::intrusive_ptr<c10d::Store>& store,
-                                                   const std::vector<int>& ranks, const char* name) const;
+  // The delegate, or the link, of a group that torch does not make through the Python package.
+  c10::intrusive_ptr<c10d::Backend> build_delegate(const char* prefix) const;
 
   const c10::intrusive_ptr<Options> options_;
   const c10::intrusive_ptr<c10d::Store> store_;
@@ -251,10 +251,10 @@ class SageBackend final : public c10d::Backend {
 
   // torch forgets the device of a group that was split off, as far as its backend is concerned.
   std::optional<c10::Device> parents_device_;
-  // The store of the last `split` whose groups this rank was outside of. torch calls it once for each kind of device
-  // that the backend serves, where there is no new backend to remember, with one store in a call and another in the
-  // next.
-  c10::intrusive_ptr<c10d::Store> last_outside_;
+  // The last `split`. torch calls it once for each kind of device that the backend serves (2.15 only on ranks outside
+  // of the new group), with one store, and wants one new backend. Let go of in the next one and in `shutdown`.
+  c10::intrusive_ptr<c10d::Store> split_store_;
+  c10::intrusive_ptr<c10d::Backend> split_child_;
 
   mutable std::mutex delegate_mutex_;
   c10::intrusive_ptr<c10d::Backend> delegate_;

@@ -303,7 +303,7 @@ bool elements_in_order(const at::Tensor& tensor) {
   return std::find(std::begin(kPlainFormats), std::end(kPlainFormats), format) != std::end(kPlainFormats);
 }
 
-DeviceAsked asked(const Plan& plan, int ranks, bool plain) {
+DeviceAsked asked(const Plan& plan, int ranks, bool plain, bool alone) {
   DeviceAsked found{};
   found.kind = plan.call.kind;
   // Where data is only moved, the core is told bytes, and a device may have no room for them all the same.
@@ -315,6 +315,8 @@ DeviceAsked asked(const Plan& plan, int ranks, bool plain) {
   found.ranks = static_cast<uint32_t>(ranks);
   found.even = plan.in_blocks.empty() && plan.out_blocks.empty();
   found.plain = plain;
+  for (const Piece& piece : plan.inputs()) found.bytes += piece.bytes;
+  found.alone = alone;
   return found;
 }
 
@@ -363,7 +365,7 @@ Launch prepare(const Plan& plan, rust::Box<RustRecipe> recipe, int ranks, c10::D
   // Where it arrives.
   const std::vector<size_t> out_blocks = block_bytes(plan.out_blocks, total(outputs), count);
   const bool blocks_in = has_blocks_to_receive(asked_kind);
-  const bool in_place = asked_kind == Kind::kAllReduce && kind == asked_kind && sent.defined();
+  const bool in_place = asked_kind == Kind::kAllReduce && kind == asked_kind && sent.defined() && !how.apart();
   const bool apart = how.apart() && any_overlap(inputs, outputs) && !sent.defined();
   const bool receives = !outputs.empty() || (kind == Kind::kAllGather && asked_kind == Kind::kAllReduce);
   if (!receives) return launch;

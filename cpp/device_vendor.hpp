@@ -108,12 +108,15 @@ class VendorDevices final : public RawStreams, public Guardian, public std::enab
   void connect_pair(c10::DeviceIndex device, int peer);
   void add(const Key& key);
   MemberPtr make(const Key& key);
+  // Makes the communicators inside the hosts and between them that belong to one of all ranks, where there are to be
+  // any.
+  void add_levels(const Member& member, c10::DeviceIndex device);
   void launch(const std::vector<Launch>& launches, const Member& member, void* raw,
               std::vector<rust::Box<RustLaunched>>& launched) const;
 
   // The communicator of all for a device, if it was made and not ended.
   MemberPtr living(c10::Device device);
-  // Takes in a communicator that was made for this group elsewhere.
+  // Takes in a communicator of all that was made for this group elsewhere; all its ranks call.
   void adopt(c10::Device device, rust::Box<RustMember> made);
 
   SageBackend& backend_;

@@ -4,6 +4,9 @@
 // vendor's library can make a communicator out of another, the new group gets one at once that is made so, if all ranks
 // that the library waits for agree that they can: one alone would wait in it until the deadline. Otherwise its first
 // call on the device makes one, from an id of its own.
+#include <pybind11/chrono.h>
+#include <pybind11/stl.h>
+
 #include <algorithm>
 #include <limits>
 #include <map>
@@ -60,6 +63,15 @@ void SageBackend::share(at::Tensor& bytes, int from, int to) {
       tensors);
 }
 
+void SageBackend::share_all(const at::Tensor& own, at::Tensor& all) {
+  Plan plan("communicator", Kind::kAllGather, options_->timeout);
+  plan.call.counts = false;
+  plan.call.tensors = 0;
+  plan.read(own);
+  plan.write(all);
+  run(plan, {"sagellm:communicator", c10d::OpType::ALLGATHER}, own);
+}
+
 bool SageBackend::agree(bool yes) {
   if (getSize() == 1) return yes;
   at::Tensor vote = at::full({1}, yes ? 1 : 0, at::kByte);
@@ -83,27 +95,18 @@ c10::intrusive_ptr<SageBackend> SageBackend::part(const c10::intrusive_ptr<c10d:
                                                   const std::vector<int>& ranks, c10::intrusive_ptr<Options> options) {
   const auto mine = std::find(ranks.begin(), ranks.end(), getRank());
   auto child = create(store, static_cast<int>(mine - ranks.begin()), static_cast<int>(ranks.size()), options);
-  if (child->messages_delegated()) child->set_delegate(split_delegate(*child, store, ranks, "delegate"));
-  if (child->spans_hosts()) child->set_link(split_delegate(*child, store, ranks, "link"));
+  if (child->messages_delegated()) child->set_delegate(child->build_delegate("delegate"));
+  if (child->spans_hosts()) child->set_link(child->build_delegate("link"));
   child->parents_device_ = bound_device();
   return child;
 }
 
-c10::intrusive_ptr<c10d::Backend> SageBackend::split_delegate(
-    const SageBackend& child, [[maybe_unused]] const c10::intrusive_ptr<c10d::Store>& store,
-    [[maybe_unused]] const std::vector<int>& ranks, [[maybe_unused]] const char* name) const {
-#ifdef SAGELLM_HAS_OPTIONS_CLONE
-  if (messages_delegated() && delegate()->supportsSplitting()) {
-    auto options = delegate()->getBackendOptions()->clone();
-    options->timeout = child.options_->timeout;
-    options->group_name = child.options_->group_name;
-    options->group_desc = child.options_->group_desc;
-    options->global_ranks_in_group = child.options_->global_ranks_in_group;
-    return delegate()->split(c10::make_intrusive<c10d::PrefixStore>(name, store), ranks, options);
-  }
-#endif
-  raise(c10::str("Ssagellm: the new group needs a delegate (", child.delegate_reason(),
-                 "), which this torch cannot make out of this group's; use torch.distributed.new_group"));
+c10::intrusive_ptr<c10d::Backend> SageBackend::build_delegate(const char* prefix) const {
+  const py::gil_scoped_acquire gil;
+  const py::object build = py::module_::import("sagellm._delegate").attr("build_part");
+  const py::object built = build(options_->delegate, prefix, store_, getRank(), getSize(), options_->timeout,
+                                 options_->group_name, options_->global_ranks_in_group);
+  return built.cast<c10::intrusive_ptr<c10d::Backend>>();
 }
 
 c10::intrusive_ptr<SageBackend::Options> SageBackend::part_options(
@@ -137,14 +140,15 @@ c10::intrusive_ptr<c10d::Backend> SageBackend::split(const c10::intrusive_ptr<c1
       value_error("split", c10::str("rank is ", rank, ", expected 0 to ", getSize() - 1));
     }
   }
+  if (store == split_store_) return split_child_;
   c10::intrusive_ptr<SageBackend> child;
   if (std::find(ranks.begin(), ranks.end(), getRank()) != ranks.end()) {
     const auto options = part_options(opts);
     const std::string prefix = c10::str("sagellm/split/", options->group_name, "/", c10::Join(",", ranks));
     child = part(c10::make_intrusive<c10d::PrefixStore>(prefix, store), ranks, options);
   }
-  if (!child && store == last_outside_) return nullptr;
-  if (!child) last_outside_ = store;
+  split_store_ = store;
+  split_child_ = child;
   if (const auto vendor = bound_vendor()) {
     const c10::Device device = *bound_device();
     const std::vector<uint32_t> members = unsigned_ranks(ranks);

@@ -67,13 +67,19 @@ impl RustDevices {
         let deadline = Duration::from_millis(timeout_ms);
         guarded(|| Ok(Box::new(RustMember(self.0.join(whose, id, device, (rank, ranks), deadline)?))))
     }
+    pub(super) fn inside(&self) -> Vec<u32> {
+        self.0.levels().map(|[inside, _]| inside).unwrap_or_default()
+    }
+    pub(super) fn between(&self) -> Vec<u32> {
+        self.0.levels().map(|[_, between]| between).unwrap_or_default()
+    }
     pub(super) fn recipe(&self, asked: &ffi::DeviceAsked) -> Outcome<Box<RustRecipe>> {
         guarded(|| {
             let (kind, dtype) = kind_and_dtype(asked.kind, asked.dtype)?;
             let op = ReduceOp::from_u8(asked.op, asked.factor).ok_or_else(|| unknown("reduce op", asked.op))?;
-            let ffi::DeviceAsked { ranks, even, plain, .. } = *asked;
+            let ffi::DeviceAsked { ranks, even, plain, bytes, alone, .. } = *asked;
             let asked = Asked { kind, dtype, op, ranks: ranks as usize, even, plain };
-            Ok(Box::new(RustRecipe(self.0.recipe(&asked)?)))
+            Ok(Box::new(RustRecipe(self.0.recipe(&asked, bytes, alone)?)))
         })
     }
     pub(super) fn set_device(&self, device: i32) -> Outcome<()> {
@@ -153,6 +159,10 @@ impl RustRecipe {
 }
 
 impl RustMember {
+    #[allow(clippy::boxed_local)] // how cxx hands over what it takes
+    pub(super) fn add_levels(&self, inside: Box<RustMember>, between: Box<RustMember>) -> Outcome<()> {
+        guarded(|| self.0.add_levels(inside.0, between.0))
+    }
     pub(super) fn can_split(&self, members: &[u32]) -> bool {
         self.0.can_split(members)
     }

@@ -7,18 +7,21 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
 use super::Group;
 use super::pairs::Pairs;
-use crate::engine::vendor::recipe::Capabilities;
+use crate::engine::hierarchical::place::Place;
+use crate::engine::vendor::levels::{self, Shape};
+use crate::engine::vendor::recipe::{Capabilities, join};
 use crate::engine::vendor::{
-    Api, Asked, Call, Communicator, Event, Hints, Job, Launched, Message, Recipe, Runtime, SPARES_CAPTURES, Setup,
-    Split, Stream, Vendor, launch, open, open_runtime, profiler, recipe, tuner,
+    Api, Asked, Call, Communicator, Event, Hints, Job, Launched, Message, Method, Recipe, Runtime, SPARES_CAPTURES,
+    Setup, Split, Stream, Vendor, launch, open, open_runtime, profiler, recipe, tuner,
 };
 use crate::error::{Error, Result};
 use crate::host::Counting;
+use crate::select::rules::Way;
 use crate::types::{Kind, Span};
 use crate::watch;
 
@@ -26,6 +29,8 @@ pub struct Devices {
     group: Arc<Group>,
     /// torch's name of the device type.
     device_type: String,
+    /// In a group over several hosts that its own engine serves.
+    place: Option<Place>,
     api: Arc<dyn Api>,
     runtime: Arc<dyn Runtime>,
     /// Raw streams of ours by device and lane, where torch hides its own.
@@ -45,8 +50,17 @@ pub struct Member {
     name: String,
     /// How often communicators were made out of it; the same on all its ranks, which do that together.
     parts: AtomicU32,
+    /// Beside one of all ranks: those inside this rank's host and between hosts, where operations may go in two levels.
+    levels: OnceLock<Levels>,
     /// NCCL takes our algorithms for it while this lives.
     _steered: tuner::Steered,
+}
+
+struct Levels {
+    shape: Shape,
+    inside: Arc<dyn Communicator>,
+    between: Arc<dyn Communicator>,
+    _steered: [tuner::Steered; 2],
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -82,6 +96,7 @@ impl Devices {
         Ok(Devices {
             group: Arc::clone(group),
             device_type: device_type.to_string(),
+            place: group.place(),
             api,
             runtime,
             streams: Mutex::new(HashMap::new()),
@@ -104,9 +119,51 @@ impl Devices {
         self.api.unique_id()
     }
 
-    /// What the library is asked for an operation, or the reason why it cannot be done.
-    pub fn recipe(&self, asked: &Asked) -> Result<Recipe> {
-        recipe(asked, self.capabilities()).map_err(Error::Invalid)
+    /// What the library is asked for an operation of so many bytes, or the reason why it cannot be done. `alone`: nothing
+    /// else is in its launch.
+    pub fn recipe(&self, asked: &Asked, bytes: u64, alone: bool) -> Result<Recipe> {
+        let able = self.capabilities();
+        let whole = recipe(asked, able).map_err(Error::Invalid)?;
+        if asked.kind != Kind::AllReduce
+            || levels::said(&self.group.policy, asked.kind, bytes) != Some(Way::Hierarchical)
+        {
+            return Ok(whole);
+        }
+        let possible = if alone { self.shape() } else { Err("it is one of several in a launch".to_string()) };
+        let found = possible.and_then(|shape| Ok((shape, levels::in_levels(&whole, able)?)));
+        Ok(match found {
+            Ok((Shape { hosts, per_host, .. }, recipe)) => {
+                let why = format!("hierarchical by a rule or line: {hosts} hosts of {per_host} ranks");
+                Recipe { why: join(&why, &whole.why), ..recipe }
+            }
+            Err(why) => {
+                let why = format!("whole, although a rule or line says hierarchical: {why}");
+                Recipe { why: join(&why, &whole.why), ..whole }
+            }
+        })
+    }
+
+    /// Where this rank stands in two levels, or why its group has none.
+    fn shape(&self) -> std::result::Result<Shape, String> {
+        let place = self.place.as_ref().ok_or("its ranks do not live on several hosts that share memory inside")?;
+        let per_host = place.neighbours().len();
+        if !place.is_even() {
+            return Err("its hosts have different numbers of ranks".to_string());
+        }
+        if per_host < 2 {
+            return Err("each of its hosts has one rank".to_string());
+        }
+        let (host, at) = (place.host as u32, place.index as u32);
+        Ok(Shape { hosts: place.hosts.len() as u32, per_host: per_host as u32, host, place: at })
+    }
+
+    /// The ranks of this one's communicators inside its host and between hosts, in their order there, where some operation
+    /// is to go in two levels. They are made with that of all.
+    pub fn levels(&self) -> Option<[Vec<u32>; 2]> {
+        self.shape().ok().filter(|_| levels::wanted(&self.group.policy))?;
+        let place = self.place.as_ref()?;
+        let ranks = |list: &[usize]| list.iter().map(|rank| *rank as u32).collect();
+        Some([ranks(place.neighbours()), ranks(&place.leaders(place.index))])
     }
 
     /// Joins the communicator of `id` as rank `rank` of `ranks`; returns when all are there. `whose`: the same words on all
@@ -151,7 +208,8 @@ impl Devices {
         let communicator = make(name.clone(), algorithm)?;
         let (rank, ranks) = (communicator.rank(), communicator.ranks());
         log::info!("group '{group}': {} {device} is rank {rank} of {ranks} in '{name}'", self.device_type);
-        Ok(Member { devices: Arc::clone(self), communicator, name, parts: AtomicU32::new(0), _steered: steered })
+        let (devices, parts, levels) = (Arc::clone(self), AtomicU32::new(0), OnceLock::new());
+        Ok(Member { devices, communicator, name, parts, levels, _steered: steered })
     }
 
     /// The rank with which this one shall make the communicators of messages now, which the other is about to do as well:
@@ -392,7 +450,26 @@ impl Member {
     /// stream has passed the operation.
     pub fn launch(&self, recipe: &Recipe, root: u32, send: &[Span], recv: &[Span], stream: Stream) -> Result<Launched> {
         let job = Job { recipe, rank: self.rank(), ranks: self.ranks(), root, send, recv };
-        launch(&*self.communicator, &*self.devices.runtime, &job, stream)
+        match self.levels.get() {
+            Some(Levels { shape, inside, between, .. }) if recipe.method == Method::Levels => {
+                levels::launch((&*self.communicator, &**inside, &**between), &job, shape, stream)
+            }
+            _ => launch(&*self.communicator, &*self.devices.runtime, &job, stream),
+        }
+    }
+
+    /// Gives it the communicators of `Devices::levels`, which end with it.
+    pub fn add_levels(&self, inside: Member, between: Member) -> Result<()> {
+        let shape = self.devices.shape().map_err(|why| Error::Bug(format!("sagellm: no two levels: {why}")))?;
+        let steered = [inside._steered, between._steered];
+        let levels = Levels { shape, inside: inside.communicator, between: between.communicator, _steered: steered };
+        self.levels.set(levels).map_err(|_| Error::Bug("sagellm: two levels were made twice".into()))
+    }
+
+    /// All communicators that operations may be on.
+    fn communicators(&self) -> impl Iterator<Item = &Arc<dyn Communicator>> {
+        let levels = self.levels.get().into_iter().flat_map(|levels| [&levels.inside, &levels.between]);
+        levels.chain([&self.communicator])
     }
 
     /// Puts messages on a raw stream, all under way together.
@@ -422,13 +499,15 @@ impl Member {
 
     /// An error that came up since. Never waits.
     pub fn poll(&self) -> Result<()> {
-        self.communicator.poll()
+        self.communicators().try_for_each(|communicator| communicator.poll())
     }
 
     /// Ends it although operations hang.
     pub fn abort(&self) {
-        if let Err(error) = self.communicator.abort() {
-            log::warn!("{}: {error}", self.name);
+        for communicator in self.communicators() {
+            if let Err(error) = communicator.abort() {
+                log::warn!("{}: {error}", self.name);
+            }
         }
     }
 
@@ -438,10 +517,11 @@ impl Member {
     pub fn close(&self, deadline: Duration) -> bool {
         const ALONE: Duration = Duration::from_secs(5);
         const LOOK: Duration = Duration::from_millis(50);
-        let communicator = Arc::clone(&self.communicator);
+        let communicators: Vec<_> = self.communicators().cloned().collect();
         let (done, result) = mpsc::channel();
         let started = watch::spawn("sagellm-close", move || {
-            let _ = done.send(communicator.close(deadline)); // nobody there: it was left behind
+            let closed = communicators.iter().try_for_each(|communicator| communicator.close(deadline));
+            let _ = done.send(closed); // nobody there: they were left behind
         });
         if let Err(error) = started {
             log::warn!("{}: no thread to end it: {error}", self.name);

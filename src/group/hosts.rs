@@ -21,6 +21,16 @@ use crate::select::Policy;
 use crate::types::Request;
 use crate::{clock, driver};
 
+impl Group {
+    /// Who lives where, in a group over several hosts that its own engine serves.
+    pub(super) fn place(&self) -> Option<Place> {
+        match &self.lock().engine {
+            Engine::Hosts(setup) => Some(setup.place.clone()),
+            _ => None,
+        }
+    }
+}
+
 /// What is known before the link is there.
 pub(super) struct Setup {
     place: Place,

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 from types import TracebackType
+from typing import IO
 
 CLONE_NEWNET = 0x40000000
 TUNSETIFF = 0x400454CA
@@ -45,10 +46,15 @@ def run(*words: str) -> None:
 
 def enter(name: str) -> None:
     """Moves this process (this thread, to be exact) into a namespace."""
-    libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/var/run/netns/{name}") as file:
-        if libc.setns(file.fileno(), CLONE_NEWNET) != 0:
-            raise OSError(ctypes.get_errno(), f"setns into {name}")
+        enter_file(file)
+
+
+def enter_file(file: IO[str]) -> None:
+    """The same by the open file of a namespace, such as that of /proc/self/ns/net before another was entered."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(file.fileno(), CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), f"setns into {file.name}")
 
 
 class Network:

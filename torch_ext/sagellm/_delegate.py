@@ -7,6 +7,8 @@ calls it as a c10d backend, and lets go of it in shutdown.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 #: Keys of the delegate must not meet the keys of the shared-memory set-up in the same store, nor those of the link.
@@ -50,6 +52,25 @@ def check(name: str) -> str:
     if not hasattr(c10d, BUILT_IN[wanted][0]):
         raise ValueError(f"sagellm: delegate={name!r} is not part of this torch; it was built without it")
     return wanted
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is needed of torch's struct of facts about a group."""
+
+    store: Any
+    group_rank: int
+    group_size: int
+    timeout: timedelta
+    group_id: str
+    global_ranks_in_group: list[int]
+
+
+def build_part(
+    name: str, prefix: str, store: Any, rank: int, size: int, timeout: timedelta, group: str, ranks: list[int]
+) -> Any:
+    """``build`` for a group that was made out of another one, in C++, which calls this."""
+    return build(name, Facts(store, rank, size, timeout, group, ranks), prefix)
 
 
 def build(name: str, options: Any, prefix: str = PREFIX) -> Any:

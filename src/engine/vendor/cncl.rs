@@ -51,6 +51,7 @@ pub fn capabilities() -> Capabilities {
         gather: false,
         scatter: false,
         all_to_all_v: false,
+        blocks_in_place: false,
         reduce_spoils: false,
         group: true,
         split: false,

@@ -33,6 +33,10 @@ impl Launched {
     pub fn of(kept: Kept) -> Launched {
         Launched { _kept: kept.into_iter().collect() }
     }
+
+    pub(super) fn keep(&mut self, kept: Kept) {
+        self._kept.extend(kept);
+    }
 }
 
 /// Puts an operation on the stream of a communicator. Never waits for a peer or for the device.
@@ -48,7 +52,7 @@ pub fn launch(
             Call::Copy { from, to, bytes } => runtime.copy(to, from, bytes, stream).map(|()| None)?,
             _ => communicator.call(call, stream)?,
         };
-        launched._kept.extend(kept);
+        launched.keep(kept);
         Ok(())
     };
     if !job.recipe.grouped {
@@ -70,11 +74,12 @@ pub fn calls(job: &Job<'_>, run: &mut dyn FnMut(&Call<'_>) -> Result<()>) -> Res
         (_, Method::Native) => native(job, run),
         (_, Method::Exchange) => exchange(job, run),
         (_, Method::PerRoot) => per_root(job, run),
+        (_, Method::Levels) => Err(job.wrong("two levels need communicators of their own")),
     }
 }
 
 impl Job<'_> {
-    fn wrong(&self, what: &str) -> Error {
+    pub(super) fn wrong(&self, what: &str) -> Error {
         let Job { recipe, rank, ranks, send, recv, .. } = self;
         Error::Bug(format!(
             "sagellm: {} of rank {rank} of {ranks}: {what}; {} and {} spans, {} and {} bytes",
@@ -86,7 +91,7 @@ impl Job<'_> {
         ))
     }
 
-    fn count(&self, bytes: usize) -> Result<usize> {
+    pub(super) fn count(&self, bytes: usize) -> Result<usize> {
         let size = self.recipe.dtype.size();
         if bytes.is_multiple_of(size) {
             Ok(bytes / size)
@@ -110,7 +115,7 @@ impl Job<'_> {
     }
 
     /// All blocks as one run; a recipe that is `flat` promises it.
-    fn run(&self, spans: &[Span]) -> Result<Span> {
+    pub(super) fn run(&self, spans: &[Span]) -> Result<Span> {
         let Some(first) = spans.first() else { return Ok(Span { addr: 0, bytes: 0 }) };
         let mut next = first.addr;
         for span in spans {

@@ -57,6 +57,7 @@ mod cuda;
 mod hccl;
 mod hccl_sys;
 mod launch;
+pub mod levels;
 pub mod library;
 mod nccl;
 mod nccl_sys;

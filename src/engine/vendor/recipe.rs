@@ -72,6 +72,9 @@ pub struct Capabilities {
     pub all_to_all_v: bool,
     /// A reduce to one root may leave partial sums in the input of the others.
     pub reduce_spoils: bool,
+    /// A reduce_scatter may write its block to where it lies in the input, and an all_gather read it from where it lies in
+    /// the output.
+    pub blocks_in_place: bool,
     /// Several calls between group start and group end are one launch.
     pub group: bool,
     /// Communicators can be made from a communicator.
@@ -127,6 +130,8 @@ pub enum Method {
     Exchange,
     /// One broadcast (all_gather) or reduce (reduce_scatter) for each rank, of that rank's block.
     PerRoot,
+    /// Inside each host and between them, with communicators for both (`levels.rs`).
+    Levels,
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -384,6 +389,7 @@ fn folded(asked: &Asked, able: &Capabilities) -> Result<Recipe, String> {
     Ok(recipe)
 }
 
-fn join(first: &str, second: &str) -> String {
+/// Two reasons as one.
+pub fn join(first: &str, second: &str) -> String {
     if second.is_empty() { first.to_string() } else { format!("{first}; {second}") }
 }

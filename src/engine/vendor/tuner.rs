@@ -14,6 +14,8 @@
 //! | `double_tree`, `binomial_tree` | Tree |
 //! | any other, `start`, none | NCCL's own choice |
 //!
+//! Ways inside a host (`slots`, `rounds`) are not for libraries: rules that name them are passed over.
+//!
 //! The protocol (LL, LL128, Simple) is the one that NCCL itself expects to be fastest with that algorithm at that size, and
 //! so is the number of channels. An algorithm that NCCL has ruled out for a communicator is not forced on it.
 //!
@@ -25,6 +27,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, Once, OnceLock};
 
+use super::levels;
 use crate::schedule::Algorithm;
 use crate::select::Policy;
 use crate::select::rules::{Rule, Way};
@@ -50,10 +53,7 @@ fn kind_of(function: c_int) -> Option<Kind> {
 /// NCCL's algorithm for an operation by the first rule that fits, else by the first line of the table; `None` leaves the
 /// choice to NCCL. `bytes` as `select` counts them.
 pub fn algorithm(policy: &Policy, kind: Kind, bytes: u64) -> Option<usize> {
-    let rule = policy.rules.find(kind, bytes);
-    let line = || policy.table.as_ref().and_then(|table| table.find(kind, bytes)).map(|line| &line.rule);
-    let decisive: Option<&Rule> = rule.or_else(line);
-    match decisive?.way {
+    match levels::said(policy, kind, bytes)? {
         Way::Hosts { algorithm: Algorithm::Ring, .. } => Some(RING),
         Way::Hosts { algorithm: Algorithm::DoubleTree | Algorithm::Binomial, .. } => Some(TREE),
         _ => None,

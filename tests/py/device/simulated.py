@@ -54,11 +54,12 @@ def start(
     delay: float = 0.001,
     native: bool = True,
     bound: bool = False,
+    rules: str = "",
     **options: Any,
 ) -> tuple[Any, str]:
     """The device over the vendor's simulated runtime, and a default group whose tensors the vendor carries.
 
-    ``bound`` to device 0 its ranks make their communicator at once.
+    ``bound`` to device 0 its ranks make their communicator at once; ``rules`` is the option ``algorithm``.
     """
     import torch
 
@@ -73,7 +74,7 @@ def start(
     if bound:
         options["device_id"] = torch.device(name, 0)
     who = vendor if vendor == "nccl" else "auto"
-    ctx.init(pg_options=sagellm.Options(vendor=who), **options)
+    ctx.init(pg_options=sagellm.Options(vendor=who, algorithm=rules), **options)
     return device, name
 
 
