@@ -139,6 +139,8 @@ def run_cargo() -> None:
 def extension() -> Extension:
     """What torch's builder needs, except the paths of torch, which are added once torch is imported."""
     library, headers = core_places()
+    exports = ROOT / "src" / "engine" / "vendor" / "exports.map"
+    plugins = [name for name in re.findall(r"^ +(\w+);", exports.read_text(), re.M) if not name.startswith("PyInit")]
     return Extension(
         "sagellm._C",
         sources=sorted(str(path.relative_to(ROOT)) for path in (ROOT / "cpp").glob("*.cpp")),
@@ -147,10 +149,10 @@ def extension() -> Extension:
         extra_objects=[str(library)],
         # No -std: torch adds the one its headers ask for (c++17 in 2.11, c++20 in 2.15).
         extra_compile_args={"cxx": ["-O2", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter"]},
-        # The second keeps the plugins, which nothing here calls, in the link.
+        # The plugins are kept in the link although nothing here calls them.
         extra_link_args=[
-            f"-Wl,--version-script={ROOT / 'src' / 'engine' / 'vendor' / 'exports.map'}",
-            "-Wl,-u,ncclTunerPlugin_v6,-u,ncclProfiler_v6",
+            f"-Wl,--version-script={exports}",
+            *(f"-Wl,-u,{name}" for name in plugins),
             "-Wl,--strip-all",
         ],
         language="c++",

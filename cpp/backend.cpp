@@ -196,8 +196,13 @@ void SageBackend::shutdown() {
     }
   }
   group_->shutdown();
-  split_store_.reset();
-  split_child_.reset();
+  c10::intrusive_ptr<c10d::Backend> split;
+  {
+    const std::lock_guard<std::mutex> lock(split_mutex_);
+    split_store_.reset();
+    split.swap(split_child_);
+  }
+  split.reset();
   c10::intrusive_ptr<c10d::Backend> delegate;
   std::shared_ptr<GlooLink> link;
   {
@@ -214,7 +219,10 @@ void SageBackend::shutdown() {
 }
 
 void SageBackend::abort() {
-  const std::string reason = c10::str("abort() was called on rank ", getRank());
+  abort_for(c10::str("abort() was called on rank ", getRank()));
+}
+
+void SageBackend::abort_for(const std::string& reason) {
   events_->call_abort_hooks();
   group_->abort(reason);
   {

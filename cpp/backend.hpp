@@ -127,8 +127,8 @@ class SageBackend final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
                                           const c10::intrusive_ptr<c10d::Backend::Options>& opts) override;
   bool supportsShrinking() const override { return true; }
-  // The ranks that stay call it, whatever has become of the others. This group's communicator of its bound device ends;
-  // with the flag to abort, so do all its operations.
+  // The ranks that stay call it, whatever has become of the others. This group's communicator of its bound device ends:
+  // when what is under way is done, or at once with the flag to abort, which aborts all that this group does.
   c10::intrusive_ptr<c10d::Backend> shrink(const std::vector<int64_t>& ranks_to_exclude, int shrink_flags,
                                            const c10::intrusive_ptr<c10d::Backend::Options>& opts_override) override;
 
@@ -224,16 +224,17 @@ class SageBackend final : public c10d::Backend {
   void share_all(const at::Tensor& own, at::Tensor& all);
   c10::intrusive_ptr<c10d::Backend> delegate() const;
 
+  void abort_for(const std::string& reason);
   // Whether all ranks say yes, over the CPU. All call.
   bool agree(bool yes);
   // The device that the group is bound to, if any, and what carries tensors on it, or null.
   std::optional<c10::Device> bound_device() const;
   std::shared_ptr<VendorDevices> bound_vendor() const;
-  // A group of these ranks of this one, this rank among them.
-  c10::intrusive_ptr<SageBackend> part(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
-                                       c10::intrusive_ptr<Options> options);
-  // This group's options, with what the caller gave for the new one.
-  c10::intrusive_ptr<Options> part_options(const c10::intrusive_ptr<c10d::Backend::Options>& given) const;
+  // A group of these ranks of this one, this rank among them, whose keys begin with `prefix`. `given` may be null;
+  // `name` is for a group to which it gives none.
+  c10::intrusive_ptr<SageBackend> part(const std::string& prefix, const std::vector<int>& ranks,
+                                       const c10::intrusive_ptr<c10d::Backend::Options>& given,
+                                       const std::string& name);
   // The delegate, or the link, of a group that torch does not make through the Python package.
   c10::intrusive_ptr<c10d::Backend> build_delegate(const char* prefix) const;
 
@@ -251,10 +252,14 @@ class SageBackend final : public c10d::Backend {
 
   // torch forgets the device of a group that was split off, as far as its backend is concerned.
   std::optional<c10::Device> parents_device_;
-  // The last `split`. torch calls it once for each kind of device that the backend serves (2.15 only on ranks outside
-  // of the new group), with one store, and wants one new backend. Let go of in the next one and in `shutdown`.
+  // Guards the next three. The last `split`: torch calls it once for each kind of device that the backend serves (2.15
+  // only on ranks outside of the new group), with one store, and wants one new backend. Let go of in the next one and
+  // in `shutdown`.
+  std::mutex split_mutex_;
   c10::intrusive_ptr<c10d::Store> split_store_;
   c10::intrusive_ptr<c10d::Backend> split_child_;
+  // How many there were; the same on all ranks.
+  uint64_t splits_ = 0;
 
   mutable std::mutex delegate_mutex_;
   c10::intrusive_ptr<c10d::Backend> delegate_;

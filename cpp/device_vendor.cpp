@@ -253,9 +253,9 @@ void VendorDevices::split(c10::Device device, const std::vector<uint32_t>& ranks
   });
 }
 
-VendorDevices::Retired VendorDevices::retire(c10::Device device) {
+VendorDevices::Retired VendorDevices::retire(c10::Device device, bool drained) {
   MemberPtr member = living(device);
-  // Whoever sets it ends it.
+  if (member && drained) member->drained = true;
   if (member && member->aborted.exchange(true)) member.reset();
   return {device, std::move(member)};
 }
@@ -284,7 +284,7 @@ std::vector<VendorDevices::Explained> VendorDevices::explained(const std::vector
     if (plan.call.tensors > 1) why += c10::str("; ", plan.call.tensors, " tensors in one call");
     if (calls.size() > 1) why += c10::str("; one of ", calls.size(), " calls issued together");
     const uint64_t bytes = std::max(bytes_of(plan.inputs()), bytes_of(plan.outputs()));
-    found.push_back({plan.call.kind, bytes,
+    found.push_back({plan.call.kind, bytes, launches[i].recipe->hierarchical(),
                      c10::str("op\t", plan.op, "\nbytes\t", bytes, "\nranks\t", backend_.getSize(), "\nsequence\t",
                               number, "\nlibrary\t", describe(), "\ndecided\t", why)});
   }
@@ -339,7 +339,7 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::submit(std::vector<DevicePlan>& ca
   std::vector<rust::Box<RustRecipe>> recipes;
   const bool plain = std::all_of(keep.begin(), keep.end(), elements_in_order);
   for (const DevicePlan& call : calls) {
-    const DeviceAsked wanted = asked(*call.plan, ranks, plain, calls.size() == 1);
+    const DeviceAsked wanted = asked(*call.plan, ranks, plain, calls.size() == 1 && !region);
     recipes.push_back(checked([&] { return devices_->recipe(wanted); }));
   }
   Key key{device.index(), -1, -1};
@@ -425,7 +425,8 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::submit(std::vector<DevicePlan>& ca
   made.explained = [told = explained(calls, launches, number), communicator] {
     std::vector<std::string> all;
     for (const Explained& each : told) {
-      const std::string ran(communicator->core->ran(each.kind, each.bytes));
+      // In two levels it is told of other communicators.
+      const std::string ran(each.hierarchical ? "" : communicator->core->ran(each.kind, each.bytes));
       all.push_back(ran.empty() ? each.lines : each.lines + "\nran\t" + ran);
     }
     return all;
@@ -457,7 +458,9 @@ bool VendorDevices::ask(c10::DeviceIndex device, const std::function<bool()>& qu
 }
 
 bool VendorDevices::is_capturing(const c10::Stream& stream) const {
-  if (const std::optional<bool> told = capture_of(stream)) return *told;
+  // The "no" of a device that is not torch's own may only mean that its guard does not say.
+  const std::optional<bool> told = capture_of(stream);
+  if (told && (*told || type_ != c10::DeviceType::PrivateUse1)) return *told;
   void* raw = nullptr;
   try {
     raw = stream.native_handle();
@@ -477,6 +480,7 @@ std::string VendorDevices::look(const Watched& watched, bool passed) {
     trouble =
         std::string(devices_->stall(watched.what, watched.number, static_cast<uint64_t>(watched.timeout.count())));
   } else if (member->aborted) {
+    if (passed && member->drained) return {};
     trouble = std::string(devices_->trouble(watched.what));
     if (trouble.empty()) trouble = c10::str("Asagellm: ", watched.what, ": the communicator was aborted");
   } else {
@@ -517,25 +521,35 @@ void VendorDevices::abort() {
   }
 }
 
-void VendorDevices::close(std::chrono::milliseconds timeout) {
-  // A child that was forked has neither the works nor a device.
-  if (::getpid() != process_) return;
+bool VendorDevices::drain(std::chrono::milliseconds timeout) {
   constexpr auto kPause = std::chrono::milliseconds(1);
-  constexpr auto kForEver = std::chrono::milliseconds(std::chrono::hours(24 * 365));
   const bool bounded = timeout.count() > 0;
   const auto until = std::chrono::steady_clock::now() + timeout;
-  // A work whose communicator was shut under it would fail. Each ends at its deadline at the latest, and soon where a
-  // peer is gone; unless nobody looks any more.
+  // Each work ends at its deadline at the latest, and soon where a peer is gone; unless nobody looks any more.
   bool lost = DeviceWatch::instance().stopped();
   for (int turn = 0; !lost && under_way_->load(std::memory_order_relaxed) > 0; ++turn) {
     std::this_thread::sleep_for(kPause);
     lost = (bounded && std::chrono::steady_clock::now() >= until) || DeviceWatch::instance().stopped();
-    if (turn % 16 == 0 && check_interrupt()) {
-      abort();
-      std::rethrow_exception(take_interrupt());
-    }
+    if (turn % 16 == 0 && check_interrupt()) std::rethrow_exception(take_interrupt());
   }
-  if (lost || !devices_->trouble("the end of the group").empty()) abort();
+  return !lost;
+}
+
+void VendorDevices::close(std::chrono::milliseconds timeout) {
+  // A child that was forked has neither the works nor a device.
+  if (::getpid() != process_) return;
+  constexpr auto kForEver = std::chrono::milliseconds(std::chrono::hours(24 * 365));
+  const bool bounded = timeout.count() > 0;
+  const auto until = std::chrono::steady_clock::now() + timeout;
+  // A work whose communicator was shut under it would fail.
+  bool ended = false;
+  try {
+    ended = drain(timeout);
+  } catch (const std::exception&) {
+    abort();
+    throw;
+  }
+  if (!ended || !devices_->trouble("the end of the group").empty()) abort();
   std::map<Key, MemberPtr> members;
   {
     const std::lock_guard<std::mutex> lock(mutex_);

@@ -59,11 +59,14 @@ class VendorDevices final : public RawStreams, public Guardian, public std::enab
 
   // Whether the library can make the communicator of a new group of `ranks` out of this group's for a device.
   bool can_split(c10::Device device, const std::vector<uint32_t>& ranks);
+  // Waits until what is under way has ended; false where it did not within the timeout, or will not.
+  bool drain(std::chrono::milliseconds timeout);
   // Makes it, where all ranks can; all call it at once. `child` is null on a rank that is in no new group.
   void split(c10::Device device, const std::vector<uint32_t>& ranks, VendorDevices* child);
   // The communicator of a group that is about to shrink, which nobody else can use or end any more; it ends with this.
+  // `drained`: nothing is under way in it.
   class Retired;
-  Retired retire(c10::Device device);
+  Retired retire(c10::Device device, bool drained);
 
   // Unblocks whatever hangs; nothing can be issued afterwards.
   void abort();
@@ -85,7 +88,10 @@ class VendorDevices final : public RawStreams, public Guardian, public std::enab
   struct Member {
     explicit Member(rust::Box<RustMember> box) : core(std::move(box)) {}
     const rust::Box<RustMember> core;
+    // Whoever sets it ends it, and nobody else uses it from then on.
     std::atomic<bool> aborted{false};
+    // It ended when nothing was under way in it: what the device has passed is well.
+    std::atomic<bool> drained{false};
   };
   using MemberPtr = std::shared_ptr<Member>;
   // Device, and the two ranks of a message's way; -1 and -1 for the communicator of all.
@@ -95,12 +101,13 @@ class VendorDevices final : public RawStreams, public Guardian, public std::enab
   struct Explained {
     uint8_t kind;
     uint64_t bytes;
+    bool hierarchical;
     std::string lines;
   };
   std::vector<Explained> explained(const std::vector<DevicePlan>& calls, const std::vector<Launch>& launches,
                                    uint64_t number) const;
 
-  // Also where torch cannot say.
+  // Also where torch, or the device's part of it, does not say.
   bool is_capturing(const c10::Stream& stream) const;
   MemberPtr everyone(c10::Device device) { return member({device.index(), -1, -1}); }
   MemberPtr member(const Key& key);

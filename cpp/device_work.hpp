@@ -20,7 +20,7 @@ namespace sagellm {
 
 // What is known of work that has not ended.
 struct Watched {
-  // "all_reduce number 7 of cuda:0"
+  // "all_reduce number 7 on device 0 of its kind"
   std::string what;
   uint64_t number = 0;
   std::chrono::steady_clock::time_point issued = std::chrono::steady_clock::now();

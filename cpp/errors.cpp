@@ -36,6 +36,17 @@ std::exception_ptr to_exception(const std::string& coded) {
   }
 }
 
+bool is_interrupt(const std::exception_ptr& failure) {
+  try {
+    std::rethrow_exception(failure);
+  } catch (py::error_already_set& error) {
+    const py::gil_scoped_acquire gil;
+    return !error.matches(PyExc_Exception);
+  } catch (...) {
+    return false;
+  }
+}
+
 std::string coded_text(const std::exception_ptr& failure) {
   try {
     std::rethrow_exception(failure);

@@ -13,6 +13,9 @@ namespace sagellm {
 // RuntimeError), P the exception that Python's signal handler raised, B and everything else RuntimeError.
 std::exception_ptr to_exception(const std::string& coded);
 
+// True for what Python raises to end a program, such as KeyboardInterrupt.
+bool is_interrupt(const std::exception_ptr& failure);
+
 // The other way, for exceptions that did not come from the core: as what went wrong outside of this rank.
 std::string coded_text(const std::exception_ptr& failure);
 

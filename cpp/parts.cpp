@@ -91,10 +91,23 @@ bool SageBackend::agree(bool yes) {
   return vote.item<uint8_t>() == 1;
 }
 
-c10::intrusive_ptr<SageBackend> SageBackend::part(const c10::intrusive_ptr<c10d::Store>& store,
-                                                  const std::vector<int>& ranks, c10::intrusive_ptr<Options> options) {
+c10::intrusive_ptr<SageBackend> SageBackend::part(const std::string& prefix, const std::vector<int>& ranks,
+                                                  const c10::intrusive_ptr<c10d::Backend::Options>& given,
+                                                  const std::string& name) {
+  const auto ours = c10::dynamic_intrusive_pointer_cast<Options>(given);
+  auto options = ours ? ours->copy() : options_->copy();
+  if (given) options->timeout = given->timeout;
+  options->group_name = given && !given->group_name.empty() ? given->group_name : name;
+  options->group_desc = given ? given->group_desc : "";
+  const std::vector<uint64_t>& all = options_->global_ranks_in_group;
+  options->global_ranks_in_group.clear();
+  for (const int rank : ranks) {
+    options->global_ranks_in_group.push_back(all.empty() ? static_cast<uint64_t>(rank)
+                                                         : all[static_cast<size_t>(rank)]);
+  }
   const auto mine = std::find(ranks.begin(), ranks.end(), getRank());
-  auto child = create(store, static_cast<int>(mine - ranks.begin()), static_cast<int>(ranks.size()), options);
+  auto child = create(c10::make_intrusive<c10d::PrefixStore>(prefix, store_), static_cast<int>(mine - ranks.begin()),
+                      static_cast<int>(ranks.size()), options);
   if (child->messages_delegated()) child->set_delegate(child->build_delegate("delegate"));
   if (child->spans_hosts()) child->set_link(child->build_delegate("link"));
   child->parents_device_ = bound_device();
@@ -102,24 +115,17 @@ c10::intrusive_ptr<SageBackend> SageBackend::part(const c10::intrusive_ptr<c10d:
 }
 
 c10::intrusive_ptr<c10d::Backend> SageBackend::build_delegate(const char* prefix) const {
+  if (options_->delegate == "mpi") {
+    raise(c10::str("Ssagellm: group '", options_->group_name, "' needs a delegate (", delegate_reason_,
+                   "), and all ranks of the job have to make one of MPI; use torch.distributed.new_group"));
+  }
+  // Keys of an earlier attempt at the same group may lie in the store, and gloo would believe them.
+  const std::string place = c10::str(prefix, "/", std::string(group_->id()));
   const py::gil_scoped_acquire gil;
   const py::object build = py::module_::import("sagellm._delegate").attr("build_part");
-  const py::object built = build(options_->delegate, prefix, store_, getRank(), getSize(), options_->timeout,
+  const py::object built = build(options_->delegate, place, store_, getRank(), getSize(), options_->timeout,
                                  options_->group_name, options_->global_ranks_in_group);
   return built.cast<c10::intrusive_ptr<c10d::Backend>>();
-}
-
-c10::intrusive_ptr<SageBackend::Options> SageBackend::part_options(
-    const c10::intrusive_ptr<c10d::Backend::Options>& given) const {
-  const auto ours = c10::dynamic_intrusive_pointer_cast<Options>(given);
-  auto options = ours ? ours->copy() : options_->copy();
-  if (given) {
-    options->timeout = given->timeout;
-    options->group_name = given->group_name;
-    options->group_desc = given->group_desc;
-    options->global_ranks_in_group = given->global_ranks_in_group;
-  }
-  return options;
 }
 
 std::optional<c10::Device> SageBackend::bound_device() const {
@@ -140,20 +146,40 @@ c10::intrusive_ptr<c10d::Backend> SageBackend::split(const c10::intrusive_ptr<c1
       value_error("split", c10::str("rank is ", rank, ", expected 0 to ", getSize() - 1));
     }
   }
-  if (store == split_store_) return split_child_;
-  c10::intrusive_ptr<SageBackend> child;
-  if (std::find(ranks.begin(), ranks.end(), getRank()) != ranks.end()) {
-    const auto options = part_options(opts);
-    const std::string prefix = c10::str("sagellm/split/", options->group_name, "/", c10::Join(",", ranks));
-    child = part(c10::make_intrusive<c10d::PrefixStore>(prefix, store), ranks, options);
+  uint64_t turn = 0;
+  {
+    const std::lock_guard<std::mutex> lock(split_mutex_);
+    if (store == split_store_) return split_child_;
+    turn = splits_++;
   }
-  split_store_ = store;
-  split_child_ = child;
-  if (const auto vendor = bound_vendor()) {
-    const c10::Device device = *bound_device();
-    const std::vector<uint32_t> members = unsigned_ranks(ranks);
-    const auto own = child ? child->vendor_of(device.type()) : nullptr;
-    if (agree((!child || own) && vendor->can_split(device, members))) vendor->split(device, members, own.get());
+  const auto device = bound_device();
+  const std::vector<uint32_t> members = unsigned_ranks(ranks);
+  const bool member = std::find(ranks.begin(), ranks.end(), getRank()) != ranks.end();
+  c10::intrusive_ptr<SageBackend> child;
+  std::shared_ptr<VendorDevices> parents;
+  std::shared_ptr<VendorDevices> childs;
+  bool can = false;
+  std::exception_ptr failed;
+  try {
+    // Not by the new group's name: before torch 2.15 ranks that were outside of an earlier one count names differently.
+    const std::string prefix = c10::str("sagellm/split/", turn, "/", c10::Join(",", ranks));
+    if (member) child = part(prefix, ranks, opts, c10::str(options_->group_name, " split ", turn));
+    parents = bound_vendor();
+    if (parents && child) childs = child->vendor_of(device->type());
+    // What is under way has to end first.
+    can = parents && (!member || childs) && parents->can_split(*device, members) && parents->drain(options_->timeout);
+  } catch (const std::exception&) {
+    failed = std::current_exception();
+    if (is_interrupt(failed)) throw;  // Ctrl-C waits for nobody
+  }
+  // A rank that failed says so: the others wait for its answer.
+  if (device && is_accelerator(*device) && agree(can)) parents->split(*device, members, childs.get());
+  if (failed) std::rethrow_exception(failed);
+  c10::intrusive_ptr<c10d::Backend> before = child;
+  {
+    const std::lock_guard<std::mutex> lock(split_mutex_);
+    split_store_ = store;
+    split_child_.swap(before);
   }
   return child;
 }
@@ -177,22 +203,16 @@ c10::intrusive_ptr<c10d::Backend> SageBackend::shrink(const std::vector<int64_t>
       ranks.push_back(rank);
     }
   }
-  const auto options = part_options(opts_override);
-  if (!opts_override) {
-    options->group_name = c10::str(options_->group_name, " without ", c10::Join(",", ranks_to_exclude));
-    const std::vector<uint64_t> all = std::move(options->global_ranks_in_group);
-    options->global_ranks_in_group.clear();
-    for (const int rank : ranks) {
-      options->global_ranks_in_group.push_back(all.empty() ? static_cast<uint64_t>(rank)
-                                                           : all[static_cast<size_t>(rank)]);
-    }
-  }
-  // Taken first, so that nobody aborts it who sees the group fail.
   const auto vendor = bound_vendor();
-  const VendorDevices::Retired parent = vendor ? vendor->retire(*bound_device()) : VendorDevices::Retired();
-  if (shrink_flags == kShrinkAbort) group_->abort(c10::str("shrink() was called on rank ", getRank()));
-  const std::string prefix = c10::str("sagellm/shrink/", c10::Join(",", ranks));
-  auto child = part(c10::make_intrusive<c10d::PrefixStore>(prefix, store_), ranks, options);
+  const bool aborts = shrink_flags == kShrinkAbort;
+  VendorDevices::Retired parent;
+  // Taken first, so that nobody aborts it who sees the group fail; but what is under way may end before, unless it is
+  // to be aborted.
+  if (vendor && (aborts || vendor->drain(options_->timeout))) parent = vendor->retire(*bound_device(), !aborts);
+  if (aborts) abort_for(c10::str("shrink() was called on rank ", getRank()));
+  const std::string without = c10::Join(",", ranks_to_exclude);
+  auto child = part(c10::str("sagellm/shrink/", c10::Join(",", ranks)), ranks, opts_override,
+                    c10::str(options_->group_name, " without ", without));
   if (vendor) {
     const auto own = child->vendor_of(bound_device()->type());
     if (child->agree(own && parent.can_shrink())) parent.shrink(excluded, *own);

@@ -168,6 +168,8 @@ pub mod ffi {
 
         /// Why the whole group must be served by a delegate (ranks on several hosts, say), or empty.
         fn delegate_reason(self: &RustGroup) -> String;
+        /// Equal on all ranks and of no other attempt to make a group; zeros for one rank, or too many.
+        fn id(self: &RustGroup) -> String;
         /// True when ranks live on several hosts and shared memory serves the inside of each: `open_link` must follow,
         /// and point-to-point calls go to a delegate.
         fn spans_hosts(self: &RustGroup) -> bool;
@@ -314,6 +316,8 @@ pub mod ffi {
         fn flat(self: &RustRecipe) -> bool;
         fn apart(self: &RustRecipe) -> bool;
         fn spoils(self: &RustRecipe) -> bool;
+        /// It goes in two levels.
+        fn hierarchical(self: &RustRecipe) -> bool;
         /// Why it is not one plain call, or empty.
         fn why(self: &RustRecipe) -> String;
 
@@ -555,6 +559,10 @@ fn hook(call: &ffi::Call, completion: cxx::SharedPtr<ffi::Completion>) -> Option
 impl RustGroup {
     fn delegate_reason(&self) -> String {
         self.0.delegate_reason().unwrap_or_default().to_string()
+    }
+
+    fn id(&self) -> String {
+        self.0.id()
     }
 
     fn spans_hosts(&self) -> bool {

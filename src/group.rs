@@ -122,6 +122,11 @@ impl Group {
         self.inner.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
+    /// `Group::id` as text, for keys in a store.
+    pub fn id(&self) -> String {
+        self.id.iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+
     pub fn delegate_reason(&self) -> Option<String> {
         match &self.lock().engine {
             Engine::Delegate(reason) => Some(reason.clone()),

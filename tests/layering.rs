@@ -116,3 +116,69 @@ fn unsafe_code_stays_where_it_may_be() {
         }
     }
 }
+
+/// Words that name a vendor or something of its own.
+const NAMES: [&str; 9] = ["nccl", "hccl", "cncl", "cuda", "cambricon", "nvidia", "npu", "mlu", "ascend"];
+/// The last ones are beginnings of other words, too.
+const WHOLE: [&str; 3] = ["npu", "mlu", "ascend"];
+
+/// Where such a word may stand outside of `engine/vendor` and `cpp/compat.hpp`, and what for.
+const NAMED: [(&str, &str); 10] = [
+    ("src/engine/shm/small.rs", "a source"),
+    ("src/schedule/ring.rs", "a source"),
+    ("src/schedule/direct.rs", "a source"),
+    ("src/schedule/double_tree.rs", "a source"),
+    ("src/stats/mod.rs", "a benchmark whose way to count is followed"),
+    ("src/stats/tests.rs", "a benchmark whose way to count is followed"),
+    ("torch_ext/sagellm/_stats.py", "a benchmark whose way to count is followed"),
+    ("src/topology.rs", "where a driver lists its cards, for the name of a machine"),
+    ("torch_ext/sagellm/_register.py", "the values of the option, and a variable of torch"),
+    ("torch_ext/sagellm/_C.pyi", "the values of the option"),
+];
+
+fn names_a_vendor(text: &str) -> Option<&str> {
+    let words = text.split(|c: char| !c.is_alphanumeric());
+    let named = |word: &&str| {
+        let word = word.to_lowercase();
+        NAMES.iter().any(|name| word.starts_with(name) && (word == *name || !WHOLE.contains(name)))
+    };
+    words.filter(|word| !word.is_empty()).find(named)
+}
+
+#[test]
+fn vendors_are_named_where_their_code_is() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut all = vec![root.join("setup.py"), root.join("build.rs")];
+    for folder in ["src", "cpp", "torch_ext/sagellm"] {
+        let mut pending = vec![root.join(folder)];
+        while let Some(folder) = pending.pop() {
+            for entry in std::fs::read_dir(folder).unwrap() {
+                let path = entry.unwrap().path();
+                if path.is_dir() {
+                    pending.push(path);
+                } else if path
+                    .extension()
+                    .is_some_and(|end| ["rs", "cpp", "hpp", "py", "pyi"].iter().any(|e| end == *e))
+                {
+                    all.push(path);
+                }
+            }
+        }
+    }
+    let mut found = Vec::new();
+    for path in all {
+        let name = path.strip_prefix(root).unwrap().to_str().unwrap().to_string();
+        if name.starts_with("src/engine/vendor/") || ["cpp/compat.hpp", "torch_ext/sagellm/_build.py"].contains(&&*name)
+        {
+            continue;
+        }
+        let text = std::fs::read_to_string(&path).unwrap();
+        let allowed = NAMED.iter().any(|(file, _)| *file == name);
+        match names_a_vendor(&text) {
+            Some(word) if !allowed => found.push(format!("{name} names {word:?}")),
+            None if allowed => found.push(format!("{name} names no vendor, and is listed")),
+            _ => {}
+        }
+    }
+    assert!(found.is_empty(), "outside of engine/vendor, or to be listed with a reason: {found:#?}");
+}

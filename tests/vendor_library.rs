@@ -188,12 +188,25 @@ fn site_packages() -> Option<PathBuf> {
     })
 }
 
+/// A PyTorch for CPUs has no NCCL, and then there is nothing to test; one for CUDA without it is a broken set-up.
+fn without(file: &str) {
+    let own = Path::new(env!("CARGO_MANIFEST_DIR")).join(".venv/lib");
+    let versions = std::fs::read_dir(own).map(|folders| {
+        folders.flatten().map(|folder| folder.path().join("site-packages/torch/version.py")).collect::<Vec<_>>()
+    });
+    for version in versions.unwrap_or_default() {
+        let text = std::fs::read_to_string(version).unwrap_or_default();
+        let cuda = text.lines().find(|line| line.starts_with("cuda"));
+        assert!(cuda.is_none_or(|line| line.ends_with("None")), "torch in .venv is for CUDA, and {file} is not there");
+    }
+    eprintln!("nothing tested: no {file} in .venv or VIRTUAL_ENV, whose PyTorch is for CPUs alone");
+}
+
 /// Loads 250 MB, which takes seconds: in a process of its own, so that it is loaded once and never beside a simulator.
 #[test]
 fn the_real_nccl_of_torch_has_everything_that_is_used() {
     let Some(packages) = site_packages() else {
-        println!("skipped: no nvidia/nccl/lib/libnccl.so.2 in .venv or VIRTUAL_ENV (a PyTorch for CPUs has none)");
-        return;
+        return without("nvidia/nccl/lib/libnccl.so.2");
     };
     if !is_child() {
         return in_child("the_real_nccl_of_torch_has_everything_that_is_used", &[]);
@@ -223,8 +236,7 @@ fn the_real_nccl_of_torch_has_everything_that_is_used() {
 fn layouts_are_those_of_the_header() {
     let header = site_packages().map(|packages| packages.join("nvidia/nccl/include/nccl.h"));
     let Some(header) = header.filter(|header| header.is_file()) else {
-        println!("skipped: no nvidia/nccl/include/nccl.h in .venv or VIRTUAL_ENV (a PyTorch for CPUs has none)");
-        return;
+        return without("nvidia/nccl/include/nccl.h");
     };
     // The header wants CUDA's, of which it uses one type.
     let cuda = folder().join("fake");
@@ -236,8 +248,9 @@ fn layouts_are_those_of_the_header() {
          #define OFFSET(field, at) _Static_assert(offsetof(ncclConfig_t, field) == at, #field)\n\
          _Static_assert(sizeof(ncclUniqueId) == 128, \"id\");\n_Static_assert(sizeof(ncclConfig_t) >= 72, \"config\");\n\
          OFFSET(size, 0); OFFSET(magic, 8); OFFSET(version, 12); OFFSET(blocking, 16); OFFSET(netName, 32);\n\
-         OFFSET(splitShare, 40); OFFSET(commName, 48); OFFSET(collnetEnable, 56); OFFSET(shrinkShare, 64);\n\
-         OFFSET(nvlsCTAs, 68);\n\
+         OFFSET(cgaClusterSize, 20); OFFSET(minCTAs, 24); OFFSET(maxCTAs, 28); OFFSET(splitShare, 40);\n\
+         OFFSET(trafficClass, 44); OFFSET(commName, 48); OFFSET(collnetEnable, 56); OFFSET(CTAPolicy, 60);\n\
+         OFFSET(shrinkShare, 64); OFFSET(nvlsCTAs, 68);\n\
          _Static_assert(ncclInProgress == 7 && ncclUint8 == 1 && ncclFloat64 == 8 && ncclBfloat16 == 9, \"numbers\");\n\
          _Static_assert(ncclSum == 0 && ncclProd == 1 && ncclMax == 2 && ncclMin == 3 && ncclAvg == 4, \"ops\");\n\
          _Static_assert(ncclScalarHostImmediate == 1 && NCCL_SPLIT_NOCOLOR == -1, \"flags\");\n",

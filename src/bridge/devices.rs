@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::hooks::StoreHook;
 use super::{RustGroup, coded, ffi, guarded, kind_and_dtype, spans, unknown};
-use crate::engine::vendor::{Asked, Event, Hints, Launched, Local, Message, Recipe, Stream};
+use crate::engine::vendor::{Asked, Event, Hints, Launched, Local, Message, Method, Recipe, Stream};
 use crate::group::devices::{Devices, Member};
 use crate::types::{Dtype, Kind, ReduceOp};
 
@@ -64,7 +64,7 @@ impl RustDevices {
         ranks: u32,
         timeout_ms: u64,
     ) -> Outcome<Box<RustMember>> {
-        let deadline = Duration::from_millis(timeout_ms);
+        let deadline = patience(timeout_ms);
         guarded(|| Ok(Box::new(RustMember(self.0.join(whose, id, device, (rank, ranks), deadline)?))))
     }
     pub(super) fn inside(&self) -> Vec<u32> {
@@ -118,6 +118,11 @@ impl RustDevices {
     }
 }
 
+/// For the making of a communicator. None at all is one of a year: somebody has to look in between.
+fn patience(timeout_ms: u64) -> Duration {
+    Duration::from_millis(if timeout_ms == 0 { 365 * 24 * 3_600_000 } else { timeout_ms })
+}
+
 fn local(step: &Local) -> ffi::Local {
     let none = ffi::Local { step: ffi::LocalStep::Cast, dtype: Dtype::Bytes as u8, op: 0, factor: 1.0, count: 1 };
     match *step {
@@ -153,6 +158,9 @@ impl RustRecipe {
     pub(super) fn spoils(&self) -> bool {
         self.0.spoils
     }
+    pub(super) fn hierarchical(&self) -> bool {
+        self.0.method == Method::Levels
+    }
     pub(super) fn why(&self) -> String {
         self.0.why.clone()
     }
@@ -167,17 +175,17 @@ impl RustMember {
         self.0.can_split(members)
     }
     pub(super) fn split(&self, child: &RustDevices, members: &[u32], timeout_ms: u64) -> Outcome<Box<RustMember>> {
-        let deadline = Duration::from_millis(timeout_ms);
+        let deadline = patience(timeout_ms);
         guarded(|| Ok(Box::new(RustMember(self.0.split(&child.0, members, deadline)?))))
     }
     pub(super) fn stay_out(&self, members: &[u32], timeout_ms: u64) -> Outcome<()> {
-        guarded(|| self.0.stay_out(members, Duration::from_millis(timeout_ms)))
+        guarded(|| self.0.stay_out(members, patience(timeout_ms)))
     }
     pub(super) fn can_shrink(&self) -> bool {
         self.0.can_shrink()
     }
     pub(super) fn shrink(&self, child: &RustDevices, exclude: &[u32], timeout_ms: u64) -> Outcome<Box<RustMember>> {
-        let deadline = Duration::from_millis(timeout_ms);
+        let deadline = patience(timeout_ms);
         guarded(|| Ok(Box::new(RustMember(self.0.shrink(&child.0, exclude, deadline)?))))
     }
     pub(super) fn launch(

@@ -52,7 +52,7 @@ pub struct Member {
     parts: AtomicU32,
     /// Beside one of all ranks: those inside this rank's host and between hosts, where operations may go in two levels.
     levels: OnceLock<Levels>,
-    /// NCCL takes our algorithms for it while this lives.
+    /// A library that asks which algorithm to take is told by our rules while this lives.
     _steered: tuner::Steered,
 }
 
@@ -190,7 +190,7 @@ impl Devices {
         })
     }
 
-    /// Makes a communicator by a name that tells NCCL's tuner whose rules hold for it.
+    /// Makes a communicator by a name that tells whose rules hold for it.
     fn member(
         self: &Arc<Self>,
         whose: &str,
@@ -227,8 +227,8 @@ impl Devices {
         }
         let mut pairs = lock(&self.pairs);
         let pairs = pairs.get_or_insert_with(|| {
-            let id: String = self.group.id.iter().map(|byte| format!("{byte:02x}")).collect();
-            Pairs::new(store(), format!("pairs/{}/{id}", self.device_type), self.group.config.rank)
+            let place = format!("pairs/{}/{}", self.device_type, self.group.id());
+            Pairs::new(store(), place, self.group.config.rank)
         });
         let begin = Instant::now();
         let may_wait = || self.may_wait_for(peer as usize, passed + begin.elapsed(), deadline);
@@ -443,6 +443,10 @@ impl Member {
 
     /// The communicator of a group of all its ranks but `exclude`, which do not call. What is under way in it is aborted.
     pub fn shrink(&self, child: &Arc<Devices>, exclude: &[u32], deadline: Duration) -> Result<Member> {
+        // What hangs in them would hold the device.
+        if let Some(levels) = self.levels.get() {
+            [&levels.inside, &levels.between].into_iter().for_each(|each| self.end(&**each));
+        }
         child.member("all", self.communicator.device(), |name, _| self.communicator.shrink(exclude, deadline, &name))
     }
 
@@ -504,10 +508,12 @@ impl Member {
 
     /// Ends it although operations hang.
     pub fn abort(&self) {
-        for communicator in self.communicators() {
-            if let Err(error) = communicator.abort() {
-                log::warn!("{}: {error}", self.name);
-            }
+        self.communicators().for_each(|each| self.end(&**each));
+    }
+
+    fn end(&self, communicator: &dyn Communicator) {
+        if let Err(error) = communicator.abort() {
+            log::warn!("{}: {error}", self.name);
         }
     }
 
@@ -520,8 +526,9 @@ impl Member {
         let communicators: Vec<_> = self.communicators().cloned().collect();
         let (done, result) = mpsc::channel();
         let started = watch::spawn("sagellm-close", move || {
-            let closed = communicators.iter().try_for_each(|communicator| communicator.close(deadline));
-            let _ = done.send(closed); // nobody there: they were left behind
+            // Each, whatever became of the one before: the peers wait for all.
+            let closed: Vec<Result<()>> = communicators.iter().map(|each| each.close(deadline)).collect();
+            let _ = done.send(closed.into_iter().collect()); // nobody there: they were left behind
         });
         if let Err(error) = started {
             log::warn!("{}: no thread to end it: {error}", self.name);

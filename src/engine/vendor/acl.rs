@@ -36,6 +36,8 @@ const FLAG_TIME_LINE: u32 = 8;
 /// ACL_STREAM_FAST_LAUNCH and ACL_STREAM_FAST_SYNC, as torch_npu has them.
 const STREAM_FAST: u32 = 1 | 2;
 const DEVICE_TO_DEVICE: c_int = 3;
+/// aclmdlRICaptureStatus
+const CAPTURES_NOTHING: c_int = 0;
 
 symbols! {
     /// acl.h, acl_rt.h
@@ -56,6 +58,7 @@ symbols! {
         stream_wait_event = "aclrtStreamWaitEvent"(Handle, Handle) -> Code;
         event_status = "aclrtQueryEventStatus"(Handle, *mut c_int) -> Code;
         event_elapsed = "aclrtEventElapsedTime"(*mut f32, Handle, Handle) -> Code;
+        capture_info = "aclmdlRICaptureGetInfo"(Handle, *mut c_int, *mut Handle) -> Code;
         copy = "aclrtMemcpyAsync"(*mut c_void, usize, *const c_void, usize, c_int, Handle) -> Code;
     }
 }
@@ -140,6 +143,15 @@ impl Runtime for Acl {
         // SAFETY: see above.
         let code = unsafe { self.table.stream_query.of(&self.library)?(stream.0 as Handle, &mut status) };
         self.check("aclrtStreamQuery", code).map(|()| status == STREAM_COMPLETE)
+    }
+
+    /// No where the runtime, or the chip, knows no captures.
+    fn capturing(&self, stream: Stream) -> Result<bool> {
+        let Some(ask) = self.table.capture_info.optional() else { return Ok(false) };
+        let (mut status, mut model): (c_int, Handle) = (CAPTURES_NOTHING, std::ptr::null_mut());
+        // SAFETY: see above; it writes one enum of four bytes and one handle.
+        let code = unsafe { ask(stream.0 as Handle, &mut status, &mut model) };
+        Ok(code == SUCCESS && status != CAPTURES_NOTHING)
     }
 
     fn event_create(&self, timed: bool) -> Result<Event> {

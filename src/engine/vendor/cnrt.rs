@@ -28,6 +28,8 @@ const RUNNING: [Code; 2] = [1, 632014];
 const UNTIMED: c_uint = 4;
 /// cnrtMemcpyDevToDev
 const DEVICE_TO_DEVICE: c_int = 1;
+/// cnrtQueueCaptureStatusNone
+const CAPTURES_NOTHING: c_int = 0;
 
 symbols! {
     /// cnrt.h
@@ -40,6 +42,7 @@ symbols! {
         queue_create = "cnrtQueueCreate"(*mut Handle) -> Code;
         queue_destroy = "cnrtQueueDestroy"(Handle) -> Code;
         queue_query = "cnrtQueueQuery"(Handle) -> Code;
+        is_capturing = "cnrtQueueIsCapturing"(Handle, *mut c_int) -> Code;
         notifier_create = "cnrtNotifierCreateWithFlags"(*mut Handle, c_uint) -> Code;
         notifier_create_plain = "cnrtNotifierCreate"(*mut Handle) -> Code;
         notifier_destroy = "cnrtNotifierDestroy"(Handle) -> Code;
@@ -134,6 +137,15 @@ impl Runtime for Cnrt {
         // SAFETY: see above.
         let code = unsafe { self.table.queue_query.of(&self.library)?(stream.0 as Handle) };
         self.ready("cnrtQueueQuery", code)
+    }
+
+    /// No where the runtime knows no captures.
+    fn capturing(&self, stream: Stream) -> Result<bool> {
+        let Some(ask) = self.table.is_capturing.optional() else { return Ok(false) };
+        let mut status = CAPTURES_NOTHING;
+        // SAFETY: see above; it writes one enum of four bytes.
+        let code = unsafe { ask(stream.0 as Handle, &mut status) };
+        Ok(code == SUCCESS && status != CAPTURES_NOTHING)
     }
 
     fn event_create(&self, timed: bool) -> Result<Event> {

@@ -68,7 +68,7 @@ pub fn in_levels(whole: &Recipe, able: &Capabilities) -> std::result::Result<Rec
         return Err(format!("it is no all_reduce of {}", able.name));
     }
     if !matches!(op, ReduceOp::Sum | ReduceOp::Product | ReduceOp::Min | ReduceOp::Max) {
-        return Err(format!("{} would round twice", ReduceOp::name_of(op.code())));
+        return Err(format!("the library's own {} is not the same in two levels", ReduceOp::name_of(op.code())));
     }
     // Without blocks in place the input serves as the memory in between.
     let apart = !able.blocks_in_place;
@@ -267,7 +267,7 @@ mod tests {
     fn what_cannot_be_cut_into_levels_says_why() {
         let able = nccl::capabilities();
         let why = |recipe: &Recipe| in_levels(recipe, &able).unwrap_err();
-        assert_eq!(why(&sum(&able, ReduceOp::Avg)), "AVG would round twice");
+        assert_eq!(why(&sum(&able, ReduceOp::Avg)), "the library's own AVG is not the same in two levels");
         assert!(why(&sum(&able, ReduceOp::Bxor)).starts_with("it is no all_reduce of NCCL"));
         // Summed and divided by ourselves it can.
         let able = cncl::capabilities();

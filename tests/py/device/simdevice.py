@@ -99,13 +99,13 @@ class Device:
         return "isStreamCapturing" in header.read_text()
 
     @contextmanager
-    def capturing(self) -> Iterator[None]:
-        """Streams say that they are being captured into a graph."""
-        self.library.sim_set_capturing(1)
+    def capturing(self, told: bool = True) -> Iterator[None]:
+        """Streams are being captured into a graph, and say so, or leave that to the runtime below."""
+        self.library.sim_set_capturing(1, int(told))
         try:
             yield
         finally:
-            self.library.sim_set_capturing(0)
+            self.library.sim_set_capturing(0, 1)
 
     def launcher(self) -> int:
         """Address of the functions that stand for a vendor's library; for `sagellm._C._Echo`."""

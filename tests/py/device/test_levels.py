@@ -106,7 +106,7 @@ def levels(ctx: Context, names: list[str], place: list[int], vendor: str) -> Non
             assert not words or "different numbers of ranks" in text, text
     _, text = asked(lambda: reduced(name, 1200, torch.float32, dist.ReduceOp.AVG))
     if even:
-        expected = "AVG would round twice" if vendor == "nccl" else "hierarchical by a rule or line"
+        expected = "own AVG is not the same in two levels" if vendor == "nccl" else "hierarchical by a rule or line"
         assert expected in text, text
     # Several in one launch, and other operations, are whole.
     tensors = [torch.full((500_000,), float(ctx.rank), device=name) for _ in range(2)]

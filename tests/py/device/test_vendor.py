@@ -207,7 +207,7 @@ def test_rule_32_kernels_of_both_sides_keep_their_order(
 # ------------------------------------------------------------------------------------------------ graphs
 
 
-def captured(ctx: Context, asynchronous: bool, pending: bool) -> None:
+def captured(ctx: Context, asynchronous: bool, pending: bool, told: bool) -> None:
     device, name = start(ctx, "nccl", delay=0.0)
     driver = ctypes.CDLL(os.environ["SAGELLM_TEST_RUNTIME"])
     n = ctx.world_size
@@ -225,7 +225,7 @@ def captured(ctx: Context, asynchronous: bool, pending: bool) -> None:
     stream = ctypes.c_void_p(torch.accelerator.current_stream().native_handle)
     graph, playable = ctypes.c_size_t(), ctypes.c_size_t()
     assert driver.cuStreamBeginCapture_v2(stream, 0) == 0
-    with device.capturing():
+    with device.capturing(told):
         for work in (
             dist.all_reduce(value, async_op=asynchronous),
             dist.all_gather_into_tensor(gathered, value, async_op=asynchronous),
@@ -256,11 +256,24 @@ def test_rule_31_a_captured_call_is_played_again(asynchronous: bool, pending: bo
     run_fresh(captured, 2, asynchronous, pending, env=environment("nccl", libraries))
 
 
-def first_in_capture(ctx: Context) -> None:
-    device, name = start(ctx, "nccl")
+#: How the simulated runtimes begin and end a capture.
+CAPTURES = {
+    "nccl": ("cuStreamBeginCapture_v2", "cuStreamEndCapture"),
+    "hccl": ("aclmdlRICaptureBegin", "aclmdlRICaptureEnd"),
+    "cncl": ("cnrtQueueBeginCapture", "cnrtQueueEndCapture"),
+}
+
+
+def first_in_capture(ctx: Context, vendor: str, told: bool) -> None:
+    device, name = start(ctx, vendor)
     value = torch.ones(10, device=name)
-    with device.capturing():
+    torch.accelerator.synchronize(name)
+    runtime, (begin, end) = ctypes.CDLL(os.environ["SAGELLM_TEST_RUNTIME"]), CAPTURES[vendor]
+    stream, graph = ctypes.c_void_p(torch.accelerator.current_stream().native_handle), ctypes.c_size_t()
+    assert getattr(runtime, begin)(stream, 0) == 0
+    with device.capturing(told):
         text = expect_raises(ValueError, lambda: dist.all_reduce(value))
+    assert getattr(runtime, end)(stream, ctypes.byref(graph)) == 0, "the capture was broken"
     assert "captured" in text and "before the capture" in text, text
     dist.all_reduce(value)
     holds(value, ctx.world_size)
@@ -268,9 +281,10 @@ def first_in_capture(ctx: Context) -> None:
 
 
 @pytest.mark.skipif(not simdevice.Device.can_capture(), reason="this torch does not ask devices about captures")
-def test_rule_31_a_first_call_within_a_capture_is_refused(libraries: dict[str, Path]) -> None:
-    """It would have to make the communicator; the group goes on."""
-    run_fresh(first_in_capture, 2, env=environment("nccl", libraries))
+@pytest.mark.parametrize("vendor,told", [("nccl", True), ("nccl", False), ("hccl", False), ("cncl", False)])
+def test_rule_31_a_first_call_within_a_capture_is_refused(vendor: str, told: bool, libraries: dict[str, Path]) -> None:
+    """It would have to make the communicator; the group goes on. Also where only the runtime knows of the capture."""
+    run_fresh(first_in_capture, 2, vendor, told, env=environment(vendor, libraries))
 
 
 # ------------------------------------------------------------------------------------------------ training
@@ -483,19 +497,30 @@ def asynchronous_error(ctx: Context, vendor: str) -> None:
     _, name = start(ctx, vendor, timeout=timedelta(seconds=20))
     value = torch.ones(10, device=name)
     work = dist.all_reduce(value, async_op=True)
-    text = "no error"
-    try:
-        work.wait(timedelta(seconds=15))
-    except RuntimeError as error:
-        text = str(error)
-    assert text != "no error"
+    begin = time.monotonic()
+    text = expect_raises(RuntimeError, lambda: work.wait(timedelta(seconds=15)))
+    ctx.tell((name, text, time.monotonic() - begin))
+    ctx.listen()  # a rank that ends would be the other's reason
     os._exit(0)
+
+
+#: What the simulated libraries say of an operation that has failed on the device.
+LATE_WORDS = {
+    "nccl": "remote process exited or there was a network error (simulated NCCL) (ncclResult_t 6)",
+    "hccl": "error cqe (simulated HCCL) (HcclResult 21)",
+    "cncl": "CNCL_RET_ERR_ASYNC_ERROR (simulated CNCL) (cnclResult_t 0x16)",
+}
 
 
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_an_error_that_comes_up_later_reaches_the_work(vendor: str, libraries: dict[str, Path]) -> None:
-    """The simulated library reports an asynchronous error of its first operation."""
+    """The simulated library fails its first operation: the work names it and its number in the library's own words."""
     with launch(asynchronous_error, 2, vendor, env=environment(vendor, libraries, SAGELLM_SIM_ERROR_AT="1")) as job:
+        for name, text, took in [job.hear(rank) for rank in range(2)]:
+            assert f"all_reduce number 1 on {name}:0" in text and LATE_WORDS[vendor] in text, text
+            assert took < 10, took
+        for rank in range(2):
+            job.say(rank, "go")
         assert [exit_code(rank) for rank in job.ranks] == [0, 0]
 
 

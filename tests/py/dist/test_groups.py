@@ -337,6 +337,8 @@ def test_groups_of_one_rank() -> None:
 
 
 def split(ctx: Context) -> None:
+    import sagellm
+
     n = ctx.world_size
     ranks = [[rank for rank in range(n) if rank % 2 == part] for part in range(2)]
     child = dist.split_group(split_ranks=[each for each in ranks if each])
@@ -349,6 +351,14 @@ def split(ctx: Context) -> None:
     dist.all_reduce(found, group=again)
     dist.destroy_process_group(again)
     dist.destroy_process_group(child)
+    # What a delegate serves, and the same ranks again.
+    parent = dist.new_group(range(n), pg_options=sagellm.Options(engine="delegate"))
+    for _ in range(2):
+        child = dist.split_group(parent, split_ranks=[[*range(n)]])
+        dist.all_reduce(found.fill_(1), group=child)
+        assert (found == n).all()
+        dist.destroy_process_group(child)
+    dist.destroy_process_group(parent)
 
 
 def _torch_at_least(major: int, minor: int) -> bool:

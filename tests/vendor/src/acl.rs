@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use crate::capture::{Capture, GRAPHS};
 use crate::device::Runtime;
 use crate::event::{EVENTS, Event};
 use crate::memory;
@@ -470,4 +471,26 @@ extern "C" fn sim_aclrtLaunchHostFunc(handle: usize, body: Option<extern "C" fn(
 #[unsafe(no_mangle)]
 extern "C" fn sim_aclrtSetOpWaitTimeout(_seconds: u32) -> i32 {
     current().map_or_else(|error| error, |_| SUCCESS)
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn sim_aclmdlRICaptureBegin(handle: usize, mode: u32) -> i32 {
+    on_stream(handle, |stream| if mode > 2 { INVALID } else { code(Capture::begin(stream, mode), INVALID) })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn sim_aclmdlRICaptureGetInfo(handle: usize, status: Out<i32>, model: Out<usize>) -> i32 {
+    on_stream(handle, |stream| {
+        // None, active, invalidated.
+        let found = stream.capture().map_or(0, |capture| if capture.valid() { 1 } else { 2 });
+        code(status.set(found) && model.set(0), INVALID)
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn sim_aclmdlRICaptureEnd(handle: usize, model: Out<usize>) -> i32 {
+    on_stream(handle, |stream| match Capture::end(stream) {
+        Ok(captured) => code(model.set(GRAPHS.add(Arc::new(captured))), INVALID),
+        Err(_) => refuse(INVALID, "the capture was broken"),
+    })
 }

@@ -8,6 +8,7 @@ use std::ffi::{c_char, c_void};
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::capture::{Capture, GRAPHS};
 use crate::device::Runtime;
 use crate::event::{EVENTS, Event};
 use crate::memory;
@@ -332,4 +333,26 @@ extern "C" fn sim_cnrtGetLibVersion(major: Out<i32>, minor: Out<i32>, patch: Out
 #[unsafe(no_mangle)]
 extern "C" fn sim_cnrtDriverGetVersion(major: Out<i32>, minor: Out<i32>, patch: Out<i32>) -> i32 {
     code(major.set(6) && minor.set(2) && patch.set(0), ARGS_INVALID)
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn sim_cnrtQueueBeginCapture(handle: usize, mode: u32) -> i32 {
+    on_queue(handle, |queue| if mode > 2 { ARGS_INVALID } else { code(Capture::begin(queue, mode), ARGS_INVALID) })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn sim_cnrtQueueIsCapturing(handle: usize, status: Out<i32>) -> i32 {
+    on_queue(handle, |queue| {
+        // None, active, invalidated.
+        let found = queue.capture().map_or(0, |capture| if capture.valid() { 1 } else { 2 });
+        code(status.set(found), ARGS_INVALID)
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn sim_cnrtQueueEndCapture(handle: usize, topology: Out<usize>) -> i32 {
+    on_queue(handle, |queue| match Capture::end(queue) {
+        Ok(captured) => code(topology.set(GRAPHS.add(Arc::new(captured))), ARGS_INVALID),
+        Err(_) => ARGS_INVALID,
+    })
 }

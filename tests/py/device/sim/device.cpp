@@ -53,6 +53,8 @@ std::atomic<int64_t> kernel_delay_us{0};
 std::atomic<int64_t> host_delay_us{-1};  // negative: no host queue
 std::atomic<bool> native_handles{true};
 std::atomic<int> capturing{0};
+// Whether the guard tells of it.
+std::atomic<int> tells_captures{1};
 std::atomic<int64_t> kernels{0};
 
 thread_local int current_device = 0;
@@ -347,7 +349,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     }
   }
   // Overrides where torch asks for it, which older versions do not.
-  bool isStreamCapturing(const c10::Stream&) const { return capturing > 0; }
+  bool isStreamCapturing(const c10::Stream&) const { return capturing > 0 && tells_captures > 0; }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override;
 };
 
@@ -722,8 +724,9 @@ void sim_set_native_handles(int on) {
 void sim_hold(int on) {
   gate().set(on != 0);
 }
-void sim_set_capturing(int on) {
+void sim_set_capturing(int on, int told) {
   capturing = on;
+  tells_captures = told;
 }
 int64_t sim_kernels() {
   return kernels;
