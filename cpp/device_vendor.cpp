@@ -498,7 +498,11 @@ std::string VendorDevices::look(const Watched& watched, bool passed) {
       std::this_thread::sleep_for(std::chrono::milliseconds(5));
       trouble = std::string(devices_->trouble(watched.what));
     }
-    if (trouble.empty() && !bad.empty()) trouble = c10::str(bad, "; seen at ", watched.what);
+    if (trouble.empty() && !bad.empty()) {
+      trouble = c10::str(bad, "; seen at ", watched.what);
+      // The library tells it once, and every work and later call shall say it.
+      devices_->fail(trouble.substr(1));
+    }
     if (!trouble.empty() && bad.empty()) {
       // A peer may leave right after its last operation, and what it has sent is still on its way.
       const std::lock_guard<std::mutex> lock(mutex_);

@@ -300,6 +300,8 @@ pub mod ffi {
         fn raw_release(self: &RustDevices, device: i32, event: usize);
         /// Takes the next number of an operation on a device, and tells the peers.
         fn next_number(self: &RustDevices, kind: u8) -> Result<u64>;
+        /// The library told of a failure (in words without a code letter): the group has failed.
+        fn fail(self: &RustDevices, text: &str);
         /// Why work that is under way will not end, with its code letter, or empty.
         fn trouble(self: &RustDevices, what: &str) -> String;
         /// The error of an operation whose deadline has passed, with its code letter; the group fails with it.

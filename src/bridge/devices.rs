@@ -109,6 +109,9 @@ impl RustDevices {
     pub(super) fn next_number(&self, kind: u8) -> Outcome<u64> {
         guarded(|| self.0.next_number(Kind::from_u8(kind).ok_or_else(|| unknown("kind", kind))?))
     }
+    pub(super) fn fail(&self, text: &str) {
+        self.0.fail(text);
+    }
     pub(super) fn trouble(&self, what: &str) -> String {
         guarded(|| Ok(self.0.trouble(what)))
             .map_or_else(|panic| panic, |error| error.as_ref().map(coded).unwrap_or_default())

@@ -124,10 +124,13 @@ impl Devices {
     pub fn recipe(&self, asked: &Asked, bytes: u64, alone: bool) -> Result<Recipe> {
         let able = self.capabilities();
         let whole = recipe(asked, able).map_err(Error::Invalid)?;
-        if asked.kind != Kind::AllReduce
-            || levels::said(&self.group.policy, asked.kind, bytes) != Some(Way::Hierarchical)
-        {
-            return Ok(whole);
+        match levels::said(&self.group.policy, asked.kind, bytes) {
+            Some(Way::Hierarchical) => {}
+            Some(Way::Hosts { algorithm, .. }) if whole.why.is_empty() => {
+                let why = format!("one call of the library; a rule or line names {}", algorithm.name());
+                return Ok(Recipe { why, ..whole });
+            }
+            _ => return Ok(whole),
         }
         let possible = if alone { self.shape() } else { Err("it is one of several in a launch".to_string()) };
         let found = possible.and_then(|shape| Ok((shape, levels::in_levels(&whole, able)?)));
@@ -205,7 +208,12 @@ impl Devices {
         let algorithm = tuner::algorithm_of_all(&policy).to_string();
         let steered = tuner::steer(&name, policy);
         self.runtime.set_device(device)?;
-        let communicator = make(name.clone(), algorithm)?;
+        let communicator = make(name.clone(), algorithm).inspect_err(|error| {
+            // Nobody knows which ranks are in the library still.
+            if matches!(error, Error::Timeout(_)) {
+                self.group.poison(error.clone());
+            }
+        })?;
         let (rank, ranks) = (communicator.rank(), communicator.ranks());
         log::info!("group '{group}': {} {device} is rank {rank} of {ranks} in '{name}'", self.device_type);
         let (devices, parts, levels) = (Arc::clone(self), AtomicU32::new(0), OnceLock::new());
@@ -332,6 +340,11 @@ impl Devices {
 
     pub fn release(&self, device: i32, event: Event) {
         lock(&self.events).entry(device).or_default().push(event);
+    }
+
+    /// The library told of a failure: the group has failed, on all ranks.
+    pub fn fail(&self, text: &str) {
+        self.group.poison(Error::System(text.to_string()));
     }
 
     /// Why work on a device that is under way will not end: the group failed, or a peer is gone. `None` while all is well.

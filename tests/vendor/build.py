@@ -59,7 +59,9 @@ FORMS = {
     "acl": Form("libsagellm_sim_ascendcl.so", ("acl.rs", "extra.rs")),
     # As an AscendCL without the events that can be used again, and without host functions.
     "acl_bare": Form(
-        "libsagellm_sim_ascendcl.so", ("acl.rs", "extra.rs"), "EventEx|WithConfig|LaunchHostFunc|WithTimeout|Abort|Capture"
+        "libsagellm_sim_ascendcl.so",
+        ("acl.rs", "extra.rs"),
+        "EventEx|WithConfig|LaunchHostFunc|WithTimeout|Abort|Capture",
     ),
     "hccl": Form("libsagellm_sim_hccl.so", HCCL),
     "hcomm": Form("libsagellm_sim_hcomm.so", HCCL[1:]),

@@ -213,7 +213,8 @@ pub(super) fn announce() {
 /// The file that this code was loaded from, if NCCL would find the plugins in it.
 fn own_file() -> Option<CString> {
     const NAME: &CStr = c"ncclTunerPlugin_v5";
-    let own = (&raw const ncclTunerPlugin_v5).cast::<c_void>();
+    // Not the plugin's: the loader may have given that name to another library.
+    let own = (init as Init as *const ()).cast::<c_void>();
     // SAFETY: zero is a value of every field; dladdr fills them for an address of ours, and the name lives as long as the
     // file is loaded. The handle is used for one look-up while it is open.
     unsafe {
@@ -228,7 +229,9 @@ fn own_file() -> Option<CString> {
         }
         let found = libc::dlsym(handle, NAME.as_ptr());
         libc::dlclose(handle);
-        std::ptr::eq(found, own).then_some(file)
+        let mut place: libc::Dl_info = std::mem::zeroed();
+        let same = libc::dladdr(found, &raw mut place) != 0 && place.dli_fbase == info.dli_fbase;
+        same.then_some(file)
     }
 }
 

@@ -18,6 +18,11 @@ from simulated import VENDORS, environment, exit_code, start
 #: The first test builds the simulators, which takes minutes on a busy machine; every job has a deadline of its own.
 pytestmark = pytest.mark.timeout(900)
 
+splitting = pytest.mark.skipif(
+    tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13),
+    reason="split_group of older torch needs a cuda device",
+)
+
 #: What makes a communicator out of another, and from an id; nothing where the library has no such function.
 SPLITS = {"nccl": "ncclCommSplit", "hccl": "HcclCreateSubCommConfig", "cncl": None}
 SHRINKS = {"nccl": "ncclCommShrink", "hccl": None, "cncl": None}
@@ -79,6 +84,7 @@ def splits(ctx: Context, vendor: str) -> None:
     dist.destroy_process_group()
 
 
+@splitting
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_split_makes_the_communicator_out_of_the_parents_where_the_library_can(
     vendor: str, libraries: dict[str, Path], tmp_path: Path
@@ -97,6 +103,7 @@ def splits_unlike(ctx: Context, vendor: str) -> None:
     os._exit(0)
 
 
+@splitting
 def test_a_rank_without_its_communicator_keeps_the_others_out_of_the_library(
     libraries: dict[str, Path], tmp_path: Path
 ) -> None:

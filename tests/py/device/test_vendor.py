@@ -249,11 +249,17 @@ def captured(ctx: Context, asynchronous: bool, pending: bool, told: bool) -> Non
 
 
 @pytest.mark.skipif(not simdevice.Device.can_capture(), reason="this torch does not ask devices about captures")
+@pytest.mark.parametrize("told", [False, True])
 @pytest.mark.parametrize("pending", [False, True])
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_rule_31_a_captured_call_is_played_again(asynchronous: bool, pending: bool, libraries: dict[str, Path]) -> None:
-    """A graph of two calls gives right numbers at every launch, also where an operation was under way beside it."""
-    run_fresh(captured, 2, asynchronous, pending, env=environment("nccl", libraries))
+def test_rule_31_a_captured_call_is_played_again(
+    asynchronous: bool, pending: bool, told: bool, libraries: dict[str, Path]
+) -> None:
+    """A graph of two calls gives right numbers at every launch, also where an operation was under way beside it.
+
+    Whether torch's part of the device tells of the capture or only the runtime does.
+    """
+    run_fresh(captured, 2, asynchronous, pending, told, env=environment("nccl", libraries))
 
 
 #: How the simulated runtimes begin and end a capture.
@@ -491,15 +497,21 @@ def test_work_under_way_ends_well_before_the_group_does(vendor: str, libraries: 
     run_fresh(leaves_early, 2, vendor, env=environment(vendor, libraries))
 
 
-def asynchronous_error(ctx: Context, vendor: str) -> None:
+def asynchronous_error(ctx: Context, vendor: str, before: int) -> None:
     from datetime import timedelta
 
     _, name = start(ctx, vendor, timeout=timedelta(seconds=20))
     value = torch.ones(10, device=name)
+    earlier = [dist.all_reduce(value, async_op=True) for _ in range(before)]
     work = dist.all_reduce(value, async_op=True)
     begin = time.monotonic()
     text = expect_raises(RuntimeError, lambda: work.wait(timedelta(seconds=15)))
-    ctx.tell((name, text, time.monotonic() - begin))
+    took = time.monotonic() - begin
+    # Whatever comes later says the same, on the device and on the CPU.
+    for late in (value, torch.ones(3)):
+        later = expect_raises(RuntimeError, lambda late=late: dist.all_reduce(late))
+        assert LATE_WORDS[vendor] in later, later
+    ctx.tell((text, took, len(earlier)))
     ctx.listen()  # a rank that ends would be the other's reason
     os._exit(0)
 
@@ -512,12 +524,18 @@ LATE_WORDS = {
 }
 
 
+@pytest.mark.parametrize("before", [0, 2])
 @pytest.mark.parametrize("vendor", VENDORS)
-def test_an_error_that_comes_up_later_reaches_the_work(vendor: str, libraries: dict[str, Path]) -> None:
-    """The simulated library fails its first operation: the work names it and its number in the library's own words."""
-    with launch(asynchronous_error, 2, vendor, env=environment(vendor, libraries, SAGELLM_SIM_ERROR_AT="1")) as job:
-        for name, text, took in [job.hear(rank) for rank in range(2)]:
-            assert f"all_reduce number 1 on {name}:0" in text and LATE_WORDS[vendor] in text, text
+def test_an_error_that_comes_up_later_reaches_the_work(vendor: str, before: int, libraries: dict[str, Path]) -> None:
+    """The simulated library fails an operation: its work names a number and says the library's own words.
+
+    With others under way, the error may be seen at one of those.
+    """
+    more = environment(vendor, libraries, SAGELLM_SIM_ERROR_AT=str(before + 1))
+    with launch(asynchronous_error, 2, vendor, before, env=more) as job:
+        for text, took, _ in [job.hear(rank) for rank in range(2)]:
+            numbers = [f"all_reduce number {number} on " in text for number in range(1, before + 2)]
+            assert any(numbers) and LATE_WORDS[vendor] in text, text
             assert took < 10, took
         for rank in range(2):
             job.say(rank, "go")

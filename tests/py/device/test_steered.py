@@ -1,0 +1,190 @@
+"""Rules of a group reach the vendor's library: NCCL by its tuner plug-in, HCCL by its communicator's configuration.
+
+Over simulators, which load plug-ins and read configurations as the libraries do; see tests/vendor/README.md.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Context, run_fresh
+from on_device import holds, total
+from simulated import environment, start
+
+import sagellm
+from sagellm import _load
+
+#: The first test builds the simulators, which takes minutes on a busy machine; every job has a deadline of its own.
+pytestmark = pytest.mark.timeout(900)
+
+PLUGINS = {"NCCL_TUNER_PLUGIN": "ncclTunerPlugin", "NCCL_PROFILER_PLUGIN": "ncclProfiler"}
+#: Numbers of an all_reduce: by itself the simulated NCCL takes a tree for the one and a ring for the other.
+SMALL, LARGE = 1000, 3 << 20
+UNSTEERED = {SMALL: "TREE", LARGE: "RING"}
+
+
+def trace_lines() -> list[str]:
+    """What the simulator has written of this process so far."""
+    path = Path(f"{os.environ['SAGELLM_SIM_TRACE']}.{os.getpid()}")
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def told(variable: str) -> str | None:
+    """A variable of the environment as C code sees it; Python keeps a copy of its own."""
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_char_p
+    value = getenv(variable.encode())
+    return None if value is None else value.decode()
+
+
+def loaded() -> list[str]:
+    """The plug-ins that the simulator has found, by their symbols without the version."""
+    found = [re.fullmatch(r"plugin (\w+)_v\d found=true", line) for line in trace_lines()]
+    return [each[1] for each in found if each]
+
+
+def begin(ctx: Context, vendor: str, rules: str) -> str:
+    """A group with rules, and torch's name of its device.
+
+    The simulators' core is built from the project's own crate and exports plug-ins of the same names: loaded first, and
+    for all to see, it must not take the place of the extension's.
+    """
+    return start(ctx, vendor, rules=rules)[1]
+
+
+def all_reduced(name: str, count: int, group: dist.ProcessGroup | None = None) -> tuple[str, str, bool, str]:
+    """One all_reduce: the number of its communicator, "ALGORITHM, protocol WORD", whether a tuner was asked, and what
+    `explain` says of it."""
+    before = len(trace_lines())
+    value = torch.empty(count, device=name).fill_(dist.get_rank() + 1)
+    work = dist.all_reduce(value, group=group, async_op=True)
+    assert work is not None
+    work.wait()
+    holds(value, total(dist.get_world_size()))
+    pattern = re.compile(rf"chose id=(\w+) func=4 bytes={4 * count} channels=\d+ tuned=(\w+) algo=(\w+) proto=(\w+)")
+    (chosen,) = [each for each in map(pattern.fullmatch, trace_lines()[before:]) if each]
+    found = sagellm.explain(work)
+    assert found.reason == "vendor" and found.choice in str(found), found
+    return chosen[1], f"{chosen[3]}, protocol {chosen[4]}", chosen[2] == "true", found.choice
+
+
+def steered(ctx: Context, rules: str, expected: dict[int, str]) -> None:
+    name = begin(ctx, "nccl", rules)
+    for variable in PLUGINS:
+        assert variable not in os.environ and told(variable) is None, "nobody has set it before"
+    numbers = set()
+    for count, algorithm in expected.items():
+        number, ran, asked, choice = all_reduced(name, count)
+        numbers.add(number)
+        assert asked and ran.startswith(f"{algorithm}, "), (count, ran, choice)
+        assert f": {ran}, " in choice, (ran, choice)
+    assert len(numbers) == 1, numbers
+    # Both variables name this very extension, whose plug-ins were found.
+    own = _load.extension().__file__
+    for variable, symbol in PLUGINS.items():
+        path = told(variable)
+        assert path is not None and Path(path).samefile(own), (variable, path)
+        assert loaded().count(symbol) == 1, trace_lines()
+    # Another group of the process, with the same ranks and no rules.
+    free = dist.new_group(pg_options=sagellm.Options(vendor="nccl"))
+    for count, algorithm in UNSTEERED.items():
+        number, ran, asked, choice = all_reduced(name, count, free)
+        assert asked and number not in numbers, number
+        assert ran.startswith(f"{algorithm}, ") and f": {ran}, " in choice, (count, ran, choice)
+    # The first one goes on by its rules.
+    for count, algorithm in expected.items():
+        number, ran, _, _ = all_reduced(name, count)
+        assert number in numbers and ran.startswith(f"{algorithm}, "), (count, ran)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "rules,expected",
+    [
+        ("all_reduce:0-=double_tree", {SMALL: "TREE", LARGE: "TREE"}),
+        ("all_reduce:0-=ring", {SMALL: "RING", LARGE: "RING"}),
+        ("*:1MiB-=binomial_tree", {SMALL: "TREE", LARGE: "TREE"}),
+        ("all_reduce:0-1MiB=ring;all_reduce:1MiB-=double_tree", {SMALL: "RING", LARGE: "TREE"}),
+        ("reduce:0-=double_tree", UNSTEERED),
+    ],
+    ids=["double_tree", "ring", "from_1MiB", "crossed", "another_operation"],
+)
+def test_rules_choose_nccls_algorithm_in_their_own_group(
+    rules: str, expected: dict[int, str], libraries: dict[str, Path], tmp_path: Path
+) -> None:
+    """NCCL loads our plug-ins, tunes by the rules of the group alone, and `explain` says what it then took."""
+    run_fresh(
+        steered, 2, rules, expected, env=environment("nccl", libraries, SAGELLM_SIM_TRACE=str(tmp_path / "trace"))
+    )
+
+
+def plugins_of_the_user(ctx: Context, left: list[str]) -> None:
+    """`left` are the variables that the user has not set to "none"."""
+    name = begin(ctx, "nccl", "all_reduce:0-1MiB=ring;all_reduce:1MiB-=double_tree")
+    for count, algorithm in UNSTEERED.items():
+        _, ran, asked, choice = all_reduced(name, count)
+        # Without the profiler nobody tells the tuner whose communicator it is.
+        assert ran.startswith(f"{algorithm}, "), (count, ran)
+        assert asked == ("NCCL_TUNER_PLUGIN" in left), trace_lines()
+        assert (f": {ran}, " in choice) == ("NCCL_PROFILER_PLUGIN" in left), choice
+    for variable, symbol in PLUGINS.items():
+        path = told(variable)
+        assert path is not None and (path == "none") == (variable not in left), (variable, path)
+        assert loaded().count(symbol) == (variable in left), trace_lines()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "left", [[], ["NCCL_TUNER_PLUGIN"], ["NCCL_PROFILER_PLUGIN"]], ids=["none", "tuner", "profiler"]
+)
+def test_plugins_that_the_user_has_switched_off_stay_off(
+    left: list[str], libraries: dict[str, Path], tmp_path: Path
+) -> None:
+    """With "none" NCCL goes by its own choice; `explain` says what ran where the profiler is ours alone."""
+    off = {variable: "none" for variable in PLUGINS if variable not in left}
+    env = environment("nccl", libraries, SAGELLM_SIM_TRACE=str(tmp_path / "trace"), **off)
+    run_fresh(plugins_of_the_user, 2, left, env=env)
+
+
+def configured(ctx: Context, rules: str, word: str) -> None:
+    name = begin(ctx, "hccl", rules)
+
+    def words() -> list[str]:
+        return [line.split(" algo=")[1] for line in trace_lines() if line.startswith("HcclCommConfig size=")]
+
+    value = torch.ones(100, device=name)
+    dist.all_reduce(value)
+    holds(value, ctx.world_size)
+    first = words()
+    assert first and set(first) == {word}, trace_lines()
+    # A group without rules has a communicator of its own, for which nothing is asked.
+    free = dist.new_group(pg_options=sagellm.Options(vendor="auto"))
+    dist.all_reduce(value, group=free)
+    holds(value, ctx.world_size**2)
+    second = words()[len(first) :]
+    assert second and set(second) == {""}, trace_lines()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "rules,word",
+    [
+        ("*:0-=ring", "level0:NA;level1:ring"),
+        ("*:0-=halving_doubling", "level0:NA;level1:H-D_R"),
+        ("all_reduce:0-=ring", ""),
+        ("*:0-1MiB=ring", ""),
+        ("", ""),
+    ],
+    ids=["ring", "halving_doubling", "one_operation", "some_sizes", "no_rules"],
+)
+def test_a_rule_for_everything_is_in_hccls_configuration(
+    rules: str, word: str, libraries: dict[str, Path], tmp_path: Path
+) -> None:
+    """HCCL's algorithm is one of the whole communicator: other rules leave it alone, and so does another group."""
+    run_fresh(configured, 2, rules, word, env=environment("hccl", libraries, SAGELLM_SIM_TRACE=str(tmp_path / "trace")))

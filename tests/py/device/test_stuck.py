@@ -1,0 +1,155 @@
+"""Operations that get stuck inside a vendor's library, works that are aborted, and how long works took.
+
+Over simulators, one of whose operations hangs where the variable SAGELLM_SIM_HANG_AT says so.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Context, expect_raises, launch, run_fresh
+from on_device import backend_of, holds
+from simulated import VENDORS, environment, exit_code, start
+
+#: The first test builds the simulators, which takes minutes on a busy machine; every job has a deadline of its own.
+pytestmark = pytest.mark.timeout(900)
+
+#: Works are waited for on the host no longer than this, in seconds; a test that comes near it has failed.
+PATIENCE = 40
+
+
+def error_of(work: Any) -> tuple[str, float]:
+    """The text of the error with which a work ends, and after how many seconds."""
+    begin = time.monotonic()
+    text = expect_raises(RuntimeError, lambda: work.wait(timedelta(seconds=PATIENCE)))
+    return text, time.monotonic() - begin
+
+
+def hangs_inside(ctx: Context, vendor: str, hanging: list[int], leaves: bool) -> None:
+    if ctx.rank not in hanging:
+        del os.environ["SAGELLM_SIM_HANG_AT"]  # the simulator has not read it yet
+    _, name = start(ctx, vendor, timeout=timedelta(seconds=3))
+    value = torch.ones(10, device=name)
+    dist.all_reduce(value)
+    holds(value, 2)
+    work = dist.all_reduce(value, async_op=True)
+    assert work is not None
+    text, took = error_of(work)
+    later = expect_raises(RuntimeError, lambda: dist.all_reduce(value))
+    ctx.tell((name, text, took, later))
+    ctx.listen()  # a rank that ends would be the other's reason
+    if leaves:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("hanging,leaves", [([0, 1], True), ([0, 1], False), ([1], True)], ids=str)
+@pytest.mark.parametrize("vendor", VENDORS)
+def test_what_hangs_inside_the_library_fails_at_the_groups_timeout(
+    vendor: str, hanging: list[int], leaves: bool, libraries: dict[str, Path]
+) -> None:
+    """The error names operation, number and device, blames no rank, and is the group's; the processes end."""
+    # The library itself would hang for far longer than the test waits.
+    env = environment(vendor, libraries, SAGELLM_SIM_HANG_AT="2", SAGELLM_SIM_TIMEOUT_MS="300000")
+    with launch(hangs_inside, 2, vendor, hanging, leaves, env=env) as job:
+        for rank in range(2):
+            name, text, took, later = job.hear(rank)
+            assert f"Timed out after 3.0 s in all_reduce number 2 on {name}:0" in text, text
+            assert f"rank {1 - rank} (pid {job.pid(1 - rank)}) has issued it" in text, text
+            assert 2 < took < 15, took
+            assert f"Timed out after 3.0 s in all_reduce number 2 on {name}:0" in later, later
+        begin = time.monotonic()
+        for rank in range(2):
+            job.say(rank, "go")
+        assert [exit_code(rank) for rank in job.ranks] == [0, 0], job.report()
+        assert time.monotonic() - begin < 30
+
+
+def aborts(ctx: Context, vendor: str, waits: bool) -> None:
+    _, name = start(ctx, vendor, timeout=timedelta(seconds=300))
+    value = torch.ones(10, device=name)
+    dist.all_reduce(value)
+    holds(value, 2)
+    if ctx.rank == 1:
+        ctx.listen()  # never issues what rank 0 has under way
+        os._exit(0)
+    work = dist.all_reduce(value, async_op=True)
+    assert work is not None
+    found: list[tuple[str, float]] = []
+    begun = threading.Event()
+
+    def waiting() -> None:
+        begun.set()
+        found.append(error_of(work))
+
+    thread = threading.Thread(target=waiting)
+    if waits:
+        thread.start()
+        assert begun.wait(PATIENCE)
+    assert not work.is_completed()
+    begin = time.monotonic()
+    backend_of(name).abort()
+    if not waits:
+        thread.start()
+    thread.join(PATIENCE)
+    took = time.monotonic() - begin
+    assert work.is_completed() and not work.is_success()
+    later = expect_raises(RuntimeError, lambda: dist.all_reduce(value))
+    ((text, _),) = found
+    ctx.tell((text, took, later))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["waited_for", "not_waited_for"])
+@pytest.mark.parametrize("vendor", VENDORS)
+def test_an_abort_ends_what_is_under_way(vendor: str, waits: bool, libraries: dict[str, Path]) -> None:
+    """The waiting work fails at once and not at the deadline, although the peer lives and has not issued it."""
+    env = environment(vendor, libraries, SAGELLM_SIM_TIMEOUT_MS="300000")
+    with launch(aborts, 2, vendor, waits, env=env) as job:
+        text, took, later = job.hear(0, PATIENCE)
+        assert took < 10, took
+        for each in (text, later):
+            assert "abort() was called on rank 0" in each and "Timed out" not in each, each
+        assert exit_code(job.ranks[0]) == 0, job.report()
+        job.say(1, "go")
+
+
+#: Every operation of the simulated library takes at least this long, in milliseconds.
+SLOW_MS = 60
+
+
+def timed(ctx: Context, vendor: str) -> None:
+    _, name = start(ctx, vendor)
+    value = torch.ones(10, device=name)
+    dist.all_reduce(value)
+
+    def waited_for() -> Any:
+        work = dist.all_reduce(value, async_op=True)
+        assert work is not None
+        work.wait(timedelta(seconds=PATIENCE))
+        return work
+
+    work = waited_for()
+    assert "enable_collectives_timing" in expect_raises(RuntimeError, work._get_duration)
+    backend_of(name)._enable_collectives_timing()
+    assert "enable_collectives_timing" in expect_raises(RuntimeError, work._get_duration), "it was issued before"
+    begin = time.monotonic()
+    work = waited_for()
+    # The library was at work within this time, and no shorter than it is told to be.
+    took = 1000 * (time.monotonic() - begin)
+    assert SLOW_MS <= work._get_duration() <= took, (work._get_duration(), took)
+    holds(value, 8)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("vendor", VENDORS)
+def test_durations_are_those_of_the_device(vendor: str, libraries: dict[str, Path]) -> None:
+    """With timing enabled a work says how many milliseconds the library needed; before that it is refused."""
+    run_fresh(timed, 2, vendor, env=environment(vendor, libraries, SAGELLM_SIM_SLOW_US=str(1000 * SLOW_MS)))
