@@ -188,17 +188,15 @@ def test_rule_02_only_one_rank_makes_the_wrong_call(world_size: int) -> None:
 
 def refused_features(ctx: Context) -> None:
     backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
-    for name in ("supports_shrinking", "supports_window", "supports_reconfigure"):
+    for name in ("supports_window", "supports_reconfigure"):
         if hasattr(backend, name):
             assert getattr(backend, name) is False, name
-    if hasattr(dist, "shrink_group"):
-        expect_raises((RuntimeError, TypeError, NotImplementedError), lambda: dist.shrink_group([1]))
     total = torch.ones(2)
     dist.all_reduce(total)
     assert total.tolist() == [2.0, 2.0]
 
 
 @beyond_gloo("reconfigures")
-def test_reconfigure_shrink_and_windows_are_refused_clearly() -> None:
+def test_reconfigure_and_windows_are_refused_clearly() -> None:
     """What the backend does not do it says so, and goes on."""
     run_ranks(refused_features, 2)

@@ -61,8 +61,17 @@ def not_shared() -> str:
     return f"NCCL {found} has one rank a card; {wanted} or newer has several (SAGELLM_NCCL_LIBRARY names a file)"
 
 
+def rival_not_shared() -> str:
+    """The same for torch's own backend, which uses the copy that torch brought."""
+    reason = not_shared()
+    if reason or torch.cuda.nccl.version() >= SHARES_A_CARD:
+        return reason
+    return f"torch's own NCCL {torch.cuda.nccl.version()} has one rank a card: its backend cannot be compared with"
+
+
 needs_card = pytest.mark.skipif(bool(no_card()), reason=no_card() or "-")
 needs_shared_card = pytest.mark.skipif(bool(not_shared()), reason=not_shared() or "-")
+needs_shared_rival = pytest.mark.skipif(bool(rival_not_shared()), reason=rival_not_shared() or "-")
 
 
 def in_group(ctx: Context, body: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:

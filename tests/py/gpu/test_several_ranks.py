@@ -11,7 +11,7 @@ from typing import Any
 import on_device
 import pytest
 import torch.distributed as dist
-from card import needs_shared_card, on_card, same_as_nccl
+from card import needs_shared_card, needs_shared_rival, on_card, same_as_nccl
 from harness import Context
 from test_one_rank import captured, eager
 
@@ -72,6 +72,7 @@ def test_a_captured_call_is_played_again(asynchronous: bool) -> None:
     on_card(2, captured, asynchronous)
 
 
+@needs_shared_rival
 @pytest.mark.parametrize("program", [on_device.ddp, on_device.fsdp], ids=["ddp", "fsdp2"])
 def test_two_ranks_train_as_over_nccl(program: Any) -> None:
     """Losses and parameters, bit for bit."""
