@@ -3,6 +3,7 @@
 #include <cxxabi.h>
 #include <pthread.h>
 
+#include <algorithm>
 #include <exception>
 #include <string>
 #include <system_error>
@@ -29,6 +30,9 @@ void run_logged(const std::function<void()>& job) {
   }
 }
 
+// The job that this thread of the pool runs, while it has not given its turn away; 0 on all other threads.
+thread_local uint64_t current_turn = 0;
+
 // A job may own Python objects, which cannot be dropped any more.
 void leak(std::function<void()> job) {
   new std::function<void()>(std::move(job));
@@ -40,16 +44,39 @@ void CallbackPool::post(std::function<void()> job) {
   std::unique_lock<std::mutex> lock(mutex_);
   if (stopped_) return leak(std::move(job));
   jobs_.push_back(std::move(job));
-  if (jobs_.size() <= idle_) {
-    work_.notify_one();
-    return;
-  }
-  if (add_thread() || threads_ > 0) return;
+  call_a_thread();
+  if (threads_ > 0) return;
   // No thread at all and none to be had: better here, on the wrong thread, than never.
   job = std::move(jobs_.back());
   jobs_.pop_back();
   lock.unlock();
   run_logged(job);
+}
+
+void CallbackPool::call_a_thread() {
+  if (idle_ == 0) {
+    if (threads_ < kMostThreads) add_thread();
+    return;
+  }
+  if (turn_ == 0 || !watched_) work_.notify_one();
+}
+
+void CallbackPool::about_to_block() {
+  if (current_turn != 0) instance().give_turn_away(std::exchange(current_turn, 0));
+}
+
+void CallbackPool::give_turn_away(uint64_t turn) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  slow_.erase(turn);
+  if (turn_ != turn) return;
+  turn_ = 0;
+  if (!jobs_.empty()) call_a_thread();
+}
+
+CallbackPool::Clock::time_point CallbackPool::turn_ends() const {
+  constexpr auto kTurn = std::chrono::milliseconds(5);
+  constexpr size_t kLongest = 10;
+  return turn_began_ + kTurn * std::min(slow_.size() + 1, kLongest);
 }
 
 bool CallbackPool::add_thread() {
@@ -75,19 +102,44 @@ void CallbackPool::serve() {
       if (!called) break;
       continue;
     }
-    // On the heap, because what it owns must not be dropped when the thread is unwound (see `run_logged`).
-    auto* job = new std::function<void()>(std::move(jobs_.front()));
-    jobs_.pop_front();
-    lock.unlock();
-    // Once the interpreter goes down the job is leaked.
-    if (python_alive()) {
-      run_logged(*job);
-      delete job;
+    if (turn_ != 0) {
+      const auto ends = turn_ends();
+      if (Clock::now() < ends) {
+        ++idle_;
+        watched_ = true;
+        work_.wait_until(lock, ends, [this] { return stopped_ || turn_ == 0; });
+        watched_ = false;
+        --idle_;
+        continue;
+      }
+      slow_.insert(turn_);
     }
-    lock.lock();
+    run_next(lock);
   }
   --threads_;
   left_.notify_all();
+}
+
+void CallbackPool::run_next(std::unique_lock<std::mutex>& lock) {
+  const uint64_t turn = ++last_turn_;
+  turn_ = turn;
+  turn_began_ = Clock::now();
+  // On the heap, because what it owns must not be dropped when the thread is unwound (see `run_logged`).
+  auto* job = new std::function<void()>(std::move(jobs_.front()));
+  jobs_.pop_front();
+  // Somebody has to see it if this one lasts.
+  if (!jobs_.empty() && !watched_) call_a_thread();
+  lock.unlock();
+  // Once the interpreter goes down the job is leaked.
+  if (python_alive()) {
+    current_turn = turn;
+    run_logged(*job);
+    current_turn = 0;
+    delete job;
+  }
+  lock.lock();
+  slow_.erase(turn);
+  if (turn_ == turn) turn_ = 0;
 }
 
 void CallbackPool::stop(std::chrono::milliseconds patience) {

@@ -15,6 +15,7 @@
 #include <deque>
 #include <functional>
 #include <mutex>
+#include <set>
 #include <vector>
 
 #include "per_process.hpp"
@@ -37,28 +38,53 @@ class BlockSignals {
   sigset_t before_{};
 };
 
-// Threads for callbacks. A thread is added whenever a job would have to wait for one, because the others may all be
-// blocked in callbacks that need that very job; idle threads leave after a while. None exists before the first job.
+// Threads for callbacks. Jobs run one after the other, on the thread that has the turn. A callback may block, on a
+// collective or on another callback, and must not hold up the jobs behind it: a thread that is about to wait in one of
+// our calls gives its turn away at once, and one that stays in a job for some milliseconds (it may be asking for the
+// GIL, or sleep) loses it. Each loss lengthens the patience with the next, to 50 ms, so a program that keeps the GIL
+// for seconds costs a few dozen threads, however many futures end meanwhile. Idle threads leave after a while. None
+// exists before the first job.
 class CallbackPool {
  public:
   static CallbackPool& instance() { return per_process<CallbackPool>(); }
 
+  // Most threads: so many callbacks may be blocked at a time before jobs have to wait for them.
+  static constexpr size_t kMostThreads = 256;
+
   // Runs `job` soon on a thread of the pool. Exceptions are logged. After `stop` the job is leaked, not run.
   void post(std::function<void()> job);
+
+  // To be called before a wait for an operation: if this is a thread of the pool, another one takes the next job.
+  static void about_to_block();
 
   // No job starts from now on. Waits up to `patience` for running ones. Call without the GIL.
   void stop(std::chrono::milliseconds patience);
 
  private:
+  using Clock = std::chrono::steady_clock;
+
   bool add_thread();
   void serve();
+  void run_next(std::unique_lock<std::mutex>& lock);
+  // With the lock: makes sure that somebody takes the next job, now or when the turn has lasted too long.
+  void call_a_thread();
+  void give_turn_away(uint64_t turn);
+  Clock::time_point turn_ends() const;
 
   std::mutex mutex_;
-  // Wakes idle threads: a job came, or the end.
+  // Wakes idle threads: a job came, the turn is free, or the end.
   std::condition_variable work_;
   // Wakes `stop`: a thread has left.
   std::condition_variable left_;
   std::deque<std::function<void()>> jobs_;
+  // The job that has the turn, by a number of its own, and since when; 0 if none has.
+  uint64_t turn_ = 0;
+  uint64_t last_turn_ = 0;
+  Clock::time_point turn_began_;
+  // Jobs that lost their turn and still run.
+  std::set<uint64_t> slow_;
+  // An idle thread waits for the end of the turn.
+  bool watched_ = false;
   size_t idle_ = 0;
   size_t threads_ = 0;
   bool stopped_ = false;

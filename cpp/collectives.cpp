@@ -1,5 +1,6 @@
 // The calls that move data: what each one requires, and which pieces of memory it is made of.
 #include "backend.hpp"
+#include "callbacks.hpp"
 #include "checks.hpp"
 #include "errors.hpp"
 #include "sites.hpp"
@@ -547,6 +548,7 @@ SageBackend::WorkPtr SageBackend::barrier(const c10d::BarrierOptions& opts) {
 
 void SageBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
   if (messages_delegated()) return delegate()->monitoredBarrier(opts, wait_all_ranks);
+  CallbackPool::about_to_block();
   try {
     group_->monitored_barrier(opts.timeout.count(), wait_all_ranks);
   } catch (const rust::Error& error) {

@@ -288,6 +288,7 @@ std::string OpWork::error() const {
 }
 
 bool OpWork::wait(std::chrono::milliseconds timeout) {
+  if (!done()) CallbackPool::about_to_block();
   // No timeout, or c10d's "unset", means the operation's own deadline, which the core keeps.
   const bool bounded = timeout.count() > 0;
   const auto until = std::chrono::steady_clock::now() + timeout;
@@ -377,6 +378,7 @@ std::chrono::nanoseconds TaskWork::duration() const {
 }
 
 bool TaskWork::wait(std::chrono::milliseconds timeout) {
+  if (!done()) CallbackPool::about_to_block();
   // Signals of Python are looked for this often; the job itself ends by the deadlines of its operations.
   constexpr auto kSlice = std::chrono::milliseconds(100);
   const bool bounded = timeout.count() > 0;
