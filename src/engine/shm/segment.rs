@@ -7,7 +7,8 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::Once;
+use std::sync::atomic::{AtomicPtr, AtomicU8, AtomicUsize, Ordering};
 
 use crate::error::{Error, Result};
 
@@ -25,12 +26,83 @@ pub enum Backing {
     Anonymous,
 }
 
-/// A shared mapping; unmapped on drop.
+/// A shared mapping; unmapped on drop. In a forked child its addresses lead to private memory of the child (`Mapped`), so
+/// whatever the child does with objects that it inherited, it cannot write what the parent and its peers share.
 #[derive(Debug)]
 pub struct Segment {
     base: NonNull<u8>,
     len: usize,
     backing: Backing,
+    entry: &'static Mapped,
+}
+
+/// One entry of the list of mapped segments, which the handler of a fork reads. Entries are never freed, because the
+/// handler may take no lock; one whose segment was dropped is used again.
+#[derive(Debug)]
+struct Mapped {
+    /// 0 while unused. Written by whoever makes (release, after `len`) and drops a segment, read by the forked child,
+    /// which has no other threads.
+    base: AtomicUsize,
+    len: AtomicUsize,
+    next: AtomicPtr<Mapped>,
+}
+
+/// First entry of the list: only ever pushed to.
+static MAPPED: AtomicPtr<Mapped> = AtomicPtr::new(std::ptr::null_mut());
+static FORK_HANDLER: Once = Once::new();
+/// Marks an entry that is being filled in: no mapping begins there, and none has no length.
+const TAKEN: usize = 1;
+
+/// Every entry of the list.
+fn mapped() -> impl Iterator<Item = &'static Mapped> {
+    // SAFETY: entries are leaked boxes, so a pointer that was pushed stays valid.
+    let entry = |at: *mut Mapped| unsafe { at.as_ref() };
+    std::iter::successors(entry(MAPPED.load(Ordering::Acquire)), move |one| entry(one.next.load(Ordering::Acquire)))
+}
+
+/// Enters a mapping, so that forked children lose it.
+fn enter(base: NonNull<u8>, len: usize) -> &'static Mapped {
+    FORK_HANDLER.call_once(|| {
+        // SAFETY: the handler is a plain function that lives for ever.
+        let rc = unsafe { libc::pthread_atfork(None, None, Some(in_forked_child)) };
+        if rc != 0 {
+            log::warn!("pthread_atfork failed ({rc}); a forked child could write the shared memory of its parent");
+        }
+    });
+    let free = |one: &&Mapped| one.base.compare_exchange(0, TAKEN, Ordering::Acquire, Ordering::Relaxed).is_ok();
+    let entry = mapped().find(free).unwrap_or_else(|| {
+        let new = Box::leak(Box::new(Mapped { base: TAKEN.into(), len: 0.into(), next: AtomicPtr::default() }));
+        let mut first = MAPPED.load(Ordering::Relaxed);
+        loop {
+            new.next.store(first, Ordering::Relaxed);
+            // Release: the entry before the pointer to it.
+            match MAPPED.compare_exchange_weak(first, new, Ordering::Release, Ordering::Relaxed) {
+                Ok(_) => return new,
+                Err(other) => first = other,
+            }
+        }
+    });
+    entry.len.store(len, Ordering::Relaxed);
+    entry.base.store(base.as_ptr() as usize, Ordering::Release);
+    entry
+}
+
+/// Runs in the child between fork and its first own instruction: puts private, empty memory in the place of every segment.
+/// Only atomics and system calls, because locks may be held by threads that the child does not have.
+extern "C" fn in_forked_child() {
+    for one in mapped() {
+        let (base, len) = (one.base.load(Ordering::Acquire), one.len.load(Ordering::Relaxed));
+        if base <= TAKEN {
+            continue;
+        }
+        let flags = libc::MAP_FIXED | libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        // SAFETY: the range is a mapping of ours, of which the child has a copy of its own; what uses it finds zeros.
+        unsafe {
+            if libc::mmap(base as *mut _, len, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0) == libc::MAP_FAILED {
+                libc::munmap(base as *mut _, len);
+            }
+        }
+    }
 }
 
 // SAFETY: a segment is an address range that stays mapped for its lifetime. It hands out raw pointers only; who
@@ -116,7 +188,7 @@ impl Segment {
         };
         let base = map_pages(len, libc::MAP_SHARED, fd.as_raw_fd())
             .map_err(|error| refused(&format!("cannot map {len} bytes of shared memory"), error))?;
-        Ok((Segment { base, len, backing }, fd))
+        Ok((Segment { base, len, backing, entry: enter(base, len) }, fd))
     }
 
     /// Maps a segment that another rank made. The length must be what that rank announced, and must not be able to
@@ -144,14 +216,14 @@ impl Segment {
         }
         let base = map_pages(expected_len, libc::MAP_SHARED, fd.as_raw_fd())
             .map_err(|error| refused(&format!("cannot map {expected_len} bytes of shared memory"), error))?;
-        Ok(Segment { base, len: expected_len, backing })
+        Ok(Segment { base, len: expected_len, backing, entry: enter(base, expected_len) })
     }
 
     /// Memory for ranks that are threads of one process.
     pub fn anonymous(len: usize) -> Result<Segment> {
         let base = map_pages(len, libc::MAP_SHARED | libc::MAP_ANONYMOUS, -1)
             .map_err(|error| refused(&format!("cannot map {len} bytes of memory"), error))?;
-        Ok(Segment { base, len, backing: Backing::Anonymous })
+        Ok(Segment { base, len, backing: Backing::Anonymous, entry: enter(base, len) })
     }
 
     pub fn len(&self) -> usize {
@@ -213,6 +285,7 @@ impl Segment {
 
 impl Drop for Segment {
     fn drop(&mut self) {
+        self.entry.base.store(0, Ordering::Release);
         // SAFETY: base and len are what mmap returned, and nothing can use them after the drop.
         unsafe { libc::munmap(self.base.as_ptr().cast(), self.len) };
     }
@@ -307,6 +380,34 @@ mod tests {
     #[should_panic(expected = "outside the segment")]
     fn a_pointer_outside_panics() {
         Segment::anonymous(4096).unwrap().ptr(4090, 7);
+    }
+
+    #[test]
+    fn a_forked_child_writes_memory_of_its_own() {
+        let (dropped, _) = Segment::create(4096).unwrap();
+        drop(dropped);
+        let (one, fd) = Segment::create(3 * 4096).unwrap();
+        let two = Segment::map(fd.as_fd(), 3 * 4096, one.backing()).unwrap();
+        let three = Segment::anonymous(4096).unwrap();
+        // SAFETY: inside live mappings, which only this thread uses; the child calls nothing that may need a lock.
+        unsafe {
+            one.ptr(5000, 1).write_volatile(42);
+            three.ptr(0, 1).write_volatile(43);
+            let child = libc::fork();
+            if child == 0 {
+                let empty = one.ptr(5000, 1).read_volatile() == 0 && three.ptr(0, 1).read_volatile() == 0;
+                one.ptr(5000, 1).write_volatile(1);
+                two.ptr(5001, 1).write_volatile(2);
+                three.ptr(0, 1).write_volatile(3);
+                libc::_exit(if empty { 17 } else { 18 });
+            }
+            let mut status = 0;
+            assert_eq!(libc::waitpid(child, &mut status, 0), child);
+            assert_eq!((libc::WIFEXITED(status), libc::WEXITSTATUS(status)), (true, 17));
+            let left =
+                (one.ptr(5000, 1).read_volatile(), two.ptr(5001, 1).read_volatile(), three.ptr(0, 1).read_volatile());
+            assert_eq!(left, (42, 0, 43));
+        }
     }
 
     #[test]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Context, beyond_gloo, run_fresh
+from harness import Context, beyond_gloo, launch, run_fresh
 from torch.utils.data import DataLoader, Dataset
 
 
@@ -96,3 +97,53 @@ def child_exits(ctx: Context) -> None:
 def test_rule_26_a_forked_child_that_ends_normally_harms_nobody() -> None:
     """The child runs atexit and destructors over a copy of the group; the parent's ranks go on."""
     run_fresh(child_exits, 2)
+
+
+def child_uses_what_it_inherited(ctx: Context) -> None:
+    """The child tries to drive, cancel and abort what its parent has pending, while the parent is stopped."""
+    ctx.init()
+    numbers = torch.arange(4 << 20, dtype=torch.float32) % 1000
+    mine = numbers * (ctx.rank + 1)
+    if ctx.rank == 1:
+        ctx.listen()
+        dist.all_reduce(mine)
+        assert torch.equal(mine, numbers * 3)
+        dist.destroy_process_group()
+        return
+    work: Any = dist.all_reduce(mine, async_op=True)
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        said = []
+        os.kill(os.getppid(), signal.SIGSTOP)  # nobody but the child could move the operation now
+        try:
+            ctx.tell("forked")  # rank 1 comes, so that there would be something to move
+            for call in (work.wait, backend.abort, backend.shutdown, backend._stats):
+                try:
+                    call()
+                    said.append("nothing was raised")
+                except (ValueError, RuntimeError) as error:
+                    said.append(str(error))
+        finally:
+            os.kill(os.getppid(), signal.SIGCONT)
+            os.write(write, "\n".join(said).encode())
+            os._exit(0)
+    os.close(write)
+    texts = os.read(read, 10_000).decode().split("\n")
+    os.waitpid(pid, 0)
+    assert "forked child" in texts[0], texts
+    assert texts[1:3] == ["nothing was raised"] * 2, texts
+    assert "forked child" in texts[3], texts
+    work.wait()
+    assert torch.equal(mine, numbers * 3)
+    dist.destroy_process_group()
+
+
+@beyond_gloo("the child uses its parent's connections")
+def test_rule_26_a_forked_child_cannot_move_what_its_parent_has_pending() -> None:
+    """Rule 26: neither wait, abort nor shutdown of what a child inherited reaches the parent's memory."""
+    with launch(child_uses_what_it_inherited, 2) as job:
+        assert job.hear(0) == "forked"
+        job.say(1, "go on")
+        job.values(60)
