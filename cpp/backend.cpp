@@ -32,6 +32,16 @@ c10d::OpType op_type(Kind kind) {
   return kTypes[static_cast<size_t>(kind)];
 }
 
+// A text of the core, or its error as an exception.
+template <class Body>
+std::string text_of(const Body& body) {
+  try {
+    return std::string(body());
+  } catch (const rust::Error& error) {
+    raise(error.what());
+  }
+}
+
 }  // namespace
 
 c10::intrusive_ptr<SageBackend> SageBackend::create(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
@@ -118,31 +128,23 @@ c10::intrusive_ptr<c10d::Backend> SageBackend::delegate() const {
 }
 
 std::string SageBackend::describe() const {
-  return std::string(group_->describe());
+  return text_of([&] { return group_->describe(); });
 }
 
 std::string SageBackend::explain(uint8_t kind, uint64_t bytes, uint8_t dtype) const {
-  try {
-    return std::string(group_->explain(kind, bytes, dtype));
-  } catch (const rust::Error& error) {
-    raise(error.what());
-  }
+  return text_of([&] { return group_->explain(kind, bytes, dtype); });
 }
 
 std::string SageBackend::explain_number(uint64_t number) const {
-  try {
-    return std::string(group_->explain_number(number));
-  } catch (const rust::Error& error) {
-    raise(error.what());
-  }
+  return text_of([&] { return group_->explain_number(number); });
 }
 
 std::string SageBackend::stats() const {
-  return std::string(group_->stats());
+  return text_of([&] { return group_->stats(); });
 }
 
 std::string SageBackend::records() const {
-  return std::string(group_->records());
+  return text_of([&] { return group_->records(); });
 }
 
 void SageBackend::reset_stats() {
@@ -389,6 +391,7 @@ SageBackend::WorkPtr SageBackend::submit_all(std::vector<Plan>& plans, const Lab
 
 void SageBackend::run(Plan& plan, const Label& label, TensorView inputs) {
   Graveyard::instance().drain();
+  CallbackPool::about_to_block();
   const std::unique_ptr<Trace> trace = Trace::start(label.title, inputs);
   plan.call.sync = true;
   // The caller's frame keeps the tensors; only staged copies need to hear of the operation.

@@ -11,12 +11,11 @@ mod devices;
 mod hooks;
 mod simulate;
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
 use crate::config::{Config, Settings};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, contained};
 use crate::group::{self, Group, Op};
 use crate::types::{CallNote, Dtype, Kind, ReduceOp, Request, Span};
 use devices::{RustDevices, RustLaunched, RustMember, RustRecipe};
@@ -210,15 +209,15 @@ pub mod ffi {
         /// The group's fault with its code letter, or empty.
         fn fault(self: &RustGroup) -> String;
         /// Which engine serves it and why, for logs: one line.
-        fn describe(self: &RustGroup) -> String;
+        fn describe(self: &RustGroup) -> Result<String>;
         /// How an operation would travel, as `select::explain::Explanation::lines`. `kind` and `dtype` by their numbers.
         fn explain(self: &RustGroup, kind: u8, bytes: u64, dtype: u8) -> Result<String>;
         /// How the collective with this number travels or travelled, and what was recorded.
         fn explain_number(self: &RustGroup, number: u64) -> Result<String>;
         /// Counts and times as JSON (`stats/export.rs`).
-        fn stats(self: &RustGroup) -> String;
+        fn stats(self: &RustGroup) -> Result<String>;
         /// The last operations as JSON, oldest first.
-        fn records(self: &RustGroup) -> String;
+        fn records(self: &RustGroup) -> Result<String>;
         fn reset_stats(self: &RustGroup);
         /// Which ranks of the default group its ranks are, for records.
         fn set_members(self: &RustGroup, members: &[u32]);
@@ -464,18 +463,7 @@ fn coded(error: &Error) -> String {
 
 /// Runs `body`; an error or a panic becomes the text that `cpp/work.cpp` reads.
 fn guarded<T>(body: impl FnOnce() -> Result<T>) -> std::result::Result<T, String> {
-    match catch_unwind(AssertUnwindSafe(body)) {
-        Ok(Ok(value)) => Ok(value),
-        Ok(Err(error)) => Err(coded(&error)),
-        Err(panic) => {
-            let text = panic
-                .downcast_ref::<String>()
-                .map(String::as_str)
-                .or_else(|| panic.downcast_ref::<&str>().copied())
-                .unwrap_or("no message");
-            Err(coded(&Error::Bug(format!("sagellm: internal error, please report it: {text}"))))
-        }
-    }
+    contained(body).map_err(|error| coded(&error))
 }
 
 fn set_log_level(level: u8) {
@@ -637,8 +625,8 @@ impl RustGroup {
     fn fault(&self) -> String {
         self.0.fault().as_ref().map(coded).unwrap_or_default()
     }
-    fn describe(&self) -> String {
-        self.0.describe()
+    fn describe(&self) -> std::result::Result<String, String> {
+        guarded(|| self.0.not_forked().map(|()| self.0.describe()))
     }
     fn explain(&self, kind: u8, bytes: u64, dtype: u8) -> std::result::Result<String, String> {
         guarded(|| {
@@ -647,22 +635,28 @@ impl RustGroup {
         })
     }
     fn explain_number(&self, number: u64) -> std::result::Result<String, String> {
-        guarded(|| Ok(self.0.explain_number(number)?.lines()))
+        guarded(|| {
+            self.0.not_forked()?;
+            Ok(self.0.explain_number(number)?.lines())
+        })
     }
-    fn stats(&self) -> String {
-        self.0.stats()
+    fn stats(&self) -> std::result::Result<String, String> {
+        guarded(|| self.0.not_forked().map(|()| self.0.stats()))
     }
-    fn records(&self) -> String {
-        self.0.records()
+    fn records(&self) -> std::result::Result<String, String> {
+        guarded(|| self.0.not_forked().map(|()| self.0.records()))
     }
     fn reset_stats(&self) {
-        self.0.reset_stats();
+        if self.0.not_forked().is_ok() {
+            self.0.reset_stats();
+        }
     }
     fn set_members(&self, members: &[u32]) {
         self.0.set_members(members.to_vec());
     }
     fn foreign(&self, call: &ffi::Foreign) -> std::result::Result<Box<RustForeign>, String> {
         guarded(|| {
+            self.0.not_forked()?;
             let unknown = || Error::Bug(format!("sagellm: unknown kind {} came over the bridge", call.kind));
             let kind = Kind::from_u8(call.kind).ok_or_else(unknown)?;
             let note = CallNote {

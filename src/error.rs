@@ -2,6 +2,7 @@
 //! The texts are golden files (`tests/golden`): who, what was expected, what came, what to do.
 
 use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Error {
@@ -53,6 +54,15 @@ impl Error {
             | Error::Bug(t) => t,
         }
     }
+}
+
+/// Runs `body`; a panic in it is a bug of ours and becomes an error.
+pub fn contained<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
+    catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| {
+        let text = panic.downcast_ref::<String>().map(String::as_str);
+        let text = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("no message");
+        Err(Error::Bug(format!("sagellm: internal error, please report it: {text}")))
+    })
 }
 
 impl fmt::Display for Error {

@@ -18,19 +18,20 @@ mod monitored;
 pub mod pairs;
 mod report;
 
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError, Weak};
 use std::time::{Duration, Instant};
 
 use crate::config::Config;
-use crate::driver::{self, Driven, Outcome, Patience};
+use crate::domain::{Domain, Driven, Patience};
+use crate::driver::{self, Outcome};
 use crate::engine::hierarchical::Hierarchical;
 use crate::engine::shm::area::Area;
 use crate::engine::shm::companions::Following;
 use crate::engine::shm::p2p::Ended;
-use crate::engine::shm::{Shm, futex, signal};
+use crate::engine::shm::{Shm, signal};
 use crate::engine::solo;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, contained};
 pub use crate::host::{Completion, Host, Store};
 pub use crate::op::Op as CoreOp;
 use crate::op::{self};
@@ -71,7 +72,8 @@ struct Peer {
 
 pub struct Group {
     config: Config,
-    domain: u64,
+    /// The rank's groups, which its threads drive together.
+    domain: Arc<Domain>,
     /// Equal on all ranks and of no other attempt to make a group; zeros where they have not met.
     id: [u8; 16],
     /// The process (by forks since the first group) that made this group: no other may touch it.
@@ -84,8 +86,6 @@ pub struct Group {
     cores: usize,
     /// What serves a group on several hosts, from `open_link` on.
     lanes: OnceLock<Hierarchical>,
-    /// Futex word for waits in such a group: added to (release) after an operation ended, read (acquire) before the wait.
-    bell: AtomicU32,
     host: Arc<dyn Host>,
     peers: Vec<Peer>,
     /// Some peer is dead: one relaxed load on the way of every pass. Set after the peer's own flag.
@@ -118,8 +118,8 @@ pub struct Op {
 
 impl Group {
     fn lock(&self) -> MutexGuard<'_, Inner> {
-        // A panic under the lock is a bug that was already reported; the group goes on as well as it can.
-        self.inner.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+        // After a panic under the lock the group has failed, and what is left is to end it.
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// `Group::id` as text, for keys in a store.
@@ -164,7 +164,7 @@ impl Group {
         let sync = request.sync;
         let core = self.start(request, completion)?;
         if !sync && !core.is_done() {
-            driver::start_progress();
+            driver::issued(&self.domain);
         }
         Ok(Arc::new(Op { core, group: self.this.upgrade().expect("a group that is used is alive") }))
     }
@@ -175,22 +175,21 @@ impl Group {
         if core.is_done() {
             return core.outcome(); // as it is for the rank that comes last; waiting would read the clock
         }
-        match driver::wait_until(self, &*self.host, None, || core.is_done()) {
-            Outcome::Done => core.outcome(),
-            _ => {
-                // The caller gets an exception and may free the tensors: the group cannot go on with this operation.
-                let text = format!(
-                    "sagellm: rank {} was interrupted in {} number {} of group '{}'",
-                    self.config.rank, core.request.kind, core.number, self.config.name
-                );
-                self.poison(Error::Interrupted(text.clone()));
-                if self.lanes.get().is_some() {
-                    // A lane may be in the middle of a copy; poison has cut what it waits for.
-                    driver::wait_until(self, &NoHost, None, || core.is_done());
-                }
-                Err(Error::Interrupted(text))
-            }
+        let error = match contained(|| Ok(driver::wait_until(self, &*self.host, None, || core.is_done()))) {
+            Ok(Outcome::Done) => return core.outcome(),
+            Ok(_) => Error::Interrupted(format!(
+                "sagellm: rank {} was interrupted in {} number {} of group '{}'",
+                self.config.rank, core.request.kind, core.number, self.config.name
+            )),
+            Err(bug) => bug,
+        };
+        // The caller gets an exception and may free the tensors: the group cannot go on with this operation.
+        self.poison(error.clone());
+        if self.lanes.get().is_some() {
+            // A lane may be in the middle of a copy; poison has cut what it waits for.
+            driver::wait_until(self, &NoHost, None, || core.is_done());
         }
+        Err(error)
     }
 
     fn start(&self, request: Request, completion: Option<Box<dyn Completion>>) -> Result<Arc<CoreOp>> {
@@ -209,33 +208,34 @@ impl Group {
             self.last_number.store(number, Ordering::Relaxed);
         }
         self.pending.fetch_add(1, Ordering::Relaxed);
-        driver::PENDING.fetch_add(1, Ordering::Relaxed);
+        self.domain.add_pending(1);
         inner.stats.issued(&op);
-        let fault = match &mut inner.engine {
+        let begun = contained(|| match &mut inner.engine {
             Engine::Solo => {
                 ended.push((Arc::clone(&op), solo::run(&op, kernel.as_ref())));
-                None
+                Ok(())
             }
             Engine::Shm(shm) => {
                 shm.issue(Arc::clone(&op), kernel, &mut ended);
-                shm.poll(&mut ended).err()
+                shm.poll(&mut ended).map(|_| ())
             }
             Engine::Hosts(_) => self.lanes.get().map_or_else(
-                || Some(Error::Bug("sagellm: an operation came before the link between hosts".to_string())),
-                |lanes| lanes.issue(Arc::clone(&op)).err(),
+                || Err(Error::Bug("sagellm: an operation came before the link between hosts".to_string())),
+                |lanes| lanes.issue(Arc::clone(&op)),
             ),
-            Engine::Delegate(_) => Some(Error::Bug("sagellm: an operation reached a delegated group".to_string())),
-        };
-        if let (Some(fault), Engine::Hosts(_) | Engine::Delegate(_)) = (&fault, &inner.engine) {
-            ended.push((Arc::clone(&op), Err(fault.clone()))); // nobody else has it
-        }
-        if !ended.iter().any(|(done, _)| Arc::ptr_eq(done, &op)) {
-            op.journey.blocks();
+            Engine::Delegate(_) => Err(Error::Bug("sagellm: an operation reached a delegated group".to_string())),
+        });
+        if !contains(&ended, &op) {
+            match &begun {
+                // It failed before the engine had it: nobody else would end it.
+                Err(fault) if !inner.holds(&op) => ended.push((Arc::clone(&op), Err(fault.clone()))),
+                _ => op.journey.blocks(),
+            }
         }
         let at = inner.close(&ended);
         drop(guard);
         self.settle(ended, at);
-        if let Some(fault) = fault {
+        if let Err(fault) = begun {
             self.poison(fault);
         }
         Ok(op)
@@ -250,19 +250,16 @@ impl Group {
     /// Tells the owners of operations that ended `at` that moment (`Inner::close`). Never under the lock.
     fn settle(&self, ended: Ended, at: Option<u64>) {
         let Some(at) = at else { return };
+        self.pending.fetch_sub(ended.len(), Ordering::Relaxed);
+        self.domain.remove_pending(ended.len());
         for (op, outcome) in ended {
-            self.pending.fetch_sub(1, Ordering::Relaxed);
-            driver::PENDING.fetch_sub(1, Ordering::Relaxed);
-            op.end(outcome, at);
+            // One owner's bug must not keep the others from hearing.
+            if let Err(bug) = contained(|| Ok(op.end(outcome, at))) {
+                log::error!("{bug}");
+            }
         }
         // Other threads of this rank may sleep, waiting for one of them.
-        if let Some(area) = &self.area {
-            signal::Bell::fence(&**area);
-            signal::ring_if_asleep(&**area, area.me);
-        } else if self.lanes.get().is_some() {
-            self.bell.fetch_add(1, Ordering::Release);
-            futex::wake_all(&self.bell);
-        }
+        self.domain.announce_ended();
     }
 
     /// What this rank knows already. Takes no lock.
@@ -276,14 +273,20 @@ impl Group {
         Ok(())
     }
 
-    /// Whether a new operation may start. Never under the lock: a fault that is noticed here is dealt with here.
-    fn usable(&self, what: &str) -> Result<()> {
+    /// Refuses what a forked child asks of its parent's group: the locks may be held by threads that it does not have.
+    pub fn not_forked(&self) -> Result<()> {
         if watch::generation() != self.generation {
             return Err(Error::Invalid(
                 "sagellm: a forked child cannot use its parent's process group. Start the child with the 'spawn' method"
                     .to_string(),
             ));
         }
+        Ok(())
+    }
+
+    /// Whether a new operation may start. Never under the lock: a fault that is noticed here is dealt with here.
+    fn usable(&self, what: &str) -> Result<()> {
+        self.not_forked()?;
         self.standing()?;
         if self.area.as_ref().is_some_and(|area| area.is_poisoned()) {
             // A peer found a fault in an operation that had ended legally here.
@@ -318,8 +321,11 @@ impl Group {
         self.fault.get().cloned()
     }
 
-    /// Fails everything pending here and on the peers.
+    /// Fails everything pending here and on the peers. In a forked child it does nothing: the group is the parent's.
     pub fn abort(&self, reason: &str) {
+        if self.not_forked().is_err() {
+            return;
+        }
         let reason = if reason.is_empty() { "abort was called" } else { reason };
         self.poison(Error::Aborted(format!(
             "sagellm: rank {} aborted group '{}': {reason}. Make a new group to go on",
@@ -329,7 +335,7 @@ impl Group {
 
     /// Leaves in order: what was published stays readable for the peers, what is pending fails.
     pub fn shutdown(&self) {
-        if watch::generation() != self.generation || self.closed.swap(true, Ordering::AcqRel) {
+        if self.not_forked().is_err() || self.closed.swap(true, Ordering::AcqRel) {
             return;
         }
         if let Some(area) = &self.area {
@@ -343,7 +349,7 @@ impl Group {
         self.fail_all(&destroyed);
         if let Some(driven) = self.this.upgrade() {
             let driven: Arc<dyn Driven> = driven;
-            driver::unregister(&driven);
+            self.domain.unregister(&driven);
         }
         // Outside of any lock: where it was the last of its companions' groups, this ends their watch.
         let following = self.following.lock().unwrap().take();
@@ -381,7 +387,19 @@ impl Group {
     }
 }
 
+fn contains(ended: &Ended, op: &Arc<CoreOp>) -> bool {
+    ended.iter().any(|(done, _)| Arc::ptr_eq(done, op))
+}
+
 impl Inner {
+    /// True while the engine may still move this operation and will end it.
+    fn holds(&self, op: &Arc<CoreOp>) -> bool {
+        match &self.engine {
+            Engine::Shm(shm) => shm.operations().any(|held| Arc::ptr_eq(held, op)),
+            _ => false,
+        }
+    }
+
     /// Enters operations that ended into the statistics, before their owners hear of it; gives the time that it was.
     fn close(&mut self, ended: &Ended) -> Option<u64> {
         if ended.is_empty() {
@@ -405,45 +423,59 @@ impl Inner {
     }
 }
 
+impl Group {
+    /// One pass over the engine, with the lock held. True when something moved; an error is the group's fault.
+    fn advance(&self, shm: &mut Shm, ended: &mut Ended) -> Result<bool> {
+        if shm.poll(ended)? {
+            return Ok(true);
+        }
+        let area = self.area.as_ref();
+        // What a peer reported comes first: whoever leaves after it leaves because of it.
+        if area.is_some_and(|area| area.is_poisoned()) {
+            return self.reported(Some(shm)).map_or(Ok(true), Err);
+        }
+        if self.any_dead.load(Ordering::Acquire) || area.is_some_and(|area| area.has_leavers()) {
+            self.check_ended_peers(shm, ended).map_or(Ok(()), Err)?;
+        }
+        Ok(!ended.is_empty())
+    }
+
+    /// With the lock held: fails where a rank that ended is still needed, or a deadline passed.
+    fn look_at_peers_and_deadlines(&self, shm: &mut Shm, now: u64, ended: &mut Ended) -> Result<()> {
+        if !self.area.as_ref().is_some_and(|area| area.is_poisoned()) {
+            self.check_ended_peers(shm, ended).map_or(Ok(()), Err)?; // a reported fault is left to `drive`
+        }
+        match shm.next_deadline().filter(|op| now >= op.deadline).cloned() {
+            Some(op) => Err(self.stall(shm, &op)),
+            None => Ok(()),
+        }
+    }
+}
+
 impl Driven for Group {
     fn drive(&self) -> bool {
-        // Taken: another thread is driving, or issuing, and will be through in one pass.
-        let Ok(mut inner) = self.inner.try_lock() else { return false };
+        let mut inner = match self.inner.try_lock() {
+            Ok(inner) => inner,
+            // Another thread is driving, or issuing, and will be through in one pass.
+            Err(TryLockError::WouldBlock) => return false,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+        };
         let Engine::Shm(shm) = &mut inner.engine else { return false };
         if shm.pending() == 0 {
             return false;
         }
         let mut ended = Ended::new();
-        let mut fault = None;
-        let mut moved = match shm.poll(&mut ended) {
-            Ok(moved) => moved,
-            Err(error) => {
-                fault = Some(error);
-                true
-            }
-        };
-        // What a peer reported comes first: whoever leaves after it leaves because of it.
-        let poisoned = !moved && self.area.as_ref().is_some_and(|area| area.is_poisoned());
-        let gone =
-            || self.any_dead.load(Ordering::Acquire) || self.area.as_ref().is_some_and(|area| area.has_leavers());
-        if !moved && !poisoned && gone() {
-            fault = self.check_ended_peers(shm, &mut ended);
-            moved = fault.is_some() || !ended.is_empty();
-        }
-        if poisoned {
-            fault = self.reported(Some(shm));
-            moved = true;
-        }
-        if !moved {
+        let moved = contained(|| self.advance(shm, &mut ended));
+        if matches!(moved, Ok(false)) {
             inner.stats.catch_up();
         }
         let at = inner.close(&ended);
         drop(inner);
         self.settle(ended, at);
-        if let Some(fault) = fault {
+        moved.unwrap_or_else(|fault| {
             self.poison(fault);
-        }
-        moved
+            true
+        })
     }
 
     fn tick(&self) {
@@ -454,20 +486,11 @@ impl Driven for Group {
         let mut inner = self.lock();
         let Engine::Shm(shm) = &mut inner.engine else { return };
         let mut ended = Ended::new();
-        let mut fault = None;
-        if !self.area.as_ref().is_some_and(|area| area.is_poisoned()) {
-            fault = self.check_ended_peers(shm, &mut ended); // a reported fault is left to `drive`
-        }
-        if fault.is_none()
-            && let Some(op) = shm.next_deadline().filter(|op| now >= op.deadline)
-        {
-            let op = Arc::clone(op);
-            fault = Some(self.stall(shm, &op));
-        }
+        let looked = contained(|| self.look_at_peers_and_deadlines(shm, now, &mut ended));
         let at = inner.close(&ended);
         drop(inner);
         self.settle(ended, at);
-        if let Some(fault) = fault {
+        if let Err(fault) = looked {
             self.poison(fault);
         }
     }
@@ -478,11 +501,8 @@ impl Driven for Group {
     fn area(&self) -> Option<&Area> {
         self.area.as_deref()
     }
-    fn bell(&self) -> Option<&AtomicU32> {
-        self.lanes.get().map(|_| &self.bell)
-    }
-    fn domain(&self) -> u64 {
-        self.domain
+    fn domain(&self) -> &Arc<Domain> {
+        &self.domain
     }
     fn patience(&self) -> Patience {
         self.patience
@@ -523,8 +543,10 @@ impl Op {
             return self.core.outcome();
         }
         let group = &self.group;
+        group.not_forked()?;
         let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
-        match driver::wait_until(&**group, &*group.host, until, || self.core.is_done()) {
+        let waited = contained(|| Ok(driver::wait_until(&**group, &*group.host, until, || self.core.is_done())));
+        match waited.inspect_err(|bug| group.poison(bug.clone()))? {
             Outcome::Done => self.core.outcome(),
             Outcome::Elapsed => Err(Error::WaitElapsed(format!(
                 "sagellm: wait({:.3} s) elapsed before {} number {} of group '{}' ended on rank {}; it is still running",
@@ -567,7 +589,10 @@ pub fn at_exit() {
     if watch::forked() {
         return; // groups and threads are the parent's
     }
-    driver::for_each(|group| group.leave());
-    driver::stop_progress();
+    for domain in Domain::all() {
+        // The last one first: a group over several hosts was made after those that it has inside its host.
+        domain.groups().iter().rev().for_each(|group| group.leave());
+        driver::stop(&domain);
+    }
     watch::stop();
 }

@@ -6,7 +6,8 @@
 //! 1. `cpp/backend.cpp` turns the c10d call into one plain [`types::Request`]; it decides nothing.
 //! 2. [`bridge`](self) (feature `torch`) is the contract between C++ and Rust: no logic, no panic crosses it.
 //! 3. [`group`] gives the operation its sequence number, signature and deadline, and hands it to the engine.
-//!    [`driver`] is who makes progress: the thread that waits, or the progress thread when nobody waits.
+//!    [`driver`] is who makes progress: the thread that waits, or the progress thread when nobody waits; [`domain`] are the
+//!    groups that they drive together, [`roles`] who wakes whom.
 //! 4. [`engine`] does it: [`engine::shm`] over shared memory between the processes of one host
 //!    (`small.rs` slots, `bulk.rs` rounds, `p2p.rs` send and receive, `protocol.rs` the rules of who may write when);
 //!    [`engine::hierarchical`] where ranks live on several hosts, in batches that [`fusion`] cuts, over an [`engine::link`].
@@ -22,11 +23,13 @@
 
 #[cfg(feature = "torch")]
 mod bridge;
+pub mod domain;
 pub mod driver;
 pub mod engine;
 pub mod fusion;
 pub mod group;
 pub mod reduce;
+pub mod roles;
 pub mod schedule;
 pub mod select;
 pub mod stats;

@@ -4,7 +4,7 @@
 //! others without a lock: see `state`.
 
 use std::sync::atomic::{AtomicI32, AtomicU8, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Mutex, OnceLock};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use crate::clock;
@@ -217,16 +217,21 @@ impl Op {
         Duration::from_nanos(self.nanoseconds.load(Ordering::Relaxed))
     }
 
+    /// The owner, until the end. After a panic in one of its copies it must still hear of the end.
+    fn completion(&self) -> MutexGuard<'_, Option<Box<dyn Completion>>> {
+        self.completion.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Strided inputs into their contiguous pieces, right before the engine first reads them.
     pub fn prepare(&self) {
-        if let Some(completion) = self.completion.lock().unwrap().as_ref() {
+        if let Some(completion) = self.completion().as_ref() {
             completion.prepare();
         }
     }
 
     /// Contiguous results into strided outputs, right after the engine wrote them.
     pub fn store_back(&self) {
-        if let Some(completion) = self.completion.lock().unwrap().as_ref() {
+        if let Some(completion) = self.completion().as_ref() {
             completion.store_back();
         }
     }
@@ -234,7 +239,7 @@ impl Op {
     /// Ends the operation, which was through `at` (`clock::stamp`), once, and tells its owner. Call without locks: the owner queues work of
     /// its own.
     pub fn end(&self, outcome: Result<()>, at: u64) {
-        let completion = self.completion.lock().unwrap().take();
+        let completion = self.completion().take();
         self.nanoseconds.store(at.saturating_sub(self.issued).max(1), Ordering::Relaxed);
         let state = match outcome {
             Ok(()) => DONE,

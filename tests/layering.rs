@@ -3,24 +3,26 @@
 use std::path::{Path, PathBuf};
 
 /// From top to bottom; a module may use modules with a larger number. Modules of one number are one layer.
-const LAYERS: [(&str, u32); 18] = [
+const LAYERS: [(&str, u32); 20] = [
     ("bridge", 1),
     ("group", 2),
     ("driver", 3),
-    ("engine", 4),
-    ("fusion", 5),
-    ("select", 5),
-    ("schedule", 6),
-    ("reduce", 6),
-    ("watch", 7),
-    ("stats", 7),
-    ("op", 8),
-    ("host", 9),
-    ("config", 9),
-    ("clock", 9),
-    ("topology", 9),
-    ("error", 10),
-    ("types", 10),
+    ("domain", 4),
+    ("roles", 5),
+    ("engine", 6),
+    ("fusion", 7),
+    ("select", 7),
+    ("schedule", 8),
+    ("reduce", 8),
+    ("watch", 9),
+    ("stats", 9),
+    ("op", 10),
+    ("host", 11),
+    ("config", 11),
+    ("clock", 11),
+    ("topology", 11),
+    ("error", 12),
+    ("types", 12),
     ("lib", 0),
 ];
 

@@ -296,3 +296,271 @@ fn a_sleeper_never_misses_the_news() {
         assert_eq!(house.sleepers.load(Relaxed), 0);
     });
 }
+
+// Who drives, and who wakes whom: `roles.rs` and `signal.rs` as `driver.rs` calls them. Two groups with a peer each that
+// publishes one piece of news, threads that wait, and the progress thread.
+
+use sagellm::engine::shm::signal::Listening;
+use sagellm::roles::{self, Driving};
+
+/// The kernel's futexes: a sleep on several words ends when one of them changes.
+struct Kernel {
+    lock: Mutex<()>,
+    queue: Condvar,
+}
+
+/// An event count: `Bell` with a kernel that all share.
+struct Count {
+    word: AtomicU32,
+    sleepers: AtomicU32,
+    kernel: Arc<Kernel>,
+}
+
+impl Count {
+    fn new(kernel: &Arc<Kernel>) -> Count {
+        Count { word: AtomicU32::new(0), sleepers: AtomicU32::new(0), kernel: kernel.clone() }
+    }
+}
+
+impl Bell for Count {
+    fn door(&self, _: usize) -> u32 {
+        self.word.load(Acquire)
+    }
+    fn ring(&self, _: usize) {
+        self.word.fetch_add(1, Release);
+        let _kernel = self.kernel.lock.lock().unwrap();
+        self.kernel.queue.notify_all();
+    }
+    fn asleep(&self, _: usize) -> u32 {
+        self.sleepers.load(Relaxed)
+    }
+    fn sleepers(&self) -> u32 {
+        self.sleepers.load(Relaxed)
+    }
+    fn count_sleeper(&self, _: usize, more: bool) {
+        self.sleepers.fetch_add(if more { 1 } else { u32::MAX }, Relaxed);
+    }
+    fn fence(&self) {
+        fence(SeqCst);
+    }
+}
+
+/// A group with one operation: issued here, published by a peer, moved by one who drives.
+struct Party {
+    door: Count,
+    issued: AtomicU32,
+    published: AtomicU32,
+    done: AtomicU32,
+}
+
+struct Rank {
+    kernel: Arc<Kernel>,
+    work: Count,
+    ended: Count,
+    pending: AtomicU32,
+    drivers: AtomicU32,
+    stopping: AtomicU32,
+    groups: Vec<Party>,
+}
+
+impl roles::Words for Rank {
+    type Work = Count;
+    fn work(&self) -> &Count {
+        &self.work
+    }
+    fn pending(&self) -> usize {
+        self.pending.load(Relaxed) as usize
+    }
+    fn drivers(&self) -> usize {
+        self.drivers.load(Relaxed) as usize
+    }
+    fn count_driver(&self, more: bool) {
+        self.drivers.fetch_add(if more { 1 } else { u32::MAX }, Relaxed);
+    }
+    fn stopping(&self) -> bool {
+        self.stopping.load(Relaxed) != 0
+    }
+}
+
+impl Rank {
+    fn new(groups: usize) -> Arc<Rank> {
+        let kernel = Arc::new(Kernel { lock: Mutex::new(()), queue: Condvar::new() });
+        let party = |_| Party {
+            door: Count::new(&kernel),
+            issued: AtomicU32::new(0),
+            published: AtomicU32::new(0),
+            done: AtomicU32::new(0),
+        };
+        Arc::new(Rank {
+            work: Count::new(&kernel),
+            ended: Count::new(&kernel),
+            pending: AtomicU32::new(0),
+            drivers: AtomicU32::new(0),
+            stopping: AtomicU32::new(0),
+            groups: (0..groups).map(party).collect(),
+            kernel,
+        })
+    }
+
+    /// As `Group::issue`: counted before it is there, announced after it.
+    fn issue(&self, group: usize, announce: bool) {
+        self.pending.fetch_add(1, Relaxed);
+        self.groups[group].issued.store(1, Release);
+        if announce {
+            roles::issued(self);
+        }
+    }
+
+    /// What a peer does.
+    fn publish(&self, group: usize) {
+        self.groups[group].published.store(1, Release);
+        signal::announce(&self.groups[group].door, 1);
+    }
+
+    /// As `Group::drive`: ends the operation of a group once it was issued here and published there.
+    fn drive(&self, group: usize) -> bool {
+        let party = &self.groups[group];
+        let ready = party.issued.load(Acquire) == 1 && party.published.load(Acquire) == 1;
+        if !ready || party.done.compare_exchange(0, 1, Release, Relaxed).is_err() {
+            return false;
+        }
+        self.pending.fetch_sub(1, Relaxed);
+        signal::announce(&self.ended, 1);
+        true
+    }
+
+    /// As `driver::sleep`. There is no timeout: a wake that is missed is a deadlock, which loom reports.
+    fn sleep(&self, waits: bool, stop: impl Fn() -> bool) {
+        let work = Listening::new(&self.work, 0);
+        let ended = waits.then(|| Listening::new(&self.ended, 0));
+        let busy: Vec<usize> = (0..self.groups.len()).filter(|g| self.groups[*g].issued.load(Acquire) == 1).collect();
+        let doors: Vec<_> = busy.iter().map(|g| Listening::new(&self.groups[*g].door, 0)).collect();
+        let mut moved = stop();
+        for group in &busy {
+            moved |= self.drive(*group);
+        }
+        if moved || stop() {
+            return;
+        }
+        let listening = || [&work].into_iter().chain(&ended).chain(&doors);
+        let mut kernel = self.kernel.lock.lock().unwrap();
+        while listening().all(|one| one.bell.word.load(Relaxed) == one.value) {
+            kernel = self.kernel.queue.wait(kernel).unwrap();
+        }
+    }
+
+    /// As `driver::wait_until`.
+    fn wait(&self, group: usize) {
+        let _driving = Driving::new(self);
+        let done = || self.groups[group].done.load(Acquire) == 1;
+        while !done() {
+            self.sleep(true, done);
+        }
+    }
+
+    /// As the progress thread, which is told to stop when all have ended.
+    fn progress(&self) {
+        let sleep = |value| {
+            let mut kernel = self.kernel.lock.lock().unwrap();
+            while self.work.word.load(Relaxed) == value {
+                kernel = self.kernel.queue.wait(kernel).unwrap();
+            }
+        };
+        while roles::await_work(self, sleep) {
+            while roles::needs_progress(self) {
+                self.sleep(false, || !roles::needs_progress(self));
+            }
+        }
+    }
+
+    fn stop(&self) {
+        self.stopping.store(1, Relaxed);
+        signal::announce(&self.work, 1);
+    }
+}
+
+fn model(groups: usize, body: impl Fn(Arc<Rank>) + Send + Sync + 'static) {
+    let mut model = loom::model::Builder::new();
+    model.preemption_bound = Some(2);
+    model.max_branches = 20_000;
+    model.check(move || body(Rank::new(groups)));
+}
+
+fn spawn(rank: &Arc<Rank>, body: impl Fn(&Rank) + Send + 'static) -> thread::JoinHandle<()> {
+    let rank = rank.clone();
+    thread::spawn(move || body(&rank))
+}
+
+#[test]
+fn an_operation_issued_in_another_group_wakes_a_thread_that_sleeps() {
+    // The waiting thread sleeps on group 0 when the other issues in group 1 and waits for nothing.
+    model(2, |rank| {
+        rank.issue(0, false);
+        let waiting = spawn(&rank, |rank| rank.wait(0));
+        let peer = spawn(&rank, |rank| {
+            rank.publish(1);
+            // It needs the answer in group 1 before it goes on.
+            while rank.groups[1].done.load(Acquire) == 0 {
+                thread::yield_now();
+            }
+            rank.publish(0);
+        });
+        rank.issue(1, true);
+        peer.join().unwrap();
+        waiting.join().unwrap();
+    });
+}
+
+#[test]
+fn two_threads_that_wait_in_two_groups_both_end() {
+    model(2, |rank| {
+        rank.issue(0, false);
+        rank.issue(1, false);
+        let other = spawn(&rank, |rank| rank.wait(1));
+        let peer = spawn(&rank, |rank| {
+            rank.publish(1);
+            rank.publish(0);
+        });
+        rank.wait(0);
+        other.join().unwrap();
+        peer.join().unwrap();
+    });
+}
+
+#[test]
+fn the_progress_thread_takes_over_when_the_last_thread_leaves() {
+    // Group 0 is waited for, group 1 by nobody: whoever leaves last hands it over.
+    model(2, |rank| {
+        let progress = spawn(&rank, Rank::progress);
+        rank.issue(1, true);
+        rank.issue(0, false);
+        rank.publish(0);
+        rank.wait(0);
+        rank.publish(1);
+        while rank.groups[1].done.load(Acquire) == 0 {
+            thread::yield_now();
+        }
+        rank.stop();
+        progress.join().unwrap();
+    });
+}
+
+#[test]
+fn a_thread_that_asks_for_the_interpreters_lock_holds_up_nobody() {
+    // The thread that waits pauses until its own operation has ended: only the progress thread can end it.
+    model(1, |rank| {
+        let progress = spawn(&rank, Rank::progress);
+        rank.issue(0, false);
+        {
+            let driving = Driving::new(&*rank);
+            rank.publish(0);
+            driving.pause(|| {
+                while rank.groups[0].done.load(Acquire) == 0 {
+                    thread::yield_now();
+                }
+            });
+        }
+        rank.stop();
+        progress.join().unwrap();
+    });
+}

@@ -1,13 +1,13 @@
 //! How a group begins: its ranks meet, and the engine that serves them is built. Groups whose ranks are threads of one
 //! process, for tests and tools, are built here, too.
 
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::Duration;
 
 use super::{Engine, Group, Inner, Peer, explain};
 use crate::config::{self, Config, Settings};
-use crate::driver::{self, Driven, Patience};
+use crate::domain::{Domain, Driven, Patience};
 use crate::engine::local;
 use crate::engine::shm::Shm;
 use crate::engine::shm::area::Area;
@@ -182,7 +182,7 @@ impl Group {
     ) -> Arc<Group> {
         let ranks = config.size;
         let group = Arc::new_cyclic(|this| Group {
-            domain,
+            domain: Domain::numbered(domain),
             id,
             generation: watch::generation(),
             patience: if matches!(engine, Engine::Hosts(_)) {
@@ -194,7 +194,6 @@ impl Group {
             policy: Arc::new(policy),
             cores,
             lanes: OnceLock::new(),
-            bell: AtomicU32::new(0),
             host,
             peers,
             any_dead: AtomicBool::new(false),
@@ -218,7 +217,7 @@ impl Group {
             config,
         });
         let driven: Arc<dyn Driven> = Arc::<Group>::clone(&group);
-        driver::register(&driven);
+        group.domain.register(&driven);
         log::info!("{}", group.describe());
         group
     }

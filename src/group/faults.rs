@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::Group;
+use crate::engine::shm::Shm;
 use crate::engine::shm::p2p::Ended;
-use crate::engine::shm::{Shm, signal};
 use crate::error::Error;
 use crate::op::{self, Op};
 use crate::types::{ANY_RANK, Kind};
@@ -17,10 +17,7 @@ impl Group {
         if let Some(peer) = self.peers.get(rank) {
             peer.dead.store(true, Ordering::Release);
             self.any_dead.store(true, Ordering::Release);
-            if let Some(area) = &self.area {
-                signal::Bell::fence(&**area);
-                signal::ring_if_asleep(&**area, area.me);
-            }
+            self.domain.announce_work();
         }
     }
 
@@ -58,8 +55,7 @@ impl Group {
     pub(super) fn check_ended_peers(&self, shm: &mut Shm, ended: &mut Ended) -> Option<Error> {
         let area = self.area.as_ref()?;
         for rank in (0..area.ranks).filter(|rank| *rank != area.me) {
-            let dead = self.peers[rank].dead.load(Ordering::Acquire);
-            if !dead && !area.left(rank) {
+            if !self.is_gone(rank) {
                 continue;
             }
             // Its last words may have come after our last look: complete what they satisfy. They fit into the segment,
@@ -71,12 +67,16 @@ impl Group {
                     Err(error) => return Some(error),
                 }
             }
-            if let Some(op) = shm.needs(rank) {
-                let op = Arc::clone(op);
+            if let Some(op) = shm.blocked_by(rank, |rank| self.is_gone(rank)).next().cloned() {
                 return Some(self.death_of(rank, &Group::within(Some(&op))));
             }
         }
         None
+    }
+
+    /// True when nothing new comes from `rank`: it left or died.
+    fn is_gone(&self, rank: usize) -> bool {
+        self.peers[rank].dead.load(Ordering::Acquire) || self.area.as_ref().is_some_and(|area| area.left(rank))
     }
 
     /// The text of a deadline that passed: who is missing and what they did last.
@@ -84,7 +84,9 @@ impl Group {
         let Some(area) = &self.area else { return Error::Bug("sagellm: a stall without peers".to_string()) };
         let mut missing = Vec::new();
         for rank in (0..area.ranks).filter(|rank| *rank != area.me) {
-            if !shm.needs(rank).is_some_and(|needing| std::ptr::eq(&**needing, op)) {
+            // A receive from anyone that timed out lacks all of them.
+            let anyone = op.request.root == ANY_RANK;
+            if !shm.blocked_by(rank, |_| anyone).any(|blocked| std::ptr::eq(&**blocked, op)) {
                 continue;
             }
             let (last, call) = shm.last_call(rank);
@@ -103,7 +105,12 @@ impl Group {
             });
         }
         if missing.is_empty() {
-            missing.push("every rank entered it".to_string());
+            missing.push(shm.queued_behind(op).map_or_else(
+                || "every rank entered it".to_string(),
+                |first| {
+                    format!("it has not begun, because {} number {} has not ended", first.request.kind, first.number)
+                },
+            ));
         }
         let what = match op.request.kind {
             Kind::Send => format!("send to rank {} with tag {}", op.request.root, op.request.tag),
@@ -129,7 +136,8 @@ impl Group {
         }
         // A death that this rank saw itself is closer than hearsay.
         if let Some(dead) = self.dead_ranks().find(|dead| !self.area.as_ref().is_some_and(|area| area.left(*dead))) {
-            let op = shm.and_then(|shm| shm.needs(dead).or_else(|| shm.next_deadline()));
+            let op = shm
+                .and_then(|shm| shm.blocked_by(dead, |rank| self.is_gone(rank)).next().or_else(|| shm.next_deadline()));
             return Some(self.death_of(dead, &Group::within(op)));
         }
         let text = format!("{text} (reported by rank {rank})");

@@ -1,14 +1,15 @@
 //! A group whose ranks live on several hosts: the groups inside this host, the link to the others, and what the lanes
 //! between them tell.
 
-use std::sync::atomic::Ordering;
 use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use super::connect::{Agreed, NoHost, local_config};
 use super::{Engine, Group};
+use crate::clock;
 use crate::config::{Config, Settings};
+use crate::domain::Domain;
 use crate::engine::hierarchical::place::Place;
 use crate::engine::hierarchical::{Hierarchical, Inside, Report};
 use crate::engine::link::Link;
@@ -19,7 +20,6 @@ use crate::host::{Host, Store};
 use crate::op::Op;
 use crate::select::Policy;
 use crate::types::Request;
-use crate::{clock, driver};
 
 impl Group {
     /// Who lives where, in a group over several hosts that its own engine serves.
@@ -81,14 +81,14 @@ impl Inside for Group {
 }
 
 /// The lanes' way to the group. Weak: the group owns the lanes.
-struct Reporter(Weak<Group>);
+struct Reporter(Weak<Group>, Arc<Domain>);
 
 impl Report for Reporter {
     fn ended(&self, ended: Vec<(Arc<Op>, Result<()>)>) {
         match self.0.upgrade() {
             Some(group) => group.finish(ended),
             None => {
-                driver::PENDING.fetch_sub(ended.len(), Ordering::Relaxed);
+                self.1.remove_pending(ended.len());
                 ended.into_iter().for_each(|(op, outcome)| op.end(outcome, clock::stamp()));
             }
         }
@@ -208,7 +208,7 @@ impl Group {
         let insides = setup.insides.iter().map(|group| group.clone().map(|group| group as Arc<dyn Inside>)).collect();
         let (place, settings) = (setup.place.clone(), setup.settings);
         drop(inner);
-        let report = Arc::new(Reporter(self.this.clone()));
+        let report = Arc::new(Reporter(self.this.clone(), Arc::clone(&self.domain)));
         let (policy, timeout) = (Arc::clone(&self.policy), self.config.timeout);
         // On a thread of its own: a link can only be waited on, and this thread must hear of signals.
         let (done, opened) = std::sync::mpsc::channel();

@@ -25,7 +25,6 @@ mod travel;
 mod vector;
 
 use std::collections::{HashSet, VecDeque};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -36,7 +35,7 @@ pub use travel::{Inside, Way};
 
 use super::link::{self, Lane, Link, NOBODY, Note};
 use crate::config::Settings;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, contained};
 use crate::fusion::{Batch, Class, Item, LANES, Limits, Planner};
 use crate::op::{self, Company, Op};
 use crate::select::explain::{self, Explanation};
@@ -465,21 +464,18 @@ impl Shared {
         Some(Task { batch, ops, note, choice })
     }
 
-    /// A lane's thread.
+    /// A lane's thread. A panic is a bug of ours: it fails the group, ends what the lane had, and must not become a hang.
     fn work(&self, lane: usize, mut wires: Lane, report: &dyn Report) {
         let mut scratch = Vec::new();
-        while let Some(task) = self.next(lane) {
-            // A panic is a bug of ours; it must not become a hang.
-            let carried = catch_unwind(AssertUnwindSafe(|| self.carry(lane, &mut wires, &mut scratch, &task)));
-            let outcome = carried.unwrap_or_else(|_| {
-                Err(Error::Bug("sagellm: internal error in a lane, please report it with the text above".to_string()))
-            });
+        while let Some(task) = self.take(lane, report) {
+            let outcome = contained(|| self.carry(lane, &mut wires, &mut scratch, &task))
+                .and_then(|agreed| contained(|| Ok(self.finish(&task, agreed))));
             if scratch.len() > KEPT {
                 scratch = Vec::new();
             }
             self.known.lock().unwrap_or_else(PoisonError::into_inner).extend(wires.peers());
             match outcome {
-                Ok(agreed) => report.ended(self.finish(&task, agreed)),
+                Ok(ended) => report.ended(ended),
                 Err(error) => {
                     report.failed(error.clone());
                     let error = self.lock().fault.clone().unwrap_or(error);
@@ -489,12 +485,20 @@ impl Shared {
             }
         }
         let orderly = self.lock().fault.is_none();
-        if orderly {
-            wires.bye(DELIVERY, FAREWELL);
+        if orderly && let Err(error) = contained(|| Ok(wires.bye(DELIVERY, FAREWELL))) {
+            log::error!("{error}");
         }
         drop(wires); // the link's last reference must not fall while the process ends
         self.lock().running -= 1;
         self.turn.notify_all();
+    }
+
+    /// The next batch of this lane's turn, or none when the lane shall end.
+    fn take(&self, lane: usize, report: &dyn Report) -> Option<Task> {
+        contained(|| Ok(self.next(lane))).unwrap_or_else(|error| {
+            report.failed(error);
+            None
+        })
     }
 
     /// Marks a batch as ended; the operations that ended with it.

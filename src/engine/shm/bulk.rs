@@ -19,7 +19,7 @@
 
 use super::area::Area;
 use super::pieces::{Pieces, transfer};
-use super::protocol::{self, Region, Slots, Word, Words};
+use super::protocol::{self, Region, Slots};
 use super::small::{self, block, block_start};
 use crate::error::Result;
 use crate::op::Op;
@@ -70,19 +70,19 @@ impl Rounds {
         Rounds { chunk, seen: 0, plan: None, fill: 0, take: 0, collect: 0, factors: Vec::new(), pace }
     }
 
-    /// False once `peer` has done all its part in this operation: used when `peer` is dead or late.
+    /// True while the operation cannot end without something more from `peer`: asks of its last round what `step` asks of
+    /// the next one.
     pub fn needs(&self, area: &Area, op: &Op, peer: usize) -> bool {
-        let Some(plan) = &self.plan else { return !Slots::is_published(area, peer, op.number) };
         let bulk = Bulk { area, op, kernel: None, scratch: &mut Vec::new() };
-        let through = |region, base: u64| {
-            let least = base + plan.rounds;
-            area.load(Word::Drained(region, peer)) < least
-                || (bulk.peer_fills(region, peer) && area.load(Word::Ready(region, peer)) < least)
-        };
-        !Slots::is_published(area, peer, op.number)
-            || (plan.rounds > 0
-                && (through(Region::Stage, plan.bases.stage)
-                    || (bulk.uses_result() && through(Region::Result, plan.bases.result))))
+        if self.seen < area.ranks && bulk.verifies(peer) && !Slots::is_published(area, peer, op.number) {
+            return true;
+        }
+        // Without a plan its turn has not come: an earlier operation holds it up.
+        let Some(&Plan { bases, rounds: rounds @ 1.., .. }) = self.plan.as_ref() else { return false };
+        let last = rounds - 1;
+        self.fill < rounds && bulk.fill_needs(bases, last, peer)
+            || self.take < rounds && bulk.take_needs(bases, last, peer)
+            || self.collect < rounds && bulk.collect_needs(bases, last, peer)
     }
 }
 
@@ -184,13 +184,6 @@ impl Bulk<'_> {
             _ => true,
         }
     }
-    fn peer_fills(&self, region: Region, peer: usize) -> bool {
-        match self.op.request.kind {
-            Kind::Broadcast | Kind::Scatter => peer == self.op.request.root as usize,
-            Kind::Gather => peer != self.op.request.root as usize,
-            _ => region == Region::Stage || self.uses_result(),
-        }
-    }
     fn takes(&self) -> bool {
         match self.op.request.kind {
             Kind::Broadcast | Kind::Scatter => !self.root(),
@@ -217,6 +210,33 @@ impl Bulk<'_> {
         }
     }
 
+    // What each cursor needs of rank `q` for round `k` of the operation. `step` asks for the next round, `Rounds::needs`
+    // for the last.
+
+    fn fill_needs(&self, base: Bases, k: u64, q: usize) -> bool {
+        !protocol::has_drained(self.area, Region::Stage, q, base.stage + k)
+    }
+    /// A take reads the stage buffers of those it takes from.
+    fn take_needs_data(&self, base: Bases, k: u64, q: usize) -> bool {
+        let kind = self.op.request.kind;
+        let takes_from = !matches!(kind, Kind::Broadcast | Kind::Scatter) || q == self.op.request.root as usize;
+        takes_from && !protocol::is_ready(self.area, Region::Stage, q, base.stage + k)
+    }
+    /// It writes the own result buffer, which everybody may be reading.
+    fn take_needs_room(&self, base: Bases, k: u64, q: usize) -> bool {
+        self.uses_result() && !protocol::has_drained(self.area, Region::Result, q, base.result + k)
+    }
+    fn take_needs(&self, base: Bases, k: u64, q: usize) -> bool {
+        self.take_needs_data(base, k, q) || self.take_needs_room(base, k, q)
+    }
+    fn collect_needs(&self, base: Bases, k: u64, q: usize) -> bool {
+        !protocol::is_ready(self.area, Region::Result, q, base.result + k)
+    }
+    /// The first peer for which `needs` is true.
+    fn first_peer(&self, needs: impl Fn(usize) -> bool) -> Option<usize> {
+        (0..self.area.ranks).find(|q| *q != self.area.me && needs(*q))
+    }
+
     /// Bytes of one block that travel in one round.
     fn unit(&self, chunk: usize) -> usize {
         select::unit(self.op.request.kind, self.area.ranks, chunk)
@@ -238,7 +258,7 @@ impl Bulk<'_> {
 
     fn try_fill(&mut self, state: &mut Rounds, rounds: u64, base: Bases) -> bool {
         let (area, k) = (self.area, state.fill);
-        if k >= rounds || !protocol::may_fill(area, Region::Stage, area.me, area.ranks, base.stage + k) {
+        if k >= rounds || self.first_peer(|q| self.fill_needs(base, k, q)).is_some() {
             return false;
         }
         let began = state.pace.begin(self.op);
@@ -323,16 +343,14 @@ impl Bulk<'_> {
         if k >= rounds || state.seen < area.ranks || (self.fills() && state.fill <= k) {
             return false;
         }
-        let g = base.stage + k;
-        let root = self.op.request.root as usize;
-        let from = |q: usize| q != area.me && (!matches!(kind, Kind::Broadcast | Kind::Scatter) || q == root);
-        if let Some(q) = (0..area.ranks).find(|q| from(*q) && !protocol::is_ready(area, Region::Stage, *q, g)) {
+        if let Some(q) = self.first_peer(|q| self.take_needs_data(base, k, q)) {
             state.pace.misses(q);
             return false;
         }
-        if self.uses_result() && !protocol::may_fill(area, Region::Result, area.me, area.ranks, base.result + k) {
+        if self.first_peer(|q| self.take_needs_room(base, k, q)).is_some() {
             return false;
         }
+        let g = base.stage + k;
         if k == 0 && kind.reduces() {
             state.factors = small::factors(area, self.op);
         }
@@ -452,11 +470,11 @@ impl Bulk<'_> {
 
     fn try_collect(&mut self, state: &mut Rounds, rounds: u64, base: Bases) -> bool {
         let (area, k) = (self.area, state.collect);
-        let g = base.result + k;
         if k >= rounds || state.take <= k {
             return false;
         }
-        if let Some(q) = (0..area.ranks).find(|q| *q != area.me && !protocol::is_ready(area, Region::Result, *q, g)) {
+        let g = base.result + k;
+        if let Some(q) = self.first_peer(|q| self.collect_needs(base, k, q)) {
             state.pace.misses(q);
             return false;
         }

@@ -1,7 +1,7 @@
 //! Sleeping in the kernel on words that other processes change. The futexes are the shared kind: the private kind, which
 //! std uses, would never be woken by a peer.
 
-use std::sync::atomic::AtomicU32;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
 /// Most words one sleep can watch: the kernel's limit for futex_waitv.
@@ -15,14 +15,20 @@ pub fn wake_all(word: &AtomicU32) {
     }
 }
 
+/// How long a sleep lasts at most where only the first of several words can be watched.
+const LOOK_AGAIN: Duration = Duration::from_millis(1);
+
+/// The kernel has no futex_waitv (before 5.16) or a seccomp profile denies it. Set once, by the thread that finds out.
+static NO_WAITV: AtomicBool = AtomicBool::new(false);
+
 /// Sleeps until one of `words` differs from its value, is woken, or `timeout` passes. May return early for no reason.
+/// Where the kernel can watch only one word, that is the first, and the others are looked at every millisecond.
 pub fn wait(words: &[(&AtomicU32, u32)], timeout: Duration) {
     match words {
         [] => std::thread::sleep(timeout),
         [(word, value)] => wait_one(word, *value, timeout),
         many if many.len() <= MOST && wait_many(many, timeout) => (),
-        // An old kernel: watch one word, and look at the others every millisecond.
-        [(word, value), ..] => wait_one(word, *value, timeout.min(Duration::from_millis(1))),
+        [(word, value), ..] => wait_one(word, *value, timeout.min(LOOK_AGAIN)),
     }
 }
 
@@ -35,8 +41,11 @@ fn wait_one(word: &AtomicU32, value: u32, timeout: Duration) {
     }
 }
 
-/// False when the kernel has no futex_waitv (before 5.16).
+/// False when the kernel does not offer it.
 fn wait_many(words: &[(&AtomicU32, u32)], timeout: Duration) -> bool {
+    if NO_WAITV.load(Ordering::Relaxed) {
+        return false;
+    }
     #[repr(C)]
     struct Waiter {
         value: u64,
@@ -74,13 +83,19 @@ fn wait_many(words: &[(&AtomicU32, u32)], timeout: Duration) -> bool {
             libc::CLOCK_MONOTONIC,
         )
     };
-    result >= 0 || std::io::Error::last_os_error().raw_os_error() != Some(libc::ENOSYS)
+    match std::io::Error::last_os_error().raw_os_error() {
+        _ if result >= 0 => true,
+        Some(libc::EAGAIN | libc::EINTR | libc::ETIMEDOUT) => true,
+        _ => {
+            NO_WAITV.store(true, Ordering::Relaxed);
+            false
+        }
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::atomic::Ordering;
     use std::time::Instant;
 
     #[test]
@@ -94,6 +109,37 @@ mod tests {
         while begin.elapsed() < Duration::from_millis(20) {
             wait(&[(&a, 1), (&b, 2)], Duration::from_millis(20));
         }
+    }
+
+    /// Denies one system call to this thread, as a seccomp profile does.
+    fn deny(syscall: libc::c_long, error: i32) {
+        let filter = [
+            libc::sock_filter { code: 0x20, jt: 0, jf: 0, k: 0 }, // load the system call's number
+            libc::sock_filter { code: 0x15, jt: 0, jf: 1, k: syscall as u32 },
+            libc::sock_filter { code: 0x06, jt: 0, jf: 0, k: 0x0005_0000 | error as u32 }, // SECCOMP_RET_ERRNO
+            libc::sock_filter { code: 0x06, jt: 0, jf: 0, k: 0x7fff_0000 },                // SECCOMP_RET_ALLOW
+        ];
+        let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_ptr().cast_mut() };
+        // SAFETY: the program lives for both calls and concerns this thread alone.
+        unsafe {
+            assert_eq!(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
+            assert_eq!(libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program), 0);
+        }
+    }
+
+    #[test]
+    fn a_profile_that_denies_futex_waitv_costs_a_millisecond_and_no_busy_loop() {
+        std::thread::spawn(|| {
+            deny(449, libc::EPERM);
+            let (a, b) = (AtomicU32::new(1), AtomicU32::new(2));
+            let begin = Instant::now();
+            (0..20).for_each(|_| wait(&[(&a, 1), (&b, 2)], Duration::from_secs(10)));
+            assert!(begin.elapsed() >= Duration::from_millis(10), "20 sleeps took {:?}", begin.elapsed());
+            assert!(begin.elapsed() < Duration::from_secs(5), "20 sleeps took {:?}", begin.elapsed());
+        })
+        .join()
+        .unwrap();
+        NO_WAITV.store(false, Ordering::Relaxed); // the other tests' threads may use it
     }
 
     #[test]

@@ -129,9 +129,10 @@ impl Shm {
         while at < self.entries.len() - self.queued {
             let (step, is_large) = self.step(at, large)?;
             if step == Step::Done {
+                // Before it leaves the list, so that a panic in the copy leaves it where `drain` finds it.
+                self.entries[at].op.store_back();
                 let entry = self.entries.remove(at).expect("in range");
                 self.slots.retire(&*self.area, entry.op.number);
-                entry.op.store_back();
                 ended.push((entry.op, Ok(())));
             } else {
                 large |= is_large;
@@ -215,17 +216,24 @@ impl Shm {
         self.entries.range(..at).any(|earlier| request.must_follow(&earlier.op.request))
     }
 
-    /// The first operation that cannot end without something more from `peer`.
-    pub fn needs(&self, peer: usize) -> Option<&Arc<Op>> {
+    /// The operations that cannot end without something more from `peer`, as the code that moves them sees it; `gone` says
+    /// which ranks will do nothing more.
+    pub fn blocked_by(&self, peer: usize, gone: impl Fn(usize) -> bool) -> impl Iterator<Item = &Arc<Op>> {
         let area = &*self.area;
-        let collective = self.entries.iter().find(|entry| match &entry.phase {
-            Phase::Queued => true,
-            Phase::Slots(_) => {
-                small::reads_from(&entry.op.request, area.me, peer) && !Slots::is_published(area, peer, entry.op.number)
-            }
+        let collectives = self.entries.iter().filter(move |entry| match &entry.phase {
+            // It waits for earlier operations, which are asked themselves, or for the slot.
+            Phase::Queued => self.slots.lacks_credit(area, peer, entry.op.number),
+            Phase::Slots(_) => small::needs(area, &entry.op, peer),
             Phase::Rounds(rounds) => rounds.needs(area, &entry.op, peer),
         });
-        collective.map(|entry| &entry.op).or_else(|| self.p2p.needs(peer))
+        collectives.map(|entry| &entry.op).chain(self.p2p.blocked_by(area, peer, gone))
+    }
+
+    /// The operation that `op` is queued behind, where it has not begun because of earlier ones.
+    pub fn queued_behind(&self, op: &Op) -> Option<&Arc<Op>> {
+        let at = self.entries.iter().position(|entry| std::ptr::eq(&*entry.op, op))?;
+        let queued = matches!(self.entries[at].phase, Phase::Queued);
+        self.entries.front().map(|entry| &entry.op).filter(|_| queued && at > 0)
     }
 
     /// The pending collective with this number.
@@ -233,9 +241,14 @@ impl Shm {
         self.entries.iter().map(|entry| &entry.op).find(|op| op.number == number)
     }
 
+    /// All that have not ended.
+    pub fn operations(&self) -> impl Iterator<Item = &Arc<Op>> {
+        self.entries.iter().map(|entry| &entry.op).chain(self.p2p.pending())
+    }
+
     /// The pending operation whose deadline comes first.
     pub fn next_deadline(&self) -> Option<&Arc<Op>> {
-        self.entries.iter().map(|entry| &entry.op).chain(self.p2p.pending()).min_by_key(|op| op.deadline)
+        self.operations().min_by_key(|op| op.deadline)
     }
 
     /// Gives back every pending operation; their memory is not used any more.

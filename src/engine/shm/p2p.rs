@@ -162,10 +162,10 @@ impl P2p {
         let me = area.me;
         let mut moved = false;
         while let Some(op) = self.out[to].queue.front().cloned() {
-            let number = self.out[to].sent;
-            if number.wrapping_sub(area.pair_word(me, to, CONSUMED).load(Acquire)) >= RING {
+            if self.ring_is_full(area, to) {
                 break;
             }
+            let number = self.out[to].sent;
             let inputs = Pieces(&op.request.inputs);
             let bytes = inputs.bytes();
             let eager = bytes <= area.layout.eager_bytes;
@@ -367,15 +367,33 @@ impl P2p {
         true
     }
 
-    /// The operations that cannot end without something from `peer`.
-    pub fn needs(&self, peer: usize) -> Option<&Arc<Op>> {
-        let lane = &self.out[peer];
-        lane.queue
-            .front()
-            .or(lane.waiting.front().map(|(_, op)| op))
-            .or(lane.bodies.front().map(|(op, _)| op))
-            .or(self.incoming[peer].bodies.front().map(|(op, _)| op))
-            .or(self.posted.iter().find(|op| op.request.root == ANY_RANK || op.request.root as usize == peer))
+    /// The operations that cannot end without something more from `peer`. A receive from anyone needs `peer` when nobody
+    /// else can send any more; `gone` says which ranks cannot.
+    pub fn blocked_by(&self, area: &Area, peer: usize, gone: impl Fn(usize) -> bool) -> impl Iterator<Item = &Arc<Op>> {
+        let (out, incoming) = (&self.out[peer], &self.incoming[peer]);
+        let no_room = self.ring_is_full(area, peer);
+        let not_drained = out.bodies.front().is_some_and(|body| {
+            let last = last_round(area, out.round, body);
+            last >= 2 && area.pair_word(area.me, peer, DRAINED).load(Acquire) < last - 1
+        });
+        let not_ready = incoming.bodies.front().is_some_and(|body| {
+            area.pair_word(peer, area.me, READY).load(Acquire) <= last_round(area, incoming.round, body)
+        });
+        let only_peer = (0..area.ranks).all(|q| q == area.me || q == peer || gone(q));
+        let queued = out.queue.iter().take(usize::from(no_room));
+        let waiting = out.waiting.iter().map(|(_, op)| op);
+        let sent = out.bodies.iter().take(usize::from(not_drained)).map(|(op, _)| op);
+        let received = incoming.bodies.iter().take(usize::from(not_ready)).map(|(op, _)| op);
+        let posted = self.posted.iter().filter(move |op| match op.request.root {
+            ANY_RANK => only_peer,
+            root => root as usize == peer,
+        });
+        queued.chain(waiting).chain(sent).chain(received).chain(posted)
+    }
+
+    /// True when no envelope to `to` may be overwritten.
+    fn ring_is_full(&self, area: &Area, to: usize) -> bool {
+        self.out[to].sent.wrapping_sub(area.pair_word(area.me, to, CONSUMED).load(Acquire)) >= RING
     }
 
     /// Every operation that has not ended.
@@ -401,4 +419,10 @@ impl P2p {
         let incoming = self.incoming.iter().flat_map(|lane| lane.bodies.iter().map(|(op, _)| op));
         self.posted.iter().chain(out).chain(incoming)
     }
+}
+
+/// The last round of a message at whose next round both sides stand, of which some bytes were moved.
+fn last_round(area: &Area, next: u64, (op, moved): &(Arc<Op>, usize)) -> u64 {
+    let left = op.payload() as usize - moved;
+    next + (left.div_ceil(area.layout.body_bytes) as u64).max(1) - 1
 }

@@ -16,8 +16,6 @@
 //!
 //! Each word has one writing rank. Waiting is never done here: a rule says yes or not yet.
 
-use std::ops::Range;
-
 /// A word of the segment that one rank writes and others read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Word {
@@ -81,6 +79,11 @@ impl Slots {
         true
     }
 
+    /// True while `peer` keeps this rank from writing its slot for operation `n`.
+    pub fn lacks_credit<W: Words>(&self, words: &W, peer: usize, n: u64) -> bool {
+        n.checked_sub(self.depth).is_some_and(|last_user| words.load(Word::Done(peer)) < last_user)
+    }
+
     /// Makes the slot visible. The payload and header must be written before.
     pub fn publish<W: Words>(&self, words: &W, n: u64) {
         words.store(Word::Tag { rank: self.me, n }, n);
@@ -104,14 +107,15 @@ impl Slots {
     }
 }
 
-/// True when every rank of `peers` but `me` has `word` at `least`.
-fn all_at_least<W: Words>(words: &W, peers: Range<usize>, me: usize, word: impl Fn(usize) -> Word, least: u64) -> bool {
-    peers.into_iter().all(|q| q == me || words.load(word(q)) >= least)
+/// True when `rank` no longer reads what a peer's buffer for round `g` held before, so that it may be filled as far as
+/// `rank` is concerned.
+pub fn has_drained<W: Words>(words: &W, region: Region, rank: usize, g: u64) -> bool {
+    g < 2 || words.load(Word::Drained(region, rank)) >= g - 1
 }
 
 /// True when `me` may fill its buffer for round `g`.
 pub fn may_fill<W: Words>(words: &W, region: Region, me: usize, ranks: usize, g: u64) -> bool {
-    g < 2 || all_at_least(words, 0..ranks, me, |q| Word::Drained(region, q), g - 1)
+    (0..ranks).all(|q| q == me || has_drained(words, region, q, g))
 }
 
 /// Makes round `g` of `me` visible.

@@ -52,3 +52,23 @@ pub fn lie_down<B: Bell>(bell: &B, me: usize) -> u32 {
 pub fn get_up<B: Bell>(bell: &B, me: usize) {
     bell.count_sleeper(me, false);
 }
+
+/// A sleep of one thread of `me`: between its making and its drop whoever has news wakes the thread. After the making look
+/// once more at what you wait for, and sleep only while the door has `value`.
+pub struct Listening<'a, B: Bell> {
+    pub bell: &'a B,
+    me: usize,
+    pub value: u32,
+}
+
+impl<'a, B: Bell> Listening<'a, B> {
+    pub fn new(bell: &'a B, me: usize) -> Listening<'a, B> {
+        Listening { bell, me, value: lie_down(bell, me) }
+    }
+}
+
+impl<B: Bell> Drop for Listening<'_, B> {
+    fn drop(&mut self) {
+        get_up(self.bell, self.me);
+    }
+}

@@ -97,6 +97,11 @@ pub fn reads_from(request: &Request, me: usize, q: usize) -> bool {
     }
 }
 
+/// True while this rank cannot finish the operation without rank `q`'s slot.
+pub fn needs(area: &Area, op: &Op, q: usize) -> bool {
+    reads_from(&op.request, area.me, q) && !Slots::is_published(area, q, op.number)
+}
+
 /// Looks which of the slots that this rank needs are there, from rank `seen` on, and checks their signatures.
 /// Returns the first rank that is still missing, or `ranks`.
 pub fn look(area: &Area, op: &Op, mut seen: usize, needed: impl Fn(usize) -> bool) -> Result<usize> {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import os
 import threading
 import time
 from datetime import timedelta
@@ -543,3 +545,56 @@ def test_pitfall_12_profiler_titles() -> None:
     assert names[0].count(f"{BACKEND}:all_reduce") == 2
     assert f"{BACKEND}:recv" in names[1]
     assert any("all_gather" in each for each in names[0] if each.startswith(BACKEND))
+
+
+def _hold_the_interpreters_lock(seconds: float) -> None:
+    """In C, without letting go, as a long call of an extension does."""
+    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+
+
+def many_futures(ctx: Context, count: int) -> None:
+    if ctx.rank == 1:
+        dist.recv(torch.ones(1), 0)
+        for _ in range(count):
+            dist.all_reduce(torch.ones(1))
+        return
+    works: list[Any] = [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(count)]
+    futures = [work.get_future().then(lambda done: done.value()[0].item()) for work in works]
+    dist.isend(torch.ones(1), 1)
+    _hold_the_interpreters_lock(1.0)  # all of them end meanwhile, and no callback can run
+    threads = len(os.listdir("/proc/self/task"))
+    assert [future.wait() for future in futures] == [2.0] * count
+    assert threads < 100, f"{threads} threads for {count} futures"
+
+
+@beyond_gloo("needs the lock to move")
+def test_rule_09_a_thousand_futures_need_few_threads() -> None:
+    """Rule 9: callbacks that cannot run yet hold no thread each."""
+    run_ranks(many_futures, 2, 1500)
+
+
+def lock_is_taken(ctx: Context) -> None:
+    mine = torch.ones(1 << 20)
+    dist.barrier()
+    if ctx.rank == 0:
+
+        def hold() -> None:
+            time.sleep(0.2)
+            _hold_the_interpreters_lock(6.0)
+
+        holder = threading.Thread(target=hold)
+        holder.start()
+        dist.all_reduce(mine)
+        holder.join()
+    else:
+        time.sleep(1.0)  # rank 0 waits, and its other thread has the lock
+        begin = time.monotonic()
+        dist.all_reduce(mine)
+        assert time.monotonic() - begin < 3.0, "rank 0 came only with the interpreter's lock"
+    assert (mine == 2.0).all()
+
+
+@pytest.mark.quick
+def test_rule_08_a_thread_that_keeps_the_interpreters_lock_stalls_no_peer() -> None:
+    """Rule 8: who waits for the lock drives nothing, so somebody else must."""
+    run_ranks(lock_is_taken, 2)
