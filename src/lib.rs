@@ -17,8 +17,8 @@
 //! 6. [`reduce`] adds the numbers in the group's fixed rank order.
 //!
 //! Beside them [`watch`] learns of dead peers, [`stats`] counts and remembers, and [`schedule`] says who talks to whom at
-//! which step, as data, wherever messages are exchanged one by one. The floor: [`types`], [`op`], [`error`], [`clock`],
-//! [`config`], [`host`], [`topology`]. A file uses only what stands below it in this list, and the floor; `tests/layering.rs` holds that.
+//! which step, as data, wherever messages are exchanged one by one. The floor: [`types`], [`op`], [`reach`], [`error`],
+//! [`clock`], [`config`], [`host`], [`topology`]. A file uses only what stands below it in this list, and the floor; `tests/layering.rs` holds that.
 //! The words are defined in `docs/words.md`, the rules by number in `docs/design.md`.
 
 #[cfg(feature = "torch")]
@@ -40,5 +40,6 @@ pub mod config;
 pub mod error;
 pub mod host;
 pub mod op;
+pub mod reach;
 pub mod topology;
 pub mod types;

@@ -3,13 +3,14 @@
 //! The engine advances it, the group ends it, the caller waits for it. Only the end is written by one thread and read by
 //! others without a lock: see `state`.
 
-use std::sync::atomic::{AtomicI32, AtomicU8, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use crate::clock;
 use crate::error::{Error, Result};
 use crate::host::Completion;
+use crate::reach::{self, Reach};
 use crate::types::{Dtype, Kind, ReduceOp, Request, Span};
 
 const PENDING: u8 = 0;
@@ -103,6 +104,8 @@ pub struct Op {
     pub number: u64,
     /// What must agree between ranks, see [`signature`].
     pub signature: u64,
+    /// What must agree besides: [`lists`].
+    pub lists: u64,
     /// `clock::stamp`.
     pub issued: u64,
     /// Bytes that this rank's call reads and writes.
@@ -111,6 +114,12 @@ pub struct Op {
     pub timeout: Duration,
     /// When it fails, on `clock::now`.
     pub deadline: u64,
+    /// Everything it touches lies in here: `reach::hull`.
+    hull: (usize, usize),
+    /// The same in detail, made when two operations of several pieces are compared.
+    reach: OnceLock<Box<Reach>>,
+    /// The engine is through with its memory. Written and read under the group's lock: relaxed.
+    released: AtomicBool,
     /// PENDING, then DONE or FAILED for ever. Written once by the thread that ends the operation (release), after the
     /// results are in the caller's memory, `source` and `error` are set; readers acquire and may then use all three.
     state: AtomicU8,
@@ -141,6 +150,10 @@ impl Op {
         Op {
             read: sum(&request.inputs),
             written: sum(&request.outputs),
+            lists: lists(&request),
+            hull: reach::hull(&request),
+            reach: OnceLock::new(),
+            released: AtomicBool::new(false),
             request,
             number,
             signature,
@@ -157,6 +170,29 @@ impl Op {
             journey: Journey::default(),
             completion: Mutex::new(completion),
         }
+    }
+
+    /// True when one of the two writes what the other reads or writes, so that the later one must run after the earlier.
+    pub fn meets(&self, other: &Op) -> bool {
+        if self.hull.0 >= other.hull.1 || other.hull.0 >= self.hull.1 {
+            return false;
+        }
+        if reach::is_short(&self.request) && reach::is_short(&other.request) {
+            return reach::meet_in_pairs(&self.request, &other.request);
+        }
+        self.reach().meets(other.reach())
+    }
+
+    fn reach(&self) -> &Reach {
+        self.reach.get_or_init(|| Box::new(Reach::of(&self.request)))
+    }
+
+    /// The engine reads and writes nothing of its memory any more.
+    pub fn release(&self) {
+        self.released.store(true, Ordering::Relaxed);
+    }
+    pub fn is_released(&self) -> bool {
+        self.released.load(Ordering::Relaxed)
     }
 
     /// The caller's payload: what this rank's call reads or what it writes, whichever is more.
@@ -275,6 +311,28 @@ pub fn signature(request: &Request, ranks: usize) -> u64 {
         if request.kind.reduces() { (request.dtype as u64, u64::from(request.op.code())) } else { (0, 0) };
     let root = if request.kind.rooted() { u64::from(request.root) & 0x1ff } else { 0 };
     (request.kind as u64) << 59 | op << 55 | dtype << 49 | root << 40 | (bytes & ((1 << 40) - 1))
+}
+
+/// Hash of a list of block sizes that all ranks must pass alike; 0 where there is none or all blocks are equal, because
+/// then the signature's bytes say it. It goes into the chain of what was called (`area::chain`).
+fn lists(request: &Request) -> u64 {
+    let blocks = match request.kind {
+        Kind::AllGather => &request.out_blocks,
+        Kind::ReduceScatter => &request.in_blocks,
+        _ => return 0,
+    };
+    if blocks.iter().all(|bytes| *bytes == blocks[0]) {
+        return 0;
+    }
+    let mixed = blocks.iter().fold(blocks.len() as u64, |hash, bytes| {
+        (hash.rotate_left(5) ^ *bytes as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+    });
+    mixed.max(1)
+}
+
+/// Whether the operation of this signature may have a list of sizes beside it, see [`lists`].
+pub fn has_list(signature: u64) -> bool {
+    matches!(Kind::from_u8((signature >> 59) as u8), Some(Kind::AllGather | Kind::ReduceScatter))
 }
 
 /// A signature in words: `all_reduce(1024 bytes, float32, SUM)`.

@@ -287,18 +287,3 @@ impl Default for CallNote {
         CallNote { counts: true, tensors: 1, element: CallNote::NO_TYPE, site: 0, host_staged: false }
     }
 }
-
-impl Request {
-    /// True when this operation touches memory that `earlier` has yet to read or write, so that it must run after it.
-    pub fn must_follow(&self, earlier: &Request) -> bool {
-        let touch = |a: &[Span], b: &[Span]| a.iter().any(|x| b.iter().any(|y| x.overlaps(y)));
-        touch(&earlier.outputs, &self.inputs)
-            || touch(&earlier.outputs, &self.outputs)
-            || touch(&earlier.inputs, &self.outputs)
-            || touch(&earlier.also_touched, &self.also_touched)
-            || touch(&earlier.also_touched, &self.inputs)
-            || touch(&earlier.also_touched, &self.outputs)
-            || touch(&earlier.outputs, &self.also_touched)
-            || touch(&earlier.inputs, &self.also_touched)
-    }
-}

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 /// From top to bottom; a module may use modules with a larger number. Modules of one number are one layer.
-const LAYERS: [(&str, u32); 20] = [
+const LAYERS: [(&str, u32); 21] = [
     ("bridge", 1),
     ("group", 2),
     ("driver", 3),
@@ -18,6 +18,7 @@ const LAYERS: [(&str, u32); 20] = [
     ("stats", 9),
     ("op", 10),
     ("host", 11),
+    ("reach", 11),
     ("config", 11),
     ("clock", 11),
     ("topology", 11),

@@ -294,9 +294,9 @@ impl Lane {
         }
         if theirs.chain != own.chain || length != bytes {
             return Err(Error::Mismatch(format!(
-                "sagellm: rank {} and rank {peer} agree about {} number {} of their group, but not about what led there: an \
-                 operation before it, or one that travels with it, or the options of the group differ ({bytes} bytes \
-                 expected, {length} came). Every rank must call the same collectives in the same order",
+                "sagellm: rank {} and rank {peer} agree about {} number {} of their group, but not about all of it: its list of \
+                 sizes, an operation before it, one that travels with it, or the options of the group differ ({bytes} bytes \
+                 expected, {length} came). Every rank must call the same collectives in the same order with the same sizes",
                 self.me,
                 op::describe(own.signature),
                 own.number

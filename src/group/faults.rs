@@ -105,12 +105,12 @@ impl Group {
             });
         }
         if missing.is_empty() {
-            missing.push(shm.queued_behind(op).map_or_else(
-                || "every rank entered it".to_string(),
-                |first| {
-                    format!("it has not begun, because {} number {} has not ended", first.request.kind, first.number)
-                },
-            ));
+            missing.push(match shm.behind(op) {
+                Some(first) => {
+                    format!("it must follow {} number {}, which has not ended here", first.request.kind, first.number)
+                }
+                None => "every rank entered it".to_string(),
+            });
         }
         let what = match op.request.kind {
             Kind::Send => format!("send to rank {} with tag {}", op.request.root, op.request.tag),

@@ -69,6 +69,13 @@ struct Entry {
     done: bool,
 }
 
+impl Entry {
+    /// The lanes are through with it.
+    fn carried(&self) -> bool {
+        self.left == 0 && self.active == 0
+    }
+}
+
 struct State {
     planner: Planner,
     /// Operations that have not ended, and ended ones behind them, by number from `base` on.
@@ -347,8 +354,8 @@ impl State {
     /// Whether operation `number` touches memory that an earlier one has yet to read or write.
     fn must_follow(&self, number: u64) -> bool {
         let at = (number - self.base) as usize;
-        let request = &self.entries[at].op.request;
-        self.entries.range(..at).any(|earlier| !earlier.done && request.must_follow(&earlier.op.request))
+        let op = &self.entries[at].op;
+        self.entries.range(..at).any(|earlier| !earlier.done && op.meets(&earlier.op))
     }
 
     /// Ends the list where everything before has ended.
@@ -357,6 +364,18 @@ impl State {
             self.entries.pop_front();
             self.base += 1;
         }
+    }
+
+    /// Barriers that the lanes carried and that all operations before them have ended now: one ends behind every earlier
+    /// operation of this rank, and the lanes end batches in any order.
+    fn take_barriers(&mut self) -> Vec<Arc<Op>> {
+        let mut ended = Vec::new();
+        while let Some(entry) = self.entries.front_mut().filter(|entry| entry.carried()) {
+            entry.done = true;
+            ended.push(Arc::clone(&entry.op));
+            self.trim();
+        }
+        ended
     }
 
     /// Operations that no lane is at work on; they are no longer ours.
@@ -439,8 +458,8 @@ impl Shared {
             let entry = state.entry(number);
             entry.active += 1;
             ops.push(Arc::clone(&entry.op));
-            let signature = entry.op.signature;
-            state.chain = mix(state.chain, signature);
+            let (signature, lists) = (entry.op.signature, entry.op.lists);
+            state.chain = mix(mix(state.chain, signature), lists);
         }
         state.chain = mix(state.chain, (ops.len() * 1_000_000 + batch.segment) as u64);
         let chain = state.chain;
@@ -519,10 +538,11 @@ impl Shared {
         let mut ended = Vec::new();
         let fault = state.fault.clone();
         for op in &task.ops {
+            let first = op.number == state.base;
             let entry = state.entry(op.number);
             entry.active -= 1;
             let outcome = match &fault {
-                _ if entry.left == 0 && entry.active == 0 => Ok(()),
+                _ if entry.carried() && (first || op.request.kind != Kind::Barrier) => Ok(()),
                 // Nobody will take its other segments.
                 Some(fault) if entry.active == 0 => Err(fault.clone()),
                 _ => continue,
@@ -532,6 +552,7 @@ impl Shared {
             }
         }
         state.trim();
+        ended.extend(state.take_barriers().into_iter().map(|op| (op, Ok(()))));
         state.promise();
         drop(state);
         self.turn.notify_all();

@@ -153,8 +153,9 @@ impl Travel<'_> {
             }
             if word(1) != chain {
                 return Err(Error::Mismatch(format!(
-                    "sagellm: rank {} and rank {rank} agree about {} number {number} of their group, but not about what led \
-                     there: an earlier operation, or one that travels with it, or the options of the group differ",
+                    "sagellm: rank {} and rank {rank} agree about {} number {number} of their group, but not about all \
+                     of it: its list of sizes, an earlier operation, one that travels with it, or the options of the group \
+                     differ. Every rank must call the same collectives in the same order with the same sizes",
                     self.place.me,
                     op::describe(signature)
                 )));

@@ -9,6 +9,7 @@ use super::layout::{INLINE_BYTES, Layout, SLOT_BYTES};
 use super::protocol::{Region, Word, Words};
 use super::segment::Segment;
 use super::signal::Bell;
+use crate::op::Op;
 
 /// Control words of a rank beside those of `protocol::Word`, by index of `Layout::control_word`.
 const DONE: usize = 0;
@@ -45,10 +46,13 @@ pub struct Header {
     pub aux: u64,
 }
 
-/// Adds a signature to the chain of the ones before it. Two ranks with equal chains have called the same operations,
-/// also those in which neither had to look at the other (a broadcast of which both believe to be the root).
-pub fn chain(before: u64, signature: u64) -> u64 {
-    (before.rotate_left(5) ^ signature).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+/// Adds an operation to the chain of the ones before it: its signature, and its list of sizes if it has one. Two ranks with
+/// equal chains have called the same operations, also those in which neither had to look at the other (a broadcast of
+/// which both believe to be the root), so their large operations use the same rounds (`bulk::Bases`).
+pub fn chain(before: u64, op: &Op) -> u64 {
+    let mix = |before: u64, word: u64| (before.rotate_left(5) ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    let signed = mix(before, op.signature);
+    if op.lists == 0 { signed } else { mix(signed, op.lists) }
 }
 
 impl Area {

@@ -40,6 +40,8 @@ pub struct Rounds {
     chunk: usize,
     /// Ranks whose headers were seen and agree; all needed ones before the first take.
     seen: usize,
+    /// The same of the others, which this rank need not wait for: looked at only while nothing moves.
+    beside: usize,
     /// Set when the operation is at the head of the large ones and its number of rounds is known.
     plan: Option<Plan>,
     fill: u64,
@@ -67,7 +69,7 @@ pub enum Step {
 impl Rounds {
     pub fn new(op: &Op, chunk: usize) -> Rounds {
         let pace = Pace::new(op);
-        Rounds { chunk, seen: 0, plan: None, fill: 0, take: 0, collect: 0, factors: Vec::new(), pace }
+        Rounds { chunk, seen: 0, beside: 0, plan: None, fill: 0, take: 0, collect: 0, factors: Vec::new(), pace }
     }
 
     /// True while the operation cannot end without something more from `peer`: asks of its last round what `step` asks of
@@ -121,7 +123,14 @@ impl Bulk<'_> {
             bases.result = base.result + if self.uses_result() { rounds } else { 0 };
             return Ok(Step::Done);
         }
-        Ok(if moved { Step::Moved } else { Step::Blocked })
+        if moved {
+            return Ok(Step::Moved);
+        }
+        if state.beside < ranks {
+            // Who waits for nothing from a rank that disagrees would wait for the deadline: say what is wrong.
+            state.beside = small::look(self.area, self.op, state.beside, |q| !self.verifies(q))?;
+        }
+        Ok(Step::Blocked)
     }
 
     /// The number of rounds is a function of signed sizes; all_to_all must see all tables first.

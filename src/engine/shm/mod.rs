@@ -2,8 +2,9 @@
 //!
 //! `Shm` is one rank's side: a queue of operations in the order of their numbers, each a state machine that `poll`
 //! advances without ever waiting. Operations publish strictly in order; they may end in any order, because each has its
-//! own slot; large ones use the rounds one after the other. The caller holds the group's lock, so `Shm` is plain
-//! single-threaded code.
+//! own slot; large ones use the rounds one after the other. Messages go beside that order, but one that touches the memory
+//! of an earlier operation, or a later one of a message, waits for it. The caller holds the group's lock, so `Shm` is
+//! plain single-threaded code.
 //!
 //! | file | |
 //! | --- | --- |
@@ -40,7 +41,7 @@ use crate::error::Result;
 use crate::op::{self, Op};
 use crate::reduce::Kernel;
 use crate::select::{self, Asked, Choice, Path, Policy, Shape};
-use crate::types::Kind;
+use crate::types::{ANY_RANK, Kind};
 
 enum Phase {
     /// Not published: waits for credits, or for an earlier operation on the same memory.
@@ -56,6 +57,21 @@ struct Entry {
     kernel: Option<Kernel>,
     path: Path,
     phase: Phase,
+    /// Its place among all operations that this rank issued in this group.
+    turn: u64,
+    /// What it must follow because of its memory: looked for when its turn to be published comes.
+    behind: Option<Behind>,
+}
+
+/// Earlier operations on the same memory.
+type Behind = Vec<Arc<Op>>;
+
+/// A message that is not handed over yet: an earlier operation uses its memory, or an earlier message that it may not
+/// overtake waits.
+struct Held {
+    op: Arc<Op>,
+    turn: u64,
+    behind: Behind,
 }
 
 pub struct Shm {
@@ -70,6 +86,12 @@ pub struct Shm {
     /// Hash of the policy and of all signatures published so far.
     chain: u64,
     p2p: P2p,
+    /// Messages that were handed over, for what is issued after them; those that ended are dropped when it is looked at.
+    messages: Vec<Arc<Op>>,
+    /// In the order of their issue.
+    held: Vec<Held>,
+    /// Operations issued so far, messages too.
+    turns: u64,
     scratch: Vec<u8>,
     /// Off: a collective is published when the one before it has ended, so that none travel together.
     fusion: bool,
@@ -83,6 +105,9 @@ impl Shm {
         Shm {
             slots: Slots::new(area.me, area.ranks, layout.depth),
             p2p: P2p::new(area.ranks),
+            messages: Vec::new(),
+            held: Vec::new(),
+            turns: 0,
             entries: VecDeque::new(),
             queued: 0,
             bases: Bases::default(),
@@ -97,17 +122,26 @@ impl Shm {
 
     /// Takes an operation that was validated and numbered; `poll` must follow. Publishes it if its turn has come.
     pub fn issue(&mut self, op: Arc<Op>, kernel: Option<Kernel>, ended: &mut Ended) {
+        self.turns += 1;
+        let turn = self.turns;
         if op.request.kind.is_p2p() {
             op.loads(Asked::of(&op.request, self.area.ranks).load());
             op.sets_out(Choice::MESSAGE.code());
-            self.p2p.issue(&self.area, op, ended);
+            let collectives = self.entries.iter().map(|entry| &entry.op).filter(|earlier| op.meets(earlier)).cloned();
+            let behind: Behind = collectives.collect();
+            let behind = self.messages_before(&op, turn, behind);
+            if behind.is_empty() && !self.held.iter().any(|held| may_not_overtake(&op, &held.op)) {
+                self.hand_over(op, ended);
+            } else {
+                self.held.push(Held { op, turn, behind });
+            }
             return;
         }
         let asked = Asked::of(&op.request, self.area.ranks);
         let choice = select::choose(asked, &self.shape, &self.policy);
         op.loads(asked.load());
         op.sets_out(choice.code());
-        self.entries.push_back(Entry { op, kernel, path: choice.path, phase: Phase::Queued });
+        self.entries.push_back(Entry { op, kernel, path: choice.path, phase: Phase::Queued, turn, behind: None });
         self.queued += 1;
         self.publish();
     }
@@ -118,7 +152,43 @@ impl Shm {
 
     /// Operations that have not ended.
     pub fn pending(&self) -> usize {
-        self.entries.len() + self.p2p.active()
+        self.entries.len() + self.held.len() + self.p2p.active()
+    }
+
+    /// Adds to `behind` the messages issued before `turn` that touch the memory of `op`.
+    fn messages_before(&mut self, op: &Op, turn: u64, mut behind: Behind) -> Behind {
+        if !self.messages.is_empty() {
+            // A later message on this memory would be held, so all of these are earlier.
+            self.messages.retain(|message| !message.is_released());
+            behind.extend(self.messages.iter().filter(|message| op.meets(message)).cloned());
+        }
+        let held = self.held.iter().filter(|held| held.turn < turn && op.meets(&held.op));
+        behind.extend(held.map(|held| Arc::clone(&held.op)));
+        behind
+    }
+
+    fn hand_over(&mut self, op: Arc<Op>, ended: &mut Ended) {
+        self.p2p.issue(&self.area, Arc::clone(&op), ended);
+        self.messages.push(op);
+    }
+
+    /// Hands over the messages that need not wait any more. True when there was one.
+    fn hand_over_held(&mut self, ended: &mut Ended) -> bool {
+        let mut moved = false;
+        let mut at = 0;
+        while at < self.held.len() {
+            let (before, rest) = self.held.split_at_mut(at);
+            let held = &mut rest[0];
+            held.behind.retain(|earlier| !earlier.is_released());
+            if held.behind.is_empty() && !before.iter().any(|earlier| may_not_overtake(&held.op, &earlier.op)) {
+                let held = self.held.remove(at);
+                self.hand_over(held.op, ended);
+                moved = true;
+            } else {
+                at += 1;
+            }
+        }
+        moved
     }
 
     /// Moves whatever can move, without waiting. True when something did. An error concerns the whole group.
@@ -133,12 +203,16 @@ impl Shm {
                 self.entries[at].op.store_back();
                 let entry = self.entries.remove(at).expect("in range");
                 self.slots.retire(&*self.area, entry.op.number);
+                entry.op.release();
                 ended.push((entry.op, Ok(())));
             } else {
                 large |= is_large;
                 at += 1;
             }
             moved |= step != Step::Blocked;
+        }
+        if !self.held.is_empty() {
+            moved |= self.hand_over_held(ended);
         }
         moved |= self.p2p.poll(&self.area, ended)?;
         if moved {
@@ -159,6 +233,11 @@ impl Shm {
                     op.journey.waits_for(*seen);
                     return Ok((Step::Blocked, false));
                 }
+                // A barrier ends behind every earlier collective of this rank, so that what they wrote may be used after
+                // it. Its slot says meanwhile what the others need, and they do not wait for this.
+                if op.request.kind == Kind::Barrier && at > 0 {
+                    return Ok((Step::Blocked, false));
+                }
                 small::finish(area, op, kernel.as_ref(), &mut self.scratch)?;
                 Ok((Step::Done, false))
             }
@@ -176,13 +255,13 @@ impl Shm {
         while self.queued > 0 {
             let at = self.entries.len() - self.queued;
             let n = self.entries[at].op.number;
-            if !self.slots.may_publish(&*self.area, n) || self.must_follow(at) || !self.fusion && at > 0 {
+            if !self.slots.may_publish(&*self.area, n) || self.must_wait(at) || !self.fusion && at > 0 {
                 break;
             }
             let area = &*self.area;
             let Entry { op, path, phase, .. } = &mut self.entries[at];
             op.prepare();
-            self.chain = area::chain(self.chain, op.signature);
+            self.chain = area::chain(self.chain, op);
             let chain = self.chain;
             *phase = match *path {
                 Path::Rounds { chunk } => {
@@ -209,11 +288,25 @@ impl Shm {
         moved
     }
 
-    /// True when the operation at `at` touches memory that an earlier one has yet to read or write: publishing it now
+    /// True while the operation at `at` touches memory that an earlier one has yet to read or write: publishing it now
     /// would read too early.
-    fn must_follow(&self, at: usize) -> bool {
-        let request = &self.entries[at].op.request;
-        self.entries.range(..at).any(|earlier| request.must_follow(&earlier.op.request))
+    fn must_wait(&mut self, at: usize) -> bool {
+        if at == 0 && self.messages.is_empty() && self.held.is_empty() {
+            return false;
+        }
+        let (op, turn) = (Arc::clone(&self.entries[at].op), self.entries[at].turn);
+        let mut behind = match self.entries[at].behind.take() {
+            Some(behind) => behind,
+            None => {
+                let earlier = self.entries.range(..at).map(|entry| &entry.op).filter(|earlier| op.meets(earlier));
+                let earlier = earlier.cloned().collect();
+                self.messages_before(&op, turn, earlier)
+            }
+        };
+        behind.retain(|earlier| !earlier.is_released());
+        let waits = !behind.is_empty();
+        self.entries[at].behind = Some(behind);
+        waits
     }
 
     /// The operations that cannot end without something more from `peer`, as the code that moves them sees it; `gone` says
@@ -229,11 +322,17 @@ impl Shm {
         collectives.map(|entry| &entry.op).chain(self.p2p.blocked_by(area, peer, gone))
     }
 
-    /// The operation that `op` is queued behind, where it has not begun because of earlier ones.
-    pub fn queued_behind(&self, op: &Op) -> Option<&Arc<Op>> {
+    /// What holds `op` back on this rank: an earlier operation that has not ended here.
+    pub fn behind(&self, op: &Op) -> Option<&Arc<Op>> {
+        if let Some(held) = self.held.iter().find(|held| std::ptr::eq(&*held.op, op)) {
+            return held.behind.first();
+        }
         let at = self.entries.iter().position(|entry| std::ptr::eq(&*entry.op, op))?;
-        let queued = matches!(self.entries[at].phase, Phase::Queued);
-        self.entries.front().map(|entry| &entry.op).filter(|_| queued && at > 0)
+        let entry = &self.entries[at];
+        let queued = matches!(entry.phase, Phase::Queued);
+        let first = entry.behind.as_ref().filter(|_| queued).and_then(|behind| behind.first());
+        // A queued operation and a barrier follow all that was issued before.
+        first.or_else(|| (at > 0 && (queued || op.request.kind == Kind::Barrier)).then(|| &self.entries[0].op))
     }
 
     /// The pending collective with this number.
@@ -243,7 +342,8 @@ impl Shm {
 
     /// All that have not ended.
     pub fn operations(&self) -> impl Iterator<Item = &Arc<Op>> {
-        self.entries.iter().map(|entry| &entry.op).chain(self.p2p.pending())
+        let held = self.held.iter().map(|held| &held.op);
+        self.entries.iter().map(|entry| &entry.op).chain(held).chain(self.p2p.pending())
     }
 
     /// The pending operation whose deadline comes first.
@@ -254,7 +354,9 @@ impl Shm {
     /// Gives back every pending operation; their memory is not used any more.
     pub fn drain(&mut self) -> Vec<Arc<Op>> {
         self.queued = 0;
-        self.entries.drain(..).map(|entry| entry.op).chain(self.p2p.drain()).collect()
+        self.messages.clear();
+        let collectives = self.entries.drain(..).map(|entry| entry.op);
+        collectives.chain(self.held.drain(..).map(|held| held.op)).chain(self.p2p.drain()).collect()
     }
 
     /// What `peer` did last, for messages.
@@ -265,4 +367,14 @@ impl Shm {
             n => (n, format!("{} number {n}", op::describe(self.area.read_header(peer, n).signature))),
         }
     }
+}
+
+/// Whether a message must come behind an earlier one that has not been handed over: of sends to one rank, and of receives
+/// that may match the same message, those with one tag keep their order. Others do not wait, because whoever lets the
+/// earlier one go may need them first.
+fn may_not_overtake(op: &Op, earlier: &Op) -> bool {
+    let (one, other) = (&op.request, &earlier.request);
+    let same_peer =
+        one.root == other.root || one.kind == Kind::Recv && (one.root == ANY_RANK || other.root == ANY_RANK);
+    one.kind == other.kind && one.tag == other.tag && same_peer
 }

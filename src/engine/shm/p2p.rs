@@ -155,6 +155,7 @@ impl P2p {
         if outcome.is_ok() {
             op.store_back();
         }
+        op.release();
         ended.push((op, outcome));
     }
 

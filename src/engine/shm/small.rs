@@ -114,6 +114,13 @@ pub fn look(area: &Area, op: &Op, mut seen: usize, needed: impl Fn(usize) -> boo
             if theirs.signature != op.signature {
                 return Err(mismatch(op.number, area.me, op.signature, seen, theirs.signature));
             }
+            // Every rank brings the block that this rank's list has for it.
+            if matches!(op.request.kind, Kind::AllGather | Kind::Gather) {
+                let expected = op.request.out_blocks.get(seen).map_or(own.aux, |bytes| *bytes as u64);
+                if theirs.aux != expected {
+                    return Err(wrong_block(op, area.me, seen, theirs.aux, expected));
+                }
+            }
             if theirs.chain != own.chain {
                 return Err(earlier_mismatch(area, op, seen));
             }
@@ -132,28 +139,55 @@ fn mismatch(n: u64, me: usize, own: u64, peer: usize, theirs: u64) -> Error {
     ))
 }
 
-/// The ranks agree on this operation, but not on one before it, in which neither looked at the other. Both have their
-/// last headers in the segment still: shows the first that differs there.
+/// The signatures of this operation agree, but not what was called until then: the lists of sizes of this one, or an
+/// earlier operation in which neither rank looked at the other. Both have their last headers in the segment still: shows
+/// the first that differs there.
 fn earlier_mismatch(area: &Area, op: &Op, peer: usize) -> Error {
+    let me = area.me;
     let oldest = op.number.saturating_sub(area.layout.depth - 1).max(1);
-    let differs = (oldest..op.number).find_map(|n| {
-        let (own, theirs) = (area.read_header(area.me, n).signature, area.read_header(peer, n).signature);
-        (own != theirs && Slots::is_published(area, peer, n)).then(|| mismatch(n, area.me, own, peer, theirs))
-    });
-    differs.unwrap_or_else(|| {
-        if oldest == 1 {
+    // Whether all agreed up to the operation before: true before the first, unknown where its headers are gone.
+    let mut agreed = oldest == 1;
+    for n in oldest..=op.number {
+        if !Slots::is_published(area, me, n) || !Slots::is_published(area, peer, n) {
+            agreed = false; // the slot has a later operation already
+            continue;
+        }
+        let (own, theirs) = (area.read_header(me, n), area.read_header(peer, n));
+        if own.signature != theirs.signature {
+            return mismatch(n, me, own.signature, peer, theirs.signature);
+        }
+        if own.chain != theirs.chain && agreed && op::has_list(own.signature) {
+            let sizes = if n == op.number { sizes(&op.request) } else { String::new() };
             return Error::Mismatch(format!(
-                "sagellm: ranks {} and {peer} choose algorithms by different tables or rules, although rank 0's were sent to \
-                 all: make the group anew, and report this if it comes again",
-                area.me
+                "sagellm: rank {me} and rank {peer} passed different lists of sizes to {}, number {n} of their \
+                 group{sizes}. No data was exchanged. Every rank must pass the same list of sizes",
+                op::describe(own.signature)
             ));
         }
-        Error::Mismatch(format!(
-            "sagellm: ranks {} and {peer} called different operations at some point before number {} of their group. Every \
-             rank must call the same collectives in the same order with the same sizes",
-            area.me, op.number
-        ))
-    })
+        agreed = own.chain == theirs.chain;
+    }
+    if oldest == 1 {
+        return Error::Mismatch(format!(
+            "sagellm: ranks {me} and {peer} choose algorithms by different tables or rules, although rank 0's were sent to \
+             all: make the group anew, and report this if it comes again"
+        ));
+    }
+    Error::Mismatch(format!(
+        "sagellm: ranks {me} and {peer} called different operations at some point before number {} of their group. Every \
+         rank must call the same collectives in the same order with the same sizes",
+        op.number
+    ))
+}
+
+/// This rank's list of sizes, for messages; a long one is cut.
+fn sizes(request: &Request) -> String {
+    const SHOWN: usize = 8;
+    let list = if request.kind == Kind::AllGather { &request.out_blocks } else { &request.in_blocks };
+    match list.len() {
+        0 => ": this rank's are all equal".to_string(),
+        n if n <= SHOWN => format!(": this rank's is {list:?} bytes"),
+        n => format!(": this rank's begins with {:?} bytes, of {n}", &list[..SHOWN]),
+    }
 }
 
 /// One PREMUL_SUM factor a rank, from the headers; empty for every other reduction.
@@ -183,10 +217,6 @@ pub fn finish(area: &Area, op: &Op, kernel: Option<&Kernel>, scratch: &mut Vec<u
             let mut to = 0;
             for q in 0..ranks {
                 let bytes = block(&request.out_blocks, total_out, ranks, q);
-                let theirs = area.read_header(q, n).aux;
-                if theirs != bytes as u64 {
-                    return Err(wrong_block(op, me, q, theirs, bytes));
-                }
                 // SAFETY: the slot holds `bytes` (checked by payload), its tag was acquired, the outputs are the caller's.
                 unsafe { outputs.write(to, area.payload(q, n, bytes), bytes) };
                 to += bytes;
@@ -208,7 +238,7 @@ pub fn finish(area: &Area, op: &Op, kernel: Option<&Kernel>, scratch: &mut Vec<u
     Ok(())
 }
 
-fn wrong_block(op: &Op, me: usize, peer: usize, theirs: u64, expected: usize) -> Error {
+fn wrong_block(op: &Op, me: usize, peer: usize, theirs: u64, expected: u64) -> Error {
     Error::Mismatch(format!(
         "sagellm: in {} number {} rank {peer} brings {theirs} bytes where rank {me} has room for {expected}. Every rank \
          must pass the same list of sizes",
@@ -264,13 +294,13 @@ pub fn finish_table(area: &Area, op: &Op) -> Result<Vec<Option<Vec<usize>>>> {
         let table = read_table(area, op, q);
         let expected = block(&request.out_blocks, total_out, ranks, q);
         if table[me] != expected {
-            return Err(wrong_block(op, me, q, table[me] as u64, expected));
+            return Err(wrong_block(op, me, q, table[me] as u64, expected as u64));
         }
         if area.read_header(q, op.number).aux == 1 {
             let before: usize = table[..me].iter().fold(0, |sum, bytes| sum.saturating_add(*bytes));
             let at = (ranks * 8).saturating_add(before);
             if at.saturating_add(expected) > SLOT_BYTES {
-                return Err(wrong_block(op, me, q, before as u64, SLOT_BYTES));
+                return Err(wrong_block(op, me, q, before as u64, SLOT_BYTES as u64));
             }
             // SAFETY: `at + expected` lies within the slot, whose tag was acquired.
             unsafe { outputs.write(to, area.payload(q, op.number, SLOT_BYTES).add(at), expected) };

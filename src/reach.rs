@@ -1,0 +1,162 @@
+//! Which memory an operation reads and writes, so that two of one rank can be told apart or put in order (rule 4).
+
+use crate::types::{Request, Span};
+
+/// Memory that is read and memory that is written, each sorted by address and joined where pieces touch. What staged
+/// copies stand for counts as written.
+#[derive(Debug)]
+pub struct Reach {
+    reads: Vec<Span>,
+    writes: Vec<Span>,
+}
+
+impl Reach {
+    pub fn of(request: &Request) -> Reach {
+        Reach {
+            reads: sorted(request.inputs.iter()),
+            writes: sorted(request.outputs.iter().chain(&request.also_touched)),
+        }
+    }
+
+    /// True when one of the two writes what the other reads or writes.
+    pub fn meets(&self, other: &Reach) -> bool {
+        meet(&self.writes, &other.writes) || meet(&self.writes, &other.reads) || meet(&self.reads, &other.writes)
+    }
+}
+
+/// The same for two requests of few pieces each, pair by pair: sorting would take longer.
+pub fn meet_in_pairs(one: &Request, other: &Request) -> bool {
+    let touch = |a: &[Span], b: &[Span]| a.iter().any(|x| b.iter().any(|y| x.overlaps(y)));
+    let writes = |of: &Request, who: &Request| {
+        [&of.outputs, &of.also_touched].into_iter().any(|written| {
+            touch(written, &who.inputs) || touch(written, &who.outputs) || touch(written, &who.also_touched)
+        })
+    };
+    writes(one, other) || writes(other, one)
+}
+
+/// Whether `meet_in_pairs` is the shorter way for this one.
+pub fn is_short(request: &Request) -> bool {
+    request.inputs.len() + request.outputs.len() + request.also_touched.len() <= 4
+}
+
+/// From the first byte to behind the last one that a request touches; empty where it touches none.
+pub fn hull(request: &Request) -> (usize, usize) {
+    let all = request.inputs.iter().chain(&request.outputs).chain(&request.also_touched);
+    all.filter(|span| span.bytes > 0)
+        .fold((usize::MAX, 0), |(low, high), span| (low.min(span.addr), high.max(span.addr + span.bytes)))
+}
+
+fn sorted<'a>(spans: impl Iterator<Item = &'a Span>) -> Vec<Span> {
+    let mut all: Vec<Span> = spans.filter(|span| span.bytes > 0).copied().collect();
+    all.sort_unstable_by_key(|span| span.addr);
+    all.dedup_by(|next, last| {
+        let touches = next.addr <= last.addr + last.bytes;
+        if touches {
+            last.bytes = last.bytes.max(next.addr + next.bytes - last.addr);
+        }
+        touches
+    });
+    all
+}
+
+/// Whether two sorted lists share a byte. Looks at each span of the shorter list once, and finds its place in the longer
+/// one by steps that double: about as many looks as both have spans, and far fewer where one is short.
+fn meet(one: &[Span], other: &[Span]) -> bool {
+    let (few, mut rest) = if one.len() <= other.len() { (one, other) } else { (other, one) };
+    for span in few {
+        let before = |other: &Span| {
+            looked();
+            other.addr + other.bytes <= span.addr
+        };
+        let mut step = 1;
+        while step < rest.len() && before(&rest[step - 1]) {
+            step *= 2;
+        }
+        let (from, to) = (step / 2, step.min(rest.len()));
+        // What ends before this span ends before the later ones, too.
+        rest = &rest[from + rest[from..to].partition_point(before)..];
+        match rest.first() {
+            None => return false,
+            Some(next) if next.addr < span.addr + span.bytes => return true,
+            Some(_) => (),
+        }
+    }
+    false
+}
+
+#[cfg(not(test))]
+fn looked() {}
+
+#[cfg(test)]
+thread_local! {
+    static LOOKS: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
+}
+
+#[cfg(test)]
+fn looked() {
+    LOOKS.with(|looks| looks.set(looks.get() + 1));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn spans(list: &[(usize, usize)]) -> Vec<Span> {
+        list.iter().map(|&(addr, bytes)| Span { addr, bytes }).collect()
+    }
+
+    #[test]
+    fn lists_meet_exactly_where_a_pair_of_their_pieces_does() {
+        let mut state = 1u64;
+        let mut below = |n: u64| {
+            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            (state >> 33) % n
+        };
+        let mut met = 0;
+        for _ in 0..20_000 {
+            let mut list = |most: u64| -> Vec<Span> {
+                (0..below(most)).map(|_| Span { addr: below(300) as usize + 1, bytes: below(6) as usize }).collect()
+            };
+            let (one, other) = (list(4), list(30));
+            let pairs = one.iter().any(|a| other.iter().any(|b| a.overlaps(b)));
+            let (a, b) = (sorted(one.iter()), sorted(other.iter()));
+            assert_eq!((meet(&a, &b), meet(&b, &a)), (pairs, pairs), "{one:?} and {other:?}");
+            met += usize::from(pairs);
+        }
+        assert!((2_000..18_000).contains(&met), "the lists do not try both: {met}");
+    }
+
+    #[test]
+    fn pieces_that_touch_become_one() {
+        let joined = sorted(spans(&[(10, 5), (1, 4), (15, 0), (5, 5), (30, 1), (2, 1)]).iter());
+        assert_eq!(joined, spans(&[(1, 14), (30, 1)]));
+    }
+
+    /// Twenty lists of a thousand tensors that lie between each other: every list against every other.
+    #[test]
+    fn rule_04_long_lists_are_compared_in_about_as_many_steps_as_they_have_pieces() {
+        let (lists, tensors) = (20, 1000);
+        let all: Vec<Vec<Span>> = (0..lists)
+            .map(|list| {
+                sorted(
+                    (0..tensors)
+                        .map(|i| Span { addr: 64 + (i * lists + list) * 16, bytes: 8 })
+                        .collect::<Vec<_>>()
+                        .iter(),
+                )
+            })
+            .collect();
+        LOOKS.with(|looks| looks.set(0));
+        for (at, one) in all.iter().enumerate() {
+            assert!(all[..at].iter().all(|other| !meet(one, other)));
+        }
+        let looks = LOOKS.with(std::cell::Cell::get);
+        let pairs = lists * (lists - 1) / 2;
+        assert!(looks <= pairs * 3 * tensors, "{looks} looks for {pairs} pairs of {tensors} pieces");
+        // One tensor against a list.
+        LOOKS.with(|looks| looks.set(0));
+        assert!(!meet(&all[0], &spans(&[(64 + 16 * 10_001, 8)])));
+        assert!(LOOKS.with(std::cell::Cell::get) < 40);
+    }
+}

@@ -1,0 +1,382 @@
+//! What ranks may disagree on, and what one rank's own operations owe each other: a barrier ends last, lists of sizes are
+//! signed, messages and collectives on the same memory keep the order of issue (rules 4, 5, 33).
+
+mod common;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use common::{cut, on_ranks};
+use sagellm::config::Settings;
+use sagellm::engine::local;
+use sagellm::error::Error;
+use sagellm::group::{Group, Op};
+use sagellm::types::{ANY_RANK, CallNote, Dtype, Kind, ReduceOp, Request};
+
+const LIMIT: Duration = Duration::from_secs(30);
+
+fn groups(ranks: usize) -> Vec<Arc<Group>> {
+    Group::local(ranks, LIMIT).unwrap()
+}
+
+/// On several hosts, played by threads; each rank's host by its number.
+fn on_hosts(place: &[usize]) -> Vec<Arc<Group>> {
+    Group::local_hosts(place, LIMIT, Settings::default(), local::links(place.len())).unwrap()
+}
+
+fn call(kind: Kind, root: u32, inputs: &mut [u8], outputs: &mut [u8]) -> Request {
+    Request {
+        kind,
+        dtype: if kind.reduces() { Dtype::U8 } else { Dtype::Bytes },
+        op: ReduceOp::Sum,
+        root,
+        tag: 0,
+        timeout_ms: None,
+        sync: false,
+        inputs: cut(inputs, 1, 1),
+        outputs: cut(outputs, 1, 1),
+        in_blocks: Vec::new(),
+        out_blocks: Vec::new(),
+        also_touched: Vec::new(),
+        note: CallNote::default(),
+    }
+}
+
+fn all_reduce(memory: &mut [u8]) -> Request {
+    let mut request = call(Kind::AllReduce, 0, memory, &mut []);
+    request.outputs = request.inputs.clone();
+    request
+}
+
+fn barrier() -> Request {
+    call(Kind::Barrier, 0, &mut [], &mut [])
+}
+
+fn issue(group: &Group, request: Request) -> Arc<Op> {
+    group.issue(request, None).unwrap()
+}
+
+/// Sixteen all_reduces whose handles are dropped at once, then a barrier: everything must be there.
+fn barrier_ends_last(groups: &[Arc<Group>], bytes: usize, sync: bool) {
+    let ranks = groups.len();
+    on_ranks(ranks, |me| {
+        for turn in 0..10 {
+            let mut all: Vec<Vec<u8>> = (0..16).map(|i| vec![i + turn; bytes]).collect();
+            for memory in &mut all {
+                drop(issue(&groups[me], all_reduce(memory)));
+            }
+            if sync {
+                groups[me].run(barrier(), None).unwrap();
+            } else {
+                issue(&groups[me], barrier()).wait(None).unwrap();
+            }
+            for (i, memory) in (0..).zip(&all) {
+                let sum = (i + turn) * ranks as u8;
+                assert!(memory.iter().all(|byte| *byte == sum), "rank {me}, turn {turn}: operation {i} had not ended");
+            }
+        }
+    });
+}
+
+#[test]
+fn rule_33_a_barrier_ends_behind_every_earlier_collective() {
+    for bytes in [10, 40_000, 1 << 20] {
+        for sync in [true, false] {
+            barrier_ends_last(&groups(3), bytes, sync);
+        }
+    }
+}
+
+#[test]
+fn rule_33_a_barrier_ends_behind_every_earlier_collective_over_hosts() {
+    for bytes in [10, 40_000, 3 << 20] {
+        let groups = on_hosts(&[0, 0, 1]);
+        barrier_ends_last(&groups, bytes, bytes < 1 << 20);
+        on_ranks(groups.len(), |me| groups[me].shutdown());
+    }
+}
+
+/// A barrier that must wait for an earlier collective fails with it.
+#[test]
+fn rule_33_a_barrier_fails_with_the_collective_before_it() {
+    for groups in [groups(2), on_hosts(&[0, 1])] {
+        let mut memory = vec![1u8; 3 << 20];
+        let first = issue(&groups[0], all_reduce(&mut memory));
+        let second = issue(&groups[0], barrier());
+        groups[0].abort("the test says so");
+        assert!(second.wait(None).is_err() && first.wait(None).is_err());
+    }
+}
+
+/// What each rank passes as its list, and what it must be told.
+fn lists_must_agree(groups: &[Arc<Group>], kind: Kind, lists: &[Vec<usize>]) {
+    let ranks = groups.len();
+    let sync = std::sync::Barrier::new(ranks);
+    let errors = on_ranks(ranks, |me| {
+        let list = &lists[me];
+        let (own, total) = (list[me], list.iter().sum());
+        let gathers = kind == Kind::AllGather;
+        let (mut input, mut output) =
+            if gathers { (vec![1u8; own], vec![9u8; total]) } else { (vec![1u8; total], vec![9u8; own]) };
+        let mut request = call(kind, 0, &mut input, &mut output);
+        if list.iter().any(|bytes| *bytes != own) {
+            *(if gathers { &mut request.out_blocks } else { &mut request.in_blocks }) = list.clone();
+        }
+        let error = groups[me].run(request, None).unwrap_err();
+        assert!(matches!(error, Error::Mismatch(_)), "rank {me} of {lists:?}: {error:?}");
+        let start: usize = list[..me].iter().sum();
+        let foreign = |at: usize| gathers.then_some(at).is_none_or(|at| at < start || at >= start + own);
+        let written = output.iter().enumerate().find(|(at, byte)| foreign(*at) && **byte != 9);
+        assert!(written.is_none(), "rank {me} of {lists:?}: byte {written:?} was written");
+        sync.wait();
+        assert!(groups[me].run(barrier(), None).is_err(), "the group goes on");
+        error.text().to_string()
+    });
+    for error in &errors {
+        assert!(error.contains("list of sizes") || error.contains("lists of sizes"), "{lists:?}: {error}");
+    }
+}
+
+#[test]
+fn rule_05_lists_of_sizes_that_differ_are_found_at_every_size() {
+    for kind in [Kind::AllGather, Kind::ReduceScatter] {
+        for unit in [4usize, 100, 1 << 19] {
+            // Equal sums with another longest block, equal sums with the same one, only one rank sees even blocks.
+            for lists in [
+                [vec![2 * unit, 2 * unit], vec![unit, 3 * unit]],
+                [vec![unit, 2 * unit], vec![2 * unit, unit]],
+                [vec![3 * unit, unit], vec![2 * unit, 2 * unit]],
+            ] {
+                lists_must_agree(&groups(2), kind, &lists);
+            }
+            // Two ranks have their own sizes right, and the third brings what each expects of it.
+            let right = vec![unit, 2 * unit, unit];
+            lists_must_agree(&groups(3), kind, &[right.clone(), right, vec![2 * unit, unit, unit]]);
+        }
+    }
+}
+
+#[test]
+fn rule_05_lists_of_sizes_that_differ_are_found_over_hosts() {
+    for kind in [Kind::AllGather, Kind::ReduceScatter] {
+        for unit in [4usize, 1 << 19] {
+            for place in [&[0, 1][..], &[0, 0, 1]] {
+                let mut lists = vec![vec![unit; place.len()]; place.len()];
+                lists.iter_mut().for_each(|list| list[1] = 2 * unit);
+                let last = lists.last_mut().unwrap();
+                last.swap(0, 1);
+                lists_must_agree(&on_hosts(place), kind, &lists);
+            }
+        }
+    }
+}
+
+/// Two ranks each believe to be the root of a large broadcast, of different sizes: neither waits for anything that the
+/// other would bring, and one would never be read to the end.
+#[test]
+fn rule_05_two_roots_of_a_large_broadcast_learn_it_at_once() {
+    let groups = groups(2);
+    on_ranks(2, |me| {
+        let mut memory = vec![me as u8; [1 << 20, 32 << 20][me]];
+        let begin = std::time::Instant::now();
+        let first = groups[me].run(call(Kind::Broadcast, me as u32, &mut memory, &mut []), None);
+        let error = first.and_then(|()| groups[me].run(barrier(), None)).unwrap_err();
+        assert!(matches!(error, Error::Mismatch(_)), "{error:?}");
+        assert!(begin.elapsed() < Duration::from_secs(10), "only the deadline told it");
+    });
+}
+
+/// A disagreement that nobody could see at once shifts no later operation: the next one fails on every rank that takes.
+#[test]
+fn rule_05_a_disagreement_between_two_roots_never_shifts_a_later_operation() {
+    let groups = groups(3);
+    on_ranks(3, |me| {
+        let mut memory = vec![me as u8; 1 << 20];
+        // Rank 1 believes to be the root itself; rank 2 agrees with rank 0.
+        let root = if me == 1 { 1 } else { 0 };
+        let request = if me == root as usize {
+            call(Kind::Broadcast, root, &mut memory, &mut [])
+        } else {
+            call(Kind::Broadcast, root, &mut [], &mut memory)
+        };
+        let first = groups[me].run(request, None);
+        let mut later = vec![9u8; 4 << 20];
+        if me == 0 {
+            later.fill(5);
+        }
+        let request = if me == 0 {
+            call(Kind::Broadcast, 0, &mut later, &mut [])
+        } else {
+            call(Kind::Broadcast, 0, &mut [], &mut later)
+        };
+        let second = first.and_then(|()| groups[me].run(request, None));
+        let right = later.iter().all(|byte| *byte == 5);
+        assert!(
+            right || later.iter().all(|byte| *byte == 9) || me == 2 && second.is_err(),
+            "rank {me} took wrong data"
+        );
+        assert!(second.is_err() || me != 1, "rank 1 was not told");
+        assert!(second.is_ok() && right || groups[me].run(barrier(), None).is_err());
+    });
+}
+
+fn send(group: &Group, to: u32, tag: u32, memory: &mut [u8]) -> Arc<Op> {
+    issue(group, Request { tag, ..call(Kind::Send, to, memory, &mut []) })
+}
+
+fn recv(group: &Group, from: u32, tag: u32, memory: &mut [u8]) -> Arc<Op> {
+    issue(group, Request { tag, ..call(Kind::Recv, from, &mut [], memory) })
+}
+
+const SIZES: [usize; 2] = [8, 300_000];
+
+/// Rank 1 comes late, so that everything rank 0 issues is pending together.
+fn late(me: usize) {
+    if me == 1 {
+        std::thread::sleep(Duration::from_millis(60));
+    }
+}
+
+#[test]
+fn rule_04_a_message_sends_what_an_earlier_collective_wrote() {
+    for bytes in SIZES {
+        let groups = groups(2);
+        on_ranks(2, |me| {
+            late(me);
+            let mut memory = vec![1u8; bytes];
+            let sum = issue(&groups[me], all_reduce(&mut memory));
+            if me == 0 {
+                send(&groups[0], 1, 0, &mut memory).wait(None).unwrap();
+            } else {
+                let mut got = vec![0u8; bytes];
+                recv(&groups[1], 0, 0, &mut got).wait(None).unwrap();
+                assert_eq!(got, vec![2u8; bytes]);
+            }
+            sum.wait(None).unwrap();
+        });
+    }
+}
+
+#[test]
+fn rule_04_a_collective_reads_what_an_earlier_message_brought() {
+    for bytes in SIZES {
+        for source in [1, ANY_RANK] {
+            let groups = groups(2);
+            on_ranks(2, |me| {
+                late(me);
+                let mut memory = vec![me as u8; bytes];
+                if me == 0 {
+                    let got = recv(&groups[0], source, 0, &mut memory);
+                    issue(&groups[0], call(Kind::Broadcast, 0, &mut memory, &mut [])).wait(None).unwrap();
+                    got.wait(None).unwrap();
+                } else {
+                    send(&groups[1], 0, 0, &mut vec![5u8; bytes]).wait(None).unwrap();
+                    issue(&groups[1], call(Kind::Broadcast, 0, &mut [], &mut memory)).wait(None).unwrap();
+                    assert_eq!(memory, vec![5u8; bytes]);
+                }
+            });
+        }
+    }
+}
+
+#[test]
+fn rule_04_messages_on_the_same_memory_run_in_order() {
+    for bytes in SIZES {
+        let groups = groups(3);
+        on_ranks(3, |me| {
+            let mut memory = vec![me as u8 + 1; bytes];
+            match me {
+                // 1 to 0, which passes it on to 2, before 2 can know of it.
+                0 => {
+                    let got = recv(&groups[0], 1, 0, &mut memory);
+                    send(&groups[0], 2, 0, &mut memory).wait(None).unwrap();
+                    got.wait(None).unwrap();
+                }
+                1 => {
+                    late(me);
+                    send(&groups[1], 0, 0, &mut memory).wait(None).unwrap();
+                }
+                _ => {
+                    recv(&groups[2], 0, 0, &mut memory).wait(None).unwrap();
+                    assert_eq!(memory, vec![2u8; bytes]);
+                }
+            }
+        });
+    }
+}
+
+/// What a send that is held back reads is sent before later sends of its tag, and after those of another.
+#[test]
+fn rule_04_a_message_that_waits_is_overtaken_by_no_other_of_its_tag() {
+    for bytes in SIZES {
+        let groups = groups(2);
+        on_ranks(2, |me| {
+            let group = &groups[me];
+            let mut memory = vec![1u8; bytes];
+            if me == 0 {
+                let sum = issue(group, all_reduce(&mut memory));
+                let (mut second, mut other) = (vec![7u8; bytes], vec![8u8; bytes]);
+                let all = [
+                    send(group, 1, 1, &mut memory),
+                    send(group, 1, 1, &mut second),
+                    send(group, 1, 2, &mut other),
+                    sum,
+                ];
+                all.iter().for_each(|op| op.wait(None).unwrap());
+            } else {
+                let mut got = vec![vec![0u8; bytes]; 3];
+                // The other tag first: the sender's all_reduce cannot end before it.
+                recv(group, 0, 2, &mut got[2]).wait(None).unwrap();
+                group.run(all_reduce(&mut memory), None).unwrap();
+                recv(group, 0, 1, &mut got[0]).wait(None).unwrap();
+                recv(group, 0, 1, &mut got[1]).wait(None).unwrap();
+                assert_eq!(got, [vec![2u8; bytes], vec![7u8; bytes], vec![8u8; bytes]]);
+            }
+        });
+    }
+}
+
+/// The same for receives: the first posted gets the first message, although its memory is not free yet.
+#[test]
+fn rule_04_a_receive_that_waits_is_overtaken_by_no_other_of_its_messages() {
+    for bytes in SIZES {
+        for first in [1, ANY_RANK] {
+            let groups = groups(2);
+            on_ranks(2, |me| {
+                let group = &groups[me];
+                let mut memory = vec![1u8; bytes];
+                if me == 0 {
+                    let sum = issue(group, all_reduce(&mut memory));
+                    let mut second = vec![0u8; bytes];
+                    let all = [recv(group, first, 1, &mut memory), recv(group, 1, 1, &mut second), sum];
+                    all.iter().for_each(|op| op.wait(None).unwrap());
+                    assert_eq!((memory, second), (vec![7u8; bytes], vec![8u8; bytes]));
+                } else {
+                    let (mut a, mut b) = (vec![7u8; bytes], vec![8u8; bytes]);
+                    let all = [send(group, 0, 1, &mut a), send(group, 0, 1, &mut b)];
+                    std::thread::sleep(Duration::from_millis(30));
+                    group.run(all_reduce(&mut memory), None).unwrap();
+                    all.iter().for_each(|op| op.wait(None).unwrap());
+                }
+            });
+        }
+    }
+}
+
+/// A message that is held back counts as pending: it fails with the group, and by its own deadline.
+#[test]
+fn rule_04_a_message_that_waits_fails_with_what_it_waits_for() {
+    let groups = Group::local(2, Duration::from_millis(300)).unwrap();
+    on_ranks(2, |me| {
+        if me == 1 {
+            std::thread::sleep(Duration::from_millis(600));
+            return;
+        }
+        let mut memory = vec![1u8; 8];
+        let sum = issue(&groups[0], all_reduce(&mut memory));
+        let message = send(&groups[0], 1, 0, &mut memory);
+        let error = message.wait(None).unwrap_err();
+        assert!(matches!(error, Error::Timeout(_)), "{error:?}");
+        assert!(sum.wait(None).is_err());
+    });
+}
