@@ -364,6 +364,7 @@ SageBackend::WorkPtr SageBackend::submit(Plan& plan, const Label& label, TensorV
     return staged->submit(one, label, outputs, async);
   }
   Plan* one = &plan;
+  if (C10_UNLIKELY(spans_hosts_)) follow_messages(one);
   if (region_.open()) {
     // Not waited for here, whatever the call says.
     WorkPtr work = submit_async(one, label, inputs, outputs, true);
@@ -381,6 +382,7 @@ SageBackend::WorkPtr SageBackend::submit_all(std::vector<Plan>& plans, const Lab
   c10::SmallVector<Plan*, 4> all;
   for (Plan& plan : plans) all.push_back(&plan);
   if (HostCall* staged = HostCall::take()) return staged->submit(all, label, outputs, async);
+  if (C10_UNLIKELY(spans_hosts_)) follow_messages(all);
   if (region_.open()) {
     WorkPtr work = submit_async(all, label, inputs, outputs, true);
     region_.add(work);

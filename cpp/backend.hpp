@@ -33,6 +33,7 @@
 #include <string>
 #include <vector>
 
+#include "beside.hpp"
 #include "compat.hpp"
 #include "device_staging.hpp"
 #include "link.hpp"
@@ -209,6 +210,19 @@ class SageBackend final : public c10d::Backend {
   // anyone who waits goes on.
   WorkPtr counted(Foreign call, const std::function<WorkPtr(c10d::Backend&)>& hand_over);
 
+  // Collectives that the core does not know as a whole, or not at all: a barrier ends behind them.
+  WorkPtr beside(WorkPtr work);
+  std::vector<WorkPtr> pending_beside();
+  WorkPtr barrier_behind(std::vector<WorkPtr> earlier, const c10d::BarrierOptions& opts);
+  // Hands a message to the delegate. In a group over several hosts the lanes, which carry its collectives, do not see
+  // it: it waits for those before it that use its memory, and those after it wait for it (`follow_messages`). Here, at
+  // issue: the delegate could not be told to begin later.
+  WorkPtr delegate_message(Foreign call, const Tensors& tensors,
+                           const std::function<WorkPtr(c10d::Backend&)>& hand_over);
+  void follow_messages(c10::ArrayRef<Plan*> plans);
+  // Waits for the messages that read or write `memory`, where either side writes.
+  void follow_messages(const Piece& memory, bool writes);
+
   // Somebody listens for the end of works: then synchronous calls have one, too.
   bool has_listeners() const { return events_->has_work_hook() || events_->has_completion_hooks(); }
 
@@ -264,6 +278,11 @@ class SageBackend final : public c10d::Backend {
   mutable std::mutex delegate_mutex_;
   c10::intrusive_ptr<c10d::Backend> delegate_;
   std::shared_ptr<GlooLink> link_;
+  // Guards the next two.
+  std::mutex beside_mutex_;
+  std::vector<WorkPtr> beside_;
+  // Messages of a group over several hosts that may be under way.
+  std::vector<DelegatedMessage> messages_;
   // Numbers the sparse all-reduces of this rank, which gives their messages tags of their own.
   std::atomic<uint32_t> sparse_count_{0};
 };

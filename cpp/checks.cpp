@@ -3,6 +3,7 @@
 #include <ATen/MemoryOverlap.h>
 
 #include "errors.hpp"
+#include "plan.hpp"
 
 namespace sagellm::check {
 
@@ -99,6 +100,23 @@ void not_empty(const char* op, const std::vector<at::Tensor>& tensors) {
 void elements(const char* op, const char* what, int64_t found, int64_t expected, const char* because) {
   if (found != expected) {
     value_error(op, c10::str(what, " has ", found, " elements, expected ", expected, " (", because, ")"));
+  }
+}
+
+void apart(const char* op, const std::vector<at::Tensor>& written, const std::vector<at::Tensor>& read) {
+  if (written.size() < 2) return;
+  std::vector<at::Tensor> all = written;
+  all.insert(all.end(), read.begin(), read.end());
+  const size_t count = written.size();
+  for (const auto& [one, other] : overlapping(all)) {
+    if (one >= count || other == one + count || !share_memory(all[one], all[other])) continue;
+    if (other < count) {
+      value_error(op,
+                  c10::str("tensors ", one, " and ", other,
+                           " of the list share memory, which would be written twice; pass each piece of memory once"));
+    }
+    value_error(op, c10::str("output tensor ", one, " and input tensor ", other - count,
+                             " share memory; make the calls one after the other, or pass a clone"));
   }
 }
 

@@ -47,6 +47,10 @@ void not_empty(const char* op, const std::vector<at::Tensor>& tensors);
 
 void elements(const char* op, const char* what, int64_t found, int64_t expected, const char* because);
 
+// For a list whose calls are carried out together: none of `written` may share memory with another, nor with one of
+// `read` at another place of its list. One after the other would give something else. Tensors on any device.
+void apart(const char* op, const std::vector<at::Tensor>& written, const std::vector<at::Tensor>& read = {});
+
 // Bytes of each rank's part of `tensor`, cut along its first dimension as c10d's split lists say (empty: evenly).
 std::vector<size_t> splits(const char* op, const char* what, const at::Tensor& tensor,
                            const std::vector<int64_t>& sizes, int size);

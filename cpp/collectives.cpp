@@ -32,6 +32,11 @@ bool collides(const at::Tensor& part, const std::vector<at::Tensor>& list, int r
   return false;
 }
 
+// `check::apart` for what the caller passed; not again when a call comes back with what stands for it.
+void apart(const char* op, const std::vector<at::Tensor>& written, const std::vector<at::Tensor>& read = {}) {
+  if (HostCall::current() == nullptr) check::apart(op, written, read);
+}
+
 constexpr const char* kOneBlockPerRank = "one block per rank";
 
 size_t bytes_of(c10::ArrayRef<at::Tensor> tensors) {
@@ -114,10 +119,10 @@ SageBackend::WorkPtr SageBackend::allreduce(Tensors& tensors, const c10d::Allred
   if (tensor.defined() && tensor.is_sparse()) {
     // It is made of messages.
     if (spans_hosts()) {
-      return counted(foreign(Kind::kAllReduce, tensors, 0, 0),
-                     [&](c10d::Backend& other) { return other.allreduce(tensors, opts); });
+      return beside(counted(foreign(Kind::kAllReduce, tensors, 0, 0),
+                            [&](c10d::Backend& other) { return other.allreduce(tensors, opts); }));
     }
-    return allreduce_coo(tensors[0], opts);
+    return beside(allreduce_coo(tensors[0], opts));
   }
   check::writable(kOp, "tensor", tensor);
   Plan plan(kOp, Kind::kAllReduce, opts.timeout);
@@ -135,6 +140,7 @@ SageBackend::WorkPtr SageBackend::allreduce_sparse(Tensors& tensors, const c10d:
 }
 
 SageBackend::WorkPtr SageBackend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) {
+  apart("all_reduce_coalesced", tensors);
   if (on_device(tensors)) {
     HostCall host(*this, "all_reduce_coalesced");
     Tensors copies = host.update(tensors);
@@ -215,7 +221,7 @@ SageBackend::WorkPtr SageBackend::allgather(Lists& outputs, Tensors& inputs, con
                   "as many as the input tensor");
   Plan plan(kOp, Kind::kAllGather, opts.timeout);
   plan.read(input, collides(input, output, getRank()));
-  for (const at::Tensor& tensor : output) plan.write(tensor);
+  plan.write_all(output);
   plan.set_out_blocks(output);
   return submit(plan, {"sagellm:all_gather", OpType::ALLGATHER}, inputs, output, opts.asyncOp);
 }
@@ -245,6 +251,12 @@ SageBackend::WorkPtr SageBackend::_allgather_base(at::Tensor& output, at::Tensor
 
 SageBackend::WorkPtr SageBackend::allgather_coalesced(Lists& outputs, Tensors& inputs,
                                                       const c10d::AllgatherOptions& opts) {
+  if (inputs.size() > 1) {
+    Tensors results;
+    for (const Tensors& list : outputs) results.insert(results.end(), list.begin(), list.end());
+    apart("all_gather_coalesced", results);
+    for (const Tensors& list : outputs) apart("all_gather_coalesced", list, inputs);
+  }
   if (on_device(inputs) || on_device(outputs)) {
     HostCall host(*this, "all_gather_coalesced");
     Tensors read = host.read(inputs);
@@ -275,13 +287,14 @@ SageBackend::WorkPtr SageBackend::allgather_coalesced(Lists& outputs, Tensors& i
     for (const at::Tensor& result : results) stage = stage || overlap(input, result);
     plan.read(input, stage);
   }
-  for (const at::Tensor& result : results) plan.write(result);
+  plan.write_all(results);
   plan.call.tensors = static_cast<uint32_t>(inputs.size());
   return submit(plan, {"sagellm:all_gather_coalesced", OpType::ALLGATHER_COALESCED}, inputs, results, opts.asyncOp);
 }
 
 SageBackend::WorkPtr SageBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                                   const c10d::AllgatherOptions& opts) {
+  apart("all_gather_into_tensor_coalesced", outputs, inputs);
   if (on_device(inputs) || on_device(outputs)) {
     HostCall host(*this, "all_gather_into_tensor_coalesced");
     Tensors read = host.read(inputs);
@@ -339,7 +352,7 @@ SageBackend::WorkPtr SageBackend::gather(Lists& outputs, Tensors& inputs, const 
     check::elements(kOp, "output tensor", tensor.numel(), input.numel(), "as many as the input tensor");
   }
   plan.read(input, collides(input, output, getRank()));
-  for (const at::Tensor& tensor : output) plan.write(tensor);
+  plan.write_all(output);
   return submit(plan, label, inputs, output, opts.asyncOp);
 }
 
@@ -433,6 +446,7 @@ SageBackend::WorkPtr SageBackend::_reduce_scatter_base(at::Tensor& output, at::T
 
 SageBackend::WorkPtr SageBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                                   const c10d::ReduceScatterOptions& opts) {
+  apart("reduce_scatter_tensor_coalesced", outputs, inputs);
   if (on_device(inputs) || on_device(outputs)) {
     HostCall host(*this, "reduce_scatter_tensor_coalesced");
     Tensors read = host.read(inputs);
@@ -524,10 +538,8 @@ SageBackend::WorkPtr SageBackend::alltoall(Tensors& outputs, Tensors& inputs, co
     for (const at::Tensor& output : outputs) stage = stage || overlap(input, output);
     plan.read(input, stage);
   }
-  for (const at::Tensor& output : outputs) {
-    plan.out_blocks.push_back(output.nbytes());
-    plan.write(output);
-  }
+  for (const at::Tensor& output : outputs) plan.out_blocks.push_back(output.nbytes());
+  plan.write_all(outputs);
   return submit(plan, {"sagellm:all_to_all", OpType::ALLTOALL}, inputs, outputs, opts.asyncOp);
 }
 
@@ -542,6 +554,8 @@ SageBackend::WorkPtr SageBackend::barrier(const c10d::BarrierOptions& opts) {
     return counted(foreign(Kind::kBarrier, TensorView(), 0, 0),
                    [&](c10d::Backend& other) { return other.barrier(opts); });
   }
+  if (std::vector<WorkPtr> earlier = pending_beside(); !earlier.empty())
+    return barrier_behind(std::move(earlier), opts);
   Plan plan("barrier", Kind::kBarrier, opts.timeout);
   return submit(plan, {"sagellm:barrier", OpType::BARRIER}, TensorView(), TensorView(), opts.asyncOp);
 }
@@ -563,8 +577,8 @@ SageBackend::WorkPtr SageBackend::send(Tensors& tensors, int destination, int ta
     return host.run([&] { return send(copies, destination, tag); });
   }
   if (messages_delegated()) {
-    return counted(foreign_rooted(Kind::kSend, tensors, bytes_of(tensors), 0, destination, tag),
-                   [&](c10d::Backend& other) { return other.send(tensors, destination, tag); });
+    return delegate_message(foreign_rooted(Kind::kSend, tensors, bytes_of(tensors), 0, destination, tag), tensors,
+                            [&](c10d::Backend& other) { return other.send(tensors, destination, tag); });
   }
   constexpr const char* kOp = "send";
   const at::Tensor& tensor = check::only(kOp, "tensor", tensors);
@@ -597,8 +611,8 @@ SageBackend::WorkPtr SageBackend::recv(Tensors& tensors, int source, int tag) {
     return host.run([&] { return recv(copies, source, tag); });
   }
   if (messages_delegated()) {
-    return counted(foreign_rooted(Kind::kRecv, tensors, 0, bytes_of(tensors), source, tag),
-                   [&](c10d::Backend& other) { return other.recv(tensors, source, tag); });
+    return delegate_message(foreign_rooted(Kind::kRecv, tensors, 0, bytes_of(tensors), source, tag), tensors,
+                            [&](c10d::Backend& other) { return other.recv(tensors, source, tag); });
   }
   check::peer("recv", source, getRank(), getSize());
   return receive(tensors, static_cast<uint32_t>(source), tag, {"sagellm:recv", OpType::RECV}, "recv");
@@ -611,8 +625,8 @@ SageBackend::WorkPtr SageBackend::recvAnysource(Tensors& tensors, int tag) {
     return host.run([&] { return recvAnysource(copies, tag); });
   }
   if (messages_delegated()) {
-    return counted(foreign_rooted(Kind::kRecv, tensors, 0, bytes_of(tensors), kAnyRank, tag),
-                   [&](c10d::Backend& other) { return other.recvAnysource(tensors, tag); });
+    return delegate_message(foreign_rooted(Kind::kRecv, tensors, 0, bytes_of(tensors), kAnyRank, tag), tensors,
+                            [&](c10d::Backend& other) { return other.recvAnysource(tensors, tag); });
   }
   return receive(tensors, kAnyRank, tag, {"sagellm:recvAnySource", OpType::RECVANYSOURCE}, "recv");
 }

@@ -94,6 +94,42 @@ std::vector<std::pair<size_t, size_t>> overlapping(c10::ArrayRef<at::Tensor> ten
   return pairs;
 }
 
+namespace {
+
+// Calls `each` with the address of every element.
+template <class Each>
+void for_elements(const at::Tensor& tensor, int64_t dim, size_t at, Each& each) {
+  if (dim == tensor.dim()) return each(at);
+  const size_t step = static_cast<size_t>(tensor.stride(dim)) * tensor.itemsize();
+  for (int64_t i = 0; i < tensor.size(dim); ++i) {
+    for_elements(tensor, dim + 1, at + static_cast<size_t>(i) * step, each);
+  }
+}
+
+}  // namespace
+
+bool share_memory(const at::Tensor& left, const at::Tensor& right) {
+  const Piece a = hull(left);
+  const Piece b = hull(right);
+  if (!overlap(a, b)) return false;
+  if (left.is_non_overlapping_and_dense() && right.is_non_overlapping_and_dense()) return true;
+  // One flag for each byte that both may have.
+  const size_t begin = std::max(a.addr, b.addr);
+  const size_t end = std::min(a.addr + a.bytes, b.addr + b.bytes);
+  std::vector<bool> taken(end - begin);
+  const auto within = [&](size_t at, size_t size, const auto& each) {
+    for (size_t byte = std::max(at, begin); byte < std::min(at + size, end); ++byte) each(byte - begin);
+  };
+  const auto take = [&](size_t at) { within(at, left.itemsize(), [&](size_t byte) { taken[byte] = true; }); };
+  bool found = false;
+  const auto look = [&](size_t at) {
+    within(at, right.itemsize(), [&](size_t byte) { found = found || taken[byte]; });
+  };
+  for_elements(left, 0, reinterpret_cast<size_t>(left.const_data_ptr()), take);
+  for_elements(right, 0, reinterpret_cast<size_t>(right.const_data_ptr()), look);
+  return found;
+}
+
 Plan::Plan(const char* op, Kind kind, std::chrono::milliseconds timeout) : op(op), call() {
   call.kind = static_cast<uint8_t>(kind);
   call.timeout_ms = timeout.count();
@@ -142,6 +178,12 @@ void Plan::write(const at::Tensor& tensor, bool stage) {
   call.element = static_cast<uint8_t>(tensor.scalar_type());
   if (tensor.numel() == 0) return;
   outputs_.push_back({reinterpret_cast<size_t>(writable(tensor, stage)), tensor.nbytes()});
+}
+
+void Plan::write_all(c10::ArrayRef<at::Tensor> tensors) {
+  std::vector<bool> stage(tensors.size());
+  for (const auto& [one, other] : overlapping(tensors)) stage[one] = stage[other] = true;
+  for (size_t i = 0; i < tensors.size(); ++i) write(tensors[i], stage[i]);
 }
 
 void Plan::update(const at::Tensor& tensor) {

@@ -64,6 +64,10 @@ struct Label {
 // All pairs of a list for which `overlap` holds, first the lower place; sparse tensors overlap none.
 std::vector<std::pair<size_t, size_t>> overlapping(c10::ArrayRef<at::Tensor> tensors);
 
+// True when two tensors have a byte in common. Exact: strided ones, like the columns of a matrix, may lie between each
+// other; then their elements are compared, which is slow and rare.
+bool share_memory(const at::Tensor& left, const at::Tensor& right);
+
 class Plan {
  public:
   // `op` is torch's name of the call, for messages.
@@ -76,6 +80,9 @@ class Plan {
   // where the tensor is contiguous, because it overlaps another piece in a way that the core does not allow.
   void read(const at::Tensor& tensor, bool stage = false);
   void write(const at::Tensor& tensor, bool stage = false);
+  // Appends the tensors of a list to the outputs. Where some share memory, they are stored one after the other in the
+  // end, in the order of the list.
+  void write_all(c10::ArrayRef<at::Tensor> tensors);
   void update(const at::Tensor& tensor);
 
   // For coalesced lists, whose pieces interleave: all of the first rank's blocks, then all of the second's, and so on.
@@ -92,6 +99,7 @@ class Plan {
 
   c10::ArrayRef<Piece> inputs() const { return inputs_; }
   c10::ArrayRef<Piece> outputs() const { return outputs_; }
+  c10::ArrayRef<Piece> touched() const { return touched_; }
 
   rust::Box<RustOp> issue(const RustGroup& group, std::shared_ptr<Completion> completion) const;
   void run(const RustGroup& group, std::shared_ptr<Completion> completion) const;

@@ -197,6 +197,9 @@ pub mod ffi {
             also_touched: &[Piece],
             completion: SharedPtr<Completion>,
         ) -> Result<()>;
+        /// In a group over several hosts: waits until no collective that was issued before touches `memory`, which a message
+        /// that a delegate carries is about to read or (`writes`) write.
+        fn wait_for_memory(self: &RustGroup, memory: &Piece, writes: bool) -> Result<()>;
         /// Rank 0 learns who is missing; the others wait for rank 0. Uses no sequence number, poisons nothing.
         fn monitored_barrier(self: &RustGroup, timeout_ms: i64, wait_all_ranks: bool) -> Result<()>;
         /// Number of the last collective issued (0 before the first).
@@ -557,6 +560,11 @@ impl RustGroup {
 
     fn spans_hosts(&self) -> bool {
         self.0.spans_hosts()
+    }
+
+    fn wait_for_memory(&self, memory: &ffi::Piece, writes: bool) -> std::result::Result<(), String> {
+        let span = crate::types::Span { addr: memory.addr, bytes: memory.bytes };
+        guarded(|| self.0.wait_for_memory(span, writes))
     }
 
     fn open_link(&self, link: cxx::SharedPtr<ffi::Link>) -> std::result::Result<(), String> {

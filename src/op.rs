@@ -183,7 +183,8 @@ impl Op {
         self.reach().meets(other.reach())
     }
 
-    fn reach(&self) -> &Reach {
+    /// The memory it touches.
+    pub fn reach(&self) -> &Reach {
         self.reach.get_or_init(|| Box::new(Reach::of(&self.request)))
     }
 

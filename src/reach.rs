@@ -18,6 +18,12 @@ impl Reach {
         }
     }
 
+    /// Of one piece that is read or written.
+    pub fn of_one(memory: Span, writes: bool) -> Reach {
+        let (one, none) = (sorted([memory].iter()), Vec::new());
+        if writes { Reach { reads: none, writes: one } } else { Reach { reads: one, writes: none } }
+    }
+
     /// True when one of the two writes what the other reads or writes.
     pub fn meets(&self, other: &Reach) -> bool {
         meet(&self.writes, &other.writes) || meet(&self.writes, &other.reads) || meet(&self.reads, &other.writes)

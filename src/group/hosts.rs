@@ -10,6 +10,7 @@ use super::{Engine, Group};
 use crate::clock;
 use crate::config::{Config, Settings};
 use crate::domain::Domain;
+use crate::driver::{self, Outcome};
 use crate::engine::hierarchical::place::Place;
 use crate::engine::hierarchical::{Hierarchical, Inside, Report};
 use crate::engine::link::Link;
@@ -18,8 +19,9 @@ use crate::error::{Error, Result};
 use crate::fusion::LANES;
 use crate::host::{Host, Store};
 use crate::op::Op;
+use crate::reach::Reach;
 use crate::select::Policy;
-use crate::types::Request;
+use crate::types::{Request, Span};
 
 impl Group {
     /// Who lives where, in a group over several hosts that its own engine serves.
@@ -192,6 +194,19 @@ impl Group {
             }
         }
         Ok(shares)
+    }
+
+    /// Waits until no collective that was issued before reads or writes `memory` in a way that a message which is about to
+    /// be handed to the delegate must follow. How those collectives end is told by their own handles.
+    pub fn wait_for_memory(&self, memory: Span, writes: bool) -> Result<()> {
+        let Some(lanes) = self.lanes.get() else { return Ok(()) };
+        let reach = Reach::of_one(memory, writes);
+        while let Some(op) = lanes.using(&reach) {
+            if driver::wait_until(self, &*self.host, None, || op.is_done()) != Outcome::Done {
+                return Err(Error::Interrupted("sagellm: interrupted while a message waited for its memory".into()));
+            }
+        }
+        Ok(())
     }
 
     /// True where the group needs a link, and a delegate for its messages.

@@ -38,6 +38,7 @@ use crate::config::Settings;
 use crate::error::{Error, Result, contained};
 use crate::fusion::{Batch, Class, Item, LANES, Limits, Planner};
 use crate::op::{self, Company, Op};
+use crate::reach::Reach;
 use crate::select::explain::{self, Explanation};
 use crate::select::hosts::{self, Hosts, HostsChoice, LinkFacts, Menu};
 use crate::select::{Asked, Policy, Shape};
@@ -224,6 +225,13 @@ impl Hierarchical {
         let at = number.checked_sub(state.base)?;
         let entry = state.entries.get(usize::try_from(at).ok()?)?;
         (!entry.done).then(|| Arc::clone(&entry.op))
+    }
+
+    /// An operation that has not ended and that must come before whatever touches `reach`.
+    pub fn using(&self, reach: &Reach) -> Option<Arc<Op>> {
+        let state = self.shared.lock();
+        let found = state.entries.iter().find(|entry| !entry.done && entry.op.reach().meets(reach));
+        found.map(|entry| Arc::clone(&entry.op))
     }
 
     fn start(&self, state: &mut State) -> Result<()> {

@@ -18,7 +18,7 @@ import net
 import pytest
 import torch
 import torch.distributed as dist
-from harness import IS_GLOO, Context, launch
+from harness import IS_GLOO, Context, beyond_gloo, expect_raises, launch, run_fresh
 from net import enter
 from reference import fold, make, same_bits
 
@@ -309,3 +309,57 @@ def test_groups_within_one_host_keep_shared_memory(hosts: list[str]) -> None:
         outputs = [each.output() for each in job.ranks]
     if not IS_GLOO:
         assert not any(outputs), outputs
+
+
+def order_over_hosts(ctx: Context, names: list[str]) -> str:
+    """Barriers behind everything, messages in order with collectives; in the end two ranks disagree about a list."""
+    enter(names[ctx.rank * len(names) // ctx.world_size])
+    n, me, size = ctx.world_size, ctx.rank, 50_000
+    ctx.init(store=dist.FileStore(f"{ctx.tmp}/store", n), timeout=timedelta(seconds=30))
+    for turn in range(3):
+        tensors = [torch.full((size,), float(i + turn)) for i in range(12)]
+        sparse = torch.eye(100).to_sparse()
+        for tensor in tensors:
+            dist.all_reduce(tensor, async_op=True)
+        dist.all_reduce(sparse, async_op=True)
+        dist.barrier()
+        wrong = [i for i, tensor in enumerate(tensors) if not bool((tensor == (i + turn) * n).all())]
+        assert not wrong, f"turn {turn}: operations {wrong} had not ended"
+        assert torch.equal(sparse.to_dense(), torch.eye(100) * n), "the sparse one had not ended"
+    works: list[Any]
+    tensor = torch.ones(size)
+    if me == 0:
+        works = [dist.all_reduce(tensor, async_op=True), dist.isend(tensor, n - 1)]
+    else:
+        time.sleep(0.1)
+        works = [dist.all_reduce(tensor, async_op=True)]
+        if me == n - 1:
+            got = torch.zeros(size)
+            dist.recv(got, 0)
+            assert bool((got == n).all()), f"a message of {got[0]} overtook the all_reduce"
+    for work in works:
+        work.wait()
+    tensor = torch.zeros(size)
+    works = [dist.irecv(tensor, n - 1)] if me == 0 else []
+    if me == n - 1:
+        time.sleep(0.1)
+        dist.send(torch.full((size,), 5.0), 0)
+    works.append(dist.broadcast(tensor, 0, async_op=True))
+    for work in works + works[::-1]:  # the second wait of a message returns as the first
+        work.wait()
+    assert bool((tensor == 5).all()), f"a broadcast of {tensor[0]} overtook the message"
+    sizes = [size] * n
+    sizes[me - 1] += 1000  # the sum is the same, the own block is not what the others expect
+    text = expect_raises(
+        RuntimeError, lambda: dist.all_gather([torch.empty(each) for each in sizes], torch.ones(sizes[me]))
+    )
+    dist.destroy_process_group()
+    return text
+
+
+@beyond_gloo("it orders nothing by memory and compares no lists")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_rules_04_05_and_33_hold_over_hosts(hosts: list[str], world_size: int) -> None:
+    """A barrier ends last, messages keep the order of memory, lists of sizes must agree."""
+    for text in run_fresh(order_over_hosts, world_size, hosts, env=ENV):
+        assert "sizes" in text, text

@@ -1,0 +1,233 @@
+"""What one rank's own calls owe each other, and what ranks may not disagree on: barriers, lists, messages, shared memory."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Context, beyond_gloo, expect_raises, run_fresh, run_ranks
+
+# Elements of float32 on both sides of what fits into a slot, and more than a stage buffer holds.
+SIZES = [8, 1000, 10_000, 1 << 19]
+
+
+def barrier_implies_wait(ctx: Context, size: int, how: str) -> None:
+    """Collectives whose Works are dropped, then a barrier: what they wrote may be read at once."""
+    n = ctx.world_size
+    for turn in range(5):
+        tensors = [torch.full((size,), float(i + turn)) for i in range(16)]
+        for tensor in tensors:
+            dist.all_reduce(tensor, async_op=True)
+        if how == "sync":
+            dist.barrier()
+        else:
+            work: Any = dist.barrier(async_op=True)
+            work.wait()
+        wrong = [i for i, tensor in enumerate(tensors) if not bool((tensor == (i + turn) * n).all())]
+        assert not wrong, f"{size} elements, turn {turn}: operations {wrong} had not ended"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("how", ["sync", "async"])
+@pytest.mark.parametrize("size", SIZES)
+def test_rule_33_a_barrier_ends_behind_every_earlier_collective(size: int, how: str) -> None:
+    """Rule 33, as gloo and, by the order of its stream, nccl: what was issued before a barrier has ended behind it."""
+    run_ranks(barrier_implies_wait, 3, size, how)
+
+
+def barrier_on_a_delegate(ctx: Context, size: int) -> None:
+    """The same in a group that gloo serves."""
+    import sagellm
+
+    ctx.init(pg_options=sagellm.Options(engine="delegate"))
+    barrier_implies_wait(ctx, size, "sync")
+    dist.destroy_process_group()
+
+
+@beyond_gloo("it is the delegate")
+def test_rule_33_a_barrier_ends_behind_every_earlier_collective_of_a_delegate() -> None:
+    """Rule 33: a delegate's barrier, with the delegate's own way to keep it."""
+    run_fresh(barrier_on_a_delegate, 2, 10_000)
+
+
+def barrier_behind_sparse(ctx: Context) -> None:
+    """A sparse all_reduce is made of messages, which a barrier would not wait for."""
+    for turn in range(5):
+        tensor = torch.eye(200).mul(turn + 1).to_sparse()
+        dist.all_reduce(tensor, async_op=True)
+        dist.barrier()
+        assert torch.equal(tensor.to_dense(), torch.eye(200) * (turn + 1) * ctx.world_size)
+
+
+def test_rule_33_a_barrier_ends_behind_sparse_all_reduces() -> None:
+    """Rule 33, for the one collective that the core does not know as a whole."""
+    run_ranks(barrier_behind_sparse, 3)
+
+
+# ------------------------------------------------------------------------------------------------ disagreement
+
+
+def uneven_all_gather(ctx: Context, lists: list[list[int]]) -> str:
+    """Each rank passes its own list of sizes."""
+    sizes = lists[ctx.rank]
+    outputs = [torch.full((size,), -9.0) for size in sizes]
+    text = expect_raises(RuntimeError, lambda: dist.all_gather(outputs, torch.zeros(sizes[ctx.rank])))
+    touched = [rank for rank, output in enumerate(outputs) if rank != ctx.rank and not bool((output == -9).all())]
+    assert not touched, f"blocks of ranks {touched} were written"
+    expect_raises(RuntimeError, dist.barrier)
+    return text
+
+
+def uneven_reduce_scatter(ctx: Context, lists: list[list[int]]) -> str:
+    """The same for the other call with a list of sizes."""
+    sizes = lists[ctx.rank]
+    output = torch.full((sizes[ctx.rank],), -9.0)
+    text = expect_raises(RuntimeError, lambda: dist.reduce_scatter(output, [torch.zeros(size) for size in sizes]))
+    assert bool((output == -9).all()), "the result was written"
+    expect_raises(RuntimeError, dist.barrier)
+    return text
+
+
+def in_fresh_group(ctx: Context, call: Callable[[Context, list[list[int]]], str], lists: list[list[int]]) -> str:
+    """The disagreement ends the group."""
+    ctx.init(timeout=timedelta(seconds=10))
+    try:
+        return call(ctx, lists)
+    finally:
+        dist.destroy_process_group()
+
+
+@beyond_gloo("it does not compare lists")
+@pytest.mark.parametrize("call", [uneven_all_gather, uneven_reduce_scatter], ids=["all_gather", "reduce_scatter"])
+@pytest.mark.parametrize("unit", [8, 1 << 18])
+def test_rule_05_lists_of_sizes_that_differ_are_found(call: Callable[..., str], unit: int) -> None:
+    """Rule 5: before a byte of another rank's is written, at every size, on every rank; equal sums do not hide it."""
+    for lists in ([[unit, unit], [unit // 2, unit + unit // 2]], [[unit, 2 * unit], [2 * unit, unit]]):
+        for text in run_fresh(in_fresh_group, 2, call, lists):
+            assert "list of sizes" in text or "lists of sizes" in text, text
+
+
+# ------------------------------------------------------------------------------------------------ messages
+
+
+def message_and_collective(ctx: Context, size: int) -> None:
+    """An isend of what a collective is writing, and a collective that reads what an irecv brings."""
+    if ctx.rank == 0:
+        tensor = torch.ones(size)
+        works: list[Any] = [dist.all_reduce(tensor, async_op=True), dist.isend(tensor, 1)]
+        for work in works:
+            work.wait()
+        tensor = torch.zeros(size)
+        works = [dist.irecv(tensor, 1), dist.broadcast(tensor, 0, async_op=True)]
+        for work in works:
+            work.wait()
+        assert bool((tensor == 5).all())
+    else:
+        time.sleep(0.1)
+        tensor = torch.ones(size)
+        dist.all_reduce(tensor)
+        dist.recv(tensor, 0)
+        assert bool((tensor == 2).all()), f"a message of {tensor[0]} overtook the all_reduce"
+        time.sleep(0.1)
+        dist.send(torch.full((size,), 5.0), 0)
+        dist.broadcast(tensor, 0)
+        assert bool((tensor == 5).all()), f"a broadcast of {tensor[0]} overtook the message"
+
+
+@beyond_gloo("it orders nothing by memory")
+@pytest.mark.parametrize("size", SIZES)
+def test_rule_04_messages_and_collectives_on_the_same_memory_run_in_order(size: int) -> None:
+    """Rule 4 holds between messages and collectives, both ways."""
+    run_ranks(message_and_collective, 2, size)
+
+
+def strided_relay(ctx: Context, size: int) -> None:
+    """Rank 0 passes on what it has not received yet, in the columns of one matrix."""
+    matrix = torch.full((size, 2), float(ctx.rank))
+    if ctx.rank == 0:
+        works: list[Any] = [dist.irecv(matrix[:, 1], 1), dist.isend(matrix[:, 1], 1, tag=1)]
+        for work in works:
+            work.wait()
+        assert bool((matrix[:, 0] == 0).all())
+    else:
+        time.sleep(0.05)
+        dist.send(matrix[:, 0], 0)
+        dist.recv(matrix[:, 1].zero_(), 0, tag=1)
+        assert bool((matrix == 1).all())
+
+
+@beyond_gloo("it orders nothing by memory")
+@pytest.mark.parametrize("size", SIZES)
+def test_rule_04_messages_on_the_same_memory_run_in_order(size: int) -> None:
+    """Rule 4 between two messages."""
+    run_ranks(strided_relay, 2, size)
+
+
+# ------------------------------------------------------------------------------------------------ lists
+
+
+def lists_that_share_memory(ctx: Context, size: int) -> None:
+    """Refused before anything is sent, so the group goes on; the same at every size."""
+    warnings.simplefilter("ignore", FutureWarning)
+    n = ctx.world_size
+    one, wide, whole = torch.ones(size), torch.ones(n * size), torch.ones(3, size)
+    text = expect_raises(ValueError, lambda: dist.all_reduce_coalesced([one, whole[0], one]))
+    assert "tensors 0 and 2" in text and "share memory" in text, text
+    expect_raises(ValueError, lambda: dist.all_reduce_coalesced([whole[:2], whole[1:]]))
+
+    def gathered() -> None:
+        with dist._coalescing_manager():
+            dist.all_gather_into_tensor(wide, one)
+            dist.all_gather_into_tensor(wide, whole[0])
+
+    assert "share memory" in expect_raises(ValueError, gathered)
+
+    def chained() -> None:
+        with dist._coalescing_manager():
+            dist.all_gather_into_tensor(wide, one)
+            dist.all_gather_into_tensor(torch.empty(n * size), wide[:size])
+
+    assert "output tensor 0 and input tensor 1" in expect_raises(ValueError, chained)
+
+    def reduced() -> None:
+        with dist._coalescing_manager():
+            dist.reduce_scatter_tensor(one, wide)
+            dist.reduce_scatter_tensor(one, torch.ones(n * size))
+
+    assert "share memory" in expect_raises(ValueError, reduced)
+    # What lies between each other shares nothing, and the group goes on.
+    columns = torch.full((size, 2), 1.0)
+    dist.all_reduce_coalesced([columns[:, 0], columns[:, 1]])
+    assert bool((columns == n).all())
+
+
+@beyond_gloo("it has no such check")
+@pytest.mark.parametrize("size", SIZES)
+def test_lists_that_share_memory_are_refused_at_every_size(size: int) -> None:
+    """A list is carried out as one: memory that comes twice would depend on the size."""
+    run_ranks(lists_that_share_memory, 2, size)
+
+
+def outputs_that_share_memory(ctx: Context, size: int) -> None:
+    """Somebody who does not want the results passes one tensor for all: the last one stays, as with gloo."""
+    n = ctx.world_size
+    out = torch.empty(size)
+    dist.all_gather([out] * n, torch.full((size,), float(ctx.rank)))
+    assert bool((out == n - 1).all()), out
+    dist.gather(torch.full((size,), float(ctx.rank)), [out] * n if ctx.rank == 0 else None)
+    assert ctx.rank > 0 or bool((out == n - 1).all())
+    own = torch.full((n * size,), float(ctx.rank))
+    dist.all_gather(list(own.chunk(n)), own[:size])
+    assert own.reshape(n, size)[:, 0].tolist() == [float(rank) for rank in range(n)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_outputs_that_share_memory_are_stored_in_rank_order(size: int) -> None:
+    """What the calls one after the other would give, at every size."""
+    run_ranks(outputs_that_share_memory, 3, size)
