@@ -10,7 +10,8 @@ use loom::sync::atomic::{AtomicU32, AtomicU64, fence};
 use loom::sync::{Arc, Condvar, Mutex};
 use loom::thread;
 
-use sagellm::engine::shm::protocol::{self, Region, Slots, Word, Words};
+use sagellm::engine::shm::lanes::Lanes;
+use sagellm::engine::shm::protocol::{self, Mail, Region, Slots, Word, Words};
 use sagellm::engine::shm::signal::{self, Bell};
 
 struct Memory {
@@ -562,5 +563,118 @@ fn a_thread_that_asks_for_the_interpreters_lock_holds_up_nobody() {
         }
         rank.stop();
         progress.join().unwrap();
+    });
+}
+
+/// What two senders and a receiver with one lane share. Sender `s` is rank `s + 1`.
+struct Letters {
+    grants: [AtomicU64; 2],
+    ready: [AtomicU64; 2],
+    drained: [AtomicU64; 2],
+    lane: [UnsafeCell<u64>; 2],
+}
+
+/// Rounds of a message: the last one uses the buffer of the first.
+const PARTS: u64 = 3;
+
+impl Letters {
+    fn send(&self, s: usize) {
+        if !a_few_times(|| self.grants[s].load(Acquire) == 1) {
+            return;
+        }
+        for g in 0..PARTS {
+            if !a_few_times(|| protocol::may_fill_body(g, self.drained[s].load(Acquire))) {
+                return;
+            }
+            write(&self.lane[(g % 2) as usize], g * 10 + s as u64);
+            self.ready[s].store(g + 1, Release);
+        }
+    }
+
+    fn receive(&self) {
+        let mut lanes = Lanes::new(1, 3);
+        let (mut granted, mut round) = ([false; 2], [0; 2]);
+        a_few_times(|| {
+            for s in 0..2 {
+                if !granted[s] && lanes.lend(s + 1).is_some() {
+                    granted[s] = true;
+                    self.grants[s].store(1, Release);
+                }
+                let g = round[s];
+                if g < PARTS && self.ready[s].load(Acquire) > g {
+                    assert_eq!(read(&self.lane[(g % 2) as usize]), g * 10 + s as u64, "a part of another message");
+                    round[s] += 1;
+                    self.drained[s].store(round[s], Release);
+                    if round[s] == PARTS {
+                        lanes.give_back(s + 1);
+                    }
+                }
+            }
+            round == [PARTS; 2]
+        });
+    }
+}
+
+#[test]
+fn a_lane_passes_from_sender_to_sender_without_mixing_messages() {
+    let mut model = loom::model::Builder::new();
+    model.preemption_bound = Some(2);
+    model.max_branches = 20_000;
+    model.check(|| {
+        let zeros = || [AtomicU64::new(0), AtomicU64::new(0)];
+        let lane = [UnsafeCell::new(0), UnsafeCell::new(0)];
+        let letters = Arc::new(Letters { grants: zeros(), ready: zeros(), drained: zeros(), lane });
+        let senders: Vec<_> = (0..2)
+            .map(|s| {
+                let letters = letters.clone();
+                thread::spawn(move || letters.send(s))
+            })
+            .collect();
+        letters.receive();
+        senders.into_iter().for_each(|sender| sender.join().unwrap());
+    });
+}
+
+/// Mail words of one receiver, and what two senders put beside them.
+struct Mailbox {
+    bits: AtomicU64,
+    sent: [AtomicU64; 2],
+}
+
+impl Mail for Mailbox {
+    fn add(&self, _: usize, _: usize, bit: u64) {
+        self.bits.fetch_or(bit, Release);
+    }
+    fn take(&self, _: usize) -> u64 {
+        if self.bits.load(Relaxed) == 0 { 0 } else { self.bits.swap(0, Acquire) }
+    }
+}
+
+/// A message whose bit was lost would never be found: the receiver would look for ever, which loom reports.
+#[test]
+fn what_was_posted_is_found() {
+    let mut model = loom::model::Builder::new();
+    model.preemption_bound = Some(2);
+    model.max_branches = 20_000;
+    model.check(|| {
+        let sent = [AtomicU64::new(0), AtomicU64::new(0)];
+        let mailbox = Arc::new(Mailbox { bits: AtomicU64::new(0), sent });
+        let sender = {
+            let mailbox = mailbox.clone();
+            thread::spawn(move || {
+                for (n, from) in [(1, 0), (1, 1), (2, 0)] {
+                    mailbox.sent[from].store(n, Release);
+                    protocol::post(&*mailbox, 2, from);
+                }
+            })
+        };
+        let mut found = [0; 2];
+        until(|| {
+            for from in protocol::collect(&*mailbox, 3).iter() {
+                found[from] = mailbox.sent[from].load(Acquire);
+            }
+            found == [2, 1]
+        });
+        sender.join().unwrap();
     });
 }

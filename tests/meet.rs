@@ -86,8 +86,8 @@ fn config(rank: usize, size: usize, timeout: Duration) -> Config {
     }
 }
 
-fn bytes(size: usize) -> impl Fn(usize) -> usize {
-    move |_| hello_bytes(size) + 4096
+fn bytes(size: usize) -> impl Fn(usize) -> std::result::Result<usize, String> {
+    move |_| Ok(hello_bytes(size) + 4096)
 }
 
 /// What one rank of a run by threads does differently.
@@ -398,7 +398,10 @@ fn rule_24_too_little_memory_delegates_with_the_amount() {
                 scope.spawn(move || {
                     let mut identity = Identity::here();
                     identity.headroom = Some((3 + rank as u64) << 20);
-                    let little = |headroom: usize| if headroom < 4 << 20 { 0 } else { 1 << 20 };
+                    let little = |headroom: usize| match headroom >> 20 {
+                        left @ ..4 => Err(format!("{left} MiB are too little")),
+                        _ => Ok(1 << 20),
+                    };
                     meet_as(&config(rank, 2, GENEROUS), identity, store, &Quiet, &little)
                 })
             })
@@ -406,7 +409,7 @@ fn rule_24_too_little_memory_delegates_with_the_amount() {
             .into_iter()
             .collect()
     });
-    assert_eq!(reasons(outcomes), ["only 3 MiB of memory are left for shared memory"; 2]);
+    assert_eq!(reasons(outcomes), ["3 MiB are too little"; 2]);
 }
 
 #[test]

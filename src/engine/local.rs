@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 
 /// One area per rank, all over the same memory.
 pub fn areas(ranks: usize) -> Result<Vec<Arc<Area>>> {
-    let layout = Layout::new(ranks, usize::MAX)
+    let layout = Layout::within(ranks, usize::MAX)
         .ok_or_else(|| Error::Invalid(format!("sagellm: no layout for {ranks} ranks in one process")))?;
     let segment = Arc::new(Segment::anonymous(layout.total())?);
     Ok((0..ranks).map(|me| Arc::new(Area::new(Arc::clone(&segment), layout, me))).collect())

@@ -19,9 +19,6 @@ use crate::select::{self, Policy};
 use crate::stats::Stats;
 use crate::watch;
 
-/// Memory of one group's segment, at most.
-const SEGMENT_CEILING: usize = 64 << 20;
-
 /// What the ranks of a group know alike when it is built.
 pub(super) struct Agreed {
     pub(super) cores: usize,
@@ -80,14 +77,16 @@ impl Group {
             return Ok(Group::build(config, engine, None, Vec::new(), Agreed::on(own), host));
         }
         if config.size > MAX_RANKS {
-            let reason = format!("{} ranks; the shared-memory engine serves up to {MAX_RANKS}", config.size);
+            let reason = too_many(config.size);
+            warn_of_delegate(&config, &reason);
             return Ok(Group::build(config, Engine::Delegate(reason), None, Vec::new(), Agreed::on(own), host));
         }
         config.policy = own.text();
         let ranks = config.size;
-        let fitting = |headroom: usize| layout_within(ranks, headroom).map_or(0, |layout| layout.total());
+        let fitting = |headroom: usize| layout_within(ranks, headroom).map(|layout| layout.total());
         match meet::meet(&config, store, &*host, &fitting)? {
             meet::Outcome::Delegate { reason, id } => {
+                warn_of_delegate(&config, &reason);
                 let agreed = Agreed { id, ..Agreed::on(own) };
                 Ok(Group::build(config, Engine::Delegate(reason), None, Vec::new(), agreed, host))
             }
@@ -223,7 +222,27 @@ impl Group {
     }
 }
 
-/// The layout of a group's segment where `headroom` bytes of memory are left.
-pub(super) fn layout_within(ranks: usize, headroom: usize) -> Option<Layout> {
-    (2..=MAX_RANKS).contains(&ranks).then(|| Layout::new(ranks, SEGMENT_CEILING.min(headroom / 4)))?
+/// The layout of a group's segment where `headroom` bytes of memory are left, or why there is none.
+pub(super) fn layout_within(ranks: usize, headroom: usize) -> std::result::Result<Layout, String> {
+    if ranks > MAX_RANKS {
+        return Err(too_many(ranks));
+    }
+    Layout::within(ranks, headroom).ok_or_else(|| {
+        format!(
+            "{ranks} ranks need {} MiB of shared memory at least, and may use a quarter of the {} MiB of memory that are left",
+            Layout::smallest(ranks).div_ceil(1 << 20),
+            headroom >> 20
+        )
+    })
+}
+
+fn too_many(ranks: usize) -> String {
+    format!("{ranks} ranks; the shared-memory engine serves up to {MAX_RANKS}")
+}
+
+/// Nothing is silently slower: who did not ask for a delegate is told, once a group.
+fn warn_of_delegate(config: &Config, reason: &str) {
+    if config.rank == 0 && config.delegate_reason.is_none() {
+        log::warn!("group '{}' of {} ranks is served by a delegate: {reason}", config.name, config.size);
+    }
 }

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use super::connect::layout_within;
 use super::{CoreOp, Engine, Group, Op};
 use crate::config::Config;
-use crate::engine::shm::layout::{MAX_RANKS, SLOT_BYTES};
+use crate::engine::shm::layout::SLOT_BYTES;
 use crate::error::{Error, Result};
 use crate::op::Route;
 use crate::select::explain::{self, Batch, Explanation, Past};
@@ -41,10 +41,8 @@ fn without_group(ranks: usize, algorithm: &str) -> Result<(Shape, Policy)> {
     }
     let headroom = topology::memory_headroom().and_then(|bytes| usize::try_from(bytes).ok()).unwrap_or(usize::MAX);
     match layout_within(ranks, headroom) {
-        Some(layout) => Ok((layout.shape(cores), policy)),
-        None => Err(Error::Invalid(format!(
-            "sagellm: {ranks} ranks do not fit into shared memory here: 1 to {MAX_RANKS} do, as far as memory is left"
-        ))),
+        Ok(layout) => Ok((layout.shape(cores), policy)),
+        Err(why) => Err(Error::Invalid(format!("sagellm: here a delegate would serve such a group: {why}"))),
     }
 }
 

@@ -173,8 +173,19 @@ impl Group {
             match store.try_get(&number.to_string())? {
                 Some(said) => {
                     if !said.is_empty() {
-                        let said = String::from_utf8_lossy(&said);
-                        log::info!("group '{}': host {number} does not share memory: {said}", config.name);
+                        // Once a group, at the rank whose output is read first, and on the host itself.
+                        let level = match config.rank == 0 || place.me == place.hosts[number][0] {
+                            true => log::Level::Warn,
+                            false => log::Level::Info,
+                        };
+                        log::log!(
+                            level,
+                            "group '{}': the {} ranks of host {number} do not share memory, so each of them counts as a host \
+                             of its own, and all of their traffic goes over the link: {}",
+                            config.name,
+                            place.hosts[number].len(),
+                            String::from_utf8_lossy(&said)
+                        );
                     }
                     shares.push(said.is_empty());
                 }

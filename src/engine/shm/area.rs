@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
 use super::layout::{INLINE_BYTES, Layout, SLOT_BYTES};
-use super::protocol::{Region, Word, Words};
+use super::protocol::{Mail, Region, Word, Words};
 use super::segment::Segment;
 use super::signal::Bell;
 use crate::op::Op;
@@ -21,6 +21,8 @@ const DOOR: usize = 5;
 /// Written by its rank when it leaves, read by its peers only when they have waited long.
 const LIFE: usize = 6;
 const MONITOR: usize = 7;
+/// Who has sent to this rank, a bit a sender: set by senders, taken by the rank itself; see `protocol::post`.
+const MAIL: usize = 8;
 
 /// Group words.
 const ABORT: usize = 0;
@@ -141,11 +143,12 @@ impl Area {
     }
     pub fn envelope_data(&self, from: usize, to: usize, number: u64, bytes: usize) -> *mut u8 {
         assert!(bytes <= self.layout.eager_bytes, "sagellm: an eager message of {bytes} bytes");
-        self.segment.ptr(self.layout.envelope(from, to, number) + 64, bytes)
+        self.segment.ptr(self.layout.envelope(from, to, number) + self.layout.payload_offset(bytes), bytes)
     }
-    pub fn body(&self, from: usize, to: usize, round: u64, bytes: usize) -> *mut u8 {
+    pub fn body(&self, to: usize, lane: usize, round: u64, bytes: usize) -> *mut u8 {
         assert!(bytes <= self.layout.body_bytes, "sagellm: a body part of {bytes} bytes");
-        self.segment.ptr(self.layout.body(from, to, round), bytes)
+        assert!(lane < self.layout.lanes, "sagellm: lane {lane} of {}", self.layout.lanes);
+        self.segment.ptr(self.layout.body(to, lane, round), bytes)
     }
 
     // Life and faults.
@@ -251,6 +254,16 @@ impl Words for Area {
     #[inline]
     fn store(&self, word: Word, value: u64) {
         self.at(word).store(value, Ordering::Release);
+    }
+}
+
+impl Mail for Area {
+    fn add(&self, to: usize, word: usize, bit: u64) {
+        self.word64(self.layout.control_word(to, MAIL) + word * 8).fetch_or(bit, Ordering::Release);
+    }
+    fn take(&self, word: usize) -> u64 {
+        let word = self.word64(self.layout.control_word(self.me, MAIL) + word * 8);
+        if word.load(Ordering::Relaxed) == 0 { 0 } else { word.swap(0, Ordering::Acquire) }
     }
 }
 

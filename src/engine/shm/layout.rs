@@ -7,8 +7,17 @@
 //! slots     per rank: `depth` slots of one header line and SLOT_BYTES of payload
 //! stage     per rank: 2 buffers that the rank fills for its peers
 //! result    per rank: 2 buffers that hold the slice the rank has reduced
-//! pairs     per ordered pair: envelopes, grants, 2 body buffers (p2p.rs)
+//! pairs     per sender, for each of the others: words, grants and a few envelopes of a message each (p2p.rs)
+//! lanes     per receiver: 2 buffers each, through which messages too large for an envelope move (lanes.rs)
 //! ```
+//!
+//! **Memory for messages.** Every ordered pair of ranks has envelopes of its own, so that a message nobody wants holds up
+//! no other pair: this part grows with the square of the ranks, and therefore an envelope is small where they are many.
+//! Large messages need no memory before a receive has matched them, and after that only copying stands in their way: so
+//! a receiver has a few lanes, which it lends to one sender after the other, and none of them can be held for ever.
+//!
+//! **All of it is present when the group is made** (`own_ranges`): filling shared memory past a memory limit kills the
+//! process, and so no operation may be the first to touch a page. What a segment may take is checked before (rule 24).
 
 use crate::select::Shape;
 
@@ -19,12 +28,15 @@ pub const INLINE_BYTES: usize = 32;
 /// Two cache lines: x86 prefetches them in pairs, and aarch64 has lines of this size.
 pub const PAIR_OF_LINES: usize = 128;
 /// Control words of a rank, each on its own pair of lines.
-pub const CONTROL_WORDS: usize = 8;
+pub const CONTROL_WORDS: usize = 9;
 pub const FAULT_BYTES: usize = 1024;
-/// Envelopes in flight per ordered pair of ranks, and grants.
-pub const ENVELOPES: usize = 32;
-/// Most ranks that one segment serves: slot tables hold eight bytes a rank.
+/// Payload of a message that fits into its envelope's first line, behind tag and size.
+pub const SHORT_BYTES: usize = 48;
+/// Most ranks that one segment serves: slot tables hold eight bytes a rank, mail words and `RankSet` a bit.
 pub const MAX_RANKS: usize = 256;
+/// A segment is never larger, unless that left less than `RANK_SHARE` a rank.
+pub const CEILING: usize = 64 << 20;
+pub const RANK_SHARE: usize = 512 << 10;
 
 const PAGE: usize = 4096;
 
@@ -35,8 +47,12 @@ pub struct Layout {
     pub depth: u64,
     pub stage_bytes: usize,
     pub result_bytes: usize,
+    /// Messages of an ordered pair that may be under way in envelopes, and grants; a power of two.
+    pub envelopes: u64,
     /// Largest message that travels inside its envelope.
     pub eager_bytes: usize,
+    /// Senders from which a rank can take in larger messages at once.
+    pub lanes: usize,
     pub body_bytes: usize,
     group: usize,
     control: usize,
@@ -44,6 +60,7 @@ pub struct Layout {
     stage: usize,
     result: usize,
     pairs: usize,
+    bodies: usize,
     total: usize,
 }
 
@@ -51,21 +68,45 @@ fn up(value: usize, to: usize) -> usize {
     value.div_ceil(to) * to
 }
 
+/// What of a layout depends on the number of ranks alone.
+struct Sizes {
+    depth: u64,
+    largest_stage: usize,
+    envelopes: u64,
+    eager_bytes: usize,
+    lanes: usize,
+    body_bytes: usize,
+}
+
+impl Sizes {
+    fn of(ranks: usize) -> Sizes {
+        let (depth, largest_stage, envelopes, eager_bytes, lanes, body_bytes) = match ranks {
+            0..=4 => (64, 512 << 10, 32, 4096, ranks.max(2) - 1, 128 << 10),
+            5..=8 => (32, 256 << 10, 16, 2048, 2, 64 << 10),
+            9..=16 => (32, 256 << 10, 8, 1024, 4, 32 << 10),
+            17..=64 => (16, 256 << 10, 8, 256, 4, 16 << 10),
+            _ => (16, 256 << 10, 4, SHORT_BYTES, 4, 16 << 10),
+        };
+        Sizes { depth, largest_stage, envelopes, eager_bytes, lanes, body_bytes }
+    }
+}
+
 impl Layout {
     /// The layout for `ranks` ranks with at most `budget` bytes, or `None` if the smallest one does not fit.
     pub fn new(ranks: usize, budget: usize) -> Option<Layout> {
-        let (depth, eager, body) = match ranks {
-            0..=4 => (64, 4096, 128 << 10),
-            5..=8 => (32, 4096, 64 << 10),
-            9..=16 => (32, 1024, 32 << 10),
-            _ => (16, 512, 16 << 10),
-        };
-        let largest = if ranks <= 4 { 512 << 10 } else { 256 << 10 };
-        [largest, 256 << 10, 128 << 10, 64 << 10, 32 << 10]
-            .into_iter()
-            .filter(|stage| *stage <= largest)
-            .map(|stage| Layout::with(ranks, depth, stage, eager, body))
-            .find(|layout| layout.total <= budget)
+        Layout::possible(ranks).find(|layout| layout.total <= budget)
+    }
+
+    /// As `new`, within what a segment may take on a host where `headroom` bytes of memory are left: a quarter.
+    pub fn within(ranks: usize, headroom: usize) -> Option<Layout> {
+        (1..=MAX_RANKS)
+            .contains(&ranks)
+            .then(|| Layout::new(ranks, CEILING.max(ranks * RANK_SHARE).min(headroom / 4)))?
+    }
+
+    /// Bytes of the smallest layout.
+    pub fn smallest(ranks: usize) -> usize {
+        Layout::possible(ranks).map(|layout| layout.total).min().unwrap_or(0)
     }
 
     /// The layout whose segment has exactly `total` bytes: how the ranks agree on the one that was built.
@@ -73,7 +114,15 @@ impl Layout {
         Layout::new(ranks, total).filter(|layout| layout.total == total)
     }
 
-    fn with(ranks: usize, depth: u64, stage_bytes: usize, eager_bytes: usize, body_bytes: usize) -> Layout {
+    /// The largest first.
+    fn possible(ranks: usize) -> impl Iterator<Item = Layout> {
+        let most = Sizes::of(ranks).largest_stage;
+        let stages = [512 << 10, 256 << 10, 128 << 10, 64 << 10, 32 << 10].into_iter().filter(move |it| *it <= most);
+        stages.map(move |stage| Layout::with(ranks, stage))
+    }
+
+    fn with(ranks: usize, stage_bytes: usize) -> Layout {
+        let Sizes { depth, envelopes, eager_bytes, lanes, body_bytes, .. } = Sizes::of(ranks);
         // A slice is a rank's share of a chunk, rounded up to lines; see bulk.rs.
         let result_bytes = up(stage_bytes.div_ceil(ranks) + 64, PAGE);
         let mut layout = Layout {
@@ -81,7 +130,9 @@ impl Layout {
             depth,
             stage_bytes,
             result_bytes,
+            envelopes,
             eager_bytes,
+            lanes,
             body_bytes,
             group: up(64 * ranks, PAGE),
             control: 0,
@@ -89,6 +140,7 @@ impl Layout {
             stage: 0,
             result: 0,
             pairs: 0,
+            bodies: 0,
             total: 0,
         };
         layout.control = layout.group + PAGE;
@@ -96,7 +148,8 @@ impl Layout {
         layout.stage = layout.slots + ranks * layout.slots_bytes();
         layout.result = layout.stage + ranks * 2 * stage_bytes;
         layout.pairs = layout.result + ranks * 2 * result_bytes;
-        layout.total = layout.pairs + ranks * ranks * layout.pair_bytes();
+        layout.bodies = layout.pairs + ranks * layout.row_bytes();
+        layout.total = layout.bodies + ranks * layout.lanes_bytes();
         layout
     }
 
@@ -118,11 +171,34 @@ impl Layout {
     fn slots_bytes(&self) -> usize {
         up(self.depth as usize * self.slot_stride(), PAGE)
     }
+    /// One line where a payload fits into it, behind tag and size.
     fn envelope_stride(&self) -> usize {
-        64 + up(self.eager_bytes, 64)
+        64 + if self.eager_bytes <= SHORT_BYTES { 0 } else { up(self.eager_bytes, 64) }
+    }
+    fn grants_offset(&self) -> usize {
+        2 * self.side_bytes()
+    }
+    fn envelopes_offset(&self) -> usize {
+        self.grants_offset() + up(self.envelopes as usize * 8, 64)
     }
     fn pair_bytes(&self) -> usize {
-        up(6 * PAIR_OF_LINES + ENVELOPES * 8 + ENVELOPES * self.envelope_stride(), PAGE) + 2 * self.body_bytes
+        up(self.envelopes_offset() + self.envelopes as usize * self.envelope_stride(), PAIR_OF_LINES)
+    }
+    /// What a sender has for all others.
+    fn row_bytes(&self) -> usize {
+        up((self.ranks - 1) * self.pair_bytes(), PAGE)
+    }
+    /// What a receiver has for all others.
+    fn lanes_bytes(&self) -> usize {
+        self.lanes * 2 * self.body_bytes
+    }
+    /// A pair's words are apart where there is room; where ranks are many, those of one writer share a pair of lines.
+    fn word_stride(&self) -> usize {
+        if self.ranks <= 16 { PAIR_OF_LINES } else { 8 }
+    }
+    /// The three words of the sender, or of the receiver.
+    fn side_bytes(&self) -> usize {
+        up(3 * self.word_stride(), PAIR_OF_LINES)
     }
 
     pub fn group_word(&self, index: usize) -> usize {
@@ -149,40 +225,50 @@ impl Layout {
         self.result + (rank * 2 + (round % 2) as usize) * self.result_bytes
     }
 
-    fn pair(&self, from: usize, to: usize) -> usize {
-        debug_assert!(from < self.ranks && to < self.ranks);
-        self.pairs + (from * self.ranks + to) * self.pair_bytes()
-    }
-    pub fn pair_word(&self, from: usize, to: usize, index: usize) -> usize {
-        debug_assert!(index < 6);
-        self.pair(from, to) + index * PAIR_OF_LINES
-    }
-    pub fn grant(&self, from: usize, to: usize, index: u64) -> usize {
-        self.pair(from, to) + 6 * PAIR_OF_LINES + (index % ENVELOPES as u64) as usize * 8
-    }
-    pub fn envelope(&self, from: usize, to: usize, number: u64) -> usize {
-        self.pair(from, to)
-            + 6 * PAIR_OF_LINES
-            + ENVELOPES * 8
-            + (number % ENVELOPES as u64) as usize * self.envelope_stride()
-    }
-    pub fn body(&self, from: usize, to: usize, round: u64) -> usize {
-        self.pair(from, to) + self.pair_bytes() - 2 * self.body_bytes + (round % 2) as usize * self.body_bytes
+    /// True where a receiver learns by its mail words who has sent (`protocol::post`); with few ranks it looks at all.
+    pub fn has_mail(&self) -> bool {
+        self.ranks > 16
     }
 
-    /// The ranges that `rank` writes and therefore populates: first touch puts them on its NUMA node.
+    fn pair(&self, from: usize, to: usize) -> usize {
+        debug_assert!(from < self.ranks && to < self.ranks && from != to);
+        self.pairs + from * self.row_bytes() + (to - usize::from(to > from)) * self.pair_bytes()
+    }
+    /// Words of the sender have even numbers, those of the receiver odd ones.
+    pub fn pair_word(&self, from: usize, to: usize, index: usize) -> usize {
+        debug_assert!(index < 6);
+        self.pair(from, to) + index % 2 * self.side_bytes() + index / 2 * self.word_stride()
+    }
+    pub fn grant(&self, from: usize, to: usize, index: u64) -> usize {
+        self.pair(from, to) + self.grants_offset() + (index & (self.envelopes - 1)) as usize * 8
+    }
+    /// Tag and size; where the payload lies, `payload_offset` says.
+    pub fn envelope(&self, from: usize, to: usize, number: u64) -> usize {
+        let index = (number & (self.envelopes - 1)) as usize;
+        self.pair(from, to) + self.envelopes_offset() + index * self.envelope_stride()
+    }
+    /// Where a payload of `bytes` begins in its envelope.
+    pub fn payload_offset(&self, bytes: usize) -> usize {
+        if bytes <= SHORT_BYTES { 64 - SHORT_BYTES } else { 64 }
+    }
+    pub fn body(&self, to: usize, lane: usize, round: u64) -> usize {
+        debug_assert!(to < self.ranks && lane < self.lanes);
+        self.bodies + to * self.lanes_bytes() + (lane * 2 + (round % 2) as usize) * self.body_bytes
+    }
+
+    /// The ranges that `rank` populates: what it writes itself, because first touch puts it on its NUMA node, and its
+    /// lanes, from which it reads. Those of all ranks together are the whole segment behind the hello area.
     pub fn own_ranges(&self, rank: usize) -> Vec<(usize, usize)> {
         let mut ranges = vec![
             (self.control + rank * self.control_bytes(), self.control_bytes()),
             (self.slots + rank * self.slots_bytes(), self.slots_bytes()),
             (self.stage + rank * 2 * self.stage_bytes, 2 * self.stage_bytes),
             (self.result + rank * 2 * self.result_bytes, 2 * self.result_bytes),
+            (self.pairs + rank * self.row_bytes(), self.row_bytes()),
+            (self.bodies + rank * self.lanes_bytes(), self.lanes_bytes()),
         ];
-        // Pair areas grow with the square of the ranks: beyond a few they are left to be touched when used.
-        if self.ranks <= 4 {
-            for to in (0..self.ranks).filter(|to| *to != rank) {
-                ranges.push((self.pair(rank, to), self.pair_bytes()));
-            }
+        if rank == 0 {
+            ranges.push((self.group, PAGE));
         }
         ranges
     }
@@ -192,54 +278,103 @@ impl Layout {
 mod tests {
     use super::*;
 
+    /// Everything that the layout of `l` names, but the hello area: start and length.
+    fn areas(l: &Layout, senders: &[usize]) -> Vec<(usize, usize)> {
+        let mut areas: Vec<(usize, usize)> = (0..3).map(|i| (l.group_word(i), 8)).collect();
+        for r in 0..l.ranks {
+            areas.extend((0..CONTROL_WORDS).map(|i| (l.control_word(r, i), PAIR_OF_LINES)));
+            areas.push((l.fault_text(r), FAULT_BYTES));
+            areas.extend((0..l.depth).map(|n| (l.slot(r, n), 64 + SLOT_BYTES)));
+            for round in 0..2 {
+                areas.push((l.stage(r, round), l.stage_bytes));
+                areas.push((l.result(r, round), l.result_bytes));
+                areas.extend((0..l.lanes).map(|lane| (l.body(r, lane, round), l.body_bytes)));
+            }
+        }
+        for from in senders.iter().copied().filter(|from| *from < l.ranks) {
+            for to in (0..l.ranks).filter(|to| *to != from) {
+                areas.extend((0..6).map(|i| (l.pair_word(from, to, i), 8)));
+                for i in 0..l.envelopes {
+                    areas.push((l.grant(from, to, i), 8));
+                    areas.push((l.envelope(from, to, i), l.payload_offset(l.eager_bytes) + l.eager_bytes));
+                }
+            }
+        }
+        areas
+    }
+
     #[test]
-    fn areas_do_not_overlap_and_end_at_total() {
-        for ranks in [2, 3, 4, 5, 8, 9, 16, 17, 64, MAX_RANKS] {
-            let l = Layout::new(ranks, usize::MAX).unwrap();
-            let mut areas = vec![(l.group, PAGE)];
-            for r in 0..ranks {
-                areas.push((l.control_word(r, 0), l.control_bytes()));
-                for n in 0..l.depth {
-                    areas.push((l.slot(r, n), 64 + SLOT_BYTES));
-                }
-                for round in 0..2 {
-                    areas.push((l.stage(r, round), l.stage_bytes));
-                    areas.push((l.result(r, round), l.result_bytes));
-                }
-            }
-            for from in 0..ranks.min(5) {
-                for to in 0..ranks {
-                    for i in 0..6 {
-                        areas.push((l.pair_word(from, to, i), 8));
-                    }
-                    for i in 0..ENVELOPES as u64 {
-                        areas.push((l.grant(from, to, i), 8));
-                        areas.push((l.envelope(from, to, i), 64 + l.eager_bytes));
-                    }
-                    areas.push((l.body(from, to, 0), l.body_bytes));
-                    areas.push((l.body(from, to, 1), l.body_bytes));
-                }
-            }
-            areas.sort();
+    fn areas_do_not_overlap_and_end_at_total_for_every_number_of_ranks() {
+        for ranks in 2..=MAX_RANKS {
+            let l = Layout::within(ranks, usize::MAX).unwrap();
+            let mut areas = areas(&l, &[0, 1, ranks / 2, ranks - 1]);
+            areas.sort_unstable();
+            areas.dedup(); // a sender that is named twice
             assert!(areas[0].0 >= 64 * ranks, "the hello area comes first");
             for pair in areas.windows(2) {
                 assert!(pair[0].0 + pair[0].1 <= pair[1].0, "{ranks} ranks: {pair:?}");
             }
             let end = areas.last().map(|a| a.0 + a.1).unwrap();
             assert!(end <= l.total());
+            assert!(l.envelopes.is_power_of_two() && l.depth.is_power_of_two());
+            assert!(areas.iter().all(|area| area.0 % 8 == 0));
         }
     }
 
     #[test]
-    fn two_ranks_stay_below_eight_mebibytes() {
-        assert!(Layout::new(2, usize::MAX).unwrap().total() < 8 << 20);
+    fn words_of_different_writers_share_no_pair_of_lines() {
+        for ranks in [2, 16, 17, MAX_RANKS] {
+            let l = Layout::within(ranks, usize::MAX).unwrap();
+            let line = |index| l.pair_word(0, 1, index) / PAIR_OF_LINES;
+            assert_ne!(line(0), line(1));
+            assert_eq!((line(0), line(1)) == (line(4), line(5)), ranks > 16);
+            assert_ne!(line(0), l.envelope(0, 1, 0) / PAIR_OF_LINES);
+        }
+    }
+
+    /// No page is left for an operation to be the first to touch: its owner could be killed for it, or find no room.
+    #[test]
+    fn the_ranges_that_ranks_populate_are_the_whole_segment() {
+        for ranks in 2..=MAX_RANKS {
+            let l = Layout::within(ranks, usize::MAX).unwrap();
+            let mut ranges: Vec<(usize, usize)> = (0..ranks).flat_map(|rank| l.own_ranges(rank)).collect();
+            ranges.sort_unstable();
+            assert_eq!(ranges[0].0, l.group, "the hello area before it is touched while the ranks meet");
+            assert!(ranges.windows(2).all(|two| two[0].0 + two[0].1 == two[1].0), "{ranks} ranks");
+            assert_eq!(ranges.last().map(|last| last.0 + last.1), Some(l.total()));
+            assert!(ranges.iter().all(|range| range.0 % PAGE == 0 && range.1 % PAGE == 0));
+        }
+    }
+
+    /// What docs/design.md says of the memory of a group.
+    #[test]
+    fn memory_is_bounded_per_rank_and_in_all() {
+        for ranks in 2..=MAX_RANKS {
+            let l = Layout::within(ranks, usize::MAX).unwrap_or_else(|| panic!("{ranks} ranks do not fit"));
+            let each = l.total() / ranks;
+            let most = match ranks {
+                ..=4 => 2300 << 10,
+                ..=16 => 1200 << 10,
+                ..=64 => 960 << 10,
+                _ => 800 << 10,
+            };
+            assert!(each <= most, "{ranks} ranks: {} KiB each", each >> 10);
+            assert!(l.total() <= CEILING.max(ranks * RANK_SHARE));
+            assert!(l.stage_bytes >= 64 << 10, "{ranks} ranks");
+            assert!(Layout::smallest(ranks) <= l.total());
+            assert_eq!(Layout::of_total(ranks, l.total()), Some(l));
+        }
+        assert!(Layout::within(2, usize::MAX).unwrap().total() < 8 << 20);
     }
 
     #[test]
     fn a_small_budget_shrinks_the_stage_and_a_tiny_one_is_refused() {
-        let full = Layout::new(2, usize::MAX).unwrap();
-        let small = Layout::new(2, full.total() - 1).unwrap();
-        assert!(small.stage_bytes < full.stage_bytes);
-        assert_eq!(Layout::new(2, 1 << 20), None);
+        for ranks in [2, 40, MAX_RANKS] {
+            let full = Layout::new(ranks, usize::MAX).unwrap();
+            let small = Layout::new(ranks, full.total() - 1).unwrap();
+            assert!(small.stage_bytes < full.stage_bytes);
+            assert_eq!(Layout::new(ranks, Layout::smallest(ranks)).unwrap().total(), Layout::smallest(ranks));
+            assert_eq!(Layout::new(ranks, Layout::smallest(ranks) - 1), None);
+        }
     }
 }

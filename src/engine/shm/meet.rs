@@ -93,15 +93,12 @@ pub fn hello_bytes(ranks: usize) -> usize {
 
 const HELLO_STRIDE: usize = 64;
 
+/// The size of a segment where that many bytes of memory are left, at least `hello_bytes`; or why it is too little.
+pub type SegmentBytes<'a> = dyn Fn(usize) -> std::result::Result<usize, String> + 'a;
+
 /// Meets the other ranks of a group of at least two; all ranks get the same outcome. `segment_bytes` is asked on rank 0,
-/// with the bytes of memory that every rank can spare, for the size of the segment: at least `hello_bytes`, or 0 when
-/// that is too little to work with.
-pub fn meet(
-    config: &Config,
-    store: &dyn Store,
-    host: &dyn Host,
-    segment_bytes: &dyn Fn(usize) -> usize,
-) -> Result<Outcome> {
+/// with the bytes of memory that every rank can spare.
+pub fn meet(config: &Config, store: &dyn Store, host: &dyn Host, segment_bytes: &SegmentBytes) -> Result<Outcome> {
     meet_as(config, Identity::here(), store, host, segment_bytes)
 }
 
@@ -111,7 +108,7 @@ pub fn meet_as(
     identity: Identity,
     store: &dyn Store,
     host: &dyn Host,
-    segment_bytes: &dyn Fn(usize) -> usize,
+    segment_bytes: &SegmentBytes,
 ) -> Result<Outcome> {
     if config.size < 2 || config.rank >= config.size {
         return Err(Error::Bug(format!("sagellm: rank {} of {} ranks cannot meet anyone", config.rank, config.size)));

@@ -13,6 +13,7 @@
 //! | `signal`, `futex` | falling asleep and waking |
 //! | `area` | typed access to the segment |
 //! | `small`, `bulk`, `p2p` | the three ways data moves |
+//! | `lanes`, `rank_set` | which sender has which buffers of a receiver; sets of ranks |
 //! | `segment`, `meet` | making the segment, and meeting the other ranks in it |
 //! | `companions` | what groups of the same processes share |
 
@@ -20,11 +21,13 @@ pub mod area;
 pub mod bulk;
 pub mod companions;
 pub mod futex;
+pub mod lanes;
 pub mod layout;
 pub mod meet;
 pub mod p2p;
 pub mod pieces;
 pub mod protocol;
+pub mod rank_set;
 pub mod segment;
 pub mod signal;
 pub mod small;
@@ -104,7 +107,7 @@ impl Shm {
         let shape = layout.shape(cores);
         Shm {
             slots: Slots::new(area.me, area.ranks, layout.depth),
-            p2p: P2p::new(area.ranks),
+            p2p: P2p::new(&layout),
             messages: Vec::new(),
             held: Vec::new(),
             turns: 0,

@@ -1,8 +1,8 @@
 //! Send and receive between two ranks of a host.
 //!
 //! Each ordered pair of ranks has a ring of envelopes. A message of up to `eager_bytes` travels in its envelope and its
-//! send ends at once; a larger one waits at the sender until the receiver has matched its envelope and grants it, then
-//! moves through two body buffers, in the order of the grants. Receivers always move envelopes to a private list, so a
+//! send ends at once; a larger one waits at the sender until the receiver has matched its envelope and grants it a lane
+//! (`lanes`), then moves through the two buffers of that, in the order of the grants. Receivers always move envelopes to a private list, so a
 //! message whose tag nobody has posted blocks none behind it. Receives match in the order they were posted, first in
 //! first out per (source, tag); a receive from anyone takes what arrived first.
 //!
@@ -12,7 +12,7 @@
 //! | --- | --- | --- |
 //! | SENT | sender, release after the envelope | envelopes put in the ring |
 //! | CONSUMED | receiver, release after reading the envelope | envelopes that may be overwritten |
-//! | GRANTS | receiver, release after the grant entry | grants given |
+//! | GRANTS | receiver, release after the grant entry (the message's number, its lane) | grants given |
 //! | TAKEN | sender, release after reading the entry | grant entries that may be overwritten |
 //! | READY | sender, release after filling | body rounds filled |
 //! | DRAINED | receiver, release after reading | body rounds that may be overwritten |
@@ -24,22 +24,27 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
 use super::area::Area;
-use super::layout::ENVELOPES;
+use super::lanes::Lanes;
+use super::layout::Layout;
 use super::pieces::Pieces;
+use super::protocol;
+use super::rank_set::RankSet;
 use crate::error::{Error, Result};
 use crate::op::Op;
 use crate::types::{ANY_RANK, Kind};
 
+// The sender's are even, the receiver's odd: `Layout::pair_word`.
 const SENT: usize = 0;
 const CONSUMED: usize = 1;
-const GRANTS: usize = 2;
-const TAKEN: usize = 3;
+const TAKEN: usize = 2;
+const GRANTS: usize = 3;
 const READY: usize = 4;
 const DRAINED: usize = 5;
 
 /// Set in a grant entry when the receiver cannot take the message: the send fails too.
 const REJECTED: u64 = 1 << 63;
-const RING: u64 = ENVELOPES as u64;
+/// Where a grant entry has its lane; the number of the message is below.
+const LANE_SHIFT: u32 = 48;
 
 /// Operations that ended in this poll, with their outcome.
 pub type Ended = Vec<(Arc<Op>, Result<()>)>;
@@ -53,8 +58,8 @@ struct Outgoing {
     queue: VecDeque<Arc<Op>>,
     /// In the ring, waiting for a grant, by envelope number.
     waiting: VecDeque<(u64, Arc<Op>)>,
-    /// Granted, with the bytes already staged.
-    bodies: VecDeque<(Arc<Op>, usize)>,
+    /// Granted, with the lane and the bytes already staged.
+    bodies: VecDeque<(Arc<Op>, usize, usize)>,
 }
 
 #[derive(Default)]
@@ -85,17 +90,24 @@ pub struct P2p {
     incoming: Vec<Incoming>,
     posted: VecDeque<Arc<Op>>,
     arrivals: u64,
+    /// Those for whom, or from whom, something is under way that `poll` can move.
+    busy: RankSet,
+    /// This rank's, for those it receives from.
+    lanes: Lanes,
     /// Operations that have not ended; nothing is polled while it is zero.
     active: usize,
 }
 
 impl P2p {
-    pub fn new(ranks: usize) -> P2p {
+    pub fn new(layout: &Layout) -> P2p {
+        let ranks = layout.ranks;
         P2p {
             out: (0..ranks).map(|_| Outgoing::default()).collect(),
             incoming: (0..ranks).map(|_| Incoming::default()).collect(),
             posted: VecDeque::new(),
             arrivals: 0,
+            busy: RankSet::default(),
+            lanes: Lanes::new(layout.lanes, ranks),
             active: 0,
         }
     }
@@ -109,6 +121,7 @@ impl P2p {
         self.active += 1;
         op.prepare();
         if op.request.kind == Kind::Send {
+            self.busy.insert(op.request.root as usize);
             self.out[op.request.root as usize].queue.push_back(op);
             return;
         }
@@ -137,17 +150,40 @@ impl P2p {
             return Ok(false);
         }
         let mut moved = false;
-        for peer in (0..area.ranks).filter(|peer| *peer != area.me) {
+        for peer in self.busy.iter() {
             moved |= self.push_envelopes(area, peer, ended);
             moved |= self.take_grants(area, peer, ended)?;
             moved |= self.fill_body(area, peer, ended);
-            if !self.posted.is_empty() {
-                moved |= self.take_envelopes(area, peer, ended)?;
-            }
             moved |= self.give_grants(area, peer);
             moved |= self.drain_body(area, peer, ended);
+            if self.is_idle(peer) {
+                self.busy.remove(peer);
+            }
+        }
+        if self.posted.is_empty() {
+            return Ok(moved);
+        }
+        if area.layout.has_mail() {
+            for peer in protocol::collect(area, area.ranks).iter().filter(|peer| *peer < area.ranks && *peer != area.me)
+            {
+                moved |= self.take_envelopes(area, peer, ended)?;
+            }
+        } else {
+            for peer in (0..area.ranks).filter(|peer| *peer != area.me) {
+                moved |= self.take_envelopes(area, peer, ended)?;
+            }
         }
         Ok(moved)
+    }
+
+    /// Nothing is under way to `peer`, and nothing that it was granted from it. What it may send is found by its envelope.
+    fn is_idle(&self, peer: usize) -> bool {
+        let (out, incoming) = (&self.out[peer], &self.incoming[peer]);
+        out.queue.is_empty()
+            && out.waiting.is_empty()
+            && out.bodies.is_empty()
+            && incoming.ungranted.is_empty()
+            && incoming.bodies.is_empty()
     }
 
     fn end(&mut self, op: Arc<Op>, outcome: Result<()>, ended: &mut Ended) {
@@ -181,6 +217,9 @@ impl P2p {
             lane.queue.pop_front();
             lane.sent += 1;
             area.pair_word(me, to, SENT).store(lane.sent, Release);
+            if area.layout.has_mail() {
+                protocol::post(area, to, me);
+            }
             if eager {
                 self.end(op, Ok(()), ended);
             } else {
@@ -200,9 +239,10 @@ impl P2p {
             if grants == lane.taken {
                 break;
             }
-            if grants.wrapping_sub(lane.taken) > RING {
+            let most = area.layout.envelopes;
+            if grants.wrapping_sub(lane.taken) > most {
                 return Err(Error::System(format!(
-                    "sagellm: rank {to} says that it granted {grants} messages of rank {me}, which took {} of at most {RING} \
+                    "sagellm: rank {to} says that it granted {grants} messages of rank {me}, which took {} of at most {most} \
                      in flight: the group's shared memory was overwritten",
                     lane.taken
                 )));
@@ -211,12 +251,19 @@ impl P2p {
             lane.taken += 1;
             area.pair_word(me, to, TAKEN).store(lane.taken, Release);
             moved = true;
-            let Some(at) = lane.waiting.iter().position(|(number, _)| *number == entry & !REJECTED) else {
+            let (number, through) = (entry & ((1 << LANE_SHIFT) - 1), ((entry & !REJECTED) >> LANE_SHIFT) as usize);
+            let Some(at) = lane.waiting.iter().position(|(waiting, _)| *waiting == number) else {
                 continue; // not a message of ours: a peer that broke the protocol
             };
+            if through >= area.layout.lanes {
+                return Err(Error::System(format!(
+                    "sagellm: rank {to} granted rank {me} its lane {through} of {}: the group's shared memory was overwritten",
+                    area.layout.lanes
+                )));
+            }
             let (_, op) = lane.waiting.remove(at).expect("just found");
             if entry & REJECTED == 0 {
-                lane.bodies.push_back((op, 0));
+                lane.bodies.push_back((op, through, 0));
             } else {
                 let bytes = Pieces(&op.request.inputs).bytes();
                 let text = format!(
@@ -233,21 +280,21 @@ impl P2p {
     fn fill_body(&mut self, area: &Area, to: usize, ended: &mut Ended) -> bool {
         let me = area.me;
         let lane = &mut self.out[to];
-        let Some((op, offset)) = lane.bodies.front_mut() else { return false };
+        let Some((op, through, offset)) = lane.bodies.front_mut() else { return false };
         let round = lane.round;
-        if round >= 2 && area.pair_word(me, to, DRAINED).load(Acquire) < round - 1 {
+        if !protocol::may_fill_body(round, area.pair_word(me, to, DRAINED).load(Acquire)) {
             return false;
         }
         let inputs = Pieces(&op.request.inputs);
         let total = inputs.bytes();
         let bytes = area.layout.body_bytes.min(total - *offset);
-        // SAFETY: the body buffer holds `bytes`; DRAINED says that nobody reads it.
-        unsafe { inputs.read(*offset, area.body(me, to, round, bytes), bytes) };
+        // SAFETY: the body buffer holds `bytes`; the lane was granted to us, and DRAINED says that nobody reads the buffer.
+        unsafe { inputs.read(*offset, area.body(to, *through, round, bytes), bytes) };
         *offset += bytes;
         lane.round += 1;
         area.pair_word(me, to, READY).store(lane.round, Release);
         if *offset == total {
-            let (op, _) = lane.bodies.pop_front().expect("the front");
+            let (op, ..) = lane.bodies.pop_front().expect("the front");
             self.end(op, Ok(()), ended);
         }
         true
@@ -256,10 +303,10 @@ impl P2p {
     fn take_envelopes(&mut self, area: &Area, from: usize, ended: &mut Ended) -> Result<bool> {
         let me = area.me;
         let sent = area.pair_word(from, me, SENT).load(Acquire);
-        let before = self.incoming[from].consumed;
-        if sent.wrapping_sub(before) > RING {
+        let (before, most) = (self.incoming[from].consumed, area.layout.envelopes);
+        if sent.wrapping_sub(before) > most {
             return Err(Error::System(format!(
-                "sagellm: rank {from} says that it sent {sent} messages to rank {me}, which took {before} of at most {RING} \
+                "sagellm: rank {from} says that it sent {sent} messages to rank {me}, which took {before} of at most {most} \
                  in flight: the group's shared memory was overwritten"
             )));
         }
@@ -303,6 +350,7 @@ impl P2p {
         op.set_source(from);
         if message.bytes != room {
             if message.data.is_none() {
+                self.busy.insert(from);
                 self.incoming[from].ungranted.push_back(message.number | REJECTED);
                 self.give_grants(area, from);
             }
@@ -321,6 +369,7 @@ impl P2p {
                 self.end(op, Ok(()), ended);
             }
             None => {
+                self.busy.insert(from);
                 self.incoming[from].ungranted.push_back(message.number);
                 self.incoming[from].bodies.push_back((op, 0));
                 self.give_grants(area, from);
@@ -332,11 +381,18 @@ impl P2p {
         let me = area.me;
         let lane = &mut self.incoming[from];
         let mut moved = false;
-        while let Some(entry) = lane.ungranted.front() {
-            if lane.grants.wrapping_sub(area.pair_word(from, me, TAKEN).load(Acquire)) >= RING {
+        while let Some(message) = lane.ungranted.front().copied() {
+            if lane.grants.wrapping_sub(area.pair_word(from, me, TAKEN).load(Acquire)) >= area.layout.envelopes {
                 break;
             }
-            area.grant(from, me, lane.grants).store(*entry, Relaxed);
+            let entry = match message & REJECTED {
+                0 => match self.lanes.lend(from) {
+                    Some(through) => message | (through as u64) << LANE_SHIFT,
+                    None => break, // `poll` asks again
+                },
+                _ => message,
+            };
+            area.grant(from, me, lane.grants).store(entry, Relaxed);
             lane.ungranted.pop_front();
             lane.grants += 1;
             area.pair_word(from, me, GRANTS).store(lane.grants, Release);
@@ -350,6 +406,7 @@ impl P2p {
         let lane = &mut self.incoming[from];
         let Some((op, offset)) = lane.bodies.front_mut() else { return false };
         let round = lane.round;
+        let Some(through) = self.lanes.of(from) else { return false };
         if area.pair_word(from, me, READY).load(Acquire) <= round {
             return false;
         }
@@ -357,12 +414,13 @@ impl P2p {
         let total = outputs.bytes();
         let bytes = area.layout.body_bytes.min(total - *offset);
         // SAFETY: the body buffer is ready and holds `bytes`.
-        unsafe { outputs.write(*offset, area.body(from, me, round, bytes), bytes) };
+        unsafe { outputs.write(*offset, area.body(me, through, round, bytes), bytes) };
         *offset += bytes;
         lane.round += 1;
         area.pair_word(from, me, DRAINED).store(lane.round, Release);
         if *offset == total {
             let (op, _) = lane.bodies.pop_front().expect("the front");
+            self.lanes.give_back(from);
             self.end(op, Ok(()), ended);
         }
         true
@@ -373,17 +431,17 @@ impl P2p {
     pub fn blocked_by(&self, area: &Area, peer: usize, gone: impl Fn(usize) -> bool) -> impl Iterator<Item = &Arc<Op>> {
         let (out, incoming) = (&self.out[peer], &self.incoming[peer]);
         let no_room = self.ring_is_full(area, peer);
-        let not_drained = out.bodies.front().is_some_and(|body| {
-            let last = last_round(area, out.round, body);
-            last >= 2 && area.pair_word(area.me, peer, DRAINED).load(Acquire) < last - 1
+        let not_drained = out.bodies.front().is_some_and(|(op, _, moved)| {
+            let last = last_round(area, out.round, op, *moved);
+            !protocol::may_fill_body(last, area.pair_word(area.me, peer, DRAINED).load(Acquire))
         });
-        let not_ready = incoming.bodies.front().is_some_and(|body| {
-            area.pair_word(peer, area.me, READY).load(Acquire) <= last_round(area, incoming.round, body)
+        let not_ready = incoming.bodies.front().is_some_and(|(op, moved)| {
+            area.pair_word(peer, area.me, READY).load(Acquire) <= last_round(area, incoming.round, op, *moved)
         });
         let only_peer = (0..area.ranks).all(|q| q == area.me || q == peer || gone(q));
         let queued = out.queue.iter().take(usize::from(no_room));
         let waiting = out.waiting.iter().map(|(_, op)| op);
-        let sent = out.bodies.iter().take(usize::from(not_drained)).map(|(op, _)| op);
+        let sent = out.bodies.iter().take(usize::from(not_drained)).map(|(op, ..)| op);
         let received = incoming.bodies.iter().take(usize::from(not_ready)).map(|(op, _)| op);
         let posted = self.posted.iter().filter(move |op| match op.request.root {
             ANY_RANK => only_peer,
@@ -394,7 +452,7 @@ impl P2p {
 
     /// True when no envelope to `to` may be overwritten.
     fn ring_is_full(&self, area: &Area, to: usize) -> bool {
-        self.out[to].sent.wrapping_sub(area.pair_word(area.me, to, CONSUMED).load(Acquire)) >= RING
+        self.out[to].sent.wrapping_sub(area.pair_word(area.me, to, CONSUMED).load(Acquire)) >= area.layout.envelopes
     }
 
     /// Every operation that has not ended.
@@ -403,7 +461,7 @@ impl P2p {
         for lane in &mut self.out {
             all.extend(lane.queue.drain(..));
             all.extend(lane.waiting.drain(..).map(|(_, op)| op));
-            all.extend(lane.bodies.drain(..).map(|(op, _)| op));
+            all.extend(lane.bodies.drain(..).map(|(op, ..)| op));
         }
         for lane in &mut self.incoming {
             all.extend(lane.bodies.drain(..).map(|(op, _)| op));
@@ -415,7 +473,7 @@ impl P2p {
     /// Pending operations, oldest deadline first is not promised.
     pub fn pending(&self) -> impl Iterator<Item = &Arc<Op>> {
         let out = self.out.iter().flat_map(|lane| {
-            lane.queue.iter().chain(lane.waiting.iter().map(|(_, op)| op)).chain(lane.bodies.iter().map(|(op, _)| op))
+            lane.queue.iter().chain(lane.waiting.iter().map(|(_, op)| op)).chain(lane.bodies.iter().map(|(op, ..)| op))
         });
         let incoming = self.incoming.iter().flat_map(|lane| lane.bodies.iter().map(|(op, _)| op));
         self.posted.iter().chain(out).chain(incoming)
@@ -423,7 +481,7 @@ impl P2p {
 }
 
 /// The last round of a message at whose next round both sides stand, of which some bytes were moved.
-fn last_round(area: &Area, next: u64, (op, moved): &(Arc<Op>, usize)) -> u64 {
+fn last_round(area: &Area, next: u64, op: &Op, moved: usize) -> u64 {
     let left = op.payload() as usize - moved;
     next + (left.div_ceil(area.layout.body_bytes) as u64).max(1) - 1
 }

@@ -14,7 +14,18 @@
 //! round `g`; `Drained = g + 1` that it reads nobody's buffer of rounds up to `g` any more. Round `g` may be filled
 //! when every peer's `Drained >= g - 1`, that is, when nobody reads round `g - 2`, the last user of that buffer.
 //!
-//! Each word has one writing rank. Waiting is never done here: a rule says yes or not yet.
+//! **Messages.** The parts of a message that did not fit into an envelope go through the two buffers of a lane of the
+//! receiver (`lanes.rs`), in rounds that are numbered through all such messages of an ordered pair: round `g` may be
+//! filled when the receiver has drained round `g - 2`. A lane passes to another sender only by a grant, which the receiver
+//! gives (release) after it has read all that came through the lane before.
+//!
+//! **Mail.** Where ranks are many, a sender says at the receiver that it has sent: it sets its bit (release) after the
+//! message can be seen. The receiver takes the bits (acquire) before it looks at the senders they name, so what comes
+//! after its look comes with a new bit.
+//!
+//! Each word has one writing rank, but for mail. Waiting is never done here: a rule says yes or not yet.
+
+use super::rank_set::RankSet;
 
 /// A word of the segment that one rank writes and others read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -131,4 +142,32 @@ pub fn is_ready<W: Words>(words: &W, region: Region, rank: usize, g: u64) -> boo
 /// `me` reads nobody's round up to and including `g` any more.
 pub fn drained<W: Words>(words: &W, region: Region, me: usize, g: u64) {
     words.store(Word::Drained(region, me), g + 1);
+}
+
+/// True when a sender may fill a lane's buffer for round `g` of its pair, whose receiver has drained rounds up to
+/// `drained`.
+pub fn may_fill_body(g: u64, drained: u64) -> bool {
+    g < 2 || drained >= g - 1
+}
+
+/// Access to the mail words.
+pub trait Mail {
+    /// Sets a bit of `word` of rank `to`. Release.
+    fn add(&self, to: usize, word: usize, bit: u64);
+    /// Takes the bits of one's own `word`. Acquire.
+    fn take(&self, word: usize) -> u64;
+}
+
+/// Says at `to` that `from` has sent. To be called after what was sent is visible.
+pub fn post<M: Mail>(mail: &M, to: usize, from: usize) {
+    mail.add(to, from / 64, 1 << (from % 64));
+}
+
+/// Who has sent to this rank, one of `ranks`, since the last call.
+pub fn collect<M: Mail>(mail: &M, ranks: usize) -> RankSet {
+    let mut senders = RankSet::default();
+    for word in 0..ranks.div_ceil(64) {
+        senders.add_word(word, mail.take(word));
+    }
+    senders
 }

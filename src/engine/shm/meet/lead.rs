@@ -5,14 +5,11 @@ use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 use super::record::{Answer, Body, Mode, Nonce, PROTOCOL, Record, Verdict, clip};
-use super::{Met, Outcome, Talk, VERDICT, WAITS, answer_key, hello_bytes, record_key};
+use super::{Met, Outcome, SegmentBytes, Talk, VERDICT, WAITS, answer_key, hello_bytes, record_key};
 use crate::engine::shm::companions::Company;
 use crate::engine::shm::segment::{Segment, random};
 use crate::error::{Error, Result};
 use crate::topology;
-
-/// More ranks on one host would not fit into an offer, nor make sense.
-const MAX_SHARED: usize = 1024;
 
 /// How one verdict ended.
 pub(super) enum Step {
@@ -40,7 +37,7 @@ pub(super) struct Plan {
     pub(super) company: Option<Company>,
 }
 
-pub(super) fn lead(talk: &mut Talk, segment_bytes: &dyn Fn(usize) -> usize) -> Result<Outcome> {
+pub(super) fn lead(talk: &mut Talk, segment_bytes: &SegmentBytes) -> Result<Outcome> {
     let mut records = vec![None; talk.config.size];
     records[0] = Some(talk.own.clone());
     let mut lead = Lead { talk, records, told_waits: None };
@@ -55,7 +52,7 @@ pub(super) fn lead(talk: &mut Talk, segment_bytes: &dyn Fn(usize) -> usize) -> R
 }
 
 impl Lead<'_, '_> {
-    fn run(&mut self, segment_bytes: &dyn Fn(usize) -> usize) -> Result<Outcome> {
+    fn run(&mut self, segment_bytes: &SegmentBytes) -> Result<Outcome> {
         self.talk.publish_record()?;
         self.gather()?;
         let mut forced: Option<String> = None;
@@ -162,17 +159,17 @@ impl Lead<'_, '_> {
     }
 
     /// The memory to share, or why there is none.
-    fn plan(&self, segment_bytes: &dyn Fn(usize) -> usize) -> Result<std::result::Result<Plan, String>> {
+    fn plan(&self, segment_bytes: &SegmentBytes) -> Result<std::result::Result<Plan, String>> {
         let bodies = match agreeable(&self.records) {
             Ok(bodies) => bodies,
             Err(reason) => return Ok(Err(reason)),
         };
         let headroom = bodies.iter().filter_map(|body| body.identity.headroom).min();
         let headroom = headroom.map_or(usize::MAX, |bytes| usize::try_from(bytes).unwrap_or(usize::MAX));
-        let bytes = segment_bytes(headroom);
-        if bytes == 0 {
-            return Ok(Err(format!("only {} MiB of memory are left for shared memory", headroom >> 20)));
-        }
+        let bytes = match segment_bytes(headroom) {
+            Ok(bytes) => bytes,
+            Err(reason) => return Ok(Err(reason)),
+        };
         if bytes < hello_bytes(self.size()) {
             return Err(Error::Bug(format!("sagellm: a segment of {bytes} bytes for {} ranks", self.size())));
         }
@@ -267,9 +264,6 @@ fn agreeable(records: &[Option<Record>]) -> std::result::Result<Vec<&Body>, Stri
         if there.netns != here.netns {
             return Err(format!("rank {rank} ({host}) is in another network namespace than rank 0 ({own_host})"));
         }
-    }
-    if records.len() > MAX_SHARED {
-        return Err(format!("{} ranks on one host are more than {MAX_SHARED}", records.len()));
     }
     Ok(bodies)
 }

@@ -1,0 +1,251 @@
+//! Many ranks on one host: every collective, messages between all pairs, and more senders than a receiver has lanes.
+//! Ranks are threads, far more than there are cores. `SAGELLM_TEST_RANKS` (40) says how many.
+
+mod common;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use common::{Random, cut, on_ranks};
+use sagellm::engine::shm::layout::Layout;
+use sagellm::group::{Group, Op};
+use sagellm::types::{ANY_RANK, CallNote, Dtype, Kind, ReduceOp, Request};
+
+fn ranks() -> usize {
+    std::env::var("SAGELLM_TEST_RANKS").map_or(40, |text| text.parse().expect("a number of ranks"))
+}
+
+fn groups(ranks: usize) -> Vec<Arc<Group>> {
+    Group::local(ranks, Duration::from_secs(300)).unwrap()
+}
+
+/// A rank's memory: 32-bit numbers that say where they come from, so that every rank can check them alone.
+struct Numbers(Vec<u8>);
+
+impl Numbers {
+    fn of(count: usize, value: impl Fn(usize) -> i32) -> Numbers {
+        Numbers((0..count).flat_map(|i| value(i).to_le_bytes()).collect())
+    }
+    fn room(count: usize) -> Numbers {
+        Numbers(vec![0xee; 4 * count])
+    }
+    fn check(&self, what: &str, value: impl Fn(usize) -> i32) {
+        for (i, four) in self.0.chunks_exact(4).enumerate() {
+            let found = i32::from_le_bytes(four.try_into().unwrap());
+            assert_eq!(found, value(i), "{what}: number {i}");
+        }
+    }
+}
+
+fn request(kind: Kind, root: usize, input: &mut Numbers, output: &mut Numbers) -> Request {
+    Request {
+        kind,
+        dtype: if kind.reduces() { Dtype::I32 } else { Dtype::Bytes },
+        op: ReduceOp::Sum,
+        root: root as u32,
+        tag: 0,
+        timeout_ms: None,
+        sync: true,
+        inputs: cut(&mut input.0, 1, 4),
+        outputs: cut(&mut output.0, 1, 4),
+        in_blocks: Vec::new(),
+        out_blocks: Vec::new(),
+        also_touched: Vec::new(),
+        note: CallNote::default(),
+    }
+}
+
+/// One collective on one rank; `count` numbers in a tensor, or in a block where there is one for each rank.
+fn collective(group: &Group, kind: Kind, (me, ranks, root): (usize, usize, usize), count: usize) {
+    let part = |from: usize, to: usize, i: usize| (from * 1000 + to * 7 + i) as i32;
+    let sum = |to: usize, i: usize| (0..ranks).map(|q| part(q, to, i)).fold(0, i32::wrapping_add);
+    // The sum over ranks, without a loop for each number.
+    let (base, each) = (sum(0, 0), ranks as i32);
+    let summed = |to: usize, i: usize| base.wrapping_add(each.wrapping_mul((to * 7 + i) as i32));
+    assert_eq!(summed(3, 5), sum(3, 5));
+    let at_root = me == root;
+    let blocks = |present: bool| if present { count * ranks } else { 0 };
+    let own = |i: usize| part(me, 0, i);
+    let for_each = |i: usize| part(me, i / count, i % count);
+    let (mut input, mut output) = match kind {
+        Kind::AllReduce => (Numbers::of(count, own), Numbers::room(count)),
+        Kind::Reduce => (Numbers::of(count, own), Numbers::room(if at_root { count } else { 0 })),
+        Kind::Broadcast if at_root => (Numbers::of(count, own), Numbers::room(0)),
+        Kind::Broadcast => (Numbers::room(0), Numbers::room(count)),
+        Kind::AllGather => (Numbers::of(count, own), Numbers::room(count * ranks)),
+        Kind::Gather => (Numbers::of(count, own), Numbers::room(blocks(at_root))),
+        Kind::Scatter => (Numbers::of(blocks(at_root), for_each), Numbers::room(count)),
+        Kind::ReduceScatter => (Numbers::of(count * ranks, for_each), Numbers::room(count)),
+        Kind::AllToAll => (Numbers::of(count * ranks, for_each), Numbers::room(count * ranks)),
+        _ => (Numbers::room(0), Numbers::room(0)),
+    };
+    let what = format!("{kind} of {count} on rank {me} of {ranks}");
+    group.run(request(kind, root, &mut input, &mut output), None).unwrap_or_else(|e| panic!("{what}: {e}"));
+    output.check(&what, |i| match kind {
+        Kind::AllReduce | Kind::Reduce => summed(0, i),
+        Kind::Broadcast => part(root, 0, i),
+        Kind::AllGather | Kind::Gather => part(i / count, 0, i % count),
+        Kind::Scatter => part(root, me, i),
+        Kind::ReduceScatter => summed(me, i),
+        _ => part(i / count, me, i % count),
+    });
+}
+
+#[test]
+fn every_collective_small_and_large_with_many_ranks() {
+    let ranks = ranks();
+    let groups = groups(ranks);
+    let stage = Layout::within(ranks, usize::MAX).unwrap().stage_bytes / 4;
+    let all = [
+        (Kind::Barrier, 0),
+        (Kind::AllReduce, 2 * stage + 100),
+        (Kind::Broadcast, 2 * stage + 100),
+        (Kind::Reduce, 2 * stage + 100),
+        (Kind::AllGather, 1100),
+        (Kind::Gather, 1100),
+        (Kind::Scatter, 1100),
+        (Kind::ReduceScatter, 1100),
+        (Kind::AllToAll, 1100),
+    ];
+    on_ranks(ranks, |me| {
+        for (i, (kind, large)) in all.into_iter().enumerate() {
+            for count in [2, large] {
+                collective(&groups[me], kind, (me, ranks, i * 5 % ranks), count);
+            }
+        }
+    });
+}
+
+fn message(from: usize, to: usize, count: usize) -> Numbers {
+    Numbers::of(count, |i| (from * 1000 + to * 7 + i) as i32)
+}
+
+fn send(group: &Group, to: usize, tag: u32, memory: &mut Numbers) -> Arc<Op> {
+    let request = Request { tag, sync: false, ..request(Kind::Send, to, memory, &mut Numbers(Vec::new())) };
+    group.issue(request, None).unwrap()
+}
+
+fn receive(group: &Group, from: u32, tag: u32, memory: &mut Numbers) -> Arc<Op> {
+    let request = Request { tag, sync: false, ..request(Kind::Recv, 0, &mut Numbers(Vec::new()), memory) };
+    group.issue(Request { root: from, ..request }, None).unwrap()
+}
+
+#[test]
+fn every_pair_of_many_ranks_exchanges_a_message() {
+    let ranks = ranks();
+    let groups = groups(ranks);
+    let of = |from: usize, to: usize| [2, 12, 13, 200][(from + to) % 4]; // in a line, in an envelope, through a lane
+    on_ranks(ranks, |me| {
+        let mut sent: Vec<(Arc<Op>, Numbers)> = Vec::new();
+        for step in 1..ranks {
+            let (to, from) = ((me + step) % ranks, (me + ranks - step) % ranks);
+            let mut memory = message(me, to, of(me, to));
+            sent.push((send(&groups[me], to, 0, &mut memory), memory));
+            if step % 16 == 0 || step == ranks - 1 {
+                // Those of the last sixteen steps, the latest first.
+                for back in (step - (step - 1) % 16..=step).rev() {
+                    let from = (from + step - back) % ranks;
+                    let mut memory = Numbers::room(of(from, me));
+                    receive(&groups[me], from as u32, 0, &mut memory).wait(None).unwrap();
+                    memory.check(&format!("{from} to {me}"), |i| (from * 1000 + me * 7 + i) as i32);
+                }
+            }
+        }
+        sent.iter().for_each(|(op, _)| op.wait(None).unwrap());
+    });
+}
+
+/// All send several large messages to rank 0, which has fewer lanes than senders; half of its receives are from anyone.
+#[test]
+fn more_senders_than_lanes_all_get_through() {
+    let ranks = ranks();
+    let groups = groups(ranks);
+    let layout = Layout::within(ranks, usize::MAX).unwrap();
+    assert!(layout.lanes < ranks - 1);
+    let count = layout.body_bytes / 4 * 3 + 11;
+    const EACH: usize = 3;
+    on_ranks(ranks, |me| {
+        if me != 0 {
+            let mut memory = message(me, 0, count);
+            let ops: Vec<_> = (0..EACH).map(|_| send(&groups[me], 0, 7, &mut memory)).collect();
+            return ops.iter().for_each(|op| op.wait(None).unwrap());
+        }
+        let mut memory: Vec<Numbers> = (0..EACH * (ranks - 1)).map(|_| Numbers::room(count)).collect();
+        let ops: Vec<_> = memory
+            .iter_mut()
+            .enumerate()
+            .map(|(i, memory)| {
+                let from = if i % 2 == 0 && i < ranks { (ranks - 1 - i) as u32 } else { ANY_RANK };
+                receive(&groups[0], from, 7, memory)
+            })
+            .collect();
+        let mut messages = vec![0; ranks];
+        for (op, memory) in ops.iter().zip(&memory) {
+            op.wait(None).unwrap();
+            let from = op.source() as usize;
+            messages[from] += 1;
+            memory.check(&format!("{from} to 0"), |i| (from * 1000 + i) as i32);
+        }
+        assert!(messages[1..].iter().all(|count| *count == EACH), "{messages:?}");
+    });
+}
+
+/// Rule 20 where a sender has something large for everyone and each takes it only after the next rank has: no message
+/// that waits to be matched may keep memory that another one needs.
+#[test]
+fn rule_20_large_messages_that_nobody_wants_yet_hold_up_no_others() {
+    let ranks = ranks();
+    let groups = groups(ranks);
+    let count = 20_000;
+    on_ranks(ranks, |me| {
+        let group = &groups[me];
+        if me == 0 {
+            let mut memory: Vec<Numbers> = (1..ranks).map(|to| message(0, to, count)).collect();
+            let ops: Vec<_> = memory.iter_mut().zip(1..).map(|(memory, to)| send(group, to, 1, memory)).collect();
+            return ops.iter().for_each(|op| op.wait(None).unwrap());
+        }
+        let mut token = Numbers::room(1);
+        if me + 1 < ranks {
+            receive(group, me as u32 + 1, 2, &mut token).wait(None).unwrap();
+        }
+        let mut memory = Numbers::room(count);
+        receive(group, 0, 1, &mut memory).wait(None).unwrap();
+        memory.check(&format!("0 to {me}"), |i| (me * 7 + i) as i32);
+        if me > 1 {
+            send(group, me - 1, 2, &mut token).wait(None).unwrap();
+        }
+    });
+}
+
+#[test]
+fn random_messages_of_every_size_keep_their_order() {
+    let ranks = ranks();
+    let groups = groups(ranks);
+    // Known to all: who sends how much to whom, in which order.
+    let mut random = Random::new(20);
+    let plan: Vec<(usize, usize, usize)> = (0..10 * ranks)
+        .map(|_| {
+            let from = random.below(ranks);
+            let to = (from + 1 + random.below(ranks - 1)) % ranks;
+            (from, to, random.pick(&[0, 1, 12, 13, 64, 65, 300, 5000, 20_000]))
+        })
+        .collect();
+    on_ranks(ranks, |me| {
+        let mut sent = Vec::new();
+        let mut received = Vec::new();
+        for (from, to, count) in plan.iter().copied() {
+            if from == me {
+                let mut memory = message(from, to, count);
+                sent.push((send(&groups[me], to, 0, &mut memory), memory));
+            } else if to == me {
+                let mut memory = Numbers::room(count);
+                received.push((receive(&groups[me], from as u32, 0, &mut memory), memory, from));
+            }
+        }
+        for (op, memory, from) in &received {
+            op.wait(None).unwrap();
+            memory.check(&format!("{from} to {me}"), |i| (from * 1000 + me * 7 + i) as i32);
+        }
+        sent.iter().for_each(|(op, _)| op.wait(None).unwrap());
+    });
+}
