@@ -3,12 +3,15 @@
 
 mod common;
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use common::{Random, cut, on_ranks};
-use sagellm::engine::shm::layout::Layout;
+use sagellm::config::{Config, Settings};
+use sagellm::engine::shm::layout::{Layout, MAX_RANKS};
+use sagellm::error::Result;
 use sagellm::group::{Group, Op};
+use sagellm::host::{Host, Store};
 use sagellm::types::{ANY_RANK, CallNote, Dtype, Kind, ReduceOp, Request};
 
 fn ranks() -> usize {
@@ -155,30 +158,31 @@ fn every_pair_of_many_ranks_exchanges_a_message() {
     });
 }
 
-/// All send several large messages to rank 0, which has fewer lanes than senders; half of its receives are from anyone.
+/// All send several large messages to rank 0, which has fewer lanes than senders. It wants one of each rank, the last
+/// rank first, and in between whatever comes.
 #[test]
 fn more_senders_than_lanes_all_get_through() {
+    const EACH: usize = 3;
+    const NAMED: u32 = 8;
+    const ANY: u32 = 7;
     let ranks = ranks();
     let groups = groups(ranks);
     let layout = Layout::within(ranks, usize::MAX).unwrap();
     assert!(layout.lanes < ranks - 1);
     let count = layout.body_bytes / 4 * 3 + 11;
-    const EACH: usize = 3;
     on_ranks(ranks, |me| {
         if me != 0 {
             let mut memory = message(me, 0, count);
-            let ops: Vec<_> = (0..EACH).map(|_| send(&groups[me], 0, 7, &mut memory)).collect();
+            let tags = [ANY, NAMED, ANY];
+            let ops = tags.map(|tag| send(&groups[me], 0, tag, &mut memory));
             return ops.iter().for_each(|op| op.wait(None).unwrap());
         }
         let mut memory: Vec<Numbers> = (0..EACH * (ranks - 1)).map(|_| Numbers::room(count)).collect();
-        let ops: Vec<_> = memory
-            .iter_mut()
-            .enumerate()
-            .map(|(i, memory)| {
-                let from = if i % 2 == 0 && i < ranks { (ranks - 1 - i) as u32 } else { ANY_RANK };
-                receive(&groups[0], from, 7, memory)
-            })
-            .collect();
+        let post = |(i, memory): (usize, &mut Numbers)| match i % EACH {
+            0 => receive(&groups[0], (ranks - 1 - i / EACH) as u32, NAMED, memory),
+            _ => receive(&groups[0], ANY_RANK, ANY, memory),
+        };
+        let ops: Vec<_> = memory.iter_mut().enumerate().map(post).collect();
         let mut messages = vec![0; ranks];
         for (op, memory) in ops.iter().zip(&memory) {
             op.wait(None).unwrap();
@@ -248,4 +252,67 @@ fn random_messages_of_every_size_keep_their_order() {
         }
         sent.iter().for_each(|(op, _)| op.wait(None).unwrap());
     });
+}
+
+/// Keeps warnings.
+struct Kept(Mutex<Vec<String>>);
+
+impl log::Log for Kept {
+    fn enabled(&self, _: &log::Metadata) -> bool {
+        true
+    }
+    fn log(&self, record: &log::Record) {
+        if record.level() <= log::Level::Warn {
+            self.0.lock().unwrap().push(record.args().to_string());
+        }
+    }
+    fn flush(&self) {}
+}
+
+/// Nobody else is there.
+struct Nobody;
+
+impl Store for Nobody {
+    fn set(&self, _: &str, _: &[u8]) -> Result<()> {
+        Ok(())
+    }
+    fn try_get(&self, _: &str) -> Result<Option<Vec<u8>>> {
+        Ok(None)
+    }
+}
+
+impl Host for Nobody {
+    fn interrupted(&self) -> bool {
+        false
+    }
+}
+
+#[test]
+fn rank_0_warns_of_a_delegate_that_nobody_asked_for() {
+    static WARNINGS: Kept = Kept(Mutex::new(Vec::new()));
+    log::set_logger(&WARNINGS).unwrap();
+    log::set_max_level(log::LevelFilter::Warn);
+    for (rank, asked) in [(0, None), (1, None), (0, Some("the test asks for it".to_string()))] {
+        let config = Config {
+            rank,
+            size: MAX_RANKS + 1,
+            timeout: Duration::from_secs(5),
+            name: format!("of rank {rank}"),
+            delegate_reason: asked,
+            delegate: Config::LINK.to_string(),
+            algorithm: String::new(),
+            policy: String::new(),
+            settings: Settings::default(),
+        };
+        let group = Group::connect(config, &Nobody, Arc::new(Nobody)).unwrap();
+        assert!(group.delegate_reason().unwrap().contains("serves up to 256"));
+    }
+    let warnings = WARNINGS.0.lock().unwrap();
+    let ours: Vec<_> = warnings.iter().filter(|text| text.contains("delegate")).collect();
+    assert_eq!(
+        ours,
+        [
+            "group 'of rank 0' of 257 ranks is served by a delegate: 257 ranks; the shared-memory engine serves up to 256"
+        ]
+    );
 }

@@ -57,8 +57,22 @@ impl Host for NoHost {
 }
 
 impl Group {
-    /// Meets the other ranks and builds the engine that serves them.
-    pub fn connect(mut config: Config, store: &dyn Store, host: Arc<dyn Host>) -> Result<Arc<Group>> {
+    /// Meets the other ranks and builds the engine that serves them. Nothing is silently slower: rank 0 warns of a delegate
+    /// for which nobody asked.
+    pub fn connect(config: Config, store: &dyn Store, host: Arc<dyn Host>) -> Result<Arc<Group>> {
+        let group = Group::meet(config, store, host)?;
+        let config = &group.config;
+        if config.rank == 0
+            && config.delegate_reason.is_none()
+            && let Some(reason) = group.delegate_reason()
+        {
+            log::warn!("group '{}' of {} ranks is served by a delegate: {reason}", config.name, config.size);
+        }
+        Ok(group)
+    }
+
+    /// As `connect`, for a caller who says himself what a delegate would mean.
+    pub(super) fn meet(mut config: Config, store: &dyn Store, host: Arc<dyn Host>) -> Result<Arc<Group>> {
         watch::install();
         if watch::forked() {
             return Err(Error::Invalid(
@@ -78,7 +92,6 @@ impl Group {
         }
         if config.size > MAX_RANKS {
             let reason = too_many(config.size);
-            warn_of_delegate(&config, &reason);
             return Ok(Group::build(config, Engine::Delegate(reason), None, Vec::new(), Agreed::on(own), host));
         }
         config.policy = own.text();
@@ -86,7 +99,6 @@ impl Group {
         let fitting = |headroom: usize| layout_within(ranks, headroom).map(|layout| layout.total());
         match meet::meet(&config, store, &*host, &fitting)? {
             meet::Outcome::Delegate { reason, id } => {
-                warn_of_delegate(&config, &reason);
                 let agreed = Agreed { id, ..Agreed::on(own) };
                 Ok(Group::build(config, Engine::Delegate(reason), None, Vec::new(), agreed, host))
             }
@@ -240,9 +252,21 @@ fn too_many(ranks: usize) -> String {
     format!("{ranks} ranks; the shared-memory engine serves up to {MAX_RANKS}")
 }
 
-/// Nothing is silently slower: who did not ask for a delegate is told, once a group.
-fn warn_of_delegate(config: &Config, reason: &str) {
-    if config.rank == 0 && config.delegate_reason.is_none() {
-        log::warn!("group '{}' of {} ranks is served by a delegate: {reason}", config.name, config.size);
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_for_every_number_of_ranks_or_the_true_reason() {
+        for ranks in 2..=MAX_RANKS {
+            assert_eq!(layout_within(ranks, usize::MAX).map(|layout| layout.ranks), Ok(ranks));
+        }
+        let reason = |ranks: usize, mebibytes: usize| layout_within(ranks, mebibytes << 20).unwrap_err();
+        assert_eq!(reason(MAX_RANKS + 1, 1 << 40), "257 ranks; the shared-memory engine serves up to 256");
+        assert_eq!(
+            reason(64, 100),
+            "64 ranks need 29 MiB of shared memory at least, and may use a quarter of the 100 MiB of memory that are left"
+        );
+        assert!(layout_within(64, 29 * 4 << 20).is_ok());
     }
 }

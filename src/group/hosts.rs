@@ -128,7 +128,7 @@ impl Group {
                     ..config.clone()
                 };
                 let keys = Prefixed { store, prefix: format!("inside/{id}/{}/{lane}", place.host) };
-                let group = Group::connect(inner, &keys, Arc::clone(&host))?;
+                let group = Group::meet(inner, &keys, Arc::clone(&host))?;
                 problem = group.delegate_reason().unwrap_or(problem);
                 *inside = Some(group);
             }

@@ -82,7 +82,7 @@ impl Sizes {
     fn of(ranks: usize) -> Sizes {
         let (depth, largest_stage, envelopes, eager_bytes, lanes, body_bytes) = match ranks {
             0..=4 => (64, 512 << 10, 32, 4096, ranks.max(2) - 1, 128 << 10),
-            5..=8 => (32, 256 << 10, 16, 2048, 2, 64 << 10),
+            5..=8 => (32, 256 << 10, 8, 2048, 2, 64 << 10),
             9..=16 => (32, 256 << 10, 8, 1024, 4, 32 << 10),
             17..=64 => (16, 256 << 10, 8, 256, 4, 16 << 10),
             _ => (16, 256 << 10, 4, SHORT_BYTES, 4, 16 << 10),
@@ -353,10 +353,11 @@ mod tests {
             let l = Layout::within(ranks, usize::MAX).unwrap_or_else(|| panic!("{ranks} ranks do not fit"));
             let each = l.total() / ranks;
             let most = match ranks {
-                ..=4 => 2300 << 10,
-                ..=16 => 1200 << 10,
-                ..=64 => 960 << 10,
-                _ => 800 << 10,
+                ..=4 => 2720 << 10,
+                ..=16 => 1120 << 10,
+                ..=64 => 920 << 10,
+                ..=128 => 780 << 10,
+                _ => 500 << 10,
             };
             assert!(each <= most, "{ranks} ranks: {} KiB each", each >> 10);
             assert!(l.total() <= CEILING.max(ranks * RANK_SHARE));

@@ -124,7 +124,7 @@ pub fn meet_as(
     };
     let own =
         Record { nonce: random()?, protocol: PROTOCOL, version: env!("CARGO_PKG_VERSION").into(), body: Some(body) };
-    let mut talk = Talk { config, store, own, companions, patience: Patience::new(host, config.timeout) };
+    let mut talk = Talk { config, store, own, companions, patience: Patience::new(host, config.timeout, config.size) };
     let outcome = if config.rank == 0 { lead::lead(&mut talk, segment_bytes) } else { join::join(&mut talk) }?;
     match &outcome {
         Outcome::Shared(met) => log::debug!(
@@ -214,16 +214,20 @@ struct Patience<'a> {
     deadline: Instant,
     asked: Instant,
     pause: Duration,
+    longest: Duration,
 }
 
 const FIRST_PAUSE: Duration = Duration::from_micros(200);
 const LONGEST_PAUSE: Duration = Duration::from_millis(20);
+/// All ranks ask one store: where there are more than these, each asks less often.
+const EAGER_RANKS: u32 = 32;
 
 impl<'a> Patience<'a> {
-    fn new(host: &'a dyn Host, timeout: Duration) -> Patience<'a> {
+    fn new(host: &'a dyn Host, timeout: Duration, ranks: usize) -> Patience<'a> {
         let start = Instant::now();
         let far = Duration::from_secs(365 * 24 * 3600);
-        Patience { host, start, deadline: start + timeout.min(far), asked: start, pause: FIRST_PAUSE }
+        let longest = LONGEST_PAUSE * (ranks as u32).div_ceil(EAGER_RANKS).min(8);
+        Patience { host, start, deadline: start + timeout.min(far), asked: start, pause: FIRST_PAUSE, longest }
     }
 
     /// Something happened: look often again.
@@ -255,7 +259,7 @@ impl<'a> Patience<'a> {
         if overslept > Duration::from_millis(500) {
             self.deadline += overslept;
         }
-        self.pause = (self.pause * 3 / 2).min(LONGEST_PAUSE);
+        self.pause = (self.pause * 3 / 2).min(self.longest);
         Ok(true)
     }
 }
