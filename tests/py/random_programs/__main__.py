@@ -1,0 +1,67 @@
+"""Runs random programs by hand; see the package's head."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from harness import BACKEND
+
+from random_programs import run
+from random_programs.generate import GLOO, Taste, generate
+from random_programs.program import Program
+from random_programs.run import SECONDS, Ranks, Verdict
+
+
+def shortened(program: Program, first: Verdict, ranks: Ranks) -> int:
+    program, verdict = run.shortest(program, first, ranks)
+    print(program.to_json())
+    print(verdict)
+    ranks.close()
+    return 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m random_programs", description=__doc__)
+    parser.add_argument("--seed", type=int, default=0, help="the first seed")
+    parser.add_argument("--count", type=int, default=1, help="how many programs")
+    parser.add_argument("--file", type=Path, help="a program as JSON, instead of seeds")
+    parser.add_argument("--times", type=int, default=1, help="how often each")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="the groups' timeout")
+    parser.add_argument("--shrink", action="store_true", help="make the first program that fails short, and end")
+    parser.add_argument("--print", action="store_true", help="print the program and end")
+    arguments = parser.parse_args()
+    taste = GLOO if BACKEND == "gloo" else Taste()
+    ranks, failed, begun = Ranks(), 0, time.monotonic()
+    seeds = range(arguments.seed, arguments.seed + arguments.count)
+    for seed in [None] if arguments.file else seeds:
+        program = generate(seed, taste) if seed is not None else Program.from_json(arguments.file.read_text())
+        if arguments.print:
+            print(program.to_json())
+            continue
+        for _ in range(arguments.times):
+            verdict = ranks.run(program, arguments.seconds)
+            if verdict.problems and arguments.shrink:
+                return shortened(program, verdict, ranks)
+            if verdict.problems:
+                failed += 1
+                if arguments.count == 1:
+                    print(program.to_json())
+                    print(verdict)
+                else:
+                    print(f"seed {program.seed}: {verdict.seconds:.1f} s", flush=True)
+                    for each in verdict.problems:
+                        print(
+                            f"    rank {each['rank']} step {each['at']} {each['kind']}: {each['short'][:300]}",
+                            flush=True,
+                        )
+    count = arguments.count * arguments.times
+    print(f"{failed} of {count} failed in {time.monotonic() - begun:.1f} s")
+    ranks.close()
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

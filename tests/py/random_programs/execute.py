@@ -1,0 +1,424 @@
+"""One rank of a program: makes the calls of its steps and compares what its memory holds with what the model says."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+import time
+import traceback
+import warnings
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from random_programs.model import Check, Illegal, Model, expected, initial
+from random_programs.program import COLLECTIVES, Program, Step, View, involved
+
+#: What a rank found: `kind` is "wrong" (a number), "error" (that should not have come), "quiet" (one that should have),
+#: "late" or "child".
+Problem = dict[str, Any]
+CHILD_SECONDS = 20
+
+
+class Rank:
+    """One rank under way. `seconds` is the groups' timeout."""
+
+    def __init__(self, program: Program, rank: int, backend: str, store: Any, seconds: float, device: str) -> None:
+        self.program, self.rank, self.backend, self.store = program, rank, backend, store
+        self.seconds, self.device = seconds, device
+        self.problems: list[Problem] = []
+        self.works: dict[int, list[Any]] = {}
+        self.threads: dict[int, tuple[threading.Thread, list[BaseException]]] = {}
+        self.groups: list[Any] = []
+        self.memory: list[torch.Tensor] = []
+        self.model: Model | None = None
+        self.at = -1
+
+    def run(self) -> list[Problem]:
+        """Everything from making the groups to their end; never raises but for Ctrl-C."""
+        try:
+            self.model = expected(self.program, self.rank)
+        except Illegal as reason:
+            self._problem("illegal", str(reason))
+            return self.problems
+        self.memory = [
+            initial(dtype, count, self.rank, b).to(self.device) for b, (dtype, count) in enumerate(self.program.buffers)
+        ]
+        try:
+            self._begin()
+            self._steps()
+        except Exception as error:
+            self._problem("error", "".join(traceback.format_exception(error))[-3000:], str(error))
+        finally:
+            self._end()
+        return self.problems
+
+    def _begin(self) -> None:
+        timeout = timedelta(seconds=self.seconds)
+        options = {"backend": self.backend, "store": self.store, "timeout": timeout}
+        dist.init_process_group(rank=self.rank, world_size=self.program.ranks, **options)
+        self.groups = [dist.group.WORLD]
+        for ranks in self.program.groups[1:]:
+            self.groups.append(dist.new_group(ranks, timeout=timeout, sort_ranks=False))
+
+    def _steps(self) -> None:
+        assert self.model is not None
+        for at, step in enumerate(self.program.steps):
+            if self.rank not in involved(step, self.program):
+                continue
+            self.at = at
+            self._do(step)
+            if step["do"] not in ("disagree", "twice"):
+                self._compare(self.model.checks.get(at, []))
+            if step["do"] == "leave":
+                return
+        self.at = len(self.program.steps)
+        self._compare(self.model.checks.get(self.at, []))
+
+    def _end(self) -> None:
+        try:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        except Exception as error:
+            self._problem("error", f"destroy_process_group: {error}", str(error))
+
+    def _problem(self, kind: str, text: str, short: str = "") -> None:
+        self.problems.append({"kind": kind, "rank": self.rank, "at": self.at, "text": text, "short": short or text})
+
+    def _compare(self, checks: list[Check]) -> bool:
+        for view, numbers in checks:
+            found = self.tensor(view).cpu()
+            if not torch.equal(found, numbers):
+                different = (found != numbers).reshape(-1).nonzero().reshape(-1)
+                first = int(different[0])
+                text = f"view {view}: {len(different)} of {found.numel()} elements are wrong, the first "
+                text += f"at {first}: {found.reshape(-1)[first].item()} instead of {numbers.reshape(-1)[first].item()}"
+                self._problem("wrong", text)
+                return False
+        return True
+
+    def tensor(self, view: View) -> torch.Tensor:
+        return self.memory[view[0]].as_strided(view[2], view[3], view[1])
+
+    # ---------------------------------------------------------------------------------------------- steps
+
+    def _do(self, step: Step) -> None:
+        kind = step["do"]
+        if kind in COLLECTIVES:
+            how = step["how"][self.program.groups[step["g"]].index(self.rank)]
+            works = self.collective(step, how != "sync")
+            if how == "keep":
+                self.works[step["id"]] = works
+        elif kind in ("send", "recv"):
+            self._message(step)
+        else:
+            getattr(self, f"_{kind}")(step)
+
+    def collective(self, step: Step, a: bool) -> list[Any]:
+        """Makes the call; the Works."""
+        kind, group = step["do"], self.groups[step["g"]]
+        members = self.program.groups[step["g"]]
+        me = members.index(self.rank)
+        ins, outs = ([self.tensor(view) for view in step[name][me]] for name in ("ins", "outs"))
+        root = members[step["root"]] if "root" in step else -1
+        mine = root == self.rank
+        op = getattr(dist.ReduceOp, step["red"]) if "red" in step else None
+        if kind in ("reduce_list", "gather_list", "scatter_list"):
+            return self._list(step, ins, outs, op, a)
+        if kind == "all_to_all_single":
+            table = step["splits"]
+            splits = [row[me] for row in table], table[me]
+            work: Any = dist.all_to_all_single(outs[0], ins[0], *splits, group=group, async_op=a)
+            return [work]
+        call = {
+            "barrier": lambda: dist.barrier(group=group, async_op=a),
+            "all_reduce": lambda: dist.all_reduce(outs[0], op, group=group, async_op=a),
+            "broadcast": lambda: dist.broadcast(outs[0], root, group=group, async_op=a),
+            "reduce": lambda: dist.reduce(outs[0], root, op, group=group, async_op=a),
+            "all_gather": lambda: dist.all_gather(outs, ins[0], group=group, async_op=a),
+            "all_gather_into": lambda: dist.all_gather_into_tensor(outs[0], ins[0], group=group, async_op=a),
+            "reduce_scatter": lambda: dist.reduce_scatter(outs[0], ins, op, group=group, async_op=a),
+            "reduce_scatter_into": lambda: dist.reduce_scatter_tensor(outs[0], ins[0], op, group=group, async_op=a),
+            "gather": lambda: dist.gather(ins[0], outs if mine else None, root, group=group, async_op=a),
+            "scatter": lambda: dist.scatter(outs[0], ins if mine else None, root, group=group, async_op=a),
+            "all_to_all": lambda: dist.all_to_all(outs, ins, group=group, async_op=a),
+        }[kind]
+        return [call()]
+
+    def _list(self, step: Step, ins: list[Any], outs: list[Any], op: Any, a: bool) -> list[Any]:
+        group = self.groups[step["g"]]
+        if step["do"] == "reduce_list" and step["form"] == "coalesced":
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                return [dist.all_reduce_coalesced(outs, op, group=group, async_op=a)]
+        with dist._coalescing_manager(group, async_ops=a) as manager:
+            for i, out in enumerate(outs):
+                if step["do"] == "reduce_list":
+                    dist.all_reduce(out, op, group=group)
+                elif step["do"] == "gather_list":
+                    dist.all_gather_into_tensor(out, ins[i], group=group)
+                else:
+                    dist.reduce_scatter_tensor(out, ins[i], op, group=group)
+        return [manager] if a else []
+
+    def _message(self, step: Step) -> None:
+        group, tensor, peer = self.groups[step["g"]], self.tensor(step["v"]), step["peer"]
+        tag, how = step["tag"], step["how"]
+        work: Any = None
+        if step["do"] == "send":
+            if how == "sync":
+                dist.send(tensor, peer, group=group, tag=tag)
+            else:
+                work = dist.isend(tensor, peer, group=group, tag=tag)
+        else:
+            source = None if step["any"] else peer
+            if how == "sync":
+                found = dist.recv(tensor, source, group=group, tag=tag)
+                if found != peer:
+                    self._problem("wrong", f"the message of rank {peer} is said to come from rank {found}")
+            else:
+                work = dist.irecv(tensor, source, group=group, tag=tag)
+        if how == "keep":
+            self.works[step["id"]] = [work]
+
+    def _batch(self, step: Step) -> None:
+        group, ops = self.groups[step["g"]], []
+        for move in step["moves"]:
+            for who, peer, call, view in (
+                (move["src"], move["dst"], dist.isend, "sv"),
+                (move["dst"], move["src"], dist.irecv, "dv"),
+            ):
+                if who == self.rank:
+                    ops.append(dist.P2POp(call, self.tensor(move[view]), peer, group, move["tag"]))
+        self.works[step["id"]] = dist.batch_isend_irecv(ops)
+
+    def _anyone(self, step: Step) -> None:
+        assert self.model is not None
+        group, tag = self.groups[step["g"]], step["tag"]
+        if self.rank != step["dst"]:
+            works: list[Any] = []
+            for view in step["views"][str(self.rank)]:
+                works.append(dist.isend(self.tensor(view), step["dst"], group=group, tag=tag))
+            for work in works:
+                work.wait()
+            return
+        parcels = {rank: list(found) for rank, found in self.model.parcels[self.at].items()}
+        count = sum(len(found) for found in parcels.values())
+        tensors = [
+            torch.full((step["count"],), 9, dtype=getattr(torch, step["dtype"])).to(self.device) for _ in range(count)
+        ]
+        works = []
+        if step["how"] == "keep":
+            works = [dist.irecv(tensor, None, group=group, tag=tag) for tensor in tensors]
+        for i, tensor in enumerate(tensors):
+            if works:
+                works[i].wait()
+                source = dist.get_global_rank(group, works[i]._source_rank())
+            else:
+                source = dist.recv(tensor, None, group=group, tag=tag)
+            if not parcels.get(source):
+                self._problem("wrong", f"a message from rank {source}, which has sent no more")
+            elif not torch.equal(tensor.cpu(), parcels[source].pop(0)):
+                self._problem("wrong", f"the message of rank {source} holds wrong numbers")
+
+    # ---------------------------------------------------------------------------------------------- waiting
+
+    def _wait(self, step: Step) -> None:
+        works, via = self.works.pop(step["id"]), step["via"]
+        if via == "thread":
+            errors: list[BaseException] = []
+
+            def body() -> None:
+                try:
+                    for work in works:
+                        work.wait()
+                except BaseException as error:
+                    errors.append(error)
+
+            thread = threading.Thread(target=body, daemon=True)
+            thread.start()
+            self.threads[step["id"]] = thread, errors
+            return
+        for work in works:
+            end = time.monotonic() + self.seconds
+            if via == "poll" and hasattr(work, "is_completed"):
+                while not work.is_completed():
+                    if time.monotonic() > end:
+                        raise TimeoutError(f"Work {step['id']} did not complete within {self.seconds} s")
+                    time.sleep(0.0002)
+            if via == "timeout" and isinstance(work, dist.Work):
+                work.wait(timedelta(seconds=self.seconds))
+            elif via == "future" and isinstance(work, dist.Work) and self.backend != "gloo":
+                work.get_future().wait()
+            else:
+                work.wait()
+
+    def _join(self, step: Step) -> None:
+        thread, errors = self.threads.pop(step["id"])
+        thread.join(self.seconds + 5)
+        if thread.is_alive():
+            raise TimeoutError(f"the thread that waits for Work {step['id']} does not end")
+        if errors:
+            raise errors[0]
+
+    # ---------------------------------------------------------------------------------------------- others
+
+    def _fill(self, step: Step) -> None:
+        b = step["b"]
+        dtype, count = self.program.buffers[b]
+        self.memory[b].copy_(initial(dtype, count, self.rank, b, step["base"]))
+
+    def _sleep(self, step: Step) -> None:
+        time.sleep(step["ms"] / 1e3)
+
+    def _leave(self, step: Step) -> None:
+        # What it must hold is compared before it goes, and by `_steps` again after it.
+        assert self.model is not None
+        self._compare(self.model.checks.get(self.at, []))
+        dist.destroy_process_group()
+
+    def _object(self, step: Step) -> None:
+        group, members, form = self.groups[step["g"]], self.program.groups[step["g"]], step["form"]
+        root = members[step["root"]]
+
+        def thing(rank: int) -> Any:
+            return {"rank": rank, "at": self.at, "text": "x" * (self.at * 37 % 300)}
+
+        every = [thing(rank) for rank in members]
+        found: list[Any] = [None] * len(members)
+        wanted: list[Any] = every
+        if form == "all_gather":
+            dist.all_gather_object(found, thing(self.rank), group=group)
+        elif form == "gather":
+            dist.gather_object(thing(self.rank), found if self.rank == root else None, dst=root, group=group)
+            wanted = every if self.rank == root else found
+        elif form == "broadcast":
+            found = [thing(self.rank)]
+            dist.broadcast_object_list(found, src=root, group=group)
+            wanted = [thing(root)]
+        else:
+            found = [None]
+            dist.scatter_object_list(found, every if self.rank == root else None, src=root, group=group)
+            wanted = [thing(self.rank)]
+        if found != wanted:
+            self._problem("wrong", f"{form} of objects: {found} instead of {wanted}")
+
+    def _fork(self, step: Step) -> None:
+        """A child that uses what it inherited: it is refused, and the parent goes on meanwhile."""
+        read, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            text = "the call returned"
+            try:
+                signal.alarm(CHILD_SECONDS - 5)
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                self._child(step)
+            except (RuntimeError, ValueError) as error:
+                text = f"refused: {error}"
+            except BaseException as error:
+                text = f"{type(error).__name__}: {error}"
+            finally:
+                os.write(write, text.encode()[:3000])
+                os._exit(0)
+        os.close(write)
+        ready, _, _ = select.select([read], [], [], CHILD_SECONDS)
+        text = os.read(read, 4000).decode() if ready else ""
+        os.close(read)
+        if not text:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        fine = text == "the call returned" if step["child"] in ("destroy", "abort") else text.startswith("refused")
+        if not fine:
+            self._problem("child", f"a forked child that did {step['child']!r}: {text or 'nothing came back'}")
+
+    def _child(self, step: Step) -> None:
+        what = step["child"]
+        if what == "call":
+            dist.all_reduce(torch.ones(3))
+        elif what == "wait":
+            for work in self.works[step["id"]]:
+                work.wait()
+        elif what == "send":
+            dist.isend(torch.ones(3), (self.rank + 1) % self.program.ranks)
+        elif what == "new":
+            dist.new_group([self.rank])
+        elif what == "abort":
+            with suppress(RuntimeError, ValueError):
+                dist.distributed_c10d._abort_process_group()
+        else:
+            with suppress(RuntimeError, ValueError):
+                dist.destroy_process_group()
+
+    # ---------------------------------------------------------------------------------------------- endings
+
+    def _disagree(self, step: Step) -> None:
+        """An error must come: in the call, or for a rank whose part was legal with the next one."""
+        assert self.model is not None
+        agreed = step["step"]
+        group = self.groups[agreed["g"]]
+        odd = self.program.groups[agreed["g"]].index(self.rank) == step["odd"]
+        begun = time.monotonic()
+        try:
+            for work in self.collective(step["other"] if odd else agreed, self.at % 2 == 0):
+                if work is not None:
+                    work.wait()
+        except (RuntimeError, ValueError) as error:
+            self._told(begun, str(error))
+            return
+        self._compare(self.model.checks.get(self.at, []))
+        begun = time.monotonic()
+        try:
+            dist.barrier(group=group)
+        except (RuntimeError, ValueError) as error:
+            self._told(begun, str(error))
+            return
+        call = "another call" if odd else "a call"
+        self._problem("quiet", f"no error came to rank {self.rank} for {call} that differs in {step['about']}")
+
+    def _told(self, begun: float, text: str) -> None:
+        if time.monotonic() - begun > 0.8 * self.seconds:
+            self._problem("late", f"the error came only when the time was over: {text}")
+
+    def _twice(self, step: Step) -> None:
+        """A list with one tensor twice: the calls one after the other, or refused."""
+        assert self.model is not None
+        outs = [step["views"] for _ in self.program.groups[step["g"]]]
+        call = {"do": "reduce_list", "g": step["g"], "ins": [[] for _ in outs], "outs": outs}
+        try:
+            self.collective(call | {"red": step["red"], "form": step["form"]}, False)
+        except (RuntimeError, ValueError) as error:
+            if "rank" not in str(error) and not any(
+                word in str(error) for word in ("twice", "overlap", "share", "same")
+            ):
+                raise
+            return
+        self._compare(self.model.checks.get(self.at, []))
+
+
+def member(context: Any, backend: str, device: str = "cpu", host: list[str] | None = None) -> None:
+    """The life of a rank process: programs come from the test, one after the other."""
+    if host:
+        from net import enter
+
+        enter(host[context.rank * len(host) // context.world_size])
+    client: Any = None
+    context.tell("ready")
+    while True:
+        order = context.conn.recv()
+        if order is None:
+            return
+        key, text, seconds = order
+        program = Program.from_json(text)
+        if host:
+            store: Any = dist.FileStore(f"{context.tmp}/{key}", program.ranks)
+        else:
+            client = client or dist.TCPStore("127.0.0.1", context.store_port, timeout=timedelta(seconds=30))
+            store = dist.PrefixStore(key, client)
+        rank = Rank(program, context.rank, backend, store, seconds, device)
+        context.tell((key, rank.run()))

@@ -1,0 +1,738 @@
+"""Draws a legal program from a seed.
+
+The steps are drawn one after the other while a `Model` without numbers follows, which says what is under way where. So
+a step is legal when it is drawn: what cannot have ended is not waited for, and memory that another group is using is
+left alone. Numbers stay so small that every type holds them exactly; `Sizes` keeps count of that.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from random_programs.model import LARGEST, Illegal, Model, Node, accesses
+from random_programs.program import COLLECTIVES, DTYPES, REDUCING, Program, Step, View, flat, numel, overlap, span
+
+#: Bytes of the largest tensor, by how often such a program is drawn.
+SCALES = {"tiny": (30, 200), "border": (45, 4400), "medium": (18, 90_000), "large": (6, 3 << 20)}
+BORDERS = [0, 1, 4, 8, 60, 512, 4095, 4096, 4097, 8192, 65_536, 65_540, 1 << 20, (1 << 20) + 8, 3 << 20]
+#: Calls that a rank may make in place of another and be found out; members of a list look alike on the wire.
+UNLIKE = ["all_reduce", "broadcast", "reduce", "all_gather_into", "reduce_scatter_into", "gather", "scatter", "barrier"]
+ONE_PIECE = {"all_gather_into", "reduce_scatter_into", "all_to_all_single", "gather_list", "scatter_list"}
+
+
+@dataclass(frozen=True)
+class Taste:
+    """What programs may hold; the default is all that the backend under test must carry out."""
+
+    ranks: tuple[int, ...] = (2, 2, 3, 3, 4)
+    dtypes: tuple[str, ...] = tuple(DTYPES)
+    #: Operations under way may use the same memory; gloo runs them in any order.
+    ordered: bool = True
+    strided: bool = True
+    average: bool = True
+    drop_messages: bool = True
+    leave: bool = True
+    forks: bool = True
+    endings: bool = True  # programs that end with a rank that disagrees
+    lists: bool = True
+    large: bool = True
+    non_root_holds: bool = True
+
+
+GLOO = Taste(
+    dtypes=("float32", "float64", "int8", "uint8", "int32", "int64"),
+    ordered=False,
+    strided=False,
+    average=False,
+    drop_messages=False,
+    leave=False,
+    forks=False,
+    endings=False,
+    lists=False,
+)
+
+
+class Sizes:
+    """For each buffer the largest number that it may hold, and the bits behind the point."""
+
+    def __init__(self, program: Program) -> None:
+        self.exact = [DTYPES[dtype][1] for dtype, _ in program.buffers]
+        self.held = [(LARGEST, 0) for _ in program.buffers]
+
+    def filled(self, buffer: int) -> None:
+        self.held[buffer] = (LARGEST, 0)
+
+    def after(self, buffers: list[int], red: str, n: int) -> tuple[int, int]:
+        largest, bits = max(self.held[b][0] for b in buffers), max(self.held[b][1] for b in buffers)
+        if red in ("SUM", "AVG"):
+            return largest * n, bits + (n.bit_length() - 1 if red == "AVG" else 0)
+        if red == "PRODUCT":
+            return largest**n, bits * n
+        return largest, bits
+
+    def fits(self, buffers: list[int], red: str, n: int) -> bool:
+        exact = self.exact[buffers[0]]
+        if exact == 0:
+            return red != "AVG"
+        if red in ("BAND", "BOR", "BXOR") or (red == "AVG" and n & (n - 1)):
+            return False
+        largest, bits = self.after(buffers, red, n)
+        return largest.bit_length() + bits <= exact
+
+    def moved(self, sources: list[int], target: int, red: str = "MAX", n: int = 1) -> None:
+        if self.exact[target]:
+            one, other = self.held[target], self.after(sources, red, n)
+            self.held[target] = (max(one[0], other[0]), max(one[1], other[1]))
+
+
+@dataclass
+class Message:
+    """One whose other half is still to be drawn."""
+
+    m: int
+    g: int
+    src: int
+    dst: int
+    tag: int
+    any: bool
+    first: str
+    count: int
+    dtype: str
+
+
+@dataclass
+class Draw:
+    """A program being drawn."""
+
+    rng: random.Random
+    taste: Taste
+    program: Program
+    largest: int
+    model: Model = field(init=False)
+    sizes: Sizes = field(init=False)
+    open: list[Message] = field(default_factory=list)
+    threads: list[tuple[int, int]] = field(default_factory=list)
+    next_id: int = 0
+    leaver: int | None = None
+
+    def __post_init__(self) -> None:
+        self.model = Model(self.program, values=False, ordered=self.taste.ordered)
+        self.sizes = Sizes(self.program)
+
+    # ---------------------------------------------------------------------------------------------- small things
+
+    def put(self, step: Step) -> None:
+        self.model.append(step)
+        self.program.steps.append(step)
+        assert not self.model.stuck(), f"drew a step in which a rank waits for ever: {step}"
+
+    def new_id(self) -> int:
+        self.next_id += 1
+        return self.next_id
+
+    def alive(self) -> list[int]:
+        return [rank for rank in range(self.program.ranks) if rank not in self.model.gone]
+
+    def groups(self, least: int = 1) -> list[int]:
+        gone = self.model.gone
+        return [g for g, ranks in enumerate(self.program.groups) if len(ranks) >= least and not gone & set(ranks)]
+
+    def count(self, dtype: str, parts: int) -> int:
+        """A number of elements, of which so many must fit a buffer."""
+        size = DTYPES[dtype][0]
+        room = min(count for kind, count in self.program.buffers if kind == dtype) // (2 * parts + 1)
+        most = min(self.largest // size, room)
+        if self.rng.random() < 0.5:
+            fitting = [b // size for b in BORDERS if b // size <= most]
+            # The larger borders of a program's scale are what it is for.
+            return fitting[-1 - min(int(self.rng.expovariate(0.5)), len(fitting) - 1)]
+        return self.rng.randint(0, most)
+
+    def view(self, rank: int, dtype: str, count: int, taken: list[View], one_piece: bool) -> View | None:
+        """A view of so many elements that shares none with `taken`."""
+        rng = self.rng
+        buffers = [b for b, (kind, _) in enumerate(self.program.buffers) if kind == dtype]
+        for _ in range(8):
+            b = rng.choice(buffers)
+            sizes, strides = [count], [1]
+            if self.taste.strided and not one_piece and 1 < count <= 40_000 and rng.random() < 0.3:
+                sizes, strides = self.layout(count)
+            view: View = [b, 0, sizes, strides]
+            last = self.program.buffers[b][1] - span(view)[1]
+            if last < 0:
+                continue
+            busy = [v for node in self.model.in_use[rank] for v, _ in node.touched[rank] if v[0] == b]
+            draw = rng.random()
+            if draw < 0.25:
+                view[1] = 0
+            elif draw < 0.5 and busy:
+                view[1] = min(last, rng.choice(busy)[1] + rng.choice([0, 0, 1]))
+            else:
+                view[1] = rng.randint(0, last)
+            if not any(overlap(view, other) for other in taken):
+                return view
+        return None
+
+    def layout(self, count: int) -> tuple[list[int], list[int]]:
+        """Every second element, or a matrix: transposed, or a part of a wider one."""
+        rows = next((r for r in (7, 5, 4, 3, 2) if count % r == 0), 1)
+        columns, draw = count // rows, self.rng.random()
+        if rows == 1 or draw < 0.4:
+            return [count], [2]
+        if draw < 0.7:
+            return [rows, columns], [1, rows]
+        return [rows, columns], [columns + 2, 1]
+
+    # ---------------------------------------------------------------------------------------------- collectives
+
+    def collective(self, kind: str, g: int, dtype: str, root: int, count: int | None = None) -> Step | None:
+        """A collective without `how`; None where no memory was found for it."""
+        rng, members = self.rng, self.program.groups[g]
+        n = len(members)
+        step: Step = {"do": kind, "g": g, "ins": [[] for _ in members], "outs": [[] for _ in members]}
+        if kind in ("broadcast", "reduce", "gather", "scatter"):
+            step["root"] = root
+        if kind == "barrier":
+            return step
+        parts = 1 if kind in ("all_reduce", "broadcast", "reduce") else n + 1
+        size = self.count(dtype, parts) if count is None else count
+        uneven = rng.random() < 0.4
+        lengths = [rng.randint(0, size) if uneven else size for _ in members]
+        table = [[rng.randint(0, size) if uneven else size for _ in members] for _ in members]
+        length = rng.randint(1, 4)
+        several = [rng.randint(0, size // length) for _ in range(length)]
+        if kind == "all_to_all_single":
+            step["splits"] = table
+        if kind == "reduce_list":
+            step["form"] = rng.choice(["coalesced", "manager"])
+        in_place = rng.random() < 0.25
+        for member, rank in enumerate(members):
+            ins: list[int] = []
+            outs: list[int] = []
+            if kind in ("all_reduce", "broadcast", "reduce"):
+                outs = [size]
+            elif kind == "reduce_list":
+                outs = several
+            elif kind == "all_gather":
+                ins, outs = [lengths[member]], lengths
+            elif kind == "all_gather_into":
+                ins, outs = [size], [size * n]
+            elif kind == "gather_list":
+                ins, outs = several, [each * n for each in several]
+            elif kind == "scatter_list":
+                ins, outs = [each * n for each in several], several
+            elif kind == "reduce_scatter":
+                ins, outs = lengths, [lengths[member]]
+            elif kind == "reduce_scatter_into":
+                ins, outs = [size * n], [size]
+            elif kind == "gather":
+                ins, outs = [size], [size] * n if member == root else []
+            elif kind == "scatter":
+                ins, outs = [size] * n if member == root else [], [size]
+            elif kind == "all_to_all":
+                ins, outs = table[member], [row[member] for row in table]
+            elif kind == "all_to_all_single":
+                ins, outs = [sum(table[member])], [sum(row[member] for row in table)]
+            taken: list[View] = []
+            for counts, name in ((outs, "outs"), (ins, "ins")):
+                for each in counts:
+                    view = self.view(rank, dtype, each, taken, kind in ONE_PIECE)
+                    if view is None:
+                        return None
+                    taken.append(view)
+                    step[name][member].append(view)
+            if in_place and kind == "all_gather_into":
+                b, offset, _, _ = step["outs"][member][0]
+                step["ins"][member] = [flat(b, offset + member * size, size)]
+            elif in_place and kind == "reduce_scatter_into":
+                b, offset, _, _ = step["ins"][member][0]
+                step["outs"][member] = [flat(b, offset + member * size, size)]
+        if kind in REDUCING:
+            return self.reduction(step, n)
+        return step
+
+    def reduction(self, step: Step, n: int) -> Step | None:
+        buffers = buffers_of(step, "ins") or buffers_of(step, "outs")
+        choices = ["SUM", "SUM", "SUM", "MIN", "MAX", "PRODUCT", "BAND", "BOR", "BXOR"]
+        if self.taste.average:
+            choices.append("AVG")
+        choices = [red for red in choices if self.sizes.fits(buffers, red, n)]
+        if not choices:
+            return None
+        step["red"] = self.rng.choice(choices)
+        return step
+
+    def issue_collective(self, kind: str, synchronous: bool = False) -> bool:
+        rng = self.rng
+        groups = self.groups()
+        if not groups:
+            return False
+        g = rng.choice([groups[0], *groups])
+        dtype = rng.choice(self.program.buffers)[0]
+        members = self.program.groups[g]
+        step = self.collective(kind, g, dtype, rng.randrange(len(members)))
+        if step is None:
+            return False
+        conflicts = [self.model.conflicts(rank, accesses(step, member)) for member, rank in enumerate(members)]
+        every = [node for nodes in conflicts for node in nodes]
+        if any(node.group != g or not self.taste.ordered for node in every):
+            return False
+        last = self.model.last.get(g)
+        hangs = any(not node.done for node in every) or (last is not None and not last.done)
+        if hangs and synchronous:
+            return False
+        draw = rng.random()
+        step["id"] = self.new_id()
+        step["how"] = []
+        for _ in members:
+            how = "sync" if draw < 0.4 else "async" if draw < 0.85 else rng.choice(["sync", "async"])
+            if synchronous:
+                how = "sync"
+            if hangs or how == "async":
+                how = "drop" if rng.random() < 0.3 else "keep"
+            step["how"].append(how)
+        self.account(step, len(members))
+        self.put(step)
+        return True
+
+    def account(self, step: Step, n: int) -> None:
+        sources = buffers_of(step, "ins") or buffers_of(step, "outs")
+        for target in buffers_of(step, "outs"):
+            self.sizes.moved(sources, target, step.get("red", "MAX"), n)
+
+    # ---------------------------------------------------------------------------------------------- messages
+
+    def message(self) -> bool:
+        rng = self.rng
+        if self.open and rng.random() < 0.5:
+            return self.complete(rng.choice(self.open))
+        pairs = [
+            (g, src, dst)
+            for g, ranks in enumerate(self.program.groups)
+            for src in ranks
+            for dst in ranks
+            if src != dst and not self.model.gone & {src, dst}
+        ]
+        if not pairs:
+            return False
+        g, src, dst = rng.choice(pairs)
+        dtype = rng.choice(self.program.buffers)[0]
+        m = self.new_id()
+        anyone = rng.random() < 0.25
+        tag = 100 + m if anyone else rng.randint(0, 2)
+        first = rng.choice(["send", "recv"])
+        channel = [each for each in self.open if (each.g, each.src, each.dst, each.tag) == (g, src, dst, tag)]
+        if channel and channel[0].first != first:
+            return self.complete(channel[0])
+        message = Message(m, g, src, dst, tag, anyone, first, self.count(dtype, 1), dtype)
+        if not self.half(message, first, True):
+            return False
+        self.open.append(message)
+        return rng.random() < 0.4 or self.complete(message)
+
+    def complete(self, message: Message) -> bool:
+        """Draws the other half of the oldest message of that channel."""
+        key = (message.g, message.src, message.dst, message.tag)
+        oldest = next(each for each in self.open if (each.g, each.src, each.dst, each.tag) == key)
+        for _ in range(20):
+            if self.half(oldest, "recv" if oldest.first == "send" else "send", False):
+                self.open.remove(oldest)
+                return True
+        # Memory is in use by other groups: the results of those first.
+        self.settle(oldest.dst if oldest.first == "send" else oldest.src)
+        if self.half(oldest, "recv" if oldest.first == "send" else "send", False, last_resort=True):
+            self.open.remove(oldest)
+            return True
+        raise Illegal("no memory for the other half of a message")
+
+    def half(self, message: Message, what: str, first: bool, last_resort: bool = False) -> bool:
+        rng = self.rng
+        rank, peer = (message.src, message.dst) if what == "send" else (message.dst, message.src)
+        tries = 50 if last_resort else 1
+        for _ in range(tries):
+            view = self.view(rank, message.dtype, message.count, [], not self.taste.strided)
+            if view is None:
+                continue
+            conflicts = self.model.conflicts(rank, [(view, what == "recv")])
+            node = self.model.nodes.get(("m", message.m))
+            if any(each.group != message.g or not self.taste.ordered for each in conflicts) or node in conflicts:
+                continue
+            if node is not None and circular(node, conflicts):
+                continue
+            break
+        else:
+            return False
+        hangs = first or any(not each.done for each in conflicts) or not all(each.done for each in node.after)  # type: ignore[union-attr]
+        how = "keep" if hangs or rng.random() < 0.5 else "sync"
+        if what == "send" and how == "keep" and self.taste.drop_messages and rank != self.leaver and rng.random() < 0.2:
+            how = "drop"
+        step: Step = {"do": what, "id": self.new_id(), "m": message.m, "g": message.g, "rank": rank, "peer": peer}
+        step |= {"tag": message.tag, "how": how, "v": view}
+        if what == "recv":
+            step["any"] = message.any
+            # Before the other half is drawn the sender's buffer is not known: all of that type.
+            sources = [b for b, (dtype, _) in enumerate(self.program.buffers) if dtype == message.dtype]
+            self.sizes.moved(sources, view[0])
+        self.put(step)
+        return True
+
+    def batch(self) -> bool:
+        """Everybody sends to the next, or random messages, each rank all of its own at once."""
+        rng, groups = self.rng, self.groups(2)
+        if not groups:
+            return False
+        g = rng.choice(groups)
+        ranks = list(self.program.groups[g])
+        if self.rng.random() < 0.6:
+            pairs = list(zip(ranks, ranks[1:] + ranks[:1], strict=True))
+        else:
+            pairs = [tuple(rng.sample(ranks, 2)) for _ in range(rng.randint(1, 5))]  # type: ignore[misc]
+        dtype = rng.choice(self.program.buffers)[0]
+        moves, taken = [], {rank: [] for rank in ranks}  # type: ignore[var-annotated]
+        for src, dst in pairs:
+            count = self.count(dtype, len(pairs))
+            m = self.new_id()
+            move: Step = {"m": m, "src": src, "dst": dst, "tag": 50}
+            for rank, name in ((src, "sv"), (dst, "dv")):
+                view = self.view(rank, dtype, count, taken[rank], not self.taste.strided)
+                if view is None or self.model.conflicts(rank, [(view, True)]):
+                    return False
+                taken[rank].append(view)
+                move[name] = view
+            moves.append(move)
+        for move in moves:
+            self.sizes.moved([move["sv"][0]], move["dv"][0])
+        self.put({"do": "batch", "id": self.new_id(), "g": g, "moves": moves})
+        return True
+
+    def anyone(self) -> bool:
+        """Several send to one rank that receives from anyone; nothing else of those tags is under way."""
+        rng, groups = self.rng, list(range(len(self.program.groups)))
+        g = rng.choice(groups)
+        ranks = [rank for rank in self.program.groups[g] if rank not in self.model.gone]
+        if len(ranks) < 2:
+            return False
+        dst = rng.choice(ranks)
+        senders = [rank for rank in ranks if rank != dst and rng.random() < 0.8]
+        dtype = rng.choice(self.program.buffers)[0]
+        count = self.count(dtype, 1)
+        views: dict[str, list[View]] = {}
+        for sender in senders:
+            for _ in range(rng.randint(1, 3)):
+                view = self.view(sender, dtype, count, [], True)
+                if view is None or self.model.conflicts(sender, [(view, False)]):
+                    return False
+                views.setdefault(str(sender), []).append(view)
+        if not senders:
+            return False
+        me = self.new_id()
+        how = rng.choice(["sync", "keep"])
+        step: Step = {"do": "anyone", "id": me, "g": g, "dst": dst, "senders": senders, "tag": 1000 + me, "how": how}
+        self.put(step | {"dtype": dtype, "count": count, "views": views})
+        return True
+
+    # ---------------------------------------------------------------------------------------------- waits and others
+
+    def waitable(self, rank: int, hanging: bool = False) -> list[int]:
+        works = self.model.works[rank]
+        return [i for i, nodes in works.items() if i >= 0 and (hanging or all(node.done for node in nodes))]
+
+    def wait(self, rank: int | None = None, via: str | None = None) -> bool:
+        rng = self.rng
+        if rank is None:
+            rank = rng.choice(self.alive())
+        via = via or rng.choices(["wait", "thread", "poll", "timeout", "future"], [60, 15, 10, 10, 5])[0]
+        found = self.waitable(rank, hanging=via == "thread")
+        if not found:
+            return False
+        work = rng.choice(found)
+        self.put({"do": "wait", "rank": rank, "id": work, "via": via})
+        if via == "thread":
+            self.threads.append((rank, work))
+        return True
+
+    def join(self, only: int | None = None) -> bool:
+        ready = [
+            (rank, work)
+            for rank, work in self.threads
+            if only in (None, rank) and all(node.done for node in self.model.works[rank][-work - 1])
+        ]
+        if not ready:
+            return False
+        rank, work = self.rng.choice(ready)
+        self.threads.remove((rank, work))
+        self.put({"do": "join", "rank": rank, "id": work})
+        return True
+
+    def settle(self, only: int | None = None) -> None:
+        """Waits for all that can be waited for."""
+        ranks = self.alive() if only is None else [only]
+        while True:
+            left = [rank for rank in ranks if self.waitable(rank)]
+            if not left:
+                break
+            self.wait(self.rng.choice(left))
+        while self.join(only):
+            pass
+
+    def fill(self) -> bool:
+        rng = self.rng
+        b = rng.randrange(len(self.program.buffers))
+        if any(v[0] == b for rank in self.alive() for node in self.model.in_use[rank] for v, _ in node.touched[rank]):
+            return False
+        self.sizes.filled(b)
+        self.put({"do": "fill", "b": b, "base": rng.randrange(7)})
+        return True
+
+    def barriers(self, groups: list[int]) -> None:
+        """A barrier in each of these groups in which some rank dropped a Work."""
+        for g in groups:
+            if any(self.model.issued[rank].get(g) for rank in self.program.groups[g]):
+                members = self.program.groups[g]
+                step = self.collective("barrier", g, "", 0)
+                assert step is not None
+                keep = self.rng.random() < 0.2
+                identity = self.new_id()
+                self.put(step | {"id": identity, "how": ["keep" if keep else "sync" for _ in members]})
+                if keep:
+                    for rank in members:
+                        self.put({"do": "wait", "rank": rank, "id": identity, "via": "wait"})
+
+    def close(self) -> None:
+        """Draws the other half of every message."""
+        while self.open:
+            self.complete(self.rng.choice(self.open))
+
+    def leave(self, rank: int) -> None:
+        self.close()
+        self.settle(rank)
+        self.barriers([g for g in self.groups() if rank in self.program.groups[g]])
+        self.put({"do": "leave", "rank": rank})
+
+    def fork(self) -> bool:
+        rng = self.rng
+        rank = rng.choice(self.alive())
+        child = rng.choice(["call", "wait", "send", "destroy", "abort", "new"])
+        works = [i for i in self.model.works[rank] if i >= 0]
+        if child == "wait" and not works:
+            return False
+        step: Step = {"do": "fork", "rank": rank, "child": child}
+        self.put(step | ({"id": rng.choice(works)} if child == "wait" else {}))
+        return True
+
+    def object(self) -> bool:
+        rng, groups = self.rng, self.groups()
+        if not groups:
+            return False
+        g = rng.choice(groups)
+        last = self.model.last.get(g)
+        if last is not None and not last.done:
+            return False
+        members = self.program.groups[g]
+        form = rng.choice(["all_gather", "broadcast", "gather", "scatter"])
+        empty: list[list[View]] = [[] for _ in members]
+        step: Step = {"do": "object", "id": self.new_id(), "g": g, "form": form, "root": rng.randrange(len(members))}
+        self.put(step | {"ins": empty, "outs": [list(each) for each in empty]})
+        return True
+
+    # ---------------------------------------------------------------------------------------------- the last step
+
+    def ending(self) -> None:
+        groups = self.groups(2)
+        if groups:
+            g = self.rng.choice(groups)
+            for _ in range(20):
+                step = self.twice(g) if self.taste.lists and self.rng.random() < 0.15 else self.disagree(g)
+                if step is not None:
+                    self.put(step)
+                    return
+
+    def twice(self, g: int) -> Step | None:
+        rng, members = self.rng, self.program.groups[g]
+        dtype = rng.choice(self.program.buffers)[0]
+        view = self.view(members[0], dtype, self.count(dtype, 1), [], True)
+        if view is None:
+            return None
+        other = self.view(members[0], dtype, min(numel(view), 5), [view], True)
+        views = [view, view] if other is None or rng.random() < 0.5 else [view, other, view]
+        buffers = [each[0] for each in views]
+        red = "SUM"
+        if not self.sizes.fits(buffers, red, len(members) ** 2):
+            red = "MAX"
+        form = rng.choice(["coalesced", "manager"])
+        return {"do": "twice", "g": g, "views": views, "red": red, "form": form}
+
+    def disagree(self, g: int) -> Step | None:
+        """One member calls something else. What the two calls differ in is `about`."""
+        rng, members = self.rng, self.program.groups[g]
+        n, odd = len(members), rng.randrange(len(members))
+        dtypes = sorted({dtype for dtype, _ in self.program.buffers})
+        dtype, root = rng.choice(dtypes), rng.randrange(n)
+        about = rng.choice(["size", "kind", "dtype", "red", "root", "list", "list", "list"])
+        kinds = [kind for kind in UNLIKE if kind != "barrier"]
+        kind = {"dtype": "all_reduce", "red": "all_reduce"}.get(about) or rng.choice(kinds)
+        if about == "root":
+            kind = rng.choice(["broadcast", "reduce", "gather", "scatter"])
+        if about == "list":
+            kind = rng.choice(["all_gather", "reduce_scatter", "all_to_all_single", "all_to_all"])
+        count = self.count(dtype, n + 1)
+        if about == "list":
+            return self.disagreeing_lists(kind, g, dtype, odd, count)
+        step = self.collective(kind, g, dtype, root, count)
+        other: Step | None = None
+        if step is None:
+            return None
+        if about == "size":
+            size = rng.choice([count + 1, count // 2, 0])
+            if size != count:
+                other = self.collective(kind, g, dtype, root, size)
+        elif about == "kind":
+            other = self.collective(rng.choice([each for each in UNLIKE if each != kind]), g, dtype, root)
+        elif about == "dtype" and len(dtypes) > 1 and count:
+            other = self.collective(kind, g, rng.choice([each for each in dtypes if each != dtype]), root, count)
+        elif about == "red" and step["red"] != "MAX":
+            other = step | {"red": "MAX"}
+        elif about == "root":
+            other = self.collective(kind, g, dtype, (root + rng.randint(1, n - 1)) % n, count)
+        if other is None:
+            return None
+        if "red" in other and about != "red":
+            other["red"] = step.get("red", other["red"])
+        return self.disagreement(step, other, odd, about)
+
+    def disagreeing_lists(self, kind: str, g: int, dtype: str, odd: int, count: int) -> Step | None:
+        """Lists whose sums are equal and whose parts are not."""
+        rng, members = self.rng, self.program.groups[g]
+        n = len(members)
+        if count < 2:
+            return None
+        lengths = [rng.randint(1, count) for _ in members]
+        one, two = rng.sample(range(n), 2)
+        shift = rng.randint(1, lengths[one])
+        changed = list(lengths)
+        changed[one], changed[two] = changed[one] - shift, changed[two] + shift
+        step, other = (self.lists(kind, g, dtype, each) for each in (lengths, changed))
+        if step is None or other is None:
+            return None
+        if "red" in step:
+            other["red"] = step["red"]
+        return self.disagreement(step, other, odd, "list")
+
+    def lists(self, kind: str, g: int, dtype: str, lengths: list[int]) -> Step | None:
+        """A collective whose members' blocks have these lengths."""
+        members = self.program.groups[g]
+        step: Step = {"do": kind, "g": g, "ins": [[] for _ in members], "outs": [[] for _ in members]}
+        if kind == "all_to_all_single":
+            step["splits"] = [list(lengths) for _ in members]
+        for member, rank in enumerate(members):
+            own, n = lengths[member], len(members)
+            ins, outs = {
+                "all_gather": ([own], lengths),
+                "reduce_scatter": (lengths, [own]),
+                "all_to_all": (lengths, [own] * n),
+                "all_to_all_single": ([sum(lengths)], [own * n]),
+            }[kind]
+            taken: list[View] = []
+            for counts, name in ((outs, "outs"), (ins, "ins")):
+                for each in counts:
+                    view = self.view(rank, dtype, each, taken, kind in ONE_PIECE)
+                    if view is None:
+                        return None
+                    taken.append(view)
+                    step[name][member].append(view)
+        return self.reduction(step, len(members)) if kind in REDUCING else step
+
+    def disagreement(self, step: Step, other: Step, odd: int, about: str) -> Step | None:
+        # Messages that were dropped may still be reading.
+        for member, rank in enumerate(self.program.groups[step["g"]]):
+            call = other if member == odd else step
+            if self.model.conflicts(rank, [(view, True) for view, _ in accesses(call, member)]):
+                return None
+        return {"do": "disagree", "step": step, "other": other, "odd": odd, "about": about}
+
+
+def circular(node: Node, conflicts: list[Node]) -> bool:
+    """Whether one of these waits for `node`, which would then wait for itself."""
+    todo, seen = list(conflicts), set()
+    while todo:
+        each = todo.pop()
+        if each is node:
+            return True
+        if each not in seen and not each.done:
+            seen.add(each)
+            todo += each.after
+    return False
+
+
+def buffers_of(step: Step, name: str) -> list[int]:
+    return sorted({view[0] for views in step[name] for view in views})
+
+
+def generate(seed: Any, taste: Taste = Taste()) -> Program:
+    """The program of a seed: always the same one."""
+    for turn in range(20):
+        try:
+            return attempt(f"{seed}" if turn == 0 else f"{seed}/{turn}", str(seed), taste)
+        except Illegal:
+            continue  # a corner into which the drawing got itself, seldom
+    raise AssertionError(f"no program for seed {seed}")
+
+
+def attempt(entropy: str, seed: str, taste: Taste) -> Program:
+    rng = random.Random(entropy)
+    ranks = rng.choice(taste.ranks)
+    scales = {name: each for name, each in SCALES.items() if taste.large or name != "large"}
+    scale = rng.choices(list(scales), [weight for weight, _ in scales.values()])[0]
+    largest = scales[scale][1]
+    dtypes = rng.sample(taste.dtypes, rng.choice([1, 1, 2]))
+    count = 2 if scale == "large" else rng.randint(2, 4)
+    room = largest * (rng.choice({"large": [2, 3], "medium": [4, 8]}.get(scale, [4, 8, 14])))
+    buffers = [[dtype, max(40, room // DTYPES[dtype][0])] for dtype in (rng.choice(dtypes) for _ in range(count))]
+    groups = [list(range(ranks))]
+    for _ in range(rng.choice([0, 0, 1, 1, 2])):
+        groups.append(rng.sample(range(ranks), rng.choice([ranks, max(1, ranks - 1), rng.randint(1, ranks)])))
+    program = Program(ranks, buffers, groups, [], seed)
+    draw = Draw(rng, taste, program, largest)
+    if taste.leave and rng.random() < 0.3:
+        draw.leaver = rng.randrange(ranks)
+    body(draw, rng.randint(3, 10 if scale == "large" else 35))
+    return program
+
+
+def body(draw: Draw, length: int) -> None:
+    rng, taste = draw.rng, draw.taste
+    kinds = sorted(
+        COLLECTIVES - {"barrier"} - (set() if taste.lists else {"reduce_list", "gather_list", "scatter_list"})
+    )
+    weights = [4 if kind == "all_reduce" else 2 if kind == "broadcast" else 1 for kind in kinds]
+    parting = rng.randint(length // 3, length) if draw.leaver is not None else None
+    actions = {"collective": 55, "message": 16, "wait": 22, "join": 4, "fill": 5, "sleep": 4, "barrier": 5, "batch": 4}
+    actions |= {"anyone": 3, "object": 2} | ({"fork": 1} if taste.forks else {})
+    for turn in range(length):
+        if turn == parting and draw.leaver is not None:
+            draw.leave(draw.leaver)
+        if draw.open and rng.random() < 0.15:
+            draw.complete(rng.choice(draw.open))
+        action = rng.choices(list(actions), list(actions.values()))[0]
+        if action == "collective":
+            kind = rng.choices(kinds, weights)[0]
+            for _ in range(5):
+                if draw.issue_collective(kind):
+                    break
+        elif action == "barrier":
+            draw.issue_collective("barrier")
+        elif action == "sleep":
+            rank = rng.choice(draw.alive())
+            draw.put({"do": "sleep", "rank": rank, "ms": rng.choice([0, 1, 1, 2, 5, 20])})
+        else:
+            getattr(draw, action)()
+    draw.close()
+    if rng.random() < 0.7:
+        draw.settle()
+    draw.barriers(draw.groups())
+    draw.settle()
+    draw.barriers(draw.groups())
+    if taste.endings and rng.random() < 0.2:
+        draw.ending()

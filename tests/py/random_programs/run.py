@@ -1,0 +1,134 @@
+"""The processes that carry programs out: kept from program to program, and replaced when one of them fails or hangs."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from harness import BACKEND, Job
+
+from random_programs.execute import Problem, member
+from random_programs.program import Program
+from random_programs.shrink import shrink
+
+#: A group's timeout, and after what time a program is a hang. Machines are shared: a stall of seconds is not ours.
+SECONDS = float(os.environ.get("SAGELLM_TEST_PROGRAM_SECONDS", "15"))
+MOST_RANKS = 4
+
+
+@dataclass
+class Verdict:
+    """How a program ended."""
+
+    problems: list[Problem] = field(default_factory=list)
+    report: str = ""
+    seconds: float = 0.0
+
+    @property
+    def kinds(self) -> set[str]:
+        return {each["kind"] for each in self.problems}
+
+    def __str__(self) -> str:
+        lines = [f"rank {each['rank']}, step {each['at']}: {each['kind']}: {each['text']}" for each in self.problems]
+        return "\n".join([*lines, self.report])
+
+
+class Ranks:
+    """Rank processes for programs of up to `MOST_RANKS`."""
+
+    def __init__(self, backend: str = BACKEND, env: dict[str, str] | None = None, **settings: Any) -> None:
+        self.backend, self.env, self.settings = backend, env or {}, settings
+        self.job: Job | None = None
+        self.count = 0
+
+    def _job(self) -> Job:
+        if self.job is None:
+            self.job = Job(member, MOST_RANKS, (self.backend,), self.settings, self.env)
+            for rank in range(MOST_RANKS):
+                assert self.job.hear(rank, 120) == "ready"
+        return self.job
+
+    def begin(self, program: Program, seconds: float = SECONDS) -> None:
+        job, self.count = self._job(), self.count + 1
+        self.key, self.ranks, self.limit = f"{job.key}p{self.count}", program.ranks, 2 * seconds + 10
+        text = program.to_json()
+        for rank in range(program.ranks):
+            job.say(rank, (self.key, text, seconds))
+        self.started = time.monotonic()
+
+    def end(self) -> Verdict:
+        """Waits for the program that was begun; ends the processes where anything went wrong."""
+        job = self._job()
+        verdict, left = Verdict(), set(range(self.ranks))
+        end = self.started + self.limit
+        while left:
+            for rank in list(left):
+                each = job.ranks[rank]
+                each.pump()
+                while each.words:
+                    key, problems = each.words.pop(0)
+                    assert key == self.key, (key, self.key)
+                    verdict.problems += problems
+                    left.discard(rank)
+                if rank in left and (each.conn is None or each.outcome.error):
+                    verdict.problems.append(self._lost(rank, "died", "the process ended"))
+                    left.discard(rank)
+                    end = min(end, time.monotonic() + 5)
+            if left and time.monotonic() > end:
+                job._dump_stacks()
+                for rank in left:
+                    verdict.problems.append(self._lost(rank, "hang", "nothing came back"))
+                break
+            if left:
+                job.ranks[min(left)].rest(0.02)
+        verdict.seconds = time.monotonic() - self.started
+        if verdict.problems:
+            job.kill()
+            verdict.report = job.report()
+            self.close()
+        return verdict
+
+    def _lost(self, rank: int, kind: str, text: str) -> Problem:
+        return {"kind": kind, "rank": rank, "at": -1, "text": text, "short": text}
+
+    def run(self, program: Program, seconds: float = SECONDS) -> Verdict:
+        self.begin(program, seconds)
+        return self.end()
+
+    def close(self) -> None:
+        job, self.job = self.job, None
+        if job is None:
+            return
+        for each in job.ranks:
+            if each.conn is not None:
+                with suppress(OSError):
+                    each.conn.send(None)
+        with suppress(AssertionError):
+            job.wait(3)
+        job.kill()
+        for each in job.ranks:
+            if each.conn is not None:
+                each.conn.close()
+
+
+def shortest(
+    program: Program, first: Verdict, ranks: Ranks, seconds: float = 120.0, tries: int = 4
+) -> tuple[Program, Verdict]:
+    """A short program that fails with one of the kinds of `first`, and how it does."""
+    last = [first]
+    kinds = first.kinds - {"illegal"}
+    worst = next((kind for kind in ("wrong", "hang", "died", "quiet", "child", "late") if kind in kinds), "error")
+
+    def fails(candidate: Program) -> bool:
+        for _ in range(tries):
+            verdict = ranks.run(candidate, 4.0 if worst == "hang" else 8.0)
+            if worst in verdict.kinds and "illegal" not in verdict.kinds:
+                last[0] = verdict
+                return True
+        return False
+
+    found = shrink(program, fails, seconds)
+    return found, last[0]

@@ -1,0 +1,230 @@
+"""Random whole programs: against the backend, the model against gloo, generator, model, shrinker alone."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from harness import IS_GLOO
+
+from random_programs.generate import GLOO, Taste, generate
+from random_programs.model import Illegal, Model, expected, follow, judge
+from random_programs.program import COLLECTIVES, Program, overlap
+from random_programs.run import Ranks, Verdict, shortest
+from random_programs.shrink import shrink
+
+FIRST = int(os.environ.get("SAGELLM_TEST_RANDOM_SEED", "1"))
+BLOCK = 25
+SMALL = Taste(large=False)
+
+
+def told(program: Program, verdict: Verdict, ranks: Ranks) -> str:
+    """What a failing test says: how it failed, and the shortest program found that does."""
+    short, last = shortest(program, verdict, ranks)
+    return (
+        f"the program of seed {program.seed} failed after {verdict.seconds:.1f} s; again by\n"
+        f"  PYTHONPATH=torch_ext:tests/py python -m random_programs --seed {program.seed}\n{verdict}\n"
+        f"a short one, for --file:\n{short.to_json()}\n{last}"
+    )
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    made = Ranks()
+    yield made
+    made.close()
+
+
+def play(ranks: Ranks, seeds: range, taste: Taste, say: Callable[[str], None] | None = None) -> None:
+    """Runs the programs of these seeds; while one runs the next is drawn."""
+    illegal, begun, program = 0, time.monotonic(), generate(seeds[0], taste)
+    for seed in seeds:
+        ranks.begin(program)
+        following = generate(seed + 1, taste)
+        verdict = ranks.end()
+        if "illegal" in verdict.kinds:
+            illegal += 1
+        elif verdict.problems:
+            pytest.fail(told(program, verdict, ranks))
+        program = following
+        if say is not None and (seed + 1 - seeds[0]) % 500 == 0:
+            say(f"{seed + 1 - seeds[0]} programs of {len(seeds)} after {time.monotonic() - begun:.0f} s")
+    assert illegal <= 1 + len(seeds) // 100, f"{illegal} of {len(seeds)} programs had numbers that are not exact"
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("block", range(int(os.environ.get("SAGELLM_TEST_RANDOM_PROGRAMS", "200")) // BLOCK))
+def test_random_programs(ranks: Ranks, block: int) -> None:
+    """Every rank of every program finds exactly what the model says, or the error that must come."""
+    first = FIRST + block * BLOCK
+    play(ranks, range(first, first + BLOCK), GLOO if IS_GLOO else Taste())
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3500)
+def test_many_random_programs(ranks: Ranks, say: Callable[[str], None]) -> None:
+    """The same for hours where asked for: the seed and the number are variables."""
+    first = FIRST + 1_000_000
+    count = int(os.environ.get("SAGELLM_TEST_RANDOM_PROGRAMS", "20000"))
+    play(ranks, range(first, first + count), GLOO if IS_GLOO else Taste(), say)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(IS_GLOO, reason="gloo: the tests above are that")
+def test_the_model_agrees_with_gloo() -> None:
+    """Another implementation, by other people, gives the numbers that the model gives."""
+    gloo = Ranks("gloo")
+    try:
+        play(gloo, range(FIRST, FIRST + 30), GLOO)
+    finally:
+        gloo.close()
+
+
+# ------------------------------------------------------------------------------------------------ generator and model
+
+
+def test_a_seed_is_one_program() -> None:
+    for seed in range(40):
+        text = generate(seed).to_json()
+        assert text == generate(seed).to_json()
+        assert Program.from_json(text).to_json() == text
+    assert len({generate(seed).to_json() for seed in range(40)}) == 40
+
+
+def test_programs_are_legal_and_hold_every_kind_of_step() -> None:
+    seen: set[str] = set()
+    for seed in range(150):
+        program = generate(seed, SMALL)
+        judge(program)
+        expected(program, 0)
+        for step in program.steps:
+            seen |= {step["do"], *(how for how in step.get("how", []) if isinstance(step.get("how"), list))}
+            seen |= {step["via"]} if "via" in step else set()
+    kinds = COLLECTIVES | {
+        "send",
+        "recv",
+        "batch",
+        "anyone",
+        "wait",
+        "join",
+        "fill",
+        "sleep",
+        "fork",
+        "object",
+        "leave",
+    }
+    assert kinds | {"disagree", "twice", "sync", "keep", "drop", "thread", "poll"} <= seen, kinds - seen
+
+
+def made(*steps: dict[str, object], ranks: int = 2) -> Program:
+    return Program(ranks, [["int64", 10], ["int64", 10]], [list(range(ranks)), list(range(ranks))], list(steps))
+
+
+def reduced(identity: int, *how: str, g: int = 0, b: int = 0) -> dict[str, object]:
+    views = [[[b, 0, [4], [1]]] for _ in how]
+    return {
+        "do": "all_reduce",
+        "id": identity,
+        "g": g,
+        "red": "SUM",
+        "ins": [[] for _ in how],
+        "outs": views,
+        "how": how,
+    }
+
+
+def wait(rank: int, identity: int) -> dict[str, object]:
+    return {"do": "wait", "rank": rank, "id": identity, "via": "wait"}
+
+
+def barrier(g: int = 0) -> dict[str, object]:
+    return {"do": "barrier", "id": 90, "g": g, "ins": [[], []], "outs": [[], []], "how": ["sync", "sync"]}
+
+
+@pytest.mark.parametrize(
+    ("steps", "why"),
+    [
+        ([reduced(1, "keep", "keep")], "ends without knowing"),
+        ([reduced(1, "drop", "drop")], "ends without knowing"),
+        ([reduced(1, "drop", "drop"), barrier(1)], "ends without knowing"),
+        ([reduced(1, "keep", "sync"), reduced(2, "sync", "sync", g=1), wait(0, 1)], "without having waited"),
+        ([reduced(1, "keep", "sync"), {"do": "fill", "b": 0, "base": 1}, wait(0, 1)], "is using"),
+        ([reduced(1, "keep", "sync"), {"do": "leave", "rank": 0}], "leaves before"),
+        ([wait(0, 1)], "has no Work"),
+        (
+            [
+                {
+                    "do": "recv",
+                    "id": 1,
+                    "m": 1,
+                    "g": 0,
+                    "rank": 0,
+                    "peer": 1,
+                    "tag": 0,
+                    "how": "sync",
+                    "v": [0, 0, [1], [1]],
+                }
+            ],
+            "waits for ever",
+        ),
+    ],
+)
+def test_the_model_refuses_what_torch_does_not_define(steps: list[dict[str, object]], why: str) -> None:
+    with pytest.raises(Illegal, match=why):
+        judge(made(*steps))
+
+
+def test_the_model_keeps_the_order_of_issue() -> None:
+    """A broadcast of what is being received, a barrier for dropped Works: by hand."""
+    view = [0, 0, [4], [1]]
+    recv = {
+        "do": "recv",
+        "id": 1,
+        "m": 1,
+        "g": 0,
+        "rank": 0,
+        "peer": 1,
+        "tag": 0,
+        "how": "keep",
+        "v": view,
+        "any": False,
+    }
+    send = {"do": "send", "id": 2, "m": 1, "g": 0, "rank": 1, "peer": 0, "tag": 0, "how": "sync", "v": [1, 0, [4], [1]]}
+    cast = {"do": "broadcast", "id": 3, "g": 0, "root": 0, "ins": [[], []], "outs": [[view], [view]]}
+    program = made(recv, cast | {"how": ["drop", "drop"]}, send, barrier(), wait(0, 1))
+    model = follow(program, Model(program, values=True, own=1))
+    assert model.memory[1][0][:4].tolist() == model.memory[1][1][:4].tolist() == model.memory[0][0][:4].tolist()
+    assert model.checks[3][0][1].tolist() == model.memory[1][1][:4].tolist()
+
+
+def test_views_that_interleave_share_nothing() -> None:
+    assert not overlap([0, 0, [5], [2]], [0, 1, [5], [2]])
+    assert overlap([0, 0, [5], [2]], [0, 1, [5], [1]])
+    assert not overlap([0, 0, [5], [1]], [1, 0, [5], [1]])
+    assert not overlap([0, 0, [0], [1]], [0, 0, [5], [1]])
+
+
+# ------------------------------------------------------------------------------------------------ shrinker
+
+
+def test_the_shrinker_keeps_what_a_defect_needs() -> None:
+    """A planted one: it shows when a broadcast comes after an all_reduce that somebody dropped."""
+
+    def fails(program: Program) -> bool:
+        dropped = [at for at, s in enumerate(program.steps) if s["do"] == "all_reduce" and "drop" in s["how"]]
+        return any(s["do"] == "broadcast" and dropped and at > dropped[0] for at, s in enumerate(program.steps))
+
+    tried = 0
+    for seed in range(60):
+        program = generate(seed, SMALL)
+        if fails(program):
+            tried += 1
+            short = shrink(program, fails, 20)
+            judge(short)
+            assert fails(short)
+            kinds = sorted(step["do"] for step in short.steps)
+            assert kinds.count("all_reduce") == kinds.count("broadcast") == 1
+            assert len(kinds) <= 8, kinds
+    assert tried >= 5
