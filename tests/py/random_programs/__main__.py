@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from dataclasses import fields, replace
 from pathlib import Path
 
 from harness import BACKEND
@@ -13,6 +14,9 @@ from random_programs import run
 from random_programs.generate import GLOO, Taste, generate
 from random_programs.program import Program
 from random_programs.run import SECONDS, Ranks, Verdict
+
+
+TASTES = [each.name for each in fields(Taste) if each.default is True]
 
 
 def shortened(program: Program, first: Verdict, ranks: Ranks) -> int:
@@ -30,10 +34,12 @@ def main() -> int:
     parser.add_argument("--file", type=Path, help="a program as JSON, instead of seeds")
     parser.add_argument("--times", type=int, default=1, help="how often each")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="the groups' timeout")
+    parser.add_argument("--no", default="", help="draw none of these: " + ", ".join(TASTES) + " (with commas between)")
     parser.add_argument("--shrink", action="store_true", help="make the first program that fails short, and end")
     parser.add_argument("--print", action="store_true", help="print the program and end")
     arguments = parser.parse_args()
     taste = GLOO if BACKEND == "gloo" else Taste()
+    taste = replace(taste, **{name: False for name in arguments.no.split(",") if name})
     ranks, failed, begun = Ranks(), 0, time.monotonic()
     seeds = range(arguments.seed, arguments.seed + arguments.count)
     for seed in [None] if arguments.file else seeds:
@@ -52,7 +58,7 @@ def main() -> int:
                     print(verdict)
                 else:
                     print(f"seed {program.seed}: {verdict.seconds:.1f} s", flush=True)
-                    for each in verdict.problems:
+                    for each in sorted(verdict.problems, key=lambda each: each["at"])[:3]:
                         print(
                             f"    rank {each['rank']} step {each['at']} {each['kind']}: {each['short'][:300]}",
                             flush=True,

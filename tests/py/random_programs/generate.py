@@ -30,6 +30,8 @@ class Taste:
     dtypes: tuple[str, ...] = tuple(DTYPES)
     #: Operations under way may use the same memory; gloo runs them in any order.
     ordered: bool = True
+    #: The same between messages and collectives.
+    mixed: bool = True
     strided: bool = True
     average: bool = True
     drop_messages: bool = True
@@ -138,6 +140,11 @@ class Draw:
     def groups(self, least: int = 1) -> list[int]:
         gone = self.model.gone
         return [g for g, ranks in enumerate(self.program.groups) if len(ranks) >= least and not gone & set(ranks)]
+
+    def may_follow(self, node: Node, g: int, collective: bool) -> bool:
+        """Whether an operation may use memory of one that is under way."""
+        taste = self.taste
+        return node.group == g and taste.ordered and (taste.mixed or node.collective == collective)
 
     def count(self, dtype: str, parts: int) -> int:
         """A number of elements, of which so many must fit a buffer."""
@@ -277,7 +284,7 @@ class Draw:
             return False
         conflicts = [self.model.conflicts(rank, accesses(step, member)) for member, rank in enumerate(members)]
         every = [node for nodes in conflicts for node in nodes]
-        if any(node.group != g or not self.taste.ordered for node in every):
+        if any(not self.may_follow(node, g, True) for node in every):
             return False
         last = self.model.last.get(g)
         hangs = any(not node.done for node in every) or (last is not None and not last.done)
@@ -357,7 +364,7 @@ class Draw:
                 continue
             conflicts = self.model.conflicts(rank, [(view, what == "recv")])
             node = self.model.nodes.get(("m", message.m))
-            if any(each.group != message.g or not self.taste.ordered for each in conflicts) or node in conflicts:
+            if node in conflicts or any(not self.may_follow(each, message.g, False) for each in conflicts):
                 continue
             if node is not None and circular(node, conflicts):
                 continue
