@@ -15,7 +15,6 @@ from random_programs.generate import GLOO, Taste, generate
 from random_programs.program import Program
 from random_programs.run import SECONDS, Ranks, Verdict
 
-
 TASTES = [each.name for each in fields(Taste) if each.default is True]
 
 

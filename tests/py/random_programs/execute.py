@@ -9,8 +9,10 @@ import threading
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,9 +30,19 @@ CHILD_SECONDS = 20
 class Rank:
     """One rank under way. `seconds` is the groups' timeout."""
 
-    def __init__(self, program: Program, rank: int, backend: str, store: Any, seconds: float, device: str) -> None:
+    def __init__(
+        self,
+        program: Program,
+        rank: int,
+        backend: str,
+        store: Any,
+        seconds: float,
+        device: str = "cpu",
+        vendor: str = "",
+        begun: Callable[[], None] = lambda: None,
+    ) -> None:
         self.program, self.rank, self.backend, self.store = program, rank, backend, store
-        self.seconds, self.device = seconds, device
+        self.seconds, self.device, self.vendor, self.begun = seconds, device, vendor, begun
         self.problems: list[Problem] = []
         self.works: dict[int, list[Any]] = {}
         self.threads: dict[int, tuple[threading.Thread, list[BaseException]]] = {}
@@ -60,7 +72,12 @@ class Rank:
 
     def _begin(self) -> None:
         timeout = timedelta(seconds=self.seconds)
-        options = {"backend": self.backend, "store": self.store, "timeout": timeout}
+        options: dict[str, Any] = {"backend": self.backend, "store": self.store, "timeout": timeout}
+        if self.vendor:
+            import sagellm
+
+            options["pg_options"] = sagellm.Options(vendor=self.vendor)
+        self.begun()
         dist.init_process_group(rank=self.rank, world_size=self.program.ranks, **options)
         self.groups = [dist.group.WORLD]
         for ranks in self.program.groups[1:]:
@@ -404,12 +421,19 @@ class Rank:
         self._compare(self.model.checks.get(self.at, []))
 
 
-def member(context: Any, backend: str, device: str = "cpu", host: list[str] | None = None) -> None:
-    """The life of a rank process: programs come from the test, one after the other."""
-    if host:
+def member(context: Any, backend: str, hosts: list[str] | None = None, vendor: str | None = None) -> None:
+    """The life of a rank process: programs come from the test, one after the other.
+
+    `hosts` are network namespaces over which the ranks are dealt. With `vendor` tensors are on a simulated device, under
+    a simulated library of that vendor, or under none where it is "".
+    """
+    device, who = "cpu", ""
+    if hosts:
         from net import enter
 
-        enter(host[context.rank * len(host) // context.world_size])
+        enter(hosts[context.rank % len(hosts)])
+    if vendor is not None:
+        device, who = a_device(vendor)
     client: Any = None
     context.tell("ready")
     while True:
@@ -418,10 +442,27 @@ def member(context: Any, backend: str, device: str = "cpu", host: list[str] | No
             return
         key, text, seconds = order
         program = Program.from_json(text)
-        if host:
+        if hosts:
             store: Any = dist.FileStore(f"{context.tmp}/{key}", program.ranks)
         else:
             client = client or dist.TCPStore("127.0.0.1", context.store_port, timeout=timedelta(seconds=30))
             store = dist.PrefixStore(key, client)
-        rank = Rank(program, context.rank, backend, store, seconds, device)
+        rank = Rank(program, context.rank, backend, store, seconds, device, who, partial(context.tell, (key, None)))
         context.tell((key, rank.run()))
+
+
+def a_device(vendor: str) -> tuple[str, str]:
+    """Installs a simulated device in this process; its name, and the option that says who carries its tensors."""
+    import simdevice
+
+    if not vendor:
+        simdevice.install("npu").kernel_delay(0.0002)
+        return "npu", ""
+    from simulated import VENDORS
+
+    name, flavour, _ = VENDORS[vendor]
+    device = simdevice.install(name)
+    device.use_library(os.environ["SAGELLM_TEST_RUNTIME"], flavour)
+    device.native_handles(True)
+    device.kernel_delay(0.0002)
+    return name, vendor if vendor == "nccl" else "auto"

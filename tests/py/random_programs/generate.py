@@ -40,9 +40,18 @@ class Taste:
     endings: bool = True  # programs that end with a rank that disagrees
     lists: bool = True
     large: bool = True
-    non_root_holds: bool = True
+    anyone: bool = True  # receives from anyone
+    #: Messages are carried by gloo.
+    delegated: bool = False
 
 
+#: For programs of which a rank is struck down: nothing but calls that succeed when it is not.
+STRUCK = Taste(forks=False, endings=False, leave=False, large=False)
+#: Over several hosts, where torch's gloo group carries messages: contiguous tensors, and Works that must be waited for.
+HOSTS = Taste(delegated=True, mixed=False, large=False, drop_messages=False)
+DEVICE = Taste(forks=False, large=False)
+#: On a device under a vendor's library, which knows no receive from anyone.
+VENDOR = Taste(dtypes=("float32", "float16", "int8", "int32", "int64"), forks=False, anyone=False, large=False)
 GLOO = Taste(
     dtypes=("float32", "float64", "int8", "uint8", "int32", "int64"),
     ordered=False,
@@ -144,7 +153,8 @@ class Draw:
     def may_follow(self, node: Node, g: int, collective: bool) -> bool:
         """Whether an operation may use memory of one that is under way."""
         taste = self.taste
-        return node.group == g and taste.ordered and (taste.mixed or node.collective == collective)
+        alike = taste.mixed or (node.collective == collective and (collective or not taste.delegated))
+        return node.group == g and taste.ordered and alike
 
     def count(self, dtype: str, parts: int) -> int:
         """A number of elements, of which so many must fit a buffer."""
@@ -327,7 +337,7 @@ class Draw:
         g, src, dst = rng.choice(pairs)
         dtype = rng.choice(self.program.buffers)[0]
         m = self.new_id()
-        anyone = rng.random() < 0.25
+        anyone = self.taste.anyone and rng.random() < 0.25
         tag = 100 + m if anyone else rng.randint(0, 2)
         first = rng.choice(["send", "recv"])
         channel = [each for each in self.open if (each.g, each.src, each.dst, each.tag) == (g, src, dst, tag)]
@@ -359,7 +369,7 @@ class Draw:
         rank, peer = (message.src, message.dst) if what == "send" else (message.dst, message.src)
         tries = 50 if last_resort else 1
         for _ in range(tries):
-            view = self.view(rank, message.dtype, message.count, [], not self.taste.strided)
+            view = self.view(rank, message.dtype, message.count, [], self.taste.delegated)
             if view is None:
                 continue
             conflicts = self.model.conflicts(rank, [(view, what == "recv")])
@@ -403,7 +413,7 @@ class Draw:
             m = self.new_id()
             move: Step = {"m": m, "src": src, "dst": dst, "tag": 50}
             for rank, name in ((src, "sv"), (dst, "dv")):
-                view = self.view(rank, dtype, count, taken[rank], not self.taste.strided)
+                view = self.view(rank, dtype, count, taken[rank], self.taste.delegated)
                 if view is None or self.model.conflicts(rank, [(view, True)]):
                     return False
                 taken[rank].append(view)
@@ -455,6 +465,8 @@ class Draw:
         if not found:
             return False
         work = rng.choice(found)
+        if self.taste.delegated and via in ("poll", "future"):
+            via = "wait"
         self.put({"do": "wait", "rank": rank, "id": work, "via": via})
         if via == "thread":
             self.threads.append((rank, work))
@@ -716,7 +728,7 @@ def body(draw: Draw, length: int) -> None:
     weights = [4 if kind == "all_reduce" else 2 if kind == "broadcast" else 1 for kind in kinds]
     parting = rng.randint(length // 3, length) if draw.leaver is not None else None
     actions = {"collective": 55, "message": 16, "wait": 22, "join": 4, "fill": 5, "sleep": 4, "barrier": 5, "batch": 4}
-    actions |= {"anyone": 3, "object": 2} | ({"fork": 1} if taste.forks else {})
+    actions |= {"anyone": 3 if taste.anyone else 0, "object": 2} | ({"fork": 1} if taste.forks else {})
     for turn in range(length):
         if turn == parting and draw.leaver is not None:
             draw.leave(draw.leaver)

@@ -43,6 +43,7 @@ class Ranks:
         self.backend, self.env, self.settings = backend, env or {}, settings
         self.job: Job | None = None
         self.count = 0
+        self.struck: int | None = None
 
     def _job(self) -> Job:
         if self.job is None:
@@ -58,9 +59,27 @@ class Ranks:
         for rank in range(program.ranks):
             job.say(rank, (self.key, text, seconds))
         self.started = time.monotonic()
+        self.struck = None
+
+    def members(self) -> list[Any]:
+        return self._job().ranks[: self.ranks]
+
+    def strike(self, rank: int, number: int, after: float) -> None:
+        """Sends a signal to a rank of the program that was begun, some time after its calls have begun."""
+        job = self._job()
+        each, end = job.ranks[rank], time.monotonic() + self.limit
+        while not each.words and time.monotonic() < end:
+            each.pump()
+            each.rest(0.01)
+        time.sleep(after)
+        job.signal(rank, number)
+        self.struck = rank
 
     def end(self) -> Verdict:
-        """Waits for the program that was begun; ends the processes where anything went wrong."""
+        """Waits for the program that was begun; ends the processes where anything went wrong.
+
+        A rank that was struck need only come to its end, and the others may raise what names it.
+        """
         job = self._job()
         verdict, left = Verdict(), set(range(self.ranks))
         end = self.started + self.limit
@@ -71,7 +90,10 @@ class Ranks:
                 while each.words:
                     key, problems = each.words.pop(0)
                     assert key == self.key, (key, self.key)
-                    verdict.problems += problems
+                    if problems is not None:
+                        verdict.problems += problems
+                        left.discard(rank)
+                if rank == self.struck and (each.conn is None or each.outcome.error):
                     left.discard(rank)
                 if rank in left and (each.conn is None or each.outcome.error):
                     verdict.problems.append(self._lost(rank, "died", "the process ended"))
@@ -85,11 +107,19 @@ class Ranks:
             if left:
                 job.ranks[min(left)].rest(0.02)
         verdict.seconds = time.monotonic() - self.started
-        if verdict.problems:
+        if self.struck is not None:
+            verdict.problems = [each for each in verdict.problems if not self._fair(each)]
+        if verdict.problems or self.struck is not None:
             job.kill()
             verdict.report = job.report()
             self.close()
         return verdict
+
+    def _fair(self, problem: Problem) -> bool:
+        """Whether this is what a rank may find when another one was struck, or the struck one itself."""
+        if problem["kind"] in ("wrong", "hang"):
+            return False
+        return problem["rank"] == self.struck or f"rank {self.struck}" in problem["short"]
 
     def _lost(self, rank: int, kind: str, text: str) -> Problem:
         return {"kind": kind, "rank": rank, "at": -1, "text": text, "short": text}

@@ -112,7 +112,7 @@ def smaller(program: Program) -> Iterator[Program]:
     used = [1 for _ in program.buffers]
 
     def look(thing: Any) -> None:
-        if isinstance(thing, list) and len(thing) == 4 and isinstance(thing[2], list) and isinstance(thing[3], list):
+        if isinstance(thing, list) and len(thing) == 4 and isinstance(thing[0], int) and isinstance(thing[2], list):
             used[thing[0]] = max(used[thing[0]], span(thing)[1])
         elif isinstance(thing, (list, dict)):
             for each in thing.values() if isinstance(thing, dict) else thing:

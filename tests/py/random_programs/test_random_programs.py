@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import os
+import random
+import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
+from pathlib import Path
 
+import net
 import pytest
-from harness import IS_GLOO
+from harness import IS_GLOO, beyond_gloo
 
-from random_programs.generate import GLOO, Taste, generate
+from random_programs.generate import DEVICE, GLOO, HOSTS, STRUCK, VENDOR, Taste, generate
 from random_programs.model import Illegal, Model, expected, follow, judge
 from random_programs.program import COLLECTIVES, Program, overlap
 from random_programs.run import Ranks, Verdict, shortest
 from random_programs.shrink import shrink
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "device"))
+import simdevice
+import simulated
 
 FIRST = int(os.environ.get("SAGELLM_TEST_RANDOM_SEED", "1"))
 BLOCK = 25
@@ -80,6 +91,81 @@ def test_the_model_agrees_with_gloo() -> None:
         play(gloo, range(FIRST, FIRST + 30), GLOO)
     finally:
         gloo.close()
+
+
+# ------------------------------------------------------------------------------------------------ elsewhere
+
+Say = Callable[[str], None]
+
+
+def over_hosts(seeds: range, say: Say | None) -> None:
+    """Ranks dealt over two network namespaces."""
+    try:
+        with net.Network(2) as network:
+            with closing(Ranks(env={"GLOO_SOCKET_IFNAME": net.INTERFACE}, hosts=network.names)) as ranks:
+                play(ranks, seeds, HOSTS, say)
+    except net.Unavailable as reason:
+        pytest.skip(f"network namespaces may not be made here: {reason}")
+
+
+def staged(seeds: range, say: Say | None) -> None:
+    """Tensors on a device without a vendor's library."""
+    simdevice.library_path()
+    with closing(Ranks(vendor="")) as ranks:
+        play(ranks, seeds, DEVICE, say)
+
+
+def by_vendor(seeds: range, say: Say | None) -> None:
+    """Tensors on a device, under a simulator of NCCL."""
+    simdevice.library_path()
+    libraries = simulated.builder().build()
+    with closing(Ranks(env=simulated.environment("nccl", libraries), vendor="nccl")) as ranks:
+        play(ranks, seeds, VENDOR, say)
+
+
+def struck(number: int, seeds: range, say: Say | None) -> None:
+    """A rank is struck down at some moment: the others come to their end, or say whose fault it is."""
+    with closing(Ranks()) as ranks:
+        for seed in seeds:
+            rng, program = random.Random(f"strike {seed}"), generate(seed, STRUCK)
+            before = set(os.listdir("/dev/shm"))
+            ranks.begin(program)
+            pids = [str(each.pid) for each in ranks.members()]
+            victim = rng.randrange(program.ranks)
+            ranks.strike(victim, number, rng.choice([0.0, 0.01, 0.05, 0.2]) * rng.random())
+            verdict = ranks.end()
+            assert not verdict.problems, f"seed {seed}, rank {victim} struck\n{program.to_json()}\n{verdict}"
+            left = set(os.listdir("/dev/shm")) - before
+            assert not [name for name in left if "sagellm" in name or any(pid in name for pid in pids)], left
+            if say is not None and (seed + 1 - seeds[0]) % 100 == 0:
+                say(f"{seed + 1 - seeds[0]} of {len(seeds)}")
+
+
+ELSEWHERE: dict[str, Callable[[range, Say | None], None]] = {
+    "hosts": over_hosts,
+    "staged": staged,
+    "vendor": by_vendor,
+    "kill-9": partial(struck, signal.SIGKILL),
+    "ctrl-c": partial(struck, signal.SIGINT),
+}
+
+
+@beyond_gloo("the programs hold what it does not do")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("where", ELSEWHERE)
+def test_random_programs_elsewhere(where: str) -> None:
+    """The same over two hosts, on simulated devices, and while a rank is struck down."""
+    count = int(os.environ.get("SAGELLM_TEST_RANDOM_ELSEWHERE", "20"))
+    ELSEWHERE[where](range(FIRST, FIRST + count), None)
+
+
+@beyond_gloo("the programs hold what it does not do")
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("where", ELSEWHERE)
+def test_many_random_programs_elsewhere(where: str, say: Say) -> None:
+    count = int(os.environ.get("SAGELLM_TEST_RANDOM_ELSEWHERE", "300"))
+    ELSEWHERE[where](range(FIRST + 1_000_000, FIRST + 1_000_000 + count), say)
 
 
 # ------------------------------------------------------------------------------------------------ generator and model
