@@ -424,8 +424,8 @@ class Rank:
 def member(context: Any, backend: str, hosts: list[str] | None = None, vendor: str | None = None) -> None:
     """The life of a rank process: programs come from the test, one after the other.
 
-    `hosts` are network namespaces over which the ranks are dealt. With `vendor` tensors are on a simulated device, under
-    a simulated library of that vendor, or under none where it is "".
+    `hosts` are network namespaces over which the ranks are dealt. With `vendor` tensors are on a simulated device,
+    under a simulated library of that vendor, or under none where it is "".
     """
     device, who = "cpu", ""
     if hosts:

@@ -100,10 +100,10 @@ Say = Callable[[str], None]
 
 def over_hosts(seeds: range, say: Say | None) -> None:
     """Ranks dealt over two network namespaces."""
+    env = {"GLOO_SOCKET_IFNAME": net.INTERFACE}
     try:
-        with net.Network(2) as network:
-            with closing(Ranks(env={"GLOO_SOCKET_IFNAME": net.INTERFACE}, hosts=network.names)) as ranks:
-                play(ranks, seeds, HOSTS, say)
+        with net.Network(2) as network, closing(Ranks(env=env, hosts=network.names)) as ranks:
+            play(ranks, seeds, HOSTS, say)
     except net.Unavailable as reason:
         pytest.skip(f"network namespaces may not be made here: {reason}")
 
