@@ -30,7 +30,7 @@ class Taste:
     dtypes: tuple[str, ...] = tuple(DTYPES)
     #: Operations under way may use the same memory; gloo runs them in any order.
     ordered: bool = True
-    #: The same between messages and collectives.
+    #: The same where one of them is a message.
     mixed: bool = True
     strided: bool = True
     average: bool = True
@@ -40,6 +40,8 @@ class Taste:
     endings: bool = True  # programs that end with a rank that disagrees
     lists: bool = True
     large: bool = True
+    reduce: bool = True  # under gloo it leaves something in the memory of ranks that are not the root
+    uneven: bool = True  # lists whose parts differ in size
     anyone: bool = True  # receives from anyone
     #: Messages are carried by gloo.
     delegated: bool = False
@@ -62,6 +64,9 @@ GLOO = Taste(
     forks=False,
     endings=False,
     lists=False,
+    uneven=False,
+    reduce=False,
+    delegated=True,
 )
 
 
@@ -153,8 +158,7 @@ class Draw:
     def may_follow(self, node: Node, g: int, collective: bool) -> bool:
         """Whether an operation may use memory of one that is under way."""
         taste = self.taste
-        alike = taste.mixed or (node.collective == collective and (collective or not taste.delegated))
-        return node.group == g and taste.ordered and alike
+        return node.group == g and taste.ordered and (taste.mixed or (node.collective and collective))
 
     def count(self, dtype: str, parts: int) -> int:
         """A number of elements, of which so many must fit a buffer."""
@@ -215,7 +219,7 @@ class Draw:
             return step
         parts = 1 if kind in ("all_reduce", "broadcast", "reduce") else n + 1
         size = self.count(dtype, parts) if count is None else count
-        uneven = rng.random() < 0.4
+        uneven = rng.random() < 0.4 and (self.taste.uneven or kind == "all_to_all_single")
         lengths = [rng.randint(0, size) if uneven else size for _ in members]
         table = [[rng.randint(0, size) if uneven else size for _ in members] for _ in members]
         length = rng.randint(1, 4)
@@ -722,9 +726,9 @@ def attempt(entropy: str, seed: str, taste: Taste) -> Program:
 
 def body(draw: Draw, length: int) -> None:
     rng, taste = draw.rng, draw.taste
-    kinds = sorted(
-        COLLECTIVES - {"barrier"} - (set() if taste.lists else {"reduce_list", "gather_list", "scatter_list"})
-    )
+    lacking = {"barrier"} | (set() if taste.reduce else {"reduce"})
+    lacking |= set() if taste.lists else {"reduce_list", "gather_list", "scatter_list"}
+    kinds = sorted(COLLECTIVES - lacking)
     weights = [4 if kind == "all_reduce" else 2 if kind == "broadcast" else 1 for kind in kinds]
     parting = rng.randint(length // 3, length) if draw.leaver is not None else None
     actions = {"collective": 55, "message": 16, "wait": 22, "join": 4, "fill": 5, "sleep": 4, "barrier": 5, "batch": 4}

@@ -311,6 +311,8 @@ def test_the_shrinker_keeps_what_a_defect_needs() -> None:
             judge(short)
             assert fails(short)
             kinds = sorted(step["do"] for step in short.steps)
-            assert kinds.count("all_reduce") == kinds.count("broadcast") == 1
-            assert len(kinds) <= 8, kinds
-    assert tried >= 5
+            # The dropped one needs something that says it has ended: a barrier, or an operation on its memory.
+            assert kinds.count("broadcast") == 1 and len(kinds) <= 4, kinds
+            if tried == 6:
+                break
+    assert tried == 6
