@@ -1,7 +1,9 @@
 #include "sites.hpp"
 
+#include <pybind11/gil_safe_call_once.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <map>
 #include <mutex>
@@ -35,8 +37,28 @@ bool enabled() {
   return on;
 }
 
+// The folders of the packages torch and sagellm, each with a slash at its end. They are written as the interpreter writes
+// them into the code it loads from there, so that a comparison of text is enough. Needs the GIL.
+const std::vector<std::string>& package_folders() {
+  PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<std::vector<std::string>> storage;
+  return storage
+      .call_once_and_store_result([] {
+        std::vector<std::string> folders;
+        for (const char* name : {"torch", "sagellm"}) {
+          for (const py::handle folder : py::module_::import(name).attr("__path__")) {
+            folders.push_back(folder.cast<std::string>() + "/");
+          }
+        }
+        return folders;
+      })
+      .get_stored();
+}
+
+// Whether a file of code belongs to torch or to this package, and so is no place that a user would look for.
 bool is_ours(const std::string& file) {
-  return file.find("/torch/") != std::string::npos || file.find("/sagellm/") != std::string::npos;
+  const auto& folders = package_folders();
+  return std::any_of(folders.begin(), folders.end(),
+                     [&](const std::string& folder) { return file.compare(0, folder.size(), folder) == 0; });
 }
 
 uint32_t number_of(Site site) {
