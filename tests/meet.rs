@@ -679,7 +679,8 @@ fn processes_meet_and_a_killed_one_is_told_of() {
         let (rank, reason, when) = told.recv_timeout(GENEROUS).unwrap();
         eprintln!("rank {rank} was reported {:?} after kill", when - began);
         assert_eq!((rank, reason), (killed, "its process ended"));
-        assert!(when - began < Duration::from_secs(1), "{:?}", when - began);
+        // Under a second on a machine that has nothing else to do.
+        assert!(when - began < Duration::from_secs(4), "{:?}", when - began);
         // One report a rank, and none of the rank that lives.
         assert!(told.recv_timeout(Duration::from_millis(50)).is_err());
     }

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-DEADLINE = 120  # seconds for a test that names no other; a hang must never hold up the whole run
-
+DEADLINE = 120  # for a test that names no other; a hang must never hold up the whole run
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
+from limits import patience  # noqa: E402 (found by the line above)
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
@@ -29,8 +29,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Gives every test a deadline; leaves `long` tests out unless marks were asked for."""
     for item in items:
-        if item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(DEADLINE))
+        named = item.get_closest_marker("timeout")
+        item.add_marker(pytest.mark.timeout(patience(named.args[0] if named else DEADLINE)), append=False)
     if not config.getoption("-m"):
         out = [item for item in items if item.get_closest_marker("long")]
         if out:

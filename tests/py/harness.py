@@ -31,6 +31,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from limits import patience
 
 BACKEND = os.environ.get("SAGELLM_TEST_BACKEND", "sagellm")
 IS_GLOO = BACKEND == "gloo"
@@ -67,14 +68,25 @@ class Context:
         client = dist.TCPStore("127.0.0.1", self.store_port, is_master=False, timeout=timedelta(seconds=30))
         return dist.PrefixStore(key or self.key, client)
 
-    def init(self, timeout: timedelta = GROUP_TIMEOUT, key: str | None = None, **options: Any) -> None:
-        """Makes the default group of this job's ranks."""
+    def init(
+        self,
+        timeout: timedelta = GROUP_TIMEOUT,
+        key: str | None = None,
+        operations: timedelta | None = None,
+        **options: Any,
+    ) -> None:
+        """Makes the default group of this job's ranks. `operations`: the timeout from then on, for tests that let it
+        elapse; the ranks of a busy machine need longer than that to meet."""
         options.setdefault("backend", self.backend)
         options.setdefault("rank", self.rank)
         options.setdefault("world_size", self.world_size)
         if "store" not in options:
             options["store"] = self.store(key)
+        if operations is not None and not hasattr(dist, "set_timeout"):  # torch 2.11
+            timeout = operations
         dist.init_process_group(timeout=timeout, **options)
+        if operations not in (None, timeout):
+            dist.distributed_c10d._get_default_group().set_timeout(operations)
 
     def tell(self, word: Any) -> None:
         """Sends a word to the test, which reads it with `Job.hear`."""
@@ -82,8 +94,9 @@ class Context:
 
     def listen(self, timeout: float = 60.0) -> Any:
         """Waits for a word from the test (`Job.say`)."""
-        if not self.conn.poll(timeout):
-            raise TimeoutError(f"the test said nothing for {timeout} s")
+        limit = patience(timeout)
+        if not self.conn.poll(limit):
+            raise TimeoutError(f"the test said nothing for {limit} s")
         return self.conn.recv()
 
 
@@ -276,7 +289,7 @@ class Job:
             for rank in range(world_size):
                 self.ranks.append(self._spawn(zygote, rank, world_size, address, env))
             for _ in range(world_size):
-                conn = accept(listener, 30.0)
+                conn = accept(listener, patience(30.0))
                 _, rank, _ = conn.recv()
                 self.ranks[rank].conn = conn
         for each in self.ranks:
@@ -320,7 +333,8 @@ class Job:
     def hear(self, rank: int, timeout: float = 30.0) -> Any:
         """The next word of a rank."""
         each = self.ranks[rank]
-        end = time.monotonic() + timeout
+        limit = patience(timeout)
+        end = time.monotonic() + limit
         while time.monotonic() < end:
             each.pump()
             if each.words:
@@ -329,18 +343,20 @@ class Job:
                 break
             each.rest(0.1)
         self.kill()
-        raise AssertionError(f"rank {rank} said nothing within {timeout} s\n{self.report()}")
+        raise AssertionError(f"rank {rank} said nothing within {limit} s\n{self.report()}")
 
     def wait_rank(self, rank: int, timeout: float = 60.0) -> Outcome:
         """Waits until one rank's process has ended."""
-        each = self.ranks[rank]
-        end = time.monotonic() + timeout
+        return self._wait_until(rank, time.monotonic() + patience(timeout))
+
+    def _wait_until(self, rank: int, end: float) -> Outcome:
+        each, begin = self.ranks[rank], time.monotonic()
         while each.poll() is None:
             each.pump()
             if time.monotonic() > end:
                 self._dump_stacks()
                 self.kill()
-                raise AssertionError(f"rank {rank} did not end within {timeout} s\n{self.report()}")
+                raise AssertionError(f"rank {rank} did not end within {end - begin:.0f} s\n{self.report()}")
             each.rest(0.1)
         each.pump()
         each.outcome.code, each.outcome.output = each.code, each.output()
@@ -348,8 +364,8 @@ class Job:
 
     def wait(self, timeout: float = 60.0) -> list[Outcome]:
         """Waits until every process has ended; on time-out kills them and raises with all that is known."""
-        end = time.monotonic() + timeout
-        return [self.wait_rank(each.rank, max(0.1, end - time.monotonic())) for each in self.ranks]
+        end = time.monotonic() + patience(timeout)
+        return [self._wait_until(each.rank, end) for each in self.ranks]
 
     def values(self, timeout: float = 60.0) -> list[Any]:
         """`wait`, and every rank must have returned: their values."""
@@ -371,7 +387,7 @@ class Job:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(each.pid, signal.SIGCONT)
                     os.kill(each.pid, signal.SIGKILL)
-        end = time.monotonic() + 5
+        end = time.monotonic() + patience(5)
         while any(each.poll() is None for each in self.ranks) and time.monotonic() < end:
             time.sleep(0.003)
         for each in self.ranks:
@@ -460,16 +476,16 @@ class Pool:
             each.said, each.outcome = False, Outcome(each.rank)
             assert each.conn is not None
             each.conn.send((self.key, world_size, fn.__module__, fn.__qualname__, args, kwargs))
-        end = time.monotonic() + timeout
+        end = time.monotonic() + patience(timeout)
         failed = False
         while not all(each.said for each in members):
             for each in members:
                 each.pump()
                 if each.outcome.error and not failed:
                     failed = True
-                    end = min(end, time.monotonic() + 3)  # the others may have more to tell, or hang
+                    end = min(end, time.monotonic() + patience(3))  # the others may have more to tell, or hang
                 if each.conn is None:
-                    end = min(end, time.monotonic() + 1)
+                    end = min(end, time.monotonic() + patience(1))
             if time.monotonic() > end:
                 self.job._dump_stacks()
                 break
@@ -494,7 +510,7 @@ def run_ranks(
     """Calls `fn(context, *args, **kwargs)` on every rank of a live default group; their values, in rank order.
 
     `fresh_group` makes a new default group first, and another for the next test (`fn` may destroy it). An exception on
-    any rank, or silence for `timeout` seconds, fails with the tracebacks and the output of all of them.
+    any rank, or silence for too long (`patience(timeout)`), fails with the tracebacks and the output of all of them.
     """
     return Pool.get().run(fn, world_size, args, kwargs, timeout, fresh_group)
 
@@ -527,12 +543,13 @@ def run_script(
         cwd=cwd,
         start_new_session=True,
     )
+    limit = patience(timeout)
     try:
-        output, _ = process.communicate(timeout=timeout)
+        output, _ = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
-        raise AssertionError(f"{arguments} did not end within {timeout} s\n{output[-6000:]}") from None
+        raise AssertionError(f"{arguments} did not end within {limit} s\n{output[-6000:]}") from None
     return subprocess.CompletedProcess(arguments, process.returncode, output, "")
 
 

@@ -119,16 +119,16 @@ def late_rank(ctx: Context, late: int) -> dict[str, Any]:
         dist.barrier()
         for _ in range(3):
             if ctx.rank == late:
-                time.sleep(0.05)
+                time.sleep(0.15)
             dist.all_reduce(torch.ones(size))
         gathered = sagellm.gather_stats()
         assert gathered["straggler"] == late, (size, gathered["summary"])
         assert f"rank {late} was waited for longest" in gathered["summary"]
-        # Each of the others saw three waits of some 50 ms; generously less, because sleeps and looks are coarse.
-        assert gathered["waited_for_ms"][late] > 100 * (ctx.world_size - 1), (size, gathered["waited_for_ms"])
+        # Each of the others saw three waits of some 150 ms; generously less, because sleeps and looks are coarse.
+        assert gathered["waited_for_ms"][late] > 300 * (ctx.world_size - 1), (size, gathered["waited_for_ms"])
         for stats in gathered["ranks"]:
             if stats["rank"] != late:
-                assert stats["ops"]["all_reduce"]["waiting_ms"] > 100, (size, stats["ops"]["all_reduce"])
+                assert stats["ops"]["all_reduce"]["waiting_ms"] > 300, (size, stats["ops"]["all_reduce"])
                 assert max(stats["waits"], key=lambda peer: stats["waits"][peer]["total_ms"]) == late
         assert [stats["rank"] for stats in gathered["ranks"]] == list(range(ctx.world_size))
     return sagellm.get_stats()
@@ -443,7 +443,7 @@ def test_rule_29_torchs_analyser_reads_our_ring(tmp_path: Path, mismatch: bool) 
 def fails_alone(ctx: Context) -> None:
     from datetime import timedelta
 
-    ctx.init(timeout=timedelta(seconds=1))
+    ctx.init(operations=timedelta(seconds=1))
     dist.all_reduce(torch.ones(8))
     if ctx.rank == 0:
         expect_raises(RuntimeError, lambda: dist.all_reduce(torch.ones(8)))
@@ -514,6 +514,27 @@ def test_call_sites_are_looked_up_only_when_asked_for(tmp_path: Path) -> None:
     entries = pickle.loads((tmp_path / "sagellm_0").read_bytes())["entries"]
     assert entries[-1]["frames"][0]["filename"] == __file__
     assert run_fresh(sited, 1, str(tmp_path)) == [[0, "", 0, ""]]
+
+
+SITED_PROGRAM = """
+import json, torch, torch.distributed as dist
+from sagellm import _load
+dist.init_process_group("sagellm", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(1))
+records = json.loads(dist.group.WORLD._get_backend(torch.device("cpu"))._records())
+print(_load.extension()._site(records[-1]["site"])[0])
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("folder", ["sagellm", "torch"])
+def test_a_program_may_lie_below_a_folder_with_the_name_of_a_package(folder: str, tmp_path: Path) -> None:
+    """Its files are taken for those of neither package, so its calls keep their sites."""
+    program = tmp_path / folder / "examples" / "program.py"
+    program.parent.mkdir(parents=True)
+    program.write_text(SITED_PROGRAM)
+    done = run_script([str(program)], env={"SAGELLM_CALL_SITES": "1"})
+    assert done.returncode == 0 and done.stdout.split() == [str(program)], done.stdout
 
 
 def titles(ctx: Context, folder: str) -> None:

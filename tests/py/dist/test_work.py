@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from cases import members
 from harness import Context, beyond_gloo, expect_raises, launch, run_fresh, run_ranks
+from limits import patience
 
 CPU = torch.device("cpu")
 
@@ -28,7 +29,7 @@ def completes_alone(ctx: Context) -> None:
         tensor = torch.ones(count)
         work = dist.all_reduce(tensor, async_op=True)
         assert work is not None
-        end = time.monotonic() + 10
+        end = time.monotonic() + patience(10)
         while not work.is_completed():
             assert time.monotonic() < end, "is_completed never became true without wait"
             time.sleep(0.001)
@@ -158,12 +159,13 @@ def wait_elapses(ctx: Context) -> None:
         assert work is not None
         start = time.monotonic()
         expect_raises(RuntimeError, lambda: work.wait(timedelta(milliseconds=200)))
-        assert 0.15 < time.monotonic() - start < 2.0
+        assert 0.15 < time.monotonic() - start < 0.2 + patience(0.5)
         assert not work.is_completed()
         expect_raises(RuntimeError, lambda: work.wait(timedelta(milliseconds=100)))
+        ctx.store().set("elapsed", "")
         work.wait()
     else:
-        time.sleep(1.0)
+        ctx.store().wait(["elapsed"])
         dist.all_reduce(tensor)
     assert tensor.tolist() == [2.0] * 3
     dist.all_reduce(tensor)
@@ -278,7 +280,7 @@ def abort_pending(ctx: Context) -> str:
         threading.Timer(0.2, backend.abort).start()
         start = time.monotonic()
         text = expect_raises(RuntimeError, work.wait)
-        assert time.monotonic() - start < 3
+        assert time.monotonic() - start < patience(3)
         assert work.is_completed() and not work.is_success()
         expect_raises(RuntimeError, lambda: dist.all_reduce(torch.ones(1)))
     ctx.tell("done")
@@ -309,7 +311,7 @@ def abort_everything(ctx: Context) -> None:
             dist.all_reduce(torch.ones(3), async_op=True)
     start = time.monotonic()
     dist.distributed_c10d._abort_process_group()
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < patience(3)
     ctx.init(key="again")
     found = torch.ones(3)
     dist.all_reduce(found)
@@ -324,14 +326,14 @@ def test_abort_process_group_and_a_new_group_at_once() -> None:
 
 
 def timeouts(ctx: Context) -> str:
-    ctx.init(timeout=timedelta(seconds=1))
+    ctx.init(operations=timedelta(seconds=1))
     text = ""
     if ctx.rank == 0:
         tensor = torch.ones(3)
         start = time.monotonic()
         text = expect_raises(RuntimeError, lambda: dist.all_reduce(tensor))
         took = time.monotonic() - start
-        assert 0.8 < took < 3.0, took
+        assert 0.8 < took < 1 + patience(1), took
         expect_raises(RuntimeError, lambda: dist.all_reduce(tensor))
         if hasattr(_backend(), "get_error") and ctx.backend != "gloo":
             assert "SUCCESS" not in str(_backend().get_error())
@@ -383,7 +385,7 @@ def test_set_timeout_applies_to_later_operations() -> None:
         job.say(0, "go")
         job.say(1, "go")
         took = job.values()[0]
-    assert 0.8 < took < 4, took
+    assert 0.8 < took < 1 + patience(1), took
 
 
 def source_ranks(ctx: Context) -> None:

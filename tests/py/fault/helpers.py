@@ -4,22 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from limits import patience
 
 
 def shm_names() -> set[str]:
-    """The files in /dev/shm."""
+    """The files in /dev/shm, where other programs put theirs too."""
     return set(os.listdir("/dev/shm")) if Path("/dev/shm").is_dir() else set()
 
 
-def nothing_left(before: set[str]) -> None:
-    """Fails if /dev/shm holds a name that was not there before, also after a moment (other programs use it too)."""
-    until(lambda: shm_names() <= before, 3, f"the end of {shm_names() - before} in /dev/shm")
+def nothing_left(pids: Iterable[int]) -> None:
+    """Fails if /dev/shm keeps a file that bears this project's name, or the number of one of these processes (torch and
+    Python put theirs into the names). Files of other programs come and go there meanwhile."""
+    ours = re.compile("sagellm|" + "|".join(rf"(?<!\d){pid}(?!\d)" for pid in pids))
+    until(lambda: not any(ours.search(name) for name in shm_names()), 3, f"the end of {shm_names()} in /dev/shm")
+
+
+def shm_files_of(pid: int) -> set[str]:
+    """Names in /dev/shm of what a process has open or mapped; a file that never had one, or has it no more, is not listed."""
+    maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    targets = [line.split(maxsplit=5)[5] for line in maps if "/dev/shm/" in line]
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            targets.append(os.readlink(fd))
+    return {target for target in targets if target.startswith("/dev/shm/") and not target.endswith(" (deleted)")}
 
 
 def sockets_of(pid: int) -> set[str]:
@@ -50,9 +64,10 @@ def alive(pid: int) -> bool:
 
 def until(condition: Callable[[], bool], timeout: float, what: str) -> None:
     """Waits for a condition, not for ever."""
-    end = time.monotonic() + timeout
+    limit = patience(timeout)
+    end = time.monotonic() + limit
     while not condition():
-        assert time.monotonic() < end, f"{what} did not happen within {timeout} s"
+        assert time.monotonic() < end, f"{what} did not happen within {limit} s"
         time.sleep(0.002)
 
 

@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import IS_GLOO, Context, beyond_gloo, expect_raises, launch
-from helpers import alive, nothing_left, shm_names, sockets_of, unix_sockets, until, work_for_ever
+from helpers import alive, nothing_left, shm_files_of, sockets_of, unix_sockets, until, work_for_ever
+from limits import patience
 
 Told = tuple[float, str]
 
@@ -53,7 +54,7 @@ def killed_in_the_middle(ctx: Context, victim: int, kind: str) -> Told | None:
         text = expect_raises(RuntimeError, work_for_ever)
     failed = time.monotonic()
     again = expect_raises(RuntimeError, lambda: dist.all_reduce(torch.ones(1)))  # later operations fail too, at once
-    assert time.monotonic() - failed < 1.0 and again
+    assert time.monotonic() - failed < patience(1.0) and again
     _leave()
     return failed, text
 
@@ -63,7 +64,6 @@ def killed_in_the_middle(ctx: Context, victim: int, kind: str) -> Told | None:
 @pytest.mark.parametrize("kind", ["blocked", "async", "working", "recv"])
 def test_kill_9_fails_the_others_in_under_a_second(kind: str, victim: int) -> None:
     """Every pending and later operation fails, naming rank, pid and operation; pitfall 15."""
-    before = shm_names()
     with launch(killed_in_the_middle, 3, victim, kind) as job:
         others = [rank for rank in range(3) if rank != victim]
         for rank in range(3):
@@ -77,10 +77,10 @@ def test_kill_9_fails_the_others_in_under_a_second(kind: str, victim: int) -> No
             failed, text = outcome.value
             if IS_GLOO:
                 continue
-            assert failed - killed < 1.0, f"rank {rank} learned it after {failed - killed:.3f} s"
+            assert failed - killed < patience(1.0), f"rank {rank} learned it after {failed - killed:.3f} s"
             assert f"rank {victim}" in text and str(pid) in text, text
             assert re.search(r"all_reduce|recv", text), text
-    nothing_left(before)
+    nothing_left(each.pid for each in job.ranks)
 
 
 def survivors(ctx: Context, victim: int) -> list[float]:
@@ -111,7 +111,7 @@ def survivors(ctx: Context, victim: int) -> list[float]:
     _leave()
     rank = ctx.rank if ctx.rank < victim else ctx.rank - 1
     ctx.init(key=f"{ctx.key}-second", rank=rank, world_size=2, timeout=timedelta(seconds=20))
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < patience(5)
     for _ in range(20):
         step()
     weights: list[Any] = [None, None]
@@ -166,7 +166,7 @@ def test_a_group_without_the_dead_rank_goes_on() -> None:
 
 
 def stopped(ctx: Context) -> Told | None:
-    ctx.init(timeout=timedelta(seconds=2))
+    ctx.init(operations=timedelta(seconds=2))
     dist.all_reduce(torch.ones(1))
     ctx.tell("ready")
     if ctx.rank == 1:
@@ -189,14 +189,14 @@ def test_a_stopped_rank_is_named_at_the_deadline() -> None:
             outcome = job.wait_rank(rank, 20)
             assert outcome.code == 0, job.report()
             took, text = outcome.value
-            assert 1.5 < took < 6.0, took
+            assert 1.5 < took < 2 + patience(1), took
             if not IS_GLOO:
                 assert "rank 1" in text and "all_reduce" in text, text
                 assert not re.search(r"rank [02] \([^)]*\) has not", text), text
 
 
 def missing(ctx: Context, call: str) -> str:
-    ctx.init(timeout=timedelta(seconds=1))
+    ctx.init(operations=timedelta(seconds=1))
     dist.broadcast(torch.ones(1), 0)
     text = ""
     if ctx.rank in (0, 3):
@@ -268,7 +268,7 @@ def monitored_zero(ctx: Context) -> str:
     if ctx.rank == 0:
         start = time.monotonic()
         text = expect_raises(RuntimeError, lambda: dist.monitored_barrier(timeout=timedelta(seconds=0)))
-        assert time.monotonic() - start < 1.0
+        assert time.monotonic() - start < patience(1.0)
     ctx.tell("done")
     ctx.listen()
     _leave()
@@ -316,7 +316,7 @@ def different(ctx: Context, pair: str) -> str:
         dist.all_reduce(torch.ones(1))  # who could finish legally (a root only sends) learns it here
 
     text = expect_raises(RuntimeError, wrong)
-    assert time.monotonic() - start < 5.0, "waited for the deadline"
+    assert time.monotonic() - start < patience(4), "waited for the deadline"
     assert tensor.tolist() == [float(ctx.rank + 1)] * 6, "user data was touched"
     assert expect_raises(RuntimeError, lambda: dist.all_reduce(torch.ones(1)))
     _leave()
@@ -461,9 +461,9 @@ def test_rule_08_ctrl_c_ends_a_hanging_job(how: str) -> None:
         start = time.monotonic()
         job.signal(0, signal.SIGINT)
         assert job.hear(0) == "interrupted"
-        assert time.monotonic() - start < 1.0
+        assert time.monotonic() - start < patience(1.0)
         outcome = job.wait_rank(0, 10)
-        assert time.monotonic() - start < 2.0
+        assert time.monotonic() - start < patience(2.0)
         assert outcome.error and outcome.error["type"] == "KeyboardInterrupt", job.report()
 
 
@@ -496,7 +496,7 @@ def test_rule_22_signals_that_do_not_raise_leave_the_wait_alone() -> None:
 
 
 def own_stop(ctx: Context) -> None:
-    ctx.init(timeout=timedelta(seconds=2))
+    ctx.init(operations=timedelta(seconds=2))
     dist.all_reduce(torch.ones(1))
     ctx.tell("ready")
     found = torch.ones(3)
@@ -535,22 +535,21 @@ def everything_is_killed(ctx: Context) -> None:
 @pytest.mark.quick
 def test_sigkill_of_all_ranks_leaves_nothing() -> None:
     """No file in /dev/shm, no socket, no process."""
-    before = shm_names()
     with launch(everything_is_killed, 3) as job:
         for rank in range(3):
             job.hear(rank)
         time.sleep(0.2)
-        during = shm_names()
         pids = [job.pid(rank) for rank in range(3)]
+        named = set().union(*(shm_files_of(pid) for pid in pids))
         sockets = set().union(*(sockets_of(pid) for pid in pids)) & unix_sockets()
         for rank in range(3):
             job.signal(rank, signal.SIGKILL)
         for rank in range(3):
             assert job.wait_rank(rank, 10).code == -signal.SIGKILL
-    assert not any("sagellm" in name for name in during), "a name was visible in /dev/shm"
+    assert not named, "a name was visible in /dev/shm"
     until(lambda: not any(alive(pid) for pid in pids), 5, "the end of all processes")
     assert not sockets & unix_sockets(), "a unix socket outlived its processes"
-    nothing_left(before)
+    nothing_left(each.pid for each in job.ranks)
 
 
 def threads_see_death(ctx: Context) -> None:

@@ -35,7 +35,7 @@ def plain(text: str) -> str:
 
 
 def timeout(ctx: Context) -> str | None:
-    ctx.init(timeout=timedelta(seconds=1))
+    ctx.init(operations=timedelta(seconds=1))
     dist.broadcast(torch.ones(2), 0)
     return expect_raises(PROBLEM, lambda: dist.all_reduce(torch.ones(3))) if ctx.rank == 0 else None
 

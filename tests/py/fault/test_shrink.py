@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Context, Job, beyond_gloo, expect_raises, launch
-from helpers import nothing_left, shm_names
+from helpers import nothing_left
 
 pytestmark = beyond_gloo("it cannot shrink a group")
 
@@ -51,11 +51,10 @@ def leaves(ctx: Context, engine: str, given: bool) -> None:
 @pytest.mark.parametrize("engine", ["auto", "delegate"])
 def test_ranks_leave_and_the_others_shrink_the_group(engine: str, given: bool) -> None:
     """By our own engine, and where a delegate serves the group; with options for the new group and without."""
-    before = shm_names()
     with launch(leaves, 4, engine, given) as job:
         job.wait(60)
         assert all(rank.outcome.error is None for rank in job.ranks), job.report()
-    nothing_left(before)
+    nothing_left(each.pid for each in job.ranks)
 
 
 def dies(ctx: Context, flag: int, waits: bool) -> None:
@@ -98,14 +97,13 @@ def kill(job: Job, victim: int, others: list[int]) -> None:
 @pytest.mark.parametrize("waits", [True, False])
 def test_after_a_kill_9_the_others_go_on_twice(flag: int, waits: bool) -> None:
     """Four ranks, three, two: the second time the one that dies is the one that made the group's memory."""
-    before = shm_names()
     with launch(dies, 4, flag, waits) as job:
         kill(job, 2, [0, 1, 3])
         kill(job, 0, [1, 3])
         for rank in (1, 3):
             outcome = job.wait_rank(rank, 60)
             assert outcome.code == 0, job.report()
-    nothing_left(before)
+    nothing_left(each.pid for each in job.ranks)
 
 
 def wrong(ctx: Context) -> None:
