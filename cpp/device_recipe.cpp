@@ -9,6 +9,7 @@
 #include <memory>
 #include <numeric>
 #include <optional>
+#include <utility>
 
 #include "errors.hpp"
 
@@ -376,7 +377,7 @@ Launch prepare(const Plan& plan, rust::Box<RustRecipe> recipe, int ranks, c10::D
   }
   at::Tensor received;
   if (in_place) {
-    received = sent;
+    received = std::move(sent);
     launch.recv = {piece_of(received)};
   } else if (kind != asked_kind) {
     // All ranks' data come together here, in the type they were sent in.

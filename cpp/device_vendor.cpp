@@ -40,6 +40,7 @@ auto checked(Function function) {
 rust::Box<RustDevices> open(const RustGroup& group, c10::DeviceType type, const std::string& vendor,
                             const std::string& library, const std::vector<std::string>& folders) {
   std::vector<rust::String> places;
+  places.reserve(folders.size());
   for (const std::string& folder : folders) places.push_back(rust::String::lossy(folder));
   return checked([&] {
     return group.open_devices(c10::DeviceTypeName(type, true), vendor, library, {places.data(), places.size()});

@@ -37,8 +37,8 @@ bool enabled() {
   return on;
 }
 
-// The folders of the packages torch and sagellm, each with a slash at its end. They are written as the interpreter writes
-// them into the code it loads from there, so that a comparison of text is enough. Needs the GIL.
+// The folders of the packages torch and sagellm, each with a slash at its end. They are written as the interpreter
+// writes them into the code it loads from there, so that a comparison of text is enough. Needs the GIL.
 const std::vector<std::string>& package_folders() {
   PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<std::vector<std::string>> storage;
   return storage
