@@ -141,6 +141,8 @@ def extension() -> Extension:
     library, headers = core_places()
     exports = ROOT / "src" / "engine" / "vendor" / "exports.map"
     plugins = [name for name in re.findall(r"^ +(\w+);", exports.read_text(), re.M) if not name.startswith("PyInit")]
+    # Compiled for speed; with SAGELLM_SYMBOLS for tools that name functions and lines.
+    symbols = (["-O1", "-g1"], []) if os.environ.get("SAGELLM_SYMBOLS") else (["-O2", "-g0"], ["-Wl,--strip-all"])
     return Extension(
         "sagellm._C",
         sources=sorted(str(path.relative_to(ROOT)) for path in (ROOT / "cpp").glob("*.cpp")),
@@ -148,12 +150,12 @@ def extension() -> Extension:
         include_dirs=[str(headers), str(ROOT / "cpp")],
         extra_objects=[str(library)],
         # No -std: torch adds the one its headers ask for (c++17 in 2.11, c++20 in 2.15).
-        extra_compile_args={"cxx": ["-O2", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter"]},
+        extra_compile_args={"cxx": [*symbols[0], "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter"]},
         # The plugins are kept in the link although nothing here calls them.
         extra_link_args=[
             f"-Wl,--version-script={exports}",
             *(f"-Wl,-u,{name}" for name in plugins),
-            "-Wl,--strip-all",
+            *symbols[1],
         ],
         language="c++",
     )

@@ -27,7 +27,7 @@ def nothing_left(pids: Iterable[int]) -> None:
 
 
 def shm_files_of(pid: int) -> set[str]:
-    """Names in /dev/shm of what a process has open or mapped; a file that never had one, or has it no more, is not listed."""
+    """Names in /dev/shm of what a process has open or mapped; what never had one, or has none any more, is left out."""
     maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
     targets = [line.split(maxsplit=5)[5] for line in maps if "/dev/shm/" in line]
     for fd in Path(f"/proc/{pid}/fd").iterdir():
