@@ -311,7 +311,6 @@ pub mod ffi {
 
         /// The element type that the library is given; for what is only moved, 0.
         fn dtype(self: &RustRecipe) -> u8;
-        fn item_bytes(self: &RustRecipe) -> usize;
         /// The kind that the library is asked for.
         fn kind(self: &RustRecipe) -> u8;
         fn before(self: &RustRecipe) -> Vec<Local>;

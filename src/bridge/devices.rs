@@ -140,9 +140,6 @@ impl RustRecipe {
     pub(super) fn dtype(&self) -> u8 {
         self.0.dtype as u8
     }
-    pub(super) fn item_bytes(&self) -> usize {
-        self.0.dtype.size()
-    }
     pub(super) fn kind(&self) -> u8 {
         self.0.kind as u8
     }
