@@ -77,8 +77,12 @@ fn until(mut condition: impl FnMut() -> bool) -> bool {
 }
 
 /// Looks a few times and gives up, and the rank with it: what it did so far must be safe in every interleaving.
-fn a_few_times(mut condition: impl FnMut() -> bool) -> bool {
-    (0..3).any(|_| {
+fn a_few_times(condition: impl FnMut() -> bool) -> bool {
+    some_times(3, condition)
+}
+
+fn some_times(times: usize, mut condition: impl FnMut() -> bool) -> bool {
+    (0..times).any(|_| {
         let met = condition();
         if !met {
             thread::yield_now();
@@ -594,7 +598,8 @@ impl Letters {
     fn receive(&self) {
         let mut lanes = Lanes::new(1, 3);
         let (mut granted, mut round) = ([false; 2], [0; 2]);
-        a_few_times(|| {
+        // Often enough for both messages: one part of each a turn.
+        some_times(2 * PARTS as usize + 1, || {
             for s in 0..2 {
                 if !granted[s] && lanes.lend(s + 1).is_some() {
                     granted[s] = true;
