@@ -5,8 +5,11 @@
 
 #include <cstdio>
 #include <deque>
+#include <map>
 #include <mutex>
 #include <stdexcept>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <utility>
 
 #include "per_process.hpp"
@@ -16,22 +19,81 @@ namespace sagellm {
 
 namespace {
 
+// This process's own connection to the server of a TCPStore of the user's: a connection serves one caller at a time,
+// and another thread of the program may be blocked in the user's for minutes. One is enough for all groups, on whatever
+// threads they are made, because none of our calls waits for another rank.
+class Connection {
+ public:
+  explicit Connection(c10::intrusive_ptr<c10d::TCPStore> users) : users_(std::move(users)) {}
+
+  // Opens it when it is first needed, which may take a look-up of names: not with a lock held that others need.
+  c10::intrusive_ptr<c10d::Store> get() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!own_) own_ = users_->clone();
+    return own_;
+  }
+
+ private:
+  const c10::intrusive_ptr<c10d::TCPStore> users_;
+  std::mutex mutex_;
+  c10::intrusive_ptr<c10d::Store> own_;
+};
+
+// By the user's store, which its connection keeps alive, so that no other one can have its address meanwhile.
+struct Connections {
+  std::mutex mutex;
+  std::map<const c10d::Store*, std::weak_ptr<Connection>> each;
+};
+
+std::shared_ptr<Connection> connection_of(const c10::intrusive_ptr<c10d::TCPStore>& users) {
+  Connections& all = per_process<Connections>();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  for (auto at = all.each.begin(); at != all.each.end();) {
+    at = at->second.expired() ? all.each.erase(at) : std::next(at);
+  }
+  std::weak_ptr<Connection>& known = all.each[users.get()];
+  std::shared_ptr<Connection> connection = known.lock();
+  if (!connection) {
+    connection = std::make_shared<Connection>(users);
+    known = connection;
+  }
+  return connection;
+}
+
+// What a PrefixStore puts before a key. Only a derived class may name the member.
+struct PrefixOf : c10d::PrefixStore {
+  static const std::string& text(const c10d::PrefixStore& store) { return store.*(&PrefixOf::prefix_); }
+};
+
 class C10dStore final : public Store {
  public:
-  explicit C10dStore(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
+  explicit C10dStore(c10::intrusive_ptr<c10d::Store> store) : users_(std::move(store)) {
+    c10::intrusive_ptr<c10d::Store> inner = users_;
+    std::string prefix;
+    while (const auto outer = c10::dynamic_intrusive_pointer_cast<c10d::PrefixStore>(inner)) {
+      prefix.insert(0, PrefixOf::text(*outer) + "/");
+      inner = outer->getUnderlyingStore();
+    }
+    // The others let go of their locks while one of their callers waits for a key.
+    if (auto tcp = c10::dynamic_intrusive_pointer_cast<c10d::TCPStore>(inner)) {
+      connection_ = connection_of(tcp);
+      prefix_ = std::move(prefix);
+    }
+  }
 
   void set(rust::Str key, rust::Slice<const uint8_t> value) const override {
-    plain_errors([&] { store_->set(std::string(key), std::vector<uint8_t>(value.begin(), value.end())); });
+    plain_errors([&] { store()->set(full(key), std::vector<uint8_t>(value.begin(), value.end())); });
   }
 
   bool try_get(rust::Str key, rust::Vec<uint8_t>& value) const override {
     bool found = false;
     plain_errors([&] {
-      const std::string name(key);
+      const std::string name = full(key);
+      const auto store = this->store();
       // `get` waits for a key that is missing, so ask first. Nobody deletes keys.
-      found = store_->check({name});
+      found = store->check({name});
       if (!found) return;
-      const std::vector<uint8_t> bytes = store_->get(name);
+      const std::vector<uint8_t> bytes = store->get(name);
       value.clear();
       value.reserve(bytes.size());
       for (const uint8_t byte : bytes) value.push_back(byte);
@@ -41,11 +103,15 @@ class C10dStore final : public Store {
 
   int64_t add(rust::Str key, int64_t by) const override {
     int64_t sum = 0;
-    plain_errors([&] { sum = store_->add(std::string(key), by); });
+    plain_errors([&] { sum = store()->add(full(key), by); });
     return sum;
   }
 
  private:
+  c10::intrusive_ptr<c10d::Store> store() const { return connection_ ? connection_->get() : users_; }
+
+  std::string full(rust::Str key) const { return prefix_ + std::string(key); }
+
   // cxx hands `what()` to Rust and knows only std::exception; torch's text carries a C++ backtrace nobody asked for.
   template <class Body>
   static void plain_errors(const Body& body) {
@@ -60,7 +126,10 @@ class C10dStore final : public Store {
     }
   }
 
-  c10::intrusive_ptr<c10d::Store> store_;
+  const c10::intrusive_ptr<c10d::Store> users_;
+  // Where the user's is a TCPStore, and what its PrefixStores put before a key, the innermost first.
+  std::shared_ptr<Connection> connection_;
+  std::string prefix_;
 };
 
 struct Line {
@@ -105,7 +174,12 @@ int python_level(uint8_t level) {
   }
 }
 
-thread_local std::exception_ptr kept_interrupt;
+// The main thread's alone, and never destroyed: an exception of Python may not be let go of after the interpreter's
+// end.
+std::exception_ptr& kept_interrupt() {
+  static auto* const kept = new std::exception_ptr;
+  return *kept;
+}
 
 // Only the main thread runs signal handlers; on Linux its thread id is the process id.
 bool on_main_thread() {
@@ -115,12 +189,7 @@ bool on_main_thread() {
 }  // namespace
 
 std::shared_ptr<Store> wrap_store(const c10::intrusive_ptr<c10d::Store>& store) {
-  try {
-    return std::make_shared<C10dStore>(store->clone());
-  } catch (const std::exception&) {
-    // Stores written in Python need not offer it.
-    return std::make_shared<C10dStore>(store);
-  }
+  return std::make_shared<C10dStore>(store);
 }
 
 bool check_interrupt() noexcept {
@@ -129,7 +198,7 @@ bool check_interrupt() noexcept {
     py::gil_scoped_acquire gil;
     drain_log();
     if (PyErr_CheckSignals() == 0) return false;
-    kept_interrupt = std::make_exception_ptr(py::error_already_set());
+    kept_interrupt() = std::make_exception_ptr(py::error_already_set());
     return true;
   } catch (const std::exception& error) {
     log_line(1, std::string("looking for signals failed: ") + error.what());
@@ -138,7 +207,7 @@ bool check_interrupt() noexcept {
 }
 
 std::exception_ptr take_interrupt() noexcept {
-  return std::exchange(kept_interrupt, nullptr);
+  return on_main_thread() ? std::exchange(kept_interrupt(), nullptr) : nullptr;
 }
 
 void log_line(uint8_t level, rust::Str text) noexcept {

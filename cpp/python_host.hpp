@@ -9,11 +9,11 @@
 
 namespace sagellm {
 
-// Wraps c10d's store. A clone is used where the store offers one: a TCPStore serves one caller per connection, and
-// another thread may be blocked in it for minutes.
+// Wraps c10d's store. A TCPStore is talked to over a connection of our own: opened when it is first needed, the same one
+// for all that is made over that store, and closed with the last of what this function gave out.
 std::shared_ptr<Store> wrap_store(const c10::intrusive_ptr<c10d::Store>& store);
 
-// The exception of this thread's last `check_interrupt() == true`, or null; taking it forgets it.
+// On the main thread, the exception of its last `check_interrupt() == true`, or null; taking it forgets it.
 std::exception_ptr take_interrupt() noexcept;
 
 // Writes the queued lines to Python's logging. Call with the GIL.

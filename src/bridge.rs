@@ -454,7 +454,8 @@ unsafe impl Sync for ffi::Link {}
 // SAFETY: a transfer is waited on and dropped by one thread at a time, any thread (host.hpp says so).
 unsafe impl Send for ffi::InFlight {}
 
-pub struct RustGroup(Arc<Group>);
+/// A group, and its store: groups that are made later over the same one talk to it over the same connection.
+pub struct RustGroup(Arc<Group>, #[allow(dead_code)] cxx::SharedPtr<ffi::Store>);
 pub struct RustOp(Arc<Op>);
 pub struct RustForeign(group::Foreign);
 
@@ -493,8 +494,8 @@ fn connect(setup: &ffi::Setup, store: cxx::SharedPtr<ffi::Store>) -> std::result
             policy: String::new(),
             settings: Settings { fusion: setup.fusion, strict: setup.strict },
         };
-        let group = Group::connect(config, &StoreHook(store), Arc::new(PythonHook))?;
-        Ok(Box::new(RustGroup(group)))
+        let group = Group::connect(config, &StoreHook(store.clone()), Arc::new(PythonHook))?;
+        Ok(Box::new(RustGroup(group, store)))
     })
 }
 

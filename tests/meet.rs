@@ -335,7 +335,14 @@ struct Misleading(Memory, std::thread::ThreadId);
 
 impl Store for Misleading {
     fn set(&self, key: &str, value: &[u8]) -> Result<()> {
-        self.0.set(key, value)
+        // Nor does rank 0 learn of that thread's mailbox.
+        match Record::read(value) {
+            Some(Record { body: Some(body), .. }) if std::thread::current().id() == self.1 => {
+                let body = Some(Body { mailbox: Vec::new(), ..body });
+                self.0.set(key, &Record { body, ..Record::read(value).unwrap() }.write())
+            }
+            _ => self.0.set(key, value),
+        }
     }
     fn try_get(&self, key: &str) -> Result<Option<Vec<u8>>> {
         let value = self.0.try_get(key)?;
@@ -378,6 +385,26 @@ fn a_rank_that_cannot_connect_makes_all_delegate() {
     let reasons = reasons(outcomes);
     assert!(reasons[0].contains("rank 2 cannot connect to rank 0's socket"), "{}", reasons[0]);
     assert!(reasons.iter().all(|reason| *reason == reasons[0]), "{reasons:?}");
+}
+
+/// A store in which nobody finds a verdict.
+struct Mute(Memory);
+
+impl Store for Mute {
+    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        self.0.set(key, value)
+    }
+    fn try_get(&self, key: &str) -> Result<Option<Vec<u8>>> {
+        if key == "verdict" { Ok(None) } else { self.0.try_get(key) }
+    }
+}
+
+#[test]
+fn ranks_of_one_host_find_verdicts_in_their_mailboxes() {
+    let met: Vec<Met> = run(&Mute(Memory::default()), 4, |_| ()).into_iter().map(shared).collect();
+    assert_one_memory(&met);
+    let wish = |rank: &mut Rank| rank.config.delegate_reason = Some("a wish".into());
+    assert_eq!(reasons(run(&Mute(Memory::default()), 3, wish)), ["a wish"; 3]);
 }
 
 #[test]
@@ -894,7 +921,7 @@ proptest! {
 
     #[test]
     fn what_is_written_is_read_back(identity in identity(), nonce in any::<[u8; 16]>(), size in any::<u32>(), wish in any::<String>(), cut in any::<prop::sample::Index>()) {
-        let record = Record { nonce, protocol: PROTOCOL, version: "0.1".into(), body: Some(Body { size, identity, delegate: wish.clone(), wish, known: vec![(nonce, 3), ([1; 16], size)] }) };
+        let record = Record { nonce, protocol: PROTOCOL, version: "0.1".into(), body: Some(Body { size, identity, delegate: wish.clone(), wish, known: vec![(nonce, 3), ([1; 16], size)], mailbox: nonce.to_vec() }) };
         let bytes = record.write();
         prop_assert_eq!(Record::read(&bytes), Some(record));
         // Any shorter piece is refused.

@@ -12,6 +12,11 @@
 //!    page and write theirs beside it. When rank 0 has read all of them it says "go". Whatever fails on the way
 //!    becomes the reason of a new verdict that delegates, and all ranks return the same outcome.
 //!
+//!
+//! A rank that waits for a verdict sleeps on a mailbox whose name is in its record. Rank 0 puts every verdict there, too,
+//! so that ranks on its host neither ask the store nor wait for the next time they would ask. What comes there counts as
+//! little as what is read in the store: it must name this rank's nonce, which nobody knows who cannot read the store.
+//!
 //! 4. Records name the companions that a rank has from earlier groups (`companions.rs`). Where all ranks name the same,
 //!    the verdict says so: then only the memory is handed over, and the connections are closed again afterwards.
 //!
@@ -115,16 +120,21 @@ pub fn meet_as(
     }
     crate::watch::install();
     let companions = Companions::known();
+    let (mailbox, address) = if config.rank == 0 { (None, Vec::new()) } else { mailbox()? };
     let body = Body {
         size: config.size as u32,
         identity,
         wish: config.delegate_reason.clone().unwrap_or_default(),
         delegate: config.delegate.clone(),
         known: companions.iter().map(|one| (one.id(), one.place() as u32)).collect(),
+        mailbox: address,
     };
     let own =
         Record { nonce: random()?, protocol: PROTOCOL, version: env!("CARGO_PKG_VERSION").into(), body: Some(body) };
-    let mut talk = Talk { config, store, own, companions, patience: Patience::new(host, config.timeout, config.size) };
+    // Who has a mailbox asks the store only for a rank 0 on another host, and in case a message was lost.
+    let first_pause = if mailbox.is_some() { FIRST_PAUSE * 10 } else { FIRST_PAUSE };
+    let patience = Patience::new(host, config.timeout, config.size, first_pause);
+    let mut talk = Talk { config, store, own, companions, mailbox, patience };
     let outcome = if config.rank == 0 { lead::lead(&mut talk, segment_bytes) } else { join::join(&mut talk) }?;
     match &outcome {
         Outcome::Shared(met) => log::debug!(
@@ -154,7 +164,21 @@ struct Talk<'a> {
     own: Record,
     /// Those that the record names: kept until the meeting is over, so that what was named can be relied on.
     companions: Vec<Arc<Companions>>,
+    /// Where rank 0's verdicts come, too. Not on rank 0, and not where sockets are denied.
+    mailbox: Option<OwnedFd>,
     patience: Patience<'a>,
+}
+
+/// This rank's mailbox and its name.
+fn mailbox() -> Result<(Option<OwnedFd>, Vec<u8>)> {
+    let name = format!("sagellm-mail-{:032x}", u128::from_le_bytes(random()?)).into_bytes();
+    Ok(match socket::mailbox(&name) {
+        Ok(mailbox) => (Some(mailbox), name),
+        Err(error) => {
+            log::debug!("no mailbox ({error}): the store is asked for verdicts instead");
+            (None, Vec::new())
+        }
+    })
 }
 
 const VERDICT: &str = "verdict";
@@ -213,6 +237,8 @@ struct Patience<'a> {
     start: Instant,
     deadline: Instant,
     asked: Instant,
+    /// The first pause after something happened, and the next one.
+    first: Duration,
     pause: Duration,
     longest: Duration,
 }
@@ -223,16 +249,21 @@ const LONGEST_PAUSE: Duration = Duration::from_millis(20);
 const EAGER_RANKS: u32 = 32;
 
 impl<'a> Patience<'a> {
-    fn new(host: &'a dyn Host, timeout: Duration, ranks: usize) -> Patience<'a> {
+    fn new(host: &'a dyn Host, timeout: Duration, ranks: usize, first: Duration) -> Patience<'a> {
         let start = Instant::now();
         let far = Duration::from_secs(365 * 24 * 3600);
         let longest = LONGEST_PAUSE * (ranks as u32).div_ceil(EAGER_RANKS).min(8);
-        Patience { host, start, deadline: start + timeout.min(far), asked: start, pause: FIRST_PAUSE, longest }
+        Patience { host, start, deadline: start + timeout.min(far), asked: start, first, pause: first, longest }
     }
 
     /// Something happened: look often again.
     fn refresh(&mut self) {
-        self.pause = FIRST_PAUSE;
+        self.pause = self.first;
+    }
+
+    /// True when the next pause may be the last one.
+    fn ends(&self) -> bool {
+        self.deadline.saturating_duration_since(Instant::now()) <= LONGEST_PAUSE
     }
 
     fn elapsed(&self) -> Duration {

@@ -2,10 +2,10 @@
 //! memory.
 
 use std::os::fd::OwnedFd;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::record::{Answer, Body, Mode, Nonce, PROTOCOL, Record, Verdict, clip};
-use super::{Met, Outcome, SegmentBytes, Talk, VERDICT, WAITS, answer_key, hello_bytes, record_key};
+use super::{Met, Outcome, SegmentBytes, Talk, VERDICT, WAITS, answer_key, hello_bytes, record_key, socket};
 use crate::engine::shm::companions::Company;
 use crate::engine::shm::segment::{Segment, random};
 use crate::error::{Error, Result};
@@ -26,7 +26,12 @@ pub(super) struct Lead<'t, 'a> {
     pub(super) records: Vec<Option<Record>>,
     /// The missing ranks as the others were last told them, under the nonces that are known now.
     told_waits: Option<Vec<usize>>,
+    /// When the store was last asked for each missing rank by itself.
+    pub(super) looked: Instant,
 }
+
+/// Who is missing, and whether somebody came back with a new nonce, is looked for so often; it costs some questions a rank.
+const LOOK: Duration = Duration::from_millis(50);
 
 /// What all records together allow.
 pub(super) struct Plan {
@@ -40,13 +45,13 @@ pub(super) struct Plan {
 pub(super) fn lead(talk: &mut Talk, segment_bytes: &SegmentBytes) -> Result<Outcome> {
     let mut records = vec![None; talk.config.size];
     records[0] = Some(talk.own.clone());
-    let mut lead = Lead { talk, records, told_waits: None };
+    let mut lead = Lead { talk, records, told_waits: None, looked: Instant::now() };
     let result = lead.run(segment_bytes);
     if let Err(error) = &result {
         // The others must not wait for a rank 0 that has gone; where even this fails, their own deadline ends them.
         let text = format!("{}{}", error.code(), error.text());
         let verdict = lead.verdict([0; 16], Mode::Failed, &text, &[]);
-        let _ = lead.talk.store.set(VERDICT, &verdict.write());
+        let _ = lead.publish(&verdict);
     }
     result
 }
@@ -103,6 +108,30 @@ impl Lead<'_, '_> {
         Verdict { id, nonces, mode, text: text.into(), detail: detail.into(), policy, known: Default::default() }
     }
 
+    /// Tells the ranks that a verdict names: by the store, and those on this host by their mailboxes as well.
+    pub(super) fn publish(&self, verdict: &Verdict) -> Result<()> {
+        let bytes = verdict.write();
+        self.talk.store.set(VERDICT, &bytes)?;
+        let here = self.talk.identity();
+        for body in self.records[1..].iter().flatten().filter_map(|record| record.body.as_ref()) {
+            let there = &body.identity;
+            if (&there.boot_id, there.netns) == (&here.boot_id, here.netns) && !body.mailbox.is_empty() {
+                // Whatever becomes of it, the rank will look into the store.
+                let _ = socket::post(&body.mailbox, &bytes);
+            }
+        }
+        Ok(())
+    }
+
+    /// True when it is time again to ask the store for each missing rank: now and then, and at the end.
+    pub(super) fn due(&mut self) -> bool {
+        let due = self.looked.elapsed() >= LOOK || self.talk.patience.ends();
+        if due {
+            self.looked = Instant::now();
+        }
+        due
+    }
+
     /// Reads a rank's record; true when it is a new one. What cannot be read, or is of a group of another size, was
     /// left by somebody else.
     pub(super) fn look(&mut self, rank: usize) -> Result<bool> {
@@ -122,21 +151,27 @@ impl Lead<'_, '_> {
     /// Waits until there is a record of every rank.
     fn gather(&mut self) -> Result<()> {
         loop {
-            let mut missing: Vec<usize> = (1..self.size()).filter(|rank| self.records[*rank].is_none()).collect();
-            let before = missing.len();
-            for rank in std::mem::take(&mut missing) {
-                if !self.look(rank)? {
-                    missing.push(rank);
+            let before = self.missing();
+            let due = self.due();
+            for rank in &before {
+                // One question a pass while somebody is missing, unless it is time to know who.
+                if !self.look(*rank)? && !due {
+                    break;
                 }
             }
+            let missing = self.missing();
             if missing.is_empty() {
                 return Ok(());
             }
-            if missing.len() < before {
+            if missing.len() < before.len() {
                 self.talk.patience.refresh();
             }
             self.pause(&missing, "rank 0 waits for the record in the store", [].into_iter())?;
         }
+    }
+
+    fn missing(&self) -> Vec<usize> {
+        (1..self.size()).filter(|rank| self.records[*rank].is_none()).collect()
     }
 
     /// Pauses, and keeps the others informed of who is missing. At the deadline the error that names them.
@@ -200,25 +235,27 @@ impl Lead<'_, '_> {
     /// nonce: a record that is the reason may be of an earlier incarnation.
     /// `hosts`: each rank's, where that is the reason.
     fn ask(&mut self, id: Nonce, reason: &str, hosts: &[usize]) -> Result<Step> {
-        self.talk.store.set(VERDICT, &self.verdict(id, Mode::Ask, reason, &[]).write())?;
+        self.publish(&self.verdict(id, Mode::Ask, reason, &[]))?;
         let mut missing: Vec<usize> = (1..self.size()).collect();
         loop {
             let before = missing.len();
+            let due = self.due();
             for rank in std::mem::take(&mut missing) {
-                if self.answered(rank, id)?.is_none() {
+                // As in `gather`.
+                if (!missing.is_empty() && !due) || self.answered(rank, id)?.is_none() {
                     missing.push(rank);
                 }
             }
             if missing.is_empty() {
                 one_delegate(&self.records)?;
                 let detail: Vec<u8> = hosts.iter().flat_map(|host| (*host as u16).to_le_bytes()).collect();
-                self.talk.store.set(VERDICT, &self.verdict(id, Mode::Delegate, reason, &detail).write())?;
+                self.publish(&self.verdict(id, Mode::Delegate, reason, &detail))?;
                 return Ok(Step::Delegated);
             }
             if missing.len() < before {
                 self.talk.patience.refresh();
             }
-            for rank in &missing {
+            for rank in missing.iter().filter(|_| due) {
                 if self.look(*rank)? {
                     return Ok(Step::Changed);
                 }
@@ -318,6 +355,7 @@ mod tests {
             wish: String::new(),
             delegate: "gloo".into(),
             known: Vec::new(),
+            mailbox: Vec::new(),
         };
         let mut record = Record { nonce: [1; 16], protocol: PROTOCOL, version: "1".into(), body: None };
         change(&mut record, &mut body);

@@ -8,7 +8,7 @@ use crate::engine::shm::segment::Backing;
 use crate::{select, topology};
 
 /// Changes when the conversation does.
-pub const PROTOCOL: u32 = 4;
+pub const PROTOCOL: u32 = 5;
 
 /// Random, new for every attempt to meet: tells the living from what an earlier incarnation left behind.
 pub type Nonce = [u8; 16];
@@ -163,12 +163,14 @@ pub struct Body {
     pub delegate: String,
     /// Companions of earlier groups, and this rank's place among them.
     pub known: Vec<(Nonce, u32)>,
+    /// Name of the mailbox into which rank 0 puts its verdicts, too, if it is on this host; empty where there is none.
+    pub mailbox: Vec<u8>,
 }
 
 impl Record {
     pub fn write(&self) -> Vec<u8> {
         let writer = Writer::new(RECORD_MAGIC).bytes(&self.nonce).u32(self.protocol).text(&self.version);
-        let Some(Body { size, identity, wish, delegate, known }) = &self.body else { return writer.0 };
+        let Some(Body { size, identity, wish, delegate, known, mailbox }) = &self.body else { return writer.0 };
         writer
             .u32(*size)
             .text(&identity.boot_id)
@@ -182,6 +184,7 @@ impl Record {
             .text(wish)
             .text(delegate)
             .list(known, |writer, (id, place)| writer.bytes(id).u32(*place))
+            .list(mailbox, |writer, byte| writer.u8(*byte))
             .0
     }
 
@@ -206,7 +209,8 @@ impl Record {
             headroom: limit(from.u64()?),
         };
         let (wish, delegate) = (from.text()?, from.text()?);
-        Some(Body { size, identity, wish, delegate, known: from.list(|from| Some((from.array()?, from.u32()?)))? })
+        let known = from.list(|from| Some((from.array()?, from.u32()?)))?;
+        Some(Body { size, identity, wish, delegate, known, mailbox: from.list(Reader::u8)? })
     }
 }
 

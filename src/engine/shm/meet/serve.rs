@@ -3,11 +3,11 @@
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::lead::{Lead, Plan, Step};
 use super::record::{Answer, Hello, Mode, Nonce, Offer, Record};
-use super::{Met, VERDICT, acquaint, has_signed, sign, socket};
+use super::{Met, acquaint, has_signed, sign, socket};
 use crate::engine::shm::companions::{Company, Process};
 use crate::engine::shm::segment::random;
 use crate::error::Result;
@@ -15,8 +15,6 @@ use crate::topology;
 
 /// Up to here the processes' descriptors are passed around; that is the square of the ranks in descriptors.
 const MAX_PASSED: usize = 128;
-/// Ranks that come together finish within this; only later does rank 0 ask the store about those who are missing.
-const PROMPT: Duration = Duration::from_millis(5);
 
 /// A rank that came to the socket.
 struct Guest {
@@ -44,8 +42,9 @@ impl Lead<'_, '_> {
         if let Some(company) = &plan.company {
             verdict.known = (company.id(), company.places().iter().map(|place| *place as u32).collect());
         }
-        self.talk.store.set(VERDICT, &verdict.write())?;
-        let mut next_look = Instant::now() + PROMPT;
+        self.publish(&verdict)?;
+        // Ranks that come together are here long before this is over.
+        self.looked = Instant::now();
         loop {
             if let Err(reason) = self.welcome((id, plan.company.as_ref()), &listener, &mut strangers, &mut guests) {
                 return Ok(Step::Impossible(reason));
@@ -66,8 +65,7 @@ impl Lead<'_, '_> {
             if unfinished.is_empty() {
                 return self.conclude(id, plan, guests);
             }
-            let now = Instant::now();
-            if now > next_look {
+            if self.due() {
                 for rank in &unfinished {
                     if self.look(*rank)? {
                         return Ok(Step::Changed);
@@ -77,7 +75,7 @@ impl Lead<'_, '_> {
                     }
                 }
                 // Two questions a rank: with many of them, most of the time is for those who come.
-                next_look = Instant::now() + now.elapsed() * 4;
+                self.looked = Instant::now();
             }
             let open = guests.iter().flatten().filter(|guest| !guest.mapped).map(|guest| &guest.socket);
             let sockets = strangers.iter().chain(open).chain([&listener]);

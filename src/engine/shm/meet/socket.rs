@@ -1,4 +1,4 @@
-//! Unix sockets that keep message boundaries and carry descriptors. Rank 0 listens under a random name in the abstract
+//! Unix sockets that keep message boundaries and carry descriptors. They are bound to random names in the abstract
 //! namespace: nothing in the file system, nothing to guess, gone with the process.
 
 #![allow(unsafe_code)]
@@ -35,10 +35,26 @@ fn retried(mut call: impl FnMut() -> isize) -> io::Result<usize> {
     }
 }
 
-fn new_socket() -> io::Result<OwnedFd> {
-    let kind = libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
+fn new_socket(kind: i32) -> io::Result<OwnedFd> {
+    let kind = kind | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
     // SAFETY: plain numbers in, a descriptor or -1 out.
     descriptor(unsafe { libc::socket(libc::AF_UNIX, kind, 0) })
+}
+
+fn bound(kind: i32, name: &[u8]) -> io::Result<OwnedFd> {
+    let socket = new_socket(kind)?;
+    let (address, length) = abstract_address(name)?;
+    // SAFETY: the address and its length belong together and outlive the call.
+    retried(|| unsafe { libc::bind(socket.as_raw_fd(), (&raw const address).cast(), length) as isize })?;
+    Ok(socket)
+}
+
+fn connected(kind: i32, name: &[u8]) -> io::Result<OwnedFd> {
+    let socket = new_socket(kind)?;
+    let (address, length) = abstract_address(name)?;
+    // SAFETY: as in `bound`.
+    retried(|| unsafe { libc::connect(socket.as_raw_fd(), (&raw const address).cast(), length) as isize })?;
+    Ok(socket)
 }
 
 /// An address in the abstract namespace: a zero byte, then the name.
@@ -57,23 +73,25 @@ fn abstract_address(name: &[u8]) -> io::Result<(libc::sockaddr_un, libc::socklen
 }
 
 pub fn listen(name: &[u8], backlog: usize) -> io::Result<OwnedFd> {
-    let socket = new_socket()?;
-    let (address, length) = abstract_address(name)?;
-    // SAFETY: the address and its length belong together and outlive the calls.
-    unsafe {
-        retried(|| libc::bind(socket.as_raw_fd(), (&raw const address).cast(), length) as isize)?;
-        retried(|| libc::listen(socket.as_raw_fd(), backlog.clamp(16, 4096) as i32) as isize)?;
-    }
+    let socket = bound(libc::SOCK_SEQPACKET, name)?;
+    // SAFETY: plain numbers on a descriptor we own.
+    retried(|| unsafe { libc::listen(socket.as_raw_fd(), backlog.clamp(16, 4096) as i32) as isize })?;
     Ok(socket)
 }
 
 /// `WouldBlock` while the listener's queue is full.
 pub fn connect(name: &[u8]) -> io::Result<OwnedFd> {
-    let socket = new_socket()?;
-    let (address, length) = abstract_address(name)?;
-    // SAFETY: as in `listen`.
-    retried(|| unsafe { libc::connect(socket.as_raw_fd(), (&raw const address).cast(), length) as isize })?;
-    Ok(socket)
+    connected(libc::SOCK_SEQPACKET, name)
+}
+
+/// A socket that takes messages from anyone on this host who knows its name, without a connection.
+pub fn mailbox(name: &[u8]) -> io::Result<OwnedFd> {
+    bound(libc::SOCK_DGRAM, name)
+}
+
+/// Puts a message into a mailbox. `WouldBlock` while it is full.
+pub fn post(name: &[u8], message: &[u8]) -> io::Result<()> {
+    send(&connected(libc::SOCK_DGRAM, name)?, message, &[])
 }
 
 /// The next connection, or `None` when there is none now.
@@ -153,13 +171,20 @@ pub fn send(socket: &OwnedFd, message: &[u8], descriptors: &[BorrowedFd<'_>]) ->
     }
 }
 
+/// The length of the next message, which stays where it is.
+fn next_length(socket: &OwnedFd) -> io::Result<usize> {
+    let flags = libc::MSG_PEEK | libc::MSG_TRUNC;
+    // SAFETY: no byte is written to a buffer of length 0.
+    retried(|| unsafe { libc::recv(socket.as_raw_fd(), std::ptr::null_mut(), 0, flags) })
+}
+
 /// A message and the descriptors that came with it.
 pub type Message = (Vec<u8>, Vec<OwnedFd>);
 
 /// One message and the descriptors that came with it; an empty message means that the peer has closed. `WouldBlock`
 /// when there is none now.
 pub fn receive(socket: &OwnedFd) -> io::Result<Message> {
-    let mut message = vec![0u8; MAX_MESSAGE];
+    let mut message = vec![0u8; next_length(socket)?.min(MAX_MESSAGE)];
     let mut piece = libc::iovec { iov_base: message.as_mut_ptr().cast(), iov_len: message.len() };
     let mut control = Control([0; 64 + MAX_DESCRIPTORS * 4]);
     let mut descriptors = Vec::new();
@@ -231,6 +256,21 @@ mod tests {
         drop(descriptors);
         drop(one);
         assert!(receive(&other).unwrap().0.is_empty());
+    }
+
+    #[test]
+    fn a_mailbox_takes_messages_until_it_is_full() {
+        let name = format!("sagellm-mailbox-test-{}", std::process::id());
+        let mailbox = mailbox(name.as_bytes()).unwrap();
+        assert_eq!(receive(&mailbox).unwrap_err().kind(), io::ErrorKind::WouldBlock);
+        post(name.as_bytes(), b"one").unwrap();
+        post(name.as_bytes(), &[7; 5000]).unwrap();
+        assert_eq!(receive(&mailbox).unwrap().0, b"one");
+        assert_eq!(receive(&mailbox).unwrap().0, [7; 5000]);
+        let full = (0..1_000_000).find_map(|_| post(name.as_bytes(), &[0; 1000]).err()).unwrap();
+        assert_eq!(full.kind(), io::ErrorKind::WouldBlock);
+        drop(mailbox);
+        assert_eq!(post(name.as_bytes(), b"two").unwrap_err().kind(), io::ErrorKind::ConnectionRefused);
     }
 
     #[test]
