@@ -198,6 +198,8 @@ void SageBackend::shutdown() {
     }
   }
   group_->shutdown();
+  // A signal handler that raised meanwhile made it return early.
+  if (const auto raised = take_interrupt()) interrupted = raised;
   c10::intrusive_ptr<c10d::Backend> split;
   {
     const std::lock_guard<std::mutex> lock(split_mutex_);

@@ -116,6 +116,8 @@ void leave() {
   Graveyard::instance().drain();
   drain_log();
   close_log();
+  // A signal handler raised while the groups were left, and nobody else will hear of it.
+  if (const auto raised = take_interrupt()) std::rethrow_exception(raised);
 }
 
 // Works for functions of this module; c10d's own bindings translate by themselves.

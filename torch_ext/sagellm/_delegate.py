@@ -6,6 +6,8 @@ calls it as a c10d backend, and lets go of it in shutdown.
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -82,4 +84,30 @@ def build(name: str, options: Any, prefix: str = PREFIX) -> Any:
     from torch.distributed import distributed_c10d as c10d
 
     wanted = check(name)
-    return BUILT_IN[wanted][1](c10d, PrefixStore(prefix, options.store), options)
+    keys = PrefixStore(prefix, options.store)
+    return _interruptible(lambda: BUILT_IN[wanted][1](c10d, keys, options))
+
+
+def _interruptible(make: Callable[[], Any]) -> Any:
+    """What ``make`` returns; a signal handler that raises ends the wait for it.
+
+    torch's groups wait for their peers in one call that hears of no signal, until the group's timeout. So it runs on a
+    thread of its own, which after Ctrl-C goes on waiting; it keeps no program from ending.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return make()
+    done: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            made = make()
+        except BaseException as error:  # whatever it is, the caller is waiting for it
+            done.put((None, error))
+        else:
+            done.put((made, None))
+
+    threading.Thread(target=run, name="sagellm-delegate", daemon=True).start()
+    made, error = done.get()
+    if error is not None:
+        raise error
+    return made

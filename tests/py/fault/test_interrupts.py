@@ -1,0 +1,153 @@
+"""Ctrl-C in the calls that make and end groups: KeyboardInterrupt long before the deadline, and an orderly exit."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import net
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Context, Job, beyond_gloo, launch
+from net import enter
+
+pytestmark = beyond_gloo("waits in one call that hears of no signal")
+
+#: Of the groups, and what is allowed instead: these tests may share two cores with others.
+TIMEOUT = timedelta(seconds=90)
+SOON = 10.0
+
+
+def interrupted(ctx: Context, call: Callable[[], Any]) -> float:
+    """Says that it calls now, and when the interrupt came out of the call."""
+    ctx.tell("calling")
+    try:
+        call()
+    except KeyboardInterrupt:
+        return time.monotonic()
+    raise AssertionError("the call returned")
+
+
+def interrupt(job: Job, rank: int, others: list[int]) -> None:
+    """Sends SIGINT to a rank that blocks in a call, and sees that the call and then the program end soon, in order."""
+    assert job.hear(rank, 60) == "calling"
+    time.sleep(1.0)  # until it waits
+    begin = time.monotonic()
+    job.signal(rank, signal.SIGINT)
+    outcome = job.wait_rank(rank, 60)
+    assert outcome.error is None and outcome.code == 0, job.report()
+    assert outcome.value - begin < SOON, job.report()
+    assert time.monotonic() - begin < 2 * SOON, job.report()
+    assert outcome.output == "", job.report()
+    for other in others:
+        job.say(other, "end")
+
+
+def first_group(ctx: Context, late: int) -> float | None:
+    """One rank does not come to the first group."""
+    if ctx.rank == late:
+        ctx.listen(80)
+        return None
+    store = ctx.store()
+    return interrupted(ctx, lambda: ctx.init(store=store, timeout=TIMEOUT))
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_ctrl_c_ends_the_wait_for_the_ranks_of_the_first_group(late: int) -> None:
+    """As rank 0, which gathers, and as one that waits for rank 0."""
+    with launch(first_group, 2, late) as job:
+        interrupt(job, 1 - late, [late])
+
+
+def further_group(ctx: Context, late: int) -> float | None:
+    """One rank does not come to a further group."""
+    ctx.init(timeout=TIMEOUT)
+    dist.barrier()
+    if ctx.rank == late:
+        ctx.listen(80)
+        return None
+    return interrupted(ctx, lambda: dist.new_group([0, 1]))
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_ctrl_c_ends_the_wait_for_the_ranks_of_a_further_group(late: int) -> None:
+    with launch(further_group, 2, late) as job:
+        interrupt(job, 1 - late, [late])
+
+
+def built_elsewhere(ctx: Context) -> float:
+    """A group of torch's takes for ever."""
+    from sagellm import _delegate
+
+    held = threading.Event()
+    return interrupted(ctx, lambda: _delegate._interruptible(lambda: held.wait(80)))
+
+
+def test_ctrl_c_ends_the_wait_for_a_group_of_torchs() -> None:
+    """The delegate's and the link's constructors wait for peers in one call."""
+    with launch(built_elsewhere, 1) as job:
+        interrupt(job, 0, [])
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[str]]:
+    """Two connected namespaces, by name."""
+    try:
+        with net.Network(2) as made:
+            yield made.names
+    except net.Unavailable as reason:
+        pytest.skip(f"network namespaces may not be made here: {reason}")
+
+
+def on_two_hosts(ctx: Context, names: list[str]) -> None:
+    enter(names[ctx.rank])
+    store = dist.FileStore(f"{ctx.tmp}/store", ctx.world_size)
+    ctx.init(store=store, timeout=TIMEOUT)
+
+
+def opens_a_link(ctx: Context, names: list[str], late: int) -> float | None:
+    """One rank has everything that a group over two hosts needs, and does not open the link."""
+    from sagellm import _delegate
+
+    ctx_build = _delegate.build
+
+    def build(name: str, options: Any, prefix: str = _delegate.PREFIX) -> Any:
+        made = ctx_build(name, options, prefix)
+        if ctx.rank == late and prefix == _delegate.LINK_PREFIX:
+            ctx.listen(80)
+        return made
+
+    _delegate.build = build
+    if ctx.rank == late:
+        on_two_hosts(ctx, names)
+        return None
+    return interrupted(ctx, lambda: on_two_hosts(ctx, names))
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_ctrl_c_ends_the_opening_of_a_link(hosts: list[str], late: int) -> None:
+    with launch(opens_a_link, 2, hosts, late, env={"GLOO_SOCKET_IFNAME": net.INTERFACE}) as job:
+        interrupt(job, 1 - late, [])
+
+
+def leaves(ctx: Context, names: list[str]) -> float | None:
+    """Rank 0 leaves while what it has sent was not taken."""
+    on_two_hosts(ctx, names)
+    dist.all_reduce(torch.ones(3))
+    dist.barrier()
+    if ctx.rank == 1:
+        ctx.listen(80)
+        return None
+    dist.broadcast(torch.ones(1 << 19), 0)
+    return interrupted(ctx, dist.destroy_process_group)
+
+
+def test_ctrl_c_ends_the_leaving_of_a_group_over_hosts(hosts: list[str]) -> None:
+    """It stays for up to half a minute so that what it sent arrives; Ctrl-C is not swallowed meanwhile."""
+    with launch(leaves, 2, hosts, env={"GLOO_SOCKET_IFNAME": net.INTERFACE}) as job:
+        interrupt(job, 0, [])
