@@ -65,12 +65,17 @@ def register() -> None:
 def create(options: Any, pg_options: Any = None) -> Any:
     """Makes the backend of one group, meeting its other ranks through the store. torch calls it.
 
-    ``options`` is torch's struct of facts about the group. Its newer fields (``process_group``, ``split_from``,
-    ``enable_reconfigure``) are not read: 2.11 does not have them. ``pg_options`` is what the user gave, if anything:
-    ours, or the plain options of torch.
+    ``options`` is torch's struct of facts about the group. Of its newer fields, which 2.11 does not have,
+    ``process_group`` and ``split_from`` are not read. ``pg_options`` is what the user gave, if anything: ours, or the
+    plain options of torch.
     """
     from sagellm import _delegate, _load, _log
 
+    if getattr(options, "enable_reconfigure", False):
+        raise NotImplementedError(
+            f"sagellm: group {options.group_id!r} is asked for with enable_reconfigure=True, which groups of sagellm do "
+            "not offer. Leave it out, and after a failure make a new group of the ranks that are left"
+        )
     extension = _load.extension()
     _log.configure(extension)
     if os.environ.get(_log.VARIABLE):
