@@ -60,7 +60,19 @@ std::exception_ptr JoinedWork::exception() const {
 }
 
 bool JoinedWork::wait(std::chrono::milliseconds timeout) {
-  for (const auto& part : parts_) part->wait(timeout);
+  using std::chrono::milliseconds;
+  using std::chrono::steady_clock;
+  // One time for all parts, where one is given.
+  const bool bounded = timeout > kNoTimeout;
+  const auto until = steady_clock::now() + timeout;
+  for (const auto& part : parts_) {
+    if (bounded) {
+      // Rounded up: no time at all would mean no limit.
+      const auto left = std::chrono::ceil<milliseconds>(until - steady_clock::now());
+      timeout = std::max(left, milliseconds(1));
+    }
+    part->wait(timeout);
+  }
   return true;
 }
 

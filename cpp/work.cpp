@@ -93,7 +93,13 @@ void Events::call_completion_hooks(const CompletionHookArgs& args) const {
   std::unique_lock<std::mutex> lock(mutex_);
   const std::shared_ptr<const CompletionHooks> hooks = completion_hooks_;
   lock.unlock();
-  for (const auto& entry : *hooks) entry.second(args);
+  for (const auto& entry : *hooks) {
+    try {
+      entry.second(args);
+    } catch (const std::exception& error) {
+      log_line(1, std::string("a completion hook failed: ") + error.what());
+    }
+  }
 }
 
 void Events::set_work_hook(WorkHook hook) {
