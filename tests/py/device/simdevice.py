@@ -61,6 +61,7 @@ class Device:
         self.library = library
         library.sim_use_library.restype = ctypes.c_char_p
         library.sim_kernels.restype = ctypes.c_int64
+        library.sim_blocks.restype = ctypes.c_int64
         library.sim_launcher.restype = ctypes.c_void_p
         for setter in (library.sim_set_kernel_delay, library.sim_set_host_delay):
             setter.argtypes = [ctypes.c_int64]
@@ -114,6 +115,10 @@ class Device:
     def raw_events(self) -> int:
         """Events that the launcher had to make: those given back are recorded again."""
         return int(self.library.sim_raw_events())
+
+    def blocks(self) -> int:
+        """Pieces of the device's memory that somebody holds."""
+        return int(self.library.sim_blocks())
 
     def kernels(self) -> int:
         """Kernels put on streams so far."""

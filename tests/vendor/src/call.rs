@@ -6,6 +6,7 @@
 use sagellm::group::Group;
 use sagellm::types::{CallNote, Dtype, Kind, ReduceOp, Request, Span};
 
+use crate::float8;
 use crate::memory;
 
 /// Tags of the engine's messages: the data, and the word that its receiver is there.
@@ -31,6 +32,8 @@ pub struct Call {
     pub copy_to: Option<usize>,
     /// A device scalar that the input is multiplied by, read when the operation runs.
     pub factor: Option<Scalar>,
+    /// NCCL's number of an 8-bit float: combined in 32 bits, rounded once.
+    pub float8: Option<i32>,
 }
 
 /// True if the two pieces of memory share no byte.
@@ -56,6 +59,7 @@ impl Call {
             out_blocks: Vec::new(),
             copy_to: None,
             factor: None,
+            float8: None,
         }
     }
 
@@ -156,9 +160,14 @@ impl Running {
     /// Reads the input. The private memory stays where it is until `self` is dropped, which must not be before every
     /// operation has ended: `Comm::perform` sees to that.
     pub fn new(call: &Call) -> Running {
-        let input = call.inputs.iter().flat_map(|span| memory::read(span.addr, span.bytes)).collect();
-        let output = vec![0; call.outputs.iter().map(|span| span.bytes).sum()];
+        let mut input = call.inputs.iter().flat_map(|span| memory::read(span.addr, span.bytes)).collect::<Vec<u8>>();
+        let mut output = vec![0; call.outputs.iter().map(|span| span.bytes).sum()];
         let mut call = call.clone();
+        if let Some(number) = call.float8 {
+            input = float8::widened(number, &input);
+            output.resize(4 * output.len(), 0);
+            call.dtype = Dtype::F32;
+        }
         if let Some((scalar, read)) = call.factor {
             call.op = ReduceOp::PremulSum(read(scalar));
         }
@@ -213,8 +222,10 @@ impl Running {
     /// Writes the output, after all has ended well.
     pub fn store(&self) {
         let mut at = 0;
+        let narrow = self.call.float8.map(|number| float8::narrowed(number, &self.output));
+        let output = narrow.as_ref().unwrap_or(&self.output);
         for span in &self.call.outputs {
-            memory::write(span.addr, &self.output[at..at + span.bytes]);
+            memory::write(span.addr, &output[at..at + span.bytes]);
             at += span.bytes;
         }
         if let Some(to) = self.call.copy_to {

@@ -326,6 +326,10 @@ impl Asked {
         if queue.device != comm.device {
             return wrong(ARGUMENTS, format!("a queue of device {} for one of {}", queue.device, comm.device));
         }
+        let current = Runtime::Cnrt.current();
+        if current != Some(comm.device) {
+            return wrong(ARGUMENTS, format!("the thread's device is {current:?}, the communicator's {}", comm.device));
+        }
         Ok(Checked { comm, queue, size, dtype })
     }
 

@@ -28,6 +28,7 @@ mod cuda;
 mod device;
 mod event;
 mod extra;
+mod float8;
 mod hccl;
 mod memory;
 mod nccl;

@@ -53,6 +53,7 @@ struct Slot {
     comm: OnceLock<Arc<Comm>>,
     /// The result that ended the set-up; 0 while there is none.
     failed: AtomicI32,
+    config: Config,
 }
 
 static COMMS: Table<Slot> = Table::new(5);
@@ -104,6 +105,10 @@ fn state_of(slot: &Slot) -> i32 {
 fn usable(handle: usize) -> Result<Arc<Comm>, i32> {
     let slot = COMMS.get(handle).ok_or_else(|| refuse(INVALID_ARGUMENT, format!("{handle:#x} is no communicator")))?;
     match state_of(&slot) {
+        SUCCESS if !slot.config.name_lives() => {
+            let name = &slot.config.name;
+            Err(refuse(INVALID_ARGUMENT, format!("the name {name:?} was given back while its communicator lives")))
+        }
         SUCCESS => Ok(Arc::clone(slot.comm.get().expect("it is ready"))),
         IN_PROGRESS => Err(refuse(INVALID_ARGUMENT, "the communicator is used while a call on it is in progress")),
         error => Err(refuse(error, "the communicator has failed")),
@@ -132,8 +137,9 @@ fn set_up(comm: &Arc<Comm>) -> i32 {
 }
 
 /// Gives out a handle and makes its communicator: now, at the end of the group, or on a thread of its own.
-fn make(out: Out<usize>, blocking: bool, comm: impl FnOnce() -> Result<Arc<Comm>, i32> + Send + 'static) -> i32 {
-    let slot = Arc::new(Slot { comm: OnceLock::new(), failed: AtomicI32::new(SUCCESS) });
+fn make(out: Out<usize>, config: Config, comm: impl FnOnce() -> Result<Arc<Comm>, i32> + Send + 'static) -> i32 {
+    let blocking = config.blocking;
+    let slot = Arc::new(Slot { comm: OnceLock::new(), failed: AtomicI32::new(SUCCESS), config });
     let handle = COMMS.add(Arc::clone(&slot));
     out.set(handle);
     let job: Job = Box::new(move || {
@@ -221,14 +227,14 @@ fn init(out: Out<usize>, ranks: i32, id: &UniqueId, rank: i32, config: &Config, 
         return refuse(INVALID_ARGUMENT, "the bytes are not those of an id");
     };
     let (config, shape) = (config.clone(), (ranks as u32, rank as u32));
-    make(out, config.blocking, move || {
+    make(out, config.clone(), move || {
         Ok(Arc::new(Comm::new(Vendor::Nccl, place, shape, device, &config.name, config.blocking)))
     })
 }
 
 #[unsafe(no_mangle)]
 extern "C" fn sim_ncclCommInitRank(out: Out<usize>, ranks: i32, id: UniqueId, rank: i32) -> i32 {
-    init(out, ranks, &id, rank, &Config::default(), Runtime::Cuda.current())
+    init(out, ranks, &id, rank, &Config::default().by_environment(), Runtime::Cuda.current())
 }
 
 #[unsafe(no_mangle)]
@@ -272,7 +278,7 @@ extern "C" fn sim_ncclCommSplit(parent: usize, color: i32, key: i32, out: Out<us
     if out.is_null() || color < NO_COLOR {
         return refuse(INVALID_ARGUMENT, format!("color {color}"));
     }
-    let inherited = Config { blocking: comm.blocking, name: String::new() };
+    let inherited = Config { blocking: comm.blocking, ..Config::default() };
     let config = match Config::read(config, inherited) {
         Ok(config) => config,
         Err(error) => return error,
@@ -308,7 +314,7 @@ extern "C" fn sim_ncclCommSplit(parent: usize, color: i32, key: i32, out: Out<us
             (false, false) => in_background(job),
         };
     }
-    make(out, config.blocking, move || split()?.ok_or(INTERNAL_ERROR))
+    make(out, config.clone(), move || split()?.ok_or(INTERNAL_ERROR))
 }
 
 #[unsafe(no_mangle)]
@@ -332,7 +338,7 @@ extern "C" fn sim_ncclCommShrink(
     if named(comm.rank) || (flags != SHRINK_ABORT && is_alone(&comm)) {
         return refuse(INVALID_USAGE, "an excluded rank shrinks, or a failed communicator without NCCL_SHRINK_ABORT");
     }
-    let inherited = Config { blocking: comm.blocking, name: String::new() };
+    let inherited = Config { blocking: comm.blocking, ..Config::default() };
     let config = match Config::read(config, inherited) {
         Ok(config) => config,
         Err(error) => return error,
@@ -345,7 +351,7 @@ extern "C" fn sim_ncclCommShrink(
     let own = ranks.iter().position(|rank| *rank == comm.rank).unwrap_or(0);
     let Some(place) = comm.child_place(&ranks, &format!("shrink {number}")) else { return INTERNAL_ERROR };
     let (shape, device) = ((ranks.len() as u32, own as u32), comm.device);
-    make(out, config.blocking, move || {
+    make(out, config.clone(), move || {
         Ok(Arc::new(Comm::new(Vendor::Nccl, place, shape, device, &config.name, config.blocking)))
     })
 }

@@ -386,7 +386,14 @@ class Memory final : public c10::Allocator {
       block = reusable.back();
       reusable.pop_back();
     }
+    ++given_out_;
     return {block->address, block, &release, where};
+  }
+
+  // Blocks that somebody holds.
+  int64_t given_out() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return given_out_;
   }
 
   void used(void* context, c10::StreamId stream) {
@@ -420,9 +427,11 @@ class Memory final : public c10::Allocator {
     launch(block->device, own, [block] { std::memset(block->address, kPoison, block->bytes); });
     std::lock_guard<std::mutex> lock(mutex_);
     free_[{block->device, block->stream, block->bytes}].push_back(block);
+    --given_out_;
   }
 
   std::mutex mutex_;
+  int64_t given_out_ = 0;
   std::map<std::tuple<int, c10::StreamId, size_t>, std::vector<Block*>> free_;
 
  public:
@@ -730,6 +739,9 @@ void sim_set_capturing(int on, int told) {
 }
 int64_t sim_kernels() {
   return kernels;
+}
+int64_t sim_blocks() {
+  return Memory::instance().given_out();
 }
 int sim_device_count() {
   return kDevices;

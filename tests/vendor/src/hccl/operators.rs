@@ -10,6 +10,7 @@ use super::{BFP16, Chip, INT16, NOT_SUPPORT, PARA, PTR, RUNTIME, SUCCESS, chip, 
 use crate::batch::{self, Entry, Sort};
 use crate::call::{Call, apart};
 use crate::comm::{Comm, Vendor};
+use crate::device::Runtime;
 use crate::pointers::In;
 use crate::stream::Stream;
 use crate::{acl, trace};
@@ -61,6 +62,10 @@ impl Asked {
         let Some(stream) = acl::stream(self.stream).filter(|stream| stream.device == comm.device) else {
             return self.wrong(PARA, format!("{:#x} is no stream of device {}", self.stream, comm.device));
         };
+        let current = Runtime::Acl.current();
+        if current != Some(comm.device) {
+            return self.wrong(PARA, format!("the thread's device is {current:?}, the communicator's {}", comm.device));
+        }
         if root >= comm.size {
             return self.wrong(PARA, format!("root or peer {root} of {}", comm.size));
         }

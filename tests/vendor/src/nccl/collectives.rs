@@ -13,8 +13,11 @@ use super::{INVALID_ARGUMENT, INVALID_USAGE, SUCCESS, in_background, refuse, usa
 use crate::batch::{self, Entry};
 use crate::call::{Call, apart};
 use crate::comm::{Comm, Vendor};
+use crate::device::Runtime;
+use crate::float8::FLOAT8;
 use crate::memory;
 use crate::pointers::Out;
+use crate::settings;
 use crate::stream::Stream;
 use crate::{cuda, trace};
 
@@ -40,7 +43,6 @@ pub struct Issued {
     pub datatype: &'static str,
 }
 
-const FLOAT8: [i32; 2] = [10, 11];
 const FIRST_FACTOR: i32 = 5;
 
 /// The engine's type, size and NCCL's name of an element.
@@ -116,6 +118,10 @@ impl Asked {
         let Some(stream) = cuda::stream(self.stream) else { return wrong(format!("stream {:#x}", self.stream)) };
         if stream.device != comm.device {
             return wrong(format!("a stream of device {} for one of {}", stream.device, comm.device));
+        }
+        let current = Runtime::Cuda.current();
+        if current != Some(comm.device) {
+            return wrong(format!("the thread's device is {current:?}, the communicator's {}", comm.device));
         }
         for (buffer, bytes) in [(self.send, send_bytes(&comm, size)), (self.recv, recv(&comm, size))] {
             if bytes > 0 && self.count > 0 && (buffer == 0 || !buffer.is_multiple_of(size)) {
@@ -213,8 +219,12 @@ pub fn launch(entries: Vec<Entry>) -> i32 {
 /// The reduction of a number, which may be a factor of this communicator.
 fn reduction(asked: &Asked, checked: &Checked, op: i32, call: Call) -> Result<Call, i32> {
     let wrong = |text: &str| Err(refuse(INVALID_ARGUMENT, format!("{}: {text} {op}", asked.name)));
+    let mut call = call;
     if FLOAT8.contains(&asked.dtype) {
-        return wrong("the simulator does not add float8; reduction");
+        if settings::get().nccl_version < 22_400 || op > 4 {
+            return wrong("float8 is not combined before 2.24, nor by a factor; reduction");
+        }
+        call.float8 = Some(asked.dtype);
     }
     let plain = match op {
         0 => ReduceOp::Sum,

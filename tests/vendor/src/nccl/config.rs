@@ -4,6 +4,7 @@
 use std::ffi::c_char;
 
 use super::INVALID_ARGUMENT;
+use crate::memory;
 use crate::pointers::In;
 use crate::trace;
 
@@ -36,17 +37,36 @@ const COMM_NAME: (usize, u32) = (48, 22_700);
 pub struct Config {
     pub blocking: bool,
     pub name: String,
+    /// Where the caller keeps the name: NCCL copies the pointer and reads it as long as the communicator lives.
+    pub name_at: usize,
 }
 
 impl Default for Config {
     fn default() -> Config {
-        Config { blocking: true, name: String::new() }
+        Config { blocking: true, name: String::new(), name_at: 0 }
     }
 }
 
 impl Config {
+    /// `NCCL_COMM_BLOCKING` has the last word, also over what the caller has set.
+    pub fn by_environment(self) -> Config {
+        let blocking = match std::env::var("NCCL_COMM_BLOCKING").as_deref() {
+            Ok("0") => false,
+            Ok("1") => true,
+            _ => self.blocking,
+        };
+        Config { blocking, ..self }
+    }
+
+    /// Whether the name still is where the caller had it.
+    pub fn name_lives(&self) -> bool {
+        let bytes = self.name.as_bytes();
+        let found = || memory::read(self.name_at, bytes.len() + 1);
+        self.name_at == 0 || (found()[..bytes.len()] == *bytes && found()[bytes.len()] == 0)
+    }
+
     pub fn read(pointer: In<u64>, default: Config) -> Result<Config, i32> {
-        let Some(size) = pointer.get() else { return Ok(default) };
+        let Some(size) = pointer.get() else { return Ok(default.by_environment()) };
         let refuse = |text: String| {
             trace::refuse(format!("ncclConfig_t: {text}"));
             Err(INVALID_ARGUMENT)
@@ -78,7 +98,8 @@ impl Config {
         if at + 8 <= bytes.len() && version >= since {
             let pointer = usize::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
             config.name = In::<c_char>::at(pointer).text().unwrap_or_default();
+            config.name_at = pointer;
         }
-        Ok(config)
+        Ok(config.by_environment())
     }
 }
