@@ -36,6 +36,7 @@ CONTROL = f"{THEIRS} #2"
 #: Column, whose group, and the form of the operation.
 FORMS = [
     ("sagellm fused", "sagellm", "fused"),
+    ("sagellm fused, apart", "sagellm", "apart"),
     ("sagellm region", "sagellm", "region"),
     ("sagellm one by one", "sagellm", "all_reduce"),
     ("nccl one by one", THEIRS, "all_reduce"),
@@ -46,6 +47,7 @@ FORMS = [
 RATIOS = [
     ("nccl one by one", "sagellm fused"),
     ("nccl region", "sagellm fused"),
+    ("nccl region", "sagellm fused, apart"),
     ("nccl region", "sagellm region"),
     ("nccl one by one", "sagellm one by one"),
     ("nccl region", "nccl region #2"),

@@ -26,14 +26,18 @@ OPS = (
     "all_reduce_x1000",
     "fused_x10",
     "fused_x1000",
+    "apart_x10",
+    "apart_x1000",
     "region_x10",
     "region_x1000",
     "barrier",
 )
 # Operations in flight at once: asynchronous calls one by one, one call of fused_all_reduce for a list, and calls within
-# torch's coalescing manager.
+# torch's coalescing manager. The tensors of `fused` are slices of one, which lie behind each other and need no packing;
+# those of `apart` were allocated one by one, with others between them, as a program's gradients are.
 BURSTS = {"all_reduce_x10": 10, "all_reduce_x1000": 1000}
-LISTS = {"fused_x10": 10, "fused_x1000": 1000}
+APART = {"apart_x10": 10, "apart_x1000": 1000}
+LISTS = {"fused_x10": 10, "fused_x1000": 1000} | APART
 REGIONS = {"region_x10": 10, "region_x1000": 1000}
 MANY = BURSTS | LISTS | REGIONS
 # Measured at one size only: a barrier has none, and many operations in flight are about small ones.
@@ -84,6 +88,18 @@ class Case:
             # Written, so the pages are there.
             self.inputs.append(torch.ones(counts[0], dtype=dtype, device=device).zero_())
             self.outputs.append(torch.ones(counts[1], dtype=dtype, device=device).zero_())
+        self._separate: dict[int, list[torch.Tensor]] = {}
+        self._between: list[torch.Tensor] = []
+
+    def _apart(self, i: int) -> list[torch.Tensor]:
+        """The tensors of `APART` for a set of buffers: each in an allocation of its own, none behind another."""
+        if i not in self._separate:
+            found: list[torch.Tensor] = []
+            for _ in range(self.inputs[i].numel() // self.part):
+                found.append(torch.ones(self.part, dtype=self.dtype, device=self.device).zero_())
+                self._between.append(torch.empty(self.part + 1, dtype=self.dtype, device=self.device))
+            self._separate[i] = found
+        return self._separate[i]
 
     def _counts(self) -> tuple[int, int]:
         """Elements of input and output."""
@@ -137,7 +153,7 @@ class Case:
         if op in LISTS:
             from sagellm import fused_all_reduce  # serves groups of other backends, too
 
-            listed = list(x.split(self.part))
+            listed = self._apart(i) if op in APART else list(x.split(self.part))
             return lambda: fused_all_reduce(listed, group=group)
         if op == "ping_pong":
             return (lambda: ping(x, group)) if self.rank == 0 else (lambda: pong(x, group))
@@ -149,8 +165,14 @@ class Case:
         x, y = self.inputs[i], self.outputs[i]
         x.copy_(pattern(x.numel(), self.rank, turn, self.dtype))
         y.fill_(77)
+        apart = self._apart(i) if (form or self.op) in APART else []
+        for piece, own in zip(x.split(self.part) if apart else (), apart, strict=True):
+            own.copy_(piece)
         if self.takes_part():
             self._call(group, i, form or self.op)()
+        for piece, own in zip(x.split(self.part) if apart else (), apart, strict=True):
+            piece.copy_(own)
+            own.zero_()
         wanted = self._wanted(turn)
         wrong = None
         if wanted is not None:

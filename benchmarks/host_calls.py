@@ -1,0 +1,125 @@
+#!/usr/bin/env python3
+"""What a call with a device tensor costs the host, counted on the simulators: allocations and formatted texts a call.
+
+Counts do not depend on how busy the machine is, and they need no device. One rank; the simulators' own allocations are
+left out, those of torch and c10d are in, so the difference of two builds is what matters. With ``--wait`` the program
+stops before and after the calls, so that a debugger can count calls of the bridge meanwhile:
+
+  gdb -p PID -batch -ex 'rbreak ^sagellm[$]cxxbridge1[$]' ... (see docs/benchmarks.md)
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+HERE = Path(__file__).resolve().parent
+CALLS = 200
+#: Libraries whose allocations no real device makes on the host.
+LEFT_OUT = ("libsagellm_sim_", "simdevice-")
+
+
+def hook() -> Path:
+    """The counting library, built where needed."""
+    source = HERE / "measure/counted.cpp"
+    library = ROOT / "build/tests/counted.so"
+    library.parent.mkdir(parents=True, exist_ok=True)
+    if not library.exists() or library.stat().st_mtime < source.stat().st_mtime:
+        command = [os.environ.get("CXX", "g++"), "-O2", "-fPIC", "-shared", str(source), "-o", str(library), "-ldl"]
+        subprocess.run(command, check=True, timeout=300)
+    return library
+
+
+def count(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """In the process that has the hook: counts by case."""
+    sys.path += [str(ROOT / "tests/py"), str(ROOT / "tests/py/device")]
+    import simdevice
+    import torch
+    import torch.distributed as dist
+
+    import sagellm
+
+    device = simdevice.install("simcuda")
+    device.use_library(os.environ["SAGELLM_TEST_RUNTIME"], "cuda")
+    device.native_handles(True)
+    device.kernel_delay(0.0)
+    dist.init_process_group(
+        "sagellm", store=dist.HashStore(), rank=0, world_size=1, pg_options=sagellm.Options(vendor="nccl")
+    )
+    library = ctypes.CDLL(str(hook()))
+    library.counted_leave_out.argtypes = [ctypes.c_size_t, ctypes.c_size_t]
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, *_, path = line.split(maxsplit=5) if line.count("/") else (line.split()[0], "")
+        if any(word in path for word in LEFT_OUT) and " r-x" in line:
+            begin, end = (int(word, 16) for word in span.split("-"))
+            library.counted_leave_out(begin, end)
+    small = torch.zeros(2, device="simcuda")
+    group = dist.group.WORLD
+    assert group is not None
+    works: list[object] = []
+
+    def asynchronous() -> None:
+        work = dist.all_reduce(small, async_op=True)
+        assert work is not None
+        work.wait()
+
+    cases: dict[str, Callable[[], object]] = {
+        "all_reduce of 8 bytes": lambda: dist.all_reduce(small),
+        "the same, asynchronous, and its wait": asynchronous,
+        "barrier": lambda: dist.barrier(device_ids=[0]),
+    }
+    found = (ctypes.c_int64 * 2)()
+    result = {}
+    for name, call in cases.items():
+        for _ in range(20):
+            call()
+        torch.accelerator.synchronize("simcuda")
+        if arguments.wait:
+            input(f"{os.getpid()}: {CALLS} calls of {name}")
+        library.counted_begin()
+        for _ in range(CALLS):
+            call()
+        library.counted_end(found)
+        torch.accelerator.synchronize("simcuda")
+        result[name] = {"allocations": found[0] / CALLS, "texts": found[1] / CALLS}
+    if arguments.wait:
+        input("done")
+    works.clear()
+    dist.destroy_process_group()
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--wait", action="store_true", help="stop before each case")
+    parser.add_argument("--counting", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.counting:
+        print(json.dumps(count(arguments)))
+        return 0
+    sys.path += [str(ROOT / "tests/py"), str(ROOT / "tests/py/device")]
+    import simdevice
+    import simulated
+
+    simdevice.library_path()
+    environment = os.environ | simulated.environment("nccl", simulated.builder().build())
+    environment["LD_PRELOAD"] = str(hook())
+    words = [sys.executable, __file__, "--counting", *(["--wait"] if arguments.wait else [])]
+    done = subprocess.run(words, env=environment, stdout=subprocess.PIPE, text=True, timeout=None if arguments.wait else 300)
+    if done.returncode != 0:
+        return done.returncode
+    print("| call | allocations | texts |\n| --- | ---: | ---: |")
+    for name, counts in json.loads(done.stdout.splitlines()[-1]).items():
+        print(f"| {name} | {counts['allocations']:.1f} | {counts['texts']:.1f} |")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
