@@ -224,6 +224,8 @@ class SageBackend final : public c10d::Backend {
   void follow_messages(const Piece& memory, bool writes);
 
   // Somebody listens for the end of works: then synchronous calls have one, too.
+  // A batch of messages on a device may have some of this rank for itself.
+  bool sends_to_itself() const { return HostCall::by_vendor() && region_.open(); }
   bool has_listeners() const { return events_->has_work_hook() || events_->has_completion_hooks(); }
 
   // Both not for a call whose tensors are on a device and go to its vendor's library.

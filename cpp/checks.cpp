@@ -2,6 +2,7 @@
 
 #include <ATen/MemoryOverlap.h>
 
+#include "device_staging.hpp"
 #include "errors.hpp"
 #include "plan.hpp"
 
@@ -30,7 +31,8 @@ void empty_elsewhere(const char* op, const char* what, const std::vector<std::ve
 
 void dense_cpu(const char* op, const char* what, const at::Tensor& tensor) {
   if (!tensor.defined()) value_error(op, c10::str(what, " is undefined"));
-  if (!tensor.device().is_cpu()) {
+  // A call that goes to a vendor's library has been looked at before, and names its tensors on the device.
+  if (!tensor.device().is_cpu() && !HostCall::by_vendor()) {
     value_error(op, c10::str(what, " is on ", tensor.device(), ", expected one on cpu"));
   }
   if (tensor.layout() != at::kStrided) {
@@ -72,11 +74,11 @@ void root(const char* op, int64_t root, int64_t root_tensor, int size) {
   if (root_tensor != 0) value_error(op, c10::str("root tensor is ", root_tensor, ", expected 0: there is only one"));
 }
 
-void peer(const char* op, int peer, int rank, int size) {
+void peer(const char* op, int peer, int rank, int size, bool may_be_oneself) {
   if (peer < 0 || peer >= size) {
     value_error(op, c10::str("peer rank is ", peer, ", expected 0 to ", size - 1, " (the group has ", size, " ranks)"));
   }
-  if (peer == rank) value_error(op, c10::str("peer rank is ", peer, ", which is this rank itself"));
+  if (peer == rank && !may_be_oneself) value_error(op, c10::str("peer rank is ", peer, ", which is this rank itself"));
 }
 
 void tag(const char* op, int tag) {
@@ -188,6 +190,11 @@ uint8_t reducible(const char* op, const at::Tensor& tensor) {
       return 15;
     case at::kComplexDouble:
       return 16;
+    case at::kFloat8_e4m3fn:
+    case at::kFloat8_e5m2:
+      // Whether the device's library can is its recipe's to say.
+      if (HostCall::by_vendor()) return tensor.scalar_type() == at::kFloat8_e4m3fn ? 17 : 18;
+      [[fallthrough]];
     default:
       value_error(op, c10::str(dtype_name(tensor.scalar_type()),
                                " numbers cannot be combined, only moved; convert them to float16 or wider first"));

@@ -37,7 +37,7 @@ void same_dtype(const char* op, const at::Tensor& expected, const at::Tensor& fo
 void same_dtype(const char* op, const at::Tensor& expected, const std::vector<at::Tensor>& found);
 
 void root(const char* op, int64_t root, int64_t root_tensor, int size);
-void peer(const char* op, int peer, int rank, int size);
+void peer(const char* op, int peer, int rank, int size, bool may_be_oneself = false);
 void tag(const char* op, int tag);
 
 // One tensor (or list) a rank.

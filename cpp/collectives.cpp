@@ -583,7 +583,7 @@ SageBackend::WorkPtr SageBackend::send(Tensors& tensors, int destination, int ta
   constexpr const char* kOp = "send";
   const at::Tensor& tensor = check::only(kOp, "tensor", tensors);
   check::dense_cpu(kOp, "tensor", tensor);
-  check::peer(kOp, destination, getRank(), getSize());
+  check::peer(kOp, destination, getRank(), getSize(), sends_to_itself());
   check::tag(kOp, tag);
   Plan plan(kOp, Kind::kSend, c10d::kUnsetTimeout);
   plan.call.root = static_cast<uint32_t>(destination);
@@ -614,7 +614,7 @@ SageBackend::WorkPtr SageBackend::recv(Tensors& tensors, int source, int tag) {
     return delegate_message(foreign_rooted(Kind::kRecv, tensors, 0, bytes_of(tensors), source, tag), tensors,
                             [&](c10d::Backend& other) { return other.recv(tensors, source, tag); });
   }
-  check::peer("recv", source, getRank(), getSize());
+  check::peer("recv", source, getRank(), getSize(), sends_to_itself());
   return receive(tensors, static_cast<uint32_t>(source), tag, {"sagellm:recv", OpType::RECV}, "recv");
 }
 

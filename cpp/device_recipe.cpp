@@ -17,21 +17,20 @@ namespace sagellm {
 
 namespace {
 
-using Pieces = std::vector<Piece>;
-
 // `types::Dtype` as torch has it; the other way is `check::reducible`.
 at::ScalarType scalar_type(uint8_t dtype) {
-  constexpr at::ScalarType kTypes[] = {at::kByte,         at::kBool,         at::kByte,  at::kChar,   at::kUInt16,
-                                       at::kShort,        at::kUInt32,       at::kInt,   at::kUInt64, at::kLong,
-                                       at::kHalf,         at::kBFloat16,     at::kFloat, at::kDouble, at::kComplexHalf,
-                                       at::kComplexFloat, at::kComplexDouble};
+  constexpr at::ScalarType kTypes[] = {at::kByte,          at::kBool,          at::kByte,        at::kChar,
+                                       at::kUInt16,        at::kShort,         at::kUInt32,      at::kInt,
+                                       at::kUInt64,        at::kLong,          at::kHalf,        at::kBFloat16,
+                                       at::kFloat,         at::kDouble,        at::kComplexHalf, at::kComplexFloat,
+                                       at::kComplexDouble, at::kFloat8_e4m3fn, at::kFloat8_e5m2};
   TORCH_INTERNAL_ASSERT(dtype < std::size(kTypes));
   return kTypes[dtype];
 }
 
 // The other way; 0 for types that are none of the core's.
 uint8_t dtype_of(at::ScalarType type) {
-  for (uint8_t dtype = 1; dtype <= 16; ++dtype) {
+  for (uint8_t dtype = 1; dtype <= 18; ++dtype) {
     if (scalar_type(dtype) == type) return dtype;
   }
   return 0;
@@ -184,6 +183,14 @@ at::Tensor divided_unsigned(const at::Tensor& tensor, int64_t count) {
   return quotient + at::ge(rest, count).to(at::kLong);
 }
 
+// By a factor that lies on the device, and stays there.
+at::Tensor scaled(const at::Tensor& tensor, const at::Tensor& factor) {
+  const at::ScalarType type = tensor.scalar_type();
+  if (is_wide_unsigned(type)) return as_unsigned(as_signed(tensor) * factor.to(at::kLong), type);
+  // A tensor without dimensions does not widen the other; integers take the factor without its fraction.
+  return tensor * (at::isIntegralType(type, true) ? factor.to(type) : factor);
+}
+
 at::Tensor scaled(const at::Tensor& tensor, double factor) {
   const at::ScalarType type = tensor.scalar_type();
   if (is_wide_unsigned(type)) return as_unsigned(as_signed(tensor) * static_cast<int64_t>(factor), type);
@@ -235,14 +242,15 @@ at::Tensor folded(const at::Tensor& all, int ranks, uint8_t op) {
   return is_wide_unsigned(type) ? as_unsigned(sum, type) : sum.to(type);
 }
 
-at::Tensor applied(at::Tensor tensor, const rust::Vec<Local>& steps, int ranks) {
+// `factor` is undefined where the steps say it.
+at::Tensor applied(at::Tensor tensor, const rust::Vec<Local>& steps, int ranks, const at::Tensor& factor = {}) {
   for (const Local& step : steps) {
     switch (step.step) {
       case LocalStep::Cast:
         tensor = tensor.to(scalar_type(step.dtype));
         break;
       case LocalStep::Scale:
-        tensor = scaled(tensor, step.factor);
+        tensor = factor.defined() ? scaled(tensor, factor) : scaled(tensor, step.factor);
         break;
       case LocalStep::Divide:
         tensor = divided(tensor, static_cast<int64_t>(step.count));
@@ -264,7 +272,7 @@ bool has_blocks_to_receive(Kind kind) {
 }
 
 // Whether the library can be given these pieces as they are; then `wire` is set to what it gets.
-bool fits(const Pieces& pieces, const std::vector<size_t>& blocks, bool in_blocks, const RustRecipe& recipe,
+bool fits(const Pieces& pieces, const std::vector<size_t>& blocks, bool in_blocks, const RecipeFacts& how,
           Pieces& wire) {
   if (pieces.empty() && in_blocks) {
     wire.assign(blocks.size(), Piece{0, 0});
@@ -274,7 +282,7 @@ bool fits(const Pieces& pieces, const std::vector<size_t>& blocks, bool in_block
     wire = as_run(pieces);
     return true;
   }
-  if (!in_blocks || (recipe.flat() && !is_run(pieces))) return false;
+  if (!in_blocks || (how.flat && !is_run(pieces))) return false;
   const auto found = per_rank(pieces, blocks);
   if (found) wire = *found;
   return found.has_value();
@@ -287,18 +295,15 @@ at::Tensor at_address(size_t address, at::IntArrayRef sizes, at::ScalarType type
   return at::for_blob(reinterpret_cast<void*>(address), sizes).options(options).target_device(device).make_tensor();
 }
 
-bool Launch::is_message() const {
-  return recipe->kind() >= static_cast<uint8_t>(Kind::kSend);
-}
-
 rust::Box<RustLaunched> Launch::on(const rust::Box<RustMember>& member, size_t stream) const {
-  return member->launch(*recipe, root, {send.data(), send.size()}, {recv.data(), recv.size()}, stream);
+  return member->launch(*recipe, root, factor, {send.data(), send.size()}, {recv.data(), recv.size()}, stream);
 }
 
 bool elements_in_order(const at::Tensor& tensor) {
   if (!tensor.is_privateuseone()) return true;
   // Present from the moment on that such tensors can exist, so a process without it asks again.
-  const auto query = c10::Dispatcher::singleton().findSchema({kFormatOperator, ""});
+  static const c10::OperatorName name(kFormatOperator, "");
+  const auto query = c10::Dispatcher::singleton().findSchema(name);
   if (!query.has_value()) return true;
   const auto format = query->typed<int64_t(const at::Tensor&)>().call(tensor);
   return std::find(std::begin(kPlainFormats), std::end(kPlainFormats), format) != std::end(kPlainFormats);
@@ -324,16 +329,16 @@ DeviceAsked asked(const Plan& plan, int ranks, bool plain, bool alone) {
 Launch prepare(const Plan& plan, rust::Box<RustRecipe> recipe, int ranks, c10::Device device,
                std::vector<at::Tensor>& keep) {
   const auto asked_kind = static_cast<Kind>(plan.call.kind);
-  const auto kind = static_cast<Kind>(recipe->kind());
   const auto type =
       static_cast<at::ScalarType>(plan.call.element == kNoType ? static_cast<uint8_t>(at::kByte) : plan.call.element);
   const auto count = static_cast<size_t>(ranks);
   Pieces inputs(plan.inputs().begin(), plan.inputs().end());
   Pieces outputs(plan.outputs().begin(), plan.outputs().end());
-  Launch launch{std::move(recipe), plan.call.root, {}, {}, nullptr};
-  const RustRecipe& how = *launch.recipe;
-  const rust::Vec<Local> before = how.before();
-  const rust::Vec<Local> after = how.after();
+  const RecipeFacts how = recipe->facts();
+  const auto kind = static_cast<Kind>(how.kind);
+  Launch launch{std::move(recipe), how, plan.call.root, 0, {}, {}, nullptr};
+  const rust::Vec<Local> before = how.local ? launch.recipe->before() : rust::Vec<Local>();
+  const rust::Vec<Local> after = how.local ? launch.recipe->after() : rust::Vec<Local>();
   // What the library moves, where it is not what the tensors have.
   at::ScalarType wire = type;
   for (const Local& step : before) {
@@ -343,20 +348,25 @@ Launch prepare(const Plan& plan, rust::Box<RustRecipe> recipe, int ranks, c10::D
   if (asked_kind == Kind::kBarrier) {
     const at::Tensor one = at::zeros({1}, at::TensorOptions().dtype(at::kFloat).device(device));
     keep.push_back(one);
-    launch.send = launch.recv = {piece_of(one)};
+    launch.send = {piece_of(one)};
+    launch.recv = launch.send;
     return launch;
+  }
+  if (how.premul && plan.factor.defined()) {
+    keep.push_back(plan.factor.to(scalar_type(how.dtype)));
+    launch.factor = piece_of(keep.back()).addr;
   }
 
   // What is sent.
   at::Tensor sent;
-  const std::vector<size_t> in_blocks = block_bytes(plan.in_blocks, total(inputs), count);
   const bool blocks_out = has_blocks_to_send(asked_kind);
-  if (before.empty() && !how.spoils() &&
+  const auto in_blocks = blocks_out ? block_bytes(plan.in_blocks, total(inputs), count) : std::vector<size_t>();
+  if (before.empty() && !how.spoils &&
       fits(inputs, plan.in_blocks.empty() && is_run(inputs) ? plan.in_blocks : in_blocks, blocks_out, how,
            launch.send)) {
     // As it lies.
   } else if (!inputs.empty()) {
-    sent = applied(gathered(inputs, type, device), before, ranks).contiguous();
+    sent = applied(gathered(inputs, type, device), before, ranks, plan.factor).contiguous();
     keep.push_back(sent);
     std::vector<size_t> blocks = in_blocks;
     for (size_t& bytes : blocks) bytes = bytes / c10::elementSize(type) * c10::elementSize(wire);
@@ -364,10 +374,10 @@ Launch prepare(const Plan& plan, rust::Box<RustRecipe> recipe, int ranks, c10::D
   }
 
   // Where it arrives.
-  const std::vector<size_t> out_blocks = block_bytes(plan.out_blocks, total(outputs), count);
   const bool blocks_in = has_blocks_to_receive(asked_kind);
-  const bool in_place = asked_kind == Kind::kAllReduce && kind == asked_kind && sent.defined() && !how.apart();
-  const bool apart = how.apart() && any_overlap(inputs, outputs) && !sent.defined();
+  const auto out_blocks = blocks_in ? block_bytes(plan.out_blocks, total(outputs), count) : std::vector<size_t>();
+  const bool in_place = asked_kind == Kind::kAllReduce && kind == asked_kind && sent.defined() && !how.apart;
+  const bool apart = how.apart && any_overlap(inputs, outputs) && !sent.defined();
   const bool receives = !outputs.empty() || (kind == Kind::kAllGather && asked_kind == Kind::kAllReduce);
   if (!receives) return launch;
   if (after.empty() && !apart && !in_place &&
@@ -394,7 +404,7 @@ Launch prepare(const Plan& plan, rust::Box<RustRecipe> recipe, int ranks, c10::D
     launch.recv = blocks_in ? cut(received, blocks) : Pieces{piece_of(received)};
   }
   keep.push_back(received);
-  launch.after = [received, outputs, type, device, ranks, steps = std::make_shared<rust::Vec<Local>>(how.after())] {
+  launch.after = [received, outputs, type, device, ranks, steps = std::make_shared<rust::Vec<Local>>(after)] {
     scattered(applied(received, *steps, ranks), outputs, type, device);
   };
   return launch;

@@ -13,13 +13,18 @@
 
 namespace sagellm {
 
+using Pieces = c10::SmallVector<Piece, 2>;
+
 // A call of the library.
 struct Launch {
   rust::Box<RustRecipe> recipe;
+  RecipeFacts facts;
   uint32_t root;
-  std::vector<Piece> send;
-  std::vector<Piece> recv;
-  bool is_message() const;
+  // Where the factor of the library's own PREMUL_SUM lies on the device, or 0.
+  size_t factor = 0;
+  Pieces send;
+  Pieces recv;
+  bool is_message() const { return facts.kind >= static_cast<uint8_t>(Kind::kSend); }
   rust::Box<RustLaunched> on(const rust::Box<RustMember>& member, size_t stream) const;
 
   // Puts what came out where the caller wants it; null where it is there.

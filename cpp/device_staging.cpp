@@ -95,60 +95,48 @@ at::Tensor HostCall::add(const at::Tensor& tensor, bool fetched, bool stored) {
                               " shares memory between its elements (an expanded tensor?); pass a clone"));
   }
   if (!std::exchange(asked_, true)) vendor_ = backend_.vendor_of(tensor.device().type());
-  if (vendor_) return shadow(tensor, fetched, stored);
+  if (vendor_) return in_order(tensor, fetched, stored);
   at::Tensor host(at::detail::empty_cpu(tensor.sizes(), tensor.scalar_type()));
   pairs_.push_back({tensor, host, fetched, stored});
   return host;
 }
 
-at::Tensor HostCall::shadow(const at::Tensor& tensor, bool fetched, bool stored) {
+at::Tensor HostCall::in_order(const at::Tensor& tensor, bool fetched, bool stored) {
   at::Tensor memory = tensor;
   if (!tensor.is_contiguous() || tensor.is_conj() || tensor.is_neg()) {
     memory = at::empty(tensor.sizes(), tensor.options().memory_format(at::MemoryFormat::Contiguous));
     if (fetched) strided_before_.push_back({memory, tensor});
     if (stored) strided_after_.push_back({memory, tensor});
+    keep_.push_back(memory);
   }
-  keep_.push_back(memory);
-  const auto address =
-      reinterpret_cast<size_t>(stored ? memory.mutable_data_ptr() : const_cast<void*>(memory.const_data_ptr()));
-  at::Tensor named = at_address(address, memory.sizes(), memory.scalar_type(), c10::Device(c10::kCPU));
-  pairs_.push_back({tensor, named, fetched, stored});
-  return named;
+  pairs_.push_back({tensor, memory, fetched, stored});
+  return memory;
 }
 
 at::Tensor HostCall::stand_in(const at::Tensor& like) {
-  const at::Tensor memory = at::empty(like.sizes(), like.options().device(*device_));
-  keep_.push_back(memory);
-  return at_address(reinterpret_cast<size_t>(memory.mutable_data_ptr()), memory.sizes(), memory.scalar_type(),
-                    c10::Device(c10::kCPU));
+  keep_.push_back(at::empty(like.sizes(), like.options()));
+  return keep_.back();
 }
 
 HostCall::WorkPtr HostCall::submit_to_vendor(c10::ArrayRef<Plan*> plans, const Label& label, Tensors outputs,
                                              bool async) {
-  const auto on_the_device = [&](const at::Tensor& named) {
-    return at_address(reinterpret_cast<size_t>(named.data_ptr()), named.sizes(), named.scalar_type(), *device_);
-  };
   std::vector<DevicePlan> calls;
+  calls.reserve(plans.size());
   for (const Plan* plan : plans) {
     if (plan->call.root == kAnyRank) {
       value_error(op_, c10::str("tensors on ", *device_, " are received by ", vendor_->describe(),
                                 ", which cannot receive from any rank; name the source"));
     }
-    DevicePlan call{plan, {}, {}};
-    for (const Staged& each : plan->before) {
-      call.before.push_back({on_the_device(each.temporary), on_the_device(each.tensor)});
-    }
-    for (const Staged& each : plan->after) {
-      call.after.push_back({on_the_device(each.temporary), on_the_device(each.tensor)});
-    }
-    calls.push_back(std::move(call));
+    calls.push_back({plan, plan->before, plan->after});
   }
   // What a plan stages may be what stands for a strided tensor: that comes first, and last on the way back.
   auto& first = calls.front().before;
   first.insert(first.begin(), strided_before_.begin(), strided_before_.end());
   auto& last = calls.back().after;
   last.insert(last.end(), strided_after_.begin(), strided_after_.end());
-  Tensors keep = keep_;
+  Tensors keep;
+  keep.reserve(keep_.size() + pairs_.size());
+  keep.insert(keep.end(), keep_.begin(), keep_.end());
   for (const auto& pair : pairs_) keep.push_back(pair.device);
   if (backend_.region_.open()) {
     backend_.region_.add(std::move(calls), label, std::move(keep), std::move(outputs), *device_);

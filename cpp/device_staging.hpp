@@ -103,7 +103,7 @@ class HostCall {
 
   // Carries the call out on our own engine. `outputs` are copies.
   WorkPtr submit(c10::ArrayRef<Plan*> plans, const Label& label, c10::ArrayRef<at::Tensor> outputs, bool async);
-  // For a tensor that the call may not use where it lies: one on the device, as `shadow`.
+  // For a tensor that the call may not use where it lies: one on the device, as `in_order`.
   at::Tensor stand_in(const at::Tensor& like);
   // Carries it out by a delegate's call, which `hand_over` makes with the copies.
   WorkPtr submit(const std::function<WorkPtr()>& hand_over, c10d::OpType type);
@@ -119,9 +119,9 @@ class HostCall {
   };
 
   at::Tensor add(const at::Tensor& tensor, bool fetched, bool stored);
-  // A CPU tensor in name that has the address of one on the device: what checks and lowers a call looks at nothing
-  // else.
-  at::Tensor shadow(const at::Tensor& tensor, bool fetched, bool stored);
+  // The tensor itself, or what stands for one whose elements do not lie in order: what checks and lowers a call looks
+  // at addresses, sizes and types only.
+  at::Tensor in_order(const at::Tensor& tensor, bool fetched, bool stored);
   WorkPtr submit_to_vendor(c10::ArrayRef<Plan*> plans, const Label& label, Tensors outputs, bool async);
   // What both ways have in common, before anything is copied.
   std::shared_ptr<Transfer> start(bool collective);
@@ -149,9 +149,9 @@ class HostCall {
   Tensors keep_;
 };
 
-// True when one of them is on a device.
+// True when one of them is on a device, and the call is not on its way to a vendor's library already.
 inline bool on_device(const at::Tensor& tensor) {
-  return tensor.defined() && !tensor.is_cpu();
+  return tensor.defined() && !tensor.is_cpu() && !HostCall::by_vendor();
 }
 inline bool on_device(const std::vector<at::Tensor>& tensors) {
   for (const at::Tensor& tensor : tensors) {

@@ -1,9 +1,9 @@
 #include "device_streams.hpp"
 
-#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <atomic>
 
 namespace sagellm {
 
@@ -41,7 +41,6 @@ Passage::Passage(DeviceStreams& owner, c10::Stream stream, bool timed, int lane)
 }
 
 void* Passage::enter() {
-  const c10::DeviceGuard guard(device());
   owner_.raw_->set_device(device().index());
   std::unique_lock<std::mutex> lock(owner_.mutex_);
   if (owner_.native_.value_or(true)) {
@@ -77,7 +76,12 @@ void Passage::leave() {
   owner_.told_.push_back({stream_, event});
 }
 
-std::shared_ptr<c10::Event> Passage::end() {
+std::shared_ptr<c10::Event> Passage::end(bool asked_only) {
+  if (asked_only && !timed_) {
+    auto ended = owner_.asked_only(stream_);
+    ended->record(stream_);
+    return ended;
+  }
   auto ended = std::make_shared<c10::Event>(stream_.device_type(),
                                             timed_ ? c10::EventFlag::BACKEND_DEFAULT : c10::EventFlag::PYTORCH_DEFAULT);
   ended->record(stream_);
@@ -110,7 +114,6 @@ c10::Stream DeviceStreams::side(c10::Device device, int lane) {
 }
 
 Passage DeviceStreams::begin(c10::Device device, bool async, bool timed, int lane) {
-  const c10::DeviceGuard guard(device);
   const c10::Stream callers = current_stream(device);
   if (!async) return Passage(*this, callers, timed, lane);
   const c10::Stream ours = side(device, lane);
@@ -120,6 +123,19 @@ Passage DeviceStreams::begin(c10::Device device, bool async, bool timed, int lan
     now.block(ours);
   }
   return Passage(*this, ours, timed, lane);
+}
+
+std::shared_ptr<c10::Event> DeviceStreams::asked_only(const c10::Stream& stream) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  // As many operations of a device may be under way before one is asked for again.
+  constexpr size_t kMost = 1024;
+  auto& events = asked_only_[stream.device_index()];
+  const bool free = !events.empty() && events.front().use_count() == 1;
+  // Pairs with the release by which the last other holder let go of it.
+  if (free) std::atomic_thread_fence(std::memory_order_acquire);
+  events.push_back(free ? events.front() : std::make_shared<c10::Event>(stream.device_type()));
+  if (free || events.size() > kMost) events.pop_front();
+  return events.back();
 }
 
 std::vector<DeviceStreams::Told> DeviceStreams::take_told(const c10::Stream& stream) {

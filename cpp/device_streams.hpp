@@ -12,6 +12,7 @@
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 
+#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -53,7 +54,8 @@ c10::Stream current_stream(c10::Device device);
 // Whether the stream's work is being recorded into a graph instead of being run; nothing where torch cannot say.
 std::optional<bool> capture_of(const c10::Stream& stream);
 
-// One operation's way onto a device and back, made by `DeviceStreams::begin`. Used by one thread.
+// One operation's way onto a device and back, made by `DeviceStreams::begin`. Used by one thread, whose current device
+// is the operation's from `begin` to `end`.
 class Passage {
  public:
   // Where `at::` operations before and after the raw part belong: the caller's stream for a synchronous operation, the
@@ -66,7 +68,8 @@ class Passage {
   // What follows on `stream()` runs behind the raw stream's work.
   void leave();
   // Everything is on its stream. The event stands for its end; `begun` for its start where times are wanted.
-  std::shared_ptr<c10::Event> end();
+  // `asked_only`: no stream will wait for it, so that it may be recorded again as soon as nobody holds it.
+  std::shared_ptr<c10::Event> end(bool asked_only = false);
   const std::shared_ptr<c10::Event>& begun() const { return begun_; }
 
  private:
@@ -105,6 +108,8 @@ class DeviceStreams {
     void* event;
   };
   std::vector<Told> take_told(const c10::Stream& stream);
+  // An event that is held by nobody else, of those that no stream waits for.
+  std::shared_ptr<c10::Event> asked_only(const c10::Stream& stream);
 
   const std::shared_ptr<const RawStreams> raw_;
   std::mutex mutex_;
@@ -112,6 +117,8 @@ class DeviceStreams {
   // Whether torch tells raw handles; unknown before the first try.
   std::optional<bool> native_;
   std::vector<Told> told_;
+  // By device, the one that was given out first in front.
+  std::map<c10::DeviceIndex, std::deque<std::shared_ptr<c10::Event>>> asked_only_;
 };
 
 }  // namespace sagellm

@@ -87,6 +87,7 @@ VendorDevices::VendorDevices(SageBackend& backend, c10::DeviceType type, const s
     : backend_(backend),
       type_(type),
       group_(backend.options_->group_name),
+      ranks_(backend.getSize()),
       devices_(open(*backend.group_, type, vendor, library, folders)),
       // Not owned: the streams are a member.
       streams_(std::make_unique<DeviceStreams>(std::shared_ptr<const RawStreams>(std::shared_ptr<void>(), this))) {}
@@ -274,26 +275,55 @@ void VendorDevices::Retired::shrink(const std::vector<uint32_t>& excluded, Vendo
   });
 }
 
-std::vector<VendorDevices::Explained> VendorDevices::explained(const std::vector<DevicePlan>& calls,
-                                                               const std::vector<Launch>& launches,
-                                                               uint64_t number) const {
-  std::vector<Explained> found;
-  for (size_t i = 0; i < calls.size(); ++i) {
-    const Plan& plan = *calls[i].plan;
-    std::string why(launches[i].recipe->why());
-    if (why.empty()) why = "one call of the library, which chooses the algorithm";
-    if (plan.call.tensors > 1) why += c10::str("; ", plan.call.tensors, " tensors in one call");
-    if (calls.size() > 1) why += c10::str("; one of ", calls.size(), " calls issued together");
-    const uint64_t bytes = std::max(bytes_of(plan.inputs()), bytes_of(plan.outputs()));
-    found.push_back({plan.call.kind, bytes, launches[i].recipe->hierarchical(),
-                     c10::str("op\t", plan.op, "\nbytes\t", bytes, "\nranks\t", backend_.getSize(), "\nsequence\t",
-                              number, "\nlibrary\t", describe(), "\ndecided\t", why)});
-  }
-  return found;
-}
+class VendorDevices::OnStream final : public DeviceCall {
+ public:
+  OnStream(std::shared_ptr<const VendorDevices> devices, MemberPtr member, uint64_t number, bool counted)
+      : devices_(std::move(devices)), member_(std::move(member)), number_(number), counted_(counted) {}
 
-void VendorDevices::launch(const std::vector<Launch>& launches, const Member& member, void* raw,
-                           std::vector<rust::Box<RustLaunched>>& launched) const {
+  void ended(bool well) override {
+    for (const auto& note : notes) note->ended(well, counted_);
+    if (counted_) devices_->under_way_->fetch_sub(1, std::memory_order_relaxed);
+  }
+
+  std::vector<std::string> explain() const override {
+    std::vector<std::string> all;
+    for (const Told& each : told) {
+      std::string why(each.recipe->why());
+      if (why.empty()) why = "one call of the library, which chooses the algorithm";
+      if (each.tensors > 1) why += c10::str("; ", each.tensors, " tensors in one call");
+      if (told.size() > 1) why += c10::str("; one of ", told.size(), " calls issued together");
+      std::string lines = c10::str("op\t", each.op, "\nbytes\t", each.bytes, "\nranks\t", devices_->ranks_,
+                                   "\nsequence\t", number_, "\nlibrary\t", devices_->describe(), "\ndecided\t", why);
+      // In two levels it is told of other communicators.
+      const std::string ran(each.hierarchical ? "" : member_->core->ran(each.kind, each.bytes));
+      if (!ran.empty()) lines += "\nran\t" + ran;
+      all.push_back(std::move(lines));
+    }
+    return all;
+  }
+
+  struct Told {
+    const char* op;
+    uint8_t kind;
+    bool hierarchical;
+    uint32_t tensors;
+    uint64_t bytes;
+    rust::Box<RustRecipe> recipe;
+  };
+  // Filled while the call is issued.
+  c10::SmallVector<rust::Box<RustForeign>, 1> notes;
+  Launched launched;
+  c10::SmallVector<Told, 1> told;
+
+ private:
+  const std::shared_ptr<const VendorDevices> devices_;
+  const MemberPtr member_;
+  const uint64_t number_;
+  // Watched, so that `under_way_` counts it and its end is seen.
+  const bool counted_;
+};
+
+void VendorDevices::launch(c10::ArrayRef<Launch> launches, const Member& member, void* raw, Launched& launched) const {
   const auto stream = reinterpret_cast<size_t>(raw);
   if (launches.size() == 1) {
     launched.push_back(launches[0].on(member.core, stream));
@@ -310,6 +340,7 @@ void VendorDevices::launch(const std::vector<Launch>& launches, const Member& me
         launched.push_back(each.on(member.core, stream));
         continue;
       }
+      if (is_own_message(each)) continue;
       for (const auto* list : {&each.send, &each.recv}) {
         for (const Piece& piece : *list) {
           peers.push_back(each.root);
@@ -327,17 +358,86 @@ void VendorDevices::launch(const std::vector<Launch>& launches, const Member& me
   member.core->end_group();
 }
 
+bool VendorDevices::is_own_message(const Launch& launch) const {
+  return launch.is_message() && launch.root == static_cast<uint32_t>(backend_.getRank());
+}
+
+void VendorDevices::check_own_messages(const std::vector<DevicePlan>& calls) const {
+  std::vector<size_t> sent;
+  std::vector<size_t> received;
+  for (const DevicePlan& call : calls) {
+    const Plan& plan = *call.plan;
+    if (!is_message(plan) || plan.call.root != static_cast<uint32_t>(backend_.getRank())) continue;
+    const bool sends = plan.call.kind == static_cast<uint8_t>(Kind::kSend);
+    (sends ? sent : received).push_back(bytes_of(sends ? plan.inputs() : plan.outputs()));
+  }
+  if (sent == received) return;
+  value_error("batch_isend_irecv",
+              c10::str("rank ", backend_.getRank(), " sends itself messages of ", c10::ArrayRef<size_t>(sent),
+                       " bytes, and receives ", c10::ArrayRef<size_t>(received),
+                       " from itself in the same batch; expected equal lists"));
+}
+
+void VendorDevices::copy_own_messages(c10::ArrayRef<Launch> launches, c10::Device device) const {
+  std::vector<Piece> sent;
+  std::vector<Piece> received;
+  for (const Launch& each : launches) {
+    if (!is_own_message(each)) continue;
+    sent.insert(sent.end(), each.send.begin(), each.send.end());
+    received.insert(received.end(), each.recv.begin(), each.recv.end());
+  }
+  const auto bytes = [&](const Piece& piece) {
+    return at_address(piece.addr, {static_cast<int64_t>(piece.bytes)}, at::kByte, device);
+  };
+  for (size_t i = 0; i < sent.size(); ++i) copy_quietly(bytes(received[i]), bytes(sent[i]));
+}
+
+std::vector<std::shared_ptr<c10::Event>> VendorDevices::come_behind_all(const c10::Stream& stream) {
+  std::vector<std::shared_ptr<c10::Event>> elsewhere;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& [other, ended] : last_) {
+    if (other == stream) continue;
+    if (other.device() == stream.device()) {
+      ended->block(stream);
+    } else {
+      elsewhere.push_back(ended);
+    }
+  }
+  return elsewhere;
+}
+
+void VendorDevices::is_last(const c10::Stream& stream, const std::shared_ptr<c10::Event>& ended) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto known = std::find_if(last_.begin(), last_.end(), [&](const auto& each) { return each.first == stream; });
+  if (known == last_.end()) {
+    last_.emplace_back(stream, ended);
+  } else {
+    known->second = ended;
+  }
+}
+
 c10::intrusive_ptr<DeviceWork> VendorDevices::submit(std::vector<DevicePlan>& calls, const Label& label, Tensors keep,
                                                      Tensors outputs, c10::Device device, bool async, bool region) {
   Graveyard::instance().drain();
+  // For torch's operators and for the library, whose kernels are launched on the thread's device.
+  const c10::DeviceGuard guard(device);
   const c10::Stream callers = current_stream(device);
   const bool capturing = is_capturing(callers);
   const Plan& first = *calls[0].plan;
-  const bool single_message = !region && is_message(first);
+  const bool message = is_message(first);
+  const bool barrier = first.call.kind == static_cast<uint8_t>(Kind::kBarrier);
+  const bool single_message = !region && message;
   const int ranks = single_message ? 2 : backend_.getSize();
 
   // Refused before anything is sent.
-  std::vector<rust::Box<RustRecipe>> recipes;
+  if (capturing && barrier) {
+    value_error(first.op,
+                c10::str("the current stream of ", device,
+                         " is being captured into a graph, which cannot hold a barrier: the host waits for it; "
+                         "call it outside of the capture"));
+  }
+  if (region) check_own_messages(calls);
+  c10::SmallVector<rust::Box<RustRecipe>, 1> recipes;
   const bool plain = std::all_of(keep.begin(), keep.end(), elements_in_order);
   for (const DevicePlan& call : calls) {
     const DeviceAsked wanted = asked(*call.plan, ranks, plain, calls.size() == 1 && !region);
@@ -364,19 +464,23 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::submit(std::vector<DevicePlan>& ca
   }
   const MemberPtr communicator = member(key);
   uint64_t number = 0;
-  std::vector<std::shared_ptr<rust::Box<RustForeign>>> notes;
+  c10::SmallVector<rust::Box<RustForeign>, 1> notes;
   for (const DevicePlan& call : calls) {
     if (call.plan->call.counts || number == 0)
       number = checked([&] { return devices_->next_number(call.plan->call.kind); });
-    notes.push_back(std::make_shared<rust::Box<RustForeign>>(backend_.group_->foreign(foreign(*call.plan))));
+    notes.push_back(backend_.group_->foreign(foreign(*call.plan)));
   }
   auto trace = Trace::start(label.title, keep);
 
   // A capture is joined before the call returns: what runs beside it would be lost.
-  Passage passage = streams_->begin(device, async && !capturing, backend_.events_->timing(), lane);
-  std::vector<Launch> launches;
+  const bool on_callers = !async || capturing;
+  Passage passage = streams_->begin(device, !on_callers, backend_.events_->timing(), lane);
+  // A synchronous call has no Work where nobody listens, so no stream waits for its end but that of a barrier.
+  const bool listened = async || backend_.has_listeners();
+  std::vector<std::shared_ptr<c10::Event>> elsewhere;
+  if (barrier) elsewhere = come_behind_all(passage.stream());
+  c10::SmallVector<Launch, 1> launches;
   {
-    const c10::DeviceGuard guard(device);
     const c10::StreamGuard on(passage.stream());
     for (size_t i = 0; i < calls.size(); ++i) {
       for (const Staged& each : calls[i].before) copy_quietly(each.temporary, each.tensor);
@@ -384,58 +488,61 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::submit(std::vector<DevicePlan>& ca
       // In a pair the lower rank is 0.
       if (single_message) launches.back().root = static_cast<int>(first.call.root) < backend_.getRank() ? 0 : 1;
     }
+    if (region) copy_own_messages(launches, device);
   }
-  const auto launched = std::make_shared<std::vector<rust::Box<RustLaunched>>>();
+  const auto call = std::make_shared<OnStream>(shared_from_this(), communicator, number, !capturing);
+  call->notes = std::move(notes);
   void* raw = passage.enter();
   std::shared_ptr<c10::Event> ended;
-  for (const DevicePlan& call : calls) {
-    for (const Staged& each : call.before) keep.push_back(each.temporary);
-    for (const Staged& each : call.after) keep.push_back(each.temporary);
+  for (const DevicePlan& each : calls) {
+    for (const Staged& staged : each.before) keep.push_back(staged.temporary);
+    for (const Staged& staged : each.after) keep.push_back(staged.temporary);
   }
   try {
-    checked([&] { launch(launches, *communicator, raw, *launched); });
+    checked([&] { launch(launches, *communicator, raw, call->launched); });
     passage.leave();
-    const c10::DeviceGuard guard(device);
     const c10::StreamGuard on(passage.stream());
     for (size_t i = 0; i < calls.size(); ++i) {
       if (launches[i].after) launches[i].after();
       for (const Staged& each : calls[i].after) copy_quietly(each.tensor, each.temporary);
     }
-    ended = passage.end();
+    ended = passage.end(!listened && !capturing);
   } catch (const std::exception&) {
     // The library may be at work on this memory, and nobody will know when it is done: it is never given back.
     new Tensors(std::move(keep));
-    new auto(launched);
+    new auto(call);
     throw;
   }
+  if (!capturing && !single_message) is_last(passage.stream(), ended);
+  for (size_t i = 0; i < calls.size(); ++i) {
+    const Plan& plan = *calls[i].plan;
+    call->told.push_back({plan.op, plan.call.kind, launches[i].facts.hierarchical, plan.call.tensors,
+                          std::max(bytes_of(plan.inputs()), bytes_of(plan.outputs())), std::move(launches[i].recipe)});
+  }
 
+  // What is given back on the caller's stream is used again behind the call, and a graph owns its memory.
+  if (on_callers) keep.clear();
+  if (!listened) outputs.clear();
   DeviceWork::Launched made{passage.stream(), passage.begun(), std::move(ended), std::move(keep)};
-  made.blocks_host = first.call.kind == static_cast<uint8_t>(Kind::kBarrier);
+  made.blocks_host = barrier;
+  made.earlier = std::move(elsewhere);
   made.guardian = shared_from_this();
-  made.watched.what = c10::str(first.op, is_message(first) ? " with rank " : " number ",
-                               is_message(first) ? uint64_t{first.call.root} : number, " on ", device);
+  made.watched.op = first.op;
   made.watched.number = number;
+  if (message) made.watched.peer = static_cast<int64_t>(first.call.root);
+  made.watched.device = device;
   made.watched.timeout =
       first.call.timeout_ms < 0 ? backend_.options_->timeout : std::chrono::milliseconds(first.call.timeout_ms);
   made.watched.member = communicator;
-  made.also = launched;
-  made.told = [notes, capturing, under_way = under_way_](bool well) {
-    for (const auto& note : notes) (*note)->ended(well, true);
-    if (!capturing) under_way->fetch_sub(1, std::memory_order_relaxed);
-  };
-  made.explained = [told = explained(calls, launches, number), communicator] {
-    std::vector<std::string> all;
-    for (const Explained& each : told) {
-      // In two levels it is told of other communicators.
-      const std::string ran(each.hierarchical ? "" : communicator->core->ran(each.kind, each.bytes));
-      all.push_back(ran.empty() ? each.lines : each.lines + "\nran\t" + ran);
-    }
-    return all;
-  };
+  made.call = call;
   auto work = c10::make_intrusive<DeviceWork>(backend_.getRank(), label.type, std::move(outputs), backend_.events_,
                                               std::move(trace), std::move(made));
-  // An event in a graph cannot be asked.
-  if (capturing) return work;
+  if (capturing) {
+    // The graph may be played at any time, and an event in it cannot be asked.
+    new auto(call);
+    work->settle();
+    return listened ? work : nullptr;
+  }
   under_way_->fetch_add(1, std::memory_order_relaxed);
   try {
     work->watch();
@@ -443,7 +550,9 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::submit(std::vector<DevicePlan>& ca
     under_way_->fetch_sub(1, std::memory_order_relaxed);
     throw;
   }
-  return work;
+  if (listened) return work;
+  if (barrier) work->wait(kNoTimeout);
+  return nullptr;
 }
 
 bool VendorDevices::ask(c10::DeviceIndex device, const std::function<bool()>& question) {
@@ -468,7 +577,6 @@ bool VendorDevices::is_capturing(const c10::Stream& stream) const {
   } catch (const c10::Error&) {
     return false;  // nothing can be asked
   }
-  const c10::DeviceGuard guard(stream.device());
   set_device(stream.device_index());
   return checked([&] { return devices_->capturing(reinterpret_cast<size_t>(raw)); });
 }
@@ -479,11 +587,11 @@ std::string VendorDevices::look(const Watched& watched, bool passed) {
   std::string trouble;
   if (!passed && watched.timeout.count() > 0 && now - watched.issued > watched.timeout) {
     trouble =
-        std::string(devices_->stall(watched.what, watched.number, static_cast<uint64_t>(watched.timeout.count())));
+        std::string(devices_->stall(watched.what(), watched.number, static_cast<uint64_t>(watched.timeout.count())));
   } else if (member->aborted) {
     if (passed && member->drained) return {};
-    trouble = std::string(devices_->trouble(watched.what));
-    if (trouble.empty()) trouble = c10::str("Asagellm: ", watched.what, ": the communicator was aborted");
+    trouble = std::string(devices_->trouble(watched.what()));
+    if (trouble.empty()) trouble = c10::str("Asagellm: ", watched.what(), ": the communicator was aborted");
   } else {
     const std::string bad(member->core->poll());
     // Whoever has left since did so after its part.
@@ -493,14 +601,14 @@ std::string VendorDevices::look(const Watched& watched, bool passed) {
       if (now - asked_ < kAskEvery) return {};
       asked_ = now;
     }
-    trouble = std::string(devices_->trouble(watched.what));
+    trouble = std::string(devices_->trouble(watched.what()));
     // A library may notice a dead peer before the kernel tells of it, and does not know which.
     for (int turn = 0; turn < 50 && trouble.empty() && !bad.empty(); ++turn) {
       std::this_thread::sleep_for(std::chrono::milliseconds(5));
-      trouble = std::string(devices_->trouble(watched.what));
+      trouble = std::string(devices_->trouble(watched.what()));
     }
     if (trouble.empty() && !bad.empty()) {
-      trouble = c10::str(bad, "; seen at ", watched.what);
+      trouble = c10::str(bad, "; seen at ", watched.what());
       // The library tells it once, and every work and later call shall say it.
       devices_->fail(trouble.substr(1));
     }

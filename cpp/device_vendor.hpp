@@ -50,7 +50,8 @@ class VendorDevices final : public RawStreams, public Guardian, public std::enab
   std::string describe() const { return std::string(devices_->describe()); }
 
   // Puts calls on a stream of the device, as one launch where there are several. Never waits for a peer, but for the
-  // first call that needs a communicator, which is made when all its ranks are there.
+  // first call that needs a communicator, which is made when all its ranks are there, and in a barrier. Null for a
+  // synchronous call when nobody listens: the caller's stream holds all of it, and so its tensors.
   // `region`: all ranks know of the calls, messages among them, so these need no communicator of their own.
   c10::intrusive_ptr<DeviceWork> submit(std::vector<DevicePlan>& calls, const Label& label, Tensors keep,
                                         Tensors outputs, c10::Device device, bool async, bool region = false);
@@ -97,15 +98,8 @@ class VendorDevices final : public RawStreams, public Guardian, public std::enab
   // Device, and the two ranks of a message's way; -1 and -1 for the communicator of all.
   using Key = std::tuple<c10::DeviceIndex, int, int>;
 
-  // For `explain`; what ran is asked later.
-  struct Explained {
-    uint8_t kind;
-    uint64_t bytes;
-    bool hierarchical;
-    std::string lines;
-  };
-  std::vector<Explained> explained(const std::vector<DevicePlan>& calls, const std::vector<Launch>& launches,
-                                   uint64_t number) const;
+  // What is left of a call when it is on its stream.
+  class OnStream;
 
   // Also where torch, or the device's part of it, does not say.
   bool is_capturing(const c10::Stream& stream) const;
@@ -118,8 +112,18 @@ class VendorDevices final : public RawStreams, public Guardian, public std::enab
   // Makes the communicators inside the hosts and between them that belong to one of all ranks, where there are to be
   // any.
   void add_levels(const Member& member, c10::DeviceIndex device);
-  void launch(const std::vector<Launch>& launches, const Member& member, void* raw,
-              std::vector<rust::Box<RustLaunched>>& launched) const;
+  using Launched = c10::SmallVector<rust::Box<RustLaunched>, 1>;
+  void launch(c10::ArrayRef<Launch> launches, const Member& member, void* raw, Launched& launched) const;
+  // Messages of a rank for itself, which no library has to carry: the first sent is the first received. Throws where
+  // they do not belong together.
+  void check_own_messages(const std::vector<DevicePlan>& calls) const;
+  void copy_own_messages(c10::ArrayRef<Launch> launches, c10::Device device) const;
+  bool is_own_message(const Launch& launch) const;
+
+  // What a barrier on a stream comes behind: the last collective of each other stream. Those of its device are waited
+  // for by the stream; those of others are returned.
+  std::vector<std::shared_ptr<c10::Event>> come_behind_all(const c10::Stream& stream);
+  void is_last(const c10::Stream& stream, const std::shared_ptr<c10::Event>& ended);
 
   // The communicator of all for a device, if it was made and not ended.
   MemberPtr living(c10::Device device);
@@ -130,6 +134,7 @@ class VendorDevices final : public RawStreams, public Guardian, public std::enab
   const c10::DeviceType type_;
   const pid_t process_ = ::getpid();
   const std::string group_;
+  const int ranks_;
   const rust::Box<RustDevices> devices_;
   std::unique_ptr<DeviceStreams> streams_;
   // Held while a communicator is made, so that two threads make them one after the other.
@@ -137,6 +142,8 @@ class VendorDevices final : public RawStreams, public Guardian, public std::enab
   // Guards the rest, briefly.
   std::mutex mutex_;
   std::map<Key, MemberPtr> members_;
+  // By stream, the end of the last collective that was put on it.
+  std::vector<std::pair<c10::Stream, std::shared_ptr<c10::Event>>> last_;
   // A connection of our own to the group's store, from the first message on.
   std::shared_ptr<Store> store_;
   std::chrono::steady_clock::time_point asked_{};

@@ -29,10 +29,25 @@ void DeviceWork::fail(const std::string& error, bool idle) {
   end(error, idle);
 }
 
-bool DeviceWork::poll() {
+std::string Watched::what() const {
+  return c10::str(op, peer < 0 ? " number " : " with rank ", peer < 0 ? number : static_cast<uint64_t>(peer), " on ",
+                  device);
+}
+
+bool DeviceWork::has_passed() const {
+  return launched_.ended->query() && std::all_of(launched_.earlier.begin(), launched_.earlier.end(),
+                                                 [](const auto& event) { return event->query(); });
+}
+
+bool DeviceWork::poll(std::chrono::microseconds spin) {
   if (done()) return true;
   const c10::DeviceGuard guard(launched_.stream.device());
-  const auto query = [&] { return launched_.ended->query(); };
+  const auto query = [&] {
+    const auto until = std::chrono::steady_clock::now() + spin;
+    bool passed = has_passed();
+    while (!passed && spin.count() > 0 && std::chrono::steady_clock::now() < until) passed = has_passed();
+    return passed;
+  };
   const bool passed = launched_.guardian ? launched_.guardian->ask(launched_.stream.device_index(), query) : query();
   std::string trouble;
   if (launched_.guardian) {
@@ -45,7 +60,7 @@ bool DeviceWork::poll() {
 }
 
 void DeviceWork::abort() {
-  end(c10::str("Asagellm: ", launched_.watched.what, " was aborted"), false);
+  end(c10::str("Asagellm: ", launched_.watched.what(), " was aborted"), false);
 }
 
 void DeviceWork::end(const std::string& error, bool idle) {
@@ -57,16 +72,16 @@ void DeviceWork::end(const std::string& error, bool idle) {
     ended_at_ = std::chrono::steady_clock::now();
   }
   cv_.notify_all();
-  if (launched_.told) launched_.told(error.empty());
+  if (launched_.call) launched_.call->ended(error.empty());
   finish(error);
   std::vector<at::Tensor> tensors = std::move(launched_.keep);
   if (!idle) {
     // The device may still use them, and nobody knows until when.
     new std::vector<at::Tensor>(std::move(tensors));
-    new std::shared_ptr<void>(std::move(launched_.also));
+    new std::shared_ptr<DeviceCall>(launched_.call);
     return;
   }
-  Graveyard::instance().bury(c10::intrusive_ptr<DeviceWork>::reclaim_copy(this), std::move(tensors));
+  if (!tensors.empty()) Graveyard::instance().bury(nullptr, std::move(tensors));
 }
 
 bool DeviceWork::done() const {
@@ -96,17 +111,22 @@ float DeviceWork::getDuration() const {
 }
 
 void DeviceWork::order() const {
+  const c10::Stream callers = current_stream(launched_.stream.device());
+  // It is behind itself.
+  if (callers == launched_.stream) return;
   const c10::DeviceGuard guard(launched_.stream.device());
-  launched_.ended->block(current_stream(launched_.stream.device()));
+  launched_.ended->block(callers);
 }
 
 bool DeviceWork::wait(std::chrono::milliseconds timeout) {
   const bool bounded = timeout.count() > 0;
   if (bounded || launched_.blocks_host) {
-    constexpr auto kSlice = std::chrono::milliseconds(100);
+    // Going to sleep and waking cost more than a short operation takes.
+    constexpr auto kSpin = std::chrono::microseconds(100);
+    constexpr auto kLongest = std::chrono::milliseconds(1);
     const auto until = std::chrono::steady_clock::now() + timeout;
     auto pause = std::chrono::microseconds(20);
-    while (!poll()) {
+    for (bool ended = poll(kSpin); !ended; ended = poll()) {
       if (check_interrupt()) std::rethrow_exception(take_interrupt());
       if (bounded && std::chrono::steady_clock::now() >= until) {
         raise(c10::str("Tsagellm ", c10d::opTypeToString(opType_), ": wait(", timeout.count(),
@@ -114,7 +134,7 @@ bool DeviceWork::wait(std::chrono::milliseconds timeout) {
       }
       std::unique_lock<std::mutex> lock(mutex_);
       cv_.wait_for(lock, pause, [this] { return completed_; });
-      pause = std::min(pause * 2, std::chrono::duration_cast<std::chrono::microseconds>(kSlice) / 100);
+      pause = std::min<std::chrono::microseconds>(pause * 2, kLongest);
     }
   }
   const std::string text = error();
@@ -146,15 +166,17 @@ c10::intrusive_ptr<c10::ivalue::Future> DeviceWork::getFuture() {
   return future;
 }
 
-void DeviceWatch::add(c10::intrusive_ptr<DeviceWork> work) {
+void DeviceWatch::add(WorkPtr work) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  works_.push_back(std::move(work));
-  if (!running_ && !stopped_) {
+  added_.push_back(std::move(work));
+  if (stopped_) return;
+  if (!running_) {
     const BlockSignals block;
     std::thread([this] { serve(); }).detach();
     running_ = true;
+  } else if (idle_) {
+    changed_.notify_all();
   }
-  changed_.notify_all();
 }
 
 void DeviceWatch::serve() {
@@ -163,34 +185,66 @@ void DeviceWatch::serve() {
   constexpr auto kLong = std::chrono::microseconds(5000);
   constexpr auto kIdle = std::chrono::seconds(10);
   auto pause = kShort;
+  // Leaked with the works that are left when the process ends.
+  auto& queues = *new std::vector<Queue>();
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stopped_) {
-    if (works_.empty()) {
-      if (!changed_.wait_for(lock, kIdle, [this] { return stopped_ || !works_.empty(); })) break;
+    std::vector<WorkPtr> added;
+    added.swap(added_);
+    if (added.empty() && queues.empty()) {
+      idle_ = true;
+      const bool called = changed_.wait_for(lock, kIdle, [this] { return stopped_ || !added_.empty(); });
+      idle_ = false;
+      if (!called) break;
       pause = kShort;
       continue;
     }
-    std::deque<c10::intrusive_ptr<DeviceWork>> asked;
-    asked.swap(works_);
     lock.unlock();
-    const size_t before = asked.size();
-    const auto last = std::remove_if(asked.begin(), asked.end(), [](const auto& work) {
-      try {
-        return work->poll();
-      } catch (const std::exception& error) {
-        work->fail(std::string("Dsagellm: the device was asked for the end of an operation: ") + error.what(), false);
-        return true;
-      }
-    });
-    asked.erase(last, asked.end());
-    pause = asked.size() < before ? kShort : std::min(pause * 2, kLong);
+    sort_in(std::move(added), queues);
+    pause = look(queues) ? kShort : std::min(pause * 2, kLong);
     lock.lock();
-    // Those added meanwhile come behind.
-    works_.insert(works_.begin(), std::make_move_iterator(asked.begin()), std::make_move_iterator(asked.end()));
-    if (!works_.empty()) changed_.wait_for(lock, pause, [this] { return stopped_; });
+    if (!queues.empty()) changed_.wait_for(lock, pause, [this] { return stopped_; });
   }
+  if (queues.empty()) delete &queues;
   running_ = false;
   changed_.notify_all();
+}
+
+void DeviceWatch::sort_in(std::vector<WorkPtr> added, std::vector<Queue>& queues) {
+  for (WorkPtr& work : added) {
+    auto queue =
+        std::find_if(queues.begin(), queues.end(), [&](const Queue& each) { return each.stream == work->stream(); });
+    if (queue == queues.end()) queue = queues.insert(queue, Queue{work->stream(), {}});
+    queue->works.push_back(std::move(work));
+  }
+}
+
+bool DeviceWatch::look(std::vector<Queue>& queues) {
+  const auto has_ended = [](DeviceWork& work) {
+    try {
+      return work.poll();
+    } catch (const std::exception& error) {
+      work.fail(std::string("Dsagellm: the device was asked for the end of an operation: ") + error.what(), false);
+      return true;
+    }
+  };
+  bool any = false;
+  for (Queue& queue : queues) {
+    std::deque<WorkPtr> left;
+    for (WorkPtr& work : queue.works) {
+      const bool asks = left.empty() || work->watched().overdue(std::chrono::steady_clock::now());
+      if (asks && has_ended(*work)) {
+        any = true;
+        Graveyard::instance().bury(std::move(work), {});
+      } else {
+        left.push_back(std::move(work));
+      }
+    }
+    queue.works.swap(left);
+  }
+  queues.erase(std::remove_if(queues.begin(), queues.end(), [](const Queue& queue) { return queue.works.empty(); }),
+               queues.end());
+  return any;
 }
 
 void DeviceWatch::stop(std::chrono::milliseconds patience) {
@@ -198,8 +252,8 @@ void DeviceWatch::stop(std::chrono::milliseconds patience) {
   stopped_ = true;
   changed_.notify_all();
   changed_.wait_for(lock, patience, [this] { return !running_; });
-  new std::deque<c10::intrusive_ptr<DeviceWork>>(std::move(works_));
-  works_.clear();
+  new std::vector<WorkPtr>(std::move(added_));
+  added_.clear();
 }
 
 }  // namespace sagellm

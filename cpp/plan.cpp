@@ -38,11 +38,14 @@ void block_sizes(c10::ArrayRef<at::Tensor> tensors, std::vector<size_t>& blocks)
   for (const at::Tensor& tensor : tensors) blocks.push_back(tensor.nbytes());
 }
 
-double premul_factor(const char* op, const c10d::ReduceOp& reduce_op) {
+const PremulSupplement& premul(const char* op, const c10d::ReduceOp& reduce_op) {
   const auto* supplement = dynamic_cast<const PremulSupplement*>(reduce_op.supplement_.get());
   if (supplement == nullptr) value_error(op, "PREMUL_SUM came without its factor");
-  // Read once, now: the caller may change the tensor while the operation runs.
-  return supplement->tensor_factor.defined() ? supplement->tensor_factor.item<double>() : supplement->double_factor;
+  const at::Tensor& factor = supplement->tensor_factor;
+  if (factor.defined() && factor.numel() != 1) {
+    value_error(op, c10::str("the factor of PREMUL_SUM has ", factor.numel(), " elements, expected one"));
+  }
+  return *supplement;
 }
 
 }  // namespace
@@ -145,7 +148,17 @@ void Plan::combine(const at::Tensor& tensor, const c10d::ReduceOp& reduce_op) {
     value_error(op, c10::str("unknown reduce op number ", static_cast<int>(reduce_op.op_)));
   }
   call.op = static_cast<uint8_t>(reduce_op.op_);
-  if (reduce_op.op_ == c10d::ReduceOp::PREMUL_SUM) call.factor = premul_factor(op, reduce_op);
+  if (reduce_op.op_ != c10d::ReduceOp::PREMUL_SUM) return;
+  const PremulSupplement& supplement = premul(op, reduce_op);
+  const at::Tensor& on_tensor = supplement.tensor_factor;
+  if (on_tensor.defined() && !on_tensor.is_cpu() && HostCall::by_vendor()) {
+    // To read it here would wait for the device, and break a capture.
+    factor = on_tensor.detach().reshape({});
+    call.factor = 1;
+    return;
+  }
+  // Read once, now: the caller may change the tensor while the operation runs.
+  call.factor = on_tensor.defined() ? on_tensor.item<double>() : supplement.double_factor;
 }
 
 at::Tensor Plan::stand_in(const at::Tensor& tensor) {

@@ -113,6 +113,8 @@ class Plan {
   std::vector<Staged> after;
   // What `Completion::prepare` does first, if anything: inputs that could not be fetched at issue.
   std::function<void()> late;
+  // The factor of PREMUL_SUM where it lies on a device, without dimensions; else `call` has it.
+  at::Tensor factor;
 
  private:
   using Pieces = c10::SmallVector<Piece, 4>;

@@ -135,6 +135,23 @@ pub mod ffi {
         count: usize,
     }
 
+    /// What the shim has to know of a recipe.
+    struct RecipeFacts {
+        /// The kind that the library is asked for, and the element type that it is given (for what is only moved, 0).
+        kind: u8,
+        dtype: u8,
+        /// See `recipe::Recipe`.
+        flat: bool,
+        apart: bool,
+        spoils: bool,
+        /// `before` or `after` is not empty.
+        local: bool,
+        /// It is a PREMUL_SUM of the library's own.
+        premul: bool,
+        /// It goes in two levels.
+        hierarchical: bool,
+    }
+
     /// What a group is made from.
     struct Setup {
         rank: u32,
@@ -309,18 +326,9 @@ pub mod ffi {
         /// The error of an operation whose deadline has passed, with its code letter; the group fails with it.
         fn stall(self: &RustDevices, what: &str, number: u64, after_ms: u64) -> String;
 
-        /// The element type that the library is given; for what is only moved, 0.
-        fn dtype(self: &RustRecipe) -> u8;
-        /// The kind that the library is asked for.
-        fn kind(self: &RustRecipe) -> u8;
+        fn facts(self: &RustRecipe) -> RecipeFacts;
         fn before(self: &RustRecipe) -> Vec<Local>;
         fn after(self: &RustRecipe) -> Vec<Local>;
-        /// See `recipe::Recipe`.
-        fn flat(self: &RustRecipe) -> bool;
-        fn apart(self: &RustRecipe) -> bool;
-        fn spoils(self: &RustRecipe) -> bool;
-        /// It goes in two levels.
-        fn hierarchical(self: &RustRecipe) -> bool;
         /// Why it is not one plain call, or empty.
         fn why(self: &RustRecipe) -> String;
 
@@ -336,11 +344,13 @@ pub mod ffi {
         fn can_shrink(self: &RustMember) -> bool;
         /// Aborts what is under way in it, and makes the communicator of all its ranks but `exclude`, which do not call.
         fn shrink(self: &RustMember, child: &RustDevices, exclude: &[u32], timeout_ms: u64) -> Result<Box<RustMember>>;
-        /// Puts an operation on a raw stream. What comes back must be kept until the stream has passed it.
+        /// Puts an operation on a raw stream. What comes back must be kept until the stream has passed it. `factor`: where
+        /// that of the library's own PREMUL_SUM lies on the device, or 0.
         fn launch(
             self: &RustMember,
             recipe: &RustRecipe,
             root: u32,
+            factor: usize,
             send: &[Piece],
             recv: &[Piece],
             stream: usize,

@@ -75,3 +75,9 @@ pub fn vendor_folder() -> Option<String> {
 pub fn double_as_float() -> bool {
     std::env::var("SAGELLM_DOUBLE_AS_FLOAT").is_ok_and(|value| value == "1")
 }
+
+/// Whether `explain` shall know what NCCL took for an operation, for which it loads a plugin of ours: the variable
+/// `SAGELLM_EXPLAIN`.
+pub fn explains_devices() -> bool {
+    std::env::var("SAGELLM_EXPLAIN").is_ok_and(|value| value == "1")
+}

@@ -91,9 +91,13 @@ pub enum Dtype {
     C64 = 15,
     /// Two f64: real, imaginary.
     C128 = 16,
+    /// These two only on devices whose library combines them; the CPU moves them as bytes.
+    F8E4M3 = 17,
+    F8E5M2 = 18,
 }
 
 impl Dtype {
+    /// Those that every engine knows.
     pub const ALL: [Dtype; 17] = [
         Dtype::Bytes,
         Dtype::Bool,
@@ -115,13 +119,14 @@ impl Dtype {
     ];
 
     pub fn from_u8(value: u8) -> Option<Dtype> {
-        Dtype::ALL.into_iter().find(|dtype| *dtype as u8 == value)
+        let all = Dtype::ALL.into_iter().chain([Dtype::F8E4M3, Dtype::F8E5M2]);
+        all.into_iter().find(|dtype| *dtype as u8 == value)
     }
 
     /// Bytes of one element.
     pub fn size(self) -> usize {
         match self {
-            Dtype::Bytes | Dtype::Bool | Dtype::U8 | Dtype::I8 => 1,
+            Dtype::Bytes | Dtype::Bool | Dtype::U8 | Dtype::I8 | Dtype::F8E4M3 | Dtype::F8E5M2 => 1,
             Dtype::U16 | Dtype::I16 | Dtype::F16 | Dtype::Bf16 => 2,
             Dtype::U32 | Dtype::I32 | Dtype::F32 | Dtype::C32 => 4,
             Dtype::U64 | Dtype::I64 | Dtype::F64 | Dtype::C64 => 8,
@@ -149,6 +154,8 @@ impl Dtype {
             Dtype::C32 => "complex32",
             Dtype::C64 => "complex64",
             Dtype::C128 => "complex128",
+            Dtype::F8E4M3 => "float8_e4m3fn",
+            Dtype::F8E5M2 => "float8_e5m2",
         }
     }
 }

@@ -17,7 +17,7 @@ use device::{COLLECTIVES, Case, OPS, local, spans};
 use reference::is_defined;
 use sagellm::engine::vendor::{
     Api, Asked, Communicator, Hints, Job, Local, Message, Runtime, SPARES_CAPTURES, Setup, Split, Stream, Vendor,
-    calls, launch, open, open_runtime, recipe, synchronize,
+    always, calls, launch, open, open_runtime, recipe, synchronize,
 };
 use sagellm::error::{Error, Result};
 use sagellm::types::{Dtype, Kind, ReduceOp, Span};
@@ -216,6 +216,7 @@ impl World {
             ranks: self.ranks,
             device: self.rank as i32,
             deadline,
+            go_on: Arc::new(always),
             name: "sagellm:test".into(),
             algorithm: "level0:NA;level1:ring".into(),
             runtime: self.runtime.clone(),
@@ -248,7 +249,8 @@ impl World {
         let by_recv = matches!(kind, Kind::AllGather | Kind::AllToAll).then(|| blocks(false)).flatten();
         let (send, recv) = (spans(&mut input, by_send), spans(&mut output, by_recv));
         let (rank, root_rank) = (me as u32, case.root as u32);
-        let job = Job { recipe: &recipe, rank, ranks: ranks as u32, root: root_rank, send: &send, recv: &recv };
+        let job =
+            Job { factor: 0, recipe: &recipe, rank, ranks: ranks as u32, root: root_rank, send: &send, recv: &recv };
         let launched = launch(communicator, &*self.runtime, &job, stream);
         let launched = launched.unwrap_or_else(|error| panic!("{error}\n{:?}\n{recipe:?}", case.asked));
         synchronize(&*self.runtime, stream, MINUTE).unwrap();
@@ -360,7 +362,7 @@ fn messages() {
         .iter_mut()
         .map(|tensor| {
             let memory = [Span { addr: tensor.as_mut_ptr() as usize, bytes: tensor.len() * 4 }];
-            let job = Job { recipe: &sum, rank: me, ranks, root: 0, send: &memory, recv: &memory };
+            let job = Job { factor: 0, recipe: &sum, rank: me, ranks, root: 0, send: &memory, recv: &memory };
             launch(&*communicator, &*world.runtime, &job, stream).unwrap()
         })
         .collect();
@@ -375,7 +377,7 @@ fn messages() {
         let mut data = vec![me as f32 + 7.0; 4];
         let memory = [Span { addr: data.as_mut_ptr() as usize, bytes: 16 }];
         let (send, recv) = if me == 0 { (&memory[..], &[][..]) } else { (&[][..], &memory[..]) };
-        let job = Job { recipe: &single, rank: me, ranks, root, send, recv };
+        let job = Job { factor: 0, recipe: &single, rank: me, ranks, root, send, recv };
         let launched = launch(&*communicator, &*world.runtime, &job, stream).unwrap();
         synchronize(&*world.runtime, stream, MINUTE).unwrap();
         drop(launched);
@@ -396,7 +398,8 @@ fn streams() {
     let sum = recipe(&sum, world.api.capabilities()).unwrap();
     let mut data = vec![1f32; 8];
     let memory = [Span { addr: data.as_mut_ptr() as usize, bytes: 32 }];
-    let job = Job { recipe: &sum, rank: world.rank, ranks: world.ranks, root: 0, send: &memory, recv: &memory };
+    let job =
+        Job { factor: 0, recipe: &sum, rank: world.rank, ranks: world.ranks, root: 0, send: &memory, recv: &memory };
     let mut copy = vec![0f32; 8];
     let (done, read) = (runtime.event_create(false).unwrap(), runtime.event_create(false).unwrap());
     let (start, end) = (runtime.event_create(true).unwrap(), runtime.event_create(true).unwrap());
@@ -441,6 +444,7 @@ fn split() {
         members: vec![0, 2],
         number: 1,
         deadline: MINUTE,
+        go_on: Arc::new(always),
         name: "sagellm:part".into(),
         algorithm: String::new(),
     };
@@ -448,7 +452,7 @@ fn split() {
     if !able.split {
         let text = communicator.split(&split).err().unwrap().to_string();
         assert!(text.contains("from an id of its own"), "{text}");
-        assert!(communicator.shrink(&[1], MINUTE, "").is_err());
+        assert!(communicator.shrink(&[1], MINUTE, Arc::new(always), "").is_err());
         return communicator.close(MINUTE).unwrap();
     }
     let check = |part: &dyn Communicator| {
@@ -463,7 +467,7 @@ fn split() {
         part.close(MINUTE).unwrap();
     }
     if able.shrink && world.rank != 1 {
-        let part = communicator.shrink(&[1], MINUTE, "sagellm:rest").unwrap();
+        let part = communicator.shrink(&[1], MINUTE, Arc::new(always), "sagellm:rest").unwrap();
         check(&*part);
         part.close(MINUTE).unwrap();
     }
@@ -487,7 +491,8 @@ fn launched(world: &World, communicator: &dyn Communicator, data: &mut [f32], st
     let sum = asked(Kind::AllReduce, Dtype::F32, ReduceOp::Sum, world.ranks);
     let sum = recipe(&sum, world.api.capabilities()).unwrap();
     let memory = [Span { addr: data.as_mut_ptr() as usize, bytes: data.len() * 4 }];
-    let job = Job { recipe: &sum, rank: world.rank, ranks: world.ranks, root: 0, send: &memory, recv: &memory };
+    let job =
+        Job { factor: 0, recipe: &sum, rank: world.rank, ranks: world.ranks, root: 0, send: &memory, recv: &memory };
     launch(communicator, &*world.runtime, &job, stream).map(drop)
 }
 
@@ -558,6 +563,6 @@ fn dead() {
     let _ = communicator.abort();
     assert!(start.elapsed() < MINUTE);
     let one = recipe(&asked(Kind::Barrier, Dtype::F32, ReduceOp::Sum, 2), world.api.capabilities()).unwrap();
-    let job = Job { recipe: &one, rank: 0, ranks: 2, root: 0, send: &[], recv: &[] };
+    let job = Job { factor: 0, recipe: &one, rank: 0, ranks: 2, root: 0, send: &[], recv: &[] };
     assert!(calls(&job, &mut |_| Ok(())).is_ok());
 }

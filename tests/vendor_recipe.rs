@@ -283,7 +283,7 @@ fn run(case: &Case, recipe: &Recipe, able: &Capabilities) -> Vec<Vec<u8>> {
             let send = spans(&mut inputs[me], send_blocks);
             let recv = spans(&mut outputs[me], recv_blocks);
             let (rank, root) = (me as u32, case.root as u32);
-            let job = Job { recipe, rank, ranks: ranks as u32, root, send: &send, recv: &recv };
+            let job = Job { factor: 0, recipe, rank, ranks: ranks as u32, root, send: &send, recv: &recv };
             collect(&job)
         })
         .collect();
@@ -366,10 +366,11 @@ fn a_message_goes_from_one_rank_to_another() {
         assert_eq!((sends.method, sends.why.as_str()), (Method::Exchange, ""));
         let (mut from, mut to) = (data(Dtype::F32, 1, 5), vec![0; 20]);
         let (send, recv) = (spans(&mut from, None), spans(&mut to, None));
-        let job = |recipe, rank, root, send, recv| collect(&Job { recipe, rank, ranks: 3, root, send, recv });
+        let job =
+            |recipe, rank, root, send, recv| collect(&Job { factor: 0, recipe, rank, ranks: 3, root, send, recv });
         model(&able, vec![job(&sends, 0, 2, &send, &[]), Vec::new(), job(&recvs, 2, 0, &[], &recv)]);
         assert_eq!(from, to);
-        let oneself = Job { recipe: &sends, rank: 1, ranks: 3, root: 1, send: &send, recv: &[] };
+        let oneself = Job { factor: 0, recipe: &sends, rank: 1, ranks: 3, root: 1, send: &send, recv: &[] };
         assert!(calls(&oneself, &mut |_| Ok(())).unwrap_err().text().contains("its own peer"));
     }
 }
@@ -400,7 +401,7 @@ fn sizes_that_do_not_belong_together_are_found_before_the_library_is_called() {
     ] {
         let asked = Asked { kind, dtype, op: ReduceOp::Sum, ranks: 2, even: true, plain: true };
         let recipe = recipe(&asked, &able).unwrap();
-        let job = Job { recipe: &recipe, rank: 0, ranks: 2, root: 0, send: &send, recv: &recv };
+        let job = Job { factor: 0, recipe: &recipe, rank: 0, ranks: 2, root: 0, send: &send, recv: &recv };
         let mut called = 0;
         let error = calls(&job, &mut |_| {
             called += 1;

@@ -137,29 +137,24 @@ fn local(step: &Local) -> ffi::Local {
 }
 
 impl RustRecipe {
-    pub(super) fn dtype(&self) -> u8 {
-        self.0.dtype as u8
-    }
-    pub(super) fn kind(&self) -> u8 {
-        self.0.kind as u8
+    pub(super) fn facts(&self) -> ffi::RecipeFacts {
+        let Recipe { kind, dtype, op, flat, apart, spoils, method, ref before, ref after, .. } = self.0;
+        ffi::RecipeFacts {
+            kind: kind as u8,
+            dtype: dtype as u8,
+            flat,
+            apart,
+            spoils,
+            local: !before.is_empty() || !after.is_empty(),
+            premul: matches!(op, ReduceOp::PremulSum(_)),
+            hierarchical: method == Method::Levels,
+        }
     }
     pub(super) fn before(&self) -> Vec<ffi::Local> {
         self.0.before.iter().map(local).collect()
     }
     pub(super) fn after(&self) -> Vec<ffi::Local> {
         self.0.after.iter().map(local).collect()
-    }
-    pub(super) fn flat(&self) -> bool {
-        self.0.flat
-    }
-    pub(super) fn apart(&self) -> bool {
-        self.0.apart
-    }
-    pub(super) fn spoils(&self) -> bool {
-        self.0.spoils
-    }
-    pub(super) fn hierarchical(&self) -> bool {
-        self.0.method == Method::Levels
     }
     pub(super) fn why(&self) -> String {
         self.0.why.clone()
@@ -192,12 +187,14 @@ impl RustMember {
         &self,
         recipe: &RustRecipe,
         root: u32,
+        factor: usize,
         send: &[ffi::Piece],
         recv: &[ffi::Piece],
         stream: usize,
     ) -> Outcome<Box<RustLaunched>> {
         guarded(|| {
-            let launched = self.0.launch(&recipe.0, root, &spans(send), &spans(recv), Stream(stream))?;
+            let (send, recv) = (spans(send), spans(recv));
+            let launched = self.0.launch(&recipe.0, (root, factor), (&send, &recv), Stream(stream))?;
             Ok(Box::new(RustLaunched(launched)))
         })
     }

@@ -12,12 +12,13 @@ use std::time::{Duration, Instant};
 
 use super::Group;
 use super::pairs::Pairs;
+use crate::config;
 use crate::engine::hierarchical::place::Place;
 use crate::engine::vendor::levels::{self, Shape};
 use crate::engine::vendor::recipe::{Capabilities, join};
 use crate::engine::vendor::{
-    Api, Asked, Call, Communicator, Event, Hints, Job, Launched, Message, Method, Recipe, Runtime, SPARES_CAPTURES,
-    Setup, Split, Stream, Vendor, launch, open, open_runtime, profiler, recipe, tuner,
+    Api, Asked, Call, Communicator, Event, GoOn, Hints, Job, Launched, Message, Method, Recipe, Runtime,
+    SPARES_CAPTURES, Setup, Split, Stream, Vendor, launch, open, open_runtime, profiler, recipe, tuner,
 };
 use crate::error::{Error, Result};
 use crate::host::Counting;
@@ -31,6 +32,7 @@ pub struct Devices {
     device_type: String,
     /// In a group over several hosts that its own engine serves.
     place: Option<Place>,
+    vendor: Vendor,
     api: Arc<dyn Api>,
     runtime: Arc<dyn Runtime>,
     /// Raw streams of ours by device and lane, where torch hides its own.
@@ -97,6 +99,7 @@ impl Devices {
             group: Arc::clone(group),
             device_type: device_type.to_string(),
             place: group.place(),
+            vendor,
             api,
             runtime,
             streams: Mutex::new(HashMap::new()),
@@ -186,6 +189,7 @@ impl Devices {
                 ranks,
                 device,
                 deadline,
+                go_on: self.joining(whose),
                 name,
                 algorithm,
                 runtime: Arc::clone(&self.runtime),
@@ -206,18 +210,48 @@ impl Devices {
         let name = format!("sagellm:{group}:{whose}:{count}");
         let policy = Arc::clone(&self.group.policy);
         let algorithm = tuner::algorithm_of_all(&policy).to_string();
+        let plugged = self.vendor == Vendor::Nccl && (tuner::steers(&policy) || config::explains_devices());
         let steered = tuner::steer(&name, policy);
+        if plugged {
+            tuner::announce();
+        }
         self.runtime.set_device(device)?;
         let communicator = make(name.clone(), algorithm).inspect_err(|error| {
             // Nobody knows which ranks are in the library still.
-            if matches!(error, Error::Timeout(_)) {
+            if matches!(error, Error::Timeout(_) | Error::Interrupted(_)) {
                 self.group.poison(error.clone());
             }
         })?;
+        if plugged && !tuner::was_told_of(&name) {
+            log::warn!(
+                "group '{group}': its rules, and SAGELLM_EXPLAIN=1, come too late for NCCL, which looks for plugins with \
+                 the first communicator of a process, or the variable NCCL_PROFILER_PLUGIN names another: set \
+                 NCCL_TUNER_PLUGIN and NCCL_PROFILER_PLUGIN to {} before the program starts",
+                tuner::file()
+            );
+        }
         let (rank, ranks) = (communicator.rank(), communicator.ranks());
         log::info!("group '{group}': {} {device} is rank {rank} of {ranks} in '{name}'", self.device_type);
         let (devices, parts, levels) = (Arc::clone(self), AtomicU32::new(0), OnceLock::new());
         Ok(Member { devices, communicator, name, parts, levels, _steered: steered })
+    }
+
+    /// Ends a wait for the other ranks of a communicator when a signal came or the group has failed.
+    fn joining(&self, whose: &str) -> GoOn {
+        let (group, whose) = (Arc::downgrade(&self.group), whose.to_string());
+        Arc::new(move || {
+            let Some(group) = group.upgrade() else { return Ok(()) };
+            if let Some(fault) = group.reported(None).or_else(|| group.fault()) {
+                return Err(fault);
+            }
+            if group.host.interrupted() {
+                let (rank, name) = (group.config.rank, &group.config.name);
+                return Err(Error::Interrupted(format!(
+                    "sagellm: rank {rank} of group '{name}': interrupted while it joined the communicator '{whose}'"
+                )));
+            }
+            Ok(())
+        })
     }
 
     /// The rank with which this one shall make the communicators of messages now, which the other is about to do as well:
@@ -447,7 +481,8 @@ impl Member {
         let turn = self.parts.fetch_add(1, Ordering::Relaxed);
         let first = members.iter().min().copied().unwrap_or(0);
         let number = turn.wrapping_mul(self.ranks()).wrapping_add(first) & (i32::MAX as u32);
-        self.communicator.split(&Split { members: members.to_vec(), number, deadline, name, algorithm })
+        let go_on = self.devices.joining(&name);
+        self.communicator.split(&Split { members: members.to_vec(), number, deadline, go_on, name, algorithm })
     }
 
     pub fn can_shrink(&self) -> bool {
@@ -460,13 +495,21 @@ impl Member {
         if let Some(levels) = self.levels.get() {
             [&levels.inside, &levels.between].into_iter().for_each(|each| self.end(&**each));
         }
-        child.member("all", self.communicator.device(), |name, _| self.communicator.shrink(exclude, deadline, &name))
+        child.member("all", self.communicator.device(), |name, _| {
+            self.communicator.shrink(exclude, deadline, child.joining(&name), &name)
+        })
     }
 
-    /// Puts an operation on a raw stream; `root` is a rank of this communicator. What it returns must stay until the
-    /// stream has passed the operation.
-    pub fn launch(&self, recipe: &Recipe, root: u32, send: &[Span], recv: &[Span], stream: Stream) -> Result<Launched> {
-        let job = Job { recipe, rank: self.rank(), ranks: self.ranks(), root, send, recv };
+    /// Puts an operation on a raw stream; `root` is a rank of this communicator, `factor` as in `Job`. What it returns must
+    /// stay until the stream has passed the operation.
+    pub fn launch(
+        &self,
+        recipe: &Recipe,
+        (root, factor): (u32, usize),
+        (send, recv): (&[Span], &[Span]),
+        stream: Stream,
+    ) -> Result<Launched> {
+        let job = Job { recipe, rank: self.rank(), ranks: self.ranks(), root, factor, send, recv };
         match self.levels.get() {
             Some(Levels { shape, inside, between, .. }) if recipe.method == Method::Levels => {
                 levels::launch((&*self.communicator, &**inside, &**between), &job, shape, stream)

@@ -165,6 +165,7 @@ fn check(dtype: Dtype, op: ReduceOp) -> Result<()> {
                 ReduceOp::name_of(op.code())
             )));
         }
+        Dtype::F8E4M3 | Dtype::F8E5M2 => "the CPU only moves 8-bit floats; convert to float16 or wider first",
         Dtype::Bool if matches!(op, Avg | PremulSum(_)) => {
             "use SUM, MAX or BOR (any rank), PRODUCT, MIN or BAND (every rank), BXOR, or convert to a float dtype first"
         }
@@ -199,7 +200,7 @@ fn choose<I: Isa>(dtype: Dtype, op: ReduceOp) -> Option<(Run, usize)> {
         return Some((run, dtype.size()));
     }
     let run = match dtype {
-        Dtype::Bytes | Dtype::Bool => None,
+        Dtype::Bytes | Dtype::Bool | Dtype::F8E4M3 | Dtype::F8E5M2 => None,
         Dtype::U8 => integer::<I, u8, u8>(op),
         Dtype::I8 => integer::<I, i8, u8>(op),
         Dtype::U16 => integer::<I, u16, u16>(op),

@@ -201,7 +201,7 @@ impl Class {
             Bytes => Class::Moved,
             Bool | U8 | I8 | U16 | I16 | U32 | I32 | U64 | I64 => Class::Exact,
             F32 | F64 | C64 | C128 => Class::Float,
-            F16 | Bf16 | C32 => Class::Low,
+            F16 | Bf16 | C32 | F8E4M3 | F8E5M2 => Class::Low,
         }
     }
 }

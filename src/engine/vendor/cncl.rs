@@ -51,7 +51,7 @@ pub fn capabilities() -> Capabilities {
         gather: false,
         scatter: false,
         all_to_all_v: false,
-        blocks_in_place: false,
+        blocks_in_place: true,
         reduce_spoils: false,
         group: true,
         split: false,
@@ -118,7 +118,8 @@ impl Api for Cncl {
         hash.copy_from_slice(&bytes[128..]);
         let id = CliqueId { data, hash: u64::from_ne_bytes(hash) };
         let what = joining(&self.able, &setup);
-        within(setup.deadline, &what, move || {
+        let go_on = setup.go_on.clone();
+        within(setup.deadline, &what, &*go_on, move || {
             setup.runtime.set_device(setup.device)?;
             let (device, rank, ranks) = (setup.device, setup.rank as c_int, setup.ranks as c_int);
             let mut comm: Comm = std::ptr::null_mut();
@@ -268,7 +269,7 @@ impl Communicator for CnclComm {
         Err(no_split(&self.api.able))
     }
 
-    fn shrink(&self, _: &[u32], _: Duration, _: &str) -> Result<Arc<dyn Communicator>> {
+    fn shrink(&self, _: &[u32], _: Duration, _: GoOn, _: &str) -> Result<Arc<dyn Communicator>> {
         Err(no_split(&self.api.able))
     }
 
@@ -287,7 +288,7 @@ impl Communicator for CnclComm {
         let Some(comm) = self.gate.shut("aborted", GRACE) else { return Ok(()) };
         let call = self.api.table.abort_comm.of(&self.api.library)?;
         let (api, runtime, device) = (self.api.clone(), self.runtime.clone(), self.device);
-        within(END, "cnclAbortComm", move || {
+        within(END, "cnclAbortComm", &always, move || {
             runtime.set_device(device)?;
             // SAFETY: the gate is shut: the last use of the handle.
             api.check("cnclAbortComm", unsafe { call(comm as Comm) })
@@ -299,7 +300,7 @@ impl Communicator for CnclComm {
         let Some(comm) = self.gate.shut("closed", deadline) else { return Ok(()) };
         let destroy = self.api.table.destroy_comms.of(&self.api.library)?;
         let (api, runtime, device) = (self.api.clone(), self.runtime.clone(), self.device);
-        within(deadline, "the end of a CNCL communicator", move || {
+        within(deadline, "the end of a CNCL communicator", &always, move || {
             runtime.set_device(device)?;
             let mut comm = comm as Comm;
             // SAFETY: the gate is shut: the last use of the handle, as a list of one.

@@ -27,6 +27,15 @@ pub trait Api: Send + Sync {
     fn describe_error(&self, code: i32) -> String;
 }
 
+/// Asked again and again by a thread that waits for a library; an error ends the wait with it. So a signal or a group
+/// that has failed ends it long before its deadline.
+pub type GoOn = Arc<dyn Fn() -> Result<()> + Send + Sync>;
+
+/// For waits that nothing but their deadline ends.
+pub fn always() -> Result<()> {
+    Ok(())
+}
+
 /// What one rank needs to join.
 #[derive(Clone)]
 pub struct Setup {
@@ -37,6 +46,7 @@ pub struct Setup {
     pub device: i32,
     /// Until all ranks must be there; also what a call may block inside the library, where it can be limited.
     pub deadline: Duration,
+    pub go_on: GoOn,
     /// For the library's own messages and tools; at most `NAME_BYTES` of it are used.
     pub name: String,
     /// An algorithm that the library takes for this communicator as a whole, in its own words; "" to let it choose.
@@ -49,14 +59,15 @@ pub struct Setup {
 pub const NAME_BYTES: usize = 127;
 
 /// Which ranks of a communicator make a new one. All ranks of the old one call, members and others, with equal values.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Split {
     /// Ranks in the old communicator, in the order of their ranks in the new one.
     pub members: Vec<u32>,
     /// Different for each of the communicators that are made by one call; below 2^31.
     pub number: u32,
     pub deadline: Duration,
-    /// These two as in `Setup`.
+    /// These three as in `Setup`.
+    pub go_on: GoOn,
     pub name: String,
     pub algorithm: String,
 }
@@ -69,6 +80,11 @@ pub trait Communicator: Send + Sync {
     fn device(&self) -> i32;
     /// Puts one call on the stream. What it returns must stay until the stream has passed the call.
     fn call(&self, call: &Call<'_>, stream: Stream) -> Result<Kept>;
+    /// As `call`, with the factor of its PREMUL_SUM in memory of the device, in the type of the numbers, read when the
+    /// stream comes to it. Only where the library has PREMUL_SUM by itself.
+    fn call_by_factor(&self, call: &Call<'_>, _factor: usize, stream: Stream) -> Result<Kept> {
+        self.call(call, stream)
+    }
     /// Calls of this thread until `group_end` are one launch; nothing happens where the library cannot (`Capabilities`).
     fn group_start(&self) -> Result<()>;
     fn group_end(&self) -> Result<()>;
@@ -77,7 +93,7 @@ pub trait Communicator: Send + Sync {
     /// A communicator of some of the ranks; `None` for a rank that is no member. An error where the library cannot.
     fn split(&self, split: &Split) -> Result<Option<Arc<dyn Communicator>>>;
     /// A communicator without the ranks in `exclude`, which do not call; pending operations are aborted first.
-    fn shrink(&self, exclude: &[u32], deadline: Duration, name: &str) -> Result<Arc<dyn Communicator>>;
+    fn shrink(&self, exclude: &[u32], deadline: Duration, go_on: GoOn, name: &str) -> Result<Arc<dyn Communicator>>;
     /// An error that has come up since, in a network or on a device. Never waits.
     fn poll(&self) -> Result<()>;
     /// Ends it although operations hang; they end with whatever result. May be called by any thread, more than once.
@@ -258,11 +274,15 @@ pub fn without_deadlock(messages: &[Message], me: u32, ranks: u32) -> Vec<Messag
     sorted
 }
 
-/// Runs `work` on a thread of its own and waits for it no longer than `deadline`. Work that comes too late is dropped by
-/// its thread, so what it returns must clean up after itself.
+/// How long a wait goes on before it asks again whether it shall.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// Runs `work` on a thread of its own and waits for it no longer than `deadline`, and no longer than `go_on` allows. Work
+/// that comes too late is dropped by its thread, so what it returns must clean up after itself.
 pub fn within<T: Send + 'static>(
     deadline: Duration,
     what: &str,
+    go_on: &dyn Fn() -> Result<()>,
     work: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> Result<T> {
     let (done, result) = mpsc::sync_channel(1);
@@ -270,14 +290,23 @@ pub fn within<T: Send + 'static>(
         let _ = done.send(work()); // nobody there: the deadline has passed, and the result is dropped here
     });
     started.map_err(|error| Error::System(format!("sagellm: no thread for {what}: {error}")))?;
-    match result.recv_timeout(deadline) {
-        Ok(result) => result,
-        Err(mpsc::RecvTimeoutError::Timeout) => Err(Error::Timeout(format!(
-            "sagellm: {what} did not end within {} ms; the thread that called the library is left behind. Is every \
-             rank there, each with a device of its own, and can they reach one another?",
-            deadline.as_millis()
-        ))),
-        Err(mpsc::RecvTimeoutError::Disconnected) => Err(Error::Bug(format!("sagellm: {what} panicked"))),
+    let begin = Instant::now();
+    loop {
+        let left = deadline.saturating_sub(begin.elapsed());
+        match result.recv_timeout(left.min(LOOK)) {
+            Ok(result) => return result,
+            Err(mpsc::RecvTimeoutError::Disconnected) => {
+                return Err(Error::Bug(format!("sagellm: {what} panicked")));
+            }
+            Err(mpsc::RecvTimeoutError::Timeout) if left > LOOK => go_on()?,
+            Err(mpsc::RecvTimeoutError::Timeout) => {
+                return Err(Error::Timeout(format!(
+                    "sagellm: {what} did not end within {} ms; the thread that called the library is left behind. Is \
+                     every rank there, each with a device of its own, and can they reach one another?",
+                    deadline.as_millis()
+                )));
+            }
+        }
     }
 }
 
@@ -369,12 +398,27 @@ mod tests {
     #[test]
     fn what_takes_too_long_is_left_behind_with_a_text() {
         let (go, wait) = mpsc::channel::<()>();
-        let late = within(Duration::from_millis(20), "to join", move || Ok(wait.recv().is_ok()));
+        let late = within(Duration::from_millis(20), "to join", &always, move || Ok(wait.recv().is_ok()));
         assert!(matches!(&late, Err(Error::Timeout(text)) if text.contains("to join did not end within 20 ms")));
         go.send(()).unwrap();
-        assert_eq!(within(Duration::from_secs(60), "to add", || Ok(1 + 1)), Ok(2));
-        let panicked = within::<()>(Duration::from_secs(60), "to fail", || panic!("on purpose"));
+        assert_eq!(within(Duration::from_secs(60), "to add", &always, || Ok(1 + 1)), Ok(2));
+        let panicked = within::<()>(Duration::from_secs(60), "to fail", &always, || panic!("on purpose"));
         assert!(matches!(panicked, Err(Error::Bug(_))));
+    }
+
+    #[test]
+    fn a_wait_ends_when_it_shall_not_go_on() {
+        let (go, wait) = mpsc::channel::<()>();
+        let asked = AtomicUsize::new(0);
+        let third_time = || match asked.fetch_add(1, Ordering::Relaxed) {
+            2 => Err(Error::Interrupted("a signal".into())),
+            _ => Ok(()),
+        };
+        let begin = Instant::now();
+        let ended = within(Duration::from_secs(600), "to join", &third_time, move || Ok(wait.recv().is_ok()));
+        assert_eq!(ended, Err(Error::Interrupted("a signal".into())));
+        assert!(begin.elapsed() < Duration::from_secs(60), "long before the deadline");
+        go.send(()).unwrap();
     }
 
     /// Every rank executes its list in order, each send waits for its receive: all lists must come to their end.

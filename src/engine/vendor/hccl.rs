@@ -156,7 +156,8 @@ impl Api for Hccl {
     fn create(self: Arc<Self>, setup: Setup) -> Result<Arc<dyn Communicator>> {
         let id: [u8; sys::ID_BYTES] = setup.id.as_slice().try_into().map_err(|_| wrong_id(&self.able, &setup))?;
         let what = joining(&self.able, &setup);
-        within(setup.deadline, &what, move || {
+        let go_on = setup.go_on.clone();
+        within(setup.deadline, &what, &*go_on, move || {
             setup.runtime.set_device(setup.device)?;
             let making = self.alone_on(setup.device);
             let _alone = making.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
@@ -306,7 +307,7 @@ impl HcclComm {
         let (api, keep) = (self.api.clone(), self.keep.clone());
         // The thread itself ends a little before it would be left behind.
         let end = Instant::now() + deadline;
-        within(deadline + GRACE, "the end of an HCCL communicator", move || {
+        within(deadline + GRACE, "the end of an HCCL communicator", &always, move || {
             keep.runtime.set_device(keep.device)?;
             loop {
                 // SAFETY: the gate is shut: the last use, once the library accepts it.
@@ -362,7 +363,8 @@ impl Communicator for HcclComm {
         let (api, gate, keep) = (self.api.clone(), self.gate.clone(), self.keep.clone());
         let (split, rank) = (split.clone(), self.rank);
         let what = format!("{}: to make a communicator of {} ranks", api.able.name, split.members.len());
-        within(split.deadline, &what, move || {
+        let go_on = split.go_on.clone();
+        within(split.deadline, &what, &*go_on, move || {
             keep.runtime.set_device(keep.device)?;
             let making = api.alone_on(keep.device);
             let _alone = making.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
@@ -383,7 +385,7 @@ impl Communicator for HcclComm {
         })
     }
 
-    fn shrink(&self, _: &[u32], _: Duration, _: &str) -> Result<Arc<dyn Communicator>> {
+    fn shrink(&self, _: &[u32], _: Duration, _: GoOn, _: &str) -> Result<Arc<dyn Communicator>> {
         Err(no_split(&self.api.able))
     }
 

@@ -18,6 +18,9 @@ pub struct Job<'a> {
     pub ranks: u32,
     /// The peer of a send or receive.
     pub root: u32,
+    /// Where the factor of a PREMUL_SUM of the library's own lies on the device, in the recipe's wire type; 0 where the
+    /// recipe says it.
+    pub factor: usize,
     pub send: &'a [Span],
     pub recv: &'a [Span],
 }
@@ -50,6 +53,7 @@ pub fn launch(
     let mut run = |call: &Call<'_>| {
         let kept: Kept = match *call {
             Call::Copy { from, to, bytes } => runtime.copy(to, from, bytes, stream).map(|()| None)?,
+            _ if job.factor != 0 => communicator.call_by_factor(call, job.factor, stream)?,
             _ => communicator.call(call, stream)?,
         };
         launched.keep(kept);

@@ -123,7 +123,7 @@ pub fn launch(
 
 #[cfg(test)]
 mod tests {
-    use super::super::{cncl, nccl, recipe};
+    use super::super::{cncl, hccl, nccl, recipe};
     use super::*;
     use crate::select::rules::Rules;
     use crate::types::{Dtype, Span};
@@ -197,7 +197,8 @@ mod tests {
             let send = [Span { addr: world_base(rank), bytes: count * 8 }];
             let to = if in_place { 0 } else { count * 8 };
             let recv = [Span { addr: world_base(rank) + to, bytes: count * 8 }];
-            let job = Job { recipe, rank: rank as u32, ranks: ranks as u32, root: 0, send: &send, recv: &recv };
+            let job =
+                Job { factor: 0, recipe, rank: rank as u32, ranks: ranks as u32, root: 0, send: &send, recv: &recv };
             let mut own = Vec::new();
             calls(&job, &shape, &mut |level, call| {
                 own.push((level, plain(call)));
@@ -245,7 +246,7 @@ mod tests {
 
     #[test]
     fn every_shape_and_size_gives_the_sum_of_all() {
-        for able in [nccl::capabilities(), cncl::capabilities()] {
+        for able in [nccl::capabilities(), hccl::capabilities(), cncl::capabilities()] {
             let recipe = in_levels(&sum(&able, ReduceOp::Sum), &able).unwrap();
             assert_eq!((recipe.apart, recipe.spoils), (!able.blocks_in_place, !able.blocks_in_place));
             for (hosts, per_host) in [(2, 2), (3, 2), (2, 4), (4, 3), (5, 1)] {

@@ -1,7 +1,7 @@
 //! Accelerators through their vendors' libraries, found while the program runs: nothing here needs a header or is linked.
 //!
 //! ```no_run
-//! use sagellm::engine::vendor::{Asked, Hints, Job, Setup, Vendor, launch, open, open_runtime, recipe, synchronize};
+//! use sagellm::engine::vendor::{Asked, always, Hints, Job, Setup, Vendor, launch, open, open_runtime, recipe, synchronize};
 //! # use sagellm::types::{Dtype, Kind, ReduceOp, Span};
 //! # fn main() -> sagellm::error::Result<()> {
 //! # let (rank, ranks, address, minute) = (0, 1, 0x7000_0000, std::time::Duration::from_secs(60));
@@ -16,6 +16,7 @@
 //!     ranks,
 //!     device: 0,
 //!     deadline: minute,
+//!     go_on: std::sync::Arc::new(always), // or a function that looks for signals
 //!     name: "sagellm:default".into(),
 //!     algorithm: String::new(),
 //!     runtime: runtime.clone(),
@@ -27,7 +28,7 @@
 //! // `recipe.before` and `recipe.after` are the caller's, in torch; here they are empty.
 //! let memory = [Span { addr: address, bytes: 4096 }];
 //! let stream = runtime.stream_create()?; // or torch's own, as a number
-//! let job = Job { recipe: &recipe, rank, ranks, root: 0, send: &memory, recv: &memory };
+//! let job = Job { factor: 0, recipe: &recipe, rank, ranks, root: 0, send: &memory, recv: &memory };
 //! let launched = launch(&*communicator, &*runtime, &job, stream)?; // does not wait
 //! communicator.poll()?; // errors that come up later; when a deadline passes: `communicator.abort()`
 //! synchronize(&*runtime, stream, minute)?;
@@ -68,7 +69,7 @@ pub mod tuner;
 
 use std::sync::Arc;
 
-pub use communicator::{Api, Call, Communicator, Message, Setup, Split};
+pub use communicator::{Api, Call, Communicator, GoOn, Message, Setup, Split, always};
 pub use launch::{Job, Launched, calls, launch};
 pub use library::Hints;
 pub use recipe::{Asked, Capabilities, Local, Method, Recipe, packs, recipe};

@@ -1,16 +1,15 @@
 //! NCCL. Communicators are blocking ones: with non-blocking ones the library starts a thread for every launched group
 //! (NVIDIA/nccl, src/group.cc), which costs more than the launch. Joining gets its deadline from a thread of ours.
 
-use std::ffi::{CString, c_int, c_void};
+use std::ffi::{CStr, CString, c_int, c_void};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::communicator::*;
 use super::library::{Hints, Known, Library};
 use super::nccl_sys::{self as sys, Comm, Config, UniqueId};
 use super::recipe::{Capabilities, Double, Ops};
 use super::runtime::{Runtime, Stream};
-use super::tuner;
 use crate::error::{Error, Result};
 use crate::reduce::{f32_to_bf16, f32_to_f16};
 use crate::types::{Dtype, ReduceOp};
@@ -27,8 +26,11 @@ pub static KNOWN: Known = Known {
 /// 2.18 has split, non-blocking abort and every call that is not optional here.
 const OLDEST: c_int = 21800;
 
-/// Integers of 16 bits are missing.
-const REDUCES: [(Dtype, Ops); 10] = [
+/// Since 2.24 8-bit floats are combined; before sm_90 the library refuses them itself, in every rank's call.
+const FLOATS_OF_8_BITS: c_int = 22400;
+
+/// Integers of 16 bits are missing. The 8-bit floats are last.
+const REDUCES: [(Dtype, Ops); 12] = [
     (Dtype::U8, Ops::BASIC_AVG),
     (Dtype::I8, Ops::BASIC_AVG),
     (Dtype::U32, Ops::BASIC_AVG),
@@ -39,10 +41,12 @@ const REDUCES: [(Dtype, Ops); 10] = [
     (Dtype::Bf16, Ops::SCALING),
     (Dtype::F32, Ops::SCALING),
     (Dtype::F64, Ops::SCALING),
+    (Dtype::F8E4M3, Ops::BASIC_AVG),
+    (Dtype::F8E5M2, Ops::BASIC_AVG),
 ];
 
 /// Where scaled sums cannot be made.
-const REDUCES_UNSCALED: [(Dtype, Ops); 10] = {
+const REDUCES_UNSCALED: [(Dtype, Ops); 12] = {
     let mut list = REDUCES;
     let mut at = 0;
     while at < list.len() {
@@ -98,10 +102,10 @@ impl Nccl {
                 version_text(OLDEST)
             )));
         }
-        tuner::announce();
+        let all: &'static [(Dtype, Ops)] = if table.create_premul_sum.there() { &REDUCES } else { &REDUCES_UNSCALED };
         let able = Capabilities {
             name: format!("NCCL {}", version_text(version)),
-            reduces: if table.create_premul_sum.there() { &REDUCES } else { &REDUCES_UNSCALED },
+            reduces: if version < FLOATS_OF_8_BITS { &all[..all.len() - 2] } else { all },
             gather: table.gather.there(),
             scatter: table.scatter.there(),
             split: table.split.there(),
@@ -113,9 +117,34 @@ impl Nccl {
         Ok(Arc::new(Nccl { library, table, able }))
     }
 
+    /// As `check`, for a call on a communicator. Ours are blocking, but `NCCL_COMM_BLOCKING=0` has the last word in the
+    /// library: then a call is in progress when it returns, and nothing else may be called before it is done.
+    fn settle(&self, what: &str, code: c_int, comm: Comm, patience: Duration) -> Result<()> {
+        if code != sys::IN_PROGRESS {
+            return self.check(what, code, comm);
+        }
+        let get = self.table.get_async_error.of(&self.library)?;
+        let end = Instant::now() + patience;
+        let mut state = sys::IN_PROGRESS;
+        while state == sys::IN_PROGRESS {
+            if Instant::now() >= end {
+                return Err(Error::Timeout(format!(
+                    "sagellm: {}: {what} was still in progress after {} ms, on a communicator that NCCL_COMM_BLOCKING=0 \
+                     keeps from blocking; unset the variable or look for the rank that is missing",
+                    self.able.name,
+                    patience.as_millis()
+                )));
+            }
+            std::thread::sleep(Duration::from_micros(50));
+            // SAFETY: the vendor's function; it writes one int and does not wait.
+            let code = unsafe { get(comm, &mut state) };
+            self.check("ncclCommGetAsyncError", code, comm)?;
+        }
+        self.check(what, state, comm)
+    }
+
     fn check(&self, what: &str, code: c_int, comm: Comm) -> Result<()> {
-        // A blocking communicator is never in progress; one that torch made might be.
-        if code == sys::SUCCESS || code == sys::IN_PROGRESS {
+        if code == sys::SUCCESS {
             return Ok(());
         }
         let last = self.table.get_last_error.optional().map(|get| {
@@ -138,8 +167,9 @@ impl Nccl {
         Ok((rank as u32, ranks as u32))
     }
 
-    fn make(self: &Arc<Nccl>, comm: Comm, rank: u32, ranks: u32, setup: &Keep) -> NcclComm {
-        NcclComm { api: self.clone(), gate: Arc::new(Gate::new(comm as usize)), rank, ranks, keep: setup.clone() }
+    fn make(self: &Arc<Nccl>, comm: Comm, (rank, ranks): (u32, u32), name: CString, keep: &Keep) -> NcclComm {
+        let handle = Arc::new(Handle { gate: Gate::new(comm as usize), _name: name });
+        NcclComm { api: self.clone(), handle, rank, ranks, keep: keep.clone() }
     }
 }
 
@@ -162,22 +192,21 @@ impl Api for Nccl {
 
     fn create(self: Arc<Self>, setup: Setup) -> Result<Arc<dyn Communicator>> {
         let id: [u8; sys::ID_BYTES] = setup.id.as_slice().try_into().map_err(|_| wrong_id(&self.able, &setup))?;
-        let what = joining(&self.able, &setup);
-        within(setup.deadline, &what, move || {
+        let (what, go_on) = (joining(&self.able, &setup), setup.go_on.clone());
+        within(setup.deadline, &what, &*go_on, move || {
             setup.runtime.set_device(setup.device)?;
             let (ranks, rank) = (setup.ranks as c_int, setup.rank as c_int);
-            let keep = Keep { device: setup.device, runtime: setup.runtime.clone() };
+            let keep = Keep { device: setup.device, runtime: setup.runtime.clone(), patience: setup.deadline };
             let mut comm: Comm = std::ptr::null_mut();
             let name = c_name(&setup.name);
             let mut config = Config::blocking(&name);
             let code = match self.table.init_rank_config.optional() {
-                // SAFETY: the vendor's function; name and config live until it returns, and it copies both.
+                // SAFETY: the vendor's function; the config lives until it returns, the name as long as the communicator.
                 Some(init) => unsafe { init(&mut comm, ranks, UniqueId(id), rank, &mut config) },
                 // SAFETY: the vendor's function.
                 None => unsafe { self.table.init_rank.of(&self.library)?(&mut comm, ranks, UniqueId(id), rank) },
             };
-            self.check("ncclCommInitRankConfig", code, std::ptr::null_mut())?;
-            Ok(Arc::new(self.make(comm, setup.rank, setup.ranks, &keep)) as Arc<dyn Communicator>)
+            self.made("ncclCommInitRankConfig", code, comm, (setup.rank, setup.ranks), name, &keep)
         })
     }
 
@@ -187,6 +216,27 @@ impl Api for Nccl {
             text(unsafe { get(code) })
         });
         format!("{} (ncclResult_t {code})", words.unwrap_or_default())
+    }
+}
+
+impl Nccl {
+    /// The communicator of a call that makes one, when it is ready.
+    fn made(
+        self: &Arc<Nccl>,
+        what: &str,
+        code: c_int,
+        comm: Comm,
+        place: (u32, u32),
+        name: CString,
+        keep: &Keep,
+    ) -> Result<Arc<dyn Communicator>> {
+        if code != sys::IN_PROGRESS {
+            self.check(what, code, std::ptr::null_mut())?;
+        }
+        // Aborted when it is dropped, also where it does not come to be ready.
+        let made = Arc::new(self.make(comm, place, name, keep));
+        self.settle(what, code, comm, keep.patience)?;
+        Ok(made)
     }
 }
 
@@ -200,11 +250,20 @@ fn c_name(name: &str) -> CString {
 struct Keep {
     device: i32,
     runtime: Arc<dyn Runtime>,
+    /// How long a call of a communicator that does not block may be in progress.
+    patience: Duration,
+}
+
+/// What the library knows of a communicator. Kept by threads that end it, too.
+struct Handle {
+    gate: Gate,
+    /// The library reads it as long as the communicator lives.
+    _name: CString,
 }
 
 struct NcclComm {
     api: Arc<Nccl>,
-    gate: Arc<Gate>,
+    handle: Arc<Handle>,
     rank: u32,
     ranks: u32,
     keep: Keep,
@@ -222,6 +281,8 @@ fn dtype(dtype: Dtype) -> Result<c_int> {
         Dtype::Bf16 => sys::BFLOAT16,
         Dtype::F32 => sys::FLOAT32,
         Dtype::F64 => sys::FLOAT64,
+        Dtype::F8E4M3 => sys::FLOAT8E4M3,
+        Dtype::F8E5M2 => sys::FLOAT8E5M2,
         other => return Err(no_type("NCCL", other)),
     })
 }
@@ -256,17 +317,22 @@ impl NcclComm {
         &self,
         comm: Comm,
         kind: Dtype,
-        wanted: ReduceOp,
+        (wanted, on_device): (ReduceOp, usize),
         body: impl FnOnce(c_int) -> Result<c_int>,
     ) -> Result<c_int> {
         let ReduceOp::PremulSum(factor) = wanted else { return body(op(wanted)?) };
         let api = &self.api;
         let mut bytes = factor_bytes(kind, factor)?;
+        let (scalar, residence) = match on_device {
+            0 => (bytes.as_mut_ptr().cast::<c_void>(), sys::SCALAR_HOST),
+            address => (address as *mut c_void, sys::SCALAR_DEVICE),
+        };
         let mut made: c_int = 0;
         let create = api.table.create_premul_sum.of(&api.library)?;
         let destroy = api.table.destroy_op.of(&api.library)?;
-        // SAFETY: the vendor's function; it reads the scalar before it returns (host immediate).
-        let code = unsafe { create(&mut made, bytes.as_mut_ptr().cast(), dtype(kind)?, sys::SCALAR_HOST, comm) };
+        // SAFETY: the vendor's function; it reads a scalar of the host before it returns, and the caller keeps one of the
+        // device until the stream has passed the call.
+        let code = unsafe { create(&mut made, scalar, dtype(kind)?, residence, comm) };
         api.check("ncclRedOpCreatePreMulSum", code, comm)?;
         let result = body(made);
         // SAFETY: made above for this communicator; allowed at once after the last call that uses it, also in a group.
@@ -274,7 +340,7 @@ impl NcclComm {
         result
     }
 
-    fn one(&self, call: &Call<'_>, comm: Comm, stream: *mut c_void) -> Result<c_int> {
+    fn one(&self, call: &Call<'_>, factor: usize, comm: Comm, stream: *mut c_void) -> Result<c_int> {
         let (table, library) = (&self.api.table, &self.api.library);
         let (to, from) = (|at: usize| at as *mut c_void, |at: usize| at as *const c_void);
         // SAFETY: each call below is the vendor's own declaration; the caller's addresses are memory of this device for
@@ -283,20 +349,22 @@ impl NcclComm {
             Ok(match *call {
                 Call::AllReduce { send, recv, count, dtype: of, op } => {
                     let f = table.all_reduce.of(library)?;
-                    return self
-                        .with_op(comm, of, op, |op| Ok(f(from(send), to(recv), count, dtype(of)?, op, comm, stream)));
+                    return self.with_op(comm, of, (op, factor), |op| {
+                        Ok(f(from(send), to(recv), count, dtype(of)?, op, comm, stream))
+                    });
                 }
                 Call::Reduce { send, recv, count, dtype: of, op, root } => {
                     let f = table.reduce.of(library)?;
                     let root = root as c_int;
-                    return self.with_op(comm, of, op, |op| {
+                    return self.with_op(comm, of, (op, factor), |op| {
                         Ok(f(from(send), to(recv), count, dtype(of)?, op, root, comm, stream))
                     });
                 }
                 Call::ReduceScatter { send, recv, count, dtype: of, op } => {
                     let f = table.reduce_scatter.of(library)?;
-                    return self
-                        .with_op(comm, of, op, |op| Ok(f(from(send), to(recv), count, dtype(of)?, op, comm, stream)));
+                    return self.with_op(comm, of, (op, factor), |op| {
+                        Ok(f(from(send), to(recv), count, dtype(of)?, op, comm, stream))
+                    });
                 }
                 Call::Broadcast { buffer, count, dtype: of, root } => {
                     let f = table.broadcast.of(library)?;
@@ -344,29 +412,33 @@ impl NcclComm {
     fn child(
         &self,
         what: &'static str,
-        deadline: Duration,
+        (deadline, go_on): (Duration, GoOn),
+        name: CString,
         make: impl MakeChild,
     ) -> Result<Option<Arc<dyn Communicator>>> {
-        let (api, keep, gate) = (self.api.clone(), self.keep.clone(), self.gate.clone());
+        let (api, keep, handle) = (self.api.clone(), self.keep.clone(), self.handle.clone());
+        let keep = Keep { patience: deadline, ..keep };
         let text = format!("{} {what} of rank {} of {}", api.able.name, self.rank, self.ranks);
-        within(deadline, &text, move || {
+        within(deadline, &text, &*go_on, move || {
             keep.runtime.set_device(keep.device)?;
-            gate.enter(what, |parent| {
+            handle.gate.enter(what, |parent| {
                 let mut comm: Comm = std::ptr::null_mut();
-                api.check(what, make(parent as Comm, &mut comm), parent as Comm)?;
+                let code = make(parent as Comm, &name, &mut comm);
                 if comm.is_null() {
-                    return Ok(None);
+                    return api.settle(what, code, parent as Comm, keep.patience).map(|()| None);
                 }
-                let (rank, ranks) = api.place(comm)?;
-                Ok(Some(Arc::new(api.make(comm, rank, ranks, &keep)) as Arc<dyn Communicator>))
+                // Its rank is known when it is ready.
+                api.settle(what, code, comm, keep.patience)?;
+                let place = api.place(comm)?;
+                api.made(what, sys::SUCCESS, comm, place, name, &keep).map(Some)
             })
         })
     }
 }
 
 /// Makes a communicator from its parent, and says how that went.
-trait MakeChild: FnOnce(Comm, &mut Comm) -> c_int + Send + 'static {}
-impl<F: FnOnce(Comm, &mut Comm) -> c_int + Send + 'static> MakeChild for F {}
+trait MakeChild: FnOnce(Comm, &CStr, &mut Comm) -> c_int + Send + 'static {}
+impl<F: FnOnce(Comm, &CStr, &mut Comm) -> c_int + Send + 'static> MakeChild for F {}
 
 impl Communicator for NcclComm {
     fn api(&self) -> Arc<dyn Api> {
@@ -383,9 +455,13 @@ impl Communicator for NcclComm {
     }
 
     fn call(&self, call: &Call<'_>, stream: Stream) -> Result<Kept> {
-        self.gate.enter(call.name(), |comm| {
-            let code = self.one(call, comm as Comm, stream.0 as *mut c_void)?;
-            self.api.check(call.name(), code, comm as Comm).map(|()| None)
+        self.call_by_factor(call, 0, stream)
+    }
+
+    fn call_by_factor(&self, call: &Call<'_>, factor: usize, stream: Stream) -> Result<Kept> {
+        self.handle.gate.enter(call.name(), |comm| {
+            let code = self.one(call, factor, comm as Comm, stream.0 as *mut c_void)?;
+            self.api.settle(call.name(), code, comm as Comm, self.keep.patience).map(|()| None)
         })
     }
 
@@ -398,7 +474,11 @@ impl Communicator for NcclComm {
     fn group_end(&self) -> Result<()> {
         // SAFETY: the vendor's function; state of this thread.
         let code = unsafe { self.api.table.group_end.of(&self.api.library)?() };
-        self.api.check("ncclGroupEnd", code, std::ptr::null_mut())
+        if code != sys::IN_PROGRESS {
+            return self.api.check("ncclGroupEnd", code, std::ptr::null_mut());
+        }
+        let patience = self.keep.patience;
+        self.handle.gate.enter("group_end", |comm| self.api.settle("ncclGroupEnd", code, comm as Comm, patience))
     }
 
     fn can_split(&self, _: &[u32]) -> bool {
@@ -410,43 +490,48 @@ impl Communicator for NcclComm {
         let place = split.members.iter().position(|member| *member == self.rank);
         let (color, key) = (place.map_or(sys::NO_COLOR, |_| split.number as c_int), place.unwrap_or(0) as c_int);
         let name = c_name(&split.name);
-        self.child("ncclCommSplit", split.deadline, move |parent, comm| {
-            let mut config = Config::blocking(&name);
-            // SAFETY: the vendor's function; name and config live until it returns.
+        let waits = (split.deadline, split.go_on.clone());
+        self.child("ncclCommSplit", waits, name, move |parent, name, comm| {
+            let mut config = Config::blocking(name);
+            // SAFETY: the vendor's function; the config lives until it returns, the name as long as the communicator.
             unsafe { call(parent, color, key, comm, &mut config) }
         })
     }
 
-    fn shrink(&self, exclude: &[u32], deadline: Duration, name: &str) -> Result<Arc<dyn Communicator>> {
+    fn shrink(&self, exclude: &[u32], deadline: Duration, go_on: GoOn, name: &str) -> Result<Arc<dyn Communicator>> {
         let call = self.api.table.shrink.of(&self.api.library)?;
         let mut exclude: Vec<c_int> = exclude.iter().map(|rank| *rank as c_int).collect();
         exclude.sort_unstable();
         let name = c_name(name);
-        let made = self.child("ncclCommShrink", deadline, move |parent, comm| {
-            let mut config = Config::blocking(&name);
+        let made = self.child("ncclCommShrink", (deadline, go_on), name, move |parent, name, comm| {
+            let mut config = Config::blocking(name);
             let count = exclude.len() as c_int;
-            // SAFETY: the vendor's function; list, name and config live until it returns.
+            // SAFETY: the vendor's function; list and config live until it returns, the name as long as the communicator.
             unsafe { call(parent, exclude.as_mut_ptr(), count, comm, &mut config, sys::SHRINK_ABORT) }
         })?;
         made.ok_or_else(|| Error::Bug("sagellm: ncclCommShrink succeeded and gave no communicator".into()))
     }
 
     fn poll(&self) -> Result<()> {
-        self.gate.enter("poll", |comm| {
+        self.handle.gate.enter("poll", |comm| {
             let Some(get) = self.api.table.get_async_error.optional() else { return Ok(()) };
             let mut state = sys::SUCCESS;
             // SAFETY: the vendor's function; it writes one int and does not wait.
             let code = unsafe { get(comm as Comm, &mut state) };
             self.api.check("ncclCommGetAsyncError", code, comm as Comm)?;
-            self.api.check("an operation that was launched earlier", state, comm as Comm)
+            match state {
+                sys::IN_PROGRESS => Ok(()), // another thread's call, which waits for its end
+                state => self.api.check("an operation that was launched earlier", state, comm as Comm),
+            }
         })
     }
 
     fn abort(&self) -> Result<()> {
-        let Some(comm) = self.gate.shut("aborted", GRACE) else { return Ok(()) };
+        let Some(comm) = self.handle.gate.shut("aborted", GRACE) else { return Ok(()) };
         let call = self.api.table.abort.of(&self.api.library)?;
-        let (api, keep) = (self.api.clone(), self.keep.clone());
-        within(END, "ncclCommAbort", move || {
+        let (api, keep, handle) = (self.api.clone(), self.keep.clone(), self.handle.clone());
+        within(END, "ncclCommAbort", &always, move || {
+            let _alive = handle;
             keep.runtime.set_device(keep.device)?;
             // SAFETY: the gate is shut, so this is the last use; the library lets abort run beside a call that hangs.
             let code = unsafe { call(comm as Comm) };
@@ -455,14 +540,16 @@ impl Communicator for NcclComm {
     }
 
     fn close(&self, deadline: Duration) -> Result<()> {
-        let Some(comm) = self.gate.shut("closed", deadline) else { return Ok(()) };
+        let Some(comm) = self.handle.gate.shut("closed", deadline) else { return Ok(()) };
         let destroy = self.api.table.destroy.of(&self.api.library)?;
-        let (api, keep) = (self.api.clone(), self.keep.clone());
-        within(deadline, "the end of an NCCL communicator", move || {
+        let (api, keep, handle) = (self.api.clone(), self.keep.clone(), self.handle.clone());
+        within(deadline, "the end of an NCCL communicator", &always, move || {
+            let _alive = handle;
             keep.runtime.set_device(keep.device)?;
             if let Some(finalize) = api.table.finalize.optional() {
                 // SAFETY: the gate is shut: no other use of the handle.
-                api.check("ncclCommFinalize", unsafe { finalize(comm as Comm) }, std::ptr::null_mut())?;
+                let code = unsafe { finalize(comm as Comm) };
+                api.settle("ncclCommFinalize", code, comm as Comm, deadline)?;
             }
             // SAFETY: as above, and the last use.
             api.check("ncclCommDestroy", unsafe { destroy(comm as Comm) }, std::ptr::null_mut())

@@ -22,6 +22,8 @@ pub const FLOAT16: c_int = 6;
 pub const FLOAT32: c_int = 7;
 pub const FLOAT64: c_int = 8;
 pub const BFLOAT16: c_int = 9;
+pub const FLOAT8E4M3: c_int = 10;
+pub const FLOAT8E5M2: c_int = 11;
 
 /// ncclRedOp_t; larger numbers are made by ncclRedOpCreatePreMulSum.
 pub const SUM: c_int = 0;
@@ -30,7 +32,9 @@ pub const MAX: c_int = 2;
 pub const MIN: c_int = 3;
 pub const AVG: c_int = 4;
 
-/// ncclScalarHostImmediate: the scalar is read before the call returns.
+/// ncclScalarDevice: the scalar lies on the device and is read when the operation runs. ncclScalarHostImmediate: it is
+/// read before the call returns.
+pub const SCALAR_DEVICE: c_int = 0;
 pub const SCALAR_HOST: c_int = 1;
 pub const NO_COLOR: c_int = -1;
 pub const SHRINK_ABORT: c_int = 1;
@@ -79,7 +83,7 @@ const _: () = {
 
 impl Config {
     /// A blocking communicator of that name, which shares nothing with its parent; else the library's own values. The name
-    /// must live as long as the config.
+    /// must live as long as the communicator: the library keeps the pointer and copies nothing.
     pub fn blocking(name: &CStr) -> Config {
         Config {
             size: size_of::<Config>(),

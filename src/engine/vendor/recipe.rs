@@ -250,6 +250,14 @@ fn moved(asked: &Asked, able: &Capabilities) -> Recipe {
 fn combined(asked: &Asked, able: &Capabilities) -> Result<Recipe, String> {
     let Asked { kind, dtype, op, .. } = *asked;
     let (wire, wire_op) = as_parts(kind, dtype, op)?;
+    // torch has no operators for these, so nothing can be composed.
+    if matches!(dtype, Dtype::F8E4M3 | Dtype::F8E5M2) && !able.combines(dtype, op) {
+        return Err(format!(
+            "sagellm: {kind}: {} does not combine {}; convert to float16 or bfloat16 first",
+            able.name,
+            dtype.name()
+        ));
+    }
     let base = Recipe {
         kind,
         dtype: wire,
@@ -283,6 +291,7 @@ fn as_parts(kind: Kind, dtype: Dtype, op: ReduceOp) -> Result<(Dtype, ReduceOp),
     };
     let bits = matches!(op, ReduceOp::Band | ReduceOp::Bor | ReduceOp::Bxor);
     match dtype {
+        Dtype::F8E4M3 | Dtype::F8E5M2 if bits || matches!(op, ReduceOp::PremulSum(_)) => undefined(),
         Dtype::Bytes => Err(format!(
             "sagellm: {kind}: the element type is none that can be combined; convert to float32, float16 or bfloat16"
         )),

@@ -2,8 +2,9 @@
 //! that our own library exports under the names `ncclTunerPlugin_v5` and `_v6` (NVIDIA/nccl, src/include/plugin/tuner).
 //!
 //! NCCL is told by the variable `NCCL_TUNER_PLUGIN`, and of the profiler beside this file by `NCCL_PROFILER_PLUGIN`: the
-//! absolute path of our library, set before the first communicator is made. It then asks for every communicator of the
-//! process, also those of others. Ours are told apart by their name, which the profiler is told together with the number
+//! absolute path of our library. They are set before a communicator is made for a group that has a rule or a line for
+//! NCCL, or with `SAGELLM_EXPLAIN=1`, and never else, since every communicator of the process and its children then asks,
+//! also those of others. Ours are told apart by their name, which the profiler is told together with the number
 //! that the tuner knows; for all others, and where no rule or line says anything, nothing is changed.
 //!
 //! # From our ways to NCCL's
@@ -60,6 +61,15 @@ pub fn algorithm(policy: &Policy, kind: Kind, bytes: u64) -> Option<usize> {
     }
 }
 
+/// Whether some rule or line of the policy names an algorithm of NCCL, so that it has to ask.
+pub fn steers(policy: &Policy) -> bool {
+    let lines = policy.table.iter().flat_map(|table| table.lines.iter().map(|line| &line.rule));
+    policy.rules.0.iter().chain(lines).any(|rule| {
+        let Way::Hosts { algorithm, .. } = rule.way else { return false };
+        matches!(algorithm, Algorithm::Ring | Algorithm::DoubleTree | Algorithm::Binomial)
+    })
+}
+
 /// The word of HCCL's communicator config for a way that holds for every operation and size, else "".
 pub fn algorithm_of_all(policy: &Policy) -> &'static str {
     let all = |rule: &&Rule| rule.kind.is_none() && (rule.from, rule.to) == (0, u64::MAX);
@@ -114,6 +124,16 @@ pub(super) fn communicator_is(number: u64, name: &str) {
 /// Numbers of the communicators of that name, in this process.
 pub(super) fn numbers_of(name: &str) -> Vec<u64> {
     registry().names.iter().filter(|(_, own)| own == name).map(|(number, _)| *number).collect()
+}
+
+/// Whether NCCL has told the profiler of a communicator of that name, as it does when it is made.
+pub fn was_told_of(name: &str) -> bool {
+    !numbers_of(name).is_empty()
+}
+
+/// The library of the plugins, for messages.
+pub fn file() -> String {
+    own_file().map_or_else(|| "the extension module of sagellm".into(), |file| file.to_string_lossy().into_owned())
 }
 
 fn policy_of(number: u64) -> Option<Arc<Policy>> {
@@ -195,15 +215,16 @@ pub static ncclTunerPlugin_v6: TunerV6 =
     TunerV6 { name: NAME, init, get_coll_info, finalize, get_chunk_size: std::ptr::null() };
 
 /// Tells NCCL where its plugins are: in the file of this code, if that is a library that exports them (the extension
-/// module, and no test program). Variables that the user has set stay. Before the first communicator, once.
-pub(super) fn announce() {
+/// module, and no test program). Variables that the user has set stay. Once a process, before a communicator is made.
+pub fn announce() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
         let Some(file) = own_file() else { return };
         for variable in ["NCCL_TUNER_PLUGIN", "NCCL_PROFILER_PLUGIN"] {
             if std::env::var_os(variable).is_none() {
                 // SAFETY: as every change of the environment: no other thread may change or read it meanwhile by its
-                // pointers. The caller of the first device operation holds no such pointer, and NCCL reads it later.
+                // pointers. That cannot be seen to from here, which is one reason to do it only where the user has asked
+                // for what needs it; who sets the variables before the program starts avoids it.
                 unsafe { std::env::set_var(variable, OsStr::from_bytes(file.to_bytes())) };
             }
         }

@@ -284,6 +284,7 @@ extern "C" fn sim_ncclCommSplit(parent: usize, color: i32, key: i32, out: Out<us
         Err(error) => return error,
     };
     let number = comm.next_child(false);
+    let own = config.clone();
     let split = move || -> Result<Option<Arc<Comm>>, i32> {
         let own = [color.to_le_bytes(), key.to_le_bytes()].concat();
         let all = comm.exchange(&own).map_err(|error| code_of(&error))?;
@@ -314,7 +315,7 @@ extern "C" fn sim_ncclCommSplit(parent: usize, color: i32, key: i32, out: Out<us
             (false, false) => in_background(job),
         };
     }
-    make(out, config.clone(), move || split()?.ok_or(INTERNAL_ERROR))
+    make(out, own, move || split()?.ok_or(INTERNAL_ERROR))
 }
 
 #[unsafe(no_mangle)]
