@@ -24,7 +24,7 @@ namespace {
 // threads they are made, because none of our calls waits for another rank.
 class Connection {
  public:
-  explicit Connection(c10::intrusive_ptr<c10d::TCPStore> users) : users_(std::move(users)) {}
+  explicit Connection(c10::intrusive_ptr<c10d::Store> users) : users_(std::move(users)) {}
 
   // Opens it when it is first needed, which may take a look-up of names: not with a lock held that others need.
   c10::intrusive_ptr<c10d::Store> get() {
@@ -34,7 +34,7 @@ class Connection {
   }
 
  private:
-  const c10::intrusive_ptr<c10d::TCPStore> users_;
+  const c10::intrusive_ptr<c10d::Store> users_;
   std::mutex mutex_;
   c10::intrusive_ptr<c10d::Store> own_;
 };
@@ -45,7 +45,7 @@ struct Connections {
   std::map<const c10d::Store*, std::weak_ptr<Connection>> each;
 };
 
-std::shared_ptr<Connection> connection_of(const c10::intrusive_ptr<c10d::TCPStore>& users) {
+std::shared_ptr<Connection> connection_of(const c10::intrusive_ptr<c10d::Store>& users) {
   Connections& all = per_process<Connections>();
   const std::lock_guard<std::mutex> lock(all.mutex);
   for (auto at = all.each.begin(); at != all.each.end();) {
@@ -70,13 +70,13 @@ class C10dStore final : public Store {
   explicit C10dStore(c10::intrusive_ptr<c10d::Store> store) : users_(std::move(store)) {
     c10::intrusive_ptr<c10d::Store> inner = users_;
     std::string prefix;
-    while (const auto outer = c10::dynamic_intrusive_pointer_cast<c10d::PrefixStore>(inner)) {
+    while (auto* const outer = dynamic_cast<c10d::PrefixStore*>(inner.get())) {
       prefix.insert(0, PrefixOf::text(*outer) + "/");
       inner = outer->getUnderlyingStore();
     }
     // The others let go of their locks while one of their callers waits for a key.
-    if (auto tcp = c10::dynamic_intrusive_pointer_cast<c10d::TCPStore>(inner)) {
-      connection_ = connection_of(tcp);
+    if (dynamic_cast<c10d::TCPStore*>(inner.get()) != nullptr) {
+      connection_ = connection_of(inner);
       prefix_ = std::move(prefix);
     }
   }

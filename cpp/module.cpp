@@ -69,8 +69,8 @@ c10::intrusive_ptr<SageBackend> create(const c10::intrusive_ptr<c10d::Store>& st
 
 // Empty for the work of a delegate, or of what the core has no operation for.
 std::vector<std::string> explain_work(const c10::intrusive_ptr<c10d::Work>& work) {
-  const auto own = c10::dynamic_intrusive_pointer_cast<SageWork>(work);
-  if (!own) return {};
+  const auto* const own = dynamic_cast<const SageWork*>(work.get());
+  if (own == nullptr) return {};
   return own->explain();
 }
 

@@ -94,8 +94,8 @@ bool SageBackend::agree(bool yes) {
 c10::intrusive_ptr<SageBackend> SageBackend::part(const std::string& prefix, const std::vector<int>& ranks,
                                                   const c10::intrusive_ptr<c10d::Backend::Options>& given,
                                                   const std::string& name) {
-  const auto ours = c10::dynamic_intrusive_pointer_cast<Options>(given);
-  auto options = ours ? ours->copy() : options_->copy();
+  const auto* const ours = dynamic_cast<const Options*>(given.get());
+  auto options = ours != nullptr ? ours->copy() : options_->copy();
   if (given) options->timeout = given->timeout;
   options->group_name = given && !given->group_name.empty() ? given->group_name : name;
   options->group_desc = given ? given->group_desc : "";
