@@ -73,8 +73,8 @@ def create(options: Any, pg_options: Any = None) -> Any:
 
     if getattr(options, "enable_reconfigure", False):
         raise NotImplementedError(
-            f"sagellm: group {options.group_id!r} is asked for with enable_reconfigure=True, which groups of sagellm do "
-            "not offer. Leave it out, and after a failure make a new group of the ranks that are left"
+            f"sagellm: group {options.group_id!r} is asked for with enable_reconfigure=True, which sagellm does not "
+            "offer. Leave it out, and after a failure make a new group of the ranks that are left"
         )
     extension = _load.extension()
     _log.configure(extension)
