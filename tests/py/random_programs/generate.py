@@ -34,6 +34,7 @@ class Taste:
     mixed: bool = True
     strided: bool = True
     average: bool = True
+    drop: bool = True  # collectives whose Work is dropped; some of gloo's are finished by the wait alone
     drop_messages: bool = True
     leave: bool = True
     forks: bool = True
@@ -64,6 +65,7 @@ GLOO = Taste(
     forks=False,
     endings=False,
     lists=False,
+    drop=False,
     uneven=False,
     reduce=False,
     delegated=True,
@@ -170,6 +172,10 @@ class Draw:
             # The larger borders of a program's scale are what it is for.
             return fitting[-1 - min(int(self.rng.expovariate(0.5)), len(fitting) - 1)]
         return self.rng.randint(0, most)
+
+    def body(self, dtype: str, parts: int) -> int:
+        """The number of elements of a message; gloo knows no empty ones."""
+        return max(self.count(dtype, parts), 1 if self.taste.delegated else 0)
 
     def view(self, rank: int, dtype: str, count: int, taken: list[View], one_piece: bool) -> View | None:
         """A view of so many elements that shares none with `taken`."""
@@ -312,7 +318,7 @@ class Draw:
             if synchronous:
                 how = "sync"
             if hangs or how == "async":
-                how = "drop" if rng.random() < 0.3 else "keep"
+                how = "drop" if self.taste.drop and rng.random() < 0.3 else "keep"
             step["how"].append(how)
         self.account(step, len(members))
         self.put(step)
@@ -347,7 +353,7 @@ class Draw:
         channel = [each for each in self.open if (each.g, each.src, each.dst, each.tag) == (g, src, dst, tag)]
         if channel and channel[0].first != first:
             return self.complete(channel[0])
-        message = Message(m, g, src, dst, tag, anyone, first, self.count(dtype, 1), dtype)
+        message = Message(m, g, src, dst, tag, anyone, first, self.body(dtype, 1), dtype)
         if not self.half(message, first, True):
             return False
         self.open.append(message)
@@ -413,7 +419,7 @@ class Draw:
         dtype = rng.choice(self.program.buffers)[0]
         moves, taken = [], {rank: [] for rank in ranks}  # type: ignore[var-annotated]
         for src, dst in pairs:
-            count = self.count(dtype, len(pairs))
+            count = self.body(dtype, len(pairs))
             m = self.new_id()
             move: Step = {"m": m, "src": src, "dst": dst, "tag": 50}
             for rank, name in ((src, "sv"), (dst, "dv")):
@@ -438,7 +444,7 @@ class Draw:
         dst = rng.choice(ranks)
         senders = [rank for rank in ranks if rank != dst and rng.random() < 0.8]
         dtype = rng.choice(self.program.buffers)[0]
-        count = self.count(dtype, 1)
+        count = self.body(dtype, 1)
         views: dict[str, list[View]] = {}
         for sender in senders:
             for _ in range(rng.randint(1, 3)):
