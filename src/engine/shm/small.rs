@@ -157,7 +157,7 @@ fn earlier_mismatch(area: &Area, op: &Op, peer: usize) -> Error {
             return mismatch(n, me, own.signature, peer, theirs.signature);
         }
         if own.chain != theirs.chain && agreed && op::has_list(own.signature) {
-            let sizes = if n == op.number { sizes(&op.request) } else { String::new() };
+            let sizes = if n == op.number { sizes(me, &op.request) } else { String::new() };
             return Error::Mismatch(format!(
                 "sagellm: rank {me} and rank {peer} passed different lists of sizes to {}, number {n} of their \
                  group{sizes}. No data was exchanged. Every rank must pass the same list of sizes",
@@ -179,14 +179,14 @@ fn earlier_mismatch(area: &Area, op: &Op, peer: usize) -> Error {
     ))
 }
 
-/// This rank's list of sizes, for messages; a long one is cut.
-fn sizes(request: &Request) -> String {
+/// The list of sizes of this rank, for messages; a long one is cut.
+fn sizes(me: usize, request: &Request) -> String {
     const SHOWN: usize = 8;
     let list = if request.kind == Kind::AllGather { &request.out_blocks } else { &request.in_blocks };
     match list.len() {
-        0 => ": this rank's are all equal".to_string(),
-        n if n <= SHOWN => format!(": this rank's is {list:?} bytes"),
-        n => format!(": this rank's begins with {:?} bytes, of {n}", &list[..SHOWN]),
+        0 => format!(": rank {me} passed equal ones"),
+        n if n <= SHOWN => format!(": rank {me} passed {list:?} bytes"),
+        n => format!(": rank {me} passed {n} that begin with {:?} bytes", &list[..SHOWN]),
     }
 }
 
