@@ -95,7 +95,22 @@ class Rank:
             if step["do"] == "leave":
                 return
         self.at = len(self.program.steps)
-        self._compare(self.model.checks.get(self.at, []))
+        checks = self.model.checks.get(self.at, [])
+        if self.program.steps and self.program.steps[-1]["do"] == "disagree":
+            self._forget_outputs(self.program.steps[-1], checks)
+        self._compare(checks)
+
+    def _forget_outputs(self, step: Step, checks: list[Check]) -> None:
+        """After a call that ranks disagreed on: what it may have written before the error holds anything. Nothing else."""
+        agreed = step["step"]
+        members = self.program.groups[agreed["g"]]
+        if self.rank not in members:
+            return
+        member = members.index(self.rank)
+        for (buffer, *_), numbers in checks:
+            for view in agreed["outs"][member] + step["other"]["outs"][member]:
+                if view[0] == buffer:
+                    self.tensor(view).copy_(numbers.as_strided(view[2], view[3], view[1]))
 
     def _end(self) -> None:
         try:
