@@ -70,7 +70,7 @@ void SageBackend::follow_messages(c10::ArrayRef<Plan*> plans) {
   for (const Plan* plan : plans) {
     for (const Piece& piece : plan->inputs()) follow_messages(piece, false);
     for (const Piece& piece : plan->outputs()) follow_messages(piece, true);
-    for (const Piece& piece : plan->touched()) follow_messages(piece, true);
+    for (const Strided& runs : plan->touched()) follow_messages(hull(runs), runs.written);
   }
 }
 

@@ -227,7 +227,7 @@ HostCall::WorkPtr HostCall::submit(c10::ArrayRef<Plan*> plans, const Label& labe
     for (Plan* plan : plans) {
       plan->call.host_staged = true;
       if (message) continue;
-      for (const auto& pair : pairs_) plan->touch(pair.device);
+      for (const auto& pair : pairs_) plan->touch(pair.device, pair.stored);
     }
     if (late) {
       plans[0]->call.staged = true;

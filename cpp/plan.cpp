@@ -26,9 +26,10 @@ rust::Slice<const Piece> slice(const c10::SmallVector<Piece, 4>& pieces) {
   return {pieces.data(), pieces.size()};
 }
 
-rust::Slice<const size_t> slice(const std::vector<size_t>& blocks) {
+template <class T>
+rust::Slice<const T> slice(const std::vector<T>& list) {
   // An empty vector may have a null pointer, which cxx takes for an empty slice.
-  return {blocks.data(), blocks.size()};
+  return {list.data(), list.size()};
 }
 
 void block_sizes(c10::ArrayRef<at::Tensor> tensors, std::vector<size_t>& blocks) {
@@ -65,6 +66,45 @@ Piece hull(const at::Tensor& tensor) {
     last += static_cast<size_t>(tensor.size(dim) - 1) * static_cast<size_t>(tensor.stride(dim));
   }
   return {reinterpret_cast<size_t>(tensor.const_data_ptr()), (last + 1) * tensor.itemsize()};
+}
+
+Strided runs_of(const at::Tensor& tensor, bool written) {
+  struct Dim {
+    size_t count, stride;
+  };
+  c10::SmallVector<Dim, 8> dims;
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    // An expanded dimension has one place for all.
+    if (tensor.size(dim) == 1 || tensor.stride(dim) == 0) continue;
+    dims.push_back(
+        {static_cast<size_t>(tensor.size(dim)), static_cast<size_t>(tensor.stride(dim)) * tensor.itemsize()});
+  }
+  std::sort(dims.begin(), dims.end(), [](const Dim& a, const Dim& b) { return a.stride > b.stride; });
+  Strided runs{reinterpret_cast<size_t>(tensor.const_data_ptr()), tensor.itemsize(), {1, 1, 1, 1}, {}, written};
+  while (!dims.empty() && dims.back().stride == runs.run) {
+    runs.run *= dims.back().count;
+    dims.pop_back();
+  }
+  for (size_t i = dims.size(); i-- > 1;) {
+    if (dims[i - 1].stride != dims[i].stride * dims[i].count) continue;
+    dims[i - 1] = {dims[i - 1].count * dims[i].count, dims[i].stride};
+    dims.erase(dims.begin() + static_cast<ptrdiff_t>(i));
+  }
+  if (dims.size() > runs.counts.size()) {
+    runs.run = hull(tensor).bytes;
+    return runs;
+  }
+  for (size_t i = 0; i < dims.size(); ++i) {
+    runs.counts[i] = dims[i].count;
+    runs.strides[i] = dims[i].stride;
+  }
+  return runs;
+}
+
+Piece hull(const Strided& runs) {
+  size_t last = runs.run;
+  for (size_t i = 0; i < runs.counts.size(); ++i) last += (runs.counts[i] - 1) * runs.strides[i];
+  return {runs.addr, last};
 }
 
 bool overlap(const Piece& a, const Piece& b) {
@@ -161,9 +201,9 @@ void Plan::combine(const at::Tensor& tensor, const c10d::ReduceOp& reduce_op) {
   call.factor = on_tensor.defined() ? on_tensor.item<double>() : supplement.double_factor;
 }
 
-at::Tensor Plan::stand_in(const at::Tensor& tensor) {
+at::Tensor Plan::stand_in(const at::Tensor& tensor, bool written) {
   if (HostCall::by_vendor()) return HostCall::current()->stand_in(tensor);
-  touched_.push_back(hull(tensor));
+  touched_.push_back(runs_of(tensor, written));
   call.staged = true;
   return at::Tensor(at::detail::empty_cpu(tensor.sizes(), tensor.scalar_type()));
 }
@@ -171,13 +211,13 @@ at::Tensor Plan::stand_in(const at::Tensor& tensor) {
 char* Plan::readable(const at::Tensor& tensor, bool stage) {
   // The core only reads through this pointer; its pieces do not tell inputs from outputs.
   if (is_plain(tensor) && !stage) return const_cast<char*>(static_cast<const char*>(tensor.const_data_ptr()));
-  before.push_back({stand_in(tensor), tensor});
+  before.push_back({stand_in(tensor, false), tensor});
   return static_cast<char*>(before.back().temporary.mutable_data_ptr());
 }
 
 char* Plan::writable(const at::Tensor& tensor, bool stage) {
   if (is_plain(tensor) && !stage) return static_cast<char*>(tensor.mutable_data_ptr());
-  after.push_back({stand_in(tensor), tensor});
+  after.push_back({stand_in(tensor, true), tensor});
   return static_cast<char*>(after.back().temporary.mutable_data_ptr());
 }
 

@@ -55,6 +55,10 @@ bool overlap(const Piece& left, const Piece& right);
 // From the first to behind the last byte that belongs to the tensor, at whatever address its device has them.
 Piece hull(const at::Tensor& tensor);
 
+// The bytes of a strided tensor; from the first to the last where its layout has too many dimensions.
+Strided runs_of(const at::Tensor& tensor, bool written);
+Piece hull(const Strided& runs);
+
 // What a call is called elsewhere: in the profiler ("sagellm:" and the op) and in c10d's enumeration.
 struct Label {
   const char* title;
@@ -94,12 +98,13 @@ class Plan {
   void set_in_blocks(c10::ArrayRef<at::Tensor> tensors);
   void set_out_blocks(c10::ArrayRef<at::Tensor> tensors);
 
-  // Notes memory that the operation needs besides its pieces: what touches it earlier or later keeps its order.
-  void touch(const at::Tensor& tensor) { touched_.push_back(hull(tensor)); }
+  // Notes memory that the operation reads or writes besides its pieces: what touches it earlier or later keeps its
+  // order.
+  void touch(const at::Tensor& tensor, bool written) { touched_.push_back(runs_of(tensor, written)); }
 
   c10::ArrayRef<Piece> inputs() const { return inputs_; }
   c10::ArrayRef<Piece> outputs() const { return outputs_; }
-  c10::ArrayRef<Piece> touched() const { return touched_; }
+  c10::ArrayRef<Strided> touched() const { return touched_; }
 
   rust::Box<RustOp> issue(const RustGroup& group, std::shared_ptr<Completion> completion) const;
   void run(const RustGroup& group, std::shared_ptr<Completion> completion) const;
@@ -119,15 +124,15 @@ class Plan {
  private:
   using Pieces = c10::SmallVector<Piece, 4>;
 
-  // A temporary for `tensor`; the memory behind it is noted as touched.
-  at::Tensor stand_in(const at::Tensor& tensor);
+  // A temporary for `tensor`; the memory behind it is noted as read or `written`.
+  at::Tensor stand_in(const at::Tensor& tensor, bool written);
   // First byte of the contiguous elements of `tensor`, read or written.
   char* readable(const at::Tensor& tensor, bool stage);
   char* writable(const at::Tensor& tensor, bool stage);
 
   Pieces inputs_;
   Pieces outputs_;
-  Pieces touched_;
+  std::vector<Strided> touched_;
 };
 
 }  // namespace sagellm

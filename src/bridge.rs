@@ -17,7 +17,7 @@ use std::time::Duration;
 use crate::config::{Config, Settings};
 use crate::error::{Error, Result, contained};
 use crate::group::{self, Group, Op};
-use crate::types::{CallNote, Dtype, Kind, ReduceOp, Request, Span};
+use crate::types::{CallNote, Dtype, Kind, ReduceOp, Request, Span, Strided};
 use devices::{RustDevices, RustLaunched, RustMember, RustRecipe};
 use hooks::{CompletionHook, LinkHook, PythonHook, PythonLog, StoreHook};
 use simulate::{algorithms, predict, program};
@@ -30,6 +30,15 @@ pub mod ffi {
     struct Piece {
         addr: usize,
         bytes: usize,
+    }
+
+    /// `types::Strided`.
+    struct Strided {
+        addr: usize,
+        run: usize,
+        counts: [usize; 4],
+        strides: [usize; 4],
+        written: bool,
     }
 
     /// `types::Request` without its lists; the numbers are the discriminants in `types.rs`.
@@ -199,7 +208,7 @@ pub mod ffi {
             outputs: &[Piece],
             in_blocks: &[usize],
             out_blocks: &[usize],
-            also_touched: &[Piece],
+            also_touched: &[Strided],
             completion: SharedPtr<Completion>,
         ) -> Result<Box<RustOp>>;
         /// Starts one operation and finishes it on this thread (`call.sync`); the cheapest path.
@@ -211,7 +220,7 @@ pub mod ffi {
             outputs: &[Piece],
             in_blocks: &[usize],
             out_blocks: &[usize],
-            also_touched: &[Piece],
+            also_touched: &[Strided],
             completion: SharedPtr<Completion>,
         ) -> Result<()>;
         /// In a group over several hosts: waits until no collective that was issued before touches `memory`, which a message
@@ -513,6 +522,11 @@ fn spans(pieces: &[ffi::Piece]) -> Vec<Span> {
     pieces.iter().map(|piece| Span { addr: piece.addr, bytes: piece.bytes }).collect()
 }
 
+fn strided(tensor: &ffi::Strided) -> Strided {
+    let ffi::Strided { addr, run, counts, strides, written } = *tensor;
+    Strided { addr, run, counts, strides, written }
+}
+
 fn unknown(what: &str, value: u8) -> Error {
     Error::Bug(format!("sagellm: unknown {what} {value} came over the bridge"))
 }
@@ -528,7 +542,7 @@ fn request(
     outputs: &[ffi::Piece],
     in_blocks: &[usize],
     out_blocks: &[usize],
-    also_touched: &[ffi::Piece],
+    also_touched: &[ffi::Strided],
 ) -> Result<Request> {
     let (kind, dtype) = kind_and_dtype(call.kind, call.dtype)?;
     Ok(Request {
@@ -543,7 +557,7 @@ fn request(
         outputs: spans(outputs),
         in_blocks: in_blocks.to_vec(),
         out_blocks: out_blocks.to_vec(),
-        also_touched: spans(also_touched),
+        also_touched: also_touched.iter().map(strided).collect(),
         note: CallNote {
             counts: call.counts,
             tensors: call.tensors,
@@ -589,7 +603,7 @@ impl RustGroup {
         outputs: &[ffi::Piece],
         in_blocks: &[usize],
         out_blocks: &[usize],
-        also_touched: &[ffi::Piece],
+        also_touched: &[ffi::Strided],
         completion: cxx::SharedPtr<ffi::Completion>,
     ) -> std::result::Result<Box<RustOp>, String> {
         guarded(|| {
@@ -606,7 +620,7 @@ impl RustGroup {
         outputs: &[ffi::Piece],
         in_blocks: &[usize],
         out_blocks: &[usize],
-        also_touched: &[ffi::Piece],
+        also_touched: &[ffi::Strided],
         completion: cxx::SharedPtr<ffi::Completion>,
     ) -> std::result::Result<(), String> {
         guarded(|| {

@@ -118,6 +118,8 @@ pub struct Op {
     hull: (usize, usize),
     /// The same in detail, made when two operations of several pieces are compared.
     reach: OnceLock<Box<Reach>>,
+    /// What a send sends instead of its inputs: see `send_copy`.
+    copy: OnceLock<Box<(Vec<u8>, [Span; 1])>>,
     /// The engine is through with its memory. Written and read under the group's lock: relaxed.
     released: AtomicBool,
     /// PENDING, then DONE or FAILED for ever. Written once by the thread that ends the operation (release), after the
@@ -153,6 +155,7 @@ impl Op {
             lists: lists(&request),
             hull: reach::hull(&request),
             reach: OnceLock::new(),
+            copy: OnceLock::new(),
             released: AtomicBool::new(false),
             request,
             number,
@@ -186,6 +189,18 @@ impl Op {
     /// The memory it touches.
     pub fn reach(&self) -> &Reach {
         self.reach.get_or_init(|| Box::new(Reach::of(&self.request)))
+    }
+
+    /// What it sends: the inputs, or their copy.
+    pub fn sent(&self) -> &[Span] {
+        self.copy.get().map_or(&self.request.inputs, |copy| &copy.1)
+    }
+
+    /// Makes a send read `copy`, which has the bytes of its inputs, so that later operations may use their memory.
+    pub fn send_copy(&self, copy: Vec<u8>) {
+        let span = Span { addr: copy.as_ptr() as usize, bytes: copy.len() };
+        let _ = self.copy.set(Box::new((copy, [span])));
+        self.release();
     }
 
     /// The engine reads and writes nothing of its memory any more.

@@ -1,9 +1,9 @@
 //! Which memory an operation reads and writes, so that two of one rank can be told apart or put in order (rule 4).
 
-use crate::types::{Request, Span};
+use crate::types::{Request, Span, Strided};
 
 /// Memory that is read and memory that is written, each sorted by address and joined where pieces touch. What staged
-/// copies stand for counts as written.
+/// copies stand for is taken run by run: the columns of one matrix are apart.
 #[derive(Debug)]
 pub struct Reach {
     reads: Vec<Span>,
@@ -12,15 +12,16 @@ pub struct Reach {
 
 impl Reach {
     pub fn of(request: &Request) -> Reach {
-        Reach {
-            reads: sorted(request.inputs.iter()),
-            writes: sorted(request.outputs.iter().chain(&request.also_touched)),
+        let (mut reads, mut writes) = (request.inputs.clone(), request.outputs.clone());
+        for strided in &request.also_touched {
+            runs(strided, if strided.written { &mut writes } else { &mut reads });
         }
+        Reach { reads: sorted(reads), writes: sorted(writes) }
     }
 
     /// Of one piece that is read or written.
     pub fn of_one(memory: Span, writes: bool) -> Reach {
-        let (one, none) = (sorted([memory].iter()), Vec::new());
+        let (one, none) = (sorted(vec![memory]), Vec::new());
         if writes { Reach { reads: none, writes: one } } else { Reach { reads: one, writes: none } }
     }
 
@@ -30,31 +31,46 @@ impl Reach {
     }
 }
 
-/// The same for two requests of few pieces each, pair by pair: sorting would take longer.
+/// The same for two short requests, pair by pair: sorting would take longer.
 pub fn meet_in_pairs(one: &Request, other: &Request) -> bool {
     let touch = |a: &[Span], b: &[Span]| a.iter().any(|x| b.iter().any(|y| x.overlaps(y)));
-    let writes = |of: &Request, who: &Request| {
-        [&of.outputs, &of.also_touched].into_iter().any(|written| {
-            touch(written, &who.inputs) || touch(written, &who.outputs) || touch(written, &who.also_touched)
-        })
-    };
-    writes(one, other) || writes(other, one)
+    touch(&one.outputs, &other.outputs) || touch(&one.outputs, &other.inputs) || touch(&one.inputs, &other.outputs)
 }
 
-/// Whether `meet_in_pairs` is the shorter way for this one.
+/// Few pieces and nothing strided: for `meet_in_pairs`.
 pub fn is_short(request: &Request) -> bool {
-    request.inputs.len() + request.outputs.len() + request.also_touched.len() <= 4
+    request.inputs.len() + request.outputs.len() <= 4 && request.also_touched.is_empty()
 }
 
 /// From the first byte to behind the last one that a request touches; empty where it touches none.
 pub fn hull(request: &Request) -> (usize, usize) {
-    let all = request.inputs.iter().chain(&request.outputs).chain(&request.also_touched);
-    all.filter(|span| span.bytes > 0)
-        .fold((usize::MAX, 0), |(low, high), span| (low.min(span.addr), high.max(span.addr + span.bytes)))
+    let join = |(low, high): (usize, usize), span: &Span| (low.min(span.addr), high.max(span.addr + span.bytes));
+    let plain = request.inputs.iter().chain(&request.outputs).filter(|span| span.bytes > 0);
+    let hull = plain.fold((usize::MAX, 0), join);
+    request.also_touched.iter().map(Strided::hull).fold(hull, |hull, span| join(hull, &span))
 }
 
-fn sorted<'a>(spans: impl Iterator<Item = &'a Span>) -> Vec<Span> {
-    let mut all: Vec<Span> = spans.filter(|span| span.bytes > 0).copied().collect();
+/// Adds the runs of a strided tensor, or its hull where they are very many.
+fn runs(strided: &Strided, to: &mut Vec<Span>) {
+    const MOST: usize = 1 << 22;
+    let Strided { addr, run, counts, strides, .. } = *strided;
+    let many = counts.iter().try_fold(1usize, |all, count| all.checked_mul(*count)).is_none_or(|all| all > MOST);
+    if many {
+        to.push(strided.hull());
+        return;
+    }
+    fn repeat(dims: &[(usize, usize)], addr: usize, run: usize, to: &mut Vec<Span>) {
+        match dims {
+            [] => to.push(Span { addr, bytes: run }),
+            [(count, stride), rest @ ..] => (0..*count).for_each(|i| repeat(rest, addr + i * stride, run, to)),
+        }
+    }
+    let dims: Vec<(usize, usize)> = counts.into_iter().zip(strides).filter(|(count, _)| *count != 1).collect();
+    repeat(&dims, addr, run, to);
+}
+
+fn sorted(mut all: Vec<Span>) -> Vec<Span> {
+    all.retain(|span| span.bytes > 0);
     all.sort_unstable_by_key(|span| span.addr);
     all.dedup_by(|next, last| {
         let touches = next.addr <= last.addr + last.bytes;
@@ -126,7 +142,7 @@ mod tests {
             };
             let (one, other) = (list(4), list(30));
             let pairs = one.iter().any(|a| other.iter().any(|b| a.overlaps(b)));
-            let (a, b) = (sorted(one.iter()), sorted(other.iter()));
+            let (a, b) = (sorted(one.clone()), sorted(other.clone()));
             assert_eq!((meet(&a, &b), meet(&b, &a)), (pairs, pairs), "{one:?} and {other:?}");
             met += usize::from(pairs);
         }
@@ -135,24 +151,47 @@ mod tests {
 
     #[test]
     fn pieces_that_touch_become_one() {
-        let joined = sorted(spans(&[(10, 5), (1, 4), (15, 0), (5, 5), (30, 1), (2, 1)]).iter());
+        let joined = sorted(spans(&[(10, 5), (1, 4), (15, 0), (5, 5), (30, 1), (2, 1)]));
         assert_eq!(joined, spans(&[(1, 14), (30, 1)]));
+    }
+
+    #[test]
+    fn strided_tensors_that_lie_between_each_other_are_apart() {
+        // A matrix of 5 planes of 6 rows of 7 numbers of 4 bytes.
+        let (planes, rows, size) = (5, 6, 4);
+        let face = |addr, run, counts: [usize; 2], strides: [usize; 2]| Strided {
+            addr,
+            run,
+            counts: [counts[0], counts[1], 1, 1],
+            strides: [strides[0], strides[1], 0, 0],
+            written: true,
+        };
+        let (row, plane) = (7 * size, 6 * 7 * size);
+        let column = |at: usize| face(1000 + at * size, size, [planes, rows], [plane, row]);
+        let line = |at: usize| face(1000 + at * row, row, [planes, 1], [plane, 0]);
+        let reach = |strided: &Strided| {
+            let mut all = Vec::new();
+            runs(strided, &mut all);
+            sorted(all)
+        };
+        assert_eq!(reach(&column(1)).iter().map(|span| span.bytes).sum::<usize>(), planes * rows * size);
+        assert_eq!(column(6).hull(), Span { addr: 1000 + 6 * size, bytes: planes * plane - 6 * size });
+        for (one, other, share) in [
+            (column(0), column(1), false),
+            (column(3), column(3), true),
+            (line(0), line(5), false),
+            (line(2), column(4), true),
+        ] {
+            assert_eq!(meet(&reach(&one), &reach(&other)), share, "{one:?} and {other:?}");
+        }
     }
 
     /// Twenty lists of a thousand tensors that lie between each other: every list against every other.
     #[test]
     fn rule_04_long_lists_are_compared_in_about_as_many_steps_as_they_have_pieces() {
         let (lists, tensors) = (20, 1000);
-        let all: Vec<Vec<Span>> = (0..lists)
-            .map(|list| {
-                sorted(
-                    (0..tensors)
-                        .map(|i| Span { addr: 64 + (i * lists + list) * 16, bytes: 8 })
-                        .collect::<Vec<_>>()
-                        .iter(),
-                )
-            })
-            .collect();
+        let list = |list| (0..tensors).map(move |i| Span { addr: 64 + (i * lists + list) * 16, bytes: 8 }).collect();
+        let all: Vec<Vec<Span>> = (0..lists).map(|number| sorted(list(number))).collect();
         LOOKS.with(|looks| looks.set(0));
         for (at, one) in all.iter().enumerate() {
             assert!(all[..at].iter().all(|other| !meet(one, other)));

@@ -225,6 +225,29 @@ impl Span {
     }
 }
 
+/// Caller memory that lies in equal runs: a strided tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Strided {
+    pub addr: usize,
+    /// Bytes of one run.
+    pub run: usize,
+    /// How often it is repeated, and at which distance in bytes; 1 and 0 where a dimension is not used.
+    pub counts: [usize; Strided::DIMENSIONS],
+    pub strides: [usize; Strided::DIMENSIONS],
+    /// The call writes it; otherwise it reads it.
+    pub written: bool,
+}
+
+impl Strided {
+    pub const DIMENSIONS: usize = 4;
+
+    /// From its first byte to its last one.
+    pub fn hull(&self) -> Span {
+        let last: usize = self.counts.iter().zip(&self.strides).map(|(count, stride)| (count - 1) * stride).sum();
+        Span { addr: self.addr, bytes: last + self.run }
+    }
+}
+
 /// The peer of a receive that takes from anyone.
 pub const ANY_RANK: u32 = u32::MAX;
 
@@ -266,7 +289,7 @@ pub struct Request {
     pub out_blocks: Vec<usize>,
     /// Caller memory that is read or written beyond `inputs` and `outputs`: the strided tensors behind staged copies.
     /// Only used to keep operations on the same memory in order.
-    pub also_touched: Vec<Span>,
+    pub also_touched: Vec<Strided>,
     pub note: CallNote,
 }
 

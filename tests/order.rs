@@ -363,6 +363,33 @@ fn rule_04_a_receive_that_waits_is_overtaken_by_no_other_of_its_messages() {
     }
 }
 
+/// A send that has not been received holds back nothing: what is written behind it may be what its receiver waits for.
+#[test]
+fn rule_04_a_send_keeps_what_a_later_operation_overwrites() {
+    for bytes in SIZES {
+        let groups = groups(2);
+        on_ranks(2, |me| {
+            let group = &groups[me];
+            let mut memory = vec![me as u8 + 1; bytes];
+            // Both send before they receive, with one buffer.
+            let all = [send(group, 1 - me as u32, 0, &mut memory), recv(group, 1 - me as u32, 0, &mut memory)];
+            all.iter().for_each(|op| op.wait(None).unwrap());
+            assert_eq!(memory, vec![2 - me as u8; bytes]);
+            // The receiver comes behind the collective that overwrites what is sent.
+            let message = (me == 0).then(|| send(group, 1, 1, &mut memory));
+            group.run(all_reduce(&mut memory), None).unwrap();
+            assert_eq!(memory, vec![3u8; bytes]);
+            match message {
+                Some(message) => message.wait(None).unwrap(),
+                None => {
+                    recv(group, 0, 1, &mut memory).wait(None).unwrap();
+                    assert_eq!(memory, vec![2u8; bytes]);
+                }
+            }
+        });
+    }
+}
+
 /// A message that is held back counts as pending: it fails with the group, and by its own deadline.
 #[test]
 fn rule_04_a_message_that_waits_fails_with_what_it_waits_for() {

@@ -38,6 +38,7 @@ use std::sync::Arc;
 use area::Area;
 use bulk::{Bases, Bulk, Rounds, Step};
 use p2p::{Ended, P2p};
+use pieces::Pieces;
 use protocol::Slots;
 
 use crate::error::Result;
@@ -158,12 +159,18 @@ impl Shm {
         self.entries.len() + self.held.len() + self.p2p.active()
     }
 
-    /// Adds to `behind` the messages issued before `turn` that touch the memory of `op`.
+    /// Adds to `behind` the messages issued before `turn` that `op` must follow. A send that was handed over holds nobody
+    /// back: whoever receives it may do so only behind `op`.
     fn messages_before(&mut self, op: &Op, turn: u64, mut behind: Behind) -> Behind {
         if !self.messages.is_empty() {
             // A later message on this memory would be held, so all of these are earlier.
             self.messages.retain(|message| !message.is_released());
-            behind.extend(self.messages.iter().filter(|message| op.meets(message)).cloned());
+            for message in self.messages.iter().filter(|message| op.meets(message)) {
+                match message.request.kind {
+                    Kind::Send => copy_inputs(message),
+                    _ => behind.push(Arc::clone(message)),
+                }
+            }
         }
         let held = self.held.iter().filter(|held| held.turn < turn && op.meets(&held.op));
         behind.extend(held.map(|held| Arc::clone(&held.op)));
@@ -172,7 +179,12 @@ impl Shm {
 
     fn hand_over(&mut self, op: Arc<Op>, ended: &mut Ended) {
         self.p2p.issue(&self.area, Arc::clone(&op), ended);
-        self.messages.push(op);
+        if op.request.kind == Kind::Send && !op.request.also_touched.is_empty() {
+            op.release(); // a strided tensor, which has been copied
+        }
+        if !op.is_released() {
+            self.messages.push(op);
+        }
     }
 
     /// Hands over the messages that need not wait any more. True when there was one.
@@ -370,6 +382,15 @@ impl Shm {
             n => (n, format!("{} number {n}", op::describe(self.area.read_header(peer, n).signature))),
         }
     }
+}
+
+/// Lets a send go on from a copy of its inputs.
+fn copy_inputs(send: &Op) {
+    let inputs = Pieces(&send.request.inputs);
+    let mut copy = vec![0u8; inputs.bytes()];
+    // SAFETY: the inputs are the caller's, alive until the send ends; the copy has as many bytes.
+    unsafe { inputs.read(0, copy.as_mut_ptr(), copy.len()) };
+    send.send_copy(copy);
 }
 
 /// Whether a message must come behind an earlier one that has not been handed over: of sends to one rank, and of receives

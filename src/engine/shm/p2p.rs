@@ -203,7 +203,7 @@ impl P2p {
                 break;
             }
             let number = self.out[to].sent;
-            let inputs = Pieces(&op.request.inputs);
+            let inputs = Pieces(op.sent());
             let bytes = inputs.bytes();
             let eager = bytes <= area.layout.eager_bytes;
             let word = |i| area.envelope_word(me, to, number, i);
@@ -265,7 +265,7 @@ impl P2p {
             if entry & REJECTED == 0 {
                 lane.bodies.push_back((op, through, 0));
             } else {
-                let bytes = Pieces(&op.request.inputs).bytes();
+                let bytes = Pieces(op.sent()).bytes();
                 let text = format!(
                     "sagellm: rank {to} could not take the message of {bytes} bytes with tag {} from rank {me}: its \
                      receive buffer has another size",
@@ -285,7 +285,7 @@ impl P2p {
         if !protocol::may_fill_body(round, area.pair_word(me, to, DRAINED).load(Acquire)) {
             return false;
         }
-        let inputs = Pieces(&op.request.inputs);
+        let inputs = Pieces(op.sent());
         let total = inputs.bytes();
         let bytes = area.layout.body_bytes.min(total - *offset);
         // SAFETY: the body buffer holds `bytes`; the lane was granted to us, and DRAINED says that nobody reads the buffer.

@@ -169,6 +169,39 @@ def test_rule_04_messages_on_the_same_memory_run_in_order(size: int) -> None:
     run_ranks(strided_relay, 2, size)
 
 
+def columns(ctx: Context, size: int) -> None:
+    """Neighbours exchange columns of their matrices, which lie between each other, receives first and sends first."""
+    other = 1 - ctx.rank
+    for receives_first in (True, False):
+        field = torch.full((size, 4), float(ctx.rank))
+        calls: list[Callable[[], Any]] = [
+            lambda field=field: dist.irecv(field[:, 0], other, tag=0),
+            lambda field=field: dist.irecv(field[:, 3], other, tag=1),
+            lambda field=field: dist.isend(field[:, 1], other, tag=0),
+            lambda field=field: dist.isend(field[:, 2], other, tag=1),
+        ]
+        for work in [call() for call in (calls if receives_first else calls[::-1])]:
+            work.wait()
+        assert field[:, 0].eq(other).all() and field[:, 3].eq(other).all() and field[:, 1:3].eq(ctx.rank).all()
+
+
+def swapped(ctx: Context, size: int) -> None:
+    """Both ranks send a tensor and receive into the same one."""
+    tensor = torch.full((size,), float(ctx.rank))
+    works: list[Any] = [dist.isend(tensor, 1 - ctx.rank), dist.irecv(tensor, 1 - ctx.rank)]
+    for work in works:
+        work.wait()
+    assert bool((tensor == 1 - ctx.rank).all())
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("exchange", [columns, swapped], ids=["columns", "swapped"])
+@beyond_gloo("it takes no strided tensors and promises nothing about buffers in use")
+def test_rule_04_holds_nothing_back_that_only_lies_near(exchange: Callable[..., None], size: int) -> None:
+    """Rule 4 compares elements, not the reach of strided tensors, and a send keeps what is overwritten behind it."""
+    run_ranks(exchange, 2, size)
+
+
 # ------------------------------------------------------------------------------------------------ lists
 
 
