@@ -281,7 +281,7 @@ fn combine(
     }
 }
 
-/// Reads an all_to_all whose tables are all there: checks the sizes, copies every block that lies in a slot, and
+/// Reads an all_to_all whose tables are all there: checks all sizes, then copies every block that lies in a slot, and
 /// returns the tables of the ranks whose blocks come in rounds.
 pub fn finish_table(area: &Area, op: &Op) -> Result<Vec<Option<Vec<usize>>>> {
     let request = &op.request;
@@ -289,7 +289,8 @@ pub fn finish_table(area: &Area, op: &Op) -> Result<Vec<Option<Vec<usize>>>> {
     let outputs = Pieces(&request.outputs);
     let total_out = outputs.bytes();
     let mut in_rounds = Vec::with_capacity(ranks);
-    let mut to = 0;
+    // Where each block that lies in a slot begins there.
+    let mut in_slots = Vec::with_capacity(ranks);
     for q in 0..ranks {
         let table = read_table(area, op, q);
         let expected = block(&request.out_blocks, total_out, ranks, q);
@@ -302,13 +303,21 @@ pub fn finish_table(area: &Area, op: &Op) -> Result<Vec<Option<Vec<usize>>>> {
             if at.saturating_add(expected) > SLOT_BYTES {
                 return Err(wrong_block(op, me, q, before as u64, SLOT_BYTES as u64));
             }
-            // SAFETY: `at + expected` lies within the slot, whose tag was acquired.
-            unsafe { outputs.write(to, area.payload(q, op.number, SLOT_BYTES).add(at), expected) };
+            in_slots.push(Some(at));
             in_rounds.push(None);
         } else {
+            in_slots.push(None);
             in_rounds.push(Some(table));
         }
-        to += expected;
+    }
+    let mut to = 0;
+    for (q, at) in in_slots.into_iter().enumerate() {
+        let bytes = block(&request.out_blocks, total_out, ranks, q);
+        if let Some(at) = at {
+            // SAFETY: `at + bytes` lies within the slot, as checked above; its tag was acquired.
+            unsafe { outputs.write(to, area.payload(q, op.number, SLOT_BYTES).add(at), bytes) };
+        }
+        to += bytes;
     }
     Ok(in_rounds)
 }

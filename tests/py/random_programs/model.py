@@ -374,7 +374,7 @@ class Model:
         if not self.values or rank != self.own:
             return
         agreed, members = step["step"], self.program.groups[step["step"]["g"]]
-        if step["about"] == "root" or agreed["do"].startswith("all_to_all"):
+        if step["about"] == "root" or agreed["do"].startswith(("all_to_all", "scatter")):
             # A root takes its own part, and two ranks whose blocks agree exchange them: that is legal before anyone knows.
             return
         member = members.index(rank)
