@@ -112,7 +112,9 @@ def main() -> int:
     environment = os.environ | simulated.environment("nccl", simulated.builder().build())
     environment["LD_PRELOAD"] = str(hook())
     words = [sys.executable, __file__, "--counting", *(["--wait"] if arguments.wait else [])]
-    done = subprocess.run(words, env=environment, stdout=subprocess.PIPE, text=True, timeout=None if arguments.wait else 300)
+    done = subprocess.run(
+        words, env=environment, stdout=subprocess.PIPE, text=True, timeout=None if arguments.wait else 300
+    )
     if done.returncode != 0:
         return done.returncode
     print("| call | allocations | texts |\n| --- | ---: | ---: |")

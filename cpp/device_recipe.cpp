@@ -332,10 +332,8 @@ Launch prepare(const Plan& plan, rust::Box<RustRecipe> recipe, int ranks, c10::D
   const auto type =
       static_cast<at::ScalarType>(plan.call.element == kNoType ? static_cast<uint8_t>(at::kByte) : plan.call.element);
   const auto count = static_cast<size_t>(ranks);
-  Pieces inputs;
-  Pieces outputs;
-  for (const Piece& piece : plan.inputs()) inputs.push_back(piece);
-  for (const Piece& piece : plan.outputs()) outputs.push_back(piece);
+  Pieces inputs(plan.inputs().begin(), plan.inputs().end());
+  Pieces outputs(plan.outputs().begin(), plan.outputs().end());
   const RecipeFacts how = recipe->facts();
   const auto kind = static_cast<Kind>(how.kind);
   Launch launch{std::move(recipe), how, plan.call.root, 0, {}, {}, nullptr};

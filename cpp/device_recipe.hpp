@@ -13,7 +13,7 @@
 
 namespace sagellm {
 
-using Pieces = c10::SmallVector<Piece, 2>;
+using Pieces = std::vector<Piece>;
 
 // A call of the library.
 struct Launch {

@@ -9,8 +9,8 @@
 
 namespace sagellm {
 
-// Wraps c10d's store. A TCPStore is talked to over a connection of our own: opened when it is first needed, the same one
-// for all that is made over that store, and closed with the last of what this function gave out.
+// Wraps c10d's store. A TCPStore is talked to over a connection of our own: opened when it is first needed, the same
+// one for all that is made over that store, and closed with the last of what this function gave out.
 std::shared_ptr<Store> wrap_store(const c10::intrusive_ptr<c10d::Store>& store);
 
 // On the main thread, the exception of its last `check_interrupt() == true`, or null; taking it forgets it.

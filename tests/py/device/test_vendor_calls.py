@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import simdevice
@@ -152,7 +151,7 @@ def barrier_behind_all(ctx: Context, vendor: str, asynchronous: bool) -> None:
         kept = torch.empty(1000, device=name).fill_(ctx.rank + 1)
         strided = torch.empty(2, 1000, device=name).fill_(ctx.rank + 1)
         device.kernel_delay(0.0)
-        # Their works are dropped. The second is copied back by a late kernel of ours, the third is on the user's stream.
+        # Their works are dropped. The second is copied back by a late kernel of ours, the third on the user's stream.
         dist.all_reduce(kept, async_op=True)
         device.kernel_delay(0.3)
         dist.all_reduce(strided.t(), async_op=True)
@@ -225,7 +224,7 @@ def does_not_block(ctx: Context) -> None:
 
 
 def test_a_variable_that_keeps_communicators_from_blocking_is_met(libraries: dict[str, Path]) -> None:
-    """NCCL_COMM_BLOCKING=0 has the last word in the library: every call is then waited for until it is no more in progress.
+    """NCCL_COMM_BLOCKING=0 has the last word in the library: every call is waited for until it is no more in progress.
 
     The simulator refuses every call on a communicator that is in progress.
     """
@@ -252,7 +251,7 @@ def joins_for_ever(ctx: Context, vendor: str) -> None:
 
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_a_signal_ends_the_joining_of_a_communicator_everywhere(vendor: str, libraries: dict[str, Path]) -> None:
-    """Ctrl-C at one rank: it raises there at once, and the other rank hears of it; the group's timeout is five minutes."""
+    """Ctrl-C at one rank: it raises there at once, and the other hears of it; the group's timeout is five minutes."""
     env = environment(vendor, libraries, SAGELLM_SIM_INIT="hang", SAGELLM_SIM_TIMEOUT_MS="300000")
     with launch(joins_for_ever, 2, vendor, env=env) as job:
         for rank in range(2):

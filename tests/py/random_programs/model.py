@@ -375,7 +375,7 @@ class Model:
             return
         agreed, members = step["step"], self.program.groups[step["step"]["g"]]
         if step["about"] == "root" or agreed["do"].startswith(("all_to_all", "scatter")):
-            # A root takes its own part, and two ranks whose blocks agree exchange them: that is legal before anyone knows.
+            # A root takes its own part, and two ranks whose blocks agree exchange them, before anyone can know.
             return
         member = members.index(rank)
         if member == step["odd"]:
