@@ -101,7 +101,7 @@ class Rank:
         self._compare(checks)
 
     def _forget_outputs(self, step: Step, checks: list[Check]) -> None:
-        """After a call that ranks disagreed on, what it may have written before the error holds anything; nothing else."""
+        """After a call that ranks disagreed on, what it may have written holds anything; nothing else does."""
         agreed = step["step"]
         members = self.program.groups[agreed["g"]]
         if self.rank not in members:
