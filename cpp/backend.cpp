@@ -3,6 +3,7 @@
 #include "backend.hpp"
 
 #include <ATen/DeviceAccelerator.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <numeric>
@@ -178,7 +179,17 @@ c10d::ErrorType SageBackend::getError() {
   }
 }
 
+void SageBackend::leave_to_parent() {
+  // Never freed: a forked child has none of the threads that serve these, and their destructors would wait for them. No
+  // lock is taken, because a thread of the parent may have held it.
+  new auto(std::move(delegate_));
+  new auto(std::move(link_));
+  new auto(std::move(beside_));
+  new auto(std::move(messages_));
+}
+
 void SageBackend::shutdown() {
+  if (::getpid() != process_) return leave_to_parent();
   std::map<c10::DeviceType, std::shared_ptr<VendorDevices>> vendors;
   {
     const std::lock_guard<std::mutex> lock(vendor_mutex_);
@@ -227,6 +238,7 @@ void SageBackend::abort() {
 }
 
 void SageBackend::abort_for(const std::string& reason) {
+  if (::getpid() != process_) return;
   events_->call_abort_hooks();
   group_->abort(reason);
   {

@@ -277,6 +277,12 @@ class SageBackend final : public c10d::Backend {
   // How many there were; the same on all ranks.
   uint64_t splits_ = 0;
 
+  // In a forked child: gives up what is the parent's.
+  void leave_to_parent();
+
+  // The process that made this group; in a forked child it is only looked at.
+  const pid_t process_ = ::getpid();
+
   mutable std::mutex delegate_mutex_;
   c10::intrusive_ptr<c10d::Backend> delegate_;
   std::shared_ptr<GlooLink> link_;
