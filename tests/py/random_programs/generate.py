@@ -134,6 +134,8 @@ class Draw:
     threads: list[tuple[int, int]] = field(default_factory=list)
     next_id: int = 0
     leaver: int | None = None
+    # Groups in which a message was dropped.
+    dropped_in: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.model = Model(self.program, values=False, ordered=self.taste.ordered)
@@ -395,6 +397,7 @@ class Draw:
         how = "keep" if hangs or rng.random() < 0.5 else "sync"
         if what == "send" and how == "keep" and self.taste.drop_messages and rank != self.leaver and rng.random() < 0.2:
             how = "drop"
+            self.dropped_in.add(message.g)
         step: Step = {"do": what, "id": self.new_id(), "m": message.m, "g": message.g, "rank": rank, "peer": peer}
         step |= {"tag": message.tag, "how": how, "v": view}
         if what == "recv":
@@ -516,9 +519,10 @@ class Draw:
         return True
 
     def barriers(self, groups: list[int]) -> None:
-        """A barrier in each of these groups in which some rank dropped a Work."""
+        """A barrier in each of these groups in which some rank dropped a Work, or a message, whose sender must not
+        leave before it was received."""
         for g in groups:
-            if any(self.model.issued[rank].get(g) for rank in self.program.groups[g]):
+            if g in self.dropped_in or any(self.model.issued[rank].get(g) for rank in self.program.groups[g]):
                 members = self.program.groups[g]
                 step = self.collective("barrier", g, "", 0)
                 assert step is not None
