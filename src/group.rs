@@ -254,9 +254,11 @@ impl Group {
         self.domain.remove_pending(ended.len());
         for (op, outcome) in ended {
             // One owner's bug must not keep the others from hearing.
-            if let Err(bug) = contained(|| Ok(op.end(outcome, at))) {
-                log::error!("{bug}");
-            }
+            let told = contained(|| {
+                op.end(outcome, at);
+                Ok(())
+            });
+            told.unwrap_or_else(|bug| log::error!("{bug}"));
         }
         // Other threads of this rank may sleep, waiting for one of them.
         self.domain.announce_ended();

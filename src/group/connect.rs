@@ -267,6 +267,6 @@ mod tests {
             reason(64, 100),
             "64 ranks need 29 MiB of shared memory at least, and may use a quarter of the 100 MiB of memory that are left"
         );
-        assert!(layout_within(64, 29 * 4 << 20).is_ok());
+        assert!(layout_within(64, (29 * 4) << 20).is_ok());
     }
 }

@@ -512,8 +512,12 @@ impl Shared {
             }
         }
         let orderly = self.lock().fault.is_none();
-        if orderly && let Err(error) = contained(|| Ok(wires.bye(DELIVERY, FAREWELL))) {
-            log::error!("{error}");
+        if orderly {
+            let left = contained(|| {
+                wires.bye(DELIVERY, FAREWELL);
+                Ok(())
+            });
+            left.unwrap_or_else(|error| log::error!("{error}"));
         }
         drop(wires); // the link's last reference must not fall while the process ends
         self.lock().running -= 1;

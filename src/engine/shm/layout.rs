@@ -353,10 +353,10 @@ mod tests {
             let l = Layout::within(ranks, usize::MAX).unwrap_or_else(|| panic!("{ranks} ranks do not fit"));
             let each = l.total() / ranks;
             let most = match ranks {
-                ..=4 => 2720 << 10,
-                ..=16 => 1120 << 10,
-                ..=64 => 920 << 10,
-                ..=128 => 780 << 10,
+                2..=4 => 2720 << 10,
+                5..=16 => 1120 << 10,
+                17..=64 => 920 << 10,
+                65..=128 => 780 << 10,
                 _ => 500 << 10,
             };
             assert!(each <= most, "{ranks} ranks: {} KiB each", each >> 10);
