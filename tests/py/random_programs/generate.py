@@ -395,7 +395,7 @@ class Draw:
             return False
         hangs = first or any(not each.done for each in conflicts) or not all(each.done for each in node.after)  # type: ignore[union-attr]
         how = "keep" if hangs or rng.random() < 0.5 else "sync"
-        if what == "send" and how == "keep" and self.taste.drop_messages and rank != self.leaver and rng.random() < 0.2:
+        if what == "send" and how == "keep" and self.taste.drop_messages and self.leaver is None and rng.random() < 0.2:
             how = "drop"
             self.dropped_in.add(message.g)
         step: Step = {"do": what, "id": self.new_id(), "m": message.m, "g": message.g, "rank": rank, "peer": peer}
