@@ -126,7 +126,7 @@ const NAMES: [&str; 9] = ["nccl", "hccl", "cncl", "cuda", "cambricon", "nvidia",
 const WHOLE: [&str; 3] = ["npu", "mlu", "ascend"];
 
 /// Where such a word may stand outside of `engine/vendor` and `cpp/compat.hpp`, and what for.
-const NAMED: [(&str, &str); 10] = [
+const NAMED: [(&str, &str); 12] = [
     ("src/engine/shm/small.rs", "a source"),
     ("src/schedule/ring.rs", "a source"),
     ("src/schedule/direct.rs", "a source"),
@@ -134,6 +134,8 @@ const NAMED: [(&str, &str); 10] = [
     ("src/stats/mod.rs", "a benchmark whose way to count is followed"),
     ("src/stats/tests.rs", "a benchmark whose way to count is followed"),
     ("torch_ext/sagellm/_stats.py", "a benchmark whose way to count is followed"),
+    ("src/config.rs", "what a variable switches on"),
+    ("src/group/devices.rs", "which library has plugins, and the variables that its user sets"),
     ("src/topology.rs", "where a driver lists its cards, for the name of a machine"),
     ("torch_ext/sagellm/_register.py", "the values of the option, and a variable of torch"),
     ("torch_ext/sagellm/_C.pyi", "the values of the option"),

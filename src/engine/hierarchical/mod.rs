@@ -502,7 +502,7 @@ impl Shared {
             }
             self.known.lock().unwrap_or_else(PoisonError::into_inner).extend(wires.peers());
             match outcome {
-                Ok(ended) => report.ended(ended),
+                Ok(ended) => ended.into_iter().for_each(|together| report.ended(together)),
                 Err(error) => {
                     report.failed(error.clone());
                     let error = self.lock().fault.clone().unwrap_or(error);
@@ -532,8 +532,8 @@ impl Shared {
         })
     }
 
-    /// Marks a batch as ended; the operations that ended with it.
-    fn finish(&self, task: &Task, agreed: u64) -> Vec<(Arc<Op>, Result<()>)> {
+    /// Marks a batch as ended; the operations that ended with it, and behind them each barrier that waited for them.
+    fn finish(&self, task: &Task, agreed: u64) -> Vec<Vec<(Arc<Op>, Result<()>)>> {
         let mut state = self.lock();
         state.planner.agree(&task.batch, agreed);
         let mut complete = Vec::new();
@@ -564,7 +564,9 @@ impl Shared {
             }
         }
         state.trim();
-        ended.extend(state.take_barriers().into_iter().map(|op| (op, Ok(()))));
+        // Apart, because they were no part of the batch.
+        let barriers = state.take_barriers().into_iter().map(|op| vec![(op, Ok(()))]);
+        let ended = std::iter::once(ended).chain(barriers).collect();
         state.promise();
         drop(state);
         self.turn.notify_all();

@@ -378,7 +378,9 @@ class Rank:
             dist.all_reduce(torch.ones(3))
         elif what == "wait":
             for work in self.works[step["id"]]:
-                work.wait()
+                # A future is torch's: a child that waits for one that its parent's threads would complete waits for ever.
+                if hasattr(work, "is_completed"):
+                    work.wait()
         elif what == "send":
             dist.isend(torch.ones(3), (self.rank + 1) % self.program.ranks)
         elif what == "new":

@@ -374,7 +374,8 @@ class Model:
         if not self.values or rank != self.own:
             return
         agreed, members = step["step"], self.program.groups[step["step"]["g"]]
-        if step["about"] == "root" or agreed["do"].startswith(("all_to_all", "scatter")):
+        apart = agreed["do"].startswith(("all_to_all", "scatter"))
+        if apart or step["about"] in ("root", "kind", "dtype"):
             # A root takes its own part, and two ranks whose blocks agree exchange them, before anyone can know.
             return
         member = members.index(rank)
