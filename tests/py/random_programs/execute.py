@@ -378,7 +378,7 @@ class Rank:
             dist.all_reduce(torch.ones(3))
         elif what == "wait":
             for work in self.works[step["id"]]:
-                # A future is torch's: a child that waits for one that its parent's threads would complete waits for ever.
+                # A future is torch's: in a child nobody completes one that its parent's threads would.
                 if hasattr(work, "is_completed"):
                     work.wait()
         elif what == "send":
