@@ -63,7 +63,6 @@ def count(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
     small = torch.zeros(2, device="simcuda")
     group = dist.group.WORLD
     assert group is not None
-    works: list[object] = []
 
     def asynchronous() -> None:
         work = dist.all_reduce(small, async_op=True)
@@ -91,7 +90,8 @@ def count(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
         result[name] = {"allocations": found[0] / CALLS, "texts": found[1] / CALLS}
     if arguments.wait:
         input("done")
-    works.clear()
+    assert sagellm.get_stats()["host_staged_count"] == 0, "the calls went through host memory"
+    print(sagellm._load.extension().__file__, file=sys.stderr)
     dist.destroy_process_group()
     return result
 
@@ -109,7 +109,8 @@ def main() -> int:
     import simulated
 
     simdevice.library_path()
-    environment = os.environ | simulated.environment("nccl", simulated.builder().build())
+    # The environment may name another form of the library.
+    environment = simulated.environment("nccl", simulated.builder().build()) | dict(os.environ)
     environment["LD_PRELOAD"] = str(hook())
     words = [sys.executable, __file__, "--counting", *(["--wait"] if arguments.wait else [])]
     done = subprocess.run(

@@ -224,6 +224,11 @@ class SageBackend final : public c10d::Backend {
   void follow_messages(const Piece& memory, bool writes);
 
   // Somebody listens for the end of works: then synchronous calls have one, too.
+  // Over what serves the group's CPU tensors.
+  WorkPtr barrier_of_hosts(const c10d::BarrierOptions& opts);
+  // A barrier also comes behind the collectives of this rank on devices: torch does not say for which device one is
+  // meant unless the caller names its number.
+  WorkPtr behind_devices(WorkPtr work, bool async);
   // A batch of messages on a device may have some of this rank for itself.
   bool sends_to_itself() const { return HostCall::by_vendor() && region_.open(); }
   bool has_listeners() const { return events_->has_work_hook() || events_->has_completion_hooks(); }

@@ -1,7 +1,10 @@
 // The calls that move data: what each one requires, and which pieces of memory it is made of.
+#include <ATen/DeviceAccelerator.h>
+
 #include "backend.hpp"
 #include "callbacks.hpp"
 #include "checks.hpp"
+#include "device_vendor.hpp"
 #include "errors.hpp"
 #include "sites.hpp"
 
@@ -544,12 +547,40 @@ SageBackend::WorkPtr SageBackend::alltoall(Tensors& outputs, Tensors& inputs, co
 }
 
 SageBackend::WorkPtr SageBackend::barrier(const c10d::BarrierOptions& opts) {
-  if (opts.device.has_value() && is_accelerator(*opts.device)) {
-    c10d::BarrierOptions plain = opts;
-    plain.device = c10::Device(c10::kCPU);
-    HostCall host(*this, "barrier", with_index(*opts.device));
-    return host.run([&] { return barrier(plain); });
+  std::optional<c10::Device> device = opts.device;
+  if (!device.has_value() && !opts.device_ids.empty()) {
+    // torch's dispatcher hands on the ids and drops the device.
+    const auto type = at::getAccelerator(false);
+    if (type.has_value()) device = c10::Device(*type, static_cast<c10::DeviceIndex>(opts.device_ids[0]));
   }
+  if (!device.has_value() || !is_accelerator(*device)) return behind_devices(barrier_of_hosts(opts), opts.asyncOp);
+  HostCall host(*this, "barrier", with_index(*device));
+  return host.run([&] { return barrier_of_hosts(opts); });
+}
+
+SageBackend::WorkPtr SageBackend::behind_devices(WorkPtr work, bool async) {
+  if (region_.open()) return work;
+  std::vector<std::shared_ptr<VendorDevices>> vendors;
+  {
+    const std::lock_guard<std::mutex> lock(vendor_mutex_);
+    for (const auto& each : vendors_) {
+      if (each.second) vendors.push_back(each.second);
+    }
+  }
+  std::vector<WorkPtr> parts;
+  for (const auto& each : vendors) {
+    if (auto behind = each->behind_all(async)) parts.push_back(std::move(behind));
+  }
+  if (!async) {
+    for (const WorkPtr& part : parts) part->wait(kNoTimeout);
+    for (const auto& each : staging_.collectives()) each->wait_settled();
+  }
+  if (!async || parts.empty()) return work;
+  parts.insert(parts.begin(), std::move(work));
+  return c10::make_intrusive<JoinedWork>(getRank(), std::move(parts));
+}
+
+SageBackend::WorkPtr SageBackend::barrier_of_hosts(const c10d::BarrierOptions& opts) {
   if (delegated()) {
     return counted(foreign(Kind::kBarrier, TensorView(), 0, 0),
                    [&](c10d::Backend& other) { return other.barrier(opts); });

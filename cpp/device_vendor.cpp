@@ -406,6 +406,32 @@ std::vector<std::shared_ptr<c10::Event>> VendorDevices::come_behind_all(const c1
   return elsewhere;
 }
 
+c10::intrusive_ptr<DeviceWork> VendorDevices::behind_all(bool by_itself) {
+  std::vector<std::pair<c10::Stream, std::shared_ptr<c10::Event>>> last;
+  MemberPtr member;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    last = last_;
+    if (last.empty()) return nullptr;
+    const auto found = members_.find({last[0].first.device_index(), -1, -1});
+    if (found == members_.end()) return nullptr;  // it has ended, and so have its operations
+    member = found->second;
+  }
+  DeviceWork::Launched made{last[0].first, nullptr, last[0].second, {}};
+  for (size_t i = 1; i < last.size(); ++i) made.earlier.push_back(last[i].second);
+  made.blocks_host = true;
+  made.guardian = shared_from_this();
+  made.watched.op = "barrier behind the collectives";
+  made.watched.number = last_number_.load(std::memory_order_relaxed);
+  made.watched.device = last[0].first.device();
+  made.watched.timeout = backend_.options_->timeout;
+  made.watched.member = member;
+  auto work = c10::make_intrusive<DeviceWork>(backend_.getRank(), c10d::OpType::BARRIER, Tensors(), backend_.events_,
+                                              nullptr, std::move(made));
+  if (by_itself) work->watch();
+  return work;
+}
+
 void VendorDevices::is_last(const c10::Stream& stream, const std::shared_ptr<c10::Event>& ended) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto known = std::find_if(last_.begin(), last_.end(), [&](const auto& each) { return each.first == stream; });
@@ -514,6 +540,7 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::submit(std::vector<DevicePlan>& ca
     throw;
   }
   if (!capturing && !single_message) is_last(passage.stream(), ended);
+  if (number != 0) last_number_.store(number, std::memory_order_relaxed);
   for (size_t i = 0; i < calls.size(); ++i) {
     const Plan& plan = *calls[i].plan;
     call->told.push_back({plan.op, plan.call.kind, launches[i].facts.hierarchical, plan.call.tensors,

@@ -55,6 +55,9 @@ class VendorDevices final : public RawStreams, public Guardian, public std::enab
   // `region`: all ranks know of the calls, messages among them, so these need no communicator of their own.
   c10::intrusive_ptr<DeviceWork> submit(std::vector<DevicePlan>& calls, const Label& label, Tensors keep,
                                         Tensors outputs, c10::Device device, bool async, bool region = false);
+  // A work whose `wait` returns when every collective that was issued before has ended; null where none was.
+  // `by_itself`: it shall complete without anyone waiting.
+  c10::intrusive_ptr<DeviceWork> behind_all(bool by_itself);
   // Makes the communicator of all ranks now.
   void connect(c10::Device device) { (void)everyone(device); }
 
@@ -144,6 +147,8 @@ class VendorDevices final : public RawStreams, public Guardian, public std::enab
   std::map<Key, MemberPtr> members_;
   // By stream, the end of the last collective that was put on it.
   std::vector<std::pair<c10::Stream, std::shared_ptr<c10::Event>>> last_;
+  // For messages. Written by `submit`, read by `behind_all`; nothing is ordered by it.
+  std::atomic<uint64_t> last_number_{0};
   // A connection of our own to the group's store, from the first message on.
   std::shared_ptr<Store> store_;
   std::chrono::steady_clock::time_point asked_{};
