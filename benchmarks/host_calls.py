@@ -2,10 +2,7 @@
 """What a call with a device tensor costs the host, counted on the simulators: allocations and formatted texts a call.
 
 Counts do not depend on how busy the machine is, and they need no device. One rank; the simulators' own allocations are
-left out, those of torch and c10d are in, so the difference of two builds is what matters. With ``--wait`` the program
-stops before and after the calls, so that a debugger can count calls of the bridge meanwhile:
-
-  gdb -p PID -batch -ex 'rbreak ^sagellm[$]cxxbridge1[$]' ... (see docs/benchmarks.md)
+left out, those of torch and c10d are in, so the difference of two builds is what matters.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ def hook() -> Path:
     return library
 
 
-def count(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
+def count() -> dict[str, dict[str, float]]:
     """In the process that has the hook: counts by case."""
     sys.path += [str(ROOT / "tests/py"), str(ROOT / "tests/py/device")]
     import simdevice
@@ -80,16 +77,12 @@ def count(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
         for _ in range(20):
             call()
         torch.accelerator.synchronize("simcuda")
-        if arguments.wait:
-            input(f"{os.getpid()}: {CALLS} calls of {name}")
         library.counted_begin()
         for _ in range(CALLS):
             call()
         library.counted_end(found)
         torch.accelerator.synchronize("simcuda")
         result[name] = {"allocations": found[0] / CALLS, "texts": found[1] / CALLS}
-    if arguments.wait:
-        input("done")
     assert sagellm.get_stats()["host_staged_count"] == 0, "the calls went through host memory"
     print(sagellm._load.extension().__file__, file=sys.stderr)
     dist.destroy_process_group()
@@ -98,11 +91,10 @@ def count(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--wait", action="store_true", help="stop before each case")
     parser.add_argument("--counting", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.counting:
-        print(json.dumps(count(arguments)))
+        print(json.dumps(count()))
         return 0
     sys.path += [str(ROOT / "tests/py"), str(ROOT / "tests/py/device")]
     import simdevice
@@ -112,10 +104,8 @@ def main() -> int:
     # The environment may name another form of the library.
     environment = simulated.environment("nccl", simulated.builder().build()) | dict(os.environ)
     environment["LD_PRELOAD"] = str(hook())
-    words = [sys.executable, __file__, "--counting", *(["--wait"] if arguments.wait else [])]
-    done = subprocess.run(
-        words, env=environment, stdout=subprocess.PIPE, text=True, timeout=None if arguments.wait else 300
-    )
+    words = [sys.executable, __file__, "--counting"]
+    done = subprocess.run(words, env=environment, stdout=subprocess.PIPE, text=True, timeout=300)
     if done.returncode != 0:
         return done.returncode
     print("| call | allocations | texts |\n| --- | ---: | ---: |")

@@ -151,7 +151,7 @@ def barrier_behind_all(ctx: Context, vendor: str, asynchronous: bool, named: boo
         kept = torch.empty(1000, device=name).fill_(ctx.rank + 1)
         strided = torch.empty(2, 1000, device=name).fill_(ctx.rank + 1)
         device.kernel_delay(0.0)
-        # Their works are dropped. The second is copied back by a late kernel of ours, the third on the user's stream.
+        # Works are dropped. The second is copied back by a late kernel of ours, the third is on the user's stream.
         dist.all_reduce(kept, async_op=True)
         device.kernel_delay(0.3)
         dist.all_reduce(strided.t(), async_op=True)
@@ -226,7 +226,7 @@ def does_not_block(ctx: Context) -> None:
 
 
 def test_a_variable_that_keeps_communicators_from_blocking_is_met(libraries: dict[str, Path]) -> None:
-    """NCCL_COMM_BLOCKING=0 has the last word in the library: every call is waited for until it is no more in progress.
+    """NCCL_COMM_BLOCKING=0 has the last word in the library: every call is then waited for until it is done.
 
     The simulator refuses every call on a communicator that is in progress.
     """
