@@ -10,6 +10,7 @@
 //!
 //! What may wake whom stands in `roles`: this file knows groups, clocks and the kernel, and holds no shared word itself.
 
+use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
@@ -197,8 +198,22 @@ const LONGEST_GRACE: Duration = Duration::from_micros(500);
 /// The progress thread of a domain: drives while operations are pending and nobody waits. Ends when the domain stops.
 fn progress(domain: &Arc<Domain>) {
     let mut grace = GRACE;
-    while roles::await_work(&**domain, |value| futex::wait(&[(domain.work.word(), value)], Duration::from_secs(3600))) {
+    let looked = Cell::new(Instant::now());
+    // Threads that wait one after the other, each for less than a nap, look at no deadline themselves. Each of them that
+    // leaves operations behind wakes this thread.
+    let look = || {
+        if domain.pending() > 0 && looked.get().elapsed() >= NAP {
+            looked.set(Instant::now());
+            domain.busy().iter().for_each(|group| group.tick());
+        }
+    };
+    let sleep_idle = |value| {
+        futex::wait(&[(domain.work.word(), value)], Duration::from_secs(3600));
+        look();
+    };
+    while roles::await_work(&**domain, sleep_idle) {
         std::thread::sleep(grace);
+        look();
         if !roles::needs_progress(&**domain) {
             grace = (grace * 2).min(LONGEST_GRACE);
             continue;

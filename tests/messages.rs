@@ -352,3 +352,18 @@ fn monitored_barrier_names_who_is_missing_and_poisons_nothing() {
         assert_eq!(group.sequence(), 1);
     });
 }
+
+#[test]
+fn rule_11_waits_that_elapse_again_and_again_do_not_hide_the_deadline() {
+    let groups = groups(2, 1);
+    let mut memory = vec![0u8; 8];
+    let op = recv(&groups[0], 1, 0, &mut memory);
+    let begin = Instant::now();
+    let error = loop {
+        match op.wait(Some(Duration::from_millis(10))) {
+            Err(Error::WaitElapsed(_)) => assert!(begin.elapsed() < Duration::from_secs(20), "no deadline after 20 s"),
+            ended => break ended,
+        }
+    };
+    assert!(matches!(error, Err(Error::Timeout(_))), "{error:?}");
+}

@@ -233,6 +233,7 @@ def groups(rank: Rank) -> None:
     ok(v.group_start())
     for at in range(2):
         v.comm = comms[at]
+        v.set_device(4 + at)
         ok(v.sum(parts[at], parts[at], 4, F4, stream=streams[at]))
     ok(v.group_end())
     for at in range(2):
