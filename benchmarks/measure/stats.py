@@ -17,6 +17,8 @@ BUS_FACTORS = {
     "region_x1000": lambda n: 2 * (n - 1) / n,
     "fused_x10": lambda n: 2 * (n - 1) / n,
     "fused_x1000": lambda n: 2 * (n - 1) / n,
+    "apart_x10": lambda n: 2 * (n - 1) / n,
+    "apart_x1000": lambda n: 2 * (n - 1) / n,
     "all_gather_into_tensor": lambda n: (n - 1) / n,
     "reduce_scatter_tensor": lambda n: (n - 1) / n,
     "all_to_all_single": lambda n: (n - 1) / n,
