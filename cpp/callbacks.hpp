@@ -77,7 +77,7 @@ class CallbackPool {
   // Wakes `stop`: a thread has left.
   std::condition_variable left_;
   std::deque<std::function<void()>> jobs_;
-  // The job that has the turn, by a number of its own, and since when; 0 if none has.
+  // Number of the job that has the turn, or 0, and when the turn began. Every job gets the next number.
   uint64_t turn_ = 0;
   uint64_t last_turn_ = 0;
   Clock::time_point turn_began_;

@@ -108,7 +108,7 @@ class DeviceStreams {
     void* event;
   };
   std::vector<Told> take_told(const c10::Stream& stream);
-  // An event that is held by nobody else, of those that no stream waits for.
+  // A pooled event that nobody else holds and no stream waits for.
   std::shared_ptr<c10::Event> asked_only(const c10::Stream& stream);
 
   const std::shared_ptr<const RawStreams> raw_;

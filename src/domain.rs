@@ -61,7 +61,7 @@ impl Patience {
 /// An event count inside one process. Its one "rank" is this process.
 #[derive(Default)]
 pub struct EventCount {
-    /// Futex word: added to (release) by whoever has news, read (acquire) before a sleep.
+    /// Futex word: added to (release) by the thread that rings, read (acquire) before a sleep.
     word: AtomicU32,
     /// Threads that sleep on it or are about to. Relaxed, ordered by the fences in `signal`.
     sleepers: AtomicU32,

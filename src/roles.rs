@@ -9,8 +9,8 @@
 //! | an operation ends or fails | waiting threads that sleep | `signal::announce` on `ended` |
 //! | a peer publishes something | every thread that sleeps on this rank's door | `signal::announce` on the segment |
 //!
-//! Each of the four is the same handshake (`signal`): the sleeper counts itself, fences and looks once more; whoever has
-//! news publishes them, fences and looks who sleeps. One of the two sees the other.
+//! Each of the four is the same handshake (`signal`): the sleeper counts itself, fences and looks once more; a publisher
+//! publishes, fences and looks who sleeps. One of the two sees the other.
 
 use crate::engine::shm::signal::{self, Bell, Listening};
 

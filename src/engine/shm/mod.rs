@@ -90,7 +90,7 @@ pub struct Shm {
     /// Hash of the policy and of all signatures published so far.
     chain: u64,
     p2p: P2p,
-    /// Messages that were handed over, for what is issued after them; those that ended are dropped when it is looked at.
+    /// Messages handed over to `p2p`, which later operations may have to follow. Ended ones are removed at the next look.
     messages: Vec<Arc<Op>>,
     /// In the order of their issue.
     held: Vec<Held>,
@@ -159,8 +159,8 @@ impl Shm {
         self.entries.len() + self.held.len() + self.p2p.active()
     }
 
-    /// Adds to `behind` the messages issued before `turn` that `op` must follow. A send that was handed over holds nobody
-    /// back: whoever receives it may do so only behind `op`.
+    /// Adds to `behind` the messages issued before `turn` that `op` must follow. A send that was handed over holds
+    /// nothing back, because its peer may receive it only after `op`: it goes on from a copy.
     fn messages_before(&mut self, op: &Op, turn: u64, mut behind: Behind) -> Behind {
         if !self.messages.is_empty() {
             // A later message on this memory would be held, so all of these are earlier.
@@ -394,8 +394,8 @@ fn copy_inputs(send: &Op) {
 }
 
 /// Whether a message must come behind an earlier one that has not been handed over: of sends to one rank, and of receives
-/// that may match the same message, those with one tag keep their order. Others do not wait, because whoever lets the
-/// earlier one go may need them first.
+/// that may match the same message, those with one tag keep their order. Other messages do not wait: the
+/// peer may need them before it does what the earlier one waits for.
 fn may_not_overtake(op: &Op, earlier: &Op) -> bool {
     let (one, other) = (&op.request, &earlier.request);
     let same_peer =

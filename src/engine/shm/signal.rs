@@ -53,8 +53,8 @@ pub fn get_up<B: Bell>(bell: &B, me: usize) {
     bell.count_sleeper(me, false);
 }
 
-/// A sleep of one thread of `me`: between its making and its drop whoever has news wakes the thread. After the making look
-/// once more at what you wait for, and sleep only while the door has `value`.
+/// Registers a thread of `me` as a sleeper until it is dropped: every ring wakes the thread meanwhile. After `new`, check
+/// once more what you wait for, and sleep only while the door has `value`.
 pub struct Listening<'a, B: Bell> {
     pub bell: &'a B,
     me: usize,

@@ -2,8 +2,7 @@
 
 `generate` draws a program from a seed; a program is plain data (`program`). `model` carries it out in one process and
 says what every rank's memory must hold, and whether the program is legal at all. `execute` is a rank: it makes the
-calls and compares. `run` has the processes, `shrink` makes a failing program short, `script` writes it as plain
-Python. By hand:
+calls and compares. `run` has the processes, `shrink` makes a failing program short. By hand:
 
     python -m random_programs --seed 7              one program, in full words where it fails
     python -m random_programs --count 1000          that many, from --seed on

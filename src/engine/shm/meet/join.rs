@@ -71,7 +71,7 @@ pub(super) fn join(talk: &mut Talk) -> Result<Outcome> {
 /// A verdict that names this rank: the last one in the mailbox, or else the one in the store. An older one than was seen
 /// in the store does no harm: it is answered, and then the newer one is, again.
 fn next_verdict(talk: &Talk) -> Result<Option<Verdict>> {
-    // So many are not on their way from rank 0; whoever sends more keeps this rank from nothing but sleep.
+    // Rank 0 sends fewer than these. A process that floods the mailbox costs this rank sleep and nothing else.
     const MOST: usize = 16;
     let messages = talk.mailbox.iter().flat_map(|mailbox| (0..MOST).map_while(|_| socket::receive(mailbox).ok()));
     let received =
