@@ -1,5 +1,6 @@
 // The calls that move data: what each one requires, and which pieces of memory it is made of.
 #include <ATen/DeviceAccelerator.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "backend.hpp"
 #include "callbacks.hpp"
@@ -546,14 +547,27 @@ SageBackend::WorkPtr SageBackend::alltoall(Tensors& outputs, Tensors& inputs, co
   return submit(plan, {"sagellm:all_to_all", OpType::ALLTOALL}, inputs, outputs, opts.asyncOp);
 }
 
-SageBackend::WorkPtr SageBackend::barrier(const c10d::BarrierOptions& opts) {
+namespace {
+
+// The accelerator that a barrier names, if this machine has it. Programs on the CPU pass ids, too (accelerate passes
+// its local rank): torch then names a device of the kind it was built for, which need not exist.
+std::optional<c10::Device> device_of(const c10d::BarrierOptions& opts) {
   std::optional<c10::Device> device = opts.device;
-  if (!device.has_value() && !opts.device_ids.empty()) {
+  if (!device && !opts.device_ids.empty()) {
     // torch's dispatcher hands on the ids and drops the device.
-    const auto type = at::getAccelerator(false);
-    if (type.has_value()) device = c10::Device(*type, static_cast<c10::DeviceIndex>(opts.device_ids[0]));
+    if (const auto type = at::getAccelerator(false))
+      device = c10::Device(*type, static_cast<c10::DeviceIndex>(opts.device_ids[0]));
   }
-  if (!device.has_value() || !is_accelerator(*device)) return behind_devices(barrier_of_hosts(opts), opts.asyncOp);
+  if (!device || !is_accelerator(*device)) return std::nullopt;
+  const auto found = c10::impl::VirtualGuardImpl(device->type()).deviceCount();
+  return device->index() < found && found > 0 ? device : std::nullopt;
+}
+
+}  // namespace
+
+SageBackend::WorkPtr SageBackend::barrier(const c10d::BarrierOptions& opts) {
+  const std::optional<c10::Device> device = device_of(opts);
+  if (!device) return behind_devices(barrier_of_hosts(opts), opts.asyncOp);
   HostCall host(*this, "barrier", with_index(*device));
   return host.run([&] { return barrier_of_hosts(opts); });
 }

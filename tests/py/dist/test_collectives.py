@@ -543,6 +543,22 @@ def test_barrier_lets_nobody_leave_before_all_came(world_size: int) -> None:
     run_ranks(barriers, world_size)
 
 
+def barriers_with_ids(ctx: Context) -> None:
+    dist.barrier(device_ids=[ctx.rank])
+    work = dist.barrier(device_ids=[ctx.rank], async_op=True)
+    assert work is not None
+    work.wait()
+    total = torch.ones(3)
+    dist.all_reduce(total)
+    same_bits(total, torch.full((3,), float(ctx.world_size)), "after barriers with ids")
+
+
+@pytest.mark.skipif(torch.accelerator.device_count() > 0, reason="the ids would name devices of this machine")
+def test_barrier_takes_ids_of_devices_that_are_not_there() -> None:
+    """accelerate passes its local rank to every barrier, on machines without an accelerator, too."""
+    run_ranks(barriers_with_ids, 2)
+
+
 def monitored(ctx: Context) -> None:
     dist.monitored_barrier()
     dist.monitored_barrier(wait_all_ranks=True)
