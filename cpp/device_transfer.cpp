@@ -213,29 +213,10 @@ bool StagedWork::wait(std::chrono::milliseconds timeout) {
     const auto passed = std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::steady_clock::now() - began);
     timeout = std::max(timeout - passed, std::chrono::milliseconds(1));
   }
-  wait_completed(timeout);
+  sleep_until_completed(timeout);
   transfer_->order(current_stream(transfer_->device));
   Graveyard::instance().drain();
   return true;
-}
-
-void StagedWork::wait_completed(std::chrono::milliseconds timeout) {
-  constexpr auto kSlice = std::chrono::milliseconds(100);
-  const bool bounded = timeout.count() > 0;
-  const auto until = std::chrono::steady_clock::now() + timeout;
-  std::unique_lock<std::mutex> lock(mutex_);
-  while (!cv_.wait_for(lock, bounded ? std::min(kSlice, timeout) : kSlice, [this] { return completed_; })) {
-    lock.unlock();
-    if (check_interrupt()) std::rethrow_exception(take_interrupt());
-    if (bounded && std::chrono::steady_clock::now() >= until) {
-      raise(c10::str("Tsagellm ", c10d::opTypeToString(opType_), ": wait(", timeout.count(),
-                     " ms) elapsed; the operation goes on"));
-    }
-    lock.lock();
-  }
-  const std::exception_ptr failure = exception_;
-  lock.unlock();
-  if (failure) std::rethrow_exception(failure);
 }
 
 }  // namespace sagellm

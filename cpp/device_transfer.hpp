@@ -110,9 +110,6 @@ class StagedWork final : public SageWork {
   void on_result_stream(const std::function<void()>& body) const override;
 
  private:
-  // Another thread ends it.
-  void wait_completed(std::chrono::milliseconds timeout);
-
   const std::shared_ptr<Transfer> transfer_;
   const std::chrono::milliseconds timeout_;
   c10::intrusive_ptr<c10d::Work> inner_;

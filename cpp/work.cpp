@@ -5,13 +5,15 @@
 #include <algorithm>
 #include <utility>
 
-#include "callbacks.hpp"
 #include "errors.hpp"
 #include "python_host.hpp"
 
 namespace sagellm {
 
 namespace {
+
+constexpr const char* kInherited =
+    "Vsagellm: a forked child cannot wait for an operation of its parent. Wait for it in the parent";
 
 uint64_t next_key() {
   static std::atomic<uint64_t> last{0};
@@ -230,8 +232,49 @@ void SageWork::complete(c10::ivalue::Future& future, bool with_code) const {
   }
 }
 
+void SageWork::sleep_until_completed(std::chrono::milliseconds timeout) {
+  if (events_->inherited()) raise(kInherited);
+  if (!done()) CallbackPool::about_to_block();
+  // Signals of Python are looked for this often; the job itself ends by the deadlines of its operations.
+  constexpr auto kSlice = std::chrono::milliseconds(100);
+  const bool bounded = timeout.count() > 0;
+  const auto until = std::chrono::steady_clock::now() + timeout;
+  std::unique_lock<std::mutex> lock(mutex_);
+  const auto next_look = [&] {
+    const auto look = std::chrono::steady_clock::now() + kSlice;
+    return bounded ? std::min(look, until) : look;
+  };
+  while (!cv_.wait_until(lock, next_look(), [this] { return completed_; })) {
+    lock.unlock();
+    if (check_interrupt()) std::rethrow_exception(take_interrupt());
+    if (bounded && std::chrono::steady_clock::now() >= until) {
+      raise(c10::str("Tsagellm ", c10d::opTypeToString(opType_), ": wait(", timeout.count(),
+                     " ms) elapsed; the operation goes on"));
+    }
+    lock.lock();
+  }
+  const std::exception_ptr failure = exception_;
+  lock.unlock();
+  if (failure) std::rethrow_exception(failure);
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> SageWork::future_in_child(const c10::TypePtr& type, bool with_code) {
+  const auto future = c10::make_intrusive<c10::ivalue::Future>(type, with_code ? std::vector<c10::Device>() : devices_);
+  // A thread of the parent may have held the mutex at the fork.
+  std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+  const bool ended = lock.owns_lock() && ended_;
+  if (lock.owns_lock()) lock.unlock();
+  if (ended) {
+    complete(*future, with_code);
+  } else {
+    future->setError(to_exception(kInherited));
+  }
+  return future;
+}
+
 c10::intrusive_ptr<c10::ivalue::Future> SageWork::future_in(c10::intrusive_ptr<c10::ivalue::Future>& slot,
                                                             const c10::TypePtr& type, bool with_code) {
+  if (events_->inherited()) return future_in_child(type, with_code);
   std::unique_lock<std::mutex> lock(mutex_);
   if (slot) return slot;
   slot = c10::make_intrusive<c10::ivalue::Future>(type, with_code ? std::vector<c10::Device>() : devices_);
@@ -384,28 +427,7 @@ std::chrono::nanoseconds TaskWork::duration() const {
 }
 
 bool TaskWork::wait(std::chrono::milliseconds timeout) {
-  if (!done()) CallbackPool::about_to_block();
-  // Signals of Python are looked for this often; the job itself ends by the deadlines of its operations.
-  constexpr auto kSlice = std::chrono::milliseconds(100);
-  const bool bounded = timeout.count() > 0;
-  const auto until = std::chrono::steady_clock::now() + timeout;
-  std::unique_lock<std::mutex> lock(mutex_);
-  const auto next_look = [&] {
-    const auto look = std::chrono::steady_clock::now() + kSlice;
-    return bounded ? std::min(look, until) : look;
-  };
-  while (!cv_.wait_until(lock, next_look(), [this] { return completed_; })) {
-    lock.unlock();
-    if (check_interrupt()) std::rethrow_exception(take_interrupt());
-    if (bounded && std::chrono::steady_clock::now() >= until) {
-      raise(c10::str("Tsagellm ", c10d::opTypeToString(opType_), ": wait(", timeout.count(),
-                     " ms) elapsed; the operation goes on"));
-    }
-    lock.lock();
-  }
-  const std::exception_ptr failure = exception_;
-  lock.unlock();
-  if (failure) std::rethrow_exception(failure);
+  sleep_until_completed(timeout);
   Graveyard::instance().drain();
   return true;
 }

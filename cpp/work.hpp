@@ -22,6 +22,7 @@
 #include <utility>
 #include <vector>
 
+#include "callbacks.hpp"
 #include "compat.hpp"
 #include "host.hpp"
 #include "plan.hpp"
@@ -50,6 +51,9 @@ class Events : public std::enable_shared_from_this<Events> {
  public:
   using WorkHook = std::function<void(std::shared_ptr<c10d::WorkInfo>)>;
 
+  // True in a forked child of the process that made this: the threads that end works are the parent's.
+  bool inherited() const { return pool_ != &CallbackPool::instance(); }
+
   void enable_timing() { timing_ = true; }
   bool timing() const { return timing_.load(std::memory_order_relaxed); }
 
@@ -77,6 +81,8 @@ class Events : public std::enable_shared_from_this<Events> {
 
   void tell_work_hook();
 
+  // Only compared.
+  const CallbackPool* const pool_ = &CallbackPool::instance();
   std::atomic<bool> timing_{false};
   std::atomic<size_t> completion_count_{0};
   std::atomic<bool> work_hook_set_{false};
@@ -124,6 +130,9 @@ class SageWork : public c10d::Work {
 
   // Everything that follows from the end, once, on whatever thread. Runs no user code here.
   void finish(const std::string& error);
+  // Sleeps until another thread has set `completed_`, or `timeout` elapses, and raises what the work failed with.
+  // Refused in a forked child, which has no such thread.
+  void sleep_until_completed(std::chrono::milliseconds timeout);
   // Calls `body`, which tells a future of its value; where the results are on a device, on the stream that made them.
   virtual void on_result_stream(const std::function<void()>& body) const { body(); }
 
@@ -135,6 +144,7 @@ class SageWork : public c10d::Work {
   void complete(c10::ivalue::Future& future, bool with_code) const;
   c10::intrusive_ptr<c10::ivalue::Future> future_in(c10::intrusive_ptr<c10::ivalue::Future>& slot,
                                                     const c10::TypePtr& type, bool with_code);
+  c10::intrusive_ptr<c10::ivalue::Future> future_in_child(const c10::TypePtr& type, bool with_code);
   void tell_hooks(const std::string& error);
 
   const std::shared_ptr<Events> events_;

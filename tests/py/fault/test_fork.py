@@ -107,10 +107,12 @@ def child_uses_what_it_inherited(ctx: Context) -> None:
     if ctx.rank == 1:
         ctx.listen()
         dist.all_reduce(mine)
+        dist.all_reduce(torch.eye(2).to_sparse())
         assert torch.equal(mine, numbers * 3)
         dist.destroy_process_group()
         return
     work: Any = dist.all_reduce(mine, async_op=True)
+    sparse: Any = dist.all_reduce(torch.eye(2).to_sparse(), async_op=True)  # ended by a callback thread
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     read, write = os.pipe()
     pid = os.fork()
@@ -119,7 +121,8 @@ def child_uses_what_it_inherited(ctx: Context) -> None:
         os.kill(os.getppid(), signal.SIGSTOP)  # nobody but the child could move the operation now
         try:
             ctx.tell("forked")  # rank 1 comes, so that there would be something to move
-            for call in (work.wait, backend.abort, backend.shutdown, backend._stats):
+            waits = [lambda: work.get_future().wait(), lambda: work.get_future_result().wait(), sparse.wait]
+            for call in (work.wait, backend.abort, backend.shutdown, backend._stats, *waits):
                 try:
                     call()
                     said.append("nothing was raised")
@@ -134,8 +137,9 @@ def child_uses_what_it_inherited(ctx: Context) -> None:
     os.waitpid(pid, 0)
     assert "forked child" in texts[0], texts
     assert texts[1:3] == ["nothing was raised"] * 2, texts
-    assert "forked child" in texts[3], texts
+    assert all("forked child" in text for text in texts[3:]) and len(texts) == 7, texts
     work.wait()
+    sparse.wait()
     assert torch.equal(mine, numbers * 3)
     dist.destroy_process_group()
 
