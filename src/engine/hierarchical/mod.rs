@@ -10,6 +10,7 @@
 //! | --- | --- |
 //! | `place` | who lives where |
 //! | `probe` | how long a message takes between hosts |
+//! | `queue` | what was issued and has not ended, and which lane has what |
 //! | `vector` | the numbers of a batch, and how they are combined |
 //! | `travel` | one batch: steps inside a host, schedules between hosts |
 //! | `dispatch` | from the requests of a batch to the collective that carries them |
@@ -21,10 +22,11 @@ mod columns;
 mod dispatch;
 pub mod place;
 mod probe;
+mod queue;
 mod travel;
 mod vector;
 
-use std::collections::{HashSet, VecDeque};
+use std::collections::HashSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -36,13 +38,15 @@ pub use travel::{Inside, Way};
 use super::link::{self, Lane, Link, NOBODY, Note};
 use crate::config::Settings;
 use crate::error::{Error, Result, contained};
-use crate::fusion::{Batch, Class, Item, LANES, Limits, Planner};
+use crate::fusion::{Batch, Class, Item, LANES, Limits};
 use crate::op::{self, Company, Op};
 use crate::reach::Reach;
 use crate::select::explain::{self, Explanation};
 use crate::select::hosts::{self, Hosts, HostsChoice, LinkFacts, Menu};
 use crate::select::{Asked, Policy, Shape};
 use crate::types::{Kind, ReduceOp, Request, Span};
+
+use queue::{Entry, State};
 
 /// Whom the lanes tell. Never called with a lock of ours held.
 pub trait Report: Send + Sync {
@@ -58,43 +62,6 @@ const DELIVERY: Duration = Duration::from_secs(30);
 const FAREWELL: Duration = Duration::from_secs(1);
 /// A lane's memory beyond this goes back after the batch.
 const KEPT: usize = 100 << 20;
-
-struct Entry {
-    op: Arc<Op>,
-    /// Batches that it still needs: its segments, or 1.
-    left: usize,
-    /// Lanes that work on it now: while there are any, its memory is in use.
-    active: usize,
-    /// Strided inputs are in their contiguous pieces: the lane with the first segment does that, the other waits for it.
-    prepared: bool,
-    done: bool,
-}
-
-impl Entry {
-    /// The lanes are through with it.
-    fn carried(&self) -> bool {
-        self.left == 0 && self.active == 0
-    }
-}
-
-struct State {
-    planner: Planner,
-    /// Operations that have not ended, and ended ones behind them, by number from `base` on.
-    entries: VecDeque<Entry>,
-    base: u64,
-    /// Highest number issued here.
-    issued: u64,
-    /// All operations up to this number were issued, and none touches the memory of an earlier one that has not ended:
-    /// what this rank may promise to other ranks (rules 4 and 15).
-    ready: u64,
-    /// Hash of everything that was put into batches.
-    chain: u64,
-    fault: Option<Error>,
-    stopping: bool,
-    /// The lanes' threads were started with the first operation; so many still run.
-    started: bool,
-    running: usize,
-}
 
 struct Shared {
     place: Place,
@@ -150,18 +117,7 @@ impl Hierarchical {
         let chain = policy.hash() ^ (u64::from(settings.fusion) | u64::from(settings.strict) << 1);
         let facts = probe::probe(&place, &mut lanes[0], insides[0].as_ref(), chain, timeout)?;
         let limits = if settings.fusion { BATCH } else { Limits { operations: 1, ..BATCH } };
-        let state = State {
-            planner: Planner::new(limits),
-            entries: VecDeque::new(),
-            base: 1,
-            issued: 0,
-            ready: 0,
-            chain,
-            fault: None,
-            stopping: false,
-            started: false,
-            running: 0,
-        };
+        let state = State::new(limits, chain);
         // Whom a fault concerns first: those that lead at this rank's position.
         let far = place.hosts.iter().enumerate().filter(|(host, _)| *host != place.host);
         let known = far.filter_map(|(_, ranks)| ranks.get(place.index)).copied().collect();
@@ -338,65 +294,6 @@ impl Hierarchical {
     }
 }
 
-impl State {
-    fn entry(&mut self, number: u64) -> &mut Entry {
-        let at = (number - self.base) as usize;
-        &mut self.entries[at]
-    }
-
-    /// Moves `ready` on as far as memory allows.
-    fn promise(&mut self) {
-        while self.ready < self.issued {
-            let next = (self.ready + 1).max(self.base);
-            if next > self.issued {
-                self.ready = self.issued; // all of them have ended
-                return;
-            }
-            if self.must_follow(next) {
-                return;
-            }
-            self.ready = next;
-        }
-    }
-
-    /// Whether operation `number` touches memory that an earlier one has yet to read or write.
-    fn must_follow(&self, number: u64) -> bool {
-        let at = (number - self.base) as usize;
-        let op = &self.entries[at].op;
-        self.entries.range(..at).any(|earlier| !earlier.done && op.meets(&earlier.op))
-    }
-
-    /// Ends the list where everything before has ended.
-    fn trim(&mut self) {
-        while self.entries.front().is_some_and(|entry| entry.done) {
-            self.entries.pop_front();
-            self.base += 1;
-        }
-    }
-
-    /// Barriers that the lanes carried and that all operations before them have ended now: one ends behind every earlier
-    /// operation of this rank, and the lanes end batches in any order.
-    fn take_barriers(&mut self) -> Vec<Arc<Op>> {
-        let mut ended = Vec::new();
-        while let Some(entry) = self.entries.front_mut().filter(|entry| entry.carried()) {
-            entry.done = true;
-            ended.push(Arc::clone(&entry.op));
-            self.trim();
-        }
-        ended
-    }
-
-    /// Operations that no lane is at work on; they are no longer ours.
-    fn take_free(&mut self) -> Vec<Arc<Op>> {
-        let mut free = Vec::new();
-        for entry in self.entries.iter_mut().filter(|entry| entry.active == 0 && !entry.done) {
-            entry.done = true;
-            free.push(Arc::clone(&entry.op));
-        }
-        free
-    }
-}
-
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
@@ -453,20 +350,19 @@ impl Shared {
             if state.planner.lane() == lane
                 && let Some(batch) = state.planner.plan()
             {
-                return self.begin(state, batch);
+                return self.begin(lane, state, batch);
             }
             state = self.turn.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
     }
 
     /// Marks a batch as begun, and waits until earlier operations on the same memory have ended.
-    fn begin(&self, mut state: MutexGuard<'_, State>, batch: Batch) -> Option<Task> {
+    fn begin(&self, lane: usize, mut state: MutexGuard<'_, State>, batch: Batch) -> Option<Task> {
         let mut ops = Vec::new();
         for number in batch.first..=batch.last {
-            let entry = state.entry(number);
-            entry.active += 1;
-            ops.push(Arc::clone(&entry.op));
-            let (signature, lists) = (entry.op.signature, entry.op.lists);
+            let op = state.take_up(lane, number);
+            let (signature, lists) = (op.signature, op.lists);
+            ops.push(op);
             state.chain = mix(mix(state.chain, signature), lists);
         }
         state.chain = mix(state.chain, (ops.len() * 1_000_000 + batch.segment) as u64);
@@ -496,7 +392,7 @@ impl Shared {
         let mut scratch = Vec::new();
         while let Some(task) = self.take(lane, report) {
             let outcome = contained(|| self.carry(lane, &mut wires, &mut scratch, &task))
-                .and_then(|agreed| contained(|| Ok(self.finish(&task, agreed))));
+                .and_then(|agreed| contained(|| Ok(self.finish(lane, &task, agreed))));
             if scratch.len() > KEPT {
                 scratch = Vec::new();
             }
@@ -504,9 +400,7 @@ impl Shared {
             match outcome {
                 Ok(ended) => ended.into_iter().for_each(|together| report.ended(together)),
                 Err(error) => {
-                    report.failed(error.clone());
-                    let error = self.lock().fault.clone().unwrap_or(error);
-                    report.ended(self.give_up(&task, &error));
+                    self.give_up(lane, error, report);
                     break;
                 }
             }
@@ -527,13 +421,13 @@ impl Shared {
     /// The next batch of this lane's turn, or none when the lane shall end.
     fn take(&self, lane: usize, report: &dyn Report) -> Option<Task> {
         contained(|| Ok(self.next(lane))).unwrap_or_else(|error| {
-            report.failed(error);
+            self.give_up(lane, error, report);
             None
         })
     }
 
     /// Marks a batch as ended; the operations that ended with it, and behind them each barrier that waited for them.
-    fn finish(&self, task: &Task, agreed: u64) -> Vec<Vec<(Arc<Op>, Result<()>)>> {
+    fn finish(&self, lane: usize, task: &Task, agreed: u64) -> Vec<Vec<(Arc<Op>, Result<()>)>> {
         let mut state = self.lock();
         state.planner.agree(&task.batch, agreed);
         let mut complete = Vec::new();
@@ -551,8 +445,7 @@ impl Shared {
         let fault = state.fault.clone();
         for op in &task.ops {
             let first = op.number == state.base;
-            let entry = state.entry(op.number);
-            entry.active -= 1;
+            let entry = state.lay_down(lane, op.number);
             let outcome = match &fault {
                 _ if entry.carried() && (first || op.request.kind != Kind::Barrier) => Ok(()),
                 // Nobody will take its other segments.
@@ -573,18 +466,15 @@ impl Shared {
         ended
     }
 
-    /// The operations of a batch that failed, unless the other lane still works on a segment of theirs.
-    fn give_up(&self, task: &Task, error: &Error) -> Vec<(Arc<Op>, Result<()>)> {
+    /// The group fails with `error`, and what this lane has taken ends, unless the other lane still works on a segment of
+    /// it: then that one ends it.
+    fn give_up(&self, lane: usize, error: Error, report: &dyn Report) {
+        report.failed(error.clone());
         let mut state = self.lock();
-        let mut ended = Vec::new();
-        for op in &task.ops {
-            let entry = state.entry(op.number);
-            entry.active -= 1;
-            if entry.active == 0 && !std::mem::replace(&mut entry.done, true) {
-                ended.push((Arc::clone(op), Err(error.clone())));
-            }
-        }
-        ended
+        let error = state.fault.clone().unwrap_or(error);
+        let left = state.drop_all(lane);
+        drop(state);
+        report.ended(left.into_iter().map(|op| (op, Err(error.clone()))).collect());
     }
 
     /// Tells the other hosts why the group fails, on both lanes, as well as it can be done in a moment.
