@@ -9,10 +9,12 @@ import ctypes
 import gc
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import simdevice
@@ -94,6 +96,40 @@ def test_a_synchronous_call_holds_no_memory_when_it_has_returned(
 ) -> None:
     """What is given back on the caller's stream is used again behind the call; nobody else has to keep it."""
     run_fresh(synchronous_memory, 2, vendor, native, env=environment(vendor, libraries))
+
+
+class Owned(torch.Tensor):
+    """A tensor that notes the thread on which it is given back."""
+
+    given_back: ClassVar[list[int]] = []
+
+    def __del__(self) -> None:
+        Owned.given_back.append(threading.get_ident())
+
+
+def outputs_of_a_dropped_work(ctx: Context, vendor: str) -> None:
+    device, name = start(ctx, vendor, delay=0.0)
+    with device.held():  # so the call's own thread cannot be the one that sees its end
+        value = torch.ones(64, device=name).as_subclass(Owned)
+        dist.all_reduce(value, async_op=True)
+        del value
+    torch.accelerator.synchronize(name)
+    counted("all_reduce", 1)
+    time.sleep(0.2)  # the watching thread would give it back now
+    gc.collect()
+    seen = list(Owned.given_back)
+    deadline = time.monotonic() + 20
+    while not Owned.given_back:
+        assert time.monotonic() < deadline, "the tensor was never given back"
+        dist.barrier()
+    assert set(Owned.given_back) == {threading.get_ident()}, (seen, Owned.given_back)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("vendor", VENDORS)
+def test_tensors_of_a_dropped_work_are_given_back_on_a_thread_of_python(vendor: str, libraries: dict[str, Path]) -> None:
+    """Giving one back may run Python; the thread that watches the device must not wait for the interpreter."""
+    run_fresh(outputs_of_a_dropped_work, 2, vendor, env=environment(vendor, libraries))
 
 
 # ------------------------------------------------------------------------------------------------ captures
