@@ -1,7 +1,7 @@
 """The functions of the bridge between C++ and Rust (`src/bridge.rs`), and which of them a run has called.
 
-`bridged()` reads them from the source. As a program, with the target folder of a build whose glue counts its calls
-(`.ci/sanitized`), it names those that were not called since the counters were reset, and fails if there is one.
+`bridged()` reads them from the source. As a program, with the target folder of a build whose glue counts its calls and
+the folder of the counts (`.ci/sanitized`), it names those that were not called, and fails if there is one.
 """
 
 from __future__ import annotations
@@ -41,16 +41,23 @@ def tests() -> list[str]:
     ]
 
 
-def called(target: Path) -> set[str]:
-    """Those that the glue built below `target` has counted a call of."""
-    counters = list(target.rglob("*bridge.rs.gcda"))
-    if not counters:
-        raise SystemExit(f"{target} has no counters of the bridge: it was not built by .ci/sanitized, or nothing ran")
-    found = set()
-    for file in counters:
-        words = ["gcov", "--json-format", "--stdout", str(file)]
-        shown = subprocess.run(words, cwd=file.parent, capture_output=True, text=True, check=True).stdout
-        for line in shown.splitlines():
+def called(target: Path, counters: Path) -> set[str]:
+    """Those that the glue built below `target` has counted a call of, in any process (a folder each in `counters`)."""
+    notes = list(target.rglob("*bridge.rs.gcno"))
+    counted = list(counters.rglob("*bridge.rs.gcda"))
+    if len(notes) != 1 or not counted:
+        raise SystemExit(f"{target} has {len(notes)} builds of the bridge that count, {counters} {len(counted)} counts")
+    found: set[str] = set()
+    for file in counted:
+        # gcov looks for the notes beside the counts.
+        beside = file.with_suffix(".gcno")
+        if not beside.exists():
+            beside.symlink_to(notes[0].absolute())
+        words = ["gcov", "--json-format", "--stdout", file.name]
+        done = subprocess.run(words, cwd=file.parent, capture_output=True, text=True)
+        if done.returncode != 0:
+            continue  # a process was killed while it wrote
+        for line in done.stdout.splitlines():
             for source in json.loads(line)["files"]:
                 for function in source["functions"]:
                     if function["execution_count"]:
@@ -67,7 +74,7 @@ def plain(symbol: str) -> str:
 
 def main() -> None:
     functions = bridged()
-    missing = sorted(set(functions) - called(Path(sys.argv[1])))
+    missing = sorted(set(functions) - called(Path(sys.argv[1]), Path(sys.argv[2])))
     if missing:
         sys.exit(f"of the {len(functions)} bridged functions these were never called: {', '.join(missing)}")
     print(f"each of the {len(functions)} bridged functions was called")

@@ -127,7 +127,7 @@ def outputs_of_a_dropped_work(ctx: Context, vendor: str) -> None:
 
 
 @pytest.mark.parametrize("vendor", VENDORS)
-def test_tensors_of_a_dropped_work_are_given_back_on_a_thread_of_python(vendor: str, libraries: dict[str, Path]) -> None:
+def test_tensors_of_a_dropped_work_are_given_back_on_python_threads(vendor: str, libraries: dict[str, Path]) -> None:
     """Giving one back may run Python; the thread that watches the device must not wait for the interpreter."""
     run_fresh(outputs_of_a_dropped_work, 2, vendor, env=environment(vendor, libraries))
 
