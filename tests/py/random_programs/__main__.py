@@ -57,6 +57,8 @@ def main() -> int:
                     print(verdict)
                 else:
                     print(f"seed {program.seed}: {verdict.seconds:.1f} s", flush=True)
+                    if verdict.kinds & {"hang", "died"}:
+                        print(verdict.report, flush=True)
                     for each in sorted(verdict.problems, key=lambda each: each["at"])[:3]:
                         print(
                             f"    rank {each['rank']} step {each['at']} {each['kind']}: {each['short'][:300]}",

@@ -96,19 +96,20 @@ class Rank:
                 return
         self.at = len(self.program.steps)
         checks = self.model.checks.get(self.at, [])
-        if self.program.steps and self.program.steps[-1]["do"] == "disagree":
+        if self.program.steps and self.program.steps[-1]["do"] in ("disagree", "twice"):
             self._forget_outputs(self.program.steps[-1], checks)
         self._compare(checks)
 
     def _forget_outputs(self, step: Step, checks: list[Check]) -> None:
-        """After a call that ranks disagreed on, what it may have written holds anything; nothing else does."""
-        agreed = step["step"]
-        members = self.program.groups[agreed["g"]]
-        if self.rank not in members:
+        """After a call that may have failed, what it may have written holds anything; nothing else does."""
+        if self.rank not in involved(step, self.program):
             return
-        member = members.index(self.rank)
+        written = step.get("views", [])
+        if step["do"] == "disagree":
+            member = self.program.groups[step["step"]["g"]].index(self.rank)
+            written = step["step"]["outs"][member] + step["other"]["outs"][member]
         for (buffer, *_), numbers in checks:
-            for view in agreed["outs"][member] + step["other"]["outs"][member]:
+            for view in written:
                 if view[0] == buffer:
                     self.tensor(view).copy_(numbers.as_strided(view[2], view[3], view[1]))
 

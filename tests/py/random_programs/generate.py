@@ -12,7 +12,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from random_programs.model import LARGEST, Illegal, Model, Node, accesses
-from random_programs.program import COLLECTIVES, DTYPES, REDUCING, Program, Step, View, flat, numel, overlap, span
+from random_programs.program import (
+    COLLECTIVES,
+    DTYPES,
+    REDUCING,
+    Program,
+    Step,
+    View,
+    contiguous,
+    flat,
+    numel,
+    overlap,
+    span,
+)
 
 #: Bytes of the largest tensor, by how often such a program is drawn.
 SCALES = {"tiny": (30, 200), "border": (45, 4400), "medium": (18, 90_000), "large": (6, 3 << 20)}
@@ -33,8 +45,10 @@ class Taste:
     #: The same where one of them is a message.
     mixed: bool = True
     strided: bool = True
+    #: Strided tensors among the elements of others that are under way.
+    interleaved: bool = True
     average: bool = True
-    drop: bool = True  # collectives whose Work is dropped; some of gloo's are finished by the wait alone
+    scattered: bool = True  # reduce_scatter that a barrier ends; gloo's only ends in its own wait
     drop_messages: bool = True
     leave: bool = True
     forks: bool = True
@@ -65,7 +79,7 @@ GLOO = Taste(
     forks=False,
     endings=False,
     lists=False,
-    drop=False,
+    scattered=False,
     uneven=False,
     reduce=False,
     delegated=True,
@@ -134,8 +148,6 @@ class Draw:
     threads: list[tuple[int, int]] = field(default_factory=list)
     next_id: int = 0
     leaver: int | None = None
-    # Groups in which a message was dropped.
-    dropped_in: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.model = Model(self.program, values=False, ordered=self.taste.ordered)
@@ -181,12 +193,12 @@ class Draw:
 
     def view(self, rank: int, dtype: str, count: int, taken: list[View], one_piece: bool) -> View | None:
         """A view of so many elements that shares none with `taken`."""
-        rng = self.rng
+        rng, taste = self.rng, self.taste
         buffers = [b for b, (kind, _) in enumerate(self.program.buffers) if kind == dtype]
         for _ in range(8):
             b = rng.choice(buffers)
             sizes, strides = [count], [1]
-            if self.taste.strided and not one_piece and 1 < count <= 40_000 and rng.random() < 0.3:
+            if taste.strided and not one_piece and 1 < count <= 40_000 and rng.random() < 0.3:
                 sizes, strides = self.layout(count)
             view: View = [b, 0, sizes, strides]
             last = self.program.buffers[b][1] - span(view)[1]
@@ -200,7 +212,9 @@ class Draw:
                 view[1] = min(last, rng.choice(busy)[1] + rng.choice([0, 0, 1]))
             else:
                 view[1] = rng.randint(0, last)
-            if not any(overlap(view, other) for other in taken):
+            if any(overlap(view, other) for other in taken):
+                continue
+            if taste.interleaved or not any(interleaved(view, other) for other in busy):
                 return view
         return None
 
@@ -310,6 +324,7 @@ class Draw:
             return False
         last = self.model.last.get(g)
         hangs = any(not node.done for node in every) or (last is not None and not last.done)
+        synchronous |= kind.startswith("reduce_scatter") and not self.taste.scattered
         if hangs and synchronous:
             return False
         draw = rng.random()
@@ -320,7 +335,7 @@ class Draw:
             if synchronous:
                 how = "sync"
             if hangs or how == "async":
-                how = "drop" if self.taste.drop and rng.random() < 0.3 else "keep"
+                how = "drop" if rng.random() < 0.3 else "keep"
             step["how"].append(how)
         self.account(step, len(members))
         self.put(step)
@@ -397,7 +412,6 @@ class Draw:
         how = "keep" if hangs or rng.random() < 0.5 else "sync"
         if what == "send" and how == "keep" and self.taste.drop_messages and self.leaver is None and rng.random() < 0.2:
             how = "drop"
-            self.dropped_in.add(message.g)
         step: Step = {"do": what, "id": self.new_id(), "m": message.m, "g": message.g, "rank": rank, "peer": peer}
         step |= {"tag": message.tag, "how": how, "v": view}
         if what == "recv":
@@ -519,10 +533,10 @@ class Draw:
         return True
 
     def barriers(self, groups: list[int]) -> None:
-        """A barrier in each of these groups in which some rank dropped a Work, or a message, whose sender must not
-        leave before it was received."""
+        """A barrier in each of these groups in which some rank dropped a Work."""
         for g in groups:
-            if g in self.dropped_in or any(self.model.issued[rank].get(g) for rank in self.program.groups[g]):
+            sent = g == 0 and any(not node.collective for rank in self.alive() for node in self.model.in_use[rank])
+            if sent or any(self.model.issued[rank].get(g) for rank in self.program.groups[g]):
                 members = self.program.groups[g]
                 step = self.collective("barrier", g, "", 0)
                 assert step is not None
@@ -684,6 +698,12 @@ class Draw:
             if self.model.conflicts(rank, [(view, True) for view, _ in accesses(call, member)]):
                 return None
         return {"do": "disagree", "step": step, "other": other, "odd": odd, "about": about}
+
+
+def interleaved(one: View, other: View) -> bool:
+    """Whether one lies within the other's span and at least one of them is not in one piece."""
+    (low, high), (begin, end) = span(one), span(other)
+    return low < end and begin < high and not (contiguous(one) and contiguous(other))
 
 
 def circular(node: Node, conflicts: list[Node]) -> bool:

@@ -7,7 +7,8 @@ everywhere. Illegal is what torch's rules leave open: a rank that waits for what
 groups at a time, and the program itself writing memory that an operation still needs.
 
 A rank knows that an operation has ended when it waited for it, when it was synchronous, when an operation on the same
-memory that had to come after it has ended, and for collectives when a later barrier of the group has.
+memory that had to come after it has ended, and when a barrier has: collectives of its group that it issued before, and
+messages that it sent and whose receiver had them before the barrier.
 """
 
 from __future__ import annotations
@@ -73,6 +74,8 @@ class Node:
     touched: dict[int, list[tuple[View, bool]]] = field(default_factory=dict)
     #: Of a message: who sends from and receives into what.
     halves: dict[str, tuple[int, View]] = field(default_factory=dict)
+    #: Of a barrier: the messages that its members had received when they came to it.
+    received: set[Node] = field(default_factory=set)
     done: bool = False
 
 
@@ -96,6 +99,7 @@ class Model:
         self.in_use: list[list[Node]] = [[] for _ in ranks]  # issued, and not known to have ended
         self.works: list[dict[int, list[Node]]] = [{} for _ in ranks]
         self.issued: list[dict[int, list[Node]]] = [{} for _ in ranks]  # collectives by group, not known to have ended
+        self.received: list[set[Node]] = [set() for _ in ranks]
         self.before_barrier: dict[tuple[int, Node], list[Node]] = {}
         self.queues: list[deque[tuple[int, Step]]] = [deque() for _ in ranks]
         self.blocked: list[tuple[list[Node], int] | None] = [None for _ in ranks]
@@ -139,7 +143,7 @@ class Model:
                 raise Illegal(f"rank {rank} waits for ever")
         for rank, works in enumerate(self.in_use):
             for node in works:
-                if not node.done or any(wrote for _, wrote in node.touched[rank]):
+                if rank not in self.gone:
                     raise Illegal(f"rank {rank} ends without knowing that {node.key} has")
 
     def stuck(self) -> bool:
@@ -246,6 +250,7 @@ class Model:
             self.last[step["g"]] = node
         if step["do"] == "barrier":
             self.before_barrier[rank, node] = list(self.issued[rank].get(step["g"], []))
+            node.received |= self.received[rank]
         self._issue(rank, node, accesses(step, self._member(rank, step)))
         self.issued[rank].setdefault(step["g"], []).append(node)
         return node
@@ -322,6 +327,9 @@ class Model:
             known.add(node)
             todo += node.same_memory.get(rank, ())
             todo += self.before_barrier.pop((rank, node), ())
+            todo += [message for message in node.received if rank == message.halves["send"][0]]
+            if "recv" in node.halves and rank == node.halves["recv"][0]:
+                self.received[rank].add(node)
         self.in_use[rank] = [node for node in self.in_use[rank] if node not in known]
         for issued in self.issued[rank].values():
             issued[:] = [node for node in issued if node not in known]
@@ -374,19 +382,21 @@ class Model:
         if not self.values or rank != self.own:
             return
         agreed, members = step["step"], self.program.groups[step["step"]["g"]]
-        apart = agreed["do"].startswith(("all_to_all", "scatter"))
-        if apart or step["about"] in ("root", "kind", "dtype"):
-            # A root takes its own part, and two ranks whose blocks agree exchange them, before anyone can know.
-            return
         member = members.index(rank)
         if member == step["odd"]:
-            found = [(view, self.tensor(rank, view).clone()) for view in step["other"]["outs"][member]]
+            other = step["other"]
+            found = [(view, self.tensor(rank, view).clone()) for view in other["outs"][member]]
+            if other["do"] == "scatter" and other["root"] == member:
+                found = [(other["outs"][member][0], self.tensor(rank, other["ins"][member][member]).clone())]
         else:
             inputs = [self._inputs(agreed, each) for each in range(len(members))]
             odd, other = step["odd"], step["other"]
-            given = self._inputs(other, odd)
-            if other["do"] == agreed["do"] and [len(each) for each in given] == [len(each) for each in inputs[odd]]:
-                inputs[odd] = given  # the odd one's own part may be what was agreed, from other memory
+            if other["do"] == agreed["do"]:
+                # What the odd one gives to those with whom it agrees comes from other memory.
+                before, after = parts(agreed, odd, inputs[odd]), parts(other, odd, self._inputs(other, odd))
+                if len(before) == len(after):
+                    given = [new if len(new) == len(old) else old for old, new in zip(before, after, strict=True)]
+                    inputs[odd] = [torch.cat(given)] if "splits" in agreed else given
             results = collective(agreed, inputs)[member]
             found = []
             for view, numbers in zip(agreed["outs"][member], results, strict=True):
@@ -406,6 +416,11 @@ class Model:
                 self.write(each, view, total)
         self.checks[at] = [(view, self.tensor(rank, view).clone()) for view in step["views"]]
         self.memory = copies
+
+
+def parts(step: Step, member: int, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """A member's inputs, cut where the call cuts them."""
+    return list(inputs[0].split(step["splits"][member])) if "splits" in step else inputs
 
 
 def accesses(step: Step, member: int) -> list[tuple[View, bool]]:
