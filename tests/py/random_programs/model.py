@@ -387,7 +387,19 @@ class Model:
             other = step["other"]
             found = [(view, self.tensor(rank, view).clone()) for view in other["outs"][member]]
             if other["do"] == "scatter" and other["root"] == member:
-                found = [(other["outs"][member][0], self.tensor(rank, other["ins"][member][member]).clone())]
+                view = other["outs"][member][0]
+                own = self.read(rank, other["ins"][member][member])
+                found = [(view, own.reshape(self.tensor(rank, view).shape))]
+            elif other["do"] == agreed["do"] and other["do"].startswith("all_to_all"):
+                # It may be wrong only in what it gives, and is given what it expects.
+                calls = [other if each == member else agreed for each in range(len(members))]
+                rows = [parts(call, each, self._inputs(call, each)) for each, call in enumerate(calls)]
+                given = [row[member] for row in rows]
+                given = [torch.cat(given)] if "splits" in other else given
+                if [len(each) for each in given] == [numel(view) for view, _ in found]:
+                    found = [
+                        (view, numbers.reshape(old.shape)) for (view, old), numbers in zip(found, given, strict=True)
+                    ]
         else:
             inputs = [self._inputs(agreed, each) for each in range(len(members))]
             odd, other = step["odd"], step["other"]
