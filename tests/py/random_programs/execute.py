@@ -77,11 +77,11 @@ class Rank:
             import sagellm
 
             options["pg_options"] = sagellm.Options(vendor=self.vendor)
-        self.begun()
         dist.init_process_group(rank=self.rank, world_size=self.program.ranks, **options)
         self.groups = [dist.group.WORLD]
         for ranks in self.program.groups[1:]:
             self.groups.append(dist.new_group(ranks, timeout=timeout, sort_ranks=False))
+        self.begun()
 
     def _steps(self) -> None:
         assert self.model is not None

@@ -65,7 +65,7 @@ class Ranks:
         return self._job().ranks[: self.ranks]
 
     def strike(self, rank: int, number: int, after: float) -> None:
-        """Sends a signal to a rank of the program that was begun, some time after its calls have begun."""
+        """Sends a signal to a rank of the program that was begun, some time after it has its groups."""
         job = self._job()
         each, end = job.ranks[rank], time.monotonic() + self.limit
         while not each.words and time.monotonic() < end:
