@@ -66,9 +66,12 @@ class Taste:
 STRUCK = Taste(forks=False, endings=False, leave=False, large=False)
 #: Over several hosts, where torch's gloo group carries messages: contiguous tensors, and Works that must be waited for.
 HOSTS = Taste(delegated=True, mixed=False, large=False, drop_messages=False)
-DEVICE = Taste(forks=False, large=False)
+#: On a device, where a message is not ordered with collectives under way: the program waits in between.
+DEVICE = Taste(forks=False, large=False, mixed=False)
 #: On a device under a vendor's library, which knows no receive from anyone.
-VENDOR = Taste(dtypes=("float32", "float16", "int8", "int32", "int64"), forks=False, anyone=False, large=False)
+VENDOR = Taste(
+    dtypes=("float32", "float16", "int8", "int32", "int64"), forks=False, anyone=False, large=False, mixed=False
+)
 GLOO = Taste(
     dtypes=("float32", "float64", "int8", "uint8", "int32", "int64"),
     ordered=False,
