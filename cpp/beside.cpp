@@ -99,7 +99,8 @@ SageBackend::WorkPtr SageBackend::barrier_behind(std::vector<WorkPtr> earlier, c
   const auto timeout = opts.timeout.count() < 0 ? options_->timeout : opts.timeout;
   auto work = c10::make_intrusive<TaskWork>(getRank(), c10d::OpType::BARRIER, Tensors(), events_, nullptr,
                                             own->getSequencenumber(), timeout);
-  CallbackPool::instance().post([own, work, earlier = std::move(earlier)] {
+  CallbackPool::instance().post([own, work, earlier = std::move(earlier), staged = staging_.collectives()] {
+    for (const auto& each : staged) each->wait_settled();
     for (const WorkPtr& each : earlier) {
       try {
         each->wait(kNoTimeout);

@@ -566,7 +566,11 @@ std::optional<c10::Device> device_of(const c10d::BarrierOptions& opts) {
 }  // namespace
 
 SageBackend::WorkPtr SageBackend::barrier(const c10d::BarrierOptions& opts) {
-  const std::optional<c10::Device> device = device_of(opts);
+  std::optional<c10::Device> device = device_of(opts);
+  if (!device) {
+    // One that comes behind collectives through host memory is one of their device.
+    if (const auto staged = staging_.collectives(); !staged.empty()) device = staged.back()->device;
+  }
   if (!device) return behind_devices(barrier_of_hosts(opts), opts.asyncOp);
   HostCall host(*this, "barrier", with_index(*device));
   return host.run([&] { return barrier_of_hosts(opts); });
@@ -587,7 +591,6 @@ SageBackend::WorkPtr SageBackend::behind_devices(WorkPtr work, bool async) {
   }
   if (!async) {
     for (const WorkPtr& part : parts) part->wait(kNoTimeout);
-    for (const auto& each : staging_.collectives()) each->wait_settled();
   }
   if (!async || parts.empty()) return work;
   parts.insert(parts.begin(), std::move(work));

@@ -52,12 +52,12 @@ void Staging::forget_settled() {
       under_way_.end());
 }
 
-std::vector<std::shared_ptr<Transfer>> Staging::enter(const std::shared_ptr<Transfer>& transfer, bool any) {
+std::vector<std::shared_ptr<Transfer>> Staging::enter(const std::shared_ptr<Transfer>& transfer) {
   const std::lock_guard<std::mutex> lock(mutex_);
   forget_settled();
   std::vector<std::shared_ptr<Transfer>> earlier;
   for (const auto& each : under_way_) {
-    if ((any || each->collective) && each->precedes(*transfer)) earlier.push_back(each);
+    if (each->precedes(*transfer)) earlier.push_back(each);
   }
   under_way_.push_back(transfer);
   return earlier;
@@ -68,7 +68,7 @@ std::vector<std::shared_ptr<Transfer>> Staging::collectives() {
   forget_settled();
   std::vector<std::shared_ptr<Transfer>> found;
   for (const auto& each : under_way_) {
-    if (each->collective) found.push_back(each);
+    if (each->kind == Transfer::Kind::kCollective) found.push_back(each);
   }
   return found;
 }
@@ -193,7 +193,7 @@ HostCall::Tensors HostCall::inputs() const {
   return found;
 }
 
-std::shared_ptr<Transfer> HostCall::start(bool collective) {
+std::shared_ptr<Transfer> HostCall::start(Transfer::Kind kind) {
   const c10::Stream stream = current_stream(*device_);
   // Where torch cannot say, the copy to the host fails in the runtime's own words.
   if (capture_of(stream).value_or(false)) {
@@ -204,7 +204,7 @@ std::shared_ptr<Transfer> HostCall::start(bool collective) {
   }
   backend_.staging_.tell(*device_);
   Graveyard::instance().drain();
-  auto transfer = std::make_shared<Transfer>(*device_, pairs_, collective, backend_.staging_.streams());
+  auto transfer = std::make_shared<Transfer>(*device_, pairs_, kind, backend_.staging_.streams());
   transfer->begin();
   // A barrier comes behind what this rank's stream holds.
   if (is_barrier()) c10::impl::VirtualGuardImpl(device_->type()).synchronizeStream(stream);
@@ -216,17 +216,18 @@ HostCall::WorkPtr HostCall::submit(c10::ArrayRef<Plan*> plans, const Label& labe
   if (is_barrier()) vendor_ = backend_.vendor_of(device_->type());
   if (vendor_) return submit_to_vendor(plans, label, on_device(outputs), async);
   const bool message = plans[0]->call.kind >= static_cast<uint8_t>(Kind::kSend);
-  const auto transfer = start(!message);
-  auto earlier = is_barrier() ? backend_.staging_.collectives() : backend_.staging_.enter(transfer, false);
-  // The core keeps messages apart from collectives: like those of CPU tensors, they are read at issue.
-  if (message) earlier.clear();
-  const bool late = !is_barrier() && !earlier.empty();
-  transfer->set_after(std::move(earlier));
+  const auto transfer = start(message ? Transfer::Kind::kMessage : Transfer::Kind::kCollective);
   try {
+    auto earlier = is_barrier() ? backend_.staging_.collectives() : backend_.staging_.enter(transfer);
+    const auto beside = std::stable_partition(
+        earlier.begin(), earlier.end(), [](const auto& each) { return each->kind != Transfer::Kind::kDelegated; });
+    std::for_each(beside, earlier.end(), [](const auto& each) { each->wait_settled(); });
+    earlier.erase(beside, earlier.end());
+    const bool late = !is_barrier() && !earlier.empty();
+    transfer->set_after(std::move(earlier));
     if (!late) transfer->fetch();
     for (Plan* plan : plans) {
       plan->call.host_staged = true;
-      if (message) continue;
       for (const auto& pair : pairs_) plan->touch(pair.device, pair.stored);
     }
     if (late) {
@@ -276,10 +277,10 @@ HostCall::WorkPtr HostCall::issue(c10::ArrayRef<Plan*> plans, const Label& label
 }
 
 HostCall::WorkPtr HostCall::submit(const std::function<WorkPtr()>& hand_over, c10d::OpType type) {
-  const auto transfer = start(false);
+  const auto transfer = start(Transfer::Kind::kDelegated);
   try {
     // A delegate promises no order between operations on the same memory: what is needed is waited for here.
-    for (const auto& earlier : backend_.staging_.enter(transfer, true)) earlier->wait_settled();
+    for (const auto& earlier : backend_.staging_.enter(transfer)) earlier->wait_settled();
     transfer->fetch();
     WorkPtr inner = hand_over();
     if (!inner) {

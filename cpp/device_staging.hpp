@@ -42,9 +42,8 @@ class Staging {
   // The first staged call of a group is told of, that of a process as a warning.
   void tell(c10::Device device);
 
-  // Enters a call and returns the earlier ones that must have stored their results before it reads: collectives, whose
-  // order the core keeps, or (`any`) all.
-  std::vector<std::shared_ptr<Transfer>> enter(const std::shared_ptr<Transfer>& transfer, bool any);
+  // Enters a call and returns the earlier ones that must have stored their results before it reads or stores.
+  std::vector<std::shared_ptr<Transfer>> enter(const std::shared_ptr<Transfer>& transfer);
   // The collectives under way, whose results a barrier comes behind.
   std::vector<std::shared_ptr<Transfer>> collectives();
   const std::shared_ptr<DeviceStreams>& streams() const { return streams_; }
@@ -71,7 +70,8 @@ class HostCall {
 
   // `op` is torch's name of the call, for messages.
   HostCall(SageBackend& backend, const char* op) : backend_(backend), op_(op) {}
-  // For a barrier, which has no tensors: it comes behind everything on the caller's stream of `device`.
+  // For a barrier, which has no tensors: it comes behind everything on the caller's stream of `device`, and behind the
+  // collectives that go through host memory.
   HostCall(SageBackend& backend, const char* op, c10::Device device) : backend_(backend), op_(op), device_(device) {}
 
   // Copies in host memory for tensors that the call reads, writes, or both. The inputs' numbers come later.
@@ -124,7 +124,7 @@ class HostCall {
   at::Tensor in_order(const at::Tensor& tensor, bool fetched, bool stored);
   WorkPtr submit_to_vendor(c10::ArrayRef<Plan*> plans, const Label& label, Tensors outputs, bool async);
   // What both ways have in common, before anything is copied.
-  std::shared_ptr<Transfer> start(bool collective);
+  std::shared_ptr<Transfer> start(Transfer::Kind kind);
   // Issues `plans` and, when they have ended, stores the results.
   WorkPtr issue(c10::ArrayRef<Plan*> plans, const Label& label, Tensors outputs,
                 const std::shared_ptr<Transfer>& transfer, bool async);

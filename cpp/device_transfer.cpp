@@ -14,15 +14,16 @@ namespace sagellm {
 
 // ------------------------------------------------------------------------------------------------ the copies
 
-Transfer::Transfer(c10::Device on, std::vector<Pair> pairs, bool in_order, std::shared_ptr<DeviceStreams> streams)
+Transfer::Transfer(c10::Device on, std::vector<Pair> pairs, Kind of, std::shared_ptr<DeviceStreams> streams)
     : device(on),
-      collective(in_order),
+      kind(of),
       streams_(std::move(streams)),
       pairs_(std::move(pairs)),
       begin_event_(on.type()),
       stored_event_(on.type()) {
   for (const Pair& pair : pairs_) {
-    touched_.push_back(hull(pair.device));
+    if (pair.device.numel() == 0) continue;
+    touched_.push_back(runs_of(pair.device, pair.stored));
     if (pair.stored) written_.push_back(touched_.back());
   }
 }
@@ -119,10 +120,11 @@ void Transfer::wait_settled() const {
 }
 
 bool Transfer::precedes(const Transfer& other) const {
-  return std::any_of(written_.begin(), written_.end(), [&](const Piece& mine) {
+  const bool near = std::any_of(written_.begin(), written_.end(), [&](const Strided& mine) {
     return std::any_of(other.touched_.begin(), other.touched_.end(),
-                       [&](const Piece& theirs) { return overlap(mine, theirs); });
+                       [&](const Strided& theirs) { return overlap(hull(mine), hull(theirs)); });
   });
+  return near && memory_meets({written_.data(), written_.size()}, {other.touched_.data(), other.touched_.size()});
 }
 
 // ------------------------------------------------------------------------------------------------ the Work

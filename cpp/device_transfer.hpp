@@ -27,8 +27,10 @@ class Transfer {
     bool stored;
   };
 
-  // `collective`: that a later collective of the group has ended means that this one has.
-  Transfer(c10::Device device, std::vector<Pair> pairs, bool collective, std::shared_ptr<DeviceStreams> streams);
+  // Who keeps the call in order with others on the same memory: the core, or, where a delegate carries it, nobody.
+  enum class Kind { kCollective, kMessage, kDelegated };
+
+  Transfer(c10::Device device, std::vector<Pair> pairs, Kind kind, std::shared_ptr<DeviceStreams> streams);
 
   // What the caller's stream holds now comes before everything below. On the caller's thread.
   void begin();
@@ -49,11 +51,13 @@ class Transfer {
   // Looks for Python's signals meanwhile.
   void wait_settled() const;
 
-  // True when `other` touches memory that this call stores to, so that it must come after.
+  // True when `other` touches memory that this call stores to, so that it must come after. The core, which is told of
+  // the same memory, says so of the same calls: of two that it carries the later one starts when the earlier one has
+  // ended.
   bool precedes(const Transfer& other) const;
 
   const c10::Device device;
-  const bool collective;
+  const Kind kind;
   // Earlier calls whose results must be on the device before this one reads or, a barrier, ends. Forgotten when it is
   // settled, or a long row of calls would hold all that went before.
   void set_after(std::vector<std::shared_ptr<Transfer>> earlier);
@@ -63,8 +67,8 @@ class Transfer {
   const std::shared_ptr<DeviceStreams> streams_;
   std::vector<Pair> pairs_;
   // Memory on the device: all of it, and what is stored to.
-  std::vector<Piece> touched_;
-  std::vector<Piece> written_;
+  std::vector<Strided> touched_;
+  std::vector<Strided> written_;
   c10::Event begin_event_;
   c10::Event stored_event_;
   // Held while tensors are copied, which needs no other lock; guards `pairs_` and the next two.

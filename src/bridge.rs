@@ -17,6 +17,7 @@ use std::time::Duration;
 use crate::config::{Config, Settings};
 use crate::error::{Error, Result, contained};
 use crate::group::{self, Group, Op};
+use crate::reach::Reach;
 use crate::types::{CallNote, Dtype, Kind, ReduceOp, Request, Span, Strided};
 use devices::{RustDevices, RustLaunched, RustMember, RustRecipe};
 use hooks::{CompletionHook, LinkHook, PythonHook, PythonLog, StoreHook};
@@ -223,6 +224,8 @@ pub mod ffi {
             also_touched: &[Strided],
             completion: SharedPtr<Completion>,
         ) -> Result<()>;
+        /// True when one of two operations that touch this memory must wait for the other: see `Reach::meets`.
+        fn memory_meets(one: &[Strided], other: &[Strided]) -> bool;
         /// In a group over several hosts: waits until no collective that was issued before touches `memory`, which a message
         /// that a delegate carries is about to read or (`writes`) write.
         fn wait_for_memory(self: &RustGroup, memory: &Piece, writes: bool) -> Result<()>;
@@ -534,6 +537,12 @@ fn unknown(what: &str, value: u8) -> Error {
 fn kind_and_dtype(kind: u8, dtype: u8) -> Result<(Kind, Dtype)> {
     let kind = Kind::from_u8(kind).ok_or_else(|| unknown("kind", kind))?;
     Ok((kind, Dtype::from_u8(dtype).ok_or_else(|| unknown("dtype", dtype))?))
+}
+
+fn memory_meets(one: &[ffi::Strided], other: &[ffi::Strided]) -> bool {
+    let reach =
+        |all: &[ffi::Strided]| Reach::of_all(Vec::new(), Vec::new(), &all.iter().map(strided).collect::<Vec<_>>());
+    reach(one).meets(&reach(other))
 }
 
 fn request(

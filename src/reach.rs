@@ -12,8 +12,11 @@ pub struct Reach {
 
 impl Reach {
     pub fn of(request: &Request) -> Reach {
-        let (mut reads, mut writes) = (request.inputs.clone(), request.outputs.clone());
-        for strided in &request.also_touched {
+        Reach::of_all(request.inputs.clone(), request.outputs.clone(), &request.also_touched)
+    }
+
+    pub fn of_all(mut reads: Vec<Span>, mut writes: Vec<Span>, runs_of: &[Strided]) -> Reach {
+        for strided in runs_of {
             runs(strided, if strided.written { &mut writes } else { &mut reads });
         }
         Reach { reads: sorted(reads), writes: sorted(writes) }

@@ -257,6 +257,87 @@ def test_rule_04_operations_on_the_same_memory_run_in_order(queue: float | None)
         job.values()
 
 
+def messages_in_order(ctx: Context, queue: float | None, names: list[str]) -> None:
+    if names:
+        net.enter(names[ctx.rank])
+        start(ctx, queue=queue, store=dist.FileStore(f"{ctx.tmp}/store", 2))
+    else:
+        start(ctx, queue=queue)
+    value = torch.empty(1000, device="npu").fill_(ctx.rank + 1)
+    if ctx.rank == 0:
+        works = [
+            dist.irecv(value[:500], 1, tag=1),
+            dist.all_reduce(value, async_op=True),
+            dist.isend(value[250:750], 1, tag=2),
+            dist.irecv(value[600:], 1, tag=3),
+        ]
+        ctx.tell("issued")
+        for work in reversed(works):
+            assert work is not None
+            work.wait()
+        expected = torch.tensor([9.0] * 500 + [3.0] * 100 + [8.0] * 400)
+        assert torch.equal(value.cpu(), expected)
+    else:
+        if not names:  # between hosts a collective waits at its issue for the message before it
+            ctx.listen()
+        dist.send(torch.empty(500, device="npu").fill_(7), 0, tag=1)
+        dist.all_reduce(value)
+        got = torch.empty(500, device="npu").fill_(-1)
+        dist.recv(got, 0, tag=2)
+        assert torch.equal(got.cpu(), torch.tensor([9.0] * 250 + [3.0] * 250))
+        dist.send(torch.empty(400, device="npu").fill_(8), 0, tag=3)
+    if not names:
+        # What lies between the elements of another tensor is no part of it: neither waits for the other.
+        grid = torch.empty(100, 2, device="npu").fill_(ctx.rank + 1)
+        work = dist.irecv(grid[:, 0], 1, tag=4) if ctx.rank == 0 else None
+        dist.all_reduce(grid[:, 1])
+        if work is None:
+            dist.send(grid[:, 0], 0, tag=4)
+        else:
+            work.wait()
+        holds(grid[:, 0], 2)
+        holds(grid[:, 1], 3)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("queue", [None, 0.002])
+def test_rule_04_messages_and_collectives_on_the_same_memory_run_in_order(queue: float | None) -> None:
+    with launch(messages_in_order, 2, queue, []) as job:
+        assert job.hear(0) == "issued"
+        job.say(1, "go")
+        job.values()
+
+
+def test_rule_04_messages_and_collectives_over_hosts() -> None:
+    try:
+        with (
+            net.Network(2) as made,
+            launch(messages_in_order, 2, None, made.names, env={"GLOO_SOCKET_IFNAME": net.INTERFACE}) as job,
+        ):
+            job.values(120)
+    except net.Unavailable as reason:
+        pytest.skip(f"network namespaces may not be made here: {reason}")
+
+
+def barrier_behind(ctx: Context, asynchronous: bool) -> None:
+    device = start(ctx)
+    value = torch.empty(1000, device="npu").fill_(ctx.rank + 1)
+    device.kernel_delay(0.1)
+    dist.all_reduce(value, async_op=True)
+    work = dist.barrier(async_op=asynchronous)
+    if work is not None:
+        work.wait()
+    device.kernel_delay(0)
+    holds(value, 3)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_rule_33_a_barrier_comes_behind_collectives_whose_work_was_dropped(asynchronous: bool) -> None:
+    """Storing the results takes the device a tenth of a second."""
+    run_fresh(barrier_behind, 2, asynchronous)
+
+
 def completes_alone(ctx: Context) -> None:
     start(ctx)
     value = torch.empty(100, device="npu").fill_(ctx.rank + 1)
