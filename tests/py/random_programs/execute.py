@@ -72,15 +72,16 @@ class Rank:
 
     def _begin(self) -> None:
         timeout = timedelta(seconds=self.seconds)
-        options: dict[str, Any] = {"backend": self.backend, "store": self.store, "timeout": timeout}
+        options: dict[str, Any] = {"timeout": timeout}
         if self.vendor:
             import sagellm
 
             options["pg_options"] = sagellm.Options(vendor=self.vendor)
-        dist.init_process_group(rank=self.rank, world_size=self.program.ranks, **options)
+        ranks = {"rank": self.rank, "world_size": self.program.ranks}
+        dist.init_process_group(self.backend, store=self.store, **ranks, **options)
         self.groups = [dist.group.WORLD]
         for ranks in self.program.groups[1:]:
-            self.groups.append(dist.new_group(ranks, timeout=timeout, sort_ranks=False))
+            self.groups.append(dist.new_group(ranks, sort_ranks=False, **options))
         self.begun()
 
     def _steps(self) -> None:

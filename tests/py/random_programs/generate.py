@@ -58,6 +58,7 @@ class Taste:
     reduce: bool = True  # under gloo it leaves something in the memory of ranks that are not the root
     uneven: bool = True  # lists whose parts differ in size
     anyone: bool = True  # receives from anyone
+    apart: bool = True  # the halves of a message, with other calls in between
     #: Messages are carried by gloo.
     delegated: bool = False
 
@@ -66,11 +67,17 @@ class Taste:
 STRUCK = Taste(forks=False, endings=False, leave=False, large=False)
 #: Over several hosts, where torch's gloo group carries messages: contiguous tensors, and Works that must be waited for.
 HOSTS = Taste(delegated=True, mixed=False, large=False, drop_messages=False)
-#: On a device, where a message is not ordered with collectives under way: the program waits in between.
-DEVICE = Taste(forks=False, large=False, mixed=False)
-#: On a device under a vendor's library, which knows no receive from anyone.
+DEVICE = Taste(forks=False, large=False)
+#: On a device under a vendor's library: it knows no receive from anyone and compares no calls, the order of what is not
+#: waited for is that of streams, not of memory, and the first message between two ranks waits for its other half.
 VENDOR = Taste(
-    dtypes=("float32", "float16", "int8", "int32", "int64"), forks=False, anyone=False, large=False, mixed=False
+    dtypes=("float32", "float16", "int8", "int32", "int64"),
+    ordered=False,
+    forks=False,
+    endings=False,
+    anyone=False,
+    apart=False,
+    large=False,
 )
 GLOO = Taste(
     dtypes=("float32", "float64", "int8", "uint8", "int32", "int64"),
@@ -377,7 +384,7 @@ class Draw:
         if not self.half(message, first, True):
             return False
         self.open.append(message)
-        return rng.random() < 0.4 or self.complete(message)
+        return (self.taste.apart and rng.random() < 0.4) or self.complete(message)
 
     def complete(self, message: Message) -> bool:
         """Draws the other half of the oldest message of that channel."""

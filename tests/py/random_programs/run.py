@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -108,18 +109,29 @@ class Ranks:
                 job.ranks[min(left)].rest(0.02)
         verdict.seconds = time.monotonic() - self.started
         if self.struck is not None:
-            verdict.problems = [each for each in verdict.problems if not self._fair(each)]
+            verdict.problems = self._unfair(verdict.problems)
         if verdict.problems or self.struck is not None:
             job.kill()
             verdict.report = job.report()
             self.close()
         return verdict
 
-    def _fair(self, problem: Problem) -> bool:
-        """Whether this is what a rank may find when another one was struck, or the struck one itself."""
-        if problem["kind"] in ("wrong", "hang"):
-            return False
-        return problem["rank"] == self.struck or f"rank {self.struck}" in problem["short"]
+    def _unfair(self, problems: list[Problem]) -> list[Problem]:
+        """Without what ranks may find when one was struck: the struck one itself, those whose error names it, and those
+        whose error names a rank that left because of such an error. Ranks have other numbers in other groups, so
+        processes are compared."""
+        fallen, left = {self.struck}, [each for each in problems if each["kind"] in ("error", "died")]
+        pids = [str(each.pid) for each in self._job().ranks]
+
+        def names(text: str) -> bool:
+            return any(pids.index(pid) in fallen for pid in re.findall(r"\(pid (\d+)", text) if pid in pids)
+
+        while True:
+            fair = [each for each in left if each["rank"] in fallen or names(each["short"])]
+            if not fair:
+                return [each for each in problems if each["kind"] not in ("error", "died")] + left
+            fallen |= {each["rank"] for each in fair}
+            left = [each for each in left if each not in fair]
 
     def _lost(self, rank: int, kind: str, text: str) -> Problem:
         return {"kind": kind, "rank": rank, "at": -1, "text": text, "short": text}
