@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+#: Behind c10d's `Work::abort`, which torch does not bind in Python.
+NOT_FROM_PYTHON = {"RustOp::cancel"}
 BLOCKS = ('extern "Rust"', 'unsafe extern "C++"')
 FUNCTION = re.compile(r"\bfn (\w+)\s*\(\s*(?:self: (?:&|Pin<&mut )(\w+))?")
 
@@ -74,10 +76,11 @@ def plain(symbol: str) -> str:
 
 def main() -> None:
     functions = bridged()
-    missing = sorted(set(functions) - called(Path(sys.argv[1]), Path(sys.argv[2])))
+    missing = sorted(set(functions) - NOT_FROM_PYTHON - called(Path(sys.argv[1]), Path(sys.argv[2])))
     if missing:
         sys.exit(f"of the {len(functions)} bridged functions these were never called: {', '.join(missing)}")
-    print(f"each of the {len(functions)} bridged functions was called")
+    beyond = ", ".join(sorted(NOT_FROM_PYTHON))
+    print(f"each of the {len(functions)} bridged functions was called, but for what Python cannot reach ({beyond})")
 
 
 if __name__ == "__main__":
