@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """What one more process group of the same ranks costs: time, descriptors, address space, memory.
 
-Backends take turns (A B A B) in the same processes; every group stays until the end, and one operation runs on each, so
-that nothing is put off. A time is that of the slowest rank.
+Backends take turns (A B A B) in the same processes; every group stays until the end. A time is that of the slowest
+rank, for the making alone and with one small operation, because a backend may put work off until then. The first group
+has parts of its own: `--first` makes one in fresh processes and says what each part took.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import argparse
 import os
 import re
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +25,7 @@ from measure.stats import format_time, percentile
 EXAMPLES = """examples:
   python benchmarks/groups.py                          20 groups of 2 ranks, sagellm and gloo
   python benchmarks/groups.py --ranks 8 --groups 50
+  python benchmarks/groups.py --first --ranks 4        the first group, part by part
 """
 
 
@@ -39,6 +43,7 @@ def measure(rank: int, ranks: int, groups: int, backends: list[str], port: int) 
     dist.init_process_group(backends[0], store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
     report = dist.new_group(backend="gloo")
     times: dict[str, list[float]] = {backend: [] for backend in backends}
+    used: dict[str, list[float]] = {backend: [] for backend in backends}
     costs: dict[str, torch.Tensor] = {backend: torch.zeros(3, dtype=torch.int64) for backend in backends}
     for turn in range(groups + 1):
         for backend in backends:
@@ -46,12 +51,14 @@ def measure(rank: int, ranks: int, groups: int, backends: list[str], port: int) 
             dist.barrier(group=report)
             start = time.perf_counter()
             group = dist.new_group(backend=backend)
-            slowest = torch.tensor([(time.perf_counter() - start) * 1e6], dtype=torch.float64)
+            made = time.perf_counter()
             dist.all_reduce(torch.ones(1000), group=group)
+            slowest = torch.tensor([made - start, time.perf_counter() - start], dtype=torch.float64) * 1e6
             cost = cost_now() - before
             dist.all_reduce(slowest, dist.ReduceOp.MAX, group=report)
             if turn > 0:  # the first one loads what a backend loads once
-                times[backend].append(slowest.item())
+                times[backend].append(slowest[0].item())
+                used[backend].append(slowest[1].item())
                 costs[backend] += cost
     for backend in backends:
         most = costs[backend].clone()
@@ -59,13 +66,51 @@ def measure(rank: int, ranks: int, groups: int, backends: list[str], port: int) 
         dist.all_reduce(costs[backend], group=report)
         if rank == 0:
             p10, p50, p90 = (format_time(percentile(times[backend], share)) for share in (0.1, 0.5, 0.9))
+            most_time, with_one = format_time(max(times[backend])), format_time(percentile(used[backend], 0.5))
             descriptors, addresses, _ = (most / groups).tolist()
             resident = costs[backend][2].item() / groups / 2**20
             print(
-                f"{backend}: {p50} (p10 {p10}, p90 {p90}); per rank {descriptors:.1f} descriptors, "
+                f"{backend}: {p50} (p10 {p10}, p90 {p90}, most {most_time}), {with_one} with the first operation; per "
+                f"rank {descriptors:.1f} descriptors, "
                 f"{addresses / 2**20:.1f} MiB of addresses; {resident:.1f} MiB of memory for all {ranks} ranks",
                 flush=True,
             )
+    dist.destroy_process_group()
+
+
+def first(rank: int, ranks: int, backend: str, port: int) -> None:
+    """One rank's first group; rank 0 prints the parts. Interpreter and torch are loaded already."""
+    parts: dict[str, tuple[float, float]] = {}
+
+    def part(name: str, call: Callable[[], Any]) -> Any:
+        start, used = time.perf_counter(), time.process_time()
+        value = call()
+        parts[name] = (time.perf_counter() - start, time.process_time() - used)
+        return value
+
+    if backend == "sagellm":
+        from sagellm import _load
+
+        part("load the extension", _load.extension)
+    client = part(
+        "connect to the store",
+        lambda: dist.TCPStore("127.0.0.1", port, is_master=rank == 0, timeout=timedelta(seconds=60)),
+    )
+    client.set(str(rank), "here")
+    client.wait([str(other) for other in range(ranks)])
+    part("connect once more", client.clone)
+    options: dict[str, Any] = {"rank": rank, "world_size": ranks, "store": client}
+    part("make the group", lambda: dist.init_process_group(backend, **options))
+    part("first small operation", lambda: dist.all_reduce(torch.ones(1000)))
+    part("second small operation", lambda: dist.all_reduce(torch.ones(1000)))
+    part("first large operation", lambda: dist.all_reduce(torch.ones(1 << 20)))
+    part("second large operation", lambda: dist.all_reduce(torch.ones(1 << 20)))
+    everyone: list[Any] = [None] * ranks
+    dist.all_gather_object(everyone, parts)
+    if rank == 0:
+        for name in parts:
+            wall, used = (max(each[name][at] for each in everyone) * 1e6 for at in (0, 1))
+            print(f"{backend}: {name}: {format_time(wall)}, of the processor {format_time(used)}", flush=True)
     dist.destroy_process_group()
 
 
@@ -78,9 +123,14 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=20)
     parser.add_argument("--backends", default="sagellm,gloo", help="the first one makes the default group")
     parser.add_argument("--port", type=int, default=29517)
+    parser.add_argument("--first", action="store_true", help="the parts of the first group")
     arguments = parser.parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if arguments.first:
+        for number, backend in enumerate(arguments.backends.split(",")):
+            mp.spawn(first, (arguments.ranks, backend, arguments.port + number), nprocs=arguments.ranks)
+        return
     given = (arguments.ranks, arguments.groups, arguments.backends.split(","), arguments.port)
     print(f"{arguments.groups} more groups of {arguments.ranks} ranks", flush=True)
     mp.spawn(measure, given, nprocs=arguments.ranks)

@@ -90,10 +90,19 @@ class C10dStore final : public Store {
     plain_errors([&] {
       const std::string name = full(key);
       const auto store = this->store();
-      // `get` waits for a key that is missing, so ask first. Nobody deletes keys.
-      found = store->check({name});
+      std::vector<uint8_t> bytes;
+      if (connection_) {
+        // In one question: a TCPStore says what is there, or where there is nothing, what one expected. What is expected here
+        // nobody has set, so nothing is changed either.
+        static const std::vector<uint8_t> nothing{'n', 'o', 't', ' ', 's', 'e', 't'};
+        bytes = store->compareSet(name, nothing, nothing);
+        found = bytes != nothing;
+      } else {
+        // `get` waits for a key that is missing, so ask first. Nobody deletes keys.
+        found = store->check({name});
+        if (found) bytes = store->get(name);
+      }
       if (!found) return;
-      const std::vector<uint8_t> bytes = store->get(name);
       value.clear();
       value.reserve(bytes.size());
       for (const uint8_t byte : bytes) value.push_back(byte);

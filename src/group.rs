@@ -216,7 +216,7 @@ impl Group {
                 Ok(())
             }
             Engine::Shm(shm) => {
-                shm.issue(Arc::clone(&op), kernel, &mut ended);
+                shm.issue(Arc::clone(&op), kernel, &mut ended)?;
                 shm.poll(&mut ended).map(|_| ())
             }
             Engine::Hosts(_) => self.lanes.get().map_or_else(

@@ -10,6 +10,7 @@ use std::io::Read;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
 
 use once_cell::sync::Lazy;
 
@@ -150,16 +151,31 @@ fn headroom(dir: &Path, limit: &str, usage: &str, reclaimable: &str) -> Option<u
 }
 
 /// Where this process's control groups lie in the file system.
+#[derive(Clone, Default)]
 struct ControlGroups {
+    /// What `/proc/self/cgroup` said.
+    cgroup: String,
     /// (controller, or empty for v2; mount point; directory of this process below it)
     places: Vec<(String, PathBuf, PathBuf)>,
 }
 
 impl ControlGroups {
+    /// A process may be moved to another control group, so that is read each time. Where the groups are mounted takes ten
+    /// times longer to find out, and stays.
     fn read() -> ControlGroups {
+        static LAST: Mutex<Option<ControlGroups>> = Mutex::new(None);
         let cgroup = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+        // Not `lock`: a forked child may have inherited it locked.
+        let mut last = LAST.try_lock().ok();
+        if let Some(known) = last.as_ref().and_then(|last| last.as_ref()).filter(|known| known.cgroup == cgroup) {
+            return known.clone();
+        }
         let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
-        ControlGroups { places: control_group_places(&cgroup, &mounts) }
+        let groups = ControlGroups { places: control_group_places(&cgroup, &mounts), cgroup };
+        if let Some(last) = &mut last {
+            **last = Some(groups.clone());
+        }
+        groups
     }
 
     /// The directories of this process's group for one controller, from its own up to the mount point.
@@ -182,7 +198,8 @@ fn control_group_places(cgroup: &str, mounts: &str) -> Vec<(String, PathBuf, Pat
     for line in cgroup.lines() {
         let mut parts = line.splitn(3, ':');
         let (Some(_), Some(controllers), Some(path)) = (parts.next(), parts.next(), parts.next()) else { continue };
-        for controller in controllers.split(',') {
+        // Those that limit something which is asked here, and the tree of v2.
+        for controller in controllers.split(',').filter(|name| matches!(*name, "cpu" | "memory" | "")) {
             for (root, mount) in mounts.lines().filter_map(|line| control_group_mount(line, controller)) {
                 // Inside a container the mount may show only a part of the tree; then its root is our own group.
                 let below = path.strip_prefix(root.trim_end_matches('/')).unwrap_or("").trim_start_matches('/');
@@ -471,10 +488,10 @@ mod tests {
                       32 24 0:28 / /nowhere/unified ro shared:1 - cgroup2 cgroup rw\nbad line\n";
         let places = control_group_places(cgroup, mounts);
         let names: Vec<&str> = places.iter().map(|(name, ..)| name.as_str()).collect();
-        assert_eq!(names, ["cpu", "cpuacct", ""]);
+        assert_eq!(names, ["cpu", ""], "cpuacct limits nothing");
         assert_eq!(places[0].1, PathBuf::from("/sys/fs/cgroup/cpu,cpuacct"));
         // A directory that is not there falls back to the mount point.
-        assert_eq!(places[2].2, PathBuf::from("/nowhere/unified"));
+        assert_eq!(places[1].2, PathBuf::from("/nowhere/unified"));
     }
 
     #[test]

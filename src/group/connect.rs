@@ -120,14 +120,8 @@ impl Group {
         let layout = Layout::of_total(config.size, total)
             .ok_or_else(|| Error::Bug(format!("sagellm: no layout of {} ranks has {total} bytes", config.size)))?;
         let area = Arc::new(Area::new(Arc::new(segment), layout, config.rank));
-        let ready = || {
-            for (start, bytes) in layout.own_ranges(config.rank) {
-                area.segment().populate(start..start + bytes)?;
-            }
-            explain::agreed(&config, own, &policy)
-        };
         // The others have a group by now, and no connection of its own tells them that this rank has not.
-        let policy = ready().inspect_err(|_| area.leave())?;
+        let policy = explain::agreed(&config, own, &policy).inspect_err(|_| area.leave())?;
         let peers = (0..config.size).map(|rank| company.peer(rank).clone());
         let list = peers.map(|peer| Peer { pid: peer.pid, host: peer.host, dead: AtomicBool::new(false) }).collect();
         let fusion = config.settings.fusion;

@@ -6,10 +6,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
 use super::layout::{INLINE_BYTES, Layout, SLOT_BYTES};
+use super::presence::Presence;
 use super::protocol::{Mail, Region, Word, Words};
 use super::segment::Segment;
 use super::signal::Bell;
 use crate::op::Op;
+use crate::topology;
 
 /// Control words of a rank beside those of `protocol::Word`, by index of `Layout::control_word`.
 const DONE: usize = 0;
@@ -36,6 +38,9 @@ pub struct Area {
     pub layout: Layout,
     pub me: usize,
     pub ranks: usize,
+    pub(super) presence: Presence,
+    /// Bytes of memory that may still be used.
+    pub(super) headroom: fn() -> Option<u64>,
 }
 
 /// What a slot's header line says beside its tag.
@@ -59,7 +64,13 @@ pub fn chain(before: u64, op: &Op) -> u64 {
 
 impl Area {
     pub fn new(segment: Arc<Segment>, layout: Layout, me: usize) -> Area {
-        Area { segment, layout, me, ranks: layout.ranks }
+        let (presence, headroom) = (Presence::default(), topology::memory_headroom);
+        Area { segment, layout, me, ranks: layout.ranks, presence, headroom }
+    }
+
+    /// As if this process had `headroom` bytes of memory left: for tests.
+    pub fn with_headroom(self, headroom: fn() -> Option<u64>) -> Area {
+        Area { headroom, ..self }
     }
 
     fn word64(&self, offset: usize) -> &AtomicU64 {

@@ -18,6 +18,7 @@
 //! Source: the two-shot all_reduce of MSCCL++ and DeepSpeed, here pipelined, with one round counter for all kinds.
 
 use super::area::Area;
+use super::layout::Part;
 use super::pieces::{Pieces, transfer};
 use super::protocol::{self, Region, Slots};
 use super::small::{self, block, block_start};
@@ -159,6 +160,9 @@ impl Bulk<'_> {
             _ => Pieces(&request.inputs).bytes(),
         };
         let rounds = longest.div_ceil(self.unit(state.chunk)) as u64;
+        let stage = (self.fills() && rounds > 0).then_some(Part::Stage);
+        let result = (self.uses_result() && rounds > 0).then_some(Part::Result);
+        area.make_present(stage.into_iter().chain(result))?;
         state.plan = Some(Plan { bases, rounds, tables });
         self.skip_idle_parts(state, rounds, bases);
         Ok(true)

@@ -16,8 +16,11 @@
 //! Large messages need no memory before a receive has matched them, and after that only copying stands in their way: so
 //! a receiver has a few lanes, which it lends to one sender after the other, and none of them can be held for ever.
 //!
-//! **All of it is present when the group is made** (`own_ranges`): filling shared memory past a memory limit kills the
-//! process, and so no operation may be the first to touch a page. What a segment may take is checked before (rule 24).
+//! **What every group uses is present when it is made** (`early_ranges`). The rest, most of it, comes in parts (`Part`): a
+//! rank makes one of its own present when an operation first needs it, as `presence.rs` says, and until then nobody
+//! touches it. Filling shared memory past a memory limit kills the process, so that is looked at before (rule 24).
+
+use std::ops::Range;
 
 use crate::select::Shape;
 
@@ -39,6 +42,19 @@ pub const CEILING: usize = 64 << 20;
 pub const RANK_SHARE: usize = 512 << 10;
 
 const PAGE: usize = 4096;
+
+/// What of a rank's memory is made present only when an operation needs it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Part {
+    /// The buffers that the rank fills in large operations.
+    Stage,
+    /// Those into which it reduces.
+    Result,
+    /// Words, grants and envelopes of its messages to all others.
+    Envelopes,
+    /// The buffers of one lane, through which it receives.
+    Lane(usize),
+}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layout {
@@ -225,7 +241,8 @@ impl Layout {
         self.result + (rank * 2 + (round % 2) as usize) * self.result_bytes
     }
 
-    /// True where a receiver learns by its mail words who has sent (`protocol::post`); with few ranks it looks at all.
+    /// True where a receiver learns of every message by its mail words (`protocol::post`); with few ranks of the first
+    /// one of each sender, and then it looks for itself.
     pub fn has_mail(&self) -> bool {
         self.ranks > 16
     }
@@ -256,21 +273,31 @@ impl Layout {
         self.bodies + to * self.lanes_bytes() + (lane * 2 + (round % 2) as usize) * self.body_bytes
     }
 
-    /// The ranges that `rank` populates: what it writes itself, because first touch puts it on its NUMA node, and its
-    /// lanes, from which it reads. Those of all ranks together are the whole segment behind the hello area.
-    pub fn own_ranges(&self, rank: usize) -> Vec<(usize, usize)> {
-        let mut ranges = vec![
-            (self.control + rank * self.control_bytes(), self.control_bytes()),
-            (self.slots + rank * self.slots_bytes(), self.slots_bytes()),
-            (self.stage + rank * 2 * self.stage_bytes, 2 * self.stage_bytes),
-            (self.result + rank * 2 * self.result_bytes, 2 * self.result_bytes),
-            (self.pairs + rank * self.row_bytes(), self.row_bytes()),
-            (self.bodies + rank * self.lanes_bytes(), self.lanes_bytes()),
-        ];
+    /// What `rank` makes present when the group is made: its words and slots, and on rank 0 those of the group.
+    pub fn early_ranges(&self, rank: usize) -> Vec<Range<usize>> {
+        let own = |area: usize, bytes: usize| area + rank * bytes..area + (rank + 1) * bytes;
+        let mut ranges = vec![own(self.control, self.control_bytes()), own(self.slots, self.slots_bytes())];
         if rank == 0 {
-            ranges.push((self.group, PAGE));
+            ranges.push(self.group..self.group + PAGE);
         }
         ranges
+    }
+
+    /// Where a part of `rank` lies. Each has an owner who makes it present: the rank that writes it, because first touch
+    /// puts it on that rank's NUMA node, and for a lane the one that reads it, because its senders change.
+    pub fn part(&self, rank: usize, part: Part) -> Range<usize> {
+        let (start, bytes) = match part {
+            Part::Stage => (self.stage(rank, 0), 2 * self.stage_bytes),
+            Part::Result => (self.result(rank, 0), 2 * self.result_bytes),
+            Part::Envelopes => (self.pairs + rank * self.row_bytes(), self.row_bytes()),
+            Part::Lane(lane) => (self.body(rank, lane, 0), 2 * self.body_bytes),
+        };
+        start..start + bytes
+    }
+
+    /// All parts that a rank has.
+    pub fn parts(&self) -> impl Iterator<Item = Part> + use<> {
+        [Part::Stage, Part::Result, Part::Envelopes].into_iter().chain((0..self.lanes).map(Part::Lane))
     }
 }
 
@@ -332,17 +359,18 @@ mod tests {
         }
     }
 
-    /// No page is left for an operation to be the first to touch: its owner could be killed for it, or find no room.
+    /// No page is left for an operation to touch without a look at the limits: its owner could be killed for it.
     #[test]
     fn the_ranges_that_ranks_populate_are_the_whole_segment() {
         for ranks in 2..=MAX_RANKS {
             let l = Layout::within(ranks, usize::MAX).unwrap();
-            let mut ranges: Vec<(usize, usize)> = (0..ranks).flat_map(|rank| l.own_ranges(rank)).collect();
-            ranges.sort_unstable();
-            assert_eq!(ranges[0].0, l.group, "the hello area before it is touched while the ranks meet");
-            assert!(ranges.windows(2).all(|two| two[0].0 + two[0].1 == two[1].0), "{ranks} ranks");
-            assert_eq!(ranges.last().map(|last| last.0 + last.1), Some(l.total()));
-            assert!(ranges.iter().all(|range| range.0 % PAGE == 0 && range.1 % PAGE == 0));
+            let of = |rank| l.early_ranges(rank).into_iter().chain(l.parts().map(move |part| l.part(rank, part)));
+            let mut ranges: Vec<Range<usize>> = (0..ranks).flat_map(of).collect();
+            ranges.sort_unstable_by_key(|range| range.start);
+            assert_eq!(ranges[0].start, l.group, "the hello area before it is touched while the ranks meet");
+            assert!(ranges.windows(2).all(|two| two[0].end == two[1].start), "{ranks} ranks");
+            assert_eq!(ranges.last().map(|last| last.end), Some(l.total()));
+            assert!(ranges.iter().all(|range| range.start % PAGE == 0 && range.len() % PAGE == 0));
         }
     }
 

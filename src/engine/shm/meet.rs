@@ -10,12 +10,13 @@
 //!    on reading the records of ranks that do not react, and publishes a new verdict when a nonce has changed.
 //! 3. Sharing is proven, never inferred: the others connect, get the memory's descriptor, find rank 0's nonce in the
 //!    page and write theirs beside it. When rank 0 has read all of them it says "go". Whatever fails on the way
-//!    becomes the reason of a new verdict that delegates, and all ranks return the same outcome.
-//!
+//!    becomes the reason of a new verdict that delegates, and all ranks return the same outcome. What every group uses of a
+//!    rank's memory is present before it signs, and so before anyone has the group.
 //!
 //! A rank that waits for a verdict sleeps on a mailbox whose name is in its record. Rank 0 puts every verdict there, too,
-//! so that ranks on its host neither ask the store nor wait for the next time they would ask. What comes there counts as
-//! little as what is read in the store: it must name this rank's nonce, which nobody knows who cannot read the store.
+//! so that ranks on its host neither ask the store nor wait for the next time they would ask. Where all have a mailbox,
+//! "come to my socket" gets into the store only when somebody is late. What comes by mail counts as little as what is read
+//! in the store: it must name this rank's nonce, which nobody knows who cannot read the store.
 //!
 //! 4. Records name the companions that a rank has from earlier groups (`companions.rs`). Where all ranks name the same,
 //!    the verdict says so: then only the memory is handed over, and the connections are closed again afterwards.
@@ -37,6 +38,7 @@ use std::time::{Duration, Instant};
 
 use self::record::{Body, Identity, Nonce, PROTOCOL, Record};
 use super::companions::{Companions, Company, Process};
+use super::layout::Layout;
 use super::segment::{Segment, random};
 use crate::config::Config;
 use crate::error::{Error, Result};
@@ -132,7 +134,7 @@ pub fn meet_as(
     let own =
         Record { nonce: random()?, protocol: PROTOCOL, version: env!("CARGO_PKG_VERSION").into(), body: Some(body) };
     // Who has a mailbox asks the store only for a rank 0 on another host, and in case a message was lost.
-    let first_pause = if mailbox.is_some() { FIRST_PAUSE * 10 } else { FIRST_PAUSE };
+    let first_pause = if mailbox.is_some() { FIRST_PAUSE * 20 } else { FIRST_PAUSE };
     let patience = Patience::new(host, config.timeout, config.size, first_pause);
     let mut talk = Talk { config, store, own, companions, mailbox, patience };
     let outcome = if config.rank == 0 { lead::lead(&mut talk, segment_bytes) } else { join::join(&mut talk) }?;
@@ -243,7 +245,7 @@ struct Patience<'a> {
     longest: Duration,
 }
 
-const FIRST_PAUSE: Duration = Duration::from_micros(200);
+const FIRST_PAUSE: Duration = Duration::from_micros(100);
 const LONGEST_PAUSE: Duration = Duration::from_millis(20);
 /// All ranks ask one store: where there are more than these, each asks less often.
 const EAGER_RANKS: u32 = 32;
@@ -301,6 +303,14 @@ fn hello_words(segment: &Segment, rank: usize) -> [&AtomicU64; 4] {
     // SAFETY: `ptr` checked that all four words lie in the mapping, which lives as long as the borrow of the segment;
     // mappings are page aligned, so the words are aligned; every rank uses them as atomics only.
     [0, 1, 2, 3].map(|at| unsafe { AtomicU64::from_ptr(base.add(at)) })
+}
+
+/// Makes present what every group uses of a rank's memory; that there is room was seen before the segment was made. A
+/// segment that no layout of ours has is one of a test of the meeting alone.
+fn make_ready(segment: &Segment, ranks: usize, rank: usize) -> Result<()> {
+    let layout = Layout::of_total(ranks, segment.len());
+    let mut ranges = layout.iter().flat_map(|layout| layout.early_ranges(rank));
+    ranges.try_for_each(|range| segment.populate(range))
 }
 
 /// Writes what proves that this rank maps this memory in this attempt.

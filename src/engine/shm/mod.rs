@@ -14,6 +14,7 @@
 //! | `area` | typed access to the segment |
 //! | `small`, `bulk`, `p2p` | the three ways data moves |
 //! | `lanes`, `rank_set` | which sender has which buffers of a receiver; sets of ranks |
+//! | `presence` | memory that becomes present when it is first needed |
 //! | `segment`, `meet` | making the segment, and meeting the other ranks in it |
 //! | `companions` | what groups of the same processes share |
 
@@ -26,6 +27,7 @@ pub mod layout;
 pub mod meet;
 pub mod p2p;
 pub mod pieces;
+pub mod presence;
 pub mod protocol;
 pub mod rank_set;
 pub mod segment;
@@ -124,8 +126,9 @@ impl Shm {
         }
     }
 
-    /// Takes an operation that was validated and numbered; `poll` must follow. Publishes it if its turn has come.
-    pub fn issue(&mut self, op: Arc<Op>, kernel: Option<Kernel>, ended: &mut Ended) {
+    /// Takes an operation that was validated and numbered; `poll` must follow. Publishes it if its turn has come. An error
+    /// concerns the whole group.
+    pub fn issue(&mut self, op: Arc<Op>, kernel: Option<Kernel>, ended: &mut Ended) -> Result<()> {
         self.turns += 1;
         let turn = self.turns;
         if op.request.kind.is_p2p() {
@@ -135,11 +138,10 @@ impl Shm {
             let behind: Behind = collectives.collect();
             let behind = self.messages_before(&op, turn, behind);
             if behind.is_empty() && !self.held.iter().any(|held| may_not_overtake(&op, &held.op)) {
-                self.hand_over(op, ended);
-            } else {
-                self.held.push(Held { op, turn, behind });
+                return self.hand_over(op, ended);
             }
-            return;
+            self.held.push(Held { op, turn, behind });
+            return Ok(());
         }
         let asked = Asked::of(&op.request, self.area.ranks);
         let choice = select::choose(asked, &self.shape, &self.policy);
@@ -148,6 +150,7 @@ impl Shm {
         self.entries.push_back(Entry { op, kernel, path: choice.path, phase: Phase::Queued, turn, behind: None });
         self.queued += 1;
         self.publish();
+        Ok(())
     }
 
     pub fn shape(&self) -> &Shape {
@@ -177,18 +180,19 @@ impl Shm {
         behind
     }
 
-    fn hand_over(&mut self, op: Arc<Op>, ended: &mut Ended) {
-        self.p2p.issue(&self.area, Arc::clone(&op), ended);
+    fn hand_over(&mut self, op: Arc<Op>, ended: &mut Ended) -> Result<()> {
+        self.p2p.issue(&self.area, Arc::clone(&op), ended)?;
         if op.request.kind == Kind::Send && !op.request.also_touched.is_empty() {
             op.release(); // a strided tensor, which has been copied
         }
         if !op.is_released() {
             self.messages.push(op);
         }
+        Ok(())
     }
 
     /// Hands over the messages that need not wait any more. True when there was one.
-    fn hand_over_held(&mut self, ended: &mut Ended) -> bool {
+    fn hand_over_held(&mut self, ended: &mut Ended) -> Result<bool> {
         let mut moved = false;
         let mut at = 0;
         while at < self.held.len() {
@@ -197,13 +201,13 @@ impl Shm {
             held.behind.retain(|earlier| !earlier.is_released());
             if held.behind.is_empty() && !before.iter().any(|earlier| may_not_overtake(&held.op, &earlier.op)) {
                 let held = self.held.remove(at);
-                self.hand_over(held.op, ended);
+                self.hand_over(held.op, ended)?;
                 moved = true;
             } else {
                 at += 1;
             }
         }
-        moved
+        Ok(moved)
     }
 
     /// Moves whatever can move, without waiting. True when something did. An error concerns the whole group.
@@ -227,7 +231,7 @@ impl Shm {
             moved |= step != Step::Blocked;
         }
         if !self.held.is_empty() {
-            moved |= self.hand_over_held(ended);
+            moved |= self.hand_over_held(ended)?;
         }
         moved |= self.p2p.poll(&self.area, ended)?;
         if moved {

@@ -25,7 +25,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
 use super::area::Area;
 use super::lanes::Lanes;
-use super::layout::Layout;
+use super::layout::{Layout, Part};
 use super::pieces::Pieces;
 use super::protocol;
 use super::rank_set::RankSet;
@@ -92,6 +92,8 @@ pub struct P2p {
     arrivals: u64,
     /// Those for whom, or from whom, something is under way that `poll` can move.
     busy: RankSet,
+    /// Those whose mail has come: only then are their envelopes present (`presence.rs`).
+    senders: RankSet,
     /// This rank's, for those it receives from.
     lanes: Lanes,
     /// Operations that have not ended; nothing is polled while it is zero.
@@ -107,6 +109,7 @@ impl P2p {
             posted: VecDeque::new(),
             arrivals: 0,
             busy: RankSet::default(),
+            senders: RankSet::default(),
             lanes: Lanes::new(layout.lanes, ranks),
             active: 0,
         }
@@ -116,14 +119,14 @@ impl P2p {
         self.active
     }
 
-    /// Takes a send or receive; `poll` moves it.
-    pub fn issue(&mut self, area: &Area, op: Arc<Op>, ended: &mut Ended) {
+    /// Takes a send or receive; `poll` moves it. The error is that there is no memory for a lane.
+    pub fn issue(&mut self, area: &Area, op: Arc<Op>, ended: &mut Ended) -> Result<()> {
         self.active += 1;
         op.prepare();
         if op.request.kind == Kind::Send {
             self.busy.insert(op.request.root as usize);
             self.out[op.request.root as usize].queue.push_back(op);
-            return;
+            return Ok(());
         }
         let found = self
             .incoming
@@ -138,23 +141,27 @@ impl P2p {
         match found {
             Some((_, source, at)) => {
                 let message = self.incoming[source].unexpected.remove(at).expect("just found");
-                self.deliver(area, source, op, message, ended);
+                self.deliver(area, source, op, message, ended)
             }
-            None => self.posted.push_back(op),
+            None => {
+                self.posted.push_back(op);
+                Ok(())
+            }
         }
     }
 
-    /// Moves what can move. True when something did. An error means that a peer's counters make no sense.
+    /// Moves what can move. True when something did. An error means that a peer's counters make no sense, or that there is
+    /// no memory.
     pub fn poll(&mut self, area: &Area, ended: &mut Ended) -> Result<bool> {
         if self.active == 0 {
             return Ok(false);
         }
         let mut moved = false;
         for peer in self.busy.iter() {
-            moved |= self.push_envelopes(area, peer, ended);
+            moved |= self.push_envelopes(area, peer, ended)?;
             moved |= self.take_grants(area, peer, ended)?;
             moved |= self.fill_body(area, peer, ended);
-            moved |= self.give_grants(area, peer);
+            moved |= self.give_grants(area, peer)?;
             moved |= self.drain_body(area, peer, ended);
             if self.is_idle(peer) {
                 self.busy.remove(peer);
@@ -163,15 +170,10 @@ impl P2p {
         if self.posted.is_empty() {
             return Ok(moved);
         }
-        if area.layout.has_mail() {
-            for peer in protocol::collect(area, area.ranks).iter().filter(|peer| *peer < area.ranks && *peer != area.me)
-            {
-                moved |= self.take_envelopes(area, peer, ended)?;
-            }
-        } else {
-            for peer in (0..area.ranks).filter(|peer| *peer != area.me) {
-                moved |= self.take_envelopes(area, peer, ended)?;
-            }
+        let mail = protocol::collect(area, area.ranks);
+        self.senders = if area.layout.has_mail() { mail } else { self.senders.with(mail) };
+        for peer in self.senders.iter().filter(|peer| *peer < area.ranks && *peer != area.me) {
+            moved |= self.take_envelopes(area, peer, ended)?;
         }
         Ok(moved)
     }
@@ -195,9 +197,12 @@ impl P2p {
         ended.push((op, outcome));
     }
 
-    fn push_envelopes(&mut self, area: &Area, to: usize, ended: &mut Ended) -> bool {
+    fn push_envelopes(&mut self, area: &Area, to: usize, ended: &mut Ended) -> Result<bool> {
         let me = area.me;
         let mut moved = false;
+        if !self.out[to].queue.is_empty() {
+            area.make_present([Part::Envelopes])?;
+        }
         while let Some(op) = self.out[to].queue.front().cloned() {
             if self.ring_is_full(area, to) {
                 break;
@@ -217,7 +222,7 @@ impl P2p {
             lane.queue.pop_front();
             lane.sent += 1;
             area.pair_word(me, to, SENT).store(lane.sent, Release);
-            if area.layout.has_mail() {
+            if number == 0 || area.layout.has_mail() {
                 protocol::post(area, to, me);
             }
             if eager {
@@ -227,7 +232,7 @@ impl P2p {
             }
             moved = true;
         }
-        moved
+        Ok(moved)
     }
 
     fn take_grants(&mut self, area: &Area, to: usize, ended: &mut Ended) -> Result<bool> {
@@ -335,7 +340,7 @@ impl P2p {
             match matching {
                 Some(at) => {
                     let op = self.posted.remove(at).expect("just found");
-                    self.deliver(area, from, op, message, ended);
+                    self.deliver(area, from, op, message, ended)?;
                 }
                 None => self.incoming[from].unexpected.push_back(message),
             }
@@ -344,23 +349,23 @@ impl P2p {
     }
 
     /// Gives a matched message to its receive: copies an eager one, grants a larger one.
-    fn deliver(&mut self, area: &Area, from: usize, op: Arc<Op>, message: Message, ended: &mut Ended) {
+    fn deliver(&mut self, area: &Area, from: usize, op: Arc<Op>, message: Message, ended: &mut Ended) -> Result<()> {
         let outputs = Pieces(&op.request.outputs);
         let room = outputs.bytes();
         op.set_source(from);
         if message.bytes != room {
-            if message.data.is_none() {
-                self.busy.insert(from);
-                self.incoming[from].ungranted.push_back(message.number | REJECTED);
-                self.give_grants(area, from);
-            }
             let text = format!(
                 "sagellm: rank {} receives {room} bytes with tag {} from rank {from}, but the message has {} bytes. Both \
                  sides must use tensors of the same size",
                 area.me, message.tag, message.bytes
             );
             self.end(op, Err(Error::Mismatch(text)), ended);
-            return;
+            if message.data.is_none() {
+                self.busy.insert(from);
+                self.incoming[from].ungranted.push_back(message.number | REJECTED);
+                self.give_grants(area, from)?;
+            }
+            return Ok(());
         }
         match message.data {
             Some(data) => {
@@ -372,12 +377,13 @@ impl P2p {
                 self.busy.insert(from);
                 self.incoming[from].ungranted.push_back(message.number);
                 self.incoming[from].bodies.push_back((op, 0));
-                self.give_grants(area, from);
+                self.give_grants(area, from)?;
             }
         }
+        Ok(())
     }
 
-    fn give_grants(&mut self, area: &Area, from: usize) -> bool {
+    fn give_grants(&mut self, area: &Area, from: usize) -> Result<bool> {
         let me = area.me;
         let lane = &mut self.incoming[from];
         let mut moved = false;
@@ -387,7 +393,10 @@ impl P2p {
             }
             let entry = match message & REJECTED {
                 0 => match self.lanes.lend(from) {
-                    Some(through) => message | (through as u64) << LANE_SHIFT,
+                    Some(through) => {
+                        area.make_present([Part::Lane(through)])?;
+                        message | (through as u64) << LANE_SHIFT
+                    }
                     None => break, // `poll` asks again
                 },
                 _ => message,
@@ -398,7 +407,7 @@ impl P2p {
             area.pair_word(from, me, GRANTS).store(lane.grants, Release);
             moved = true;
         }
-        moved
+        Ok(moved)
     }
 
     fn drain_body(&mut self, area: &Area, from: usize, ended: &mut Ended) -> bool {
@@ -450,9 +459,10 @@ impl P2p {
         queued.chain(waiting).chain(sent).chain(received).chain(posted)
     }
 
-    /// True when no envelope to `to` may be overwritten.
+    /// True when no envelope to `to` may be overwritten. Before the first was written, nothing of them may be looked at.
     fn ring_is_full(&self, area: &Area, to: usize) -> bool {
-        self.out[to].sent.wrapping_sub(area.pair_word(area.me, to, CONSUMED).load(Acquire)) >= area.layout.envelopes
+        let (sent, most) = (self.out[to].sent, area.layout.envelopes);
+        sent >= most && sent.wrapping_sub(area.pair_word(area.me, to, CONSUMED).load(Acquire)) >= most
     }
 
     /// Every operation that has not ended.

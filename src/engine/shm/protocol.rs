@@ -21,7 +21,8 @@
 //!
 //! **Mail.** Where ranks are many, a sender says at the receiver that it has sent: it sets its bit (release) after the
 //! message can be seen. The receiver takes the bits (acquire) before it looks at the senders they name, so what comes
-//! after its look comes with a new bit.
+//! after its look comes with a new bit. Where ranks are few, only a sender's first message to a rank comes with a bit,
+//! and from then on the receiver looks for more of that sender by itself.
 //!
 //! Each word has one writing rank, but for mail. Waiting is never done here: a rule says yes or not yet.
 

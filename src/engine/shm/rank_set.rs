@@ -21,6 +21,11 @@ impl RankSet {
         self.0[word] |= bits;
     }
 
+    /// These and those of `other`.
+    pub fn with(self, other: RankSet) -> RankSet {
+        RankSet(std::array::from_fn(|word| self.0[word] | other.0[word]))
+    }
+
     /// In rising order.
     pub fn iter(self) -> impl Iterator<Item = usize> {
         self.0.into_iter().enumerate().flat_map(|(word, mut bits)| {
@@ -44,7 +49,9 @@ mod tests {
             set.insert(rank);
         }
         set.remove(7);
-        set.add_word(2, 0b110);
+        let mut more = RankSet::default();
+        more.add_word(2, 0b110);
+        let set = set.with(more);
         assert_eq!(set.iter().collect::<Vec<_>>(), [0, 63, 64, 128, 129, 130, 255]);
     }
 }

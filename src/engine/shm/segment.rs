@@ -251,7 +251,7 @@ impl Segment {
         unsafe { self.base.as_ptr().add(offset) }
     }
 
-    /// Makes the pages of a range present and writable now, so that no operation pays for them later. Others may be
+    /// Makes the pages of a range present and writable now, so that no access has to. Others may be
     /// writing to the range meanwhile: nothing is changed.
     pub fn populate(&self, range: Range<usize>) -> Result<()> {
         let page = page_size();

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::record::{Answer, Hello, Mode, Nonce, Offer, Record, Verdict};
 use super::{Met, Outcome, Talk, VERDICT, WAITS, answer_key, hello_bytes, record_key, socket};
-use super::{acquaint, has_signed, rank_list, seconds, sign};
+use super::{acquaint, has_signed, make_ready, rank_list, seconds, sign};
 use crate::engine::shm::area::Area;
 use crate::engine::shm::companions::{Company, Process};
 use crate::engine::shm::layout::Layout;
@@ -268,6 +268,7 @@ fn accept(talk: &Talk, verdict: &Verdict, parts: Vec<(Offer, Vec<OwnedFd>)>, kno
     if !has_signed(&segment, 0, &verdict.nonces[0], &verdict.id) {
         return Err(Error::System("rank 0's signature is not in the shared memory".into()));
     }
+    make_ready(&segment, size, rank)?;
     sign(&segment, rank, &talk.own.nonce, &verdict.id);
     let same_pids = offer.pidns == talk.identity().pidns;
     let peers = offer.ranks.into_iter().zip(pidfds).enumerate().map(|(other, ((pid, host), pidfd))| {

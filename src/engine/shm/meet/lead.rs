@@ -108,19 +108,29 @@ impl Lead<'_, '_> {
         Verdict { id, nonces, mode, text: text.into(), detail: detail.into(), policy, known: Default::default() }
     }
 
-    /// Tells the ranks that a verdict names: by the store, and those on this host by their mailboxes as well.
+    /// Tells the ranks that a verdict names: those on this host by their mailboxes, and all by the store.
     pub(super) fn publish(&self, verdict: &Verdict) -> Result<()> {
+        self.post(verdict);
+        self.store(verdict)
+    }
+
+    pub(super) fn store(&self, verdict: &Verdict) -> Result<()> {
+        self.talk.store.set(VERDICT, &verdict.write())
+    }
+
+    /// Puts a verdict into the mailboxes of the ranks on this host. True when that reached all ranks.
+    pub(super) fn post(&self, verdict: &Verdict) -> bool {
         let bytes = verdict.write();
-        self.talk.store.set(VERDICT, &bytes)?;
         let here = self.talk.identity();
-        for body in self.records[1..].iter().flatten().filter_map(|record| record.body.as_ref()) {
-            let there = &body.identity;
-            if (&there.boot_id, there.netns) == (&here.boot_id, here.netns) && !body.mailbox.is_empty() {
-                // Whatever becomes of it, the rank will look into the store.
-                let _ = socket::post(&body.mailbox, &bytes);
-            }
+        let mut reached = true;
+        for record in &self.records[1..] {
+            let body = record.as_ref().and_then(|record| record.body.as_ref()).filter(|body| {
+                let there = &body.identity;
+                (&there.boot_id, there.netns) == (&here.boot_id, here.netns) && !body.mailbox.is_empty()
+            });
+            reached &= body.is_some_and(|body| socket::post(&body.mailbox, &bytes).is_ok());
         }
-        Ok(())
+        reached
     }
 
     /// True when it is time again to ask the store for each missing rank: now and then, and at the end.

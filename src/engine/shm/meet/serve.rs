@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use super::lead::{Lead, Plan, Step};
 use super::record::{Answer, Hello, Mode, Nonce, Offer, Record};
-use super::{Met, acquaint, has_signed, sign, socket};
+use super::{Met, acquaint, has_signed, make_ready, sign, socket};
 use crate::engine::shm::companions::{Company, Process};
 use crate::engine::shm::segment::random;
 use crate::error::Result;
@@ -38,21 +38,34 @@ impl Lead<'_, '_> {
         let mut guests: Vec<Option<Guest>> = (0..self.size()).map(|_| None).collect();
         let mut strangers: Vec<OwnedFd> = Vec::new();
         let mut came = vec![false; self.size()];
+        let mut ready = false;
         let mut verdict = self.verdict(id, Mode::Share, "", &name);
         if let Some(company) = &plan.company {
             verdict.known = (company.id(), company.places().iter().map(|place| *place as u32).collect());
         }
-        self.publish(&verdict)?;
+        let mut stored = !self.post(&verdict);
+        if stored {
+            self.store(&verdict)?;
+        }
         // Ranks that come together are here long before this is over.
         self.looked = Instant::now();
         loop {
             if let Err(reason) = self.welcome((id, plan.company.as_ref()), &listener, &mut strangers, &mut guests) {
                 return Ok(Step::Impossible(reason));
             }
-            if guests[1..].iter().all(Option::is_some)
+            // Ranks that meet for the first time are told of all others' processes, companions of nothing but the memory.
+            let all_came = guests[1..].iter().all(Option::is_some);
+            if (all_came || plan.company.is_some())
                 && let Err(reason) = self.offer(id, &plan, &mut guests)
             {
                 return Ok(Step::Impossible(reason));
+            }
+            // While the others do the same.
+            if all_came && !ready {
+                if let Err(error) = make_ready(&plan.segment, self.size(), 0) {
+                    return Ok(Step::Impossible(error.text().trim_start_matches("sagellm: ").to_string()));
+                }
+                ready = true;
             }
             if let Err(reason) = hear(id, &mut guests) {
                 return Ok(Step::Impossible(reason));
@@ -66,6 +79,10 @@ impl Lead<'_, '_> {
                 return self.conclude(id, plan, guests);
             }
             if self.due() {
+                // A message to a mailbox was lost, or its owner was replaced, or is slow.
+                if !std::mem::replace(&mut stored, true) {
+                    self.store(&verdict)?;
+                }
                 for rank in &unfinished {
                     if self.look(*rank)? {
                         return Ok(Step::Changed);
