@@ -118,7 +118,7 @@ fn a_part_is_present_when_an_operation_has_needed_it_and_nobody_touches_it_befor
 
         // Receives that nobody answers yet, looked at by those who wait for them and for peers that may have gone.
         let last = ranks - 1;
-        let mut room = vec![vec![0; 3 * layout.body_bytes], vec![0; 10]];
+        let mut room = [vec![0; 3 * layout.body_bytes], vec![0; 10]];
         let (large, small) = room.split_at_mut(1);
         let receives = [(0, &mut large[0]), (ANY_RANK, &mut small[0])];
         let receives =
