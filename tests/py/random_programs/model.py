@@ -406,7 +406,7 @@ class Model:
             if other["do"] == agreed["do"]:
                 # What the odd one gives to those with whom it agrees comes from other memory.
                 before, after = parts(agreed, odd, inputs[odd]), parts(other, odd, self._inputs(other, odd))
-                if len(before) == len(after):
+                if [each.dtype for each in before] == [each.dtype for each in after]:
                     given = [new if len(new) == len(old) else old for old, new in zip(before, after, strict=True)]
                     inputs[odd] = [torch.cat(given)] if "splits" in agreed else given
             results = collective(agreed, inputs)[member]

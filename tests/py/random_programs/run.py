@@ -56,6 +56,7 @@ class Ranks:
     def begin(self, program: Program, seconds: float = SECONDS) -> None:
         job, self.count = self._job(), self.count + 1
         self.key, self.ranks, self.limit = f"{job.key}p{self.count}", program.ranks, 2 * seconds + 10
+        self.anyone = any(step["do"] == "anyone" or step.get("any") for step in program.steps)
         text = program.to_json()
         for rank in range(program.ranks):
             job.say(rank, (self.key, text, seconds))
@@ -119,15 +120,18 @@ class Ranks:
     def _unfair(self, problems: list[Problem]) -> list[Problem]:
         """Without what ranks may find when one was struck: the struck one itself, those whose error names it, and those
         whose error names a rank that left because of such an error. Ranks have other numbers in other groups, so
-        processes are compared."""
+        processes are compared. A receive from anyone lives while anyone can still send: then the deadline may tell."""
         fallen, left = {self.struck}, [each for each in problems if each["kind"] in ("error", "died")]
         pids = [str(each.pid) for each in self._job().ranks]
 
         def names(text: str) -> bool:
             return any(pids.index(pid) in fallen for pid in re.findall(r"\(pid (\d+)", text) if pid in pids)
 
+        def late(text: str) -> bool:
+            return self.anyone and "Timed out" in text
+
         while True:
-            fair = [each for each in left if each["rank"] in fallen or names(each["short"])]
+            fair = [each for each in left if each["rank"] in fallen or names(each["short"]) or late(each["short"])]
             if not fair:
                 return [each for each in problems if each["kind"] not in ("error", "died")] + left
             fallen |= {each["rank"] for each in fair}
