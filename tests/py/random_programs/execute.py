@@ -401,6 +401,9 @@ class Rank:
         assert self.model is not None
         agreed = step["step"]
         group = self.groups[agreed["g"]]
+        # A rank that is still in an earlier call would be told of this one there.
+        self.store.set(f"came {self.rank}", b"")
+        self.store.wait([f"came {rank}" for rank in involved(step, self.program)], timedelta(seconds=self.seconds))
         odd = self.program.groups[agreed["g"]].index(self.rank) == step["odd"]
         begun = time.monotonic()
         try:

@@ -7,8 +7,8 @@ everywhere. Illegal is what torch's rules leave open: a rank that waits for what
 groups at a time, and the program itself writing memory that an operation still needs.
 
 A rank knows that an operation has ended when it waited for it, when it was synchronous, when an operation on the same
-memory that had to come after it has ended, and when a barrier has: collectives of its group that it issued before, and
-messages that it sent and whose receiver had them before the barrier.
+memory that had to come after it has ended (but not a send, which may go on from a copy), and when a barrier has:
+collectives of its group that it issued before, and messages that it sent and whose receiver had them before that.
 """
 
 from __future__ import annotations
@@ -290,7 +290,8 @@ class Model:
             if earlier.group != node.group or not self.ordered:
                 raise Illegal(f"rank {rank} uses memory of {earlier.key} in {node.key} without having waited")
             node.after.add(earlier)
-            node.same_memory.setdefault(rank, set()).add(earlier)
+            if "send" not in earlier.halves or earlier.halves["send"][0] != rank:
+                node.same_memory.setdefault(rank, set()).add(earlier)
         node.touched[rank] = node.touched.get(rank, []) + touched
         self.in_use[rank].append(node)
 
