@@ -139,14 +139,14 @@ def messages(ctx: Context, options: dict[str, Any]) -> None:
         work.wait()
     holds(theirs, other)
     assert number() == 0 or options, "messages do not use the group's number"
-    # A collective on memory that a message has yet to fill does not take the message for its own.
     if not options:
+        # A collective that reads what a message has yet to fill comes behind it.
         late = torch.empty(40, device="npu").fill_(1)
         filled = dist.irecv(late, other, tag=5)
+        dist.send(torch.empty(40, device="npu").fill_(6), other, tag=5)
         copied = torch.empty(80, device="npu")
         dist.all_gather_into_tensor(copied, late)
-        holds(copied, 1)
-        dist.send(torch.empty(40, device="npu").fill_(6), other, tag=5)
+        holds(copied, 6)
         filled.wait()
         holds(late, 6)
     dist.destroy_process_group()
