@@ -557,6 +557,7 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::submit(std::vector<DevicePlan>& ca
   made.watched.op = first.op;
   made.watched.number = number;
   if (message) made.watched.peer = static_cast<int64_t>(first.call.root);
+  made.watched.with_peer_alone = single_message;
   made.watched.device = device;
   made.watched.timeout =
       first.call.timeout_ms < 0 ? backend_.options_->timeout : std::chrono::milliseconds(first.call.timeout_ms);
@@ -611,13 +612,14 @@ bool VendorDevices::is_capturing(const c10::Stream& stream) const {
 std::string VendorDevices::look(const Watched& watched, bool passed) {
   const auto member = std::static_pointer_cast<Member>(watched.member);
   const auto now = std::chrono::steady_clock::now();
+  const int64_t only = watched.with_peer_alone ? watched.peer : -1;
   std::string trouble;
   if (!passed && watched.timeout.count() > 0 && now - watched.issued > watched.timeout) {
     trouble =
         std::string(devices_->stall(watched.what(), watched.number, static_cast<uint64_t>(watched.timeout.count())));
   } else if (member->aborted) {
     if (passed && member->drained) return {};
-    trouble = std::string(devices_->trouble(watched.what()));
+    trouble = std::string(devices_->trouble(watched.what(), only));
     if (trouble.empty()) trouble = c10::str("Asagellm: ", watched.what(), ": the communicator was aborted");
   } else {
     const std::string bad(member->core->poll());
@@ -628,11 +630,11 @@ std::string VendorDevices::look(const Watched& watched, bool passed) {
       if (now - asked_ < kAskEvery) return {};
       asked_ = now;
     }
-    trouble = std::string(devices_->trouble(watched.what()));
+    trouble = std::string(devices_->trouble(watched.what(), only));
     // A library may notice a dead peer before the kernel tells of it, and does not know which.
     for (int turn = 0; turn < 50 && trouble.empty() && !bad.empty(); ++turn) {
       std::this_thread::sleep_for(std::chrono::milliseconds(5));
-      trouble = std::string(devices_->trouble(watched.what()));
+      trouble = std::string(devices_->trouble(watched.what(), only));
     }
     if (trouble.empty() && !bad.empty()) {
       trouble = c10::str(bad, "; seen at ", watched.what());
@@ -689,7 +691,7 @@ void VendorDevices::close(std::chrono::milliseconds timeout) {
     abort();
     throw;
   }
-  if (!ended || !devices_->trouble("the end of the group").empty()) abort();
+  if (!ended || !devices_->trouble("the end of the group", -1).empty()) abort();
   std::map<Key, MemberPtr> members;
   {
     const std::lock_guard<std::mutex> lock(mutex_);

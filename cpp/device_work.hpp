@@ -23,8 +23,9 @@ struct Watched {
   // A literal: the operation's name in messages.
   const char* op = "operation";
   uint64_t number = 0;
-  // The other rank of a message, or -1.
+  // The other rank of a message, or -1; and whether nobody else has a part in it.
   int64_t peer = -1;
+  bool with_peer_alone = false;
   c10::Device device = c10::Device(c10::kCPU);
   std::chrono::steady_clock::time_point issued = std::chrono::steady_clock::now();
   std::chrono::milliseconds timeout = kNoTimeout;

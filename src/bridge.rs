@@ -333,8 +333,9 @@ pub mod ffi {
         fn next_number(self: &RustDevices, kind: u8) -> Result<u64>;
         /// The library told of a failure (in words without a code letter): the group has failed.
         fn fail(self: &RustDevices, text: &str);
-        /// Why work that is under way will not end, with its code letter, or empty.
-        fn trouble(self: &RustDevices, what: &str) -> String;
+        /// Why work that is under way will not end, with its code letter, or empty. `only` is the one other rank that has a
+        /// part in it, or negative: any may have.
+        fn trouble(self: &RustDevices, what: &str, only: i64) -> String;
         /// The error of an operation whose deadline has passed, with its code letter; the group fails with it.
         fn stall(self: &RustDevices, what: &str, number: u64, after_ms: u64) -> String;
 

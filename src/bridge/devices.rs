@@ -112,8 +112,8 @@ impl RustDevices {
     pub(super) fn fail(&self, text: &str) {
         self.0.fail(text);
     }
-    pub(super) fn trouble(&self, what: &str) -> String {
-        guarded(|| Ok(self.0.trouble(what)))
+    pub(super) fn trouble(&self, what: &str, only: i64) -> String {
+        guarded(|| Ok(self.0.trouble(what, usize::try_from(only).ok())))
             .map_or_else(|panic| panic, |error| error.as_ref().map(coded).unwrap_or_default())
     }
     pub(super) fn stall(&self, what: &str, number: u64, after_ms: u64) -> String {

@@ -382,12 +382,14 @@ impl Devices {
     }
 
     /// Why work on a device that is under way will not end: the group failed, or a peer is gone. `None` while all is well.
-    pub fn trouble(&self, what: &str) -> Option<Error> {
+    /// Where it needs `only` one other rank, the others may leave the group meanwhile.
+    pub fn trouble(&self, what: &str, only: Option<usize>) -> Option<Error> {
         let group = &self.group;
         if let Some(fault) = group.reported(None).or_else(|| group.fault()) {
             return Some(fault);
         }
-        let rank = group.dead_ranks().next()?;
+        let left = |rank| group.area.as_ref().is_some_and(|area| area.left(rank));
+        let rank = group.dead_ranks().find(|rank| only.is_none_or(|only| only == *rank) || !left(*rank))?;
         let error = group.death_of(rank, &format!("waits for {what}"));
         group.poison(error.clone());
         Some(error)

@@ -455,6 +455,31 @@ def test_leaving_waits_for_a_peer_that_lives(vendor: str, libraries: dict[str, P
         assert [exit_code(rank) for rank in job.ranks] == [0, 0]
 
 
+def third_leaves(ctx: Context, vendor: str) -> None:
+    _, name = start(ctx, vendor)
+    if ctx.rank > 0:
+        value = torch.empty(10, device=name).fill_(ctx.rank)
+        for late in (False, True):
+            work = dist.irecv(value, 2) if ctx.rank == 1 else None
+            if late:
+                ctx.tell("waits") if ctx.rank == 1 else ctx.listen()
+            work = work or dist.isend(value, 1)
+            assert work is not None
+            work.wait()
+            holds(value, 2)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("vendor", VENDORS)
+def test_messages_go_on_when_a_third_rank_leaves(vendor: str, libraries: dict[str, Path]) -> None:
+    with launch(third_leaves, 3, vendor, env=environment(vendor, libraries)) as job:
+        assert exit_code(job.ranks[0]) == 0
+        assert job.hear(1) == "waits"
+        time.sleep(1.5)  # longer than what a rank that left has sent may take
+        job.say(2, "go")
+        assert [exit_code(rank) for rank in job.ranks] == [0, 0, 0]
+
+
 def just_ends(ctx: Context, vendor: str) -> None:
     from datetime import timedelta
 
