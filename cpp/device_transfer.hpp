@@ -91,7 +91,8 @@ class StagedWork final : public SageWork {
   // thread that calls `ended`: gloo's works take one waiter only.
   void carry(c10::intrusive_ptr<c10d::Work> inner) {
     inner_ = std::move(inner);
-    own_ = c10::dynamic_intrusive_pointer_cast<OpWork>(inner_);
+    // Not torch's dynamic cast of the pointer, which keeps a reference for ever where it is none.
+    if (auto* const own = dynamic_cast<OpWork*>(inner_.get())) own_ = c10::intrusive_ptr<OpWork>::reclaim_copy(own);
   }
   // It has ended. On any thread that may block; the first call counts.
   void ended(std::exception_ptr failure);
