@@ -2,8 +2,8 @@
 """What one more process group of the same ranks costs: time, descriptors, address space, memory.
 
 Backends take turns (A B A B) in the same processes; every group stays until the end. A time is that of the slowest
-rank, for the making alone and with one small operation, because a backend may put work off until then. The first group
-has parts of its own: `--first` makes one in fresh processes and says what each part took.
+rank, for the making alone and with one small operation, because a backend may put work off until then. `--first`
+makes the first group of fresh processes instead and times each step of it.
 """
 
 from __future__ import annotations

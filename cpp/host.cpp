@@ -92,8 +92,8 @@ class C10dStore final : public Store {
       const auto store = this->store();
       std::vector<uint8_t> bytes;
       if (connection_) {
-        // In one question: a TCPStore says what is there, or where there is nothing, what one expected. What is
-        // expected here nobody has set, so nothing is changed either.
+        // One round trip instead of two: compareSet returns the stored value, or the expected one where the key is
+        // missing. No rank ever stores the value expected here, so it changes nothing.
         static const std::vector<uint8_t> nothing{'n', 'o', 't', ' ', 's', 'e', 't'};
         bytes = store->compareSet(name, nothing, nothing);
         found = bytes != nothing;

@@ -198,7 +198,7 @@ fn control_group_places(cgroup: &str, mounts: &str) -> Vec<(String, PathBuf, Pat
     for line in cgroup.lines() {
         let mut parts = line.splitn(3, ':');
         let (Some(_), Some(controllers), Some(path)) = (parts.next(), parts.next(), parts.next()) else { continue };
-        // Those that limit something which is asked here, and the tree of v2.
+        // Only processors and memory are asked for here; v2 has one tree for all controllers, whose name is empty.
         for controller in controllers.split(',').filter(|name| matches!(*name, "cpu" | "memory" | "")) {
             for (root, mount) in mounts.lines().filter_map(|line| control_group_mount(line, controller)) {
                 // Inside a container the mount may show only a part of the tree; then its root is our own group.

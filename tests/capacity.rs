@@ -6,13 +6,13 @@ mod common;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use common::{Random, cut, on_ranks};
+use common::{Random, cut, on_ranks, plain};
 use sagellm::config::{Config, Settings};
 use sagellm::engine::shm::layout::{Layout, MAX_RANKS};
 use sagellm::error::Result;
 use sagellm::group::{Group, Op};
 use sagellm::host::{Host, Store};
-use sagellm::types::{ANY_RANK, CallNote, Dtype, Kind, ReduceOp, Request};
+use sagellm::types::{ANY_RANK, Dtype, Kind, Request};
 
 fn ranks() -> usize {
     std::env::var("SAGELLM_TEST_RANKS").map_or(40, |text| text.parse().expect("a number of ranks"))
@@ -41,21 +41,8 @@ impl Numbers {
 }
 
 fn request(kind: Kind, root: usize, input: &mut Numbers, output: &mut Numbers) -> Request {
-    Request {
-        kind,
-        dtype: if kind.reduces() { Dtype::I32 } else { Dtype::Bytes },
-        op: ReduceOp::Sum,
-        root: root as u32,
-        tag: 0,
-        timeout_ms: None,
-        sync: true,
-        inputs: cut(&mut input.0, 1, 4),
-        outputs: cut(&mut output.0, 1, 4),
-        in_blocks: Vec::new(),
-        out_blocks: Vec::new(),
-        also_touched: Vec::new(),
-        note: CallNote::default(),
-    }
+    let dtype = if kind.reduces() { Dtype::I32 } else { Dtype::Bytes };
+    Request { dtype, sync: true, ..plain(kind, root as u32, cut(&mut input.0, 1, 4), cut(&mut output.0, 1, 4)) }
 }
 
 /// One collective on one rank; `count` numbers in a tensor, or in a block where there is one for each rank.

@@ -6,10 +6,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use common::{Random, cut, on_ranks};
+use common::{Random, cut, on_memory, on_ranks};
 use sagellm::error::Error;
 use sagellm::group::{Group, Op};
-use sagellm::types::{ANY_RANK, CallNote, Dtype, Kind, ReduceOp, Request};
+use sagellm::types::{ANY_RANK, Kind, Request};
 
 /// For what takes milliseconds; four times a second, because other programs may share the cores.
 const SOON: Duration = Duration::from_secs(4);
@@ -28,28 +28,7 @@ fn groups(ranks: usize, seconds: u64) -> Vec<Arc<Group>> {
 }
 
 fn request(kind: Kind, peer: u32, tag: u32, memory: &mut [u8]) -> Request {
-    let spans = cut(memory, 1, 1);
-    let (inputs, outputs) = match kind {
-        Kind::Send => (spans, Vec::new()),
-        Kind::Recv => (Vec::new(), spans),
-        Kind::AllReduce => (spans.clone(), spans),
-        _ => (Vec::new(), Vec::new()),
-    };
-    Request {
-        kind,
-        dtype: if kind.reduces() { Dtype::U8 } else { Dtype::Bytes },
-        op: ReduceOp::Sum,
-        root: peer,
-        tag,
-        timeout_ms: None,
-        sync: false,
-        inputs,
-        outputs,
-        in_blocks: Vec::new(),
-        out_blocks: Vec::new(),
-        also_touched: Vec::new(),
-        note: CallNote::default(),
-    }
+    Request { tag, ..on_memory(kind, peer, memory) }
 }
 
 fn send(group: &Group, to: u32, tag: u32, memory: &mut [u8]) -> Arc<Op> {

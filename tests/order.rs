@@ -6,12 +6,12 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{cut, on_ranks};
+use common::{cut, on_ranks, plain};
 use sagellm::config::Settings;
 use sagellm::engine::local;
 use sagellm::error::Error;
 use sagellm::group::{Group, Op};
-use sagellm::types::{ANY_RANK, CallNote, Dtype, Kind, ReduceOp, Request};
+use sagellm::types::{ANY_RANK, Kind, Request};
 
 const LIMIT: Duration = Duration::from_secs(30);
 
@@ -25,21 +25,7 @@ fn on_hosts(place: &[usize]) -> Vec<Arc<Group>> {
 }
 
 fn call(kind: Kind, root: u32, inputs: &mut [u8], outputs: &mut [u8]) -> Request {
-    Request {
-        kind,
-        dtype: if kind.reduces() { Dtype::U8 } else { Dtype::Bytes },
-        op: ReduceOp::Sum,
-        root,
-        tag: 0,
-        timeout_ms: None,
-        sync: false,
-        inputs: cut(inputs, 1, 1),
-        outputs: cut(outputs, 1, 1),
-        in_blocks: Vec::new(),
-        out_blocks: Vec::new(),
-        also_touched: Vec::new(),
-        note: CallNote::default(),
-    }
+    plain(kind, root, cut(inputs, 1, 1), cut(outputs, 1, 1))
 }
 
 fn all_reduce(memory: &mut [u8]) -> Request {

@@ -7,10 +7,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use common::cut;
+use common::on_memory;
 use sagellm::error::Error;
 use sagellm::group::{Completion, Group, Op};
-use sagellm::types::{CallNote, Dtype, Kind, ReduceOp, Request};
+use sagellm::types::{Kind, Request};
 
 /// Where a completion panics.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -40,22 +40,7 @@ impl Completion for Hook {
 }
 
 fn all_reduce(memory: &mut [u8]) -> Request {
-    let spans = cut(memory, 1, 1);
-    Request {
-        kind: Kind::AllReduce,
-        dtype: Dtype::U8,
-        op: ReduceOp::Sum,
-        root: 0,
-        tag: 0,
-        timeout_ms: None,
-        sync: false,
-        inputs: spans.clone(),
-        outputs: spans,
-        in_blocks: Vec::new(),
-        out_blocks: Vec::new(),
-        also_touched: Vec::new(),
-        note: CallNote::default(),
-    }
+    on_memory(Kind::AllReduce, 0, memory)
 }
 
 fn until(what: &str, condition: impl Fn() -> bool) {

@@ -6,47 +6,22 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{cut, on_ranks};
+use common::{on_memory, on_ranks};
 use sagellm::engine::local;
 use sagellm::engine::shm::area::Area;
 use sagellm::engine::shm::layout::{Layout, Part};
 use sagellm::engine::shm::segment::{Segment, page_size};
 use sagellm::error::{Error, Result};
 use sagellm::group::Group;
-use sagellm::types::{ANY_RANK, CallNote, Dtype, Kind, ReduceOp, Request};
+use sagellm::types::{ANY_RANK, Kind};
 
 const TIMEOUT: Duration = Duration::from_secs(60);
-
-fn request(kind: Kind, root: u32, memory: &mut [u8]) -> Request {
-    let spans = cut(memory, 1, 1);
-    let (inputs, outputs) = match kind {
-        Kind::Send => (spans, Vec::new()),
-        Kind::Recv => (Vec::new(), spans),
-        Kind::Barrier => (Vec::new(), Vec::new()),
-        _ => (spans.clone(), spans),
-    };
-    Request {
-        kind,
-        dtype: if kind.reduces() { Dtype::U8 } else { Dtype::Bytes },
-        op: ReduceOp::Sum,
-        root,
-        tag: 0,
-        timeout_ms: None,
-        sync: false,
-        inputs,
-        outputs,
-        in_blocks: Vec::new(),
-        out_blocks: Vec::new(),
-        also_touched: Vec::new(),
-        note: CallNote::default(),
-    }
-}
 
 /// A collective on every rank, of `bytes` ones.
 fn collective(groups: &[Arc<Group>], kind: Kind, root: u32, bytes: usize) -> Vec<(Result<()>, Vec<u8>)> {
     on_ranks(groups.len(), |me| {
         let mut memory = vec![1; bytes];
-        let mut request = request(kind, root, &mut memory);
+        let mut request = on_memory(kind, root, &mut memory);
         let rooted = matches!(kind, Kind::Broadcast | Kind::Reduce);
         if rooted && (me == root as usize) == (kind == Kind::Broadcast) {
             request.outputs.clear();
@@ -64,10 +39,10 @@ fn message(groups: &[Arc<Group>], (from, to): (usize, usize), named: bool, bytes
     on_ranks(groups.len(), |me| {
         let mut memory = vec![me as u8; bytes];
         if me == from {
-            return groups[me].run(request(Kind::Send, to as u32, &mut memory), None);
+            return groups[me].run(on_memory(Kind::Send, to as u32, &mut memory), None);
         }
         if me == to {
-            groups[me].run(request(Kind::Recv, root, &mut memory), None)?;
+            groups[me].run(on_memory(Kind::Recv, root, &mut memory), None)?;
             assert!(memory.iter().all(|byte| *byte == from as u8));
         }
         Ok(())
@@ -122,13 +97,13 @@ fn a_part_is_present_when_an_operation_has_needed_it_and_nobody_touches_it_befor
         let (large, small) = room.split_at_mut(1);
         let receives = [(0, &mut large[0]), (ANY_RANK, &mut small[0])];
         let receives =
-            receives.map(|(from, memory)| groups[last].issue(request(Kind::Recv, from, memory), None).unwrap());
+            receives.map(|(from, memory)| groups[last].issue(on_memory(Kind::Recv, from, memory), None).unwrap());
         assert!(matches!(receives[0].wait(Some(Duration::from_millis(50))), Err(Error::WaitElapsed(_))));
         fine(collective(&groups, Kind::Barrier, 0, 0));
         check("receives without a message", &[]);
         for bytes in [3 * layout.body_bytes, 10] {
             let mut memory = vec![7; bytes];
-            groups[0].run(request(Kind::Send, last as u32, &mut memory), None).unwrap();
+            groups[0].run(on_memory(Kind::Send, last as u32, &mut memory), None).unwrap();
             let more = [(0, Part::Envelopes), (last, Part::Lane(0))];
             check("the messages", if bytes == 10 { &[] } else { &more });
         }

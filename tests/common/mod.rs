@@ -225,6 +225,37 @@ pub fn cut(memory: &mut [u8], pieces: usize, size: usize) -> Vec<Span> {
     (0..bytes).step_by(each).map(|start| Span { addr: addr + start, bytes: each.min(bytes - start) }).collect()
 }
 
+/// An asynchronous call with whatever most tests leave as it is: sums of bytes, tag 0, no blocks.
+pub fn plain(kind: Kind, root: u32, inputs: Vec<Span>, outputs: Vec<Span>) -> Request {
+    Request {
+        kind,
+        dtype: if kind.reduces() { Dtype::U8 } else { Dtype::Bytes },
+        op: ReduceOp::Sum,
+        root,
+        tag: 0,
+        timeout_ms: None,
+        sync: false,
+        inputs,
+        outputs,
+        in_blocks: Vec::new(),
+        out_blocks: Vec::new(),
+        also_touched: Vec::new(),
+        note: CallNote::default(),
+    }
+}
+
+/// A call on one piece of memory: a message, a barrier, or a collective in place.
+pub fn on_memory(kind: Kind, root: u32, memory: &mut [u8]) -> Request {
+    let spans = cut(memory, 1, 1);
+    let (inputs, outputs) = match kind {
+        Kind::Send => (spans, Vec::new()),
+        Kind::Recv => (Vec::new(), spans),
+        Kind::Barrier => (Vec::new(), Vec::new()),
+        _ => (spans.clone(), spans),
+    };
+    plain(kind, root, inputs, outputs)
+}
+
 /// Runs `body(rank)` on one thread a rank and gives back what each returned.
 pub fn on_ranks<T: Send>(ranks: usize, body: impl Fn(usize) -> T + Sync) -> Vec<T> {
     std::thread::scope(|scope| {

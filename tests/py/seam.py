@@ -1,7 +1,7 @@
 """The functions of the bridge between C++ and Rust (`src/bridge.rs`), and which of them a run has called.
 
-`bridged()` reads them from the source. As a program, with the target folder of a build whose glue counts its calls and
-the folder of the counts (`.ci/sanitized`), it names those that were not called, and fails if there is one.
+`bridged()` reads them from the source. As a program it takes the target folder of a build that counts calls over the
+bridge, and the folder of the counts (`.ci/sanitized` makes both). It fails if a function was not called, and names it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def tests() -> list[str]:
 
 
 def called(target: Path, counters: Path) -> set[str]:
-    """Those that the glue built below `target` has counted a call of, in any process (a folder each in `counters`)."""
+    """The functions that were called in any process. `target` holds the build, `counters` a folder for each process."""
     notes = list(target.rglob("*bridge.rs.gcno"))
     counted = list(counters.rglob("*bridge.rs.gcda"))
     if len(notes) != 1 or not counted:

@@ -16,9 +16,9 @@
 //! Large messages need no memory before a receive has matched them, and after that only copying stands in their way: so
 //! a receiver has a few lanes, which it lends to one sender after the other, and none of them can be held for ever.
 //!
-//! **What every group uses is present when it is made** (`early_ranges`). The rest, most of it, comes in parts (`Part`): a
-//! rank makes one of its own present when an operation first needs it, as `presence.rs` says, and until then nobody
-//! touches it. Filling shared memory past a memory limit kills the process, so that is looked at before (rule 24).
+//! **What every group uses is present when it is made** (`early_ranges`). The rest, most of it, is divided into
+//! parts (`Part`). A part's owner makes it present when an operation first needs it, and no rank touches it before
+//! (`presence.rs`). Filling shared memory past a memory limit kills the process, so the limits are read first (rule 24).
 
 use std::ops::Range;
 

@@ -15,8 +15,8 @@
 //!
 //! A rank that waits for a verdict sleeps on a mailbox whose name is in its record. Rank 0 puts every verdict there, too,
 //! so that ranks on its host neither ask the store nor wait for the next time they would ask. Where all have a mailbox,
-//! "come to my socket" gets into the store only when somebody is late. What comes by mail counts as little as what is read
-//! in the store: it must name this rank's nonce, which nobody knows who cannot read the store.
+//! "come to my socket" gets into the store only when somebody is late. Neither mail nor what the store
+//! holds is trusted by itself: both must name this rank's nonce, which only readers of the store know.
 //!
 //! 4. Records name the companions that a rank has from earlier groups (`companions.rs`). Where all ranks name the same,
 //!    the verdict says so: then only the memory is handed over, and the connections are closed again afterwards.

@@ -25,8 +25,8 @@ use super::layout::Part;
 use super::segment::Backing;
 use crate::error::{Error, Result};
 
-/// The parts of a rank that are present, a bit each. Written and read by who drives the rank's group, under its lock
-/// (relaxed).
+/// The parts of a rank that are present, a bit each. Written and read by the thread that drives the rank's group, under the
+/// group's lock (relaxed).
 #[derive(Debug, Default)]
 pub struct Presence(AtomicU32);
 

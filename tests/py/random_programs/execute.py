@@ -380,7 +380,7 @@ class Rank:
             dist.all_reduce(torch.ones(3))
         elif what == "wait":
             for work in self.works[step["id"]]:
-                # A future is torch's: in a child nobody completes one that its parent's threads would.
+                # Only the parent's threads complete a future that was taken before the fork.
                 if hasattr(work, "is_completed"):
                     work.wait()
         elif what == "send":
