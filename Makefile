@@ -82,7 +82,7 @@ $(installed_dev): requirements-dev.txt requirements.txt .ci/setup
 	@touch $@
 
 # Once, an editable install tells torch the backend's name; afterwards only the extension is built anew. It is built
-# first, because pip would hide what cargo and the compiler say for minutes.
+# first, because pip would hide what cargo and the compiler say until it ends.
 $(built): $(sources) pyproject.toml $(installed)
 	@.ci/prerequisites
 	@touch $@.begun # the stamp's time: what is edited during the build is newer
