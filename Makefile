@@ -59,10 +59,10 @@ lint: $(installed_dev) ## formatters and linters, warnings denied
 
 format: $(installed_dev) ## let the formatters rewrite the sources
 	cargo fmt
-	cargo fmt --manifest-path tests/vendor/Cargo.toml
+	cargo fmt --manifest-path tests/simulators/Cargo.toml
 	$(python) -m ruff format .
 	$(python) -m ruff check --fix .
-	find cpp tests/vendor -name '*.[ch]pp' -o -name '*.c' | xargs -r .venv/bin/clang-format -i
+	find cpp tests/simulators -name '*.[ch]pp' -o -name '*.c' | xargs -r .venv/bin/clang-format -i
 
 bench: $(built) $(installed_dev) ## collectives against gloo; results below out/
 	@mkdir -p out

@@ -5,9 +5,9 @@ fn main() {
     println!("cargo:rerun-if-changed=build.rs");
     #[cfg(feature = "torch")]
     {
-        println!("cargo:rerun-if-changed=src/bridge.rs");
-        println!("cargo:rerun-if-changed=cpp/host.hpp");
-        cxx_build::bridge("src/bridge.rs")
+        println!("cargo:rerun-if-changed=src/ffi/bridge.rs");
+        println!("cargo:rerun-if-changed=cpp/host/host.hpp");
+        cxx_build::bridge("src/ffi/bridge.rs")
             .include("cpp")
             .std("c++17")
             .flag_if_supported("-fvisibility=hidden")

@@ -78,7 +78,7 @@ def core_places() -> tuple[Path, Path]:
 def core_digest() -> str:
     """Changes with every source of the Rust core."""
     digest = hashlib.sha256()
-    ours = [ROOT / "Cargo.toml", ROOT / "Cargo.lock", ROOT / "build.rs", ROOT / "cpp" / "host.hpp"]
+    ours = [ROOT / "Cargo.toml", ROOT / "Cargo.lock", ROOT / "build.rs", ROOT / "cpp" / "host" / "host.hpp"]
     for path in [*ours, *sorted((ROOT / "src").rglob("*.rs"))]:
         digest.update(str(path.relative_to(ROOT)).encode())
         digest.update(path.read_bytes())
@@ -105,7 +105,7 @@ def check_prebuilt() -> None:
     """Ends the build where the folder lacks something, or was made from other sources."""
     library, headers = core_places()
     digest = library.parent / DIGEST
-    needed = [library, headers / "rust" / "cxx.h", headers / "sagellm" / "src" / "bridge.rs.h", digest]
+    needed = [library, headers / "rust" / "cxx.h", headers / "sagellm" / "src" / "ffi" / "bridge.rs.h", digest]
     missing = [str(path) for path in needed if not path.is_file()]
     mend = "write it on a machine that has cargo, with: make prebuilt"
     if missing:
@@ -139,14 +139,14 @@ def run_cargo() -> None:
 def extension() -> Extension:
     """What torch's builder needs, except the paths of torch, which are added once torch is imported."""
     library, headers = core_places()
-    exports = ROOT / "src" / "engine" / "vendor" / "exports.map"
+    exports = ROOT / "src" / "engine" / "device" / "exports.map"
     plugins = [name for name in re.findall(r"^ +(\w+);", exports.read_text(), re.M) if not name.startswith("PyInit")]
     # Compiled for speed; with SAGELLM_SYMBOLS for tools that name functions and lines.
     symbols = (["-O1", "-g1"], []) if os.environ.get("SAGELLM_SYMBOLS") else (["-O2", "-g0"], ["-Wl,--strip-all"])
     return Extension(
         "sagellm._C",
-        sources=sorted(str(path.relative_to(ROOT)) for path in (ROOT / "cpp").glob("*.cpp")),
-        # The generated headers first (`rust/cxx.h`, `sagellm/src/bridge.rs.h`), then ours.
+        sources=sorted(str(path.relative_to(ROOT)) for path in (ROOT / "cpp").rglob("*.cpp")),
+        # The generated headers first (`rust/cxx.h`, `sagellm/src/ffi/bridge.rs.h`), then ours.
         include_dirs=[str(headers), str(ROOT / "cpp")],
         extra_objects=[str(library)],
         # No -std: torch adds the one its headers ask for (c++17 in 2.11, c++20 in 2.15).

@@ -7,15 +7,15 @@
 #include <string>
 #include <vector>
 
-#include "backend.hpp"
-#include "callbacks.hpp"
+#include "c10d/backend.hpp"
 #include "compat.hpp"
-#include "device_probe.hpp"
-#include "device_work.hpp"
-#include "errors.hpp"
-#include "python_host.hpp"
-#include "simulate.hpp"
-#include "sites.hpp"
+#include "device/probe.hpp"
+#include "device/work.hpp"
+#include "host/errors.hpp"
+#include "host/python_host.hpp"
+#include "host/simulate.hpp"
+#include "host/sites.hpp"
+#include "work/callbacks.hpp"
 
 namespace sagellm {
 

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use common::{Random, cut, on_ranks, plain};
 use sagellm::config::{Config, Settings};
-use sagellm::engine::shm::layout::{Layout, MAX_RANKS};
+use sagellm::engine::shm::memory::layout::{Layout, MAX_RANKS};
 use sagellm::error::Result;
 use sagellm::group::{Group, Op};
 use sagellm::host::{Host, Store};

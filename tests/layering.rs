@@ -3,28 +3,24 @@
 use std::path::{Path, PathBuf};
 
 /// From top to bottom; a module may use modules with a larger number. Modules of one number are one layer.
-const LAYERS: [(&str, u32); 21] = [
-    ("bridge", 1),
-    ("group", 2),
-    ("driver", 3),
-    ("domain", 4),
-    ("roles", 5),
-    ("engine", 6),
-    ("fusion", 7),
-    ("select", 7),
-    ("schedule", 8),
-    ("reduce", 8),
-    ("watch", 9),
-    ("stats", 9),
-    ("op", 10),
-    ("host", 11),
-    ("reach", 11),
-    ("config", 11),
-    ("clock", 11),
-    ("topology", 11),
-    ("error", 12),
-    ("types", 12),
+const LAYERS: [(&str, u32); 17] = [
     ("lib", 0),
+    ("ffi", 1),
+    ("group", 2),
+    ("rendezvous", 3),
+    ("progress", 4),
+    ("engine", 5),
+    ("fusion", 6),
+    ("select", 6),
+    ("algorithms", 7),
+    ("reduce", 7),
+    ("stats", 8),
+    ("op", 9),
+    ("config", 10),
+    ("host", 10),
+    ("os", 10),
+    ("error", 11),
+    ("types", 11),
 ];
 
 fn layer(module: &str) -> u32 {
@@ -101,9 +97,9 @@ fn no_module_uses_one_above_it() {
 
 #[test]
 fn unsafe_code_stays_where_it_may_be() {
-    const MAY: [&str; 6] = ["engine/shm/", "engine/vendor/", "reduce/", "bridge.rs", "bridge/", "watch/"];
+    const MAY: [&str; 6] = ["engine/shm/", "engine/device/", "rendezvous/", "reduce/", "ffi/", "os/"];
     // Local copies, and calls that ask the kernel for facts: each with its SAFETY note, and nowhere near shared memory.
-    const FEW: [&str; 3] = ["engine/solo.rs", "engine/hierarchical/vector.rs", "topology.rs"];
+    const FEW: [&str; 2] = ["engine/solo.rs", "engine/multihost/vector.rs"];
     let src = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
     let mut all = Vec::new();
     files(&src, &mut all);
@@ -125,18 +121,18 @@ const NAMES: [&str; 9] = ["nccl", "hccl", "cncl", "cuda", "cambricon", "nvidia",
 /// The last ones are beginnings of other words, too.
 const WHOLE: [&str; 3] = ["npu", "mlu", "ascend"];
 
-/// Where such a word may stand outside of `engine/vendor` and `cpp/compat.hpp`, and what for.
+/// Where such a word may stand outside of `engine/device` and `cpp/compat.hpp`, and what for.
 const NAMED: [(&str, &str); 12] = [
     ("src/engine/shm/small.rs", "a source"),
-    ("src/schedule/ring.rs", "a source"),
-    ("src/schedule/direct.rs", "a source"),
-    ("src/schedule/double_tree.rs", "a source"),
+    ("src/algorithms/ring.rs", "a source"),
+    ("src/algorithms/direct.rs", "a source"),
+    ("src/algorithms/double_tree.rs", "a source"),
     ("src/stats/mod.rs", "a benchmark whose way to count is followed"),
     ("src/stats/tests.rs", "a benchmark whose way to count is followed"),
-    ("torch_ext/sagellm/_stats.py", "a benchmark whose way to count is followed"),
+    ("torch_ext/sagellm/observe/stats.py", "a benchmark whose way to count is followed"),
     ("src/config.rs", "what a variable switches on"),
     ("src/group/devices.rs", "which library has plugins, and the variables that its user sets"),
-    ("src/topology.rs", "where a driver lists its cards, for the name of a machine"),
+    ("src/os/topology.rs", "where a driver lists its cards, for the name of a machine"),
     ("torch_ext/sagellm/_register.py", "the values of the option, and a variable of torch"),
     ("torch_ext/sagellm/_C.pyi", "the values of the option"),
 ];
@@ -173,7 +169,7 @@ fn vendors_are_named_where_their_code_is() {
     let mut found = Vec::new();
     for path in all {
         let name = path.strip_prefix(root).unwrap().to_str().unwrap().to_string();
-        if name.starts_with("src/engine/vendor/") || ["cpp/compat.hpp", "torch_ext/sagellm/_build.py"].contains(&&*name)
+        if name.starts_with("src/engine/device/") || ["cpp/compat.hpp", "torch_ext/sagellm/_build.py"].contains(&&*name)
         {
             continue;
         }
@@ -185,5 +181,5 @@ fn vendors_are_named_where_their_code_is() {
             _ => {}
         }
     }
-    assert!(found.is_empty(), "outside of engine/vendor, or to be listed with a reason: {found:#?}");
+    assert!(found.is_empty(), "outside of engine/device, or to be listed with a reason: {found:#?}");
 }

@@ -10,9 +10,11 @@ use loom::sync::atomic::{AtomicU32, AtomicU64, fence};
 use loom::sync::{Arc, Condvar, Mutex};
 use loom::thread;
 
+use sagellm::engine::shm::event_count;
+use sagellm::engine::shm::event_count::Bell;
 use sagellm::engine::shm::lanes::Lanes;
-use sagellm::engine::shm::protocol::{self, Mail, Region, Slots, Word, Words};
-use sagellm::engine::shm::signal::{self, Bell};
+use sagellm::engine::shm::protocol;
+use sagellm::engine::shm::protocol::{Mail, Region, Slots, Word, Words};
 
 struct Memory {
     ranks: usize,
@@ -284,17 +286,17 @@ fn a_sleeper_never_misses_the_news() {
             thread::spawn(move || {
                 for n in 1..=2 {
                     house.news.store(n, Release);
-                    signal::announce(&*house, 1);
+                    event_count::announce(&*house, 1);
                 }
             })
         };
         for n in 1..=2 {
             while house.news.load(Acquire) < n {
-                let value = signal::lie_down(&*house, 0);
+                let value = event_count::lie_down(&*house, 0);
                 if house.news.load(Acquire) < n {
                     house.futex_wait(value);
                 }
-                signal::get_up(&*house, 0);
+                event_count::get_up(&*house, 0);
             }
         }
         publisher.join().unwrap();
@@ -305,8 +307,9 @@ fn a_sleeper_never_misses_the_news() {
 // Who drives, and who wakes whom: `roles.rs` and `signal.rs` as `driver.rs` calls them. Two groups with a peer each that
 // publishes one piece of news, threads that wait, and the progress thread.
 
-use sagellm::engine::shm::signal::Listening;
-use sagellm::roles::{self, Driving};
+use sagellm::engine::shm::event_count::Listening;
+use sagellm::progress::roles;
+use sagellm::progress::roles::Driving;
 
 /// The kernel's futexes: a sleep on several words ends when one of them changes.
 struct Kernel {
@@ -419,7 +422,7 @@ impl Rank {
     /// What a peer does.
     fn publish(&self, group: usize) {
         self.groups[group].published.store(1, Release);
-        signal::announce(&self.groups[group].door, 1);
+        event_count::announce(&self.groups[group].door, 1);
     }
 
     /// As `Group::drive`: ends the operation of a group once it was issued here and published there.
@@ -430,7 +433,7 @@ impl Rank {
             return false;
         }
         self.pending.fetch_sub(1, Relaxed);
-        signal::announce(&self.ended, 1);
+        event_count::announce(&self.ended, 1);
         true
     }
 
@@ -480,7 +483,7 @@ impl Rank {
 
     fn stop(&self) {
         self.stopping.store(1, Relaxed);
-        signal::announce(&self.work, 1);
+        event_count::announce(&self.work, 1);
     }
 }
 

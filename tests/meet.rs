@@ -13,13 +13,14 @@ use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 use sagellm::config::{Config, Settings};
-use sagellm::engine::shm::companions::Following;
-use sagellm::engine::shm::meet::record::{Answer, Body, Hello, Identity, Mode, Offer, PROTOCOL, Record, Verdict};
-use sagellm::engine::shm::meet::{Met, Outcome, hello_bytes, meet, meet_as};
-use sagellm::engine::shm::segment::Backing;
+use sagellm::engine::shm::memory::segment::Backing;
 use sagellm::error::{Error, Result};
 use sagellm::host::{Host, Store};
-use sagellm::watch::{self, End, Source};
+use sagellm::os::watch;
+use sagellm::os::watch::{End, Source};
+use sagellm::rendezvous::messages::{Answer, Body, Hello, Identity, Mode, Offer, PROTOCOL, Record, Verdict};
+use sagellm::rendezvous::peers::Following;
+use sagellm::rendezvous::{Met, Outcome, hello_bytes, meet, meet_as};
 
 #[derive(Default)]
 struct Memory(Mutex<HashMap<String, Vec<u8>>>);
@@ -538,7 +539,7 @@ fn as_another_process() {
         "companions" => companions(&store, rank, size),
         "denied" => {
             deny_new_calls();
-            let report = sagellm::topology::report();
+            let report = sagellm::os::topology::report();
             for name in ["memfd", "pidfd", "SO_PEERPIDFD"] {
                 assert!(report.contains(&format!("\n{name}\tnot available: ")), "{report}");
             }

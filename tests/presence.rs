@@ -8,9 +8,9 @@ use std::time::Duration;
 
 use common::{on_memory, on_ranks};
 use sagellm::engine::local;
-use sagellm::engine::shm::area::Area;
-use sagellm::engine::shm::layout::{Layout, Part};
-use sagellm::engine::shm::segment::{Segment, page_size};
+use sagellm::engine::shm::memory::area::Area;
+use sagellm::engine::shm::memory::layout::{Layout, Part};
+use sagellm::engine::shm::memory::segment::{Segment, page_size};
 use sagellm::error::{Error, Result};
 use sagellm::group::Group;
 use sagellm::types::{ANY_RANK, Kind};

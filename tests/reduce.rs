@@ -1,7 +1,8 @@
 //! Reduction kernels against plain loops, bit for bit: every dtype, operation and instruction set of this machine.
 
 use sagellm::error::Error;
-use sagellm::reduce::{self, Level, f16_to_f32, f32_to_bf16, f32_to_f16, kernel, kernel_at};
+use sagellm::reduce;
+use sagellm::reduce::{Level, f16_to_f32, f32_to_bf16, f32_to_f16, kernel, kernel_at};
 use sagellm::types::{Dtype, ReduceOp};
 
 #[path = "reduce/reference.rs"]

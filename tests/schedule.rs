@@ -1,5 +1,5 @@
 //! Proves schedules: executes every one symbolically for 1 to 64 ranks, every kind, several roots and segment counts, and
-//! checks all that `src/schedule/mod.rs` promises: the right contributions at the right ranks, each exactly once and in
+//! checks all that `src/algorithms/mod.rs` promises: the right contributions at the right ranks, each exactly once and in
 //! the order of summation that the algorithm's header states; no message without its partner; no deadlock when a rank has
 //! posted the receives of its present step alone; steps and volumes as the formulas say.
 
@@ -7,7 +7,7 @@ use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 
 use proptest::prelude::*;
-use sagellm::schedule::{Algorithm, How, Schedule, Step, Volume, count, part_range};
+use sagellm::algorithms::{Algorithm, How, Schedule, Step, Volume, count, part_range};
 use sagellm::types::Kind;
 
 const KINDS: [Kind; 9] = [

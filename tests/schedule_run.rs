@@ -1,11 +1,11 @@
 //! Runs schedules on numbers: ranks are threads, messages pass through channels, results are compared with a plain
-//! one-threaded reference. The symbolic proofs are in `schedule.rs`; this holds that the words of `src/schedule/mod.rs`
+//! one-threaded reference. The symbolic proofs are in `schedule.rs`; this holds that the words of `src/algorithms/mod.rs`
 //! are enough to write an executor from.
 
 use std::ops::Range;
 use std::sync::mpsc::{Receiver, Sender, channel};
 
-use sagellm::schedule::{Algorithm, How, Recv, Schedule, part_range};
+use sagellm::algorithms::{Algorithm, How, Recv, Schedule, part_range};
 use sagellm::types::Kind;
 
 /// What is summed: integers exactly, floats by the schedule's order.

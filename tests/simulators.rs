@@ -1,4 +1,4 @@
-//! Rust tests can build the ABI simulators and open them; what the simulators do is tested in `tests/vendor`.
+//! Rust tests can build the ABI simulators and open them; what the simulators do is tested in `tests/simulators`.
 
 #[path = "common/simulators.rs"]
 mod simulators;

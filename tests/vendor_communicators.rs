@@ -1,5 +1,5 @@
 //! The communicators and runtimes of all vendors, end to end: two and three processes, each a rank with a device of its
-//! own, over the ABI simulators of `tests/vendor`. Every collective, every vendor, HCCL in its three forms; a dead peer, a
+//! own, over the ABI simulators of `tests/simulators`. Every collective, every vendor, HCCL in its three forms; a dead peer, a
 //! hang, an error that comes late, an initialisation that never ends.
 
 #[path = "common/device.rs"]
@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use device::{COLLECTIVES, Case, OPS, local, spans};
 use reference::is_defined;
-use sagellm::engine::vendor::{
+use sagellm::engine::device::{
     Api, Asked, Communicator, Hints, Job, Local, Message, Runtime, SPARES_CAPTURES, Setup, Split, Stream, Vendor,
     always, calls, launch, open, open_runtime, recipe, synchronize,
 };
@@ -25,7 +25,7 @@ use sagellm::types::{Dtype, Kind, ReduceOp, Span};
 /// No test waits longer; each ends in seconds.
 const MINUTE: Duration = Duration::from_secs(60);
 
-/// A vendor's libraries under test, by the names of `tests/vendor/build.py`.
+/// A vendor's libraries under test, by the names of `tests/simulators/build.py`.
 #[derive(Clone, Copy, Debug)]
 struct Form {
     vendor: Vendor,
@@ -50,8 +50,8 @@ const WHOLE: [Form; 3] = [FORMS[0], FORMS[2], FORMS[5]];
 fn simulators() -> &'static HashMap<String, PathBuf> {
     static BUILT: OnceLock<HashMap<String, PathBuf>> = OnceLock::new();
     BUILT.get_or_init(|| {
-        let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/vendor/build.py");
-        let output = Command::new("python3").arg(script).output().expect("python3 runs tests/vendor/build.py");
+        let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/simulators/build.py");
+        let output = Command::new("python3").arg(script).output().expect("python3 runs tests/simulators/build.py");
         let text = String::from_utf8(output.stdout).unwrap();
         assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
         text.lines()
@@ -349,7 +349,7 @@ fn messages() {
     for from in &others {
         list.push(message(false, *from, received[*from as usize].as_mut_ptr() as usize));
     }
-    let kept = communicator.call(&sagellm::engine::vendor::Call::Exchange(&list), stream).unwrap();
+    let kept = communicator.call(&sagellm::engine::device::Call::Exchange(&list), stream).unwrap();
     synchronize(&*world.runtime, stream, MINUTE).unwrap();
     drop(kept);
     others.iter().for_each(|from| assert_eq!(received[*from as usize], vec![(from * 10 + me) as u8; 1000]));

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 
-use sagellm::engine::vendor::{Hints, Vendor, open, open_runtime};
+use sagellm::engine::device::{Hints, Vendor, open, open_runtime};
 
 /// A folder that goes when the process ends in order; its path names the process.
 fn folder() -> &'static Path {

@@ -8,8 +8,8 @@ mod reference;
 
 use device::{COLLECTIVES, Case, OPS, data, local, spans};
 use reference::{is_defined, reference_all};
-use sagellm::engine::vendor::recipe::Double;
-use sagellm::engine::vendor::{Asked, Call, Capabilities, Job, Local, Message, Method, Recipe, Vendor, calls, recipe};
+use sagellm::engine::device::lowering::Double;
+use sagellm::engine::device::{Asked, Call, Capabilities, Job, Local, Message, Method, Recipe, Vendor, calls, recipe};
 use sagellm::types::{Dtype, Kind, ReduceOp, Span};
 
 /// The vendors as they are, and with what an older library may lack.

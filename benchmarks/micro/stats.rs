@@ -9,9 +9,9 @@ use std::hint::black_box;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use sagellm::clock;
 use sagellm::group::Group;
 use sagellm::op::Op;
+use sagellm::os::clock;
 use sagellm::stats::Stats;
 use sagellm::types::{CallNote, Dtype, Kind, ReduceOp, Request, Span};
 

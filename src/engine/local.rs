@@ -5,10 +5,10 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::link::{Link, Transfer};
-use super::shm::area::Area;
-use super::shm::layout::Layout;
-use super::shm::segment::Segment;
+use super::multihost::transport::{Link, Transfer};
+use super::shm::memory::area::Area;
+use super::shm::memory::layout::Layout;
+use super::shm::memory::segment::Segment;
 use crate::error::{Error, Result};
 
 /// One area per rank, all over the same memory.

@@ -2,9 +2,8 @@
 //! ranks live on several hosts (over a `link` between them), `solo` for a group of one, `local` for ranks that are threads
 //! of one process (tests, and learning the API without processes).
 
-pub mod hierarchical;
-pub mod link;
+pub mod device;
 pub mod local;
+pub mod multihost;
 pub mod shm;
 pub mod solo;
-pub mod vendor;

@@ -2,7 +2,8 @@
 
 use super::Group;
 use crate::error::{Error, Result};
-use crate::reduce::{self, Kernel};
+use crate::reduce;
+use crate::reduce::Kernel;
 use crate::types::{ANY_RANK, Dtype, Kind, Request, Span};
 
 impl Group {

@@ -6,18 +6,21 @@ use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::Duration;
 
 use super::{Engine, Group, Inner, Peer, explain};
-use crate::config::{self, Config, Settings};
-use crate::domain::{Domain, Driven, Patience};
+use crate::config;
+use crate::config::{Config, Settings};
 use crate::engine::local;
 use crate::engine::shm::Shm;
-use crate::engine::shm::area::Area;
-use crate::engine::shm::layout::{Layout, MAX_RANKS, SLOT_BYTES};
-use crate::engine::shm::meet::{self, Met};
+use crate::engine::shm::memory::area::Area;
+use crate::engine::shm::memory::layout::{Layout, MAX_RANKS, SLOT_BYTES};
 use crate::error::{Error, Result};
 use crate::host::{Host, Store};
-use crate::select::{self, Policy};
+use crate::os::watch;
+use crate::progress::domain::{Domain, Driven, Patience};
+use crate::rendezvous;
+use crate::rendezvous::Met;
+use crate::select;
+use crate::select::Policy;
 use crate::stats::Stats;
-use crate::watch;
 
 /// What the ranks of a group know alike when it is built.
 pub(super) struct Agreed {
@@ -97,17 +100,17 @@ impl Group {
         config.policy = own.text();
         let ranks = config.size;
         let fitting = |headroom: usize| layout_within(ranks, headroom).map(|layout| layout.total());
-        match meet::meet(&config, store, &*host, &fitting)? {
-            meet::Outcome::Delegate { reason, id } => {
+        match rendezvous::meet(&config, store, &*host, &fitting)? {
+            rendezvous::Outcome::Delegate { reason, id } => {
                 let agreed = Agreed { id, ..Agreed::on(own) };
                 Ok(Group::build(config, Engine::Delegate(reason), None, Vec::new(), agreed, host))
             }
-            meet::Outcome::Shared(met) => Group::share(config, met, &own, host),
-            meet::Outcome::Hosts { reason, id, .. } if config.delegate != Config::LINK => {
+            rendezvous::Outcome::Shared(met) => Group::share(config, met, &own, host),
+            rendezvous::Outcome::Hosts { reason, id, .. } if config.delegate != Config::LINK => {
                 let agreed = Agreed { id, ..Agreed::on(own) };
                 Ok(Group::build(config, Engine::Delegate(reason), None, Vec::new(), agreed, host))
             }
-            meet::Outcome::Hosts { hosts, id, reason, policy } => {
+            rendezvous::Outcome::Hosts { hosts, id, reason, policy } => {
                 let policy = explain::agreed(&config, &own, &policy)?;
                 Group::span(config, &hosts, id, (reason, policy), store, host)
             }
@@ -162,7 +165,7 @@ impl Group {
         timeout: Duration,
         policy: impl Fn(usize) -> Policy,
     ) -> Vec<Arc<Group>> {
-        let (ranks, cores) = (areas.len(), crate::topology::usable_cores());
+        let (ranks, cores) = (areas.len(), crate::os::topology::usable_cores());
         let groups = areas.into_iter().enumerate().map(|(rank, area)| {
             let (config, policy) = (local_config(rank, ranks, timeout), policy(rank));
             let peers = (0..ranks)

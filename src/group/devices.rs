@@ -13,18 +13,20 @@ use std::time::{Duration, Instant};
 use super::Group;
 use super::pairs::Pairs;
 use crate::config;
-use crate::engine::hierarchical::place::Place;
-use crate::engine::vendor::levels::{self, Shape};
-use crate::engine::vendor::recipe::{Capabilities, join};
-use crate::engine::vendor::{
+use crate::engine::device::levels;
+use crate::engine::device::levels::Shape;
+use crate::engine::device::libs::nccl::{profiler, tuner};
+use crate::engine::device::lowering::{Capabilities, join};
+use crate::engine::device::{
     Api, Asked, Call, Communicator, Event, GoOn, Hints, Job, Launched, Message, Method, Recipe, Runtime,
-    SPARES_CAPTURES, Setup, Split, Stream, Vendor, launch, open, open_runtime, profiler, recipe, tuner,
+    SPARES_CAPTURES, Setup, Split, Stream, Vendor, launch, open, open_runtime, recipe,
 };
+use crate::engine::multihost::place::Place;
 use crate::error::{Error, Result};
 use crate::host::Counting;
+use crate::os::watch;
 use crate::select::rules::Way;
 use crate::types::{Kind, Span};
-use crate::watch;
 
 pub struct Devices {
     group: Arc<Group>,

@@ -5,13 +5,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use super::connect::layout_within;
 use super::{CoreOp, Engine, Group, Op};
 use crate::config::Config;
-use crate::engine::shm::layout::SLOT_BYTES;
+use crate::engine::shm::memory::layout::SLOT_BYTES;
 use crate::error::{Error, Result};
 use crate::op::Route;
-use crate::select::explain::{self, Batch, Explanation, Past};
-use crate::select::{self, Asked, Choice, Class, Path, Policy, Shape};
+use crate::os::topology;
+use crate::select;
+use crate::select::explain;
+use crate::select::explain::{Batch, Explanation, Past};
+use crate::select::{Asked, Choice, Class, Path, Policy, Shape};
 use crate::stats::ring::{Record, Ring, State};
-use crate::topology;
 use crate::types::{Dtype, Kind};
 
 /// Rank 0's policy as it came, which decides for all. A rank that was told other rules says so once.

@@ -7,9 +7,10 @@ use super::Group;
 use crate::engine::shm::Shm;
 use crate::engine::shm::p2p::Ended;
 use crate::error::Error;
-use crate::op::{self, Op};
+use crate::op;
+use crate::op::Op;
+use crate::os::watch;
 use crate::types::{ANY_RANK, Kind};
-use crate::watch;
 
 impl Group {
     /// Called by the watch thread.

@@ -7,19 +7,20 @@ use std::time::{Duration, Instant};
 
 use super::connect::{Agreed, NoHost, local_config};
 use super::{Engine, Group};
-use crate::clock;
 use crate::config::{Config, Settings};
-use crate::domain::Domain;
-use crate::driver::{self, Outcome};
-use crate::engine::hierarchical::place::Place;
-use crate::engine::hierarchical::{Hierarchical, Inside, Report};
-use crate::engine::link::Link;
 use crate::engine::local;
+use crate::engine::multihost::place::Place;
+use crate::engine::multihost::transport::Link;
+use crate::engine::multihost::{Hierarchical, Inside, Report};
 use crate::error::{Error, Result};
-use crate::fusion::LANES;
+use crate::fusion::planner::LANES;
 use crate::host::{Host, Store};
 use crate::op::Op;
-use crate::reach::Reach;
+use crate::op::overlap::Reach;
+use crate::os::clock;
+use crate::progress::domain::Domain;
+use crate::progress::driver;
+use crate::progress::driver::Outcome;
 use crate::select::Policy;
 use crate::types::{Request, Span};
 
@@ -242,7 +243,7 @@ impl Group {
         let opening = move || {
             let _ = done.send(Hierarchical::open(place, theirs, insides, settings, policy, report, timeout));
         };
-        crate::watch::spawn("sagellm-probe", opening)
+        crate::os::watch::spawn("sagellm-probe", opening)
             .map_err(|error| Error::System(format!("sagellm: cannot start a thread to open the link: {error}")))?;
         let lanes = loop {
             match opened.recv_timeout(Duration::from_millis(50)) {

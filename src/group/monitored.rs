@@ -4,9 +4,10 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::Group;
-use crate::driver::{self, Outcome};
-use crate::engine::shm::signal;
+use crate::engine::shm::event_count;
 use crate::error::{Error, Result};
+use crate::progress::driver;
+use crate::progress::driver::Outcome;
 
 impl Group {
     /// Rank 0 waits for all and names who is missing; the others wait for rank 0's word.
@@ -16,7 +17,7 @@ impl Group {
         let (Some(area), true) = (&self.area, self.config.size > 1) else { return Ok(()) };
         let turn = self.monitored.fetch_add(1, Ordering::Relaxed) + 1;
         area.monitor(area.me).store(turn, Ordering::Release);
-        signal::announce(&**area, area.ranks);
+        event_count::announce(&**area, area.ranks);
         let until = Some(Instant::now() + timeout);
         let dead = || self.any_dead.load(Ordering::Acquire) || self.fault.get().is_some() || area.is_poisoned();
         let here = |rank: usize| area.monitor(rank).load(Ordering::Acquire) >= turn;
@@ -55,7 +56,7 @@ impl Group {
         let missing: Vec<String> = (1..area.ranks).filter(|rank| !here(*rank)).map(|rank| rank.to_string()).collect();
         let failed = u64::from(!missing.is_empty());
         area.monitor_outcome(turn).store(turn << 1 | failed, Ordering::Release);
-        signal::announce(&**area, area.ranks);
+        event_count::announce(&**area, area.ranks);
         match (outcome, &missing[..]) {
             (_, []) => Ok(()),
             (Outcome::Interrupted, _) => {

@@ -6,11 +6,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::{Engine, Group};
+use crate::os::clock;
 use crate::select::Choice;
-use crate::stats::export::{self, Names};
+use crate::stats::export;
+use crate::stats::export::Names;
 use crate::stats::ring::{Record, State};
 use crate::types::{ANY_RANK, CallNote, Kind};
-use crate::{clock, config, select};
+use crate::{config, select};
 
 const NAMES: Names = Names { path: select::path_name, reason: select::reason_name };
 

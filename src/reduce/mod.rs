@@ -21,12 +21,12 @@ mod scalar;
 #[cfg(all(target_arch = "x86_64", not(feature = "portable")))]
 mod x86;
 
+use self::number::{Bf16, Bool, Complex, Float, Format, Int, Number};
+use self::scalar::{And, Avg, ComplexProduct, Isa, Job, Max, Min, Or, Portable, PremulSum, Product, Run, Sum, Xor};
 use crate::error::{Error, Result};
 use crate::types::{Dtype, ReduceOp};
-use number::{Bf16, Bool, Complex, Float, Format, Int, Number};
-use scalar::{And, Avg, ComplexProduct, Isa, Job, Max, Min, Or, Portable, PremulSum, Product, Run, Sum, Xor};
 
-pub use float::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
+pub use self::float::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
 
 /// Instruction sets the kernels are compiled for; all give the same bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -93,9 +93,9 @@ pub fn kernel_at(level: Level, dtype: Dtype, op: ReduceOp, ranks: usize) -> Resu
     check(dtype, op)?;
     let (run, units) = match level {
         #[cfg(all(target_arch = "x86_64", not(feature = "portable")))]
-        Level::Avx512 => choose::<x86::Avx512>(dtype, op),
+        Level::Avx512 => choose::<self::x86::Avx512>(dtype, op),
         #[cfg(all(target_arch = "x86_64", not(feature = "portable")))]
-        Level::Avx2 => choose::<x86::Avx2>(dtype, op),
+        Level::Avx2 => choose::<self::x86::Avx2>(dtype, op),
         _ => choose::<Portable>(dtype, op),
     }
     .ok_or_else(|| {
@@ -125,7 +125,7 @@ impl Kernel {
             // SAFETY: the caller's promise; `copy` takes a source that is the destination.
             return unsafe { copy(dst, sources[0], elements * self.element_size) };
         }
-        let _mode = float::StandardMode::enter();
+        let _mode = self::float::StandardMode::enter();
         let job = Job { dst, sources, factors, ranks: self.ranks, elements: elements * self.units };
         // SAFETY: the caller's promise; `kernel_at` has checked that the processor can run this kernel.
         unsafe { (self.run)(&job) }

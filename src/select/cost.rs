@@ -10,7 +10,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-use crate::schedule::{Algorithm, How, Schedule, count};
+use crate::algorithms::{Algorithm, How, Schedule, count};
 use crate::types::Kind;
 
 /// One way for messages.

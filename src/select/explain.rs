@@ -4,14 +4,15 @@
 
 use std::fmt::Write as _;
 
-use super::hosts::{self, Hosts, Menu};
+use super::hosts;
+use super::hosts::{Hosts, Menu};
 use super::reason::Reason;
 use super::rules::Way;
 use super::table::Line;
 use super::{
     Asked, Choice, Class, Decisive, Path, Policy, Shape, decisive, model, out_of_cache, possible, size, start,
 };
-use crate::schedule::Algorithm;
+use crate::algorithms::Algorithm;
 use crate::types::{Dtype, Kind};
 
 /// Chunks that are offered as alternatives; those beyond the stage are left out.
@@ -419,7 +420,7 @@ mod tests {
         assert!(text.contains("choice\tbarrier|0-|slots|nothing_to_move|0\n"), "{text}");
         for (from, to, found) in ranges(Kind::AllReduce, &SHAPE, &policy) {
             for bytes in [from, to, from + (to - from) / 2] {
-                assert_eq!(super::super::choose(asked(bytes), &SHAPE, &policy), found.choice, "{bytes}");
+                assert_eq!(crate::select::choose(asked(bytes), &SHAPE, &policy), found.choice, "{bytes}");
             }
         }
     }

@@ -7,10 +7,12 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::policy::Policy;
-use super::rules::{self, Rules};
-use super::table::{self, Key, Line, Table};
+use super::rules;
+use super::rules::Rules;
+use super::table;
+use super::table::{Key, Line, Table};
 use crate::error::{Error, Result};
-use crate::topology;
+use crate::os::topology;
 
 /// Names the directory itself; without it `$XDG_CACHE_HOME/sagellm` or `~/.cache/sagellm`.
 pub const VARIABLE: &str = "SAGELLM_CACHE_DIR";

@@ -8,7 +8,7 @@
 use super::cost::{Link, Model, Priced};
 use super::rules::{Rule, Way};
 use super::{Asked, Choice, Class, Path, Policy, Reason, WHOLE};
-use crate::schedule::{Algorithm, Schedule};
+use crate::algorithms::{Algorithm, Schedule};
 use crate::types::Kind;
 
 /// What was found out about the way between two hosts, agreed between the ranks before it is used. Zeros: not measured.

@@ -8,7 +8,7 @@
 //! slowest of the three decides, and the others are seen once. Hosts count as equal: the fullest stands for all.
 
 use super::cost::{Link, Model, Priced};
-use crate::schedule::{Algorithm, Schedule};
+use crate::algorithms::{Algorithm, Schedule};
 use crate::types::Kind;
 
 /// What leaders may use among each other.

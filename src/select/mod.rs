@@ -29,12 +29,12 @@ pub mod table;
 
 use std::fmt;
 
-pub use policy::Policy;
-pub use reason::Reason;
-use rules::{Rule, Rules, Way};
-use table::Line;
+pub use self::policy::Policy;
+pub use self::reason::Reason;
+use self::rules::{Rule, Rules, Way};
+use self::table::Line;
 
-use crate::schedule::Algorithm;
+use crate::algorithms::Algorithm;
 use crate::types::{Dtype, Kind, Request};
 
 /// Last-level cache where the machine does not say.
@@ -171,7 +171,7 @@ impl fmt::Display for Path {
                 write!(f, "{}(leaders={leaders})", algorithm.name())
             }
             Path::Hosts { algorithm, leaders, segment } => {
-                write!(f, "{}(leaders={leaders},segment={})", algorithm.name(), size::text(*segment as u64))
+                write!(f, "{}(leaders={leaders},segment={})", algorithm.name(), self::size::text(*segment as u64))
             }
         }
     }

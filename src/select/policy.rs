@@ -2,8 +2,10 @@
 //! cache. It travels to the other ranks when they meet, and its hash begins the chain of signatures, so that two ranks
 //! that went by different policies would find out in their first operation.
 
-use super::rules::{self, Rules};
-use super::table::{self, Table};
+use super::rules;
+use super::rules::Rules;
+use super::table;
+use super::table::Table;
 
 const HEAD: &str = "sagellm policy 1";
 /// Longest policy that is sent.

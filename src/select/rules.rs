@@ -16,7 +16,7 @@
 use std::fmt;
 
 use super::size;
-use crate::schedule::Algorithm;
+use crate::algorithms::Algorithm;
 use crate::types::Kind;
 
 pub const SYNTAX: &str =
@@ -36,7 +36,7 @@ pub enum Way {
     Rounds {
         chunk: usize,
     },
-    /// By a vendor's library, inside each host and between them (`engine/vendor/levels.rs`). CPU tensors always go so.
+    /// By a vendor's library, inside each host and between them (`engine/device/levels.rs`). CPU tensors always go so.
     Hierarchical,
     /// Between hosts; what is not said stays as it would be.
     Hosts {

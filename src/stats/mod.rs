@@ -13,7 +13,7 @@
 //! | `histogram` | times, in buckets of equal relative width |
 //! | `ring` | the last operations, one record each |
 //! | `pace` | where a large operation spends its time |
-//! | `export` | both as JSON text, which `torch_ext/sagellm/_stats.py` reads |
+//! | `export` | both as JSON text, which `torch_ext/sagellm/observe/stats.py` reads |
 
 pub mod export;
 pub mod histogram;
@@ -23,12 +23,12 @@ pub mod ring;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use crate::clock;
+use self::histogram::Histogram;
+use self::ring::{Record, Ring, State};
 use crate::error::Result;
 use crate::op::{Company, Op};
+use crate::os::clock;
 use crate::types::Kind;
-use histogram::Histogram;
-use ring::{Record, Ring, State};
 
 /// Kinds by number, paths by code and size classes have so many values; `Stats::index` is a table over all three.
 const KINDS: usize = 12;

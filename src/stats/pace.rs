@@ -3,8 +3,8 @@
 
 use std::sync::atomic::AtomicU64;
 
-use crate::clock;
 use crate::op::{Journey, Op};
+use crate::os::clock;
 
 pub struct Pace {
     /// End of the last chunk, or issue.

@@ -3,8 +3,8 @@
 
 use std::sync::atomic::Ordering::Relaxed;
 
-use crate::clock;
 use crate::op::{Company, NOBODY, Op, Route};
+use crate::os::clock;
 use crate::types::{CallNote, Dtype, Kind};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,8 +1,8 @@
 //! Operations on devices as the tests have them: their data, what must come out, and what the shim does beside the library.
 #![allow(dead_code)] // each test file uses a part of it
 
-use sagellm::engine::vendor::recipe::Double;
-use sagellm::engine::vendor::{Asked, Capabilities, Local};
+use sagellm::engine::device::lowering::Double;
+use sagellm::engine::device::{Asked, Capabilities, Local};
 use sagellm::types::{Dtype, Kind, ReduceOp, Span};
 
 use crate::reference::{bytes_of, decode_16, is_complex, is_float, reference_all};

@@ -1,4 +1,4 @@
-//! The ABI simulators of `tests/vendor`, built when a test first asks for them (tests/vendor/README.md).
+//! The ABI simulators of `tests/simulators`, built when a test first asks for them (tests/simulators/README.md).
 #![allow(dead_code)] // each test file uses a part of it
 
 use std::collections::HashMap;
@@ -20,7 +20,7 @@ pub fn without(form: &str, missing: &str) -> PathBuf {
 }
 
 fn listed(arguments: &[&str]) -> HashMap<String, PathBuf> {
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/vendor/build.py");
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/simulators/build.py");
     let python = std::env::var("PYTHON").unwrap_or_else(|_| "python3".to_string());
     let output = Command::new(&python).arg(&script).args(arguments).output();
     let output = output.unwrap_or_else(|error| panic!("cannot run {python} {}: {error}", script.display()));

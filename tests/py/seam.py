@@ -1,4 +1,4 @@
-"""The functions of the bridge between C++ and Rust (`src/bridge.rs`), and which of them a run has called.
+"""The functions of the bridge between C++ and Rust (`src/ffi/bridge.rs`), and which of them a run has called.
 
 `bridged()` reads them from the source. As a program it takes the target folder of a build that counts calls over the
 bridge, and the folder of the counts (`.ci/sanitized` makes both). It fails if a function was not called, and names it.
@@ -21,7 +21,7 @@ FUNCTION = re.compile(r"\bfn (\w+)\s*\(\s*(?:self: (?:&|Pin<&mut )(\w+))?")
 
 def bridged() -> list[str]:
     """Every function that one language calls in the other: `Type::name`, or `name` alone."""
-    source = (ROOT / "src" / "bridge.rs").read_text()
+    source = (ROOT / "src" / "ffi" / "bridge.rs").read_text()
     found = []
     for block in BLOCKS:
         start = source.index(f"\n    {block} {{")

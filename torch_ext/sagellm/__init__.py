@@ -11,39 +11,39 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sagellm._C import Options as Options
-    from sagellm._explain import Explanation as Explanation
-    from sagellm._explain import TopologyInfo as TopologyInfo
-    from sagellm._explain import explain as explain
-    from sagellm._explain import select_all_reduce_algorithm as select_all_reduce_algorithm
-    from sagellm._export import log_to_tensorboard as log_to_tensorboard
-    from sagellm._export import prometheus_text as prometheus_text
-    from sagellm._export import serve_prometheus as serve_prometheus
-    from sagellm._export import write_prometheus as write_prometheus
-    from sagellm._export import write_trace as write_trace
-    from sagellm._flight import convert_dumps as convert_dumps
-    from sagellm._flight import dump_flight_record as dump_flight_record
     from sagellm._fused import fused_all_reduce as fused_all_reduce
-    from sagellm._stats import gather_stats as gather_stats
-    from sagellm._stats import get_stats as get_stats
-    from sagellm._stats import reset_stats as reset_stats
+    from sagellm.observe.explain import Explanation as Explanation
+    from sagellm.observe.explain import TopologyInfo as TopologyInfo
+    from sagellm.observe.explain import explain as explain
+    from sagellm.observe.explain import select_all_reduce_algorithm as select_all_reduce_algorithm
+    from sagellm.observe.export import log_to_tensorboard as log_to_tensorboard
+    from sagellm.observe.export import prometheus_text as prometheus_text
+    from sagellm.observe.export import serve_prometheus as serve_prometheus
+    from sagellm.observe.export import write_prometheus as write_prometheus
+    from sagellm.observe.export import write_trace as write_trace
+    from sagellm.observe.flight import convert_dumps as convert_dumps
+    from sagellm.observe.flight import dump_flight_record as dump_flight_record
+    from sagellm.observe.stats import gather_stats as gather_stats
+    from sagellm.observe.stats import get_stats as get_stats
+    from sagellm.observe.stats import reset_stats as reset_stats
 
 #: Where the functions of the package live; their modules are loaded when the first of them is used.
 _HOMES = {
-    "Explanation": "_explain",
-    "TopologyInfo": "_explain",
-    "explain": "_explain",
+    "Explanation": "observe.explain",
+    "TopologyInfo": "observe.explain",
+    "explain": "observe.explain",
     "fused_all_reduce": "_fused",
-    "select_all_reduce_algorithm": "_explain",
-    "get_stats": "_stats",
-    "reset_stats": "_stats",
-    "gather_stats": "_stats",
-    "prometheus_text": "_export",
-    "write_prometheus": "_export",
-    "serve_prometheus": "_export",
-    "write_trace": "_export",
-    "log_to_tensorboard": "_export",
-    "dump_flight_record": "_flight",
-    "convert_dumps": "_flight",
+    "select_all_reduce_algorithm": "observe.explain",
+    "get_stats": "observe.stats",
+    "reset_stats": "observe.stats",
+    "gather_stats": "observe.stats",
+    "prometheus_text": "observe.export",
+    "write_prometheus": "observe.export",
+    "serve_prometheus": "observe.export",
+    "write_trace": "observe.export",
+    "log_to_tensorboard": "observe.export",
+    "dump_flight_record": "observe.flight",
+    "convert_dumps": "observe.flight",
 }
 __all__ = ["Options", "__version__", *_HOMES]
 

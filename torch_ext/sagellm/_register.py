@@ -69,7 +69,8 @@ def create(options: Any, pg_options: Any = None) -> Any:
     ``process_group`` and ``split_from`` are not read. ``pg_options`` is what the user gave, if anything: ours, or the
     plain options of torch.
     """
-    from sagellm import _delegate, _load, _log
+    from sagellm import _delegate, _load
+    from sagellm.observe import log
 
     if getattr(options, "enable_reconfigure", False):
         raise NotImplementedError(
@@ -77,8 +78,8 @@ def create(options: Any, pg_options: Any = None) -> Any:
             "offer. Leave it out, and after a failure make a new group of the ranks that are left"
         )
     extension = _load.extension()
-    _log.configure(extension)
-    if os.environ.get(_log.VARIABLE):
+    log.configure(extension)
+    if os.environ.get(log.VARIABLE):
         _log_versions(extension)
     ours = _settings(extension, pg_options)
     ours.delegate = delegate = _delegate.check(ours.delegate)
@@ -100,7 +101,7 @@ def create(options: Any, pg_options: Any = None) -> Any:
         _tell_delegate(delegate, reason, options)
         backend._set_delegate(_delegate.build(delegate, options))
     elif backend.spans_hosts:
-        _log.logger.info("%s", backend.describe())
+        log.logger.info("%s", backend.describe())
         backend._set_delegate(_delegate.build(delegate, options))
         backend._set_link(_delegate.build(delegate, options, _delegate.LINK_PREFIX))
     return backend
@@ -163,10 +164,10 @@ def _tell_delegate(delegate: str, reason: str, options: Any) -> None:
     """A warning once for a job, from the first such group of its rank 0; the others are there to be looked up."""
     import logging
 
-    from sagellm import _log
+    from sagellm.observe import log
 
     first = options.group_rank == 0 and _told.acquire(blocking=False)
-    _log.logger.log(
+    log.logger.log(
         logging.WARNING if first else logging.INFO,
         "group %s of %d ranks is served by torch's %s instead of shared memory: %s",
         options.group_id,
@@ -179,7 +180,8 @@ def _tell_delegate(delegate: str, reason: str, options: Any) -> None:
 def _log_versions(extension: ModuleType) -> None:
     import torch
 
-    from sagellm import _load, _log
+    from sagellm import _load
+    from sagellm.observe import log
 
     where = getattr(extension, "__file__", "unknown")
-    _log.logger.debug("version %s under torch %s, extension %s", _load.version(), torch.__version__, where)
+    log.logger.debug("version %s under torch %s, extension %s", _load.version(), torch.__version__, where)

@@ -17,11 +17,13 @@
 //!
 //! Source: the two-shot all_reduce of MSCCL++ and DeepSpeed, here pipelined, with one round counter for all kinds.
 
-use super::area::Area;
-use super::layout::Part;
+use super::memory::area::Area;
+use super::memory::layout::Part;
 use super::pieces::{Pieces, transfer};
-use super::protocol::{self, Region, Slots};
-use super::small::{self, block, block_start};
+use super::protocol;
+use super::protocol::{Region, Slots};
+use super::small;
+use super::small::{block, block_start};
 use crate::error::Result;
 use crate::op::Op;
 use crate::reduce::Kernel;

@@ -18,35 +18,31 @@
 //! | `segment`, `meet` | making the segment, and meeting the other ranks in it |
 //! | `companions` | what groups of the same processes share |
 
-pub mod area;
 pub mod bulk;
-pub mod companions;
-pub mod futex;
+pub mod event_count;
 pub mod lanes;
-pub mod layout;
-pub mod meet;
+pub mod memory;
 pub mod p2p;
 pub mod pieces;
-pub mod presence;
 pub mod protocol;
 pub mod rank_set;
-pub mod segment;
-pub mod signal;
 pub mod small;
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use area::Area;
-use bulk::{Bases, Bulk, Rounds, Step};
-use p2p::{Ended, P2p};
-use pieces::Pieces;
-use protocol::Slots;
+use self::bulk::{Bases, Bulk, Rounds, Step};
+use self::memory::area::Area;
+use self::p2p::{Ended, P2p};
+use self::pieces::Pieces;
+use self::protocol::Slots;
 
 use crate::error::Result;
-use crate::op::{self, Op};
+use crate::op;
+use crate::op::Op;
 use crate::reduce::Kernel;
-use crate::select::{self, Asked, Choice, Path, Policy, Shape};
+use crate::select;
+use crate::select::{Asked, Choice, Path, Policy, Shape};
 use crate::types::{ANY_RANK, Kind};
 
 enum Phase {
@@ -235,7 +231,7 @@ impl Shm {
         }
         moved |= self.p2p.poll(&self.area, ended)?;
         if moved {
-            signal::announce(&*self.area, self.area.ranks);
+            self::event_count::announce(&*self.area, self.area.ranks);
         }
         Ok(moved)
     }
@@ -247,7 +243,7 @@ impl Shm {
         match phase {
             Phase::Queued => Ok((Step::Blocked, false)),
             Phase::Slots(seen) => {
-                *seen = small::look(area, op, *seen, |q| small::reads_from(&op.request, area.me, q))?;
+                *seen = self::small::look(area, op, *seen, |q| self::small::reads_from(&op.request, area.me, q))?;
                 if *seen < area.ranks {
                     op.journey.waits_for(*seen);
                     return Ok((Step::Blocked, false));
@@ -257,7 +253,7 @@ impl Shm {
                 if op.request.kind == Kind::Barrier && at > 0 {
                     return Ok((Step::Blocked, false));
                 }
-                small::finish(area, op, kernel.as_ref(), &mut self.scratch)?;
+                self::small::finish(area, op, kernel.as_ref(), &mut self.scratch)?;
                 Ok((Step::Done, false))
             }
             Phase::Rounds(_) if large => Ok((Step::Blocked, true)),
@@ -280,20 +276,20 @@ impl Shm {
             let area = &*self.area;
             let Entry { op, path, phase, .. } = &mut self.entries[at];
             op.prepare();
-            self.chain = area::chain(self.chain, op);
+            self.chain = self::memory::area::chain(self.chain, op);
             let chain = self.chain;
             *phase = match *path {
                 Path::Rounds { chunk } => {
                     if op.request.kind == Kind::AllToAll {
-                        small::write_table(area, op, chain);
+                        self::small::write_table(area, op, chain);
                     } else {
-                        small::write_header(area, op, chain);
+                        self::small::write_header(area, op, chain);
                     }
                     Phase::Rounds(Rounds::new(op, chunk))
                 }
                 // `choose` gives nothing else for a collective of several ranks inside one host.
                 _ => {
-                    small::write(area, op, chain);
+                    self::small::write(area, op, chain);
                     Phase::Slots(0)
                 }
             };
@@ -302,7 +298,7 @@ impl Shm {
             moved = true;
         }
         if moved {
-            signal::announce(&*self.area, self.area.ranks);
+            self::event_count::announce(&*self.area, self.area.ranks);
         }
         moved
     }
@@ -335,7 +331,7 @@ impl Shm {
         let collectives = self.entries.iter().filter(move |entry| match &entry.phase {
             // It waits for earlier operations, which are asked themselves, or for the slot.
             Phase::Queued => self.slots.lacks_credit(area, peer, entry.op.number),
-            Phase::Slots(_) => small::needs(area, &entry.op, peer),
+            Phase::Slots(_) => self::small::needs(area, &entry.op, peer),
             Phase::Rounds(rounds) => rounds.needs(area, &entry.op, peer),
         });
         collectives.map(|entry| &entry.op).chain(self.p2p.blocked_by(area, peer, gone))

@@ -23,9 +23,9 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
-use super::area::Area;
 use super::lanes::Lanes;
-use super::layout::{Layout, Part};
+use super::memory::area::Area;
+use super::memory::layout::{Layout, Part};
 use super::pieces::Pieces;
 use super::protocol;
 use super::rank_set::RankSet;

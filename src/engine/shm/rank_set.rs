@@ -1,6 +1,6 @@
 //! A set of ranks of one group, as bits.
 
-use super::layout::MAX_RANKS;
+use super::memory::layout::MAX_RANKS;
 
 const WORDS: usize = MAX_RANKS / 64;
 

@@ -5,12 +5,13 @@
 //! 0 to P-1. Source: the flag-in-line idea of NCCL's LL protocol and the single exchange of DeepSpeed's shm all_reduce,
 //! here with one numbering for all kinds of operation and no trailing barrier (protocol.rs).
 
-use super::area::{Area, Header};
-use super::layout::SLOT_BYTES;
+use super::memory::area::{Area, Header};
+use super::memory::layout::SLOT_BYTES;
 use super::pieces::Pieces;
 use super::protocol::Slots;
 use crate::error::{Error, Result};
-use crate::op::{self, Op};
+use crate::op;
+use crate::op::Op;
 use crate::reduce::Kernel;
 use crate::select;
 use crate::types::{Kind, ReduceOp, Request};

@@ -1,7 +1,7 @@
-"""A device for tests under any name: builds and loads `sim/device.cpp`, and is the module `torch.<name>`.
+"""A device for tests under any name: builds and loads `simulators/device/device.cpp`, and is the module `torch.<name>`.
 
 `install("npu")` makes `torch.device("npu")` work in this process. Its streams are asynchronous, its kernels slow, and
-its memory treacherous; see the head of `sim/device.cpp`. The library is built once for each torch and kept beside the
+its memory treacherous; see the head of that file. The library is built once for each torch and kept beside the
 project's own objects.
 """
 
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-SOURCES = Path(__file__).resolve().parent / "sim"
+SOURCES = Path(__file__).resolve().parents[2] / "simulators" / "device"
 KEPT = Path(__file__).resolve().parents[3] / "build" / "tests"
 BUILD_SECONDS = 300
 

@@ -1,5 +1,5 @@
 """Groups over simulated vendors' libraries, for tests: the device of `simdevice`, its streams and events those of a
-simulated runtime, and below the core a simulator of NCCL, HCCL or CNCL (tests/vendor)."""
+simulated runtime, and below the core a simulator of NCCL, HCCL or CNCL (tests/simulators)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def builder() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("sagellm_simulators", ROOT / "tests/vendor/build.py")
+    spec = importlib.util.spec_from_file_location("sagellm_simulators", ROOT / "tests/simulators/build.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module

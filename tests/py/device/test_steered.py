@@ -1,6 +1,6 @@
 """Rules of a group reach the vendor's library: NCCL by its tuner plug-in, HCCL by its communicator's configuration.
 
-Over simulators, which load plug-ins and read configurations as the libraries do; see tests/vendor/README.md.
+Over simulators, which load plug-ins and read configurations as the libraries do; see tests/simulators/README.md.
 """
 
 from __future__ import annotations

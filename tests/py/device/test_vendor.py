@@ -1,7 +1,7 @@
 """Tensors on devices that vendors' libraries carry: the whole way from Python to the vendor's ABI, over simulators.
 
 The device is that of `simdevice`, its streams and events are those of a simulated runtime, and the library below the
-core is a simulator of NCCL, HCCL or CNCL (tests/vendor): asynchronous, and as strict as the real ones are.
+core is a simulator of NCCL, HCCL or CNCL (tests/simulators): asynchronous, and as strict as the real ones are.
 Nothing here says anything about real hardware.
 """
 

@@ -53,9 +53,9 @@ def mixed(context: Context, group: Any) -> None:
 def explained(group: Any) -> list[tuple[str, str, int, tuple[int, int, int] | None]]:
     """What is said of each collective of a group; what its record says must agree."""
     import sagellm
-    from sagellm import _explain
+    from sagellm.observe import explain
 
-    records = json.loads(_explain.backend_of(group)._records())
+    records = json.loads(explain.backend_of(group)._records())
     # What a delegate carried between hosts, and a call that is made of several, have no number of their own.
     own = [each for each in records if each["path"] not in ("composed", "delegate")]
     of = {each["number"]: each for each in own if each["kind"] not in ("send", "recv")}

@@ -70,7 +70,7 @@ def issued(n: int, rank: int) -> tuple[dict[str, int], int]:
 
 def counts_what_was_issued(ctx: Context) -> None:
     import sagellm
-    from sagellm._stats import KINDS
+    from sagellm.observe.stats import KINDS
 
     counts, total = issued(ctx.world_size, ctx.rank)
     stats = sagellm.get_stats()

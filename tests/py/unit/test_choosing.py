@@ -14,7 +14,9 @@ import torch
 from harness import IS_GLOO
 
 import sagellm
-from sagellm import _explain, _load, _topology, _tune
+from sagellm import _load
+from sagellm.cli import topology, tune
+from sagellm.observe import explain
 
 pytestmark = [pytest.mark.quick, pytest.mark.skipif(IS_GLOO, reason="gloo: this is about the package's own choice")]
 
@@ -82,14 +84,14 @@ class Nvml:
 
 
 def test_nvlink_is_found_only_where_every_pair_has_it() -> None:
-    assert _topology.ask(Nvml(4, True)) == (["a card"] * 4, True)
-    assert _topology.ask(Nvml(4, False)) == (["a card"] * 4, False)
-    assert _topology.ask(Nvml(1, True)) == (["a card"], False)
-    assert _topology.ask(Nvml(0, True)) == ([], False)
+    assert topology.ask(Nvml(4, True)) == (["a card"] * 4, True)
+    assert topology.ask(Nvml(4, False)) == (["a card"] * 4, False)
+    assert topology.ask(Nvml(1, True)) == (["a card"], False)
+    assert topology.ask(Nvml(0, True)) == ([], False)
 
 
 def test_topology_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_topology, "LIBRARY", "libno-such-library.so.9")
+    monkeypatch.setattr(topology, "LIBRARY", "libno-such-library.so.9")
     found = sagellm.TopologyInfo.detect()
     assert found == sagellm.TopologyInfo() and not found.is_fully_connected_nvlink()
 
@@ -120,7 +122,7 @@ def test_an_explanation_between_hosts_is_read() -> None:
         "table": "t",
     }
     text = "".join(f"{name}\t{value}\n" for name, value in fields.items()) + "rejected\tring|70000|slower\n"
-    found = _explain._read(text)
+    found = explain._read(text)
     assert "a link between them" in found.path and found.rejected[0].predicted == 7e-5
     assert "on 4 ranks on 2 hosts" in str(found)
 
@@ -136,10 +138,10 @@ def test_a_past_operation_says_with_whom_it_went() -> None:
         ("7", "3|18|18|", "together    with 2 others, which ended in the same pass"),
         ("7", "1|18|18|", "together    alone"),
     ):
-        found = _explain._read(f"{text}recorded\t{recorded}\nbatch\t{batch}\n")
+        found = explain._read(f"{text}recorded\t{recorded}\nbatch\t{batch}\n")
         assert (found.sequence, found.recorded) == (18, 7) and words in str(found)
         assert str(found).startswith("all_reduce number 18 of 64 bytes")
-    waiting = _explain._read(f"{text}recorded\t\n")
+    waiting = explain._read(f"{text}recorded\t\n")
     assert (waiting.recorded, waiting.batch) == (None, None) and "together" not in str(waiting)
 
 
@@ -218,17 +220,17 @@ def test_lines_that_are_no_table_are_not_written(cache: Path) -> None:
     assert not [*cache.iterdir()]
 
 
-def cell(nbytes: int, chosen: str, spread: float = 0.02, op: str = "all_reduce", **medians: float) -> _tune.Cell:
+def cell(nbytes: int, chosen: str, spread: float = 0.02, op: str = "all_reduce", **medians: float) -> tune.Cell:
     """A measured cell; keyword r64 stands for rounds(64KiB)."""
     named = {f"rounds({name[1:]}KiB)": median for name, median in medians.items() if name != "start"}
-    return _tune.Cell(op, nbytes, chosen, {"start": medians["start"], **named}, spread)
+    return tune.Cell(op, nbytes, chosen, {"start": medians["start"], **named}, spread)
 
 
 def test_tune_keeps_another_way_only_beyond_the_noise() -> None:
-    assert _tune.winner(cell(MIB, "rounds(512KiB)", start=10e-6, r64=9.9e-6), 0.02) == "rounds(512KiB)"
-    assert _tune.winner(cell(MIB, "rounds(512KiB)", start=10e-6, r64=9e-6), 0.02) == "rounds(64KiB)"
-    assert _tune.winner(cell(MIB, "rounds(512KiB)", spread=0.2, start=10e-6, r64=9e-6), 0.02) == "rounds(512KiB)"
-    assert _tune.overall_spread([cell(1, "slots", spread=at / 100, start=1.0) for at in range(10)]) == 0.09
+    assert tune.winner(cell(MIB, "rounds(512KiB)", start=10e-6, r64=9.9e-6), 0.02) == "rounds(512KiB)"
+    assert tune.winner(cell(MIB, "rounds(512KiB)", start=10e-6, r64=9e-6), 0.02) == "rounds(64KiB)"
+    assert tune.winner(cell(MIB, "rounds(512KiB)", spread=0.2, start=10e-6, r64=9e-6), 0.02) == "rounds(512KiB)"
+    assert tune.overall_spread([cell(1, "slots", spread=at / 100, start=1.0) for at in range(10)]) == 0.09
 
 
 def test_tune_writes_lines_that_cover_every_size_once() -> None:
@@ -240,7 +242,7 @@ def test_tune_writes_lines_that_cover_every_size_once() -> None:
         cell(1024, "rounds(512KiB)", op="all_to_all", start=5e-6, r16=4e-6),
         cell(4096, "rounds(512KiB)", op="all_to_all", start=6e-6, r16=4e-6),
     ]
-    lines = _tune.lines(cells, 0.02, 4096)
+    lines = tune.lines(cells, 0.02, 4096)
     assert lines == [
         "all_reduce:0-2048=slots 3000 ns; start 3000 ns",
         "all_reduce:2049-4096=rounds(16KiB) 2000 ns; start 4000 ns",
@@ -254,12 +256,12 @@ def test_tune_writes_lines_that_cover_every_size_once() -> None:
 
 
 def test_what_tune_would_try_can_be_tried() -> None:
-    for op, nbytes, start, rivals in _tune.plan(2, 1 << 20):
+    for op, nbytes, start, rivals in tune.plan(2, 1 << 20):
         assert start not in rivals and len(set(rivals)) == len(rivals)
         for way in rivals:
             rule = f"{op}:0-={way}"
-            text = _load.extension().explain_without_group(_explain.kind_number(op), nbytes, 12, 2, rule)
-            assert _explain._read(text).choice == way
+            text = _load.extension().explain_without_group(explain.kind_number(op), nbytes, 12, 2, rule)
+            assert explain._read(text).choice == way
 
 
 def test_the_command_line_explains_and_prints_the_table() -> None:
@@ -290,6 +292,7 @@ def test_the_command_line_says_what_is_wrong(words: tuple[str, ...], expected: s
 
 
 def test_an_import_of_the_package_loads_none_of_it() -> None:
-    code = "import sagellm, sys; print([n for n in ('_explain', '_tune', '_C') if 'sagellm.' + n in sys.modules])"
+    names = ("observe.explain", "cli.tune", "_C")
+    code = f"import sagellm, sys; print([n for n in {names} if 'sagellm.' + n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
     assert done.stdout.strip() == "[]"

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from sagellm import _delegate, _load, _log, _register
+from sagellm import _delegate, _load, _register
+from sagellm.observe import log
 
 pytestmark = pytest.mark.quick
 
@@ -151,10 +152,10 @@ class Extension(SimpleNamespace):
 
 @pytest.fixture
 def clean_log(monkeypatch: pytest.MonkeyPatch) -> logging.Logger:
-    monkeypatch.delenv(_log.VARIABLE, raising=False)
-    monkeypatch.setattr(_log.logger, "level", logging.NOTSET)
-    _log.logger.manager._clear_cache()  # type: ignore[attr-defined]
-    return _log.logger
+    monkeypatch.delenv(log.VARIABLE, raising=False)
+    monkeypatch.setattr(log.logger, "level", logging.NOTSET)
+    log.logger.manager._clear_cache()  # type: ignore[attr-defined]
+    return log.logger
 
 
 @pytest.mark.parametrize(
@@ -164,16 +165,16 @@ def clean_log(monkeypatch: pytest.MonkeyPatch) -> logging.Logger:
 def test_the_variable_sets_both_levels(
     text: str, core: int, python: int, clean_log: logging.Logger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(_log.VARIABLE, text)
+    monkeypatch.setenv(log.VARIABLE, text)
     extension = Extension()
-    _log.configure(extension)  # type: ignore[arg-type]
+    log.configure(extension)  # type: ignore[arg-type]
     assert extension.level == core and clean_log.level == python
 
 
 def test_trace_goes_below_debug(clean_log: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(_log.VARIABLE, "trace")
+    monkeypatch.setenv(log.VARIABLE, "trace")
     extension = Extension()
-    _log.configure(extension)  # type: ignore[arg-type]
+    log.configure(extension)  # type: ignore[arg-type]
     assert extension.level == 5 and clean_log.level == 5 and logging.getLevelName(5) == "TRACE"
 
 
@@ -181,22 +182,22 @@ def test_without_the_variable_the_levels_of_logging_decide(clean_log: logging.Lo
     extension = Extension()
     for level, core in ((logging.WARNING, 2), (logging.INFO, 3), (logging.DEBUG, 4), (1, 5), (logging.CRITICAL, 0)):
         clean_log.setLevel(level)
-        _log.configure(extension)  # type: ignore[arg-type]
+        log.configure(extension)  # type: ignore[arg-type]
         assert extension.level == core, level
 
 
 def test_a_wrong_level_is_told_and_changes_nothing(
     clean_log: logging.Logger, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv(_log.VARIABLE, "loud")
+    monkeypatch.setenv(log.VARIABLE, "loud")
     extension = Extension()
-    _log.configure(extension)  # type: ignore[arg-type]
-    assert extension.level == _log.core_level(clean_log.getEffectiveLevel())
+    log.configure(extension)  # type: ignore[arg-type]
+    assert extension.level == log.core_level(clean_log.getEffectiveLevel())
     assert "SAGELLM_LOG=loud is not a level" in caplog.text
 
 
 def test_doctor_prints_the_facts(capsys: pytest.CaptureFixture[str]) -> None:
-    from sagellm.__main__ import main
+    from sagellm.cli.main import main
 
     assert main(["doctor", "--no-self-test"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -214,7 +215,7 @@ def test_doctor_lets_two_ranks_talk() -> None:
 
 
 def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    from sagellm.__main__ import main
+    from sagellm.cli.main import main
 
     for arguments in (["--help"], ["doctor", "--help"]):
         with pytest.raises(SystemExit) as end:

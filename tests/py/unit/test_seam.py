@@ -29,7 +29,7 @@ def rows() -> list[tuple[set[str], list[str]]]:
 
 @pytest.mark.quick
 def test_every_bridged_function_is_called_by_a_test() -> None:
-    """A function that is added to src/bridge.rs needs a test, and a row of SEAM.md that names it."""
+    """A function that is added to src/ffi/bridge.rs needs a test, and a row of SEAM.md that names it."""
     bridged = seam.bridged()
     assert len(bridged) == len(set(bridged)) > 90, "the bridge is read wrongly"
     listed = set().union(*(functions for functions, _ in rows()))

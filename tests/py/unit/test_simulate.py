@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from sagellm import _load, _measure, _simulate
-from sagellm.__main__ import main
+from sagellm import _load
+from sagellm.cli import measure, simulate
+from sagellm.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[3]
 KINDS = [
@@ -36,7 +37,7 @@ class Done:
     stderr: str
 
 
-def simulate(*arguments: str) -> Done:
+def run_simulate(*arguments: str) -> Done:
     """The command, in this process: importing torch takes longer than most of its runs."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -49,14 +50,14 @@ def simulate(*arguments: str) -> Done:
 
 @pytest.mark.quick
 def test_sizes_links_and_ranks_are_read_as_people_write_them() -> None:
-    assert _simulate.parse_sizes("4KiB,8") == [8, 4096]
-    assert _simulate.parse_sizes("1KiB..64KiB") == [1 << 10, 4 << 10, 16 << 10, 64 << 10]
-    assert _simulate.parse_sizes("1..5:2,3") == [1, 2, 3, 4]
-    assert _simulate.parse_size("1.5MB") == 1_500_000
-    link = _simulate.parse_link("1ms,1Gbit")
+    assert simulate.parse_sizes("4KiB,8") == [8, 4096]
+    assert simulate.parse_sizes("1KiB..64KiB") == [1 << 10, 4 << 10, 16 << 10, 64 << 10]
+    assert simulate.parse_sizes("1..5:2,3") == [1, 2, 3, 4]
+    assert simulate.parse_size("1.5MB") == 1_500_000
+    link = simulate.parse_link("1ms,1Gbit")
     assert (link.alpha, link.overhead, link.beta) == (1e-3, 5e-6, 8e-9)
-    assert _simulate.parse_link("2us,10GB/s,100ns") == _simulate.Link(2e-6, pytest.approx(1e-7), 1e-10)
-    assert _simulate.parse_ranks("2,100000") == [2, 100_000]
+    assert simulate.parse_link("2us,10GB/s,100ns") == simulate.Link(2e-6, pytest.approx(1e-7), 1e-10)
+    assert simulate.parse_ranks("2,100000") == [2, 100_000]
 
 
 @pytest.mark.quick
@@ -78,7 +79,7 @@ def test_sizes_links_and_ranks_are_read_as_people_write_them() -> None:
 def test_a_wrong_argument_is_told_in_one_line(arguments: list[str], names: str) -> None:
     if "--plot" in arguments:
         pytest.importorskip("matplotlib")
-    done = simulate(*arguments)
+    done = run_simulate(*arguments)
     assert done.returncode == 2, done.stdout
     assert names in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
 
@@ -86,7 +87,7 @@ def test_a_wrong_argument_is_told_in_one_line(arguments: list[str], names: str) 
 @pytest.mark.quick
 def test_without_matplotlib_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    done = simulate("--plot", "x.png")
+    done = run_simulate("--plot", "x.png")
     assert done.returncode == 2
     assert "pip install matplotlib" in done.stderr and len(done.stderr.splitlines()) == 1
 
@@ -94,11 +95,11 @@ def test_without_matplotlib_the_message_says_what_to_do(monkeypatch: pytest.Monk
 @pytest.mark.quick
 def test_every_collective_has_prices_that_grow_with_size_and_ranks() -> None:
     core = _load.extension()
-    machine = _simulate.Machine(_simulate.Link(1e-6, 0, 1e-10), _simulate.Link(1e-4, 1e-6, 1e-9), 1e-10, 4)
+    machine = simulate.Machine(simulate.Link(1e-6, 0, 1e-10), simulate.Link(1e-4, 1e-6, 1e-9), 1e-10, 4)
     for kind in KINDS:
         for name in core.algorithms(kind):
             by_ranks = [
-                [one.seconds for one in _simulate.predict(core, kind, [name], ranks, [8, 1 << 20], machine)[name]]
+                [one.seconds for one in simulate.predict(core, kind, [name], ranks, [8, 1 << 20], machine)[name]]
                 for ranks in (1, 4, 64)
             ]
             assert by_ranks[0] == [0.0, 0.0], "one rank has nothing to exchange"
@@ -113,15 +114,15 @@ def test_every_collective_has_prices_that_grow_with_size_and_ranks() -> None:
 
 @pytest.mark.quick
 def test_crossovers_are_where_the_fastest_changes() -> None:
-    def times(*seconds: float) -> list[_simulate.Prediction]:
-        return [_simulate.Prediction(one, 1) for one in seconds]
+    def times(*seconds: float) -> list[simulate.Prediction]:
+        return [simulate.Prediction(one, 1) for one in seconds]
 
-    found = _simulate.crossovers({"a": times(1, 2, 3, 3), "b": times(2, 2, 2, 3)}, [1, 2, 4, 8])
+    found = simulate.crossovers({"a": times(1, 2, 3, 3), "b": times(2, 2, 2, 3)}, [1, 2, 4, 8])
     assert found == [(1, "a"), (4, "b")], "of two that are equal, who was ahead stays ahead"
 
 
 def test_a_hundred_thousand_ranks_are_priced() -> None:
-    done = simulate("--ranks", "100000", "--sizes", "8,16MiB")
+    done = run_simulate("--ranks", "100000", "--sizes", "8,16MiB")
     assert done.returncode == 0, done.stderr
     assert "100000 ranks on 12500 hosts" in done.stdout
     rows = [line for line in done.stdout.splitlines() if re.match(r" +(8 B|16 MiB) ", line)]
@@ -132,7 +133,7 @@ def test_a_hundred_thousand_ranks_are_priced() -> None:
 def test_the_plot_is_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "times.png"
-    done = simulate("--ranks", "4,64", "--sizes", "8..1MiB", "--plot", str(picture))
+    done = run_simulate("--ranks", "4,64", "--sizes", "8..1MiB", "--plot", str(picture))
     assert done.returncode == 0, done.stderr
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -140,10 +141,10 @@ def test_the_plot_is_a_picture(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["all_reduce", "all_to_all"])
 def test_the_check_runs_the_schedules_and_prints_the_error(kind: str) -> None:
     """Three ranks: no power of two, so ranks pause in different steps. Each rank verifies its results."""
-    done = simulate("--op", kind, "--ranks", "3", "--sizes", "60", "--check")
+    done = run_simulate("--op", kind, "--ranks", "3", "--sizes", "60", "--check")
     assert done.returncode == 0, done.stderr
     shown = re.findall(r"^ +60 B +(\w+).* [+-]\d+%$", done.stdout, re.M)
-    wanted = set(_load.extension().algorithms(kind)) - {_simulate.TWO_LEVELS}
+    wanted = set(_load.extension().algorithms(kind)) - {simulate.TWO_LEVELS}
     assert set(shown) == wanted, done.stdout
     assert re.search(r"error of the model, 3 ranks: median \d+%, worst [+-]\d+%", done.stdout)
 
@@ -154,7 +155,7 @@ def test_the_check_would_see_a_wrong_result() -> None:
     core = _load.extension()
     for kind in KINDS[:-1]:
         for rank in range(3):
-            runner = _measure.Runner(kind, core.program(kind, "direct", 3, 1, rank), 3, rank, 60)
+            runner = measure.Runner(kind, core.program(kind, "direct", 3, 1, rank), 3, rank, 60)
             values = runner.start_values()
             if kind in ("all_reduce", "reduce", "reduce_scatter"):
                 values.fill_(6.0)
@@ -175,12 +176,12 @@ def test_the_examples_of_the_page_and_of_the_help_run() -> None:
     for command in commands:
         program, *arguments = shlex.split(command)[1:]
         assert program == "-m" and arguments[:2] == ["sagellm", "simulate"], command
-        done = simulate(*arguments[2:])
+        done = run_simulate(*arguments[2:])
         assert done.returncode == 0, (command, done.stderr)
         assert "fastest from" in done.stdout or "error of the model" in done.stdout, done.stdout
-    for line in _simulate.EXAMPLES.splitlines():
+    for line in simulate.EXAMPLES.splitlines():
         if "-m sagellm simulate" in line and "--check" not in line and "--plot" not in line:
-            done = simulate(*shlex.split(line)[4:])
+            done = run_simulate(*shlex.split(line)[4:])
             assert done.returncode == 0, (line, done.stderr)
 
 

@@ -1,0 +1,448 @@
+// The backend as an object: made, timed, watched, ended. The calls that move data are in collectives.cpp, groups made
+// out of this one in parts.cpp.
+#include "c10d/backend.hpp"
+
+#include <ATen/DeviceAccelerator.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
+#include "device/vendor.hpp"
+#include "host/errors.hpp"
+#include "host/python_host.hpp"
+#include "work/callbacks.hpp"
+
+namespace sagellm {
+
+namespace {
+
+std::string first_reason(const SageBackend::Options& options) {
+  if (options.engine == "auto") return {};
+  if (options.engine == "delegate") return "the option engine=\"delegate\" asks for it";
+  value_error("init", c10::str("the option engine is \"", options.engine, "\", expected \"auto\" or \"delegate\""));
+}
+
+// The nearest of c10d's for a call that a delegate carries out.
+c10d::OpType op_type(Kind kind) {
+  using c10d::OpType;
+  constexpr OpType kTypes[] = {OpType::UNKNOWN,   OpType::ALLREDUCE, OpType::BROADCAST, OpType::REDUCE,
+                               OpType::ALLGATHER, OpType::GATHER,    OpType::SCATTER,   OpType::REDUCE_SCATTER,
+                               OpType::ALLTOALL,  OpType::BARRIER,   OpType::SEND,      OpType::RECV};
+  return kTypes[static_cast<size_t>(kind)];
+}
+
+// A text of the core, or its error as an exception.
+template <class Body>
+std::string text_of(const Body& body) {
+  try {
+    return std::string(body());
+  } catch (const rust::Error& error) {
+    raise(error.what());
+  }
+}
+
+}  // namespace
+
+c10::intrusive_ptr<SageBackend> SageBackend::create(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                                    c10::intrusive_ptr<Options> options) {
+  if (rank < 0 || rank >= size) value_error("init", c10::str("rank is ", rank, " in a group of ", size, " ranks"));
+  Setup setup;
+  setup.rank = static_cast<uint32_t>(rank);
+  setup.size = static_cast<uint32_t>(size);
+  setup.timeout_ms = static_cast<uint64_t>(std::max<int64_t>(options->timeout.count(), 0));
+  setup.name = rust::String::lossy(options->group_name);
+  setup.delegate_reason = first_reason(*options);
+  setup.algorithm = rust::String::lossy(options->algorithm);
+  setup.fusion = options->fusion;
+  setup.strict = options->strict;
+  setup.delegate = rust::String::lossy(options->delegate);
+  try {
+    return c10::make_intrusive<SageBackend>(rank, size, std::move(options), connect(setup, wrap_store(store)), store);
+  } catch (const rust::Error& error) {
+    raise(error.what());
+  }
+}
+
+SageBackend::SageBackend(int rank, int size, c10::intrusive_ptr<Options> options, rust::Box<RustGroup> group,
+                         c10::intrusive_ptr<c10d::Store> store)
+    : Backend(rank, size),
+      options_(std::move(options)),
+      store_(std::move(store)),
+      group_(std::move(group)),
+      delegate_reason_(std::string(group_->delegate_reason())),
+      spans_hosts_(group_->spans_hosts()),
+      staging_(options_->group_name, options_->vendor) {
+  std::vector<uint32_t> members(options_->global_ranks_in_group.begin(), options_->global_ranks_in_group.end());
+  if (members.empty()) {
+    members.resize(static_cast<size_t>(size));
+    std::iota(members.begin(), members.end(), 0U);
+  }
+  group_->set_members({members.data(), members.size()});
+  init();
+}
+
+SageBackend::~SageBackend() {
+  // The last reference may fall with the GIL held, and leaving takes a moment in which others may need it.
+  try {
+    if (python_alive() && PyGILState_Check() != 0) {
+      const py::gil_scoped_release no_gil;
+      shutdown();
+    } else {
+      shutdown();
+    }
+  } catch (const py::error_already_set&) {
+    // A signal handler raised, and nothing may be thrown from here: it is told as an interrupt.
+    if (python_alive()) PyErr_SetInterrupt();
+  } catch (const std::exception& error) {
+    log_line(1, std::string("the end of a group failed: ") + error.what());
+  }
+}
+
+void SageBackend::set_delegate(c10::intrusive_ptr<c10d::Backend> delegate) {
+  if (!messages_delegated()) {
+    value_error("set_delegate", "this group is served by its own engine and takes no delegate");
+  }
+  std::lock_guard<std::mutex> lock(delegate_mutex_);
+  delegate_ = std::move(delegate);
+}
+
+void SageBackend::set_link(c10::intrusive_ptr<c10d::Backend> link) {
+  auto wrapped = std::make_shared<GlooLink>(std::move(link));
+  try {
+    group_->open_link(wrapped);
+  } catch (const rust::Error& error) {
+    raise(error.what());
+  }
+  std::lock_guard<std::mutex> lock(delegate_mutex_);
+  link_ = std::move(wrapped);
+}
+
+c10::intrusive_ptr<c10d::Backend> SageBackend::delegate() const {
+  std::lock_guard<std::mutex> lock(delegate_mutex_);
+  if (!delegate_) {
+    raise(c10::str("Asagellm: the group needs a delegate (", delegate_reason_,
+                   "), and none is set: the group was shut down, or was not made by init_process_group or new_group"));
+  }
+  return delegate_;
+}
+
+std::string SageBackend::describe() const {
+  return text_of([&] { return group_->describe(); });
+}
+
+std::string SageBackend::explain(uint8_t kind, uint64_t bytes, uint8_t dtype) const {
+  return text_of([&] { return group_->explain(kind, bytes, dtype); });
+}
+
+std::string SageBackend::explain_number(uint64_t number) const {
+  return text_of([&] { return group_->explain_number(number); });
+}
+
+std::string SageBackend::stats() const {
+  return text_of([&] { return group_->stats(); });
+}
+
+std::string SageBackend::records() const {
+  return text_of([&] { return group_->records(); });
+}
+
+void SageBackend::reset_stats() {
+  group_->reset_stats();
+}
+
+void SageBackend::setTimeout(std::chrono::milliseconds timeout) {
+  if (timeout.count() < 0)
+    value_error("set_timeout", c10::str("timeout is ", timeout.count(), " ms, expected 0 or more"));
+  options_->timeout = timeout;
+  group_->set_timeout(static_cast<uint64_t>(timeout.count()));
+  if (messages_delegated()) delegate()->setTimeout(timeout);
+}
+
+uint64_t SageBackend::getSequenceNumberForGroup() {
+  if (delegated()) return delegate()->getSequenceNumberForGroup();
+  return group_->sequence();
+}
+
+c10d::ErrorType SageBackend::getError() {
+  if (delegated()) return delegate()->getError();
+  const rust::String fault = group_->fault();
+  if (fault.empty()) return c10d::ErrorType::SUCCESS;
+  switch (fault.data()[0]) {
+    case 'T':
+      return c10d::ErrorType::TIMEOUT;
+    case 'D':
+      return c10d::ErrorType::REMOTE_ERROR;
+    default:
+      return c10d::ErrorType::COMM_ERROR;
+  }
+}
+
+void SageBackend::leave_to_parent() {
+  // Never freed: a forked child has none of the threads that serve these, and their destructors would wait for them. No
+  // lock is taken, because a thread of the parent may have held it.
+  new auto(std::move(delegate_));
+  new auto(std::move(link_));
+  new auto(std::move(beside_));
+  new auto(std::move(messages_));
+}
+
+void SageBackend::shutdown() {
+  if (::getpid() != process_) return leave_to_parent();
+  std::map<c10::DeviceType, std::shared_ptr<VendorDevices>> vendors;
+  {
+    const std::lock_guard<std::mutex> lock(vendor_mutex_);
+    vendors.swap(vendors_);
+  }
+  std::exception_ptr interrupted;
+  for (const auto& each : vendors) {
+    if (!each.second) continue;
+    try {
+      if (interrupted) {
+        each.second->abort();
+      } else {
+        each.second->close(options_->timeout);
+      }
+    } catch (const std::exception&) {
+      if (!interrupted) interrupted = std::current_exception();
+    }
+  }
+  group_->shutdown();
+  // A signal handler that raised meanwhile made it return early.
+  if (const auto raised = take_interrupt()) interrupted = raised;
+  c10::intrusive_ptr<c10d::Backend> split;
+  {
+    const std::lock_guard<std::mutex> lock(split_mutex_);
+    split_store_.reset();
+    split.swap(split_child_);
+  }
+  split.reset();
+  c10::intrusive_ptr<c10d::Backend> delegate;
+  std::shared_ptr<GlooLink> link;
+  {
+    std::lock_guard<std::mutex> lock(delegate_mutex_);
+    delegate.swap(delegate_);
+    link.swap(link_);
+  }
+  // Released now: a gloo group that lives on into the exit of the process is flaky there.
+  if (link) link->close();
+  if (delegate) delegate->shutdown();
+  delegate.reset();
+  Graveyard::instance().drain();
+  if (interrupted) std::rethrow_exception(interrupted);
+}
+
+void SageBackend::abort() {
+  abort_for(c10::str("abort() was called on rank ", getRank()));
+}
+
+void SageBackend::abort_for(const std::string& reason) {
+  if (::getpid() != process_) return;
+  events_->call_abort_hooks();
+  group_->abort(reason);
+  {
+    const std::lock_guard<std::mutex> lock(vendor_mutex_);
+    for (const auto& each : vendors_) {
+      if (each.second) each.second->abort();
+    }
+  }
+  std::lock_guard<std::mutex> lock(delegate_mutex_);
+  if (delegate_) delegate_->abort();
+}
+
+bool SageBackend::supportsCoalescing() const {
+  const auto accelerator = at::getAccelerator(false);
+  if (accelerator.has_value() && vendor_of(*accelerator)) return true;
+  std::lock_guard<std::mutex> lock(delegate_mutex_);
+  return delegate_ && delegate_->supportsCoalescing();
+}
+
+std::shared_ptr<VendorDevices> SageBackend::vendor_of(c10::DeviceType type) const {
+  const std::string& wanted = options_->vendor;
+  if (wanted == "host") return nullptr;
+  const std::lock_guard<std::mutex> lock(vendor_mutex_);
+  const auto found = vendors_.find(type);
+  if (found != vendors_.end()) return found->second;
+  const size_t colon = wanted.find(':');
+  const std::string library = colon == std::string::npos ? "" : wanted.substr(colon + 1);
+  std::shared_ptr<VendorDevices> made;
+  try {
+    made = std::make_shared<VendorDevices>(const_cast<SageBackend&>(*this), type, wanted.substr(0, colon), library,
+                                           options_->library_folders);
+  } catch (const std::exception& error) {
+    // Who names a library wants that one.
+    if (wanted != "auto") throw;
+    staging_.set_reason(type, error.what());
+  }
+  vendors_.emplace(type, made);
+  return made;
+}
+
+std::string SageBackend::device_library(c10::DeviceType type) const {
+  const auto vendor = type == c10::DeviceType::CPU ? nullptr : vendor_of(type);
+  return vendor ? vendor->describe() : std::string();
+}
+
+void SageBackend::eagerConnectSingleDevice(at::Device device) {
+  if (!is_accelerator(device)) return;
+  if (const auto vendor = vendor_of(device.type())) vendor->connect(with_index(device));
+}
+
+SageBackend::WorkPtr SageBackend::endCoalescing() {
+  Region::Content content = region_.end();
+  if (!content.calls.empty()) {
+    try {
+      const auto vendor = vendor_of(content.device->type());
+      content.works.push_back(vendor->submit(content.calls, *content.label, std::move(content.keep),
+                                             std::move(content.outputs), *content.device, true, true));
+    } catch (const std::exception&) {
+      auto failed = c10::make_intrusive<TaskWork>(getRank(), c10d::OpType::COALESCED, Tensors(), events_, nullptr,
+                                                  group_->sequence(), options_->timeout);
+      failed->end(std::current_exception());
+      content.works.push_back(std::move(failed));
+    }
+  }
+  if (content.works.size() == 1) return content.works[0];
+  return c10::make_intrusive<JoinedWork>(getRank(), std::move(content.works));
+}
+
+SageBackend::WorkPtr SageBackend::counted(Foreign call, const std::function<WorkPtr(c10d::Backend&)>& hand_over) {
+  if (HostCall* staged = HostCall::take()) {
+    call.host_staged = true;
+    return staged->submit([&] { return counted(call, hand_over); }, op_type(static_cast<Kind>(call.kind)));
+  }
+  const auto other = delegate();
+  // Shared because the future's callback must be copyable.
+  const auto note = std::make_shared<rust::Box<RustForeign>>(group_->foreign(call));
+  WorkPtr work = hand_over(*other);
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  try {
+    if (work) future = work->getFuture();
+  } catch (const std::exception&) {
+    // Not every work of every backend has one: gloo's sends and receives do not.
+  }
+  if (!future) {
+    (*note)->ended(true, false);
+    return work;
+  }
+  future->addCallback([note](c10::ivalue::Future& ended) { (*note)->ended(!ended.hasError(), true); });
+  return work;
+}
+
+void SageBackend::enableCollectivesTiming() {
+  if (delegated()) return delegate()->enableCollectivesTiming();
+  events_->enable_timing();
+}
+
+void SageBackend::registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) {
+  if (delegated()) return delegate()->registerOnCompletionHook(std::move(hook));
+  // The base's copy only answers `hasHooks()`, which destroy_process_group asks before it waits for the hooks.
+  onCompletionHook_ = hook;
+  events_->set_work_hook(std::move(hook));
+}
+
+void SageBackend::waitForPendingWorks() {
+  if (delegated()) return delegate()->waitForPendingWorks();
+  // Every operation has a deadline of its own, so this ends.
+  while (!events_->wait_told(std::chrono::milliseconds(100))) {
+    if (check_interrupt()) std::rethrow_exception(take_interrupt());
+  }
+}
+
+#ifdef SAGELLM_HAS_ABORT_HOOKS
+void SageBackend::registerAbortHook(int64_t id, AbortHook hook) {
+  events_->add_abort_hook(id, std::move(hook));
+}
+
+void SageBackend::unregisterAbortHook(int64_t id) {
+  events_->remove_abort_hook(id);
+}
+#endif
+
+#ifdef SAGELLM_HAS_COMPLETION_HOOKS
+void SageBackend::registerCompletionHook(int64_t id, CompletionHook hook) {
+  if (delegated()) value_error("register_completion_hook", "a delegated group does not tell when its works complete");
+  events_->add_completion_hook(id, std::move(hook));
+}
+
+void SageBackend::unregisterCompletionHook(int64_t id) {
+  events_->remove_completion_hook(id);
+}
+#endif
+
+SageBackend::WorkPtr SageBackend::submit(Plan& plan, const Label& label, TensorView inputs, TensorView outputs,
+                                         bool async) {
+  if (HostCall* staged = HostCall::take()) {
+    Plan* one = &plan;
+    return staged->submit(one, label, outputs, async);
+  }
+  Plan* one = &plan;
+  if (C10_UNLIKELY(spans_hosts_)) follow_messages(one);
+  if (region_.open()) {
+    // Not waited for here, whatever the call says.
+    WorkPtr work = submit_async(one, label, inputs, outputs, true);
+    region_.add(work);
+    return async ? work : nullptr;
+  }
+  if (async || has_listeners()) return submit_async(one, label, inputs, outputs, async);
+  run(plan, label, inputs);
+  return nullptr;
+}
+
+SageBackend::WorkPtr SageBackend::submit_all(std::vector<Plan>& plans, const Label& label, TensorView inputs,
+                                             TensorView outputs, bool async) {
+  if (plans.size() == 1) return submit(plans[0], label, inputs, outputs, async);
+  c10::SmallVector<Plan*, 4> all;
+  for (Plan& plan : plans) all.push_back(&plan);
+  if (HostCall* staged = HostCall::take()) return staged->submit(all, label, outputs, async);
+  if (C10_UNLIKELY(spans_hosts_)) follow_messages(all);
+  if (region_.open()) {
+    WorkPtr work = submit_async(all, label, inputs, outputs, true);
+    region_.add(work);
+    return async ? work : nullptr;
+  }
+  return submit_async(all, label, inputs, outputs, async);
+}
+
+void SageBackend::run(Plan& plan, const Label& label, TensorView inputs) {
+  Graveyard::instance().drain();
+  CallbackPool::about_to_block();
+  const std::unique_ptr<Trace> trace = Trace::start(label.title, inputs);
+  plan.call.sync = true;
+  // The caller's frame keeps the tensors; only staged copies need to hear of the operation.
+  std::shared_ptr<Pending> pending;
+  if (plan.call.staged) pending = std::make_shared<Pending>(nullptr, Tensors(), plan);
+  try {
+    plan.run(*group_, pending);
+  } catch (const c10::DistBackendError&) {
+    events_->call_abort_hooks();
+    throw;
+  }
+  if (trace) trace->end();
+  if (pending && !pending->copy_error().empty()) raise(pending->copy_error());
+}
+
+SageBackend::WorkPtr SageBackend::submit_async(c10::ArrayRef<Plan*> plans, const Label& label, TensorView inputs,
+                                               TensorView outputs, bool async) {
+  Graveyard::instance().drain();
+  auto work =
+      c10::make_intrusive<OpWork>(getRank(), label.type, outputs.vec(), events_, Trace::start(label.title, inputs));
+  size_t issued = 0;
+  try {
+    for (Plan* plan : plans) {
+      work->add(*group_, *plan, issued == 0 ? inputs.vec() : Tensors());
+      ++issued;
+    }
+  } catch (const std::exception&) {
+    // What was issued ends by itself, and nobody will wait for it; those who watch works hear of the failure.
+    work->seal("Vsagellm: the call could not be issued");
+    throw;
+  }
+  work->seal();
+  // Returned all the same: who watches works finds this one by it.
+  if (!async) work->wait(kNoTimeout);
+  return work;
+}
+
+}  // namespace sagellm

@@ -1,0 +1,303 @@
+// The c10d backend: each override checks its call, lowers it to one plain request and hands that to the core. It
+// decides nothing.
+//
+// The overrides carry c10d's old names, which every supported torch has; where the newer ones exist they forward here.
+// What a virtual function of c10d::Backend does that is not overridden below (a test reads these lines):
+//
+// inherited: isInitialized: true is right, the creator has connected everything
+// inherited: setGroupUid: remembers the name
+// inherited: getBoundDeviceId: remembers the device
+// inherited: setBoundDeviceId: remembers the device
+// refused: addEphemeralTimeout: ignored, as c10d allows
+// refused: allocateTensor: there is no memory pool yet
+// refused: getMemAllocator: there is no memory pool yet
+// refused: supportsTensorAlloc: false, there is no memory pool yet
+// refused: supportsReconfigure: false
+// refused: get_reconfigure_handle: make a new group of the survivors
+// refused: reconfigure: make a new group of the survivors
+// refused: supportsWindow: false
+// refused: new_window: one-sided operations are not offered
+// refused: supportsTimeEstimation: false
+// refused: startTimeEstimate: there is no simulation of a group
+// refused: endTimeEstimate: there is no simulation of a group
+// refused: merge: make a new group of the ranks of both
+// refused: suspend: there is no memory pool to give back
+// refused: resume: there is no memory pool to take again
+// refused: getMemoryStats: there is no memory pool to report on
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "c10d/beside.hpp"
+#include "c10d/region.hpp"
+#include "compat.hpp"
+#include "device/staging.hpp"
+#include "host/link.hpp"
+#include "lower/plan.hpp"
+#include "work/work.hpp"
+
+namespace sagellm {
+
+class SageBackend final : public c10d::Backend {
+ public:
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+  using Tensors = std::vector<at::Tensor>;
+  using Lists = std::vector<std::vector<at::Tensor>>;
+
+  struct Options final : c10d::Backend::Options {
+    explicit Options(std::chrono::milliseconds timeout = kBackendDefaultTimeout)
+        : c10d::Backend::Options("sagellm", timeout) {}
+
+    c10::intrusive_ptr<Options> copy() const { return c10::make_intrusive<Options>(*this); }
+#ifdef SAGELLM_HAS_OPTIONS_CLONE
+    c10::intrusive_ptr<c10d::Backend::Options> clone() const override { return copy(); }
+#endif
+
+    // "auto", or "delegate" to serve the group by torch's own backend although shared memory would do.
+    std::string engine = "auto";
+    // The built-in backend that serves what the engine cannot. Read by the Python package, which makes it.
+    std::string delegate = "gloo";
+    // Rules of which operation goes which way, in the syntax of src/select/rules.rs; they come before those of the
+    // environment.
+    std::string algorithm;
+    // For groups whose ranks live on several hosts: small operations that wait anyway travel together; every element is
+    // combined in the order of the ranks, which gives the bits of one host. The same on all ranks.
+    bool fusion = true;
+    bool strict = false;
+    // How tensors on a device travel: "auto"; "host" for the way through host memory; a vendor's library by its name,
+    // or by name and file ("name:/path/to/lib.so").
+    std::string vendor = "auto";
+    // Where to look for libraries besides the usual places.
+    std::vector<std::string> library_folders;
+  };
+
+  // Meets the other ranks, until all came or the timeout of the options. Call without the GIL.
+  static c10::intrusive_ptr<SageBackend> create(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                                c10::intrusive_ptr<Options> options);
+
+  SageBackend(int rank, int size, c10::intrusive_ptr<Options> options, rust::Box<RustGroup> group,
+              c10::intrusive_ptr<c10d::Store> store);
+  ~SageBackend() override;
+
+  // Why the group must be served by a delegate, or empty. If not empty, `set_delegate` must be called before use.
+  const std::string& delegate_reason() const { return delegate_reason_; }
+  void set_delegate(c10::intrusive_ptr<c10d::Backend> delegate);
+  // True when ranks live on several hosts: then both must be called, `link` with a gloo group that nobody else uses.
+  bool spans_hosts() const { return spans_hosts_; }
+  void set_link(c10::intrusive_ptr<c10d::Backend> link);
+  // Which engine serves the group and why, in one line.
+  std::string describe() const;
+  // How an operation of this kind, size and type would travel: `name<TAB>value` lines.
+  std::string explain(uint8_t kind, uint64_t bytes, uint8_t dtype) const;
+  std::string explain_number(uint64_t number) const;
+  // Why tensors on devices of this kind travel through host memory.
+  std::string device_reason(c10::DeviceType type) const { return staging_.reason(type); }
+  // The library that carries tensors on such devices, or empty.
+  std::string device_library(c10::DeviceType type) const;
+  // What the group has done, as JSON text; see src/stats/export.rs.
+  std::string stats() const;
+  std::string records() const;
+  void reset_stats();
+
+  const std::string getBackendName() const override { return "sagellm"; }
+  c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }
+  void setTimeout(std::chrono::milliseconds timeout) override;
+  uint64_t getSequenceNumberForGroup() override;
+  // Numbers begin at the same value everywhere; there is nothing to agree on.
+  void setSequenceNumberForGroup() override {}
+  c10d::ErrorType getError() override;
+  void shutdown() override;
+  void abort() override;
+
+  // One answer for all devices of the group: true where a vendor's library carries those of this process. Otherwise a
+  // batch of sends and receives is issued one by one; issuing never waits for a peer, so nothing is gained on a CPU
+  // that would be worth the rules of regions.
+  bool supportsCoalescing() const override;
+  void startCoalescing() override { region_.start(); }
+  // Never throws: a failure is the Work's.
+  WorkPtr endCoalescing() override;
+  bool supportsSplitting() const override { return true; }
+  // The CPU's ranks have met; those of a vendor's library do so here instead of at their first call.
+  void eagerConnectSingleDevice(at::Device device) override;
+  // All ranks call it, those in no new group as well.
+  c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+                                          const c10::intrusive_ptr<c10d::Backend::Options>& opts) override;
+  bool supportsShrinking() const override { return true; }
+  // The ranks that stay call it, whatever has become of the others. This group's communicator of its bound device ends:
+  // when what is under way is done, or at once with the flag to abort, which aborts all that this group does.
+  c10::intrusive_ptr<c10d::Backend> shrink(const std::vector<int64_t>& ranks_to_exclude, int shrink_flags,
+                                           const c10::intrusive_ptr<c10d::Backend::Options>& opts_override) override;
+
+  void enableCollectivesTiming() override;
+  void registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override;
+  void waitForPendingWorks() override;
+#ifdef SAGELLM_HAS_ABORT_HOOKS
+  void registerAbortHook(int64_t id, AbortHook hook) override;
+  void unregisterAbortHook(int64_t id) override;
+#endif
+#ifdef SAGELLM_HAS_COMPLETION_HOOKS
+  bool supportsAbortHooks() const override { return true; }
+  // A delegate's works are its own; nobody would tell their end.
+  bool supportsCompletionHooks() const override { return !delegated(); }
+  void registerCompletionHook(int64_t id, CompletionHook hook) override;
+  void unregisterCompletionHook(int64_t id) override;
+#endif
+
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override;
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
+  WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
+  WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) override;
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override;
+  WorkPtr allgather(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override;
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) override;
+  WorkPtr allgather_coalesced(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override;
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::AllgatherOptions& opts) override;
+  WorkPtr gather(Lists& outputs, Tensors& inputs, const c10d::GatherOptions& opts) override;
+  WorkPtr scatter(Tensors& outputs, Lists& inputs, const c10d::ScatterOptions& opts) override;
+  WorkPtr reduce_scatter(Tensors& outputs, Lists& inputs, const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+                        std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& opts) override;
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) override;
+  WorkPtr barrier(const c10d::BarrierOptions& opts) override;
+  void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override;
+  WorkPtr send(Tensors& tensors, int destination, int tag) override;
+  WorkPtr recv(Tensors& tensors, int source, int tag) override;
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override;
+
+#ifdef SAGELLM_HAS_SINGLE_NAMES
+  // Their base versions forward as well, but refuse to be entered twice on one thread, which a signal handler that
+  // runs while the outer call waits would do.
+  WorkPtr all_gather_single(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) override;
+  WorkPtr all_gather_single_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override;
+  WorkPtr reduce_scatter_single(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr reduce_scatter_single_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr all_to_all_single(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+                            std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& opts) override;
+  WorkPtr gather_single(at::Tensor& output, at::Tensor& input, const c10d::GatherOptions& opts) override;
+  WorkPtr gather_into_tensor(at::Tensor& output, at::Tensor& input, const c10d::GatherOptions& opts) override;
+#endif
+
+ private:
+  // Calls itself with copies in host memory and carries them out.
+  friend class HostCall;
+  friend class VendorDevices;
+  using TensorView = c10::ArrayRef<at::Tensor>;
+
+  // The last step of every override. Synchronous calls are finished here, on this thread, and return no Work: c10d
+  // takes that for "done", and it is the cheapest path. `inputs` are kept alive until an asynchronous call has ended;
+  // `outputs` are its result.
+  WorkPtr submit(Plan& plan, const Label& label, TensorView inputs, TensorView outputs, bool async);
+  // The same for a list whose types differ: one operation per run of equal types, one Work for all.
+  WorkPtr submit_all(std::vector<Plan>& plans, const Label& label, TensorView inputs, TensorView outputs, bool async);
+  WorkPtr submit_async(c10::ArrayRef<Plan*> plans, const Label& label, TensorView inputs, TensorView outputs,
+                       bool async);
+  void run(Plan& plan, const Label& label, TensorView inputs);
+
+  WorkPtr allreduce_coo(at::Tensor& tensor, const c10d::AllreduceOptions& opts);
+  WorkPtr receive(Tensors& tensors, uint32_t source, int tag, const Label& label, const char* op);
+
+  // Hands a call to the delegate, and has it counted: until its future completes, where there is one, which is before
+  // anyone who waits goes on.
+  WorkPtr counted(Foreign call, const std::function<WorkPtr(c10d::Backend&)>& hand_over);
+
+  // Collectives that the core does not know as a whole, or not at all: a barrier ends behind them.
+  WorkPtr beside(WorkPtr work);
+  std::vector<WorkPtr> pending_beside();
+  WorkPtr barrier_behind(std::vector<WorkPtr> earlier, const c10d::BarrierOptions& opts);
+  // Hands a message to the delegate. In a group over several hosts the lanes, which carry its collectives, do not see
+  // it: it waits for those before it that use its memory, and those after it wait for it (`follow_messages`). Here, at
+  // issue: the delegate could not be told to begin later.
+  WorkPtr delegate_message(Foreign call, const Tensors& tensors,
+                           const std::function<WorkPtr(c10d::Backend&)>& hand_over);
+  void follow_messages(c10::ArrayRef<Plan*> plans);
+  // Waits for the messages that read or write `memory`, where either side writes.
+  void follow_messages(const Piece& memory, bool writes);
+
+  // Somebody listens for the end of works: then synchronous calls have one, too.
+  // Over what serves the group's CPU tensors.
+  WorkPtr barrier_of_hosts(const c10d::BarrierOptions& opts);
+  // A barrier also comes behind the collectives of this rank on devices: torch does not say for which device one is
+  // meant unless the caller names its number.
+  WorkPtr behind_devices(WorkPtr work, bool async);
+  // A batch of messages on a device may have some of this rank for itself.
+  bool sends_to_itself() const { return HostCall::by_vendor() && region_.open(); }
+  bool has_listeners() const { return events_->has_work_hook() || events_->has_completion_hooks(); }
+
+  // Both not for a call whose tensors are on a device and go to its vendor's library.
+  bool delegated() const { return C10_UNLIKELY(!delegate_reason_.empty()) && !HostCall::by_vendor(); }
+  // Messages of a group over several hosts go by the delegate: a receive from anyone cannot watch two transports.
+  bool messages_delegated() const { return delegated() || (spans_hosts_ && !HostCall::by_vendor()); }
+  // What carries tensors on such devices, or null where they go through host memory. Looked for once.
+  std::shared_ptr<VendorDevices> vendor_of(c10::DeviceType type) const;
+  // Hands bytes from one rank to all (`from` is -1: from rank 0) or to one, over the CPU. Collective calls then.
+  void share(at::Tensor& bytes, int from, int to);
+  // Hands every rank's bytes to all, in a group that no delegate serves.
+  void share_all(const at::Tensor& own, at::Tensor& all);
+  c10::intrusive_ptr<c10d::Backend> delegate() const;
+
+  void abort_for(const std::string& reason);
+  // Whether all ranks say yes, over the CPU. All call.
+  bool agree(bool yes);
+  // The device that the group is bound to, if any, and what carries tensors on it, or null.
+  std::optional<c10::Device> bound_device() const;
+  std::shared_ptr<VendorDevices> bound_vendor() const;
+  // A group of these ranks of this one, this rank among them, whose keys begin with `prefix`. `given` may be null;
+  // `name` is for a group to which it gives none.
+  c10::intrusive_ptr<SageBackend> part(const std::string& prefix, const std::vector<int>& ranks,
+                                       const c10::intrusive_ptr<c10d::Backend::Options>& given,
+                                       const std::string& name);
+  // The delegate, or the link, of a group that torch does not make through the Python package.
+  c10::intrusive_ptr<c10d::Backend> build_delegate(const char* prefix) const;
+
+  const c10::intrusive_ptr<Options> options_;
+  const c10::intrusive_ptr<c10d::Store> store_;
+  const rust::Box<RustGroup> group_;
+  const std::string delegate_reason_;
+  const bool spans_hosts_;
+  const std::shared_ptr<Events> events_ = std::make_shared<Events>();
+  mutable Staging staging_;
+  Region region_;
+  // Guards what was found; looking for it waits for nobody.
+  mutable std::mutex vendor_mutex_;
+  mutable std::map<c10::DeviceType, std::shared_ptr<VendorDevices>> vendors_;
+
+  // torch forgets the device of a group that was split off, as far as its backend is concerned.
+  std::optional<c10::Device> parents_device_;
+  // Guards the next three. The last `split`: torch calls it once for each kind of device that the backend serves (2.15
+  // only on ranks outside of the new group), with one store, and wants one new backend. Let go of in the next one and
+  // in `shutdown`.
+  std::mutex split_mutex_;
+  c10::intrusive_ptr<c10d::Store> split_store_;
+  c10::intrusive_ptr<c10d::Backend> split_child_;
+  // How many there were; the same on all ranks.
+  uint64_t splits_ = 0;
+
+  // In a forked child: gives up what is the parent's.
+  void leave_to_parent();
+
+  // The process that made this group; in a forked child it is only looked at.
+  const pid_t process_ = ::getpid();
+
+  mutable std::mutex delegate_mutex_;
+  c10::intrusive_ptr<c10d::Backend> delegate_;
+  std::shared_ptr<GlooLink> link_;
+  // Guards the next two.
+  std::mutex beside_mutex_;
+  std::vector<WorkPtr> beside_;
+  // Messages of a group over several hosts that may be under way.
+  std::vector<DelegatedMessage> messages_;
+  // Numbers the sparse all-reduces of this rank, which gives their messages tags of their own.
+  std::atomic<uint32_t> sparse_count_{0};
+};
+
+}  // namespace sagellm

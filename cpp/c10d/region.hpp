@@ -1,0 +1,75 @@
+// What happens between startCoalescing and endCoalescing, which torch puts around batches of sends and receives and
+// around the calls of its coalescing manager: calls on a device wait for the end and are one launch of the vendor's
+// library; calls on the CPU are issued at once, as always, and none is waited for inside.
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <vector>
+
+#include "device/vendor.hpp"
+#include "lower/plan.hpp"
+#include "work/work.hpp"
+
+namespace sagellm {
+
+class Region {
+ public:
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+  using Tensors = std::vector<at::Tensor>;
+
+  // Everything that came since the beginning.
+  struct Content {
+    // Plans that the calls point to, which do not move.
+    std::deque<Plan> plans;
+    std::vector<DevicePlan> calls;
+    std::optional<Label> label;
+    std::optional<c10::Device> device;
+    Tensors keep;
+    Tensors outputs;
+    std::vector<WorkPtr> works;
+  };
+
+  // One at a time, on the thread that will end it.
+  void start();
+  // True on the thread of an open region. One relaxed load where there is none.
+  bool open() const {
+    return C10_UNLIKELY(open_.load(std::memory_order_relaxed)) && thread_ == std::this_thread::get_id();
+  }
+  void add(WorkPtr work) { content_.works.push_back(std::move(work)); }
+  // All on one device.
+  void add(std::vector<DevicePlan> calls, const Label& label, Tensors keep, Tensors outputs, c10::Device device);
+  Content end();
+
+ private:
+  // Written by the thread of the region alone, and so are the others; read by all.
+  std::atomic<bool> open_{false};
+  std::thread::id thread_;
+  Content content_;
+};
+
+// Several works as one.
+class JoinedWork final : public c10d::Work {
+ public:
+  JoinedWork(int rank, std::vector<c10::intrusive_ptr<c10d::Work>> parts);
+
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  std::exception_ptr exception() const override;
+  bool wait(std::chrono::milliseconds timeout) override;
+  void synchronize() override;
+  void abort() override;
+  std::vector<at::Tensor> result() override;
+  // Of all parts' values, one behind the other.
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+
+ private:
+  const std::vector<c10::intrusive_ptr<c10d::Work>> parts_;
+  std::mutex mutex_;
+  c10::intrusive_ptr<c10::ivalue::Future> value_;
+};
+
+}  // namespace sagellm

@@ -1,0 +1,218 @@
+// The all-reduce of sparse COO tensors: every rank learns how many numbers each rank has, gets them all, and adds them
+// in rank order, so all ranks compute the same bits.
+//
+// The counts travel in an all-gather of the group, issued in order with everything else; so a rank that calls something
+// different is found out as usual. How much data follows is known only afterwards. It travels as messages between pairs
+// of ranks, moved by a job on a callback thread, because issuing must not wait for a peer.
+#include <ATen/ATen.h>
+
+#include <array>
+#include <utility>
+
+#include "c10d/backend.hpp"
+#include "host/errors.hpp"
+#include "lower/checks.hpp"
+#include "work/callbacks.hpp"
+
+namespace sagellm {
+
+using c10d::OpType;
+
+namespace {
+
+constexpr const char* kOp = "sparse all_reduce";
+
+// Users' tags end where this bit begins (c10d's are non-negative ints).
+constexpr uint32_t kSparseTags = 1U << 31;
+
+// What a rank tells the others: numbers stored, the two dimension counts, type, then the sizes.
+constexpr size_t kMaxDims = 16;
+constexpr size_t kHeader = 4 + kMaxDims;
+enum : size_t { kStored = 0, kSparseDims = 1, kDenseDims = 2, kType = 3, kSizes = 4 };
+
+at::Tensor header_of(const at::Tensor& coalesced) {
+  at::Tensor header = at::zeros({static_cast<int64_t>(kHeader)}, at::kLong);
+  auto* fields = header.mutable_data_ptr<int64_t>();
+  fields[kStored] = coalesced._nnz();
+  fields[kSparseDims] = coalesced.sparse_dim();
+  fields[kDenseDims] = coalesced.dense_dim();
+  fields[kType] = static_cast<int64_t>(coalesced.scalar_type());
+  for (int64_t dim = 0; dim < coalesced.dim(); ++dim) fields[kSizes + static_cast<size_t>(dim)] = coalesced.size(dim);
+  return header;
+}
+
+void check_sparse(const at::Tensor& tensor, const c10d::ReduceOp& reduce_op) {
+  if (!tensor.device().is_cpu()) {
+    value_error(kOp, c10::str("tensor is on ", tensor.device(), ", expected one on cpu"));
+  }
+  if (reduce_op.op_ != c10d::ReduceOp::SUM && reduce_op.op_ != c10d::ReduceOp::AVG) {
+    value_error(kOp, "only SUM and AVG can be computed for sparse tensors");
+  }
+  if (reduce_op.op_ == c10d::ReduceOp::AVG && !tensor.is_floating_point() && !tensor.is_complex()) {
+    value_error(kOp,
+                c10::str("AVG needs floating point or complex numbers, got ", check::dtype_name(tensor.scalar_type())));
+  }
+  check::reducible(kOp, tensor);
+  if (tensor.dim() > static_cast<int64_t>(kMaxDims)) {
+    value_error(kOp, c10::str("tensor has ", tensor.dim(), " dimensions, expected at most ", kMaxDims));
+  }
+}
+
+std::string describe(const int64_t* header) {
+  const auto dims = static_cast<size_t>(header[kSparseDims] + header[kDenseDims]);
+  return c10::str(check::dtype_name(static_cast<at::ScalarType>(header[kType])), " of sizes ",
+                  at::IntArrayRef(header + kSizes, dims), " with ", header[kSparseDims], " sparse dimensions");
+}
+
+// All ranks see all headers and come to the same verdict.
+void check_headers(const at::Tensor& headers, int ranks) {
+  const auto* first = headers.const_data_ptr<int64_t>();
+  for (int rank = 1; rank < ranks; ++rank) {
+    const int64_t* other = first + static_cast<size_t>(rank) * kHeader;
+    if (!std::equal(first + kSparseDims, first + kHeader, other + kSparseDims)) {
+      raise(c10::str("Msagellm ", kOp, ": the ranks passed different tensors: rank 0 ", describe(first), ", rank ",
+                     rank, " ", describe(other)));
+    }
+  }
+}
+
+// Indices and values of one rank.
+struct Part {
+  at::Tensor indices;
+  at::Tensor values;
+};
+
+at::Tensor add_up(const std::vector<Part>& parts, const at::Tensor& like, bool average) {
+  std::vector<at::Tensor> indices;
+  std::vector<at::Tensor> values;
+  for (const Part& part : parts) {
+    indices.push_back(part.indices);
+    values.push_back(part.values);
+  }
+  const at::ScalarType type = like.scalar_type();
+  at::Tensor numbers = at::cat(values, 0);
+  // Rounded once, at the end.
+  if (type == at::kHalf || type == at::kBFloat16) numbers = numbers.to(at::kFloat);
+  at::Tensor sum =
+      at::sparse_coo_tensor(at::cat(indices, 1), numbers, like.sizes(), like.options().dtype(numbers.scalar_type()))
+          .coalesce();
+  if (average) sum._values().div_(static_cast<double>(parts.size()));
+  return sum.to(type);
+}
+
+}  // namespace
+
+// The job of one call, owned by the callback thread that runs it.
+struct SparseJob {
+  c10::intrusive_ptr<SageBackend> backend;
+  const RustGroup* group;
+  c10::intrusive_ptr<OpWork> exchange;
+  at::Tensor headers;
+  at::Tensor tensor;
+  Part own;
+  bool average;
+  uint32_t tag;
+  std::chrono::milliseconds timeout;
+
+  c10::intrusive_ptr<OpWork> message(Kind kind, OpType type, int peer, const at::Tensor& memory) const {
+    Plan plan(kOp, kind, timeout);
+    plan.call.root = static_cast<uint32_t>(peer);
+    plan.call.tag = tag;
+    plan.call.counts = false;
+    plan.call.tensors = 0;
+    if (kind == Kind::kSend) {
+      plan.read(memory);
+    } else {
+      plan.write(memory);
+    }
+    auto work = c10::make_intrusive<OpWork>(backend->getRank(), type, std::vector<at::Tensor>(),
+                                            std::make_shared<Events>(), nullptr);
+    work->add(*group, plan, {memory});
+    work->seal();
+    return work;
+  }
+
+  void run() const {
+    const at::NoGradGuard no_grad;
+    exchange->wait(kNoTimeout);
+    const int ranks = backend->getSize();
+    check_headers(headers, ranks);
+    std::vector<c10::intrusive_ptr<OpWork>> messages;
+    std::vector<Part> parts(static_cast<size_t>(ranks));
+    for (int rank = 0; rank < ranks; ++rank) {
+      Part& part = parts[static_cast<size_t>(rank)];
+      if (rank == backend->getRank()) {
+        part = own;
+        continue;
+      }
+      messages.push_back(message(Kind::kSend, OpType::SEND, rank, own.indices));
+      messages.push_back(message(Kind::kSend, OpType::SEND, rank, own.values));
+      const int64_t stored = headers.const_data_ptr<int64_t>()[static_cast<size_t>(rank) * kHeader + kStored];
+      auto sizes = own.values.sizes().vec();
+      sizes[0] = stored;
+      part.indices = at::empty({own.indices.size(0), stored}, at::kLong);
+      part.values = at::empty(sizes, own.values.scalar_type());
+      messages.push_back(message(Kind::kRecv, OpType::RECV, rank, part.indices));
+      messages.push_back(message(Kind::kRecv, OpType::RECV, rank, part.values));
+    }
+    for (const auto& work : messages) work->wait(kNoTimeout);
+    tensor.copy_(add_up(parts, tensor, average));
+  }
+};
+
+SageBackend::WorkPtr SageBackend::allreduce_coo(at::Tensor& tensor, const c10d::AllreduceOptions& opts) {
+  check_sparse(tensor, opts.reduceOp);
+  Graveyard::instance().drain();
+  const at::NoGradGuard no_grad;
+  const at::Tensor coalesced = tensor.coalesce();
+  const at::Tensor header = header_of(coalesced);
+  auto job = std::make_shared<SparseJob>();
+  job->headers = at::empty({getSize() * static_cast<int64_t>(kHeader)}, at::kLong);
+  job->tensor = tensor;
+  job->own = {coalesced._indices().contiguous(), coalesced._values().contiguous()};
+  job->average = opts.reduceOp.op_ == c10d::ReduceOp::AVG;
+  job->timeout = opts.timeout;
+
+  Plan plan(kOp, Kind::kAllGather, opts.timeout);
+  plan.read(header);
+  plan.write(job->headers);
+  // The call is counted once, as what the caller asked for; its parts are not.
+  plan.call.counts = false;
+  plan.call.tensors = 0;
+  Foreign call{};
+  call.kind = static_cast<uint8_t>(Kind::kAllReduce);
+  call.composed = true;
+  call.read = call.written = job->own.indices.nbytes() + job->own.values.nbytes();
+  call.tensors = 1;
+  call.element = static_cast<uint8_t>(tensor.scalar_type());
+  call.site = plan.call.site;
+  const auto note = std::make_shared<rust::Box<RustForeign>>(group_->foreign(call));
+  auto trace = Trace::start("sagellm:sparse_all_reduce", tensor);
+  job->exchange =
+      c10::make_intrusive<OpWork>(getRank(), OpType::_ALLREDUCE_SPARSE, Tensors(), std::make_shared<Events>(), nullptr);
+  job->exchange->add(*group_, plan, {header, job->headers});
+  job->exchange->seal();
+  // Issued in the same order everywhere, as all collectives of a group are, so the tags of all ranks agree.
+  job->tag = kSparseTags | (sparse_count_++ & ~kSparseTags);
+  job->backend = c10::intrusive_ptr<SageBackend>::reclaim_copy(this);
+  job->group = &*group_;
+
+  const auto timeout = opts.timeout.count() < 0 ? options_->timeout : opts.timeout;
+  auto work = c10::make_intrusive<TaskWork>(getRank(), OpType::_ALLREDUCE_SPARSE, Tensors{tensor}, events_,
+                                            std::move(trace), job->exchange->getSequencenumber(), timeout);
+  CallbackPool::instance().post([job, work, note] {
+    std::exception_ptr failure;
+    try {
+      job->run();
+    } catch (const std::exception&) {
+      failure = std::current_exception();
+    }
+    (*note)->ended(!failure, true);
+    work->end(failure);
+  });
+  if (opts.asyncOp) return work;
+  work->wait(kNoTimeout);
+  return nullptr;
+}
+
+}  // namespace sagellm

@@ -1,0 +1,223 @@
+// Groups made out of this one: of some of its ranks (split), or of those that are left (shrink).
+//
+// The new group's ranks meet through the store as those of any group do. Where the group is bound to a device, and the
+// vendor's library can make a communicator out of another, the new group gets one at once that is made so, if all ranks
+// that the library waits for agree that they can: one alone would wait in it until the deadline. Otherwise its first
+// call on the device makes one, from an id of its own.
+#include <pybind11/chrono.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <limits>
+#include <map>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <utility>
+
+#include "c10d/backend.hpp"
+#include "device/vendor.hpp"
+#include "host/errors.hpp"
+
+namespace sagellm {
+
+namespace {
+
+// c10d's only flag of a shrink.
+constexpr int kShrinkAbort = 1;
+
+std::vector<uint32_t> unsigned_ranks(const std::vector<int>& ranks) {
+  return {ranks.begin(), ranks.end()};
+}
+
+}  // namespace
+
+void SageBackend::share(at::Tensor& bytes, int from, int to) {
+  const bool all = from < 0;
+  const bool gives = getRank() == (all ? 0 : from);
+  // No user's message has this tag: c10d's are not negative, and ours are compared as unsigned.
+  constexpr int kTag = std::numeric_limits<int>::max();
+  Tensors tensors{bytes};
+  if (delegated() || (!all && messages_delegated())) {
+    const auto other = delegate();
+    const WorkPtr work = all     ? other->broadcast(tensors, c10d::BroadcastOptions())
+                         : gives ? other->send(tensors, to, kTag)
+                                 : other->recv(tensors, from, kTag);
+    work->wait();
+    return;
+  }
+  constexpr const char* kOp = "communicator";
+  Plan plan(kOp, all ? Kind::kBroadcast : gives ? Kind::kSend : Kind::kRecv, options_->timeout);
+  plan.call.root = static_cast<uint32_t>(all ? 0 : gives ? to : from);
+  plan.call.tag = all ? 0 : static_cast<uint32_t>(kTag);
+  // Ours, not the caller's: it is not counted.
+  plan.call.counts = false;
+  plan.call.tensors = 0;
+  if (gives) {
+    plan.read(bytes);
+  } else {
+    plan.write(bytes);
+  }
+  run(plan,
+      {"sagellm:communicator", all     ? c10d::OpType::BROADCAST
+                               : gives ? c10d::OpType::SEND
+                                       : c10d::OpType::RECV},
+      tensors);
+}
+
+void SageBackend::share_all(const at::Tensor& own, at::Tensor& all) {
+  Plan plan("communicator", Kind::kAllGather, options_->timeout);
+  plan.call.counts = false;
+  plan.call.tensors = 0;
+  plan.read(own);
+  plan.write(all);
+  run(plan, {"sagellm:communicator", c10d::OpType::ALLGATHER}, own);
+}
+
+bool SageBackend::agree(bool yes) {
+  if (getSize() == 1) return yes;
+  at::Tensor vote = at::full({1}, yes ? 1 : 0, at::kByte);
+  Tensors tensors{vote};
+  if (delegated()) {
+    c10d::AllreduceOptions options;
+    options.reduceOp = c10d::ReduceOp::MIN;
+    delegate()->allreduce(tensors, options)->wait();
+  } else {
+    Plan plan("agree", Kind::kAllReduce, options_->timeout);
+    plan.combine(vote, c10d::ReduceOp::MIN);
+    plan.call.counts = false;
+    plan.call.tensors = 0;
+    plan.update(vote);
+    run(plan, {"sagellm:agree", c10d::OpType::ALLREDUCE}, tensors);
+  }
+  return vote.item<uint8_t>() == 1;
+}
+
+c10::intrusive_ptr<SageBackend> SageBackend::part(const std::string& prefix, const std::vector<int>& ranks,
+                                                  const c10::intrusive_ptr<c10d::Backend::Options>& given,
+                                                  const std::string& name) {
+  const auto* const ours = dynamic_cast<const Options*>(given.get());
+  auto options = ours != nullptr ? ours->copy() : options_->copy();
+  if (given) options->timeout = given->timeout;
+  options->group_name = given && !given->group_name.empty() ? given->group_name : name;
+  options->group_desc = given ? given->group_desc : "";
+  const std::vector<uint64_t>& all = options_->global_ranks_in_group;
+  options->global_ranks_in_group.clear();
+  for (const int rank : ranks) {
+    options->global_ranks_in_group.push_back(all.empty() ? static_cast<uint64_t>(rank)
+                                                         : all[static_cast<size_t>(rank)]);
+  }
+  const auto mine = std::find(ranks.begin(), ranks.end(), getRank());
+  auto child = create(c10::make_intrusive<c10d::PrefixStore>(prefix, store_), static_cast<int>(mine - ranks.begin()),
+                      static_cast<int>(ranks.size()), options);
+  if (child->messages_delegated()) child->set_delegate(child->build_delegate("delegate"));
+  if (child->spans_hosts()) child->set_link(child->build_delegate("link"));
+  child->parents_device_ = bound_device();
+  return child;
+}
+
+c10::intrusive_ptr<c10d::Backend> SageBackend::build_delegate(const char* prefix) const {
+  if (options_->delegate == "mpi") {
+    raise(c10::str("Ssagellm: group '", options_->group_name, "' needs a delegate (", delegate_reason_,
+                   "), and all ranks of the job have to make one of MPI; use torch.distributed.new_group"));
+  }
+  // Keys of an earlier attempt at the same group may lie in the store, and gloo would believe them.
+  const std::string place = c10::str(prefix, "/", std::string(group_->id()));
+  const py::gil_scoped_acquire gil;
+  const py::object build = py::module_::import("sagellm._delegate").attr("build_part");
+  const py::object built = build(options_->delegate, place, store_, getRank(), getSize(), options_->timeout,
+                                 options_->group_name, options_->global_ranks_in_group);
+  return built.cast<c10::intrusive_ptr<c10d::Backend>>();
+}
+
+std::optional<c10::Device> SageBackend::bound_device() const {
+  const auto own = getBoundDeviceId();
+  return own ? own : parents_device_;
+}
+
+std::shared_ptr<VendorDevices> SageBackend::bound_vendor() const {
+  const auto device = bound_device();
+  return device && is_accelerator(*device) ? vendor_of(device->type()) : nullptr;
+}
+
+c10::intrusive_ptr<c10d::Backend> SageBackend::split(const c10::intrusive_ptr<c10d::Store>& store,
+                                                     const std::vector<int>& ranks,
+                                                     const c10::intrusive_ptr<c10d::Backend::Options>& opts) {
+  for (const int rank : ranks) {
+    if (rank < 0 || rank >= getSize()) {
+      value_error("split", c10::str("rank is ", rank, ", expected 0 to ", getSize() - 1));
+    }
+  }
+  uint64_t turn = 0;
+  {
+    const std::lock_guard<std::mutex> lock(split_mutex_);
+    if (store == split_store_) return split_child_;
+    turn = splits_++;
+  }
+  const auto device = bound_device();
+  const std::vector<uint32_t> members = unsigned_ranks(ranks);
+  const bool member = std::find(ranks.begin(), ranks.end(), getRank()) != ranks.end();
+  c10::intrusive_ptr<SageBackend> child;
+  std::shared_ptr<VendorDevices> parents;
+  std::shared_ptr<VendorDevices> childs;
+  bool can = false;
+  std::exception_ptr failed;
+  try {
+    // Not by the new group's name: before torch 2.15 ranks that were outside of an earlier one count names differently.
+    const std::string prefix = c10::str("sagellm/split/", turn, "/", c10::Join(",", ranks));
+    if (member) child = part(prefix, ranks, opts, c10::str(options_->group_name, " split ", turn));
+    parents = bound_vendor();
+    if (parents && child) childs = child->vendor_of(device->type());
+    // What is under way has to end first.
+    can = parents && (!member || childs) && parents->can_split(*device, members) && parents->drain(options_->timeout);
+  } catch (const std::exception&) {
+    failed = std::current_exception();
+    if (is_interrupt(failed)) throw;  // Ctrl-C waits for nobody
+  }
+  // A rank that failed says so: the others wait for its answer.
+  if (device && is_accelerator(*device) && agree(can)) parents->split(*device, members, childs.get());
+  if (failed) std::rethrow_exception(failed);
+  c10::intrusive_ptr<c10d::Backend> before = child;
+  {
+    const std::lock_guard<std::mutex> lock(split_mutex_);
+    split_store_ = store;
+    split_child_.swap(before);
+  }
+  return child;
+}
+
+c10::intrusive_ptr<c10d::Backend> SageBackend::shrink(const std::vector<int64_t>& ranks_to_exclude, int shrink_flags,
+                                                      const c10::intrusive_ptr<c10d::Backend::Options>& opts_override) {
+  if (shrink_flags != 0 && shrink_flags != kShrinkAbort) {
+    value_error("shrink", c10::str("shrink_flags is ", shrink_flags, ", expected 0, or ", kShrinkAbort, " to abort"));
+  }
+  std::vector<uint32_t> excluded;
+  for (const int64_t rank : ranks_to_exclude) {
+    if (rank < 0 || rank >= getSize()) {
+      value_error("shrink", c10::str("an excluded rank is ", rank, ", expected 0 to ", getSize() - 1));
+    }
+    if (rank == getRank()) value_error("shrink", c10::str("rank ", rank, " calls it, and is to be excluded"));
+    excluded.push_back(static_cast<uint32_t>(rank));
+  }
+  std::vector<int> ranks;
+  for (int rank = 0; rank < getSize(); ++rank) {
+    if (std::find(excluded.begin(), excluded.end(), static_cast<uint32_t>(rank)) == excluded.end()) {
+      ranks.push_back(rank);
+    }
+  }
+  const auto vendor = bound_vendor();
+  const bool aborts = shrink_flags == kShrinkAbort;
+  VendorDevices::Retired parent;
+  // Taken first, so that nobody aborts it who sees the group fail; but what is under way may end before, unless it is
+  // to be aborted.
+  if (vendor && (aborts || vendor->drain(options_->timeout))) parent = vendor->retire(*bound_device(), !aborts);
+  if (aborts) abort_for(c10::str("shrink() was called on rank ", getRank()));
+  const std::string without = c10::Join(",", ranks_to_exclude);
+  auto child = part(c10::str("sagellm/shrink/", c10::Join(",", ranks)), ranks, opts_override,
+                    c10::str(options_->group_name, " without ", without));
+  if (vendor) {
+    const auto own = child->vendor_of(bound_device()->type());
+    if (child->agree(own && parent.can_shrink())) parent.shrink(excluded, *own);
+  }
+  return child;
+}
+
+}  // namespace sagellm

@@ -1,0 +1,150 @@
+#include "device/streams.hpp"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <atomic>
+
+namespace sagellm {
+
+namespace {
+
+c10::impl::VirtualGuardImpl guard_of(c10::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type());
+}
+
+// Empties a queue on the host in front of the stream. A device of torch's own has none, and one whose stream is being
+// captured may not be asked.
+void drain(const c10::Stream& stream) {
+  if (stream.device_type() == c10::DeviceType::PrivateUse1) (void)guard_of(stream.device()).queryStream(stream);
+}
+
+}  // namespace
+
+c10::Device with_index(c10::Device device) {
+  return device.has_index() ? device : guard_of(device).getDevice();
+}
+
+c10::Stream current_stream(c10::Device device) {
+  return guard_of(device).getStream(device);
+}
+
+std::optional<bool> capture_of(const c10::Stream& stream) {
+  return guard_is_capturing(guard_of(stream.device()), stream, 0);
+}
+
+Passage::Passage(DeviceStreams& owner, c10::Stream stream, bool timed, int lane)
+    : owner_(owner), stream_(stream), timed_(timed), lane_(lane) {
+  if (!timed_) return;
+  begun_ = std::make_shared<c10::Event>(stream_.device_type(), c10::EventFlag::BACKEND_DEFAULT);
+  begun_->record(stream_);
+}
+
+void* Passage::enter() {
+  owner_.raw_->set_device(device().index());
+  std::unique_lock<std::mutex> lock(owner_.mutex_);
+  if (owner_.native_.value_or(true)) {
+    try {
+      raw_ = stream_.native_handle();
+      owner_.native_ = true;
+      lock.unlock();
+      drain(stream_);
+      return raw_;
+    } catch (const c10::Error&) {
+      if (owner_.native_) throw;
+      owner_.native_ = false;
+    }
+  }
+  lock.unlock();
+  own_raw_ = true;
+  raw_ = owner_.raw_->stream(device().index(), lane_);
+  c10::Event here(stream_.device_type());
+  here.record(stream_);
+  // Those told before the queue is emptied have left it afterwards.
+  const auto told = owner_.take_told(stream_);
+  drain(stream_);
+  for (const auto& each : told) owner_.raw_->release(each.event);
+  owner_.raw_->wait(raw_, here.eventId());
+  return raw_;
+}
+
+void Passage::leave() {
+  if (!own_raw_) return;
+  void* event = owner_.raw_->record(raw_);
+  guard_of(device()).block(event, stream_);
+  const std::lock_guard<std::mutex> lock(owner_.mutex_);
+  owner_.told_.push_back({stream_, event});
+}
+
+std::shared_ptr<c10::Event> Passage::end(bool asked_only) {
+  if (asked_only && !timed_) {
+    auto ended = owner_.asked_only(stream_);
+    ended->record(stream_);
+    return ended;
+  }
+  auto ended = std::make_shared<c10::Event>(stream_.device_type(),
+                                            timed_ ? c10::EventFlag::BACKEND_DEFAULT : c10::EventFlag::PYTORCH_DEFAULT);
+  ended->record(stream_);
+  return ended;
+}
+
+DeviceStreams::~DeviceStreams() {
+  try {
+    for (const Told& each : told_) {
+      drain(each.stream);
+      raw_->release(each.event);
+    }
+  } catch (const std::exception&) {
+    // The runtime is going down, and its events with it.
+  }
+}
+
+c10::Stream DeviceStreams::side(c10::Device device, int lane) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = side_.find({device.index(), lane});
+  if (found != side_.end()) return found->second;
+  c10::Stream made = current_stream(device);
+  try {
+    made = guard_of(device).getStreamFromGlobalPool(device, false);
+  } catch (const c10::Error&) {
+    made = c10::Stream(c10::Stream::DEFAULT, device);
+  }
+  side_.emplace(std::make_pair(device.index(), lane), made);
+  return made;
+}
+
+Passage DeviceStreams::begin(c10::Device device, bool async, bool timed, int lane) {
+  const c10::Stream callers = current_stream(device);
+  if (!async) return Passage(*this, callers, timed, lane);
+  const c10::Stream ours = side(device, lane);
+  if (ours != callers) {
+    c10::Event now(device.type());
+    now.record(callers);
+    now.block(ours);
+  }
+  return Passage(*this, ours, timed, lane);
+}
+
+std::shared_ptr<c10::Event> DeviceStreams::asked_only(const c10::Stream& stream) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  // As many operations of a device may be under way before one is asked for again.
+  constexpr size_t kMost = 1024;
+  auto& events = asked_only_[stream.device_index()];
+  const bool free = !events.empty() && events.front().use_count() == 1;
+  // Pairs with the release by which the last other holder let go of it.
+  if (free) std::atomic_thread_fence(std::memory_order_acquire);
+  events.push_back(free ? events.front() : std::make_shared<c10::Event>(stream.device_type()));
+  if (free || events.size() > kMost) events.pop_front();
+  return events.back();
+}
+
+std::vector<DeviceStreams::Told> DeviceStreams::take_told(const c10::Stream& stream) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto others =
+      std::stable_partition(told_.begin(), told_.end(), [&](const Told& each) { return each.stream != stream; });
+  std::vector<Told> taken(others, told_.end());
+  told_.erase(others, told_.end());
+  return taken;
+}
+
+}  // namespace sagellm

@@ -1,0 +1,270 @@
+#include "host/host.hpp"
+
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <stdexcept>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <utility>
+
+#include "host/per_process.hpp"
+#include "host/python_host.hpp"
+
+namespace sagellm {
+
+namespace {
+
+// This process's own connection to the server of a TCPStore of the user's: a connection serves one caller at a time,
+// and another thread of the program may be blocked in the user's for minutes. One is enough for all groups, on whatever
+// threads they are made, because none of our calls waits for another rank.
+class Connection {
+ public:
+  explicit Connection(c10::intrusive_ptr<c10d::Store> users) : users_(std::move(users)) {}
+
+  // Opens it when it is first needed, which may take a look-up of names: not with a lock held that others need.
+  c10::intrusive_ptr<c10d::Store> get() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!own_) own_ = users_->clone();
+    return own_;
+  }
+
+ private:
+  const c10::intrusive_ptr<c10d::Store> users_;
+  std::mutex mutex_;
+  c10::intrusive_ptr<c10d::Store> own_;
+};
+
+// By the user's store, which its connection keeps alive, so that no other one can have its address meanwhile.
+struct Connections {
+  std::mutex mutex;
+  std::map<const c10d::Store*, std::weak_ptr<Connection>> each;
+};
+
+std::shared_ptr<Connection> connection_of(const c10::intrusive_ptr<c10d::Store>& users) {
+  Connections& all = per_process<Connections>();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  for (auto at = all.each.begin(); at != all.each.end();) {
+    at = at->second.expired() ? all.each.erase(at) : std::next(at);
+  }
+  std::weak_ptr<Connection>& known = all.each[users.get()];
+  std::shared_ptr<Connection> connection = known.lock();
+  if (!connection) {
+    connection = std::make_shared<Connection>(users);
+    known = connection;
+  }
+  return connection;
+}
+
+// What a PrefixStore puts before a key. Only a derived class may name the member.
+struct PrefixOf : c10d::PrefixStore {
+  static const std::string& text(const c10d::PrefixStore& store) { return store.*(&PrefixOf::prefix_); }
+};
+
+class C10dStore final : public Store {
+ public:
+  explicit C10dStore(c10::intrusive_ptr<c10d::Store> store) : users_(std::move(store)) {
+    c10::intrusive_ptr<c10d::Store> inner = users_;
+    std::string prefix;
+    while (auto* const outer = dynamic_cast<c10d::PrefixStore*>(inner.get())) {
+      prefix.insert(0, PrefixOf::text(*outer) + "/");
+      inner = outer->getUnderlyingStore();
+    }
+    // The others let go of their locks while one of their callers waits for a key.
+    if (dynamic_cast<c10d::TCPStore*>(inner.get()) != nullptr) {
+      connection_ = connection_of(inner);
+      prefix_ = std::move(prefix);
+    }
+  }
+
+  void set(rust::Str key, rust::Slice<const uint8_t> value) const override {
+    plain_errors([&] { store()->set(full(key), std::vector<uint8_t>(value.begin(), value.end())); });
+  }
+
+  bool try_get(rust::Str key, rust::Vec<uint8_t>& value) const override {
+    bool found = false;
+    plain_errors([&] {
+      const std::string name = full(key);
+      const auto store = this->store();
+      std::vector<uint8_t> bytes;
+      if (connection_) {
+        // One round trip instead of two: compareSet returns the stored value, or the expected one where the key is
+        // missing. No rank ever stores the value expected here, so it changes nothing.
+        static const std::vector<uint8_t> nothing{'n', 'o', 't', ' ', 's', 'e', 't'};
+        bytes = store->compareSet(name, nothing, nothing);
+        found = bytes != nothing;
+      } else {
+        // `get` waits for a key that is missing, so ask first. Nobody deletes keys.
+        found = store->check({name});
+        if (found) bytes = store->get(name);
+      }
+      if (!found) return;
+      value.clear();
+      value.reserve(bytes.size());
+      for (const uint8_t byte : bytes) value.push_back(byte);
+    });
+    return found;
+  }
+
+  int64_t add(rust::Str key, int64_t by) const override {
+    int64_t sum = 0;
+    plain_errors([&] { sum = store()->add(full(key), by); });
+    return sum;
+  }
+
+ private:
+  c10::intrusive_ptr<c10d::Store> store() const { return connection_ ? connection_->get() : users_; }
+
+  std::string full(rust::Str key) const { return prefix_ + std::string(key); }
+
+  // cxx hands `what()` to Rust and knows only std::exception; torch's text carries a C++ backtrace nobody asked for.
+  template <class Body>
+  static void plain_errors(const Body& body) {
+    try {
+      body();
+    } catch (const c10::Error& error) {
+      throw std::runtime_error(error.what_without_backtrace());
+    } catch (const std::exception&) {
+      throw;
+    } catch (...) {
+      throw std::runtime_error("unknown error");
+    }
+  }
+
+  const c10::intrusive_ptr<c10d::Store> users_;
+  // Where the user's is a TCPStore, and what its PrefixStores put before a key, the innermost first.
+  std::shared_ptr<Connection> connection_;
+  std::string prefix_;
+};
+
+struct Line {
+  uint8_t level;
+  std::string text;
+};
+
+// Lines on their way to Python's logging.
+struct LogQueue {
+  // More than this is kept from nobody who reads along, and bounds the memory when nobody does.
+  static constexpr size_t kMaxLines = 1000;
+
+  std::mutex mutex;
+  std::deque<Line> lines;
+  size_t dropped = 0;
+  // A pending call of the interpreter will drain the queue.
+  bool scheduled = false;
+  bool closed = false;
+};
+
+LogQueue& log_queue() {
+  return per_process<LogQueue>();
+}
+
+int drain_from_main_loop(void* /*unused*/) {
+  drain_log();
+  return 0;
+}
+
+int python_level(uint8_t level) {
+  switch (level) {
+    case 1:
+      return 40;
+    case 2:
+      return 30;
+    case 3:
+      return 20;
+    case 4:
+      return 10;
+    default:
+      return 5;
+  }
+}
+
+// The main thread's alone, and never destroyed: an exception of Python may not be let go of after the interpreter's
+// end.
+std::exception_ptr& kept_interrupt() {
+  static auto* const kept = new std::exception_ptr;
+  return *kept;
+}
+
+// Only the main thread runs signal handlers; on Linux its thread id is the process id.
+bool on_main_thread() {
+  return ::syscall(SYS_gettid) == ::getpid();
+}
+
+}  // namespace
+
+std::shared_ptr<Store> wrap_store(const c10::intrusive_ptr<c10d::Store>& store) {
+  return std::make_shared<C10dStore>(store);
+}
+
+bool check_interrupt() noexcept {
+  if (!on_main_thread() || !python_alive()) return false;
+  try {
+    py::gil_scoped_acquire gil;
+    drain_log();
+    if (PyErr_CheckSignals() == 0) return false;
+    kept_interrupt() = std::make_exception_ptr(py::error_already_set());
+    return true;
+  } catch (const std::exception& error) {
+    log_line(1, std::string("looking for signals failed: ") + error.what());
+    return false;
+  }
+}
+
+std::exception_ptr take_interrupt() noexcept {
+  return on_main_thread() ? std::exchange(kept_interrupt(), nullptr) : nullptr;
+}
+
+void log_line(uint8_t level, rust::Str text) noexcept {
+  try {
+    LogQueue& queue = log_queue();
+    std::lock_guard<std::mutex> lock(queue.mutex);
+    if (queue.closed || !python_alive()) {
+      if (level <= 2) std::fprintf(stderr, "sagellm: %.*s\n", static_cast<int>(text.size()), text.data());
+      return;
+    }
+    if (queue.lines.size() >= LogQueue::kMaxLines) {
+      ++queue.dropped;
+      return;
+    }
+    queue.lines.push_back({level, std::string(text)});
+    // Needs no GIL and does not wait; fails when the interpreter's short list is full, then the next line asks again.
+    if (!queue.scheduled) queue.scheduled = Py_AddPendingCall(&drain_from_main_loop, nullptr) == 0;
+  } catch (const std::exception&) {
+    // A log line is not worth more than the operation that wrote it.
+  }
+}
+
+void drain_log() {
+  LogQueue& queue = log_queue();
+  std::deque<Line> lines;
+  size_t dropped = 0;
+  {
+    std::lock_guard<std::mutex> lock(queue.mutex);
+    queue.scheduled = false;
+    if (queue.lines.empty()) return;
+    lines.swap(queue.lines);
+    dropped = std::exchange(queue.dropped, 0);
+  }
+  if (dropped > 0) lines.push_back({2, std::to_string(dropped) + " log lines were dropped, nobody read them in time"});
+  // A signal handler or a caller may have an exception in flight; logging must neither see nor replace it.
+  const py::error_scope pending;
+  try {
+    const py::object log = py::module_::import("logging").attr("getLogger")("sagellm").attr("log");
+    for (const Line& line : lines) log(python_level(line.level), "%s", line.text);
+  } catch (py::error_already_set& error) {
+    error.discard_as_unraisable("writing sagellm's log");
+  }
+}
+
+void close_log() {
+  LogQueue& queue = log_queue();
+  std::lock_guard<std::mutex> lock(queue.mutex);
+  queue.closed = true;
+}
+
+}  // namespace sagellm

@@ -1,0 +1,64 @@
+// What the Rust core may ask of its process: a store to meet the other ranks in, what to do when an operation starts
+// and ends, pending signals, and a log. This header is part of the cxx bridge (`src/ffi/bridge.rs`) and knows no torch,
+// so that the generated glue compiles without it.
+//
+// Everything declared here may be called from any thread, without the GIL.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "rust/cxx.h"
+
+namespace sagellm {
+
+// The key-value store that the ranks of a group meet through. Errors are exceptions with a plain text.
+class Store {
+ public:
+  virtual ~Store() = default;
+  virtual void set(rust::Str key, rust::Slice<const uint8_t> value) const = 0;
+  // False, at once, when the key is not there.
+  virtual bool try_get(rust::Str key, rust::Vec<uint8_t>& value) const = 0;
+  // The sum of all that any rank has added to the key.
+  virtual int64_t add(rust::Str key, int64_t by) const = 0;
+};
+
+// A message on its way. Errors are exceptions with a plain text; one thread at a time.
+class InFlight {
+ public:
+  virtual ~InFlight() = default;
+  virtual void wait(uint64_t timeout_ms) = 0;
+};
+
+// The way to ranks on other hosts. Memory stays valid until the transfer is gone.
+class Link {
+ public:
+  virtual ~Link() = default;
+  virtual std::unique_ptr<InFlight> receive(uint32_t peer, uint32_t tag, uint8_t* to, size_t bytes) const = 0;
+  virtual std::unique_ptr<InFlight> send(uint32_t peer, uint32_t tag, uint8_t* from, size_t bytes) const = 0;
+  // Every wait on this rank ends with an error, and so do those of others that wait for this rank.
+  virtual void cut() const noexcept = 0;
+};
+
+// What one operation does outside the core. None of these may throw: there is nobody to catch it.
+class Completion {
+ public:
+  virtual ~Completion() = default;
+  // Copies strided inputs into their contiguous pieces, right before they are read.
+  virtual void prepare() const = 0;
+  // Copies contiguous results back into strided outputs, before the end is told.
+  virtual void store_back() const = 0;
+  // The operation has ended; `error` is empty or begins with its code letter. Runs no Python and does not block.
+  virtual void ended(rust::Str error) const = 0;
+};
+
+// True when a Python signal handler raised. The exception is kept for the thread that asked; see `take_interrupt`.
+bool check_interrupt() noexcept;
+
+// Takes one line for Python's logging, under the name `sagellm`. Never runs Python here: the line is queued, and the
+// main thread writes it between two of its bytecodes, or at its next look for signals while it waits in the core.
+void log_line(uint8_t level, rust::Str text) noexcept;
+
+}  // namespace sagellm

@@ -1,0 +1,31 @@
+// torch's gloo group as a way to ranks on other hosts.
+#pragma once
+
+#include <memory>
+#include <mutex>
+
+#include "compat.hpp"
+#include "host/host.hpp"
+
+namespace sagellm {
+
+class GlooLink final : public Link {
+ public:
+  // A gloo group over the same ranks that nobody else uses: its tags are all ours, and it can be cut.
+  explicit GlooLink(c10::intrusive_ptr<c10d::Backend> group);
+
+  std::unique_ptr<InFlight> receive(uint32_t peer, uint32_t tag, uint8_t* to, size_t bytes) const override;
+  std::unique_ptr<InFlight> send(uint32_t peer, uint32_t tag, uint8_t* from, size_t bytes) const override;
+  void cut() const noexcept override;
+
+  // Lets go of the group: one that lives on into the exit of the process is flaky there.
+  void close();
+
+ private:
+  c10::intrusive_ptr<c10d::Backend> group() const;
+
+  mutable std::mutex mutex_;
+  c10::intrusive_ptr<c10d::Backend> group_;
+};
+
+}  // namespace sagellm

@@ -1,0 +1,204 @@
+#include "lower/checks.hpp"
+
+#include <ATen/MemoryOverlap.h>
+
+#include "device/staging.hpp"
+#include "host/errors.hpp"
+#include "lower/plan.hpp"
+
+namespace sagellm::check {
+
+std::string dtype_name(at::ScalarType type) {
+  return std::string(c10::getDtypeNames(type).first);
+}
+
+const at::Tensor& only(const char* op, const char* what, const std::vector<at::Tensor>& tensors) {
+  if (tensors.size() != 1) value_error(op, c10::str("expected one ", what, ", got ", tensors.size()));
+  return tensors[0];
+}
+
+const std::vector<at::Tensor>& only(const char* op, const char* what,
+                                    const std::vector<std::vector<at::Tensor>>& lists) {
+  if (lists.size() != 1) value_error(op, c10::str("expected one ", what, ", got ", lists.size()));
+  return lists[0];
+}
+
+void empty_elsewhere(const char* op, const char* what, const std::vector<std::vector<at::Tensor>>& lists, int64_t root,
+                     int rank) {
+  if (lists.empty() || (lists.size() == 1 && lists[0].empty())) return;
+  value_error(op, c10::str("only the root, rank ", root, ", may pass an ", what, "; this is rank ", rank));
+}
+
+void dense_cpu(const char* op, const char* what, const at::Tensor& tensor) {
+  if (!tensor.defined()) value_error(op, c10::str(what, " is undefined"));
+  // A call that goes to a vendor's library has been looked at before, and names its tensors on the device.
+  if (!tensor.device().is_cpu() && !HostCall::by_vendor()) {
+    value_error(op, c10::str(what, " is on ", tensor.device(), ", expected one on cpu"));
+  }
+  if (tensor.layout() != at::kStrided) {
+    value_error(op, c10::str(what, " has layout ", tensor.layout(), ", expected a dense one (torch.strided)"));
+  }
+}
+
+void dense_cpu(const char* op, const char* what, const std::vector<at::Tensor>& tensors) {
+  for (const at::Tensor& tensor : tensors) dense_cpu(op, what, tensor);
+}
+
+void writable(const char* op, const char* what, const at::Tensor& tensor) {
+  dense_cpu(op, what, tensor);
+  if (!tensor.is_contiguous() && at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
+    value_error(op, c10::str(what, " of sizes ", tensor.sizes(), " and strides ", tensor.strides(),
+                             " shares memory between its elements (an expanded tensor?); pass a clone"));
+  }
+}
+
+void writable(const char* op, const char* what, const std::vector<at::Tensor>& tensors) {
+  for (const at::Tensor& tensor : tensors) writable(op, what, tensor);
+}
+
+void same_dtype(const char* op, const at::Tensor& expected, const at::Tensor& found) {
+  if (expected.scalar_type() != found.scalar_type()) {
+    value_error(op, c10::str("all tensors must have the same dtype, got ", dtype_name(expected.scalar_type()), " and ",
+                             dtype_name(found.scalar_type())));
+  }
+}
+
+void same_dtype(const char* op, const at::Tensor& expected, const std::vector<at::Tensor>& found) {
+  for (const at::Tensor& tensor : found) same_dtype(op, expected, tensor);
+}
+
+void root(const char* op, int64_t root, int64_t root_tensor, int size) {
+  if (root < 0 || root >= size) {
+    value_error(op, c10::str("root rank is ", root, ", expected 0 to ", size - 1, " (the group has ", size, " ranks)"));
+  }
+  if (root_tensor != 0) value_error(op, c10::str("root tensor is ", root_tensor, ", expected 0: there is only one"));
+}
+
+void peer(const char* op, int peer, int rank, int size, bool may_be_oneself) {
+  if (peer < 0 || peer >= size) {
+    value_error(op, c10::str("peer rank is ", peer, ", expected 0 to ", size - 1, " (the group has ", size, " ranks)"));
+  }
+  if (peer == rank && !may_be_oneself) value_error(op, c10::str("peer rank is ", peer, ", which is this rank itself"));
+}
+
+void tag(const char* op, int tag) {
+  if (tag < 0) value_error(op, c10::str("tag is ", tag, ", expected 0 or more"));
+}
+
+void per_rank(const char* op, const char* what, size_t length, int size) {
+  if (length != static_cast<size_t>(size)) {
+    value_error(op, c10::str(what, " has ", length, " tensors, the group has ", size, " ranks"));
+  }
+}
+
+void same_length(const char* op, const char* what, size_t length, const char* other, size_t expected) {
+  if (length != expected) value_error(op, c10::str(what, " has ", length, " tensors, ", other, " has ", expected));
+}
+
+void not_empty(const char* op, const std::vector<at::Tensor>& tensors) {
+  if (tensors.empty()) value_error(op, "the list of tensors is empty, expected at least one");
+}
+
+void elements(const char* op, const char* what, int64_t found, int64_t expected, const char* because) {
+  if (found != expected) {
+    value_error(op, c10::str(what, " has ", found, " elements, expected ", expected, " (", because, ")"));
+  }
+}
+
+void apart(const char* op, const std::vector<at::Tensor>& written, const std::vector<at::Tensor>& read) {
+  if (written.size() < 2) return;
+  std::vector<at::Tensor> all = written;
+  all.insert(all.end(), read.begin(), read.end());
+  const size_t count = written.size();
+  for (const auto& [one, other] : overlapping(all)) {
+    if (one >= count || other == one + count || !share_memory(all[one], all[other])) continue;
+    if (other < count) {
+      value_error(op,
+                  c10::str("tensors ", one, " and ", other,
+                           " of the list share memory, which would be written twice; pass each piece of memory once"));
+    }
+    value_error(op, c10::str("output tensor ", one, " and input tensor ", other - count,
+                             " share memory; make the calls one after the other, or pass a clone"));
+  }
+}
+
+std::vector<size_t> splits(const char* op, const char* what, const at::Tensor& tensor,
+                           const std::vector<int64_t>& sizes, int size) {
+  const auto ranks = static_cast<size_t>(size);
+  if (tensor.dim() == 0) value_error(op, c10::str(what, " has no dimension to split"));
+  const int64_t rows = tensor.size(0);
+  if (sizes.empty()) {
+    if (rows % size != 0) {
+      value_error(op, c10::str(what, " has ", rows, " rows, which do not divide evenly among ", size,
+                               " ranks; pass split sizes"));
+    }
+    return std::vector<size_t>(ranks, tensor.nbytes() / ranks);
+  }
+  if (sizes.size() != ranks) {
+    value_error(op, c10::str("the list of ", what, " split sizes has ", sizes.size(), " entries, the group has ", size,
+                             " ranks"));
+  }
+  const size_t row_bytes = rows == 0 ? 0 : tensor.nbytes() / static_cast<size_t>(rows);
+  std::vector<size_t> bytes;
+  bytes.reserve(ranks);
+  int64_t sum = 0;
+  for (const int64_t part : sizes) {
+    // The second condition keeps the sum from overflowing.
+    if (part < 0 || part > rows) {
+      value_error(op, c10::str(what, " split size is ", part, ", expected 0 to ", rows, " (its rows)"));
+    }
+    sum += part;
+    bytes.push_back(static_cast<size_t>(part) * row_bytes);
+  }
+  if (sum != rows) {
+    value_error(op, c10::str(what, " split sizes add up to ", sum, ", but it has ", rows, " rows"));
+  }
+  return bytes;
+}
+
+uint8_t reducible(const char* op, const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kBool:
+      return 1;
+    case at::kByte:
+      return 2;
+    case at::kChar:
+      return 3;
+    case at::kUInt16:
+      return 4;
+    case at::kShort:
+      return 5;
+    case at::kUInt32:
+      return 6;
+    case at::kInt:
+      return 7;
+    case at::kUInt64:
+      return 8;
+    case at::kLong:
+      return 9;
+    case at::kHalf:
+      return 10;
+    case at::kBFloat16:
+      return 11;
+    case at::kFloat:
+      return 12;
+    case at::kDouble:
+      return 13;
+    case at::kComplexHalf:
+      return 14;
+    case at::kComplexFloat:
+      return 15;
+    case at::kComplexDouble:
+      return 16;
+    case at::kFloat8_e4m3fn:
+    case at::kFloat8_e5m2:
+      // Whether the device's library can is its recipe's to say.
+      if (HostCall::by_vendor()) return tensor.scalar_type() == at::kFloat8_e4m3fn ? 17 : 18;
+      [[fallthrough]];
+    default:
+      value_error(op, c10::str(dtype_name(tensor.scalar_type()),
+                               " numbers cannot be combined, only moved; convert them to float16 or wider first"));
+  }
+}
+
+}  // namespace sagellm::check

@@ -1,0 +1,306 @@
+#include "lower/plan.hpp"
+
+#include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "device/staging.hpp"
+#include "host/errors.hpp"
+#include "host/sites.hpp"
+#include "lower/checks.hpp"
+
+namespace sagellm {
+
+namespace {
+
+// The bytes in memory are the elements, in order.
+bool is_plain(const at::Tensor& tensor) {
+  return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+}
+
+rust::Slice<const Piece> slice(const c10::SmallVector<Piece, 4>& pieces) {
+  return {pieces.data(), pieces.size()};
+}
+
+template <class T>
+rust::Slice<const T> slice(const std::vector<T>& list) {
+  // An empty vector may have a null pointer, which cxx takes for an empty slice.
+  return {list.data(), list.size()};
+}
+
+void block_sizes(c10::ArrayRef<at::Tensor> tensors, std::vector<size_t>& blocks) {
+  const size_t first = tensors[0].nbytes();
+  if (std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& t) { return t.nbytes() == first; })) return;
+  blocks.reserve(tensors.size());
+  for (const at::Tensor& tensor : tensors) blocks.push_back(tensor.nbytes());
+}
+
+const PremulSupplement& premul(const char* op, const c10d::ReduceOp& reduce_op) {
+  const auto* supplement = dynamic_cast<const PremulSupplement*>(reduce_op.supplement_.get());
+  if (supplement == nullptr) value_error(op, "PREMUL_SUM came without its factor");
+  const at::Tensor& factor = supplement->tensor_factor;
+  if (factor.defined() && factor.numel() != 1) {
+    value_error(op, c10::str("the factor of PREMUL_SUM has ", factor.numel(), " elements, expected one"));
+  }
+  return *supplement;
+}
+
+}  // namespace
+
+void copy_quietly(const at::Tensor& to, const at::Tensor& from) {
+  // Threads of the core start with grad mode on, and a parameter that requires grad may be an output.
+  const at::NoGradGuard no_grad;
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  to.copy_(from);
+}
+
+Piece hull(const at::Tensor& tensor) {
+  if (tensor.numel() == 0) return {0, 0};
+  // Strides are never negative.
+  size_t last = 0;
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    last += static_cast<size_t>(tensor.size(dim) - 1) * static_cast<size_t>(tensor.stride(dim));
+  }
+  return {reinterpret_cast<size_t>(tensor.const_data_ptr()), (last + 1) * tensor.itemsize()};
+}
+
+Strided runs_of(const at::Tensor& tensor, bool written) {
+  struct Dim {
+    size_t count, stride;
+  };
+  c10::SmallVector<Dim, 8> dims;
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    // An expanded dimension has one place for all.
+    if (tensor.size(dim) == 1 || tensor.stride(dim) == 0) continue;
+    dims.push_back(
+        {static_cast<size_t>(tensor.size(dim)), static_cast<size_t>(tensor.stride(dim)) * tensor.itemsize()});
+  }
+  std::sort(dims.begin(), dims.end(), [](const Dim& a, const Dim& b) { return a.stride > b.stride; });
+  Strided runs{reinterpret_cast<size_t>(tensor.const_data_ptr()), tensor.itemsize(), {1, 1, 1, 1}, {}, written};
+  while (!dims.empty() && dims.back().stride == runs.run) {
+    runs.run *= dims.back().count;
+    dims.pop_back();
+  }
+  for (size_t i = dims.size(); i-- > 1;) {
+    if (dims[i - 1].stride != dims[i].stride * dims[i].count) continue;
+    dims[i - 1] = {dims[i - 1].count * dims[i].count, dims[i].stride};
+    dims.erase(dims.begin() + static_cast<ptrdiff_t>(i));
+  }
+  if (dims.size() > runs.counts.size()) {
+    runs.run = hull(tensor).bytes;
+    return runs;
+  }
+  for (size_t i = 0; i < dims.size(); ++i) {
+    runs.counts[i] = dims[i].count;
+    runs.strides[i] = dims[i].stride;
+  }
+  return runs;
+}
+
+Piece hull(const Strided& runs) {
+  size_t last = runs.run;
+  for (size_t i = 0; i < runs.counts.size(); ++i) last += (runs.counts[i] - 1) * runs.strides[i];
+  return {runs.addr, last};
+}
+
+bool overlap(const Piece& a, const Piece& b) {
+  return a.bytes > 0 && b.bytes > 0 && a.addr < b.addr + b.bytes && b.addr < a.addr + a.bytes;
+}
+
+bool overlap(const at::Tensor& left, const at::Tensor& right) {
+  return overlap(hull(left), hull(right));
+}
+
+std::vector<std::pair<size_t, size_t>> overlapping(c10::ArrayRef<at::Tensor> tensors) {
+  struct Reach {
+    size_t begin, end, place;
+  };
+  c10::SmallVector<Reach, 16> reaches;
+  for (size_t place = 0; place < tensors.size(); ++place) {
+    if (!tensors[place].defined() || tensors[place].layout() != at::kStrided) continue;
+    const Piece piece = hull(tensors[place]);
+    if (piece.bytes > 0) reaches.push_back({piece.addr, piece.addr + piece.bytes, place});
+  }
+  std::sort(reaches.begin(), reaches.end(), [](const Reach& a, const Reach& b) { return a.begin < b.begin; });
+  std::vector<std::pair<size_t, size_t>> pairs;
+  for (size_t i = 0; i < reaches.size(); ++i) {
+    for (size_t j = i + 1; j < reaches.size() && reaches[j].begin < reaches[i].end; ++j) {
+      const auto [low, high] = std::minmax(reaches[i].place, reaches[j].place);
+      // Devices have address spaces of their own.
+      if (tensors[low].device() == tensors[high].device()) pairs.emplace_back(low, high);
+    }
+  }
+  return pairs;
+}
+
+namespace {
+
+// Calls `each` with the address of every element.
+template <class Each>
+void for_elements(const at::Tensor& tensor, int64_t dim, size_t at, Each& each) {
+  if (dim == tensor.dim()) return each(at);
+  const size_t step = static_cast<size_t>(tensor.stride(dim)) * tensor.itemsize();
+  for (int64_t i = 0; i < tensor.size(dim); ++i) {
+    for_elements(tensor, dim + 1, at + static_cast<size_t>(i) * step, each);
+  }
+}
+
+}  // namespace
+
+bool share_memory(const at::Tensor& left, const at::Tensor& right) {
+  const Piece a = hull(left);
+  const Piece b = hull(right);
+  if (!overlap(a, b)) return false;
+  if (left.is_non_overlapping_and_dense() && right.is_non_overlapping_and_dense()) return true;
+  // One flag for each byte that both may have.
+  const size_t begin = std::max(a.addr, b.addr);
+  const size_t end = std::min(a.addr + a.bytes, b.addr + b.bytes);
+  std::vector<bool> taken(end - begin);
+  const auto within = [&](size_t at, size_t size, const auto& each) {
+    for (size_t byte = std::max(at, begin); byte < std::min(at + size, end); ++byte) each(byte - begin);
+  };
+  const auto take = [&](size_t at) { within(at, left.itemsize(), [&](size_t byte) { taken[byte] = true; }); };
+  bool found = false;
+  const auto look = [&](size_t at) {
+    within(at, right.itemsize(), [&](size_t byte) { found = found || taken[byte]; });
+  };
+  for_elements(left, 0, reinterpret_cast<size_t>(left.const_data_ptr()), take);
+  for_elements(right, 0, reinterpret_cast<size_t>(right.const_data_ptr()), look);
+  return found;
+}
+
+Plan::Plan(const char* op, Kind kind, std::chrono::milliseconds timeout) : op(op), call() {
+  call.kind = static_cast<uint8_t>(kind);
+  call.timeout_ms = timeout.count();
+  call.counts = true;
+  call.tensors = 1;
+  call.element = kNoType;
+  call.site = call_site();
+}
+
+void Plan::combine(const at::Tensor& tensor, const c10d::ReduceOp& reduce_op) {
+  call.dtype = check::reducible(op, tensor);
+  if (reduce_op.op_ >= c10d::ReduceOp::UNUSED) {
+    value_error(op, c10::str("unknown reduce op number ", static_cast<int>(reduce_op.op_)));
+  }
+  call.op = static_cast<uint8_t>(reduce_op.op_);
+  if (reduce_op.op_ != c10d::ReduceOp::PREMUL_SUM) return;
+  const PremulSupplement& supplement = premul(op, reduce_op);
+  const at::Tensor& on_tensor = supplement.tensor_factor;
+  if (on_tensor.defined() && !on_tensor.is_cpu() && HostCall::by_vendor()) {
+    // To read it here would wait for the device, and break a capture.
+    factor = on_tensor.detach().reshape({});
+    call.factor = 1;
+    return;
+  }
+  // Read once, now: the caller may change the tensor while the operation runs.
+  call.factor = on_tensor.defined() ? on_tensor.item<double>() : supplement.double_factor;
+}
+
+at::Tensor Plan::stand_in(const at::Tensor& tensor, bool written) {
+  if (HostCall::by_vendor()) return HostCall::current()->stand_in(tensor);
+  touched_.push_back(runs_of(tensor, written));
+  call.staged = true;
+  return at::Tensor(at::detail::empty_cpu(tensor.sizes(), tensor.scalar_type()));
+}
+
+char* Plan::readable(const at::Tensor& tensor, bool stage) {
+  // The core only reads through this pointer; its pieces do not tell inputs from outputs.
+  if (is_plain(tensor) && !stage) return const_cast<char*>(static_cast<const char*>(tensor.const_data_ptr()));
+  before.push_back({stand_in(tensor, false), tensor});
+  return static_cast<char*>(before.back().temporary.mutable_data_ptr());
+}
+
+char* Plan::writable(const at::Tensor& tensor, bool stage) {
+  if (is_plain(tensor) && !stage) return static_cast<char*>(tensor.mutable_data_ptr());
+  after.push_back({stand_in(tensor, true), tensor});
+  return static_cast<char*>(after.back().temporary.mutable_data_ptr());
+}
+
+void Plan::read(const at::Tensor& tensor, bool stage) {
+  call.element = static_cast<uint8_t>(tensor.scalar_type());
+  if (tensor.numel() == 0) return;
+  inputs_.push_back({reinterpret_cast<size_t>(readable(tensor, stage)), tensor.nbytes()});
+}
+
+void Plan::write(const at::Tensor& tensor, bool stage) {
+  call.element = static_cast<uint8_t>(tensor.scalar_type());
+  if (tensor.numel() == 0) return;
+  outputs_.push_back({reinterpret_cast<size_t>(writable(tensor, stage)), tensor.nbytes()});
+}
+
+void Plan::write_all(c10::ArrayRef<at::Tensor> tensors) {
+  std::vector<bool> stage(tensors.size());
+  for (const auto& [one, other] : overlapping(tensors)) stage[one] = stage[other] = true;
+  for (size_t i = 0; i < tensors.size(); ++i) write(tensors[i], stage[i]);
+}
+
+void Plan::update(const at::Tensor& tensor) {
+  call.element = static_cast<uint8_t>(tensor.scalar_type());
+  if (tensor.numel() == 0) return;
+  // Writable first: it may give a copy-on-write tensor memory of its own, which is then what is read.
+  char* memory = writable(tensor, false);
+  if (!is_plain(tensor)) before.push_back(after.back());
+  const Piece piece{reinterpret_cast<size_t>(memory), tensor.nbytes()};
+  inputs_.push_back(piece);
+  outputs_.push_back(piece);
+}
+
+void Plan::read_blocks(c10::ArrayRef<at::Tensor> tensors, size_t ranks) {
+  call.element = static_cast<uint8_t>(tensors[0].scalar_type());
+  std::vector<size_t> bases;
+  for (const at::Tensor& tensor : tensors) {
+    bases.push_back(tensor.numel() == 0 ? 0 : reinterpret_cast<size_t>(readable(tensor, false)));
+  }
+  for (size_t rank = 0; rank < ranks; ++rank) {
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      const size_t block = tensors[i].nbytes() / ranks;
+      if (block > 0) inputs_.push_back({bases[i] + rank * block, block});
+    }
+  }
+}
+
+void Plan::write_blocks(c10::ArrayRef<at::Tensor> tensors, size_t ranks) {
+  std::vector<size_t> bases;
+  for (const at::Tensor& tensor : tensors) {
+    bases.push_back(tensor.numel() == 0 ? 0 : reinterpret_cast<size_t>(writable(tensor, false)));
+  }
+  for (size_t rank = 0; rank < ranks; ++rank) {
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      const size_t block = tensors[i].nbytes() / ranks;
+      if (block > 0) outputs_.push_back({bases[i] + rank * block, block});
+    }
+  }
+}
+
+void Plan::set_in_blocks(c10::ArrayRef<at::Tensor> tensors) {
+  block_sizes(tensors, in_blocks);
+}
+
+void Plan::set_out_blocks(c10::ArrayRef<at::Tensor> tensors) {
+  block_sizes(tensors, out_blocks);
+}
+
+rust::Box<RustOp> Plan::issue(const RustGroup& group, std::shared_ptr<Completion> completion) const {
+  try {
+    return group.issue(call, slice(inputs_), slice(outputs_), slice(in_blocks), slice(out_blocks), slice(touched_),
+                       std::move(completion));
+  } catch (const rust::Error& error) {
+    raise(error.what());
+  }
+}
+
+void Plan::run(const RustGroup& group, std::shared_ptr<Completion> completion) const {
+  try {
+    group.run(call, slice(inputs_), slice(outputs_), slice(in_blocks), slice(out_blocks), slice(touched_),
+              std::move(completion));
+  } catch (const rust::Error& error) {
+    raise(error.what());
+  }
+}
+
+}  // namespace sagellm

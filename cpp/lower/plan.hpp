@@ -1,0 +1,138 @@
+// One call on its way to the core: tensors become contiguous pieces of memory, by pointer where they are contiguous,
+// through temporaries where they are not. The table in `src/types.rs` says which pieces each kind of call has.
+//
+// Always the logical order of the elements: raw memory order would be right only if the strides of all ranks agreed,
+// which no rank can know.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/ArrayRef.h>
+#include <c10/util/SmallVector.h>
+
+#include <cstdint>
+#include <functional>
+#include <utility>
+#include <vector>
+
+#include "compat.hpp"
+#include "host/host.hpp"
+#include "sagellm/src/ffi/bridge.rs.h"
+
+namespace sagellm {
+
+// `types::Kind`.
+enum class Kind : uint8_t {
+  kAllReduce = 1,
+  kBroadcast = 2,
+  kReduce = 3,
+  kAllGather = 4,
+  kGather = 5,
+  kScatter = 6,
+  kReduceScatter = 7,
+  kAllToAll = 8,
+  kBarrier = 9,
+  kSend = 10,
+  kRecv = 11,
+};
+
+// `types::ANY_RANK`.
+constexpr uint32_t kAnyRank = UINT32_MAX;
+// `types::CallNote::NO_TYPE`.
+constexpr uint8_t kNoType = UINT8_MAX;
+
+// A temporary and the strided, conjugate or negated tensor it stands for.
+struct Staged {
+  at::Tensor temporary;
+  at::Tensor tensor;
+};
+
+// Copies without autograd, on any thread.
+void copy_quietly(const at::Tensor& to, const at::Tensor& from);
+
+// True when some byte belongs to both. Judges strided tensors by the memory between their first and last byte.
+bool overlap(const at::Tensor& left, const at::Tensor& right);
+bool overlap(const Piece& left, const Piece& right);
+// From the first to behind the last byte that belongs to the tensor, at whatever address its device has them.
+Piece hull(const at::Tensor& tensor);
+
+// The bytes of a strided tensor; from the first to the last where its layout has too many dimensions.
+Strided runs_of(const at::Tensor& tensor, bool written);
+Piece hull(const Strided& runs);
+
+// What a call is called elsewhere: in the profiler ("sagellm:" and the op) and in c10d's enumeration.
+struct Label {
+  const char* title;
+  c10d::OpType type;
+};
+
+// All pairs of a list for which `overlap` holds, first the lower place; sparse tensors overlap none.
+std::vector<std::pair<size_t, size_t>> overlapping(c10::ArrayRef<at::Tensor> tensors);
+
+// True when two tensors have a byte in common. Exact: strided ones, like the columns of a matrix, may lie between each
+// other; then their elements are compared, which is slow and rare.
+bool share_memory(const at::Tensor& left, const at::Tensor& right);
+
+class Plan {
+ public:
+  // `op` is torch's name of the call, for messages.
+  Plan(const char* op, Kind kind, std::chrono::milliseconds timeout);
+
+  // Makes it a call that combines numbers of the type of `tensor`.
+  void combine(const at::Tensor& tensor, const c10d::ReduceOp& reduce_op);
+
+  // Appends a tensor to the inputs, to the outputs, or to both as the same memory. `stage` asks for a temporary even
+  // where the tensor is contiguous, because it overlaps another piece in a way that the core does not allow.
+  void read(const at::Tensor& tensor, bool stage = false);
+  void write(const at::Tensor& tensor, bool stage = false);
+  // Appends the tensors of a list to the outputs. Where some share memory, they are stored one after the other in the
+  // end, in the order of the list.
+  void write_all(c10::ArrayRef<at::Tensor> tensors);
+  void update(const at::Tensor& tensor);
+
+  // For coalesced lists, whose pieces interleave: all of the first rank's blocks, then all of the second's, and so on.
+  // Every tensor is cut into as many equal blocks as there are ranks.
+  void read_blocks(c10::ArrayRef<at::Tensor> tensors, size_t ranks);
+  void write_blocks(c10::ArrayRef<at::Tensor> tensors, size_t ranks);
+
+  // Sizes of the ranks' blocks in bytes; left empty where all are equal.
+  void set_in_blocks(c10::ArrayRef<at::Tensor> tensors);
+  void set_out_blocks(c10::ArrayRef<at::Tensor> tensors);
+
+  // Notes memory that the operation reads or writes besides its pieces: what touches it earlier or later keeps its
+  // order.
+  void touch(const at::Tensor& tensor, bool written) { touched_.push_back(runs_of(tensor, written)); }
+
+  c10::ArrayRef<Piece> inputs() const { return inputs_; }
+  c10::ArrayRef<Piece> outputs() const { return outputs_; }
+  c10::ArrayRef<Strided> touched() const { return touched_; }
+
+  rust::Box<RustOp> issue(const RustGroup& group, std::shared_ptr<Completion> completion) const;
+  void run(const RustGroup& group, std::shared_ptr<Completion> completion) const;
+
+  const char* op;
+  Call call;
+  std::vector<size_t> in_blocks;
+  std::vector<size_t> out_blocks;
+  // What `Completion::prepare` copies into temporaries, and what `Completion::store_back` copies out of them.
+  std::vector<Staged> before;
+  std::vector<Staged> after;
+  // What `Completion::prepare` does first, if anything: inputs that could not be fetched at issue.
+  std::function<void()> late;
+  // The factor of PREMUL_SUM where it lies on a device, without dimensions; else `call` has it.
+  at::Tensor factor;
+
+ private:
+  using Pieces = c10::SmallVector<Piece, 4>;
+
+  // A temporary for `tensor`; the memory behind it is noted as read or `written`.
+  at::Tensor stand_in(const at::Tensor& tensor, bool written);
+  // First byte of the contiguous elements of `tensor`, read or written.
+  char* readable(const at::Tensor& tensor, bool stage);
+  char* writable(const at::Tensor& tensor, bool stage);
+
+  Pieces inputs_;
+  Pieces outputs_;
+  std::vector<Strided> touched_;
+};
+
+}  // namespace sagellm

@@ -1,0 +1,171 @@
+#include "work/callbacks.hpp"
+
+#include <cxxabi.h>
+#include <pthread.h>
+
+#include <algorithm>
+#include <exception>
+#include <string>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+#include "compat.hpp"
+#include "host/host.hpp"
+
+namespace sagellm {
+
+namespace {
+
+void run_logged(const std::function<void()>& job) {
+  try {
+    job();
+  } catch (const std::exception& error) {
+    log_line(1, std::string("a callback of an operation failed: ") + error.what());
+  } catch (const abi::__forced_unwind&) {
+    // The interpreter ends a thread that asks for the GIL too late this way; it must not be stopped.
+    throw;
+  } catch (...) {
+    log_line(1, "a callback of an operation failed");
+  }
+}
+
+// The job that this thread of the pool runs, while it has not given its turn away; 0 on all other threads.
+thread_local uint64_t current_turn = 0;
+
+// A job may own Python objects, which cannot be dropped any more.
+void leak(std::function<void()> job) {
+  new std::function<void()>(std::move(job));
+}
+
+}  // namespace
+
+void CallbackPool::post(std::function<void()> job) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (stopped_) return leak(std::move(job));
+  jobs_.push_back(std::move(job));
+  call_a_thread();
+  if (threads_ > 0) return;
+  // No thread at all and none to be had: better here, on the wrong thread, than never.
+  job = std::move(jobs_.back());
+  jobs_.pop_back();
+  lock.unlock();
+  run_logged(job);
+}
+
+void CallbackPool::call_a_thread() {
+  if (idle_ == 0) {
+    if (threads_ < kMostThreads) add_thread();
+    return;
+  }
+  if (turn_ == 0 || !watched_) work_.notify_one();
+}
+
+void CallbackPool::about_to_block() {
+  if (current_turn != 0) instance().give_turn_away(std::exchange(current_turn, 0));
+}
+
+void CallbackPool::give_turn_away(uint64_t turn) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  slow_.erase(turn);
+  if (turn_ != turn) return;
+  turn_ = 0;
+  if (!jobs_.empty()) call_a_thread();
+}
+
+CallbackPool::Clock::time_point CallbackPool::turn_ends() const {
+  constexpr auto kTurn = std::chrono::milliseconds(5);
+  constexpr size_t kLongest = 10;
+  return turn_began_ + kTurn * std::min(slow_.size() + 1, kLongest);
+}
+
+bool CallbackPool::add_thread() {
+  const BlockSignals block;
+  try {
+    std::thread([this] { serve(); }).detach();
+  } catch (const std::system_error&) {
+    return false;
+  }
+  ++threads_;
+  return true;
+}
+
+void CallbackPool::serve() {
+  pthread_setname_np(pthread_self(), "sagellm-call");
+  constexpr auto kIdle = std::chrono::seconds(10);
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!stopped_) {
+    if (jobs_.empty()) {
+      ++idle_;
+      const bool called = work_.wait_for(lock, kIdle, [this] { return stopped_ || !jobs_.empty(); });
+      --idle_;
+      if (!called) break;
+      continue;
+    }
+    if (turn_ != 0) {
+      const auto ends = turn_ends();
+      if (Clock::now() < ends) {
+        ++idle_;
+        watched_ = true;
+        work_.wait_until(lock, ends, [this] { return stopped_ || turn_ == 0; });
+        watched_ = false;
+        --idle_;
+        continue;
+      }
+      slow_.insert(turn_);
+    }
+    run_next(lock);
+  }
+  --threads_;
+  left_.notify_all();
+}
+
+void CallbackPool::run_next(std::unique_lock<std::mutex>& lock) {
+  const uint64_t turn = ++last_turn_;
+  turn_ = turn;
+  turn_began_ = Clock::now();
+  // On the heap, because what it owns must not be dropped when the thread is unwound (see `run_logged`).
+  auto* job = new std::function<void()>(std::move(jobs_.front()));
+  jobs_.pop_front();
+  // Somebody has to see it if this one lasts.
+  if (!jobs_.empty() && !watched_) call_a_thread();
+  lock.unlock();
+  // Once the interpreter goes down the job is leaked.
+  if (python_alive()) {
+    current_turn = turn;
+    run_logged(*job);
+    current_turn = 0;
+    delete job;
+  }
+  lock.lock();
+  slow_.erase(turn);
+  if (turn_ == turn) turn_ = 0;
+}
+
+void CallbackPool::stop(std::chrono::milliseconds patience) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  stopped_ = true;
+  work_.notify_all();
+  left_.wait_for(lock, patience, [this] { return threads_ == 0; });
+  for (auto& job : jobs_) leak(std::move(job));
+  jobs_.clear();
+}
+
+void Graveyard::bury(c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> tensors) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  graves_.push_back({std::move(work), std::move(tensors)});
+  filled_.store(true, std::memory_order_relaxed);
+}
+
+void Graveyard::empty() {
+  if (!python_alive()) return;
+  std::vector<Grave> graves;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    graves.swap(graves_);
+    filled_.store(false, std::memory_order_relaxed);
+  }
+  // The references fall here, without the lock: a destructor may come back to us.
+}
+
+}  // namespace sagellm

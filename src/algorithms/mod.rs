@@ -1,0 +1,317 @@
+//! Who talks to whom at which step, for one collective: pure arithmetic over rank numbers. No data, no clock, no effect,
+//! so that one schedule can be executed over a link, proved for every rank count (`tests/schedule.rs`), and priced for
+//! 100,000 ranks (`select/cost.rs`).
+//!
+//! # What a schedule promises to whoever executes it
+//!
+//! - The vector of the collective is cut into [`Schedule::parts`] parts, numbered in the order in which they lie in
+//!   memory. all_reduce, broadcast, reduce: about equal parts, see [`part_range`]; they may be empty. all_gather,
+//!   reduce_scatter, gather, scatter: part `q` is the block of rank `q`, of any size. all_to_all: part `src * ranks + dst`
+//!   is what `src` has for `dst`. barrier: no parts; its messages are empty and must be sent all the same.
+//! - At the start a rank holds every part of its own input (all_reduce, reduce, reduce_scatter; at the root broadcast and
+//!   scatter), its own part (all_gather, gather), or the parts it has for others (all_to_all). Other parts are scratch: a
+//!   schedule may pass foreign parts through a rank, and may leave partial sums in parts that are no result of that rank.
+//! - All transfers of one [`Step`] are in flight together. A send reads what its rank held before the step; step `k + 1`
+//!   of a rank begins when its step `k` is done. Ranks are not in step with each other otherwise.
+//! - Between two ranks there is at most one message per step and direction, and the sender and the receiver name the same
+//!   parts in the same order under the same step number. So receives that are posted step by step never meet a wrong
+//!   message, and a rank that has posted the receives of its present step alone cannot cause a deadlock.
+//! - What a [`How::Copy`] writes in a step is not sent by the same rank in that step.
+//! - Every element is combined by one expression, the same wherever it is computed, so that all ranks get equal bits. Which
+//!   expression it is stands in the header of the algorithm.
+//!
+//! To add an algorithm: its file, a line of [`Algorithm`], a line of `Algorithm::pattern`, a row of `docs/algorithms.md`.
+
+/// The Rust examples of `docs/algorithms.md` run as tests.
+#[cfg(doctest)]
+#[doc = include_str!("../../docs/algorithms.md")]
+struct Page;
+
+mod binomial;
+mod bruck;
+mod direct;
+mod dissemination;
+mod double_tree;
+mod doubling;
+mod halving;
+mod power;
+mod ring;
+mod torus;
+
+use std::ops::Range;
+
+use crate::types::Kind;
+
+/// The numbers are for tables and records; they never change their meaning.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[repr(u8)]
+pub enum Algorithm {
+    Ring = 1,
+    Torus = 2,
+    Binomial = 3,
+    DoubleTree = 4,
+    Doubling = 5,
+    Halving = 6,
+    Direct = 7,
+    TwoStep = 8,
+    Bruck = 9,
+    Dissemination = 10,
+}
+
+impl Algorithm {
+    pub const ALL: [Algorithm; 10] = [
+        Algorithm::Ring,
+        Algorithm::Torus,
+        Algorithm::Binomial,
+        Algorithm::DoubleTree,
+        Algorithm::Doubling,
+        Algorithm::Halving,
+        Algorithm::Direct,
+        Algorithm::TwoStep,
+        Algorithm::Bruck,
+        Algorithm::Dissemination,
+    ];
+
+    fn pattern(self) -> &'static dyn Pattern {
+        match self {
+            Algorithm::Ring => &self::ring::Ring,
+            Algorithm::Torus => &self::torus::Torus,
+            Algorithm::Binomial => &self::binomial::Binomial,
+            Algorithm::DoubleTree => &self::double_tree::DoubleTree,
+            Algorithm::Doubling => &self::doubling::Doubling,
+            Algorithm::Halving => &self::halving::Halving,
+            Algorithm::Direct => &self::direct::Direct,
+            Algorithm::TwoStep => &self::direct::TwoStep,
+            Algorithm::Bruck => &self::bruck::Bruck,
+            Algorithm::Dissemination => &self::dissemination::Dissemination,
+        }
+    }
+
+    /// The name in tables, options and messages.
+    pub fn name(self) -> &'static str {
+        match self {
+            Algorithm::Ring => "ring",
+            Algorithm::Torus => "torus",
+            Algorithm::Binomial => "binomial_tree",
+            Algorithm::DoubleTree => "double_tree",
+            Algorithm::Doubling => "recursive_doubling",
+            Algorithm::Halving => "halving_doubling",
+            Algorithm::Direct => "direct",
+            Algorithm::TwoStep => "direct_two_step",
+            Algorithm::Bruck => "bruck",
+            Algorithm::Dissemination => "dissemination",
+        }
+    }
+
+    pub fn from_name(name: &str) -> Option<Algorithm> {
+        Algorithm::ALL.into_iter().find(|algorithm| algorithm.name() == name)
+    }
+
+    pub fn code(self) -> u8 {
+        self as u8
+    }
+
+    pub fn from_code(code: u8) -> Option<Algorithm> {
+        Algorithm::ALL.into_iter().find(|algorithm| algorithm.code() == code)
+    }
+
+    /// True where there is a schedule of this algorithm for `kind`, for every rank count.
+    pub fn serves(self, kind: Kind) -> bool {
+        self.pattern().serves(kind)
+    }
+
+    /// True where cutting the vector into more segments lets steps overlap; elsewhere `segments` is always 1.
+    pub fn pipelines(self, kind: Kind) -> bool {
+        self.pattern().pipelines(kind)
+    }
+}
+
+/// The programs of all ranks for one collective.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Schedule {
+    pub kind: Kind,
+    pub algorithm: Algorithm,
+    pub ranks: usize,
+    /// 0 where the kind has no root.
+    pub root: usize,
+    /// Pipelining: into how many segments each stream of data is cut. 1 where the algorithm does not pipeline.
+    pub segments: usize,
+}
+
+/// What one rank does in one step; empty where it pauses.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Step {
+    pub sends: Vec<Send>,
+    /// Numbers are combined in the order of this list.
+    pub recvs: Vec<Recv>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Send {
+    pub peer: usize,
+    /// Part numbers, in the order in which they lie in the message.
+    pub parts: Vec<Range<usize>>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Recv {
+    pub peer: usize,
+    pub parts: Vec<Range<usize>>,
+    pub how: How,
+}
+
+/// What becomes of received parts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum How {
+    /// own = theirs
+    Copy,
+    /// own = own op theirs
+    ReduceAfter,
+    /// own = theirs op own
+    ReduceBefore,
+    /// own = x0 op x1 op x2 ..., from left to right over this rank's own value and those of all receives of the step, in
+    /// the order of the rank numbers. All receives of such a step are of this sort and name the same parts.
+    InRankOrder,
+}
+
+/// Parts that the rank with the most sends, and the one with the most receives, moves in all; these may be two ranks.
+/// With equal parts of `b` bytes the busiest sender sends `sent * b` bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Volume {
+    pub sent: usize,
+    pub received: usize,
+}
+
+/// One algorithm. Callers have checked `serves` and `ranks > 1`; `rank < ranks`, `k < steps`.
+trait Pattern: Sync {
+    fn serves(&self, kind: Kind) -> bool;
+    fn pipelines(&self, _kind: Kind) -> bool {
+        false
+    }
+    /// Into how many parts the vector is cut: asked for all_reduce, broadcast and reduce, where the algorithm decides it.
+    fn cuts(&self, s: &Schedule) -> usize;
+    fn steps(&self, s: &Schedule) -> usize;
+    fn step(&self, s: &Schedule, rank: usize, k: usize) -> Step;
+    /// The formula of the header.
+    fn volume(&self, s: &Schedule) -> Volume;
+    /// How many steps from `k` on look alike: every rank has the same peers and counts of parts in them.
+    fn alike(&self, _s: &Schedule, _k: usize) -> usize {
+        1
+    }
+    /// Ranks of which one, or one next to it, does as much in step `k` as any other. Everyone, unless that is too many
+    /// to look at.
+    fn busiest(&self, s: &Schedule, _k: usize) -> Vec<usize> {
+        (0..s.ranks).collect()
+    }
+}
+
+impl Schedule {
+    /// None where the algorithm does not serve the kind, or `root` is no rank. `segments` is at least 1, and counts only
+    /// where the algorithm pipelines the kind.
+    pub fn new(algorithm: Algorithm, kind: Kind, ranks: usize, root: usize, segments: usize) -> Option<Schedule> {
+        if !algorithm.serves(kind) || root >= ranks {
+            return None;
+        }
+        let root = if kind.rooted() { root } else { 0 };
+        let segments = if algorithm.pipelines(kind) { segments.max(1) } else { 1 };
+        Some(Schedule { kind, algorithm, ranks, root, segments })
+    }
+
+    pub fn parts(&self) -> usize {
+        match self.kind {
+            Kind::AllReduce | Kind::Broadcast | Kind::Reduce if self.ranks == 1 => 1,
+            Kind::AllReduce | Kind::Broadcast | Kind::Reduce => self.algorithm.pattern().cuts(self),
+            Kind::AllGather | Kind::ReduceScatter | Kind::Gather | Kind::Scatter => self.ranks,
+            Kind::AllToAll => self.ranks * self.ranks,
+            Kind::Barrier | Kind::Send | Kind::Recv => 0,
+        }
+    }
+
+    /// Steps of the rank that has the most.
+    pub fn steps(&self) -> usize {
+        if self.ranks == 1 { 0 } else { self.algorithm.pattern().steps(self) }
+    }
+
+    /// What `rank` does in step `k`. Panics where there is no such rank or step.
+    pub fn step(&self, rank: usize, k: usize) -> Step {
+        assert!(rank < self.ranks && k < self.steps(), "no step {k} of rank {rank} in {self:?}");
+        self.algorithm.pattern().step(self, rank, k)
+    }
+
+    /// Parts moved by the busiest ranks.
+    pub fn volume(&self) -> Volume {
+        if self.ranks == 1 { Volume { sent: 0, received: 0 } } else { self.algorithm.pattern().volume(self) }
+    }
+
+    /// How many steps from `k` on look alike, at least 1: every rank has the same peers and counts of parts in them. For
+    /// prices, which need not look at each of 200,000 steps.
+    pub fn alike(&self, k: usize) -> usize {
+        self.algorithm.pattern().alike(self, k)
+    }
+
+    /// Ranks of which one, or one on the same host, does as much in step `k` as any other, or nearly so.
+    pub fn busiest(&self, k: usize) -> Vec<usize> {
+        self.algorithm.pattern().busiest(self, k)
+    }
+
+    /// The rank's place when the root is counted as 0.
+    fn place_of(&self, rank: usize) -> usize {
+        (rank + self.ranks - self.root) % self.ranks
+    }
+
+    /// The rank at a place counted from the root.
+    fn rank_at(&self, place: usize) -> usize {
+        (self.root + place) % self.ranks
+    }
+}
+
+impl Step {
+    fn send(&mut self, peer: usize, parts: Vec<Range<usize>>) {
+        self.sends.push(Send { peer, parts });
+    }
+
+    fn recv(&mut self, peer: usize, parts: Vec<Range<usize>>, how: How) {
+        self.recvs.push(Recv { peer, parts, how });
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.sends.is_empty() && self.recvs.is_empty()
+    }
+}
+
+/// Elements of part `part` when `count` elements are cut into `parts` parts: the first `count % parts` have one more.
+pub fn part_range(count: usize, parts: usize, part: usize) -> Range<usize> {
+    let start = |q: usize| q * (count / parts) + q.min(count % parts);
+    start(part)..start(part + 1)
+}
+
+/// How many parts these ranges name.
+pub fn count(parts: &[Range<usize>]) -> usize {
+    parts.iter().map(|range| range.len()).sum()
+}
+
+/// Smallest `n` with `2^n >= ranks`.
+fn ceil_log2(ranks: usize) -> usize {
+    ranks.next_power_of_two().trailing_zeros() as usize
+}
+
+/// A message of one part.
+fn one(part: usize) -> Vec<Range<usize>> {
+    run(part..part + 1)
+}
+
+/// A message of consecutive parts.
+fn run(parts: Range<usize>) -> Vec<Range<usize>> {
+    std::iter::once(parts).collect()
+}
+
+/// Parts `start`, `start + 1`, ... `length` of them, counted around the circle of `ranks`.
+fn around(start: usize, length: usize, ranks: usize) -> Vec<Range<usize>> {
+    let start = start % ranks;
+    if start + length <= ranks { run(start..start + length) } else { vec![start..ranks, 0..start + length - ranks] }
+}
+
+/// All ranks but `rank`, in order.
+fn others(ranks: usize, rank: usize) -> impl Iterator<Item = usize> {
+    (0..ranks).filter(move |peer| *peer != rank)
+}

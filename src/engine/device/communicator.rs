@@ -1,0 +1,462 @@
+//! What every vendor's library is used by: [`Api`] for an open library, [`Communicator`] for one rank on one device,
+//! [`Call`] for what it is asked. All calls only put work on a stream; none waits for a device.
+
+use std::any::Any;
+use std::ffi::{CStr, c_char};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, mpsc};
+use std::time::{Duration, Instant};
+
+use super::lowering::Capabilities;
+use super::runtime::{Runtime, Stream};
+use crate::error::{Error, Result};
+use crate::os::watch;
+use crate::types::{Dtype, ReduceOp};
+
+/// An open vendor library.
+pub trait Api: Send + Sync {
+    fn capabilities(&self) -> &Capabilities;
+    /// "NCCL 2.30.7 (/path/libnccl.so.2)"
+    fn describe(&self) -> String;
+    /// The id that rank 0 makes and all ranks need, `capabilities().id_bytes` long. Never of another length. The thread
+    /// has chosen its device (`Runtime::set_device`): HCCL puts the device's address into the id.
+    fn unique_id(&self) -> Result<Vec<u8>>;
+    /// Joins the communicator of `setup.id`: returns when all its ranks have called, or at the deadline.
+    fn create(self: Arc<Self>, setup: Setup) -> Result<Arc<dyn Communicator>>;
+    /// A result code of the library in words.
+    fn describe_error(&self, code: i32) -> String;
+}
+
+/// Asked again and again by a thread that waits for a library; an error ends the wait with it. So a signal or a group
+/// that has failed ends it long before its deadline.
+pub type GoOn = Arc<dyn Fn() -> Result<()> + Send + Sync>;
+
+/// For waits that nothing but their deadline ends.
+pub fn always() -> Result<()> {
+    Ok(())
+}
+
+/// What one rank needs to join.
+#[derive(Clone)]
+pub struct Setup {
+    pub id: Vec<u8>,
+    pub rank: u32,
+    pub ranks: u32,
+    /// Number of the device in this process.
+    pub device: i32,
+    /// Until all ranks must be there; also what a call may block inside the library, where it can be limited.
+    pub deadline: Duration,
+    pub go_on: GoOn,
+    /// For the library's own messages and tools; at most `NAME_BYTES` of it are used.
+    pub name: String,
+    /// An algorithm that the library takes for this communicator as a whole, in its own words; "" to let it choose.
+    pub algorithm: String,
+    /// For threads of ours, which must say themselves which device they are for.
+    pub runtime: Arc<dyn Runtime>,
+}
+
+/// Longest name of a communicator.
+pub const NAME_BYTES: usize = 127;
+
+/// Which ranks of a communicator make a new one. All ranks of the old one call, members and others, with equal values.
+#[derive(Clone)]
+pub struct Split {
+    /// Ranks in the old communicator, in the order of their ranks in the new one.
+    pub members: Vec<u32>,
+    /// Different for each of the communicators that are made by one call; below 2^31.
+    pub number: u32,
+    pub deadline: Duration,
+    /// These three as in `Setup`.
+    pub go_on: GoOn,
+    pub name: String,
+    pub algorithm: String,
+}
+
+/// One rank's part in a group of ranks with one device each.
+pub trait Communicator: Send + Sync {
+    fn api(&self) -> Arc<dyn Api>;
+    fn rank(&self) -> u32;
+    fn ranks(&self) -> u32;
+    fn device(&self) -> i32;
+    /// Puts one call on the stream. What it returns must stay until the stream has passed the call.
+    fn call(&self, call: &Call<'_>, stream: Stream) -> Result<Kept>;
+    /// As `call`, with the factor of its PREMUL_SUM in memory of the device, in the type of the numbers, read when the
+    /// stream comes to it. Only where the library has PREMUL_SUM by itself.
+    fn call_by_factor(&self, call: &Call<'_>, _factor: usize, stream: Stream) -> Result<Kept> {
+        self.call(call, stream)
+    }
+    /// Calls of this thread until `group_end` are one launch; nothing happens where the library cannot (`Capabilities`).
+    fn group_start(&self) -> Result<()>;
+    fn group_end(&self) -> Result<()>;
+    /// Whether `split` can make a communicator of these ranks.
+    fn can_split(&self, members: &[u32]) -> bool;
+    /// A communicator of some of the ranks; `None` for a rank that is no member. An error where the library cannot.
+    fn split(&self, split: &Split) -> Result<Option<Arc<dyn Communicator>>>;
+    /// A communicator without the ranks in `exclude`, which do not call; pending operations are aborted first.
+    fn shrink(&self, exclude: &[u32], deadline: Duration, go_on: GoOn, name: &str) -> Result<Arc<dyn Communicator>>;
+    /// An error that has come up since, in a network or on a device. Never waits.
+    fn poll(&self) -> Result<()>;
+    /// Ends it although operations hang; they end with whatever result. May be called by any thread, more than once.
+    fn abort(&self) -> Result<()>;
+    /// Ends it when its operations are done; all ranks call it. What has not ended at the
+    /// deadline is left behind, on a thread that waits for it.
+    fn close(&self, deadline: Duration) -> Result<()>;
+}
+
+/// Host memory that a call refers to.
+pub type Kept = Option<Box<dyn Any + Send>>;
+
+/// A message to or from one peer. Its bytes lie on the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Message {
+    pub peer: u32,
+    pub sends: bool,
+    pub addr: usize,
+    pub bytes: usize,
+}
+
+/// What a library is asked, in counts of elements of `dtype`. Addresses are of the communicator's device.
+#[derive(Clone, Copy, Debug)]
+pub enum Call<'a> {
+    AllReduce {
+        send: usize,
+        recv: usize,
+        count: usize,
+        dtype: Dtype,
+        op: ReduceOp,
+    },
+    /// In place, from the root's to the others' memory.
+    Broadcast {
+        buffer: usize,
+        count: usize,
+        dtype: Dtype,
+        root: u32,
+    },
+    /// Off the root `recv` is `send`.
+    Reduce {
+        send: usize,
+        recv: usize,
+        count: usize,
+        dtype: Dtype,
+        op: ReduceOp,
+        root: u32,
+    },
+    /// `count` is of one rank's block.
+    AllGather {
+        send: usize,
+        recv: usize,
+        count: usize,
+        dtype: Dtype,
+    },
+    ReduceScatter {
+        send: usize,
+        recv: usize,
+        count: usize,
+        dtype: Dtype,
+        op: ReduceOp,
+    },
+    /// `recv` is read at the root only.
+    Gather {
+        send: usize,
+        recv: usize,
+        count: usize,
+        dtype: Dtype,
+        root: u32,
+    },
+    /// `send` is read at the root only.
+    Scatter {
+        send: usize,
+        recv: usize,
+        count: usize,
+        dtype: Dtype,
+        root: u32,
+    },
+    /// One count for each rank; blocks lie behind each other.
+    AllToAllV {
+        send: usize,
+        recv: usize,
+        send_counts: &'a [u64],
+        recv_counts: &'a [u64],
+        dtype: Dtype,
+    },
+    /// All under way together; between two ranks and in one direction in the order of the list. None to oneself.
+    Exchange(&'a [Message]),
+    /// Inside the device, by its runtime.
+    Copy {
+        from: usize,
+        to: usize,
+        bytes: usize,
+    },
+}
+
+impl Call<'_> {
+    pub fn name(&self) -> &'static str {
+        match self {
+            Call::AllReduce { .. } => "all_reduce",
+            Call::Broadcast { .. } => "broadcast",
+            Call::Reduce { .. } => "reduce",
+            Call::AllGather { .. } => "all_gather",
+            Call::ReduceScatter { .. } => "reduce_scatter",
+            Call::Gather { .. } => "gather",
+            Call::Scatter { .. } => "scatter",
+            Call::AllToAllV { .. } => "all_to_all",
+            Call::Exchange(_) => "exchange",
+            Call::Copy { .. } => "copy",
+        }
+    }
+}
+
+/// A text of a vendor library, which stays valid; empty for null.
+pub(super) fn text(text: *const c_char) -> String {
+    if text.is_null() {
+        return String::new();
+    }
+    // SAFETY: vendor libraries return static texts that end in a zero.
+    unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+}
+
+/// What joining is called in messages.
+pub(super) fn joining(able: &Capabilities, setup: &Setup) -> String {
+    let Setup { rank, ranks, device, .. } = setup;
+    format!("{}: to join as rank {rank} of {ranks} with device {device}", able.name)
+}
+
+pub(super) fn wrong_id(able: &Capabilities, setup: &Setup) -> Error {
+    Error::Bug(format!(
+        "sagellm: {}: an id has {} bytes, and {} came; do all ranks use the same library?",
+        able.name,
+        able.id_bytes,
+        setup.id.len()
+    ))
+}
+
+pub(super) fn no_type(name: &str, dtype: Dtype) -> Error {
+    Error::Bug(format!("sagellm: {name} has no number for {}, which the recipe should have known", dtype.name()))
+}
+
+pub(super) fn no_op(name: &str, op: ReduceOp) -> Error {
+    let op = ReduceOp::name_of(op.code());
+    Error::Bug(format!("sagellm: {name} has no number for {op}, which the recipe should have known"))
+}
+
+pub(super) fn no_call(able: &Capabilities, call: &Call<'_>) -> Error {
+    Error::Bug(format!("sagellm: {} has no {}, which the recipe should have known", able.name, call.name()))
+}
+
+pub(super) fn no_split(able: &Capabilities) -> Error {
+    Error::Invalid(format!(
+        "sagellm: {} makes no communicator out of another: make the new one from an id of its own",
+        able.name
+    ))
+}
+
+/// Start of a list of counts in the elements before it.
+pub fn displacements(counts: &[u64]) -> Vec<u64> {
+    counts
+        .iter()
+        .scan(0, |next, count| {
+            let start = *next;
+            *next += count;
+            Some(start)
+        })
+        .collect()
+}
+
+/// Messages in an order that cannot lock up where each waits for its partner: all ranks go through all pairs in one
+/// order (round by round of a tournament, in each pair the lower rank's sends first) and leave out those without them.
+pub fn without_deadlock(messages: &[Message], me: u32, ranks: u32) -> Vec<Message> {
+    let mut sorted = messages.to_vec();
+    sorted.sort_by_key(|message| {
+        let (low, high) = (me.min(message.peer), me.max(message.peer));
+        let lower_sends = message.sends == (me == low);
+        ((low + high) % ranks.max(1), low, high, !lower_sends)
+    });
+    sorted
+}
+
+/// How long a wait goes on before it asks again whether it shall.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// Runs `work` on a thread of its own and waits for it no longer than `deadline`, and no longer than `go_on` allows. Work
+/// that comes too late is dropped by its thread, so what it returns must clean up after itself.
+pub fn within<T: Send + 'static>(
+    deadline: Duration,
+    what: &str,
+    go_on: &dyn Fn() -> Result<()>,
+    work: impl FnOnce() -> Result<T> + Send + 'static,
+) -> Result<T> {
+    let (done, result) = mpsc::sync_channel(1);
+    let started = watch::spawn("sagellm-vendor", move || {
+        let _ = done.send(work()); // nobody there: the deadline has passed, and the result is dropped here
+    });
+    started.map_err(|error| Error::System(format!("sagellm: no thread for {what}: {error}")))?;
+    let begin = Instant::now();
+    loop {
+        let left = deadline.saturating_sub(begin.elapsed());
+        match result.recv_timeout(left.min(LOOK)) {
+            Ok(result) => return result,
+            Err(mpsc::RecvTimeoutError::Disconnected) => {
+                return Err(Error::Bug(format!("sagellm: {what} panicked")));
+            }
+            Err(mpsc::RecvTimeoutError::Timeout) if left > LOOK => go_on()?,
+            Err(mpsc::RecvTimeoutError::Timeout) => {
+                return Err(Error::Timeout(format!(
+                    "sagellm: {what} did not end within {} ms; the thread that called the library is left behind. Is \
+                     every rank there, each with a device of its own, and can they reach one another?",
+                    deadline.as_millis()
+                )));
+            }
+        }
+    }
+}
+
+/// A communicator's handle and who may still use it. A call enters and leaves; whoever ends the communicator shuts the
+/// gate first, so that nobody enters any more, and gives those inside a short time.
+#[derive(Debug)]
+pub struct Gate {
+    handle: usize,
+    /// Set once, by whoever ends it; read by every call after it has counted itself. Both are sequentially consistent:
+    /// either the caller sees it shut, or the closer sees the caller.
+    shut: AtomicBool,
+    inside: AtomicUsize,
+    /// How it was ended, for later calls.
+    why: Mutex<&'static str>,
+}
+
+impl Gate {
+    pub fn new(handle: usize) -> Gate {
+        Gate { handle, shut: AtomicBool::new(false), inside: AtomicUsize::new(0), why: Mutex::new("") }
+    }
+
+    /// Runs `body` with the handle unless the communicator has ended.
+    pub fn enter<T>(&self, what: &str, body: impl FnOnce(usize) -> Result<T>) -> Result<T> {
+        struct Inside<'a>(&'a AtomicUsize);
+        impl Drop for Inside<'_> {
+            fn drop(&mut self) {
+                self.0.fetch_sub(1, Ordering::SeqCst);
+            }
+        }
+        self.inside.fetch_add(1, Ordering::SeqCst);
+        let _inside = Inside(&self.inside);
+        if self.shut.load(Ordering::SeqCst) {
+            let why = *self.why.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+            return Err(Error::Aborted(format!("sagellm: {what}: the communicator was {why}")));
+        }
+        body(self.handle)
+    }
+
+    /// The handle for the one who ends it, when nobody is inside or after `grace`; `None` if it was ended before.
+    pub fn shut(&self, why: &'static str, grace: Duration) -> Option<usize> {
+        {
+            let mut own = self.why.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+            if self.shut.swap(true, Ordering::SeqCst) {
+                return None;
+            }
+            *own = why;
+        }
+        let end = Instant::now() + grace;
+        while self.inside.load(Ordering::SeqCst) > 0 && Instant::now() < end {
+            std::thread::sleep(Duration::from_micros(200));
+        }
+        Some(self.handle)
+    }
+}
+
+/// How long whoever aborts lets running calls leave by themselves. Longer ones hang, and are what the abort is for.
+pub const GRACE: Duration = Duration::from_millis(50);
+/// How long the end of a communicator may take before its thread is left behind.
+pub const END: Duration = Duration::from_secs(10);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_gate_lets_nobody_in_after_it_was_shut_and_waits_for_those_inside() {
+        let gate = Gate::new(7);
+        assert_eq!(gate.enter("a", Ok), Ok(7));
+        std::thread::scope(|scope| {
+            let (entered, leave) = (mpsc::channel(), mpsc::channel::<()>());
+            let gate = &gate;
+            scope.spawn(move || {
+                gate.enter("b", |_| {
+                    entered.0.send(()).unwrap();
+                    leave.1.recv().unwrap();
+                    Ok(())
+                })
+            });
+            entered.1.recv().unwrap();
+            // It hangs: the one who ends it goes on after the grace.
+            assert_eq!(gate.shut("aborted", Duration::from_millis(5)), Some(7));
+            assert_eq!(gate.shut("closed", GRACE), None);
+            leave.0.send(()).unwrap();
+        });
+        let error = gate.enter("all_reduce", Ok).unwrap_err();
+        assert_eq!(error, Error::Aborted("sagellm: all_reduce: the communicator was aborted".into()));
+    }
+
+    #[test]
+    fn what_takes_too_long_is_left_behind_with_a_text() {
+        let (go, wait) = mpsc::channel::<()>();
+        let late = within(Duration::from_millis(20), "to join", &always, move || Ok(wait.recv().is_ok()));
+        assert!(matches!(&late, Err(Error::Timeout(text)) if text.contains("to join did not end within 20 ms")));
+        go.send(()).unwrap();
+        assert_eq!(within(Duration::from_secs(60), "to add", &always, || Ok(1 + 1)), Ok(2));
+        let panicked = within::<()>(Duration::from_secs(60), "to fail", &always, || panic!("on purpose"));
+        assert!(matches!(panicked, Err(Error::Bug(_))));
+    }
+
+    #[test]
+    fn a_wait_ends_when_it_shall_not_go_on() {
+        let (go, wait) = mpsc::channel::<()>();
+        let asked = AtomicUsize::new(0);
+        let third_time = || match asked.fetch_add(1, Ordering::Relaxed) {
+            2 => Err(Error::Interrupted("a signal".into())),
+            _ => Ok(()),
+        };
+        let begin = Instant::now();
+        let ended = within(Duration::from_secs(600), "to join", &third_time, move || Ok(wait.recv().is_ok()));
+        assert_eq!(ended, Err(Error::Interrupted("a signal".into())));
+        assert!(begin.elapsed() < Duration::from_secs(60), "long before the deadline");
+        go.send(()).unwrap();
+    }
+
+    /// Every rank executes its list in order, each send waits for its receive: all lists must come to their end.
+    #[test]
+    fn ordered_messages_meet_whatever_the_pattern() {
+        let mut random = 12345u64;
+        let mut below = |n: u64| {
+            random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            (random >> 33) % n
+        };
+        for ranks in 2..8u32 {
+            for _ in 0..200 {
+                let mut lists = vec![Vec::new(); ranks as usize];
+                for number in 0..below(30) as usize {
+                    let from = below(u64::from(ranks)) as u32;
+                    let to = (from + 1 + below(u64::from(ranks - 1)) as u32) % ranks;
+                    lists[from as usize].push(Message { peer: to, sends: true, addr: number, bytes: 1 });
+                    lists[to as usize].push(Message { peer: from, sends: false, addr: number, bytes: 1 });
+                }
+                let mut lists: Vec<_> = (0..)
+                    .zip(&lists)
+                    .map(|(me, list)| without_deadlock(list, me, ranks))
+                    .map(|l| l.into_iter())
+                    .collect();
+                let mut heads: Vec<_> = lists.iter_mut().map(Iterator::next).collect();
+                loop {
+                    let met = (0..heads.len()).find_map(|me| {
+                        let own = heads[me]?;
+                        let other = heads[own.peer as usize]?;
+                        (other.peer as usize == me && other.sends != own.sends).then_some((me, own, other))
+                    });
+                    let Some((me, own, other)) = met else { break };
+                    assert_eq!(own.addr, other.addr, "messages of a pair stay in their order");
+                    heads[me] = lists[me].next();
+                    heads[own.peer as usize] = lists[own.peer as usize].next();
+                }
+                assert!(heads.iter().all(Option::is_none), "deadlock of {ranks} ranks");
+            }
+        }
+    }
+}

@@ -1,0 +1,277 @@
+//! From a recipe and the memory of one rank to calls of the library. `calls` is pure, so that tests can run it against a
+//! model of a library in plain memory; `launch` puts the calls on a stream.
+
+use super::communicator::{Call, Communicator, Kept, Message};
+use super::lowering::{Method, Recipe};
+use super::runtime::{Runtime, Stream};
+use crate::error::{Error, Result};
+use crate::types::{Kind, Span};
+
+/// One rank's part in an operation. Memory is on the device, in the recipe's wire type, after `before` and before `after`.
+///
+/// `send` and `recv` are as the table of `types::Request` has them, for the kind that the recipe names: one span a block,
+/// or, where blocks are equal and lie behind each other, a single span for all. Empty where a rank has none.
+#[derive(Clone, Copy, Debug)]
+pub struct Job<'a> {
+    pub recipe: &'a Recipe,
+    pub rank: u32,
+    pub ranks: u32,
+    /// The peer of a send or receive.
+    pub root: u32,
+    /// Where the factor of a PREMUL_SUM of the library's own lies on the device, in the recipe's wire type; 0 where the
+    /// recipe says it.
+    pub factor: usize,
+    pub send: &'a [Span],
+    pub recv: &'a [Span],
+}
+
+/// Host memory of the calls; to be kept until the stream has passed them.
+#[derive(Default)]
+pub struct Launched {
+    _kept: Vec<Box<dyn std::any::Any + Send>>,
+}
+
+impl Launched {
+    /// Of one call.
+    pub fn of(kept: Kept) -> Launched {
+        Launched { _kept: kept.into_iter().collect() }
+    }
+
+    pub(super) fn keep(&mut self, kept: Kept) {
+        self._kept.extend(kept);
+    }
+}
+
+/// Puts an operation on the stream of a communicator. Never waits for a peer or for the device.
+pub fn launch(
+    communicator: &dyn Communicator,
+    runtime: &dyn Runtime,
+    job: &Job<'_>,
+    stream: Stream,
+) -> Result<Launched> {
+    let mut launched = Launched::default();
+    let mut run = |call: &Call<'_>| {
+        let kept: Kept = match *call {
+            Call::Copy { from, to, bytes } => runtime.copy(to, from, bytes, stream).map(|()| None)?,
+            _ if job.factor != 0 => communicator.call_by_factor(call, job.factor, stream)?,
+            _ => communicator.call(call, stream)?,
+        };
+        launched.keep(kept);
+        Ok(())
+    };
+    if !job.recipe.grouped {
+        calls(job, &mut run)?;
+        return Ok(launched);
+    }
+    communicator.group_start()?;
+    let called = calls(job, &mut run);
+    // Also after an error: a group that stays open swallows whatever this thread calls next.
+    let ended = communicator.group_end();
+    called.and(ended).map(|()| launched)
+}
+
+/// Gives the calls of one rank to `run`, in order, and ends at the first error.
+pub fn calls(job: &Job<'_>, run: &mut dyn FnMut(&Call<'_>) -> Result<()>) -> Result<()> {
+    let recipe = job.recipe;
+    match (recipe.kind, recipe.method) {
+        (Kind::AllToAll, Method::Native) => all_to_all(job, run),
+        (_, Method::Native) => native(job, run),
+        (_, Method::Exchange) => exchange(job, run),
+        (_, Method::PerRoot) => per_root(job, run),
+        (_, Method::Levels) => Err(job.wrong("two levels need communicators of their own")),
+    }
+}
+
+impl Job<'_> {
+    pub(super) fn wrong(&self, what: &str) -> Error {
+        let Job { recipe, rank, ranks, send, recv, .. } = self;
+        Error::Bug(format!(
+            "sagellm: {} of rank {rank} of {ranks}: {what}; {} and {} spans, {} and {} bytes",
+            recipe.kind,
+            send.len(),
+            recv.len(),
+            total(send),
+            total(recv)
+        ))
+    }
+
+    pub(super) fn count(&self, bytes: usize) -> Result<usize> {
+        let size = self.recipe.dtype.size();
+        if bytes.is_multiple_of(size) {
+            Ok(bytes / size)
+        } else {
+            Err(self.wrong(&format!("{bytes} bytes are no whole number of {}", self.recipe.dtype.name())))
+        }
+    }
+
+    /// The block for or from rank `q`.
+    fn block(&self, spans: &[Span], q: u32) -> Result<Span> {
+        let ranks = self.ranks as usize;
+        match spans {
+            [] => Ok(Span { addr: 0, bytes: 0 }), // all are empty
+            _ if spans.len() == ranks => Ok(spans[q as usize]),
+            [whole] if whole.bytes.is_multiple_of(ranks) => {
+                let bytes = whole.bytes / ranks;
+                Ok(Span { addr: whole.addr + bytes * q as usize, bytes })
+            }
+            _ => Err(self.wrong("that is no block for each rank")),
+        }
+    }
+
+    /// All blocks as one run; a recipe that is `flat` promises it.
+    pub(super) fn run(&self, spans: &[Span]) -> Result<Span> {
+        let Some(first) = spans.first() else { return Ok(Span { addr: 0, bytes: 0 }) };
+        let mut next = first.addr;
+        for span in spans {
+            if span.bytes > 0 && span.addr != next {
+                return Err(self.wrong("its blocks do not lie behind each other"));
+            }
+            next += span.bytes;
+        }
+        Ok(Span { addr: first.addr, bytes: total(spans) })
+    }
+}
+
+fn total(spans: &[Span]) -> usize {
+    spans.iter().map(|span| span.bytes).sum()
+}
+
+fn native(job: &Job<'_>, run: &mut dyn FnMut(&Call<'_>) -> Result<()>) -> Result<()> {
+    let Recipe { kind, dtype, op, .. } = *job.recipe;
+    let (sent, received) = (job.run(job.send)?, job.run(job.recv)?);
+    let (send, recv, root) = (sent.addr, received.addr, job.root);
+    let at_root = job.rank == root;
+    let ranks = job.ranks as usize;
+    // Bytes of the smaller side, and how many times the other side is as large.
+    let (bytes, fits) = match kind {
+        Kind::AllReduce => (sent.bytes, received.bytes == sent.bytes),
+        Kind::Reduce => (sent.bytes, !at_root || received.bytes == sent.bytes),
+        Kind::Broadcast if at_root => (sent.bytes, true),
+        Kind::Broadcast => (received.bytes, true),
+        Kind::AllGather => (sent.bytes, received.bytes == sent.bytes * ranks),
+        Kind::Gather => (sent.bytes, !at_root || received.bytes == sent.bytes * ranks),
+        Kind::ReduceScatter => (received.bytes, sent.bytes == received.bytes * ranks),
+        Kind::Scatter => (received.bytes, !at_root || sent.bytes == received.bytes * ranks),
+        _ => (0, false),
+    };
+    if !fits {
+        return Err(job.wrong("the sizes do not belong together"));
+    }
+    let count = job.count(bytes)?;
+    if count == 0 {
+        return Ok(()); // on every rank, as the sizes agree
+    }
+    let call = match kind {
+        Kind::AllReduce => Call::AllReduce { send, recv, count, dtype, op },
+        Kind::Broadcast => Call::Broadcast { buffer: if at_root { send } else { recv }, count, dtype, root },
+        Kind::Reduce => Call::Reduce { send, recv: if at_root { recv } else { send }, count, dtype, op, root },
+        Kind::AllGather => Call::AllGather { send, recv, count, dtype },
+        Kind::Gather => Call::Gather { send, recv, count, dtype, root },
+        Kind::Scatter => Call::Scatter { send, recv, count, dtype, root },
+        _ => Call::ReduceScatter { send, recv, count, dtype, op },
+    };
+    run(&call)
+}
+
+fn all_to_all(job: &Job<'_>, run: &mut dyn FnMut(&Call<'_>) -> Result<()>) -> Result<()> {
+    let (sent, received) = (job.run(job.send)?, job.run(job.recv)?);
+    let counts = |spans: &[Span]| -> Result<Vec<u64>> {
+        (0..job.ranks).map(|q| Ok(job.count(job.block(spans, q)?.bytes)? as u64)).collect()
+    };
+    let (send_counts, recv_counts) = (counts(job.send)?, counts(job.recv)?);
+    run(&Call::AllToAllV {
+        send: sent.addr,
+        recv: received.addr,
+        send_counts: &send_counts,
+        recv_counts: &recv_counts,
+        dtype: job.recipe.dtype,
+    })
+}
+
+fn copy(from: Span, to: Span, run: &mut dyn FnMut(&Call<'_>) -> Result<()>) -> Result<()> {
+    if from.bytes == 0 || from.addr == to.addr {
+        return Ok(());
+    }
+    run(&Call::Copy { from: from.addr, to: to.addr, bytes: from.bytes })
+}
+
+fn exchange(job: &Job<'_>, run: &mut dyn FnMut(&Call<'_>) -> Result<()>) -> Result<()> {
+    let me = job.rank;
+    let mut messages = Vec::new();
+    let mut own = None;
+    let mut message = |sends: bool, peer: u32, span: Span| {
+        if peer == me {
+            own = Some(span); // the other half is known by the caller
+        } else if span.bytes > 0 {
+            messages.push(Message { peer, sends, addr: span.addr, bytes: span.bytes });
+        }
+    };
+    let whole = |spans: &[Span]| job.run(spans);
+    let mut local = None;
+    match job.recipe.kind {
+        Kind::Send => message(true, job.root, whole(job.send)?),
+        Kind::Recv => message(false, job.root, whole(job.recv)?),
+        Kind::Gather if me == job.root => {
+            for q in 0..job.ranks {
+                message(false, q, job.block(job.recv, q)?);
+            }
+            local = own.map(|to| Ok((whole(job.send)?, to)));
+        }
+        Kind::Gather => message(true, job.root, whole(job.send)?),
+        Kind::Scatter if me == job.root => {
+            for q in 0..job.ranks {
+                message(true, q, job.block(job.send, q)?);
+            }
+            local = own.map(|from| Ok((from, whole(job.recv)?)));
+        }
+        Kind::Scatter => message(false, job.root, whole(job.recv)?),
+        _ => {
+            // Each begins with the peer behind itself, so that not all send to rank 0 first.
+            for step in 1..job.ranks {
+                message(true, (me + step) % job.ranks, job.block(job.send, (me + step) % job.ranks)?);
+                let from = (me + job.ranks - step) % job.ranks;
+                message(false, from, job.block(job.recv, from)?);
+            }
+            local = Some(Ok((job.block(job.send, me)?, job.block(job.recv, me)?)));
+        }
+    }
+    if job.recipe.kind.is_p2p() && job.root == me {
+        return Err(Error::Invalid(format!("sagellm: {}: rank {me} is its own peer", job.recipe.kind)));
+    }
+    if let Some(pair) = local {
+        let (from, to): (Span, Span) = pair?;
+        if from.bytes != to.bytes {
+            return Err(job.wrong("what the rank has for itself has two sizes"));
+        }
+        copy(from, to, run)?;
+    }
+    if messages.is_empty() { Ok(()) } else { run(&Call::Exchange(&messages)) }
+}
+
+fn per_root(job: &Job<'_>, run: &mut dyn FnMut(&Call<'_>) -> Result<()>) -> Result<()> {
+    let Recipe { kind, dtype, op, .. } = *job.recipe;
+    if kind == Kind::AllGather {
+        // The own block first, into the place that it is sent from.
+        let own = job.block(job.recv, job.rank)?;
+        let send = job.run(job.send)?;
+        if own.bytes != send.bytes {
+            return Err(job.wrong("the own block has two sizes"));
+        }
+        copy(send, own, run)?;
+    }
+    for root in 0..job.ranks {
+        let block = job.block(if kind == Kind::AllGather { job.recv } else { job.send }, root)?;
+        let count = job.count(block.bytes)?;
+        if count == 0 {
+            continue; // on every rank, as all know all sizes
+        }
+        let call = if kind == Kind::AllGather {
+            Call::Broadcast { buffer: block.addr, count, dtype, root }
+        } else {
+            let recv = if root == job.rank { job.run(job.recv)?.addr } else { block.addr };
+            Call::Reduce { send: block.addr, recv, count, dtype, op, root }
+        };
+        run(&call)?;
+    }
+    Ok(())
+}

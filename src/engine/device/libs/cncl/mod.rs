@@ -1,0 +1,3 @@
+pub mod communicator;
+pub mod declarations;
+pub mod runtime;

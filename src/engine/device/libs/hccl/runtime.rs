@@ -1,0 +1,212 @@
+//! Ascend's runtime (acl_rt.h). Two sorts of events: the newer ("Ex") may be recorded again as they are; the older must be
+//! reset on a stream first, and are taken only where the newer are missing. The status of a recorded event is the other
+//! way round from all other states.
+
+use std::collections::HashSet;
+use std::ffi::{c_char, c_int, c_void};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use crate::engine::device::communicator::text;
+use crate::engine::device::libs::loader::{Hints, Known, Library, symbols};
+use crate::engine::device::runtime::{Event, Runtime, Stream, milliseconds};
+use crate::error::{Error, Result};
+
+pub static KNOWN: Known = Known {
+    key: "ACL",
+    title: "the Ascend runtime",
+    names: &["libascendcl.so", "libacl_rt.so"],
+    package: "",
+    companion: None,
+    fix: "It is a part of CANN: run `source .../ascend-toolkit/set_env.sh` in this shell first.",
+};
+
+type Code = c_int;
+type Handle = *mut c_void;
+const SUCCESS: Code = 0;
+/// aclInit was called before, by torch_npu: as good as success.
+const INITIALISED_BEFORE: Code = 100002;
+/// aclrtStreamStatus
+const STREAM_COMPLETE: c_int = 0;
+/// aclrtEventRecordedStatus: the other way round.
+const EVENT_COMPLETE: c_int = 1;
+/// ACL_EVENT_SYNC, ACL_EVENT_TIME_LINE
+const FLAG_SYNC: u32 = 1;
+const FLAG_TIME_LINE: u32 = 8;
+/// ACL_STREAM_FAST_LAUNCH and ACL_STREAM_FAST_SYNC, as torch_npu has them.
+const STREAM_FAST: u32 = 1 | 2;
+const DEVICE_TO_DEVICE: c_int = 3;
+/// aclmdlRICaptureStatus
+const CAPTURES_NOTHING: c_int = 0;
+
+symbols! {
+    /// acl.h, acl_rt.h
+    Table {
+        init = "aclInit"(*const c_char) -> Code;
+        recent_message = "aclGetRecentErrMsg"() -> *const c_char;
+        device_count = "aclrtGetDeviceCount"(*mut u32) -> Code;
+        set_device = "aclrtSetDevice"(i32) -> Code;
+        stream_create = "aclrtCreateStreamWithConfig"(*mut Handle, u32, u32) -> Code;
+        stream_create_plain = "aclrtCreateStream"(*mut Handle) -> Code;
+        stream_destroy = "aclrtDestroyStream"(Handle) -> Code;
+        stream_query = "aclrtStreamQuery"(Handle, *mut c_int) -> Code;
+        event_create_ex = "aclrtCreateEventExWithFlag"(*mut Handle, u32) -> Code;
+        event_create = "aclrtCreateEventWithFlag"(*mut Handle, u32) -> Code;
+        event_destroy = "aclrtDestroyEvent"(Handle) -> Code;
+        event_record = "aclrtRecordEvent"(Handle, Handle) -> Code;
+        event_reset = "aclrtResetEvent"(Handle, Handle) -> Code;
+        stream_wait_event = "aclrtStreamWaitEvent"(Handle, Handle) -> Code;
+        event_status = "aclrtQueryEventStatus"(Handle, *mut c_int) -> Code;
+        event_elapsed = "aclrtEventElapsedTime"(*mut f32, Handle, Handle) -> Code;
+        capture_info = "aclmdlRICaptureGetInfo"(Handle, *mut c_int, *mut Handle) -> Code;
+        copy = "aclrtMemcpyAsync"(*mut c_void, usize, *const c_void, usize, c_int, Handle) -> Code;
+    }
+}
+
+pub struct Acl {
+    library: Library,
+    table: Table,
+    /// Events of the older sort that have been recorded: the next record needs a reset.
+    used: Mutex<HashSet<usize>>,
+}
+
+impl Acl {
+    pub fn open(hints: &Hints) -> Result<Arc<dyn Runtime>> {
+        let library = Library::open(&KNOWN, hints)?;
+        let table = Table::load(&library);
+        let acl = Acl { library, table, used: Mutex::default() };
+        // SAFETY: the runtime's function; null is "no configuration".
+        let code = unsafe { acl.table.init.of(&acl.library)?(std::ptr::null()) };
+        if code != INITIALISED_BEFORE {
+            acl.check("aclInit", code)?;
+        }
+        Ok(Arc::new(acl))
+    }
+
+    fn check(&self, what: &str, code: Code) -> Result<()> {
+        if code == SUCCESS {
+            return Ok(());
+        }
+        // SAFETY: the runtime's function; null or a text.
+        let words = self.table.recent_message.optional().map(|get| text(unsafe { get() })).unwrap_or_default();
+        Err(Error::System(format!("sagellm: the Ascend runtime failed in {what}: aclError {code} {words}")))
+    }
+
+    fn used(&self) -> std::sync::MutexGuard<'_, HashSet<usize>> {
+        self.used.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    fn reusable(&self) -> bool {
+        self.table.event_create_ex.there()
+    }
+}
+
+// SAFETY of the calls below: each is the runtime's own declaration; handles were made by this runtime and are alive, as
+// the caller promises by holding them; out-parameters are valid for the time of the call.
+impl Runtime for Acl {
+    fn describe(&self) -> String {
+        format!("Ascend runtime ({})", self.library.path)
+    }
+
+    fn device_count(&self) -> Result<u32> {
+        let mut count = 0;
+        // SAFETY: see above.
+        let code = unsafe { self.table.device_count.of(&self.library)?(&mut count) };
+        self.check("aclrtGetDeviceCount", code).map(|()| count)
+    }
+
+    fn set_device(&self, device: i32) -> Result<()> {
+        // SAFETY: see above.
+        let code = unsafe { self.table.set_device.of(&self.library)?(device) };
+        self.check("aclrtSetDevice", code)
+    }
+
+    fn stream_create(&self) -> Result<Stream> {
+        let mut made: Handle = std::ptr::null_mut();
+        let code = match self.table.stream_create.optional() {
+            // SAFETY: see above.
+            Some(create) => unsafe { create(&mut made, 0, STREAM_FAST) },
+            // SAFETY: see above.
+            None => unsafe { self.table.stream_create_plain.of(&self.library)?(&mut made) },
+        };
+        self.check("aclrtCreateStream", code).map(|()| Stream(made as usize))
+    }
+
+    fn stream_destroy(&self, stream: Stream) -> Result<()> {
+        // SAFETY: see above.
+        let code = unsafe { self.table.stream_destroy.of(&self.library)?(stream.0 as Handle) };
+        self.check("aclrtDestroyStream", code)
+    }
+
+    fn stream_idle(&self, stream: Stream) -> Result<bool> {
+        let mut status = STREAM_COMPLETE;
+        // SAFETY: see above.
+        let code = unsafe { self.table.stream_query.of(&self.library)?(stream.0 as Handle, &mut status) };
+        self.check("aclrtStreamQuery", code).map(|()| status == STREAM_COMPLETE)
+    }
+
+    /// No where the runtime, or the chip, knows no captures.
+    fn capturing(&self, stream: Stream) -> Result<bool> {
+        let Some(ask) = self.table.capture_info.optional() else { return Ok(false) };
+        let (mut status, mut model): (c_int, Handle) = (CAPTURES_NOTHING, std::ptr::null_mut());
+        // SAFETY: see above; it writes one enum of four bytes and one handle.
+        let code = unsafe { ask(stream.0 as Handle, &mut status, &mut model) };
+        Ok(code == SUCCESS && status != CAPTURES_NOTHING)
+    }
+
+    fn event_create(&self, timed: bool) -> Result<Event> {
+        let mut made: Handle = std::ptr::null_mut();
+        let flags = if timed { FLAG_SYNC | FLAG_TIME_LINE } else { FLAG_SYNC };
+        let create = if self.reusable() { &self.table.event_create_ex } else { &self.table.event_create };
+        // SAFETY: see above.
+        let code = unsafe { create.of(&self.library)?(&mut made, flags) };
+        self.check("aclrtCreateEvent", code).map(|()| Event(made as usize))
+    }
+
+    fn event_destroy(&self, event: Event) -> Result<()> {
+        self.used().remove(&event.0);
+        // SAFETY: see above.
+        let code = unsafe { self.table.event_destroy.of(&self.library)?(event.0 as Handle) };
+        self.check("aclrtDestroyEvent", code)
+    }
+
+    fn event_record(&self, event: Event, stream: Stream) -> Result<()> {
+        if !self.reusable() && !self.used().insert(event.0) {
+            // SAFETY: see above.
+            let code = unsafe { self.table.event_reset.of(&self.library)?(event.0 as Handle, stream.0 as Handle) };
+            self.check("aclrtResetEvent", code)?;
+        }
+        // SAFETY: see above.
+        let code = unsafe { self.table.event_record.of(&self.library)?(event.0 as Handle, stream.0 as Handle) };
+        self.check("aclrtRecordEvent", code)
+    }
+
+    fn event_wait(&self, stream: Stream, event: Event) -> Result<()> {
+        // SAFETY: see above.
+        let code = unsafe { self.table.stream_wait_event.of(&self.library)?(stream.0 as Handle, event.0 as Handle) };
+        self.check("aclrtStreamWaitEvent", code)
+    }
+
+    fn event_done(&self, event: Event) -> Result<bool> {
+        let mut status = 0;
+        // SAFETY: see above.
+        let code = unsafe { self.table.event_status.of(&self.library)?(event.0 as Handle, &mut status) };
+        self.check("aclrtQueryEventStatus", code).map(|()| status == EVENT_COMPLETE)
+    }
+
+    fn elapsed(&self, start: Event, end: Event) -> Result<Duration> {
+        let mut time = 0.0;
+        let call = self.table.event_elapsed.of(&self.library)?;
+        // SAFETY: see above.
+        let code = unsafe { call(&mut time, start.0 as Handle, end.0 as Handle) };
+        self.check("aclrtEventElapsedTime", code).map(|()| milliseconds(time))
+    }
+
+    fn copy(&self, to: usize, from: usize, bytes: usize, stream: Stream) -> Result<()> {
+        let copy = self.table.copy.of(&self.library)?;
+        let (to, from) = (to as *mut c_void, from as *const c_void);
+        // SAFETY: see above; both addresses are of this device for as many bytes, until the stream has passed the copy.
+        let code = unsafe { copy(to, bytes, from, bytes, DEVICE_TO_DEVICE, stream.0 as Handle) };
+        self.check("aclrtMemcpyAsync", code)
+    }
+}

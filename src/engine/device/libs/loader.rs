@@ -1,0 +1,228 @@
+//! One way to find any vendor's library while the program runs, and to take functions from it.
+//!
+//! Where is looked, in this order; the first that opens is taken, and what was tried stands in the error:
+//! 1. the path that the user names (option `vendor`, else the variable `SAGELLM_<KEY>_LIBRARY`). If it does not open,
+//!    nothing else is tried: who names a library wants that one;
+//! 2. the copy that this process has already loaded, usually torch's own, so that there are never two;
+//! 3. the folders of the hints (the `site-packages` of Python) and of `SAGELLM_VENDOR_DIR`;
+//! 4. the bare name, as the loader finds it.
+//!
+//! Every symbol is optional. A library is never closed again: the destructors of vendor libraries end processes.
+
+use std::ffi::{CStr, CString, c_char, c_void};
+use std::path::{Path, PathBuf};
+
+use crate::config;
+use crate::error::{Error, Result};
+
+/// A library as it is known to the world.
+#[derive(Clone, Copy, Debug)]
+pub struct Known {
+    /// In `SAGELLM_<KEY>_LIBRARY`.
+    pub key: &'static str,
+    /// In messages.
+    pub title: &'static str,
+    /// File names, the best first.
+    pub names: &'static [&'static str],
+    /// Its folder below a folder of the hints, where packages put it.
+    pub package: &'static str,
+    /// A second library that may hold a part of the symbols, with its own key.
+    pub companion: Option<&'static Known>,
+    /// What to do when it is not found.
+    pub fix: &'static str,
+}
+
+/// What the caller knows about places.
+#[derive(Clone, Debug, Default)]
+pub struct Hints {
+    /// A path or a name that is the only one to try.
+    pub path: Option<PathBuf>,
+    /// Folders to look into, the `site-packages` of Python among them.
+    pub folders: Vec<PathBuf>,
+}
+
+/// An open library. Its handles stay valid for the life of the process.
+#[derive(Debug)]
+pub struct Library {
+    pub title: &'static str,
+    /// The file, as the loader names it; the name that was asked for where it does not say.
+    pub path: String,
+    handles: Vec<Handle>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Handle(*mut c_void);
+
+// SAFETY: a handle of dlopen is valid in every thread, and never closed.
+unsafe impl Send for Handle {}
+// SAFETY: as above; dlsym may be called by several threads at once.
+unsafe impl Sync for Handle {}
+
+impl Library {
+    /// Opens it, or says what was tried and what to do.
+    pub fn open(known: &'static Known, hints: &Hints) -> Result<Library> {
+        let named = hints.path.clone().or_else(|| config::library(known.key).map(PathBuf::from));
+        let mut tried = Vec::new();
+        let first = match &named {
+            Some(path) => open(path.as_os_str().as_encoded_bytes(), false, &mut tried),
+            None => search(known, hints, &mut tried),
+        };
+        let handle = first.ok_or_else(|| {
+            let variable = format!("SAGELLM_{}_LIBRARY", known.key);
+            let why = match named {
+                Some(_) => format!("This one was named by the option vendor or by {variable}, so no other was tried."),
+                None => format!("{} Or name its file in {variable}.", known.fix),
+            };
+            Error::System(format!("sagellm: {} was not found. Tried: {}. {why}", known.title, tried.join("; ")))
+        })?;
+        let path = path_of(handle).unwrap_or_else(|| known.names[0].to_string());
+        let mut handles = vec![handle];
+        if let Some(companion) = known.companion {
+            handles.extend(open_companion(companion, named.as_deref(), hints));
+        }
+        Ok(Library { title: known.title, path, handles })
+    }
+
+    /// The address of a function or of data, from the library or its companion.
+    fn address(&self, name: &str) -> Option<*mut c_void> {
+        let name = CString::new(name).ok()?;
+        // SAFETY: handles of dlopen that are never closed; `name` ends in a zero.
+        let found = |handle: &Handle| unsafe { libc::dlsym(handle.0, name.as_ptr()) };
+        self.handles.iter().map(found).find(|address| !address.is_null())
+    }
+
+    /// A function by its name.
+    ///
+    /// # Safety
+    /// `F` is the type of a function pointer with the library's own declaration of it.
+    pub unsafe fn symbol<F: Copy>(&self, name: &'static str) -> Symbol<F> {
+        const { assert!(size_of::<F>() == size_of::<*mut c_void>()) };
+        // SAFETY: the caller's promise; sizes are equal as asserted, and the address is not null.
+        let function =
+            self.address(name).map(|address| unsafe { std::mem::transmute_copy::<*mut c_void, F>(&address) });
+        Symbol { function, name }
+    }
+
+    pub fn has(&self, name: &str) -> bool {
+        self.address(name).is_some()
+    }
+
+    /// That the library is older than what the caller needs.
+    pub fn lacks(&self, name: &str) -> Error {
+        Error::System(format!(
+            "sagellm: {} ({}) has no {name}; a newer version of the library has it",
+            self.title, self.path
+        ))
+    }
+}
+
+/// A function that the library may have or not.
+#[derive(Clone, Copy, Debug)]
+pub struct Symbol<F> {
+    function: Option<F>,
+    name: &'static str,
+}
+
+impl<F: Copy> Symbol<F> {
+    pub fn there(&self) -> bool {
+        self.function.is_some()
+    }
+
+    pub fn optional(&self) -> Option<F> {
+        self.function
+    }
+
+    /// The function, or an error that names it.
+    pub fn of(&self, library: &Library) -> Result<F> {
+        self.function.ok_or_else(|| library.lacks(self.name))
+    }
+}
+
+/// The functions of one vendor: a struct with one optional symbol a line, `load`, and `NAMES`.
+macro_rules! symbols {
+    ($(#[$meta:meta])* $table:ident { $($field:ident = $name:literal ($($argument:ty),* $(,)?) -> $result:ty;)* }) => {
+        $(#[$meta])*
+        pub struct $table { $(pub $field: $crate::engine::device::libs::loader::Symbol<unsafe extern "C" fn($($argument),*) -> $result>,)* }
+        impl $table {
+            /// Every name that is looked up.
+            pub const NAMES: &'static [&'static str] = &[$($name),*];
+            pub fn load(library: &$crate::engine::device::libs::loader::Library) -> $table {
+                $table {
+                    // SAFETY: each declaration is the vendor's own, see the head of this file.
+                    $($field: unsafe { library.symbol($name) },)*
+                }
+            }
+        }
+    };
+}
+pub(crate) use symbols;
+
+fn search(known: &'static Known, hints: &Hints, tried: &mut Vec<String>) -> Option<Handle> {
+    let loaded = known.names.iter().find_map(|name| open(name.as_bytes(), true, tried));
+    if loaded.is_some() {
+        return loaded;
+    }
+    tried.clear(); // that no copy is loaded yet is no failure
+    let own = config::vendor_folder().map(PathBuf::from);
+    for folder in hints.folders.iter().chain(own.iter()) {
+        for inside in [folder.clone(), folder.join(known.package)] {
+            for file in known.names.iter().map(|name| inside.join(name)).filter(|file| file.is_file()) {
+                if let Some(handle) = open(file.as_os_str().as_encoded_bytes(), false, tried) {
+                    return Some(handle);
+                }
+            }
+        }
+    }
+    known.names.iter().find_map(|name| open(name.as_bytes(), false, tried))
+}
+
+/// Beside a library that was named, only what is named too or lies in the same folder: never one of another installation.
+fn open_companion(known: &'static Known, beside: Option<&Path>, hints: &Hints) -> Option<Handle> {
+    let mut tried = Vec::new();
+    match (config::library(known.key), beside) {
+        (Some(path), _) => open(path.as_bytes(), false, &mut tried),
+        (None, Some(main)) => {
+            let folder = main.parent()?;
+            let files = known.names.iter().map(|name| folder.join(name)).filter(|file| file.is_file());
+            files.filter_map(|file| open(file.as_os_str().as_encoded_bytes(), false, &mut tried)).next()
+        }
+        (None, None) => search(known, hints, &mut tried),
+    }
+}
+
+fn open(name: &[u8], loaded_only: bool, tried: &mut Vec<String>) -> Option<Handle> {
+    let c_name = CString::new(name).ok()?;
+    let flags = libc::RTLD_LAZY | libc::RTLD_LOCAL | if loaded_only { libc::RTLD_NOLOAD } else { 0 };
+    // SAFETY: a name that ends in a zero. Initialisers of the library run here: it is the one that the user installed.
+    let handle = unsafe { libc::dlopen(c_name.as_ptr(), flags) };
+    if !handle.is_null() {
+        return Some(Handle(handle));
+    }
+    // SAFETY: dlerror gives null or a text that is valid until the next call of this thread.
+    let why = unsafe {
+        let text = libc::dlerror();
+        if text.is_null() { String::new() } else { CStr::from_ptr(text).to_string_lossy().into_owned() }
+    };
+    tried.push(if why.is_empty() { String::from_utf8_lossy(name).into_owned() } else { why });
+    None
+}
+
+/// The file behind a handle.
+fn path_of(handle: Handle) -> Option<String> {
+    /// The first fields of glibc's and musl's `struct link_map`.
+    #[repr(C)]
+    struct LinkMap {
+        base: usize,
+        name: *const c_char,
+    }
+    const RTLD_DI_LINKMAP: libc::c_int = 2;
+    let mut map: *const LinkMap = std::ptr::null();
+    // SAFETY: an open handle; dlinfo writes one pointer, to a record that lives as long as the library.
+    let status = unsafe { libc::dlinfo(handle.0, RTLD_DI_LINKMAP, (&raw mut map).cast()) };
+    if status != 0 || map.is_null() {
+        return None;
+    }
+    // SAFETY: the record and its name live as long as the library, which is never closed.
+    let name = unsafe { CStr::from_ptr((*map).name) }.to_string_lossy().into_owned();
+    (!name.is_empty()).then_some(name)
+}

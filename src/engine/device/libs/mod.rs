@@ -1,0 +1,4 @@
+pub mod cncl;
+pub mod hccl;
+pub mod loader;
+pub mod nccl;

@@ -1,0 +1,139 @@
+//! NCCL's C interface, as far as it is used; checked against `nccl.h` of 2.30.7 (NVIDIA/nccl, src/nccl.h.in). Enums are
+//! integers, since a library may return numbers that this version has not heard of.
+
+use std::ffi::{CStr, c_char, c_int, c_void};
+
+use crate::engine::device::libs::loader::symbols;
+
+pub type Comm = *mut c_void;
+pub type Code = c_int;
+
+pub const SUCCESS: Code = 0;
+pub const IN_PROGRESS: Code = 7;
+
+/// ncclDataType_t
+pub const INT8: c_int = 0;
+pub const UINT8: c_int = 1;
+pub const INT32: c_int = 2;
+pub const UINT32: c_int = 3;
+pub const INT64: c_int = 4;
+pub const UINT64: c_int = 5;
+pub const FLOAT16: c_int = 6;
+pub const FLOAT32: c_int = 7;
+pub const FLOAT64: c_int = 8;
+pub const BFLOAT16: c_int = 9;
+pub const FLOAT8E4M3: c_int = 10;
+pub const FLOAT8E5M2: c_int = 11;
+
+/// ncclRedOp_t; larger numbers are made by ncclRedOpCreatePreMulSum.
+pub const SUM: c_int = 0;
+pub const PROD: c_int = 1;
+pub const MAX: c_int = 2;
+pub const MIN: c_int = 3;
+pub const AVG: c_int = 4;
+
+/// ncclScalarDevice: the scalar lies on the device and is read when the operation runs. ncclScalarHostImmediate: it is
+/// read before the call returns.
+pub const SCALAR_DEVICE: c_int = 0;
+pub const SCALAR_HOST: c_int = 1;
+pub const NO_COLOR: c_int = -1;
+pub const SHRINK_ABORT: c_int = 1;
+
+pub const ID_BYTES: usize = 128;
+
+/// ncclUniqueId; passed by value.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct UniqueId(pub [u8; ID_BYTES]);
+const _: () = assert!(size_of::<UniqueId>() == 128 && align_of::<UniqueId>() == 1);
+
+/// ncclConfig_t as of 2.27, with the version that this layout has. Newer libraries fill in what they know beyond it; the
+/// version of the library itself must never stand here, or it reads fields that were never written.
+#[repr(C)]
+pub struct Config {
+    size: usize,
+    magic: u32,
+    version: u32,
+    blocking: c_int,
+    cga_cluster_size: c_int,
+    min_ctas: c_int,
+    max_ctas: c_int,
+    net_name: *const c_char,
+    split_share: c_int,
+    traffic_class: c_int,
+    comm_name: *const c_char,
+    collnet_enable: c_int,
+    cta_policy: c_int,
+    shrink_share: c_int,
+    nvls_ctas: c_int,
+}
+
+const CONFIG_MAGIC: u32 = 0xcafe_beef;
+const CONFIG_VERSION: u32 = 22700;
+const UNDEFINED: c_int = c_int::MIN;
+
+const _: () = {
+    use std::mem::offset_of;
+    assert!(size_of::<Config>() == 72); // no padding at its end: every byte is a field
+    assert!(offset_of!(Config, magic) == 8 && offset_of!(Config, version) == 12 && offset_of!(Config, blocking) == 16);
+    assert!(offset_of!(Config, net_name) == 32 && offset_of!(Config, split_share) == 40);
+    assert!(offset_of!(Config, comm_name) == 48 && offset_of!(Config, collnet_enable) == 56);
+    assert!(offset_of!(Config, shrink_share) == 64 && offset_of!(Config, nvls_ctas) == 68);
+};
+
+impl Config {
+    /// A blocking communicator of that name, which shares nothing with its parent; else the library's own values. The name
+    /// must live as long as the communicator: the library keeps the pointer and copies nothing.
+    pub fn blocking(name: &CStr) -> Config {
+        Config {
+            size: size_of::<Config>(),
+            magic: CONFIG_MAGIC,
+            version: CONFIG_VERSION,
+            blocking: 1,
+            cga_cluster_size: UNDEFINED,
+            min_ctas: UNDEFINED,
+            max_ctas: UNDEFINED,
+            net_name: std::ptr::null(),
+            split_share: 0,
+            traffic_class: UNDEFINED,
+            comm_name: name.as_ptr(),
+            collnet_enable: UNDEFINED,
+            cta_policy: UNDEFINED,
+            shrink_share: UNDEFINED,
+            nvls_ctas: UNDEFINED,
+        }
+    }
+}
+
+symbols! {
+    /// Function and stream arguments are pointers; counts are elements.
+    Table {
+        get_version = "ncclGetVersion"(*mut c_int) -> Code;
+        get_unique_id = "ncclGetUniqueId"(*mut UniqueId) -> Code;
+        init_rank_config = "ncclCommInitRankConfig"(*mut Comm, c_int, UniqueId, c_int, *mut Config) -> Code;
+        init_rank = "ncclCommInitRank"(*mut Comm, c_int, UniqueId, c_int) -> Code;
+        finalize = "ncclCommFinalize"(Comm) -> Code;
+        destroy = "ncclCommDestroy"(Comm) -> Code;
+        abort = "ncclCommAbort"(Comm) -> Code;
+        split = "ncclCommSplit"(Comm, c_int, c_int, *mut Comm, *mut Config) -> Code;
+        shrink = "ncclCommShrink"(Comm, *mut c_int, c_int, *mut Comm, *mut Config, c_int) -> Code;
+        get_error_string = "ncclGetErrorString"(Code) -> *const c_char;
+        get_last_error = "ncclGetLastError"(Comm) -> *const c_char;
+        get_async_error = "ncclCommGetAsyncError"(Comm, *mut Code) -> Code;
+        comm_user_rank = "ncclCommUserRank"(Comm, *mut c_int) -> Code;
+        comm_count = "ncclCommCount"(Comm, *mut c_int) -> Code;
+        create_premul_sum = "ncclRedOpCreatePreMulSum"(*mut c_int, *mut c_void, c_int, c_int, Comm) -> Code;
+        destroy_op = "ncclRedOpDestroy"(c_int, Comm) -> Code;
+        all_reduce = "ncclAllReduce"(*const c_void, *mut c_void, usize, c_int, c_int, Comm, *mut c_void) -> Code;
+        broadcast = "ncclBroadcast"(*const c_void, *mut c_void, usize, c_int, c_int, Comm, *mut c_void) -> Code;
+        reduce = "ncclReduce"(*const c_void, *mut c_void, usize, c_int, c_int, c_int, Comm, *mut c_void) -> Code;
+        all_gather = "ncclAllGather"(*const c_void, *mut c_void, usize, c_int, Comm, *mut c_void) -> Code;
+        reduce_scatter = "ncclReduceScatter"(*const c_void, *mut c_void, usize, c_int, c_int, Comm, *mut c_void) -> Code;
+        gather = "ncclGather"(*const c_void, *mut c_void, usize, c_int, c_int, Comm, *mut c_void) -> Code;
+        scatter = "ncclScatter"(*const c_void, *mut c_void, usize, c_int, c_int, Comm, *mut c_void) -> Code;
+        send = "ncclSend"(*const c_void, usize, c_int, c_int, Comm, *mut c_void) -> Code;
+        recv = "ncclRecv"(*mut c_void, usize, c_int, c_int, Comm, *mut c_void) -> Code;
+        group_start = "ncclGroupStart"() -> Code;
+        group_end = "ncclGroupEnd"() -> Code;
+    }
+}

@@ -1,0 +1,218 @@
+//! The CUDA driver. Its types come from crate cudarc, its functions from our own table: cudarc ends the process by a panic
+//! where a symbol is missing, and its result type is a closed enum, which a newer driver's number would make undefined.
+
+use std::collections::HashMap;
+use std::ffi::{c_char, c_int, c_uint};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use cudarc::driver::sys::{CUcontext, CUdevice, CUdeviceptr, CUevent, CUevent_flags, CUstream, CUstream_flags};
+
+use crate::engine::device::communicator::text;
+use crate::engine::device::libs::loader::{Hints, Known, Library, symbols};
+use crate::engine::device::runtime::{Event, Runtime, Stream, milliseconds};
+use crate::error::{Error, Result};
+
+pub static KNOWN: Known = Known {
+    key: "CUDA",
+    title: "the CUDA driver",
+    names: &["libcuda.so.1", "libcuda.so"],
+    package: "",
+    companion: None,
+    fix: "It comes with the driver of an NVIDIA GPU; in a container, start it with the GPUs of the host.",
+};
+
+type Code = c_int;
+const SUCCESS: Code = 0;
+const NOT_READY: Code = 600;
+/// CU_STREAM_CAPTURE_STATUS_NONE as an integer; `SPARES_CAPTURES` is CU_STREAM_CAPTURE_MODE_RELAXED.
+const CAPTURES_NOTHING: c_int = 0;
+
+symbols! {
+    /// cuda.h; handles are cudarc's.
+    Table {
+        init = "cuInit"(c_uint) -> Code;
+        driver_version = "cuDriverGetVersion"(*mut c_int) -> Code;
+        get_error_string = "cuGetErrorString"(Code, *mut *const c_char) -> Code;
+        device_count = "cuDeviceGetCount"(*mut c_int) -> Code;
+        device_get = "cuDeviceGet"(*mut CUdevice, c_int) -> Code;
+        primary_retain = "cuDevicePrimaryCtxRetain"(*mut CUcontext, CUdevice) -> Code;
+        set_current = "cuCtxSetCurrent"(CUcontext) -> Code;
+        stream_create = "cuStreamCreate"(*mut CUstream, c_uint) -> Code;
+        stream_destroy = "cuStreamDestroy_v2"(CUstream) -> Code;
+        stream_query = "cuStreamQuery"(CUstream) -> Code;
+        stream_is_capturing = "cuStreamIsCapturing"(CUstream, *mut c_int) -> Code;
+        exchange_capture_mode = "cuThreadExchangeStreamCaptureMode"(*mut c_int) -> Code;
+        stream_wait_event = "cuStreamWaitEvent"(CUstream, CUevent, c_uint) -> Code;
+        event_create = "cuEventCreate"(*mut CUevent, c_uint) -> Code;
+        event_destroy = "cuEventDestroy_v2"(CUevent) -> Code;
+        event_record = "cuEventRecord"(CUevent, CUstream) -> Code;
+        event_query = "cuEventQuery"(CUevent) -> Code;
+        event_elapsed = "cuEventElapsedTime"(*mut f32, CUevent, CUevent) -> Code;
+        copy = "cuMemcpyDtoDAsync_v2"(CUdeviceptr, CUdeviceptr, usize, CUstream) -> Code;
+    }
+}
+
+pub struct Cuda {
+    library: Library,
+    table: Table,
+    version: c_int,
+    /// Primary contexts by device, kept for the life of the process: torch uses the same ones.
+    contexts: Mutex<HashMap<i32, usize>>,
+}
+
+impl Cuda {
+    pub fn open(hints: &Hints) -> Result<Arc<dyn Runtime>> {
+        let library = Library::open(&KNOWN, hints)?;
+        let table = Table::load(&library);
+        let mut cuda = Cuda { library, table, version: 0, contexts: Mutex::default() };
+        // SAFETY: the driver's functions; the second writes one int.
+        let codes = unsafe {
+            [cuda.table.init.of(&cuda.library)?(0), cuda.table.driver_version.of(&cuda.library)?(&mut cuda.version)]
+        };
+        cuda.check("cuInit", codes[0])?;
+        cuda.check("cuDriverGetVersion", codes[1])?;
+        Ok(Arc::new(cuda))
+    }
+
+    fn check(&self, what: &str, code: Code) -> Result<()> {
+        if code == SUCCESS {
+            return Ok(());
+        }
+        let mut words = std::ptr::null();
+        if let Some(get) = self.table.get_error_string.optional() {
+            // SAFETY: the driver's function; it writes a pointer to a static text, or null.
+            unsafe { get(code, &mut words) };
+        }
+        Err(Error::System(format!("sagellm: the CUDA driver failed in {what}: {} (CUresult {code})", text(words))))
+    }
+
+    /// True for success, false for "not ready", else the error.
+    fn ready(&self, what: &str, code: Code) -> Result<bool> {
+        if code == NOT_READY { Ok(false) } else { self.check(what, code).map(|()| true) }
+    }
+}
+
+fn stream(stream: Stream) -> CUstream {
+    stream.0 as CUstream
+}
+
+fn event(event: Event) -> CUevent {
+    event.0 as CUevent
+}
+
+// SAFETY of the calls below: each is the driver's own declaration; handles were made by this driver and are alive, as the
+// caller promises by holding them; out-parameters are valid for the time of the call.
+impl Runtime for Cuda {
+    fn describe(&self) -> String {
+        let Cuda { version, library, .. } = self;
+        format!("CUDA driver {}.{} ({})", version / 1000, version / 10 % 100, library.path)
+    }
+
+    fn device_count(&self) -> Result<u32> {
+        let mut count = 0;
+        // SAFETY: see above.
+        let code = unsafe { self.table.device_count.of(&self.library)?(&mut count) };
+        self.check("cuDeviceGetCount", code).map(|()| count as u32)
+    }
+
+    fn set_device(&self, device: i32) -> Result<()> {
+        let mut contexts = self.contexts.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let context = match contexts.get(&device) {
+            Some(context) => *context,
+            None => {
+                let (mut handle, mut made): (CUdevice, CUcontext) = (0, std::ptr::null_mut());
+                // SAFETY: see above.
+                let code = unsafe { self.table.device_get.of(&self.library)?(&mut handle, device) };
+                self.check("cuDeviceGet", code)?;
+                // SAFETY: see above. Never released: the context stays as long as torch's, which is for ever.
+                let code = unsafe { self.table.primary_retain.of(&self.library)?(&mut made, handle) };
+                self.check("cuDevicePrimaryCtxRetain", code)?;
+                *contexts.entry(device).or_insert(made as usize)
+            }
+        };
+        // SAFETY: see above.
+        let code = unsafe { self.table.set_current.of(&self.library)?(context as CUcontext) };
+        self.check("cuCtxSetCurrent", code)
+    }
+
+    fn stream_create(&self) -> Result<Stream> {
+        let mut made: CUstream = std::ptr::null_mut();
+        let flags = CUstream_flags::CU_STREAM_NON_BLOCKING as c_uint;
+        // SAFETY: see above.
+        let code = unsafe { self.table.stream_create.of(&self.library)?(&mut made, flags) };
+        self.check("cuStreamCreate", code).map(|()| Stream(made as usize))
+    }
+
+    fn stream_destroy(&self, own: Stream) -> Result<()> {
+        // SAFETY: see above.
+        let code = unsafe { self.table.stream_destroy.of(&self.library)?(stream(own)) };
+        self.check("cuStreamDestroy", code)
+    }
+
+    fn stream_idle(&self, own: Stream) -> Result<bool> {
+        // SAFETY: see above.
+        let code = unsafe { self.table.stream_query.of(&self.library)?(stream(own)) };
+        self.ready("cuStreamQuery", code)
+    }
+
+    fn capturing(&self, own: Stream) -> Result<bool> {
+        let mut status = CAPTURES_NOTHING;
+        // SAFETY: see above.
+        let code = unsafe { self.table.stream_is_capturing.of(&self.library)?(stream(own), &mut status) };
+        self.check("cuStreamIsCapturing", code).map(|()| status != CAPTURES_NOTHING)
+    }
+
+    fn exchange_capture_mode(&self, mode: u32) -> Result<u32> {
+        let mut mode = mode as c_int;
+        // SAFETY: see above; it reads and writes one enum of four bytes.
+        let code = unsafe { self.table.exchange_capture_mode.of(&self.library)?(&mut mode) };
+        self.check("cuThreadExchangeStreamCaptureMode", code).map(|()| mode as u32)
+    }
+
+    fn event_create(&self, timed: bool) -> Result<Event> {
+        let mut made: CUevent = std::ptr::null_mut();
+        let flags = if timed { CUevent_flags::CU_EVENT_DEFAULT } else { CUevent_flags::CU_EVENT_DISABLE_TIMING };
+        // SAFETY: see above.
+        let code = unsafe { self.table.event_create.of(&self.library)?(&mut made, flags as c_uint) };
+        self.check("cuEventCreate", code).map(|()| Event(made as usize))
+    }
+
+    fn event_destroy(&self, own: Event) -> Result<()> {
+        // SAFETY: see above.
+        let code = unsafe { self.table.event_destroy.of(&self.library)?(event(own)) };
+        self.check("cuEventDestroy", code)
+    }
+
+    fn event_record(&self, own: Event, on: Stream) -> Result<()> {
+        // SAFETY: see above.
+        let code = unsafe { self.table.event_record.of(&self.library)?(event(own), stream(on)) };
+        self.check("cuEventRecord", code)
+    }
+
+    fn event_wait(&self, waiting: Stream, own: Event) -> Result<()> {
+        // SAFETY: see above.
+        let code = unsafe { self.table.stream_wait_event.of(&self.library)?(stream(waiting), event(own), 0) };
+        self.check("cuStreamWaitEvent", code)
+    }
+
+    fn event_done(&self, own: Event) -> Result<bool> {
+        // SAFETY: see above.
+        let code = unsafe { self.table.event_query.of(&self.library)?(event(own)) };
+        self.ready("cuEventQuery", code)
+    }
+
+    fn elapsed(&self, start: Event, end: Event) -> Result<Duration> {
+        let mut time = 0.0;
+        // SAFETY: see above.
+        let code = unsafe { self.table.event_elapsed.of(&self.library)?(&mut time, event(start), event(end)) };
+        self.check("cuEventElapsedTime", code).map(|()| milliseconds(time))
+    }
+
+    fn copy(&self, to: usize, from: usize, bytes: usize, on: Stream) -> Result<()> {
+        let copy = self.table.copy.of(&self.library)?;
+        // SAFETY: see above; both addresses are of this device for as many bytes, until the stream has passed the copy.
+        let code = unsafe { copy(to as CUdeviceptr, from as CUdeviceptr, bytes, stream(on)) };
+        self.check("cuMemcpyDtoDAsync", code)
+    }
+}

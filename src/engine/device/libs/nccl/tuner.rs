@@ -1,0 +1,420 @@
+//! Our rules and tables steer NCCL: the tuner plugin that NCCL asks before each collective which algorithm to take, as data
+//! that our own library exports under the names `ncclTunerPlugin_v5` and `_v6` (NVIDIA/nccl, src/include/plugin/tuner).
+//!
+//! NCCL is told by the variable `NCCL_TUNER_PLUGIN`, and of the profiler beside this file by `NCCL_PROFILER_PLUGIN`: the
+//! absolute path of our library. They are set before a communicator is made for a group that has a rule or a line for
+//! NCCL, or with `SAGELLM_EXPLAIN=1`, and never else, since every communicator of the process and its children then asks,
+//! also those of others. Ours are told apart by their name, which the profiler is told together with the number
+//! that the tuner knows; for all others, and where no rule or line says anything, nothing is changed.
+//!
+//! # From our ways to NCCL's
+//!
+//! | way | algorithm of NCCL |
+//! | --- | --- |
+//! | `ring` | Ring |
+//! | `double_tree`, `binomial_tree` | Tree |
+//! | any other, `start`, none | NCCL's own choice |
+//!
+//! Ways inside a host (`slots`, `rounds`) are not for libraries: rules that name them are passed over.
+//!
+//! The protocol (LL, LL128, Simple) is the one that NCCL itself expects to be fastest with that algorithm at that size, and
+//! so is the number of channels. An algorithm that NCCL has ruled out for a communicator is not forced on it.
+//!
+//! NCCL's promise to go on by itself after an error is not kept by 2.30 (src/enqueue.cc), so nothing here ever returns one.
+
+use std::collections::VecDeque;
+use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_void};
+use std::os::unix::ffi::OsStrExt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Mutex, MutexGuard, Once, OnceLock};
+
+use crate::algorithms::Algorithm;
+use crate::engine::device::levels;
+use crate::select::Policy;
+use crate::select::rules::{Rule, Way};
+use crate::types::Kind;
+
+/// NCCL_ALGO_*
+const TREE: usize = 0;
+const RING: usize = 1;
+const SUCCESS: c_int = 0;
+
+/// ncclFunc_t
+fn kind_of(function: c_int) -> Option<Kind> {
+    Some(match function {
+        0 => Kind::Broadcast,
+        1 => Kind::Reduce,
+        2 => Kind::AllGather,
+        3 => Kind::ReduceScatter,
+        4 => Kind::AllReduce,
+        _ => return None,
+    })
+}
+
+/// NCCL's algorithm for an operation by the first rule that fits, else by the first line of the table; `None` leaves the
+/// choice to NCCL. `bytes` as `select` counts them.
+pub fn algorithm(policy: &Policy, kind: Kind, bytes: u64) -> Option<usize> {
+    match levels::said(policy, kind, bytes)? {
+        Way::Hosts { algorithm: Algorithm::Ring, .. } => Some(RING),
+        Way::Hosts { algorithm: Algorithm::DoubleTree | Algorithm::Binomial, .. } => Some(TREE),
+        _ => None,
+    }
+}
+
+/// Whether some rule or line of the policy names an algorithm of NCCL, so that it has to ask.
+pub fn steers(policy: &Policy) -> bool {
+    let lines = policy.table.iter().flat_map(|table| table.lines.iter().map(|line| &line.rule));
+    policy.rules.0.iter().chain(lines).any(|rule| {
+        let Way::Hosts { algorithm, .. } = rule.way else { return false };
+        matches!(algorithm, Algorithm::Ring | Algorithm::DoubleTree | Algorithm::Binomial)
+    })
+}
+
+/// The word of HCCL's communicator config for a way that holds for every operation and size, else "".
+pub fn algorithm_of_all(policy: &Policy) -> &'static str {
+    let all = |rule: &&Rule| rule.kind.is_none() && (rule.from, rule.to) == (0, u64::MAX);
+    match policy.rules.0.first().filter(all).map(|rule| rule.way) {
+        Some(Way::Hosts { algorithm: Algorithm::Ring, .. }) => "level0:NA;level1:ring",
+        Some(Way::Hosts { algorithm: Algorithm::Halving, .. }) => "level0:NA;level1:H-D_R",
+        _ => "",
+    }
+}
+
+/// What is steered, and what NCCL has told of its communicators. Small, and asked once for each communicator.
+struct Registry {
+    /// By name of the communicator; written by `steer`.
+    policies: Vec<(String, Arc<Policy>)>,
+    /// Number and name of the communicators made last; written by the profiler.
+    names: VecDeque<(u64, String)>,
+}
+
+/// More communicators than any process has; the oldest are forgotten first.
+const MOST_NAMES: usize = 1024;
+
+fn registry() -> MutexGuard<'static, Registry> {
+    static REGISTRY: Mutex<Registry> = Mutex::new(Registry { policies: Vec::new(), names: VecDeque::new() });
+    REGISTRY.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+/// While it lives, communicators of this name go by this policy. All ranks must steer alike, as with every policy.
+pub struct Steered(String);
+
+/// To be called before the communicator of that name is made, with a name that no other has.
+pub fn steer(name: &str, policy: Arc<Policy>) -> Steered {
+    registry().policies.push((name.to_string(), policy));
+    Steered(name.to_string())
+}
+
+impl Drop for Steered {
+    fn drop(&mut self) {
+        registry().policies.retain(|(name, _)| *name != self.0);
+    }
+}
+
+/// The profiler has heard that communicator `number` is called `name`.
+pub(super) fn communicator_is(number: u64, name: &str) {
+    let mut registry = registry();
+    registry.names.retain(|(own, _)| *own != number);
+    if registry.names.len() == MOST_NAMES {
+        registry.names.pop_front();
+    }
+    registry.names.push_back((number, name.to_string()));
+}
+
+/// Numbers of the communicators of that name, in this process.
+pub(super) fn numbers_of(name: &str) -> Vec<u64> {
+    registry().names.iter().filter(|(_, own)| own == name).map(|(number, _)| *number).collect()
+}
+
+/// Whether NCCL has told the profiler of a communicator of that name, as it does when it is made.
+pub fn was_told_of(name: &str) -> bool {
+    !numbers_of(name).is_empty()
+}
+
+/// The library of the plugins, for messages.
+pub fn file() -> String {
+    own_file().map_or_else(|| "the extension module of sagellm".into(), |file| file.to_string_lossy().into_owned())
+}
+
+fn policy_of(number: u64) -> Option<Arc<Policy>> {
+    let registry = registry();
+    let name = registry.names.iter().find(|(own, _)| *own == number).map(|(_, name)| name)?;
+    registry.policies.iter().find(|(own, _)| own == name).map(|(_, policy)| policy.clone())
+}
+
+/// What the tuner keeps of one communicator.
+struct Context {
+    number: u64,
+    ranks: usize,
+    /// Looked up at the first collective, when the profiler has been told the name for sure.
+    policy: OnceLock<Option<Arc<Policy>>>,
+}
+
+impl Context {
+    /// Steers one collective: the times that NCCL expects, by algorithm and protocol, negative where impossible.
+    fn choose(&self, function: c_int, bytes: usize, times: &mut [f32], protocols: usize) {
+        let policy = self.policy.get_or_init(|| policy_of(self.number));
+        let (Some(policy), Some(kind)) = (policy, kind_of(function)) else { return };
+        // NCCL counts all ranks' blocks of an all_gather, and we one.
+        let bytes = if kind == Kind::AllGather { bytes / self.ranks.max(1) } else { bytes };
+        let Some(algorithm) = algorithm(policy, kind, bytes as u64) else { return };
+        let Some(row) = times.get_mut(algorithm * protocols..(algorithm + 1) * protocols) else { return };
+        let possible = row.iter_mut().filter(|time| **time >= 0.0);
+        if let Some(best) = possible.min_by(|a, b| a.total_cmp(b)) {
+            *best = 0.0; // less than any other: this one is taken
+        }
+    }
+}
+
+/// ncclTuner_v5_t
+#[repr(C)]
+pub struct TunerV5 {
+    pub name: *const c_char,
+    pub init: Init,
+    pub get_coll_info: GetCollInfo,
+    pub finalize: Finalize,
+}
+
+/// ncclTuner_v6_t
+#[repr(C)]
+pub struct TunerV6 {
+    pub name: *const c_char,
+    pub init: Init,
+    pub get_coll_info: GetCollInfo,
+    pub finalize: Finalize,
+    /// Null: NCCL's own sizes.
+    pub get_chunk_size: *const c_void,
+}
+
+/// Context, number of the communicator, ranks, nodes, logger, NVLink domains, constants.
+type Init =
+    unsafe extern "C" fn(*mut *mut c_void, u64, usize, usize, *const c_void, *const c_void, *mut c_void) -> c_int;
+/// Context, function, bytes, operations in the group, times, algorithms, protocols, registered, channels.
+type GetCollInfo =
+    unsafe extern "C" fn(*mut c_void, c_int, usize, c_int, *mut *mut f32, c_int, c_int, c_int, *mut c_int) -> c_int;
+type Finalize = unsafe extern "C" fn(*mut c_void) -> c_int;
+
+const _: () = assert!(size_of::<TunerV5>() == 32 && size_of::<TunerV6>() == 40);
+
+// SAFETY: constant after the start: a static text and functions that may be called by any thread.
+unsafe impl Sync for TunerV5 {}
+// SAFETY: as above.
+unsafe impl Sync for TunerV6 {}
+
+const NAME: *const c_char = c"sagellm".as_ptr();
+
+// SAFETY: no other symbol of these names is in our library.
+#[unsafe(no_mangle)]
+#[allow(non_upper_case_globals)] // the names that NCCL looks for
+pub static ncclTunerPlugin_v5: TunerV5 = TunerV5 { name: NAME, init, get_coll_info, finalize };
+
+// SAFETY: as above.
+#[unsafe(no_mangle)]
+#[allow(non_upper_case_globals)]
+pub static ncclTunerPlugin_v6: TunerV6 =
+    TunerV6 { name: NAME, init, get_coll_info, finalize, get_chunk_size: std::ptr::null() };
+
+/// Tells NCCL where its plugins are: in the file of this code, if that is a library that exports them (the extension
+/// module, and no test program). Variables that the user has set stay. Once a process, before a communicator is made.
+pub fn announce() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        let Some(file) = own_file() else { return };
+        for variable in ["NCCL_TUNER_PLUGIN", "NCCL_PROFILER_PLUGIN"] {
+            if std::env::var_os(variable).is_none() {
+                // SAFETY: as every change of the environment: no other thread may change or read it meanwhile by its
+                // pointers. That cannot be seen to from here, which is one reason to do it only where the user has asked
+                // for what needs it; who sets the variables before the program starts avoids it.
+                unsafe { std::env::set_var(variable, OsStr::from_bytes(file.to_bytes())) };
+            }
+        }
+    });
+}
+
+/// The file that this code was loaded from, if NCCL would find the plugins in it.
+fn own_file() -> Option<CString> {
+    const NAME: &CStr = c"ncclTunerPlugin_v5";
+    // Not the plugin's: the loader may have given that name to another library.
+    let own = (init as Init as *const ()).cast::<c_void>();
+    // SAFETY: zero is a value of every field; dladdr fills them for an address of ours, and the name lives as long as the
+    // file is loaded. The handle is used for one look-up while it is open.
+    unsafe {
+        let mut info: libc::Dl_info = std::mem::zeroed();
+        if libc::dladdr(own, &raw mut info) == 0 || info.dli_fname.is_null() {
+            return None;
+        }
+        let file = CStr::from_ptr(info.dli_fname).to_owned();
+        let handle = libc::dlopen(file.as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD);
+        if handle.is_null() {
+            return None;
+        }
+        let found = libc::dlsym(handle, NAME.as_ptr());
+        libc::dlclose(handle);
+        let mut place: libc::Dl_info = std::mem::zeroed();
+        let same = libc::dladdr(found, &raw mut place) != 0 && place.dli_fbase == info.dli_fbase;
+        same.then_some(file)
+    }
+}
+
+/// Runs `body`; NCCL never hears of an error or a panic.
+pub(super) fn quietly(body: impl FnOnce()) -> c_int {
+    let _ = catch_unwind(AssertUnwindSafe(body));
+    SUCCESS
+}
+
+unsafe extern "C" fn init(
+    context: *mut *mut c_void,
+    number: u64,
+    ranks: usize,
+    _nodes: usize,
+    _logger: *const c_void,
+    _domains: *const c_void,
+    _constants: *mut c_void,
+) -> c_int {
+    quietly(|| {
+        let own = Box::into_raw(Box::new(Context { number, ranks, policy: OnceLock::new() }));
+        // SAFETY: NCCL gives a place for the pointer; `finalize` takes the box back.
+        unsafe { *context = own.cast() };
+    })
+}
+
+unsafe extern "C" fn get_coll_info(
+    context: *mut c_void,
+    function: c_int,
+    bytes: usize,
+    _operations: c_int,
+    times: *mut *mut f32,
+    algorithms: c_int,
+    protocols: c_int,
+    _registered: c_int,
+    _channels: *mut c_int,
+) -> c_int {
+    quietly(|| {
+        let (Ok(algorithms), Ok(protocols)) = (usize::try_from(algorithms), usize::try_from(protocols)) else { return };
+        if context.is_null() || times.is_null() {
+            return;
+        }
+        // SAFETY: `init` made the context and nothing changes it but its own lock; the table is one block of floats,
+        // algorithms times protocols, whatever its type says (src/enqueue.cc).
+        let (context, times) = unsafe {
+            (&*context.cast::<Context>(), std::slice::from_raw_parts_mut(times.cast::<f32>(), algorithms * protocols))
+        };
+        context.choose(function, bytes, times, protocols);
+    })
+}
+
+unsafe extern "C" fn finalize(context: *mut c_void) -> c_int {
+    quietly(|| {
+        if !context.is_null() {
+            // SAFETY: made by `init`, and NCCL ends it once.
+            drop(unsafe { Box::from_raw(context.cast::<Context>()) });
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::select::rules::Rules;
+    use crate::select::table::Line;
+
+    const RULES: &str = "all_reduce:0-64KiB=double_tree;all_reduce:1MiB-=ring;all_gather:0-1KiB=ring;reduce:0-=start";
+
+    fn policy() -> Arc<Policy> {
+        Arc::new(Policy { rules: Rules::parse(RULES).unwrap(), ..Policy::default() })
+    }
+
+    /// Seven algorithms, three protocols; NVLS and PAT are impossible.
+    fn times() -> [[f32; 3]; 7] {
+        let mut times = [[-1.0; 3]; 7];
+        times[TREE] = [30.0, 20.0, 40.0];
+        times[RING] = [-1.0, 60.0, 50.0];
+        times
+    }
+
+    /// As NCCL calls it, through the C interface.
+    fn ask(tuner: &TunerV6, number: u64, function: c_int, bytes: usize) -> [[f32; 3]; 7] {
+        let mut context = std::ptr::null_mut();
+        let mut times = times();
+        let mut channels = 0;
+        let nothing = std::ptr::null_mut::<c_void>();
+        // SAFETY: all pointers are valid for the calls, in the order in which NCCL makes them.
+        let codes = unsafe {
+            [
+                (tuner.init)(&mut context, number, 8, 1, nothing, nothing, nothing),
+                (tuner.get_coll_info)(context, function, bytes, 1, times.as_mut_ptr().cast(), 7, 3, 0, &mut channels),
+                (tuner.finalize)(context),
+            ]
+        };
+        assert_eq!((codes, channels), ([SUCCESS; 3], 0));
+        times
+    }
+
+    fn chosen(times: [[f32; 3]; 7]) -> Option<(usize, usize)> {
+        let zeros: Vec<_> =
+            (0..7).flat_map(|a| (0..3).map(move |p| (a, p))).filter(|(a, p)| times[*a][*p] == 0.0).collect();
+        assert!(zeros.len() <= 1);
+        zeros.first().copied()
+    }
+
+    #[test]
+    fn communicators_are_told_apart_and_steered_by_their_own_rules() {
+        let _one = steer("tuner test one", policy());
+        communicator_is(11, "tuner test one");
+        communicator_is(12, "torch's own");
+        let v6 = &ncclTunerPlugin_v6;
+        // Tree's fastest protocol is the second, ring's the third; ring's first is impossible.
+        assert_eq!(chosen(ask(v6, 11, 4, 4096)), Some((TREE, 1)));
+        assert_eq!(chosen(ask(v6, 11, 4, 1 << 20)), Some((RING, 2)));
+        for (number, function, bytes) in [(11, 4, 100 << 10), (11, 1, 8), (11, 77, 8), (12, 4, 4096), (13, 4, 4096)] {
+            assert_eq!(ask(v6, number, function, bytes), times(), "{number} {function} {bytes}: left alone");
+        }
+        // 8 ranks: 8 KiB of all blocks are 1 KiB of one.
+        assert_eq!(chosen(ask(v6, 11, 2, 8 << 10)), Some((RING, 2)));
+        assert_eq!(chosen(ask(v6, 11, 2, 9 << 10)), None);
+    }
+
+    #[test]
+    fn a_line_of_the_table_counts_where_no_rule_does_and_names_end_with_their_guard() {
+        let line = |text: &str| Line::parse(&format!("{text} 10 ns; start 20 ns")).unwrap();
+        let mut table = crate::select::table::tests::example();
+        table.lines = vec![line("all_reduce:0-=ring"), line("broadcast:0-=slots")];
+        let policy = Policy { table: Some(table), ..(*policy()).clone() };
+        assert_eq!(algorithm(&policy, Kind::AllReduce, 100 << 10), Some(RING));
+        assert_eq!(algorithm(&policy, Kind::AllReduce, 1), Some(TREE));
+        assert_eq!(algorithm(&policy, Kind::Reduce, 1), None);
+        assert_eq!(algorithm(&policy, Kind::Broadcast, 1), None);
+        let guard = steer("tuner test two", Arc::new(policy));
+        communicator_is(21, "tuner test two");
+        assert!(policy_of(21).is_some());
+        drop(guard);
+        assert!(policy_of(21).is_none());
+    }
+
+    #[test]
+    fn an_impossible_algorithm_is_not_forced_and_strange_arguments_are_harmless() {
+        let context = Context { number: 0, ranks: 2, policy: OnceLock::from(Some(policy())) };
+        let mut impossible = [-1.0f32; 21];
+        context.choose(4, 1, &mut impossible, 3);
+        assert_eq!(impossible, [-1.0; 21]);
+        let mut short = [5.0f32; 2];
+        context.choose(4, 1, &mut short, 3);
+        assert_eq!(short, [5.0; 2]);
+        let null = std::ptr::null_mut();
+        // SAFETY: null pointers are what is tested.
+        let codes = unsafe {
+            [get_coll_info(null, 4, 1, 1, std::ptr::null_mut(), -1, 3, 0, std::ptr::null_mut()), finalize(null)]
+        };
+        assert_eq!(codes, [SUCCESS; 2]);
+    }
+
+    #[test]
+    fn one_way_for_everything_is_a_word_of_the_config() {
+        let of = |rules: &str| algorithm_of_all(&Policy { rules: Rules::parse(rules).unwrap(), ..Policy::default() });
+        assert_eq!(of("*:0-=ring"), "level0:NA;level1:ring");
+        assert_eq!(of("*:0-=halving_doubling"), "level0:NA;level1:H-D_R");
+        for rules in ["", "*:0-1KiB=ring", "all_reduce:0-=ring", "*:0-=start"] {
+            assert_eq!(of(rules), "");
+        }
+    }
+}

@@ -1,0 +1,183 @@
+//! Accelerators through their vendors' libraries, found while the program runs: nothing here needs a header or is linked.
+//!
+//! ```no_run
+//! use sagellm::engine::device::{Asked, always, Hints, Job, Setup, Vendor, launch, open, open_runtime, recipe, synchronize};
+//! # use sagellm::types::{Dtype, Kind, ReduceOp, Span};
+//! # fn main() -> sagellm::error::Result<()> {
+//! # let (rank, ranks, address, minute) = (0, 1, 0x7000_0000, std::time::Duration::from_secs(60));
+//! let vendor = Vendor::of_device("cuda").expect("torch's name of a device type");
+//! let runtime = open_runtime(vendor, &Hints::default())?; // streams and events
+//! let api = open(vendor, &Hints::default())?; //             communicators
+//! runtime.set_device(0)?; // every thread for itself
+//! let id = api.unique_id()?; // on rank 0; the others get these bytes through the store of the group
+//! let setup = Setup {
+//!     id,
+//!     rank,
+//!     ranks,
+//!     device: 0,
+//!     deadline: minute,
+//!     go_on: std::sync::Arc::new(always), // or a function that looks for signals
+//!     name: "sagellm:default".into(),
+//!     algorithm: String::new(),
+//!     runtime: runtime.clone(),
+//! };
+//! let communicator = api.clone().create(setup)?; // when all ranks are there
+//! // What torch asks for, and what this library makes of it, or the reason why it cannot:
+//! let asked = Asked { kind: Kind::AllReduce, dtype: Dtype::F32, op: ReduceOp::Avg, ranks: ranks as usize, even: true, plain: true };
+//! let recipe = recipe(&asked, api.capabilities()).map_err(sagellm::error::Error::Invalid)?;
+//! // `recipe.before` and `recipe.after` are the caller's, in torch; here they are empty.
+//! let memory = [Span { addr: address, bytes: 4096 }];
+//! let stream = runtime.stream_create()?; // or torch's own, as a number
+//! let job = Job { factor: 0, recipe: &recipe, rank, ranks, root: 0, send: &memory, recv: &memory };
+//! let launched = launch(&*communicator, &*runtime, &job, stream)?; // does not wait
+//! communicator.poll()?; // errors that come up later; when a deadline passes: `communicator.abort()`
+//! synchronize(&*runtime, stream, minute)?;
+//! drop(launched); // not before
+//! communicator.close(minute)
+//! # }
+//! ```
+//!
+//! | file | |
+//! | --- | --- |
+//! | `library` | finds a library and its functions, says what was tried |
+//! | `communicator`, `runtime` | what every vendor is used by |
+//! | `recipe` | pure: what a library lacks and how it is composed, or why it is refused |
+//! | `launch` | pure but for its last step: from a recipe to calls |
+//! | `nccl`, `hccl`, `cncl` and `*_sys` | the vendors' communicators and C declarations |
+//! | `cuda`, `acl`, `cnrt` | the vendors' streams and events |
+//! | `tuner`, `profiler` | what NCCL asks a plugin: which algorithm to take, and what it tells one: which it took |
+//!
+//! To add a vendor: its files and one row of [`Vendor`] (docs/vendors.md).
+
+pub mod communicator;
+mod launch;
+pub mod levels;
+pub mod libs;
+pub mod lowering;
+mod runtime;
+
+use std::sync::Arc;
+
+pub use self::communicator::{Api, Call, Communicator, GoOn, Message, Setup, Split, always};
+pub use self::launch::{Job, Launched, calls, launch};
+pub use self::libs::loader::Hints;
+pub use self::lowering::{Asked, Capabilities, Local, Method, Recipe, packs, recipe};
+pub use self::runtime::{Event, Runtime, SPARES_CAPTURES, Stream, synchronize};
+
+use crate::error::Result;
+
+/// The libraries this engine knows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Vendor {
+    Nccl,
+    Hccl,
+    Cncl,
+}
+
+struct Row {
+    vendor: Vendor,
+    /// In the option `vendor` and in messages.
+    name: &'static str,
+    /// torch's name of the device type.
+    device: &'static str,
+    open: fn(&Hints) -> Result<Arc<dyn Api>>,
+    open_runtime: fn(&Hints) -> Result<Arc<dyn Runtime>>,
+    capabilities: fn() -> Capabilities,
+    /// Every function that is looked up, in the library and in that of streams and events.
+    symbols: &'static [&'static str],
+    runtime_symbols: &'static [&'static str],
+}
+
+const ROWS: [Row; 3] = [
+    Row {
+        vendor: Vendor::Nccl,
+        name: "nccl",
+        device: "cuda",
+        open: self::libs::nccl::communicator::Nccl::open,
+        open_runtime: self::libs::nccl::runtime::Cuda::open,
+        capabilities: self::libs::nccl::communicator::capabilities,
+        symbols: self::libs::nccl::declarations::Table::NAMES,
+        runtime_symbols: self::libs::nccl::runtime::Table::NAMES,
+    },
+    Row {
+        vendor: Vendor::Hccl,
+        name: "hccl",
+        device: "npu",
+        open: self::libs::hccl::communicator::Hccl::open,
+        open_runtime: self::libs::hccl::runtime::Acl::open,
+        capabilities: self::libs::hccl::communicator::capabilities,
+        symbols: self::libs::hccl::declarations::Table::NAMES,
+        runtime_symbols: self::libs::hccl::runtime::Table::NAMES,
+    },
+    Row {
+        vendor: Vendor::Cncl,
+        name: "cncl",
+        device: "mlu",
+        open: self::libs::cncl::communicator::Cncl::open,
+        open_runtime: self::libs::cncl::runtime::Cnrt::open,
+        capabilities: self::libs::cncl::communicator::capabilities,
+        symbols: self::libs::cncl::declarations::Table::NAMES,
+        runtime_symbols: self::libs::cncl::runtime::Table::NAMES,
+    },
+];
+
+impl Vendor {
+    pub const ALL: [Vendor; 3] = [Vendor::Nccl, Vendor::Hccl, Vendor::Cncl];
+
+    fn row(self) -> &'static Row {
+        &ROWS[self as usize]
+    }
+
+    pub fn name(self) -> &'static str {
+        self.row().name
+    }
+
+    pub fn device(self) -> &'static str {
+        self.row().device
+    }
+
+    pub fn from_name(name: &str) -> Option<Vendor> {
+        ROWS.iter().find(|row| row.name == name).map(|row| row.vendor)
+    }
+
+    /// By torch's name of a device type.
+    pub fn of_device(device: &str) -> Option<Vendor> {
+        ROWS.iter().find(|row| row.device == device).map(|row| row.vendor)
+    }
+
+    /// Of a current version; an open library says what it can do itself.
+    pub fn capabilities(self) -> Capabilities {
+        (self.row().capabilities)()
+    }
+
+    /// The functions that are looked up, those of streams and events last.
+    pub fn symbols(self) -> [&'static [&'static str]; 2] {
+        [self.row().symbols, self.row().runtime_symbols]
+    }
+}
+
+/// Opens the library of communicators. The error says what was tried and what to do. Cheap to call again.
+pub fn open(vendor: Vendor, hints: &Hints) -> Result<Arc<dyn Api>> {
+    (vendor.row().open)(hints)
+}
+
+/// Opens the library of streams and events.
+pub fn open_runtime(vendor: Vendor, hints: &Hints) -> Result<Arc<dyn Runtime>> {
+    (vendor.row().open_runtime)(hints)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_vendor_has_its_row() {
+        for vendor in Vendor::ALL {
+            assert_eq!(vendor.row().vendor, vendor);
+            assert_eq!(Vendor::from_name(vendor.name()), Some(vendor));
+            assert_eq!(Vendor::of_device(vendor.device()), Some(vendor));
+        }
+        assert_eq!(Vendor::of_device("cpu"), None);
+        assert_eq!(Vendor::ALL.map(|vendor| vendor.capabilities().id_bytes), [128, 4108, 136]);
+    }
+}

@@ -1,0 +1,299 @@
+//! One batch on its way: what ranks of one host do together, what their leaders do with other hosts, and the two put
+//! together. The collectives themselves are in `collectives.rs`.
+//!
+//! Every rank of a host goes through the same steps with the others of its host, and the leaders (the ranks at one
+//! position of every host) through the same schedule with each other, so nobody waits for what is not coming.
+
+use std::ops::Range;
+use std::time::Duration;
+
+use super::place::Place;
+use super::transport::{Arrived, Lane, Note};
+use super::vector::{Vector, span};
+use crate::algorithms::{Algorithm, How, Schedule};
+use crate::error::{Error, Result};
+use crate::op;
+use crate::os::clock;
+use crate::types::{Dtype, Kind, ReduceOp, Request, Span};
+
+/// The ranks of this host, as one rank sees them: the shared-memory group that they have for this lane.
+pub trait Inside: Send + Sync {
+    /// Runs one operation of theirs to its end. The caller keeps its memory valid meanwhile.
+    fn run(&self, request: Request) -> Result<()>;
+    /// Fails what is pending there, here and on the others.
+    fn abort(&self, error: &Error);
+    /// The process of the rank at position `index`, for messages.
+    fn process(&self, index: usize) -> String;
+}
+
+/// How a batch travels; the same on every rank (`select::between_hosts`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Way {
+    pub algorithm: Algorithm,
+    /// Ranks of each host that talk to other hosts.
+    pub leaders: usize,
+    /// The bits of one host: every element is combined in the order of the ranks.
+    pub strict: bool,
+}
+
+pub struct Travel<'a> {
+    pub place: &'a Place,
+    /// None where this rank is alone on its host.
+    pub inside: Option<&'a dyn Inside>,
+    pub lane: &'a mut Lane,
+    /// What this rank says of the batch. `issued` sinks as others are heard.
+    pub note: Note,
+    /// Factors of PREMUL_SUM by rank, as far as they were heard.
+    pub factors: Vec<f64>,
+    pub deadline: u64,
+    pub way: Way,
+    /// Memory that lives on from batch to batch.
+    pub scratch: &'a mut Vec<u8>,
+}
+
+impl Travel<'_> {
+    /// Memory for this batch; to be given back as `self.scratch`.
+    pub fn memory(&mut self, bytes: usize) -> Vec<u8> {
+        let mut memory = std::mem::take(self.scratch);
+        if memory.len() < bytes {
+            memory.resize(bytes, 0);
+        }
+        memory
+    }
+
+    /// A call to the ranks of this host; lists as in `Request`.
+    pub fn ask_inside(&self, call: Inner) -> Result<()> {
+        let Some(inside) = self.inside else {
+            return Err(Error::Bug("sagellm: a rank that is alone on its host asked the others".to_string()));
+        };
+        let left = Duration::from_nanos(self.deadline.saturating_sub(clock::now()));
+        let outcome = inside.run(Request {
+            kind: call.kind,
+            dtype: call.dtype,
+            op: call.op,
+            root: call.root as u32,
+            tag: 0,
+            timeout_ms: Some(left.as_millis() as u64 + 500), // the operation's own deadline is told first
+            sync: true,
+            inputs: call.inputs,
+            outputs: call.outputs,
+            in_blocks: call.in_blocks,
+            out_blocks: call.out_blocks,
+            also_touched: Vec::new(),
+            note: crate::types::CallNote::default(),
+        });
+        outcome.map_err(|error| match error {
+            // In the words of the whole group, which does not know this one. What a neighbour reported names the dead
+            // one in its text alone.
+            Error::RankFailed { rank, ref text }
+                if rank < self.place.neighbours().len() && text.contains(&format!("rank {rank} (pid")) =>
+            {
+                let failed = self.place.neighbours()[rank];
+                Error::RankFailed {
+                    rank: failed,
+                    text: format!(
+                        "sagellm: rank {failed} ({}) ended or left the group: rank {} is in {} number {}. Make a new group \
+                         without it to go on",
+                        inside.process(rank),
+                        self.place.me,
+                        op::describe(self.note.signature),
+                        self.note.number
+                    ),
+                }
+            }
+            other => self.outward(other),
+        })
+    }
+
+    /// A neighbour's report as this group knows the neighbour.
+    fn outward(&self, error: Error) -> Error {
+        let outward = |text: String| {
+            let named = self.place.neighbours().iter().enumerate().find_map(|(index, rank)| {
+                let head = text.strip_suffix(&format!(" (reported by rank {index})"))?;
+                Some(format!("{head} (reported by rank {rank})"))
+            });
+            named.unwrap_or(text)
+        };
+        match error {
+            Error::Timeout(text) => Error::Timeout(outward(text)),
+            Error::Mismatch(text) => Error::Mismatch(outward(text)),
+            Error::Aborted(text) => Error::Aborted(outward(text)),
+            Error::RankFailed { rank, text } => Error::RankFailed { rank, text: outward(text) },
+            other => other,
+        }
+    }
+
+    /// The ranks of this host compare what they are about to do, and learn each other's factors and issued numbers.
+    pub fn compare_inside(&mut self) -> Result<()> {
+        const WORDS: usize = 5;
+        if self.inside.is_none() {
+            return Ok(());
+        }
+        let Note { signature, chain, number, issued, factor } = self.note;
+        let own = [signature, chain, number, issued, factor];
+        let mine: Vec<u8> = own.iter().flat_map(|word| word.to_le_bytes()).collect();
+        let mut all = vec![0u8; mine.len() * self.place.neighbours().len()];
+        self.ask_inside(Inner {
+            inputs: vec![span(&mine)],
+            outputs: vec![written(&mut all)],
+            ..Inner::new(Kind::AllGather)
+        })?;
+        for (rank, theirs) in self.place.neighbours().iter().zip(all.chunks_exact(WORDS * 8)) {
+            let word = |at: usize| u64::from_le_bytes(theirs[at * 8..at * 8 + 8].try_into().expect("eight bytes"));
+            if (word(0), word(2)) != (signature, number) {
+                return Err(Error::Mismatch(format!(
+                    "sagellm: ranks called different operations: rank {} called {} as number {number} of their group, rank \
+                     {rank} called {} as number {}. Every rank must call the same collectives in the same order with the \
+                     same sizes",
+                    self.place.me,
+                    op::describe(signature),
+                    op::describe(word(0)),
+                    word(2)
+                )));
+            }
+            if word(1) != chain {
+                return Err(Error::Mismatch(format!(
+                    "sagellm: rank {} and rank {rank} agree about {} number {number} of their group, but not about all \
+                     of it: its list of sizes, an earlier operation, one that travels with it, or the options of the group \
+                     differ. Every rank must call the same collectives in the same order with the same sizes",
+                    self.place.me,
+                    op::describe(signature)
+                )));
+            }
+            self.note.issued = self.note.issued.min(word(3));
+            self.factors[*rank] = f64::from_bits(word(4));
+        }
+        Ok(())
+    }
+
+    /// Every rank of this host learns what its leader has heard of issued numbers, after the data of a batch.
+    pub fn share_issued(&mut self, leader: usize) -> Result<()> {
+        if self.inside.is_none() {
+            return Ok(());
+        }
+        let mut word = self.note.issued.to_le_bytes();
+        let piece = vec![written(&mut word)];
+        let (inputs, outputs) = if self.place.index == leader { (piece, Vec::new()) } else { (Vec::new(), piece) };
+        self.ask_inside(Inner { root: leader, inputs, outputs, ..Inner::new(Kind::Broadcast) })?;
+        self.note.issued = self.note.issued.min(u64::from_le_bytes(word));
+        Ok(())
+    }
+
+    /// The schedule of a collective among `members` (ranks of the group), of which this rank is one. `memory` is what the
+    /// schedule works on, `ranges` its parts within; `numbers` says how they are combined, and where in the vector
+    /// `memory` begins.
+    pub fn between(
+        &mut self,
+        schedule: &Schedule,
+        members: &[usize],
+        memory: &mut [u8],
+        ranges: &dyn Fn(usize) -> Range<usize>,
+        numbers: Option<(&Vector, usize)>,
+    ) -> Result<()> {
+        let position = members.iter().position(|rank| *rank == self.place.me).expect("only members come here");
+        let ranges =
+            |parts: &[Range<usize>]| -> Vec<Range<usize>> { parts.iter().cloned().flatten().map(ranges).collect() };
+        let total = |ranges: &[Range<usize>]| ranges.iter().map(ExactSizeIterator::len).sum::<usize>();
+        for k in 0..schedule.steps() {
+            let step = schedule.step(position, k);
+            let out: Vec<Vec<Range<usize>>> = step.sends.iter().map(|send| ranges(&send.parts)).collect();
+            let into: Vec<Vec<Range<usize>>> = step.recvs.iter().map(|recv| ranges(&recv.parts)).collect();
+            let sends: Vec<(usize, usize)> =
+                step.sends.iter().zip(&out).map(|(send, ranges)| (members[send.peer], total(ranges))).collect();
+            let receives: Vec<(usize, usize)> =
+                step.recvs.iter().zip(&into).map(|(recv, ranges)| (members[recv.peer], total(ranges))).collect();
+            // What is combined in the order of the ranks is kept until all is there.
+            let ordered = step.recvs.iter().any(|recv| recv.how == How::InRankOrder);
+            let mut kept: Vec<(usize, Vec<u8>)> = Vec::new();
+            let cell = std::cell::RefCell::new(&mut *memory);
+            let issued = self.lane.exchange(
+                self.note,
+                self.deadline,
+                &sends,
+                |at, data| gather(&cell.borrow(), &out[at], data),
+                &receives,
+                |at, Arrived { data, .. }| {
+                    if ordered {
+                        kept.push((step.recvs[at].peer, data.to_vec()));
+                    } else {
+                        apply(&mut cell.borrow_mut(), &into[at], data, step.recvs[at].how, numbers);
+                    }
+                    Ok(())
+                },
+            )?;
+            self.note.issued = self.note.issued.min(issued);
+            if ordered {
+                let (vector, start) = numbers.expect("only numbers are combined");
+                kept.push((position, joined(memory, &into[0])));
+                kept.sort_by_key(|(peer, _)| *peer);
+                combine_in_order(memory, &into[0], &kept, vector, start);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A call to the ranks of one host; what is not named is empty.
+pub struct Inner {
+    pub kind: Kind,
+    pub dtype: Dtype,
+    pub op: ReduceOp,
+    /// Position on the host.
+    pub root: usize,
+    pub inputs: Vec<Span>,
+    pub outputs: Vec<Span>,
+    pub in_blocks: Vec<usize>,
+    pub out_blocks: Vec<usize>,
+}
+
+impl Inner {
+    pub fn new(kind: Kind) -> Inner {
+        let (inputs, outputs, in_blocks, out_blocks) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        Inner { kind, dtype: Dtype::Bytes, op: ReduceOp::Sum, root: 0, inputs, outputs, in_blocks, out_blocks }
+    }
+}
+
+/// The piece that a buffer is, for writing.
+pub fn written(buffer: &mut [u8]) -> Span {
+    Span { addr: buffer.as_mut_ptr() as usize, bytes: buffer.len() }
+}
+
+fn gather(memory: &[u8], ranges: &[Range<usize>], data: &mut [u8]) {
+    let mut at = 0;
+    for range in ranges {
+        data[at..at + range.len()].copy_from_slice(&memory[range.clone()]);
+        at += range.len();
+    }
+}
+
+fn joined(memory: &[u8], ranges: &[Range<usize>]) -> Vec<u8> {
+    ranges.iter().flat_map(|range| memory[range.clone()].iter().copied()).collect()
+}
+
+fn apply(memory: &mut [u8], ranges: &[Range<usize>], data: &[u8], how: How, numbers: Option<(&Vector, usize)>) {
+    let mut at = 0;
+    for range in ranges {
+        let (own, theirs) = (&mut memory[range.clone()], &data[at..at + range.len()]);
+        match (how, numbers) {
+            (How::ReduceAfter, Some((vector, start))) => vector.combine(start + range.start, own, theirs, true),
+            (How::ReduceBefore, Some((vector, start))) => vector.combine(start + range.start, own, theirs, false),
+            _ => own.copy_from_slice(theirs),
+        }
+        at += range.len();
+    }
+}
+
+fn combine_in_order(
+    memory: &mut [u8],
+    ranges: &[Range<usize>],
+    sources: &[(usize, Vec<u8>)],
+    vector: &Vector,
+    start: usize,
+) {
+    let mut at = 0;
+    for range in ranges {
+        let parts: Vec<&[u8]> = sources.iter().map(|(_, data)| &data[at..at + range.len()]).collect();
+        vector.combine_parts(start + range.start, &mut memory[range.clone()], &parts);
+        at += range.len();
+    }
+}

@@ -1,0 +1,458 @@
+//! The collectives over several hosts, each put together from calls inside the hosts and a schedule between them:
+//!
+//! | collective | inside | between the leaders | inside |
+//! | --- | --- | --- | --- |
+//! | all_reduce | reduce to the leader, or reduce_scatter over k leaders | all_reduce | broadcast, or all_gather |
+//! | reduce | reduce to the leader (the root is its host's) | reduce | |
+//! | broadcast | | broadcast from the root's host | broadcast |
+//! | all_gather | all_gather | all_gather of the hosts' blocks | broadcast |
+//! | reduce_scatter | reduce of all blocks | reduce_scatter of the hosts' blocks | scatter |
+//! | gather | gather | gather of the hosts' blocks | |
+//! | scatter | | scatter of the hosts' blocks | scatter |
+//! | all_to_all | | every rank with every rank of other hosts | all_to_all |
+//! | barrier | (the comparison) | all_reduce of nothing | (the issued numbers) |
+//!
+//! Where several ranks of a host lead in other kinds than all_reduce: `columns`.
+//!
+//! Bytes between hosts per leader: those of the schedule (docs/algorithms.md) over the hosts. Order of summation: ranks
+//! inside a host, then hosts as the schedule says; low precision is rounded once inside, and once for every combination
+//! between hosts. The strict way instead moves untouched numbers: every rank gets one share from all ranks, combines it
+//! in the order of the ranks, and gives the result back, which costs up to ranks per host times the bytes.
+
+use std::ops::Range;
+
+use super::batch::{Inner, Travel, written};
+use super::vector::{Vector, copy_in, copy_out, cut, partial, span};
+use crate::algorithms::{Algorithm, Schedule};
+use crate::error::{Error, Result};
+use crate::types::{Kind, ReduceOp, Span};
+
+/// The schedule that was chosen, or the direct one where the choice does not serve the kind.
+pub fn schedule(algorithm: Algorithm, kind: Kind, members: usize, root: usize) -> Result<Schedule> {
+    Schedule::new(algorithm, kind, members, root, 1)
+        .or_else(|| Schedule::new(Algorithm::Direct, kind, members, root, 1))
+        .ok_or_else(|| Error::Bug(format!("sagellm: no schedule for {kind} among {members} hosts")))
+}
+
+/// Where each of `sizes` begins, and the end.
+pub fn borders(sizes: impl Iterator<Item = usize>) -> Vec<usize> {
+    std::iter::once(0)
+        .chain(sizes.scan(0, |at, size| {
+            *at += size;
+            Some(*at)
+        }))
+        .collect()
+}
+
+impl Travel<'_> {
+    /// The range `range` of a vector, on all ranks.
+    pub fn all_reduce(&mut self, vector: &Vector, range: &Range<usize>) -> Result<()> {
+        if self.way.strict {
+            return self.all_reduce_strict(vector, range);
+        }
+        let leaders = self.way.leaders.clamp(1, self.place.fewest());
+        let shares: Vec<Range<usize>> = (0..leaders).map(|at| vector.part(range, at, leaders)).collect();
+        let mut memory = self.memory(range.len());
+        let mine = shares.get(self.place.index).cloned();
+        self.reduce_inside(vector, range, &shares, 0, &mut memory)?;
+        if let Some(mine) = &mine {
+            let members = self.place.leaders(self.place.index);
+            let own = &mut memory[mine.start - range.start..mine.end - range.start];
+            self.combine_between(Kind::AllReduce, vector, mine, &members, 0, own)?;
+            vector.finish(mine.start, own);
+        }
+        self.spread_inside(vector, range, &shares, &mut memory)?;
+        *self.scratch = memory;
+        self.share_issued(0)
+    }
+
+    /// Partial results of this host: `shares[i]` at its i-th rank, or the whole at position `root` where there is one
+    /// share. `memory` stands for `range`.
+    pub fn reduce_inside(
+        &mut self,
+        vector: &Vector,
+        range: &Range<usize>,
+        shares: &[Range<usize>],
+        root: usize,
+        memory: &mut [u8],
+    ) -> Result<()> {
+        if self.inside.is_none() {
+            vector.start(range.start, &mut memory[..range.len()]);
+            return Ok(());
+        }
+        let (index, neighbours) = (self.place.index, self.place.neighbours().len());
+        for run in &vector.runs {
+            let part = run.bytes.start.max(range.start)..run.bytes.end.min(range.end);
+            if part.start >= part.end {
+                continue;
+            }
+            let call = Inner { dtype: run.dtype, op: inside_op(vector), ..Inner::new(Kind::Reduce) };
+            let inputs = cut(&vector.inputs, &part);
+            let at = |range_of: &Range<usize>| range_of.start - range.start..range_of.end - range.start;
+            if shares.len() == 1 {
+                let outputs = if index == root { vec![written(&mut memory[at(&part)])] } else { Vec::new() };
+                self.ask_inside(Inner { root, inputs, outputs, ..call })?;
+            } else {
+                let common = |share: &Range<usize>| {
+                    let start = share.start.max(part.start);
+                    start..share.end.min(part.end).max(start)
+                };
+                let mut in_blocks: Vec<usize> = shares.iter().map(|share| common(share).len()).collect();
+                in_blocks.resize(neighbours, 0);
+                let outputs = shares.get(index).map(|share| written(&mut memory[at(&common(share))]));
+                let outputs = outputs.into_iter().filter(|span| span.bytes > 0).collect();
+                self.ask_inside(Inner { kind: Kind::ReduceScatter, inputs, outputs, in_blocks, ..call })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The results of the shares' owners into everybody's outputs. `memory` stands for `range`.
+    fn spread_inside(
+        &mut self,
+        vector: &Vector,
+        range: &Range<usize>,
+        shares: &[Range<usize>],
+        memory: &mut [u8],
+    ) -> Result<()> {
+        let outputs = cut(&vector.outputs, range);
+        let Some(mine) = self.inside.map(|_| shares.get(self.place.index)) else {
+            copy_out(&outputs, 0, &memory[..range.len()]);
+            return Ok(());
+        };
+        let own = mine.map(|mine| mine.start - range.start..mine.end - range.start);
+        if shares.len() == 1 {
+            return self.broadcast_inside(0, own.map(|own| &memory[own]), outputs);
+        }
+        let mut out_blocks: Vec<usize> = shares.iter().map(ExactSizeIterator::len).collect();
+        out_blocks.resize(self.place.neighbours().len(), 0);
+        let inputs = own.map(|own| span(&memory[own])).into_iter().filter(|span| span.bytes > 0).collect();
+        self.ask_inside(Inner { inputs, outputs, out_blocks, ..Inner::new(Kind::AllGather) })
+    }
+
+    /// What the rank at position `root` holds (`data` there, None elsewhere) into everybody's outputs.
+    fn broadcast_inside(&mut self, root: usize, data: Option<&[u8]>, outputs: Vec<Span>) -> Result<()> {
+        let Some(data) = data else {
+            return self.ask_inside(Inner { root, outputs, ..Inner::new(Kind::Broadcast) });
+        };
+        copy_out(&outputs, 0, data);
+        self.ask_inside(Inner { root, inputs: vec![span(data)], ..Inner::new(Kind::Broadcast) })
+    }
+
+    /// all_reduce or reduce among the leaders, over `own`, which stands for the bytes `share` of the vector.
+    fn combine_between(
+        &mut self,
+        kind: Kind,
+        vector: &Vector,
+        share: &Range<usize>,
+        members: &[usize],
+        root: usize,
+        own: &mut [u8],
+    ) -> Result<()> {
+        let plan = schedule(self.way.algorithm, kind, members.len(), root)?;
+        let parts = plan.parts();
+        let ranges = |part: usize| {
+            let range = vector.part(share, part, parts);
+            range.start - share.start..range.end - share.start
+        };
+        self.between(&plan, members, own, &ranges, Some((vector, share.start)))
+    }
+
+    /// As `all_reduce`, with the bits of one host.
+    fn all_reduce_strict(&mut self, vector: &Vector, range: &Range<usize>) -> Result<()> {
+        let (shares, own) = self.own_share_strict(vector, range)?;
+        let outputs: Vec<Vec<Span>> = shares.iter().map(|share| cut(&vector.outputs, share)).collect();
+        self.all_gather(&[span(&own)], &outputs)
+    }
+
+    /// Each rank's share of `range`, and the result of this rank's, combined from all ranks' untouched numbers.
+    fn own_share_strict(&mut self, vector: &Vector, range: &Range<usize>) -> Result<(Vec<Range<usize>>, Vec<u8>)> {
+        let ranks = self.place.ranks();
+        let shares: Vec<Range<usize>> = (0..ranks).map(|rank| vector.part(range, rank, ranks)).collect();
+        let mine = shares[self.place.me].clone();
+        let mut sources = vec![0u8; mine.len() * ranks];
+        let inputs: Vec<Vec<Span>> = shares.iter().map(|share| cut(&vector.inputs, share)).collect();
+        let outputs: Vec<Vec<Span>> =
+            (0..ranks).map(|rank| vec![written(&mut sources[rank * mine.len()..(rank + 1) * mine.len()])]).collect();
+        self.all_to_all(&inputs, &outputs)?;
+        let mut own = vec![0u8; mine.len()];
+        vector.combine_all(mine.start, &mut own, &sources, &self.factors);
+        Ok((shares, own))
+    }
+
+    /// The range `range` of a vector, at rank `root`.
+    pub fn reduce(&mut self, vector: &Vector, range: &Range<usize>, root: usize) -> Result<()> {
+        if self.way.strict {
+            let (shares, own) = self.own_share_strict(vector, range)?;
+            let outputs = shares.iter().map(|share| cut(&vector.outputs, share)).collect::<Vec<_>>();
+            return self.gather(
+                &[span(&own)],
+                &shares.iter().map(ExactSizeIterator::len).collect::<Vec<_>>(),
+                &outputs,
+                root,
+            );
+        }
+        let members = self.place.leaders_with(root);
+        let leader = self.leader_position(&members);
+        let mut memory = self.memory(range.len());
+        self.reduce_inside(vector, range, std::slice::from_ref(range), leader, &mut memory)?;
+        if self.place.index == leader {
+            let host = self.place.host_of[root];
+            self.combine_between(Kind::Reduce, vector, range, &members, host, &mut memory[..range.len()])?;
+            if self.place.me == root {
+                vector.finish(range.start, &mut memory[..range.len()]);
+                copy_out(&vector.outputs, range.start, &memory[..range.len()]);
+            }
+        }
+        *self.scratch = memory;
+        Ok(())
+    }
+
+    pub fn leader_position(&self, members: &[usize]) -> usize {
+        let leader = members[self.place.host];
+        self.place.neighbours().iter().position(|rank| *rank == leader).expect("a leader lives on its host")
+    }
+
+    /// `data` holds the inputs at the root and the outputs elsewhere.
+    pub fn broadcast(&mut self, data: &[Span], root: usize) -> Result<()> {
+        let columns = self.way.leaders.clamp(1, self.place.fewest());
+        if columns > 1 {
+            return self.broadcast_in_columns(data, root, columns);
+        }
+        let bytes: usize = data.iter().map(|span| span.bytes).sum();
+        let members = self.place.leaders_with(root);
+        let leader = self.leader_position(&members);
+        let mut memory = self.memory(bytes);
+        if self.place.me == root {
+            copy_in(data, 0, &mut memory[..bytes]);
+        }
+        if self.place.index == leader {
+            let plan = schedule(self.way.algorithm, Kind::Broadcast, members.len(), self.place.host_of[root])?;
+            let parts = plan.parts();
+            let ranges = |part: usize| bytes * part / parts..bytes * (part + 1) / parts;
+            self.between(&plan, &members, &mut memory[..bytes], &ranges, None)?;
+        }
+        let outputs = if self.place.me == root { Vec::new() } else { data.to_vec() };
+        if self.inside.is_none() {
+            copy_out(&outputs, 0, &memory[..outputs.iter().map(|span| span.bytes).sum()]);
+        } else if self.place.index == leader {
+            if self.place.me != root {
+                copy_out(&outputs, 0, &memory[..bytes]);
+            }
+            let inputs = vec![span(&memory[..bytes])];
+            self.ask_inside(Inner { root: leader, inputs, ..Inner::new(Kind::Broadcast) })?;
+        } else {
+            self.ask_inside(Inner { root: leader, outputs, ..Inner::new(Kind::Broadcast) })?;
+        }
+        *self.scratch = memory;
+        Ok(())
+    }
+
+    /// `outputs[q]`: where rank q's block goes. Blocks may differ in size.
+    pub fn all_gather(&mut self, input: &[Span], outputs: &[Vec<Span>]) -> Result<()> {
+        let sizes: Vec<usize> = outputs.iter().map(|spans| spans.iter().map(|span| span.bytes).sum()).collect();
+        if self.in_columns() {
+            return self.all_gather_in_columns(input, outputs, &sizes);
+        }
+        let hosts = self.host_borders(&sizes);
+        let total = *hosts.last().expect("at least one host");
+        let own = hosts[self.place.host]..hosts[self.place.host + 1];
+        let mut memory = self.memory(total);
+        if self.inside.is_some() {
+            let out_blocks = self.place.neighbours().iter().map(|rank| sizes[*rank]).collect();
+            let outputs = vec![written(&mut memory[own])];
+            self.ask_inside(Inner { inputs: input.to_vec(), outputs, out_blocks, ..Inner::new(Kind::AllGather) })?;
+        } else {
+            copy_in(input, 0, &mut memory[own]);
+        }
+        if self.place.index == 0 {
+            let members = self.place.leaders(0);
+            let plan = schedule(self.way.algorithm, Kind::AllGather, members.len(), 0)?;
+            self.between(&plan, &members, &mut memory[..total], &|host| hosts[host]..hosts[host + 1], None)?;
+        }
+        let in_order: Vec<Span> = self.place.by_host().flat_map(|rank| outputs[rank].iter().copied()).collect();
+        if self.inside.is_some() {
+            let data = (self.place.index == 0).then_some(&memory[..total]);
+            self.broadcast_inside(0, data, in_order)?;
+        } else {
+            copy_out(&in_order, 0, &memory[..total]);
+        }
+        *self.scratch = memory;
+        self.share_issued(0)
+    }
+
+    /// Where each host's blocks begin when the ranks' blocks lie in the order of the hosts.
+    fn host_borders(&self, sizes: &[usize]) -> Vec<usize> {
+        borders(self.place.hosts.iter().map(|ranks| ranks.iter().map(|rank| sizes[*rank]).sum()))
+    }
+
+    /// `vector` holds one block a rank, in the order of the hosts; `sizes` by rank; `output`: this rank's block. For one
+    /// leader a host.
+    pub fn reduce_scatter(&mut self, vector: &Vector, sizes: &[usize], output: &[Span]) -> Result<()> {
+        let hosts = self.host_borders(sizes);
+        let total = vector.bytes();
+        let own = hosts[self.place.host]..hosts[self.place.host + 1];
+        let mut memory = self.memory(total);
+        let whole = 0..total;
+        self.reduce_inside(vector, &whole, std::slice::from_ref(&whole), 0, &mut memory)?;
+        if self.place.index == 0 {
+            let members = self.place.leaders(0);
+            let plan = schedule(self.way.algorithm, Kind::ReduceScatter, members.len(), 0)?;
+            let ranges = |host: usize| hosts[host]..hosts[host + 1];
+            self.between(&plan, &members, &mut memory[..total], &ranges, Some((vector, 0)))?;
+            vector.finish(own.start, &mut memory[own.clone()]);
+        }
+        if self.inside.is_none() {
+            copy_out(output, 0, &memory[own]);
+        } else {
+            self.scatter_inside(0, &mut memory[own], sizes, output)?;
+        }
+        *self.scratch = memory;
+        Ok(())
+    }
+
+    /// As `reduce_scatter`, with the bits of one host; `vector` in the order of the ranks.
+    pub fn reduce_scatter_strict(&mut self, vector: &Vector, sizes: &[usize], output: &[Span]) -> Result<()> {
+        let starts = borders(sizes.iter().copied());
+        let (ranks, mine) = (self.place.ranks(), sizes[self.place.me]);
+        let mut sources = vec![0u8; mine * ranks];
+        let inputs: Vec<Vec<Span>> =
+            (0..ranks).map(|rank| cut(&vector.inputs, &(starts[rank]..starts[rank + 1]))).collect();
+        let outputs: Vec<Vec<Span>> =
+            (0..ranks).map(|rank| vec![written(&mut sources[rank * mine..(rank + 1) * mine])]).collect();
+        self.all_to_all(&inputs, &outputs)?;
+        let mut own = vec![0u8; mine];
+        vector.combine_all(starts[self.place.me], &mut own, &sources, &self.factors);
+        copy_out(output, 0, &own);
+        Ok(())
+    }
+
+    /// The blocks of this host's ranks, from position `root`, where `blocks` holds them, to everybody.
+    fn scatter_inside(&mut self, root: usize, blocks: &mut [u8], sizes: &[usize], output: &[Span]) -> Result<()> {
+        let neighbours = self.place.neighbours();
+        let (leads, equal) =
+            (self.place.index == root, neighbours.windows(2).all(|two| sizes[two[0]] == sizes[two[1]]));
+        if equal {
+            let inputs = if leads { vec![span(blocks)] } else { Vec::new() };
+            return self.ask_inside(Inner { root, inputs, outputs: output.to_vec(), ..Inner::new(Kind::Scatter) });
+        }
+        // There is no scatter of unequal blocks inside a host: everyone gets all of them and takes its own.
+        let starts = borders(neighbours.iter().map(|rank| sizes[*rank]));
+        let piece = vec![written(blocks)];
+        let (inputs, outputs) = if leads { (piece, Vec::new()) } else { (Vec::new(), piece) };
+        self.ask_inside(Inner { root, inputs, outputs, ..Inner::new(Kind::Broadcast) })?;
+        copy_out(output, 0, &blocks[starts[self.place.index]..starts[self.place.index + 1]]);
+        Ok(())
+    }
+
+    /// `outputs[q]`: where rank q's block goes; read at the root only.
+    pub fn gather(&mut self, input: &[Span], sizes: &[usize], outputs: &[Vec<Span>], root: usize) -> Result<()> {
+        let hosts = self.host_borders(sizes);
+        let total = *hosts.last().expect("at least one host");
+        let own = hosts[self.place.host]..hosts[self.place.host + 1];
+        let mut memory = self.memory(total);
+        if self.inside.is_some() {
+            let out_blocks = self.place.neighbours().iter().map(|rank| sizes[*rank]).collect();
+            let outputs = vec![written(&mut memory[own])];
+            self.ask_inside(Inner { inputs: input.to_vec(), outputs, out_blocks, ..Inner::new(Kind::AllGather) })?;
+        } else {
+            copy_in(input, 0, &mut memory[own]);
+        }
+        let members = self.place.leaders_with(root);
+        if members[self.place.host] == self.place.me {
+            let plan = schedule(self.way.algorithm, Kind::Gather, members.len(), self.place.host_of[root])?;
+            self.between(&plan, &members, &mut memory[..total], &|host| hosts[host]..hosts[host + 1], None)?;
+        }
+        if self.place.me == root {
+            let in_order: Vec<Span> = self.place.by_host().flat_map(|rank| outputs[rank].iter().copied()).collect();
+            copy_out(&in_order, 0, &memory[..total]);
+        }
+        *self.scratch = memory;
+        Ok(())
+    }
+
+    /// `inputs[q]`: rank q's block, at the root only.
+    pub fn scatter(&mut self, inputs: &[Vec<Span>], sizes: &[usize], output: &[Span], root: usize) -> Result<()> {
+        let hosts = self.host_borders(sizes);
+        let total = *hosts.last().expect("at least one host");
+        let own = hosts[self.place.host]..hosts[self.place.host + 1];
+        let mut memory = self.memory(total);
+        if self.place.me == root {
+            let in_order: Vec<Span> = self.place.by_host().flat_map(|rank| inputs[rank].iter().copied()).collect();
+            copy_in(&in_order, 0, &mut memory[..total]);
+        }
+        let members = self.place.leaders_with(root);
+        let leader = self.leader_position(&members);
+        if self.place.index == leader {
+            let plan = schedule(self.way.algorithm, Kind::Scatter, members.len(), self.place.host_of[root])?;
+            self.between(&plan, &members, &mut memory[..total], &|host| hosts[host]..hosts[host + 1], None)?;
+        }
+        if self.inside.is_none() {
+            copy_out(output, 0, &memory[own]);
+        } else {
+            self.scatter_inside(leader, &mut memory[own], sizes, output)?;
+        }
+        *self.scratch = memory;
+        Ok(())
+    }
+
+    /// `inputs[q]` goes to rank q, `outputs[q]` comes from it.
+    pub fn all_to_all(&mut self, inputs: &[Vec<Span>], outputs: &[Vec<Span>]) -> Result<()> {
+        let bytes = |spans: &[Span]| spans.iter().map(|span| span.bytes).sum::<usize>();
+        // Between hosts first: those messages are on their way while the host works.
+        let far = |rank: &usize| self.place.host_of[*rank] != self.place.host;
+        // Everyone begins with the rank behind it, so that no rank is everybody's first.
+        let others: Vec<usize> =
+            (1..self.place.ranks()).map(|step| (self.place.me + step) % self.place.ranks()).filter(far).collect();
+        let sends: Vec<(usize, usize)> = others.iter().map(|rank| (*rank, bytes(&inputs[*rank]))).collect();
+        let receives: Vec<(usize, usize)> = others.iter().map(|rank| (*rank, bytes(&outputs[*rank]))).collect();
+        let mut factors = std::mem::take(&mut self.factors);
+        let issued = self.lane.exchange(
+            self.note,
+            self.deadline,
+            &sends,
+            |at, data| copy_in(&inputs[sends[at].0], 0, data),
+            &receives,
+            |at, arrived| {
+                copy_out(&outputs[receives[at].0], 0, arrived.data);
+                factors[receives[at].0] = f64::from_bits(arrived.note.factor);
+                Ok(())
+            },
+        )?;
+        self.factors = factors;
+        self.note.issued = self.note.issued.min(issued);
+        let neighbours = self.place.neighbours().to_vec();
+        if self.inside.is_none() {
+            let me = self.place.me;
+            let mut memory = self.memory(bytes(&inputs[me]));
+            copy_in(&inputs[me], 0, &mut memory[..bytes(&inputs[me])]);
+            copy_out(&outputs[me], 0, &memory[..bytes(&inputs[me])]);
+            *self.scratch = memory;
+            return Ok(());
+        }
+        let list = |blocks: &[Vec<Span>]| -> (Vec<Span>, Vec<usize>) {
+            let spans = neighbours.iter().flat_map(|rank| blocks[*rank].iter().copied()).collect();
+            (spans, neighbours.iter().map(|rank| bytes(&blocks[*rank])).collect())
+        };
+        let ((inputs, in_blocks), (outputs, out_blocks)) = (list(inputs), list(outputs));
+        self.ask_inside(Inner { inputs, outputs, in_blocks, out_blocks, ..Inner::new(Kind::AllToAll) })
+    }
+
+    /// Nothing moves; nobody leaves before all have come.
+    pub fn barrier(&mut self) -> Result<()> {
+        if self.place.index == 0 {
+            let members = self.place.leaders(0);
+            let plan = schedule(self.way.algorithm, Kind::Barrier, members.len(), 0)?;
+            self.between(&plan, &members, &mut [], &|_| 0..0, None)?;
+        }
+        self.share_issued(0)
+    }
+}
+
+/// What a host's ranks do with their numbers: factors are applied there, AVG divides at the end.
+fn inside_op(vector: &Vector) -> ReduceOp {
+    match vector.op {
+        ReduceOp::PremulSum(factor) => ReduceOp::PremulSum(factor),
+        other => partial(other),
+    }
+}

@@ -1,0 +1,133 @@
+//! How long a message takes between hosts: measured once when the group is made, agreed between all ranks.
+//!
+//! The first rank of each host exchanges messages with those of the next and the previous host: some without data, for the
+//! latency, and two sizes with data, whose difference is the time of the bytes alone. Every host takes the worst that any
+//! has seen, because a schedule is as slow as its slowest link. Takes about ten latencies.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::batch::{Inside, written};
+use super::place::Place;
+use super::transport::{Lane, Note};
+use super::vector::span;
+use crate::error::{Error, Result};
+use crate::os::clock;
+use crate::select::hosts::LinkFacts;
+use crate::types::{Dtype, Kind, ReduceOp, Request};
+
+const TIMES: usize = 3;
+const SMALL: usize = 64 << 10;
+const LARGE: usize = 320 << 10;
+
+/// `chain`: what all ranks must have agreed on before, options first of all. Blocks until all hosts are there.
+pub fn probe(
+    place: &Place,
+    lane: &mut Lane,
+    inside: Option<&Arc<dyn Inside>>,
+    chain: u64,
+    timeout: Duration,
+) -> Result<LinkFacts> {
+    let mut agreed = [0u8; 16];
+    if place.index == 0 {
+        let mut probe = Probe { place, lane, chain, number: 0, timeout };
+        let own = probe.measure()?;
+        let worst = probe.worst(own)?;
+        agreed[..8].copy_from_slice(&worst.alpha_ns.to_le_bytes());
+        agreed[8..].copy_from_slice(&worst.beta_ps_per_byte.to_le_bytes());
+    }
+    if let Some(inside) = inside {
+        let leads = place.index == 0;
+        let piece = if leads { span(&agreed) } else { written(&mut agreed) };
+        inside.run(Request {
+            kind: Kind::Broadcast,
+            dtype: Dtype::Bytes,
+            op: ReduceOp::Sum,
+            root: 0,
+            tag: 0,
+            timeout_ms: Some(timeout.as_millis() as u64),
+            sync: true,
+            inputs: if leads { vec![piece] } else { Vec::new() },
+            outputs: if leads { Vec::new() } else { vec![piece] },
+            in_blocks: Vec::new(),
+            out_blocks: Vec::new(),
+            also_touched: Vec::new(),
+            note: crate::types::CallNote::default(),
+        })?;
+    }
+    Ok(facts(&agreed))
+}
+
+fn facts(bytes: &[u8]) -> LinkFacts {
+    let word = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
+    LinkFacts { alpha_ns: word(0), beta_ps_per_byte: word(8) }
+}
+
+struct Probe<'a> {
+    place: &'a Place,
+    lane: &'a mut Lane,
+    chain: u64,
+    number: u64,
+    timeout: Duration,
+}
+
+impl Probe<'_> {
+    /// Sends `data` to the ranks in `to` and hears as much from those in `from`.
+    fn exchange(&mut self, to: &[usize], from: &[usize], data: &[u8], mut take: impl FnMut(&[u8])) -> Result<()> {
+        self.number += 1;
+        let note = Note { chain: self.chain, number: self.number, ..Note::default() };
+        let timeout = u64::try_from(self.timeout.as_nanos()).unwrap_or(u64::MAX);
+        let deadline = clock::now().saturating_add(timeout);
+        let list = |ranks: &[usize]| ranks.iter().map(|rank| (*rank, data.len())).collect::<Vec<_>>();
+        let fill = |_: usize, out: &mut [u8]| out.copy_from_slice(data);
+        let exchanged = self.lane.exchange(note, deadline, &list(to), fill, &list(from), |_, arrived| {
+            take(arrived.data);
+            Ok(())
+        });
+        match exchanged {
+            Ok(_) => Ok(()),
+            Err(Error::Mismatch(_)) => Err(Error::Mismatch(format!(
+                "sagellm: rank {} and a rank on another host have other options for their group: fusion, strict or the \
+                 rules of algorithms differ (pg_options, SAGELLM_FUSION, SAGELLM_STRICT). All ranks must have the same",
+                self.place.me
+            ))),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Nanoseconds of the quickest of a few exchanges of `bytes` with the neighbours.
+    fn quickest(&mut self, bytes: usize) -> Result<u64> {
+        let (hosts, host) = (&self.place.hosts, self.place.host);
+        let (next, previous) = (hosts[(host + 1) % hosts.len()][0], hosts[(host + hosts.len() - 1) % hosts.len()][0]);
+        let data = vec![1; bytes];
+        let mut best = u64::MAX;
+        for _ in 0..TIMES {
+            let begin = Instant::now();
+            self.exchange(&[next], &[previous], &data, |_| ())?;
+            best = best.min(begin.elapsed().as_nanos() as u64);
+        }
+        Ok(best)
+    }
+
+    fn measure(&mut self) -> Result<LinkFacts> {
+        self.quickest(0)?; // connections are made, receives stand
+        let alpha_ns = self.quickest(0)?.max(1);
+        let (small, large) = (self.quickest(SMALL)?, self.quickest(LARGE)?);
+        let beta = large.saturating_sub(small).max(1) as f64 / (LARGE - SMALL) as f64;
+        Ok(LinkFacts { alpha_ns, beta_ps_per_byte: (beta * 1000.0).max(1.0) as u64 })
+    }
+
+    /// What the slowest host has seen; the same on every host.
+    fn worst(&mut self, own: LinkFacts) -> Result<LinkFacts> {
+        let mut data = own.alpha_ns.to_le_bytes().to_vec();
+        data.extend(own.beta_ps_per_byte.to_le_bytes());
+        let others: Vec<usize> = self.place.leaders(0).into_iter().filter(|rank| *rank != self.place.me).collect();
+        let mut worst = own;
+        self.exchange(&others, &others, &data, |theirs| {
+            let theirs = facts(theirs);
+            worst.alpha_ns = worst.alpha_ns.max(theirs.alpha_ns);
+            worst.beta_ps_per_byte = worst.beta_ps_per_byte.max(theirs.beta_ps_per_byte);
+        })?;
+        Ok(worst)
+    }
+}

@@ -1,0 +1,206 @@
+//! What was issued to the lanes and has not ended: one list, under one lock, in the order of issue.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use crate::error::Error;
+use crate::fusion::planner::{LANES, Limits, Planner};
+use crate::op::Op;
+
+pub(super) struct Entry {
+    pub op: Arc<Op>,
+    /// Batches that it still needs: its segments, or 1.
+    pub left: usize,
+    /// Lanes that work on it now: while there are any, its memory is in use.
+    pub active: usize,
+    /// Strided inputs are in their contiguous pieces: the lane with the first segment does that, the other waits for it.
+    pub prepared: bool,
+    pub done: bool,
+}
+
+impl Entry {
+    /// The lanes are through with it.
+    pub fn carried(&self) -> bool {
+        self.left == 0 && self.active == 0
+    }
+}
+
+pub(super) struct State {
+    pub planner: Planner,
+    /// Operations that have not ended, and ended ones behind them, by number from `base` on.
+    pub entries: VecDeque<Entry>,
+    pub base: u64,
+    /// Highest number issued here.
+    pub issued: u64,
+    /// All operations up to this number were issued, and none touches the memory of an earlier one that has not ended:
+    /// what this rank may promise to other ranks (rules 4 and 15).
+    pub ready: u64,
+    /// Hash of everything that was put into batches.
+    pub chain: u64,
+    pub fault: Option<Error>,
+    pub stopping: bool,
+    /// The lanes' threads were started with the first operation; so many still run.
+    pub started: bool,
+    pub running: usize,
+    /// Numbers of the operations that each lane has taken, once for each of their `active`.
+    taken: [Vec<u64>; LANES],
+}
+
+impl State {
+    pub fn new(limits: Limits, chain: u64) -> State {
+        State {
+            planner: Planner::new(limits),
+            entries: VecDeque::new(),
+            base: 1,
+            issued: 0,
+            ready: 0,
+            chain,
+            fault: None,
+            stopping: false,
+            started: false,
+            running: 0,
+            taken: Default::default(),
+        }
+    }
+
+    /// A lane begins to work on an operation.
+    pub fn take_up(&mut self, lane: usize, number: u64) -> Arc<Op> {
+        let entry = self.entry(number);
+        entry.active += 1;
+        let op = Arc::clone(&entry.op);
+        self.taken[lane].push(number);
+        op
+    }
+
+    /// The lane is through with it.
+    pub fn lay_down(&mut self, lane: usize, number: u64) -> &mut Entry {
+        self.taken[lane].retain(|taken| *taken != number);
+        let entry = self.entry(number);
+        entry.active -= 1;
+        entry
+    }
+
+    /// The lane ends, wherever it stands: what it alone has taken is no longer ours.
+    pub fn drop_all(&mut self, lane: usize) -> Vec<Arc<Op>> {
+        let mut left = Vec::new();
+        for number in std::mem::take(&mut self.taken[lane]) {
+            let entry = self.entry(number);
+            entry.active -= 1;
+            if entry.active == 0 && !std::mem::replace(&mut entry.done, true) {
+                left.push(Arc::clone(&entry.op));
+            }
+        }
+        left
+    }
+
+    pub fn entry(&mut self, number: u64) -> &mut Entry {
+        let at = (number - self.base) as usize;
+        &mut self.entries[at]
+    }
+
+    /// Moves `ready` on as far as memory allows.
+    pub fn promise(&mut self) {
+        while self.ready < self.issued {
+            let next = (self.ready + 1).max(self.base);
+            if next > self.issued {
+                self.ready = self.issued; // all of them have ended
+                return;
+            }
+            if self.must_follow(next) {
+                return;
+            }
+            self.ready = next;
+        }
+    }
+
+    /// Whether operation `number` touches memory that an earlier one has yet to read or write.
+    pub fn must_follow(&self, number: u64) -> bool {
+        let at = (number - self.base) as usize;
+        let op = &self.entries[at].op;
+        self.entries.range(..at).any(|earlier| !earlier.done && op.meets(&earlier.op))
+    }
+
+    /// Ends the list where everything before has ended.
+    pub fn trim(&mut self) {
+        while self.entries.front().is_some_and(|entry| entry.done) {
+            self.entries.pop_front();
+            self.base += 1;
+        }
+    }
+
+    /// Barriers that the lanes carried and that all operations before them have ended now: one ends behind every earlier
+    /// operation of this rank, and the lanes end batches in any order.
+    pub fn take_barriers(&mut self) -> Vec<Arc<Op>> {
+        let mut ended = Vec::new();
+        while let Some(entry) = self.entries.front_mut().filter(|entry| entry.carried()) {
+            entry.done = true;
+            ended.push(Arc::clone(&entry.op));
+            self.trim();
+        }
+        ended
+    }
+
+    /// Operations that no lane is at work on; they are no longer ours.
+    pub fn take_free(&mut self) -> Vec<Arc<Op>> {
+        let mut free = Vec::new();
+        for entry in self.entries.iter_mut().filter(|entry| entry.active == 0 && !entry.done) {
+            entry.done = true;
+            free.push(Arc::clone(&entry.op));
+        }
+        free
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::types::{CallNote, Dtype, Kind, ReduceOp, Request};
+
+    /// Operations 1 to `count`, two segments each.
+    fn issued(count: u64) -> State {
+        let mut state = State::new(Limits { bytes: 1 << 20, operations: 8 }, 0);
+        for number in 1..=count {
+            let request = Request {
+                kind: Kind::Barrier,
+                dtype: Dtype::U8,
+                op: ReduceOp::Sum,
+                root: 0,
+                tag: 0,
+                timeout_ms: None,
+                sync: false,
+                inputs: Vec::new(),
+                outputs: Vec::new(),
+                in_blocks: Vec::new(),
+                out_blocks: Vec::new(),
+                also_touched: Vec::new(),
+                note: CallNote::default(),
+            };
+            let op = Arc::new(Op::new(request, number, 0, Duration::from_secs(1), None));
+            state.entries.push_back(Entry { op, left: 2, active: 0, prepared: false, done: false });
+            state.issued = number;
+        }
+        state
+    }
+
+    fn numbers(ops: &[Arc<Op>]) -> Vec<u64> {
+        ops.iter().map(|op| op.number).collect()
+    }
+
+    #[test]
+    fn each_operation_of_a_lane_that_ends_midway_is_given_back_by_somebody() {
+        let mut state = issued(5);
+        for number in 1..=3 {
+            state.take_up(0, number);
+        }
+        state.take_up(1, 3);
+        state.lay_down(0, 1);
+        // Lane 0 panics: it had 2 alone, 3 with the other lane, and was through with 1.
+        assert_eq!(numbers(&state.drop_all(0)), [2]);
+        assert_eq!(numbers(&state.take_free()), [1, 4, 5], "what no lane has is the group's to end");
+        assert_eq!(numbers(&state.drop_all(1)), [3]);
+        assert!(state.entries.iter().all(|entry| entry.done && entry.active == 0));
+        assert!(state.drop_all(0).is_empty() && state.take_free().is_empty(), "nothing is given back twice");
+    }
+}

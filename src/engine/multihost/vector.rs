@@ -1,0 +1,187 @@
+//! The numbers of a batch as one vector: pieces of caller memory in a row, in runs of one type each.
+
+#![allow(unsafe_code)]
+
+use std::ops::Range;
+
+use crate::engine::shm::pieces::Pieces;
+use crate::error::Result;
+use crate::reduce;
+use crate::reduce::Kernel;
+use crate::types::{Dtype, ReduceOp, Span};
+
+/// Numbers of one type.
+#[derive(Clone)]
+pub struct Run {
+    pub bytes: Range<usize>,
+    pub dtype: Dtype,
+    /// As the caller gave it, for all ranks at once.
+    whole: Kernel,
+    /// For a part of the ranks: as `whole`, but AVG only adds, and factors are in already.
+    part: Kernel,
+    /// Divides by the number of ranks, for AVG.
+    last: Option<Kernel>,
+}
+
+#[derive(Clone)]
+pub struct Vector {
+    pub op: ReduceOp,
+    pub inputs: Vec<Span>,
+    pub outputs: Vec<Span>,
+    pub runs: Vec<Run>,
+}
+
+/// What a reduce op is between parts of the ranks.
+pub fn partial(op: ReduceOp) -> ReduceOp {
+    match op {
+        ReduceOp::Avg | ReduceOp::PremulSum(_) => ReduceOp::Sum,
+        other => other,
+    }
+}
+
+impl Vector {
+    pub fn new(op: ReduceOp) -> Vector {
+        Vector { op, inputs: Vec::new(), outputs: Vec::new(), runs: Vec::new() }
+    }
+
+    /// Appends numbers; a run goes on where the type does not change.
+    pub fn push(&mut self, dtype: Dtype, inputs: &[Span], outputs: &[Span], ranks: usize) -> Result<()> {
+        let (start, bytes) = (self.bytes(), Pieces(inputs).bytes());
+        self.inputs.extend(inputs);
+        self.outputs.extend(outputs);
+        match self.runs.last_mut() {
+            Some(run) if run.dtype == dtype => run.bytes.end += bytes,
+            _ => self.runs.push(Run {
+                bytes: start..start + bytes,
+                dtype,
+                whole: reduce::kernel(dtype, self.op, ranks)?,
+                part: reduce::kernel(dtype, partial(self.op), 1)?,
+                last: if self.op == ReduceOp::Avg { Some(reduce::kernel(dtype, self.op, ranks)?) } else { None },
+            }),
+        }
+        Ok(())
+    }
+
+    pub fn bytes(&self) -> usize {
+        self.runs.last().map_or(0, |run| run.bytes.end)
+    }
+
+    /// The nearest border between two elements at or below `at`.
+    fn border(&self, at: usize) -> usize {
+        let run = self.runs.iter().find(|run| at < run.bytes.end);
+        run.map_or(at, |run| at - (at - run.bytes.start) % run.dtype.size())
+    }
+
+    /// Part `part` of `parts` about equal ones of `range`, on borders between elements.
+    pub fn part(&self, range: &Range<usize>, part: usize, parts: usize) -> Range<usize> {
+        let cut = |n: usize| match n {
+            0 => range.start,
+            n if n == parts => range.end,
+            // Borders of cache lines keep the vector loops of one part apart from the next.
+            n => self.border(range.start + ((range.len() as u128 * n as u128 / parts as u128) as usize & !63)),
+        };
+        cut(part)..cut(part + 1)
+    }
+
+    /// `own = own op theirs`, or with the sides changed, for the bytes `at..at + own.len()` of the vector.
+    pub fn combine(&self, at: usize, own: &mut [u8], theirs: &[u8], own_first: bool) {
+        assert_eq!(own.len(), theirs.len(), "parts of one length");
+        self.each(at..at + own.len(), |run, range| {
+            let (own, theirs) = (&mut own[range.start - at..range.end - at], &theirs[range.start - at..range.end - at]);
+            let (dst, other) = (own.as_mut_ptr(), theirs.as_ptr());
+            let sources = if own_first { [dst.cast_const(), other] } else { [other, dst.cast_const()] };
+            // SAFETY: both slices hold `range`; the destination is exactly one of the sources, the other is apart.
+            unsafe { run.part.reduce(dst, &sources, &[], range.len() / run.dtype.size()) };
+        });
+    }
+
+    /// Combines partial results in the order of the list; low precision is rounded once.
+    pub fn combine_parts(&self, at: usize, to: &mut [u8], parts: &[&[u8]]) {
+        let bytes = to.len();
+        assert!(parts.iter().all(|part| part.len() == bytes), "parts of one length");
+        self.each(at..at + bytes, |run, range| {
+            let offset = range.start - at;
+            let from: Vec<*const u8> = parts.iter().map(|part| part[offset..].as_ptr()).collect();
+            let dst = to[offset..offset + range.len()].as_mut_ptr();
+            // SAFETY: every part holds `range` from its offset on; the destination is apart from all of them.
+            unsafe { run.part.reduce(dst, &from, &[], range.len() / run.dtype.size()) };
+        });
+    }
+
+    /// This rank's numbers at `at..`, multiplied by its factor where the op has one: the start of a partial result.
+    pub fn start(&self, at: usize, to: &mut [u8]) {
+        copy_in(&self.inputs, at, to);
+        if let ReduceOp::PremulSum(factor) = self.op {
+            self.each(at..at + to.len(), |run, range| {
+                let dst = to[range.start - at..range.end - at].as_mut_ptr();
+                // SAFETY: the slice holds `range`; in place on the only source.
+                unsafe { run.whole.reduce(dst, &[dst.cast_const()], &[factor], range.len() / run.dtype.size()) };
+            });
+        }
+    }
+
+    /// What is left to do when all ranks are in: AVG divides.
+    pub fn finish(&self, at: usize, numbers: &mut [u8]) {
+        self.each(at..at + numbers.len(), |run, range| {
+            let Some(last) = &run.last else { return };
+            let dst = numbers[range.start - at..range.end - at].as_mut_ptr();
+            // SAFETY: the slice holds `range`; in place on the only source.
+            unsafe { last.reduce(dst, &[dst.cast_const()], &[], range.len() / run.dtype.size()) };
+        });
+    }
+
+    /// Combines the untouched numbers of all ranks, in the order of the ranks: the bits of one host. `sources` holds one
+    /// range of `to.len()` bytes a rank, one after the other.
+    pub fn combine_all(&self, at: usize, to: &mut [u8], sources: &[u8], factors: &[f64]) {
+        let bytes = to.len();
+        assert!(bytes == 0 || sources.len() == bytes * factors.len(), "one range a rank");
+        self.each(at..at + bytes, |run, range| {
+            let offset = range.start - at;
+            let from: Vec<*const u8> = (0..factors.len()).map(|q| sources[q * bytes + offset..].as_ptr()).collect();
+            let dst = to[offset..offset + range.len()].as_mut_ptr();
+            // SAFETY: every source holds `range` from its offset on, checked above; the destination is apart.
+            unsafe { run.whole.reduce(dst, &from, factors, range.len() / run.dtype.size()) };
+        });
+    }
+
+    /// Calls `each` for every run's part of `range`.
+    fn each(&self, range: Range<usize>, mut each: impl FnMut(&Run, Range<usize>)) {
+        for run in &self.runs {
+            let common = range.start.max(run.bytes.start)..range.end.min(run.bytes.end);
+            if common.start < common.end {
+                each(run, common);
+            }
+        }
+    }
+}
+
+/// The pieces that hold the bytes `range` of a list.
+pub fn cut(spans: &[Span], range: &Range<usize>) -> Vec<Span> {
+    let mut found = Vec::new();
+    let mut start = 0;
+    for span in spans {
+        let (from, to) = (range.start.max(start), range.end.min(start + span.bytes));
+        if from < to {
+            found.push(Span { addr: span.addr + (from - start), bytes: to - from });
+        }
+        start += span.bytes;
+    }
+    found
+}
+
+/// Caller memory at `at..` into a buffer.
+pub fn copy_in(spans: &[Span], at: usize, to: &mut [u8]) {
+    // SAFETY: the contract of `Request`: its pieces are valid until the operation has ended, and apart from our buffers.
+    unsafe { Pieces(spans).read(at, to.as_mut_ptr(), to.len()) };
+}
+
+/// A buffer into caller memory at `at..`.
+pub fn copy_out(spans: &[Span], at: usize, from: &[u8]) {
+    // SAFETY: as for `copy_in`; outputs are written by their operation alone.
+    unsafe { Pieces(spans).write(at, from.as_ptr(), from.len()) };
+}
+
+/// The piece that a buffer is.
+pub fn span(buffer: &[u8]) -> Span {
+    Span { addr: buffer.as_ptr() as usize, bytes: buffer.len() }
+}

@@ -1,0 +1,303 @@
+//! Typed access to a group's segment: its words, headers and buffers. All addresses come from `Layout`, and `Segment`
+//! checks each against its length: no index, length or offset that was read from shared memory ends up in a pointer
+//! without passing through them.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+
+use super::layout::{INLINE_BYTES, Layout, SLOT_BYTES};
+use super::presence::Presence;
+use super::segment::Segment;
+use crate::engine::shm::event_count::Bell;
+use crate::engine::shm::protocol::{Mail, Region, Word, Words};
+use crate::op::Op;
+use crate::os::topology;
+
+/// Control words of a rank beside those of `protocol::Word`, by index of `Layout::control_word`.
+const DONE: usize = 0;
+const STAGE_READY: usize = 1;
+const STAGE_DRAINED: usize = 2;
+const RESULT_READY: usize = 3;
+const RESULT_DRAINED: usize = 4;
+const DOOR: usize = 5;
+/// Written by its rank when it leaves, read by its peers only when they have waited long.
+const LIFE: usize = 6;
+const MONITOR: usize = 7;
+/// Who has sent to this rank, a bit a sender: set by senders, taken by the rank itself; see `protocol::post`.
+const MAIL: usize = 8;
+
+/// Group words.
+const ABORT: usize = 0;
+const SLEEPERS: usize = 1;
+/// Ranks that left. Added to by whoever leaves, after its own word; read by drivers that find nothing to move
+/// (relaxed: they read the ranks' own words next, and look again).
+const LEAVERS: usize = 2;
+
+pub struct Area {
+    segment: Arc<Segment>,
+    pub layout: Layout,
+    pub me: usize,
+    pub ranks: usize,
+    pub(super) presence: Presence,
+    /// Bytes of memory that may still be used.
+    pub(super) headroom: fn() -> Option<u64>,
+}
+
+/// What a slot's header line says beside its tag.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Header {
+    pub signature: u64,
+    /// Hash of this and all earlier signatures of the group, see `chain`.
+    pub chain: u64,
+    /// Bytes of the own block, or the bits of a PREMUL_SUM factor, or whether all_to_all blocks lie in the slot.
+    pub aux: u64,
+}
+
+/// Adds an operation to the chain of the ones before it: its signature, and its list of sizes if it has one. Two ranks with
+/// equal chains have called the same operations, also those in which neither had to look at the other (a broadcast of
+/// which both believe to be the root), so their large operations use the same rounds (`bulk::Bases`).
+pub fn chain(before: u64, op: &Op) -> u64 {
+    let mix = |before: u64, word: u64| (before.rotate_left(5) ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    let signed = mix(before, op.signature);
+    if op.lists == 0 { signed } else { mix(signed, op.lists) }
+}
+
+impl Area {
+    pub fn new(segment: Arc<Segment>, layout: Layout, me: usize) -> Area {
+        let (presence, headroom) = (Presence::default(), topology::memory_headroom);
+        Area { segment, layout, me, ranks: layout.ranks, presence, headroom }
+    }
+
+    /// As if this process had `headroom` bytes of memory left: for tests.
+    pub fn with_headroom(self, headroom: fn() -> Option<u64>) -> Area {
+        Area { headroom, ..self }
+    }
+
+    fn word64(&self, offset: usize) -> &AtomicU64 {
+        // SAFETY: `ptr` checks the bounds; offsets are multiples of eight in a page-aligned mapping that lives as long
+        // as `self`; other processes access these words with atomic instructions only.
+        unsafe { AtomicU64::from_ptr(self.segment.ptr(offset, 8).cast()) }
+    }
+
+    fn word32(&self, offset: usize) -> &AtomicU32 {
+        // SAFETY: as for word64, multiples of four.
+        unsafe { AtomicU32::from_ptr(self.segment.ptr(offset, 4).cast()) }
+    }
+
+    fn at(&self, word: Word) -> &AtomicU64 {
+        let l = &self.layout;
+        self.word64(match word {
+            Word::Tag { rank, n } => l.slot(rank, n),
+            Word::Done(rank) => l.control_word(rank, DONE),
+            Word::Ready(Region::Stage, rank) => l.control_word(rank, STAGE_READY),
+            Word::Drained(Region::Stage, rank) => l.control_word(rank, STAGE_DRAINED),
+            Word::Ready(Region::Result, rank) => l.control_word(rank, RESULT_READY),
+            Word::Drained(Region::Result, rank) => l.control_word(rank, RESULT_DRAINED),
+        })
+    }
+
+    /// Futex word: rings at `rank`. Added to by whoever rings (release), read before a sleep (acquire).
+    pub fn door_word(&self, rank: usize) -> &AtomicU32 {
+        self.word32(self.layout.control_word(rank, DOOR))
+    }
+    /// Sleeping threads of `rank`. Added to by them, read by whoever publishes; relaxed, ordered by the fences in signal.rs.
+    fn asleep_word(&self, rank: usize) -> &AtomicU32 {
+        self.word32(self.layout.control_word(rank, DOOR) + 4)
+    }
+
+    // Slots. The header is read with relaxed loads after the tag was acquired; a peer that breaks the protocol can make
+    // the values wrong, not the accesses.
+
+    pub fn write_header(&self, n: u64, header: Header) {
+        let at = self.layout.slot(self.me, n);
+        self.word64(at + 8).store(header.signature, Ordering::Relaxed);
+        self.word64(at + 16).store(header.chain, Ordering::Relaxed);
+        self.word64(at + 24).store(header.aux, Ordering::Relaxed);
+    }
+
+    pub fn read_header(&self, rank: usize, n: u64) -> Header {
+        let at = self.layout.slot(rank, n);
+        Header {
+            signature: self.word64(at + 8).load(Ordering::Relaxed),
+            chain: self.word64(at + 16).load(Ordering::Relaxed),
+            aux: self.word64(at + 24).load(Ordering::Relaxed),
+        }
+    }
+
+    /// Where a slot keeps a payload of `bytes`: in the header line if it fits, else behind it.
+    pub fn payload(&self, rank: usize, n: u64, bytes: usize) -> *mut u8 {
+        assert!(bytes <= SLOT_BYTES, "sagellm: a slot payload of {bytes} bytes");
+        let at = self.layout.slot(rank, n);
+        self.segment.ptr(if bytes <= INLINE_BYTES { at + 32 } else { at + 64 }, bytes)
+    }
+
+    pub fn stage(&self, rank: usize, round: u64, offset: usize, bytes: usize) -> *mut u8 {
+        assert!(offset + bytes <= self.layout.stage_bytes, "sagellm: {offset} + {bytes} bytes of a stage buffer");
+        self.segment.ptr(self.layout.stage(rank, round) + offset, bytes)
+    }
+
+    pub fn result(&self, rank: usize, round: u64, bytes: usize) -> *mut u8 {
+        assert!(bytes <= self.layout.result_bytes, "sagellm: {bytes} bytes of a result buffer");
+        self.segment.ptr(self.layout.result(rank, round), bytes)
+    }
+
+    // Pairs, see p2p.rs.
+
+    pub fn pair_word(&self, from: usize, to: usize, index: usize) -> &AtomicU64 {
+        self.word64(self.layout.pair_word(from, to, index))
+    }
+    pub fn grant(&self, from: usize, to: usize, index: u64) -> &AtomicU64 {
+        self.word64(self.layout.grant(from, to, index))
+    }
+    pub fn envelope_word(&self, from: usize, to: usize, number: u64, index: usize) -> &AtomicU64 {
+        self.word64(self.layout.envelope(from, to, number) + index * 8)
+    }
+    pub fn envelope_data(&self, from: usize, to: usize, number: u64, bytes: usize) -> *mut u8 {
+        assert!(bytes <= self.layout.eager_bytes, "sagellm: an eager message of {bytes} bytes");
+        self.segment.ptr(self.layout.envelope(from, to, number) + self.layout.payload_offset(bytes), bytes)
+    }
+    pub fn body(&self, to: usize, lane: usize, round: u64, bytes: usize) -> *mut u8 {
+        assert!(bytes <= self.layout.body_bytes, "sagellm: a body part of {bytes} bytes");
+        assert!(lane < self.layout.lanes, "sagellm: lane {lane} of {}", self.layout.lanes);
+        self.segment.ptr(self.layout.body(to, lane, round), bytes)
+    }
+
+    // Life and faults.
+
+    /// Highest number `rank` has published, for stall reports.
+    pub fn issued(&self, rank: usize) -> u64 {
+        (0..self.layout.depth).map(|n| self.load(Word::Tag { rank, n })).max().unwrap_or(0)
+    }
+    /// This rank leaves in order (shutdown or exit): release, after everything it published. Wakes the others.
+    pub fn leave(&self) {
+        self.word64(self.layout.control_word(self.me, LIFE)).store(1, Ordering::Release);
+        self.word64(self.layout.group_word(LEAVERS)).fetch_add(1, Ordering::Release);
+        crate::engine::shm::event_count::announce(self, self.ranks);
+    }
+    /// Some rank left: `left` says which.
+    pub fn has_leavers(&self) -> bool {
+        self.word64(self.layout.group_word(LEAVERS)).load(Ordering::Relaxed) != 0
+    }
+    pub fn left(&self, rank: usize) -> bool {
+        self.word64(self.layout.control_word(rank, LIFE)).load(Ordering::Acquire) != 0
+    }
+
+    /// The last operation on a device that this rank launched: its number and kind, for stall reports. Relaxed: a hint.
+    pub fn set_launched(&self, number: u64, kind: u8) {
+        let word = number << 8 | u64::from(kind);
+        self.word64(self.layout.control_word(self.me, LIFE) + 16).store(word, Ordering::Relaxed);
+    }
+    pub fn launched(&self, rank: usize) -> (u64, u8) {
+        let word = self.word64(self.layout.control_word(rank, LIFE) + 16).load(Ordering::Relaxed);
+        (word >> 8, word as u8)
+    }
+
+    /// The core on which this rank last waited for long, for `Driven::shares_core`. Relaxed: a hint.
+    pub fn set_cpu(&self, cpu: u32) {
+        self.word64(self.layout.control_word(self.me, LIFE) + 8).store(u64::from(cpu) + 1, Ordering::Relaxed);
+    }
+    pub fn cpu(&self, rank: usize) -> Option<u32> {
+        let word = self.word64(self.layout.control_word(rank, LIFE) + 8).load(Ordering::Relaxed);
+        word.checked_sub(1).and_then(|cpu| u32::try_from(cpu).ok())
+    }
+
+    /// Monitored barriers: how many this rank has entered, and (rank 0) the outcome of the last eight.
+    pub fn monitor(&self, rank: usize) -> &AtomicU64 {
+        self.word64(self.layout.control_word(rank, MONITOR))
+    }
+    pub fn monitor_outcome(&self, index: u64) -> &AtomicU64 {
+        self.word64(self.layout.control_word(0, MONITOR) + 8 + (index % 8) as usize * 8)
+    }
+
+    /// Poisons the group for all ranks: the first fault wins. `code` is `Error::code`, `culprit` a rank or none.
+    pub fn poison(&self, code: char, text: &str) {
+        const ROOM: usize = super::layout::FAULT_BYTES - 8;
+        let mut end = text.len().min(ROOM);
+        while !text.is_char_boundary(end) {
+            end -= 1;
+        }
+        let at = self.layout.fault_text(self.me);
+        for (i, byte) in text.as_bytes()[..end].iter().enumerate() {
+            // SAFETY: within the bounds that `ptr` checks; volatile because peers may read while we write a second time.
+            unsafe { self.segment.ptr(at + 8 + i, 1).write_volatile(*byte) };
+        }
+        self.word64(at).store(end as u64, Ordering::Relaxed);
+        let word = (self.me as u64 + 1) | (code as u64) << 32;
+        // Release: the text before the word that leads to it. Only the first of several ranks wins.
+        let _ =
+            self.word64(self.layout.group_word(ABORT)).compare_exchange(0, word, Ordering::AcqRel, Ordering::Acquire);
+    }
+
+    /// The group's fault: who reported it, its code, its text.
+    pub fn fault(&self) -> Option<(usize, char, String)> {
+        let word = self.word64(self.layout.group_word(ABORT)).load(Ordering::Acquire);
+        if word == 0 {
+            return None;
+        }
+        let rank = ((word & 0xffff_ffff) as usize).wrapping_sub(1);
+        if rank >= self.ranks {
+            return Some((self.me, 'B', "the group's control page was overwritten".to_string()));
+        }
+        let at = self.layout.fault_text(rank);
+        let bytes = (self.word64(at).load(Ordering::Relaxed) as usize).min(super::layout::FAULT_BYTES - 8);
+        let text: Vec<u8> = (0..bytes)
+            // SAFETY: within the bounds that `ptr` checks.
+            .map(|i| unsafe { self.segment.ptr(at + 8 + i, 1).read_volatile() })
+            .collect();
+        let code = char::from_u32((word >> 32) as u32).filter(char::is_ascii_uppercase).unwrap_or('B');
+        Some((rank, code, String::from_utf8_lossy(&text).into_owned()))
+    }
+
+    pub fn is_poisoned(&self) -> bool {
+        self.word64(self.layout.group_word(ABORT)).load(Ordering::Relaxed) != 0
+    }
+
+    pub fn segment(&self) -> &Segment {
+        &self.segment
+    }
+}
+
+impl Words for Area {
+    #[inline]
+    fn load(&self, word: Word) -> u64 {
+        self.at(word).load(Ordering::Acquire)
+    }
+    #[inline]
+    fn store(&self, word: Word, value: u64) {
+        self.at(word).store(value, Ordering::Release);
+    }
+}
+
+impl Mail for Area {
+    fn add(&self, to: usize, word: usize, bit: u64) {
+        self.word64(self.layout.control_word(to, MAIL) + word * 8).fetch_or(bit, Ordering::Release);
+    }
+    fn take(&self, word: usize) -> u64 {
+        let word = self.word64(self.layout.control_word(self.me, MAIL) + word * 8);
+        if word.load(Ordering::Relaxed) == 0 { 0 } else { word.swap(0, Ordering::Acquire) }
+    }
+}
+
+impl Bell for Area {
+    fn door(&self, rank: usize) -> u32 {
+        self.door_word(rank).load(Ordering::Acquire)
+    }
+    fn ring(&self, rank: usize) {
+        self.door_word(rank).fetch_add(1, Ordering::Release);
+        crate::os::futex::wake_all(self.door_word(rank));
+    }
+    fn asleep(&self, rank: usize) -> u32 {
+        self.asleep_word(rank).load(Ordering::Relaxed)
+    }
+    fn sleepers(&self) -> u32 {
+        self.word32(self.layout.group_word(SLEEPERS)).load(Ordering::Relaxed)
+    }
+    fn count_sleeper(&self, me: usize, more: bool) {
+        let delta = if more { 1 } else { u32::MAX };
+        self.asleep_word(me).fetch_add(delta, Ordering::Relaxed);
+        self.word32(self.layout.group_word(SLEEPERS)).fetch_add(delta, Ordering::Relaxed);
+    }
+    fn fence(&self) {
+        fence(Ordering::SeqCst);
+    }
+}

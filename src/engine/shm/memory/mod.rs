@@ -1,0 +1,4 @@
+pub mod area;
+pub mod layout;
+pub mod presence;
+pub mod segment;

@@ -1,0 +1,127 @@
+//! What the core asks of its surroundings (`host`, `engine::link`), answered by the shim's classes of `cpp/host/host.hpp`.
+
+use std::time::Duration;
+
+use super::bridge::{coded, ffi};
+use crate::engine::multihost::transport;
+use crate::error::{Error, Result};
+use crate::group;
+use crate::host::Counting;
+
+pub(super) struct StoreHook(pub(super) cxx::SharedPtr<ffi::Store>);
+
+impl group::Store for StoreHook {
+    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        self.0.set(key, value).map_err(|e| Error::System(format!("the store refused to set {key}: {e}")))
+    }
+    fn try_get(&self, key: &str) -> Result<Option<Vec<u8>>> {
+        let mut value = Vec::new();
+        match self.0.try_get(key, &mut value) {
+            Ok(true) => Ok(Some(value)),
+            Ok(false) => Ok(None),
+            Err(e) => Err(Error::System(format!("the store refused to get {key}: {e}"))),
+        }
+    }
+}
+
+impl Counting for StoreHook {
+    fn add(&self, key: &str, by: i64) -> Result<i64> {
+        self.0.add(key, by).map_err(|e| Error::System(format!("the store refused to add to {key}: {e}")))
+    }
+}
+
+pub(super) struct CompletionHook {
+    pub(super) inner: cxx::SharedPtr<ffi::Completion>,
+    pub(super) staged: bool,
+}
+
+impl group::Completion for CompletionHook {
+    fn prepare(&self) {
+        if self.staged {
+            self.inner.prepare();
+        }
+    }
+    fn store_back(&self) {
+        if self.staged {
+            self.inner.store_back();
+        }
+    }
+    fn ended(&self, error: Option<&Error>) {
+        self.inner.ended(&error.map(coded).unwrap_or_default());
+    }
+}
+
+pub(super) struct LinkHook(pub(super) cxx::SharedPtr<ffi::Link>);
+
+/// A transfer and the memory it works on, which is freed after it.
+struct TransferHook {
+    transfer: cxx::UniquePtr<ffi::InFlight>,
+    buffer: Vec<u8>,
+}
+
+impl transport::Link for LinkHook {
+    fn receive(
+        &self,
+        peer: usize,
+        tag: u32,
+        mut buffer: Vec<u8>,
+        bytes: usize,
+    ) -> Result<Box<dyn transport::Transfer>> {
+        assert!(bytes <= buffer.len(), "a receive of {bytes} bytes into {}", buffer.len());
+        // SAFETY: the buffer holds `bytes` and lives, unmoved on the heap, as long as the transfer beside it.
+        let transfer = unsafe { self.0.receive(peer as u32, tag, buffer.as_mut_ptr(), bytes) };
+        Ok(Box::new(TransferHook { transfer: transfer.map_err(|e| lost(peer, &e))?, buffer }))
+    }
+
+    fn send(&self, peer: usize, tag: u32, mut buffer: Vec<u8>, bytes: usize) -> Result<Box<dyn transport::Transfer>> {
+        assert!(bytes <= buffer.len(), "a send of {bytes} bytes from {}", buffer.len());
+        // SAFETY: as above.
+        let transfer = unsafe { self.0.send(peer as u32, tag, buffer.as_mut_ptr(), bytes) };
+        Ok(Box::new(TransferHook { transfer: transfer.map_err(|e| lost(peer, &e))?, buffer }))
+    }
+
+    fn cut(&self) {
+        self.0.cut();
+    }
+}
+
+fn lost(peer: usize, error: &cxx::Exception) -> Error {
+    let first = error.what().lines().next().unwrap_or_default().to_string();
+    let text = format!(
+        "sagellm: the connection to rank {peer} on another host is gone; its process ended, or the network between them \
+         failed. Make a new group to go on ({first})"
+    );
+    Error::RankFailed { rank: peer, text }
+}
+
+impl transport::Transfer for TransferHook {
+    fn wait(mut self: Box<Self>, timeout: Duration) -> std::result::Result<Vec<u8>, String> {
+        let waited = self.transfer.pin_mut().wait(timeout.as_millis().min(u128::from(u64::MAX)) as u64);
+        waited.map_err(|error| error.what().to_string())?;
+        let TransferHook { transfer, buffer } = *self;
+        drop(transfer);
+        Ok(buffer)
+    }
+}
+
+pub(super) struct PythonHook;
+
+impl group::Host for PythonHook {
+    fn interrupted(&self) -> bool {
+        ffi::check_interrupt()
+    }
+}
+
+pub(super) struct PythonLog;
+
+impl log::Log for PythonLog {
+    fn enabled(&self, metadata: &log::Metadata) -> bool {
+        metadata.level() <= log::max_level()
+    }
+    fn log(&self, record: &log::Record) {
+        if self.enabled(record.metadata()) {
+            ffi::log_line(record.level() as u8, &record.args().to_string());
+        }
+    }
+    fn flush(&self) {}
+}

@@ -1,0 +1,4 @@
+pub mod bridge;
+pub mod callbacks;
+pub mod devices;
+pub mod simulate;

@@ -1,0 +1,601 @@
+//! One process group: numbers, signatures, deadlines; what happens when something goes wrong; its end.
+//!
+//! `issue` gives an operation the group's next number and hands it to the engine, under the group's lock, which is also
+//! the token of whoever drives it (`driver`). Operations end outside that lock, because their owners queue work of their
+//! own. The first fault poisons the group, here and on the peers: everything pending and later fails with it.
+//!
+//! `connect` is how a group begins, `check` refuses what does not fit together, `faults` finds who is missing and says so, `monitored` is the barrier
+//! that names who is missing, `pairs` is how two ranks agree to make a communicator for their messages, `report` is
+//! what the statistics tell.
+
+mod check;
+mod connect;
+pub mod devices;
+mod explain;
+mod faults;
+mod hosts;
+mod monitored;
+pub mod pairs;
+mod report;
+
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError, Weak};
+use std::time::{Duration, Instant};
+
+use self::connect::NoHost;
+pub use self::explain::{explain_without_group, table_without_group};
+pub use self::report::{Carrier, Foreign};
+use crate::config::Config;
+use crate::engine::multihost::Hierarchical;
+use crate::engine::shm::memory::area::Area;
+use crate::engine::shm::p2p::Ended;
+use crate::engine::shm::{Shm, event_count};
+use crate::engine::solo;
+use crate::error::{Error, Result, contained};
+pub use crate::host::{Completion, Host, Store};
+use crate::op;
+pub use crate::op::Op as CoreOp;
+use crate::os::{clock, watch};
+use crate::progress::domain::{Domain, Driven, Patience};
+use crate::progress::driver;
+use crate::progress::driver::Outcome;
+use crate::rendezvous::peers::Following;
+use crate::select::Policy;
+use crate::stats::Stats;
+use crate::types::{ANY_RANK, Kind, Request};
+
+enum Engine {
+    Solo,
+    Shm(Box<Shm>),
+    /// Another backend serves the whole group; the reason.
+    Delegate(String),
+    /// The ranks live on several hosts: `Group::lanes` serves them once there is a link; messages go by a delegate.
+    Hosts(self::hosts::Setup),
+}
+
+/// What the lock protects.
+struct Inner {
+    engine: Engine,
+    /// Number of the last collective.
+    number: u64,
+    /// Messages to and receives from each rank.
+    sent: Vec<u64>,
+    received: Vec<u64>,
+    stats: Stats,
+}
+
+struct Peer {
+    pid: i32,
+    host: String,
+    /// Set by the watch thread when the process has ended (release), read by drivers (acquire).
+    dead: AtomicBool,
+}
+
+pub struct Group {
+    config: Config,
+    /// The rank's groups, which its threads drive together.
+    domain: Arc<Domain>,
+    /// Equal on all ranks and of no other attempt to make a group; zeros where they have not met.
+    id: [u8; 16],
+    /// The process (by forks since the first group) that made this group: no other may touch it.
+    generation: u32,
+    patience: Patience,
+    area: Option<Arc<Area>>,
+    /// How ways are chosen: rank 0's, where ranks met.
+    policy: Arc<Policy>,
+    /// Cores that the ranks of this host may use together.
+    cores: usize,
+    /// What serves a group on several hosts, from `open_link` on.
+    lanes: OnceLock<Hierarchical>,
+    host: Arc<dyn Host>,
+    peers: Vec<Peer>,
+    /// Some peer is dead: one relaxed load on the way of every pass. Set after the peer's own flag.
+    any_dead: AtomicBool,
+    inner: Mutex<Inner>,
+    /// Operations that have not ended. Changed under `inner`; read by anyone as a hint.
+    pending: AtomicUsize,
+    /// Last number issued, for readers that do not want the lock.
+    last_number: AtomicU64,
+    /// Operations that were launched on devices, which are counted apart (`devices`).
+    device_number: AtomicU64,
+    timeout_ms: AtomicU64,
+    fault: OnceLock<Error>,
+    /// Ranks of the default group, by rank of this one; told after it was made, for records.
+    members: OnceLock<Vec<u32>>,
+    closed: AtomicBool,
+    /// Monitored barriers entered.
+    monitored: AtomicU64,
+    /// Tells of peers whose process ended.
+    following: Mutex<Option<Following>>,
+    /// Itself, for the operations it hands out.
+    this: Weak<Group>,
+}
+
+/// An operation together with the group it belongs to: what a caller holds.
+pub struct Op {
+    core: Arc<CoreOp>,
+    group: Arc<Group>,
+}
+
+impl Group {
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        // After a panic under the lock the group has failed, and what is left is to end it.
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// `Group::id` as text, for keys in a store.
+    pub fn id(&self) -> String {
+        self.id.iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+
+    pub fn delegate_reason(&self) -> Option<String> {
+        match &self.lock().engine {
+            Engine::Delegate(reason) => Some(reason.clone()),
+            _ => None,
+        }
+    }
+
+    pub fn describe(&self) -> String {
+        let (rank, size, name) = (self.config.rank, self.config.size, &self.config.name);
+        match (&self.lock().engine, &self.area) {
+            (Engine::Solo, _) => {
+                format!("group '{name}' rank {rank} of {size}: alone, every operation is a local copy")
+            }
+            (Engine::Delegate(why), _) => format!("group '{name}' rank {rank} of {size}: served by a delegate: {why}"),
+            (Engine::Hosts(setup), _) => {
+                format!("group '{name}' rank {rank} of {size}: {}", setup.describe())
+            }
+            (Engine::Shm(_), area) => {
+                let area = area.as_ref().expect("a shared engine has an area");
+                format!(
+                    "group '{name}' rank {rank} of {size}: shared memory, segment of {} KiB, slots of {} bytes x {}, stage \
+                     of {} KiB, patience {:?}",
+                    area.layout.total() >> 10,
+                    crate::engine::shm::memory::layout::SLOT_BYTES,
+                    area.layout.depth,
+                    area.layout.stage_bytes >> 10,
+                    self.patience
+                )
+            }
+        }
+    }
+
+    /// Starts an operation; never waits for a peer.
+    pub fn issue(&self, request: Request, completion: Option<Box<dyn Completion>>) -> Result<Arc<Op>> {
+        let sync = request.sync;
+        let core = self.start(request, completion)?;
+        if !sync && !core.is_done() {
+            driver::issued(&self.domain);
+        }
+        Ok(Arc::new(Op { core, group: self.this.upgrade().expect("a group that is used is alive") }))
+    }
+
+    /// Starts an operation and finishes it on this thread.
+    pub fn run(&self, request: Request, completion: Option<Box<dyn Completion>>) -> Result<()> {
+        let core = self.start(request, completion)?;
+        if core.is_done() {
+            return core.outcome(); // as it is for the rank that comes last; waiting would read the clock
+        }
+        let error = match contained(|| Ok(driver::wait_until(self, &*self.host, None, || core.is_done()))) {
+            Ok(Outcome::Done) => return core.outcome(),
+            Ok(_) => Error::Interrupted(format!(
+                "sagellm: rank {} was interrupted in {} number {} of group '{}'",
+                self.config.rank, core.request.kind, core.number, self.config.name
+            )),
+            Err(bug) => bug,
+        };
+        // The caller gets an exception and may free the tensors: the group cannot go on with this operation.
+        self.poison(error.clone());
+        if self.lanes.get().is_some() {
+            // A lane may be in the middle of a copy; poison has cut what it waits for.
+            driver::wait_until(self, &NoHost, None, || core.is_done());
+        }
+        Err(error)
+    }
+
+    fn start(&self, request: Request, completion: Option<Box<dyn Completion>>) -> Result<Arc<CoreOp>> {
+        self.usable(request.kind.name())?;
+        let kernel = self.validate(&request)?;
+        let timeout =
+            Duration::from_millis(request.timeout_ms.unwrap_or_else(|| self.timeout_ms.load(Ordering::Relaxed)));
+        let signature = op::signature(&request, self.config.size);
+        let mut ended = Ended::new();
+        let mut guard = self.lock();
+        self.standing()?; // a fault may have come while we waited for the lock
+        let inner = &mut *guard;
+        let number = inner.number_for(request.kind, request.root);
+        let op = Arc::new(CoreOp::new(request, number, signature, timeout, completion));
+        if !op.request.kind.is_p2p() {
+            self.last_number.store(number, Ordering::Relaxed);
+        }
+        self.pending.fetch_add(1, Ordering::Relaxed);
+        self.domain.add_pending(1);
+        inner.stats.issued(&op);
+        let begun = contained(|| match &mut inner.engine {
+            Engine::Solo => {
+                ended.push((Arc::clone(&op), solo::run(&op, kernel.as_ref())));
+                Ok(())
+            }
+            Engine::Shm(shm) => {
+                shm.issue(Arc::clone(&op), kernel, &mut ended)?;
+                shm.poll(&mut ended).map(|_| ())
+            }
+            Engine::Hosts(_) => self.lanes.get().map_or_else(
+                || Err(Error::Bug("sagellm: an operation came before the link between hosts".to_string())),
+                |lanes| lanes.issue(Arc::clone(&op)),
+            ),
+            Engine::Delegate(_) => Err(Error::Bug("sagellm: an operation reached a delegated group".to_string())),
+        });
+        if !contains(&ended, &op) {
+            match &begun {
+                // It failed before the engine had it: nobody else would end it.
+                Err(fault) if !inner.holds(&op) => ended.push((Arc::clone(&op), Err(fault.clone()))),
+                _ => op.journey.blocks(),
+            }
+        }
+        let at = inner.close(&ended);
+        drop(guard);
+        self.settle(ended, at);
+        if let Err(fault) = begun {
+            self.poison(fault);
+        }
+        Ok(op)
+    }
+
+    /// Enters operations that ended without the lock, and tells their owners.
+    fn finish(&self, ended: Ended) {
+        let at = self.lock().close(&ended);
+        self.settle(ended, at);
+    }
+
+    /// Tells the owners of operations that ended `at` that moment (`Inner::close`). Never under the lock.
+    fn settle(&self, ended: Ended, at: Option<u64>) {
+        let Some(at) = at else { return };
+        self.pending.fetch_sub(ended.len(), Ordering::Relaxed);
+        self.domain.remove_pending(ended.len());
+        for (op, outcome) in ended {
+            // One owner's bug must not keep the others from hearing.
+            let told = contained(|| {
+                op.end(outcome, at);
+                Ok(())
+            });
+            told.unwrap_or_else(|bug| log::error!("{bug}"));
+        }
+        // Other threads of this rank may sleep, waiting for one of them.
+        self.domain.announce_ended();
+    }
+
+    /// What this rank knows already. Takes no lock.
+    fn standing(&self) -> Result<()> {
+        if let Some(fault) = self.fault.get() {
+            return Err(fault.clone());
+        }
+        if self.closed.load(Ordering::Acquire) {
+            return Err(Error::Aborted(format!("sagellm: group '{}' was destroyed", self.config.name)));
+        }
+        Ok(())
+    }
+
+    /// Refuses what a forked child asks of its parent's group: the locks may be held by threads that it does not have.
+    pub fn not_forked(&self) -> Result<()> {
+        if watch::generation() != self.generation {
+            return Err(Error::Invalid(
+                "sagellm: a forked child cannot use its parent's process group. Start the child with the 'spawn' method"
+                    .to_string(),
+            ));
+        }
+        Ok(())
+    }
+
+    /// Whether a new operation may start. Never under the lock: a fault that is noticed here is dealt with here.
+    fn usable(&self, what: &str) -> Result<()> {
+        self.not_forked()?;
+        self.standing()?;
+        if self.area.as_ref().is_some_and(|area| area.is_poisoned()) {
+            // A peer found a fault in an operation that had ended legally here.
+            let fault = self.reported(None).unwrap_or_else(|| Error::Aborted("sagellm: the group failed".to_string()));
+            self.poison(fault.clone());
+            return Err(fault);
+        }
+        if self.any_dead.load(Ordering::Acquire) {
+            // A peer that died without leaving in order fails every later operation, whoever it concerns.
+            if let (Some(rank), Some(area)) = (self.dead_ranks().next(), &self.area)
+                && !area.left(rank)
+                && self.pending.load(Ordering::Relaxed) == 0
+            {
+                let fault = self.death_of(rank, &format!("calls {what}"));
+                self.poison(fault.clone());
+                return Err(fault);
+            }
+        }
+        Ok(())
+    }
+
+    pub fn sequence(&self) -> u64 {
+        self.last_number.load(Ordering::Relaxed) + self.device_number.load(Ordering::Relaxed)
+    }
+
+    pub fn set_timeout(&self, timeout: Duration) {
+        self.timeout_ms.store(timeout.as_millis() as u64, Ordering::Relaxed);
+    }
+
+    /// Why the group is unusable, if it is.
+    pub fn fault(&self) -> Option<Error> {
+        self.fault.get().cloned()
+    }
+
+    /// Fails everything pending here and on the peers. In a forked child it does nothing: the group is the parent's.
+    pub fn abort(&self, reason: &str) {
+        if self.not_forked().is_err() {
+            return;
+        }
+        let reason = if reason.is_empty() { "abort was called" } else { reason };
+        self.poison(Error::Aborted(format!(
+            "sagellm: rank {} aborted group '{}': {reason}. Make a new group to go on",
+            self.config.rank, self.config.name
+        )));
+    }
+
+    /// Leaves in order: what was published stays readable for the peers, what is pending fails.
+    pub fn shutdown(&self) {
+        if self.not_forked().is_err() || self.closed.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        if let Some(area) = &self.area {
+            area.leave();
+        }
+        let destroyed = Error::Aborted(format!(
+            "sagellm: group '{}' was destroyed on rank {} while the operation was pending",
+            self.config.name, self.config.rank
+        ));
+        self.close_lanes(&destroyed);
+        self.fail_all(&destroyed);
+        if let Some(driven) = self.this.upgrade() {
+            let driven: Arc<dyn Driven> = driven;
+            self.domain.unregister(&driven);
+        }
+        // Outside of any lock: where it was the last of its companions' groups, this ends their watch.
+        let following = self.following.lock().unwrap().take();
+        drop(following);
+    }
+
+    fn fail_all(&self, error: &Error) {
+        let mut inner = self.lock();
+        let ended: Ended = match &mut inner.engine {
+            Engine::Shm(shm) => shm.drain().into_iter().map(|op| (op, Err(error.clone()))).collect(),
+            _ => Ended::new(),
+        };
+        let at = inner.close(&ended);
+        drop(inner);
+        self.settle(ended, at);
+    }
+
+    /// The first fault wins; it is told to the peers and to everything pending.
+    fn poison(&self, error: Error) {
+        let first = self.fault.set(error.clone()).is_ok();
+        if first {
+            log::debug!("group '{}' rank {} failed: {error}", self.config.name, self.config.rank);
+            if let Some(area) = &self.area {
+                area.poison(error.code(), error.text());
+                event_count::announce(&**area, area.ranks);
+            }
+        }
+        // Another thread may have been first: everything pending ends with what it found.
+        let fault = self.fault.get().unwrap_or(&error);
+        self.fail_lanes(fault);
+        self.fail_all(fault);
+        if first {
+            self.dump_records();
+        }
+    }
+}
+
+fn contains(ended: &Ended, op: &Arc<CoreOp>) -> bool {
+    ended.iter().any(|(done, _)| Arc::ptr_eq(done, op))
+}
+
+impl Inner {
+    /// True while the engine may still move this operation and will end it.
+    fn holds(&self, op: &Arc<CoreOp>) -> bool {
+        match &self.engine {
+            Engine::Shm(shm) => shm.operations().any(|held| Arc::ptr_eq(held, op)),
+            _ => false,
+        }
+    }
+
+    /// Enters operations that ended into the statistics, before their owners hear of it; gives the time that it was.
+    fn close(&mut self, ended: &Ended) -> Option<u64> {
+        if ended.is_empty() {
+            return None;
+        }
+        let at = clock::stamp();
+        self.stats.ended(ended, at);
+        Some(at)
+    }
+
+    /// Collectives count in the group, messages per ordered pair; a receive from anyone has no number.
+    fn number_for(&mut self, kind: Kind, root: u32) -> u64 {
+        let counter = match kind {
+            Kind::Recv if root == ANY_RANK => return 0,
+            Kind::Send => &mut self.sent[root as usize],
+            Kind::Recv => &mut self.received[root as usize],
+            _ => &mut self.number,
+        };
+        *counter += 1;
+        *counter
+    }
+}
+
+impl Group {
+    /// One pass over the engine, with the lock held. True when something moved; an error is the group's fault.
+    fn advance(&self, shm: &mut Shm, ended: &mut Ended) -> Result<bool> {
+        if shm.poll(ended)? {
+            return Ok(true);
+        }
+        let area = self.area.as_ref();
+        // What a peer reported comes first: whoever leaves after it leaves because of it.
+        if area.is_some_and(|area| area.is_poisoned()) {
+            return self.reported(Some(shm)).map_or(Ok(true), Err);
+        }
+        if self.any_dead.load(Ordering::Acquire) || area.is_some_and(|area| area.has_leavers()) {
+            self.check_ended_peers(shm, ended).map_or(Ok(()), Err)?;
+        }
+        Ok(!ended.is_empty())
+    }
+
+    /// With the lock held: fails where a rank that ended is still needed, or a deadline passed.
+    fn look_at_peers_and_deadlines(&self, shm: &mut Shm, now: u64, ended: &mut Ended) -> Result<()> {
+        if !self.area.as_ref().is_some_and(|area| area.is_poisoned()) {
+            self.check_ended_peers(shm, ended).map_or(Ok(()), Err)?; // a reported fault is left to `drive`
+        }
+        match shm.next_deadline().filter(|op| now >= op.deadline).cloned() {
+            Some(op) => Err(self.stall(shm, &op)),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Driven for Group {
+    fn drive(&self) -> bool {
+        let mut inner = match self.inner.try_lock() {
+            Ok(inner) => inner,
+            // Another thread is driving, or issuing, and will be through in one pass.
+            Err(TryLockError::WouldBlock) => return false,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+        };
+        let Engine::Shm(shm) = &mut inner.engine else { return false };
+        if shm.pending() == 0 {
+            return false;
+        }
+        let mut ended = Ended::new();
+        let moved = contained(|| self.advance(shm, &mut ended));
+        if matches!(moved, Ok(false)) {
+            inner.stats.catch_up();
+        }
+        let at = inner.close(&ended);
+        drop(inner);
+        self.settle(ended, at);
+        moved.unwrap_or_else(|fault| {
+            self.poison(fault);
+            true
+        })
+    }
+
+    fn tick(&self) {
+        let now = clock::now();
+        if self.lanes.get().is_some() {
+            return self.tick_lanes(now);
+        }
+        let mut inner = self.lock();
+        let Engine::Shm(shm) = &mut inner.engine else { return };
+        let mut ended = Ended::new();
+        let looked = contained(|| self.look_at_peers_and_deadlines(shm, now, &mut ended));
+        let at = inner.close(&ended);
+        drop(inner);
+        self.settle(ended, at);
+        if let Err(fault) = looked {
+            self.poison(fault);
+        }
+    }
+
+    fn pending(&self) -> usize {
+        self.pending.load(Ordering::Relaxed)
+    }
+    fn area(&self) -> Option<&Area> {
+        self.area.as_deref()
+    }
+    fn domain(&self) -> &Arc<Domain> {
+        &self.domain
+    }
+    fn patience(&self) -> Patience {
+        self.patience
+    }
+    fn shares_core(&self) -> bool {
+        let (Some(area), Some(cpu)) = (&self.area, crate::os::topology::current_cpu()) else { return false };
+        area.set_cpu(cpu);
+        (0..area.me).any(|rank| area.cpu(rank) == Some(cpu))
+    }
+    fn leave(&self) {
+        self.shutdown();
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        if watch::generation() != self.generation || self.closed.load(Ordering::Acquire) {
+            return;
+        }
+        if let Some(area) = &self.area {
+            area.leave();
+        }
+        // The counts of pending operations and their owners must not be left behind.
+        let dropped = Error::Aborted(format!("sagellm: group '{}' was dropped", self.config.name));
+        self.close_lanes(&dropped);
+        self.fail_all(&dropped);
+    }
+}
+
+impl Op {
+    pub fn is_done(&self) -> bool {
+        self.core.is_done()
+    }
+
+    /// Waits until it ends, or `timeout` passes, which leaves it running.
+    pub fn wait(&self, timeout: Option<Duration>) -> Result<()> {
+        if self.core.is_done() {
+            return self.core.outcome();
+        }
+        let group = &self.group;
+        group.not_forked()?;
+        let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        let waited = contained(|| Ok(driver::wait_until(&**group, &*group.host, until, || self.core.is_done())));
+        match waited.inspect_err(|bug| group.poison(bug.clone()))? {
+            Outcome::Done => self.core.outcome(),
+            Outcome::Elapsed => Err(Error::WaitElapsed(format!(
+                "sagellm: wait({:.3} s) elapsed before {} number {} of group '{}' ended on rank {}; it is still running",
+                timeout.unwrap_or_default().as_secs_f64(),
+                self.core.request.kind,
+                self.core.number,
+                group.config.name,
+                group.config.rank
+            ))),
+            Outcome::Interrupted => Err(Error::Interrupted("sagellm: the wait was interrupted".to_string())),
+        }
+    }
+
+    pub fn error(&self) -> Option<&Error> {
+        self.core.error()
+    }
+    pub fn number(&self) -> u64 {
+        self.core.number
+    }
+    pub fn source(&self) -> i32 {
+        self.core.source()
+    }
+    pub fn duration(&self) -> Duration {
+        self.core.duration()
+    }
+    pub fn timeout(&self) -> Duration {
+        self.core.timeout
+    }
+
+    /// Ends it if it is pending. Its peers may have read or may wait for it, so the group fails with it.
+    pub fn cancel(&self) {
+        if !self.core.is_done() {
+            self.group.abort(&format!("{} number {} was aborted", self.core.request.kind, self.core.number));
+        }
+    }
+}
+
+/// Stops this process's threads of ours; groups that are still open count as left in order.
+pub fn at_exit() {
+    if watch::forked() {
+        return; // groups and threads are the parent's
+    }
+    for domain in Domain::all() {
+        // The last one first: a group over several hosts was made after those that it has inside its host.
+        domain.groups().iter().rev().for_each(|group| group.leave());
+        driver::stop(&domain);
+    }
+    watch::stop();
+}

@@ -1,0 +1,393 @@
+//! One operation from issue to end: what was asked, its number, and how it ended.
+//!
+//! The engine advances it, the group ends it, the caller waits for it. Only the end is written by one thread and read by
+//! others without a lock: see `state`.
+
+pub mod overlap;
+
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU8, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
+
+use self::overlap::Reach;
+use crate::error::{Error, Result};
+use crate::host::Completion;
+use crate::os::clock;
+use crate::types::{Dtype, Kind, ReduceOp, Request, Span};
+
+const PENDING: u8 = 0;
+const DONE: u8 = 1;
+const FAILED: u8 = 2;
+
+/// No rank, where a rank is noted.
+pub const NOBODY: u32 = u32::MAX;
+
+/// Where an operation's time went, for the statistics.
+///
+/// Written and read by whoever holds the group's lock, which orders all of it: every access is relaxed. All zeros at
+/// first, in whole words: an operation is moved into place once, and bytes written one by one would stall that.
+#[derive(Debug, Default)]
+pub struct Journey {
+    /// Where the statistics keep its record.
+    pub record: AtomicU64,
+    /// 1 if the operation did not end in the pass that issued it.
+    blocked: AtomicU32,
+    /// One more than the rank it waited for last, or longest where that is known; 0 if it waited for none.
+    late: AtomicU32,
+    /// Nanoseconds.
+    pub copying: AtomicU64,
+    pub reducing: AtomicU64,
+}
+
+impl Journey {
+    /// It did not end in the pass that issued it.
+    pub fn blocks(&self) {
+        self.blocked.store(1, Ordering::Relaxed);
+    }
+    pub fn blocked(&self) -> bool {
+        self.blocked.load(Ordering::Relaxed) != 0
+    }
+
+    pub fn waits_for(&self, rank: usize) {
+        self.late.store(rank as u32 + 1, Ordering::Relaxed);
+    }
+
+    /// The rank it waited for, or `NOBODY`.
+    pub fn late(&self) -> u32 {
+        self.late.load(Ordering::Relaxed).wrapping_sub(1)
+    }
+
+    /// Adds nanoseconds to one of the sums. No two threads are in here at once: see above.
+    pub fn spend(sum: &AtomicU64, time: u64) {
+        sum.store(sum.load(Ordering::Relaxed) + time, Ordering::Relaxed);
+    }
+}
+
+/// With whom an operation travelled: those of one batch between hosts, those that ended in one pass on one host. One
+/// word, so that it is read whole: how many others (16 bits), and how many numbers before and behind (24 each). All zeros,
+/// which nobody has to write, is alone.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Company(u64);
+
+impl Company {
+    pub const ALONE: Company = Company(0);
+
+    /// Of operation `number`, one of `count` with the numbers `first` to `last`.
+    pub fn new(number: u64, (first, last): (u64, u64), count: usize) -> Company {
+        let near = |distance: u64| distance.min((1 << 24) - 1);
+        let others = count.saturating_sub(1).min(usize::from(u16::MAX)) as u64;
+        Company(others | near(number.saturating_sub(first)) << 16 | near(last.saturating_sub(number)) << 40)
+    }
+
+    /// Operations, itself included.
+    pub fn count(self) -> u64 {
+        (self.0 & 0xffff) + 1
+    }
+
+    /// The first and the last number of the company of operation `number`; its own where the others are messages.
+    pub fn numbers(self, number: u64) -> (u64, u64) {
+        (number - (self.0 >> 16 & 0xff_ffff).min(number), number + (self.0 >> 40))
+    }
+}
+
+/// How an operation travels, as far as it is known.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Route {
+    /// `select::Choice::code`; 0 while it has not set out.
+    pub choice: u64,
+    /// `select::Asked::load` of what the choice was made for: its own, or that of its whole batch.
+    pub load: u64,
+    pub company: Company,
+}
+
+pub struct Op {
+    pub request: Request,
+    /// Number within the group (collectives) or the ordered pair of ranks (point to point).
+    pub number: u64,
+    /// What must agree between ranks, see [`signature`].
+    pub signature: u64,
+    /// What must agree besides: [`lists`].
+    pub lists: u64,
+    /// `clock::stamp`.
+    pub issued: u64,
+    /// Bytes that this rank's call reads and writes.
+    pub read: u64,
+    pub written: u64,
+    pub timeout: Duration,
+    /// When it fails, on `clock::now`.
+    pub deadline: u64,
+    /// Everything it touches lies in here: `overlap::hull`.
+    hull: (usize, usize),
+    /// The same in detail, made when two operations of several pieces are compared.
+    reach: OnceLock<Box<Reach>>,
+    /// What a send sends instead of its inputs: see `send_copy`.
+    copy: OnceLock<Box<(Vec<u8>, [Span; 1])>>,
+    /// The engine is through with its memory. Written and read under the group's lock: relaxed.
+    released: AtomicBool,
+    /// PENDING, then DONE or FAILED for ever. Written once by the thread that ends the operation (release), after the
+    /// results are in the caller's memory, `source` and `error` are set; readers acquire and may then use all three.
+    state: AtomicU8,
+    error: OnceLock<Error>,
+    source: AtomicI32,
+    nanoseconds: AtomicU64,
+    /// `Route`. The engine writes the choice once, when the operation sets out (release), after load and, between hosts,
+    /// company; whoever explains it acquires the choice first. On one host the company is written when it ends, before
+    /// `state`, if it is not alone.
+    choice: AtomicU64,
+    load: AtomicU64,
+    company: AtomicU64,
+    pub journey: Journey,
+    completion: Mutex<Option<Box<dyn Completion>>>,
+}
+
+impl Op {
+    #[inline(always)] // built where it is moved from
+    pub fn new(
+        request: Request,
+        number: u64,
+        signature: u64,
+        timeout: Duration,
+        completion: Option<Box<dyn Completion>>,
+    ) -> Op {
+        let issued = clock::stamp();
+        let sum = |spans: &[Span]| spans.iter().map(|span| span.bytes as u64).sum::<u64>();
+        Op {
+            read: sum(&request.inputs),
+            written: sum(&request.outputs),
+            lists: lists(&request),
+            hull: overlap::hull(&request),
+            reach: OnceLock::new(),
+            copy: OnceLock::new(),
+            released: AtomicBool::new(false),
+            request,
+            number,
+            signature,
+            issued,
+            timeout,
+            deadline: clock::at(issued).saturating_add(u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX)),
+            state: AtomicU8::new(PENDING),
+            error: OnceLock::new(),
+            source: AtomicI32::new(-1),
+            nanoseconds: AtomicU64::new(0),
+            choice: AtomicU64::new(0),
+            load: AtomicU64::new(0),
+            company: AtomicU64::new(0),
+            journey: Journey::default(),
+            completion: Mutex::new(completion),
+        }
+    }
+
+    /// True when one of the two writes what the other reads or writes, so that the later one must run after the earlier.
+    pub fn meets(&self, other: &Op) -> bool {
+        if self.hull.0 >= other.hull.1 || other.hull.0 >= self.hull.1 {
+            return false;
+        }
+        if overlap::is_short(&self.request) && overlap::is_short(&other.request) {
+            return overlap::meet_in_pairs(&self.request, &other.request);
+        }
+        self.reach().meets(other.reach())
+    }
+
+    /// The memory it touches.
+    pub fn reach(&self) -> &Reach {
+        self.reach.get_or_init(|| Box::new(Reach::of(&self.request)))
+    }
+
+    /// What it sends: the inputs, or their copy.
+    pub fn sent(&self) -> &[Span] {
+        self.copy.get().map_or(&self.request.inputs, |copy| &copy.1)
+    }
+
+    /// Makes a send read `copy`, which has the bytes of its inputs, so that later operations may use their memory.
+    pub fn send_copy(&self, copy: Vec<u8>) {
+        let span = Span { addr: copy.as_ptr() as usize, bytes: copy.len() };
+        let _ = self.copy.set(Box::new((copy, [span])));
+        self.release();
+    }
+
+    /// The engine reads and writes nothing of its memory any more.
+    pub fn release(&self) {
+        self.released.store(true, Ordering::Relaxed);
+    }
+    pub fn is_released(&self) -> bool {
+        self.released.load(Ordering::Relaxed)
+    }
+
+    /// The caller's payload: what this rank's call reads or what it writes, whichever is more.
+    pub fn payload(&self) -> u64 {
+        self.read.max(self.written)
+    }
+
+    pub fn is_done(&self) -> bool {
+        self.state.load(Ordering::Acquire) != PENDING
+    }
+
+    /// Why it failed, once it has.
+    pub fn error(&self) -> Option<&Error> {
+        if self.state.load(Ordering::Acquire) == FAILED { self.error.get() } else { None }
+    }
+
+    /// How it ended; call only after `is_done`.
+    pub fn outcome(&self) -> Result<()> {
+        match self.error() {
+            Some(error) => Err(error.clone()),
+            None => Ok(()),
+        }
+    }
+
+    /// The rank a receive took from, -1 before and for everything else.
+    pub fn source(&self) -> i32 {
+        self.source.load(Ordering::Relaxed)
+    }
+    pub fn set_source(&self, rank: usize) {
+        self.source.store(rank as i32, Ordering::Relaxed);
+    }
+
+    /// How it travels.
+    pub fn route(&self) -> Route {
+        Route {
+            choice: self.choice.load(Ordering::Acquire),
+            load: self.load.load(Ordering::Relaxed),
+            company: Company(self.company.load(Ordering::Relaxed)),
+        }
+    }
+
+    /// What has to be carried: `select::Asked::load`.
+    pub fn loads(&self, load: u64) {
+        self.load.store(load, Ordering::Relaxed);
+    }
+
+    pub fn travels_with(&self, company: Company) {
+        self.company.store(company.0, Ordering::Relaxed);
+    }
+
+    /// It sets out, by `select::Choice::code`.
+    pub fn sets_out(&self, choice: u64) {
+        self.choice.store(choice, Ordering::Release);
+    }
+
+    /// From issue to end; zero while it runs.
+    pub fn duration(&self) -> Duration {
+        Duration::from_nanos(self.nanoseconds.load(Ordering::Relaxed))
+    }
+
+    /// The owner, until the end. After a panic in one of its copies it must still hear of the end.
+    fn completion(&self) -> MutexGuard<'_, Option<Box<dyn Completion>>> {
+        self.completion.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Strided inputs into their contiguous pieces, right before the engine first reads them.
+    pub fn prepare(&self) {
+        if let Some(completion) = self.completion().as_ref() {
+            completion.prepare();
+        }
+    }
+
+    /// Contiguous results into strided outputs, right after the engine wrote them.
+    pub fn store_back(&self) {
+        if let Some(completion) = self.completion().as_ref() {
+            completion.store_back();
+        }
+    }
+
+    /// Ends the operation, which was through `at` (`clock::stamp`), once, and tells its owner. Call without locks: the owner queues work of
+    /// its own.
+    pub fn end(&self, outcome: Result<()>, at: u64) {
+        let completion = self.completion().take();
+        self.nanoseconds.store(at.saturating_sub(self.issued).max(1), Ordering::Relaxed);
+        let state = match outcome {
+            Ok(()) => DONE,
+            Err(error) => {
+                let _ = self.error.set(error);
+                FAILED
+            }
+        };
+        self.state.store(state, Ordering::Release);
+        if let Some(completion) = completion {
+            completion.ended(self.error.get());
+        }
+    }
+}
+
+/// Packs what all ranks must agree on into 64 bits that can be read back for messages:
+/// kind (5 bits), reduce op (4), dtype (6), root (9), bytes (40).
+///
+/// Operations that only move data sign bytes, not dtype. Blocks of different sizes sign their sum; all_to_all signs no
+/// bytes, because no rank knows all of its sizes (its block table is checked pair by pair).
+pub fn signature(request: &Request, ranks: usize) -> u64 {
+    let sum = |spans: &[crate::types::Span]| spans.iter().map(|span| span.bytes as u64).sum::<u64>();
+    let bytes = match request.kind {
+        Kind::AllReduce | Kind::Reduce | Kind::ReduceScatter | Kind::Gather => sum(&request.inputs),
+        Kind::Broadcast => sum(&request.inputs).max(sum(&request.outputs)),
+        Kind::AllGather | Kind::Scatter => sum(&request.outputs),
+        Kind::Send => sum(&request.inputs),
+        Kind::Recv => sum(&request.outputs),
+        Kind::AllToAll | Kind::Barrier => 0,
+    };
+    debug_assert!(ranks <= 512);
+    let (dtype, op) =
+        if request.kind.reduces() { (request.dtype as u64, u64::from(request.op.code())) } else { (0, 0) };
+    let root = if request.kind.rooted() { u64::from(request.root) & 0x1ff } else { 0 };
+    (request.kind as u64) << 59 | op << 55 | dtype << 49 | root << 40 | (bytes & ((1 << 40) - 1))
+}
+
+/// Hash of a list of block sizes that all ranks must pass alike; 0 where there is none or all blocks are equal, because
+/// then the signature's bytes say it. It goes into the chain of what was called (`area::chain`).
+fn lists(request: &Request) -> u64 {
+    let blocks = match request.kind {
+        Kind::AllGather => &request.out_blocks,
+        Kind::ReduceScatter => &request.in_blocks,
+        _ => return 0,
+    };
+    if blocks.iter().all(|bytes| *bytes == blocks[0]) {
+        return 0;
+    }
+    let mixed = blocks.iter().fold(blocks.len() as u64, |hash, bytes| {
+        (hash.rotate_left(5) ^ *bytes as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+    });
+    mixed.max(1)
+}
+
+/// Whether the operation of this signature may have a list of sizes beside it, see [`lists`].
+pub fn has_list(signature: u64) -> bool {
+    matches!(Kind::from_u8((signature >> 59) as u8), Some(Kind::AllGather | Kind::ReduceScatter))
+}
+
+/// A signature in words: `all_reduce(1024 bytes, float32, SUM)`.
+pub fn describe(signature: u64) -> String {
+    let kind = (signature >> 59) as u8;
+    let op = (signature >> 55 & 0xf) as u8;
+    let dtype = (signature >> 49 & 0x3f) as u8;
+    let root = signature >> 40 & 0x1ff;
+    let bytes = signature & ((1 << 40) - 1);
+    let Some(kind) = Kind::from_u8(kind) else { return "an unknown operation".to_string() };
+    let mut parts = Vec::new();
+    if !matches!(kind, Kind::AllToAll | Kind::Barrier) {
+        parts.push(format!("{bytes} bytes"));
+    }
+    if kind.reduces() {
+        parts.push(Dtype::from_u8(dtype).map_or("unknown dtype", Dtype::name).to_string());
+        parts.push(ReduceOp::name_of(op).to_string());
+    }
+    if kind.rooted() {
+        parts.push(format!("root {root}"));
+    }
+    format!("{kind}({})", parts.join(", "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn company_keeps_its_numbers() {
+        for (number, first, last, count) in [(5, 1, 5, 5), (17, 17, 42, 26), (1 << 40, 1 << 40, (1 << 40) + 4095, 4096)]
+        {
+            let company = Company::new(number, (first, last), count);
+            assert_eq!((company.numbers(number), company.count()), ((first, last), count as u64));
+        }
+        assert_eq!(Company::new(7, (7, 7), 1), Company::ALONE);
+        assert_eq!((Company::ALONE.count(), Company::ALONE.numbers(7)), (1, (7, 7)));
+        assert_eq!(Company::new(7, (7, 7), 1 << 20).count(), 0x10000);
+    }
+}

@@ -1,0 +1,4 @@
+pub mod clock;
+pub mod futex;
+pub mod topology;
+pub mod watch;

@@ -1,0 +1,193 @@
+//! All groups of one rank, and the words by which its threads share the work of driving them (`roles`). A process is one
+//! domain; in tests, where ranks are threads of one process, each rank has its own, as separate processes would.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering, fence};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use once_cell::sync::Lazy;
+
+use super::roles::Words;
+use crate::engine::shm::event_count;
+use crate::engine::shm::event_count::Bell;
+use crate::engine::shm::memory::area::Area;
+use crate::os::futex;
+
+/// A group, as its drivers see it.
+pub trait Driven: Send + Sync {
+    /// Moves what can move without waiting; false when nothing did, or another thread is at it. Never panics.
+    fn drive(&self) -> bool;
+    /// Looks at deadlines and at peers that left; called between sleeps, at least every 50 ms while something is pending.
+    fn tick(&self);
+    /// Operations that have not ended.
+    fn pending(&self) -> usize;
+    /// Where this rank's door is, if it has one.
+    fn area(&self) -> Option<&Area>;
+    /// The rank that this group belongs to.
+    fn domain(&self) -> &Arc<Domain>;
+    /// Spin and yield budgets.
+    fn patience(&self) -> Patience;
+    /// True when a lower rank was last seen waiting on the core that this thread runs on.
+    fn shares_core(&self) -> bool;
+    /// The process ends: what is pending fails, peers are told.
+    fn leave(&self);
+}
+
+#[derive(Clone, Copy, Debug)]
+pub struct Patience {
+    pub spin: Duration,
+    pub give_way: Duration,
+    /// Every rank could have a core of its own.
+    pub apart: bool,
+}
+
+impl Patience {
+    /// For `ranks` ranks of one host that may use `cores` cores together.
+    pub fn for_ranks(ranks: usize, cores: usize) -> Patience {
+        if ranks <= cores {
+            Patience { spin: Duration::from_micros(3), give_way: Duration::from_micros(200), apart: true }
+        } else {
+            Patience { spin: Duration::from_micros(1), give_way: Duration::from_micros(200), apart: false }
+        }
+    }
+
+    /// For a wait that another thread of this process must end: it may need this core.
+    pub fn none() -> Patience {
+        Patience { spin: Duration::ZERO, give_way: Duration::ZERO, apart: false }
+    }
+}
+
+/// An event count inside one process. Its one "rank" is this process.
+#[derive(Default)]
+pub struct EventCount {
+    /// Futex word: added to (release) by the thread that rings, read (acquire) before a sleep.
+    word: AtomicU32,
+    /// Threads that sleep on it or are about to. Relaxed, ordered by the fences in `signal`.
+    sleepers: AtomicU32,
+}
+
+impl EventCount {
+    pub fn word(&self) -> &AtomicU32 {
+        &self.word
+    }
+}
+
+impl Bell for EventCount {
+    fn door(&self, _: usize) -> u32 {
+        self.word.load(Ordering::Acquire)
+    }
+    fn ring(&self, _: usize) {
+        self.word.fetch_add(1, Ordering::Release);
+        futex::wake_all(&self.word);
+    }
+    fn asleep(&self, _: usize) -> u32 {
+        self.sleepers.load(Ordering::Relaxed)
+    }
+    fn sleepers(&self) -> u32 {
+        self.sleepers.load(Ordering::Relaxed)
+    }
+    fn count_sleeper(&self, _: usize, more: bool) {
+        self.sleepers.fetch_add(if more { 1 } else { u32::MAX }, Ordering::Relaxed);
+    }
+    fn fence(&self) {
+        fence(Ordering::SeqCst);
+    }
+}
+
+#[derive(Default)]
+pub struct Domain {
+    /// Its groups, in the order in which they were made. Weak: a dropped group leaves by itself.
+    groups: RwLock<Vec<Weak<dyn Driven>>>,
+    /// Operations of all its groups that have not ended. Raised by groups at issue, lowered when they end.
+    pending: AtomicUsize,
+    /// Threads in `driver::wait_until`. Changed by them, read by the progress thread and by the last one that leaves.
+    drivers: AtomicUsize,
+    /// Rung when there may be something new to drive.
+    pub work: EventCount,
+    /// Rung when an operation ended on another thread than the one that waits for it.
+    pub ended: EventCount,
+    /// Set once, at the end of the process; read by the progress thread.
+    pub(crate) stopping: AtomicBool,
+    pub(crate) thread: Mutex<Option<JoinHandle<()>>>,
+    /// Set (release) when the thread was started, read (acquire) on the way of every asynchronous operation, to skip the lock.
+    pub(crate) running: AtomicBool,
+}
+
+static DOMAINS: Lazy<Mutex<HashMap<u64, Arc<Domain>>>> = Lazy::new(Mutex::default);
+
+impl Domain {
+    /// The domain with this number: 0 is that of the process, tests give their ranks others.
+    pub fn numbered(number: u64) -> Arc<Domain> {
+        Arc::clone(DOMAINS.lock().unwrap_or_else(PoisonError::into_inner).entry(number).or_default())
+    }
+
+    pub fn all() -> Vec<Arc<Domain>> {
+        DOMAINS.lock().unwrap_or_else(PoisonError::into_inner).values().cloned().collect()
+    }
+
+    pub fn register(&self, group: &Arc<dyn Driven>) {
+        let mut groups = self.groups.write().unwrap_or_else(PoisonError::into_inner);
+        groups.retain(|weak| weak.strong_count() > 0);
+        groups.push(Arc::downgrade(group));
+    }
+
+    pub fn unregister(&self, group: &Arc<dyn Driven>) {
+        let mut groups = self.groups.write().unwrap_or_else(PoisonError::into_inner);
+        groups.retain(|weak| !std::ptr::addr_eq(weak.as_ptr(), Arc::as_ptr(group)));
+    }
+
+    pub fn groups(&self) -> Vec<Arc<dyn Driven>> {
+        self.groups.read().unwrap_or_else(PoisonError::into_inner).iter().filter_map(Weak::upgrade).collect()
+    }
+
+    /// Groups with something pending.
+    pub fn busy(&self) -> Vec<Arc<dyn Driven>> {
+        let groups = self.groups.read().unwrap_or_else(PoisonError::into_inner);
+        groups.iter().filter_map(Weak::upgrade).filter(|group| group.pending() > 0).collect()
+    }
+
+    pub fn pending(&self) -> usize {
+        self.pending.load(Ordering::Relaxed)
+    }
+    pub fn add_pending(&self, operations: usize) {
+        self.pending.fetch_add(operations, Ordering::Relaxed);
+    }
+    pub fn remove_pending(&self, operations: usize) {
+        self.pending.fetch_sub(operations, Ordering::Relaxed);
+    }
+
+    /// Operations ended: wakes threads that may wait for them.
+    pub fn announce_ended(&self) {
+        event_count::announce(&self.ended, 1);
+    }
+
+    /// Something that drivers look at has changed: a peer ended.
+    pub fn announce_work(&self) {
+        event_count::announce(&self.work, 1);
+    }
+}
+
+impl Words for Domain {
+    type Work = EventCount;
+    fn work(&self) -> &EventCount {
+        &self.work
+    }
+    fn pending(&self) -> usize {
+        Domain::pending(self)
+    }
+    fn drivers(&self) -> usize {
+        self.drivers.load(Ordering::Relaxed)
+    }
+    fn count_driver(&self, more: bool) {
+        if more {
+            self.drivers.fetch_add(1, Ordering::Relaxed);
+        } else {
+            self.drivers.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+    fn stopping(&self) -> bool {
+        self.stopping.load(Ordering::Relaxed)
+    }
+}

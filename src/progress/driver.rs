@@ -1,0 +1,254 @@
+//! Who makes progress: any thread that waits drives every group of its process; when nobody waits, the progress thread
+//! does. Nobody owns a group for longer than one pass: `Driven::drive` takes the group's lock if it is free, moves what
+//! can move, and lets go.
+//!
+//! A waiting thread first spins, then yields, then sleeps on the doors of all groups it drives. The budgets come from
+//! measured facts: a futex wake across cores costs 14 to 26 us, so giving way for several times that before sleeping
+//! pays. Spinning is short even where every rank could have a core of its own: when other work pushes two ranks onto one
+//! core, 25 us of spinning keep the peer off it and cost 70 us an operation, for ever; 3 us cost nothing where the
+//! ranks do run apart, because a yield with nobody else to run takes 0.4 us (docs/benchmarks.md).
+//!
+//! What may wake whom stands in `roles`: this file knows groups, clocks and the kernel, and holds no shared word itself.
+
+use std::cell::Cell;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::domain::{Domain, Driven};
+use super::roles;
+use super::roles::Words;
+use crate::engine::shm::event_count;
+use crate::engine::shm::event_count::Listening;
+use crate::engine::shm::memory::area::Area;
+use crate::host::Host;
+use crate::os::futex;
+
+/// Longest sleep between two looks at deadlines and signals.
+const NAP: Duration = Duration::from_millis(50);
+/// The same where more groups are busy than one sleep can watch.
+const SHORT_NAP: Duration = Duration::from_millis(1);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    Done,
+    Elapsed,
+    Interrupted,
+}
+
+/// Drives until `done`, or `until` passes, or the host was interrupted. Deadlines of operations are the groups' own
+/// business: they end them, which makes `done` true.
+pub fn wait_until(group: &dyn Driven, host: &dyn Host, until: Option<Instant>, done: impl Fn() -> bool) -> Outcome {
+    let driving = roles::Driving::new(&**group.domain());
+    let patience = group.patience();
+    // Since when nothing has moved, as far as the clock was read.
+    let mut idle_since: Option<Instant> = None;
+    let mut idle = Duration::ZERO;
+    let mut last_look = Instant::now();
+    let mut turns = 0u32;
+    loop {
+        if done() {
+            return Outcome::Done;
+        }
+        let mut moved = group.drive();
+        if done() {
+            return Outcome::Done;
+        }
+        turns = turns.wrapping_add(1);
+        // Other groups of this process, whose peers may wait for us: every few turns, and always before a sleep.
+        if turns & 7 == 0 && group.domain().pending() > group.pending() {
+            moved |= drive_others(group);
+        }
+        if moved {
+            (idle_since, idle) = (None, Duration::ZERO);
+        } else {
+            std::hint::spin_loop();
+        }
+        // Reading the clock costs as much as a pass: every eighth turn is enough while we spin.
+        if idle < patience.spin && turns & 7 != 0 {
+            continue;
+        }
+        let now = Instant::now();
+        if until.is_some_and(|until| now >= until) {
+            return Outcome::Elapsed;
+        }
+        // Also while things move: a long transfer, or a peer that breaks the protocol, must not hide deadlines and signals.
+        if now - last_look >= NAP {
+            last_look = now;
+            // The question may have to wait for the interpreter's lock, for seconds: meanwhile this thread drives nothing
+            // and must not count as one that does, and somebody else must be there.
+            start_progress(group.domain());
+            if driving.pause(|| host.interrupted()) {
+                return Outcome::Interrupted;
+            }
+            group.tick();
+            // Also the others': while somebody waits, the progress thread looks at no deadline.
+            group.domain().busy().iter().for_each(|other| other.tick());
+        }
+        if moved {
+            continue;
+        }
+        idle = now - *idle_since.get_or_insert(now);
+        if idle < patience.spin {
+            continue;
+        }
+        if idle < patience.spin + patience.give_way {
+            if patience.apart && may_dodge() && group.shares_core() {
+                sleep(group.domain(), Some(group), patience.give_way, &done);
+            } else {
+                std::thread::yield_now();
+            }
+            continue;
+        }
+        let nap = until.map_or(NAP, |until| (until - now).min(NAP)).min(NAP - (now - last_look).min(NAP));
+        sleep(group.domain(), Some(group), nap.max(Duration::from_micros(50)), &done);
+    }
+}
+
+/// Two ranks that landed on one core stay there as long as they only yield to each other, at 20 us an operation. A real
+/// sleep lets the kernel wake the thread on an idle core. At most one try in five milliseconds: where no core is idle it
+/// does not help.
+fn may_dodge() -> bool {
+    const EVERY: u64 = 5_000_000;
+    static LAST: AtomicU64 = AtomicU64::new(0);
+    let now = crate::os::clock::now();
+    let last = LAST.load(Ordering::Relaxed);
+    now.saturating_sub(last) >= EVERY && LAST.compare_exchange(last, now, Ordering::Relaxed, Ordering::Relaxed).is_ok()
+}
+
+fn drive_others(group: &dyn Driven) -> bool {
+    let mut moved = false;
+    for other in group.domain().busy() {
+        if !std::ptr::addr_eq(Arc::as_ptr(&other), group) {
+            moved |= other.drive();
+        }
+    }
+    moved
+}
+
+/// Sleeps until a peer rings at one of the busy groups or at `own`, an operation is issued anywhere in the domain, or
+/// `stop` may have become true, unless something moves in a last look. A waiting thread (`own` is given) is also woken
+/// when another thread ends an operation.
+fn sleep(domain: &Arc<Domain>, own: Option<&dyn Driven>, nap: Duration, stop: impl Fn() -> bool) {
+    // First of all: what is issued from here on rings, what was issued before is among the busy groups.
+    let work = Listening::new(&domain.work, 0);
+    let ended = own.map(|_| Listening::new(&domain.ended, 0));
+    let busy = domain.busy();
+    let others =
+        busy.iter().map(|group| &**group).filter(|group| !own.is_some_and(|own| std::ptr::addr_eq(*group, own)));
+    // The own door first: where only one word can be watched, it is that one.
+    let groups: Vec<&dyn Driven> = own.into_iter().chain(others).collect();
+    let areas = groups.iter().filter_map(|group| group.area());
+    let doors: Vec<Listening<Area>> = areas.map(|area| Listening::new(area, area.me)).collect();
+    let mut moved = stop();
+    for group in &groups {
+        moved |= group.drive();
+    }
+    if moved || stop() {
+        return;
+    }
+    let mut words: Vec<(&AtomicU32, u32)> =
+        doors.iter().map(|door| (door.bell.door_word(door.bell.me), door.value)).collect();
+    let here = words.len().min(1);
+    words.insert(here, (domain.work.word(), work.value));
+    if let Some(ended) = &ended {
+        words.insert(here, (domain.ended.word(), ended.value));
+    }
+    let nap = if words.len() > futex::MOST { nap.min(SHORT_NAP) } else { nap };
+    words.truncate(futex::MOST);
+    futex::wait(&words, nap);
+}
+
+/// To be called after an operation was issued that did not end at once and that its caller does not wait for now.
+pub fn issued(domain: &Arc<Domain>) {
+    start_progress(domain);
+    roles::issued(&**domain);
+}
+
+fn start_progress(domain: &Arc<Domain>) {
+    if domain.running.load(Ordering::Acquire) {
+        return;
+    }
+    let mut thread = domain.thread.lock().unwrap_or_else(PoisonError::into_inner);
+    if thread.is_none() && !domain.stopping() {
+        let theirs = Arc::clone(domain);
+        *thread = crate::os::watch::spawn("sagellm-progress", move || progress(&theirs))
+            .inspect_err(|error| log::error!("cannot start the progress thread: {error}"))
+            .ok();
+        domain.running.store(thread.is_some(), Ordering::Release);
+    }
+}
+
+/// Ends the progress thread; operations that are still pending stay pending.
+pub fn stop(domain: &Domain) {
+    domain.stopping.store(true, Ordering::Relaxed);
+    event_count::announce(&domain.work, 1);
+    let thread = domain.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
+    if let Some(thread) = thread {
+        let _ = thread.join();
+    }
+    domain.running.store(false, Ordering::Release);
+    domain.stopping.store(false, Ordering::Relaxed);
+}
+
+/// A thread that just issued usually waits at once: the progress thread leaves it that long before it takes over.
+const GRACE: Duration = Duration::from_micros(50);
+/// As long as that becomes when it was woken in vain again and again.
+const LONGEST_GRACE: Duration = Duration::from_micros(500);
+
+/// The progress thread of a domain: drives while operations are pending and nobody waits. Ends when the domain stops.
+fn progress(domain: &Arc<Domain>) {
+    let mut grace = GRACE;
+    let looked = Cell::new(Instant::now());
+    // Threads that wait one after the other, each for less than a nap, look at no deadline themselves. Each of them that
+    // leaves operations behind wakes this thread.
+    let look = || {
+        if domain.pending() > 0 && looked.get().elapsed() >= NAP {
+            looked.set(Instant::now());
+            domain.busy().iter().for_each(|group| group.tick());
+        }
+    };
+    let sleep_idle = |value| {
+        futex::wait(&[(domain.work.word(), value)], Duration::from_secs(3600));
+        look();
+    };
+    while roles::await_work(&**domain, sleep_idle) {
+        std::thread::sleep(grace);
+        look();
+        if !roles::needs_progress(&**domain) {
+            grace = (grace * 2).min(LONGEST_GRACE);
+            continue;
+        }
+        grace = GRACE;
+        // A panic is a bug of ours that a group did not keep to itself: the operations of all groups still need a driver.
+        if catch_unwind(AssertUnwindSafe(|| drive_while_needed(domain))).is_err() {
+            log::error!("internal error in the progress thread, please report it with the text above");
+        }
+    }
+}
+
+fn drive_while_needed(domain: &Arc<Domain>) {
+    let mut quiet_since = Instant::now();
+    let mut last_look = quiet_since;
+    while roles::needs_progress(&**domain) {
+        let groups = domain.busy();
+        let mut moved = false;
+        for group in &groups {
+            moved |= group.drive();
+        }
+        let now = Instant::now();
+        if now - last_look >= NAP {
+            last_look = now;
+            groups.iter().for_each(|group| group.tick());
+        }
+        drop(groups);
+        if moved {
+            quiet_since = now;
+        } else if now - quiet_since < Duration::from_micros(60) {
+            std::thread::yield_now();
+        } else {
+            sleep(domain, None, NAP, || !roles::needs_progress(&**domain));
+        }
+    }
+}

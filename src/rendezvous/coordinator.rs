@@ -1,0 +1,403 @@
+//! Rank 0's part of the meeting: gather the records, see what they allow, publish the verdict. `serve.rs` hands out the
+//! memory.
+
+use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
+
+use super::messages::{Answer, Body, Mode, Nonce, PROTOCOL, Record, Verdict, clip};
+use super::peers::Company;
+use super::{Met, Outcome, SegmentBytes, Talk, VERDICT, WAITS, answer_key, hello_bytes, record_key, unix_socket};
+use crate::engine::shm::memory::segment::{Segment, random};
+use crate::error::{Error, Result};
+use crate::os::topology;
+
+/// How one verdict ended.
+pub(super) enum Step {
+    Met(Box<Met>),
+    Delegated,
+    /// A rank has a new nonce; its record was replaced.
+    Changed,
+    /// Sharing is impossible, for this reason.
+    Impossible(String),
+}
+
+pub(super) struct Lead<'t, 'a> {
+    pub(super) talk: &'t mut Talk<'a>,
+    pub(super) records: Vec<Option<Record>>,
+    /// The missing ranks as the others were last told them, under the nonces that are known now.
+    told_waits: Option<Vec<usize>>,
+    /// When the store was last asked for each missing rank by itself.
+    pub(super) looked: Instant,
+}
+
+/// Who is missing, and whether somebody came back with a new nonce, is looked for so often; it costs some questions a rank.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// What all records together allow.
+pub(super) struct Plan {
+    pub(super) segment: Segment,
+    pub(super) memory: OwnedFd,
+    pub(super) local_cores: usize,
+    /// Where all ranks share a group already.
+    pub(super) company: Option<Company>,
+}
+
+pub(super) fn lead(talk: &mut Talk, segment_bytes: &SegmentBytes) -> Result<Outcome> {
+    let mut records = vec![None; talk.config.size];
+    records[0] = Some(talk.own.clone());
+    let mut lead = Lead { talk, records, told_waits: None, looked: Instant::now() };
+    let result = lead.run(segment_bytes);
+    if let Err(error) = &result {
+        // The others must not wait for a rank 0 that has gone; where even this fails, their own deadline ends them.
+        let text = format!("{}{}", error.code(), error.text());
+        let verdict = lead.verdict([0; 16], Mode::Failed, &text, &[]);
+        let _ = lead.publish(&verdict);
+    }
+    result
+}
+
+impl Lead<'_, '_> {
+    fn run(&mut self, segment_bytes: &SegmentBytes) -> Result<Outcome> {
+        self.talk.publish_record()?;
+        self.gather()?;
+        let mut forced: Option<String> = None;
+        loop {
+            let id: Nonce = random()?;
+            let plan = match forced.clone() {
+                Some(reason) => Err(reason),
+                None => self.plan(segment_bytes)?,
+            };
+            // All ranks give the same reason, so it must fit where the others read it.
+            let plan = plan.map_err(|reason| clip(&reason).to_string());
+            let step = match plan {
+                Err(reason) => {
+                    let hosts = if forced.is_none() { hosts(&self.records) } else { None };
+                    match (self.ask(id, &reason, hosts.as_deref().unwrap_or_default())?, hosts) {
+                        (Step::Delegated, None) => return Ok(Outcome::Delegate { reason, id }),
+                        (Step::Delegated, Some(hosts)) => {
+                            let policy = self.talk.config.policy.clone();
+                            return Ok(Outcome::Hosts { hosts, id, reason, policy });
+                        }
+                        (step, _) => step,
+                    }
+                }
+                Ok(plan) => self.share(id, plan)?,
+            };
+            self.talk.patience.refresh();
+            match step {
+                Step::Met(met) => return Ok(Outcome::Shared(*met)),
+                // With another process on that rank it may work, so that is tried afresh.
+                Step::Changed | Step::Delegated => forced = None,
+                Step::Impossible(reason) => forced = Some(reason),
+            }
+        }
+    }
+
+    pub(super) fn size(&self) -> usize {
+        self.talk.config.size
+    }
+
+    pub(super) fn nonce(&self, rank: usize) -> Nonce {
+        self.records[rank].as_ref().map_or([0; 16], |record| record.nonce)
+    }
+
+    pub(super) fn verdict(&self, id: Nonce, mode: Mode, text: &str, detail: &[u8]) -> Verdict {
+        let nonces = (0..self.size()).map(|rank| self.nonce(rank)).collect();
+        let decided = matches!(mode, Mode::Share | Mode::Delegate);
+        let policy = if decided { self.talk.config.policy.clone() } else { String::new() };
+        Verdict { id, nonces, mode, text: text.into(), detail: detail.into(), policy, known: Default::default() }
+    }
+
+    /// Tells the ranks that a verdict names: those on this host by their mailboxes, and all by the store.
+    pub(super) fn publish(&self, verdict: &Verdict) -> Result<()> {
+        self.post(verdict);
+        self.store(verdict)
+    }
+
+    pub(super) fn store(&self, verdict: &Verdict) -> Result<()> {
+        self.talk.store.set(VERDICT, &verdict.write())
+    }
+
+    /// Puts a verdict into the mailboxes of the ranks on this host. True when that reached all ranks.
+    pub(super) fn post(&self, verdict: &Verdict) -> bool {
+        let bytes = verdict.write();
+        let here = self.talk.identity();
+        let mut reached = true;
+        for record in &self.records[1..] {
+            let body = record.as_ref().and_then(|record| record.body.as_ref()).filter(|body| {
+                let there = &body.identity;
+                (&there.boot_id, there.netns) == (&here.boot_id, here.netns) && !body.mailbox.is_empty()
+            });
+            reached &= body.is_some_and(|body| unix_socket::post(&body.mailbox, &bytes).is_ok());
+        }
+        reached
+    }
+
+    /// True when it is time again to ask the store for each missing rank: now and then, and at the end.
+    pub(super) fn due(&mut self) -> bool {
+        let due = self.looked.elapsed() >= LOOK || self.talk.patience.ends();
+        if due {
+            self.looked = Instant::now();
+        }
+        due
+    }
+
+    /// Reads a rank's record; true when it is a new one. What cannot be read, or is of a group of another size, was
+    /// left by somebody else.
+    pub(super) fn look(&mut self, rank: usize) -> Result<bool> {
+        let size = self.size() as u32;
+        let found = self.talk.store.try_get(&record_key(rank))?.and_then(|bytes| Record::read(&bytes));
+        let Some(found) = found.filter(|record| record.body.as_ref().is_none_or(|body| body.size == size)) else {
+            return Ok(false);
+        };
+        let new = self.records[rank].as_ref().is_none_or(|known| known.nonce != found.nonce);
+        self.records[rank] = Some(found);
+        if new {
+            self.told_waits = None;
+        }
+        Ok(new)
+    }
+
+    /// Waits until there is a record of every rank.
+    fn gather(&mut self) -> Result<()> {
+        loop {
+            let before = self.missing();
+            let due = self.due();
+            for rank in &before {
+                // One question a pass while somebody is missing, unless it is time to know who.
+                if !self.look(*rank)? && !due {
+                    break;
+                }
+            }
+            let missing = self.missing();
+            if missing.is_empty() {
+                return Ok(());
+            }
+            if missing.len() < before.len() {
+                self.talk.patience.refresh();
+            }
+            self.pause(&missing, "rank 0 waits for the record in the store", [].into_iter())?;
+        }
+    }
+
+    fn missing(&self) -> Vec<usize> {
+        (1..self.size()).filter(|rank| self.records[*rank].is_none()).collect()
+    }
+
+    /// Pauses, and keeps the others informed of who is missing. At the deadline the error that names them.
+    pub(super) fn pause<'s>(
+        &mut self,
+        missing: &[usize],
+        waits: &str,
+        sockets: impl Iterator<Item = &'s OwnedFd>,
+    ) -> Result<()> {
+        let informing = Duration::from_secs(1).min(self.talk.config.timeout / 4);
+        if self.talk.patience.elapsed() > informing && self.told_waits.as_deref() != Some(missing) {
+            let text = format!("T{}", self.talk.missing_text(missing, waits));
+            self.talk.store.set(WAITS, &self.verdict([0; 16], Mode::Failed, &text, &[]).write())?;
+            self.told_waits = Some(missing.to_vec());
+        }
+        if self.talk.patience.pause(sockets)? {
+            return Ok(());
+        }
+        Err(Error::Timeout(self.talk.missing_text(missing, waits)))
+    }
+
+    /// The memory to share, or why there is none.
+    fn plan(&self, segment_bytes: &SegmentBytes) -> Result<std::result::Result<Plan, String>> {
+        let bodies = match agreeable(&self.records) {
+            Ok(bodies) => bodies,
+            Err(reason) => return Ok(Err(reason)),
+        };
+        let headroom = bodies.iter().filter_map(|body| body.identity.headroom).min();
+        let headroom = headroom.map_or(usize::MAX, |bytes| usize::try_from(bytes).unwrap_or(usize::MAX));
+        let bytes = match segment_bytes(headroom) {
+            Ok(bytes) => bytes,
+            Err(reason) => return Ok(Err(reason)),
+        };
+        if bytes < hello_bytes(self.size()) {
+            return Err(Error::Bug(format!("sagellm: a segment of {bytes} bytes for {} ranks", self.size())));
+        }
+        let masks: Vec<Vec<u64>> = bodies.iter().map(|body| body.identity.affinity.clone()).collect();
+        let quota = bodies.iter().filter_map(|body| body.identity.quota_millicores).min();
+        Ok(match Segment::create(bytes) {
+            Ok((segment, memory)) => {
+                let local_cores = topology::agreed_cores(&masks, quota);
+                Ok(Plan { segment, memory, local_cores, company: self.company() })
+            }
+            Err(error) => Err(error.text().trim_start_matches("sagellm: ").to_string()),
+        })
+    }
+
+    /// The companions among whom every rank says it is, and who live: the first that this rank named.
+    fn company(&self) -> Option<Company> {
+        let place = |record: &Option<Record>, id: Nonce| {
+            let known = &record.as_ref()?.body.as_ref()?.known;
+            known.iter().find(|(other, _)| *other == id).map(|(_, place)| *place as usize)
+        };
+        self.talk.companions.iter().find_map(|companions| {
+            let places: Option<Vec<usize>> = self.records.iter().map(|record| place(record, companions.id())).collect();
+            Company::new(companions, places?, 0).filter(Company::lives)
+        })
+    }
+
+    /// Shared memory is out of the question. That is final only when every rank has confirmed it under its present
+    /// nonce: a record that is the reason may be of an earlier incarnation.
+    /// `hosts`: each rank's, where that is the reason.
+    fn ask(&mut self, id: Nonce, reason: &str, hosts: &[usize]) -> Result<Step> {
+        self.publish(&self.verdict(id, Mode::Ask, reason, &[]))?;
+        let mut missing: Vec<usize> = (1..self.size()).collect();
+        loop {
+            let before = missing.len();
+            let due = self.due();
+            for rank in std::mem::take(&mut missing) {
+                // As in `gather`.
+                if (!missing.is_empty() && !due) || self.answered(rank, id)?.is_none() {
+                    missing.push(rank);
+                }
+            }
+            if missing.is_empty() {
+                one_delegate(&self.records)?;
+                let detail: Vec<u8> = hosts.iter().flat_map(|host| (*host as u16).to_le_bytes()).collect();
+                self.publish(&self.verdict(id, Mode::Delegate, reason, &detail))?;
+                return Ok(Step::Delegated);
+            }
+            if missing.len() < before {
+                self.talk.patience.refresh();
+            }
+            for rank in missing.iter().filter(|_| due) {
+                if self.look(*rank)? {
+                    return Ok(Step::Changed);
+                }
+            }
+            self.pause(&missing, "rank 0 waits for the answer in the store", [].into_iter())?;
+        }
+    }
+
+    /// A rank's answer to the verdict `id` in the store.
+    pub(super) fn answered(&self, rank: usize, id: Nonce) -> Result<Option<String>> {
+        let answer = self.talk.store.try_get(&answer_key(rank))?.and_then(|bytes| Answer::read(&bytes));
+        Ok(answer.filter(|answer| answer.id == id).map(|answer| answer.reason))
+    }
+}
+
+/// The bodies of all records when these ranks may share memory, else the reason why not. Pure: the first rank that
+/// differs from rank 0 is named.
+fn agreeable(records: &[Option<Record>]) -> std::result::Result<Vec<&Body>, String> {
+    let own = records[0].as_ref().expect("rank 0 has its own record");
+    let mut bodies: Vec<&Body> = Vec::new();
+    for (rank, record) in records.iter().enumerate() {
+        let record = record.as_ref().ok_or_else(|| format!("there is no record of rank {rank}"))?;
+        if record.protocol != PROTOCOL || record.version != own.version {
+            return Err(format!("rank {rank} runs sagellm {}, rank 0 runs {}", record.version, own.version));
+        }
+        bodies.push(record.body.as_ref().ok_or_else(|| format!("the record of rank {rank} is empty"))?);
+    }
+    if let Some(rank) = bodies.iter().position(|body| !body.wish.is_empty()) {
+        let wish = &bodies[rank].wish;
+        let unanimous = bodies.iter().all(|body| body.wish == *wish);
+        return Err(if unanimous { wish.clone() } else { format!("rank {rank} asked for it: {wish}") });
+    }
+    let here = &bodies[0].identity;
+    for (rank, body) in bodies.iter().enumerate() {
+        let there = &body.identity;
+        let (host, own_host) = (&there.hostname, &here.hostname);
+        if there.boot_id != here.boot_id || there.boot_id.is_empty() {
+            return Err(format!("rank {rank} runs on host {host}, rank 0 on host {own_host} (their boot ids differ)"));
+        }
+        if there.uid != here.uid {
+            return Err(format!("rank {rank} runs as uid {}, rank 0 as uid {}", there.uid, here.uid));
+        }
+        if there.netns != here.netns {
+            return Err(format!("rank {rank} ({host}) is in another network namespace than rank 0 ({own_host})"));
+        }
+    }
+    Ok(bodies)
+}
+
+/// An error where the ranks would not all go to the same delegate: they would wait for each other there.
+fn one_delegate(records: &[Option<Record>]) -> Result<()> {
+    let named = |record: &Option<Record>| Some(record.as_ref()?.body.as_ref()?.delegate.clone());
+    let own = named(&records[0]);
+    // What another version asks for is not known; it says in its own words that it is another.
+    match records
+        .iter()
+        .enumerate()
+        .find_map(|(rank, record)| named(record).filter(|it| Some(it) != own.as_ref()).map(|it| (rank, it)))
+    {
+        Some((rank, other)) => Err(Error::Invalid(format!(
+            "sagellm: the option delegate is '{}' on rank 0 and '{other}' on rank {rank}; all ranks of a group need the \
+             same one",
+            own.unwrap_or_default()
+        ))),
+        None => Ok(()),
+    }
+}
+
+/// The number of each rank's host, in the order in which the ranks name them, where the ranks would share memory if they
+/// were not on several hosts. What one user on one host cannot share with another counts as two hosts.
+fn hosts(records: &[Option<Record>]) -> Option<Vec<usize>> {
+    let own = records[0].as_ref()?;
+    let mut seen: Vec<(&str, u32, u64)> = Vec::new();
+    let mut hosts = Vec::new();
+    for record in records {
+        let record = record.as_ref().filter(|it| it.protocol == PROTOCOL && it.version == own.version)?;
+        let body = record.body.as_ref().filter(|body| body.wish.is_empty() && !body.identity.boot_id.is_empty())?;
+        let place = (body.identity.boot_id.as_str(), body.identity.uid, body.identity.netns);
+        let host = seen.iter().position(|known| *known == place).unwrap_or_else(|| {
+            seen.push(place);
+            seen.len() - 1
+        });
+        hosts.push(host);
+    }
+    (seen.len() > 1 && seen.len() <= usize::from(u16::MAX)).then_some(hosts)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rendezvous::messages::Identity;
+
+    fn record(change: impl FnOnce(&mut Record, &mut Body)) -> Option<Record> {
+        let mut body = Body {
+            size: 2,
+            identity: Identity::here(),
+            wish: String::new(),
+            delegate: "gloo".into(),
+            known: Vec::new(),
+            mailbox: Vec::new(),
+        };
+        let mut record = Record { nonce: [1; 16], protocol: PROTOCOL, version: "1".into(), body: None };
+        change(&mut record, &mut body);
+        Some(Record { body: Some(body), ..record })
+    }
+
+    #[test]
+    fn the_first_rank_that_differs_is_named() {
+        let same = || record(|_, _| ());
+        assert_eq!(agreeable(&[same(), same()]).unwrap().len(), 2);
+        let cases: [(Option<Record>, &str); 5] = [
+            (record(|_, body| body.identity.boot_id = "other".into()), "rank 2 runs on host"),
+            (record(|_, body| body.identity.uid += 1), "rank 2 runs as uid"),
+            (record(|_, body| body.identity.netns += 1), "another network namespace"),
+            (record(|record, _| record.version = "2".into()), "rank 2 runs sagellm 2, rank 0 runs 1"),
+            (record(|_, body| body.wish = "slow".into()), "rank 2 asked for it: slow"),
+        ];
+        for (other, expected) in cases {
+            let reason = agreeable(&[same(), same(), other]).unwrap_err();
+            assert!(reason.contains(expected), "{reason}");
+        }
+        let wishes = [record(|_, body| body.wish = "all".into()), record(|_, body| body.wish = "all".into())];
+        assert_eq!(agreeable(&wishes).unwrap_err(), "all");
+        let far = || record(|_, body| body.identity.boot_id = "far".into());
+        assert_eq!(hosts(&[same(), far(), same(), far()]), Some(vec![0, 1, 0, 1]));
+        assert_eq!(hosts(&[same(), same()]), None, "one host");
+        assert_eq!(hosts(&[same(), far(), record(|_, body| body.wish = "no".into())]), None, "somebody refuses");
+        assert_eq!(one_delegate(&[same(), far(), None]), Ok(()));
+        let text = one_delegate(&[same(), far(), record(|_, body| body.delegate = "mpi".into())]).unwrap_err();
+        assert!(text.text().contains("'gloo' on rank 0 and 'mpi' on rank 2"), "{text}");
+        // An unknown boot proves nothing, even when it is unknown on both sides.
+        let unknown = || record(|_, body| body.identity.boot_id.clear());
+        assert!(agreeable(&[unknown(), unknown()]).is_err());
+    }
+}

@@ -1,0 +1,386 @@
+//! What ranks tell each other while they meet, as bytes. Pure.
+//!
+//! Everything here may be garbage, or left over from an earlier incarnation or another version: reading never panics,
+//! takes no length on trust, and says `None` for whatever is not exactly understood. The first fields of [`Record`]
+//! and [`Verdict`] never change, so that different versions can tell each other that they differ.
+
+use crate::engine::shm::memory::segment::Backing;
+use crate::os::topology;
+use crate::select;
+
+/// Changes when the conversation does.
+pub const PROTOCOL: u32 = 5;
+
+/// Random, new for every attempt to meet: tells the living from what an earlier incarnation left behind.
+pub type Nonce = [u8; 16];
+
+const RECORD_MAGIC: &[u8; 8] = b"sgllmREC";
+const VERDICT_MAGIC: &[u8; 8] = b"sgllmVRD";
+const ANSWER_MAGIC: &[u8; 8] = b"sgllmANS";
+const HELLO_MAGIC: &[u8; 8] = b"sgllmHLO";
+const OFFER_MAGIC: &[u8; 8] = b"sgllmOFR";
+
+/// Longest text that is written; longer ones are cut.
+const MAX_TEXT: usize = 1024;
+/// Longest policy that is read.
+const MAX_POLICY: usize = select::policy::MAX_BYTES;
+/// Most ranks of a group on one host, far above what makes sense.
+pub const MAX_RANKS: usize = 1 << 16;
+
+/// As much of a text as a message takes.
+pub fn clip(text: &str) -> &str {
+    let mut end = text.len().min(MAX_TEXT);
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    &text[..end]
+}
+
+#[derive(Default)]
+struct Writer(Vec<u8>);
+
+impl Writer {
+    fn new(magic: &[u8; 8]) -> Writer {
+        Writer(magic.to_vec())
+    }
+    fn u8(mut self, value: u8) -> Writer {
+        self.0.push(value);
+        self
+    }
+    fn u32(mut self, value: u32) -> Writer {
+        self.0.extend(value.to_le_bytes());
+        self
+    }
+    fn u64(mut self, value: u64) -> Writer {
+        self.0.extend(value.to_le_bytes());
+        self
+    }
+    fn bytes(mut self, value: &[u8]) -> Writer {
+        self.0.extend(value);
+        self
+    }
+    fn text(self, value: &str) -> Writer {
+        let value = clip(value);
+        self.u32(value.len() as u32).bytes(value.as_bytes())
+    }
+    /// A text that is never cut: half of it would mean something else.
+    fn whole(self, value: &str) -> Writer {
+        self.u32(value.len() as u32).bytes(value.as_bytes())
+    }
+    fn list<T>(self, items: &[T], write: impl Fn(Writer, &T) -> Writer) -> Writer {
+        items.iter().fold(self.u32(items.len() as u32), write)
+    }
+}
+
+struct Reader<'a>(&'a [u8]);
+
+impl<'a> Reader<'a> {
+    fn new(bytes: &'a [u8], magic: &[u8; 8]) -> Option<Reader<'a>> {
+        Some(Reader(bytes.strip_prefix(magic)?))
+    }
+    fn bytes(&mut self, count: usize) -> Option<&'a [u8]> {
+        let (head, tail) = self.0.split_at_checked(count)?;
+        self.0 = tail;
+        Some(head)
+    }
+    fn array<const N: usize>(&mut self) -> Option<[u8; N]> {
+        self.bytes(N)?.try_into().ok()
+    }
+    fn u8(&mut self) -> Option<u8> {
+        self.array::<1>().map(|[byte]| byte)
+    }
+    fn u32(&mut self) -> Option<u32> {
+        self.array().map(u32::from_le_bytes)
+    }
+    fn u64(&mut self) -> Option<u64> {
+        self.array().map(u64::from_le_bytes)
+    }
+    fn text(&mut self) -> Option<String> {
+        let length = self.u32()? as usize;
+        Some(String::from_utf8_lossy(self.bytes((length <= MAX_TEXT).then_some(length)?)?).into_owned())
+    }
+    fn whole(&mut self, most: usize) -> Option<String> {
+        let length = self.u32()? as usize;
+        String::from_utf8(self.bytes((length <= most).then_some(length)?)?.to_vec()).ok()
+    }
+    fn list<T>(&mut self, read: impl Fn(&mut Reader<'a>) -> Option<T>) -> Option<Vec<T>> {
+        let count = self.u32()? as usize;
+        // No room is reserved for a count that may be garbage: the list grows only as its items are really there.
+        (count <= MAX_RANKS).then_some(())?;
+        let mut items = Vec::new();
+        for _ in 0..count {
+            items.push(read(self)?);
+        }
+        Some(items)
+    }
+}
+
+/// What a rank knows about its own place in the world.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Identity {
+    pub boot_id: String,
+    pub uid: u32,
+    pub netns: u64,
+    pub pidns: u64,
+    pub hostname: String,
+    pub affinity: Vec<u64>,
+    pub quota_millicores: Option<u64>,
+    pub headroom: Option<u64>,
+}
+
+impl Identity {
+    pub fn here() -> Identity {
+        let (quota_millicores, headroom) = topology::limits();
+        Identity {
+            boot_id: topology::boot_id(),
+            uid: topology::uid(),
+            netns: topology::netns(),
+            pidns: topology::pidns(),
+            hostname: topology::hostname(),
+            affinity: topology::affinity_mask(),
+            quota_millicores,
+            headroom,
+        }
+    }
+}
+
+/// Key `r/<rank>`: a rank has come.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Record {
+    pub nonce: Nonce,
+    pub protocol: u32,
+    pub version: String,
+    /// `None` when another protocol version wrote it differently.
+    pub body: Option<Body>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Body {
+    pub size: u32,
+    pub identity: Identity,
+    /// Why this rank does not want shared memory, or empty.
+    pub wish: String,
+    /// Name of the backend that would serve the group then.
+    pub delegate: String,
+    /// Companions of earlier groups, and this rank's place among them.
+    pub known: Vec<(Nonce, u32)>,
+    /// Name of the mailbox into which rank 0 puts its verdicts, too, if it is on this host; empty where there is none.
+    pub mailbox: Vec<u8>,
+}
+
+impl Record {
+    pub fn write(&self) -> Vec<u8> {
+        let writer = Writer::new(RECORD_MAGIC).bytes(&self.nonce).u32(self.protocol).text(&self.version);
+        let Some(Body { size, identity, wish, delegate, known, mailbox }) = &self.body else { return writer.0 };
+        writer
+            .u32(*size)
+            .text(&identity.boot_id)
+            .u32(identity.uid)
+            .u64(identity.netns)
+            .u64(identity.pidns)
+            .text(&identity.hostname)
+            .list(&identity.affinity, |writer, word| writer.u64(*word))
+            .u64(identity.quota_millicores.unwrap_or(u64::MAX))
+            .u64(identity.headroom.unwrap_or(u64::MAX))
+            .text(wish)
+            .text(delegate)
+            .list(known, |writer, (id, place)| writer.bytes(id).u32(*place))
+            .list(mailbox, |writer, byte| writer.u8(*byte))
+            .0
+    }
+
+    pub fn read(bytes: &[u8]) -> Option<Record> {
+        let mut from = Reader::new(bytes, RECORD_MAGIC)?;
+        let (nonce, protocol, version) = (from.array()?, from.u32()?, from.text()?);
+        let body = if protocol == PROTOCOL { Some(Record::read_body(&mut from)?) } else { None };
+        Some(Record { nonce, protocol, version, body })
+    }
+
+    fn read_body(from: &mut Reader) -> Option<Body> {
+        let size = from.u32()?;
+        let limit = |value: u64| (value != u64::MAX).then_some(value);
+        let identity = Identity {
+            boot_id: from.text()?,
+            uid: from.u32()?,
+            netns: from.u64()?,
+            pidns: from.u64()?,
+            hostname: from.text()?,
+            affinity: from.list(Reader::u64)?,
+            quota_millicores: limit(from.u64()?),
+            headroom: limit(from.u64()?),
+        };
+        let (wish, delegate) = (from.text()?, from.text()?);
+        let known = from.list(|from| Some((from.array()?, from.u32()?)))?;
+        Some(Body { size, identity, wish, delegate, known, mailbox: from.list(Reader::u8)? })
+    }
+}
+
+/// What a verdict asks of the ranks it names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Mode {
+    /// Come to rank 0's socket. If you cannot, answer why.
+    Share = 1,
+    /// Shared memory is out of the question, for the reason given. Answer, so that all are known to be alive.
+    Ask = 2,
+    /// All have answered: delegate. Final.
+    Delegate = 3,
+    /// Rank 0 gave up, with the text of its error. Final.
+    Failed = 4,
+}
+
+/// Key `verdict`, written by rank 0 only. It holds for the ranks whose present nonce it names, and for nobody else.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Verdict {
+    pub id: Nonce,
+    /// Indexed by rank; all zero for a rank that has not come.
+    pub nonces: Vec<Nonce>,
+    pub mode: Mode,
+    /// Reason or error.
+    pub text: String,
+    /// `Share`: name of rank 0's socket in the abstract namespace. `Delegate`: the number of each rank's host, two bytes
+    /// each, or nothing where sharing fails for another reason.
+    pub detail: Vec<u8>,
+    /// What rank 0 decided about choosing: `select::Policy` as text. Empty where the mode does not need it.
+    pub policy: String,
+    /// `Share`: the companions among whom the ranks are, and each rank's place; no place where they meet for the first
+    /// time.
+    pub known: (Nonce, Vec<u32>),
+}
+
+impl Verdict {
+    /// What a `Delegate` says of hosts: one number a rank, no gaps, rank 0 on host 0.
+    pub fn hosts(&self) -> Option<Vec<usize>> {
+        let hosts: Vec<usize> =
+            self.detail.chunks_exact(2).map(|two| usize::from(u16::from_le_bytes([two[0], two[1]]))).collect();
+        let mut known = 0;
+        for host in &hosts {
+            if *host > known {
+                return None;
+            }
+            known = known.max(*host + 1);
+        }
+        (hosts.len() == self.nonces.len() && self.detail.len() == 2 * hosts.len() && known > 1).then_some(hosts)
+    }
+
+    pub fn write(&self) -> Vec<u8> {
+        Writer::new(VERDICT_MAGIC)
+            .bytes(&self.id)
+            .list(&self.nonces, |writer, nonce| writer.bytes(nonce))
+            .u8(self.mode as u8)
+            .text(&self.text)
+            .list(&self.detail, |writer, byte| writer.u8(*byte))
+            .whole(&self.policy)
+            .bytes(&self.known.0)
+            .list(&self.known.1, |writer, place| writer.u32(*place))
+            .0
+    }
+
+    pub fn read(bytes: &[u8]) -> Option<Verdict> {
+        let mut from = Reader::new(bytes, VERDICT_MAGIC)?;
+        Some(Verdict {
+            id: from.array()?,
+            nonces: from.list(Reader::array)?,
+            mode: match from.u8()? {
+                1 => Mode::Share,
+                2 => Mode::Ask,
+                3 => Mode::Delegate,
+                4 => Mode::Failed,
+                _ => return None,
+            },
+            text: from.text()?,
+            detail: from.list(Reader::u8)?,
+            policy: from.whole(MAX_POLICY)?,
+            known: (from.array()?, from.list(Reader::u32)?),
+        })
+    }
+}
+
+/// Key `a/<rank>`: answer to the verdict `id`; an empty reason means "understood". Also sent over the socket.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Answer {
+    pub id: Nonce,
+    pub reason: String,
+}
+
+impl Answer {
+    pub fn write(&self) -> Vec<u8> {
+        Writer::new(ANSWER_MAGIC).bytes(&self.id).text(&self.reason).0
+    }
+
+    pub fn read(bytes: &[u8]) -> Option<Answer> {
+        let mut from = Reader::new(bytes, ANSWER_MAGIC)?;
+        Some(Answer { id: from.array()?, reason: from.text()? })
+    }
+}
+
+/// First message on the socket: a rank shows that it is the one that the verdict names.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Hello {
+    pub id: Nonce,
+    pub nonce: Nonce,
+    pub rank: u32,
+}
+
+impl Hello {
+    pub fn write(&self) -> Vec<u8> {
+        Writer::new(HELLO_MAGIC).bytes(&self.id).bytes(&self.nonce).u32(self.rank).0
+    }
+
+    pub fn read(bytes: &[u8]) -> Option<Hello> {
+        let mut from = Reader::new(bytes, HELLO_MAGIC)?;
+        Some(Hello { id: from.array()?, nonce: from.array()?, rank: from.u32()? })
+    }
+}
+
+/// Rank 0's reply to a hello, with descriptors beside it: in the first part the memory, then in every part the
+/// processes of the ranks in `process_of`, in that order. `parts` messages make one offer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Offer {
+    pub id: Nonce,
+    pub part: u32,
+    pub parts: u32,
+    pub segment_len: u64,
+    pub backing: Backing,
+    pub local_cores: u32,
+    /// Rank 0's pid namespace: the pids below mean something only there.
+    pub pidns: u64,
+    /// (pid, host name), indexed by rank. In the first part only, and not for companions.
+    pub ranks: Vec<(i32, String)>,
+    pub process_of: Vec<u32>,
+}
+
+impl Offer {
+    pub fn write(&self) -> Vec<u8> {
+        Writer::new(OFFER_MAGIC)
+            .bytes(&self.id)
+            .u32(self.part)
+            .u32(self.parts)
+            .u64(self.segment_len)
+            .u8(self.backing as u8)
+            .u32(self.local_cores)
+            .u64(self.pidns)
+            .list(&self.ranks, |writer, (pid, host)| writer.u32(*pid as u32).text(host))
+            .list(&self.process_of, |writer, rank| writer.u32(*rank))
+            .0
+    }
+
+    pub fn read(bytes: &[u8]) -> Option<Offer> {
+        let mut from = Reader::new(bytes, OFFER_MAGIC)?;
+        Some(Offer {
+            id: from.array()?,
+            part: from.u32()?,
+            parts: from.u32()?,
+            segment_len: from.u64()?,
+            backing: match from.u8()? {
+                value if value == Backing::Sealed as u8 => Backing::Sealed,
+                value if value == Backing::Unsealed as u8 => Backing::Unsealed,
+                _ => return None,
+            },
+            local_cores: from.u32()?,
+            pidns: from.u64()?,
+            ranks: from.list(|from| Some((from.u32()? as i32, from.text()?)))?,
+            process_of: from.list(Reader::u32)?,
+        })
+    }
+}

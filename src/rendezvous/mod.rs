@@ -1,0 +1,338 @@
+//! How the ranks of a group find each other, agree whether they share a host, and map one piece of memory.
+//!
+//! They talk through the group's store, where keys of an earlier incarnation may still lie (a process restarted by
+//! torchrun, or the same group made twice). So every attempt has a random nonce, and nothing counts until rank 0 has
+//! named that nonce in a verdict:
+//!
+//! 1. Each rank sets `r/<rank>`: its nonce and its place in the world (`record.rs`).
+//! 2. Rank 0 waits for all records and publishes `verdict`: come to my socket, or say why not; or: shared memory is out
+//!    of the question, confirm. A rank that the verdict does not name by its present nonce goes on waiting; rank 0 goes
+//!    on reading the records of ranks that do not react, and publishes a new verdict when a nonce has changed.
+//! 3. Sharing is proven, never inferred: the others connect, get the memory's descriptor, find rank 0's nonce in the
+//!    page and write theirs beside it. When rank 0 has read all of them it says "go". Whatever fails on the way
+//!    becomes the reason of a new verdict that delegates, and all ranks return the same outcome. What every group uses of a
+//!    rank's memory is present before it signs, and so before anyone has the group.
+//!
+//! A rank that waits for a verdict sleeps on a mailbox whose name is in its record. Rank 0 puts every verdict there, too,
+//! so that ranks on its host neither ask the store nor wait for the next time they would ask. Where all have a mailbox,
+//! "come to my socket" gets into the store only when somebody is late. Neither mail nor what the store
+//! holds is trusted by itself: both must name this rank's nonce, which only readers of the store know.
+//!
+//! 4. Records name the companions that a rank has from earlier groups (`companions.rs`). Where all ranks name the same,
+//!    the verdict says so: then only the memory is handed over, and the connections are closed again afterwards.
+//!
+//! `lead.rs` and `serve.rs` are rank 0's part, `join.rs` that of the others.
+
+#![allow(unsafe_code)]
+
+pub mod coordinator;
+pub mod messages;
+pub mod participant;
+pub mod peers;
+mod serve;
+pub mod unix_socket;
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use self::messages::{Body, Identity, Nonce, PROTOCOL, Record};
+use self::peers::{Companions, Company, Process};
+use crate::config::Config;
+use crate::engine::shm::memory::layout::Layout;
+use crate::engine::shm::memory::segment::{Segment, random};
+use crate::error::{Error, Result};
+use crate::host::{Host, Store};
+use crate::os::watch::{End, Source};
+
+/// What a group over shared memory is made from.
+#[derive(Debug)]
+pub struct Met {
+    pub segment: Segment,
+    /// The other ranks' processes, and what tells of their end.
+    pub company: Company,
+    /// Cores that the ranks can use together; the same number on every rank.
+    pub local_cores: usize,
+    /// `Config::policy` of rank 0.
+    pub policy: String,
+    /// As in `Outcome::Hosts`.
+    pub id: Nonce,
+}
+
+/// What ranks that met for the first time keep of each other. `peers` has an entry for this rank, too; `sockets` are the
+/// connections, a star with rank 0 in its middle: end of file means that the rank ended.
+fn acquaint(
+    id: Nonce,
+    rank: usize,
+    peers: Vec<(Process, Option<OwnedFd>)>,
+    sockets: Vec<(usize, OwnedFd)>,
+) -> Result<Company> {
+    let (processes, pidfds): (Vec<Process>, Vec<Option<OwnedFd>>) = peers.into_iter().unzip();
+    let pidfds = pidfds.into_iter().enumerate();
+    let ended = pidfds.filter_map(|(rank, fd)| fd.map(|fd| End { rank, fd, source: Source::Process }));
+    let closed = sockets.into_iter().map(|(rank, fd)| End { rank, fd, source: Source::Connection });
+    Ok(Company::of_all(Companions::new(id, rank, processes, ended.chain(closed).collect())?))
+}
+
+#[derive(Debug)]
+pub enum Outcome {
+    Shared(Met),
+    /// The ranks cannot share memory; the same reason and `id` on every rank.
+    Delegate {
+        reason: String,
+        id: Nonce,
+    },
+    /// They live on several hosts: the number of each rank's host, counted from 0 in the order of the ranks. The same
+    /// list and reason on every rank, and an `id` that no other attempt to meet has.
+    Hosts {
+        hosts: Vec<usize>,
+        id: Nonce,
+        reason: String,
+        /// `Config::policy` of rank 0.
+        policy: String,
+    },
+}
+
+/// Bytes at the start of a segment in which the ranks prove that they see one memory.
+pub fn hello_bytes(ranks: usize) -> usize {
+    (ranks * HELLO_STRIDE).next_multiple_of(4096)
+}
+
+const HELLO_STRIDE: usize = 64;
+
+/// The size of a segment where that many bytes of memory are left, at least `hello_bytes`; or why it is too little.
+pub type SegmentBytes<'a> = dyn Fn(usize) -> std::result::Result<usize, String> + 'a;
+
+/// Meets the other ranks of a group of at least two; all ranks get the same outcome. `segment_bytes` is asked on rank 0,
+/// with the bytes of memory that every rank can spare.
+pub fn meet(config: &Config, store: &dyn Store, host: &dyn Host, segment_bytes: &SegmentBytes) -> Result<Outcome> {
+    meet_as(config, Identity::here(), store, host, segment_bytes)
+}
+
+/// As [`meet`], with a place in the world that need not be the true one: for tests and simulations.
+pub fn meet_as(
+    config: &Config,
+    identity: Identity,
+    store: &dyn Store,
+    host: &dyn Host,
+    segment_bytes: &SegmentBytes,
+) -> Result<Outcome> {
+    if config.size < 2 || config.rank >= config.size {
+        return Err(Error::Bug(format!("sagellm: rank {} of {} ranks cannot meet anyone", config.rank, config.size)));
+    }
+    crate::os::watch::install();
+    let companions = Companions::known();
+    let (mailbox, address) = if config.rank == 0 { (None, Vec::new()) } else { mailbox()? };
+    let body = Body {
+        size: config.size as u32,
+        identity,
+        wish: config.delegate_reason.clone().unwrap_or_default(),
+        delegate: config.delegate.clone(),
+        known: companions.iter().map(|one| (one.id(), one.place() as u32)).collect(),
+        mailbox: address,
+    };
+    let own =
+        Record { nonce: random()?, protocol: PROTOCOL, version: env!("CARGO_PKG_VERSION").into(), body: Some(body) };
+    // Who has a mailbox asks the store only for a rank 0 on another host, and in case a message was lost.
+    let first_pause = if mailbox.is_some() { FIRST_PAUSE * 20 } else { FIRST_PAUSE };
+    let patience = Patience::new(host, config.timeout, config.size, first_pause);
+    let mut talk = Talk { config, store, own, companions, mailbox, patience };
+    let outcome = if config.rank == 0 {
+        self::coordinator::lead(&mut talk, segment_bytes)
+    } else {
+        self::participant::join(&mut talk)
+    }?;
+    match &outcome {
+        Outcome::Shared(met) => log::debug!(
+            "group '{}': rank {} of {} shares {} bytes, {} cores, {}, in {:?}",
+            config.name,
+            config.rank,
+            config.size,
+            met.segment.len(),
+            met.local_cores,
+            if talk.companions.iter().any(|one| one.id() == met.company.id()) {
+                "met among companions"
+            } else {
+                "met for the first time"
+            },
+            talk.patience.start.elapsed()
+        ),
+        Outcome::Delegate { reason, .. } => log::debug!("group '{}' delegates: {reason}", config.name),
+        Outcome::Hosts { reason, .. } => log::debug!("group '{}' spans hosts: {reason}", config.name),
+    }
+    Ok(outcome)
+}
+
+/// One rank's side of the conversation.
+struct Talk<'a> {
+    config: &'a Config,
+    store: &'a dyn Store,
+    own: Record,
+    /// Those that the record names: kept until the meeting is over, so that what was named can be relied on.
+    companions: Vec<Arc<Companions>>,
+    /// Where rank 0's verdicts come, too. Not on rank 0, and not where sockets are denied.
+    mailbox: Option<OwnedFd>,
+    patience: Patience<'a>,
+}
+
+/// This rank's mailbox and its name.
+fn mailbox() -> Result<(Option<OwnedFd>, Vec<u8>)> {
+    let name = format!("sagellm-mail-{:032x}", u128::from_le_bytes(random()?)).into_bytes();
+    Ok(match self::unix_socket::mailbox(&name) {
+        Ok(mailbox) => (Some(mailbox), name),
+        Err(error) => {
+            log::debug!("no mailbox ({error}): the store is asked for verdicts instead");
+            (None, Vec::new())
+        }
+    })
+}
+
+const VERDICT: &str = "verdict";
+/// Whom rank 0 waits for, so that the other ranks' errors can say it too; a verdict that decides nothing.
+const WAITS: &str = "waits";
+
+fn record_key(rank: usize) -> String {
+    format!("r/{rank}")
+}
+
+fn answer_key(rank: usize) -> String {
+    format!("a/{rank}")
+}
+
+impl Talk<'_> {
+    fn identity(&self) -> &Identity {
+        &self.own.body.as_ref().expect("a rank knows its own record").identity
+    }
+
+    fn publish_record(&self) -> Result<()> {
+        self.store.set(&record_key(self.config.rank), &self.own.write())
+    }
+
+    /// "group 'g' of 3 ranks: rank 2 has not come within 60 s (rank 0 waits for ...). Check ..."
+    fn missing_text(&self, missing: &[usize], waits: &str) -> String {
+        let (verb, them) = if missing.len() == 1 { ("has", "it was") } else { ("have", "they were") };
+        format!(
+            "sagellm: group '{}' of {} ranks: {} {verb} not come within {} ({waits}). Check that {them} started with the \
+             same master address, port and world size, and that {} own log shows no earlier error.",
+            self.config.name,
+            self.config.size,
+            rank_list(missing),
+            seconds(self.config.timeout),
+            if missing.len() == 1 { "its" } else { "their" },
+        )
+    }
+}
+
+/// "rank 1, rank 2 and 5 more"; every rank spelled out, so that a search for it finds the line.
+fn rank_list(ranks: &[usize]) -> String {
+    const SHOWN: usize = 16;
+    let mut text = ranks.iter().take(SHOWN).map(|rank| format!("rank {rank}")).collect::<Vec<_>>().join(", ");
+    if ranks.len() > SHOWN {
+        text.push_str(&format!(" and {} more", ranks.len() - SHOWN));
+    }
+    text
+}
+
+fn seconds(time: Duration) -> String {
+    if time.subsec_millis() == 0 { format!("{} s", time.as_secs()) } else { format!("{:.1} s", time.as_secs_f64()) }
+}
+
+/// Time to wait: until when, how long between two looks, and whether the caller has been interrupted.
+struct Patience<'a> {
+    host: &'a dyn Host,
+    start: Instant,
+    deadline: Instant,
+    asked: Instant,
+    /// The first pause after something happened, and the next one.
+    first: Duration,
+    pause: Duration,
+    longest: Duration,
+}
+
+const FIRST_PAUSE: Duration = Duration::from_micros(100);
+const LONGEST_PAUSE: Duration = Duration::from_millis(20);
+/// All ranks ask one store: where there are more than these, each asks less often.
+const EAGER_RANKS: u32 = 32;
+
+impl<'a> Patience<'a> {
+    fn new(host: &'a dyn Host, timeout: Duration, ranks: usize, first: Duration) -> Patience<'a> {
+        let start = Instant::now();
+        let far = Duration::from_secs(365 * 24 * 3600);
+        let longest = LONGEST_PAUSE * (ranks as u32).div_ceil(EAGER_RANKS).min(8);
+        Patience { host, start, deadline: start + timeout.min(far), asked: start, first, pause: first, longest }
+    }
+
+    /// Something happened: look often again.
+    fn refresh(&mut self) {
+        self.pause = self.first;
+    }
+
+    /// True when the next pause may be the last one.
+    fn ends(&self) -> bool {
+        self.deadline.saturating_duration_since(Instant::now()) <= LONGEST_PAUSE
+    }
+
+    fn elapsed(&self) -> Duration {
+        self.start.elapsed()
+    }
+
+    /// Pauses, less when one of the sockets has something to read. False when the time is over.
+    fn pause<'s>(&mut self, sockets: impl Iterator<Item = &'s OwnedFd>) -> Result<bool> {
+        let before = Instant::now();
+        if before >= self.deadline {
+            return Ok(false);
+        }
+        if before - self.asked >= Duration::from_millis(50) {
+            self.asked = before;
+            if self.host.interrupted() {
+                return Err(Error::Interrupted("sagellm: interrupted while the group was being made".into()));
+            }
+        }
+        let pause = self.pause.min(self.deadline - before);
+        self::unix_socket::wait_readable(sockets, pause);
+        // A sleep that took far longer means that this process or the whole machine was stopped. The others could not
+        // reach us meanwhile, so that time does not count against them.
+        let overslept = before.elapsed().saturating_sub(pause);
+        if overslept > Duration::from_millis(500) {
+            self.deadline += overslept;
+        }
+        self.pause = (self.pause * 3 / 2).min(self.longest);
+        Ok(true)
+    }
+}
+
+/// The words of one rank in the segment's hello area.
+fn hello_words(segment: &Segment, rank: usize) -> [&AtomicU64; 4] {
+    let base = segment.ptr(rank * HELLO_STRIDE, 32).cast::<u64>();
+    // SAFETY: `ptr` checked that all four words lie in the mapping, which lives as long as the borrow of the segment;
+    // mappings are page aligned, so the words are aligned; every rank uses them as atomics only.
+    [0, 1, 2, 3].map(|at| unsafe { AtomicU64::from_ptr(base.add(at)) })
+}
+
+/// Makes present what every group uses of a rank's memory; that there is room was seen before the segment was made. A
+/// segment that no layout of ours has is one of a test of the meeting alone.
+fn make_ready(segment: &Segment, ranks: usize, rank: usize) -> Result<()> {
+    let layout = Layout::of_total(ranks, segment.len());
+    let mut ranges = layout.iter().flat_map(|layout| layout.early_ranges(rank));
+    ranges.try_for_each(|range| segment.populate(range))
+}
+
+/// Writes what proves that this rank maps this memory in this attempt.
+fn sign(segment: &Segment, rank: usize, nonce: &Nonce, id: &Nonce) {
+    for (word, value) in hello_words(segment, rank).into_iter().zip(words(nonce).into_iter().chain(words(id))) {
+        word.store(value, Ordering::Release);
+    }
+}
+
+fn has_signed(segment: &Segment, rank: usize, nonce: &Nonce, id: &Nonce) -> bool {
+    hello_words(segment, rank)
+        .into_iter()
+        .zip(words(nonce).into_iter().chain(words(id)))
+        .all(|(word, value)| word.load(Ordering::Acquire) == value)
+}
+
+fn words(nonce: &Nonce) -> [u64; 2] {
+    let number = u128::from_le_bytes(*nonce);
+    [number as u64, (number >> 64) as u64]
+}

@@ -1,0 +1,326 @@
+//! The meeting as every rank but 0 lives it: say that I am here, do what the verdict says.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::messages::{Answer, Hello, Mode, Nonce, Offer, Record, Verdict};
+use super::peers::{Company, Process};
+use super::{Met, Outcome, Talk, VERDICT, WAITS, answer_key, hello_bytes, record_key, unix_socket};
+use super::{acquaint, has_signed, make_ready, rank_list, seconds, sign};
+use crate::engine::shm::memory::area::Area;
+use crate::engine::shm::memory::layout::Layout;
+use crate::engine::shm::memory::segment::Segment;
+use crate::error::{Error, Result};
+
+/// How coming to rank 0's socket ended.
+enum Visit {
+    Met(Box<Met>),
+    /// Rank 0 closed the connection: it will publish another verdict.
+    Dropped,
+    /// It is impossible, for this reason.
+    Impossible(String),
+}
+
+pub(super) fn join(talk: &mut Talk) -> Result<Outcome> {
+    talk.publish_record()?;
+    let mut published = Instant::now();
+    let mut done_with: Option<Nonce> = None;
+    loop {
+        if !talk.patience.pause(talk.mailbox.iter())? {
+            return Err(timeout(talk));
+        }
+        match next_verdict(talk)? {
+            Some(verdict) => match verdict.mode {
+                Mode::Delegate => {
+                    return Ok(match verdict.hosts() {
+                        Some(hosts) => {
+                            Outcome::Hosts { hosts, id: verdict.id, reason: verdict.text, policy: verdict.policy }
+                        }
+                        None => Outcome::Delegate { reason: verdict.text, id: verdict.id },
+                    });
+                }
+                Mode::Failed => return Err(told(&verdict.text)),
+                Mode::Ask if done_with != Some(verdict.id) => {
+                    answer(talk, verdict.id, "")?;
+                    done_with = Some(verdict.id);
+                    talk.patience.refresh();
+                }
+                Mode::Share if done_with != Some(verdict.id) => {
+                    done_with = Some(verdict.id);
+                    match visit(talk, &verdict)? {
+                        Visit::Met(met) => return Ok(Outcome::Shared(*met)),
+                        Visit::Dropped => {}
+                        Visit::Impossible(reason) => answer(talk, verdict.id, &reason)?,
+                    }
+                    talk.patience.refresh();
+                }
+                _ => {}
+            },
+            // A straggler of an earlier incarnation may have overwritten our record after we set it.
+            None if published.elapsed() > Duration::from_millis(250) => {
+                talk.publish_record()?;
+                published = Instant::now();
+            }
+            None => {}
+        }
+    }
+}
+
+/// A verdict that names this rank: the last one in the mailbox, or else the one in the store. An older one than was seen
+/// in the store does no harm: it is answered, and then the newer one is, again.
+fn next_verdict(talk: &Talk) -> Result<Option<Verdict>> {
+    // Rank 0 sends fewer than these. A process that floods the mailbox costs this rank sleep and nothing else.
+    const MOST: usize = 16;
+    let messages = talk.mailbox.iter().flat_map(|mailbox| (0..MOST).map_while(|_| unix_socket::receive(mailbox).ok()));
+    let received =
+        messages.filter_map(|(bytes, _)| Verdict::read(&bytes)).filter(|verdict| names(verdict, talk)).last();
+    if received.is_some() {
+        return Ok(received);
+    }
+    let stored = talk.store.try_get(VERDICT)?.and_then(|bytes| Verdict::read(&bytes));
+    Ok(stored.filter(|verdict| names(verdict, talk)))
+}
+
+fn names(verdict: &Verdict, talk: &Talk) -> bool {
+    verdict.nonces.len() == talk.config.size && verdict.nonces[talk.config.rank] == talk.own.nonce
+}
+
+fn answer(talk: &Talk, id: Nonce, reason: &str) -> Result<()> {
+    talk.store.set(&answer_key(talk.config.rank), &Answer { id, reason: reason.into() }.write())
+}
+
+/// The error that rank 0 ended with, as it reaches the others: its code letter, then its text.
+fn told(text: &str) -> Error {
+    let mut letters = text.chars();
+    match letters.next() {
+        Some('T') => Error::Timeout(letters.as_str().into()),
+        Some('V') => Error::Invalid(letters.as_str().into()),
+        Some(_) => Error::System(letters.as_str().into()),
+        None => Error::System("sagellm: rank 0 gave up without saying why".into()),
+    }
+}
+
+fn timeout(talk: &Talk) -> Error {
+    let (config, rank) = (talk.config, talk.config.rank);
+    let read = |key: &str| talk.store.try_get(key).ok().flatten();
+    if let Some(waits) = read(WAITS).and_then(|bytes| Verdict::read(&bytes)).filter(|waits| names(waits, talk)) {
+        return told(&waits.text);
+    }
+    // Rank 0 has told this rank nothing, so all there is to go by are the records. Old ones look like new ones.
+    let came = |other: usize| read(&record_key(other)).is_some_and(|bytes| Record::read(&bytes).is_some());
+    let missing: Vec<usize> = (0..config.size).filter(|other| *other != rank && !came(*other)).collect();
+    if !missing.is_empty() {
+        return Error::Timeout(
+            talk.missing_text(&missing, &format!("rank {rank} waits for rank 0 to gather all records")),
+        );
+    }
+    Error::Timeout(format!(
+        "sagellm: group '{}' of {} ranks: rank 0 has not answered {} within {} (there is a record of every rank in \
+         the store, perhaps from an earlier run). Check that rank 0 is running and uses the same store.",
+        config.name,
+        config.size,
+        rank_list(&[rank]),
+        seconds(config.timeout),
+    ))
+}
+
+/// The next message from rank 0; `None` when it has closed the connection.
+fn next_message(talk: &mut Talk, socket: &OwnedFd) -> Result<io::Result<Option<unix_socket::Message>>> {
+    loop {
+        match unix_socket::receive(socket) {
+            Ok((message, _)) if message.is_empty() => return Ok(Ok(None)),
+            Ok(received) => return Ok(Ok(Some(received))),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) if error.kind() == io::ErrorKind::ConnectionReset => return Ok(Ok(None)),
+            Err(error) => return Ok(Err(error)),
+        }
+        if !talk.patience.pause([socket].into_iter())? {
+            return Err(timeout(talk));
+        }
+    }
+}
+
+/// What a rank took from rank 0's offer.
+struct Accepted {
+    segment: Segment,
+    local_cores: usize,
+    /// By rank; empty where the ranks are companions.
+    peers: Vec<(Process, Option<OwnedFd>)>,
+}
+
+/// The companions that the verdict names; `None` inside when the ranks meet for the first time. The error is what is
+/// wrong with them.
+fn company(talk: &Talk, (id, places): &(Nonce, Vec<u32>)) -> std::result::Result<Option<Company>, String> {
+    if places.is_empty() {
+        return Ok(None);
+    }
+    let named = talk.companions.iter().find(|companions| companions.id() == *id);
+    let places = places.iter().map(|place| *place as usize).collect::<Vec<_>>();
+    let company = named.filter(|_| places.len() == talk.config.size);
+    let company = company.and_then(|companions| Company::new(companions, places, talk.config.rank));
+    company.map(Some).ok_or_else(|| "rank 0 named companions of an earlier group that this rank has not".to_string())
+}
+
+fn visit(talk: &mut Talk, verdict: &Verdict) -> Result<Visit> {
+    let rank = talk.config.rank;
+    let company = match company(talk, &verdict.known) {
+        Ok(company) => company,
+        Err(what) => return Ok(Visit::Impossible(format!("rank {rank}: {what}"))),
+    };
+    let socket = loop {
+        match unix_socket::connect(&verdict.detail) {
+            Ok(socket) => break socket,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                if !talk.patience.pause(std::iter::empty())? {
+                    return Err(timeout(talk));
+                }
+            }
+            Err(error) => {
+                return Ok(Visit::Impossible(format!(
+                    "rank {rank} cannot connect to rank 0's socket ({error}), though both seem to be on one host"
+                )));
+            }
+        }
+    };
+    match introduce(talk, verdict, &socket, company.as_ref())? {
+        Err(visit) => Ok(visit),
+        Ok(accepted) => await_go(talk, verdict, socket, accepted, company),
+    }
+}
+
+/// Says who we are, takes the offer and signs the memory. The error side is an early end of the visit.
+fn introduce(
+    talk: &mut Talk,
+    verdict: &Verdict,
+    socket: &OwnedFd,
+    company: Option<&Company>,
+) -> Result<std::result::Result<Accepted, Visit>> {
+    let rank = talk.config.rank;
+    let impossible = |what: String| Ok(Err(Visit::Impossible(format!("rank {rank}: {what}"))));
+    match unix_socket::peer(socket) {
+        Ok((uid, pid)) if uid == talk.identity().uid => {
+            if let Some(company) = company.filter(|company| !company.may_be(0, pid)) {
+                let before = company.peer(0).pid;
+                return impossible(format!("rank 0 is process {pid}, and was process {before} in an earlier group"));
+            }
+        }
+        Ok((uid, _)) => return impossible(format!("rank 0's socket belongs to uid {uid}")),
+        Err(error) => return impossible(format!("cannot tell who owns rank 0's socket ({error})")),
+    }
+    let hello = Hello { id: verdict.id, nonce: talk.own.nonce, rank: rank as u32 };
+    if unix_socket::send(socket, &hello.write(), &[]).is_err() {
+        return Ok(Err(Visit::Dropped));
+    }
+    let mut parts: Vec<(Offer, Vec<OwnedFd>)> = Vec::new();
+    loop {
+        let (message, descriptors) = match next_message(talk, socket)? {
+            Ok(Some(received)) => received,
+            Ok(None) => return Ok(Err(Visit::Dropped)),
+            Err(error) => return impossible(format!("descriptors cannot be received ({error})")),
+        };
+        talk.patience.refresh();
+        let Some(offer) = Offer::read(&message).filter(|offer| offer.id == verdict.id) else {
+            return impossible("what came from rank 0 is not an offer".into());
+        };
+        if offer.part as usize != parts.len() || offer.parts == 0 || offer.part >= offer.parts {
+            return impossible(format!("part {} of rank 0's offer came as number {}", offer.part, parts.len()));
+        }
+        let complete = offer.part + 1 == offer.parts;
+        parts.push((offer, descriptors));
+        if complete {
+            break;
+        }
+    }
+    match accept(talk, verdict, parts, company.is_some()) {
+        Ok(accepted) => Ok(Ok(accepted)),
+        Err(Error::System(text)) => impossible(text),
+        Err(error) => Err(error),
+    }
+}
+
+/// Maps what was offered and signs it.
+fn accept(talk: &Talk, verdict: &Verdict, parts: Vec<(Offer, Vec<OwnedFd>)>, known: bool) -> Result<Accepted> {
+    let (size, rank) = (talk.config.size, talk.config.rank);
+    let wrong = |what: &str| Error::System(format!("rank 0's offer is wrong: {what}"));
+    let mut pidfds: Vec<Option<OwnedFd>> = (0..size).map(|_| None).collect();
+    let mut first: Option<(Offer, OwnedFd)> = None;
+    for (offer, descriptors) in parts {
+        let mut descriptors = descriptors.into_iter();
+        if first.is_none() {
+            let memory = descriptors.next().ok_or_else(|| wrong("no descriptor came"))?;
+            first = Some((offer.clone(), memory));
+        }
+        if descriptors.len() != offer.process_of.len() {
+            return Err(wrong("the number of descriptors"));
+        }
+        for (of, fd) in offer.process_of.iter().zip(descriptors) {
+            *pidfds.get_mut(*of as usize).ok_or_else(|| wrong("a rank"))? = Some(fd);
+        }
+    }
+    let (offer, memory) = first.ok_or_else(|| wrong("it is empty"))?;
+    let len = usize::try_from(offer.segment_len).map_err(|_| wrong("the length"))?;
+    if len < hello_bytes(size) || offer.ranks.len() != if known { 0 } else { size } {
+        return Err(wrong("the length"));
+    }
+    let segment = Segment::map(memory.as_fd(), len, offer.backing)?;
+    if !has_signed(&segment, 0, &verdict.nonces[0], &verdict.id) {
+        return Err(Error::System("rank 0's signature is not in the shared memory".into()));
+    }
+    make_ready(&segment, size, rank)?;
+    sign(&segment, rank, &talk.own.nonce, &verdict.id);
+    let same_pids = offer.pidns == talk.identity().pidns;
+    let peers = offer.ranks.into_iter().zip(pidfds).enumerate().map(|(other, ((pid, host), pidfd))| {
+        if other == rank {
+            return (Process { pid: std::process::id() as i32, host }, None);
+        }
+        let pid = match &pidfd {
+            _ if same_pids => pid,
+            Some(pidfd) => pid_of(pidfd),
+            None => 0,
+        };
+        // Big groups do not pass these; the signature proved a moment ago that the process lives.
+        let pidfd = pidfd.or_else(|| (pid > 0).then(|| unix_socket::pidfd_open(pid).ok()).flatten());
+        (Process { pid, host }, pidfd)
+    });
+    Ok(Accepted { peers: peers.collect(), segment, local_cores: offer.local_cores.max(1) as usize })
+}
+
+/// The pid in our own pid namespace; 0 when the process is in one that we cannot see.
+fn pid_of(pidfd: &OwnedFd) -> i32 {
+    let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", pidfd.as_raw_fd())).unwrap_or_default();
+    let pid = info.lines().find_map(|line| line.strip_prefix("Pid:")?.trim().parse().ok());
+    pid.unwrap_or(0).max(0)
+}
+
+fn await_go(
+    talk: &mut Talk,
+    verdict: &Verdict,
+    socket: OwnedFd,
+    accepted: Accepted,
+    company: Option<Company>,
+) -> Result<Visit> {
+    if unix_socket::send(&socket, &Answer { id: verdict.id, reason: String::new() }.write(), &[]).is_err() {
+        return Ok(Visit::Dropped);
+    }
+    let answer = next_message(talk, &socket);
+    match answer {
+        Ok(Ok(Some((message, _)))) if Answer::read(&message).is_some_and(|answer| answer.id == verdict.id) => {
+            let Accepted { segment, local_cores, peers } = accepted;
+            let company = match company {
+                Some(company) => company,
+                None => acquaint(verdict.id, talk.config.rank, peers, vec![(0, socket)])?,
+            };
+            let (policy, id) = (verdict.policy.clone(), verdict.id);
+            Ok(Visit::Met(Box::new(Met { segment, company, local_cores, policy, id })))
+        }
+        other => {
+            // Rank 0 may have said "go" a moment ago: then the others have a group that this rank is not in.
+            if let Some(layout) = Layout::of_total(talk.config.size, accepted.segment.len()) {
+                Area::new(Arc::new(accepted.segment), layout, talk.config.rank).leave();
+            }
+            other.map(|_| Visit::Dropped)
+        }
+    }
+}

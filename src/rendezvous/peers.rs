@@ -1,0 +1,199 @@
+//! Processes that share a group, and what tells each of them of another's end: descriptors and their entries in the
+//! watch. All groups whose ranks are among the same processes share these (rule 25), so that the tenth group costs no
+//! descriptor. What a group has of its own is who wants to be told, and its memory.
+//!
+//! They are kept as long as one of the groups lives, whichever that is. Whether a group is made among companions is
+//! decided by its rank 0 while the ranks meet (`meet`), never by what one process knows.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+
+use super::messages::Nonce;
+use crate::error::Result;
+use crate::os::watch;
+use crate::os::watch::{End, WatchGuard};
+
+/// Most companions that a rank names when it meets others: the oldest, which is where the largest groups are.
+const MOST_NAMED: usize = 32;
+
+/// A process as another one sees it.
+#[derive(Clone, Debug)]
+pub struct Process {
+    /// 0 when it is in another pid namespace.
+    pub pid: i32,
+    pub host: String,
+}
+
+pub struct Companions {
+    /// The attempt to meet in which they found each other.
+    id: Nonce,
+    /// This process's place among them: its rank in the group that they met for.
+    place: usize,
+    /// By place.
+    processes: Vec<Process>,
+    news: Mutex<News>,
+    guard: OnceLock<WatchGuard>,
+}
+
+#[derive(Default)]
+struct News {
+    /// Places whose end was told, and why.
+    ended: Vec<(usize, &'static str)>,
+    followers: Vec<(u64, Arc<Follower>)>,
+    next: u64,
+}
+
+struct Follower {
+    /// By rank.
+    places: Vec<usize>,
+    told: Box<dyn Fn(usize, &'static str) + Send + Sync>,
+}
+
+impl Follower {
+    fn tell(&self, (place, reason): (usize, &'static str)) {
+        if let Some(rank) = self.places.iter().position(|other| *other == place) {
+            (self.told)(rank, reason);
+        }
+    }
+}
+
+/// All that this process has. Weak: the groups keep them.
+static KNOWN: Mutex<Vec<Weak<Companions>>> = Mutex::new(Vec::new());
+
+impl Companions {
+    /// Starts to watch processes that have just met. `ends` carry places for ranks.
+    pub fn new(id: Nonce, place: usize, processes: Vec<Process>, ends: Vec<End>) -> Result<Arc<Companions>> {
+        let (news, guard) = (Mutex::default(), OnceLock::new());
+        let companions = Arc::new(Companions { id, place, processes, news, guard });
+        let weak = Arc::downgrade(&companions);
+        let guard = watch::watch(ends, move |place, reason| {
+            if let Some(companions) = weak.upgrade() {
+                companions.spread(place, reason);
+            }
+        })?;
+        // Just made, so nobody else can have set it.
+        let _ = companions.guard.set(guard);
+        let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+        known.retain(|weak| weak.strong_count() > 0);
+        known.push(Arc::downgrade(&companions));
+        Ok(companions)
+    }
+
+    /// Those that this process can name to others, the oldest first. Ranks that are threads of one process cannot be
+    /// told apart by what their process has, so what several of them share is left out.
+    pub fn known() -> Vec<Arc<Companions>> {
+        let known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+        let held: Vec<Arc<Companions>> = known.iter().filter_map(Weak::upgrade).collect();
+        drop(known);
+        let alone = |one: &&Arc<Companions>| held.iter().filter(|other| other.id == one.id).count() == 1;
+        held.iter().filter(alone).take(MOST_NAMED).cloned().collect()
+    }
+
+    pub fn id(&self) -> Nonce {
+        self.id
+    }
+
+    pub fn place(&self) -> usize {
+        self.place
+    }
+
+    fn news(&self) -> MutexGuard<'_, News> {
+        self.news.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// On the watch's thread: tells all groups of an end, with no lock held.
+    fn spread(&self, place: usize, reason: &'static str) {
+        let mut news = self.news();
+        news.ended.push((place, reason));
+        let followers: Vec<_> = news.followers.iter().map(|(_, follower)| Arc::clone(follower)).collect();
+        drop(news);
+        followers.iter().for_each(|follower| follower.tell((place, reason)));
+    }
+}
+
+impl fmt::Debug for Companions {
+    fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(to, "companions {:032x}, place {} of {:?}", u128::from_le_bytes(self.id), self.place, self.processes)
+    }
+}
+
+/// The ranks of one group among companions.
+#[derive(Clone, Debug)]
+pub struct Company {
+    companions: Arc<Companions>,
+    /// By rank.
+    places: Vec<usize>,
+}
+
+impl Company {
+    /// `None` when these cannot be the places of a group's ranks, of which this process is `rank`.
+    pub fn new(companions: &Arc<Companions>, places: Vec<usize>, rank: usize) -> Option<Company> {
+        let each = places.iter().enumerate();
+        let fit = each.clone().all(|(at, place)| *place < companions.processes.len() && !places[..at].contains(place));
+        (fit && places.get(rank) == Some(&companions.place))
+            .then(|| Company { companions: Arc::clone(companions), places })
+    }
+
+    /// All of them, as they have just met.
+    pub fn of_all(companions: Arc<Companions>) -> Company {
+        let places = (0..companions.processes.len()).collect();
+        Company { companions, places }
+    }
+
+    pub fn id(&self) -> Nonce {
+        self.companions.id
+    }
+
+    pub fn places(&self) -> &[usize] {
+        &self.places
+    }
+
+    pub fn peer(&self, rank: usize) -> &Process {
+        &self.companions.processes[self.places[rank]]
+    }
+
+    /// True where nothing speaks against `rank` being the process `pid`; 0 is one that cannot be seen from here.
+    pub fn may_be(&self, rank: usize, pid: i32) -> bool {
+        let known = self.peer(rank).pid;
+        known == pid || known == 0 || pid == 0
+    }
+
+    /// True when none of these ranks is known to have ended.
+    pub fn lives(&self) -> bool {
+        !self.companions.news().ended.iter().any(|(place, _)| self.places.contains(place))
+    }
+
+    /// Calls `told(rank, reason)` at most once a rank: on the watch's thread when its process ends, or here for those
+    /// that have ended already. It may still run when the guard is being dropped, so it must own nothing that minds.
+    pub fn follow(&self, told: impl Fn(usize, &'static str) + Send + Sync + 'static) -> Following {
+        let follower = Arc::new(Follower { places: self.places.clone(), told: Box::new(told) });
+        let mut news = self.companions.news();
+        let number = news.next;
+        news.next += 1;
+        news.followers.push((number, Arc::clone(&follower)));
+        let before = news.ended.clone();
+        drop(news);
+        before.into_iter().for_each(|end| follower.tell(end));
+        Following { companions: Arc::clone(&self.companions), number, generation: watch::generation() }
+    }
+}
+
+/// Keeps companions, and a wish to be told of their ends. Never drop it with a lock held that the callback takes.
+pub struct Following {
+    companions: Arc<Companions>,
+    number: u64,
+    generation: u32,
+}
+
+impl Drop for Following {
+    fn drop(&mut self) {
+        if watch::generation() != self.generation {
+            return; // a forked child: the lock may have been held by a thread that it does not have
+        }
+        let mut news = self.companions.news();
+        let at = news.followers.iter().position(|(number, _)| *number == self.number);
+        let gone = at.map(|at| news.followers.swap_remove(at));
+        drop(news);
+        drop(gone); // may own locks of others
+    }
+}

@@ -1,0 +1,341 @@
+//! Rank 0 hands out the memory: whoever comes to the socket and is named by the verdict gets the descriptors, signs the
+//! memory, and goes on when all have signed.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::Instant;
+
+use super::coordinator::{Lead, Plan, Step};
+use super::messages::{Answer, Hello, Mode, Nonce, Offer, Record};
+use super::peers::{Company, Process};
+use super::{Met, acquaint, has_signed, make_ready, sign, unix_socket};
+use crate::engine::shm::memory::segment::random;
+use crate::error::Result;
+use crate::os::topology;
+
+/// Up to here the processes' descriptors are passed around; that is the square of the ranks in descriptors.
+const MAX_PASSED: usize = 128;
+
+/// A rank that came to the socket.
+struct Guest {
+    socket: OwnedFd,
+    pid: i32,
+    pidfd: Option<OwnedFd>,
+    /// Messages of the offer that went out; `usize::MAX` when all did.
+    parts_sent: usize,
+    mapped: bool,
+}
+
+impl Lead<'_, '_> {
+    /// Publishes the socket and serves those who come, until all have signed the memory.
+    pub(super) fn share(&mut self, id: Nonce, plan: Plan) -> Result<Step> {
+        let name: Vec<u8> = format!("sagellm-{:032x}", u128::from_le_bytes(random()?)).into_bytes();
+        let listener = match unix_socket::listen(&name, self.size()) {
+            Ok(listener) => listener,
+            Err(error) => return Ok(Step::Impossible(format!("rank 0 cannot open a unix socket ({error})"))),
+        };
+        sign(&plan.segment, 0, &self.nonce(0), &id);
+        let mut guests: Vec<Option<Guest>> = (0..self.size()).map(|_| None).collect();
+        let mut strangers: Vec<OwnedFd> = Vec::new();
+        let mut came = vec![false; self.size()];
+        let mut ready = false;
+        let mut verdict = self.verdict(id, Mode::Share, "", &name);
+        if let Some(company) = &plan.company {
+            verdict.known = (company.id(), company.places().iter().map(|place| *place as u32).collect());
+        }
+        let mut stored = !self.post(&verdict);
+        if stored {
+            self.store(&verdict)?;
+        }
+        // Ranks that come together are here long before this is over.
+        self.looked = Instant::now();
+        loop {
+            if let Err(reason) = self.welcome((id, plan.company.as_ref()), &listener, &mut strangers, &mut guests) {
+                return Ok(Step::Impossible(reason));
+            }
+            // Ranks that meet for the first time are told of all others' processes, companions of nothing but the memory.
+            let all_came = guests[1..].iter().all(Option::is_some);
+            if (all_came || plan.company.is_some())
+                && let Err(reason) = self.offer(id, &plan, &mut guests)
+            {
+                return Ok(Step::Impossible(reason));
+            }
+            // While the others do the same.
+            if all_came && !ready {
+                if let Err(error) = make_ready(&plan.segment, self.size(), 0) {
+                    return Ok(Step::Impossible(error.text().trim_start_matches("sagellm: ").to_string()));
+                }
+                ready = true;
+            }
+            if let Err(reason) = hear(id, &mut guests) {
+                return Ok(Step::Impossible(reason));
+            }
+            for (came, guest) in came.iter_mut().zip(&guests) {
+                *came |= guest.is_some();
+            }
+            let unfinished: Vec<usize> =
+                (1..self.size()).filter(|rank| guests[*rank].as_ref().is_none_or(|guest| !guest.mapped)).collect();
+            if unfinished.is_empty() {
+                return self.conclude(id, plan, guests);
+            }
+            if self.due() {
+                // A message to a mailbox was lost, or its owner was replaced, or is slow.
+                if !std::mem::replace(&mut stored, true) {
+                    self.store(&verdict)?;
+                }
+                for rank in &unfinished {
+                    if self.look(*rank)? {
+                        return Ok(Step::Changed);
+                    }
+                    if let Some(reason) = self.answered(*rank, id)?.filter(|reason| !reason.is_empty()) {
+                        return Ok(Step::Impossible(reason));
+                    }
+                }
+                // Two questions a rank: with many of them, most of the time is for those who come.
+                self.looked = Instant::now();
+            }
+            let open = guests.iter().flatten().filter(|guest| !guest.mapped).map(|guest| &guest.socket);
+            let sockets = strangers.iter().chain(open).chain([&listener]);
+            let (missing, waits) = behind(&guests, &came);
+            self.pause(&missing, waits, sockets)?;
+        }
+    }
+
+    /// Takes connections and finds out who they are. Anyone on this host may connect, so only a rank that shows the
+    /// nonce that the verdict names is let in. The error is a reason not to share.
+    fn welcome(
+        &mut self,
+        (id, company): (Nonce, Option<&Company>),
+        listener: &OwnedFd,
+        strangers: &mut Vec<OwnedFd>,
+        guests: &mut [Option<Guest>],
+    ) -> std::result::Result<(), String> {
+        while let Some(socket) =
+            unix_socket::accept(listener).map_err(|error| format!("rank 0 cannot accept connections ({error})"))?
+        {
+            // Those who connect and stay silent must not use up our descriptors.
+            if strangers.len() > 2 * guests.len() + 64 {
+                strangers.remove(0);
+            }
+            strangers.push(socket);
+        }
+        let mut waiting = Vec::new();
+        for socket in strangers.drain(..) {
+            let message = match unix_socket::receive(&socket) {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    waiting.push(socket);
+                    continue;
+                }
+                Err(_) => continue,
+                Ok((message, _)) => message,
+            };
+            let Some(hello) = Hello::read(&message).filter(|hello| hello.id == id) else { continue };
+            let rank = hello.rank as usize;
+            if rank == 0 || rank >= guests.len() || self.nonce(rank) != hello.nonce {
+                continue;
+            }
+            self.talk.patience.refresh();
+            guests[rank] = Some(self.guest(rank, socket, company)?);
+        }
+        *strangers = waiting;
+        Ok(())
+    }
+
+    fn guest(&self, rank: usize, socket: OwnedFd, company: Option<&Company>) -> std::result::Result<Guest, String> {
+        let (uid, pid) = unix_socket::peer(&socket)
+            .map_err(|error| format!("rank {rank}'s connection does not say who it is ({error})"))?;
+        let own = self.talk.identity().uid;
+        if uid != own {
+            return Err(format!("rank {rank} runs as uid {uid}, rank 0 as uid {own} (seen from rank 0)"));
+        }
+        if let Some(company) = company.filter(|company| !company.may_be(rank, pid)) {
+            let before = company.peer(rank).pid;
+            return Err(format!("rank {rank} is process {pid}, and was process {before} in an earlier group"));
+        }
+        let pidfd = match topology::peer_pidfd(&socket) {
+            _ if company.is_some() => None,
+            Ok(pidfd) => Some(pidfd),
+            Err(_) if pid > 0 => unix_socket::pidfd_open(pid).ok(),
+            Err(_) => None,
+        };
+        Ok(Guest { socket, pid, pidfd, parts_sent: 0, mapped: false })
+    }
+
+    /// Sends everyone the memory and the others' processes, as far as the sockets take it now.
+    fn offer(&mut self, id: Nonce, plan: &Plan, guests: &mut [Option<Guest>]) -> std::result::Result<(), String> {
+        if guests.iter().flatten().all(|guest| guest.parts_sent == usize::MAX) {
+            return Ok(());
+        }
+        // Companions know all that already.
+        let passed = plan.company.is_none() && guests.len() <= MAX_PASSED;
+        let own_process = passed.then(|| unix_socket::pidfd_open(std::process::id() as i32).ok()).flatten();
+        let hosts = self.records.iter().filter(|_| plan.company.is_none()).map(hostname);
+        let ranks: Vec<(i32, String)> = guests
+            .iter()
+            .zip(hosts)
+            .map(|(guest, host)| (guest.as_ref().map_or(std::process::id() as i32, |guest| guest.pid), host))
+            .collect();
+        for rank in 1..guests.len() {
+            if guests[rank].as_ref().is_none_or(|guest| guest.parts_sent == usize::MAX) {
+                continue;
+            }
+            let processes: Vec<(u32, BorrowedFd)> = (0..guests.len())
+                .filter(|other| passed && *other != rank)
+                .filter_map(|other| {
+                    let pidfd = guests[other].as_ref().map_or(own_process.as_ref(), |guest| guest.pidfd.as_ref());
+                    Some((other as u32, pidfd?.as_fd()))
+                })
+                .collect();
+            let messages = offers(id, plan, &ranks, self.talk.identity().pidns, &processes);
+            let Some(guest) = &guests[rank] else { continue };
+            let mut sent = guest.parts_sent;
+            while let Some((message, descriptors)) = messages.get(sent) {
+                match unix_socket::send(&guest.socket, message, descriptors) {
+                    Ok(()) => sent += 1,
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
+                    // Its connection is closed: `hear` finds that out.
+                    Err(error)
+                        if matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset) =>
+                    {
+                        break;
+                    }
+                    Err(error) => {
+                        return Err(format!("rank 0 cannot pass descriptors to rank {rank} ({error})"));
+                    }
+                }
+            }
+            let complete = sent == messages.len();
+            if let Some(guest) = &mut guests[rank] {
+                guest.parts_sent = if complete { usize::MAX } else { sent };
+            }
+        }
+        Ok(())
+    }
+
+    /// All have signed: looks at the signatures and says "go".
+    fn conclude(&self, id: Nonce, plan: Plan, guests: Vec<Option<Guest>>) -> Result<Step> {
+        for rank in 1..self.size() {
+            if !has_signed(&plan.segment, rank, &self.nonce(rank), &id) {
+                return Ok(Step::Impossible(format!("rank {rank} does not see the same memory as rank 0")));
+            }
+        }
+        let go = Answer { id, reason: String::new() }.write();
+        let mut peers = Vec::new();
+        let mut sockets = Vec::new();
+        for (rank, (guest, record)) in guests.into_iter().zip(&self.records).enumerate() {
+            let host = hostname(record);
+            let Some(guest) = guest else {
+                peers.push((Process { pid: std::process::id() as i32, host }, None));
+                continue;
+            };
+            // If this fails, the rank has just ended, and the watch over its socket and process will say so.
+            let _ = unix_socket::send(&guest.socket, &go, &[]);
+            peers.push((Process { pid: guest.pid, host }, guest.pidfd));
+            sockets.push((rank, guest.socket));
+        }
+        let company = match plan.company {
+            Some(company) => company,
+            None => acquaint(id, 0, peers, sockets)?,
+        };
+        let policy = self.talk.config.policy.clone();
+        let Plan { segment, local_cores, .. } = plan;
+        Ok(Step::Met(Box::new(Met { segment, company, local_cores, policy, id })))
+    }
+}
+
+fn hostname(record: &Option<Record>) -> String {
+    record
+        .as_ref()
+        .and_then(|record| record.body.as_ref())
+        .map_or_else(String::new, |body| body.identity.hostname.clone())
+}
+
+/// The ranks that all others wait for, and what for. Those who came and wait for the rest are not among them, nor those
+/// whose patience ended a moment before ours.
+fn behind(guests: &[Option<Guest>], came: &[bool]) -> (Vec<usize>, &'static str) {
+    let others = 1..guests.len();
+    let absent: Vec<usize> = others.clone().filter(|rank| !came[*rank]).collect();
+    if !absent.is_empty() {
+        return (absent, "rank 0 waits for the connection to its socket");
+    }
+    let left: Vec<usize> = others.clone().filter(|rank| guests[*rank].is_none()).collect();
+    if !left.is_empty() {
+        return (left, "the connection to rank 0's socket was closed again");
+    }
+    let unmapped = others.filter(|rank| guests[*rank].as_ref().is_some_and(|guest| !guest.mapped));
+    (unmapped.collect(), "rank 0 waits for the word that the shared memory is mapped")
+}
+
+/// What the guests say: "mapped", or why they cannot. A closed connection makes a rank missing again.
+fn hear(id: Nonce, guests: &mut [Option<Guest>]) -> std::result::Result<(), String> {
+    for place in guests.iter_mut() {
+        let Some(guest) = place.as_mut().filter(|guest| !guest.mapped) else { continue };
+        match unix_socket::receive(&guest.socket) {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Ok((message, _)) if !message.is_empty() => {
+                if let Some(answer) = Answer::read(&message).filter(|answer| answer.id == id) {
+                    if !answer.reason.is_empty() {
+                        return Err(answer.reason);
+                    }
+                    guest.mapped = true;
+                }
+            }
+            _ => *place = None,
+        }
+    }
+    Ok(())
+}
+
+/// The messages of one offer, each with its descriptors.
+fn offers<'f>(
+    id: Nonce,
+    plan: &'f Plan,
+    ranks: &[(i32, String)],
+    pidns: u64,
+    processes: &[(u32, BorrowedFd<'f>)],
+) -> Vec<(Vec<u8>, Vec<BorrowedFd<'f>>)> {
+    let first = processes.len().min(unix_socket::MAX_DESCRIPTORS - 1);
+    let mut groups = vec![&processes[..first]];
+    groups.extend(processes[first..].chunks(unix_socket::MAX_DESCRIPTORS));
+    let parts = groups.len() as u32;
+    let message = |(part, group): (usize, &[(u32, BorrowedFd<'f>)])| {
+        let offer = Offer {
+            id,
+            part: part as u32,
+            parts,
+            segment_len: plan.segment.len() as u64,
+            backing: plan.segment.backing(),
+            local_cores: plan.local_cores as u32,
+            pidns,
+            ranks: if part == 0 { ranks.to_vec() } else { Vec::new() },
+            process_of: group.iter().map(|(rank, _)| *rank).collect(),
+        };
+        let memory = (part == 0).then(|| plan.memory.as_fd());
+        (offer.write(), memory.into_iter().chain(group.iter().map(|(_, fd)| *fd)).collect())
+    };
+    groups.into_iter().enumerate().map(message).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::shm::memory::segment::Segment;
+
+    #[test]
+    fn a_long_offer_is_split_and_loses_nothing() {
+        let (segment, memory) = Segment::create(4096).unwrap();
+        let plan = Plan { segment, memory, local_cores: 3, company: None };
+        let processes: Vec<(u32, BorrowedFd)> = (0..600).map(|rank| (rank, plan.memory.as_fd())).collect();
+        let messages = offers([7; 16], &plan, &[(5, "host".into())], 9, &processes);
+        let mut ranks = Vec::new();
+        for (part, (bytes, descriptors)) in messages.iter().enumerate() {
+            let offer = Offer::read(bytes).unwrap();
+            assert_eq!((offer.part as usize, offer.parts as usize), (part, messages.len()));
+            assert_eq!(descriptors.len(), offer.process_of.len() + usize::from(part == 0));
+            assert!(descriptors.len() <= unix_socket::MAX_DESCRIPTORS);
+            assert_eq!(offer.ranks.is_empty(), part != 0);
+            ranks.extend(offer.process_of);
+        }
+        assert_eq!(ranks, (0..600).collect::<Vec<u32>>());
+    }
+}

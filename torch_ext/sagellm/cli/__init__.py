@@ -1,0 +1,1 @@
+"""The command line, `python -m sagellm`: doctor, tune, table, explain, simulate."""

@@ -1,0 +1,322 @@
+"""``python -m sagellm simulate``: what the schedules of the core cost on machines that one does not have.
+
+The times are those of ``src/select/cost.rs``, which prices the very schedules that links execute. This file reads the
+arguments, prints the table and the sizes at which one algorithm overtakes another, and draws them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+EXAMPLES = """examples:
+  python -m sagellm simulate
+  python -m sagellm simulate --ranks 4,64,100000 --ranks-per-host 8 --sizes 8,4KiB,16MiB
+  python -m sagellm simulate --op all_gather --link 1ms,1Gbit --host 2us,10GB --reduce 20GB
+  python -m sagellm simulate --algorithms ring,direct --sizes 1KiB..1GiB --plot times.png
+  python -m sagellm simulate --ranks 2,4 --sizes 8,64KiB,1MiB --check
+
+sizes   8, 4KiB, 16MiB, 1GB; a range 1KiB..1GiB goes in steps of 4, 1KiB..1GiB:2 in steps of 2. What is counted: the
+        vector of all_reduce, broadcast and reduce; all blocks together of all_gather, reduce_scatter, gather and
+        scatter; what one rank has for all ranks of all_to_all.
+links   LATENCY,SPEED[,OVERHEAD]: the time until an empty message has arrived (ns, us, ms, s); the speed in each
+        direction in bytes (10GB) or bits (1Gbit) per second; what each further message sent at the same moment costs.
+        Left out, the overhead is 5 us, or the latency where that is less.
+"""
+SIZE_UNITS = {"": 1, "B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+TIME_UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+SPEED_UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+SPEED_UNITS |= {f"{prefix}bit": factor / 8 for prefix, factor in (("k", 1e3), ("M", 1e6), ("G", 1e9))}
+#: The seconds of an overhead that is not given: about what a send over TCP costs its processor.
+DEFAULT_OVERHEAD = 5e-6
+MOST_RANKS = 100_000
+#: all_reduce inside hosts and between leaders, as the engine does it; several schedules, so `--check` leaves it out.
+TWO_LEVELS = "hierarchical"
+#: Between two sizes of the range the crossover points are looked for at this many sizes per doubling.
+PER_DOUBLING = 4
+
+
+@dataclass(frozen=True)
+class Link:
+    """Seconds of an empty message, seconds of a further one at the same moment, seconds per byte."""
+
+    alpha: float
+    overhead: float
+    beta: float
+
+    def numbers(self) -> tuple[float, float, float]:
+        return self.alpha, self.overhead, self.beta
+
+    def __str__(self) -> str:
+        speed = f"{1e-9 / self.beta:.3g} GB/s" if self.beta else "no limit"
+        return f"{show_time(self.alpha)}, {speed}, {show_time(self.overhead)} a further message"
+
+
+@dataclass(frozen=True)
+class Machine:
+    host: Link
+    network: Link
+    #: Seconds per byte that is combined.
+    gamma: float
+    ranks_per_host: int
+
+
+@dataclass(frozen=True)
+class Prediction:
+    seconds: float
+    segments: int
+
+
+def _number(text: str, units: dict[str, float], what: str) -> float:
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", text.strip())
+    if found is None or found[2] not in units:
+        known = ", ".join(unit for unit in units if unit)
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}: a number with one of {known}")
+    return float(found[1]) * units[found[2]]
+
+
+def parse_size(text: str) -> int:
+    """Bytes of ``4KiB``."""
+    return round(_number(text, dict(SIZE_UNITS), "a size"))
+
+
+def parse_sizes(text: str) -> list[int]:
+    """Bytes of ``8,4KiB..16MiB``, in ascending order, each once."""
+    sizes: set[int] = set()
+    for item in text.split(","):
+        first, dots, rest = item.partition("..")
+        if not dots:
+            sizes.add(parse_size(item))
+            continue
+        last, _, step = rest.partition(":")
+        size, end, factor = parse_size(first), parse_size(last), _number(step or "4", {"": 1.0}, "a step")
+        if size < 1 or end < size or factor < 1.1:
+            raise argparse.ArgumentTypeError(f"{item!r} is no range: LEAST..MOST or LEAST..MOST:STEP, with STEP over 1")
+        while size <= end:
+            sizes.add(size)
+            size = max(size + 1, round(size * factor))
+    return sorted(sizes)
+
+
+def parse_ranks(text: str) -> list[int]:
+    """Rank counts of ``4,64``."""
+    counts = []
+    for item in text.split(","):
+        if not item.strip().isdecimal() or not 1 <= int(item) <= MOST_RANKS:
+            raise argparse.ArgumentTypeError(f"{item!r} is not a number of ranks from 1 to {MOST_RANKS}")
+        counts.append(int(item))
+    return counts
+
+
+def parse_speed(text: str) -> float:
+    """Seconds per byte of ``1Gbit`` or ``10GB/s``."""
+    per_second = _number(text.removesuffix("/s"), dict(SPEED_UNITS), "a speed")
+    if per_second <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no speed: it must be over 0")
+    return 1.0 / per_second
+
+
+def parse_link(text: str) -> Link:
+    """``1ms,1Gbit`` or ``1ms,1Gbit,5us``."""
+    fields = text.split(",")
+    if len(fields) not in (2, 3):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no link: LATENCY,SPEED[,OVERHEAD], such as 1ms,1Gbit or 2us,10GB,1us"
+        )
+    alpha = _number(fields[0], dict(TIME_UNITS), "a time")
+    overhead = _number(fields[2], dict(TIME_UNITS), "a time") if len(fields) == 3 else min(alpha, DEFAULT_OVERHEAD)
+    return Link(alpha, overhead, parse_speed(fields[1]))
+
+
+def _shown(value: float, units: Sequence[tuple[str, float]]) -> str:
+    """Three digits in the largest unit that is not too large; the last unit has no least."""
+    unit, factor = next(((unit, factor) for unit, factor in units if value >= 0.9995 * factor), units[-1])
+    number = value / factor
+    return f"{number:.0f} {unit}" if number >= 999.5 else f"{number:.3g} {unit}"
+
+
+def show_size(size: float) -> str:
+    """Bytes as people write them."""
+    return _shown(size, [("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1)])
+
+
+def show_time(seconds: float) -> str:
+    """Seconds as people write them."""
+    return _shown(seconds, [("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9)])
+
+
+def predict(
+    core: Any, op: str, names: Sequence[str], ranks: int, sizes: Sequence[float], machine: Machine
+) -> dict[str, list[Prediction]]:
+    """Predicted times by algorithm, one per size. `core` is the extension module."""
+    return {
+        name: [
+            Prediction(seconds, segments)
+            for seconds, segments in core.predict(
+                op,
+                name,
+                ranks,
+                [float(size) for size in sizes],
+                machine.host.numbers(),
+                machine.network.numbers(),
+                machine.gamma,
+                machine.ranks_per_host,
+            )
+        ]
+        for name in names
+    }
+
+
+def fine_sizes(sizes: Sequence[int]) -> list[float]:
+    """The given sizes and more between them."""
+    least, most = max(1, sizes[0]), max(1, sizes[-1])
+    count = max(1, math.ceil(math.log2(most / least) * PER_DOUBLING))
+    return [least * (most / least) ** (i / count) for i in range(count + 1)]
+
+
+def crossovers(times: dict[str, list[Prediction]], sizes: Sequence[float]) -> list[tuple[float, str]]:
+    """Where the fastest algorithm changes: the first size of each stretch, and who is the fastest in it."""
+    found: list[tuple[float, str]] = []
+    for at, size in enumerate(sizes):
+        # A tie keeps who was ahead, so that equal algorithms do not alternate.
+        ahead = found[-1][1] if found else ""
+        best = min(times, key=lambda name: (times[name][at].seconds, name != ahead))
+        if best != ahead:
+            found.append((size, best))
+    return found
+
+
+def table(times: dict[str, list[Prediction]], sizes: Sequence[int]) -> list[str]:
+    """One line per size, one column per algorithm; the fastest is marked, segments stand in brackets."""
+    width = {name: max(len(name), 13) for name in times}
+    lines = ["  ".join([f"{'bytes':>10}", *(f"{name:>{width[name]}} " for name in times)])]
+    for at, size in enumerate(sizes):
+        best = min(times, key=lambda name: times[name][at].seconds)
+        cells = []
+        for name, predictions in times.items():
+            one = predictions[at]
+            text = show_time(one.seconds) + (f" ({one.segments})" if one.segments > 1 else "")
+            cells.append(f"{text:>{width[name]}}{'*' if name == best else ' '}")
+        lines.append("  ".join([f"{show_size(size):>10}", *cells]))
+    return lines
+
+
+def plot(path: Path, op: str, sizes: Sequence[float], all_times: dict[int, dict[str, list[Prediction]]]) -> None:
+    """One panel per rank count: time over size, both logarithmic."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(
+        1, len(all_times), figsize=(5.5 * len(all_times), 4.5), squeeze=False, sharey=True, layout="constrained"
+    )
+    for panel, (ranks, times) in zip(panels[0], all_times.items(), strict=True):
+        for name, predictions in times.items():
+            panel.plot(sizes, [one.seconds for one in predictions], label=name)
+        panel.set(title=f"{op}, {ranks} ranks", xlabel="bytes", xscale="log", yscale="log")
+        panel.grid(alpha=0.3)
+    panels[0][0].set_ylabel("predicted seconds")
+    panels[0][-1].legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--op", default="all_reduce", help="the collective (default: all_reduce)")
+    parser.add_argument("--ranks", type=parse_ranks, default=[8, 64, 1024], help="rank counts (default: 8,64,1024)")
+    parser.add_argument("--ranks-per-host", type=int, default=8, metavar="N", help="ranks on one host (default: 8)")
+    parser.add_argument("--sizes", type=parse_sizes, default=parse_sizes("8..1GiB:8"), help="default: 8..1GiB:8")
+    parser.add_argument(
+        "--link", type=parse_link, default=parse_link("30us,10Gbit"), help="between hosts (30us,10Gbit)"
+    )
+    parser.add_argument(
+        "--host", type=parse_link, default=parse_link("1us,10GB,0.2us"), help="inside a host (1us,10GB,0.2us)"
+    )
+    parser.add_argument(
+        "--reduce", type=parse_speed, default=parse_speed("10GB"), metavar="SPEED", help="combining numbers (10GB)"
+    )
+    parser.add_argument("--algorithms", metavar="NAMES", help="only these, by commas (default: all that serve the op)")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the times over the sizes")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="run the schedules on this machine over loopback, at most 8 ranks and 16 MiB, and print the model's error",
+    )
+
+
+def _chosen(core: Any, op: str, names: str | None) -> list[str]:
+    """The algorithms to look at; ValueError, in one line, for a name that there is not."""
+    serving: list[str] = core.algorithms(op)
+    if names is None:
+        return serving
+    chosen = [name.strip() for name in names.split(",")]
+    for name in chosen:
+        if name not in serving:
+            raise ValueError(f"{name!r} is no algorithm for {op}; there are {', '.join(serving)}")
+    return chosen
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """The command; 2 for arguments that make no sense."""
+    from sagellm import _load
+
+    try:
+        core = _load.extension()
+    except ImportError as error:
+        print(f"sagellm: {error}", file=sys.stderr)
+        return 1
+    try:
+        names = _chosen(core, arguments.op, arguments.algorithms)
+        if arguments.ranks_per_host < 1:
+            raise ValueError(f"--ranks-per-host {arguments.ranks_per_host} must be at least 1")
+        if arguments.plot is not None:
+            _can_plot(arguments.plot)
+    except ValueError as error:
+        print(f"sagellm simulate: {str(error).removeprefix('sagellm: ')}", file=sys.stderr)
+        return 2
+    if arguments.check:
+        if names == [TWO_LEVELS]:
+            print(f"sagellm simulate: --check runs single schedules, and {TWO_LEVELS} is several", file=sys.stderr)
+            return 2
+        from sagellm.cli import measure
+
+        return measure.check(arguments.op, names, arguments.ranks, arguments.sizes)
+    machine = Machine(arguments.host, arguments.link, arguments.reduce, arguments.ranks_per_host)
+    print(f"inside a host    {machine.host}")
+    print(f"between hosts    {machine.network}")
+    print(f"combining        {1e-9 / machine.gamma:.3g} GB/s")
+    print(
+        "* fastest; (n) segments of a pipeline. Predicted, not measured: --check tells how far off the model is here."
+    )
+    fine = fine_sizes(arguments.sizes)
+    drawn: dict[int, dict[str, list[Prediction]]] = {}
+    for ranks in arguments.ranks:
+        # One question for both, because a schedule of many ranks takes a while to price.
+        times = predict(core, arguments.op, names, ranks, [*arguments.sizes, *fine], machine)
+        exact = {name: found[: len(arguments.sizes)] for name, found in times.items()}
+        drawn[ranks] = {name: found[len(arguments.sizes) :] for name, found in times.items()}
+        hosts = -(-ranks // machine.ranks_per_host)
+        print(f"\n{arguments.op}, {ranks} ranks on {hosts} host{'s' if hosts > 1 else ''}")
+        print("\n".join(table(exact, arguments.sizes)), flush=True)
+        for size, name in crossovers(drawn[ranks], fine):
+            print(f"  fastest from {show_size(size)} on: {name}", flush=True)
+    if arguments.plot is not None:
+        plot(arguments.plot, arguments.op, fine, drawn)
+        print(f"\nplot in {arguments.plot}")
+    return 0
+
+
+def _can_plot(path: Path) -> None:
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ValueError("--plot needs matplotlib, which is not installed: pip install matplotlib") from None
+    if not path.parent.is_dir():
+        raise ValueError(f"--plot {path}: there is no folder {path.parent}")

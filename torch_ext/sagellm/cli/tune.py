@@ -1,0 +1,385 @@
+"""``sagellm tune``: measures which way each operation goes fastest on this machine, and keeps it in a table.
+
+It starts its own ranks on this host. Every way is a group of its own that is told to go only that way; at each size
+the groups take turns, forwards and backwards, so that whatever else the machine does meets all of them. Two groups go
+by the start values: how far these equals are apart is the noise (A/A), and another way is kept only where it is better
+by more.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+from sagellm.observe import explain
+
+LOOPBACK = "127.0.0.1"
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all")
+SIZES = tuple(1 << power for power in range(10, 27, 2))  # 1 KiB to 64 MiB
+START = "start"
+LEAST_ROUNDS = 7
+#: A larger A/A spread comes from other work on the machine.
+BUSY = 0.15
+#: A turn of one group lasts about so long; the clock is read at its ends only.
+TURN_SECONDS = 0.002
+#: Starting the interpreters, importing torch and making the groups.
+SET_UP_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One operation at one size, and what was measured of it."""
+
+    op: str
+    nbytes: int
+    #: What the start values choose: "slots", "rounds(512KiB)".
+    start: str
+    #: Seconds by way; START holds the better one of its two groups.
+    medians: dict[str, float]
+    #: How far the two groups of the start values are apart, as a fraction.
+    spread: float
+
+
+def ways(op: str, nbytes: int, ranks: int) -> tuple[str, list[str]]:
+    """What the start values choose for an operation, and the other ways worth a try."""
+    from sagellm import _load
+
+    kind = explain.kind_number(op)
+    text = _load.extension().explain_without_group(kind, nbytes, explain.dtype_number(None), ranks, "*:0-=start")
+    found = explain._read(text)
+    rounds = [other.way for other in found.rejected if other.predicted is not None and other.way != "slots"]
+    if op != "all_to_all":
+        # All chunks that hold the whole operation are one way.
+        small = [way for way in rounds if chunk_of(way) < nbytes]
+        rounds = small or ([] if found.choice.startswith("rounds") else rounds[:1])
+    return found.choice, rounds
+
+
+def chunk_of(way: str) -> int:
+    """Bytes of ``rounds(64KiB)``."""
+    return explain.parse_size(way.removeprefix("rounds(").removesuffix(")"))
+
+
+def plan(ranks: int, largest: int) -> list[tuple[str, int, str, list[str]]]:
+    """Operation, bytes, the start values' way and its rivals, for everything that is measured."""
+    # A gathered block comes from every rank; four times less of it is as much in all.
+    tops = {"all_gather": largest // 4, "gather": largest // 4}
+    cells = [(op, nbytes) for op in OPS for nbytes in SIZES if nbytes <= tops.get(op, largest)]
+    return [(op, nbytes, *ways(op, nbytes, ranks)) for op, nbytes in cells]
+
+
+def tune(budget: float, ranks: int, dry_run: bool, largest: int = SIZES[-1]) -> int:
+    """Measures for about ``budget`` seconds with ``ranks`` ranks, prints what was found and writes the table."""
+    if ranks < 2 or budget <= 0:
+        print("sagellm tune: a group needs at least 2 ranks, and the budget some seconds", file=sys.stderr)
+        return 2
+    cells = plan(ranks, largest)
+    if dry_run:
+        for op, nbytes, start, rivals in cells:
+            others = ", ".join(rivals) or "nothing"
+            print(f"{op:<15} {explain.size_text(nbytes):>8}  {start} against {others}")
+        print(f"{len(cells)} operations and sizes in about {budget:.0f} s; nothing was measured, nothing was written")
+        return 0
+    found = _run_ranks(budget, ranks, largest)
+    if found is None:
+        return 1
+    spread = overall_spread(found)
+    text = "\n".join(lines(found, spread, slot_bytes(ranks)))
+    _show(found, spread)
+    from sagellm import _load
+
+    made = f"{time.strftime('%Y-%m-%d')}, {len(found)} sizes in {budget:.0f} s, A/A spread {spread * 100:.1f} %"
+    print(f"written to {_load.extension().save_table(ranks, made, text)}; groups of {ranks} ranks use it from now on")
+    return 0
+
+
+def slot_bytes(ranks: int) -> int:
+    """What a slot holds."""
+    from sagellm import _load
+
+    text = _load.extension().explain_without_group(explain.KINDS["all_reduce"], 0, 12, ranks, "")
+    return int(next(line.split("\t")[1] for line in text.splitlines() if line.startswith("slot_bytes\t")))
+
+
+def overall_spread(cells: list[Cell]) -> float:
+    """The spread that nine of ten cells stay below."""
+    ordered = sorted(cell.spread for cell in cells)
+    return ordered[min(len(ordered) - 1, math.ceil(len(ordered) * 0.9))] if ordered else 0.0
+
+
+def winner(cell: Cell, spread: float) -> str:
+    """The fastest way if it beats the start values by more than the noise, else the start values' own."""
+    start = cell.medians[START]
+    best = min(cell.medians, key=lambda way: cell.medians[way])
+    needed = start * (1 - max(spread, cell.spread))
+    return best if best != START and cell.medians[best] < needed else cell.start
+
+
+def lines(cells: list[Cell], spread: float, slot: int) -> list[str]:
+    """The table's lines: every size holds from half way (by factor) to its neighbours, and slots end where they end."""
+    text = []
+    for op in dict.fromkeys(cell.op for cell in cells):
+        mine = sorted((cell for cell in cells if cell.op == op), key=lambda cell: cell.nbytes)
+        if op == "all_to_all":
+            text.append(_line(op, "0-", *_for_all_sizes(mine, spread)))
+            continue
+        first = 0
+        for at, cell in enumerate(mine):
+            way = winner(cell, spread)
+            median = cell.medians.get(way, cell.medians[START])
+            last = None if at + 1 == len(mine) else _edge(cell.nbytes, mine[at + 1].nbytes, slot)
+            if last is None and way == "slots":
+                last = slot
+            text.append(_line(op, f"{first}-{'' if last is None else last}", way, median, cell.medians[START]))
+            first = (last or 0) + 1
+    return text
+
+
+def _line(op: str, sizes: str, way: str, median: float, start: float) -> str:
+    return f"{op}:{sizes}={way} {round(median * 1e9)} ns; start {round(start * 1e9)} ns"
+
+
+def _edge(low: int, high: int, slot: int) -> int:
+    return slot if low <= slot < high else math.isqrt(low * high)
+
+
+def _for_all_sizes(cells: list[Cell], spread: float) -> tuple[str, float, float]:
+    """One way for an operation whose size no rank knows: the best by the product of all sizes' ratios."""
+    common = set.intersection(*({*cell.medians} for cell in cells))
+
+    def ratio(way: str) -> float:
+        return math.prod(cell.medians[way] / cell.medians[START] for cell in cells) ** (1 / len(cells))
+
+    best = min(sorted(common), key=ratio)
+    way = best if ratio(best) < 1 - spread else START
+    middle = cells[len(cells) // 2]
+    return (middle.start if way == START else way), middle.medians[way], middle.medians[START]
+
+
+def _show(cells: list[Cell], spread: float) -> None:
+    print(f"A/A spread of equal groups: {spread * 100:.1f} % (nine of ten sizes)")
+    if spread > BUSY:
+        print("the machine was busy: only large differences could be seen. Measure again when nothing else runs")
+    for cell in cells:
+        way, start = winner(cell, spread), cell.medians[START]
+        median = cell.medians.get(way, start)
+        gain = "" if way == cell.start else f", {start / median:.2f}x"
+        size = explain.size_text(cell.nbytes)
+        print(
+            f"{cell.op:<15} {size:>8}  {way} {explain.time_text(median)} "
+            f"(start value {cell.start} {explain.time_text(start)}{gain})"
+        )
+
+
+# --------------------------------------------------------------------------------------------- processes and ranks
+
+
+def _run_ranks(budget: float, ranks: int, largest: int) -> list[Cell] | None:
+    from torch.distributed import TCPStore
+
+    limit = timedelta(seconds=SET_UP_SECONDS + 3 * budget)
+    store = TCPStore(LOOPBACK, 0, None, True, limit, wait_for_workers=False)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment.pop("SAGELLM_ALGORITHM", None)
+    words = [str(word) for word in (store.port, ranks, budget, largest)]
+    children = [
+        subprocess.Popen([sys.executable, "-m", "sagellm", "_tune_rank", str(rank), *words], env=environment)
+        for rank in range(ranks)
+    ]
+    deadline = time.monotonic() + limit.total_seconds()
+    try:
+        statuses = [child.wait(max(1.0, deadline - time.monotonic())) for child in children]
+    except (subprocess.TimeoutExpired, KeyboardInterrupt) as error:
+        print(f"sagellm tune: {type(error).__name__}; no table was written", file=sys.stderr)
+        return None
+    finally:
+        for child in children:
+            if child.poll() is None:
+                child.kill()
+                child.wait()
+    if any(statuses):
+        print(f"sagellm tune: the ranks ended with {statuses}; no table was written", file=sys.stderr)
+        return None
+    found = [Cell(**cell) for cell in json.loads(store.get("found"))]
+    if not found:
+        print("sagellm tune: the budget was too short for a single size; no table was written", file=sys.stderr)
+    return found or None
+
+
+def run_rank(rank: int, port: int, ranks: int, budget: float, largest: int) -> int:
+    """One rank of the measurement; rank 0's clock decides, and it leaves what was found in the store."""
+    import torch
+    import torch.distributed as dist
+
+    from sagellm import _load
+
+    torch.set_num_threads(1)
+    options = _load.extension().Options
+    limit = timedelta(seconds=SET_UP_SECONDS)
+    store = dist.TCPStore(LOOPBACK, port, None, False, limit)
+    begin = options(algorithm=f"*:0-={START}")
+    dist.init_process_group("sagellm", store=store, rank=rank, world_size=ranks, timeout=limit, pg_options=begin)
+    groups: dict[str, Any] = {START: dist.group.WORLD}
+
+    def group_for(way: str) -> Any:
+        if way not in groups:
+            rule = START if way == "again" else way
+            groups[way] = dist.new_group(backend="sagellm", pg_options=options(algorithm=f"*:0-={rule}"))
+        return groups[way]
+
+    cells = plan(ranks, largest)
+    bar = Bar(len(cells), visible=rank == 0)
+    found, started = [], time.monotonic()
+    for at, (op, nbytes, start, rivals) in enumerate(cells):
+        bar.show(at, f"{op} {explain.size_text(nbytes)}")
+        left = budget - (time.monotonic() - started)
+        share = _agreed(left / (len(cells) - at))
+        if share <= 0:
+            break
+        candidates = {way: group_for(way) for way in (START, "again", *rivals)}
+        medians = _measure(_call(op, nbytes, rank, ranks), candidates, share)
+        if medians is None:
+            continue
+        one, other = medians[START], medians.pop("again")
+        medians[START] = min(one, other)
+        found.append(Cell(op, nbytes, start, medians, abs(one - other) / min(one, other)))
+    bar.end()
+    if rank == 0:
+        store.set("found", json.dumps([asdict(cell) for cell in found]))
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+def _agreed(value: float) -> float:
+    """Rank 0's value, on all ranks."""
+    import torch
+    import torch.distributed as dist
+
+    shared = torch.tensor([value], dtype=torch.float64)
+    dist.broadcast(shared, src=0)
+    return float(shared.item())
+
+
+def _measure(call: Any, groups: dict[str, Any], seconds: float) -> dict[str, float] | None:
+    """Median seconds a call by way, each sample from the slowest rank; None where the time is too short to tell."""
+    import torch
+    import torch.distributed as dist
+
+    names = list(groups)
+    until = time.monotonic() + seconds
+    probe = time.perf_counter()
+    for name in names:  # also warms the caches and the pages of every group
+        call(groups[name])
+    once = _agreed(max(1e-6, (time.perf_counter() - probe) / len(names)))
+    calls = max(1, min(200, round(TURN_SECONDS / once)))
+    # Many ways at a large size may not fit into the time: then nothing is said about it.
+    if once * calls * len(names) * LEAST_ROUNDS > max(4 * seconds, 0.02):
+        return None
+    samples: list[list[float]] = []
+    again = True
+    while again:
+        turn = [0.0] * len(names)
+        order = range(len(names)) if len(samples) % 2 == 0 else reversed(range(len(names)))
+        for at in order:
+            group = groups[names[at]]
+            call(group)
+            began = time.perf_counter()
+            for _ in range(calls):
+                call(group)
+            turn[at] = (time.perf_counter() - began) / calls
+        samples.append(turn)
+        again = _agreed(float(len(samples) < LEAST_ROUNDS or time.monotonic() < until)) > 0
+    slowest = torch.tensor(samples, dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return {name: statistics.median(slowest[:, at].tolist()) for at, name in enumerate(names)}
+
+
+def _call(op: str, nbytes: int, rank: int, ranks: int) -> Any:
+    """A function of a group that runs the operation once on memory of its own."""
+    import torch
+    import torch.distributed as dist
+
+    def numbers(bytes_: int) -> torch.Tensor:
+        return torch.zeros(max(1, bytes_ // 4))
+
+    own = numbers(nbytes)
+    if op == "all_reduce":
+        return lambda group: dist.all_reduce(own, group=group)
+    if op == "broadcast":
+        return lambda group: dist.broadcast(own, src=0, group=group)
+    if op == "reduce":
+        return lambda group: dist.reduce(own, dst=0, group=group)
+    block = max(1, own.numel() // ranks)
+    if op == "all_gather":
+        every = own.new_zeros(own.numel() * ranks)
+        return lambda group: dist.all_gather_into_tensor(every, own, group=group)
+    if op == "gather":
+        parts = list(own.new_zeros(ranks, own.numel()).unbind()) if rank == 0 else None
+        return lambda group: dist.gather(own, parts, dst=0, group=group)
+    whole, part = own.new_zeros(block * ranks), own.new_zeros(block)
+    if op == "reduce_scatter":
+        return lambda group: dist.reduce_scatter_tensor(part, whole, group=group)
+    if op == "scatter":
+        given = list(whole.view(ranks, block).unbind()) if rank == 0 else None
+        return lambda group: dist.scatter(part, given, src=0, group=group)
+    other = torch.empty_like(whole)
+    return lambda group: dist.all_to_all_single(other, whole, group=group)
+
+
+class Bar:
+    """A progress bar on stderr where that is a terminal, and nothing elsewhere."""
+
+    WIDTH = 30
+
+    def __init__(self, total: int, visible: bool) -> None:
+        self.total, self.visible = total, visible and sys.stderr.isatty()
+
+    def show(self, done: int, what: str) -> None:
+        """Draws it anew: so many are done, and this is next."""
+        if self.visible:
+            full = self.WIDTH * done // max(1, self.total)
+            text = f"[{'#' * full}{'.' * (self.WIDTH - full)}] {done}/{self.total} {what}"
+            print(f"\r{text:<79}", end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Gives the line back."""
+        if self.visible:
+            print(f"\r{'':<79}\r", end="", file=sys.stderr, flush=True)
+
+
+# --------------------------------------------------------------------------------------------- the other commands
+
+
+def show_table(ranks: int) -> int:
+    """Prints every choice of a group of ``ranks`` ranks of this host."""
+    from sagellm import _load
+
+    rows = []
+    for line in _load.extension().table_without_group(ranks).splitlines():
+        name, _, value = line.partition("\t")
+        if name == "note":
+            print(f"measured table: {value}")
+        elif name == "rule":
+            print(f"rule: {value}")
+        else:
+            rows.append(value.split("|"))
+    print(f"\n{'op':<15} {'sizes':<20} {'way':<16} {'decided by':<16} measured")
+    for op, sizes, way, reason, nanoseconds in rows:
+        median = explain.seconds(nanoseconds)
+        print(f"{op:<15} {sizes:<20} {way:<16} {reason:<16} {'-' if median is None else explain.time_text(median)}")
+    return 0
+
+
+def show_explanation(op: str, nbytes: int, ranks: int, dtype: str) -> int:
+    """Prints why an operation would travel the way it would."""
+    print(explain.explain(op, nbytes, dtype=dtype, ranks=ranks))
+    return 0

@@ -1,0 +1,429 @@
+"""Why an operation travels the way it does: ``sagellm.explain`` and the rules it starts from.
+
+The core decides and explains; this file asks it and makes its lines readable.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+#: Numbers of the kinds, as in src/types.rs.
+KINDS = {
+    "all_reduce": 1,
+    "broadcast": 2,
+    "reduce": 3,
+    "all_gather": 4,
+    "gather": 5,
+    "scatter": 6,
+    "reduce_scatter": 7,
+    "all_to_all": 8,
+    "barrier": 9,
+    "send": 10,
+    "recv": 11,
+}
+#: Other names of the same operations.
+ALIASES = {
+    "allreduce": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "isend": "send",
+    "irecv": "recv",
+}
+#: Numbers of the element types, as in src/types.rs.
+DTYPES = {
+    "bool": 1,
+    "uint8": 2,
+    "int8": 3,
+    "uint16": 4,
+    "int16": 5,
+    "uint32": 6,
+    "int32": 7,
+    "uint64": 8,
+    "int64": 9,
+    "float16": 10,
+    "bfloat16": 11,
+    "float32": 12,
+    "float64": 13,
+    "complex32": 14,
+    "complex64": 15,
+    "complex128": 16,
+}
+#: How the path of tensors on a device begins.
+STAGED = "staged: from the device to host memory and back"
+UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A way that was not taken."""
+
+    #: As rules name it: "slots", "rounds(128KiB)".
+    way: str
+    #: Seconds by the cost model, or None where the operation cannot go this way.
+    predicted: float | None
+    why_not: str
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The operations that travelled together."""
+
+    #: How many, the operation itself included; 1 where it went alone.
+    operations: int
+    #: Numbers of the first and the last of them in the group. On one host some between them may have gone apart, and
+    #: messages, which have numbers of their own, may be among the operations.
+    first: int
+    last: int
+    #: Bytes that one rank gives to all of them together, where one way was chosen for all (between hosts); else None.
+    nbytes: int | None
+
+    def __str__(self) -> str:
+        if self.operations == 1:
+            return "alone"
+        if self.last - self.first + 1 == self.operations:
+            others = f"operations {self.first} to {self.last}"
+        elif self.first == self.last:
+            others = f"{self.operations - 1} others"
+        else:
+            others = f"{self.operations - 1} others, numbers {self.first} to {self.last}"
+        if self.nbytes is None:
+            return f"{others}, which ended in the same pass"
+        return f"{others}, one batch of {size_text(self.nbytes)}"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """How one operation travels, and why. ``str()`` of it is the same for people."""
+
+    #: "all_reduce", "broadcast", ...
+    op: str
+    #: Bytes that one rank gives: its block of an all_gather or gather, the whole input of a scatter or reduce_scatter;
+    #: 0 for a barrier, and for an all_to_all, whose sizes no rank knows alone.
+    nbytes: int
+    ranks: int
+    hosts: int
+    #: The way it goes: "slots", "rounds(512KiB)", "local copy", "message", or the delegate's name.
+    choice: str
+    #: One word for the reason, the same that the record of an operation keeps: "fits_slot", "measured", "override", ...
+    reason: str
+    #: The rule, measurement or start value that had the last word.
+    decided: str
+    #: What carries it, in words: shared memory of one host, a link between hosts, a local copy, a delegate.
+    path: str
+    #: Seconds by the cost model, or None where there is no model of it.
+    predicted: float | None
+    #: Median in seconds from the decision table, or None.
+    measured: float | None
+    #: What weaker sources would have chosen, strongest first.
+    overruled: list[str]
+    rejected: list[Alternative]
+    #: The decision table's file, or why there is none.
+    table: str
+    #: Choice and reason as one number: what was worked out now, and, for a past operation, what was recorded when it
+    #: set out (None for a hypothetical one, and before). They are equal.
+    code: int
+    recorded: int | None = None
+    #: Number of the operation in its group, for a past one.
+    sequence: int | None = None
+    #: With whom it travelled, for a past one; None while that is not known, and on one host where it failed.
+    batch: Batch | None = None
+    #: The tensors are on a device, and copies of them in host memory travel; see docs/devices.md.
+    staged: bool = False
+    #: For a coalesced call of several types: the other operations it consists of.
+    parts: list[Explanation] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        where = "one rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        where += f" on {self.hosts} hosts" if self.hosts > 1 else ""
+        size = "" if self.op in ("barrier", "all_to_all") else f" of {size_text(self.nbytes)}"
+        number = "" if self.sequence is None else f" number {self.sequence}"
+        lines = [f"{self.op}{number}{size} on {where}: {self.choice}", f"  decided by  {self.decided}"]
+        lines.append(f"  path        {self.path}")
+        if self.batch is not None:
+            lines.append(f"  together    {'with ' if self.batch.operations > 1 else ''}{self.batch}")
+        if self.measured is not None:
+            lines.append(f"  measured    {time_text(self.measured)}")
+        if self.predicted is not None:
+            lines.append(f"  predicted   {time_text(self.predicted)}")
+        lines += [f"  overruled   {what}" for what in self.overruled]
+        lines += [f"  not taken   {other.way}: {other.why_not}" for other in self.rejected]
+        lines.append(f"  table       {self.table}")
+        lines += [str(part) for part in self.parts]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class TopologyInfo:
+    """What the start rules of :func:`select_all_reduce_algorithm` ask about the devices of a job."""
+
+    #: Hosts that the devices are on.
+    hosts: int = 1
+    #: Every pair of devices is joined by NVLink, directly or through a switch.
+    full_nvlink: bool = False
+    #: Names of the devices, for people.
+    devices: tuple[str, ...] = ()
+
+    def is_fully_connected_nvlink(self) -> bool:
+        """True where no pair of devices has to go through PCIe or a network."""
+        return self.full_nvlink
+
+    @classmethod
+    def detect(cls, hosts: int = 1) -> TopologyInfo:
+        """Asks NVML about this host's GPUs where the driver is there; there is no NVLink otherwise."""
+        from sagellm.cli import topology
+
+        devices, full = topology.nvlink()
+        return cls(hosts=hosts, full_nvlink=full and hosts == 1, devices=tuple(devices))
+
+
+def size_text(nbytes: int) -> str:
+    """``64KiB`` for 65536; exact."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if nbytes and nbytes % unit == 0:
+            return f"{nbytes // unit}{name}"
+    return f"{nbytes} bytes"
+
+
+def time_text(seconds: float) -> str:
+    """``3.04 us`` or the like."""
+    for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if seconds >= unit:
+            return f"{seconds / unit:.2f} {name}"
+    return f"{seconds * 1e9:.0f} ns"
+
+
+def parse_size(text: str) -> int:
+    """Bytes of ``4096``, ``64KiB`` or ``1MiB``; a ValueError otherwise."""
+    stripped = text.strip()
+    digits = len(stripped) - len(stripped.lstrip("0123456789"))
+    number, unit = stripped[:digits], stripped[digits:].strip().lower()
+    if not number or unit not in UNITS:
+        raise ValueError(f"{text!r} is no size; expected a whole number, or one with B, KiB, MiB or GiB")
+    return int(number) * UNITS[unit]
+
+
+def kind_number(op: str) -> int:
+    """The core's number of an operation's name; a ValueError names those there are."""
+    name = ALIASES.get(op, op)
+    if name not in KINDS:
+        raise ValueError(f"sagellm explain: {op!r} is no operation; expected one of {', '.join(KINDS)}")
+    return KINDS[name]
+
+
+def dtype_number(dtype: torch.dtype | str | None) -> int:
+    """The core's number of an element type."""
+    name = "float32" if dtype is None else str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ValueError(f"sagellm explain: dtype={dtype} cannot be combined; expected one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def backend_of(group: Any = None) -> Any:
+    """The sagellm backend that serves CPU tensors of a group; None stands for the default one."""
+    import torch
+    import torch.distributed as dist
+
+    from sagellm import _load
+
+    extension = _load.extension()
+    group = dist.group.WORLD if group is None else group
+    if group is None:
+        raise ValueError("sagellm: there is no process group; make one first, or say ranks= for one that might be")
+    backend = group if isinstance(group, extension.SageBackend) else group._get_backend(torch.device("cpu"))
+    if not isinstance(backend, extension.SageBackend):
+        raise ValueError(f"sagellm: the group is served by {type(backend).__name__}, which sagellm did not make")
+    return backend
+
+
+def explain(
+    what: Any = None,
+    nbytes: int | None = None,
+    *,
+    dtype: torch.dtype | str | None = None,
+    group: Any = None,
+    ranks: int | None = None,
+    sequence: int | None = None,
+    device: torch.device | str = "cpu",
+) -> Explanation:
+    """Says how an operation travels, and why.
+
+    ``explain("all_reduce", nbytes, dtype=torch.float32, group=None)`` answers for one that might be called, in the
+    default group or another one, or with ``ranks=`` for a group of that many ranks of this host that need not exist.
+    ``nbytes`` are the bytes that one rank gives; ``device=`` says where the tensors are. ``explain(work)`` answers for
+    an operation that was called, by its Work, and ``explain(sequence=17, group=None)`` for a collective by its number
+    in the group, as long as it is among the last that the group remembers (1024 operations, or ``SAGELLM_RING``).
+
+    A ValueError where the operation, the type or the group is unknown, and where no operation has that number.
+    """
+    from sagellm import _load
+
+    if sequence is not None:
+        if not (what is None and nbytes is None and dtype is None and ranks is None):
+            raise ValueError("sagellm explain: sequence= names a past operation; only group= goes with it")
+        if sequence < 1:
+            raise ValueError(f"sagellm explain: sequence is {sequence}; the collectives of a group are counted from 1")
+        backend = backend_of(group)
+        return _read(backend._explain_number(sequence), delegate=_delegate_of(backend))
+    if isinstance(what, str):
+        if nbytes is None and ALIASES.get(what, what) not in ("barrier", "all_to_all"):
+            raise ValueError(f"sagellm explain: nbytes is missing; how large is the {what}?")
+        kind, size, number = kind_number(what), nbytes or 0, dtype_number(dtype)
+        if size < 0:
+            raise ValueError(f"sagellm explain: nbytes is {size}, expected 0 or more")
+        if ranks is not None:
+            if ranks < 1:
+                raise ValueError(f"sagellm explain: ranks is {ranks}, expected 1 or more")
+            if str(device).partition(":")[0] != "cpu":
+                raise ValueError(
+                    f"sagellm explain: device is {device}; only a group that exists knows how it serves one"
+                )
+            return _read(_load.extension().explain_without_group(kind, size, number, ranks))
+        backend = backend_of(group)
+        found = _read(backend._explain(kind, size, number), delegate=_delegate_of(backend))
+        where = str(device).partition(":")[0]
+        if where == "cpu":
+            return found
+        library = backend._device_library(where)
+        if library:
+            return _by_library(ALIASES.get(what, what), size, found.ranks, library)
+        return _staged(found, where, backend._device_reason(where))
+    if what is None:
+        raise ValueError("sagellm explain: name an operation and its bytes, or pass a Work or sequence=")
+    return _explain_work(what)
+
+
+def _by_library(
+    op: str, nbytes: int, ranks: int, library: str, decided: str = "", sequence: int | None = None, ran: str = ""
+) -> Explanation:
+    """For tensors on a device that its vendor's library carries."""
+    return Explanation(
+        op=op,
+        nbytes=nbytes,
+        ranks=ranks,
+        hosts=1,
+        choice=f"{library}: {ran}" if ran else library,
+        reason="vendor",
+        decided=decided or "tensors on a device go to the library of its vendor, which chooses the algorithm",
+        path=f"the library of the device's vendor, {library}",
+        predicted=None,
+        measured=None,
+        overruled=[],
+        rejected=[],
+        table="",
+        code=0,
+        recorded=None,
+        sequence=sequence,
+        batch=None,
+        staged=False,
+    )
+
+
+def _staged(found: Explanation, device: str, why: str) -> Explanation:
+    """The same for tensors on a device, which take this way through host memory."""
+    return replace(found, staged=True, path=f"{STAGED} ({device}: {why}), then {found.path}")
+
+
+def _explain_work(work: Any) -> Explanation:
+    from sagellm import _load
+
+    parts = [_read(text) for text in _load.extension().explain_work(work)]
+    if not parts:
+        raise ValueError(
+            f"sagellm explain: {type(work).__name__} is no operation of the engine: a delegate's operation, or one "
+            "that is made of others; explain(op, nbytes, group=...) says how the group is served"
+        )
+    fields = {**parts[0].__dict__, "parts": parts[1:]}
+    return Explanation(**fields)
+
+
+def _delegate_of(backend: Any) -> str:
+    return f"{backend.options.delegate or 'gloo'} (delegate)"
+
+
+def _read(text: str, delegate: str = "delegate") -> Explanation:
+    """Reads the core's ``name<TAB>value`` lines."""
+    found: dict[str, str] = {}
+    overruled, rejected = [], []
+    for line in text.splitlines():
+        name, _, value = line.partition("\t")
+        if name == "overruled":
+            overruled.append(value)
+        elif name == "rejected":
+            way, predicted, why = value.split("|", 2)
+            rejected.append(Alternative(way, seconds(predicted), why))
+        else:
+            found[name] = value
+    if "library" in found:
+        numbers = int(found["bytes"]), int(found["ranks"])
+        sequence = _whole(found.get("sequence", ""))
+        return _by_library(
+            found["op"], *numbers, found["library"], found["decided"], sequence=sequence, ran=found.get("ran", "")
+        )
+    served = found["reason"] == "delegated"
+    choice = delegate if served else found["choice"]
+    hosts = int(found["hosts"])
+    paths = {"local copy": "local copy, the group has one rank", "delegate": delegate}
+    shared = "shared memory of one host"
+    if hosts > 1:
+        shared = f"shared memory inside each of {hosts} hosts, a link between them"
+    path = paths.get(found["choice"], shared)
+    staged = "host_staged" in found
+    return Explanation(
+        op=found["op"],
+        nbytes=int(found["bytes"]),
+        ranks=int(found["ranks"]),
+        hosts=hosts,
+        choice=choice,
+        reason=found["reason"],
+        decided=found["decided"],
+        path=f"{STAGED}, then {path}" if staged else path,
+        predicted=seconds(found["predicted_ns"]),
+        measured=seconds(found["measured_ns"]),
+        overruled=overruled,
+        rejected=rejected,
+        table=found["table"],
+        code=int(found["code"]),
+        recorded=_whole(found.get("recorded", "")),
+        sequence=_whole(found.get("sequence", "")),
+        batch=_batch(found["batch"]) if "batch" in found else None,
+        staged=staged,
+    )
+
+
+def _batch(text: str) -> Batch:
+    operations, first, last, nbytes = text.split("|")
+    return Batch(int(operations), int(first), int(last), _whole(nbytes))
+
+
+def _whole(text: str) -> int | None:
+    return int(text) if text else None
+
+
+def seconds(nanoseconds: str) -> float | None:
+    """Seconds, or None for 0, which stands for unknown."""
+    return int(nanoseconds) / 1e9 or None
+
+
+def select_all_reduce_algorithm(data_size: int, num_devices: int, topology: TopologyInfo | None = None) -> str:
+    """The start rules for an all_reduce of ``data_size`` bytes over ``num_devices`` devices, where nothing is measured.
+
+    Below 1 MiB "recursive_doubling" where the number of devices is a power of two, else "ring". From 1 MiB "ring" where
+    all are joined by full NVLink, else "tree". "hierarchical" where they are on several hosts. The cost model, a
+    measured table and rules of the user overrule them; ``explain`` says when and why. A ValueError for a size below 0
+    or fewer devices than one.
+    """
+    topology = TopologyInfo() if topology is None else topology
+    if data_size < 0 or num_devices < 1:
+        raise ValueError(
+            f"sagellm: data_size is {data_size} and num_devices {num_devices}; expected 0 or more and 1 or more"
+        )
+    if topology.hosts > 1:
+        return "hierarchical"
+    if data_size < 1 << 20:
+        return "recursive_doubling" if num_devices & (num_devices - 1) == 0 else "ring"
+    return "ring" if topology.is_fully_connected_nvlink() else "tree"

@@ -1,0 +1,246 @@
+"""The statistics in other programs' formats: Prometheus text, Chrome trace JSON, TensorBoard scalars."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from sagellm.observe import stats
+
+#: Bounds of the exported histogram in nanoseconds, 1 us to 17 s by powers of four; buckets of the core end there.
+BOUNDS = [1 << power for power in range(10, 36, 2)]
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def _label(text: object) -> str:
+    return str(text).replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+class _Lines:
+    """Metrics in the text format: every name once, with its help and type, its samples behind it."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, tuple[str, str, list[str]]] = {}
+
+    def add(self, name: str, kind: str, text: str, labels: dict[str, object], value: float, suffix: str = "") -> None:
+        each = ",".join(f'{key}="{_label(label)}"' for key, label in labels.items())
+        samples = self.names.setdefault(name, (kind, text, []))[2]
+        samples.append(f"{name}{suffix}{{{each}}} {value!r}")
+
+    def text(self) -> str:
+        parts = []
+        for name, (kind, text, samples) in self.names.items():
+            parts += [f"# HELP {name} {text}", f"# TYPE {name} {kind}", *samples]
+        return "\n".join(parts) + "\n" if parts else ""
+
+
+#: Sums of a cell: name of the metric, key in the core's JSON, divisor, help.
+SUMS = (
+    ("operations_total", "count", 1, "Calls that ended well."),
+    ("failed_operations_total", "failed", 1, "Calls that failed."),
+    ("bytes_total", "bytes", 1, "Payload of the calls."),
+    ("waiting_seconds_total", "waiting", 1e9, "Time in operations that waited for peers."),
+    ("copying_seconds_total", "copying", 1e9, "Time spent copying, where it is measured."),
+    ("reducing_seconds_total", "reducing", 1e9, "Time spent reducing, where it is measured."),
+)
+
+
+def prometheus_text(group: Any = "all") -> str:
+    """The statistics of this rank in Prometheus' text format 0.0.4; ``group`` as for ``get_stats``.
+
+    All counters run from the making of the group, or from ``reset_stats``, which a scraper sees as a restart.
+    """
+    lines = _Lines()
+    for member in stats.members(group):
+        raw = json.loads(member.backend._stats())
+        base: dict[str, object] = {"group": member.name, "rank": raw["rank"]}
+        by_path: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        for cell in raw["cells"]:
+            by_path.setdefault((cell["kind"], cell["path"]), []).append(cell)
+        for (kind, path), cells in sorted(by_path.items()):
+            labels = {**base, "op": kind, "path": path}
+            for name, key, divisor, text in SUMS:
+                total = sum(cell[key] for cell in cells)
+                lines.add(f"sagellm_{name}", "counter", text, labels, total if divisor == 1 else total / divisor)
+            _histogram(lines, labels, cells)
+        fused = raw["fused"]
+        lines.add("sagellm_fused_batches_total", "counter", "Batches of operations.", base, fused["batches"])
+        lines.add("sagellm_fused_operations_total", "counter", "Operations in batches.", base, fused["ops"])
+        for peer, (_, total, _) in enumerate(raw["waits"]):
+            if peer != raw["rank"]:
+                text = "Time that this rank waited for the peer that came last."
+                lines.add("sagellm_waited_for_seconds_total", "counter", text, {**base, "peer": peer}, total / 1e9)
+    return lines.text()
+
+
+def _histogram(lines: _Lines, labels: dict[str, object], cells: list[dict[str, Any]]) -> None:
+    name, text = "sagellm_operation_seconds", "Time from issue to end."
+    times = stats.merged_times(cells)
+    for bound in BOUNDS:
+        count = sum(count for end, count in times if end <= bound)
+        lines.add(name, "histogram", text, {**labels, "le": repr(bound / 1e9)}, count, "_bucket")
+    total = sum(count for _, count in times)
+    lines.add(name, "histogram", text, {**labels, "le": "+Inf"}, total, "_bucket")
+    lines.add(name, "histogram", text, labels, sum(cell["took"] for cell in cells) / 1e9, "_sum")
+    lines.add(name, "histogram", text, labels, total, "_count")
+
+
+def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
+    """Readers see the old file or the whole new one."""
+    target = Path(path)
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def write_prometheus(path: str | os.PathLike[str], group: Any = "all") -> None:
+    """Writes ``prometheus_text`` to a file at once, as a node exporter's textfile collector needs it."""
+    write_atomically(path, prometheus_text(group).encode())
+
+
+class Endpoint:
+    """A small HTTP server on a thread of its own; ``close`` ends it, and so does the end of the process."""
+
+    def __init__(self, host: str, port: int, text: Callable[[], str]) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                if self.path.split("?")[0] not in ("/", "/metrics"):
+                    self.send_error(404)
+                    return
+                body = text().encode()
+                self.send_response(200)
+                self.send_header("Content-Type", CONTENT_TYPE)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                """Silent: a scrape every few seconds is no news."""
+
+        self._server = ThreadingHTTPServer((host, port), Handler)
+        self._server.daemon_threads = True
+        self.host = host
+        self.port: int = self._server.server_address[1]
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/metrics"
+        self._thread = threading.Thread(target=self._server.serve_forever, name="sagellm-prometheus", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stops answering. Calling it again does nothing."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def __enter__(self) -> Endpoint:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def serve_prometheus(port: int = 0, host: str = "127.0.0.1", group: Any = "all") -> Endpoint:
+    """Serves ``prometheus_text`` over HTTP at ``/metrics``; port 0 takes a free one, ``Endpoint.port`` says which.
+
+    Anyone who reaches ``host`` may read it; there is no password. OSError where the port is taken.
+    """
+    return Endpoint(host, port, lambda: prometheus_text(group))
+
+
+def _events(member: stats.Member, row: int) -> list[dict[str, Any]]:
+    """The group's records as complete events, on as many lanes as ran at once."""
+    raw = json.loads(member.backend._stats())
+    offset, rank = raw["wall"] - raw["now"], raw["rank"]
+    busy: list[int] = []  # for each lane the end of its last operation
+    events: list[dict[str, Any]] = []
+    for record in sorted(json.loads(member.backend._records()), key=lambda record: record["issued"]):
+        end = record["ended"] or raw["now"]
+        lane = next((lane for lane, free in enumerate(busy) if free <= record["issued"]), len(busy))
+        if lane == len(busy):
+            busy.append(0)
+        busy[lane] = end
+        details = (
+            "number",
+            "read",
+            "written",
+            "dtype",
+            "op",
+            "path",
+            "reason",
+            "state",
+            "tensors",
+            "root",
+            "tag",
+            "late",
+            "together",
+            "first",
+            "last",
+        )
+        events.append(
+            {
+                "ph": "X",
+                "cat": "sagellm",
+                "name": f"sagellm:{record['kind']}",
+                "pid": rank,
+                "tid": row + lane,
+                "ts": (record["issued"] + offset) / 1e3,
+                "dur": max(end - record["issued"], 0) / 1e3,
+                "args": {
+                    **{name: record[name] for name in details},
+                    **{f"{name}_us": record[name] / 1e3 for name in ("waiting", "copying", "reducing")},
+                },
+            }
+        )
+    named: dict[str, Any] = {"ph": "M", "pid": rank}
+    names = [{**named, "name": "process_name", "args": {"name": f"rank {rank}"}}]
+    for lane in range(len(busy)):
+        title = f"group {member.name}" + (f", {lane + 1}" if lane else "")
+        names.append({**named, "name": "thread_name", "tid": row + lane, "args": {"name": title}})
+    return names + events
+
+
+def write_trace(path: str | os.PathLike[str], group: Any = "all") -> None:
+    """Writes the last operations of this rank as Chrome trace JSON, which Perfetto and chrome://tracing open.
+
+    One row a group and as many lanes as operations ran at once; times are of the wall clock, so the files of several
+    ranks of a host lie over one another. ``group`` as for ``get_stats``.
+    """
+    events: list[dict[str, Any]] = []
+    for at, member in enumerate(stats.members(group)):
+        events += _events(member, at * 1000)
+    write_atomically(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}).encode())
+
+
+def log_to_tensorboard(writer: Any, step: int, group: Any = "all") -> None:
+    """Adds the statistics of this rank to a ``torch.utils.tensorboard.SummaryWriter`` as scalars of this step.
+
+    Only ``writer.add_scalar(name, value, step)`` is used. Kinds that were never called are left out.
+    """
+    for member in stats.members(group):
+        told = stats.get_stats(member.group)
+        top = f"sagellm/{member.name}"
+        for name in ("total_bytes", "avg_latency_ms", "fused_batches", "fused_ops", "failed_count"):
+            writer.add_scalar(f"{top}/{name}", told[name], step)
+        for kind, op in told["ops"].items():
+            if op["count"] == 0:
+                continue
+            for name in ("count", "bytes", "waiting_ms", "busbw_gbs"):
+                writer.add_scalar(f"{top}/{kind}/{name}", op[name], step)
+            for name in ("p50_ms", "p99_ms"):
+                writer.add_scalar(f"{top}/{kind}/{name}", op["latency"][name], step)
+        for peer, wait in told["waits"].items():
+            writer.add_scalar(f"{top}/waited_for_ms/{peer}", wait["total_ms"], step)
