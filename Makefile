@@ -40,7 +40,7 @@ test-quick: $(built) $(installed_dev) ## the part for daily work (under 3 minute
 test-long: $(built) $(installed_dev) ## the many-times runs
 	@$(python) .ci/totals long
 
-test-gpu: built-gpu ## tests on an NVIDIA GPU (under 8 minutes; fails if there is none; see docs/benchmarks.md)
+test-gpu: built-gpu ## tests on an NVIDIA GPU (under 8 minutes; fails if there is none; see benchmarks/README.md)
 	@$(gpu_run) .ci/totals gpu
 
 bench-gpu: built-gpu ## host time a call against torch's nccl on an NVIDIA GPU; results below out/
