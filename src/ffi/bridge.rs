@@ -781,7 +781,7 @@ fn device_packs(bytes: usize) -> bool {
 }
 
 fn save_table(ranks: u32, made: &str, lines: &str) -> std::result::Result<String, String> {
-    guarded(|| crate::select::file::make(ranks as usize, made, lines))
+    guarded(|| crate::select::table::make(ranks as usize, made, lines))
 }
 
 fn at_exit() {

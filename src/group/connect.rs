@@ -88,7 +88,7 @@ impl Group {
             return Err(Error::Invalid(format!("sagellm: rank {} of a group of {} ranks", config.rank, config.size)));
         }
         // The user's rules are refused here, before anything is sent.
-        let own = select::file::decide(&config.algorithm, config.size, SLOT_BYTES, config.rank == 0)?;
+        let own = select::policy::decide(&config.algorithm, config.size, SLOT_BYTES, config.rank == 0)?;
         if config.size == 1 {
             let engine = config.delegate_reason.clone().map_or(Engine::Solo, Engine::Delegate);
             return Ok(Group::build(config, engine, None, Vec::new(), Agreed::on(own), host));

@@ -36,7 +36,7 @@ pub(super) fn agreed(config: &Config, own: &Policy, sent: &str) -> Result<Policy
 
 /// Shape and policy of a group of `ranks` ranks on this host, were it made now by a rank 0 here.
 fn without_group(ranks: usize, algorithm: &str) -> Result<(Shape, Policy)> {
-    let policy = select::file::decide(algorithm, ranks, SLOT_BYTES, true)?;
+    let policy = select::policy::decide(algorithm, ranks, SLOT_BYTES, true)?;
     let cores = topology::usable_cores();
     if ranks == 1 {
         return Ok((Shape { ranks, hosts: 1, cores, slot_bytes: 0, stage_bytes: 0 }, policy));

@@ -45,8 +45,8 @@ use crate::op::overlap::Reach;
 use crate::op::{Company, Op};
 use crate::select::explain;
 use crate::select::explain::Explanation;
-use crate::select::hosts;
-use crate::select::hosts::{Hosts, HostsChoice, LinkFacts, Menu};
+use crate::select::inter;
+use crate::select::inter::{Hosts, HostsChoice, LinkFacts, Menu};
 use crate::select::{Asked, Policy, Shape};
 use crate::types::{Kind, ReduceOp, Request, Span};
 
@@ -132,7 +132,6 @@ impl Hierarchical {
                 least_ranks: place.fewest(),
                 link: facts,
                 strict: settings.strict,
-                full_nvlink: false,
             },
             menu: Menu::new(place.hosts.len()),
             policy,
@@ -316,7 +315,7 @@ impl Shared {
             Kind::Broadcast => (sum(&request.inputs).max(sum(&request.outputs)), None),
             _ => (sum(&request.inputs), None),
         };
-        let class = class.filter(|_| bytes as u64 <= hosts::SMALL);
+        let class = class.filter(|_| bytes as u64 <= inter::SMALL);
         let cut = matches!(request.kind, Kind::AllReduce | Kind::Reduce | Kind::Broadcast) && class.is_none();
         let alone = || self.choice(Asked::of(request, self.place.ranks()), false);
         let segments = if cut { alone().segments } else { 1 };
@@ -325,7 +324,7 @@ impl Shared {
 
     /// How one operation goes, or several that go together: a function of what all ranks share.
     fn choice(&self, asked: Asked, batched: bool) -> HostsChoice {
-        hosts::between_hosts(asked, batched, &self.hosts, &self.menu, &self.policy)
+        inter::between_hosts(asked, batched, &self.hosts, &self.menu, &self.policy)
     }
 
     /// Chooses the way of a batch and notes it, so that each operation knows how and with whom it went.
