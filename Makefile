@@ -12,7 +12,7 @@ registered := .venv/.stamp-registered
 built := .venv/.stamp-built
 # torch itself is a source of the build: another version needs another extension.
 torch := $(wildcard .venv/lib/python3.*/site-packages/torch/version.py)
-sources := Cargo.toml $(wildcard Cargo.lock) build.rs setup.py $(shell find src cpp -name '*.rs' -o -name '*.[ch]pp') \
+sources := Cargo.toml $(wildcard Cargo.lock) build.rs setup.py $(shell find src nccl-sys/src cpp -name '*.rs' -o -name '*.[ch]pp') \
     $(torch)
 
 # The machine with the GPU may have torch in another Python, and no cargo: then SAGELLM_PREBUILT names what `make
@@ -58,7 +58,7 @@ lint: $(installed_dev) ## formatters and linters, warnings denied
 	@.ci/lint
 
 format: $(installed_dev) ## let the formatters rewrite the sources
-	cargo fmt
+	cargo fmt --all
 	cargo fmt --manifest-path tests/simulators/Cargo.toml
 	$(python) -m ruff format .
 	$(python) -m ruff check --fix .

@@ -104,7 +104,7 @@ def core_digest() -> str:
     """Changes with every source of the Rust core."""
     digest = hashlib.sha256()
     ours = [ROOT / "Cargo.toml", ROOT / "Cargo.lock", ROOT / "build.rs", ROOT / "cpp" / "host" / "host.hpp"]
-    for path in [*ours, *sorted((ROOT / "src").rglob("*.rs"))]:
+    for path in [*ours, *sorted((ROOT / "src").rglob("*.rs")), *sorted((ROOT / "nccl-sys" / "src").rglob("*.rs"))]:
         digest.update(str(path.relative_to(ROOT)).encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()
