@@ -51,7 +51,6 @@
 
 pub mod communicator;
 mod launch;
-pub mod levels;
 pub mod libs;
 pub mod lowering;
 mod runtime;
