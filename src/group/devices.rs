@@ -11,10 +11,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
 use super::Group;
-use super::pairs::Pairs;
 use crate::config;
 use crate::engine::device::libs::nccl::{profiler, tuner};
 use crate::engine::device::lowering::Capabilities;
+use crate::engine::device::pairs::Pairs;
 use crate::engine::device::{
     Api, Asked, Call, Communicator, Event, GoOn, Hints, Job, Launched, Message, Recipe, Runtime, SPARES_CAPTURES,
     Setup, Split, Stream, Vendor, launch, open, open_runtime, recipe,

@@ -53,6 +53,7 @@ pub mod communicator;
 mod launch;
 pub mod libs;
 pub mod lowering;
+pub mod pairs;
 mod runtime;
 
 use std::sync::Arc;
