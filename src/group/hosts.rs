@@ -24,15 +24,7 @@ use crate::progress::driver::Outcome;
 use crate::select::Policy;
 use crate::types::{Request, Span};
 
-impl Group {
-    /// Who lives where, in a group over several hosts that its own engine serves.
-    pub(super) fn place(&self) -> Option<Place> {
-        match &self.lock().engine {
-            Engine::Hosts(setup) => Some(setup.place.clone()),
-            _ => None,
-        }
-    }
-}
+impl Group {}
 
 /// What is known before the link is there.
 pub(super) struct Setup {

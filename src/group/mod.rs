@@ -5,8 +5,7 @@
 //! own. The first fault poisons the group, here and on the peers: everything pending and later fails with it.
 //!
 //! `connect` is how a group begins, `check` refuses what does not fit together, `faults` finds who is missing and says so, `monitored` is the barrier
-//! that names who is missing, `pairs` is how two ranks agree to make a communicator for their messages, `report` is
-//! what the statistics tell.
+//! that names who is missing, `report` is what the statistics tell.
 
 mod check;
 mod connect;
@@ -15,7 +14,6 @@ mod explain;
 mod faults;
 mod hosts;
 mod monitored;
-pub mod pairs;
 mod report;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};

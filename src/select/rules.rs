@@ -8,7 +8,6 @@
 //! range  = from "-" [ to ]                both ends belong to it; without `to` it has no upper end
 //! way    = start                          what is chosen where nobody says anything and nothing is measured
 //!        | slots | rounds "(" chunk ")"   inside one host
-//!        | hierarchical                  devices of several hosts: inside each host, between hosts, inside again
 //!        | algorithm [ "(" [ "leaders=" count ] [ "," ] [ "segment=" size ] ")" ]      between hosts
 //! sizes  = whole numbers, or with a unit: 4096, 64KiB, 1MiB
 //! ```
@@ -35,8 +34,6 @@ pub enum Way {
     Rounds {
         chunk: usize,
     },
-    /// By a vendor's library, inside each host and between them (`engine/device/levels.rs`). CPU tensors always go so.
-    Hierarchical,
     /// Between hosts; what is not said stays as it would be.
     Hosts {
         algorithm: Algorithm,
@@ -112,9 +109,6 @@ impl Rule {
             Some(Kind::AllToAll) if (from, to) != (0, u64::MAX) => {
                 Err("no rank knows all the sizes of an all_to_all, so its range must be 0-".into())
             }
-            Some(kind) if way == Way::Hierarchical && kind != Kind::AllReduce => {
-                Err("only an all_reduce can be made hierarchical".into())
-            }
             Some(kind) if matches!(way, Way::Hosts { algorithm, .. } if !algorithm.serves(kind)) => {
                 Err(format!("there is no such schedule for {kind}"))
             }
@@ -162,7 +156,6 @@ impl Way {
         match (name, argument) {
             ("start", None) => Ok(Way::Start),
             ("slots", None) => Ok(Way::Slots),
-            ("hierarchical", None) => Ok(Way::Hierarchical),
             ("rounds", Some(chunk)) => {
                 let bytes = parse_size(chunk).and_then(|bytes| usize::try_from(bytes).ok());
                 match bytes {
@@ -175,10 +168,9 @@ impl Way {
             ("rounds", None) => Err("rounds need their chunk, as in rounds(128KiB)".into()),
             _ => match Algorithm::from_name(name) {
                 Some(algorithm) => parse_between(algorithm, argument.unwrap_or("")),
-                None => Err(format!(
-                    "{text:?} is no way; expected start, slots, rounds(CHUNK), hierarchical or one of {}",
-                    algorithms()
-                )),
+                None => {
+                    Err(format!("{text:?} is no way; expected start, slots, rounds(CHUNK) or one of {}", algorithms()))
+                }
             },
         }
     }
@@ -212,7 +204,6 @@ impl fmt::Display for Way {
         match self {
             Way::Start => f.write_str("start"),
             Way::Slots => f.write_str("slots"),
-            Way::Hierarchical => f.write_str("hierarchical"),
             Way::Rounds { chunk } => write!(f, "rounds({})", size_text(*chunk as u64)),
             Way::Hosts { algorithm, leaders, segment } => {
                 let leaders = leaders.map(|count| format!("leaders={count}"));

@@ -50,9 +50,9 @@
 
 pub mod communicator;
 mod launch;
-pub mod levels;
 pub mod libs;
 pub mod lowering;
+pub mod pairs;
 mod runtime;
 
 use std::sync::Arc;

@@ -71,7 +71,6 @@ pub fn capabilities() -> Capabilities {
         gather: true,
         scatter: true,
         all_to_all_v: false,
-        blocks_in_place: true,
         reduce_spoils: false,
         group: true,
         split: true,
