@@ -1,5 +1,5 @@
-// The backend as an object: made, timed, watched, ended. The calls that move data are in collectives.cpp, groups made
-// out of this one in parts.cpp.
+// The backend as an object: made, timed, watched, ended. The calls that move data are in collectives.cpp and
+// dispatch.cpp, groups made out of this one in split_shrink.cpp.
 #include "c10d/backend.hpp"
 
 #include <ATen/DeviceAccelerator.h>
@@ -22,15 +22,6 @@ std::string first_reason(const SageBackend::Options& options) {
   if (options.engine == "auto") return {};
   if (options.engine == "delegate") return "the option engine=\"delegate\" asks for it";
   value_error("init", c10::str("the option engine is \"", options.engine, "\", expected \"auto\" or \"delegate\""));
-}
-
-// The nearest of c10d's for a call that a delegate carries out.
-c10d::OpType op_type(Kind kind) {
-  using c10d::OpType;
-  constexpr OpType kTypes[] = {OpType::UNKNOWN,   OpType::ALLREDUCE, OpType::BROADCAST, OpType::REDUCE,
-                               OpType::ALLGATHER, OpType::GATHER,    OpType::SCATTER,   OpType::REDUCE_SCATTER,
-                               OpType::ALLTOALL,  OpType::BARRIER,   OpType::SEND,      OpType::RECV};
-  return kTypes[static_cast<size_t>(kind)];
 }
 
 // A text of the core, or its error as an exception.
@@ -307,29 +298,6 @@ SageBackend::WorkPtr SageBackend::endCoalescing() {
   return c10::make_intrusive<JoinedWork>(getRank(), std::move(content.works));
 }
 
-SageBackend::WorkPtr SageBackend::counted(Foreign call, const std::function<WorkPtr(c10d::Backend&)>& hand_over) {
-  if (HostCall* staged = HostCall::take()) {
-    call.host_staged = true;
-    return staged->submit([&] { return counted(call, hand_over); }, op_type(static_cast<Kind>(call.kind)));
-  }
-  const auto other = delegate();
-  // Shared because the future's callback must be copyable.
-  const auto note = std::make_shared<rust::Box<RustForeign>>(group_->foreign(call));
-  WorkPtr work = hand_over(*other);
-  c10::intrusive_ptr<c10::ivalue::Future> future;
-  try {
-    if (work) future = work->getFuture();
-  } catch (const std::exception&) {
-    // Not every work of every backend has one: gloo's sends and receives do not.
-  }
-  if (!future) {
-    (*note)->ended(true, false);
-    return work;
-  }
-  future->addCallback([note](c10::ivalue::Future& ended) { (*note)->ended(!ended.hasError(), true); });
-  return work;
-}
-
 void SageBackend::enableCollectivesTiming() {
   if (delegated()) return delegate()->enableCollectivesTiming();
   events_->enable_timing();
@@ -370,79 +338,5 @@ void SageBackend::unregisterCompletionHook(int64_t id) {
   events_->remove_completion_hook(id);
 }
 #endif
-
-SageBackend::WorkPtr SageBackend::submit(Plan& plan, const Label& label, TensorView inputs, TensorView outputs,
-                                         bool async) {
-  if (HostCall* staged = HostCall::take()) {
-    Plan* one = &plan;
-    return staged->submit(one, label, outputs, async);
-  }
-  Plan* one = &plan;
-  if (C10_UNLIKELY(spans_hosts_)) follow_messages(one);
-  if (region_.open()) {
-    // Not waited for here, whatever the call says.
-    WorkPtr work = submit_async(one, label, inputs, outputs, true);
-    region_.add(work);
-    return async ? work : nullptr;
-  }
-  if (async || has_listeners()) return submit_async(one, label, inputs, outputs, async);
-  run(plan, label, inputs);
-  return nullptr;
-}
-
-SageBackend::WorkPtr SageBackend::submit_all(std::vector<Plan>& plans, const Label& label, TensorView inputs,
-                                             TensorView outputs, bool async) {
-  if (plans.size() == 1) return submit(plans[0], label, inputs, outputs, async);
-  c10::SmallVector<Plan*, 4> all;
-  for (Plan& plan : plans) all.push_back(&plan);
-  if (HostCall* staged = HostCall::take()) return staged->submit(all, label, outputs, async);
-  if (C10_UNLIKELY(spans_hosts_)) follow_messages(all);
-  if (region_.open()) {
-    WorkPtr work = submit_async(all, label, inputs, outputs, true);
-    region_.add(work);
-    return async ? work : nullptr;
-  }
-  return submit_async(all, label, inputs, outputs, async);
-}
-
-void SageBackend::run(Plan& plan, const Label& label, TensorView inputs) {
-  Graveyard::instance().drain();
-  CallbackPool::about_to_block();
-  const std::unique_ptr<Trace> trace = Trace::start(label.title, inputs);
-  plan.call.sync = true;
-  // The caller's frame keeps the tensors; only staged copies need to hear of the operation.
-  std::shared_ptr<Pending> pending;
-  if (plan.call.staged) pending = std::make_shared<Pending>(nullptr, Tensors(), plan);
-  try {
-    plan.run(*group_, pending);
-  } catch (const c10::DistBackendError&) {
-    events_->call_abort_hooks();
-    throw;
-  }
-  if (trace) trace->end();
-  if (pending && !pending->copy_error().empty()) raise(pending->copy_error());
-}
-
-SageBackend::WorkPtr SageBackend::submit_async(c10::ArrayRef<Plan*> plans, const Label& label, TensorView inputs,
-                                               TensorView outputs, bool async) {
-  Graveyard::instance().drain();
-  auto work =
-      c10::make_intrusive<OpWork>(getRank(), label.type, outputs.vec(), events_, Trace::start(label.title, inputs));
-  size_t issued = 0;
-  try {
-    for (Plan* plan : plans) {
-      work->add(*group_, *plan, issued == 0 ? inputs.vec() : Tensors());
-      ++issued;
-    }
-  } catch (const std::exception&) {
-    // What was issued ends by itself, and nobody will wait for it; those who watch works hear of the failure.
-    work->seal("Vsagellm: the call could not be issued");
-    throw;
-  }
-  work->seal();
-  // Returned all the same: who watches works finds this one by it.
-  if (!async) work->wait(kNoTimeout);
-  return work;
-}
 
 }  // namespace sagellm

@@ -1,5 +1,5 @@
-// The c10d backend: each override checks its call, lowers it to one plain request and hands that to the core. It
-// decides nothing.
+// The c10d backend: each override describes its call, which is then checked, lowered to one plain request and handed to
+// whoever carries it (dispatch.cpp).
 //
 // The overrides carry c10d's old names, which every supported torch has; where the newer ones exist they forward here.
 // What a virtual function of c10d::Backend does that is not overridden below (a test reads these lines):
@@ -38,7 +38,7 @@
 #include "compat.hpp"
 #include "device/staging.hpp"
 #include "host/link.hpp"
-#include "lower/plan.hpp"
+#include "lower/call.hpp"
 #include "work/work.hpp"
 
 namespace sagellm {
@@ -188,55 +188,56 @@ class SageBackend final : public c10d::Backend {
 #endif
 
  private:
-  // Calls itself with copies in host memory and carries them out.
-  friend class HostCall;
   friend class VendorDevices;
   using TensorView = c10::ArrayRef<at::Tensor>;
 
-  // The last step of every override. Synchronous calls are finished here, on this thread, and return no Work: c10d
-  // takes that for "done", and it is the cheapest path. `inputs` are kept alive until an asynchronous call has ended;
-  // `outputs` are its result.
-  WorkPtr submit(Plan& plan, const Label& label, TensorView inputs, TensorView outputs, bool async);
-  // The same for a list whose types differ: one operation per run of equal types, one Work for all.
-  WorkPtr submit_all(std::vector<Plan>& plans, const Label& label, TensorView inputs, TensorView outputs, bool async);
-  WorkPtr submit_async(c10::ArrayRef<Plan*> plans, const Label& label, TensorView inputs, TensorView outputs,
-                       bool async);
+  // The last step of every override. A synchronous call is finished on this thread and returns no Work: c10d takes that
+  // for "done", and it is the cheapest path.
+  WorkPtr dispatch(CallDesc& call, CallDesc::Delegate delegate);
+  // The four ways.
+  WorkPtr on_cpu(const CallDesc& call);
+  WorkPtr by_vendor(const CallDesc& call, c10::Device device, VendorDevices& vendor);
+  WorkPtr through_host(const CallDesc& call, c10::Device device);
+  // Has the call counted as well: until its future completes, where there is one, which is before anyone who waits goes
+  // on.
+  WorkPtr by_delegate(const CallDesc& call, bool host_staged = false);
+
+  // Hands the requests of a call to the core. Its inputs are kept alive until an asynchronous call has ended.
+  WorkPtr submit(Plans& plans, const CallDesc& call);
+  WorkPtr submit_async(Plans& plans, const CallDesc& call, bool async);
   void run(Plan& plan, const Label& label, TensorView inputs);
-
-  WorkPtr allreduce_coo(at::Tensor& tensor, const c10d::AllreduceOptions& opts);
-  WorkPtr receive(Tensors& tensors, uint32_t source, int tag, const Label& label, const char* op);
-
-  // Hands a call to the delegate, and has it counted: until its future completes, where there is one, which is before
-  // anyone who waits goes on.
-  WorkPtr counted(Foreign call, const std::function<WorkPtr(c10d::Backend&)>& hand_over);
+  void issue(OpWork& work, Plans& plans, Tensors keep);
+  // `host` is `call` with copies in host memory.
+  WorkPtr submit_staged(Plans& plans, const CallDesc& call, const CallDesc& host,
+                        const std::shared_ptr<Transfer>& transfer);
+  WorkPtr through_host_by_delegate(const CallDesc& call, const CallDesc& host, c10::Device device,
+                                   std::vector<Transfer::Pair> pairs);
 
   // Collectives that the core does not know as a whole, or not at all: a barrier ends behind them.
   WorkPtr beside(WorkPtr work);
   std::vector<WorkPtr> pending_beside();
-  WorkPtr barrier_behind(std::vector<WorkPtr> earlier, const c10d::BarrierOptions& opts);
+  WorkPtr barrier_behind(std::vector<WorkPtr> earlier, const CallDesc& call);
+  WorkPtr allreduce_coo(const CallDesc& call);
   // Hands a message to the delegate. In a group over several hosts the lanes, which carry its collectives, do not see
   // it: it waits for those before it that use its memory, and those after it wait for it (`follow_messages`). Here, at
   // issue: the delegate could not be told to begin later.
-  WorkPtr delegate_message(Foreign call, const Tensors& tensors,
-                           const std::function<WorkPtr(c10d::Backend&)>& hand_over);
-  void follow_messages(c10::ArrayRef<Plan*> plans);
+  WorkPtr delegate_message(const CallDesc& call);
+  void follow_messages(c10::ArrayRef<Plan> plans);
   // Waits for the messages that read or write `memory`, where either side writes.
   void follow_messages(const Piece& memory, bool writes);
 
-  // Somebody listens for the end of works: then synchronous calls have one, too.
-  // Over what serves the group's CPU tensors.
-  WorkPtr barrier_of_hosts(const c10d::BarrierOptions& opts);
   // A barrier also comes behind the collectives of this rank on devices: torch does not say for which device one is
   // meant unless the caller names its number.
   WorkPtr behind_devices(WorkPtr work, bool async);
-  // A batch of messages on a device may have some of this rank for itself.
-  bool sends_to_itself() const { return HostCall::by_vendor() && region_.open(); }
+  // Somebody listens for the end of works: then synchronous calls have one, too.
   bool has_listeners() const { return events_->has_work_hook() || events_->has_completion_hooks(); }
 
-  // Both not for a call whose tensors are on a device and go to its vendor's library.
-  bool delegated() const { return C10_UNLIKELY(!delegate_reason_.empty()) && !HostCall::by_vendor(); }
+  // These say who carries tensors in the CPU's memory.
+  bool delegated() const { return C10_UNLIKELY(!delegate_reason_.empty()); }
   // Messages of a group over several hosts go by the delegate: a receive from anyone cannot watch two transports.
-  bool messages_delegated() const { return delegated() || (spans_hosts_ && !HostCall::by_vendor()); }
+  bool messages_delegated() const { return delegated() || spans_hosts_; }
+  bool is_delegated(const CallDesc& call) const { return delegated() || (spans_hosts_ && call.is_message()); }
+  bool is_root(const CallDesc& call) const { return call.root == getRank(); }
   // What carries tensors on such devices, or null where they go through host memory. Looked for once.
   std::shared_ptr<VendorDevices> vendor_of(c10::DeviceType type) const;
   // Hands bytes from one rank to all (`from` is -1: from rank 0) or to one, over the CPU. Collective calls then.

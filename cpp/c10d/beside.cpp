@@ -19,13 +19,12 @@ bool SharedMessage::wait(std::chrono::milliseconds timeout) {
   return well;
 }
 
-SageBackend::WorkPtr SageBackend::delegate_message(Foreign call, const Tensors& tensors,
-                                                   const std::function<WorkPtr(c10d::Backend&)>& hand_over) {
+SageBackend::WorkPtr SageBackend::delegate_message(const CallDesc& call) {
+  const Tensors& tensors = call.outputs.list();
   const bool usual = tensors.size() == 1 && tensors[0].defined() && tensors[0].layout() == at::kStrided;
-  // What comes from a device is a copy that nothing else uses.
-  if (delegated() || HostCall::current() != nullptr || !usual) return counted(call, hand_over);
+  if (delegated() || !usual) return by_delegate(call);
   const Piece memory = hull(tensors[0]);
-  const bool writes = call.kind == static_cast<uint8_t>(Kind::kRecv);
+  const bool writes = call.kind == Kind::kRecv;
   if (memory.bytes > 0) {
     try {
       group_->wait_for_memory(memory, writes);
@@ -34,8 +33,7 @@ SageBackend::WorkPtr SageBackend::delegate_message(Foreign call, const Tensors& 
     }
     follow_messages(memory, writes);
   }
-  const auto type = writes ? c10d::OpType::RECV : c10d::OpType::SEND;
-  auto work = c10::make_intrusive<SharedMessage>(getRank(), type, counted(call, hand_over));
+  auto work = c10::make_intrusive<SharedMessage>(getRank(), call.label.type, by_delegate(call));
   const std::lock_guard<std::mutex> lock(beside_mutex_);
   messages_.push_back({c10::weak_intrusive_ptr<SharedMessage>(work), memory, writes});
   return work;
@@ -62,15 +60,15 @@ void SageBackend::follow_messages(const Piece& memory, bool writes) {
   }
 }
 
-void SageBackend::follow_messages(c10::ArrayRef<Plan*> plans) {
+void SageBackend::follow_messages(c10::ArrayRef<Plan> plans) {
   {
     const std::lock_guard<std::mutex> lock(beside_mutex_);
     if (messages_.empty()) return;
   }
-  for (const Plan* plan : plans) {
-    for (const Piece& piece : plan->inputs()) follow_messages(piece, false);
-    for (const Piece& piece : plan->outputs()) follow_messages(piece, true);
-    for (const Strided& runs : plan->touched()) follow_messages(hull(runs), runs.written);
+  for (const Plan& plan : plans) {
+    for (const Piece& piece : plan.inputs()) follow_messages(piece, false);
+    for (const Piece& piece : plan.outputs()) follow_messages(piece, true);
+    for (const Strided& runs : plan.touched()) follow_messages(hull(runs), runs.written);
   }
 }
 
@@ -90,13 +88,13 @@ std::vector<SageBackend::WorkPtr> SageBackend::pending_beside() {
   return beside_;
 }
 
-SageBackend::WorkPtr SageBackend::barrier_behind(std::vector<WorkPtr> earlier, const c10d::BarrierOptions& opts) {
-  Plan plan("barrier", Kind::kBarrier, opts.timeout);
+SageBackend::WorkPtr SageBackend::barrier_behind(std::vector<WorkPtr> earlier, const CallDesc& call) {
+  Plan plan(call.op, call.kind, call.timeout);
   auto own =
       c10::make_intrusive<OpWork>(getRank(), c10d::OpType::BARRIER, Tensors(), std::make_shared<Events>(), nullptr);
   own->add(*group_, plan, {});
   own->seal();
-  const auto timeout = opts.timeout.count() < 0 ? options_->timeout : opts.timeout;
+  const auto timeout = call.timeout.count() < 0 ? options_->timeout : call.timeout;
   auto work = c10::make_intrusive<TaskWork>(getRank(), c10d::OpType::BARRIER, Tensors(), events_, nullptr,
                                             own->getSequencenumber(), timeout);
   CallbackPool::instance().post([own, work, earlier = std::move(earlier), staged = staging_.collectives()] {
@@ -116,7 +114,7 @@ SageBackend::WorkPtr SageBackend::barrier_behind(std::vector<WorkPtr> earlier, c
     }
     work->end(failure);
   });
-  if (opts.asyncOp) return work;
+  if (call.async) return work;
   work->wait(kNoTimeout);
   return nullptr;
 }

@@ -52,7 +52,7 @@ void check_sparse(const at::Tensor& tensor, const c10d::ReduceOp& reduce_op) {
     value_error(kOp,
                 c10::str("AVG needs floating point or complex numbers, got ", check::dtype_name(tensor.scalar_type())));
   }
-  check::reducible(kOp, tensor);
+  check::reducible(kOp, tensor, false);
   if (tensor.dim() > static_cast<int64_t>(kMaxDims)) {
     value_error(kOp, c10::str("tensor has ", tensor.dim(), " dimensions, expected at most ", kMaxDims));
   }
@@ -160,8 +160,9 @@ struct SparseJob {
   }
 };
 
-SageBackend::WorkPtr SageBackend::allreduce_coo(at::Tensor& tensor, const c10d::AllreduceOptions& opts) {
-  check_sparse(tensor, opts.reduceOp);
+SageBackend::WorkPtr SageBackend::allreduce_coo(const CallDesc& call) {
+  const at::Tensor tensor = call.outputs.list()[0];
+  check_sparse(tensor, *call.reduce_op);
   Graveyard::instance().drain();
   const at::NoGradGuard no_grad;
   const at::Tensor coalesced = tensor.coalesce();
@@ -170,23 +171,23 @@ SageBackend::WorkPtr SageBackend::allreduce_coo(at::Tensor& tensor, const c10d::
   job->headers = at::empty({getSize() * static_cast<int64_t>(kHeader)}, at::kLong);
   job->tensor = tensor;
   job->own = {coalesced._indices().contiguous(), coalesced._values().contiguous()};
-  job->average = opts.reduceOp.op_ == c10d::ReduceOp::AVG;
-  job->timeout = opts.timeout;
+  job->average = call.reduce_op->op_ == c10d::ReduceOp::AVG;
+  job->timeout = call.timeout;
 
-  Plan plan(kOp, Kind::kAllGather, opts.timeout);
+  Plan plan(kOp, Kind::kAllGather, call.timeout);
   plan.read(header);
   plan.write(job->headers);
   // The call is counted once, as what the caller asked for; its parts are not.
   plan.call.counts = false;
   plan.call.tensors = 0;
-  Foreign call{};
-  call.kind = static_cast<uint8_t>(Kind::kAllReduce);
-  call.composed = true;
-  call.read = call.written = job->own.indices.nbytes() + job->own.values.nbytes();
-  call.tensors = 1;
-  call.element = static_cast<uint8_t>(tensor.scalar_type());
-  call.site = plan.call.site;
-  const auto note = std::make_shared<rust::Box<RustForeign>>(group_->foreign(call));
+  Foreign told{};
+  told.kind = static_cast<uint8_t>(Kind::kAllReduce);
+  told.composed = true;
+  told.read = told.written = job->own.indices.nbytes() + job->own.values.nbytes();
+  told.tensors = 1;
+  told.element = static_cast<uint8_t>(tensor.scalar_type());
+  told.site = plan.call.site;
+  const auto note = std::make_shared<rust::Box<RustForeign>>(group_->foreign(told));
   auto trace = Trace::start("sagellm:sparse_all_reduce", tensor);
   job->exchange =
       c10::make_intrusive<OpWork>(getRank(), OpType::_ALLREDUCE_SPARSE, Tensors(), std::make_shared<Events>(), nullptr);
@@ -197,7 +198,7 @@ SageBackend::WorkPtr SageBackend::allreduce_coo(at::Tensor& tensor, const c10d::
   job->backend = c10::intrusive_ptr<SageBackend>::reclaim_copy(this);
   job->group = &*group_;
 
-  const auto timeout = opts.timeout.count() < 0 ? options_->timeout : opts.timeout;
+  const auto timeout = call.timeout.count() < 0 ? options_->timeout : call.timeout;
   auto work = c10::make_intrusive<TaskWork>(getRank(), OpType::_ALLREDUCE_SPARSE, Tensors{tensor}, events_,
                                             std::move(trace), job->exchange->getSequencenumber(), timeout);
   CallbackPool::instance().post([job, work, note] {
@@ -210,7 +211,7 @@ SageBackend::WorkPtr SageBackend::allreduce_coo(at::Tensor& tensor, const c10d::
     (*note)->ended(!failure, true);
     work->end(failure);
   });
-  if (opts.asyncOp) return work;
+  if (call.async) return work;
   work->wait(kNoTimeout);
   return nullptr;
 }

@@ -1,6 +1,6 @@
 // Tensors on a device, carried by its vendor's library.
 //
-// A call on such tensors is lowered like one on the CPU (`HostCall`): its pieces are addresses on the device. What is
+// A call on such tensors is lowered like one on the CPU: its pieces are addresses on the device. What is
 // left to do here: where the library must get something else than what lies in the caller's memory (another type,
 // scaled, several tensors behind each other), make it on the communication stream (device/recipe.hpp); give the library
 // its calls on a raw stream; and follow the work to its end, which may be a deadline or a dead peer.

@@ -2,7 +2,6 @@
 
 #include <ATen/MemoryOverlap.h>
 
-#include "device/staging.hpp"
 #include "host/errors.hpp"
 #include "lower/plan.hpp"
 
@@ -29,31 +28,42 @@ void empty_elsewhere(const char* op, const char* what, const std::vector<std::ve
   value_error(op, c10::str("only the root, rank ", root, ", may pass an ", what, "; this is rank ", rank));
 }
 
-void dense_cpu(const char* op, const char* what, const at::Tensor& tensor) {
+void dense(const char* op, const char* what, const at::Tensor& tensor, c10::Device device) {
   if (!tensor.defined()) value_error(op, c10::str(what, " is undefined"));
-  // A call that goes to a vendor's library has been looked at before, and names its tensors on the device.
-  if (!tensor.device().is_cpu() && !HostCall::by_vendor()) {
-    value_error(op, c10::str(what, " is on ", tensor.device(), ", expected one on cpu"));
+  if (tensor.device() != device) {
+    value_error(op, c10::str(what, " is on ", tensor.device(), ", expected one on ", device));
   }
   if (tensor.layout() != at::kStrided) {
     value_error(op, c10::str(what, " has layout ", tensor.layout(), ", expected a dense one (torch.strided)"));
   }
 }
 
-void dense_cpu(const char* op, const char* what, const std::vector<at::Tensor>& tensors) {
-  for (const at::Tensor& tensor : tensors) dense_cpu(op, what, tensor);
-}
-
-void writable(const char* op, const char* what, const at::Tensor& tensor) {
-  dense_cpu(op, what, tensor);
+void apart_in_itself(const char* op, const char* what, const at::Tensor& tensor) {
   if (!tensor.is_contiguous() && at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
     value_error(op, c10::str(what, " of sizes ", tensor.sizes(), " and strides ", tensor.strides(),
                              " shares memory between its elements (an expanded tensor?); pass a clone"));
   }
 }
 
-void writable(const char* op, const char* what, const std::vector<at::Tensor>& tensors) {
-  for (const at::Tensor& tensor : tensors) writable(op, what, tensor);
+void writable(const char* op, const char* what, const at::Tensor& tensor, c10::Device device) {
+  dense(op, what, tensor, device);
+  apart_in_itself(op, what, tensor);
+}
+
+void on_device(const char* op, const at::Tensor& tensor, bool written, std::optional<c10::Device>& device) {
+  if (device.has_value() && *device != tensor.device()) {
+    value_error(op, c10::str("tensors are on ", *device, " and on ", tensor.device(), ", expected all on one device"));
+  }
+  device = tensor.device();
+  if (tensor.is_cpu()) return;
+  if (tensor.is_meta()) {
+    value_error(op, c10::str("tensor is on ", tensor.device(), ", which has no data"));
+  }
+  if (tensor.layout() != at::kStrided) {
+    value_error(op, c10::str("tensor on ", tensor.device(), " has layout ", tensor.layout(),
+                             ", expected a dense one (torch.strided)"));
+  }
+  if (written) apart_in_itself(op, "tensor", tensor);
 }
 
 void same_dtype(const char* op, const at::Tensor& expected, const at::Tensor& found) {
@@ -63,10 +73,6 @@ void same_dtype(const char* op, const at::Tensor& expected, const at::Tensor& fo
   }
 }
 
-void same_dtype(const char* op, const at::Tensor& expected, const std::vector<at::Tensor>& found) {
-  for (const at::Tensor& tensor : found) same_dtype(op, expected, tensor);
-}
-
 void root(const char* op, int64_t root, int64_t root_tensor, int size) {
   if (root < 0 || root >= size) {
     value_error(op, c10::str("root rank is ", root, ", expected 0 to ", size - 1, " (the group has ", size, " ranks)"));
@@ -74,7 +80,7 @@ void root(const char* op, int64_t root, int64_t root_tensor, int size) {
   if (root_tensor != 0) value_error(op, c10::str("root tensor is ", root_tensor, ", expected 0: there is only one"));
 }
 
-void peer(const char* op, int peer, int rank, int size, bool may_be_oneself) {
+void peer(const char* op, int64_t peer, int rank, int size, bool may_be_oneself) {
   if (peer < 0 || peer >= size) {
     value_error(op, c10::str("peer rank is ", peer, ", expected 0 to ", size - 1, " (the group has ", size, " ranks)"));
   }
@@ -156,7 +162,7 @@ std::vector<size_t> splits(const char* op, const char* what, const at::Tensor& t
   return bytes;
 }
 
-uint8_t reducible(const char* op, const at::Tensor& tensor) {
+uint8_t reducible(const char* op, const at::Tensor& tensor, bool by_vendor) {
   switch (tensor.scalar_type()) {
     case at::kBool:
       return 1;
@@ -193,7 +199,7 @@ uint8_t reducible(const char* op, const at::Tensor& tensor) {
     case at::kFloat8_e4m3fn:
     case at::kFloat8_e5m2:
       // Whether the device's library can is its recipe's to say.
-      if (HostCall::by_vendor()) return tensor.scalar_type() == at::kFloat8_e4m3fn ? 17 : 18;
+      if (by_vendor) return tensor.scalar_type() == at::kFloat8_e4m3fn ? 17 : 18;
       [[fallthrough]];
     default:
       value_error(op, c10::str(dtype_name(tensor.scalar_type()),

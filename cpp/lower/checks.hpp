@@ -6,6 +6,7 @@
 #include <c10/util/StringUtil.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -26,18 +27,17 @@ const std::vector<at::Tensor>& only(const char* op, const char* what,
 void empty_elsewhere(const char* op, const char* what, const std::vector<std::vector<at::Tensor>>& lists, int64_t root,
                      int rank);
 
-// Defined, on the CPU, strided.
-void dense_cpu(const char* op, const char* what, const at::Tensor& tensor);
-void dense_cpu(const char* op, const char* what, const std::vector<at::Tensor>& tensors);
+// Defined, on `device`, strided.
+void dense(const char* op, const char* what, const at::Tensor& tensor, c10::Device device);
 // Also not expanded: two of its elements may not share memory.
-void writable(const char* op, const char* what, const at::Tensor& tensor);
-void writable(const char* op, const char* what, const std::vector<at::Tensor>& tensors);
+void writable(const char* op, const char* what, const at::Tensor& tensor, c10::Device device);
+// One of a call's tensors where some are on a device: all must be on `device`, which the first one sets.
+void on_device(const char* op, const at::Tensor& tensor, bool written, std::optional<c10::Device>& device);
 
 void same_dtype(const char* op, const at::Tensor& expected, const at::Tensor& found);
-void same_dtype(const char* op, const at::Tensor& expected, const std::vector<at::Tensor>& found);
 
 void root(const char* op, int64_t root, int64_t root_tensor, int size);
-void peer(const char* op, int peer, int rank, int size, bool may_be_oneself = false);
+void peer(const char* op, int64_t peer, int rank, int size, bool may_be_oneself);
 void tag(const char* op, int tag);
 
 // One tensor (or list) a rank.
@@ -55,7 +55,8 @@ void apart(const char* op, const std::vector<at::Tensor>& written, const std::ve
 std::vector<size_t> splits(const char* op, const char* what, const at::Tensor& tensor,
                            const std::vector<int64_t>& sizes, int size);
 
-// The number of `src/types.rs` for the type of a tensor whose elements are combined.
-uint8_t reducible(const char* op, const at::Tensor& tensor);
+// The number of `src/types.rs` for the type of a tensor whose elements are combined. A vendor's library may combine
+// floats of 8 bits, too.
+uint8_t reducible(const char* op, const at::Tensor& tensor, bool by_vendor);
 
 }  // namespace sagellm::check

@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "device/staging.hpp"
 #include "host/errors.hpp"
 #include "host/sites.hpp"
 #include "lower/checks.hpp"
@@ -33,6 +32,7 @@ rust::Slice<const T> slice(const std::vector<T>& list) {
 }
 
 void block_sizes(c10::ArrayRef<at::Tensor> tensors, std::vector<size_t>& blocks) {
+  if (tensors.empty()) return;
   const size_t first = tensors[0].nbytes();
   if (std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& t) { return t.nbytes() == first; })) return;
   blocks.reserve(tensors.size());
@@ -173,7 +173,8 @@ bool share_memory(const at::Tensor& left, const at::Tensor& right) {
   return found;
 }
 
-Plan::Plan(const char* op, Kind kind, std::chrono::milliseconds timeout) : op(op), call() {
+Plan::Plan(const char* op, Kind kind, std::chrono::milliseconds timeout, bool by_vendor)
+    : op(op), call(), by_vendor_(by_vendor) {
   call.kind = static_cast<uint8_t>(kind);
   call.timeout_ms = timeout.count();
   call.counts = true;
@@ -183,7 +184,7 @@ Plan::Plan(const char* op, Kind kind, std::chrono::milliseconds timeout) : op(op
 }
 
 void Plan::combine(const at::Tensor& tensor, const c10d::ReduceOp& reduce_op) {
-  call.dtype = check::reducible(op, tensor);
+  call.dtype = check::reducible(op, tensor, by_vendor_);
   if (reduce_op.op_ >= c10d::ReduceOp::UNUSED) {
     value_error(op, c10::str("unknown reduce op number ", static_cast<int>(reduce_op.op_)));
   }
@@ -191,7 +192,7 @@ void Plan::combine(const at::Tensor& tensor, const c10d::ReduceOp& reduce_op) {
   if (reduce_op.op_ != c10d::ReduceOp::PREMUL_SUM) return;
   const PremulSupplement& supplement = premul(op, reduce_op);
   const at::Tensor& on_tensor = supplement.tensor_factor;
-  if (on_tensor.defined() && !on_tensor.is_cpu() && HostCall::by_vendor()) {
+  if (on_tensor.defined() && !on_tensor.is_cpu() && by_vendor_) {
     // To read it here would wait for the device, and break a capture.
     factor = on_tensor.detach().reshape({});
     call.factor = 1;
@@ -202,7 +203,7 @@ void Plan::combine(const at::Tensor& tensor, const c10d::ReduceOp& reduce_op) {
 }
 
 at::Tensor Plan::stand_in(const at::Tensor& tensor, bool written) {
-  if (HostCall::by_vendor()) return HostCall::current()->stand_in(tensor);
+  if (by_vendor_) return at::empty(tensor.sizes(), tensor.options());
   touched_.push_back(runs_of(tensor, written));
   call.staged = true;
   return at::Tensor(at::detail::empty_cpu(tensor.sizes(), tensor.scalar_type()));

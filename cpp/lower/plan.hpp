@@ -74,8 +74,9 @@ bool share_memory(const at::Tensor& left, const at::Tensor& right);
 
 class Plan {
  public:
-  // `op` is torch's name of the call, for messages.
-  Plan(const char* op, Kind kind, std::chrono::milliseconds timeout);
+  // `op` is torch's name of the call, for messages. `by_vendor`: its tensors are on a device whose vendor's library
+  // carries the call, so temporaries are there, and nothing of them is read now.
+  Plan(const char* op, Kind kind, std::chrono::milliseconds timeout, bool by_vendor = false);
 
   // Makes it a call that combines numbers of the type of `tensor`.
   void combine(const at::Tensor& tensor, const c10d::ReduceOp& reduce_op);
@@ -130,6 +131,7 @@ class Plan {
   char* readable(const at::Tensor& tensor, bool stage);
   char* writable(const at::Tensor& tensor, bool stage);
 
+  bool by_vendor_;
   Pieces inputs_;
   Pieces outputs_;
   std::vector<Strided> touched_;

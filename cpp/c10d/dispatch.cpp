@@ -1,0 +1,266 @@
+// Who carries a call: the engine of the CPU, the library of its device's vendor, the engine of the CPU with copies in
+// host memory, or the delegate. Decided once, here; `lower` makes the same requests for each.
+#include <ATen/EmptyTensor.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "c10d/backend.hpp"
+#include "device/vendor.hpp"
+#include "host/errors.hpp"
+#include "host/sites.hpp"
+#include "work/callbacks.hpp"
+
+namespace sagellm {
+
+namespace {
+
+size_t bytes_of(const Operand& operand) {
+  size_t bytes = 0;
+  // Undefined and sparse ones have no bytes to ask for; the delegate judges them.
+  operand.for_each(
+      [&](const at::Tensor& tensor) { bytes += tensor.defined() && !tensor.is_sparse() ? tensor.nbytes() : 0; });
+  return bytes;
+}
+
+// What the statistics are told of a delegate's call.
+Foreign foreign(const CallDesc& call, bool host_staged) {
+  Foreign told{};
+  told.kind = static_cast<uint8_t>(call.kind);
+  told.root = static_cast<uint32_t>(call.root);
+  told.tag = static_cast<uint32_t>(call.tag);
+  const size_t outputs = bytes_of(call.outputs);
+  // A collective of one argument is told as one that reads and writes it, on every rank.
+  told.read = !call.has_one_argument() ? bytes_of(call.inputs) : call.kind == Kind::kRecv ? 0 : outputs;
+  told.written = call.kind == Kind::kSend ? 0 : outputs;
+  const auto like = call.traced();
+  told.tensors = call.coalesced ? static_cast<uint32_t>(like.size()) : 1;
+  told.element = kNoType;
+  for (const auto& tensors : {call.outputs.first(), like}) {
+    if (!tensors.empty() && tensors[0].defined()) told.element = static_cast<uint8_t>(tensors[0].scalar_type());
+  }
+  told.site = call_site();
+  told.host_staged = host_staged;
+  return told;
+}
+
+}  // namespace
+
+SageBackend::WorkPtr SageBackend::dispatch(CallDesc& call, CallDesc::Delegate delegate) {
+  call.delegate = delegate;
+  if (call.coalesced) check_apart(call);
+  const bool barrier = call.kind == Kind::kBarrier;
+  if (barrier && !delegated()) {
+    if (auto earlier = pending_beside(); !earlier.empty()) return barrier_behind(std::move(earlier), call);
+  }
+  if (C10_LIKELY(!call.device && !call.on_device())) return on_cpu(call);
+  const c10::Device device = barrier ? *call.device : device_of(call);
+  // The barrier of a delegated group is the delegate's.
+  const auto vendor = barrier && delegated() ? nullptr : vendor_of(device.type());
+  return vendor ? by_vendor(call, device, *vendor) : through_host(call, device);
+}
+
+SageBackend::WorkPtr SageBackend::on_cpu(const CallDesc& call) {
+  if (C10_UNLIKELY(is_delegated(call))) return call.is_message() ? delegate_message(call) : by_delegate(call);
+  if (C10_UNLIKELY(call.is_sparse_all_reduce())) {
+    // It is made of messages.
+    return beside(spans_hosts_ ? by_delegate(call) : allreduce_coo(call));
+  }
+  Plans plans = lower(call, {getRank(), getSize(), c10::kCPU});
+  return submit(plans, call);
+}
+
+SageBackend::WorkPtr SageBackend::by_delegate(const CallDesc& call, bool host_staged) {
+  const auto other = delegate();
+  // Shared because the future's callback must be copyable.
+  const auto note = std::make_shared<rust::Box<RustForeign>>(group_->foreign(foreign(call, host_staged)));
+  WorkPtr work = call.delegate(*other, call);
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  try {
+    if (work) future = work->getFuture();
+  } catch (const std::exception&) {
+    // Not every work of every backend has one: gloo's sends and receives do not.
+  }
+  if (!future) {
+    (*note)->ended(true, false);
+    return work;
+  }
+  future->addCallback([note](c10::ivalue::Future& ended) { (*note)->ended(!ended.hasError(), true); });
+  return work;
+}
+
+// ------------------------------------------------------------------------------------------------ the CPU's engine
+
+SageBackend::WorkPtr SageBackend::submit(Plans& plans, const CallDesc& call) {
+  if (C10_UNLIKELY(spans_hosts_)) follow_messages(plans);
+  if (region_.open()) {
+    // Not waited for here, whatever the call says.
+    WorkPtr work = submit_async(plans, call, true);
+    region_.add(work);
+    return call.async ? work : nullptr;
+  }
+  if (call.async || plans.size() > 1 || has_listeners()) return submit_async(plans, call, call.async);
+  run(plans[0], call.label, call.traced());
+  return nullptr;
+}
+
+void SageBackend::run(Plan& plan, const Label& label, TensorView inputs) {
+  Graveyard::instance().drain();
+  CallbackPool::about_to_block();
+  const std::unique_ptr<Trace> trace = Trace::start(label.title, inputs);
+  plan.call.sync = true;
+  // The caller's frame keeps the tensors; only staged copies need to hear of the operation.
+  std::shared_ptr<Pending> pending;
+  if (plan.call.staged) pending = std::make_shared<Pending>(nullptr, Tensors(), plan);
+  try {
+    plan.run(*group_, pending);
+  } catch (const c10::DistBackendError&) {
+    events_->call_abort_hooks();
+    throw;
+  }
+  if (trace) trace->end();
+  if (pending && !pending->copy_error().empty()) raise(pending->copy_error());
+}
+
+void SageBackend::issue(OpWork& work, Plans& plans, Tensors keep) {
+  try {
+    for (Plan& plan : plans) work.add(*group_, plan, std::exchange(keep, {}));
+  } catch (const std::exception&) {
+    // What was issued ends by itself, and nobody will wait for it; those who watch works hear of the failure.
+    work.seal("Vsagellm: the call could not be issued");
+    throw;
+  }
+  work.seal();
+}
+
+SageBackend::WorkPtr SageBackend::submit_async(Plans& plans, const CallDesc& call, bool async) {
+  Graveyard::instance().drain();
+  const TensorView inputs = call.traced();
+  auto work = c10::make_intrusive<OpWork>(getRank(), call.label.type, call.outputs.flat(), events_,
+                                          Trace::start(call.label.title, inputs));
+  issue(*work, plans, inputs.vec());
+  // Returned all the same: who watches works finds this one by it.
+  if (!async) work->wait(kNoTimeout);
+  return work;
+}
+
+// ------------------------------------------------------------------------------------------------ the vendor's library
+
+SageBackend::WorkPtr SageBackend::by_vendor(const CallDesc& call, c10::Device device, VendorDevices& vendor) {
+  Plans plans = lower(call, {getRank(), getSize(), device, true, region_.open()});
+  std::vector<DevicePlan> calls;
+  calls.reserve(plans.size());
+  for (const Plan& plan : plans) {
+    if (plan.call.root == kAnyRank) {
+      value_error(call.op, c10::str("tensors on ", device, " are received by ", vendor.describe(),
+                                    ", which cannot receive from any rank; name the source"));
+    }
+    calls.push_back({&plan, plan.before, plan.after});
+  }
+  Tensors outputs = call.outputs.flat();
+  Tensors keep = call.inputs.flat();
+  keep.insert(keep.end(), outputs.begin(), outputs.end());
+  if (region_.open()) {
+    region_.add(std::move(calls), call.label, std::move(keep), std::move(outputs), device);
+    return nullptr;
+  }
+  return vendor.submit(calls, call.label, std::move(keep), std::move(outputs), device, call.async);
+}
+
+// ------------------------------------------------------------------------------------------------ through host memory
+
+SageBackend::WorkPtr SageBackend::through_host(const CallDesc& call, c10::Device device) {
+  std::vector<Transfer::Pair> pairs;
+  const Replaced host(call, [&](const at::Tensor& tensor, Role role) {
+    at::Tensor copy(at::detail::empty_cpu(tensor.sizes(), tensor.scalar_type()));
+    pairs.push_back({tensor, copy, role != Role::kWrite, role != Role::kRead});
+    return copy;
+  });
+  if (is_delegated(call)) return through_host_by_delegate(call, host.call(), device, std::move(pairs));
+  Plans plans = lower(host.call(), {getRank(), getSize(), c10::kCPU});
+  const bool barrier = call.kind == Kind::kBarrier;
+  const auto transfer = staging_.begin(call.op, device, pairs,
+                                       call.is_message() ? Transfer::Kind::kMessage : Transfer::Kind::kCollective);
+  try {
+    auto earlier = barrier ? staging_.collectives() : staging_.enter(transfer);
+    const auto delegated = std::stable_partition(
+        earlier.begin(), earlier.end(), [](const auto& each) { return each->kind != Transfer::Kind::kDelegated; });
+    std::for_each(delegated, earlier.end(), [](const auto& each) { each->wait_settled(); });
+    earlier.erase(delegated, earlier.end());
+    const bool late = !barrier && !earlier.empty();
+    transfer->set_after(std::move(earlier));
+    if (!late) transfer->fetch();
+    for (Plan& plan : plans) {
+      plan.call.host_staged = true;
+      for (const auto& pair : pairs) plan.touch(pair.device, pair.stored);
+    }
+    if (late) {
+      plans[0].call.staged = true;
+      plans[0].late = [transfer] { transfer->fetch_late(); };
+    }
+    if (call.async || plans.size() > 1 || has_listeners()) return submit_staged(plans, call, host.call(), transfer);
+    run(plans[0], call.label, call.traced());
+    transfer->store_earlier();
+    transfer->store();
+    transfer->order(current_stream(device));
+  } catch (const std::exception&) {
+    transfer->settle();
+    throw;
+  }
+  transfer->settle();
+  return nullptr;
+}
+
+SageBackend::WorkPtr SageBackend::submit_staged(Plans& plans, const CallDesc& call, const CallDesc& host,
+                                                const std::shared_ptr<Transfer>& transfer) {
+  auto work = c10::make_intrusive<StagedWork>(getRank(), call.label.type, call.outputs.flat(), events_,
+                                              Trace::start(call.label.title, call.traced()), transfer,
+                                              call.timeout.count() < 0 ? options_->timeout : call.timeout);
+  // Hooks hear of the whole call, not of its middle.
+  auto inner = c10::make_intrusive<OpWork>(getRank(), call.label.type, Tensors(), std::make_shared<Events>(), nullptr);
+  work->carry(inner);
+  // On a callback thread, when the operation has ended.
+  inner->getFuture()->addCallback(
+      [work](c10::ivalue::Future& future) { work->ended(future.hasError() ? future.exception_ptr() : nullptr); });
+  Tensors keep = host.inputs.flat();
+  for (const at::Tensor& tensor : host.outputs.flat()) keep.push_back(tensor);
+  issue(*inner, plans, std::move(keep));
+  if (!call.async) work->wait(kNoTimeout);
+  return work;
+}
+
+SageBackend::WorkPtr SageBackend::through_host_by_delegate(const CallDesc& call, const CallDesc& host,
+                                                           c10::Device device, std::vector<Transfer::Pair> pairs) {
+  const auto transfer = staging_.begin(call.op, device, std::move(pairs), Transfer::Kind::kDelegated);
+  try {
+    // A delegate promises no order between operations on the same memory: what is needed is waited for here.
+    for (const auto& earlier : staging_.enter(transfer)) earlier->wait_settled();
+    transfer->fetch();
+    WorkPtr inner = by_delegate(host, true);
+    if (!inner) {
+      transfer->store();
+      transfer->order(current_stream(device));
+      transfer->settle();
+      return nullptr;
+    }
+    auto work = c10::make_intrusive<StagedWork>(getRank(), call.label.type, call.outputs.flat(), events_, nullptr,
+                                                transfer, options_->timeout);
+    work->carry(inner);
+    // Not every work of every backend has a future, and those that do complete it on threads of theirs.
+    CallbackPool::instance().post([work, inner] {
+      std::exception_ptr failure;
+      try {
+        inner->wait(kNoTimeout);
+      } catch (const std::exception&) {
+        failure = std::current_exception();
+      }
+      work->ended(failure);
+    });
+    return work;
+  } catch (const std::exception&) {
+    transfer->settle();
+    throw;
+  }
+}
+
+}  // namespace sagellm

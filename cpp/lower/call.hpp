@@ -1,0 +1,174 @@
+// One call of c10d as its caller made it, in one description: what is asked, of which tensors. Every override makes one
+// (c10d/collectives.cpp), and whatever carries the call reads it: `lower` makes the requests to the core out of it, a
+// delegate gets it as its own call. It refers to the caller's arguments and lives on the stack.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/ArrayRef.h>
+#include <c10/util/FunctionRef.h>
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <vector>
+
+#include "compat.hpp"
+#include "lower/plan.hpp"
+
+namespace sagellm {
+
+// What a call does with the tensors of an argument.
+enum class Role : uint8_t { kRead, kWrite, kUpdate };
+
+// What belongs to which rank.
+enum class Blocks : uint8_t {
+  kOwn,      // each tensor is one block
+  kPerRank,  // a list has one tensor, or one list of tensors, for each rank
+  kEqual,    // each tensor holds equal blocks, one for each rank
+  kSplits,   // the tensor holds blocks that lists of split sizes describe
+};
+
+// An argument of c10d's: a tensor, a list, or a list of lists.
+class Operand {
+ public:
+  using Tensors = std::vector<at::Tensor>;
+  using Lists = std::vector<Tensors>;
+
+  // No argument.
+  Operand() = default;
+  Operand(at::Tensor& tensor, Role role, Blocks blocks = Blocks::kOwn)
+      : role(role), blocks(blocks), form_(Form::kTensor), argument_(&tensor) {}
+  Operand(Tensors& list, Role role, Blocks blocks = Blocks::kOwn)
+      : role(role), blocks(blocks), form_(Form::kList), argument_(&list) {}
+  Operand(Lists& lists, Role role, Blocks blocks = Blocks::kOwn)
+      : role(role), blocks(blocks), form_(Form::kLists), argument_(&lists) {}
+
+  bool present() const { return form_ != Form::kNone; }
+  bool is_list() const { return form_ == Form::kList; }
+  bool is_lists() const { return form_ == Form::kLists; }
+  at::Tensor& tensor() const { return *static_cast<at::Tensor*>(argument_); }
+  Tensors& list() const { return *static_cast<Tensors*>(argument_); }
+  Lists& lists() const { return *static_cast<Lists*>(argument_); }
+
+  // The same, whatever the form: a tensor and a list are one part, of a list of lists each list is one.
+  size_t parts() const { return is_lists() ? lists().size() : present() ? 1 : 0; }
+  c10::ArrayRef<at::Tensor> part(size_t i) const;
+  // The first part, or nothing.
+  c10::ArrayRef<at::Tensor> first() const { return parts() == 0 ? c10::ArrayRef<at::Tensor>() : part(0); }
+  Tensors flat() const;
+
+  template <class Each>
+  void for_each(const Each& each) const {
+    for (size_t i = 0; i < parts(); ++i) {
+      for (const at::Tensor& tensor : part(i)) each(tensor);
+    }
+  }
+
+  Role role = Role::kRead;
+  Blocks blocks = Blocks::kOwn;
+
+ private:
+  enum class Form : uint8_t { kNone, kTensor, kList, kLists };
+  Form form_ = Form::kNone;
+  void* argument_ = nullptr;
+};
+
+struct CallDesc {
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+  // Makes the same call of another backend, with the tensors of the description that it is given.
+  using Delegate = c10::function_ref<WorkPtr(c10d::Backend&, const CallDesc&)>;
+
+  template <class Options>
+  CallDesc(const char* op, Kind kind, Label label, const Options& options)
+      : CallDesc(op, kind, label, options.timeout, options.asyncOp) {}
+  CallDesc(const char* op, Kind kind, Label label, std::chrono::milliseconds timeout, bool async)
+      : op(op), kind(kind), label(label), timeout(timeout), async(async) {}
+
+  bool is_message() const { return kind >= Kind::kSend; }
+  bool has_root() const {
+    return kind == Kind::kBroadcast || kind == Kind::kReduce || kind == Kind::kGather || kind == Kind::kScatter;
+  }
+  // One argument, which `outputs` is, whatever the call does with it.
+  bool has_one_argument() const { return !inputs.present(); }
+  // The all-reduce of one sparse tensor, which is made of several operations.
+  bool is_sparse_all_reduce() const {
+    return kind == Kind::kAllReduce && !coalesced && outputs.list().size() == 1 && outputs.list()[0].defined() &&
+           outputs.list()[0].is_sparse();
+  }
+  // Whether some tensor is elsewhere than in the CPU's memory.
+  bool on_device() const;
+  // What the profiler shows as the call's inputs.
+  c10::ArrayRef<at::Tensor> traced() const { return has_one_argument() ? outputs.first() : inputs.first(); }
+
+  // torch's name of the call, for messages.
+  const char* op;
+  Kind kind;
+  Label label;
+  Operand inputs;
+  Operand outputs;
+  // A list of calls of one kind, made together: the tensors at one place of the lists belong together.
+  bool coalesced = false;
+  // Those that combine numbers have one.
+  const c10d::ReduceOp* reduce_op = nullptr;
+  // The root, or the other rank of a message, or kAnyRank; and its tag.
+  int64_t root = 0;
+  int64_t root_tensor = 0;
+  int tag = 0;
+  const std::vector<int64_t>* input_splits = nullptr;
+  const std::vector<int64_t>* output_splits = nullptr;
+  std::chrono::milliseconds timeout;
+  bool async;
+  // For a barrier: the device whose stream it comes behind.
+  std::optional<c10::Device> device;
+  // Refers to what the override has on its stack.
+  Delegate delegate;
+};
+
+// A call with other tensors in the places of its own. `replace` is asked for each that is defined, once.
+class Replaced {
+ public:
+  using Replace = std::function<at::Tensor(const at::Tensor&, Role)>;
+  Replaced(const CallDesc& original, const Replace& replace);
+  Replaced(const Replaced&) = delete;
+  Replaced& operator=(const Replaced&) = delete;
+
+  const CallDesc& call() const { return call_; }
+
+ private:
+  struct Argument {
+    at::Tensor tensor;
+    Operand::Tensors list;
+    Operand::Lists lists;
+  };
+  static Operand copied(const Operand& original, const Replace& replace, Argument& to);
+
+  CallDesc call_;
+  Argument inputs_;
+  Argument outputs_;
+};
+
+// Who carries a call, as far as that decides what the call may be.
+struct Carrier {
+  int rank;
+  int size;
+  // Where its tensors are.
+  c10::Device device;
+  // The library of the device's vendor, which also combines some 8-bit floats.
+  bool vendor = false;
+  // A batch of messages on a device may have some of this rank for itself.
+  bool to_itself = false;
+};
+
+// The device of a call that has tensors on one. Throws where they are not all on it, or it cannot use them.
+c10::Device device_of(const CallDesc& call);
+
+// Throws where lists that are carried out together share memory: one after the other would give something else.
+void check_apart(const CallDesc& call);
+
+using Plans = c10::SmallVector<Plan, 1>;
+
+// Checks the call against c10d's rules, and makes the core's requests out of it: one, unless it is a list whose tensors
+// cannot all be combined by one operation.
+Plans lower(const CallDesc& call, const Carrier& carrier);
+
+}  // namespace sagellm
