@@ -7,8 +7,10 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, mpsc};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::{Duration, Instant};
+
+use once_cell::sync::OnceCell;
 
 use super::Group;
 use super::pairs::Pairs;
@@ -55,7 +57,7 @@ pub struct Member {
     /// How often communicators were made out of it; the same on all its ranks, which do that together.
     parts: AtomicU32,
     /// Beside one of all ranks: those inside this rank's host and between hosts, where operations may go in two levels.
-    levels: OnceLock<Levels>,
+    levels: OnceCell<Levels>,
     /// A library that asks which algorithm to take is told by our rules while this lives.
     _steered: tuner::Steered,
 }
@@ -234,7 +236,7 @@ impl Devices {
         }
         let (rank, ranks) = (communicator.rank(), communicator.ranks());
         log::info!("group '{group}': {} {device} is rank {rank} of {ranks} in '{name}'", self.device_type);
-        let (devices, parts, levels) = (Arc::clone(self), AtomicU32::new(0), OnceLock::new());
+        let (devices, parts, levels) = (Arc::clone(self), AtomicU32::new(0), OnceCell::new());
         Ok(Member { devices, communicator, name, parts, levels, _steered: steered })
     }
 
