@@ -33,16 +33,6 @@ c10d::OpType op_type(Kind kind) {
   return kTypes[static_cast<size_t>(kind)];
 }
 
-// A text of the core, or its error as an exception.
-template <class Body>
-std::string text_of(const Body& body) {
-  try {
-    return std::string(body());
-  } catch (const rust::Error& error) {
-    raise(error.what());
-  }
-}
-
 }  // namespace
 
 c10::intrusive_ptr<SageBackend> SageBackend::create(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
@@ -61,7 +51,7 @@ c10::intrusive_ptr<SageBackend> SageBackend::create(const c10::intrusive_ptr<c10
   try {
     return c10::make_intrusive<SageBackend>(rank, size, std::move(options), connect(setup, wrap_store(store)), store);
   } catch (const rust::Error& error) {
-    raise(error.what());
+    raise_coded(error.what());
   }
 }
 
@@ -113,7 +103,7 @@ void SageBackend::set_link(c10::intrusive_ptr<c10d::Backend> link) {
   try {
     group_->open_link(wrapped);
   } catch (const rust::Error& error) {
-    raise(error.what());
+    raise_coded(error.what());
   }
   std::lock_guard<std::mutex> lock(delegate_mutex_);
   link_ = std::move(wrapped);
@@ -122,30 +112,31 @@ void SageBackend::set_link(c10::intrusive_ptr<c10d::Backend> link) {
 c10::intrusive_ptr<c10d::Backend> SageBackend::delegate() const {
   std::lock_guard<std::mutex> lock(delegate_mutex_);
   if (!delegate_) {
-    raise(c10::str("Asagellm: the group needs a delegate (", delegate_reason_,
+    raise(ErrorKind::kAborted,
+          c10::str("sagellm: the group needs a delegate (", delegate_reason_,
                    "), and none is set: the group was shut down, or was not made by init_process_group or new_group"));
   }
   return delegate_;
 }
 
 std::string SageBackend::describe() const {
-  return text_of([&] { return group_->describe(); });
+  return std::string(checked([&] { return group_->describe(); }));
 }
 
-std::string SageBackend::explain(uint8_t kind, uint64_t bytes, uint8_t dtype) const {
-  return text_of([&] { return group_->explain(kind, bytes, dtype); });
+Explanation SageBackend::explain(const std::string& kind, uint64_t bytes, const std::string& dtype) const {
+  return checked([&] { return group_->explain(kind, bytes, dtype); });
 }
 
-std::string SageBackend::explain_number(uint64_t number) const {
-  return text_of([&] { return group_->explain_number(number); });
+Explanation SageBackend::explain_number(uint64_t number) const {
+  return checked([&] { return group_->explain_number(number); });
 }
 
-std::string SageBackend::stats() const {
-  return text_of([&] { return group_->stats(); });
+Stats SageBackend::stats() const {
+  return checked([&] { return group_->stats(); });
 }
 
-std::string SageBackend::records() const {
-  return text_of([&] { return group_->records(); });
+rust::Vec<Record> SageBackend::records() const {
+  return checked([&] { return group_->records(); });
 }
 
 void SageBackend::reset_stats() {
@@ -310,7 +301,7 @@ SageBackend::WorkPtr SageBackend::endCoalescing() {
 SageBackend::WorkPtr SageBackend::counted(Foreign call, const std::function<WorkPtr(c10d::Backend&)>& hand_over) {
   if (HostCall* staged = HostCall::take()) {
     call.host_staged = true;
-    return staged->submit([&] { return counted(call, hand_over); }, op_type(static_cast<Kind>(call.kind)));
+    return staged->submit([&] { return counted(call, hand_over); }, op_type(call.kind));
   }
   const auto other = delegate();
   // Shared because the future's callback must be copyable.
@@ -420,7 +411,7 @@ void SageBackend::run(Plan& plan, const Label& label, TensorView inputs) {
     throw;
   }
   if (trace) trace->end();
-  if (pending && !pending->copy_error().empty()) raise(pending->copy_error());
+  if (pending && !pending->copy_error().empty()) raise_coded(pending->copy_error());
 }
 
 SageBackend::WorkPtr SageBackend::submit_async(c10::ArrayRef<Plan*> plans, const Label& label, TensorView inputs,
@@ -436,7 +427,7 @@ SageBackend::WorkPtr SageBackend::submit_async(c10::ArrayRef<Plan*> plans, const
     }
   } catch (const std::exception&) {
     // What was issued ends by itself, and nobody will wait for it; those who watch works hear of the failure.
-    work->seal("Vsagellm: the call could not be issued");
+    work->seal(coded(ErrorKind::kInvalid, "sagellm: the call could not be issued"));
     throw;
   }
   work->seal();

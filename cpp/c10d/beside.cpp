@@ -25,12 +25,12 @@ SageBackend::WorkPtr SageBackend::delegate_message(Foreign call, const Tensors& 
   // What comes from a device is a copy that nothing else uses.
   if (delegated() || HostCall::current() != nullptr || !usual) return counted(call, hand_over);
   const Piece memory = hull(tensors[0]);
-  const bool writes = call.kind == static_cast<uint8_t>(Kind::kRecv);
+  const bool writes = call.kind == Kind::kRecv;
   if (memory.bytes > 0) {
     try {
       group_->wait_for_memory(memory, writes);
     } catch (const rust::Error& error) {
-      raise(error.what());
+      raise_coded(error.what());
     }
     follow_messages(memory, writes);
   }

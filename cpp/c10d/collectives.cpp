@@ -59,7 +59,7 @@ size_t bytes_of(const std::vector<std::vector<at::Tensor>>& lists) {
 // What the statistics are told of a delegate's call; `like` gives the element type.
 Foreign foreign(Kind kind, c10::ArrayRef<at::Tensor> like, size_t read, size_t written) {
   Foreign call{};
-  call.kind = static_cast<uint8_t>(kind);
+  call.kind = kind;
   call.read = read;
   call.written = written;
   call.tensors = 1;
@@ -614,7 +614,7 @@ void SageBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_a
   try {
     group_->monitored_barrier(opts.timeout.count(), wait_all_ranks);
   } catch (const rust::Error& error) {
-    raise(error.what());
+    raise_coded(error.what());
   }
 }
 

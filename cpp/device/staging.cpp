@@ -215,7 +215,7 @@ HostCall::WorkPtr HostCall::submit(c10::ArrayRef<Plan*> plans, const Label& labe
                                    bool async) {
   if (is_barrier()) vendor_ = backend_.vendor_of(device_->type());
   if (vendor_) return submit_to_vendor(plans, label, on_device(outputs), async);
-  const bool message = plans[0]->call.kind >= static_cast<uint8_t>(Kind::kSend);
+  const bool message = plans[0]->call.kind >= Kind::kSend;
   const auto transfer = start(message ? Transfer::Kind::kMessage : Transfer::Kind::kCollective);
   try {
     auto earlier = is_barrier() ? backend_.staging_.collectives() : backend_.staging_.enter(transfer);
@@ -268,7 +268,7 @@ HostCall::WorkPtr HostCall::issue(c10::ArrayRef<Plan*> plans, const Label& label
     for (Plan* plan : plans) inner->add(*backend_.group_, *plan, std::exchange(keep, {}));
   } catch (const std::exception&) {
     // What was issued ends by itself, and nobody will wait for it; those who watch works hear of the failure.
-    inner->seal("Vsagellm: the call could not be issued");
+    inner->seal(coded(ErrorKind::kInvalid, "sagellm: the call could not be issued"));
     throw;
   }
   inner->seal();

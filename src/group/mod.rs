@@ -26,7 +26,7 @@ use once_cell::sync::OnceCell;
 
 use self::connect::NoHost;
 pub use self::explain::{explain_without_group, table_without_group};
-pub use self::report::{Carrier, Foreign};
+pub use self::report::{Carrier, Foreign, NAMES};
 use crate::config::Config;
 use crate::engine::multihost::Hierarchical;
 use crate::engine::shm::memory::area::Area;
