@@ -11,6 +11,7 @@
 #include "compat.hpp"
 #include "device/work.hpp"
 #include "host/errors.hpp"
+#include "host/observe.hpp"
 #include "host/python_host.hpp"
 #include "host/simulate.hpp"
 #include "host/sites.hpp"
@@ -66,42 +67,6 @@ c10::intrusive_ptr<SageBackend> create(const c10::intrusive_ptr<c10d::Store>& st
   return backend;
 }
 
-// Empty for the work of a delegate, or of what the core has no operation for.
-std::vector<std::string> explain_work(const c10::intrusive_ptr<c10d::Work>& work) {
-  const auto* const own = dynamic_cast<const SageWork*>(work.get());
-  if (own == nullptr) return {};
-  return own->explain();
-}
-
-// Calls of the core that throw, for those that have no backend to go through.
-template <class Function>
-std::string asked(Function function) {
-  try {
-    return std::string(function());
-  } catch (const rust::Error& error) {
-    raise(error.what());
-  }
-}
-
-void bind_choice(py::module_& module) {
-  using Text = const std::string&;
-  module.def("explain_work", torch::wrap_pybind_function(&explain_work), py::arg("work"));
-  module.def(
-      "explain_without_group",
-      torch::wrap_pybind_function([](uint8_t kind, uint64_t bytes, uint8_t dtype, uint32_t ranks, Text algorithm) {
-        return asked([&] { return explain_without_group(kind, bytes, dtype, ranks, algorithm); });
-      }),
-      py::arg("kind"), py::arg("bytes"), py::arg("dtype"), py::arg("ranks"), py::arg("algorithm") = "");
-  module.def("table_without_group", torch::wrap_pybind_function([](uint32_t ranks, Text algorithm) {
-               return asked([&] { return table_without_group(ranks, algorithm); });
-             }),
-             py::arg("ranks"), py::arg("algorithm") = "");
-  module.def("save_table", torch::wrap_pybind_function([](uint32_t ranks, Text made, Text lines) {
-               return asked([&] { return save_table(ranks, made, lines); });
-             }),
-             py::arg("ranks"), py::arg("made"), py::arg("lines"));
-}
-
 // Once, from atexit: afterwards no thread of ours runs that might ask for the GIL.
 void leave() {
   if (::getpid() != process_of_groups) return;
@@ -123,6 +88,12 @@ void leave() {
 template <class Function>
 auto translated(Function function) {
   return torch::wrap_pybind_function(function);
+}
+
+template <class Function>
+auto without_gil(const Function& function) {
+  const py::gil_scoped_release no_gil;
+  return function();
 }
 
 using no_gil = py::call_guard<py::gil_scoped_release>;
@@ -156,8 +127,14 @@ void bind_backend(py::module_& module) {
       .def("_set_link", translated(&SageBackend::set_link), py::arg("backend"),
            py::call_guard<py::gil_scoped_release>())
       .def("describe", &SageBackend::describe)
-      .def("_explain", translated(&SageBackend::explain), py::arg("kind"), py::arg("bytes"), py::arg("dtype"))
-      .def("_explain_number", translated(&SageBackend::explain_number), py::arg("number"))
+      .def("_explain",
+           translated([](const SageBackend& self, const std::string& kind, uint64_t bytes, const std::string& dtype) {
+             return to_dict(self.explain(kind, bytes, dtype));
+           }),
+           py::arg("kind"), py::arg("bytes"), py::arg("dtype"))
+      .def("_explain_number",
+           translated([](const SageBackend& self, uint64_t number) { return to_dict(self.explain_number(number)); }),
+           py::arg("number"))
       .def(
           "_device_library",
           [](const SageBackend& self, const std::string& device) {
@@ -170,8 +147,8 @@ void bind_backend(py::module_& module) {
             return self.device_reason(c10::Device(device).type());
           },
           py::arg("device"))
-      .def("_stats", &SageBackend::stats, no_gil())
-      .def("_records", &SageBackend::records, no_gil())
+      .def("_stats", [](const SageBackend& self) { return to_dict(without_gil([&] { return self.stats(); })); })
+      .def("_records", [](const SageBackend& self) { return to_list(without_gil([&] { return self.records(); })); })
       .def("_reset_stats", &SageBackend::reset_stats, no_gil())
       .def_property_readonly(
           "options",
@@ -190,17 +167,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.attr("torch_version_built") = TORCH_VERSION;
   bind_options(module);
   bind_backend(module);
-  bind_choice(module);
+  bind_observation(module);
   bind_simulation(module);
   module.def("create", torch::wrap_pybind_function(&create), py::arg("store"), py::arg("rank"), py::arg("size"),
              py::arg("timeout"), py::arg("group_name") = "", py::arg("global_ranks") = std::vector<int64_t>(),
              py::arg("options") = py::none());
   module.def("set_log_level", &set_log_level, py::arg("level"));
   module.def("drain_log", &drain_log);
-  module.def("doctor", [] {
-    const py::gil_scoped_release no_gil;
-    return std::string(doctor());
-  });
   module.def(
       "_element",
       [](int number) {

@@ -26,18 +26,48 @@ pub enum Error {
     Bug(String),
 }
 
+/// The class of an error, by which C++ picks the exception. The number is the letter that stands before the text of an
+/// error where it leaves the core: over the C++ bridge, in shared memory and in frames between hosts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum ErrorKind {
+    Invalid = b'V',
+    Timeout = b'T',
+    RankFailed = b'D',
+    Mismatch = b'M',
+    Aborted = b'A',
+    Interrupted = b'P',
+    System = b'S',
+    Bug = b'B',
+}
+
 impl Error {
-    /// One letter that tells the C++ side which exception to raise.
-    pub fn code(&self) -> char {
+    pub fn kind(&self) -> ErrorKind {
         match self {
-            Error::Invalid(_) => 'V',
-            Error::Timeout(_) | Error::WaitElapsed(_) => 'T',
-            Error::RankFailed { .. } => 'D',
-            Error::Mismatch(_) => 'M',
-            Error::Aborted(_) => 'A',
-            Error::Interrupted(_) => 'P',
-            Error::System(_) => 'S',
-            Error::Bug(_) => 'B',
+            Error::Invalid(_) => ErrorKind::Invalid,
+            Error::Timeout(_) | Error::WaitElapsed(_) => ErrorKind::Timeout,
+            Error::RankFailed { .. } => ErrorKind::RankFailed,
+            Error::Mismatch(_) => ErrorKind::Mismatch,
+            Error::Aborted(_) => ErrorKind::Aborted,
+            Error::Interrupted(_) => ErrorKind::Interrupted,
+            Error::System(_) => ErrorKind::System,
+            Error::Bug(_) => ErrorKind::Bug,
+        }
+    }
+
+    /// The letter of its kind.
+    pub fn code(&self) -> char {
+        self.kind() as u8 as char
+    }
+
+    /// The error that another rank told, by the letter of its kind: what is not the fault of a rank, a deadline or
+    /// different calls is an abort for everybody else.
+    pub fn told(code: char, rank: usize, text: String) -> Error {
+        match u8::try_from(code) {
+            Ok(code) if code == ErrorKind::Timeout as u8 => Error::Timeout(text),
+            Ok(code) if code == ErrorKind::RankFailed as u8 => Error::RankFailed { rank, text },
+            Ok(code) if code == ErrorKind::Mismatch as u8 => Error::Mismatch(text),
+            _ => Error::Aborted(text),
         }
     }
 

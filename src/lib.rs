@@ -21,6 +21,9 @@
 //! [`clock`], [`config`], [`host`], [`topology`]. A file uses only what stands below it in this list, and the floor; `tests/layering.rs` holds that.
 //! The words are defined in `docs/words.md`, the rules by number in `docs/design.md`.
 
+// Rooms that touch bytes or call the system allow it, each with a sentence why; `tests/layering.rs` has the list.
+#![deny(unsafe_code)]
+
 pub mod algorithms;
 pub mod engine;
 #[cfg(feature = "torch")]

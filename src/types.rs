@@ -21,11 +21,26 @@ pub enum Kind {
 }
 
 impl Kind {
+    pub const ALL: [Kind; 11] = [
+        Kind::AllReduce,
+        Kind::Broadcast,
+        Kind::Reduce,
+        Kind::AllGather,
+        Kind::Gather,
+        Kind::Scatter,
+        Kind::ReduceScatter,
+        Kind::AllToAll,
+        Kind::Barrier,
+        Kind::Send,
+        Kind::Recv,
+    ];
+
     pub fn from_u8(value: u8) -> Option<Kind> {
-        use Kind::*;
-        [AllReduce, Broadcast, Reduce, AllGather, Gather, Scatter, ReduceScatter, AllToAll, Barrier, Send, Recv]
-            .into_iter()
-            .find(|kind| *kind as u8 == value)
+        Kind::ALL.into_iter().find(|kind| *kind as u8 == value)
+    }
+
+    pub fn from_name(name: &str) -> Option<Kind> {
+        Kind::ALL.into_iter().find(|kind| kind.name() == name)
     }
 
     /// The name torch.distributed users know the call by.
@@ -123,6 +138,11 @@ impl Dtype {
         all.into_iter().find(|dtype| *dtype as u8 == value)
     }
 
+    /// One of `Dtype::ALL` by its name.
+    pub fn from_name(name: &str) -> Option<Dtype> {
+        Dtype::ALL.into_iter().find(|dtype| dtype.name() == name)
+    }
+
     /// Bytes of one element.
     pub fn size(self) -> usize {
         match self {
@@ -191,7 +211,7 @@ impl ReduceOp {
         })
     }
 
-    pub fn code(self) -> u8 {
+    pub const fn code(self) -> u8 {
         match self {
             ReduceOp::Sum => 0,
             ReduceOp::Avg => 1,

@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+
+from sagellm.observe.stats import BUS_FACTORS as KINDS
 
 UNITS = {"": 1, "b": 1, "k": 1 << 10, "kib": 1 << 10, "m": 1 << 20, "mib": 1 << 20, "g": 1 << 30, "gib": 1 << 30}
 
-# How much of the payload crosses the slowest link, as a function of the number of ranks: the definition of nccl-tests
-# (busbw = algbw * factor), which makes numbers of ranks and operations comparable with the hardware.
-BUS_FACTORS = {
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "all_reduce_x10": lambda n: 2 * (n - 1) / n,
-    "all_reduce_x1000": lambda n: 2 * (n - 1) / n,
-    "region_x10": lambda n: 2 * (n - 1) / n,
-    "region_x1000": lambda n: 2 * (n - 1) / n,
-    "fused_x10": lambda n: 2 * (n - 1) / n,
-    "fused_x1000": lambda n: 2 * (n - 1) / n,
-    "apart_x10": lambda n: 2 * (n - 1) / n,
-    "apart_x1000": lambda n: 2 * (n - 1) / n,
-    "all_gather_into_tensor": lambda n: (n - 1) / n,
-    "reduce_scatter_tensor": lambda n: (n - 1) / n,
-    "all_to_all_single": lambda n: (n - 1) / n,
-    "gather": lambda n: (n - 1) / n,
-    "scatter": lambda n: (n - 1) / n,
-    "broadcast": lambda n: 1.0,
-    "reduce": lambda n: 1.0,
-    "ping_pong": lambda n: 1.0,
+# How much of the payload crosses the slowest link, as a function of the number of ranks, by the names of the cases:
+# busbw = algbw * factor, which makes numbers of ranks and operations comparable with the hardware.
+BUS_FACTORS: dict[str, Callable[[int], float]] = {
+    **{
+        f"{call}{count}": KINDS["all_reduce"]
+        for call, counts in {
+            "all_reduce": ("", "_x10", "_x1000"),
+            "region": ("_x10", "_x1000"),
+            "fused": ("_x10", "_x1000"),
+            "apart": ("_x10", "_x1000"),
+        }.items()
+        for count in counts
+    },
+    "all_gather_into_tensor": KINDS["all_gather"],
+    "reduce_scatter_tensor": KINDS["reduce_scatter"],
+    "all_to_all_single": KINDS["all_to_all"],
+    "gather": KINDS["gather"],
+    "scatter": KINDS["scatter"],
+    **dict.fromkeys(("broadcast", "reduce", "ping_pong"), lambda ranks: 1.0),
 }
 
 

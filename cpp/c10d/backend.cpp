@@ -24,16 +24,6 @@ std::string first_reason(const SageBackend::Options& options) {
   value_error("init", c10::str("the option engine is \"", options.engine, "\", expected \"auto\" or \"delegate\""));
 }
 
-// A text of the core, or its error as an exception.
-template <class Body>
-std::string text_of(const Body& body) {
-  try {
-    return std::string(body());
-  } catch (const rust::Error& error) {
-    raise(error.what());
-  }
-}
-
 }  // namespace
 
 c10::intrusive_ptr<SageBackend> SageBackend::create(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
@@ -52,7 +42,7 @@ c10::intrusive_ptr<SageBackend> SageBackend::create(const c10::intrusive_ptr<c10
   try {
     return c10::make_intrusive<SageBackend>(rank, size, std::move(options), connect(setup, wrap_store(store)), store);
   } catch (const rust::Error& error) {
-    raise(error.what());
+    raise_coded(error.what());
   }
 }
 
@@ -104,7 +94,7 @@ void SageBackend::set_link(c10::intrusive_ptr<c10d::Backend> link) {
   try {
     group_->open_link(wrapped);
   } catch (const rust::Error& error) {
-    raise(error.what());
+    raise_coded(error.what());
   }
   std::lock_guard<std::mutex> lock(delegate_mutex_);
   link_ = std::move(wrapped);
@@ -113,30 +103,31 @@ void SageBackend::set_link(c10::intrusive_ptr<c10d::Backend> link) {
 c10::intrusive_ptr<c10d::Backend> SageBackend::delegate() const {
   std::lock_guard<std::mutex> lock(delegate_mutex_);
   if (!delegate_) {
-    raise(c10::str("Asagellm: the group needs a delegate (", delegate_reason_,
+    raise(ErrorKind::kAborted,
+          c10::str("sagellm: the group needs a delegate (", delegate_reason_,
                    "), and none is set: the group was shut down, or was not made by init_process_group or new_group"));
   }
   return delegate_;
 }
 
 std::string SageBackend::describe() const {
-  return text_of([&] { return group_->describe(); });
+  return std::string(checked([&] { return group_->describe(); }));
 }
 
-std::string SageBackend::explain(uint8_t kind, uint64_t bytes, uint8_t dtype) const {
-  return text_of([&] { return group_->explain(kind, bytes, dtype); });
+Explanation SageBackend::explain(const std::string& kind, uint64_t bytes, const std::string& dtype) const {
+  return checked([&] { return group_->explain(kind, bytes, dtype); });
 }
 
-std::string SageBackend::explain_number(uint64_t number) const {
-  return text_of([&] { return group_->explain_number(number); });
+Explanation SageBackend::explain_number(uint64_t number) const {
+  return checked([&] { return group_->explain_number(number); });
 }
 
-std::string SageBackend::stats() const {
-  return text_of([&] { return group_->stats(); });
+Stats SageBackend::stats() const {
+  return checked([&] { return group_->stats(); });
 }
 
-std::string SageBackend::records() const {
-  return text_of([&] { return group_->records(); });
+rust::Vec<Record> SageBackend::records() const {
+  return checked([&] { return group_->records(); });
 }
 
 void SageBackend::reset_stats() {

@@ -92,16 +92,16 @@ class SageBackend final : public c10d::Backend {
   void set_link(c10::intrusive_ptr<c10d::Backend> link);
   // Which engine serves the group and why, in one line.
   std::string describe() const;
-  // How an operation of this kind, size and type would travel: `name<TAB>value` lines.
-  std::string explain(uint8_t kind, uint64_t bytes, uint8_t dtype) const;
-  std::string explain_number(uint64_t number) const;
+  // How an operation of this kind, size and type (by their names) would travel.
+  Explanation explain(const std::string& kind, uint64_t bytes, const std::string& dtype) const;
+  Explanation explain_number(uint64_t number) const;
   // Why tensors on devices of this kind travel through host memory.
   std::string device_reason(c10::DeviceType type) const { return staging_.reason(type); }
   // The library that carries tensors on such devices, or empty.
   std::string device_library(c10::DeviceType type) const;
-  // What the group has done, as JSON text; see src/stats/export.rs.
-  std::string stats() const;
-  std::string records() const;
+  // What the group has done, and its last operations.
+  Stats stats() const;
+  rust::Vec<Record> records() const;
   void reset_stats();
 
   const std::string getBackendName() const override { return "sagellm"; }

@@ -29,7 +29,7 @@ SageBackend::WorkPtr SageBackend::delegate_message(const CallDesc& call) {
     try {
       group_->wait_for_memory(memory, writes);
     } catch (const rust::Error& error) {
-      raise(error.what());
+      raise_coded(error.what());
     }
     follow_messages(memory, writes);
   }

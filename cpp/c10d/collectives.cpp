@@ -233,7 +233,7 @@ void SageBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_a
   try {
     group_->monitored_barrier(opts.timeout.count(), wait_all_ranks);
   } catch (const rust::Error& error) {
-    raise(error.what());
+    raise_coded(error.what());
   }
 }
 

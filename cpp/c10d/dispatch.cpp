@@ -26,7 +26,7 @@ size_t bytes_of(const Operand& operand) {
 // What the statistics are told of a delegate's call.
 Foreign foreign(const CallDesc& call, bool host_staged) {
   Foreign told{};
-  told.kind = static_cast<uint8_t>(call.kind);
+  told.kind = call.kind;
   told.root = static_cast<uint32_t>(call.root);
   told.tag = static_cast<uint32_t>(call.tag);
   const size_t outputs = bytes_of(call.outputs);
@@ -119,7 +119,7 @@ void SageBackend::run(Plan& plan, const Label& label, TensorView inputs) {
     throw;
   }
   if (trace) trace->end();
-  if (pending && !pending->copy_error().empty()) raise(pending->copy_error());
+  if (pending && !pending->copy_error().empty()) raise_coded(pending->copy_error());
 }
 
 void SageBackend::issue(OpWork& work, Plans& plans, Tensors keep) {
@@ -127,7 +127,7 @@ void SageBackend::issue(OpWork& work, Plans& plans, Tensors keep) {
     for (Plan& plan : plans) work.add(*group_, plan, std::exchange(keep, {}));
   } catch (const std::exception&) {
     // What was issued ends by itself, and nobody will wait for it; those who watch works hear of the failure.
-    work.seal("Vsagellm: the call could not be issued");
+    work.seal(coded(ErrorKind::kInvalid, "sagellm: the call could not be issued"));
     throw;
   }
   work.seal();

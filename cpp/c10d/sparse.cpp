@@ -70,8 +70,8 @@ void check_headers(const at::Tensor& headers, int ranks) {
   for (int rank = 1; rank < ranks; ++rank) {
     const int64_t* other = first + static_cast<size_t>(rank) * kHeader;
     if (!std::equal(first + kSparseDims, first + kHeader, other + kSparseDims)) {
-      raise(c10::str("Msagellm ", kOp, ": the ranks passed different tensors: rank 0 ", describe(first), ", rank ",
-                     rank, " ", describe(other)));
+      raise(ErrorKind::kMismatch, c10::str("sagellm ", kOp, ": the ranks passed different tensors: rank 0 ",
+                                           describe(first), ", rank ", rank, " ", describe(other)));
     }
   }
 }
@@ -181,7 +181,7 @@ SageBackend::WorkPtr SageBackend::allreduce_coo(const CallDesc& call) {
   plan.call.counts = false;
   plan.call.tensors = 0;
   Foreign told{};
-  told.kind = static_cast<uint8_t>(Kind::kAllReduce);
+  told.kind = Kind::kAllReduce;
   told.composed = true;
   told.read = told.written = job->own.indices.nbytes() + job->own.values.nbytes();
   told.tensors = 1;

@@ -107,7 +107,8 @@ c10::intrusive_ptr<SageBackend> SageBackend::part(const std::string& prefix, con
 
 c10::intrusive_ptr<c10d::Backend> SageBackend::build_delegate(const char* prefix) const {
   if (options_->delegate == "mpi") {
-    raise(c10::str("Ssagellm: group '", options_->group_name, "' needs a delegate (", delegate_reason_,
+    raise(ErrorKind::kSystem,
+          c10::str("sagellm: group '", options_->group_name, "' needs a delegate (", delegate_reason_,
                    "), and all ranks of the job have to make one of MPI; use torch.distributed.new_group"));
   }
   // Keys of an earlier attempt at the same group may lie in the store, and gloo would believe them.

@@ -12,29 +12,11 @@
 #include <utility>
 
 #include "host/errors.hpp"
+#include "lower/types.hpp"
 
 namespace sagellm {
 
 namespace {
-
-// `types::Dtype` as torch has it; the other way is `check::reducible`.
-at::ScalarType scalar_type(uint8_t dtype) {
-  constexpr at::ScalarType kTypes[] = {at::kByte,          at::kBool,          at::kByte,        at::kChar,
-                                       at::kUInt16,        at::kShort,         at::kUInt32,      at::kInt,
-                                       at::kUInt64,        at::kLong,          at::kHalf,        at::kBFloat16,
-                                       at::kFloat,         at::kDouble,        at::kComplexHalf, at::kComplexFloat,
-                                       at::kComplexDouble, at::kFloat8_e4m3fn, at::kFloat8_e5m2};
-  TORCH_INTERNAL_ASSERT(dtype < std::size(kTypes));
-  return kTypes[dtype];
-}
-
-// The other way; 0 for types that are none of the core's.
-uint8_t dtype_of(at::ScalarType type) {
-  for (uint8_t dtype = 1; dtype <= 18; ++dtype) {
-    if (scalar_type(dtype) == type) return dtype;
-  }
-  return 0;
-}
 
 size_t total(const Pieces& pieces) {
   return std::accumulate(pieces.begin(), pieces.end(), size_t{0},
@@ -247,7 +229,7 @@ at::Tensor applied(at::Tensor tensor, const rust::Vec<Local>& steps, int ranks, 
   for (const Local& step : steps) {
     switch (step.step) {
       case LocalStep::Cast:
-        tensor = tensor.to(scalar_type(step.dtype));
+        tensor = tensor.to(scalar_type(static_cast<Dtype>(step.dtype)));
         break;
       case LocalStep::Scale:
         tensor = factor.defined() ? scaled(tensor, factor) : scaled(tensor, step.factor);
@@ -311,12 +293,14 @@ bool elements_in_order(const at::Tensor& tensor) {
 
 DeviceAsked asked(const Plan& plan, int ranks, bool plain) {
   DeviceAsked found{};
-  found.kind = plan.call.kind;
+  found.kind = static_cast<uint8_t>(plan.call.kind);
   // Where data is only moved, the core is told bytes, and a device may have no room for them all the same.
-  found.dtype = plan.call.dtype != 0 || plan.call.element == kNoType
-                    ? plan.call.dtype
-                    : dtype_of(static_cast<at::ScalarType>(plan.call.element));
-  found.op = plan.call.op;
+  Dtype dtype = plan.call.dtype;
+  if (dtype == Dtype::kBytes && plan.call.element != kNoType) {
+    dtype = dtype_of(static_cast<at::ScalarType>(plan.call.element)).value_or(Dtype::kBytes);
+  }
+  found.dtype = static_cast<uint8_t>(dtype);
+  found.op = static_cast<uint8_t>(plan.call.op);
   found.factor = plan.call.factor;
   found.ranks = static_cast<uint32_t>(ranks);
   found.even = plan.in_blocks.empty() && plan.out_blocks.empty();
@@ -341,7 +325,7 @@ Launch prepare(const Plan& plan, rust::Box<RustRecipe> recipe, int ranks, c10::D
   // What the library moves, where it is not what the tensors have.
   at::ScalarType wire = type;
   for (const Local& step : before) {
-    if (step.step == LocalStep::Cast) wire = scalar_type(step.dtype);
+    if (step.step == LocalStep::Cast) wire = scalar_type(static_cast<Dtype>(step.dtype));
   }
 
   if (asked_kind == Kind::kBarrier) {
@@ -352,7 +336,7 @@ Launch prepare(const Plan& plan, rust::Box<RustRecipe> recipe, int ranks, c10::D
     return launch;
   }
   if (how.premul && plan.factor.defined()) {
-    keep.push_back(plan.factor.to(scalar_type(how.dtype)));
+    keep.push_back(plan.factor.to(scalar_type(static_cast<Dtype>(how.dtype))));
     launch.factor = piece_of(keep.back()).addr;
   }
 

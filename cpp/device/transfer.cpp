@@ -187,8 +187,8 @@ std::chrono::nanoseconds StagedWork::duration() const {
   return ended_at_ - began_;
 }
 
-std::vector<std::string> StagedWork::explain() const {
-  return own_ ? own_->explain() : std::vector<std::string>();
+std::vector<Explanation> StagedWork::explain() const {
+  return own_ ? own_->explain() : std::vector<Explanation>();
 }
 
 void StagedWork::on_result_stream(const std::function<void()>& body) const {

@@ -106,7 +106,7 @@ class StagedWork final : public SageWork {
 #ifdef SAGELLM_HAS_WORK_TIMEOUT
   std::chrono::milliseconds getTimeout() const override { return timeout_; }
 #endif
-  std::vector<std::string> explain() const override;
+  std::vector<Explanation> explain() const override;
 
  protected:
   bool done() const override;

@@ -28,15 +28,6 @@ constexpr auto kOnItsWay = std::chrono::milliseconds(500);
 // The device that this thread's calls on raw streams are for: `set_device` comes before each.
 thread_local c10::DeviceIndex thread_device = 0;
 
-template <class Function>
-auto checked(Function function) {
-  try {
-    return function();
-  } catch (const rust::Error& error) {
-    raise(error.what());
-  }
-}
-
 rust::Box<RustDevices> open(const RustGroup& group, c10::DeviceType type, const std::string& vendor,
                             const std::string& library, const std::vector<std::string>& folders) {
   std::vector<rust::String> places;
@@ -48,7 +39,7 @@ rust::Box<RustDevices> open(const RustGroup& group, c10::DeviceType type, const 
 }
 
 bool is_message(const Plan& plan) {
-  return plan.call.kind >= static_cast<uint8_t>(Kind::kSend);
+  return plan.call.kind >= Kind::kSend;
 }
 
 size_t bytes_of(c10::ArrayRef<Piece> pieces) {
@@ -210,7 +201,7 @@ bool VendorDevices::can_split(c10::Device device, const std::vector<uint32_t>& r
 
 void VendorDevices::split(c10::Device device, const std::vector<uint32_t>& ranks, VendorDevices* child) {
   const MemberPtr member = living(device);
-  if (!member) raise("Asagellm split: the communicator of the group was aborted");
+  if (!member) raise(ErrorKind::kAborted, "sagellm split: the communicator of the group was aborted");
   const rust::Slice<const uint32_t> members{ranks.data(), ranks.size()};
   const c10::DeviceGuard guard(device);
   set_device(device.index());
@@ -251,18 +242,24 @@ class VendorDevices::OnStream final : public DeviceCall {
     if (counted_) devices_->under_way_->fetch_sub(1, std::memory_order_relaxed);
   }
 
-  std::vector<std::string> explain() const override {
-    std::vector<std::string> all;
+  std::vector<Explanation> explain() const override {
+    std::vector<Explanation> all;
     for (const Told& each : told) {
       std::string why(each.recipe->why());
       if (why.empty()) why = "one call of the library, which chooses the algorithm";
       if (each.tensors > 1) why += c10::str("; ", each.tensors, " tensors in one call");
       if (told.size() > 1) why += c10::str("; one of ", told.size(), " calls issued together");
-      std::string lines = c10::str("op\t", each.op, "\nbytes\t", each.bytes, "\nranks\t", devices_->ranks_,
-                                   "\nsequence\t", number_, "\nlibrary\t", devices_->describe(), "\ndecided\t", why);
-      const std::string ran(member_->core->ran(each.kind, each.bytes));
-      if (!ran.empty()) lines += "\nran\t" + ran;
-      all.push_back(std::move(lines));
+      Explanation found{};
+      found.kind = each.op;
+      found.bytes = each.bytes;
+      found.ranks = static_cast<size_t>(devices_->ranks_);
+      found.past = true;
+      found.number = number_;
+      found.library = devices_->describe();
+      found.decided = why;
+      // In two levels it is told of other communicators.
+      found.ran = member_->core->ran(each.kind, each.bytes);
+      all.push_back(std::move(found));
     }
     return all;
   }
@@ -332,7 +329,7 @@ void VendorDevices::check_own_messages(const std::vector<DevicePlan>& calls) con
   for (const DevicePlan& call : calls) {
     const Plan& plan = *call.plan;
     if (!is_message(plan) || plan.call.root != static_cast<uint32_t>(backend_.getRank())) continue;
-    const bool sends = plan.call.kind == static_cast<uint8_t>(Kind::kSend);
+    const bool sends = plan.call.kind == Kind::kSend;
     (sends ? sent : received).push_back(bytes_of(sends ? plan.inputs() : plan.outputs()));
   }
   if (sent == received) return;
@@ -415,7 +412,7 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::submit(std::vector<DevicePlan>& ca
   const bool capturing = is_capturing(callers);
   const Plan& first = *calls[0].plan;
   const bool message = is_message(first);
-  const bool barrier = first.call.kind == static_cast<uint8_t>(Kind::kBarrier);
+  const bool barrier = first.call.kind == Kind::kBarrier;
   const bool single_message = !region && message;
   const int ranks = single_message ? 2 : backend_.getSize();
 
@@ -437,7 +434,7 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::submit(std::vector<DevicePlan>& ca
   int lane = 0;
   if (single_message) {
     const int peer = static_cast<int>(first.call.root);
-    const bool sends = first.call.kind == static_cast<uint8_t>(Kind::kSend);
+    const bool sends = first.call.kind == Kind::kSend;
     const int from = sends ? backend_.getRank() : peer;
     const int to = sends ? peer : backend_.getRank();
     key = {device.index(), from, to};
@@ -457,7 +454,7 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::submit(std::vector<DevicePlan>& ca
   c10::SmallVector<rust::Box<RustForeign>, 1> notes;
   for (const DevicePlan& call : calls) {
     if (call.plan->call.counts || number == 0)
-      number = checked([&] { return devices_->next_number(call.plan->call.kind); });
+      number = checked([&] { return devices_->next_number(static_cast<uint8_t>(call.plan->call.kind)); });
     notes.push_back(backend_.group_->foreign(foreign(*call.plan)));
   }
   auto trace = Trace::start(label.title, keep);
@@ -507,7 +504,7 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::submit(std::vector<DevicePlan>& ca
   if (number != 0) last_number_.store(number, std::memory_order_relaxed);
   for (size_t i = 0; i < calls.size(); ++i) {
     const Plan& plan = *calls[i].plan;
-    call->told.push_back({plan.op, plan.call.kind, plan.call.tensors,
+    call->told.push_back({plan.op, static_cast<uint8_t>(plan.call.kind), plan.call.tensors,
                           std::max(bytes_of(plan.inputs()), bytes_of(plan.outputs())), std::move(launches[i].recipe)});
   }
 
@@ -584,7 +581,8 @@ std::string VendorDevices::look(const Watched& watched, bool passed) {
   } else if (member->aborted) {
     if (passed && member->drained) return {};
     trouble = std::string(devices_->trouble(watched.what(), only));
-    if (trouble.empty()) trouble = c10::str("Asagellm: ", watched.what(), ": the communicator was aborted");
+    if (trouble.empty())
+      trouble = coded(ErrorKind::kAborted, c10::str("sagellm: ", watched.what(), ": the communicator was aborted"));
   } else {
     const std::string bad(member->core->poll());
     // Whoever has left since did so after its part.

@@ -60,7 +60,7 @@ bool DeviceWork::poll(std::chrono::microseconds spin) {
 }
 
 void DeviceWork::abort() {
-  end(c10::str("Asagellm: ", launched_.watched.what(), " was aborted"), false);
+  end(coded(ErrorKind::kAborted, c10::str("sagellm: ", launched_.watched.what(), " was aborted")), false);
 }
 
 void DeviceWork::end(const std::string& error, bool idle) {
@@ -105,7 +105,8 @@ std::chrono::nanoseconds DeviceWork::duration() const {
 
 float DeviceWork::getDuration() const {
   if (!launched_.begun) {
-    raise("Bsagellm: durations are measured only for works that were issued after enable_collectives_timing()");
+    raise(ErrorKind::kBug,
+          "sagellm: durations are measured only for works that were issued after enable_collectives_timing()");
   }
   return SageWork::getDuration();
 }
@@ -129,8 +130,8 @@ bool DeviceWork::wait(std::chrono::milliseconds timeout) {
     for (bool ended = poll(kSpin); !ended; ended = poll()) {
       if (check_interrupt()) std::rethrow_exception(take_interrupt());
       if (bounded && std::chrono::steady_clock::now() >= until) {
-        raise(c10::str("Tsagellm ", c10d::opTypeToString(opType_), ": wait(", timeout.count(),
-                       " ms) elapsed; the operation goes on"));
+        raise(ErrorKind::kTimeout, c10::str("sagellm ", c10d::opTypeToString(opType_), ": wait(", timeout.count(),
+                                            " ms) elapsed; the operation goes on"));
       }
       std::unique_lock<std::mutex> lock(mutex_);
       cv_.wait_for(lock, pause, [this] { return completed_; });
@@ -138,7 +139,7 @@ bool DeviceWork::wait(std::chrono::milliseconds timeout) {
     }
   }
   const std::string text = error();
-  if (!text.empty()) raise(text);
+  if (!text.empty()) raise_coded(text);
   order();
   Graveyard::instance().drain();
   return true;
@@ -224,7 +225,9 @@ bool DeviceWatch::look(std::vector<Queue>& queues) {
     try {
       return work.poll();
     } catch (const std::exception& error) {
-      work.fail(std::string("Dsagellm: the device was asked for the end of an operation: ") + error.what(), false);
+      work.fail(coded(ErrorKind::kRankFailed,
+                      c10::str("sagellm: the device was asked for the end of an operation: ", error.what())),
+                false);
       return true;
     }
   };

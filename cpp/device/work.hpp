@@ -47,7 +47,7 @@ class DeviceCall {
   // Told once, for the statistics. Any thread.
   virtual void ended(bool well) = 0;
   // How it travels, as `SageWork::explain`.
-  virtual std::vector<std::string> explain() const = 0;
+  virtual std::vector<Explanation> explain() const = 0;
 };
 
 // Knows when work will never end.
@@ -97,8 +97,8 @@ class DeviceWork final : public SageWork {
   // where `idle` says that the device has let go of them.
   void fail(const std::string& error, bool idle);
   void abort() override;
-  std::vector<std::string> explain() const override {
-    return launched_.call ? launched_.call->explain() : std::vector<std::string>();
+  std::vector<Explanation> explain() const override {
+    return launched_.call ? launched_.call->explain() : std::vector<Explanation>();
   }
   // True when it has ended; then everything that follows from that has been done. Any thread. The device is asked again
   // and again for as long as `spin`.

@@ -14,26 +14,33 @@ std::exception_ptr make(const std::string& text) {
 
 }  // namespace
 
+std::string coded(ErrorKind kind, const std::string& text) {
+  return static_cast<char>(kind) + text;
+}
+
+std::optional<ErrorKind> kind_of(const std::string& coded) {
+  return coded.empty() ? std::nullopt : std::make_optional(static_cast<ErrorKind>(coded[0]));
+}
+
 std::exception_ptr to_exception(const std::string& coded) {
-  const char code = coded.empty() ? 'B' : coded[0];
-  const std::string text = coded.empty() ? "sagellm: an error without a text" : coded.substr(1);
-  switch (code) {
-    case 'V':
+  if (coded.empty()) return make<c10::Error>("sagellm: an error without a text");
+  const std::string text = coded.substr(1);
+  switch (static_cast<ErrorKind>(coded[0])) {
+    case ErrorKind::kInvalid:
       return make<c10::ValueError>(text);
-    case 'T':
-    case 'D':
-    case 'M':
-    case 'A':
-    case 'S':
+    case ErrorKind::kTimeout:
+    case ErrorKind::kRankFailed:
+    case ErrorKind::kMismatch:
+    case ErrorKind::kAborted:
+    case ErrorKind::kSystem:
       return make<c10::DistBackendError>(text);
-    case 'P':
+    case ErrorKind::kInterrupted:
       if (std::exception_ptr kept = take_interrupt()) return kept;
       return make<c10::DistBackendError>(text);
-    case 'B':
+    case ErrorKind::kBug:
       return make<c10::Error>(text);
-    default:
-      return make<c10::Error>("sagellm: an error with an unknown code: " + coded);
   }
+  return make<c10::Error>("sagellm: an error with an unknown code: " + coded);
 }
 
 bool is_interrupt(const std::exception_ptr& failure) {
@@ -51,13 +58,17 @@ std::string coded_text(const std::exception_ptr& failure) {
   try {
     std::rethrow_exception(failure);
   } catch (const c10::Error& error) {
-    return std::string("D") + error.what_without_backtrace();
+    return coded(ErrorKind::kRankFailed, error.what_without_backtrace());
   } catch (const std::exception& error) {
-    return std::string("D") + error.what();
+    return coded(ErrorKind::kRankFailed, error.what());
   }
 }
 
-void raise(const std::string& coded) {
+void raise(ErrorKind kind, const std::string& text) {
+  raise_coded(coded(kind, text));
+}
+
+void raise_coded(const std::string& coded) {
   std::rethrow_exception(to_exception(coded));
 }
 

@@ -18,39 +18,31 @@ namespace {
 // Whether the rank sends, the peer, the part numbers, and what becomes of received parts.
 using Message = std::tuple<size_t, bool, size_t, std::vector<size_t>, std::string>;
 
-template <class Function>
-auto raising(Function function) {
-  try {
-    return function();
-  } catch (const rust::Error& error) {
-    raise(error.what());
-  }
-}
+using Costs = std::vector<std::pair<double, size_t>>;
 
-std::vector<std::string> names(const std::string& kind) {
-  const auto found = raising([&] { return algorithms(kind); });
-  return {found.begin(), found.end()};
-}
-
-// `host` and `network` are alpha, overhead and beta.
-std::vector<std::pair<double, size_t>> predicted(const std::string& kind, const std::string& algorithm, size_t ranks,
-                                                 const std::vector<double>& sizes, const std::array<double, 3>& host,
-                                                 const std::array<double, 3>& network, double gamma,
-                                                 size_t ranks_per_host) {
+// `host` and `network` are alpha, overhead and beta. By algorithm, seconds and segments at each size.
+std::vector<std::pair<std::string, Costs>> predicted(const std::string& kind, const std::string& algorithm,
+                                                     size_t ranks, const std::vector<double>& sizes,
+                                                     const std::array<double, 3>& host,
+                                                     const std::array<double, 3>& network, double gamma,
+                                                     size_t ranks_per_host) {
   const py::gil_scoped_release no_gil;
   const CostModel model{host[0], host[1], host[2], network[0], network[1], network[2], gamma, ranks_per_host};
-  const auto found = raising(
+  const auto found = checked(
       [&] { return predict(kind, algorithm, ranks, rust::Slice<const double>(sizes.data(), sizes.size()), model); });
-  std::vector<std::pair<double, size_t>> result;
-  result.reserve(found.size());
-  for (const Prediction& one : found) result.emplace_back(one.seconds, one.segments);
+  std::vector<std::pair<std::string, Costs>> result;
+  for (const Prediction& one : found) {
+    Costs costs;
+    for (size_t at = 0; at < one.seconds.size(); ++at) costs.emplace_back(one.seconds[at], one.segments[at]);
+    result.emplace_back(std::string(one.algorithm), std::move(costs));
+  }
   return result;
 }
 
 std::pair<size_t, std::vector<Message>> messages(const std::string& kind, const std::string& algorithm, size_t ranks,
                                                  size_t segments, size_t rank) {
   size_t parts = 0;
-  const auto found = raising([&] { return program(kind, algorithm, ranks, segments, rank, parts); });
+  const auto found = checked([&] { return program(kind, algorithm, ranks, segments, rank, parts); });
   std::vector<Message> result;
   result.reserve(found.size());
   for (const ProgramLine& one : found) {
@@ -63,7 +55,6 @@ std::pair<size_t, std::vector<Message>> messages(const std::string& kind, const 
 }  // namespace
 
 void bind_simulation(py::module_& module) {
-  module.def("algorithms", torch::wrap_pybind_function(&names), py::arg("kind"));
   module.def("predict", torch::wrap_pybind_function(&predicted), py::arg("kind"), py::arg("algorithm"),
              py::arg("ranks"), py::arg("sizes"), py::arg("host"), py::arg("network"), py::arg("gamma"),
              py::arg("ranks_per_host"));

@@ -4,6 +4,7 @@
 
 #include "host/errors.hpp"
 #include "lower/plan.hpp"
+#include "lower/types.hpp"
 
 namespace sagellm::check {
 
@@ -162,49 +163,13 @@ std::vector<size_t> splits(const char* op, const char* what, const at::Tensor& t
   return bytes;
 }
 
-uint8_t reducible(const char* op, const at::Tensor& tensor, bool by_vendor) {
-  switch (tensor.scalar_type()) {
-    case at::kBool:
-      return 1;
-    case at::kByte:
-      return 2;
-    case at::kChar:
-      return 3;
-    case at::kUInt16:
-      return 4;
-    case at::kShort:
-      return 5;
-    case at::kUInt32:
-      return 6;
-    case at::kInt:
-      return 7;
-    case at::kUInt64:
-      return 8;
-    case at::kLong:
-      return 9;
-    case at::kHalf:
-      return 10;
-    case at::kBFloat16:
-      return 11;
-    case at::kFloat:
-      return 12;
-    case at::kDouble:
-      return 13;
-    case at::kComplexHalf:
-      return 14;
-    case at::kComplexFloat:
-      return 15;
-    case at::kComplexDouble:
-      return 16;
-    case at::kFloat8_e4m3fn:
-    case at::kFloat8_e5m2:
-      // Whether the device's library can is its recipe's to say.
-      if (by_vendor) return tensor.scalar_type() == at::kFloat8_e4m3fn ? 17 : 18;
-      [[fallthrough]];
-    default:
-      value_error(op, c10::str(dtype_name(tensor.scalar_type()),
-                               " numbers cannot be combined, only moved; convert them to float16 or wider first"));
-  }
+Dtype reducible(const char* op, const at::Tensor& tensor, bool by_vendor) {
+  const std::optional<Dtype> dtype = dtype_of(tensor.scalar_type());
+  const bool float8 = dtype == Dtype::kF8E4M3 || dtype == Dtype::kF8E5M2;
+  // Whether a device's library can combine these is its recipe's to say.
+  if (dtype && (!float8 || by_vendor)) return *dtype;
+  value_error(op, c10::str(dtype_name(tensor.scalar_type()),
+                           " numbers cannot be combined, only moved; convert them to float16 or wider first"));
 }
 
 }  // namespace sagellm::check

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "compat.hpp"
+#include "sagellm/src/ffi/bridge.rs.h"
 
 namespace sagellm::check {
 
@@ -55,8 +56,7 @@ void apart(const char* op, const std::vector<at::Tensor>& written, const std::ve
 std::vector<size_t> splits(const char* op, const char* what, const at::Tensor& tensor,
                            const std::vector<int64_t>& sizes, int size);
 
-// The number of `src/types.rs` for the type of a tensor whose elements are combined. A vendor's library may combine
-// floats of 8 bits, too.
-uint8_t reducible(const char* op, const at::Tensor& tensor, bool by_vendor);
+// The type of a tensor whose elements are combined. A vendor's library may combine floats of 8 bits, too.
+Dtype reducible(const char* op, const at::Tensor& tensor, bool by_vendor);
 
 }  // namespace sagellm::check

@@ -175,7 +175,7 @@ bool share_memory(const at::Tensor& left, const at::Tensor& right) {
 
 Plan::Plan(const char* op, Kind kind, std::chrono::milliseconds timeout, bool by_vendor)
     : op(op), call(), by_vendor_(by_vendor) {
-  call.kind = static_cast<uint8_t>(kind);
+  call.kind = kind;
   call.timeout_ms = timeout.count();
   call.counts = true;
   call.tensors = 1;
@@ -188,7 +188,7 @@ void Plan::combine(const at::Tensor& tensor, const c10d::ReduceOp& reduce_op) {
   if (reduce_op.op_ >= c10d::ReduceOp::UNUSED) {
     value_error(op, c10::str("unknown reduce op number ", static_cast<int>(reduce_op.op_)));
   }
-  call.op = static_cast<uint8_t>(reduce_op.op_);
+  call.op = static_cast<ReduceOp>(reduce_op.op_);  // the same numbers: lower/types.hpp
   if (reduce_op.op_ != c10d::ReduceOp::PREMUL_SUM) return;
   const PremulSupplement& supplement = premul(op, reduce_op);
   const at::Tensor& on_tensor = supplement.tensor_factor;
@@ -291,7 +291,7 @@ rust::Box<RustOp> Plan::issue(const RustGroup& group, std::shared_ptr<Completion
     return group.issue(call, slice(inputs_), slice(outputs_), slice(in_blocks), slice(out_blocks), slice(touched_),
                        std::move(completion));
   } catch (const rust::Error& error) {
-    raise(error.what());
+    raise_coded(error.what());
   }
 }
 
@@ -300,7 +300,7 @@ void Plan::run(const RustGroup& group, std::shared_ptr<Completion> completion) c
     group.run(call, slice(inputs_), slice(outputs_), slice(in_blocks), slice(out_blocks), slice(touched_),
               std::move(completion));
   } catch (const rust::Error& error) {
-    raise(error.what());
+    raise_coded(error.what());
   }
 }
 

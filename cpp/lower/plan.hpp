@@ -20,21 +20,6 @@
 
 namespace sagellm {
 
-// `types::Kind`.
-enum class Kind : uint8_t {
-  kAllReduce = 1,
-  kBroadcast = 2,
-  kReduce = 3,
-  kAllGather = 4,
-  kGather = 5,
-  kScatter = 6,
-  kReduceScatter = 7,
-  kAllToAll = 8,
-  kBarrier = 9,
-  kSend = 10,
-  kRecv = 11,
-};
-
 // `types::ANY_RANK`.
 constexpr uint32_t kAnyRank = UINT32_MAX;
 // `types::CallNote::NO_TYPE`.

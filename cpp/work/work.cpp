@@ -13,7 +13,7 @@ namespace sagellm {
 namespace {
 
 constexpr const char* kInherited =
-    "Vsagellm: a forked child cannot wait for an operation of its parent. Wait for it in the parent";
+    "sagellm: a forked child cannot wait for an operation of its parent. Wait for it in the parent";
 
 uint64_t next_key() {
   static std::atomic<uint64_t> last{0};
@@ -22,12 +22,13 @@ uint64_t next_key() {
 
 c10d::WorkResult result_code(const std::string& error) {
   if (error.empty()) return c10d::WorkResult::SUCCESS;
-  return error[0] == 'T' ? c10d::WorkResult::TIMEOUT : c10d::WorkResult::COMM_ERROR;
+  return kind_of(error) == ErrorKind::kTimeout ? c10d::WorkResult::TIMEOUT : c10d::WorkResult::COMM_ERROR;
 }
 
 // What the world did to the group, as against a wrong call: these call the abort hooks.
 bool calls_abort_hooks(const std::string& error) {
-  return !error.empty() && (error[0] == 'T' || error[0] == 'D' || error[0] == 'M');
+  const auto kind = kind_of(error);
+  return kind == ErrorKind::kTimeout || kind == ErrorKind::kRankFailed || kind == ErrorKind::kMismatch;
 }
 
 }  // namespace
@@ -173,14 +174,16 @@ std::exception_ptr SageWork::exception() const {
 }
 
 int SageWork::sourceRank() const {
-  raise(c10::str("Bsagellm: source_rank() was asked of ", c10d::opTypeToString(opType_), ", expected a receive"));
+  raise(ErrorKind::kBug,
+        c10::str("sagellm: source_rank() was asked of ", c10d::opTypeToString(opType_), ", expected a receive"));
 }
 
 float SageWork::getDuration() const {
   if (!timed_) {
-    raise("Bsagellm: durations are measured only for works that were issued after enable_collectives_timing()");
+    raise(ErrorKind::kBug,
+          "sagellm: durations are measured only for works that were issued after enable_collectives_timing()");
   }
-  if (!done()) raise("Bsagellm: the duration is known only after the work has completed");
+  if (!done()) raise(ErrorKind::kBug, "sagellm: the duration is known only after the work has completed");
   return std::chrono::duration<float, std::milli>(duration()).count();
 }
 
@@ -233,7 +236,7 @@ void SageWork::complete(c10::ivalue::Future& future, bool with_code) const {
 }
 
 void SageWork::sleep_until_completed(std::chrono::milliseconds timeout) {
-  if (events_->inherited()) raise(kInherited);
+  if (events_->inherited()) raise(ErrorKind::kInvalid, kInherited);
   if (!done()) CallbackPool::about_to_block();
   // Signals of Python are looked for this often; the job itself ends by the deadlines of its operations.
   constexpr auto kSlice = std::chrono::milliseconds(100);
@@ -248,8 +251,8 @@ void SageWork::sleep_until_completed(std::chrono::milliseconds timeout) {
     lock.unlock();
     if (check_interrupt()) std::rethrow_exception(take_interrupt());
     if (bounded && std::chrono::steady_clock::now() >= until) {
-      raise(c10::str("Tsagellm ", c10d::opTypeToString(opType_), ": wait(", timeout.count(),
-                     " ms) elapsed; the operation goes on"));
+      raise(ErrorKind::kTimeout, c10::str("sagellm ", c10d::opTypeToString(opType_), ": wait(", timeout.count(),
+                                          " ms) elapsed; the operation goes on"));
     }
     lock.lock();
   }
@@ -267,7 +270,7 @@ c10::intrusive_ptr<c10::ivalue::Future> SageWork::future_in_child(const c10::Typ
   if (ended) {
     complete(*future, with_code);
   } else {
-    future->setError(to_exception(kInherited));
+    future->setError(to_exception(coded(ErrorKind::kInvalid, kInherited)));
   }
   return future;
 }
@@ -347,13 +350,9 @@ bool OpWork::wait(std::chrono::milliseconds timeout) {
       const auto rest = std::chrono::duration_cast<std::chrono::milliseconds>(until - std::chrono::steady_clock::now());
       left = std::max<int64_t>(rest.count(), 0);
     }
-    try {
-      op->wait(left);
-    } catch (const rust::Error& error) {
-      raise(error.what());
-    }
+    checked([&] { op->wait(left); });
   }
-  if (failed_) raise(error());
+  if (failed_) raise_coded(error());
   Graveyard::instance().drain();
   return true;
 }
@@ -363,27 +362,27 @@ void OpWork::abort() {
 }
 
 int OpWork::sourceRank() const {
-  if (opType_ == c10d::OpType::RECV || opType_ == c10d::OpType::RECVANYSOURCE) return ops_.front()->source();
+  if (opType_ == c10d::OpType::RECV || opType_ == c10d::OpType::RECVANYSOURCE) return ops_.front()->facts().source;
   return SageWork::sourceRank();
 }
 
 uint64_t OpWork::getSequencenumber() const {
-  return ops_.front()->number();
+  return ops_.front()->facts().number;
 }
 
-std::vector<std::string> OpWork::explain() const {
-  std::vector<std::string> found;
-  for (const auto& op : ops_) found.emplace_back(op->explain());
+std::vector<Explanation> OpWork::explain() const {
+  std::vector<Explanation> found;
+  for (const auto& op : ops_) found.push_back(op->explain());
   return found;
 }
 
 std::chrono::milliseconds OpWork::timeout() const {
-  return std::chrono::milliseconds(static_cast<int64_t>(ops_.front()->timeout_ms()));
+  return std::chrono::milliseconds(static_cast<int64_t>(ops_.front()->facts().timeout_ms));
 }
 
 std::chrono::nanoseconds OpWork::duration() const {
   uint64_t longest = 0;
-  for (const auto& op : ops_) longest = std::max(longest, op->duration_ns());
+  for (const auto& op : ops_) longest = std::max(longest, op->facts().duration_ns);
   return std::chrono::nanoseconds(longest);
 }
 
@@ -464,7 +463,7 @@ void Pending::guarded(const char* what, const std::function<void()>& copies) con
   try {
     copies();
   } catch (const std::exception& error) {
-    copy_error_ = c10::str("Bsagellm: a copy ", what, " failed: ", error.what());
+    copy_error_ = coded(ErrorKind::kBug, c10::str("sagellm: a copy ", what, " failed: ", error.what()));
     if (work_) work_->note_failure(copy_error_);
   }
 }

@@ -119,8 +119,8 @@ class SageWork : public c10d::Work {
 #ifdef SAGELLM_HAS_COMPLETION_HOOKS
   uint64_t getCompletionKey() const override { return key_; }
 #endif
-  // For each operation of the core that it consists of, how it travels and what was recorded, as lines.
-  virtual std::vector<std::string> explain() const { return {}; }
+  // For each operation of the core that it consists of, how it travels and what was recorded.
+  virtual std::vector<Explanation> explain() const { return {}; }
 
  protected:
   // Ended, and how: empty or an error with its code letter.
@@ -188,7 +188,7 @@ class OpWork final : public SageWork {
 #ifdef SAGELLM_HAS_WORK_TIMEOUT
   std::chrono::milliseconds getTimeout() const override { return timeout(); }
 #endif
-  std::vector<std::string> explain() const override;
+  std::vector<Explanation> explain() const override;
 
  protected:
   bool done() const override;

@@ -4,25 +4,94 @@
 //! Rust -> C++: `Store` (c10d's key-value store), `Completion` (what the shim wants to do when an operation starts and
 //! ends), `Link` (messages to other hosts), `check_interrupt` (Python's pending signals), `log_line` (Python's logging).
 //!
-//! Errors cross as text whose first letter is `Error::code` (V invalid, T timeout, D rank failed, M mismatch, A
-//! aborted, P interrupted by Python, S system, B bug); `cpp/work/work.cpp` strips it and raises the matching exception.
+//! Errors cross as text whose first letter is their `ErrorKind`; `cpp/host/errors.cpp` alone reads and writes it on that
+//! side. This file declares; `convert` translates between these types and the core's, `calls` and `devices` call the core.
 
-use std::sync::Arc;
-use std::time::Duration;
-
-use super::callbacks::{CompletionHook, LinkHook, PythonHook, PythonLog, StoreHook};
+use super::calls::{
+    RustForeign, RustGroup, RustOp, at_exit, connect, device_packs, doctor, explain_without_group, memory_meets, names,
+    save_table, set_log_level, table_without_group,
+};
 use super::devices::{RustDevices, RustLaunched, RustMember, RustRecipe};
-use super::simulate::{algorithms, predict, program};
-use crate::config::{Config, Settings};
-use crate::error::{Error, Result, contained};
-use crate::group;
-use crate::group::{Group, Op};
-use crate::op::overlap::Reach;
-use crate::types::{CallNote, Dtype, Kind, ReduceOp, Request, Span, Strided};
+use super::simulate::{predict, program};
 
 #[allow(clippy::too_many_arguments)] // one parameter a list of the request: cxx cannot pass them inside a struct
 #[cxx::bridge(namespace = "sagellm")]
 pub mod ffi {
+    // ---------------------------------------------------------------------------------------------- shared numbers
+
+    /// `types::Kind`; `convert` checks that the numbers are equal, as of the three below.
+    #[repr(u8)]
+    #[derive(Debug)]
+    enum Kind {
+        kAllReduce = 1,
+        kBroadcast = 2,
+        kReduce = 3,
+        kAllGather = 4,
+        kGather = 5,
+        kScatter = 6,
+        kReduceScatter = 7,
+        kAllToAll = 8,
+        kBarrier = 9,
+        kSend = 10,
+        kRecv = 11,
+    }
+
+    /// `types::Dtype`; `cpp/lower/types.hpp` says which of torch's types each is.
+    #[repr(u8)]
+    #[derive(Debug)]
+    enum Dtype {
+        kBytes = 0,
+        kBool = 1,
+        kU8 = 2,
+        kI8 = 3,
+        kU16 = 4,
+        kI16 = 5,
+        kU32 = 6,
+        kI32 = 7,
+        kU64 = 8,
+        kI64 = 9,
+        kF16 = 10,
+        kBf16 = 11,
+        kF32 = 12,
+        kF64 = 13,
+        kC32 = 14,
+        kC64 = 15,
+        kC128 = 16,
+        kF8E4M3 = 17,
+        kF8E5M2 = 18,
+    }
+
+    /// `types::ReduceOp` without its factor; `cpp/lower/types.hpp` checks that torch has the same numbers.
+    #[repr(u8)]
+    #[derive(Debug)]
+    enum ReduceOp {
+        kSum = 0,
+        kAvg = 1,
+        kProduct = 2,
+        kMin = 3,
+        kMax = 4,
+        kBand = 5,
+        kBor = 6,
+        kBxor = 7,
+        kPremulSum = 8,
+    }
+
+    /// `error::ErrorKind`; the numbers are letters.
+    #[repr(u8)]
+    #[derive(Debug)]
+    enum ErrorKind {
+        kInvalid = 86,     // V
+        kTimeout = 84,     // T
+        kRankFailed = 68,  // D
+        kMismatch = 77,    // M
+        kAborted = 65,     // A
+        kInterrupted = 80, // P
+        kSystem = 83,      // S
+        kBug = 66,         // B
+    }
+
+    // ------------------------------------------------------------------------------------------------------- calls
+
     /// A contiguous piece of caller memory.
     #[derive(Clone, Copy)]
     struct Piece {
@@ -39,11 +108,11 @@ pub mod ffi {
         written: bool,
     }
 
-    /// `types::Request` without its lists; the numbers are the discriminants in `types.rs`.
+    /// `types::Request` without its lists.
     struct Call {
-        kind: u8,
-        dtype: u8,
-        op: u8,
+        kind: Kind,
+        dtype: Dtype,
+        op: ReduceOp,
         /// The factor of PREMUL_SUM.
         factor: f64,
         /// Root, or the peer of a send or receive (4294967295: from anyone).
@@ -64,7 +133,7 @@ pub mod ffi {
 
     /// An operation that the core only counts: a delegate's, or one that the shim makes of several.
     struct Foreign {
-        kind: u8,
+        kind: Kind,
         composed: bool,
         /// The library of a device's vendor carries it out.
         device: bool,
@@ -78,34 +147,7 @@ pub mod ffi {
         host_staged: bool,
     }
 
-    /// `select::cost::Model`: seconds, and seconds per byte.
-    struct CostModel {
-        host_alpha: f64,
-        host_overhead: f64,
-        host_beta: f64,
-        network_alpha: f64,
-        network_overhead: f64,
-        network_beta: f64,
-        gamma: f64,
-        ranks_per_host: usize,
-    }
-
-    /// The fastest that one algorithm can do.
-    struct Prediction {
-        seconds: f64,
-        segments: usize,
-    }
-
-    /// One message of one rank's schedule.
-    struct ProgramLine {
-        step: usize,
-        sends: bool,
-        peer: usize,
-        /// Part numbers in the order of the message.
-        parts: Vec<usize>,
-        /// For a receive: "copy", "reduce_after", "reduce_before" or "in_rank_order".
-        how: String,
-    }
+    // ----------------------------------------------------------------------------------------------------- devices
 
     /// `recipe::Asked`: an operation on a device, as all ranks ask for it.
     struct DeviceAsked {
@@ -155,6 +197,8 @@ pub mod ffi {
         premul: bool,
     }
 
+    // ------------------------------------------------------------------------------------------------------ groups
+
     /// What a group is made from.
     struct Setup {
         rank: u32,
@@ -171,6 +215,212 @@ pub mod ffi {
         /// `config::Settings`.
         fusion: bool,
         strict: bool,
+    }
+
+    // ------------------------------------------------------------------------------------- explanations, statistics
+
+    /// Names that Python knows the shared numbers by.
+    struct Names {
+        kinds: Vec<String>,
+        /// Of the element types that every engine combines.
+        dtypes: Vec<String>,
+    }
+
+    struct Fact {
+        name: String,
+        value: String,
+    }
+
+    /// `select::explain::Explanation`. Nanoseconds are 0 where they are unknown.
+    #[derive(Default)]
+    struct Explanation {
+        kind: String,
+        bytes: u64,
+        ranks: usize,
+        hosts: usize,
+        slot_bytes: usize,
+        choice: String,
+        reason: String,
+        code: u64,
+        /// The library of a device's vendor that carried it, and what that says it ran. Then of the rest only `kind`,
+        /// `bytes`, `ranks`, `number` and `decided` mean something. Empty for what an engine or a delegate carries.
+        library: String,
+        ran: String,
+        decided: String,
+        predicted_ns: u64,
+        measured_ns: u64,
+        table: String,
+        overruled: Vec<String>,
+        rejected: Vec<Alternative>,
+        /// It was called. The rest means nothing otherwise.
+        past: bool,
+        number: u64,
+        host_staged: bool,
+        /// 0 while it has not set out.
+        recorded: u64,
+        batch: Batch,
+    }
+
+    /// A way that was not taken.
+    struct Alternative {
+        way: String,
+        /// 0 where it cannot be taken.
+        predicted_ns: u64,
+        why_not: String,
+    }
+
+    /// `select::explain::Batch`; no operations where it is not known.
+    #[derive(Default)]
+    struct Batch {
+        operations: u64,
+        first: u64,
+        last: u64,
+        /// Bytes of all together where one way was chosen for them, else -1.
+        bytes: i64,
+    }
+
+    /// `select::explain::Table`.
+    struct ChoiceTable {
+        note: String,
+        rules: Vec<String>,
+        rows: Vec<ChoiceRow>,
+    }
+
+    struct ChoiceRow {
+        kind: String,
+        sizes: String,
+        way: String,
+        reason: String,
+        /// 0 where it was not measured.
+        measured_ns: u64,
+    }
+
+    /// `stats::Stats` of a group. Times in nanoseconds.
+    struct Stats {
+        rank: usize,
+        size: usize,
+        /// The moment at which it was read, on the clock of the records and since the epoch.
+        now: u64,
+        wall: u64,
+        /// When counting began.
+        since: u64,
+        /// Operations since the group was made.
+        issued: u64,
+        /// `stats::Fused`.
+        batches: u64,
+        batched_ops: u64,
+        largest_batch: u64,
+        /// `stats::HostStaged`.
+        host_staged_count: u64,
+        host_staged_bytes: u64,
+        /// One a rank.
+        waits: Vec<PeerWait>,
+        cells: Vec<Cell>,
+    }
+
+    /// `stats::Wait`.
+    struct PeerWait {
+        count: u64,
+        total: u64,
+        longest: u64,
+    }
+
+    /// `stats::Cell`.
+    struct Cell {
+        kind: String,
+        path: String,
+        /// -1 where several are mixed.
+        size_class: i32,
+        count: u64,
+        failed: u64,
+        tensors: u64,
+        bytes: u64,
+        whole: u64,
+        took: u64,
+        waiting: u64,
+        copying: u64,
+        reducing: u64,
+        longest: u64,
+        times: Vec<Bucket>,
+    }
+
+    /// The first value behind a bucket of the histogram, and how many values it holds.
+    struct Bucket {
+        bound: u64,
+        count: u64,
+    }
+
+    /// `stats::ring::Record`. Ranks are -1 for nobody or anyone.
+    struct Record {
+        id: u64,
+        number: u64,
+        kind: String,
+        dtype: String,
+        op: String,
+        path: String,
+        reason: String,
+        state: String,
+        counts: bool,
+        tensors: u32,
+        element: u8,
+        site: u32,
+        host_staged: bool,
+        root: i64,
+        tag: u32,
+        late: i64,
+        together: u64,
+        first: u64,
+        last: u64,
+        read: u64,
+        written: u64,
+        issued: u64,
+        ended: u64,
+        waiting: u64,
+        copying: u64,
+        reducing: u64,
+    }
+
+    /// What is known of an operation under way, or ended.
+    struct OpFacts {
+        /// Sequence number within the group (collectives) or the ordered pair (point to point).
+        number: u64,
+        /// The rank a receive took from, or -1.
+        source: i32,
+        /// Nanoseconds from issue to end, 0 while it runs.
+        duration_ns: u64,
+        timeout_ms: u64,
+    }
+
+    // --------------------------------------------------------------------------------------------------- simulation
+
+    /// `select::cost::Model`: seconds, and seconds per byte.
+    struct CostModel {
+        host_alpha: f64,
+        host_overhead: f64,
+        host_beta: f64,
+        network_alpha: f64,
+        network_overhead: f64,
+        network_beta: f64,
+        gamma: f64,
+        ranks_per_host: usize,
+    }
+
+    /// The fastest that one algorithm can do at each size, and in how many segments.
+    struct Prediction {
+        algorithm: String,
+        seconds: Vec<f64>,
+        segments: Vec<usize>,
+    }
+
+    /// One message of one rank's schedule.
+    struct ProgramLine {
+        step: usize,
+        sends: bool,
+        peer: usize,
+        /// Part numbers in the order of the message.
+        parts: Vec<usize>,
+        /// For a receive: "copy", "reduce_after", "reduce_before" or "in_rank_order".
+        how: String,
     }
 
     extern "Rust" {
@@ -235,14 +485,13 @@ pub mod ffi {
         fn fault(self: &RustGroup) -> String;
         /// Which engine serves it and why, for logs: one line.
         fn describe(self: &RustGroup) -> Result<String>;
-        /// How an operation would travel, as `select::explain::Explanation::lines`. `kind` and `dtype` by their numbers.
-        fn explain(self: &RustGroup, kind: u8, bytes: u64, dtype: u8) -> Result<String>;
+        /// How an operation would travel. `kind` and `dtype` by their names.
+        fn explain(self: &RustGroup, kind: &str, bytes: u64, dtype: &str) -> Result<Explanation>;
         /// How the collective with this number travels or travelled, and what was recorded.
-        fn explain_number(self: &RustGroup, number: u64) -> Result<String>;
-        /// Counts and times as JSON (`stats/export.rs`).
-        fn stats(self: &RustGroup) -> Result<String>;
-        /// The last operations as JSON, oldest first.
-        fn records(self: &RustGroup) -> Result<String>;
+        fn explain_number(self: &RustGroup, number: u64) -> Result<Explanation>;
+        fn stats(self: &RustGroup) -> Result<Stats>;
+        /// The last operations, oldest first.
+        fn records(self: &RustGroup) -> Result<Vec<Record>>;
         fn reset_stats(self: &RustGroup);
         /// Which ranks of the default group its ranks are, for records.
         fn set_members(self: &RustGroup, members: &[u32]);
@@ -257,15 +506,9 @@ pub mod ffi {
         fn wait(self: &RustOp, timeout_ms: i64) -> Result<()>;
         /// The error with its code letter, or empty.
         fn error(self: &RustOp) -> String;
-        /// Sequence number within the group (collectives) or the ordered pair (point to point).
-        fn number(self: &RustOp) -> u64;
-        /// The rank a receive took from, or -1.
-        fn source(self: &RustOp) -> i32;
-        /// Nanoseconds from issue to end, 0 while it runs.
-        fn duration_ns(self: &RustOp) -> u64;
-        fn timeout_ms(self: &RustOp) -> u64;
+        fn facts(self: &RustOp) -> OpFacts;
         /// How it travels or travelled, and what was recorded, as `RustGroup::explain`.
-        fn explain(self: &RustOp) -> String;
+        fn explain(self: &RustOp) -> Explanation;
         /// Cancels a pending operation; a collective poisons its group.
         fn cancel(self: &RustOp);
 
@@ -375,20 +618,26 @@ pub mod ffi {
 
         /// Highest level that is logged: 0 off, 1 error, 2 warn, 3 info, 4 debug, 5 trace.
         fn set_log_level(level: u8);
-        /// Facts about this machine as `name<TAB>value` lines (cores, quota, kernel, memory limits).
-        fn doctor() -> String;
+        fn names() -> Names;
+        /// Facts about this machine (cores, quota, kernel, memory limits).
+        fn doctor() -> Vec<Fact>;
         /// As `RustGroup::explain` for a group that is not there: `ranks` ranks of this host, with the rules of `algorithm`
         /// and of the environment, and the table on disk.
-        fn explain_without_group(kind: u8, bytes: u64, dtype: u8, ranks: u32, algorithm: &str) -> Result<String>;
-        /// All choices such a group would make, as `select::explain::table_lines`.
-        fn table_without_group(ranks: u32, algorithm: &str) -> Result<String>;
+        fn explain_without_group(
+            kind: &str,
+            bytes: u64,
+            dtype: &str,
+            ranks: usize,
+            algorithm: &str,
+        ) -> Result<Explanation>;
+        /// All choices such a group would make.
+        fn table_without_group(ranks: usize, algorithm: &str) -> Result<ChoiceTable>;
         /// Whether a tensor of a list on a device is packed with others (`engine::vendor::packs`).
         fn device_packs(bytes: usize) -> bool;
         /// Writes a decision table for `ranks` ranks on this machine; `lines` as in `select/table.rs`. Its path.
-        fn save_table(ranks: u32, made: &str, lines: &str) -> Result<String>;
-        /// Names of the algorithms that have a schedule for a kind of collective.
-        fn algorithms(kind: &str) -> Result<Vec<String>>;
-        /// Predicted times of one algorithm, one per size in bytes.
+        fn save_table(ranks: usize, made: &str, lines: &str) -> Result<String>;
+        /// Predicted times at `sizes` in bytes, of one algorithm or, where `algorithm` is empty, of all that have a schedule
+        /// for the kind. Without sizes their names alone.
         fn predict(
             kind: &str,
             algorithm: &str,
@@ -463,320 +712,3 @@ unsafe impl Send for ffi::Link {}
 unsafe impl Sync for ffi::Link {}
 // SAFETY: a transfer is waited on and dropped by one thread at a time, any thread (cpp/host/host.hpp says so).
 unsafe impl Send for ffi::InFlight {}
-
-/// A group, and its store: groups that are made later over the same one talk to it over the same connection.
-pub struct RustGroup(pub(super) Arc<Group>, #[allow(dead_code)] cxx::SharedPtr<ffi::Store>);
-pub struct RustOp(Arc<Op>);
-pub struct RustForeign(group::Foreign);
-
-/// Text of an error as it crosses the bridge.
-pub(super) fn coded(error: &Error) -> String {
-    format!("{}{}", error.code(), error.text())
-}
-
-/// Runs `body`; an error or a panic becomes the text that `cpp/work/work.cpp` reads.
-pub(super) fn guarded<T>(body: impl FnOnce() -> Result<T>) -> std::result::Result<T, String> {
-    contained(body).map_err(|error| coded(&error))
-}
-
-fn set_log_level(level: u8) {
-    let _ = log::set_logger(&PythonLog);
-    log::set_max_level(match level {
-        0 => log::LevelFilter::Off,
-        1 => log::LevelFilter::Error,
-        2 => log::LevelFilter::Warn,
-        3 => log::LevelFilter::Info,
-        4 => log::LevelFilter::Debug,
-        _ => log::LevelFilter::Trace,
-    });
-}
-
-fn connect(setup: &ffi::Setup, store: cxx::SharedPtr<ffi::Store>) -> std::result::Result<Box<RustGroup>, String> {
-    guarded(|| {
-        let config = Config {
-            rank: setup.rank as usize,
-            size: setup.size as usize,
-            timeout: Duration::from_millis(setup.timeout_ms),
-            name: setup.name.clone(),
-            delegate_reason: Some(setup.delegate_reason.clone()).filter(|reason| !reason.is_empty()),
-            delegate: setup.delegate.clone(),
-            algorithm: setup.algorithm.clone(),
-            policy: String::new(),
-            settings: Settings { fusion: setup.fusion, strict: setup.strict },
-        };
-        let group = Group::connect(config, &StoreHook(store.clone()), Arc::new(PythonHook))?;
-        Ok(Box::new(RustGroup(group, store)))
-    })
-}
-
-pub(super) fn spans(pieces: &[ffi::Piece]) -> Vec<Span> {
-    pieces.iter().map(|piece| Span { addr: piece.addr, bytes: piece.bytes }).collect()
-}
-
-fn strided(tensor: &ffi::Strided) -> Strided {
-    let ffi::Strided { addr, run, counts, strides, written } = *tensor;
-    Strided { addr, run, counts, strides, written }
-}
-
-pub(super) fn unknown(what: &str, value: u8) -> Error {
-    Error::Bug(format!("sagellm: unknown {what} {value} came over the bridge"))
-}
-
-pub(super) fn kind_and_dtype(kind: u8, dtype: u8) -> Result<(Kind, Dtype)> {
-    let kind = Kind::from_u8(kind).ok_or_else(|| unknown("kind", kind))?;
-    Ok((kind, Dtype::from_u8(dtype).ok_or_else(|| unknown("dtype", dtype))?))
-}
-
-fn memory_meets(one: &[ffi::Strided], other: &[ffi::Strided]) -> bool {
-    let reach =
-        |all: &[ffi::Strided]| Reach::of_all(Vec::new(), Vec::new(), &all.iter().map(strided).collect::<Vec<_>>());
-    reach(one).meets(&reach(other))
-}
-
-fn request(
-    call: &ffi::Call,
-    inputs: &[ffi::Piece],
-    outputs: &[ffi::Piece],
-    in_blocks: &[usize],
-    out_blocks: &[usize],
-    also_touched: &[ffi::Strided],
-) -> Result<Request> {
-    let (kind, dtype) = kind_and_dtype(call.kind, call.dtype)?;
-    Ok(Request {
-        kind,
-        dtype,
-        op: ReduceOp::from_u8(call.op, call.factor).ok_or_else(|| unknown("reduce op", call.op))?,
-        root: call.root,
-        tag: call.tag,
-        timeout_ms: u64::try_from(call.timeout_ms).ok(),
-        sync: call.sync,
-        inputs: spans(inputs),
-        outputs: spans(outputs),
-        in_blocks: in_blocks.to_vec(),
-        out_blocks: out_blocks.to_vec(),
-        also_touched: also_touched.iter().map(strided).collect(),
-        note: CallNote {
-            counts: call.counts,
-            tensors: call.tensors,
-            element: call.element,
-            site: call.site,
-            host_staged: call.host_staged,
-        },
-    })
-}
-
-fn hook(call: &ffi::Call, completion: cxx::SharedPtr<ffi::Completion>) -> Option<Box<dyn group::Completion>> {
-    (!completion.is_null())
-        .then(|| Box::new(CompletionHook { inner: completion, staged: call.staged }) as Box<dyn group::Completion>)
-}
-
-impl RustGroup {
-    fn delegate_reason(&self) -> String {
-        self.0.delegate_reason().unwrap_or_default().to_string()
-    }
-
-    fn id(&self) -> String {
-        self.0.id()
-    }
-
-    fn spans_hosts(&self) -> bool {
-        self.0.spans_hosts()
-    }
-
-    fn wait_for_memory(&self, memory: &ffi::Piece, writes: bool) -> std::result::Result<(), String> {
-        let span = crate::types::Span { addr: memory.addr, bytes: memory.bytes };
-        guarded(|| self.0.wait_for_memory(span, writes))
-    }
-
-    fn open_link(&self, link: cxx::SharedPtr<ffi::Link>) -> std::result::Result<(), String> {
-        guarded(|| self.0.open_link(Arc::new(LinkHook(link))))
-    }
-
-    #[allow(clippy::too_many_arguments)] // as above
-    fn issue(
-        &self,
-        call: &ffi::Call,
-        inputs: &[ffi::Piece],
-        outputs: &[ffi::Piece],
-        in_blocks: &[usize],
-        out_blocks: &[usize],
-        also_touched: &[ffi::Strided],
-        completion: cxx::SharedPtr<ffi::Completion>,
-    ) -> std::result::Result<Box<RustOp>, String> {
-        guarded(|| {
-            let request = request(call, inputs, outputs, in_blocks, out_blocks, also_touched)?;
-            Ok(Box::new(RustOp(self.0.issue(request, hook(call, completion))?)))
-        })
-    }
-
-    #[allow(clippy::too_many_arguments)] // as above
-    fn run(
-        &self,
-        call: &ffi::Call,
-        inputs: &[ffi::Piece],
-        outputs: &[ffi::Piece],
-        in_blocks: &[usize],
-        out_blocks: &[usize],
-        also_touched: &[ffi::Strided],
-        completion: cxx::SharedPtr<ffi::Completion>,
-    ) -> std::result::Result<(), String> {
-        guarded(|| {
-            let request = request(call, inputs, outputs, in_blocks, out_blocks, also_touched)?;
-            self.0.run(request, hook(call, completion))
-        })
-    }
-
-    fn monitored_barrier(&self, timeout_ms: i64, wait_all_ranks: bool) -> std::result::Result<(), String> {
-        guarded(|| {
-            let timeout = u64::try_from(timeout_ms).ok().map(Duration::from_millis);
-            self.0.monitored_barrier(timeout, wait_all_ranks)
-        })
-    }
-
-    fn sequence(&self) -> u64 {
-        self.0.sequence()
-    }
-    fn set_timeout(&self, timeout_ms: u64) {
-        self.0.set_timeout(Duration::from_millis(timeout_ms));
-    }
-    fn abort(&self, reason: &str) {
-        let _ = guarded(|| {
-            self.0.abort(reason);
-            Ok(())
-        });
-    }
-    fn shutdown(&self) {
-        let _ = guarded(|| {
-            self.0.shutdown();
-            Ok(())
-        });
-    }
-    fn fault(&self) -> String {
-        self.0.fault().as_ref().map(coded).unwrap_or_default()
-    }
-    fn describe(&self) -> std::result::Result<String, String> {
-        guarded(|| self.0.not_forked().map(|()| self.0.describe()))
-    }
-    fn explain(&self, kind: u8, bytes: u64, dtype: u8) -> std::result::Result<String, String> {
-        guarded(|| {
-            let (kind, dtype) = kind_and_dtype(kind, dtype)?;
-            Ok(self.0.explain(kind, bytes, dtype).lines())
-        })
-    }
-    fn explain_number(&self, number: u64) -> std::result::Result<String, String> {
-        guarded(|| {
-            self.0.not_forked()?;
-            Ok(self.0.explain_number(number)?.lines())
-        })
-    }
-    fn stats(&self) -> std::result::Result<String, String> {
-        guarded(|| self.0.not_forked().map(|()| self.0.stats()))
-    }
-    fn records(&self) -> std::result::Result<String, String> {
-        guarded(|| self.0.not_forked().map(|()| self.0.records()))
-    }
-    fn reset_stats(&self) {
-        if self.0.not_forked().is_ok() {
-            self.0.reset_stats();
-        }
-    }
-    fn set_members(&self, members: &[u32]) {
-        self.0.set_members(members.to_vec());
-    }
-    fn foreign(&self, call: &ffi::Foreign) -> std::result::Result<Box<RustForeign>, String> {
-        guarded(|| {
-            self.0.not_forked()?;
-            let unknown = || Error::Bug(format!("sagellm: unknown kind {} came over the bridge", call.kind));
-            let kind = Kind::from_u8(call.kind).ok_or_else(unknown)?;
-            let note = CallNote {
-                counts: true,
-                tensors: call.tensors,
-                element: call.element,
-                site: call.site,
-                host_staged: call.host_staged,
-            };
-            let (peer, bytes) = ((call.root, call.tag), (call.read, call.written));
-            let carrier = match (call.composed, call.device) {
-                (true, _) => group::Carrier::Composed,
-                (_, true) => group::Carrier::Device,
-                _ => group::Carrier::Delegate,
-            };
-            Ok(Box::new(RustForeign(self.0.foreign(kind, carrier, peer, bytes, note))))
-        })
-    }
-}
-
-impl RustOp {
-    fn is_done(&self) -> bool {
-        self.0.is_done()
-    }
-    fn wait(&self, timeout_ms: i64) -> std::result::Result<(), String> {
-        guarded(|| self.0.wait(u64::try_from(timeout_ms).ok().map(Duration::from_millis)))
-    }
-    fn error(&self) -> String {
-        self.0.error().map(coded).unwrap_or_default()
-    }
-    fn number(&self) -> u64 {
-        self.0.number()
-    }
-    fn source(&self) -> i32 {
-        self.0.source()
-    }
-    fn duration_ns(&self) -> u64 {
-        self.0.duration().as_nanos() as u64
-    }
-    fn timeout_ms(&self) -> u64 {
-        self.0.timeout().as_millis() as u64
-    }
-    fn explain(&self) -> String {
-        self.0.explain().lines()
-    }
-    fn cancel(&self) {
-        self.0.cancel();
-    }
-}
-
-impl RustForeign {
-    fn ended(&self, well: bool, timed: bool) {
-        let _ = guarded(|| {
-            self.0.end(well, timed);
-            Ok(())
-        });
-    }
-}
-
-fn doctor() -> String {
-    crate::os::topology::report()
-}
-
-fn explain_without_group(
-    kind: u8,
-    bytes: u64,
-    dtype: u8,
-    ranks: u32,
-    algorithm: &str,
-) -> std::result::Result<String, String> {
-    guarded(|| {
-        let (kind, dtype) = kind_and_dtype(kind, dtype)?;
-        Ok(group::explain_without_group(kind, bytes, dtype, ranks as usize, algorithm)?.lines())
-    })
-}
-
-fn table_without_group(ranks: u32, algorithm: &str) -> std::result::Result<String, String> {
-    guarded(|| group::table_without_group(ranks as usize, algorithm))
-}
-
-fn device_packs(bytes: usize) -> bool {
-    crate::engine::device::packs(bytes)
-}
-
-fn save_table(ranks: u32, made: &str, lines: &str) -> std::result::Result<String, String> {
-    guarded(|| crate::select::table::make(ranks as usize, made, lines))
-}
-
-fn at_exit() {
-    let _ = guarded(|| {
-        group::at_exit();
-        Ok(())
-    });
-}

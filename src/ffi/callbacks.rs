@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use super::bridge::{coded, ffi};
+use super::bridge::ffi;
+use super::convert::coded;
 use crate::engine::multihost::transport;
 use crate::error::{Error, Result};
 use crate::group;

@@ -4,13 +4,13 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::bridge::{RustGroup, coded, ffi, guarded, kind_and_dtype, spans, unknown};
+use super::bridge::ffi;
 use super::callbacks::StoreHook;
+use super::calls::RustGroup;
+use super::convert::{Outcome, coded, guarded, kind_and_dtype, spans, unknown};
 use crate::engine::device::{Asked, Event, Hints, Launched, Local, Message, Recipe, Stream};
 use crate::group::devices::{Devices, Member};
 use crate::types::{Dtype, Kind, ReduceOp};
-
-type Outcome<T> = std::result::Result<T, String>;
 
 pub struct RustDevices(Arc<Devices>);
 pub struct RustMember(Member);

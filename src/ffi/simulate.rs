@@ -1,6 +1,7 @@
 //! What `sagellm simulate` asks for: predicted times, and one rank's messages. Names become numbers here, and back.
 
-use super::bridge::{ffi, guarded};
+use super::bridge::ffi;
+use super::convert::{Outcome, guarded};
 use crate::algorithms;
 use crate::algorithms::{Algorithm, How, Schedule};
 use crate::error::{Error, Result};
@@ -12,13 +13,11 @@ use crate::types::Kind;
 /// Beside the algorithms: all_reduce in two levels, as the engine does it over several hosts.
 const TWO_LEVELS: &str = "hierarchical";
 
-fn kind_named(name: &str) -> Result<Kind> {
-    let kinds = (0..=u8::MAX).filter_map(Kind::from_u8).filter(|kind| !kind.is_p2p());
-    let known = || kinds.clone().map(Kind::name).collect::<Vec<_>>().join(", ");
-    kinds
-        .clone()
-        .find(|kind| kind.name() == name)
-        .ok_or_else(|| Error::Invalid(format!("sagellm: no collective is called {name:?}; there are {}", known())))
+fn collective_named(name: &str) -> Result<Kind> {
+    let collectives = Kind::ALL.into_iter().filter(|kind| !kind.is_p2p());
+    let known = || collectives.clone().map(Kind::name).collect::<Vec<_>>().join(", ");
+    let unknown = || Error::Invalid(format!("sagellm: no collective is called {name:?}; there are {}", known()));
+    collectives.clone().find(|kind| kind.name() == name).ok_or_else(unknown)
 }
 
 fn algorithm_named(name: &str) -> Result<Algorithm> {
@@ -32,23 +31,15 @@ fn not_served(kind: &str, algorithm: &str, ranks: usize) -> Error {
     Error::Invalid(format!("sagellm: {algorithm} has no schedule for {kind} of {ranks} ranks"))
 }
 
-pub fn algorithms(kind: &str) -> std::result::Result<Vec<String>, String> {
-    guarded(|| {
-        let kind = kind_named(kind)?;
-        let serving = Algorithm::ALL.into_iter().filter(|algorithm| algorithm.serves(kind)).map(Algorithm::name);
-        let two_levels = (kind == Kind::AllReduce).then_some(TWO_LEVELS);
-        Ok(serving.chain(two_levels).map(str::to_string).collect())
-    })
-}
-
 pub fn predict(
     kind: &str,
     algorithm: &str,
     ranks: usize,
     sizes: &[f64],
     model: &ffi::CostModel,
-) -> std::result::Result<Vec<ffi::Prediction>, String> {
+) -> Outcome<Vec<ffi::Prediction>> {
     guarded(|| {
+        let kind = collective_named(kind)?;
         let link = |alpha, overhead, beta| Link { alpha, overhead, beta };
         let costs = Model {
             host: link(model.host_alpha, model.host_overhead, model.host_beta),
@@ -56,23 +47,36 @@ pub fn predict(
             gamma: model.gamma,
             ranks_per_host: model.ranks_per_host,
         };
-        if algorithm == TWO_LEVELS && kind_named(kind)? == Kind::AllReduce {
-            let levels = Levels::new(ranks, model.ranks_per_host).ok_or_else(|| not_served(kind, algorithm, ranks))?;
-            let one = |bytes: &f64| {
-                let (choice, seconds) = levels.fastest(*bytes, &costs);
-                ffi::Prediction { seconds, segments: choice.segments }
-            };
-            return Ok(sizes.iter().map(one).collect());
-        }
-        let only = [algorithm_named(algorithm)?];
-        let candidates = cost::candidates(kind_named(kind)?, ranks, 0, model.ranks_per_host, &only);
-        let one = |bytes: &f64| {
-            cost::fastest(&candidates, *bytes, &costs)
-                .map(|(priced, seconds)| ffi::Prediction { seconds, segments: priced.schedule.segments })
-                .ok_or_else(|| not_served(kind, algorithm, ranks))
-        };
-        sizes.iter().map(one).collect()
+        let names = if algorithm.is_empty() { serving(kind) } else { vec![algorithm] };
+        names.into_iter().map(|name| priced(kind, name, ranks, sizes, &costs)).collect()
     })
+}
+
+/// Names of what has a schedule for a kind.
+fn serving(kind: Kind) -> Vec<&'static str> {
+    let serving = Algorithm::ALL.into_iter().filter(|algorithm| algorithm.serves(kind)).map(Algorithm::name);
+    serving.chain((kind == Kind::AllReduce).then_some(TWO_LEVELS)).collect()
+}
+
+fn priced(kind: Kind, name: &str, ranks: usize, sizes: &[f64], costs: &Model) -> Result<ffi::Prediction> {
+    let refused = || not_served(kind.name(), name, ranks);
+    let found: Vec<(f64, usize)> = if name == TWO_LEVELS && kind == Kind::AllReduce {
+        if sizes.is_empty() {
+            Vec::new()
+        } else {
+            let levels = Levels::new(ranks, costs.ranks_per_host).ok_or_else(refused)?;
+            let one = |bytes: &f64| levels.fastest(*bytes, costs);
+            sizes.iter().map(one).map(|(choice, seconds)| (seconds, choice.segments)).collect()
+        }
+    } else {
+        let only = [algorithm_named(name)?];
+        let candidates = cost::candidates(kind, ranks, 0, costs.ranks_per_host, &only);
+        let one = |bytes: &f64| cost::fastest(&candidates, *bytes, costs).ok_or_else(refused);
+        let all = sizes.iter().map(one).map(|found| found.map(|(priced, time)| (time, priced.schedule.segments)));
+        all.collect::<Result<_>>()?
+    };
+    let (seconds, segments) = found.into_iter().unzip();
+    Ok(ffi::Prediction { algorithm: name.to_string(), seconds, segments })
 }
 
 pub fn program(
@@ -82,9 +86,9 @@ pub fn program(
     segments: usize,
     rank: usize,
     parts: &mut usize,
-) -> std::result::Result<Vec<ffi::ProgramLine>, String> {
+) -> Outcome<Vec<ffi::ProgramLine>> {
     guarded(|| {
-        let schedule = Schedule::new(algorithm_named(algorithm)?, kind_named(kind)?, ranks, 0, segments)
+        let schedule = Schedule::new(algorithm_named(algorithm)?, collective_named(kind)?, ranks, 0, segments)
             .filter(|_| rank < ranks)
             .ok_or_else(|| not_served(kind, algorithm, ranks))?;
         *parts = schedule.parts();

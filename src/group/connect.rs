@@ -2,8 +2,10 @@
 //! process, for tests and tools, are built here, too.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
-use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
+
+use once_cell::sync::OnceCell;
 
 use super::{Engine, Group, Inner, Peer, explain};
 use crate::config;
@@ -201,7 +203,7 @@ impl Group {
             area,
             policy: Arc::new(policy),
             cores,
-            lanes: OnceLock::new(),
+            lanes: OnceCell::new(),
             host,
             peers,
             any_dead: AtomicBool::new(false),
@@ -216,8 +218,8 @@ impl Group {
             last_number: AtomicU64::new(0),
             device_number: AtomicU64::new(0),
             timeout_ms: AtomicU64::new(config.timeout.as_millis() as u64),
-            fault: OnceLock::new(),
-            members: OnceLock::new(),
+            fault: OnceCell::new(),
+            members: OnceCell::new(),
             closed: AtomicBool::new(false),
             monitored: AtomicU64::new(0),
             following: Mutex::new(None),

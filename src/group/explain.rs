@@ -61,10 +61,10 @@ pub fn explain_without_group(
     Ok(explain::explain(asked, &shape, &policy))
 }
 
-/// All choices of such a group, as lines.
-pub fn table_without_group(ranks: usize, algorithm: &str) -> Result<String> {
+/// All choices of such a group.
+pub fn table_without_group(ranks: usize, algorithm: &str) -> Result<explain::Table> {
     let (shape, policy) = without_group(ranks, algorithm)?;
-    Ok(explain::table_lines(&shape, &policy))
+    Ok(explain::table(&shape, &policy))
 }
 
 impl Group {

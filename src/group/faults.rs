@@ -141,12 +141,6 @@ impl Group {
                 .and_then(|shm| shm.blocked_by(dead, |rank| self.is_gone(rank)).next().or_else(|| shm.next_deadline()));
             return Some(self.death_of(dead, &Group::within(op)));
         }
-        let text = format!("{text} (reported by rank {rank})");
-        Some(match code {
-            'M' => Error::Mismatch(text),
-            'T' => Error::Timeout(text),
-            'D' => Error::RankFailed { rank, text },
-            _ => Error::Aborted(text),
-        })
+        Some(Error::told(code, rank, format!("{text} (reported by rank {rank})")))
     }
 }

@@ -17,12 +17,14 @@ mod monitored;
 mod report;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
 use std::time::{Duration, Instant};
+
+use once_cell::sync::OnceCell;
 
 use self::connect::NoHost;
 pub use self::explain::{explain_without_group, table_without_group};
-pub use self::report::{Carrier, Foreign};
+pub use self::report::{Carrier, Foreign, NAMES};
 use crate::config::Config;
 use crate::engine::multihost::Hierarchical;
 use crate::engine::shm::memory::area::Area;
@@ -84,7 +86,7 @@ pub struct Group {
     /// Cores that the ranks of this host may use together.
     cores: usize,
     /// What serves a group on several hosts, from `open_link` on.
-    lanes: OnceLock<Hierarchical>,
+    lanes: OnceCell<Hierarchical>,
     host: Arc<dyn Host>,
     peers: Vec<Peer>,
     /// Some peer is dead: one relaxed load on the way of every pass. Set after the peer's own flag.
@@ -97,9 +99,9 @@ pub struct Group {
     /// Operations that were launched on devices, which are counted apart (`devices`).
     device_number: AtomicU64,
     timeout_ms: AtomicU64,
-    fault: OnceLock<Error>,
+    fault: OnceCell<Error>,
     /// Ranks of the default group, by rank of this one; told after it was made, for records.
-    members: OnceLock<Vec<u32>>,
+    members: OnceCell<Vec<u32>>,
     closed: AtomicBool,
     /// Monitored barriers entered.
     monitored: AtomicU64,

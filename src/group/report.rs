@@ -1,4 +1,5 @@
-//! What the statistics of a group tell: text for Python, and a file when the group fails. And what they are told of operations that the core does not carry out itself.
+//! What the statistics of a group tell: copies for who asks, and a file when the group fails. And what they are told of
+//! operations that the core does not carry out itself.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -8,18 +9,21 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use super::{Engine, Group};
 use crate::os::clock;
 use crate::select::Choice;
+use crate::stats::Stats;
 use crate::stats::export;
-use crate::stats::export::Names;
-use crate::stats::ring::{Record, State};
+use crate::stats::export::{Moment, Names};
+use crate::stats::ring::{Record, Ring, State};
 use crate::types::{ANY_RANK, CallNote, Kind};
 use crate::{config, select};
 
-const NAMES: Names = Names { path: select::path_name, reason: select::reason_name };
+/// For those who turn records into text.
+pub const NAMES: Names = Names { path: select::path_name, reason: select::reason_name };
 
-/// The same moment on our clock and on the wall's, in nanoseconds.
-fn moment() -> (u64, u64) {
-    let wall = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    (clock::stamp(), wall.as_nanos() as u64)
+impl Moment {
+    fn now() -> Moment {
+        let wall = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        Moment { now: clock::stamp(), wall: wall.as_nanos() as u64 }
+    }
 }
 
 /// Who carries out an operation that the engines do not.
@@ -89,16 +93,23 @@ impl Group {
         Foreign { group, record, ended: AtomicBool::new(false) }
     }
 
-    /// Counts, times and waits as JSON. The lock is held for a copy only.
-    pub fn stats(&self) -> String {
+    /// Counts, times and waits, and the moment at which they were read. The lock is held for a copy only.
+    pub fn stats(&self) -> (Stats, Moment) {
         let stats = self.lock().stats.counts();
-        export::numbers(&stats, NAMES, self.config.rank, self.config.size, moment())
+        (stats, Moment::now())
     }
 
-    /// The last operations as JSON, oldest first.
-    pub fn records(&self) -> String {
-        let ring = self.lock().stats.ring().clone();
-        export::records(ring.iter(), NAMES)
+    /// The last operations.
+    pub fn records(&self) -> Ring {
+        self.lock().stats.ring().clone()
+    }
+
+    pub fn rank(&self) -> usize {
+        self.config.rank
+    }
+
+    pub fn size(&self) -> usize {
+        self.config.size
     }
 
     /// Starts counting anew.
@@ -118,7 +129,7 @@ impl Group {
         // A group inside another one, which nobody made by that name, has none.
         let Some(members) = self.members.get() else { return };
         let fault = self.fault().map(|error| error.text().to_string()).unwrap_or_default();
-        let text = export::dump(name, &fault, rank, members, moment(), &self.records());
+        let text = export::dump(name, &fault, (rank, members), Moment::now(), self.records().iter(), NAMES);
         let safe: String = name.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();
         let whose = members.get(rank).copied().unwrap_or(rank as u32);
         let path = PathBuf::from(folder).join(format!("sagellm-{safe}-{whose}.json"));

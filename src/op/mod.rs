@@ -6,8 +6,10 @@
 pub mod overlap;
 
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU8, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
+
+use once_cell::sync::OnceCell;
 
 use self::overlap::Reach;
 use crate::error::{Error, Result};
@@ -119,15 +121,15 @@ pub struct Op {
     /// Everything it touches lies in here: `overlap::hull`.
     hull: (usize, usize),
     /// The same in detail, made when two operations of several pieces are compared.
-    reach: OnceLock<Box<Reach>>,
+    reach: OnceCell<Box<Reach>>,
     /// What a send sends instead of its inputs: see `send_copy`.
-    copy: OnceLock<Box<(Vec<u8>, [Span; 1])>>,
+    copy: OnceCell<Box<(Vec<u8>, [Span; 1])>>,
     /// The engine is through with its memory. Written and read under the group's lock: relaxed.
     released: AtomicBool,
     /// PENDING, then DONE or FAILED for ever. Written once by the thread that ends the operation (release), after the
     /// results are in the caller's memory, `source` and `error` are set; readers acquire and may then use all three.
     state: AtomicU8,
-    error: OnceLock<Error>,
+    error: OnceCell<Error>,
     source: AtomicI32,
     nanoseconds: AtomicU64,
     /// `Route`. The engine writes the choice once, when the operation sets out (release), after load and, between hosts,
@@ -156,8 +158,8 @@ impl Op {
             written: sum(&request.outputs),
             lists: lists(&request),
             hull: overlap::hull(&request),
-            reach: OnceLock::new(),
-            copy: OnceLock::new(),
+            reach: OnceCell::new(),
+            copy: OnceCell::new(),
             released: AtomicBool::new(false),
             request,
             number,
@@ -166,7 +168,7 @@ impl Op {
             timeout,
             deadline: clock::at(issued).saturating_add(u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX)),
             state: AtomicU8::new(PENDING),
-            error: OnceLock::new(),
+            error: OnceCell::new(),
             source: AtomicI32::new(-1),
             nanoseconds: AtomicU64::new(0),
             choice: AtomicU64::new(0),

@@ -1,6 +1,8 @@
 //! Sleeping in the kernel on words that other processes change. The futexes are the shared kind: the private kind, which
 //! std uses, would never be woken by a peer.
 
+#![allow(unsafe_code)] // a system call that libc has no wrapper for
+
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 

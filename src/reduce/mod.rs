@@ -15,6 +15,8 @@
 //! `number` says how numbers are stored and combined, `scalar` has the one loop, `x86` compiles it for wider vectors,
 //! `float` converts f16 and bf16. To add an operation: `Op` in `scalar.rs`, a line in `choose`.
 
+#![allow(unsafe_code)] // loops over raw pointers, and instructions that the processor must have
+
 mod float;
 mod number;
 mod scalar;

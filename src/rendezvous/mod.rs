@@ -23,8 +23,6 @@
 //!
 //! `lead.rs` and `serve.rs` are rank 0's part, `join.rs` that of the others.
 
-#![allow(unsafe_code)]
-
 pub mod coordinator;
 pub mod messages;
 pub mod participant;
@@ -303,6 +301,7 @@ impl<'a> Patience<'a> {
 }
 
 /// The words of one rank in the segment's hello area.
+#[allow(unsafe_code)] // takes references into the mapped memory
 fn hello_words(segment: &Segment, rank: usize) -> [&AtomicU64; 4] {
     let base = segment.ptr(rank * HELLO_STRIDE, 32).cast::<u64>();
     // SAFETY: `ptr` checked that all four words lie in the mapping, which lives as long as the borrow of the segment;

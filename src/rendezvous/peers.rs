@@ -6,7 +6,9 @@
 //! decided by its rank 0 while the ranks meet (`meet`), never by what one process knows.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use once_cell::sync::OnceCell;
 
 use super::messages::Nonce;
 use crate::error::Result;
@@ -32,7 +34,7 @@ pub struct Companions {
     /// By place.
     processes: Vec<Process>,
     news: Mutex<News>,
-    guard: OnceLock<WatchGuard>,
+    guard: OnceCell<WatchGuard>,
 }
 
 #[derive(Default)]
@@ -63,7 +65,7 @@ static KNOWN: Mutex<Vec<Weak<Companions>>> = Mutex::new(Vec::new());
 impl Companions {
     /// Starts to watch processes that have just met. `ends` carry places for ranks.
     pub fn new(id: Nonce, place: usize, processes: Vec<Process>, ends: Vec<End>) -> Result<Arc<Companions>> {
-        let (news, guard) = (Mutex::default(), OnceLock::new());
+        let (news, guard) = (Mutex::default(), OnceCell::new());
         let companions = Arc::new(Companions { id, place, processes, news, guard });
         let weak = Arc::downgrade(&companions);
         let guard = watch::watch(ends, move |place, reason| {

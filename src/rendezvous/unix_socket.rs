@@ -1,7 +1,7 @@
 //! Unix sockets that keep message boundaries and carry descriptors. They are bound to random names in the abstract
 //! namespace: nothing in the file system, nothing to guess, gone with the process.
 
-#![allow(unsafe_code)]
+#![allow(unsafe_code)] // system calls that pass descriptors
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};

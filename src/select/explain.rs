@@ -195,67 +195,46 @@ impl Explanation {
             }
         }
     }
+}
 
-    /// `name<TAB>value` lines, for Python.
-    pub fn lines(&self) -> String {
-        let mut text = String::new();
-        let mut line = |name: &str, value: String| {
-            let _ = writeln!(text, "{name}\t{}", value.replace(['\t', '\n'], " "));
-        };
-        line("op", self.asked.kind.name().into());
-        line("bytes", self.asked.bytes.to_string());
-        line("ranks", self.shape.ranks.to_string());
-        line("hosts", self.shape.hosts.to_string());
-        line("cores", self.shape.cores.to_string());
-        line("slot_bytes", self.shape.slot_bytes.to_string());
-        line("choice", self.choice.path.to_string());
-        line("reason", self.choice.reason.name().into());
-        line("code", self.choice.code().to_string());
-        if let Some(past) = self.past {
-            line("sequence", past.number.to_string());
-            if past.host_staged {
-                line("host_staged", "1".to_string());
-            }
-            line("recorded", past.choice.map_or_else(String::new, |choice| choice.code().to_string()));
-            if let Some(Batch { count, first, last, bytes }) = past.batch {
-                line("batch", format!("{count}|{first}|{last}|{}", bytes.map_or_else(String::new, |n| n.to_string())));
-            }
-        }
-        line("decided", self.decided.clone());
-        line("predicted_ns", self.predicted_ns.to_string());
-        line("measured_ns", self.measured_ns.unwrap_or(0).to_string());
-        line("table", self.table.clone());
-        for what in &self.overruled {
-            line("overruled", what.clone());
-        }
-        for Alternative { way, predicted_ns, why_not } in &self.rejected {
-            let way = way.replace('|', "/");
-            line("rejected", format!("{way}|{}|{why_not}", predicted_ns.unwrap_or(0)));
-        }
-        text
+/// Every choice of a group inside one host.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Table {
+    /// The measured table's file, or why there is none.
+    pub note: String,
+    pub rules: Vec<String>,
+    pub rows: Vec<Row>,
+}
+
+/// A kind and the range of sizes, both ends included, in which one choice holds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Row {
+    pub kind: Kind,
+    pub from: u64,
+    pub to: u64,
+    pub choice: Choice,
+    pub measured_ns: Option<u64>,
+}
+
+impl Row {
+    /// The range as rules write it.
+    pub fn sizes(&self) -> String {
+        let to = if self.to == u64::MAX { String::new() } else { size_text(self.to) };
+        format!("{}-{to}", size_text(self.from))
     }
 }
 
-/// Every choice of a group inside one host, as lines: `note`, `rule` and, for each kind and range of sizes in which one
-/// way holds, `choice<TAB>kind|range|way|reason|measured ns or 0`.
-pub fn table_lines(shape: &Shape, policy: &Policy) -> String {
-    let mut text = format!("note\t{}\n", policy.note.replace(['\t', '\n'], " "));
-    for rule in &policy.rules.0 {
-        let _ = writeln!(text, "rule\t{rule}");
-    }
-    for kind in (1..=u8::MAX).map_while(Kind::from_u8).filter(|kind| !kind.is_p2p()) {
-        for (from, to, found) in ranges(kind, shape, policy) {
-            let range = if to == u64::MAX {
-                format!("{}-", size_text(from))
-            } else {
-                format!("{}-{}", size_text(from), size_text(to))
-            };
-            let (way, reason, measured) =
-                (found.choice.path, found.choice.reason.name(), found.measured_ns.unwrap_or(0));
-            let _ = writeln!(text, "choice\t{kind}|{range}|{way}|{reason}|{measured}");
-        }
-    }
-    text
+pub fn table(shape: &Shape, policy: &Policy) -> Table {
+    let collectives = Kind::ALL.into_iter().filter(|kind| !kind.is_p2p());
+    let rows = collectives.flat_map(|kind| {
+        let found = ranges(kind, shape, policy).into_iter();
+        found.map(move |(from, to, found)| {
+            let (choice, measured_ns) = (found.choice, found.measured_ns);
+            Row { kind, from, to, choice, measured_ns }
+        })
+    });
+    let rules = policy.rules.0.iter().map(ToString::to_string).collect();
+    Table { note: policy.note.clone(), rules, rows: rows.collect() }
 }
 
 /// The ranges of sizes in which one choice holds, in order, from 0 to the end.
@@ -389,32 +368,24 @@ mod tests {
     }
 
     #[test]
-    fn the_lines_are_one_line_each() {
-        let policy = Policy { note: "a\tb\nc".into(), ..Policy::default() };
-        for found in [
-            explain(asked(1 << 20), &SHAPE, &policy),
-            explain(asked(1), &Shape { ranks: 1, ..SHAPE }, &policy),
-            delegated(asked(8), &SHAPE, &policy, "rank 1 runs on host b"),
-        ] {
-            for line in found.lines().lines() {
-                assert_eq!(line.split('\t').count(), 2, "{line}");
-            }
-        }
-    }
-
-    #[test]
     fn the_table_covers_every_size_once_and_says_what_choose_says() {
         let policy = Policy {
             rules: Rules::parse("all_reduce:100-200=rounds(1KiB)").unwrap(),
             table: Some(table::tests::example()),
             ..Policy::default()
         };
-        let text = table_lines(&SHAPE, &policy);
-        assert!(text.contains("rule\tall_reduce:100-200=rounds(1KiB)\n"), "{text}");
-        assert!(text.contains("choice\tall_reduce|100-200|rounds(1KiB)|override|0\n"), "{text}");
-        assert!(text.contains("choice\tall_reduce|201-4KiB|slots|measured|3040\n"), "{text}");
-        assert!(text.contains("choice\tbroadcast|0-|rounds(16KiB)|measured|9000\n"), "{text}");
-        assert!(text.contains("choice\tbarrier|0-|slots|nothing_to_move|0\n"), "{text}");
+        let table = table(&SHAPE, &policy);
+        assert_eq!(table.rules, ["all_reduce:100-200=rounds(1KiB)"]);
+        let has = |kind, sizes: &str, way: &str, reason: &str, measured| {
+            let named = |row: &&Row| row.kind == kind && row.sizes() == sizes && row.measured_ns == measured;
+            let found = table.rows.iter().find(named).map(|row| row.choice);
+            let found = found.map(|choice| (choice.path.to_string(), choice.reason.name()));
+            assert_eq!(found, Some((way.to_string(), reason)), "{kind} {sizes}: {table:?}");
+        };
+        has(Kind::AllReduce, "100-200", "rounds(1KiB)", "override", None);
+        has(Kind::AllReduce, "201-4KiB", "slots", "measured", Some(3040));
+        has(Kind::Broadcast, "0-", "rounds(16KiB)", "measured", Some(9000));
+        has(Kind::Barrier, "0-", "slots", "nothing_to_move", None);
         for (from, to, found) in ranges(Kind::AllReduce, &SHAPE, &policy) {
             for bytes in [from, to, from + (to - from) / 2] {
                 assert_eq!(crate::select::choose(asked(bytes), &SHAPE, &policy), found.choice, "{bytes}");

@@ -1,9 +1,8 @@
-//! The numbers and the records as JSON text, which Python reads.
+//! The file that a failed group leaves behind, as JSON, and what its records have in common with those over the bridge.
 
 use std::fmt::Write as _;
 
 use super::ring::{Record, State};
-use super::{MIXED, Stats};
 use crate::op::NOBODY;
 use crate::types::{ANY_RANK, Dtype, ReduceOp};
 
@@ -26,61 +25,34 @@ fn list<T>(out: &mut String, items: impl Iterator<Item = T>, mut each: impl FnMu
     out.push(']');
 }
 
-/// Everything but the ring. `rank` and `size` of the group, `now` and `wall` (nanoseconds of `clock::stamp` and of
-/// the epoch) at the same moment.
-pub fn numbers(stats: &Stats, names: Names, rank: usize, size: usize, (now, wall): (u64, u64)) -> String {
-    let fused = stats.fused();
-    let mut out = format!(
-        "{{\"rank\":{rank},\"size\":{size},\"now\":{now},\"wall\":{wall},\"since\":{},\"issued\":{},\"fused\":{{\"batches\":{},\
-         \"ops\":{},\"largest\":{}}},\"host_staged\":[{},{}],\"waits\":",
-        stats.since(),
-        stats.ring().issued(),
-        fused.batches,
-        fused.ops,
-        fused.largest,
-        stats.host_staged().count,
-        stats.host_staged().bytes
-    );
-    list(&mut out, stats.waits().iter(), |out, wait| {
-        let _ = write!(out, "[{},{},{}]", wait.count, wait.total, wait.longest);
-    });
-    out.push_str(",\"cells\":");
-    list(&mut out, stats.cells().iter(), |out, cell| {
-        let path = if cell.path == MIXED { "mixed" } else { (names.path)(cell.path) };
-        let class = if cell.class == MIXED { -1 } else { i32::from(cell.class) };
-        let _ = write!(
-            out,
-            "{{\"kind\":\"{}\",\"path\":\"{path}\",\"class\":{class},\"count\":{},\"failed\":{},\"tensors\":{},\"bytes\":{},\
-             \"whole\":{},\"took\":{},\"waiting\":{},\"copying\":{},\"reducing\":{},\"longest\":{},\"times\":",
-            cell.kind,
-            cell.count,
-            cell.failed,
-            cell.tensors,
-            cell.bytes,
-            cell.whole,
-            cell.took,
-            cell.waiting,
-            cell.copying,
-            cell.reducing,
-            cell.longest
-        );
-        list(out, cell.times.filled(), |out, (bound, count)| {
-            let _ = write!(out, "[{bound},{count}]");
-        });
-        out.push('}');
-    });
-    out.push('}');
-    out
+/// The same moment on our clock (`clock::stamp`) and since the epoch, in nanoseconds.
+#[derive(Clone, Copy)]
+pub struct Moment {
+    pub now: u64,
+    pub wall: u64,
 }
 
-/// The ring, oldest first. Nanoseconds, `clock::stamp`.
-pub fn records<'a>(records: impl Iterator<Item = &'a Record>, names: Names) -> String {
+/// A rank in a record; -1 is nobody, or anyone.
+pub fn rank(rank: u32) -> i64 {
+    if rank == NOBODY || rank == ANY_RANK { -1 } else { i64::from(rank) }
+}
+
+/// Names of the element type and the reduce op of a record, empty where nothing is combined.
+pub fn reduction(record: &Record) -> (&'static str, &'static str) {
+    let dtype = if record.dtype == Dtype::Bytes { "" } else { record.dtype.name() };
+    (dtype, if record.kind.reduces() { ReduceOp::name_of(record.op) } else { "" })
+}
+
+/// With how many operations it ended, itself included; 0 while that is not known.
+pub fn together(record: &Record) -> u64 {
+    if record.state == State::Done { record.route.company.count() } else { 0 }
+}
+
+/// The ring, oldest first. Nanoseconds, `clock::stamp`. The names are those of `ffi::Record`.
+fn records<'a>(records: impl Iterator<Item = &'a Record>, names: Names) -> String {
     let mut out = String::new();
     list(&mut out, records, |out, record| {
-        // Minus one: nobody, anyone.
-        let rank = |rank: u32| if rank == NOBODY || rank == ANY_RANK { -1 } else { i64::from(rank) };
-        let dtype = if record.dtype == Dtype::Bytes { "" } else { record.dtype.name() };
-        let op = if record.kind.reduces() { ReduceOp::name_of(record.op) } else { "" };
+        let (dtype, op) = reduction(record);
         let (first, last) = record.route.company.numbers(record.number);
         let _ = write!(
             out,
@@ -101,7 +73,7 @@ pub fn records<'a>(records: impl Iterator<Item = &'a Record>, names: Names) -> S
             rank(record.root),
             record.tag,
             rank(record.late),
-            if record.state == State::Done { record.route.company.count() } else { 0 },
+            together(record),
             record.read,
             record.written,
             record.issued,
@@ -115,8 +87,15 @@ pub fn records<'a>(records: impl Iterator<Item = &'a Record>, names: Names) -> S
 }
 
 /// What a group that failed leaves behind: who it was, why, and its records.
-pub fn dump(group: &str, fault: &str, rank: usize, members: &[u32], (now, wall): (u64, u64), records: &str) -> String {
-    let (group, fault) = (quoted(group), quoted(fault));
+pub fn dump<'a>(
+    group: &str,
+    fault: &str,
+    (rank, members): (usize, &[u32]),
+    Moment { now, wall }: Moment,
+    ring: impl Iterator<Item = &'a Record>,
+    names: Names,
+) -> String {
+    let (group, fault, records) = (quoted(group), quoted(fault), records(ring, names));
     format!(
         "{{\"group\":{group},\"rank\":{rank},\"members\":{members:?},\"fault\":{fault},\"now\":{now},\"wall\":{wall},\
          \"records\":{records}}}\n"
@@ -147,7 +126,8 @@ mod tests {
     #[test]
     fn strings_are_quoted_as_json_wants() {
         assert_eq!(quoted("a \"b\" \\ c\nd \u{e9}"), "\"a \\\"b\\\" \\\\ c\\u000ad \u{e9}\"");
-        let text = dump("g", "why", 1, &[4, 7], (2, 3), "[]");
+        let names = Names { path: |_| "", reason: |_| "" };
+        let text = dump("g", "why", (1, &[4, 7]), Moment { now: 2, wall: 3 }, std::iter::empty(), names);
         assert_eq!(
             text,
             "{\"group\":\"g\",\"rank\":1,\"members\":[4, 7],\"fault\":\"why\",\"now\":2,\"wall\":3,\"records\":[]}\n"

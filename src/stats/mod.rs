@@ -13,7 +13,7 @@
 //! | `histogram` | times, in buckets of equal relative width |
 //! | `ring` | the last operations, one record each |
 //! | `pace` | where a large operation spends its time |
-//! | `export` | both as JSON text, which `torch_ext/sagellm/observe/stats.py` reads |
+//! | `export` | the records as a file, for a group that failed |
 
 pub mod export;
 pub mod histogram;

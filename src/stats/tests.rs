@@ -182,20 +182,6 @@ fn a_reset_forgets_the_counts_and_keeps_the_ring() {
     assert_eq!(stats.ring().iter().filter(|record| record.state == State::Done).count(), 2);
 }
 
-const ALL: [Kind; 11] = [
-    Kind::AllReduce,
-    Kind::Broadcast,
-    Kind::Reduce,
-    Kind::AllGather,
-    Kind::Gather,
-    Kind::Scatter,
-    Kind::ReduceScatter,
-    Kind::AllToAll,
-    Kind::Barrier,
-    Kind::Send,
-    Kind::Recv,
-];
-
 proptest! {
     /// More combinations than there is room for: memory stays bounded, and nothing is lost from the sums of a kind.
     #[test]
@@ -205,7 +191,7 @@ proptest! {
         let mut stats = Stats::new(2, 16);
         let mut expected = [(0u64, 0u64, 0u64); KINDS];
         for (number, (kind, path, bits, well)) in calls.into_iter().enumerate() {
-            let kind = ALL[kind];
+            let kind = Kind::ALL[kind];
             let bytes = 1usize << bits;
             let op = issue(&mut stats, request(kind, bytes, 0), number as u64 + 1);
             op.sets_out(u64::from(path));
@@ -221,7 +207,7 @@ proptest! {
         }
         let counts = stats.counts();
         prop_assert!(counts.cells().len() <= CELLS);
-        for kind in ALL {
+        for kind in Kind::ALL {
             let of = || counts.cells().iter().filter(move |cell| cell.kind == kind);
             let sums = (
                 of().map(|cell| cell.count).sum::<u64>(),

@@ -1,9 +1,137 @@
 """The extension module that setup.py builds from ``cpp/`` and the Rust core."""
 
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypedDict
 
 torch_version_built: str
+
+#: Names of the operations, and of the element types that can be combined, in the order of the core's numbers.
+KINDS: tuple[str, ...]
+DTYPES: tuple[str, ...]
+
+# The structs of the bridge (src/ffi/bridge.rs) are dicts here; times are nanoseconds.
+
+class Alternative(TypedDict):
+    way: str
+    #: 0 where the operation cannot go this way.
+    predicted_ns: int
+    why_not: str
+
+class Batch(TypedDict):
+    operations: int
+    first: int
+    last: int
+    #: -1 where each operation went its own way.
+    bytes: int
+
+class Past(TypedDict):
+    number: int
+    host_staged: bool
+    #: 0 while it has not set out.
+    recorded: int
+    batch: Batch | None
+
+class Explanation(TypedDict):
+    kind: str
+    bytes: int
+    ranks: int
+    hosts: int
+    slot_bytes: int
+    choice: str
+    reason: str
+    code: int
+    #: Of a device's vendor, where that carried it; then only kind, bytes, ranks, ran, decided and past mean something.
+    library: str
+    ran: str
+    decided: str
+    #: 0 where it is unknown, as the next.
+    predicted_ns: int
+    measured_ns: int
+    table: str
+    overruled: list[str]
+    rejected: list[Alternative]
+    #: None for an operation that might be called.
+    past: Past | None
+
+class ChoiceRow(TypedDict):
+    kind: str
+    sizes: str
+    way: str
+    reason: str
+    #: 0 where it was not measured.
+    measured_ns: int
+
+class ChoiceTable(TypedDict):
+    note: str
+    rules: list[str]
+    rows: list[ChoiceRow]
+
+class Cell(TypedDict):
+    """What operations of one kind, path and size class have done: src/stats/mod.rs."""
+
+    kind: str
+    path: str
+    #: -1 where several are mixed.
+    size_class: int
+    count: int
+    failed: int
+    tensors: int
+    bytes: int
+    whole: int
+    took: int
+    waiting: int
+    copying: int
+    reducing: int
+    longest: int
+    #: The first value behind each bucket, and how many values it holds.
+    times: list[tuple[int, int]]
+
+class Stats(TypedDict):
+    rank: int
+    size: int
+    #: The moment of reading on the clock of the records, and since the epoch.
+    now: int
+    wall: int
+    since: int
+    issued: int
+    batches: int
+    batched_ops: int
+    largest_batch: int
+    host_staged_count: int
+    host_staged_bytes: int
+    #: By rank: how often, how long in all, how long at most.
+    waits: list[tuple[int, int, int]]
+    cells: list[Cell]
+
+class Record(TypedDict):
+    """One of the last operations: src/stats/ring.rs. Ranks are -1 for nobody or anyone."""
+
+    id: int
+    number: int
+    kind: str
+    dtype: str
+    op: str
+    path: str
+    reason: str
+    state: str
+    counts: bool
+    tensors: int
+    element: int
+    site: int
+    host_staged: bool
+    root: int
+    tag: int
+    late: int
+    together: int
+    first: int
+    last: int
+    read: int
+    written: int
+    issued: int
+    ended: int
+    waiting: int
+    copying: int
+    reducing: int
 
 class Options:
     """Options of one group, for the argument ``pg_options`` of ``init_process_group`` and ``new_group``."""
@@ -47,15 +175,15 @@ class SageBackend:
     def spans_hosts(self) -> bool: ...
     def _set_link(self, backend: Any) -> None: ...
     def describe(self) -> str: ...
-    def _explain(self, kind: int, bytes: int, dtype: int) -> str: ...
-    def _explain_number(self, number: int) -> str: ...
+    def _explain(self, kind: str, bytes: int, dtype: str) -> Explanation: ...
+    def _explain_number(self, number: int) -> Explanation: ...
     #: The library that carries tensors on devices of this kind, or "".
     def _device_library(self, device: str) -> str: ...
     #: Why they travel through host memory.
     def _device_reason(self, device: str) -> str: ...
-    #: JSON text, see src/stats/export.rs.
-    def _stats(self) -> str: ...
-    def _records(self) -> str: ...
+    def _stats(self) -> Stats: ...
+    #: Oldest first.
+    def _records(self) -> list[Record]: ...
     def _reset_stats(self) -> None: ...
     @property
     def options(self) -> Options: ...
@@ -70,14 +198,15 @@ def create(
     global_ranks: list[int] = ...,
     options: Options | None = None,
 ) -> SageBackend: ...
-def explain_work(work: Any) -> list[str]: ...
-def explain_without_group(kind: int, bytes: int, dtype: int, ranks: int, algorithm: str = "") -> str: ...
-def table_without_group(ranks: int, algorithm: str = "") -> str: ...
+def explain_work(work: Any) -> list[Explanation]: ...
+def explain_without_group(kind: str, bytes: int, dtype: str, ranks: int, algorithm: str = "") -> Explanation: ...
+def table_without_group(ranks: int, algorithm: str = "") -> ChoiceTable: ...
 def save_table(ranks: int, made: str, lines: str) -> str: ...
 def set_log_level(level: int) -> None: ...
 def drain_log() -> None: ...
-def doctor() -> str: ...
-def algorithms(kind: str) -> list[str]: ...
+def doctor() -> dict[str, str]: ...
+
+#: By algorithm (all where ``algorithm`` is empty), seconds and segments at each size.
 def predict(
     kind: str,
     algorithm: str,
@@ -87,7 +216,7 @@ def predict(
     network: tuple[float, float, float],
     gamma: float,
     ranks_per_host: int,
-) -> list[tuple[float, int]]: ...
+) -> list[tuple[str, list[tuple[float, int]]]]: ...
 def program(
     kind: str, algorithm: str, ranks: int, segments: int, rank: int
 ) -> tuple[int, list[tuple[int, bool, int, list[int], str]]]: ...

@@ -207,6 +207,7 @@ impl Call<'_> {
 }
 
 /// A text of a vendor library, which stays valid; empty for null.
+#[allow(unsafe_code)] // reads what the library returned
 pub(super) fn text(text: *const c_char) -> String {
     if text.is_null() {
         return String::new();

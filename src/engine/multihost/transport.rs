@@ -375,12 +375,7 @@ pub fn tell_fault(link: &dyn Link, lanes: usize, peers: &[usize], error: &Error)
 fn told(frame: &[u8], length: usize) -> Error {
     let text = String::from_utf8_lossy(&frame[NOTE..NOTE + length.min(INLINE)]).into_owned();
     let mut letters = text.chars();
-    match letters.next() {
-        Some('T') => Error::Timeout(letters.as_str().into()),
-        Some('M') => Error::Mismatch(letters.as_str().into()),
-        Some('D') => Error::RankFailed { rank: 0, text: letters.as_str().into() },
-        _ => Error::Aborted(letters.as_str().into()),
-    }
+    Error::told(letters.next().unwrap_or_default(), 0, letters.as_str().into())
 }
 
 fn lost(me: usize, peer: usize, text: &str) -> Error {

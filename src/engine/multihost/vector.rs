@@ -1,6 +1,6 @@
 //! The numbers of a batch as one vector: pieces of caller memory in a row, in runs of one type each.
 
-#![allow(unsafe_code)]
+#![allow(unsafe_code)] // copies and reduces caller memory, which comes as addresses
 
 use std::ops::Range;
 

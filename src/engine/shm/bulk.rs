@@ -17,6 +17,8 @@
 //!
 //! Source: the two-shot all_reduce of MSCCL++ and DeepSpeed, here pipelined, with one round counter for all kinds.
 
+#![allow(unsafe_code)] // copies and reduces between caller memory and the segment
+
 use super::memory::area::Area;
 use super::memory::layout::Part;
 use super::pieces::{Pieces, transfer};

@@ -385,6 +385,7 @@ impl Shm {
 }
 
 /// Lets a send go on from a copy of its inputs.
+#[allow(unsafe_code)] // reads caller memory
 fn copy_inputs(send: &Op) {
     let inputs = Pieces(&send.request.inputs);
     let mut copy = vec![0u8; inputs.bytes()];

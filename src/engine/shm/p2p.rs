@@ -19,6 +19,8 @@
 //!
 //! Every reader acquires. Numbers that a peer wrote are compared and bounded, never used as an address.
 
+#![allow(unsafe_code)] // copies messages between caller memory and the segment
+
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};

@@ -1,6 +1,8 @@
 //! A list of memory pieces that is read and written as one run of bytes, and the staging copies between it and the
 //! segment.
 
+#![allow(unsafe_code)] // reads and writes caller memory, which comes as addresses
+
 use crate::reduce::copy;
 use crate::types::Span;
 

@@ -5,6 +5,8 @@
 //! 0 to P-1. Source: the flag-in-line idea of NCCL's LL protocol and the single exchange of DeepSpeed's shm all_reduce,
 //! here with one numbering for all kinds of operation and no trailing barrier (protocol.rs).
 
+#![allow(unsafe_code)] // copies and reduces between caller memory and the slots of the segment
+
 use super::memory::area::{Area, Header};
 use super::memory::layout::SLOT_BYTES;
 use super::pieces::Pieces;

@@ -1,7 +1,7 @@
 //! Learns of what went wrong elsewhere: peers that ended, processes that are stopped, and that this process is a fork
 //! of the one that made the groups. Never calls up: whoever wants to know leaves a callback.
 
-#![allow(unsafe_code)]
+#![allow(unsafe_code)] // system calls, and a list that a forked child must be able to leave alone
 
 mod death;
 

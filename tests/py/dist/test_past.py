@@ -55,7 +55,7 @@ def explained(group: Any) -> list[tuple[str, str, int, tuple[int, int, int] | No
     import sagellm
     from sagellm.observe import explain
 
-    records = json.loads(explain.backend_of(group)._records())
+    records = explain.backend_of(group)._records()
     # What a delegate carried between hosts, and a call that is made of several, have no number of their own.
     own = [each for each in records if each["path"] not in ("composed", "delegate")]
     of = {each["number"]: each for each in own if each["kind"] not in ("send", "recv")}

@@ -70,11 +70,12 @@ def issued(n: int, rank: int) -> tuple[dict[str, int], int]:
 
 def counts_what_was_issued(ctx: Context) -> None:
     import sagellm
-    from sagellm.observe.stats import KINDS
+    from sagellm import _load
 
+    kinds = _load.extension().KINDS
     counts, total = issued(ctx.world_size, ctx.rank)
     stats = sagellm.get_stats()
-    assert {kind: stats[f"{kind}_count"] for kind in KINDS} == {kind: counts.get(kind, 0) for kind in KINDS}
+    assert {kind: stats[f"{kind}_count"] for kind in kinds} == {kind: counts.get(kind, 0) for kind in kinds}
     assert (stats["total_count"], stats["total_bytes"], stats["failed_count"]) == (sum(counts.values()), total, 0)
     assert (stats["rank"], stats["size"]) == (ctx.rank, ctx.world_size)
     assert sum(row["count"] for row in stats["sizes"]) == sum(counts.values())
@@ -447,7 +448,7 @@ def fails_alone(ctx: Context) -> None:
     dist.all_reduce(torch.ones(8))
     if ctx.rank == 0:
         expect_raises(RuntimeError, lambda: dist.all_reduce(torch.ones(8)))
-        ctx.tell("failed")
+        ctx.tell(dist.group.WORLD._get_backend(torch.device("cpu"))._records())
     else:
         ctx.listen()
 
@@ -457,13 +458,14 @@ def test_a_failed_group_leaves_its_record_where_asked(tmp_path: Path) -> None:
     import sagellm
 
     with launch(fails_alone, 2, env={"SAGELLM_DUMP_DIR": str(tmp_path)}) as job:
-        job.hear(0)
+        told = job.hear(0)
         job.say(1, "go")
         job.wait()
     [left] = [path for path in tmp_path.glob("*.json") if path.name.endswith("-0.json")]
     dump = json.loads(left.read_text())
     assert "Timed out" in dump["fault"] and dump["rank"] == 0 and dump["members"] == [0, 1]
     assert [record["state"] for record in dump["records"]] == ["done", "failed"]
+    assert dump["records"] == told, "the file has what the group tells"
     assert dump["records"][1]["late"] == 1, "the rank that is missing"
     into = tmp_path / "analyser"
     into.mkdir()
@@ -483,7 +485,7 @@ def small_ring(ctx: Context) -> list[int]:
         assert work is not None
         work.wait()
     assert sagellm.get_stats()["all_reduce_count"] == 40 and sagellm.get_stats()["total_bytes"] == 160
-    records = json.loads(dist.group.WORLD._get_backend(torch.device("cpu"))._records())
+    records = dist.group.WORLD._get_backend(torch.device("cpu"))._records()
     return [record["number"] for record in records]
 
 
@@ -500,7 +502,7 @@ def sited(ctx: Context, folder: str) -> list[Any]:
 
     ctx.init()
     dist.all_reduce(torch.ones(1))
-    records = json.loads(dist.group.WORLD._get_backend(torch.device("cpu"))._records())
+    records = dist.group.WORLD._get_backend(torch.device("cpu"))._records()
     site = _load.extension()._site(records[-1]["site"])
     sagellm.dump_flight_record(folder)
     return [records[-1]["site"], *site]
@@ -517,11 +519,11 @@ def test_call_sites_are_looked_up_only_when_asked_for(tmp_path: Path) -> None:
 
 
 SITED_PROGRAM = """
-import json, torch, torch.distributed as dist
+import torch, torch.distributed as dist
 from sagellm import _load
 dist.init_process_group("sagellm", store=dist.HashStore(), rank=0, world_size=1)
 dist.all_reduce(torch.ones(1))
-records = json.loads(dist.group.WORLD._get_backend(torch.device("cpu"))._records())
+records = dist.group.WORLD._get_backend(torch.device("cpu"))._records()
 print(_load.extension()._site(records[-1]["site"])[0])
 dist.destroy_process_group()
 """

@@ -16,7 +16,7 @@ from harness import IS_GLOO
 import sagellm
 from sagellm import _load
 from sagellm.cli import topology, tune
-from sagellm.observe import explain
+from sagellm.observe import explain, stats
 
 pytestmark = [pytest.mark.quick, pytest.mark.skipif(IS_GLOO, reason="gloo: this is about the package's own choice")]
 
@@ -111,38 +111,71 @@ def test_an_explanation_of_what_might_be() -> None:
     assert sagellm.explain("all_reduce", 8, ranks=1).path == "local copy, the group has one rank"
 
 
-def test_an_explanation_between_hosts_is_read() -> None:
-    fields = {"op": "all_reduce", "bytes": 64, "ranks": 4, "hosts": 2, "choice": "direct(leaders=1,segment=2MiB)"}
-    fields |= {
+def answer(**changes: Any) -> Any:
+    """What the core says of an all_reduce between hosts."""
+    found = {
+        "kind": "all_reduce",
+        "bytes": 64,
+        "ranks": 4,
+        "hosts": 2,
+        "slot_bytes": 4096,
+        "choice": "direct(leaders=1)",
         "reason": "model",
-        "code": 1,
+        "code": 7,
+        "library": "",
+        "ran": "",
         "decided": "d",
         "predicted_ns": 50_000,
         "measured_ns": 0,
         "table": "t",
+        "overruled": [],
+        "rejected": [],
+        "past": None,
     }
-    text = "".join(f"{name}\t{value}\n" for name, value in fields.items()) + "rejected\tring|70000|slower\n"
-    found = explain._read(text)
+    assert changes.keys() <= found.keys()
+    return {**found, **changes}
+
+
+def test_an_explanation_between_hosts_is_read() -> None:
+    found = explain.read(answer(rejected=[{"way": "ring", "predicted_ns": 70_000, "why_not": "slower"}]))
     assert "a link between them" in found.path and found.rejected[0].predicted == 7e-5
+    assert (found.predicted, found.measured, found.sequence, found.recorded) == (5e-5, None, None, None)
     assert "on 4 ranks on 2 hosts" in str(found)
 
 
 def test_a_past_operation_says_with_whom_it_went() -> None:
-    fields = {"op": "all_reduce", "bytes": 64, "ranks": 4, "hosts": 2, "choice": "direct(leaders=1)", "reason": "model"}
-    fields |= {"code": 7, "decided": "d", "predicted_ns": 0, "measured_ns": 0, "table": "t", "sequence": 18}
-    text = "".join(f"{name}\t{value}\n" for name, value in fields.items())
-    for recorded, batch, words in (
-        ("7", "26|17|42|1664", "together    with operations 17 to 42, one batch of 1664 bytes"),
-        ("7", "26|17|42|", "together    with operations 17 to 42, which ended in the same pass"),
-        ("7", "5|17|42|", "together    with 4 others, numbers 17 to 42, which ended in the same pass"),
-        ("7", "3|18|18|", "together    with 2 others, which ended in the same pass"),
-        ("7", "1|18|18|", "together    alone"),
+    for batch, words in (
+        ((26, 17, 42, 1664), "together    with operations 17 to 42, one batch of 1664 bytes"),
+        ((26, 17, 42, 0), "together    with operations 17 to 42, one batch of 0 bytes"),
+        ((26, 17, 42, -1), "together    with operations 17 to 42, which ended in the same pass"),
+        ((5, 17, 42, -1), "together    with 4 others, numbers 17 to 42, which ended in the same pass"),
+        ((3, 18, 18, -1), "together    with 2 others, which ended in the same pass"),
+        ((1, 18, 18, -1), "together    alone"),
     ):
-        found = explain._read(f"{text}recorded\t{recorded}\nbatch\t{batch}\n")
+        together = dict(zip(("operations", "first", "last", "bytes"), batch, strict=True))
+        past = {"number": 18, "host_staged": False, "recorded": 7, "batch": together}
+        found = explain.read(answer(past=past))
         assert (found.sequence, found.recorded) == (18, 7) and words in str(found)
         assert str(found).startswith("all_reduce number 18 of 64 bytes")
-    waiting = explain._read(f"{text}recorded\t\n")
+    waiting = explain.read(answer(past={"number": 18, "host_staged": False, "recorded": 0, "batch": None}))
     assert (waiting.recorded, waiting.batch) == (None, None) and "together" not in str(waiting)
+
+
+def test_the_core_names_the_operations_and_the_types_that_torch_combines() -> None:
+    core = _load.extension()
+    assert core.KINDS[:6] == ("all_reduce", "broadcast", "reduce", "all_gather", "gather", "scatter")
+    assert core.KINDS[6:] == ("reduce_scatter", "all_to_all", "barrier", "send", "recv")
+    assert set(explain.ALIASES.values()) <= set(core.KINDS) and stats.BUS_FACTORS.keys() <= set(core.KINDS)
+    assert all(isinstance(getattr(torch, name), torch.dtype) for name in core.DTYPES) and len(core.DTYPES) == 16
+    for call in (lambda: core.explain_without_group("sum", 8, "float32", 2), lambda: core.predict("send", *COSTS)):
+        with pytest.raises(ValueError, match=r"is called .*; there are all_reduce, broadcast"):
+            call()
+    with pytest.raises(ValueError, match="no element type is called"):
+        core.explain_without_group("all_reduce", 8, "float31", 2)
+
+
+#: Arguments of `predict` behind the kind.
+COSTS = ("", 2, [], (0, 0, 0), (0, 0, 0), 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -260,8 +293,8 @@ def test_what_tune_would_try_can_be_tried() -> None:
         assert start not in rivals and len(set(rivals)) == len(rivals)
         for way in rivals:
             rule = f"{op}:0-={way}"
-            text = _load.extension().explain_without_group(explain.kind_number(op), nbytes, 12, 2, rule)
-            assert explain._read(text).choice == way
+            answer = _load.extension().explain_without_group(op, nbytes, "float32", 2, rule)
+            assert explain.read(answer).choice == way
 
 
 def test_the_command_line_explains_and_prints_the_table() -> None:

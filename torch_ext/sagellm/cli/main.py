@@ -36,7 +36,7 @@ def show(name: str, value: object) -> None:
 
 
 def facts(extension: Any) -> None:
-    """Versions, then what the core found out: its lines are a name, a tab and a value."""
+    """Versions, then what the core found out."""
     import torch
 
     from sagellm import _load
@@ -44,10 +44,8 @@ def facts(extension: Any) -> None:
     show("sagellm", f"{_load.version()} ({getattr(extension, '__file__', 'built in')})")
     show("torch", f"{torch.__version__}, built for {extension.torch_version_built}")
     show("python", f"{platform.python_version()} ({sys.executable})")
-    for line in extension.doctor().splitlines():
-        name, _, value = line.partition("\t")
-        if name:
-            show(name, value)
+    for name, value in extension.doctor().items():
+        show(name, value)
     for name in sorted(name for name in os.environ if name.startswith("SAGELLM_")):
         show(name, os.environ[name])
 

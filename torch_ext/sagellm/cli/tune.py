@@ -17,9 +17,12 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sagellm.observe import explain
+
+if TYPE_CHECKING:
+    from sagellm import _C
 
 LOOPBACK = "127.0.0.1"
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all")
@@ -52,9 +55,9 @@ def ways(op: str, nbytes: int, ranks: int) -> tuple[str, list[str]]:
     """What the start values choose for an operation, and the other ways worth a try."""
     from sagellm import _load
 
-    kind = explain.kind_number(op)
-    text = _load.extension().explain_without_group(kind, nbytes, explain.dtype_number(None), ranks, "*:0-=start")
-    found = explain._read(text)
+    kind = explain.kind_name(op)
+    answer = _load.extension().explain_without_group(kind, nbytes, explain.dtype_name(None), ranks, "*:0-=start")
+    found = explain.read(answer)
     rounds = [other.way for other in found.rejected if other.predicted is not None and other.way != "slots"]
     if op != "all_to_all":
         # All chunks that hold the whole operation are one way.
@@ -105,8 +108,8 @@ def slot_bytes(ranks: int) -> int:
     """What a slot holds."""
     from sagellm import _load
 
-    text = _load.extension().explain_without_group(explain.KINDS["all_reduce"], 0, 12, ranks, "")
-    return int(next(line.split("\t")[1] for line in text.splitlines() if line.startswith("slot_bytes\t")))
+    found: int = _load.extension().explain_without_group("all_reduce", 0, "float32", ranks)["slot_bytes"]
+    return found
 
 
 def overall_spread(cells: list[Cell]) -> float:
@@ -363,19 +366,15 @@ def show_table(ranks: int) -> int:
     """Prints every choice of a group of ``ranks`` ranks of this host."""
     from sagellm import _load
 
-    rows = []
-    for line in _load.extension().table_without_group(ranks).splitlines():
-        name, _, value = line.partition("\t")
-        if name == "note":
-            print(f"measured table: {value}")
-        elif name == "rule":
-            print(f"rule: {value}")
-        else:
-            rows.append(value.split("|"))
+    table: _C.ChoiceTable = _load.extension().table_without_group(ranks)
+    print(f"measured table: {table['note']}")
+    for rule in table["rules"]:
+        print(f"rule: {rule}")
     print(f"\n{'op':<15} {'sizes':<20} {'way':<16} {'decided by':<16} measured")
-    for op, sizes, way, reason, nanoseconds in rows:
-        median = explain.seconds(nanoseconds)
-        print(f"{op:<15} {sizes:<20} {way:<16} {reason:<16} {'-' if median is None else explain.time_text(median)}")
+    for row in table["rows"]:
+        median = explain.seconds(row["measured_ns"])
+        measured = "-" if median is None else explain.time_text(median)
+        print(f"{row['kind']:<15} {row['sizes']:<20} {row['way']:<16} {row['reason']:<16} {measured}")
     return 0
 
 

@@ -1,6 +1,6 @@
 """Why an operation travels the way it does: ``sagellm.explain`` and the rules it starts from.
 
-The core decides and explains; this file asks it and makes its lines readable.
+The core decides and explains; this file asks it and makes the answer readable.
 """
 
 from __future__ import annotations
@@ -11,20 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-#: Numbers of the kinds, as in src/types.rs.
-KINDS = {
-    "all_reduce": 1,
-    "broadcast": 2,
-    "reduce": 3,
-    "all_gather": 4,
-    "gather": 5,
-    "scatter": 6,
-    "reduce_scatter": 7,
-    "all_to_all": 8,
-    "barrier": 9,
-    "send": 10,
-    "recv": 11,
-}
+    from sagellm import _C
+
 #: Other names of the same operations.
 ALIASES = {
     "allreduce": "all_reduce",
@@ -33,25 +21,6 @@ ALIASES = {
     "all_to_all_single": "all_to_all",
     "isend": "send",
     "irecv": "recv",
-}
-#: Numbers of the element types, as in src/types.rs.
-DTYPES = {
-    "bool": 1,
-    "uint8": 2,
-    "int8": 3,
-    "uint16": 4,
-    "int16": 5,
-    "uint32": 6,
-    "int32": 7,
-    "uint64": 8,
-    "int64": 9,
-    "float16": 10,
-    "bfloat16": 11,
-    "float32": 12,
-    "float64": 13,
-    "complex32": 14,
-    "complex64": 15,
-    "complex128": 16,
 }
 #: How the path of tensors on a device begins.
 STAGED = "staged: from the device to host memory and back"
@@ -207,20 +176,24 @@ def parse_size(text: str) -> int:
     return int(number) * UNITS[unit]
 
 
-def kind_number(op: str) -> int:
-    """The core's number of an operation's name; a ValueError names those there are."""
-    name = ALIASES.get(op, op)
-    if name not in KINDS:
-        raise ValueError(f"sagellm explain: {op!r} is no operation; expected one of {', '.join(KINDS)}")
-    return KINDS[name]
+def kind_name(op: str) -> str:
+    """The core's name of an operation; a ValueError names those there are."""
+    from sagellm import _load
+
+    name, known = ALIASES.get(op, op), _load.extension().KINDS
+    if name not in known:
+        raise ValueError(f"sagellm explain: {op!r} is no operation; expected one of {', '.join(known)}")
+    return name
 
 
-def dtype_number(dtype: torch.dtype | str | None) -> int:
-    """The core's number of an element type."""
-    name = "float32" if dtype is None else str(dtype).removeprefix("torch.")
-    if name not in DTYPES:
-        raise ValueError(f"sagellm explain: dtype={dtype} cannot be combined; expected one of {', '.join(DTYPES)}")
-    return DTYPES[name]
+def dtype_name(dtype: torch.dtype | str | None) -> str:
+    """The core's name of an element type."""
+    from sagellm import _load
+
+    name, known = "float32" if dtype is None else str(dtype).removeprefix("torch."), _load.extension().DTYPES
+    if name not in known:
+        raise ValueError(f"sagellm explain: dtype={dtype} cannot be combined; expected one of {', '.join(known)}")
+    return name
 
 
 def backend_of(group: Any = None) -> Any:
@@ -268,11 +241,11 @@ def explain(
         if sequence < 1:
             raise ValueError(f"sagellm explain: sequence is {sequence}; the collectives of a group are counted from 1")
         backend = backend_of(group)
-        return _read(backend._explain_number(sequence), delegate=_delegate_of(backend))
+        return read(backend._explain_number(sequence), delegate=_delegate_of(backend))
     if isinstance(what, str):
         if nbytes is None and ALIASES.get(what, what) not in ("barrier", "all_to_all"):
             raise ValueError(f"sagellm explain: nbytes is missing; how large is the {what}?")
-        kind, size, number = kind_number(what), nbytes or 0, dtype_number(dtype)
+        kind, size, name = kind_name(what), nbytes or 0, dtype_name(dtype)
         if size < 0:
             raise ValueError(f"sagellm explain: nbytes is {size}, expected 0 or more")
         if ranks is not None:
@@ -282,15 +255,15 @@ def explain(
                 raise ValueError(
                     f"sagellm explain: device is {device}; only a group that exists knows how it serves one"
                 )
-            return _read(_load.extension().explain_without_group(kind, size, number, ranks))
+            return read(_load.extension().explain_without_group(kind, size, name, ranks))
         backend = backend_of(group)
-        found = _read(backend._explain(kind, size, number), delegate=_delegate_of(backend))
+        found = read(backend._explain(kind, size, name), delegate=_delegate_of(backend))
         where = str(device).partition(":")[0]
         if where == "cpu":
             return found
         library = backend._device_library(where)
         if library:
-            return _by_library(ALIASES.get(what, what), size, found.ranks, library)
+            return _by_library(kind, size, found.ranks, library)
         return _staged(found, where, backend._device_reason(where))
     if what is None:
         raise ValueError("sagellm explain: name an operation and its bytes, or pass a Work or sequence=")
@@ -331,7 +304,7 @@ def _staged(found: Explanation, device: str, why: str) -> Explanation:
 def _explain_work(work: Any) -> Explanation:
     from sagellm import _load
 
-    parts = [_read(text) for text in _load.extension().explain_work(work)]
+    parts = [read(found) for found in _load.extension().explain_work(work)]
     if not parts:
         raise ValueError(
             f"sagellm explain: {type(work).__name__} is no operation of the engine: a delegate's operation, or one "
@@ -345,68 +318,60 @@ def _delegate_of(backend: Any) -> str:
     return f"{backend.options.delegate or 'gloo'} (delegate)"
 
 
-def _read(text: str, delegate: str = "delegate") -> Explanation:
-    """Reads the core's ``name<TAB>value`` lines."""
-    found: dict[str, str] = {}
-    overruled, rejected = [], []
-    for line in text.splitlines():
-        name, _, value = line.partition("\t")
-        if name == "overruled":
-            overruled.append(value)
-        elif name == "rejected":
-            way, predicted, why = value.split("|", 2)
-            rejected.append(Alternative(way, seconds(predicted), why))
-        else:
-            found[name] = value
-    if "library" in found:
-        numbers = int(found["bytes"]), int(found["ranks"])
-        sequence = _whole(found.get("sequence", ""))
+def read(found: _C.Explanation, delegate: str = "delegate") -> Explanation:
+    """The core's answer, in the units and words of this module. ``delegate`` is what to call one."""
+    past = found["past"]
+    sequence = past["number"] if past else None
+    if found["library"]:
         return _by_library(
-            found["op"], *numbers, found["library"], found["decided"], sequence=sequence, ran=found.get("ran", "")
+            found["kind"],
+            found["bytes"],
+            found["ranks"],
+            found["library"],
+            found["decided"],
+            sequence=sequence,
+            ran=found["ran"],
         )
     served = found["reason"] == "delegated"
-    choice = delegate if served else found["choice"]
-    hosts = int(found["hosts"])
+    hosts = found["hosts"]
     paths = {"local copy": "local copy, the group has one rank", "delegate": delegate}
     shared = "shared memory of one host"
     if hosts > 1:
         shared = f"shared memory inside each of {hosts} hosts, a link between them"
     path = paths.get(found["choice"], shared)
-    staged = "host_staged" in found
+    staged = past is not None and past["host_staged"]
     return Explanation(
-        op=found["op"],
-        nbytes=int(found["bytes"]),
-        ranks=int(found["ranks"]),
+        op=found["kind"],
+        nbytes=found["bytes"],
+        ranks=found["ranks"],
         hosts=hosts,
-        choice=choice,
+        choice=delegate if served else found["choice"],
         reason=found["reason"],
         decided=found["decided"],
         path=f"{STAGED}, then {path}" if staged else path,
         predicted=seconds(found["predicted_ns"]),
         measured=seconds(found["measured_ns"]),
-        overruled=overruled,
-        rejected=rejected,
+        overruled=found["overruled"],
+        rejected=[
+            Alternative(each["way"], seconds(each["predicted_ns"]), each["why_not"]) for each in found["rejected"]
+        ],
         table=found["table"],
-        code=int(found["code"]),
-        recorded=_whole(found.get("recorded", "")),
-        sequence=_whole(found.get("sequence", "")),
-        batch=_batch(found["batch"]) if "batch" in found else None,
+        code=found["code"],
+        recorded=(past["recorded"] or None) if past else None,
+        sequence=sequence,
+        batch=_batch(past["batch"]) if past and past["batch"] else None,
         staged=staged,
     )
 
 
-def _batch(text: str) -> Batch:
-    operations, first, last, nbytes = text.split("|")
-    return Batch(int(operations), int(first), int(last), _whole(nbytes))
+def _batch(found: _C.Batch) -> Batch:
+    nbytes = None if found["bytes"] < 0 else found["bytes"]
+    return Batch(found["operations"], found["first"], found["last"], nbytes)
 
 
-def _whole(text: str) -> int | None:
-    return int(text) if text else None
-
-
-def seconds(nanoseconds: str) -> float | None:
+def seconds(nanoseconds: int) -> float | None:
     """Seconds, or None for 0, which stands for unknown."""
-    return int(nanoseconds) / 1e9 or None
+    return nanoseconds / 1e9 or None
 
 
 def select_all_reduce_algorithm(data_size: int, num_devices: int, topology: TopologyInfo | None = None) -> str:

@@ -11,13 +11,37 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sagellm.observe import stats
+
+if TYPE_CHECKING:
+    from sagellm import _C
 
 #: Bounds of the exported histogram in nanoseconds, 1 us to 17 s by powers of four; buckets of the core end there.
 BOUNDS = [1 << power for power in range(10, 36, 2)]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+#: What of a record stands in a trace.
+DETAILS = frozenset(
+    (
+        "number",
+        "read",
+        "written",
+        "dtype",
+        "op",
+        "path",
+        "reason",
+        "state",
+        "tensors",
+        "root",
+        "tag",
+        "late",
+        "together",
+        "first",
+        "last",
+    )
+)
 
 
 def _label(text: object) -> str:
@@ -42,14 +66,14 @@ class _Lines:
         return "\n".join(parts) + "\n" if parts else ""
 
 
-#: Sums of a cell: name of the metric, key in the core's JSON, divisor, help.
-SUMS = (
+#: Sums of a cell: name of the metric, its key, divisor, help.
+SUMS: tuple[tuple[str, stats.Sum, int, str], ...] = (
     ("operations_total", "count", 1, "Calls that ended well."),
     ("failed_operations_total", "failed", 1, "Calls that failed."),
     ("bytes_total", "bytes", 1, "Payload of the calls."),
-    ("waiting_seconds_total", "waiting", 1e9, "Time in operations that waited for peers."),
-    ("copying_seconds_total", "copying", 1e9, "Time spent copying, where it is measured."),
-    ("reducing_seconds_total", "reducing", 1e9, "Time spent reducing, where it is measured."),
+    ("waiting_seconds_total", "waiting", 10**9, "Time in operations that waited for peers."),
+    ("copying_seconds_total", "copying", 10**9, "Time spent copying, where it is measured."),
+    ("reducing_seconds_total", "reducing", 10**9, "Time spent reducing, where it is measured."),
 )
 
 
@@ -60,9 +84,9 @@ def prometheus_text(group: Any = "all") -> str:
     """
     lines = _Lines()
     for member in stats.members(group):
-        raw = json.loads(member.backend._stats())
+        raw: _C.Stats = member.backend._stats()
         base: dict[str, object] = {"group": member.name, "rank": raw["rank"]}
-        by_path: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        by_path: dict[tuple[str, str], list[_C.Cell]] = {}
         for cell in raw["cells"]:
             by_path.setdefault((cell["kind"], cell["path"]), []).append(cell)
         for (kind, path), cells in sorted(by_path.items()):
@@ -71,9 +95,8 @@ def prometheus_text(group: Any = "all") -> str:
                 total = sum(cell[key] for cell in cells)
                 lines.add(f"sagellm_{name}", "counter", text, labels, total if divisor == 1 else total / divisor)
             _histogram(lines, labels, cells)
-        fused = raw["fused"]
-        lines.add("sagellm_fused_batches_total", "counter", "Batches of operations.", base, fused["batches"])
-        lines.add("sagellm_fused_operations_total", "counter", "Operations in batches.", base, fused["ops"])
+        lines.add("sagellm_fused_batches_total", "counter", "Batches of operations.", base, raw["batches"])
+        lines.add("sagellm_fused_operations_total", "counter", "Operations in batches.", base, raw["batched_ops"])
         for peer, (_, total, _) in enumerate(raw["waits"]):
             if peer != raw["rank"]:
                 text = "Time that this rank waited for the peer that came last."
@@ -81,7 +104,7 @@ def prometheus_text(group: Any = "all") -> str:
     return lines.text()
 
 
-def _histogram(lines: _Lines, labels: dict[str, object], cells: list[dict[str, Any]]) -> None:
+def _histogram(lines: _Lines, labels: dict[str, object], cells: list[_C.Cell]) -> None:
     name, text = "sagellm_operation_seconds", "Time from issue to end."
     times = stats.merged_times(cells)
     for bound in BOUNDS:
@@ -163,33 +186,17 @@ def serve_prometheus(port: int = 0, host: str = "127.0.0.1", group: Any = "all")
 
 def _events(member: stats.Member, row: int) -> list[dict[str, Any]]:
     """The group's records as complete events, on as many lanes as ran at once."""
-    raw = json.loads(member.backend._stats())
+    raw: _C.Stats = member.backend._stats()
     offset, rank = raw["wall"] - raw["now"], raw["rank"]
     busy: list[int] = []  # for each lane the end of its last operation
     events: list[dict[str, Any]] = []
-    for record in sorted(json.loads(member.backend._records()), key=lambda record: record["issued"]):
+    records: list[_C.Record] = member.backend._records()
+    for record in sorted(records, key=lambda record: record["issued"]):
         end = record["ended"] or raw["now"]
         lane = next((lane for lane, free in enumerate(busy) if free <= record["issued"]), len(busy))
         if lane == len(busy):
             busy.append(0)
         busy[lane] = end
-        details = (
-            "number",
-            "read",
-            "written",
-            "dtype",
-            "op",
-            "path",
-            "reason",
-            "state",
-            "tensors",
-            "root",
-            "tag",
-            "late",
-            "together",
-            "first",
-            "last",
-        )
         events.append(
             {
                 "ph": "X",
@@ -200,8 +207,10 @@ def _events(member: stats.Member, row: int) -> list[dict[str, Any]]:
                 "ts": (record["issued"] + offset) / 1e3,
                 "dur": max(end - record["issued"], 0) / 1e3,
                 "args": {
-                    **{name: record[name] for name in details},
-                    **{f"{name}_us": record[name] / 1e3 for name in ("waiting", "copying", "reducing")},
+                    **{name: value for name, value in record.items() if name in DETAILS},
+                    "waiting_us": record["waiting"] / 1e3,
+                    "copying_us": record["copying"] / 1e3,
+                    "reducing_us": record["reducing"] / 1e3,
                 },
             }
         )

@@ -10,9 +10,12 @@ import os
 import pickle
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sagellm.observe import export, stats
+
+if TYPE_CHECKING:
+    from sagellm import _C
 
 #: The version of the format that is written, as torch writes it.
 VERSION = "2.10"
@@ -30,20 +33,19 @@ class _Group(NamedTuple):
     ranks: list[int]
     #: Nanoseconds from the records' clock to the epoch.
     offset: int
-    records: list[dict[str, Any]]
+    records: list[_C.Record]
 
 
 def _live(member: stats.Member) -> _Group:
     import torch.distributed as dist
 
-    raw = json.loads(member.backend._stats())
+    raw: _C.Stats = member.backend._stats()
     desc = getattr(member.group, "group_desc", "") or "undefined"
     ranks = dist.get_process_group_ranks(member.group)
-    records = json.loads(member.backend._records())
-    return _Group(member.name, desc, raw["rank"], ranks, raw["wall"] - raw["now"], records)
+    return _Group(member.name, desc, raw["rank"], ranks, raw["wall"] - raw["now"], member.backend._records())
 
 
-def _sizes(record: dict[str, Any]) -> tuple[list[list[int]], list[list[int]], str]:
+def _sizes(record: _C.Record) -> tuple[list[list[int]], list[list[int]], str]:
     """Inputs and outputs as the analyser compares them between ranks, in elements, and their type."""
     from sagellm import _load
 
@@ -62,7 +64,7 @@ def _sizes(record: dict[str, Any]) -> tuple[list[list[int]], list[list[int]], st
     return inputs, outputs, name
 
 
-def _title(record: dict[str, Any], rank: int) -> str:
+def _title(record: _C.Record, rank: int) -> str:
     kind = record["kind"]
     if kind == "send":
         return f"sagellm:send {rank}->{record['root']}"
@@ -72,7 +74,7 @@ def _title(record: dict[str, Any], rank: int) -> str:
     return f"sagellm:{kind}"
 
 
-def _frames(record: dict[str, Any]) -> list[dict[str, Any]]:
+def _frames(record: _C.Record) -> list[dict[str, Any]]:
     from sagellm import _load
 
     file, line, function = _load.extension()._site(record["site"])

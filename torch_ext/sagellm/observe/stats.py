@@ -5,25 +5,14 @@ Times are milliseconds unless a name says otherwise, bandwidths GB/s (10^9 bytes
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
-#: Every kind of operation, by the name of its call.
-KINDS = (
-    "all_reduce",
-    "broadcast",
-    "reduce",
-    "all_gather",
-    "gather",
-    "scatter",
-    "reduce_scatter",
-    "all_to_all",
-    "barrier",
-    "send",
-    "recv",
-)
-#: Bytes on the bus of a rank for each byte of the tensor, as nccl-tests defines them, by kind and number of ranks.
+if TYPE_CHECKING:
+    from sagellm import _C
+
+#: Bytes on the bus of a rank for each byte of the tensor, as nccl-tests defines them, by kind and number of ranks;
+#: as many for other kinds. The benchmarks use the same.
 BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
@@ -154,7 +143,7 @@ def _quantile(times: Sequence[tuple[int, int]], share: float, longest: int) -> i
     return longest
 
 
-def merged_times(cells: Iterable[dict[str, Any]]) -> list[tuple[int, int]]:
+def merged_times(cells: Iterable[_C.Cell]) -> list[tuple[int, int]]:
     """The buckets of all cells together: first value behind each in nanoseconds, and how many values it holds."""
     sums: dict[int, int] = {}
     for cell in cells:
@@ -163,10 +152,14 @@ def merged_times(cells: Iterable[dict[str, Any]]) -> list[tuple[int, int]]:
     return sorted(sums.items())
 
 
-def _sum(cells: Sequence[dict[str, Any]], ranks: int) -> OpStats:
+#: What of a cell is added up.
+Sum = Literal["count", "failed", "tensors", "bytes", "whole", "took", "waiting", "copying", "reducing"]
+
+
+def _sum(cells: Sequence[_C.Cell], ranks: int) -> OpStats:
     """One row out of cells of one kind."""
 
-    def total(name: str) -> int:
+    def total(name: Sum) -> int:
         return sum(cell[name] for cell in cells)
 
     times, took = merged_times(cells), total("took")
@@ -200,18 +193,21 @@ def up_to(size_class: int) -> int:
 
 
 def _snapshot(member: Member) -> dict[str, Any]:
-    raw = json.loads(member.backend._stats())
-    cells, ranks, fused = raw["cells"], raw["size"], raw["fused"]
-    ops = {kind: _sum([cell for cell in cells if cell["kind"] == kind], ranks) for kind in KINDS}
+    from sagellm import _load
+
+    kinds = _load.extension().KINDS
+    raw: _C.Stats = member.backend._stats()
+    cells, ranks = raw["cells"], raw["size"]
+    ops = {kind: _sum([cell for cell in cells if cell["kind"] == kind], ranks) for kind in kinds}
     sizes: list[SizeStats] = [
-        {"op": cell["kind"], "path": cell["path"], "up_to": up_to(cell["class"]), **_sum([cell], ranks)}
-        for cell in sorted(cells, key=lambda cell: (KINDS.index(cell["kind"]), cell["path"], cell["class"]))
+        {"op": cell["kind"], "path": cell["path"], "up_to": up_to(cell["size_class"]), **_sum([cell], ranks)}
+        for cell in sorted(cells, key=lambda cell: (kinds.index(cell["kind"]), cell["path"], cell["size_class"]))
     ]
     batches: Batches = {
-        "batches": fused["batches"],
-        "ops": fused["ops"],
-        "ops_per_batch": fused["ops"] / fused["batches"] if fused["batches"] else 0.0,
-        "largest": fused["largest"],
+        "batches": raw["batches"],
+        "ops": raw["batched_ops"],
+        "ops_per_batch": raw["batched_ops"] / raw["batches"] if raw["batches"] else 0.0,
+        "largest": raw["largest_batch"],
     }
     waits: dict[int, Wait] = {
         rank: {"count": count, "total_ms": total / MS, "longest_ms": longest / MS}
@@ -225,15 +221,15 @@ def _snapshot(member: Member) -> dict[str, Any]:
         "rank": raw["rank"],
         "size": ranks,
         "seconds": (raw["now"] - raw["since"]) / 1e9,
-        **{f"{kind}_count": ops[kind]["count"] for kind in KINDS},
+        **{f"{kind}_count": ops[kind]["count"] for kind in kinds},
         "total_count": sum(op["count"] for op in ops.values()),
         "failed_count": sum(op["failed"] for op in ops.values()),
         "total_bytes": sum(op["bytes"] for op in ops.values()),
         "avg_latency_ms": took / ended / MS if ended else 0.0,
-        "fused_batches": fused["batches"],
-        "fused_ops": fused["ops"],
-        "host_staged_count": raw["host_staged"][0],
-        "host_staged_bytes": raw["host_staged"][1],
+        "fused_batches": raw["batches"],
+        "fused_ops": raw["batched_ops"],
+        "host_staged_count": raw["host_staged_count"],
+        "host_staged_bytes": raw["host_staged_bytes"],
         "ops": ops,
         "sizes": sizes,
         "batches": batches,
@@ -246,7 +242,7 @@ def get_stats(group: Any = None) -> dict[str, Any]:
 
     ``group`` is a process group, None for the default one, or "all": then the value is a dict of such dicts by name.
 
-    Keys: ``group``, ``rank``, ``size``; ``seconds`` of counting; for each kind in ``KINDS`` the calls that ended well,
+    Keys: ``group``, ``rank``, ``size``; ``seconds`` of counting; for each kind of operation the calls that ended well,
     as ``all_reduce_count`` and so on; ``total_count``, ``failed_count``; ``total_bytes``, the caller's payload;
     ``avg_latency_ms`` of everything; ``fused_batches`` and ``fused_ops``; ``host_staged_count`` and
     ``host_staged_bytes``, those whose tensors were on a device and went through host memory; ``ops``, an ``OpStats`` by

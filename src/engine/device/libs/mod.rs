@@ -1,3 +1,5 @@
+#![allow(unsafe_code)] // calls of functions that were found at run time in a library of a vendor
+
 pub mod cncl;
 pub mod hccl;
 pub mod loader;

@@ -1,7 +1,7 @@
 //! One piece of memory that all ranks of a group map. It has no name, so nothing is left behind when processes are
 //! killed, and it is sealed, so no peer can shrink it under us.
 
-#![allow(unsafe_code)]
+#![allow(unsafe_code)] // maps the memory and takes references into it
 
 use std::io;
 use std::ops::Range;

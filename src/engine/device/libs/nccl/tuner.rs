@@ -26,7 +26,9 @@ use std::collections::VecDeque;
 use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_void};
 use std::os::unix::ffi::OsStrExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Mutex, MutexGuard, Once, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, Once};
+
+use once_cell::sync::OnceCell;
 
 use crate::algorithms::Algorithm;
 use crate::select::Policy;
@@ -154,7 +156,7 @@ struct Context {
     number: u64,
     ranks: usize,
     /// Looked up at the first collective, when the profiler has been told the name for sure.
-    policy: OnceLock<Option<Arc<Policy>>>,
+    policy: OnceCell<Option<Arc<Policy>>>,
 }
 
 impl Context {
@@ -279,7 +281,7 @@ unsafe extern "C" fn init(
     _constants: *mut c_void,
 ) -> c_int {
     quietly(|| {
-        let own = Box::into_raw(Box::new(Context { number, ranks, policy: OnceLock::new() }));
+        let own = Box::into_raw(Box::new(Context { number, ranks, policy: OnceCell::new() }));
         // SAFETY: NCCL gives a place for the pointer; `finalize` takes the box back.
         unsafe { *context = own.cast() };
     })
@@ -409,7 +411,7 @@ mod tests {
 
     #[test]
     fn an_impossible_algorithm_is_not_forced_and_strange_arguments_are_harmless() {
-        let context = Context { number: 0, ranks: 2, policy: OnceLock::from(Some(policy())) };
+        let context = Context { number: 0, ranks: 2, policy: OnceCell::from(Some(policy())) };
         let mut impossible = [-1.0f32; 21];
         context.choose(4, 1, &mut impossible, 3);
         assert_eq!(impossible, [-1.0; 21]);

@@ -1,0 +1,239 @@
+//! Between the bridge's types and the core's. The numbers of the shared enums are checked here, when this is compiled.
+
+use super::bridge::ffi;
+use crate::error::{Error, ErrorKind, Result, contained};
+use crate::group::NAMES;
+use crate::select::explain::{Alternative, Explanation, Table};
+use crate::stats::export::Moment;
+use crate::stats::ring::Record;
+use crate::stats::{MIXED, Stats, export};
+use crate::types::{CallNote, Dtype, Kind, ReduceOp, Request, Span, Strided};
+
+/// What crosses to C++: a value, or an error as text.
+pub(super) type Outcome<T> = std::result::Result<T, String>;
+
+/// Fails to compile where an enum of the bridge and one of the core have different numbers.
+macro_rules! same_numbers {
+    ($shared:ident, $core:ident: $($theirs:ident = $ours:ident),+) => {
+        const _: () = { $(assert!(ffi::$shared::$theirs.repr == $core::$ours as u8);)+ };
+    };
+}
+
+same_numbers!(Kind, Kind: kAllReduce = AllReduce, kBroadcast = Broadcast, kReduce = Reduce, kAllGather = AllGather,
+    kGather = Gather, kScatter = Scatter, kReduceScatter = ReduceScatter, kAllToAll = AllToAll, kBarrier = Barrier,
+    kSend = Send, kRecv = Recv);
+same_numbers!(Dtype, Dtype: kBytes = Bytes, kBool = Bool, kU8 = U8, kI8 = I8, kU16 = U16, kI16 = I16, kU32 = U32,
+    kI32 = I32, kU64 = U64, kI64 = I64, kF16 = F16, kBf16 = Bf16, kF32 = F32, kF64 = F64, kC32 = C32, kC64 = C64,
+    kC128 = C128, kF8E4M3 = F8E4M3, kF8E5M2 = F8E5M2);
+same_numbers!(ErrorKind, ErrorKind: kInvalid = Invalid, kTimeout = Timeout, kRankFailed = RankFailed,
+    kMismatch = Mismatch, kAborted = Aborted, kInterrupted = Interrupted, kSystem = System, kBug = Bug);
+const _: () = {
+    assert!(ffi::ReduceOp::kSum.repr == ReduceOp::Sum.code());
+    assert!(ffi::ReduceOp::kAvg.repr == ReduceOp::Avg.code());
+    assert!(ffi::ReduceOp::kProduct.repr == ReduceOp::Product.code());
+    assert!(ffi::ReduceOp::kMin.repr == ReduceOp::Min.code());
+    assert!(ffi::ReduceOp::kMax.repr == ReduceOp::Max.code());
+    assert!(ffi::ReduceOp::kBand.repr == ReduceOp::Band.code());
+    assert!(ffi::ReduceOp::kBor.repr == ReduceOp::Bor.code());
+    assert!(ffi::ReduceOp::kBxor.repr == ReduceOp::Bxor.code());
+    assert!(ffi::ReduceOp::kPremulSum.repr == ReduceOp::PremulSum(1.0).code());
+};
+
+/// Text of an error as it crosses the bridge.
+pub(super) fn coded(error: &Error) -> String {
+    format!("{}{}", error.code(), error.text())
+}
+
+/// Runs `body`; an error or a panic becomes the text that `cpp/host/errors.cpp` reads.
+pub(super) fn guarded<T>(body: impl FnOnce() -> Result<T>) -> Outcome<T> {
+    contained(body).map_err(|error| coded(&error))
+}
+
+pub(super) fn unknown(what: &str, value: u8) -> Error {
+    Error::Bug(format!("sagellm: unknown {what} {value} came over the bridge"))
+}
+
+/// A shared enum may hold any number, if C++ casts one.
+pub(super) fn kind(kind: ffi::Kind) -> Result<Kind> {
+    Kind::from_u8(kind.repr).ok_or_else(|| unknown("kind", kind.repr))
+}
+
+pub(super) fn dtype(dtype: ffi::Dtype) -> Result<Dtype> {
+    Dtype::from_u8(dtype.repr).ok_or_else(|| unknown("dtype", dtype.repr))
+}
+
+pub(super) fn kind_and_dtype(kind: u8, dtype: u8) -> Result<(Kind, Dtype)> {
+    let kind = Kind::from_u8(kind).ok_or_else(|| unknown("kind", kind))?;
+    Ok((kind, Dtype::from_u8(dtype).ok_or_else(|| unknown("dtype", dtype))?))
+}
+
+pub(super) fn kind_named(name: &str) -> Result<Kind> {
+    let known = || Kind::ALL.map(Kind::name).join(", ");
+    let unknown = || Error::Invalid(format!("sagellm: no operation is called {name:?}; there are {}", known()));
+    Kind::from_name(name).ok_or_else(unknown)
+}
+
+pub(super) fn dtype_named(name: &str) -> Result<Dtype> {
+    let known = || Dtype::ALL.map(Dtype::name).join(", ");
+    let unknown = || Error::Invalid(format!("sagellm: no element type is called {name:?}; there are {}", known()));
+    Dtype::from_name(name).ok_or_else(unknown)
+}
+
+pub(super) fn spans(pieces: &[ffi::Piece]) -> Vec<Span> {
+    pieces.iter().map(|piece| Span { addr: piece.addr, bytes: piece.bytes }).collect()
+}
+
+pub(super) fn strided(tensor: &ffi::Strided) -> Strided {
+    let ffi::Strided { addr, run, counts, strides, written } = *tensor;
+    Strided { addr, run, counts, strides, written }
+}
+
+pub(super) fn request(
+    call: &ffi::Call,
+    inputs: &[ffi::Piece],
+    outputs: &[ffi::Piece],
+    in_blocks: &[usize],
+    out_blocks: &[usize],
+    also_touched: &[ffi::Strided],
+) -> Result<Request> {
+    Ok(Request {
+        kind: kind(call.kind)?,
+        dtype: dtype(call.dtype)?,
+        op: ReduceOp::from_u8(call.op.repr, call.factor).ok_or_else(|| unknown("reduce op", call.op.repr))?,
+        root: call.root,
+        tag: call.tag,
+        timeout_ms: u64::try_from(call.timeout_ms).ok(),
+        sync: call.sync,
+        inputs: spans(inputs),
+        outputs: spans(outputs),
+        in_blocks: in_blocks.to_vec(),
+        out_blocks: out_blocks.to_vec(),
+        also_touched: also_touched.iter().map(strided).collect(),
+        note: CallNote {
+            counts: call.counts,
+            tensors: call.tensors,
+            element: call.element,
+            site: call.site,
+            host_staged: call.host_staged,
+        },
+    })
+}
+
+pub(super) fn explanation(found: &Explanation) -> ffi::Explanation {
+    let (asked, shape, past) = (found.asked, found.shape, found.past);
+    let rejected = |other: &Alternative| ffi::Alternative {
+        way: other.way.clone(),
+        predicted_ns: other.predicted_ns.unwrap_or(0),
+        why_not: other.why_not.clone(),
+    };
+    let batch = past.and_then(|past| past.batch).map(|batch| ffi::Batch {
+        operations: batch.count,
+        first: batch.first,
+        last: batch.last,
+        bytes: batch.bytes.map_or(-1, |bytes| bytes as i64),
+    });
+    ffi::Explanation {
+        kind: asked.kind.name().into(),
+        bytes: asked.bytes,
+        ranks: shape.ranks,
+        hosts: shape.hosts,
+        slot_bytes: shape.slot_bytes,
+        choice: found.choice.path.to_string(),
+        reason: found.choice.reason.name().into(),
+        code: found.choice.code(),
+        library: String::new(),
+        ran: String::new(),
+        decided: found.decided.clone(),
+        predicted_ns: found.predicted_ns,
+        measured_ns: found.measured_ns.unwrap_or(0),
+        table: found.table.clone(),
+        overruled: found.overruled.clone(),
+        rejected: found.rejected.iter().map(rejected).collect(),
+        past: past.is_some(),
+        number: past.map_or(0, |past| past.number),
+        host_staged: past.is_some_and(|past| past.host_staged),
+        recorded: past.and_then(|past| past.choice).map_or(0, |choice| choice.code()),
+        batch: batch.unwrap_or_default(),
+    }
+}
+
+pub(super) fn table(found: Table) -> ffi::ChoiceTable {
+    let rows = found.rows.iter().map(|row| ffi::ChoiceRow {
+        kind: row.kind.name().into(),
+        sizes: row.sizes(),
+        way: row.choice.path.to_string(),
+        reason: row.choice.reason.name().into(),
+        measured_ns: row.measured_ns.unwrap_or(0),
+    });
+    let rows = rows.collect();
+    ffi::ChoiceTable { note: found.note, rules: found.rules, rows }
+}
+
+pub(super) fn stats(stats: &Stats, rank: usize, size: usize, Moment { now, wall }: Moment) -> ffi::Stats {
+    let (fused, staged) = (stats.fused(), stats.host_staged());
+    let waits = stats.waits().iter();
+    let cells = stats.cells().iter().map(|cell| ffi::Cell {
+        kind: cell.kind.name().into(),
+        path: if cell.path == MIXED { "mixed" } else { (NAMES.path)(cell.path) }.into(),
+        size_class: if cell.class == MIXED { -1 } else { i32::from(cell.class) },
+        count: cell.count,
+        failed: cell.failed,
+        tensors: cell.tensors,
+        bytes: cell.bytes,
+        whole: cell.whole,
+        took: cell.took,
+        waiting: cell.waiting,
+        copying: cell.copying,
+        reducing: cell.reducing,
+        longest: cell.longest,
+        times: cell.times.filled().map(|(bound, count)| ffi::Bucket { bound, count }).collect(),
+    });
+    ffi::Stats {
+        rank,
+        size,
+        now,
+        wall,
+        since: stats.since(),
+        issued: stats.ring().issued(),
+        batches: fused.batches,
+        batched_ops: fused.ops,
+        largest_batch: fused.largest,
+        host_staged_count: staged.count,
+        host_staged_bytes: staged.bytes,
+        waits: waits.map(|w| ffi::PeerWait { count: w.count, total: w.total, longest: w.longest }).collect(),
+        cells: cells.collect(),
+    }
+}
+
+pub(super) fn record(record: &Record) -> ffi::Record {
+    let (dtype, op) = export::reduction(record);
+    let (first, last) = record.route.company.numbers(record.number);
+    ffi::Record {
+        id: record.id,
+        number: record.number,
+        kind: record.kind.name().into(),
+        dtype: dtype.into(),
+        op: op.into(),
+        path: (NAMES.path)(record.path()).into(),
+        reason: (NAMES.reason)(record.reason()).into(),
+        state: record.state.name().into(),
+        counts: record.note.counts,
+        tensors: record.note.tensors,
+        element: record.note.element,
+        site: record.note.site,
+        host_staged: record.note.host_staged,
+        root: export::rank(record.root),
+        tag: record.tag,
+        late: export::rank(record.late),
+        together: export::together(record),
+        first,
+        last,
+        read: record.read,
+        written: record.written,
+        issued: record.issued,
+        ended: record.ended,
+        waiting: record.waiting(),
+        copying: record.copying,
+        reducing: record.reducing,
+    }
+}
