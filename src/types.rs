@@ -232,7 +232,9 @@ impl ReduceOp {
     }
 }
 
-/// A piece of caller memory. The caller keeps it alive and unmoved until the operation has ended.
+/// A piece of memory by its address: of the caller, in this process or on a device, or of a buffer of ours. A number, not a
+/// pointer, because most who have one only compare it, and addresses on a device may not be followed here; who follows
+/// one (`engine::shm::pieces`, a vendor's library) relies on the promise of `Request::new`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
     pub addr: usize,
@@ -302,8 +304,9 @@ pub struct Request {
     pub timeout_ms: Option<u64>,
     /// The caller waits at once: a local fact that changes nothing on the wire.
     pub sync: bool,
-    pub inputs: Vec<Span>,
-    pub outputs: Vec<Span>,
+    /// See `Request::new`.
+    inputs: Vec<Span>,
+    outputs: Vec<Span>,
     /// Bytes of each rank's block, one entry a rank, or empty where all blocks are equal.
     pub in_blocks: Vec<usize>,
     pub out_blocks: Vec<usize>,
@@ -311,6 +314,49 @@ pub struct Request {
     /// Only used to keep operations on the same memory in order.
     pub also_touched: Vec<Strided>,
     pub note: CallNote,
+}
+
+impl Request {
+    /// A call over caller memory. The rest is what most calls have, to be changed by the caller: asynchronous, bytes that
+    /// are moved or summed, root 0, tag 0, the group's timeout, equal blocks.
+    ///
+    /// # Safety
+    ///
+    /// Where the call is given to a group, all bytes of `inputs` must stay readable, those of `outputs` writable, and
+    /// nobody else may write the first nor touch the second, from then until the operation has ended: until `Group::run`
+    /// returns, or `Op::is_done`, `Op::wait` (with anything but `Error::WaitElapsed`) or `Completion::ended` say so. On a
+    /// call that `issue` refuses the promise ends at once. (Two calls of one group over the same memory are put in order.)
+    #[allow(unsafe_code)] // declares the contract; nothing is read or written here
+    pub unsafe fn new(kind: Kind, inputs: Vec<Span>, outputs: Vec<Span>) -> Request {
+        Request { inputs, outputs, ..Request::without_memory(kind) }
+    }
+
+    /// The same without memory: a barrier, or a call to which this rank gives nothing and from which it gets nothing.
+    pub fn without_memory(kind: Kind) -> Request {
+        Request {
+            kind,
+            dtype: Dtype::Bytes,
+            op: ReduceOp::Sum,
+            root: 0,
+            tag: 0,
+            timeout_ms: None,
+            sync: false,
+            inputs: Vec::new(),
+            outputs: Vec::new(),
+            in_blocks: Vec::new(),
+            out_blocks: Vec::new(),
+            also_touched: Vec::new(),
+            note: CallNote::default(),
+        }
+    }
+
+    pub fn inputs(&self) -> &[Span] {
+        &self.inputs
+    }
+
+    pub fn outputs(&self) -> &[Span] {
+        &self.outputs
+    }
 }
 
 /// What the statistics are told of a call beyond what moves it.

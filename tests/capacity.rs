@@ -42,7 +42,9 @@ impl Numbers {
 
 fn request(kind: Kind, root: usize, input: &mut Numbers, output: &mut Numbers) -> Request {
     let dtype = if kind.reduces() { Dtype::I32 } else { Dtype::Bytes };
-    Request { dtype, sync: true, ..plain(kind, root as u32, cut(&mut input.0, 1, 4), cut(&mut output.0, 1, 4)) }
+    let mut request = plain(kind, root as u32, cut(&mut input.0, 1, 4), cut(&mut output.0, 1, 4));
+    (request.dtype, request.sync) = (dtype, true);
+    request
 }
 
 /// One collective on one rank; `count` numbers in a tensor, or in a block where there is one for each rank.
@@ -111,13 +113,15 @@ fn message(from: usize, to: usize, count: usize) -> Numbers {
 }
 
 fn send(group: &Group, to: usize, tag: u32, memory: &mut Numbers) -> Arc<Op> {
-    let request = Request { tag, sync: false, ..request(Kind::Send, to, memory, &mut Numbers(Vec::new())) };
+    let mut request = request(Kind::Send, to, memory, &mut Numbers(Vec::new()));
+    (request.tag, request.sync) = (tag, false);
     group.issue(request, None).unwrap()
 }
 
 fn receive(group: &Group, from: u32, tag: u32, memory: &mut Numbers) -> Arc<Op> {
-    let request = Request { tag, sync: false, ..request(Kind::Recv, 0, &mut Numbers(Vec::new()), memory) };
-    group.issue(Request { root: from, ..request }, None).unwrap()
+    let mut request = request(Kind::Recv, 0, &mut Numbers(Vec::new()), memory);
+    (request.root, request.tag, request.sync) = (from, tag, false);
+    group.issue(request, None).unwrap()
 }
 
 #[test]

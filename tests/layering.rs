@@ -97,9 +97,11 @@ fn no_module_uses_one_above_it() {
 
 /// Files that may hold unsafe code, in themselves or (a `mod.rs`) in their folder: who touches bytes, or calls the system
 /// or a library. Nowhere else does it compile.
-const UNSAFE: [&str; 18] = [
+const UNSAFE: [&str; 22] = [
     "engine/device/communicator.rs",
     "engine/device/libs/mod.rs",
+    "engine/multihost/batch.rs",
+    "engine/multihost/probe.rs",
     "engine/multihost/vector.rs",
     "engine/shm/bulk.rs",
     "engine/shm/memory/area.rs",
@@ -116,6 +118,8 @@ const UNSAFE: [&str; 18] = [
     "reduce/mod.rs",
     "rendezvous/mod.rs",
     "rendezvous/unix_socket.rs",
+    "stats/tests.rs",
+    "types.rs",
 ];
 
 #[test]

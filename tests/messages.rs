@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use common::{Random, cut, on_memory, on_ranks};
+use common::{Random, cut, on_memory, on_ranks, plain};
 use sagellm::error::Error;
 use sagellm::group::{Group, Op};
 use sagellm::types::{ANY_RANK, Kind, Request};
@@ -28,7 +28,9 @@ fn groups(ranks: usize, seconds: u64) -> Vec<Arc<Group>> {
 }
 
 fn request(kind: Kind, peer: u32, tag: u32, memory: &mut [u8]) -> Request {
-    Request { tag, ..on_memory(kind, peer, memory) }
+    let mut request = on_memory(kind, peer, memory);
+    request.tag = tag;
+    request
 }
 
 fn send(group: &Group, to: u32, tag: u32, memory: &mut [u8]) -> Arc<Op> {
@@ -148,8 +150,7 @@ fn rule_02_a_rejected_call_uses_no_number() {
     on_ranks(2, |me| {
         let group = &groups[me];
         let mut memory = vec![1u8; 4];
-        let mut wrong = request(Kind::AllReduce, 0, 0, &mut memory);
-        wrong.outputs[0].bytes = 3;
+        let wrong = plain(Kind::AllReduce, 0, cut(&mut memory, 1, 1), cut(&mut memory[..3], 1, 1));
         let error = group.run(wrong, None).unwrap_err();
         assert!(matches!(error, Error::Invalid(_)), "{error:?}");
         assert_eq!(group.sequence(), 0);
@@ -194,8 +195,7 @@ fn rule_05_two_roots_of_one_broadcast_are_found_at_the_next_call() {
     let groups = groups(2, 30);
     on_ranks(2, |me| {
         let mut memory = bytes(64, me as u64);
-        let mut broadcast = request(Kind::Broadcast, me as u32, 0, &mut []);
-        broadcast.inputs = cut(&mut memory, 1, 1);
+        let broadcast = plain(Kind::Broadcast, me as u32, cut(&mut memory, 1, 1), Vec::new());
         groups[me].run(broadcast, None).unwrap(); // both only send: nothing is wrong yet
         let error = groups[me].run(request(Kind::Barrier, 0, 0, &mut []), None).unwrap_err();
         assert!(matches!(error, Error::Mismatch(_)), "{error:?}");
@@ -289,8 +289,7 @@ fn rule_21_who_leaves_in_order_has_still_given_what_it_published() {
     on_ranks(2, |me| {
         let mut memory = bytes(200_000, 3);
         if me == 0 {
-            let mut root = request(Kind::Broadcast, 0, 0, &mut []);
-            root.inputs = cut(&mut memory, 1, 1);
+            let root = plain(Kind::Broadcast, 0, cut(&mut memory, 1, 1), Vec::new());
             groups[0].run(root, None).unwrap_or_else(|e| panic!("{e}"));
             groups[0].shutdown();
             let late = groups[0].run(request(Kind::Barrier, 0, 0, &mut []), None).unwrap_err();
@@ -298,8 +297,7 @@ fn rule_21_who_leaves_in_order_has_still_given_what_it_published() {
         } else {
             std::thread::sleep(Duration::from_millis(200));
             let mut memory = vec![0; 200_000];
-            let mut leaf = request(Kind::Broadcast, 0, 0, &mut []);
-            leaf.outputs = cut(&mut memory, 1, 1);
+            let leaf = plain(Kind::Broadcast, 0, Vec::new(), cut(&mut memory, 1, 1));
             groups[1].run(leaf, None).unwrap();
             assert_eq!(memory, bytes(200_000, 3));
             let begin = Instant::now();

@@ -29,8 +29,12 @@ fn call(kind: Kind, root: u32, inputs: &mut [u8], outputs: &mut [u8]) -> Request
 }
 
 fn all_reduce(memory: &mut [u8]) -> Request {
-    let mut request = call(Kind::AllReduce, 0, memory, &mut []);
-    request.outputs = request.inputs.clone();
+    let spans = cut(memory, 1, 1);
+    plain(Kind::AllReduce, 0, spans.clone(), spans)
+}
+
+fn tagged(tag: u32, mut request: Request) -> Request {
+    request.tag = tag;
     request
 }
 
@@ -207,11 +211,11 @@ fn rule_05_a_disagreement_between_two_roots_never_shifts_a_later_operation() {
 }
 
 fn send(group: &Group, to: u32, tag: u32, memory: &mut [u8]) -> Arc<Op> {
-    issue(group, Request { tag, ..call(Kind::Send, to, memory, &mut []) })
+    issue(group, tagged(tag, call(Kind::Send, to, memory, &mut [])))
 }
 
 fn recv(group: &Group, from: u32, tag: u32, memory: &mut [u8]) -> Arc<Op> {
-    issue(group, Request { tag, ..call(Kind::Recv, from, &mut [], memory) })
+    issue(group, tagged(tag, call(Kind::Recv, from, &mut [], memory)))
 }
 
 const SIZES: [usize; 2] = [8, 300_000];

@@ -6,7 +6,7 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{on_memory, on_ranks};
+use common::{cut, on_memory, on_ranks, plain};
 use sagellm::engine::local;
 use sagellm::engine::shm::memory::area::Area;
 use sagellm::engine::shm::memory::layout::{Layout, Part};
@@ -21,13 +21,17 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 fn collective(groups: &[Arc<Group>], kind: Kind, root: u32, bytes: usize) -> Vec<(Result<()>, Vec<u8>)> {
     on_ranks(groups.len(), |me| {
         let mut memory = vec![1; bytes];
-        let mut request = on_memory(kind, root, &mut memory);
-        let rooted = matches!(kind, Kind::Broadcast | Kind::Reduce);
-        if rooted && (me == root as usize) == (kind == Kind::Broadcast) {
-            request.outputs.clear();
-        } else if kind == Kind::Broadcast {
-            request.inputs.clear();
-        }
+        let here = me == root as usize;
+        let (reads, writes) = match kind {
+            Kind::Broadcast => (here, !here),
+            Kind::Reduce => (true, here),
+            _ => (true, true),
+        };
+        let mut spans = |wanted| if wanted { cut(&mut memory, 1, 1) } else { Vec::new() };
+        let request = match kind {
+            Kind::Broadcast | Kind::Reduce => plain(kind, root, spans(reads), spans(writes)),
+            _ => on_memory(kind, root, &mut memory),
+        };
         let outcome = groups[me].run(request, None);
         (outcome, memory)
     })

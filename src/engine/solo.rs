@@ -21,7 +21,7 @@ pub fn run(op: &Op, kernel: Option<&Kernel>) -> Result<()> {
     op.loads(Asked::of(request, 1).load());
     op.sets_out(Choice::ALONE.code());
     op.prepare();
-    let (inputs, outputs) = (Pieces(&request.inputs), Pieces(&request.outputs));
+    let (inputs, outputs) = (Pieces(request.inputs()), Pieces(request.outputs()));
     let bytes = inputs.bytes().min(outputs.bytes());
     match kernel {
         Some(kernel) if bytes > 0 => {

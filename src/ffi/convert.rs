@@ -96,27 +96,22 @@ pub(super) fn request(
     out_blocks: &[usize],
     also_touched: &[ffi::Strided],
 ) -> Result<Request> {
-    Ok(Request {
-        kind: kind(call.kind)?,
-        dtype: dtype(call.dtype)?,
-        op: ReduceOp::from_u8(call.op.repr, call.factor).ok_or_else(|| unknown("reduce op", call.op.repr))?,
-        root: call.root,
-        tag: call.tag,
-        timeout_ms: u64::try_from(call.timeout_ms).ok(),
-        sync: call.sync,
-        inputs: spans(inputs),
-        outputs: spans(outputs),
-        in_blocks: in_blocks.to_vec(),
-        out_blocks: out_blocks.to_vec(),
-        also_touched: also_touched.iter().map(strided).collect(),
-        note: CallNote {
-            counts: call.counts,
-            tensors: call.tensors,
-            element: call.element,
-            site: call.site,
-            host_staged: call.host_staged,
-        },
-    })
+    let kind = kind(call.kind)?;
+    // SAFETY: the pieces are memory of tensors that the shim holds in its `Completion` until `ended` is called, or, of a
+    // call to `run`, on its stack until that returns. That nobody writes them meanwhile is c10d's rule for its callers.
+    let mut request = unsafe { Request::new(kind, spans(inputs), spans(outputs)) };
+    request.dtype = dtype(call.dtype)?;
+    request.op = ReduceOp::from_u8(call.op.repr, call.factor).ok_or_else(|| unknown("reduce op", call.op.repr))?;
+    request.root = call.root;
+    request.tag = call.tag;
+    request.timeout_ms = u64::try_from(call.timeout_ms).ok();
+    request.sync = call.sync;
+    request.in_blocks = in_blocks.to_vec();
+    request.out_blocks = out_blocks.to_vec();
+    request.also_touched = also_touched.iter().map(strided).collect();
+    let ffi::Call { counts, tensors, element, site, host_staged, .. } = *call;
+    request.note = CallNote { counts, tensors, element, site, host_staged };
+    Ok(request)
 }
 
 pub(super) fn explanation(found: &Explanation) -> ffi::Explanation {

@@ -24,7 +24,7 @@ impl Group {
             }
         }
         let sum = |spans: &[Span]| spans.iter().map(|span| span.bytes).sum::<usize>();
-        let (bytes_in, bytes_out) = (sum(&request.inputs), sum(&request.outputs));
+        let (bytes_in, bytes_out) = (sum(request.inputs()), sum(request.outputs()));
         let blocks = |list: &Vec<usize>, total: usize| match list.is_empty() {
             true => total.is_multiple_of(ranks),
             false => list.iter().sum::<usize>() == total,
@@ -68,7 +68,7 @@ impl Group {
         if !kind.reduces() {
             return Ok(None);
         }
-        if request.dtype == Dtype::Bytes || request.inputs.iter().any(|span| span.bytes % request.dtype.size() != 0) {
+        if request.dtype == Dtype::Bytes || request.inputs().iter().any(|span| span.bytes % request.dtype.size() != 0) {
             return wrong(format!("{bytes_in} bytes are no whole number of {} elements", request.dtype.name()));
         }
         match reduce::kernel(request.dtype, request.op, ranks) {

@@ -154,8 +154,8 @@ impl Op {
         let issued = clock::stamp();
         let sum = |spans: &[Span]| spans.iter().map(|span| span.bytes as u64).sum::<u64>();
         Op {
-            read: sum(&request.inputs),
-            written: sum(&request.outputs),
+            read: sum(request.inputs()),
+            written: sum(request.outputs()),
             lists: lists(&request),
             hull: overlap::hull(&request),
             reach: OnceCell::new(),
@@ -197,7 +197,7 @@ impl Op {
 
     /// What it sends: the inputs, or their copy.
     pub fn sent(&self) -> &[Span] {
-        self.copy.get().map_or(&self.request.inputs, |copy| &copy.1)
+        self.copy.get().map_or(self.request.inputs(), |copy| &copy.1)
     }
 
     /// Makes a send read `copy`, which has the bytes of its inputs, so that later operations may use their memory.
@@ -319,11 +319,11 @@ impl Op {
 pub fn signature(request: &Request, ranks: usize) -> u64 {
     let sum = |spans: &[crate::types::Span]| spans.iter().map(|span| span.bytes as u64).sum::<u64>();
     let bytes = match request.kind {
-        Kind::AllReduce | Kind::Reduce | Kind::ReduceScatter | Kind::Gather => sum(&request.inputs),
-        Kind::Broadcast => sum(&request.inputs).max(sum(&request.outputs)),
-        Kind::AllGather | Kind::Scatter => sum(&request.outputs),
-        Kind::Send => sum(&request.inputs),
-        Kind::Recv => sum(&request.outputs),
+        Kind::AllReduce | Kind::Reduce | Kind::ReduceScatter | Kind::Gather => sum(request.inputs()),
+        Kind::Broadcast => sum(request.inputs()).max(sum(request.outputs())),
+        Kind::AllGather | Kind::Scatter => sum(request.outputs()),
+        Kind::Send => sum(request.inputs()),
+        Kind::Recv => sum(request.outputs()),
         Kind::AllToAll | Kind::Barrier => 0,
     };
     debug_assert!(ranks <= 512);

@@ -12,7 +12,7 @@ pub struct Reach {
 
 impl Reach {
     pub fn of(request: &Request) -> Reach {
-        Reach::of_all(request.inputs.clone(), request.outputs.clone(), &request.also_touched)
+        Reach::of_all(request.inputs().to_vec(), request.outputs().to_vec(), &request.also_touched)
     }
 
     pub fn of_all(mut reads: Vec<Span>, mut writes: Vec<Span>, runs_of: &[Strided]) -> Reach {
@@ -37,18 +37,20 @@ impl Reach {
 /// The same for two short requests, pair by pair: sorting would take longer.
 pub fn meet_in_pairs(one: &Request, other: &Request) -> bool {
     let touch = |a: &[Span], b: &[Span]| a.iter().any(|x| b.iter().any(|y| x.overlaps(y)));
-    touch(&one.outputs, &other.outputs) || touch(&one.outputs, &other.inputs) || touch(&one.inputs, &other.outputs)
+    touch(one.outputs(), other.outputs())
+        || touch(one.outputs(), other.inputs())
+        || touch(one.inputs(), other.outputs())
 }
 
 /// Few pieces and nothing strided: for `meet_in_pairs`.
 pub fn is_short(request: &Request) -> bool {
-    request.inputs.len() + request.outputs.len() <= 4 && request.also_touched.is_empty()
+    request.inputs().len() + request.outputs().len() <= 4 && request.also_touched.is_empty()
 }
 
 /// From the first byte to behind the last one that a request touches; empty where it touches none.
 pub fn hull(request: &Request) -> (usize, usize) {
     let join = |(low, high): (usize, usize), span: &Span| (low.min(span.addr), high.max(span.addr + span.bytes));
-    let plain = request.inputs.iter().chain(&request.outputs).filter(|span| span.bytes > 0);
+    let plain = request.inputs().iter().chain(request.outputs()).filter(|span| span.bytes > 0);
     let hull = plain.fold((usize::MAX, 0), join);
     request.also_touched.iter().map(Strided::hull).fold(hull, |hull, span| join(hull, &span))
 }

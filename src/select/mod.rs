@@ -210,8 +210,8 @@ pub struct Asked {
 impl Asked {
     pub fn of(request: &Request, ranks: usize) -> Asked {
         let bytes = match request.kind {
-            Kind::Send => sum(&request.inputs),
-            Kind::Recv => sum(&request.outputs),
+            Kind::Send => sum(request.inputs()),
+            Kind::Recv => sum(request.outputs()),
             _ => slot_payload(request, ranks),
         };
         Asked { kind: request.kind, bytes: bytes as u64, class: Class::of(request.kind, request.dtype) }.normal()
@@ -273,12 +273,12 @@ fn sum(spans: &[crate::types::Span]) -> usize {
 /// Bytes that the rank with the most writes into its slot when the operation goes by slots.
 pub fn slot_payload(request: &Request, ranks: usize) -> usize {
     match request.kind {
-        Kind::AllReduce | Kind::Reduce | Kind::Gather | Kind::ReduceScatter => sum(&request.inputs),
-        Kind::Broadcast => sum(&request.inputs).max(sum(&request.outputs)),
+        Kind::AllReduce | Kind::Reduce | Kind::Gather | Kind::ReduceScatter => sum(request.inputs()),
+        Kind::Broadcast => sum(request.inputs()).max(sum(request.outputs())),
         Kind::AllGather => {
-            request.out_blocks.iter().copied().max().unwrap_or_else(|| sum(&request.outputs) / ranks.max(1))
+            request.out_blocks.iter().copied().max().unwrap_or_else(|| sum(request.outputs()) / ranks.max(1))
         }
-        Kind::Scatter => sum(&request.outputs) * ranks,
+        Kind::Scatter => sum(request.outputs()) * ranks,
         // The slot always carries the block table; whether the blocks fit too is said in its header (small.rs).
         Kind::AllToAll => ranks * 8,
         Kind::Barrier | Kind::Send | Kind::Recv => 0,

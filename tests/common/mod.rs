@@ -3,7 +3,7 @@
 
 use std::io::Write as _;
 
-use sagellm::types::{CallNote, Dtype, Kind, ReduceOp, Request, Span};
+use sagellm::types::{Dtype, Kind, ReduceOp, Request, Span};
 
 /// Says how far a run of many minutes is: past libtest, which keeps what tests print until they end.
 pub fn progress(what: &str, turn: u64, of: u64) {
@@ -135,21 +135,13 @@ impl Spec {
         let size = if self.kind.reduces() { self.dtype.size() } else { 1 };
         let inputs = cut(&mut buffers.input, buffers.pieces, size);
         let outputs = if buffers.in_place { inputs.clone() } else { cut(&mut buffers.output, buffers.pieces, size) };
-        Request {
-            kind: self.kind,
-            dtype: if self.kind.reduces() { self.dtype } else { Dtype::Bytes },
-            op: self.op,
-            root: self.root as u32,
-            tag: 0,
-            timeout_ms: None,
-            sync,
-            inputs,
-            outputs,
-            in_blocks: buffers.in_blocks.clone(),
-            out_blocks: buffers.out_blocks.clone(),
-            also_touched: Vec::new(),
-            note: CallNote::default(),
+        let mut request = plain(self.kind, self.root as u32, inputs, outputs);
+        if self.kind.reduces() {
+            request.dtype = self.dtype;
         }
+        (request.op, request.sync) = (self.op, sync);
+        (request.in_blocks, request.out_blocks) = (buffers.in_blocks.clone(), buffers.out_blocks.clone());
+        request
     }
 
     /// What rank `me` must have in the end, computed by one thread in the plainest way.
@@ -227,21 +219,13 @@ pub fn cut(memory: &mut [u8], pieces: usize, size: usize) -> Vec<Span> {
 
 /// An asynchronous call with whatever most tests leave as it is: sums of bytes, tag 0, no blocks.
 pub fn plain(kind: Kind, root: u32, inputs: Vec<Span>, outputs: Vec<Span>) -> Request {
-    Request {
-        kind,
-        dtype: if kind.reduces() { Dtype::U8 } else { Dtype::Bytes },
-        op: ReduceOp::Sum,
-        root,
-        tag: 0,
-        timeout_ms: None,
-        sync: false,
-        inputs,
-        outputs,
-        in_blocks: Vec::new(),
-        out_blocks: Vec::new(),
-        also_touched: Vec::new(),
-        note: CallNote::default(),
+    // SAFETY: every test keeps the memory of a call until it has ended, and looks at it only then.
+    let mut request = unsafe { Request::new(kind, inputs, outputs) };
+    request.root = root;
+    if kind.reduces() {
+        request.dtype = Dtype::U8;
     }
+    request
 }
 
 /// A call on one piece of memory: a message, a barrier, or a collective in place.

@@ -62,27 +62,20 @@ impl Travel<'_> {
     }
 
     /// A call to the ranks of this host; lists as in `Request`.
+    #[allow(unsafe_code)] // makes a call over memory, and waits for its end
     pub fn ask_inside(&self, call: Inner) -> Result<()> {
         let Some(inside) = self.inside else {
             return Err(Error::Bug("sagellm: a rank that is alone on its host asked the others".to_string()));
         };
         let left = Duration::from_nanos(self.deadline.saturating_sub(clock::now()));
-        let outcome = inside.run(Request {
-            kind: call.kind,
-            dtype: call.dtype,
-            op: call.op,
-            root: call.root as u32,
-            tag: 0,
-            timeout_ms: Some(left.as_millis() as u64 + 500), // the operation's own deadline is told first
-            sync: true,
-            inputs: call.inputs,
-            outputs: call.outputs,
-            in_blocks: call.in_blocks,
-            out_blocks: call.out_blocks,
-            also_touched: Vec::new(),
-            note: crate::types::CallNote::default(),
-        });
-        outcome.map_err(|error| match error {
+        // SAFETY: the memory is the caller's, of operations of the batch, which end after this call, or buffers of the
+        // batch, which outlive it: `run` returns when the operation has ended.
+        let mut request = unsafe { Request::new(call.kind, call.inputs, call.outputs) };
+        (request.dtype, request.op, request.root) = (call.dtype, call.op, call.root as u32);
+        request.timeout_ms = Some(left.as_millis() as u64 + 500); // the operation's own deadline is told first
+        request.sync = true;
+        (request.in_blocks, request.out_blocks) = (call.in_blocks, call.out_blocks);
+        inside.run(request).map_err(|error| match error {
             // In the words of the whole group, which does not know this one. What a neighbour reported names the dead
             // one in its text alone.
             Error::RankFailed { rank, ref text }

@@ -24,7 +24,7 @@ impl Shared {
                 }
             }
             Kind::Broadcast => {
-                let data = if self.place.me == root { &request.inputs } else { &request.outputs };
+                let data = if self.place.me == root { request.inputs() } else { request.outputs() };
                 let total: usize = data.iter().map(|span| span.bytes).sum();
                 let cut_at = |n: usize| total / task.batch.segments * n;
                 let end =
@@ -32,21 +32,21 @@ impl Shared {
                 travel.broadcast(&cut(data, &(cut_at(task.batch.segment)..end)), root)
             }
             Kind::AllGather => {
-                let input: Vec<Span> = task.ops.iter().flat_map(|op| op.request.inputs.iter().copied()).collect();
+                let input: Vec<Span> = task.ops.iter().flat_map(|op| op.request.inputs().iter().copied()).collect();
                 let mut outputs = vec![Vec::new(); ranks];
                 for op in &task.ops {
-                    let blocks = blocks(&op.request.outputs, &op.request.out_blocks, ranks);
+                    let blocks = blocks(op.request.outputs(), &op.request.out_blocks, ranks);
                     outputs.iter_mut().zip(blocks).for_each(|(all, block)| all.extend(block));
                 }
                 travel.all_gather(&input, &outputs)
             }
             Kind::ReduceScatter => {
-                let blocks = blocks(&request.inputs, &request.in_blocks, ranks);
+                let blocks = blocks(request.inputs(), &request.in_blocks, ranks);
                 let sizes: Vec<usize> = blocks.iter().map(|block| block.iter().map(|span| span.bytes).sum()).collect();
                 let mut vector = Vector::new(request.op);
                 if self.settings.strict {
-                    vector.push(request.dtype, &request.inputs, &[], ranks)?;
-                    return travel.reduce_scatter_strict(&vector, &sizes, &request.outputs);
+                    vector.push(request.dtype, request.inputs(), &[], ranks)?;
+                    return travel.reduce_scatter_strict(&vector, &sizes, request.outputs());
                 }
                 let columns = travel.in_columns();
                 let order: Vec<usize> =
@@ -54,24 +54,24 @@ impl Shared {
                 let in_order: Vec<Span> = order.iter().flat_map(|rank| blocks[*rank].iter().copied()).collect();
                 vector.push(request.dtype, &in_order, &[], ranks)?;
                 if columns {
-                    travel.reduce_scatter_in_columns(&vector, &sizes, &request.outputs)
+                    travel.reduce_scatter_in_columns(&vector, &sizes, request.outputs())
                 } else {
-                    travel.reduce_scatter(&vector, &sizes, &request.outputs)
+                    travel.reduce_scatter(&vector, &sizes, request.outputs())
                 }
             }
             Kind::Gather => {
-                let size: usize = request.inputs.iter().map(|span| span.bytes).sum();
-                let outputs = if self.place.me == root { blocks(&request.outputs, &[], ranks) } else { Vec::new() };
-                travel.gather(&request.inputs, &vec![size; ranks], &outputs, root)
+                let size: usize = request.inputs().iter().map(|span| span.bytes).sum();
+                let outputs = if self.place.me == root { blocks(request.outputs(), &[], ranks) } else { Vec::new() };
+                travel.gather(request.inputs(), &vec![size; ranks], &outputs, root)
             }
             Kind::Scatter => {
-                let size: usize = request.outputs.iter().map(|span| span.bytes).sum();
-                let inputs = if self.place.me == root { blocks(&request.inputs, &[], ranks) } else { Vec::new() };
-                travel.scatter(&inputs, &vec![size; ranks], &request.outputs, root)
+                let size: usize = request.outputs().iter().map(|span| span.bytes).sum();
+                let inputs = if self.place.me == root { blocks(request.inputs(), &[], ranks) } else { Vec::new() };
+                travel.scatter(&inputs, &vec![size; ranks], request.outputs(), root)
             }
             Kind::AllToAll => {
-                let inputs = blocks(&request.inputs, &request.in_blocks, ranks);
-                travel.all_to_all(&inputs, &blocks(&request.outputs, &request.out_blocks, ranks))
+                let inputs = blocks(request.inputs(), &request.in_blocks, ranks);
+                travel.all_to_all(&inputs, &blocks(request.outputs(), &request.out_blocks, ranks))
             }
             Kind::Barrier => travel.barrier(),
             Kind::Send | Kind::Recv => Err(Error::Bug("sagellm: a message reached the lanes".to_string())),
@@ -84,7 +84,7 @@ impl Shared {
         let mut order: Vec<&Arc<Op>> = ops.iter().collect();
         order.sort_by_key(|op| op.request.dtype as u8);
         for op in order {
-            vector.push(op.request.dtype, &op.request.inputs, &op.request.outputs, self.place.ranks())?;
+            vector.push(op.request.dtype, op.request.inputs(), op.request.outputs(), self.place.ranks())?;
         }
         Ok(vector)
     }

@@ -307,13 +307,13 @@ impl Shared {
         let sum = |spans: &[Span]| spans.iter().map(|span| span.bytes).sum::<usize>();
         let (bytes, class) = match request.kind {
             Kind::AllReduce if !matches!(request.op, ReduceOp::PremulSum(_)) => {
-                (sum(&request.inputs), Some(Class { kind: Kind::AllReduce, op: request.op.code() }))
+                (sum(request.inputs()), Some(Class { kind: Kind::AllReduce, op: request.op.code() }))
             }
             Kind::AllGather if request.out_blocks.is_empty() => {
-                (sum(&request.inputs), Some(Class { kind: Kind::AllGather, op: 0 }))
+                (sum(request.inputs()), Some(Class { kind: Kind::AllGather, op: 0 }))
             }
-            Kind::Broadcast => (sum(&request.inputs).max(sum(&request.outputs)), None),
-            _ => (sum(&request.inputs), None),
+            Kind::Broadcast => (sum(request.inputs()).max(sum(request.outputs())), None),
+            _ => (sum(request.inputs()), None),
         };
         let class = class.filter(|_| bytes as u64 <= inter::SMALL);
         let cut = matches!(request.kind, Kind::AllReduce | Kind::Reduce | Kind::Broadcast) && class.is_none();

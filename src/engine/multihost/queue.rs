@@ -156,27 +156,13 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::types::{CallNote, Dtype, Kind, ReduceOp, Request};
+    use crate::types::{Kind, Request};
 
     /// Operations 1 to `count`, two segments each.
     fn issued(count: u64) -> State {
         let mut state = State::new(Limits { bytes: 1 << 20, operations: 8 }, 0);
         for number in 1..=count {
-            let request = Request {
-                kind: Kind::Barrier,
-                dtype: Dtype::U8,
-                op: ReduceOp::Sum,
-                root: 0,
-                tag: 0,
-                timeout_ms: None,
-                sync: false,
-                inputs: Vec::new(),
-                outputs: Vec::new(),
-                in_blocks: Vec::new(),
-                out_blocks: Vec::new(),
-                also_touched: Vec::new(),
-                note: CallNote::default(),
-            };
+            let request = Request::without_memory(Kind::Barrier);
             let op = Arc::new(Op::new(request, number, 0, Duration::from_secs(1), None));
             state.entries.push_back(Entry { op, left: 2, active: 0, prepared: false, done: false });
             state.issued = number;

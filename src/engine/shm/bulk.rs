@@ -152,16 +152,16 @@ impl Bulk<'_> {
                 tables.iter().flatten().flatten().copied().max().unwrap_or(0)
             }
             Kind::AllGather => {
-                let total = Pieces(&request.outputs).bytes();
+                let total = Pieces(request.outputs()).bytes();
                 (0..ranks).map(|q| block(&request.out_blocks, total, ranks, q)).max().unwrap_or(0)
             }
             Kind::ReduceScatter => {
-                let total = Pieces(&request.inputs).bytes();
+                let total = Pieces(request.inputs()).bytes();
                 (0..ranks).map(|q| block(&request.in_blocks, total, ranks, q)).max().unwrap_or(0)
             }
-            Kind::Scatter => Pieces(&request.outputs).bytes(),
-            Kind::Broadcast => Pieces(&request.inputs).bytes().max(Pieces(&request.outputs).bytes()),
-            _ => Pieces(&request.inputs).bytes(),
+            Kind::Scatter => Pieces(request.outputs()).bytes(),
+            Kind::Broadcast => Pieces(request.inputs()).bytes().max(Pieces(request.outputs()).bytes()),
+            _ => Pieces(request.inputs()).bytes(),
         };
         let rounds = longest.div_ceil(self.unit(state.chunk)) as u64;
         let stage = (self.fills() && rounds > 0).then_some(Part::Stage);
@@ -293,7 +293,7 @@ impl Bulk<'_> {
     unsafe fn fill(&mut self, state: &Rounds, k: u64, g: u64) {
         let (area, request) = (self.area, &self.op.request);
         let (me, ranks) = (area.me, area.ranks);
-        let (inputs, outputs) = (Pieces(&request.inputs), Pieces(&request.outputs));
+        let (inputs, outputs) = (Pieces(request.inputs()), Pieces(request.outputs()));
         let total = inputs.bytes();
         // SAFETY: see the function's contract; reads stay within the inputs because `part` and `slice` do.
         unsafe {
@@ -389,8 +389,8 @@ impl Bulk<'_> {
     unsafe fn take(&mut self, state: &Rounds, k: u64, g: u64, result: u64) {
         let (area, request) = (self.area, &self.op.request);
         let (me, ranks) = (area.me, area.ranks);
-        let outputs = Pieces(&request.outputs);
-        let (total_in, total_out) = (Pieces(&request.inputs).bytes(), outputs.bytes());
+        let outputs = Pieces(request.outputs());
+        let (total_in, total_out) = (Pieces(request.inputs()).bytes(), outputs.bytes());
         let unit = self.unit(state.chunk);
         // SAFETY: see the function's contract; every stage address is bounds-checked by Area, every output range by Pieces.
         unsafe {
@@ -425,7 +425,7 @@ impl Bulk<'_> {
                         if q != me {
                             outputs.write(to + start, area.stage(q, g, 0, bytes), bytes);
                         } else if request.kind == Kind::Gather {
-                            transfer(Pieces(&request.inputs), start, outputs, to + start, bytes);
+                            transfer(Pieces(request.inputs()), start, outputs, to + start, bytes);
                         }
                     }
                 }
@@ -466,7 +466,7 @@ impl Bulk<'_> {
         if bytes == 0 {
             return;
         }
-        let (area, inputs) = (self.area, Pieces(&self.op.request.inputs));
+        let (area, inputs) = (self.area, Pieces(self.op.request.inputs()));
         let kernel = self.kernel.expect("a reducing operation has a kernel");
         let mut own = Vec::new();
         let own = match inputs.contiguous(at, bytes) {
@@ -496,7 +496,7 @@ impl Bulk<'_> {
             return false;
         }
         let began = state.pace.begin(self.op);
-        let outputs = Pieces(&self.op.request.outputs);
+        let outputs = Pieces(self.op.request.outputs());
         let (start, bytes) = self.part(state, k, outputs.bytes());
         for q in (0..area.ranks).filter(|q| *q != area.me) {
             let (slice, slice_bytes) = self.slice(bytes, q);

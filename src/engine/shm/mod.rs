@@ -387,7 +387,7 @@ impl Shm {
 /// Lets a send go on from a copy of its inputs.
 #[allow(unsafe_code)] // reads caller memory
 fn copy_inputs(send: &Op) {
-    let inputs = Pieces(&send.request.inputs);
+    let inputs = Pieces(send.request.inputs());
     let mut copy = vec![0u8; inputs.bytes()];
     // SAFETY: the inputs are the caller's, alive until the send ends; the copy has as many bytes.
     unsafe { inputs.read(0, copy.as_mut_ptr(), copy.len()) };

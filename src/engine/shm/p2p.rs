@@ -352,7 +352,7 @@ impl P2p {
 
     /// Gives a matched message to its receive: copies an eager one, grants a larger one.
     fn deliver(&mut self, area: &Area, from: usize, op: Arc<Op>, message: Message, ended: &mut Ended) -> Result<()> {
-        let outputs = Pieces(&op.request.outputs);
+        let outputs = Pieces(op.request.outputs());
         let room = outputs.bytes();
         op.set_source(from);
         if message.bytes != room {
@@ -421,7 +421,7 @@ impl P2p {
         if area.pair_word(from, me, READY).load(Acquire) <= round {
             return false;
         }
-        let outputs = Pieces(&op.request.outputs);
+        let outputs = Pieces(op.request.outputs());
         let total = outputs.bytes();
         let bytes = area.layout.body_bytes.min(total - *offset);
         // SAFETY: the body buffer is ready and holds `bytes`.

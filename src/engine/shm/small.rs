@@ -33,14 +33,14 @@ fn aux(request: &Request, inline: bool) -> u64 {
     match (request.kind, request.op) {
         (kind, ReduceOp::PremulSum(factor)) if kind.reduces() => factor.to_bits(),
         (Kind::AllToAll, _) => u64::from(inline),
-        _ => Pieces(&request.inputs).bytes() as u64,
+        _ => Pieces(request.inputs()).bytes() as u64,
     }
 }
 
 /// Writes this rank's slot for an operation that goes by slots. The caller then makes it visible with `Slots::publish`.
 pub fn write(area: &Area, op: &Op, chain: u64) {
     let request = &op.request;
-    let bytes = select::slot_payload(request, area.ranks).min(Pieces(&request.inputs).bytes());
+    let bytes = select::slot_payload(request, area.ranks).min(Pieces(request.inputs()).bytes());
     let writes = match request.kind {
         Kind::Broadcast | Kind::Scatter => area.me == request.root as usize,
         Kind::Barrier => false,
@@ -50,7 +50,7 @@ pub fn write(area: &Area, op: &Op, chain: u64) {
         let to = area.payload(area.me, op.number, bytes);
         // SAFETY: `payload` checked that the slot holds `bytes`; may_publish said that nobody reads it; the caller keeps
         // the inputs alive until the operation ends.
-        unsafe { Pieces(&request.inputs).read(0, to, bytes) };
+        unsafe { Pieces(request.inputs()).read(0, to, bytes) };
     }
     area.write_header(op.number, Header { signature: op.signature, chain, aux: aux(request, true) });
 }
@@ -64,7 +64,7 @@ pub fn write_header(area: &Area, op: &Op, chain: u64) {
 /// the header says whether they did.
 pub fn write_table(area: &Area, op: &Op, chain: u64) {
     let request = &op.request;
-    let inputs = Pieces(&request.inputs);
+    let inputs = Pieces(request.inputs());
     let total = inputs.bytes();
     let table = area.ranks * 8;
     let inline = table + total <= SLOT_BYTES;
@@ -205,14 +205,14 @@ pub fn factors(area: &Area, op: &Op) -> Vec<f64> {
 pub fn finish(area: &Area, op: &Op, kernel: Option<&Kernel>, scratch: &mut Vec<u8>) -> Result<()> {
     let request = &op.request;
     let (me, ranks, n) = (area.me, area.ranks, op.number);
-    let outputs = Pieces(&request.outputs);
+    let outputs = Pieces(request.outputs());
     let total_out = outputs.bytes();
     match request.kind {
         Kind::AllReduce | Kind::Reduce if total_out > 0 => {
             combine(area, op, kernel, (0, total_out, total_out), scratch);
         }
         Kind::ReduceScatter => {
-            let total = Pieces(&request.inputs).bytes();
+            let total = Pieces(request.inputs()).bytes();
             let start = block_start(&request.in_blocks, total, ranks, me);
             combine(area, op, kernel, (start, total_out, total), scratch);
         }
@@ -258,7 +258,7 @@ fn combine(
     scratch: &mut Vec<u8>,
 ) {
     let kernel = kernel.expect("a reducing operation has a kernel");
-    let outputs = Pieces(&op.request.outputs);
+    let outputs = Pieces(op.request.outputs());
     // SAFETY: `start` lies within the payload, whose bounds were checked.
     let source = |q| unsafe { area.payload(q, op.number, payload).cast_const().add(start) };
     let to = outputs.contiguous(0, bytes);
@@ -289,7 +289,7 @@ fn combine(
 pub fn finish_table(area: &Area, op: &Op) -> Result<Vec<Option<Vec<usize>>>> {
     let request = &op.request;
     let (me, ranks) = (area.me, area.ranks);
-    let outputs = Pieces(&request.outputs);
+    let outputs = Pieces(request.outputs());
     let total_out = outputs.bytes();
     let mut in_rounds = Vec::with_capacity(ranks);
     // Where each block that lies in a slot begins there.

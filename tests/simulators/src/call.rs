@@ -4,7 +4,7 @@
 //! between: what a device would do, too, so work that overtakes it, or memory that is used again too early, shows.
 
 use sagellm::group::Group;
-use sagellm::types::{CallNote, Dtype, Kind, ReduceOp, Request, Span};
+use sagellm::types::{Dtype, Kind, ReduceOp, Request, Span};
 
 use crate::float8;
 use crate::memory;
@@ -196,21 +196,10 @@ impl Running {
         (inputs, outputs): (Vec<Span>, Vec<Span>),
     ) -> sagellm::error::Result<()> {
         let call = &self.call;
-        let request = Request {
-            kind,
-            dtype: call.dtype,
-            op: call.op,
-            root: call.root,
-            tag,
-            timeout_ms: None,
-            sync: false,
-            inputs,
-            outputs,
-            in_blocks: call.in_blocks.clone(),
-            out_blocks: call.out_blocks.clone(),
-            also_touched: Vec::new(),
-            note: CallNote::default(),
-        };
+        // SAFETY: the memory is the call's, which is kept until its operations have ended.
+        let mut request = unsafe { Request::new(kind, inputs, outputs) };
+        (request.dtype, request.op, request.root, request.tag) = (call.dtype, call.op, call.root, tag);
+        (request.in_blocks, request.out_blocks) = (call.in_blocks.clone(), call.out_blocks.clone());
         self.ops.push(group.issue(request, None)?);
         Ok(())
     }

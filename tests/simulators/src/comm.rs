@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use sagellm::config::{Config, Settings};
 use sagellm::error::{Error, Result};
 use sagellm::group::{Group, Host};
-use sagellm::types::{CallNote, Dtype, Kind, ReduceOp, Request};
+use sagellm::types::{Kind, Request};
 
 use crate::bootstrap::{NAME, Name, Place, server};
 use crate::call::{Call, Running, span};
@@ -455,23 +455,11 @@ fn pair_own_messages(running: &mut [Running], me: u32) -> Result<()> {
 
 fn exchange(group: &Group, ranks: u32, own: &[u8]) -> Result<Vec<Vec<u8>>> {
     let (mut input, mut all) = (own.to_vec(), vec![0; own.len() * ranks as usize]);
-    group.run(
-        Request {
-            kind: Kind::AllGather,
-            dtype: Dtype::Bytes,
-            op: ReduceOp::Sum,
-            root: 0,
-            tag: 0,
-            timeout_ms: None,
-            sync: true,
-            inputs: span(input.as_mut_ptr() as usize, input.len()),
-            outputs: span(all.as_mut_ptr() as usize, all.len()),
-            in_blocks: Vec::new(),
-            out_blocks: Vec::new(),
-            also_touched: Vec::new(),
-            note: CallNote::default(),
-        },
-        None,
-    )?;
+    let spans = [span(input.as_mut_ptr() as usize, input.len()), span(all.as_mut_ptr() as usize, all.len())];
+    let [inputs, outputs] = spans;
+    // SAFETY: both vectors live until `run` has returned.
+    let mut request = unsafe { Request::new(Kind::AllGather, inputs, outputs) };
+    request.sync = true;
+    group.run(request, None)?;
     Ok(all.chunks(own.len()).map(<[u8]>::to_vec).collect())
 }
