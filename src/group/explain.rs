@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use super::connect::layout_within;
+use super::builder::layout_within;
 use super::{CoreOp, Engine, Group, Op};
 use crate::config::Config;
 use crate::engine::shm::memory::layout::SLOT_BYTES;

@@ -5,7 +5,7 @@ use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use super::connect::{Agreed, NoHost, local_config};
+use super::builder::{Agreed, NoHost, local_config};
 use super::{Engine, Group};
 use crate::config::{Config, Settings};
 use crate::engine::local;

@@ -4,17 +4,17 @@
 //! the token of whoever drives it (`driver`). Operations end outside that lock, because their owners queue work of their
 //! own. The first fault poisons the group, here and on the peers: everything pending and later fails with it.
 //!
-//! `connect` is how a group begins, `check` refuses what does not fit together, `faults` finds who is missing and says so, `monitored` is the barrier
+//! `builder` is how a group begins, `check` refuses what does not fit together, `faults` finds who is missing and says so, `barrier` is the monitored barrier
 //! that names who is missing, `pairs` is how two ranks agree to make a communicator for their messages, `report` is
 //! what the statistics tell.
 
+mod barrier;
+mod builder;
 mod check;
-mod connect;
 pub mod devices;
 mod explain;
 mod faults;
 mod hosts;
-mod monitored;
 pub mod pairs;
 mod report;
 
@@ -22,20 +22,20 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError, Weak};
 use std::time::{Duration, Instant};
 
-use self::connect::NoHost;
+use self::builder::NoHost;
 pub use self::explain::{explain_without_group, table_without_group};
 pub use self::report::{Carrier, Foreign};
 use crate::config::Config;
 use crate::engine::multihost::Hierarchical;
+use crate::engine::shm::Shm;
 use crate::engine::shm::memory::area::Area;
 use crate::engine::shm::p2p::Ended;
-use crate::engine::shm::{Shm, event_count};
 use crate::engine::solo;
 use crate::error::{Error, Result, contained};
 pub use crate::host::{Completion, Host, Store};
 use crate::op;
 pub use crate::op::Op as CoreOp;
-use crate::os::{clock, watch};
+use crate::os::{clock, event_count, watch};
 use crate::progress::domain::{Domain, Driven, Patience};
 use crate::progress::driver;
 use crate::progress::driver::Outcome;

@@ -10,9 +10,9 @@ use std::time::Duration;
 use once_cell::sync::Lazy;
 
 use super::roles::Words;
-use crate::engine::shm::event_count;
-use crate::engine::shm::event_count::Bell;
 use crate::engine::shm::memory::area::Area;
+use crate::os::event_count;
+use crate::os::event_count::Bell;
 use crate::os::futex;
 
 /// A group, as its drivers see it.

@@ -19,10 +19,10 @@ use std::time::{Duration, Instant};
 use super::domain::{Domain, Driven};
 use super::roles;
 use super::roles::Words;
-use crate::engine::shm::event_count;
-use crate::engine::shm::event_count::Listening;
 use crate::engine::shm::memory::area::Area;
 use crate::host::Host;
+use crate::os::event_count;
+use crate::os::event_count::Listening;
 use crate::os::futex;
 
 /// Longest sleep between two looks at deadlines and signals.

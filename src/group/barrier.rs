@@ -4,8 +4,8 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::Group;
-use crate::engine::shm::event_count;
 use crate::error::{Error, Result};
+use crate::os::event_count;
 use crate::progress::driver;
 use crate::progress::driver::Outcome;
 
