@@ -1,6 +1,6 @@
 //! The contract between C++ and Rust: the only cxx bridge. No logic lives here, and no panic crosses it.
 //!
-//! C++ -> Rust: `connect` makes a group, `Group::issue` starts an operation, `Op` answers for it.
+//! C++ -> Rust: `rendezvous` meets the other ranks, `build_group` makes the group, `Group::issue` starts an operation, `Op` answers for it.
 //! Rust -> C++: `Store` (c10d's key-value store), `Completion` (what the shim wants to do when an operation starts and
 //! ends), `Link` (messages to other hosts), `check_interrupt` (Python's pending signals), `log_line` (Python's logging).
 //!
@@ -14,10 +14,12 @@ use super::callbacks::{CompletionHook, LinkHook, PythonHook, PythonLog, StoreHoo
 use super::devices::{RustDevices, RustLaunched, RustMember, RustRecipe};
 use super::simulate::{algorithms, predict, program};
 use crate::config::{Config, Settings};
+use crate::engine::multihost::transport::Link;
 use crate::error::{Error, Result, contained};
 use crate::group;
 use crate::group::{Group, Op};
 use crate::op::overlap::Reach;
+use crate::rendezvous::Rendezvous;
 use crate::types::{CallNote, Dtype, Kind, ReduceOp, Request, Span, Strided};
 
 #[allow(clippy::too_many_arguments)] // one parameter a list of the request: cxx cannot pass them inside a struct
@@ -178,6 +180,7 @@ pub mod ffi {
     }
 
     extern "Rust" {
+        type RustRendezvous;
         type RustGroup;
         type RustOp;
         type RustForeign;
@@ -186,17 +189,19 @@ pub mod ffi {
         type RustRecipe;
         type RustLaunched;
 
-        /// Meets the other ranks through the store and builds the engine. Blocks until all came, or the timeout.
-        fn connect(setup: &Setup, store: SharedPtr<Store>) -> Result<Box<RustGroup>>;
+        /// Meets the other ranks through the store and decides with them what serves the group. Blocks until all came, or
+        /// the timeout. Dropped without `build_group`, it leaves the others in order.
+        fn rendezvous(setup: &Setup, store: SharedPtr<Store>) -> Result<Box<RustRendezvous>>;
 
-        /// Why the whole group must be served by a delegate (ranks on several hosts, say), or empty.
-        fn delegate_reason(self: &RustGroup) -> String;
+        /// Why the whole group must be served by a delegate (its ranks cannot share memory, say), or empty.
+        fn delegate_reason(self: &RustRendezvous) -> String;
         /// Equal on all ranks and of no other attempt to make a group; zeros for one rank, or too many.
-        fn id(self: &RustGroup) -> String;
-        /// True when ranks live on several hosts and shared memory serves the inside of each: `open_link` must follow,
-        /// and point-to-point calls go to a delegate.
-        fn spans_hosts(self: &RustGroup) -> bool;
-        fn open_link(self: &RustGroup, link: SharedPtr<Link>) -> Result<()>;
+        fn id(self: &RustRendezvous) -> String;
+        /// True when ranks live on several hosts and shared memory serves the inside of each: `build_group` needs a link, and
+        /// point-to-point calls go to a delegate.
+        fn spans_hosts(self: &RustRendezvous) -> bool;
+        /// Builds the group, whole. `link` is null but where it spans hosts; it is measured with all ranks then.
+        fn build_group(decided: Box<RustRendezvous>, link: SharedPtr<Link>) -> Result<Box<RustGroup>>;
         /// Starts one operation; never waits for a peer. Errors here used no sequence number and sent nothing.
         /// `completion` may be null. Lists as in `types::Request`.
         fn issue(
@@ -474,6 +479,8 @@ unsafe impl Sync for ffi::Link {}
 // SAFETY: a transfer is waited on and dropped by one thread at a time, any thread (cpp/host/host.hpp says so).
 unsafe impl Send for ffi::InFlight {}
 
+/// What the ranks decided, until the group is built, and the store.
+pub struct RustRendezvous(Rendezvous, cxx::SharedPtr<ffi::Store>);
 /// A group, and its store: groups that are made later over the same one talk to it over the same connection.
 pub struct RustGroup(pub(super) Arc<Group>, #[allow(dead_code)] cxx::SharedPtr<ffi::Store>);
 pub struct RustOp(Arc<Op>);
@@ -501,7 +508,10 @@ fn set_log_level(level: u8) {
     });
 }
 
-fn connect(setup: &ffi::Setup, store: cxx::SharedPtr<ffi::Store>) -> std::result::Result<Box<RustGroup>, String> {
+fn rendezvous(
+    setup: &ffi::Setup,
+    store: cxx::SharedPtr<ffi::Store>,
+) -> std::result::Result<Box<RustRendezvous>, String> {
     guarded(|| {
         let config = Config {
             rank: setup.rank as usize,
@@ -514,9 +524,34 @@ fn connect(setup: &ffi::Setup, store: cxx::SharedPtr<ffi::Store>) -> std::result
             policy: String::new(),
             settings: Settings { fusion: setup.fusion, strict: setup.strict },
         };
-        let group = Group::connect(config, &StoreHook(store.clone()), Arc::new(PythonHook))?;
-        Ok(Box::new(RustGroup(group, store)))
+        let decided = Rendezvous::new(config, &StoreHook(store.clone()), Arc::new(PythonHook))?;
+        Ok(Box::new(RustRendezvous(decided, store)))
     })
+}
+
+fn build_group(
+    decided: Box<RustRendezvous>,
+    link: cxx::SharedPtr<ffi::Link>,
+) -> std::result::Result<Box<RustGroup>, String> {
+    guarded(|| {
+        let RustRendezvous(decided, store) = *decided;
+        let link = (!link.is_null()).then(|| Arc::new(LinkHook(link)) as Arc<dyn Link>);
+        Ok(Box::new(RustGroup(Group::build(decided, link)?, store)))
+    })
+}
+
+impl RustRendezvous {
+    fn delegate_reason(&self) -> String {
+        self.0.delegate_reason().unwrap_or_default().to_string()
+    }
+
+    fn id(&self) -> String {
+        self.0.id()
+    }
+
+    fn spans_hosts(&self) -> bool {
+        self.0.spans_hosts()
+    }
 }
 
 pub(super) fn spans(pieces: &[ffi::Piece]) -> Vec<Span> {
@@ -581,25 +616,9 @@ fn hook(call: &ffi::Call, completion: cxx::SharedPtr<ffi::Completion>) -> Option
 }
 
 impl RustGroup {
-    fn delegate_reason(&self) -> String {
-        self.0.delegate_reason().unwrap_or_default().to_string()
-    }
-
-    fn id(&self) -> String {
-        self.0.id()
-    }
-
-    fn spans_hosts(&self) -> bool {
-        self.0.spans_hosts()
-    }
-
     fn wait_for_memory(&self, memory: &ffi::Piece, writes: bool) -> std::result::Result<(), String> {
         let span = crate::types::Span { addr: memory.addr, bytes: memory.bytes };
         guarded(|| self.0.wait_for_memory(span, writes))
-    }
-
-    fn open_link(&self, link: cxx::SharedPtr<ffi::Link>) -> std::result::Result<(), String> {
-        guarded(|| self.0.open_link(Arc::new(LinkHook(link))))
     }
 
     #[allow(clippy::too_many_arguments)] // as above

@@ -5,11 +5,12 @@ use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use super::batch::{Inside, Travel, Way};
-use super::engine::{DELIVERY, FAREWELL, Report};
+use super::engine::{DELIVERY, FAREWELL};
 use super::place::Place;
 use super::queue::State;
 use super::transport::{Lane, Link, Note, tell_fault};
 use crate::config::Settings;
+use crate::engine::{Ended, Report};
 use crate::error::{Error, Result, contained};
 use crate::fusion::planner::{Batch, Class, Item, LANES};
 use crate::op::{Company, Op};
@@ -181,7 +182,7 @@ impl Shared {
     }
 
     /// Marks a batch as ended; the operations that ended with it, and behind them each barrier that waited for them.
-    fn finish(&self, lane: usize, task: &Task, agreed: u64) -> Vec<Vec<(Arc<Op>, Result<()>)>> {
+    fn finish(&self, lane: usize, task: &Task, agreed: u64) -> Vec<Ended> {
         let mut state = self.lock();
         state.planner.agree(&task.batch, agreed);
         let mut complete = Vec::new();
@@ -229,6 +230,12 @@ impl Shared {
         let left = state.drop_all(lane);
         drop(state);
         report.ended(left.into_iter().map(|op| (op, Err(error.clone()))).collect());
+    }
+
+    /// Ends every wait of the lanes: on the link, and for the ranks of this host.
+    pub fn break_off(&self, error: &Error) {
+        self.link.cut();
+        self.insides.iter().flatten().for_each(|inside| inside.abort(error));
     }
 
     /// Tells the other hosts why the group fails, on both lanes, as well as it can be done in a moment.

@@ -10,12 +10,14 @@
 //! | --- | --- |
 //! | `place` | who lives where |
 //! | `probe` | how long a message takes between hosts |
+//! | `engine` | the group's `Engine`: opening the link, taking operations, the end |
+//! | `lanes` | the two threads that carry batches |
 //! | `queue` | what was issued and has not ended, and which lane has what |
 //! | `vector` | the numbers of a batch, and how they are combined |
-//! | `travel` | one batch: steps inside a host, schedules between hosts |
+//! | `batch` | one batch: steps inside a host, schedules between hosts |
 //! | `dispatch` | from the requests of a batch to the collective that carries them |
 //! | `collectives` | the two put together, one collective after the other |
-//! | `columns` | the same for large ones, where several ranks of a host talk to other hosts |
+//! | `rails` | the same for large ones, where several ranks of a host talk to other hosts |
 
 pub mod batch;
 mod collectives;
@@ -30,4 +32,4 @@ pub mod transport;
 mod vector;
 
 pub use self::batch::{Inside, Way};
-pub use self::engine::{Hierarchical, Report};
+pub use self::engine::{MultiHost, Opened};

@@ -6,17 +6,21 @@ use std::sync::Arc;
 use super::bulk::{Bases, Bulk, Rounds, Step};
 use super::memory::area;
 use super::memory::area::Area;
-use super::p2p::{Ended, P2p};
+use super::memory::layout::SLOT_BYTES;
+use super::p2p::P2p;
 use super::pieces::Pieces;
 use super::protocol::Slots;
 use super::small;
 
-use crate::error::Result;
+use crate::engine::{Control, Ended, Engine};
+use crate::error::{Error, Result};
 use crate::op;
 use crate::op::Op;
 use crate::os::event_count;
 use crate::reduce::Kernel;
 use crate::select;
+use crate::select::explain;
+use crate::select::explain::Explanation;
 use crate::select::{Asked, Choice, Path, Policy, Shape};
 use crate::types::{ANY_RANK, Kind};
 
@@ -97,9 +101,8 @@ impl Shm {
         }
     }
 
-    /// Takes an operation that was validated and numbered; `poll` must follow. Publishes it if its turn has come. An error
-    /// concerns the whole group.
-    pub fn issue(&mut self, op: Arc<Op>, kernel: Option<Kernel>, ended: &mut Ended) -> Result<()> {
+    /// Takes an operation, and publishes it if its turn has come; `poll` must follow.
+    fn issue(&mut self, op: Arc<Op>, kernel: Option<Kernel>, ended: &mut Ended) -> Result<()> {
         self.turns += 1;
         let turn = self.turns;
         if op.request.kind.is_p2p() {
@@ -122,15 +125,6 @@ impl Shm {
         self.queued += 1;
         self.publish();
         Ok(())
-    }
-
-    pub fn shape(&self) -> &Shape {
-        &self.shape
-    }
-
-    /// Operations that have not ended.
-    pub fn pending(&self) -> usize {
-        self.entries.len() + self.held.len() + self.p2p.active()
     }
 
     /// Adds to `behind` the messages issued before `turn` that `op` must follow. A send that was handed over holds
@@ -177,36 +171,6 @@ impl Shm {
             } else {
                 at += 1;
             }
-        }
-        Ok(moved)
-    }
-
-    /// Moves whatever can move, without waiting. True when something did. An error concerns the whole group.
-    pub fn poll(&mut self, ended: &mut Ended) -> Result<bool> {
-        let mut moved = self.publish();
-        let mut large = false;
-        let mut at = 0;
-        while at < self.entries.len() - self.queued {
-            let (step, is_large) = self.step(at, large)?;
-            if step == Step::Done {
-                // Before it leaves the list, so that a panic in the copy leaves it where `drain` finds it.
-                self.entries[at].op.store_back();
-                let entry = self.entries.remove(at).expect("in range");
-                self.slots.retire(&*self.area, entry.op.number);
-                entry.op.release();
-                ended.push((entry.op, Ok(())));
-            } else {
-                large |= is_large;
-                at += 1;
-            }
-            moved |= step != Step::Blocked;
-        }
-        if !self.held.is_empty() {
-            moved |= self.hand_over_held(ended)?;
-        }
-        moved |= self.p2p.poll(&self.area, ended)?;
-        if moved {
-            event_count::announce(&*self.area, self.area.ranks);
         }
         Ok(moved)
     }
@@ -301,7 +265,7 @@ impl Shm {
 
     /// The operations that cannot end without something more from `peer`, as the code that moves them sees it; `gone` says
     /// which ranks will do nothing more.
-    pub fn blocked_by(&self, peer: usize, gone: impl Fn(usize) -> bool) -> impl Iterator<Item = &Arc<Op>> {
+    fn blocked_by(&self, peer: usize, gone: &dyn Fn(usize) -> bool) -> impl Iterator<Item = &Arc<Op>> {
         let area = &*self.area;
         let collectives = self.entries.iter().filter(move |entry| match &entry.phase {
             // It waits for earlier operations, which are asked themselves, or for the slot.
@@ -313,7 +277,7 @@ impl Shm {
     }
 
     /// What holds `op` back on this rank: an earlier operation that has not ended here.
-    pub fn behind(&self, op: &Op) -> Option<&Arc<Op>> {
+    fn behind(&self, op: &Op) -> Option<&Arc<Op>> {
         if let Some(held) = self.held.iter().find(|held| std::ptr::eq(&*held.op, op)) {
             return held.behind.first();
         }
@@ -325,37 +289,129 @@ impl Shm {
         first.or_else(|| (at > 0 && (queued || op.request.kind == Kind::Barrier)).then(|| &self.entries[0].op))
     }
 
-    /// The pending collective with this number.
-    pub fn collective(&self, number: u64) -> Option<&Arc<Op>> {
-        self.entries.iter().map(|entry| &entry.op).find(|op| op.number == number)
-    }
-
     /// All that have not ended.
-    pub fn operations(&self) -> impl Iterator<Item = &Arc<Op>> {
+    fn operations(&self) -> impl Iterator<Item = &Arc<Op>> {
         let held = self.held.iter().map(|held| &held.op);
         self.entries.iter().map(|entry| &entry.op).chain(held).chain(self.p2p.pending())
     }
 
-    /// The pending operation whose deadline comes first.
-    pub fn next_deadline(&self) -> Option<&Arc<Op>> {
-        self.operations().min_by_key(|op| op.deadline)
+    /// What `peer` did last, for messages.
+    fn last_call(&self, peer: usize) -> (u64, String) {
+        let n = self.area.issued(peer);
+        match n {
+            0 => (0, "nothing yet".to_string()),
+            n => (n, format!("{} number {n}", op::describe(self.area.read_header(peer, n).signature))),
+        }
+    }
+}
+
+impl Engine for Shm {
+    fn control(&self) -> Arc<dyn Control> {
+        Arc::<Area>::clone(&self.area)
     }
 
-    /// Gives back every pending operation; their memory is not used any more.
-    pub fn drain(&mut self) -> Vec<Arc<Op>> {
+    fn describe(&self) -> String {
+        let layout = &self.area.layout;
+        format!(
+            "shared memory, segment of {} KiB, slots of {SLOT_BYTES} bytes x {}, stage of {} KiB",
+            layout.total() >> 10,
+            layout.depth,
+            layout.stage_bytes >> 10,
+        )
+    }
+
+    fn submit(&mut self, op: Arc<Op>, kernel: Option<Kernel>, ended: &mut Ended) -> Result<()> {
+        self.issue(op, kernel, ended)?;
+        self.poll(ended).map(drop)
+    }
+
+    fn holds(&self, op: &Arc<Op>) -> bool {
+        self.operations().any(|held| Arc::ptr_eq(held, op))
+    }
+
+    fn poll(&mut self, ended: &mut Ended) -> Result<bool> {
+        let mut moved = self.publish();
+        let mut large = false;
+        let mut at = 0;
+        while at < self.entries.len() - self.queued {
+            let (step, is_large) = self.step(at, large)?;
+            if step == Step::Done {
+                // Before it leaves the list, so that a panic in the copy leaves it where `drain` finds it.
+                self.entries[at].op.store_back();
+                let entry = self.entries.remove(at).expect("in range");
+                self.slots.retire(&*self.area, entry.op.number);
+                entry.op.release();
+                ended.push((entry.op, Ok(())));
+            } else {
+                large |= is_large;
+                at += 1;
+            }
+            moved |= step != Step::Blocked;
+        }
+        if !self.held.is_empty() {
+            moved |= self.hand_over_held(ended)?;
+        }
+        moved |= self.p2p.poll(&self.area, ended)?;
+        if moved {
+            event_count::announce(&*self.area, self.area.ranks);
+        }
+        Ok(moved)
+    }
+
+    fn has_pending(&self) -> bool {
+        !self.entries.is_empty() || !self.held.is_empty() || self.p2p.active() > 0
+    }
+
+    fn needs(&self, rank: usize, gone: &dyn Fn(usize) -> bool) -> Option<Arc<Op>> {
+        self.blocked_by(rank, gone).next().cloned()
+    }
+
+    fn next_deadline(&self) -> Option<Arc<Op>> {
+        self.operations().min_by_key(|op| op.deadline).cloned()
+    }
+
+    fn missing(&self, op: &Op, process: &dyn Fn(usize) -> String) -> String {
+        let mut missing = Vec::new();
+        for rank in (0..self.area.ranks).filter(|rank| *rank != self.area.me) {
+            // A receive from anyone that timed out lacks all of them.
+            let anyone = op.request.root == ANY_RANK;
+            if !self.blocked_by(rank, &|_| anyone).any(|blocked| std::ptr::eq(&**blocked, op)) {
+                continue;
+            }
+            let (last, call) = self.last_call(rank);
+            let message = op.request.kind.is_p2p();
+            missing.push(match process(rank) {
+                process if message => {
+                    format!("rank {rank} ({process}) did not answer, its last collective is {call}")
+                }
+                process if last >= op.number => format!("rank {rank} ({process}) entered it and stopped on the way"),
+                process => format!("rank {rank} ({process}) has not entered it, its last operation is {call}"),
+            });
+        }
+        if missing.is_empty() {
+            missing.push(match self.behind(op) {
+                Some(first) => {
+                    format!("it must follow {} number {}, which has not ended here", first.request.kind, first.number)
+                }
+                None => "every rank entered it".to_string(),
+            });
+        }
+        missing.join("; ")
+    }
+
+    fn collective(&self, number: u64) -> Option<Arc<Op>> {
+        self.entries.iter().map(|entry| &entry.op).find(|op| op.number == number).cloned()
+    }
+
+    fn drain(&mut self, _error: &Error) -> Vec<Arc<Op>> {
         self.queued = 0;
         self.messages.clear();
         let collectives = self.entries.drain(..).map(|entry| entry.op);
         collectives.chain(self.held.drain(..).map(|held| held.op)).chain(self.p2p.drain()).collect()
     }
 
-    /// What `peer` did last, for messages.
-    pub fn last_call(&self, peer: usize) -> (u64, String) {
-        let n = self.area.issued(peer);
-        match n {
-            0 => (0, "nothing yet".to_string()),
-            n => (n, format!("{} number {n}", op::describe(self.area.read_header(peer, n).signature))),
-        }
+    fn explain(&self, asked: Asked, _batched: bool) -> Explanation {
+        explain::explain(asked, &self.shape, &self.policy)
     }
 }
 

@@ -14,10 +14,12 @@
 //! | `small`, `bulk`, `p2p` | the three ways data moves |
 //! | `lanes`, `rank_set` | which sender has which buffers of a receiver; sets of ranks |
 //! | `presence` | memory that becomes present when it is first needed |
-//! | `segment`, `meet` | making the segment, and meeting the other ranks in it |
-//! | `companions` | what groups of the same processes share |
+//! | `segment` | the memory itself |
+//! | `engine` | the queue: `Shm`, the group's `Engine` |
+//! | `control` | what is asked and told without the group's lock |
 
 pub mod bulk;
+mod control;
 mod engine;
 pub mod lanes;
 pub mod memory;

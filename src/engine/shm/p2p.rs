@@ -29,6 +29,7 @@ use super::memory::layout::{Layout, Part};
 use super::pieces::Pieces;
 use super::protocol;
 use super::rank_set::RankSet;
+use crate::engine::Ended;
 use crate::error::{Error, Result};
 use crate::op::Op;
 use crate::types::{ANY_RANK, Kind};
@@ -45,9 +46,6 @@ const DRAINED: usize = 5;
 const REJECTED: u64 = 1 << 63;
 /// Where a grant entry has its lane; the number of the message is below.
 const LANE_SHIFT: u32 = 48;
-
-/// Operations that ended in this poll, with their outcome.
-pub type Ended = Vec<(Arc<Op>, Result<()>)>;
 
 #[derive(Default)]
 struct Outgoing {
