@@ -7,6 +7,7 @@ pub mod delegate;
 pub mod device;
 pub mod local;
 pub mod multihost;
+pub mod pieces;
 pub mod shm;
 pub mod solo;
 

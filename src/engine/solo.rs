@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::shm::pieces::{Pieces, transfer};
+use super::pieces::{Pieces, transfer};
 use super::{Control, Ended, Engine};
 use crate::error::{Error, Result};
 use crate::op::Op;

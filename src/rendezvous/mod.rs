@@ -22,14 +22,12 @@
 //!    the verdict says so: then only the memory is handed over, and the connections are closed again afterwards.
 //!
 //! `coordinator.rs` and `serve.rs` are rank 0's part, `participant.rs` that of the others. `decision.rs` is what comes of it:
-//! one decision, the same on all ranks, and what this rank has opened for it, before anyone has a group. Ranks on several
-//! hosts meet once more inside each (`hosts.rs`).
+//! one decision, the same on all ranks, and what this rank has opened for it, before anyone has a group.
 
 #![allow(unsafe_code)]
 
 pub mod coordinator;
 pub mod decision;
-mod hosts;
 pub mod messages;
 pub mod participant;
 pub mod peers;
@@ -41,8 +39,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-pub use self::decision::{Decision, Rendezvous};
-pub use self::hosts::Hosts;
+pub use self::decision::{Decision, Hosts, Rendezvous};
 use self::messages::{Body, Identity, Nonce, PROTOCOL, Record};
 use self::peers::{Companions, Company, Process};
 use crate::config::Config;

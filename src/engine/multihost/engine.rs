@@ -6,7 +6,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 use super::batch::Inside;
-use super::lanes::Shared;
+use super::lanes::{DELIVERY, FAREWELL, Shared};
 use super::place::Place;
 use super::probe::probe;
 use super::queue::{Entry, State};
@@ -27,10 +27,6 @@ use crate::select::{Asked, Policy, Shape};
 
 /// Bytes and operations of one batch.
 const BATCH: Limits = Limits { bytes: 1 << 20, operations: 4096 };
-/// Who leaves stays so long, at most, until what it has sent was taken; the others' goodbyes are waited for a moment.
-pub(super) const DELIVERY: Duration = Duration::from_secs(30);
-pub(super) const FAREWELL: Duration = Duration::from_secs(1);
-
 /// A link to the other hosts that was measured with them, and the groups inside this host: what `MultiHost` is made from.
 pub struct Opened {
     shared: Shared,

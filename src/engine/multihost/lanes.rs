@@ -3,9 +3,9 @@
 use std::collections::HashSet;
 use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use super::batch::{Inside, Travel, Way};
-use super::engine::{DELIVERY, FAREWELL};
 use super::place::Place;
 use super::queue::State;
 use super::transport::{Lane, Link, Note, tell_fault};
@@ -19,6 +19,9 @@ use crate::select::hosts::{Hosts, HostsChoice, Menu};
 use crate::select::{Asked, Policy};
 use crate::types::{Kind, ReduceOp, Request, Span};
 
+/// Who leaves stays so long, at most, until what it has sent was taken; the others' goodbyes are waited for a moment.
+pub const DELIVERY: Duration = Duration::from_secs(30);
+pub const FAREWELL: Duration = Duration::from_secs(1);
 /// A lane's memory beyond this goes back after the batch.
 const KEPT: usize = 100 << 20;
 

@@ -8,9 +8,9 @@ use super::memory::area;
 use super::memory::area::Area;
 use super::memory::layout::SLOT_BYTES;
 use super::p2p::P2p;
-use super::pieces::Pieces;
 use super::protocol::Slots;
 use super::small;
+use crate::engine::pieces::Pieces;
 
 use crate::engine::{Control, Ended, Engine};
 use crate::error::{Error, Result};

@@ -24,7 +24,6 @@ mod engine;
 pub mod lanes;
 pub mod memory;
 pub mod p2p;
-pub mod pieces;
 pub mod protocol;
 pub mod rank_set;
 pub mod small;
