@@ -78,7 +78,8 @@ class SageBackend final : public c10d::Backend {
 
   // Groups of torch's own that were made for this one before it was built.
   struct Others {
-    // Carries all calls of a group with a `delegate_reason`, and the messages of one that `spans_hosts`; null in others.
+    // Carries all calls of a group with a `delegate_reason`, and the messages of one that `spans_hosts`; null in
+    // others.
     c10::intrusive_ptr<c10d::Backend> delegate;
     // Between the hosts of one that `spans_hosts`; null in others.
     std::shared_ptr<GlooLink> link;
@@ -302,24 +303,26 @@ class SageBackend final : public c10d::Backend {
   std::atomic<uint32_t> sparse_count_{0};
 };
 
-// The ranks of a group have met and decided what serves it; nobody has the group yet. Whoever drops this without `build`
-// leaves the others in order.
+// The ranks of a group have met and decided what serves it; nobody has the group yet. Whoever drops this without
+// `build` leaves the others in order.
 class Rendezvous {
  public:
   using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 
   // Meets the other ranks, until all came or the timeout of the options. Call without the GIL.
-  Rendezvous(c10::intrusive_ptr<c10d::Store> store, int rank, int size, c10::intrusive_ptr<SageBackend::Options> options);
+  Rendezvous(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+             c10::intrusive_ptr<SageBackend::Options> options);
 
   // Why a delegate must serve the whole group, or empty.
   const std::string& delegate_reason() const { return delegate_reason_; }
   // True when the group needs a link between hosts, and a delegate for its messages.
   bool spans_hosts() const { return spans_hosts_; }
 
-  // Builds the group, once. `delegate` where there is a reason for one or the group spans hosts; `link`, a gloo group that
-  // nobody else uses, where it spans hosts: all ranks measure it together. Call without the GIL.
+  // Builds the group, once. `delegate` where there is a reason for one or the group spans hosts; `link`, a gloo group
+  // that nobody else uses, where it spans hosts: all ranks measure it together. Call without the GIL.
   c10::intrusive_ptr<SageBackend> build(BackendPtr delegate, BackendPtr link);
-  // The same, with a delegate and a link that the Python package makes for a group which torch does not make through it.
+  // The same, with a delegate and a link that the Python package makes for a group which torch does not make through
+  // it.
   c10::intrusive_ptr<SageBackend> build_with_torch();
 
  private:

@@ -129,7 +129,8 @@ Rendezvous::BackendPtr Rendezvous::group_of_torch(const char* prefix) const {
   const std::string place = c10::str(prefix, "/", std::string((*decided_)->id()));
   const py::gil_scoped_acquire gil;
   const py::object build = py::module_::import("sagellm._delegate").attr("build_part");
-  const py::object built = build(options_->delegate, place, store_, rank_, size_, options_->timeout, options_->group_name, options_->global_ranks_in_group);
+  const py::object built = build(options_->delegate, place, store_, rank_, size_, options_->timeout,
+                                 options_->group_name, options_->global_ranks_in_group);
   return built.cast<c10::intrusive_ptr<c10d::Backend>>();
 }
 

@@ -4,6 +4,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::Group;
+use crate::engine::Monitor;
 use crate::error::{Error, Result};
 use crate::progress::driver;
 use crate::progress::driver::Outcome;
@@ -16,42 +17,23 @@ impl Group {
         let (Some(monitor), true) = (self.control.monitor(), self.config.size > 1) else { return Ok(()) };
         let turn = self.monitored.fetch_add(1, Ordering::Relaxed) + 1;
         monitor.come(turn);
-        let until = Some(Instant::now() + timeout);
-        let dead = || self.any_dead.load(Ordering::Acquire) || self.fault.get().is_some() || self.control.is_poisoned();
-        let (me, ranks) = (self.config.rank, self.config.size);
-        if me != 0 {
-            let told = || monitor.decision(turn).is_some();
-            let outcome = driver::wait_until(self, &*self.host, until, || told() || dead());
-            let failed = monitor.decision(turn);
-            return match outcome {
-                Outcome::Done if failed == Some(false) => Ok(()),
-                Outcome::Interrupted => {
-                    Err(Error::Interrupted("sagellm: monitored_barrier was interrupted".to_string()))
-                }
-                Outcome::Done if failed.is_none() => Err(self.fault().unwrap_or_else(|| {
-                    self.dead_ranks().next().map_or_else(
-                        || {
-                            self.reported(None)
-                                .unwrap_or_else(|| Error::Aborted("sagellm: the group failed".to_string()))
-                        },
-                        |rank| self.death_of(rank, "is in monitored_barrier"),
-                    )
-                })),
-                Outcome::Done => Err(Error::Timeout(format!(
-                    "sagellm: Rank {} successfully reached monitoredBarrier, but received errors while waiting for send/recv \
-                     from rank 0: another rank is missing or came too late, and rank 0 reports which",
-                    me
-                ))),
-                Outcome::Elapsed => Err(Error::Timeout(format!(
-                    "sagellm: Rank {} successfully reached monitoredBarrier, but received errors while waiting for send/recv \
-                     from rank 0: it did not come within {} ms",
-                    me,
-                    timeout.as_millis()
-                ))),
-            };
+        match self.config.rank {
+            0 => self.collect(monitor, turn, timeout, all),
+            _ => self.hear(monitor, turn, timeout),
         }
+    }
+
+    /// Nobody who is missing will come any more.
+    fn is_broken(&self) -> bool {
+        self.any_dead.load(Ordering::Acquire) || self.fault.get().is_some() || self.control.is_poisoned()
+    }
+
+    /// Rank 0: waits for the others, and tells them how it ended.
+    fn collect(&self, monitor: &dyn Monitor, turn: u64, timeout: Duration, all: bool) -> Result<()> {
+        let ranks = self.config.size;
         let here = |rank: usize| monitor.has_come(rank, turn);
-        let outcome = driver::wait_until(self, &*self.host, until, || (1..ranks).all(here) || dead());
+        let until = Some(Instant::now() + timeout);
+        let outcome = driver::wait_until(self, &*self.host, until, || (1..ranks).all(here) || self.is_broken());
         let missing: Vec<String> = (1..ranks).filter(|rank| !here(*rank)).map(|rank| rank.to_string()).collect();
         monitor.decide(turn, !missing.is_empty());
         match (outcome, &missing[..]) {
@@ -70,6 +52,34 @@ impl Group {
                     "sagellm: {who} failed to pass monitoredBarrier in {ms} ms. Rank 0 timed out in monitoredBarrier"
                 )))
             }
+        }
+    }
+
+    /// The other ranks: wait for what rank 0 tells.
+    fn hear(&self, monitor: &dyn Monitor, turn: u64, timeout: Duration) -> Result<()> {
+        let me = self.config.rank;
+        let told = || monitor.decision(turn).is_some();
+        let until = Some(Instant::now() + timeout);
+        let outcome = driver::wait_until(self, &*self.host, until, || told() || self.is_broken());
+        let failed = monitor.decision(turn);
+        match outcome {
+            Outcome::Done if failed == Some(false) => Ok(()),
+            Outcome::Interrupted => Err(Error::Interrupted("sagellm: monitored_barrier was interrupted".to_string())),
+            Outcome::Done if failed.is_none() => Err(self.fault().unwrap_or_else(|| {
+                self.dead_ranks().next().map_or_else(
+                    || self.reported(None).unwrap_or_else(|| Error::Aborted("sagellm: the group failed".to_string())),
+                    |rank| self.death_of(rank, "is in monitored_barrier"),
+                )
+            })),
+            Outcome::Done => Err(Error::Timeout(format!(
+                "sagellm: Rank {me} successfully reached monitoredBarrier, but received errors while waiting for send/recv \
+                 from rank 0: another rank is missing or came too late, and rank 0 reports which"
+            ))),
+            Outcome::Elapsed => Err(Error::Timeout(format!(
+                "sagellm: Rank {me} successfully reached monitoredBarrier, but received errors while waiting for send/recv \
+                 from rank 0: it did not come within {} ms",
+                timeout.as_millis()
+            ))),
         }
     }
 }
