@@ -12,7 +12,7 @@ registered := .venv/.stamp-registered
 built := .venv/.stamp-built
 # torch itself is a source of the build: another version needs another extension.
 torch := $(wildcard .venv/lib/python3.*/site-packages/torch/version.py)
-sources := Cargo.toml $(wildcard Cargo.lock) build.rs setup.py $(shell find src cpp -name '*.rs' -o -name '*.[ch]pp') \
+sources := Cargo.toml $(wildcard Cargo.lock) build.rs setup.py $(shell find src nccl-sys/src cpp -name '*.rs' -o -name '*.[ch]pp') \
     $(torch)
 
 # The machine with the GPU may have torch in another Python, and no cargo: then SAGELLM_PREBUILT names what `make
@@ -40,7 +40,7 @@ test-quick: $(built) $(installed_dev) ## the part for daily work (under 3 minute
 test-long: $(built) $(installed_dev) ## the many-times runs
 	@$(python) .ci/totals long
 
-test-gpu: built-gpu ## tests on an NVIDIA GPU (under 8 minutes; fails if there is none; see docs/benchmarks.md)
+test-gpu: built-gpu ## tests on an NVIDIA GPU (under 8 minutes; fails if there is none; see benchmarks/README.md)
 	@$(gpu_run) .ci/totals gpu
 
 bench-gpu: built-gpu ## host time a call against torch's nccl on an NVIDIA GPU; results below out/
@@ -58,7 +58,7 @@ lint: $(installed_dev) ## formatters and linters, warnings denied
 	@.ci/lint
 
 format: $(installed_dev) ## let the formatters rewrite the sources
-	cargo fmt
+	cargo fmt --all
 	cargo fmt --manifest-path tests/simulators/Cargo.toml
 	$(python) -m ruff format .
 	$(python) -m ruff check --fix .
@@ -82,7 +82,7 @@ $(installed_dev): requirements-dev.txt requirements.txt .ci/setup
 	@touch $@
 
 # Once, an editable install tells torch the backend's name; afterwards only the extension is built anew. It is built
-# first, because pip would hide what cargo and the compiler say for minutes.
+# first, because pip would hide what cargo and the compiler say until it ends.
 $(built): $(sources) pyproject.toml $(installed)
 	@.ci/prerequisites
 	@touch $@.begun # the stamp's time: what is edited during the build is newer

@@ -1,8 +1,9 @@
 """Builds the extension module ``sagellm._C``: the C++ of ``cpp/`` linked with the Rust core as a static library.
 
-cargo runs first and leaves two things: ``libsagellm.a`` and, through cxx, the headers that ``cpp/`` includes. torch's
-own extension builder then compiles the C++ with ninja, so that an edit of the Rust core costs cargo and one link. On a
-machine without cargo the variable SAGELLM_PREBUILT names a folder that has both already (``make prebuilt`` writes one).
+cargo runs first and leaves two things: ``libsagellm.a`` and, through cxx, the headers that ``cpp/`` includes. ninja
+then compiles the C++, so that an edit of the Rust core costs cargo and one link. torch's headers are read once, into a
+precompiled header: they are nearly all that the compiler reads for a file of ``cpp/``. On a machine without cargo the
+variable SAGELLM_PREBUILT names a folder that has both already (``make prebuilt`` writes one).
 Everything about the package that is not code to build stands in ``pyproject.toml``.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -21,6 +23,7 @@ from typing import Any
 
 import setuptools
 from setuptools import Command, Extension, setup
+from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 SOURCE = "torch_ext"
@@ -34,6 +37,28 @@ HEADERS = "cxxbridge"
 DIGEST = "sources.sha256"
 #: The first that reads the licence as pyproject.toml writes it.
 MINIMUM_SETUPTOOLS = 77
+#: What ninja is told. The flags stand in a file of their own, so that the command of a failed step is one that a person
+#: can read; ninja runs in the root, so that the compiler's messages name ``cpp/...``. Every file reads the precompiled
+#: header first; where the compiler does not want it, the header beside it gives the same.
+RULES = """\
+# Written by setup.py.
+builddir = {folder}
+
+rule precompile
+  command = {compiler} @{folder}/flags -MD -MF $out.d -x c++-header -c $in -o $out
+  depfile = $out.d
+  deps = gcc
+  description = torch's headers
+
+rule compile
+  command = {compiler} @{folder}/flags -MD -MF $out.d -Winvalid-pch -include {folder}/torch.hpp -c $in -o $out
+  depfile = $out.d
+  deps = gcc
+  description = $in
+
+build {folder}/torch.hpp.gch: precompile {folder}/torch.hpp | {folder}/flags
+"""
+STEP = "build {target}: compile {source} | {folder}/flags {folder}/torch.hpp.gch\n"
 
 
 def fail(message: str) -> None:
@@ -79,7 +104,7 @@ def core_digest() -> str:
     """Changes with every source of the Rust core."""
     digest = hashlib.sha256()
     ours = [ROOT / "Cargo.toml", ROOT / "Cargo.lock", ROOT / "build.rs", ROOT / "cpp" / "host" / "host.hpp"]
-    for path in [*ours, *sorted((ROOT / "src").rglob("*.rs"))]:
+    for path in [*ours, *sorted((ROOT / "src").rglob("*.rs")), *sorted((ROOT / "nccl-sys" / "src").rglob("*.rs"))]:
         digest.update(str(path.relative_to(ROOT)).encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()
@@ -132,6 +157,8 @@ def run_cargo() -> None:
     if os.environ.get("MAX_JOBS"):
         command += ["-j", os.environ["MAX_JOBS"]]
     print("sagellm:", " ".join(command), flush=True)
+    # Quiet: what cargo says of warnings and errors, and nothing else.
+    command.append("--quiet")
     if subprocess.run(command, cwd=ROOT).returncode != 0:
         fail("the Rust core did not build; cargo's message is above")
 
@@ -149,8 +176,18 @@ def extension() -> Extension:
         # The generated headers first (`rust/cxx.h`, `sagellm/src/ffi/bridge.rs.h`), then ours.
         include_dirs=[str(headers), str(ROOT / "cpp")],
         extra_objects=[str(library)],
-        # No -std: torch adds the one its headers ask for (c++17 in 2.11, c++20 in 2.15).
-        extra_compile_args={"cxx": [*symbols[0], "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter"]},
+        # The language is the one torch's headers ask for.
+        extra_compile_args=[
+            *symbols[0],
+            f"-std={'c++17' if torch_minor() == '2.11' else 'c++20'}",
+            "-fvisibility=hidden",
+            "-Wall",
+            "-Wextra",
+            "-Wno-unused-parameter",
+            "-DTORCH_API_INCLUDE_EXTENSION_H",
+            "-DTORCH_EXTENSION_NAME=_C",
+        ],
+        libraries=["c10", "torch", "torch_cpu", "torch_python"],
         # The plugins are kept in the link although nothing here calls them.
         extra_link_args=[
             f"-Wl,--version-script={exports}",
@@ -161,20 +198,62 @@ def extension() -> Extension:
     )
 
 
-def builder() -> type[Any]:
-    """torch's BuildExtension with cargo in front and the record of what was built behind."""
+def find_ninja() -> str:
     # The environment may run without being activated: then its ninja is not on the path.
-    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    from torch import __version__ as torch_version
-    from torch.utils.cpp_extension import BuildExtension, CppExtension
+    search = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    found = shutil.which("ninja", path=search)
+    if found is None:
+        fail(f"ninja is missing; install it with: {sys.executable} -m pip install ninja")
+        raise AssertionError("unreachable")
+    return found
 
-    class Build(BuildExtension):  # type: ignore[misc]
+
+def write_changed(path: Path, text: str) -> None:
+    """A file that says what it said keeps its time, so that ninja builds nothing anew."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.is_file() or path.read_text(encoding="utf-8") != text:
+        path.write_text(text, encoding="utf-8")
+
+
+def compile_all(command: list[str], flags: list[str], sources: list[str], folder: Path) -> list[str]:
+    """Compiles what is out of date with ninja and returns the objects."""
+    ninja = find_ninja()
+    # Neither compiler takes a precompiled header that was made with other flags: one file of flags serves all steps.
+    write_changed(folder / "flags", "\n".join(map(shlex.quote, flags)) + "\n")
+    write_changed(folder / "torch.hpp", '#include "torch_headers.hpp"\n')
+    place = folder.relative_to(ROOT)
+    objects = {source: str(place / Path(source).with_suffix(".o")) for source in sources}
+    rules = RULES.format(folder=place, compiler=shlex.join(command))
+    steps = [STEP.format(target=objects[source], source=source, folder=place) for source in sources]
+    write_changed(folder / "build.ninja", rules + "".join(steps))
+    run = [ninja, "-f", str(place / "build.ninja")]
+    if os.environ.get("MAX_JOBS"):
+        run += ["-j", os.environ["MAX_JOBS"]]
+    if not sys.stdout.isatty():
+        run.append("--quiet")  # on a terminal ninja has one line that it writes anew
+    # Without these two words ccache keeps nothing that was compiled with a precompiled header. Nothing here uses the
+    # macros of time, and no macro is defined before the header is read.
+    sloppy = ",".join(filter(None, [os.environ.get("CCACHE_SLOPPINESS"), "pch_defines,time_macros"]))
+    print(f"sagellm: the C++ of {len(sources)} files, for torch {torch_minor()}", flush=True)
+    if subprocess.run(run, cwd=ROOT, env={**os.environ, "CCACHE_SLOPPINESS": sloppy}).returncode != 0:
+        fail("the C++ did not compile; the compiler's message is above")
+    return [str(ROOT / target) for target in objects.values()]
+
+
+def builder() -> type[Any]:
+    """setuptools' build_ext with cargo in front, ninja in the middle and the record of what was built behind."""
+    from torch import __version__ as torch_version
+    from torch.utils.cpp_extension import include_paths, library_paths
+
+    class Build(build_ext):
         def finalize_options(self) -> None:
             super().finalize_options()
             # pip hands an editable install a fresh folder every time; one of our own keeps ninja's objects. torch's
             # version is in its name because objects of two versions must never meet.
             python = f"cp{sys.version_info.major}{sys.version_info.minor}"
             self.build_temp = str(ROOT / "build" / f"torch{torch_minor()}-{python}-{sysconfig.get_platform()}")
+            # setuptools asks only sources and `depends` whether anything is new; cargo and ninja know the rest.
+            self.force = True
 
         def build_extensions(self) -> None:
             if os.environ.get(PREBUILT):
@@ -182,14 +261,23 @@ def builder() -> type[Any]:
             else:
                 run_cargo()
             for ext in self.extensions:
-                probe = CppExtension(ext.name, [], extra_compile_args=[])
-                ext.include_dirs += probe.include_dirs
-                ext.library_dirs += probe.library_dirs
-                ext.libraries += probe.libraries
-                # setuptools asks only sources and `depends` whether anything is new; ninja knows the rest.
-                self.force = True
+                ext.library_dirs += library_paths()
             self._drop_foreign_paths()
+            self.compiler.compile = self._compile
             super().build_extensions()
+
+        def _compile(self, sources: list[str], **given: Any) -> list[str]:
+            """Takes the place of the compiler's own `compile`, which knows neither threads nor headers."""
+            command = list(getattr(self.compiler, "compiler_so_cxx", None) or self.compiler.compiler_so)
+            # As for an `include` of a system header: what the compiler thinks of torch's headers is not ours to mend.
+            system = [*include_paths(), *self.compiler.include_dirs, sysconfig.get_path("include")]
+            flags = [word for word in command[1:] if word != "-Wstrict-prototypes"]
+            flags += [f"-I{folder}" for folder in given["include_dirs"] if folder not in system]
+            for folder in dict.fromkeys(system):
+                flags += ["-isystem", folder]
+            cache = shutil.which("ccache")
+            compiler = [cache, command[0]] if cache else command[:1]
+            return compile_all(compiler, [*flags, *given["extra_postargs"]], sources, Path(self.build_temp))
 
         def _drop_foreign_paths(self) -> None:
             """A Python with libraries of its own (pyenv, conda) would write its folder into our library."""

@@ -121,13 +121,10 @@ def run(args: argparse.Namespace) -> int:
         "others": round(max(0.0, others / (seconds * machines.usable_cores())), 3),
         "command": f"benchmarks/gpu.py {' '.join(sys.argv[1:])}".strip(), "results": results, "many": many,
     }  # fmt: skip
-    further = "\n".join([*many_table(many), "", verdict(results), ""])
-    print(report.markdown(found) + further)
+    print(report.markdown(found) + "\n".join([*many_table(many), "", verdict(results), ""]))
     folder = args.out / f"{found['date']}-{machines.slug(machine)}"
     for line in report.write(found, folder, args.name):
         print(line, file=sys.stderr)
-    with open(folder / f"{args.name}.md", "a") as page:
-        page.write(further)
     failed = [
         (r["op"], r["size"], who, t["error"]) for r in results + many for who, t in r["times"].items() if "error" in t
     ]

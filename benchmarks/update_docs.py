@@ -1,162 +1,270 @@
 #!/usr/bin/env python3
-"""Writes the measured part of docs/benchmarks.md from JSON files of collectives.py, so that no figure is typed by hand.
+"""Writes the tables of docs/benchmarks.md from the JSON files in runs/, so that no figure in them is typed by hand.
 
-python benchmarks/update_docs.py benchmarks/runs/<date>-<machine>/*.json
+python benchmarks/update_docs.py
+
+Each table replaces what stands between `<!-- table: NAME -->` and `<!-- end -->`. The table of the goals reads every
+run. The others show the newest run of each machine that answers their question: after a new run, change its name below.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 from measure import report
 from measure.stats import format_ratio, format_size, format_time
 
-PAGE = Path(__file__).resolve().parent.parent / "docs/benchmarks.md"
-BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
-OURS = "sagellm"
-# (ranks, operation, bytes) -> how many times faster than gloo's p10 the backend is meant to be at least.
-GOALS = {
-    (2, "all_reduce", 8): 30,
-    (2, "all_reduce", 4 << 10): 30,
-    (2, "all_reduce", 64 << 10): 15,
-    (2, "all_reduce", 1 << 20): 5,
-    (2, "all_reduce", 64 << 20): 6,
-    (2, "barrier", 0): 20,
-    (4, "all_reduce", 8): 20,
+RUNS = Path(__file__).resolve().parent / "runs"
+PAGE = RUNS.parent.parent / "docs/benchmarks.md"
+OURS, UNFUSED = "sagellm", "sagellm:unfused"
+ONE_LEADER = "sagellm:*:0-=direct(leaders=1)"
+
+EPYC_21, EPYC, XEON_21, XEON = (
+    f"{date}-{machine}" for machine in ("amd-epyc-2c", "intel-xeon-2c") for date in ("2026-11-21", "2026-11-22")
+)
+CLOSE = [f"{EPYC}/goals-2r", f"{XEON}/lone-2r", f"{EPYC_21}/collectives-4r-float32"]
+COLLECTIVES = [f"{EPYC_21}/collectives-2r-float32", f"{EPYC_21}/collectives-4r-float32"]
+FUSION = [
+    f"{EPYC}/fusion-2r", f"{XEON_21}/fusion-2r-floor", f"{XEON_21}/fusion-2r",
+    f"{EPYC}/fusion-4r", f"{EPYC}/fused-4r", f"{XEON_21}/fusion-4r",
+    f"{EPYC}/fusion-hosts-01-1ms", f"{XEON}/fusion-hosts-01-1ms",
+]  # fmt: skip
+HOSTS = [
+    f"{EPYC}/hosts-0123-1ms-series", f"{EPYC}/hosts-0123-1ms", f"{XEON}/hosts-0123-1ms",
+    f"{EPYC}/hosts-00001111-1ms-series", f"{EPYC}/hosts-00001111-1ms", f"{XEON}/hosts-00001111-1ms",
+    f"{EPYC}/hosts-0011-1gbit", f"{EPYC}/hosts-0101-1gbit",
+]  # fmt: skip
+LEADERS = [f"{EPYC}/columns-0011-10gbit-direct", f"{EPYC}/columns-0011-1gbit-direct"]
+
+KiB, MiB = 1 << 10, 1 << 20
+# (each rank's host or the number of ranks, link, operation, bytes): how many times faster, by the median, than what.
+GOALS: dict[tuple[str, str, str, int], tuple[float, str]] = {
+    ("2", "", "all_reduce", 8): (30, "gloo"),
+    ("2", "", "all_reduce", 4 * KiB): (30, "gloo"),
+    ("2", "", "all_reduce", 64 * KiB): (15, "gloo"),
+    ("2", "", "all_reduce", MiB): (5, "gloo"),
+    ("2", "", "all_reduce", 64 * MiB): (6, "gloo"),
+    ("2", "", "barrier", 0): (20, "gloo"),
+    ("4", "", "all_reduce", 8): (20, "gloo"),
+    ("2", "", "all_reduce_x10", 2 * KiB): (60, "gloo"),
+    ("4", "", "all_reduce_x10", 2 * KiB): (60, "gloo"),
+    ("4", "", "all_reduce_x1000", 2 * KiB): (2, "not fused"),
+    ("0,1", "1 ms", "all_reduce_x1000", 2 * KiB): (5, "not fused"),
+    ("0,1,2,3", "1 ms", "all_reduce", 8): (2.5, "gloo"),
+    ("0,1,2,3", "1 ms", "all_reduce", 4 * KiB): (2.5, "gloo"),
+    ("0,0,0,0,1,1,1,1", "1 ms", "all_reduce", 8): (3, "gloo"),
+    ("0,0,0,0,1,1,1,1", "1 ms", "all_reduce", 4 * KiB): (3, "gloo"),
+    ("0,0,1,1", "1 Gbit/s", "all_reduce", 16 * MiB): (1.35, "gloo"),
+    ("0,1,0,1", "1 Gbit/s", "all_reduce", 16 * MiB): (2.5, "gloo"),
 }
 
-# (each rank's host or number of ranks, link, operation, bytes) -> at least so many times faster than gloo's p10 (True),
-# or than the same backend without fusion (False), by the median.
-WIDE_GOALS = {
-    ("0,1,2,3", "1 ms", "all_reduce", 8): (True, 2.5),
-    ("0,1,2,3", "1 ms", "all_reduce", 4 << 10): (True, 2.5),
-    ("0,0,0,0,1,1,1,1", "1 ms", "all_reduce", 8): (True, 3),
-    ("0,0,0,0,1,1,1,1", "1 ms", "all_reduce", 4 << 10): (True, 3),
-    ("0,0,1,1", "1gbit", "all_reduce", 16 << 20): (True, 1.35),
-    ("0,1,0,1", "1gbit", "all_reduce", 16 << 20): (True, 2.5),
-    ("2 ranks", "-", "all_reduce_x10", 2048): (True, 60),
-    ("4 ranks", "-", "all_reduce_x10", 2048): (True, 60),
-    ("4 ranks", "-", "all_reduce_x1000", 2048): (False, 2),
-    ("0,1", "1 ms", "all_reduce_x1000", 2048): (False, 5),
-}
-UNFUSED = f"{OURS}:unfused"
+Run = report.Result
+Table = list[list[str]]
 
 
-def link_of(run: dict[str, Any]) -> str:
-    delay = run.get("delay_ms") or 0
-    return run.get("rate") or (f"{delay:g} ms" if delay else "-")
+def load(name: str) -> Run:
+    """One run, by its folder and name."""
+    run: Run = json.loads((RUNS / f"{name}.json").read_text())
+    return run
 
 
-def wide_rows(runs: list[dict[str, Any]]) -> list[str]:
-    """Runs over several hosts and those that switch fusion off, one line for each operation and size.
+def ranks_of(layout: str) -> str:
+    """The ranks and hosts of a layout in words: "0,0,1,1" is 2 hosts x 2 ranks."""
+    if "," not in layout:
+        return f"{layout} ranks"
+    hosts = layout.split(",")
+    each = next(iter(Counter(hosts).values()))
+    order = "" if hosts == sorted(hosts) else ", alternating"
+    return f"{len(set(hosts))} hosts x {each} rank{'s' if each > 1 else ''}{order}"
 
-    Every run of a case has its line. A goal that was not measured is not left out."""
-    head = [
-        "| ranks (each one's host) | run of | link | clock | op | size | gloo p10 | no-op, median | not fused, median "
-        "| sagellm median (p10, p99) | gloo p10 / no-op | gloo p10 / median | not fused / median | goal | |",
-        "| --- | --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- | --- |",
-    ]
-    lines: list[str] = []
-    seen: set[tuple[str, str, str, int]] = set()
+
+def layout_of(run: Run) -> str:
+    return run.get("hosts") or str(run["ranks"])
+
+
+def link_of(run: Run) -> str:
+    rate, delay = run.get("rate") or "", run.get("delay_ms") or 0
+    return rate.replace("gbit", " Gbit/s") or (f"{delay:g} ms" if delay else "")
+
+
+def machine_of(run: Run) -> str:
+    return f"{'AMD EPYC' if 'EPYC' in run['machine']['cpu'] else 'Intel Xeon'}, {run['date']}"
+
+
+def size_of(row: Run) -> str:
+    return format_size(row["size"]) if row["size"] else "-"
+
+
+def median(row: Run, label: str) -> str:
+    """A backend's median; "-" where it was not measured."""
+    return format_time(row["times"][label]["median"]) if label in row["times"] else "-"
+
+
+def control_of(row: Run) -> float | None:
+    """The p10 of two equal gloo groups, one over the other: the noise of the row."""
+    return next((ratio[1] for label, ratio in report.speedups(row).items() if report.is_control(label)), None)
+
+
+def control(row: Run) -> str:
+    found = control_of(row)
+    return "-" if found is None else f"{found:.2f}"
+
+
+def against_unfused(row: Run) -> float | None:
+    times = row["times"]
+    return times[UNFUSED]["median"] / times[OURS]["median"] if UNFUSED in times else None
+
+
+# ------------------------------------------------------------------------------------------------------- tables
+
+
+def goals(runs: list[Run]) -> Table:
+    """Every run of every goal, so that none stands for another; a goal that was not measured keeps its row."""
+    columns = list(dict.fromkeys(map(machine_of, sorted(runs, key=lambda r: (machine_of(r), r["date"])))))
+    table = [["what", "goal", *columns]]
+    for case, (factor, rival) in GOALS.items():
+        layout, link, op, size = case
+        found: dict[str, list[str]] = {column: [] for column in columns}
+        for run in runs:
+            for row in run["results"]:
+                if (layout_of(run), link_of(run), row["op"], row["size"]) == case:
+                    found[machine_of(run)] += goal_cell(run, row, factor, rival)
+        what = ", ".join(filter(None, [ranks_of(layout), link, op, format_size(size) if size else ""]))
+        table.append([what, f"{factor:g}x {rival}", *(", ".join(found[column]) or "-" for column in columns)])
+    return table
+
+
+def goal_cell(run: Run, row: Run, factor: float, rival: str) -> list[str]:
+    ratio = report.speedups(row)[OURS][0] if rival == "gloo" else against_unfused(row)
+    if ratio is None:
+        return []
+    notes = ["series"] if run.get("clock") == "series" else []
+    noise = control_of(row)
+    if rival == "gloo" and noise is not None and not 0.8 <= noise <= 1.25:
+        notes.append(f"A/A {noise:.2f}")
+    text = format_ratio(ratio) + (f" ({', '.join(notes)})" if notes else "")
+    return [text if ratio >= factor else f"**{text} missed**"]
+
+
+def collectives(runs: list[Run]) -> Table:
+    """Median and ratio of every operation, by size."""
+    sizes = [8, 4 * KiB, 64 * KiB, MiB, 16 * MiB, 64 * MiB]
+    table = [["ranks", "operation", *map(format_size, sizes)]]
     for run in runs:
-        place = run.get("hosts") or f"{run['ranks']} ranks"
-        for row in run["results"]:
-            times, ratios = row["times"], report.speedups(row)
-            if OURS not in ratios or not (run.get("hosts") or UNFUSED in times):
+        for op in report.ops_of(run["results"]):
+            if op == "all_reduce_x10":
                 continue
-            own = times[OURS]["median"]
-            unfused = times[UNFUSED]["median"] if "median" in times.get(UNFUSED, {}) else None
-            found = {True: ratios[OURS][0], False: unfused / own if unfused else 0.0}
-            case = (place, link_of(run), row["op"], row["size"])
-            goal = WIDE_GOALS.get(case)
-            verdict = "" if goal is None else "reached" if found[goal[0]] >= goal[1] else "**missed**"
-            gloo, floor = times["gloo"]["p10"], times.get(report.FLOOR, {}).get("median")
-            seen.add(case)
-            lines.append(
-                f"| {place} | {run['machine']['cpu']}, {run['date']} | {link_of(run)} | {run.get('clock', 'call')} "
-                f"| {row['op']} | {format_size(row['size'])} "
-                f"| {format_time(gloo)} | {format_time(floor) if floor else '-'} "
-                f"| {format_time(unfused) if unfused else '-'} | {report.cell(times[OURS])} "
-                f"| {format_ratio(gloo / floor) if floor else '-'} | {format_ratio(found[True])} "
-                f"| {format_ratio(found[False]) if unfused else '-'} | {wide_goal(goal)} | {verdict} |"
-            )
-    missing = [
-        f"| {place} | - | {link} | - | {op} | {format_size(size)} | not measured | | | | | | | {wide_goal(goal)} | |"
-        for (place, link, op, size), goal in WIDE_GOALS.items()
-        if (place, link, op, size) not in seen
-    ]
-    return head + lines + missing
+            cells = {}
+            for row in (r for r in run["results"] if r["op"] == op):
+                # A barrier has no bytes, and an all_gather of four ranks begins at 16.
+                column = row["size"] if row["size"] > 16 else 8
+                cells[column] = f"{median(row, OURS)}, {format_ratio(report.speedups(row)[OURS][0])}"
+            table.append([str(run["ranks"]), op, *(cells.get(size, "-") for size in sizes)])
+    return table
 
 
-def wide_goal(goal: tuple[bool, float] | None) -> str:
-    return "" if goal is None else f"{goal[1]}x {'gloo' if goal[0] else 'not fused'}"
+def close(runs: list[Run]) -> Table:
+    """all_reduce and barrier with what bounds them and how noisy they were."""
+    head = ["ranks", "machine", "operation", "size", "sagellm median (p10, p99)", "no-op median", "gloo p10"]
+    table = [[*head, "gloo p10 / median", "gloo p10 / p10", "A/A"]]
+    for run in runs:
+        for row in (r for r in run["results"] if r["op"] in {"all_reduce", "barrier"}):
+            times, ratios = row["times"], report.speedups(row)[OURS]
+            table.append(
+                [
+                    str(run["ranks"]), machine_of(run), row["op"], size_of(row), report.cell(times[OURS]),
+                    median(row, report.FLOOR), format_time(times["gloo"]["p10"]), *map(format_ratio, ratios),
+                    control(row),
+                ]
+            )  # fmt: skip
+    return table
 
 
-def goal_rows(runs: list[dict[str, Any]]) -> list[str]:
-    """Every run of a case that has a goal: none stands for another. A goal that was not measured is not left out."""
-    lines = [
-        "| ranks | op | size | goal | run | gloo p10 | no-op, median | sagellm median (p10, p99) | over our median "
-        "| over our p10 | A/A | |",
-        "| ---: | --- | ---: | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
-    ]
-    for (ranks, op, size), goal in GOALS.items():
-        head = f"| {ranks} | {op} | {format_size(size) if size else '-'} | {goal}x "
-        found = [
-            (run, row)
-            for run in runs
-            if run["ranks"] == ranks and run["dtype"] == "float32" and not run.get("hosts")
-            for row in run["results"]
-            if (row["op"], row["size"]) == (op, size) and OURS in report.speedups(row)
-        ]
-        lines += [head + goal_cells(run, row, goal) for run, row in found]
-        if not found:
-            lines.append(head + "| - | not measured | | | | | | |")
-    return lines
+def fusion(runs: list[Run]) -> Table:
+    """Many small operations, fused and not."""
+    head = ["ranks", "machine", "operation", "sagellm median (p10, p99)", "not fused, median", "no-op median"]
+    table = [[*head, "gloo p10", "not fused / fused", "gloo p10 / median"]]
+    for run in runs:
+        where = ", ".join(filter(None, [ranks_of(layout_of(run)), link_of(run)]))
+        for row in run["results"]:
+            gain = against_unfused(row)
+            table.append(
+                [
+                    where, machine_of(run), row["op"], report.cell(row["times"][OURS]), median(row, UNFUSED),
+                    median(row, report.FLOOR), format_time(row["times"]["gloo"]["p10"]),
+                    "-" if gain is None else format_ratio(gain), format_ratio(report.speedups(row)[OURS][0]),
+                ]
+            )  # fmt: skip
+    return table
 
 
-def goal_cells(run: dict[str, Any], row: dict[str, Any], goal: float) -> str:
-    ratios, times = report.speedups(row), row["times"]
-    by_median, by_p10 = ratios[OURS]
-    verdict = "reached" if by_median >= goal else "reached by p10 only" if by_p10 >= goal else "**missed**"
-    control = next((f"{ratio[1]:.2f}" for label, ratio in ratios.items() if report.is_control(label)), "-")
-    floor = times.get(report.FLOOR, {}).get("median")
-    return (
-        f"| {run['machine']['cpu']}, {run['date']} | {format_time(times['gloo']['p10'])} "
-        f"| {format_time(floor) if floor else '-'} | {report.cell(times[OURS])} "
-        f"| {format_ratio(by_median)} | {format_ratio(by_p10)} | {control} | {verdict} |"
-    )
+def hosts(runs: list[Run]) -> Table:
+    """all_reduce between hosts."""
+    head = ["layout, link", "machine", "clock", "operation", "size", "sagellm median (p10, p99)", "gloo p10"]
+    table = [[*head, "gloo p10 / median", "A/A", "other processes"]]
+    for run in runs:
+        for row in run["results"]:
+            table.append(
+                [
+                    f"{ranks_of(layout_of(run))}, {link_of(run)}", machine_of(run), run.get("clock", "call"), row["op"],
+                    size_of(row), report.cell(row["times"][OURS]), format_time(row["times"]["gloo"]["p10"]),
+                    format_ratio(report.speedups(row)[OURS][0]), control(row), f"{100 * run['others']:.0f} %",
+                ]
+            )  # fmt: skip
+    return table
 
 
-def measured(runs: list[dict[str, Any]], links: list[str]) -> str:
-    """The generated part of the page."""
-    lines = ["## Against the goals", "", *goal_rows(runs), ""]
-    lines += ["## Several hosts, and fusion", "", *wide_rows(runs), ""]
-    for run, link in zip(runs, links, strict=True):
-        # One heading level below this page's own; the run's title becomes a section.
-        lines += [
-            re.sub(r"^#", "##", report.markdown(run), flags=re.MULTILINE),
-            f"Raw: [{Path(link).name}]({link})",
-            "",
-        ]
-    return "\n".join(lines)
+def leaders(runs: list[Run]) -> Table:
+    """Large operations by all ranks of a host, by a second such group, and by one leader a host."""
+    head = ["operation", "link", "all ranks", "all ranks, second group", "one leader a host", "gloo p10"]
+    table = [[*head, "one leader / all ranks", "second group / first"]]
+    for run in runs:
+        for row in run["results"]:
+            first, second, one = (row["times"][label]["median"] for label in (OURS, f"{OURS} #2", ONE_LEADER))
+            table.append(
+                [
+                    f"{row['op']}, {size_of(row)}", link_of(run), *map(format_time, (first, second, one)),
+                    format_time(row["times"]["gloo"]["p10"]), f"{one / first:.2f}, {one / second:.2f}",
+                    f"{second / first:.2f}",
+                ]
+            )  # fmt: skip
+    return table
+
+
+TABLES: dict[str, tuple[Callable[[list[Run]], Table], list[str] | None]] = {
+    "goals": (goals, None),
+    "close": (close, CLOSE),
+    "collectives": (collectives, COLLECTIVES),
+    "fusion": (fusion, FUSION),
+    "hosts": (hosts, HOSTS),
+    "leaders": (leaders, LEADERS),
+}
+
+
+def markdown(table: Iterable[list[str]]) -> str:
+    head, *rows = table
+    return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *rows])
+
+
+def filled(page: str) -> str:
+    """The page with each of its tables written anew."""
+    every = [str(path.relative_to(RUNS).with_suffix("")) for path in sorted(RUNS.glob("*/*.json"))]
+    for name, (write, names) in TABLES.items():
+        begin, end = f"<!-- table: {name} -->", "<!-- end -->"
+        text = markdown(write([load(run) for run in names or every]))
+        page, found = re.subn(f"{begin}.*?{end}", lambda _, t=f"{begin}\n{text}\n{end}": t, page, flags=re.DOTALL)
+        if found != 1:
+            raise ValueError(f"{PAGE}: expected one table {begin} ... {end}, found {found}")
+    return page
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("json", nargs="+", type=Path, help="result files, in the order of the page")
-    args = parser.parse_args()
-    runs = [json.loads(path.read_text()) for path in args.json]
-    links = [f"../{path.resolve().relative_to(PAGE.parent.parent)}" for path in args.json]
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    if END not in rest:
-        print(f"{PAGE} holds no lines {BEGIN} and {END}: nowhere to write", file=sys.stderr)
-        return 1
-    PAGE.write_text(f"{before}{BEGIN}\n\n{measured(runs, links)}\n{END}{rest.partition(END)[2]}")
+    PAGE.write_text(filled(PAGE.read_text()))
     print(f"written: {PAGE}")
     return 0
 

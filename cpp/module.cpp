@@ -9,7 +9,6 @@
 
 #include "c10d/backend.hpp"
 #include "compat.hpp"
-#include "device/probe.hpp"
 #include "device/work.hpp"
 #include "host/errors.hpp"
 #include "host/python_host.hpp"
@@ -203,7 +202,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_options(module);
   bind_backend(module);
   bind_choice(module);
-  bind_device_probe(module);
   bind_simulation(module);
   module.def("rendezvous", torch::wrap_pybind_function(&meet), py::arg("store"), py::arg("rank"), py::arg("size"),
              py::arg("timeout"), py::arg("group_name") = "", py::arg("global_ranks") = std::vector<int64_t>(),

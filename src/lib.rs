@@ -13,7 +13,7 @@
 //!    [`crate::engine::multihost`] where ranks live on several hosts, in batches that [`fusion`] cuts, over an [`crate::engine::multihost::transport`].
 //!    [`crate::engine::device`] knows the libraries of accelerators, and what to make of an op that one of them lacks.
 //! 5. [`select`] tells the engine how, and why: slots or rounds, and in which chunks; which schedule between hosts. Pure,
-//!    but for the file of a table (`select/file.rs`).
+//!    but for the file of a table (`select/table.rs`).
 //! 6. [`reduce`] adds the numbers in the group's fixed rank order.
 //!
 //! Beside them [`watch`] learns of dead peers, [`stats`] counts and remembers, and [`schedule`] says who talks to whom at

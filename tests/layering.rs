@@ -245,7 +245,8 @@ const NAMES: [&str; 9] = ["nccl", "hccl", "cncl", "cuda", "cambricon", "nvidia",
 const WHOLE: [&str; 3] = ["npu", "mlu", "ascend"];
 
 /// Where such a word may stand outside of `engine/device` and `cpp/compat.hpp`, and what for.
-const NAMED: [(&str, &str); 12] = [
+const NAMED: [(&str, &str); 13] = [
+    ("setup.py", "where the crate nccl-sys lies"),
     ("src/engine/shm/small.rs", "a source"),
     ("src/algorithms/ring.rs", "a source"),
     ("src/algorithms/direct.rs", "a source"),

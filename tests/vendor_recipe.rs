@@ -504,7 +504,6 @@ fn say(all: &[(Kind, Dtype, ReduceOp, bool)], able: &Capabilities) -> String {
                 (Method::Exchange, false) => format!("{} as sends and receives", recipe.kind),
                 (Method::PerRoot, _) if *kind == Kind::AllGather => "one broadcast a rank".into(),
                 (Method::PerRoot, _) => "one reduce a rank".into(),
-                (Method::Levels, _) => unreachable!("only groups that know their hosts have levels"),
             };
             let steps: Vec<String> =
                 recipe.before.iter().map(local).chain([how]).chain(recipe.after.iter().map(local)).collect();

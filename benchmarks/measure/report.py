@@ -1,4 +1,4 @@
-"""From results to files: a markdown table, a plot, JSON. Works on the plain data that the JSON holds."""
+"""From results to a markdown table, a plot and JSON. Works on the plain data that the JSON holds."""
 
 from __future__ import annotations
 
@@ -191,10 +191,8 @@ def _plot_op(upper: Any, lower: Any, op: str, rows: list[Result], labels: list[s
 
 
 def write(run: Result, folder: Path, name: str) -> list[str]:
-    """JSON, markdown and PNG under one name; gives the lines to tell the user."""
+    """JSON and PNG under one name; gives the lines to tell the user."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(run, indent=1) + "\n")
-    (folder / f"{name}.md").write_text(markdown(run))
     why_not = plot(run, folder / f"{name}.png")
-    written = ["json", "md"] + ([] if why_not else ["png"])
-    return [f"written: {folder}/{name}.{{{','.join(written)}}}"] + ([why_not] if why_not else [])
+    return [f"written: {folder}/{name}.json", why_not or f"written: {folder}/{name}.png"]

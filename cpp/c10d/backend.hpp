@@ -247,8 +247,6 @@ class SageBackend final : public c10d::Backend {
   std::shared_ptr<VendorDevices> vendor_of(c10::DeviceType type) const;
   // Hands bytes from one rank to all (`from` is -1: from rank 0) or to one, over the CPU. Collective calls then.
   void share(at::Tensor& bytes, int from, int to);
-  // Hands every rank's bytes to all, in a group that no delegate serves.
-  void share_all(const at::Tensor& own, at::Tensor& all);
   c10::intrusive_ptr<c10d::Backend> delegate() const;
 
   void abort_for(const std::string& reason);

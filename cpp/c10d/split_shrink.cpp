@@ -63,15 +63,6 @@ void SageBackend::share(at::Tensor& bytes, int from, int to) {
       tensors);
 }
 
-void SageBackend::share_all(const at::Tensor& own, at::Tensor& all) {
-  Plan plan("communicator", Kind::kAllGather, options_->timeout);
-  plan.call.counts = false;
-  plan.call.tensors = 0;
-  plan.read(own);
-  plan.write(all);
-  run(plan, {"sagellm:communicator", c10d::OpType::ALLGATHER}, own);
-}
-
 bool SageBackend::agree(bool yes) {
   if (getSize() == 1) return yes;
   at::Tensor vote = at::full({1}, yes ? 1 : 0, at::kByte);

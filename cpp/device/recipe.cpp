@@ -309,7 +309,7 @@ bool elements_in_order(const at::Tensor& tensor) {
   return std::find(std::begin(kPlainFormats), std::end(kPlainFormats), format) != std::end(kPlainFormats);
 }
 
-DeviceAsked asked(const Plan& plan, int ranks, bool plain, bool alone) {
+DeviceAsked asked(const Plan& plan, int ranks, bool plain) {
   DeviceAsked found{};
   found.kind = plan.call.kind;
   // Where data is only moved, the core is told bytes, and a device may have no room for them all the same.
@@ -322,7 +322,6 @@ DeviceAsked asked(const Plan& plan, int ranks, bool plain, bool alone) {
   found.even = plan.in_blocks.empty() && plan.out_blocks.empty();
   found.plain = plain;
   for (const Piece& piece : plan.inputs()) found.bytes += piece.bytes;
-  found.alone = alone;
   return found;
 }
 

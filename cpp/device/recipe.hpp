@@ -37,8 +37,8 @@ at::Tensor at_address(size_t address, at::IntArrayRef sizes, at::ScalarType type
 // False for memory in a format of its own, which only the device's operators can read.
 bool elements_in_order(const at::Tensor& tensor);
 
-// What the library is asked for a call, in words of all ranks. `alone`: it is the only one of its launch.
-DeviceAsked asked(const Plan& plan, int ranks, bool plain, bool alone);
+// What the library is asked for a call, in words of all ranks.
+DeviceAsked asked(const Plan& plan, int ranks, bool plain);
 
 // Does what comes before the library's call; temporaries are added to `keep`, to live until the device has passed the
 // call.

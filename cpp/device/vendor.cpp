@@ -188,40 +188,7 @@ VendorDevices::MemberPtr VendorDevices::make(const Key& key) {
   const auto own = static_cast<uint32_t>(all ? rank : leads ? 0 : 1);
   const rust::Slice<const uint8_t> id{bytes.data_ptr<uint8_t>(), static_cast<size_t>(bytes.numel())};
   const std::string whose = all ? "all" : c10::str(from, "-", to);
-  auto made = std::make_shared<Member>(checked([&] { return devices_->join(whose, id, device, own, ranks, timeout); }));
-  if (all) add_levels(*made, device);
-  return made;
-}
-
-void VendorDevices::add_levels(const Member& member, c10::DeviceIndex device) {
-  const rust::Vec<uint32_t> inside = devices_->inside();
-  const rust::Vec<uint32_t> between = devices_->between();
-  if (inside.empty()) return;
-  const auto me = static_cast<uint32_t>(backend_.getRank());
-  const auto length = static_cast<int64_t>(devices_->id_bytes());
-  // The first rank of each communicator makes its id, and all ranks see all.
-  at::Tensor own = at::zeros({2, length}, at::kByte);
-  at::Tensor all = at::empty({backend_.getSize(), 2, length}, at::kByte);
-  for (const auto* ranks : {&inside, &between}) {
-    if (ranks->front() != me) continue;
-    const rust::Vec<uint8_t> id = checked([&] { return devices_->unique_id(); });
-    std::copy(id.begin(), id.end(), own[ranks == &inside ? 0 : 1].data_ptr<uint8_t>());
-  }
-  backend_.share_all(own, all);
-  const auto timeout = static_cast<uint64_t>(backend_.options_->timeout.count());
-  // All ranks make the first ones before the second ones.
-  const auto join = [&](const rust::Vec<uint32_t>& ranks, int64_t which, const char* name) {
-    const at::Tensor bytes = all[static_cast<int64_t>(ranks.front())][which];
-    const rust::Slice<const uint8_t> id{bytes.data_ptr<uint8_t>(), static_cast<size_t>(length)};
-    const auto place = static_cast<uint32_t>(std::find(ranks.begin(), ranks.end(), me) - ranks.begin());
-    const std::string whose = c10::str(name, "-", ranks.front());
-    return devices_->join(whose, id, device, place, static_cast<uint32_t>(ranks.size()), timeout);
-  };
-  checked([&] {
-    rust::Box<RustMember> first = join(inside, 0, "inside");
-    rust::Box<RustMember> second = join(between, 1, "between");
-    member.core->add_levels(std::move(first), std::move(second));
-  });
+  return std::make_shared<Member>(checked([&] { return devices_->join(whose, id, device, own, ranks, timeout); }));
 }
 
 VendorDevices::MemberPtr VendorDevices::living(c10::Device device) {
@@ -232,7 +199,6 @@ VendorDevices::MemberPtr VendorDevices::living(c10::Device device) {
 
 void VendorDevices::adopt(c10::Device device, rust::Box<RustMember> made) {
   auto member = std::make_shared<Member>(std::move(made));
-  add_levels(*member, device.index());
   const std::lock_guard<std::mutex> lock(mutex_);
   members_.emplace(Key{device.index(), -1, -1}, std::move(member));
 }
@@ -294,8 +260,7 @@ class VendorDevices::OnStream final : public DeviceCall {
       if (told.size() > 1) why += c10::str("; one of ", told.size(), " calls issued together");
       std::string lines = c10::str("op\t", each.op, "\nbytes\t", each.bytes, "\nranks\t", devices_->ranks_,
                                    "\nsequence\t", number_, "\nlibrary\t", devices_->describe(), "\ndecided\t", why);
-      // In two levels it is told of other communicators.
-      const std::string ran(each.hierarchical ? "" : member_->core->ran(each.kind, each.bytes));
+      const std::string ran(member_->core->ran(each.kind, each.bytes));
       if (!ran.empty()) lines += "\nran\t" + ran;
       all.push_back(std::move(lines));
     }
@@ -305,7 +270,6 @@ class VendorDevices::OnStream final : public DeviceCall {
   struct Told {
     const char* op;
     uint8_t kind;
-    bool hierarchical;
     uint32_t tensors;
     uint64_t bytes;
     rust::Box<RustRecipe> recipe;
@@ -466,7 +430,7 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::submit(std::vector<DevicePlan>& ca
   c10::SmallVector<rust::Box<RustRecipe>, 1> recipes;
   const bool plain = std::all_of(keep.begin(), keep.end(), elements_in_order);
   for (const DevicePlan& call : calls) {
-    const DeviceAsked wanted = asked(*call.plan, ranks, plain, calls.size() == 1 && !region);
+    const DeviceAsked wanted = asked(*call.plan, ranks, plain);
     recipes.push_back(checked([&] { return devices_->recipe(wanted); }));
   }
   Key key{device.index(), -1, -1};
@@ -543,7 +507,7 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::submit(std::vector<DevicePlan>& ca
   if (number != 0) last_number_.store(number, std::memory_order_relaxed);
   for (size_t i = 0; i < calls.size(); ++i) {
     const Plan& plan = *calls[i].plan;
-    call->told.push_back({plan.op, plan.call.kind, launches[i].facts.hierarchical, plan.call.tensors,
+    call->told.push_back({plan.op, plan.call.kind, plan.call.tensors,
                           std::max(bytes_of(plan.inputs()), bytes_of(plan.outputs())), std::move(launches[i].recipe)});
   }
 

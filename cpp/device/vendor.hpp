@@ -112,9 +112,6 @@ class VendorDevices final : public RawStreams, public Guardian, public std::enab
   void connect_pair(c10::DeviceIndex device, int peer);
   void add(const Key& key);
   MemberPtr make(const Key& key);
-  // Makes the communicators inside the hosts and between them that belong to one of all ranks, where there are to be
-  // any.
-  void add_levels(const Member& member, c10::DeviceIndex device);
   using Launched = c10::SmallVector<rust::Box<RustLaunched>, 1>;
   void launch(c10::ArrayRef<Launch> launches, const Member& member, void* raw, Launched& launched) const;
   // Messages of a rank for itself, which no library has to carry: the first sent is the first received. Throws where

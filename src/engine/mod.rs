@@ -152,11 +152,6 @@ pub trait Control: Send + Sync {
     fn launched(&self, _rank: usize) -> Option<(u64, u8)> {
         None
     }
-
-    /// Each rank's host, where they live on several.
-    fn host_of(&self) -> Option<&[usize]> {
-        None
-    }
 }
 
 /// The word that peers change to wake this rank, and the event count around it.

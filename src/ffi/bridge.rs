@@ -120,8 +120,6 @@ pub mod ffi {
         plain: bool,
         /// As `select` counts them.
         bytes: u64,
-        /// Nothing else is in its launch.
-        alone: bool,
     }
 
     /// `recipe::Local`: what the shim does to a tensor beside the library's call.
@@ -157,8 +155,6 @@ pub mod ffi {
         local: bool,
         /// It is a PREMUL_SUM of the library's own.
         premul: bool,
-        /// It goes in two levels.
-        hierarchical: bool,
     }
 
     /// What a group is made from.
@@ -313,10 +309,6 @@ pub mod ffi {
             ranks: u32,
             timeout_ms: u64,
         ) -> Result<Box<RustMember>>;
-        /// The ranks of two further communicators that this rank makes beside that of all, in their order there: of its
-        /// host, and between hosts. Both empty where no operation goes in two levels.
-        fn inside(self: &RustDevices) -> Vec<u32>;
-        fn between(self: &RustDevices) -> Vec<u32>;
         /// What the library is asked for an operation; an error where it cannot be done rightly.
         fn recipe(self: &RustDevices, asked: &DeviceAsked) -> Result<Box<RustRecipe>>;
         /// For every thread, before anything else on a device.
@@ -347,8 +339,6 @@ pub mod ffi {
         /// Why it is not one plain call, or empty.
         fn why(self: &RustRecipe) -> String;
 
-        /// Gives a communicator of all those of `inside` and `between`, which end with it.
-        fn add_levels(self: &RustMember, inside: Box<RustMember>, between: Box<RustMember>) -> Result<()>;
         /// Whether the library can make the communicator of these of its ranks out of it.
         fn can_split(self: &RustMember, members: &[u32]) -> bool;
         /// Makes it, for the group of those ranks; all ranks of this one call this or `stay_out` at once.
@@ -800,7 +790,7 @@ fn device_packs(bytes: usize) -> bool {
 }
 
 fn save_table(ranks: u32, made: &str, lines: &str) -> std::result::Result<String, String> {
-    guarded(|| crate::select::file::make(ranks as usize, made, lines))
+    guarded(|| crate::select::table::make(ranks as usize, made, lines))
 }
 
 fn at_exit() {

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::bridge::{RustGroup, coded, ffi, guarded, kind_and_dtype, spans, unknown};
 use super::callbacks::StoreHook;
-use crate::engine::device::{Asked, Event, Hints, Launched, Local, Message, Method, Recipe, Stream};
+use crate::engine::device::{Asked, Event, Hints, Launched, Local, Message, Recipe, Stream};
 use crate::group::devices::{Devices, Member};
 use crate::types::{Dtype, Kind, ReduceOp};
 
@@ -67,19 +67,13 @@ impl RustDevices {
         let deadline = patience(timeout_ms);
         guarded(|| Ok(Box::new(RustMember(self.0.join(whose, id, device, (rank, ranks), deadline)?))))
     }
-    pub(super) fn inside(&self) -> Vec<u32> {
-        self.0.levels().map(|[inside, _]| inside).unwrap_or_default()
-    }
-    pub(super) fn between(&self) -> Vec<u32> {
-        self.0.levels().map(|[_, between]| between).unwrap_or_default()
-    }
     pub(super) fn recipe(&self, asked: &ffi::DeviceAsked) -> Outcome<Box<RustRecipe>> {
         guarded(|| {
             let (kind, dtype) = kind_and_dtype(asked.kind, asked.dtype)?;
             let op = ReduceOp::from_u8(asked.op, asked.factor).ok_or_else(|| unknown("reduce op", asked.op))?;
-            let ffi::DeviceAsked { ranks, even, plain, bytes, alone, .. } = *asked;
+            let ffi::DeviceAsked { ranks, even, plain, bytes, .. } = *asked;
             let asked = Asked { kind, dtype, op, ranks: ranks as usize, even, plain };
-            Ok(Box::new(RustRecipe(self.0.recipe(&asked, bytes, alone)?)))
+            Ok(Box::new(RustRecipe(self.0.recipe(&asked, bytes)?)))
         })
     }
     pub(super) fn set_device(&self, device: i32) -> Outcome<()> {
@@ -138,7 +132,7 @@ fn local(step: &Local) -> ffi::Local {
 
 impl RustRecipe {
     pub(super) fn facts(&self) -> ffi::RecipeFacts {
-        let Recipe { kind, dtype, op, flat, apart, spoils, method, ref before, ref after, .. } = self.0;
+        let Recipe { kind, dtype, op, flat, apart, spoils, ref before, ref after, .. } = self.0;
         ffi::RecipeFacts {
             kind: kind as u8,
             dtype: dtype as u8,
@@ -147,7 +141,6 @@ impl RustRecipe {
             spoils,
             local: !before.is_empty() || !after.is_empty(),
             premul: matches!(op, ReduceOp::PremulSum(_)),
-            hierarchical: method == Method::Levels,
         }
     }
     pub(super) fn before(&self) -> Vec<ffi::Local> {
@@ -162,10 +155,6 @@ impl RustRecipe {
 }
 
 impl RustMember {
-    #[allow(clippy::boxed_local)] // how cxx hands over what it takes
-    pub(super) fn add_levels(&self, inside: Box<RustMember>, between: Box<RustMember>) -> Outcome<()> {
-        guarded(|| self.0.add_levels(inside.0, between.0))
-    }
     pub(super) fn can_split(&self, members: &[u32]) -> bool {
         self.0.can_split(members)
     }

@@ -5,8 +5,8 @@ use crate::algorithms;
 use crate::algorithms::{Algorithm, How, Schedule};
 use crate::error::{Error, Result};
 use crate::select::cost;
+use crate::select::cost::Levels;
 use crate::select::cost::{Link, Model};
-use crate::select::levels::Levels;
 use crate::types::Kind;
 
 /// Beside the algorithms: all_reduce in two levels, as the engine does it over several hosts.

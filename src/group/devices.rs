@@ -7,21 +7,18 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, mpsc};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
 use super::Group;
-use super::pairs::Pairs;
 use crate::config;
-use crate::engine::device::levels;
-use crate::engine::device::levels::Shape;
 use crate::engine::device::libs::nccl::{profiler, tuner};
-use crate::engine::device::lowering::{Capabilities, join};
+use crate::engine::device::lowering::Capabilities;
+use crate::engine::device::pairs::Pairs;
 use crate::engine::device::{
-    Api, Asked, Call, Communicator, Event, GoOn, Hints, Job, Launched, Message, Method, Recipe, Runtime,
-    SPARES_CAPTURES, Setup, Split, Stream, Vendor, launch, open, open_runtime, recipe,
+    Api, Asked, Call, Communicator, Event, GoOn, Hints, Job, Launched, Message, Recipe, Runtime, SPARES_CAPTURES,
+    Setup, Split, Stream, Vendor, launch, open, open_runtime, recipe,
 };
-use crate::engine::multihost::place::Place;
 use crate::error::{Error, Result};
 use crate::host::Counting;
 use crate::os::watch;
@@ -32,8 +29,6 @@ pub struct Devices {
     group: Arc<Group>,
     /// torch's name of the device type.
     device_type: String,
-    /// In a group over several hosts that its own engine serves.
-    place: Option<Place>,
     vendor: Vendor,
     api: Arc<dyn Api>,
     runtime: Arc<dyn Runtime>,
@@ -54,17 +49,8 @@ pub struct Member {
     name: String,
     /// How often communicators were made out of it; the same on all its ranks, which do that together.
     parts: AtomicU32,
-    /// Beside one of all ranks: those inside this rank's host and between hosts, where operations may go in two levels.
-    levels: OnceLock<Levels>,
     /// A library that asks which algorithm to take is told by our rules while this lives.
     _steered: tuner::Steered,
-}
-
-struct Levels {
-    shape: Shape,
-    inside: Arc<dyn Communicator>,
-    between: Arc<dyn Communicator>,
-    _steered: [tuner::Steered; 2],
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -100,7 +86,6 @@ impl Devices {
         Ok(Devices {
             group: Arc::clone(group),
             device_type: device_type.to_string(),
-            place: group.control.host_of().map(|hosts| Place::new(hosts.to_vec(), group.config.rank)),
             vendor,
             api,
             runtime,
@@ -124,54 +109,16 @@ impl Devices {
         self.api.unique_id()
     }
 
-    /// What the library is asked for an operation of so many bytes, or the reason why it cannot be done. `alone`: nothing
-    /// else is in its launch.
-    pub fn recipe(&self, asked: &Asked, bytes: u64, alone: bool) -> Result<Recipe> {
-        let able = self.capabilities();
-        let whole = recipe(asked, able).map_err(Error::Invalid)?;
-        match levels::said(&self.group.policy, asked.kind, bytes) {
-            Some(Way::Hierarchical) => {}
+    /// What the library is asked for an operation of so many bytes, or the reason why it cannot be done.
+    pub fn recipe(&self, asked: &Asked, bytes: u64) -> Result<Recipe> {
+        let whole = recipe(asked, self.capabilities()).map_err(Error::Invalid)?;
+        match tuner::said(&self.group.policy, asked.kind, bytes) {
             Some(Way::Hosts { algorithm, .. }) if whole.why.is_empty() => {
                 let why = format!("one call of the library; a rule or line names {}", algorithm.name());
-                return Ok(Recipe { why, ..whole });
+                Ok(Recipe { why, ..whole })
             }
-            _ => return Ok(whole),
+            _ => Ok(whole),
         }
-        let possible = if alone { self.shape() } else { Err("it is one of several in a launch".to_string()) };
-        let found = possible.and_then(|shape| Ok((shape, levels::in_levels(&whole, able)?)));
-        Ok(match found {
-            Ok((Shape { hosts, per_host, .. }, recipe)) => {
-                let why = format!("hierarchical by a rule or line: {hosts} hosts of {per_host} ranks");
-                Recipe { why: join(&why, &whole.why), ..recipe }
-            }
-            Err(why) => {
-                let why = format!("whole, although a rule or line says hierarchical: {why}");
-                Recipe { why: join(&why, &whole.why), ..whole }
-            }
-        })
-    }
-
-    /// Where this rank stands in two levels, or why its group has none.
-    fn shape(&self) -> std::result::Result<Shape, String> {
-        let place = self.place.as_ref().ok_or("its ranks do not live on several hosts that share memory inside")?;
-        let per_host = place.neighbours().len();
-        if !place.is_even() {
-            return Err("its hosts have different numbers of ranks".to_string());
-        }
-        if per_host < 2 {
-            return Err("each of its hosts has one rank".to_string());
-        }
-        let (host, at) = (place.host as u32, place.index as u32);
-        Ok(Shape { hosts: place.hosts.len() as u32, per_host: per_host as u32, host, place: at })
-    }
-
-    /// The ranks of this one's communicators inside its host and between hosts, in their order there, where some operation
-    /// is to go in two levels. They are made with that of all.
-    pub fn levels(&self) -> Option<[Vec<u32>; 2]> {
-        self.shape().ok().filter(|_| levels::wanted(&self.group.policy))?;
-        let place = self.place.as_ref()?;
-        let ranks = |list: &[usize]| list.iter().map(|rank| *rank as u32).collect();
-        Some([ranks(place.neighbours()), ranks(&place.leaders(place.index))])
     }
 
     /// Joins the communicator of `id` as rank `rank` of `ranks`; returns when all are there. `whose`: the same words on all
@@ -234,8 +181,8 @@ impl Devices {
         }
         let (rank, ranks) = (communicator.rank(), communicator.ranks());
         log::info!("group '{group}': {} {device} is rank {rank} of {ranks} in '{name}'", self.device_type);
-        let (devices, parts, levels) = (Arc::clone(self), AtomicU32::new(0), OnceLock::new());
-        Ok(Member { devices, communicator, name, parts, levels, _steered: steered })
+        let (devices, parts) = (Arc::clone(self), AtomicU32::new(0));
+        Ok(Member { devices, communicator, name, parts, _steered: steered })
     }
 
     /// Ends a wait for the other ranks of a communicator when a signal came or the group has failed.
@@ -491,10 +438,6 @@ impl Member {
 
     /// The communicator of a group of all its ranks but `exclude`, which do not call. What is under way in it is aborted.
     pub fn shrink(&self, child: &Arc<Devices>, exclude: &[u32], deadline: Duration) -> Result<Member> {
-        // What hangs in them would hold the device.
-        if let Some(levels) = self.levels.get() {
-            [&levels.inside, &levels.between].into_iter().for_each(|each| self.end(&**each));
-        }
         child.member("all", self.communicator.device(), |name, _| {
             self.communicator.shrink(exclude, deadline, child.joining(&name), &name)
         })
@@ -510,26 +453,7 @@ impl Member {
         stream: Stream,
     ) -> Result<Launched> {
         let job = Job { recipe, rank: self.rank(), ranks: self.ranks(), root, factor, send, recv };
-        match self.levels.get() {
-            Some(Levels { shape, inside, between, .. }) if recipe.method == Method::Levels => {
-                levels::launch((&*self.communicator, &**inside, &**between), &job, shape, stream)
-            }
-            _ => launch(&*self.communicator, &*self.devices.runtime, &job, stream),
-        }
-    }
-
-    /// Gives it the communicators of `Devices::levels`, which end with it.
-    pub fn add_levels(&self, inside: Member, between: Member) -> Result<()> {
-        let shape = self.devices.shape().map_err(|why| Error::Bug(format!("sagellm: no two levels: {why}")))?;
-        let steered = [inside._steered, between._steered];
-        let levels = Levels { shape, inside: inside.communicator, between: between.communicator, _steered: steered };
-        self.levels.set(levels).map_err(|_| Error::Bug("sagellm: two levels were made twice".into()))
-    }
-
-    /// All communicators that operations may be on.
-    fn communicators(&self) -> impl Iterator<Item = &Arc<dyn Communicator>> {
-        let levels = self.levels.get().into_iter().flat_map(|levels| [&levels.inside, &levels.between]);
-        levels.chain([&self.communicator])
+        launch(&*self.communicator, &*self.devices.runtime, &job, stream)
     }
 
     /// Puts messages on a raw stream, all under way together.
@@ -559,16 +483,12 @@ impl Member {
 
     /// An error that came up since. Never waits.
     pub fn poll(&self) -> Result<()> {
-        self.communicators().try_for_each(|communicator| communicator.poll())
+        self.communicator.poll()
     }
 
     /// Ends it although operations hang.
     pub fn abort(&self) {
-        self.communicators().for_each(|each| self.end(&**each));
-    }
-
-    fn end(&self, communicator: &dyn Communicator) {
-        if let Err(error) = communicator.abort() {
+        if let Err(error) = self.communicator.abort() {
             log::warn!("{}: {error}", self.name);
         }
     }
@@ -579,12 +499,10 @@ impl Member {
     pub fn close(&self, deadline: Duration) -> bool {
         const ALONE: Duration = Duration::from_secs(5);
         const LOOK: Duration = Duration::from_millis(50);
-        let communicators: Vec<_> = self.communicators().cloned().collect();
+        let communicator = Arc::clone(&self.communicator);
         let (done, result) = mpsc::channel();
         let started = watch::spawn("sagellm-close", move || {
-            // Each, whatever became of the one before: the peers wait for all.
-            let closed: Vec<Result<()>> = communicators.iter().map(|each| each.close(deadline)).collect();
-            let _ = done.send(closed.into_iter().collect()); // nobody there: they were left behind
+            let _ = done.send(communicator.close(deadline)); // nobody there: it was left behind
         });
         if let Err(error) = started {
             log::warn!("{}: no thread to end it: {error}", self.name);

@@ -5,7 +5,7 @@
 //! own. The first fault poisons the group, here and on the peers: everything pending and later fails with it.
 //!
 //! `builder` is how a group begins, whole, `check` refuses what does not fit together, `faults` finds who is missing and says so, `barrier` is the monitored barrier
-//! that names who is missing, `pairs` is how two ranks agree to make a communicator for their messages, `report` is
+//! that names who is missing, `report` is
 //! what the statistics tell.
 
 mod barrier;
@@ -14,7 +14,6 @@ mod check;
 pub mod devices;
 mod explain;
 mod faults;
-pub mod pairs;
 mod report;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};

@@ -97,7 +97,7 @@ impl Rendezvous {
             return Err(Error::Invalid(format!("sagellm: rank {} of a group of {} ranks", config.rank, config.size)));
         }
         // The user's rules are refused here, before anything is sent.
-        let own = select::file::decide(&config.algorithm, config.size, SLOT_BYTES, config.rank == 0)?;
+        let own = select::policy::decide(&config.algorithm, config.size, SLOT_BYTES, config.rank == 0)?;
         let unmet = |decision, policy| Ok((decision, [0; 16], policy));
         let (decision, id, policy) = if config.size == 1 {
             unmet(config.delegate_reason.clone().map_or(Decision::Alone, Decision::Delegate), own)
@@ -289,7 +289,7 @@ fn agreed(config: &Config, own: &Policy, sent: &str) -> Result<Policy> {
 
 /// Shape and policy that a group of `ranks` ranks would have, were it made now on this host by a rank 0 here.
 pub fn on_this_host(ranks: usize, algorithm: &str) -> Result<(Shape, Policy)> {
-    let policy = select::file::decide(algorithm, ranks, SLOT_BYTES, true)?;
+    let policy = select::policy::decide(algorithm, ranks, SLOT_BYTES, true)?;
     let cores = topology::usable_cores();
     if ranks == 1 {
         return Ok((Shape { cores, ..Shape::without_memory(ranks) }, policy));

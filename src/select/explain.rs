@@ -4,14 +4,14 @@
 
 use std::fmt::Write as _;
 
-use super::hosts;
-use super::hosts::{Hosts, Menu};
-use super::reason::Reason;
+use super::Reason;
+use super::inter;
+use super::inter::{Hosts, Menu};
+use super::intra::{self, Decisive, decisive, out_of_cache, possible, start};
 use super::rules::Way;
+use super::rules::size_text;
 use super::table::Line;
-use super::{
-    Asked, Choice, Class, Decisive, Path, Policy, Shape, decisive, model, out_of_cache, possible, size, start,
-};
+use super::{Asked, Choice, Class, Path, Policy, Shape};
 use crate::algorithms::Algorithm;
 use crate::types::{Dtype, Kind};
 
@@ -72,7 +72,7 @@ pub struct Batch {
 }
 
 pub fn explain(asked: Asked, shape: &Shape, policy: &Policy) -> Explanation {
-    let choice = super::choose(asked, shape, policy);
+    let choice = intra::choose(asked, shape, policy);
     let mut explanation = Explanation {
         asked,
         shape: *shape,
@@ -94,22 +94,22 @@ pub fn explain(asked: Asked, shape: &Shape, policy: &Policy) -> Explanation {
 
 /// An operation of a group on several hosts, or (`batched`) all of one batch.
 pub fn between(asked: Asked, batched: bool, shape: &Shape, hosts: &Hosts, menu: &Menu, policy: &Policy) -> Explanation {
-    let found = hosts::between_hosts(asked, batched, hosts, menu, policy);
+    let found = inter::between_hosts(asked, batched, hosts, menu, policy);
     let decided = match found.reason {
         Reason::Override | Reason::Measured => {
-            hosts::said_by(asked, batched, hosts, policy).map(|rule| format!(": the rule \"{rule}\""))
+            inter::said_by(asked, batched, hosts, policy).map(|rule| format!(": the rule \"{rule}\""))
         }
         _ => None,
     };
     let decided = decided.unwrap_or_else(|| format!(": {}", found.reason.text()));
     let others = Algorithm::ALL.into_iter().filter(|other| *other != found.algorithm && other.serves(asked.kind));
     let rejected = others.map(|other| {
-        let time_of = hosts::predict(asked, other, hosts, menu);
+        let time_of = inter::predict(asked, other, hosts, menu);
         let against =
             time_of.map(|ns| format!("predicted {} between the hosts, against {}", time(ns), time(found.predicted_ns)));
         let why_not = match (hosts.strict, against) {
             (true, _) => Reason::Strict.text().to_string(),
-            _ if !hosts::allowed(other, asked, batched, hosts) => {
+            _ if !inter::allowed(other, asked, batched, hosts) => {
                 "in a batch the order of a sum must not depend on where an element lies".to_string()
             }
             _ if found.reason == Reason::OneOrder => Reason::OneOrder.text().to_string(),
@@ -158,7 +158,7 @@ fn way_of(path: Path) -> Option<Way> {
 }
 
 fn predicted(asked: Asked, way: Way, shape: &Shape, policy: &Policy) -> u64 {
-    model::predict(asked.kind, asked.bytes, way, shape, policy.cache_bytes)
+    intra::predict(asked.kind, asked.bytes, way, shape, policy.cache_bytes)
 }
 
 impl Explanation {
@@ -172,11 +172,8 @@ impl Explanation {
             Decisive::Rule(rule, path) => {
                 self.decided = format!("override: the rule \"{rule}\"");
                 if rule.way != way_of(path).unwrap_or(Way::Start) {
-                    let _ = write!(
-                        self.decided,
-                        ", its chunk cut to the stage of {}",
-                        size::text(shape.stage_bytes as u64)
-                    );
+                    let _ =
+                        write!(self.decided, ", its chunk cut to the stage of {}", size_text(shape.stage_bytes as u64));
                 }
                 self.overruled.extend(line.map(|line| format!("the table's {}", measured(line))));
                 self.overruled.push(by_start_text(by_start));
@@ -249,9 +246,9 @@ pub fn table_lines(shape: &Shape, policy: &Policy) -> String {
     for kind in (1..=u8::MAX).map_while(Kind::from_u8).filter(|kind| !kind.is_p2p()) {
         for (from, to, found) in ranges(kind, shape, policy) {
             let range = if to == u64::MAX {
-                format!("{}-", size::text(from))
+                format!("{}-", size_text(from))
             } else {
-                format!("{}-{}", size::text(from), size::text(to))
+                format!("{}-{}", size_text(from), size_text(to))
             };
             let (way, reason, measured) =
                 (found.choice.path, found.choice.reason.name(), found.measured_ns.unwrap_or(0));
@@ -341,7 +338,7 @@ fn rejected(explanation: &Explanation, policy: &Policy) -> Vec<Alternative> {
 fn impossible(asked: Asked, shape: &Shape) -> String {
     match asked.kind {
         Kind::AllToAll => "its table of sizes goes by a slot, and the blocks with it where they fit".into(),
-        _ => format!("{} do not fit: a slot holds {}", size::text(asked.bytes), size::text(shape.slot_bytes as u64)),
+        _ => format!("{} do not fit: a slot holds {}", size_text(asked.bytes), size_text(shape.slot_bytes as u64)),
     }
 }
 

@@ -6,41 +6,34 @@
 //!
 //! | file | |
 //! | --- | --- |
-//! | `mod` | `choose`, and the start values |
-//! | `reason` | why, in one byte |
-//! | `rules` | the syntax of rules; `size`: of sizes |
-//! | `table`, `policy` | what was measured, and what rank 0 sends, as text |
-//! | `file` | tables on disk: the only effects |
-//! | `model`, `explain` | predicted times inside a host, and the whole answer in words |
-//! | `hosts`, `cost` | the choice between hosts, and predicted times of schedules |
-//! | `levels` | predicted times of all_reduce inside hosts and between them, for `sagellm simulate` |
+//! | `mod` | what is asked, the answer, and its reason in one byte |
+//! | `intra` | the choice inside one host, and predicted times there |
+//! | `inter` | the choice between hosts |
+//! | `cost` | predicted times of schedules, flat and inside hosts and between them |
+//! | `rules` | the syntax of rules and sizes |
+//! | `table` | what was measured, as text and on disk |
+//! | `policy` | what rank 0 decides with and sends to the others |
+//! | `explain` | the whole answer in words |
 
 pub mod cost;
 pub mod explain;
-pub mod file;
-pub mod hosts;
-pub mod levels;
-pub mod model;
+pub mod inter;
+pub mod intra;
 pub mod policy;
-pub mod reason;
 pub mod rules;
-pub mod size;
 pub mod table;
 
 use std::fmt;
 
+pub use self::intra::choose;
 pub use self::policy::Policy;
-pub use self::reason::Reason;
-use self::rules::{Rule, Rules, Way};
-use self::table::Line;
+use self::rules::Way;
 
 use crate::algorithms::Algorithm;
 use crate::types::{Dtype, Kind, Request};
 
 /// Last-level cache where the machine does not say.
 pub const DEFAULT_CACHE_BYTES: u64 = 32 << 20;
-/// Chunk of a tensor that comes from memory: two of them a rank stay in a core's own cache.
-pub const SMALL_CHUNK: usize = 128 << 10;
 
 /// The way an operation took or would take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -171,7 +164,7 @@ impl fmt::Display for Path {
                 write!(f, "{}(leaders={leaders})", algorithm.name())
             }
             Path::Hosts { algorithm, leaders, segment } => {
-                write!(f, "{}(leaders={leaders},segment={})", algorithm.name(), self::size::text(*segment as u64))
+                write!(f, "{}(leaders={leaders},segment={})", algorithm.name(), rules::size_text(*segment as u64))
             }
         }
     }
@@ -305,203 +298,145 @@ pub fn unit(kind: Kind, ranks: usize, chunk: usize) -> usize {
     }
 }
 
-/// The way of one operation, for every possible question. Inside one host (`shape.hosts` is 1) a collective of at least
-/// two ranks gets `Slots` or `Rounds`, and what it gets fits into the slots and the stage.
-pub fn choose(asked: Asked, shape: &Shape, policy: &Policy) -> Choice {
-    if asked.kind.is_p2p() {
-        return Choice::MESSAGE;
-    }
-    if shape.ranks < 2 {
-        return Choice::ALONE;
-    }
-    match decisive(asked, shape, policy) {
-        Decisive::Rule(_, path) => Choice { path, reason: Reason::Override },
-        Decisive::Line(_, path) => Choice { path, reason: Reason::Measured },
-        Decisive::Start => start(asked, shape, policy.cache_bytes),
-    }
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum Reason {
+    /// Nothing was recorded: the operation was refused, or has not been issued.
+    Unknown = 0,
+    Alone = 1,
+    Message = 2,
+    Delegated = 3,
+    /// The rules of the option `algorithm` or of `SAGELLM_ALGORITHM`.
+    Override = 4,
+    /// A line of the decision table, written by `sagellm tune`.
+    Measured = 5,
+    FitsSlot = 6,
+    InCache = 7,
+    OutOfCache = 8,
+    Crowded = 9,
+    NoCommonSize = 10,
+    NothingToMove = 11,
+    /// Between hosts.
+    Strict = 12,
+    Model = 13,
+    PowerOfTwo = 14,
+    AnyCount = 15,
+    // 16 and 19 named reasons that no operation can have any more; records of older versions may hold them.
+    Large = 17,
+    OneSchedule = 18,
+    Composed = 20,
+    OneOrder = 21,
+    /// Tensors on a device go to the library of its vendor.
+    Vendor = 22,
 }
 
-/// What has the last word about an operation of a group with peers.
-pub(crate) enum Decisive<'a> {
-    Rule(&'a Rule, Path),
-    Line(&'a Line, Path),
-    Start,
-}
+impl Reason {
+    pub const ALL: [Reason; 21] = [
+        Reason::Unknown,
+        Reason::Alone,
+        Reason::Message,
+        Reason::Delegated,
+        Reason::Override,
+        Reason::Measured,
+        Reason::FitsSlot,
+        Reason::InCache,
+        Reason::OutOfCache,
+        Reason::Crowded,
+        Reason::NoCommonSize,
+        Reason::NothingToMove,
+        Reason::Strict,
+        Reason::Model,
+        Reason::PowerOfTwo,
+        Reason::AnyCount,
+        Reason::Large,
+        Reason::OneSchedule,
+        Reason::Composed,
+        Reason::OneOrder,
+        Reason::Vendor,
+    ];
 
-pub(crate) fn decisive<'a>(asked: Asked, shape: &Shape, policy: &'a Policy) -> Decisive<'a> {
-    let Rules(rules) = &policy.rules;
-    for rule in rules.iter().filter(|rule| rule.fits(asked.kind, asked.bytes)) {
-        if rule.way == Way::Start {
-            return Decisive::Start;
+    pub fn from_u8(value: u8) -> Reason {
+        Reason::ALL.into_iter().find(|reason| *reason as u8 == value).unwrap_or(Reason::Unknown)
+    }
+
+    /// One word for records and programs.
+    pub fn name(self) -> &'static str {
+        match self {
+            Reason::Unknown => "unknown",
+            Reason::Alone => "alone",
+            Reason::Message => "message",
+            Reason::Delegated => "delegated",
+            Reason::Override => "override",
+            Reason::Measured => "measured",
+            Reason::FitsSlot => "fits_slot",
+            Reason::InCache => "in_cache",
+            Reason::OutOfCache => "out_of_cache",
+            Reason::Crowded => "crowded",
+            Reason::NoCommonSize => "no_common_size",
+            Reason::NothingToMove => "nothing_to_move",
+            Reason::Strict => "strict",
+            Reason::Model => "model",
+            Reason::PowerOfTwo => "power_of_two",
+            Reason::AnyCount => "any_count",
+            Reason::Large => "large",
+            Reason::OneSchedule => "one_schedule",
+            Reason::Composed => "composed",
+            Reason::OneOrder => "one_order",
+            Reason::Vendor => "vendor",
         }
-        if let Some(path) = possible(rule.way, asked, shape) {
-            return Decisive::Rule(rule, path);
+    }
+
+    /// What kind of knowledge decided: the first word a reader wants.
+    pub fn basis(self) -> &'static str {
+        match self {
+            Reason::Override => "override",
+            Reason::Measured => "measurement",
+            Reason::FitsSlot | Reason::InCache | Reason::OutOfCache | Reason::Crowded => "start value",
+            Reason::PowerOfTwo | Reason::AnyCount | Reason::Large => "start rule",
+            Reason::Model => "cost model",
+            Reason::Unknown => "nothing",
+            _ => "only way",
         }
     }
-    let line = policy.table.as_ref().and_then(|table| table.find(asked.kind, asked.bytes));
-    match line.and_then(|line| Some((line, possible(line.rule.way, asked, shape)?))) {
-        Some((line, path)) => Decisive::Line(line, path),
-        None => Decisive::Start,
+
+    pub fn text(self) -> &'static str {
+        match self {
+            Reason::Unknown => "nothing was recorded for it",
+            Reason::Alone => "a group of one rank copies locally",
+            Reason::Message => "a message has one way: small ones inside their envelope, large ones in pieces",
+            Reason::Delegated => "the whole group is served by a delegate",
+            Reason::Override => "a rule that the user gave",
+            Reason::Measured => "the decision table: measured on this machine by `sagellm tune`",
+            Reason::FitsSlot => "it fits into a slot, and one exchange is the least there can be",
+            Reason::InCache => "it stays in the last-level cache, where fewer rounds win",
+            Reason::OutOfCache => "it is larger than the last-level cache, where a small stage that stays cached wins",
+            Reason::Crowded => "ranks share cores, so every round costs context switches and fewer rounds win",
+            Reason::NoCommonSize => "no rank knows all the sizes of an all_to_all, so one way serves them all",
+            Reason::NothingToMove => "it moves no data",
+            Reason::Strict => "strict mode: only the direct exchange adds in the order of the ranks",
+            Reason::OneOrder => {
+                "small sums of floats are added in one order, whatever travels with them and whatever the link"
+            }
+            Reason::Vendor => "tensors on a device are carried by the library of its vendor",
+            Reason::Composed => "no single operation does it, so it is made of several",
+            Reason::Model => "the cost model, with the link as it was measured when the group was made",
+            Reason::PowerOfTwo => "below 1 MiB steps count most, and the count is a power of two",
+            Reason::AnyCount => "below 1 MiB, and the count is no power of two",
+            Reason::Large => "from 1 MiB a pipelined tree needs few steps and loads every link evenly",
+            Reason::OneSchedule => "it is the schedule for this kind that needs the fewest steps",
+        }
     }
 }
 
-/// The path by which this operation can go this way, if it can.
-pub(crate) fn possible(way: Way, asked: Asked, shape: &Shape) -> Option<Path> {
-    match way {
-        Way::Slots if fits_slot(asked, shape) => Some(Path::Slots),
-        Way::Rounds { chunk } if asked.kind != Kind::Barrier => Some(Path::Rounds { chunk: fitting(chunk, shape) }),
-        _ => None, // a way between hosts is none inside of one
-    }
-}
-
-fn fits_slot(asked: Asked, shape: &Shape) -> bool {
-    asked.kind != Kind::AllToAll && asked.bytes <= shape.slot_bytes as u64
-}
-
-/// A chunk that the stage holds, cut at cache lines.
-fn fitting(chunk: usize, shape: &Shape) -> usize {
-    (chunk.min(shape.stage_bytes) / 64 * 64).max(64)
-}
-
-/// Where tensors no longer stay in the last-level cache.
-pub(crate) fn out_of_cache(cache_bytes: u64) -> u64 {
-    cache_bytes / 4 * 3
-}
-
-/// Start values, measured with two ranks on two cores (docs/benchmarks.md): as few rounds as the buffers allow while the
-/// tensor stays in the last-level cache, smaller chunks where it does not, as few rounds as possible where ranks share
-/// cores, because then every round costs context switches.
-pub(crate) fn start(asked: Asked, shape: &Shape, cache_bytes: u64) -> Choice {
-    let rounds = |chunk: usize, reason| Choice { path: Path::Rounds { chunk: fitting(chunk, shape) }, reason };
-    match asked.kind {
-        Kind::Barrier => Choice { path: Path::Slots, reason: Reason::NothingToMove },
-        Kind::AllToAll => rounds(shape.stage_bytes, Reason::NoCommonSize),
-        _ if fits_slot(asked, shape) => Choice { path: Path::Slots, reason: Reason::FitsSlot },
-        _ if shape.crowded() => rounds(shape.stage_bytes, Reason::Crowded),
-        _ if asked.bytes > out_of_cache(cache_bytes) => rounds(SMALL_CHUNK, Reason::OutOfCache),
-        _ => rounds(shape.stage_bytes, Reason::InCache),
+impl fmt::Display for Reason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    const SHAPE: Shape = Shape { ranks: 2, hosts: 1, cores: 2, slot_bytes: 4096, stage_bytes: 512 << 10 };
-    const COLLECTIVES: [Kind; 9] = [
-        Kind::AllReduce,
-        Kind::Broadcast,
-        Kind::Reduce,
-        Kind::AllGather,
-        Kind::Gather,
-        Kind::Scatter,
-        Kind::ReduceScatter,
-        Kind::AllToAll,
-        Kind::Barrier,
-    ];
-
-    fn asked(kind: Kind, bytes: u64) -> Asked {
-        Asked { kind, bytes, class: Class::of(kind, Dtype::F32) }
-    }
-
-    #[test]
-    fn rule_07_the_choice_ignores_local_facts_and_is_total() {
-        let policy = Policy::default();
-        let path = |kind, bytes, shape: &Shape| choose(asked(kind, bytes), shape, &policy).path;
-        for kind in [Kind::AllReduce, Kind::Broadcast, Kind::AllGather, Kind::ReduceScatter] {
-            assert_eq!(path(kind, 0, &SHAPE), Path::Slots);
-            assert_eq!(path(kind, 4096, &SHAPE), Path::Slots);
-            assert_eq!(path(kind, 4097, &SHAPE), Path::Rounds { chunk: 512 << 10 });
-            assert_eq!(path(kind, 64 << 20, &SHAPE), Path::Rounds { chunk: 128 << 10 });
-            assert_eq!(path(kind, 64 << 20, &Shape { ranks: 4, ..SHAPE }), Path::Rounds { chunk: 512 << 10 });
-        }
-    }
-
-    /// xorshift64*.
-    struct Random(u64);
-    impl Random {
-        fn next(&mut self) -> u64 {
-            self.0 ^= self.0 >> 12;
-            self.0 ^= self.0 << 25;
-            self.0 ^= self.0 >> 27;
-            self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
-        }
-        fn below(&mut self, n: u64) -> u64 {
-            (self.next() >> 16) % n
-        }
-        fn policy(&mut self) -> Policy {
-            let count = self.below(5);
-            let rules: Vec<String> = (0..count).map(|_| self.rule()).collect();
-            let lines = (0..self.below(5)).map(|_| self.rule()).filter(|rule| !rule.ends_with("start"));
-            let lines: Vec<Line> =
-                lines.map(|rule| Line::parse(&format!("{rule} 10 ns; start 20 ns")).unwrap()).collect();
-            let table = table::Table { lines, ..table::tests::example() };
-            Policy {
-                rules: Rules::parse(&rules.join(";")).unwrap(),
-                table: (self.below(2) == 0).then_some(table),
-                cache_bytes: self.next() >> self.below(64),
-                ..Policy::default()
-            }
-        }
-        fn rule(&mut self) -> String {
-            let ways = ["slots", "rounds(1KiB)", "rounds(64KiB)", "rounds(1GiB)", "start"];
-            let way = ways[self.below(5) as usize];
-            let ops = ["*", "all_reduce", "broadcast", "reduce_scatter"];
-            let from = self.next() >> (30 + self.below(34));
-            format!("{}:{from}-{}={way}", ops[self.below(4) as usize], from + (self.next() >> 32))
-        }
-    }
-
-    #[test]
-    fn the_choice_is_total_repeatable_and_fits_what_the_engine_has() {
-        let mut random = Random(7);
-        for _ in 0..20_000 {
-            let policy = random.policy();
-            let sent = Policy::parse(&policy.text()).unwrap();
-            let shape = Shape {
-                ranks: random.below(300) as usize,
-                hosts: 1,
-                cores: random.below(300) as usize,
-                slot_bytes: 4096,
-                stage_bytes: 32 << 10 << random.below(5),
-            };
-            let kind = COLLECTIVES[random.below(9) as usize];
-            let asked = asked(kind, random.next() >> random.below(64));
-            let choice = choose(asked, &shape, &policy);
-            assert_eq!(choice, choose(asked, &shape, &sent), "rank 0 and the ranks it sent its policy to");
-            assert_eq!(Choice::from_code(choice.code()), choice);
-            let kept = Asked::from_load(kind, asked.load());
-            assert_eq!(kept, Asked { bytes: asked.bytes.min((1 << 56) - 1), ..asked });
-            assert_ne!(choice.reason, Reason::Unknown);
-            match choice.path {
-                Path::Alone => assert!(shape.ranks < 2),
-                Path::Slots => assert!(asked.bytes <= 4096 || kind == Kind::Barrier),
-                Path::Rounds { chunk } => {
-                    assert!(chunk >= 64 && chunk <= shape.stage_bytes && chunk.is_multiple_of(64), "{chunk}");
-                }
-                other => panic!("{other:?} inside one host"),
-            }
-        }
-        for kind in [Kind::Send, Kind::Recv] {
-            assert_eq!(choose(asked(kind, 8), &SHAPE, &Policy::default()), Choice::MESSAGE);
-        }
-    }
-
-    #[test]
-    fn rules_come_before_the_table_and_the_table_before_the_start_values() {
-        let mut policy = Policy { table: Some(table::tests::example()), ..Policy::default() };
-        let at = |policy: &Policy, bytes| {
-            let choice = choose(asked(Kind::AllReduce, bytes), &SHAPE, policy);
-            (choice.path.to_string(), choice.reason)
-        };
-        assert_eq!(at(&policy, 8192), ("rounds(64KiB)".into(), Reason::Measured));
-        assert_eq!(at(&policy, 1 << 20), ("rounds(512KiB)".into(), Reason::InCache));
-        policy.rules = Rules::parse("all_reduce:8KiB-=rounds(16KiB)").unwrap();
-        assert_eq!(at(&policy, 8192), ("rounds(16KiB)".into(), Reason::Override));
-        assert_eq!(at(&policy, 5000), ("rounds(64KiB)".into(), Reason::Measured));
-        policy.rules = Rules::parse("*:0-=start").unwrap();
-        assert_eq!(at(&policy, 8192), ("rounds(512KiB)".into(), Reason::InCache));
-    }
 
     #[test]
     fn a_batch_is_asked_for_as_a_whole() {
@@ -537,5 +472,18 @@ mod tests {
     fn a_code_that_nobody_wrote_is_unknown() {
         assert_eq!(Choice::from_code(0), Choice { path: Path::Unknown, reason: Reason::Unknown });
         assert_eq!(Choice::from_code(u64::MAX).path, Path::Unknown);
+    }
+
+    #[test]
+    fn every_byte_is_a_reason_and_every_reason_has_its_own_word_and_text() {
+        let mut names: Vec<&str> = Reason::ALL.iter().map(|reason| reason.name()).collect();
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), Reason::ALL.len());
+        for value in 0..=255 {
+            let reason = Reason::from_u8(value);
+            assert!(reason == Reason::Unknown || reason as u8 == value);
+            assert!(!reason.text().is_empty() && !reason.basis().is_empty());
+        }
     }
 }

@@ -2,15 +2,22 @@
 //! cache. It travels to the other ranks when they meet, and its hash begins the chain of signatures, so that two ranks
 //! that went by different policies would find out in their first operation.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use super::rules;
 use super::rules::Rules;
 use super::table;
-use super::table::Table;
+use super::table::{Found, Table};
+use crate::error::{Error, Result as Outcome};
+use crate::os::topology;
 
 const HEAD: &str = "sagellm policy 1";
 /// Longest policy that is sent.
 pub const MAX_BYTES: usize = rules::MAX_BYTES + table::MAX_BYTES + 2048;
 const MOST_NOTE: usize = 1024;
+
+/// Rules for every group of the process, after those of its option.
+pub const RULES_VARIABLE: &str = "SAGELLM_ALGORITHM";
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Policy {
@@ -67,6 +74,50 @@ impl Policy {
     /// The beginning of the chain of signatures.
     pub fn hash(&self) -> u64 {
         table::hash(self.text().as_bytes())
+    }
+}
+
+/// What this rank would have its group do: the user's rules, and on rank 0 (`leads`) the table of this machine. The other
+/// ranks' is only compared with rank 0's, so no file is read for it.
+pub fn decide(option: &str, ranks: usize, slot_bytes: usize, leads: bool) -> Outcome<Policy> {
+    let environment = std::env::var(RULES_VARIABLE).unwrap_or_default();
+    let read = |name: &str, text: &str| {
+        Rules::parse(text)
+            .and_then(|rules| rules.check(slot_bytes).map(|()| rules))
+            .map_err(|what| Error::Invalid(format!("sagellm: {name}: {what}")))
+    };
+    let mut rules = read("the option algorithm", option)?;
+    rules.0.extend(read(RULES_VARIABLE, &environment)?.0);
+    if rules.to_string().len() > rules::MAX_BYTES {
+        return Err(Error::Invalid(format!(
+            "sagellm: the rules of the option algorithm and of {RULES_VARIABLE} together are more than {} bytes",
+            rules::MAX_BYTES
+        )));
+    }
+    let mut policy = Policy { rules, ..Policy::default() };
+    if !leads || ranks < 2 {
+        return Ok(policy);
+    }
+    policy.cache_bytes = topology::last_level_cache().unwrap_or(super::DEFAULT_CACHE_BYTES);
+    (policy.table, policy.note) = match table::directory() {
+        None => (None, format!("there is none: neither {} nor HOME names a directory", table::VARIABLE)),
+        Some(directory) => match table::load(&directory, &table::key(ranks), slot_bytes) {
+            Found::Table(table, path) => (Some(table), path.display().to_string()),
+            Found::Missing(why) => (None, why),
+            Found::Refused(why) => {
+                warn_once(&why);
+                (None, why)
+            }
+        },
+    };
+    Ok(policy)
+}
+
+/// A bad table is one problem, however many groups a process makes.
+fn warn_once(why: &str) {
+    static TOLD: AtomicBool = AtomicBool::new(false);
+    if !TOLD.swap(true, Ordering::Relaxed) {
+        log::warn!("the decision table {why}");
     }
 }
 

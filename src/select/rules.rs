@@ -8,14 +8,12 @@
 //! range  = from "-" [ to ]                both ends belong to it; without `to` it has no upper end
 //! way    = start                          what is chosen where nobody says anything and nothing is measured
 //!        | slots | rounds "(" chunk ")"   inside one host
-//!        | hierarchical                  devices of several hosts: inside each host, between hosts, inside again
 //!        | algorithm [ "(" [ "leaders=" count ] [ "," ] [ "segment=" size ] ")" ]      between hosts
 //! sizes  = whole numbers, or with a unit: 4096, 64KiB, 1MiB
 //! ```
 
 use std::fmt;
 
-use super::size;
 use crate::algorithms::Algorithm;
 use crate::types::Kind;
 
@@ -36,8 +34,6 @@ pub enum Way {
     Rounds {
         chunk: usize,
     },
-    /// By a vendor's library, inside each host and between them (`engine/device/levels.rs`). CPU tensors always go so.
-    Hierarchical,
     /// Between hosts; what is not said stays as it would be.
     Hosts {
         algorithm: Algorithm,
@@ -80,7 +76,7 @@ impl Rules {
         for rule in &self.0 {
             let wrong = |what: String| Err(format!("rule \"{rule}\": {what}"));
             if rule.way == Way::Slots && (rule.to > slot_bytes as u64) {
-                let most = size::text(slot_bytes as u64);
+                let most = size_text(slot_bytes as u64);
                 return wrong(format!("a slot holds {most}, so the range of slots ends at {most} or below"));
             }
         }
@@ -113,9 +109,6 @@ impl Rule {
             Some(Kind::AllToAll) if (from, to) != (0, u64::MAX) => {
                 Err("no rank knows all the sizes of an all_to_all, so its range must be 0-".into())
             }
-            Some(kind) if way == Way::Hierarchical && kind != Kind::AllReduce => {
-                Err("only an all_reduce can be made hierarchical".into())
-            }
             Some(kind) if matches!(way, Way::Hosts { algorithm, .. } if !algorithm.serves(kind)) => {
                 Err(format!("there is no such schedule for {kind}"))
             }
@@ -141,7 +134,7 @@ fn parse_op(name: &str) -> Result<Option<Kind>, String> {
 fn parse_range(text: &str) -> Result<(u64, u64), String> {
     let (from, to) = text.split_once('-').ok_or_else(|| format!("{text:?} is no range; expected FROM-TO or FROM-"))?;
     let read = |text: &str| {
-        size::parse(text)
+        parse_size(text)
             .ok_or_else(|| format!("{text:?} is no size; expected a whole number, or one of B, KiB, MiB, GiB"))
     };
     let from = read(from)?;
@@ -163,9 +156,8 @@ impl Way {
         match (name, argument) {
             ("start", None) => Ok(Way::Start),
             ("slots", None) => Ok(Way::Slots),
-            ("hierarchical", None) => Ok(Way::Hierarchical),
             ("rounds", Some(chunk)) => {
-                let bytes = size::parse(chunk).and_then(|bytes| usize::try_from(bytes).ok());
+                let bytes = parse_size(chunk).and_then(|bytes| usize::try_from(bytes).ok());
                 match bytes {
                     Some(chunk) if (LEAST_CHUNK..=MOST_CHUNK).contains(&chunk) && chunk.is_multiple_of(64) => {
                         Ok(Way::Rounds { chunk })
@@ -176,10 +168,9 @@ impl Way {
             ("rounds", None) => Err("rounds need their chunk, as in rounds(128KiB)".into()),
             _ => match Algorithm::from_name(name) {
                 Some(algorithm) => parse_between(algorithm, argument.unwrap_or("")),
-                None => Err(format!(
-                    "{text:?} is no way; expected start, slots, rounds(CHUNK), hierarchical or one of {}",
-                    algorithms()
-                )),
+                None => {
+                    Err(format!("{text:?} is no way; expected start, slots, rounds(CHUNK) or one of {}", algorithms()))
+                }
             },
         }
     }
@@ -199,7 +190,7 @@ fn parse_between(algorithm: Algorithm, text: &str) -> Result<Way, String> {
                 leaders = Some(count.parse().ok().filter(|count: &u8| *count > 0).ok_or_else(wrong)?);
             }
             Some(("segment", bytes)) => {
-                let bytes = size::parse(bytes).and_then(|bytes| usize::try_from(bytes).ok());
+                let bytes = parse_size(bytes).and_then(|bytes| usize::try_from(bytes).ok());
                 segment = Some(bytes.filter(|bytes| (LEAST_CHUNK..=MOST_CHUNK).contains(bytes)).ok_or_else(wrong)?);
             }
             _ => return Err(wrong()),
@@ -213,11 +204,10 @@ impl fmt::Display for Way {
         match self {
             Way::Start => f.write_str("start"),
             Way::Slots => f.write_str("slots"),
-            Way::Hierarchical => f.write_str("hierarchical"),
-            Way::Rounds { chunk } => write!(f, "rounds({})", size::text(*chunk as u64)),
+            Way::Rounds { chunk } => write!(f, "rounds({})", size_text(*chunk as u64)),
             Way::Hosts { algorithm, leaders, segment } => {
                 let leaders = leaders.map(|count| format!("leaders={count}"));
-                let segment = segment.map(|bytes| format!("segment={}", size::text(bytes as u64)));
+                let segment = segment.map(|bytes| format!("segment={}", size_text(bytes as u64)));
                 let parts: Vec<String> = leaders.into_iter().chain(segment).collect();
                 f.write_str(algorithm.name())?;
                 if parts.is_empty() { Ok(()) } else { write!(f, "({})", parts.join(",")) }
@@ -228,9 +218,9 @@ impl fmt::Display for Way {
 
 impl fmt::Display for Rule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}:{}-", self.kind.map_or("*", Kind::name), size::text(self.from))?;
+        write!(f, "{}:{}-", self.kind.map_or("*", Kind::name), size_text(self.from))?;
         if self.to != u64::MAX {
-            f.write_str(&size::text(self.to))?;
+            f.write_str(&size_text(self.to))?;
         }
         write!(f, "={}", self.way)
     }
@@ -242,6 +232,29 @@ impl fmt::Display for Rules {
             write!(f, "{}{rule}", if at == 0 { "" } else { ";" })?;
         }
         Ok(())
+    }
+}
+
+const UNITS: [(&str, u64); 4] = [("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1)];
+
+/// Bytes, or `None` for what is not a whole number with one of the units B, KiB, MiB, GiB.
+pub fn parse_size(text: &str) -> Option<u64> {
+    let text = text.trim();
+    let digits = text.len() - text.trim_start_matches(|c: char| c.is_ascii_digit()).len();
+    let (number, unit) = text.split_at(digits);
+    let number: u64 = number.parse().ok()?;
+    let unit = match unit.trim() {
+        "" => 1,
+        unit => UNITS.iter().find(|(name, _)| name.eq_ignore_ascii_case(unit))?.1,
+    };
+    number.checked_mul(unit)
+}
+
+/// The shortest exact form: `parse_size` gives the same number back.
+pub fn size_text(bytes: u64) -> String {
+    match UNITS.iter().find(|(_, unit)| bytes > 0 && bytes.is_multiple_of(*unit)) {
+        Some((name, unit)) if *unit > 1 => format!("{}{name}", bytes / unit),
+        _ => bytes.to_string(),
     }
 }
 
@@ -302,5 +315,24 @@ mod tests {
         assert!(Rules::parse(&"*:0-=start;".repeat(1000)).unwrap_err().contains("more than 4096"));
         let error = Rules::parse("all_reduce:0-64KiB=slots").unwrap().check(4096).unwrap_err();
         assert!(error.contains("all_reduce:0-64KiB=slots") && error.contains("4KiB"), "{error}");
+    }
+
+    #[test]
+    fn sizes_are_read_as_people_write_them() {
+        for (text, bytes) in [("0", 0), ("17", 17), ("8B", 8), ("64KiB", 65536), ("1 MiB", 1 << 20), ("2gib", 2 << 30)]
+        {
+            assert_eq!(parse_size(text), Some(bytes), "{text}");
+        }
+        for wrong in ["", "KiB", "-1", "1.5KiB", "1KB", "1 2", "99999999999999999999", "99999999999GiB"] {
+            assert_eq!(parse_size(wrong), None, "{wrong}");
+        }
+    }
+
+    #[test]
+    fn what_is_written_is_read_back() {
+        for bytes in [0, 1, 1023, 1024, 1025, 4096, 65536, 1 << 20, (1 << 20) + 1, 3 << 30, u64::MAX] {
+            assert_eq!(parse_size(&size_text(bytes)), Some(bytes));
+        }
+        assert_eq!(size_text(65536), "64KiB");
     }
 }

@@ -1,5 +1,6 @@
 //! The decision table: which way won at which sizes, measured on one machine with one number of ranks. A plain file that
-//! people can read; pure here, on disk in `file`.
+//! people can read: one a machine and number of ranks, in the user's cache directory. Read when a group is made, by its
+//! rank 0 alone; written by `sagellm tune`.
 //!
 //! ```text
 //! # what it is
@@ -17,8 +18,13 @@
 //! it. Whatever is not exactly this is refused, with the reason: a table decides how every operation travels.
 
 use std::fmt::Write as _;
+use std::fs::{self, File};
+use std::io::{self, Read, Write};
+use std::path::{Path, PathBuf};
 
 use super::rules::{Rule, Rules};
+use crate::error::{Error, Result as Outcome};
+use crate::os::topology;
 
 const FORMAT: &str = "1";
 const HEAD: &str =
@@ -152,6 +158,96 @@ pub fn hash(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3))
 }
 
+/// Names the directory itself; without it `$XDG_CACHE_HOME/sagellm` or `~/.cache/sagellm`.
+pub const VARIABLE: &str = "SAGELLM_CACHE_DIR";
+
+/// What a table must be for to hold here.
+pub fn key(ranks: usize) -> Key {
+    Key { version: env!("CARGO_PKG_VERSION").into(), machine: topology::fingerprint().into(), ranks }
+}
+
+/// The cache directory of this user, if one can be named.
+pub fn directory() -> Option<PathBuf> {
+    let named = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    named(VARIABLE)
+        .or_else(|| named("XDG_CACHE_HOME").map(|path| path.join("sagellm")))
+        .or_else(|| named("HOME").map(|path| path.join(".cache").join("sagellm")))
+}
+
+/// The file of one machine and number of ranks: machines that share a home directory do not meet in it.
+pub fn path(directory: &Path, key: &Key) -> PathBuf {
+    directory.join(format!("table-{:016x}-{}.txt", hash(key.machine.as_bytes()), key.ranks))
+}
+
+/// What was found: a table and where it lies, or why there is none.
+pub enum Found {
+    Table(Table, PathBuf),
+    /// There is none, which is the usual case.
+    Missing(String),
+    /// There is one that must not be used.
+    Refused(String),
+}
+
+/// The table for `key` in `directory`, if it is whole and made for exactly that.
+pub fn load(directory: &Path, key: &Key, slot_bytes: usize) -> Found {
+    let path = path(directory, key);
+    let mut bytes = Vec::new();
+    // One byte more than a table may have shows that the file is too long, however long it is.
+    match File::open(&path).and_then(|file| file.take(MAX_BYTES as u64 + 1).read_to_end(&mut bytes)) {
+        Ok(_) => {}
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            return Found::Missing(format!(
+                "there is none for {} ranks on this machine; `sagellm tune` makes one",
+                key.ranks
+            ));
+        }
+        Err(error) => return Found::Refused(format!("{} cannot be read: {error}", path.display())),
+    }
+    let read = Table::parse(&bytes).and_then(|table| {
+        table.serves(key)?;
+        table.check(slot_bytes)?;
+        Ok(table)
+    });
+    match read {
+        Ok(table) => Found::Table(table, path),
+        Err(reason) => Found::Refused(format!("{} is not used: {reason}", path.display())),
+    }
+}
+
+/// Writes a table so that a reader finds the old one or the new one, whole.
+pub fn save(directory: &Path, table: &Table) -> io::Result<PathBuf> {
+    let text = table.text();
+    if text.len() > MAX_BYTES {
+        return Err(io::Error::other(format!("a table of {} bytes is more than {}", text.len(), MAX_BYTES)));
+    }
+    fs::create_dir_all(directory)?;
+    let path = path(directory, &table.key);
+    let draft = path.with_extension(format!("{}.tmp", std::process::id()));
+    let written = File::create(&draft).and_then(|mut file| {
+        file.write_all(text.as_bytes())?;
+        file.sync_all()
+    });
+    written.and_then(|()| fs::rename(&draft, &path)).inspect_err(|_| {
+        let _ = fs::remove_file(&draft);
+    })?;
+    Ok(path)
+}
+
+/// Makes the table of this machine for `ranks` ranks from `lines`, each a `Line`, and writes it. Its path.
+pub fn make(ranks: usize, made: &str, lines: &str) -> Outcome<String> {
+    let lines: Result<Vec<Line>, String> = lines.lines().map(Line::parse).collect();
+    let lines = lines.map_err(|what| Error::Invalid(format!("sagellm: the new table cannot be used: {what}")))?;
+    let directory = directory().ok_or_else(|| {
+        Error::Invalid(format!(
+            "sagellm: there is no directory for the table: {VARIABLE}, XDG_CACHE_HOME and HOME are not set"
+        ))
+    })?;
+    let path = save(&directory, &Table { key: key(ranks), made: made.into(), lines }).map_err(|error| {
+        Error::System(format!("sagellm: the table cannot be written into {}: {error}", directory.display()))
+    })?;
+    Ok(path.display().to_string())
+}
+
 #[cfg(test)]
 pub mod tests {
     use super::*;
@@ -229,5 +325,35 @@ pub mod tests {
         let mut table = example();
         table.lines[0].rule.to = 8192;
         assert!(table.check(4096).unwrap_err().contains("all_reduce:0-8KiB=slots"));
+    }
+
+    #[test]
+    fn a_table_is_saved_found_and_refused_when_it_is_not_ours() {
+        let directory = std::env::temp_dir().join(format!("sagellm-table-{}", std::process::id()));
+        let table = example();
+        let look = |key: &Key| load(&directory, key, 4096);
+        assert!(matches!(look(&table.key), Found::Missing(text) if text.contains("sagellm tune")));
+        let path = save(&directory, &table).unwrap();
+        assert!(matches!(look(&table.key), Found::Table(found, at) if found == table && at == path));
+        assert_eq!(fs::read_dir(&directory).unwrap().count(), 1, "no draft is left");
+
+        let refused = |expected: &str| match look(&table.key) {
+            Found::Refused(text) => assert!(text.contains(expected) && text.contains("table-"), "{text}"),
+            _ => panic!("expected to be refused: {expected}"),
+        };
+        fs::write(&path, "garbage").unwrap();
+        refused("damaged");
+        fs::write(&path, vec![0u8; 100_000]).unwrap();
+        refused("more than");
+        let other = Table { key: Key { version: "0.0.1".into(), ..table.key.clone() }, ..example() };
+        fs::write(&path, other.text()).unwrap();
+        refused("stale");
+        let foreign = Table { key: Key { machine: "elsewhere".into(), ..table.key.clone() }, ..example() };
+        fs::write(&path, foreign.text()).unwrap();
+        refused("another machine");
+        fs::remove_file(&path).unwrap();
+        fs::create_dir(&path).unwrap();
+        refused("cannot be read");
+        fs::remove_dir_all(&directory).unwrap();
     }
 }

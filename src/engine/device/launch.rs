@@ -37,7 +37,7 @@ impl Launched {
         Launched { _kept: kept.into_iter().collect() }
     }
 
-    pub(super) fn keep(&mut self, kept: Kept) {
+    fn keep(&mut self, kept: Kept) {
         self._kept.extend(kept);
     }
 }
@@ -78,12 +78,11 @@ pub fn calls(job: &Job<'_>, run: &mut dyn FnMut(&Call<'_>) -> Result<()>) -> Res
         (_, Method::Native) => native(job, run),
         (_, Method::Exchange) => exchange(job, run),
         (_, Method::PerRoot) => per_root(job, run),
-        (_, Method::Levels) => Err(job.wrong("two levels need communicators of their own")),
     }
 }
 
 impl Job<'_> {
-    pub(super) fn wrong(&self, what: &str) -> Error {
+    fn wrong(&self, what: &str) -> Error {
         let Job { recipe, rank, ranks, send, recv, .. } = self;
         Error::Bug(format!(
             "sagellm: {} of rank {rank} of {ranks}: {what}; {} and {} spans, {} and {} bytes",
@@ -95,7 +94,7 @@ impl Job<'_> {
         ))
     }
 
-    pub(super) fn count(&self, bytes: usize) -> Result<usize> {
+    fn count(&self, bytes: usize) -> Result<usize> {
         let size = self.recipe.dtype.size();
         if bytes.is_multiple_of(size) {
             Ok(bytes / size)
@@ -119,7 +118,7 @@ impl Job<'_> {
     }
 
     /// All blocks as one run; a recipe that is `flat` promises it.
-    pub(super) fn run(&self, spans: &[Span]) -> Result<Span> {
+    fn run(&self, spans: &[Span]) -> Result<Span> {
         let Some(first) = spans.first() else { return Ok(Span { addr: 0, bytes: 0 }) };
         let mut next = first.addr;
         for span in spans {

@@ -72,9 +72,6 @@ pub struct Capabilities {
     pub all_to_all_v: bool,
     /// A reduce to one root may leave partial sums in the input of the others.
     pub reduce_spoils: bool,
-    /// A reduce_scatter may write its block to where it lies in the input, and an all_gather read it from where it lies in
-    /// the output.
-    pub blocks_in_place: bool,
     /// Several calls between group start and group end are one launch.
     pub group: bool,
     /// Communicators can be made from a communicator.
@@ -130,8 +127,6 @@ pub enum Method {
     Exchange,
     /// One broadcast (all_gather) or reduce (reduce_scatter) for each rank, of that rank's block.
     PerRoot,
-    /// Inside each host and between them, with communicators for both (`levels.rs`).
-    Levels,
 }
 
 #[derive(Clone, Debug, PartialEq)]

@@ -39,21 +39,20 @@
 //!
 //! | file | |
 //! | --- | --- |
-//! | `library` | finds a library and its functions, says what was tried |
 //! | `communicator`, `runtime` | what every vendor is used by |
-//! | `recipe` | pure: what a library lacks and how it is composed, or why it is refused |
-//! | `launch` | pure but for its last step: from a recipe to calls |
-//! | `nccl`, `hccl`, `cncl` and `*_sys` | the vendors' communicators and C declarations |
-//! | `cuda`, `acl`, `cnrt` | the vendors' streams and events |
-//! | `tuner`, `profiler` | what NCCL asks a plugin: which algorithm to take, and what it tells one: which it took |
+//! | `lowering` | pure: what a library lacks and how it is composed, or why it is refused |
+//! | `launch` | pure but for its last step: from a lowered operation to calls |
+//! | `libs/loader` | finds a library and its functions, says what was tried |
+//! | `libs/nccl`, `hccl`, `cncl` | each library: `declarations` (NCCL's are the crate `nccl-sys`), `communicator`, `runtime` (streams and events) |
+//! | `libs/nccl/tuner`, `profiler` | what NCCL asks a plugin: which algorithm to take, and what it tells one: which it took |
 //!
 //! To add a vendor: its files and one row of [`Vendor`] (docs/vendors.md).
 
 pub mod communicator;
 mod launch;
-pub mod levels;
 pub mod libs;
 pub mod lowering;
+pub mod pairs;
 mod runtime;
 
 use std::sync::Arc;
@@ -96,7 +95,7 @@ const ROWS: [Row; 3] = [
         open: self::libs::nccl::communicator::Nccl::open,
         open_runtime: self::libs::nccl::runtime::Cuda::open,
         capabilities: self::libs::nccl::communicator::capabilities,
-        symbols: self::libs::nccl::declarations::Table::NAMES,
+        symbols: nccl_sys::Table::NAMES,
         runtime_symbols: self::libs::nccl::runtime::Table::NAMES,
     },
     Row {

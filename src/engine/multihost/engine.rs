@@ -22,7 +22,7 @@ use crate::os::watch;
 use crate::reduce::Kernel;
 use crate::select::explain;
 use crate::select::explain::Explanation;
-use crate::select::hosts::{Hosts, LinkFacts, Menu};
+use crate::select::inter::{Hosts, LinkFacts, Menu};
 use crate::select::{Asked, Policy, Shape};
 
 /// Bytes and operations of one batch.
@@ -64,7 +64,6 @@ impl Opened {
                 least_ranks: place.fewest(),
                 link: facts,
                 strict: settings.strict,
-                full_nvlink: false,
             },
             menu: Menu::new(place.hosts.len()),
             policy,
@@ -288,9 +287,5 @@ impl Control for Shared {
         let state = self.lock();
         let found = state.entries.iter().find(|entry| !entry.done && entry.op.reach().meets(reach));
         found.map(|entry| Arc::clone(&entry.op))
-    }
-
-    fn host_of(&self) -> Option<&[usize]> {
-        Some(&self.place.host_of)
     }
 }

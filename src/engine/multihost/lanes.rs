@@ -14,8 +14,8 @@ use crate::engine::{Ended, Report};
 use crate::error::{Error, Result, contained};
 use crate::fusion::planner::{Batch, Class, Item, LANES};
 use crate::op::{Company, Op};
-use crate::select::hosts;
-use crate::select::hosts::{Hosts, HostsChoice, Menu};
+use crate::select::inter;
+use crate::select::inter::{Hosts, HostsChoice, Menu};
 use crate::select::{Asked, Policy};
 use crate::types::{Kind, ReduceOp, Request, Span};
 
@@ -70,7 +70,7 @@ impl Shared {
             Kind::Broadcast => (sum(&request.inputs).max(sum(&request.outputs)), None),
             _ => (sum(&request.inputs), None),
         };
-        let class = class.filter(|_| bytes as u64 <= hosts::SMALL);
+        let class = class.filter(|_| bytes as u64 <= inter::SMALL);
         let cut = matches!(request.kind, Kind::AllReduce | Kind::Reduce | Kind::Broadcast) && class.is_none();
         let alone = || self.choice(Asked::of(request, self.place.ranks()), false);
         let segments = if cut { alone().segments } else { 1 };
@@ -79,7 +79,7 @@ impl Shared {
 
     /// How one operation goes, or several that go together: a function of what all ranks share.
     pub fn choice(&self, asked: Asked, batched: bool) -> HostsChoice {
-        hosts::between_hosts(asked, batched, &self.hosts, &self.menu, &self.policy)
+        inter::between_hosts(asked, batched, &self.hosts, &self.menu, &self.policy)
     }
 
     /// Chooses the way of a batch and notes it, so that each operation knows how and with whom it went.

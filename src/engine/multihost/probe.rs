@@ -13,7 +13,7 @@ use super::transport::{Lane, Note};
 use super::vector::span;
 use crate::error::{Error, Result};
 use crate::os::clock;
-use crate::select::hosts::LinkFacts;
+use crate::select::inter::LinkFacts;
 use crate::types::{Dtype, Kind, ReduceOp, Request};
 
 const TIMES: usize = 3;

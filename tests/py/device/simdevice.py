@@ -62,7 +62,6 @@ class Device:
         library.sim_use_library.restype = ctypes.c_char_p
         library.sim_kernels.restype = ctypes.c_int64
         library.sim_blocks.restype = ctypes.c_int64
-        library.sim_launcher.restype = ctypes.c_void_p
         for setter in (library.sim_set_kernel_delay, library.sim_set_host_delay):
             setter.argtypes = [ctypes.c_int64]
 
@@ -107,14 +106,6 @@ class Device:
             yield
         finally:
             self.library.sim_set_capturing(0, 1)
-
-    def launcher(self) -> int:
-        """Address of the functions that stand for a vendor's library; for `sagellm._C._Echo`."""
-        return int(self.library.sim_launcher())
-
-    def raw_events(self) -> int:
-        """Events that the launcher had to make: those given back are recorded again."""
-        return int(self.library.sim_raw_events())
 
     def blocks(self) -> int:
         """Pieces of the device's memory that somebody holds."""

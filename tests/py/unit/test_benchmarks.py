@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -190,10 +191,9 @@ def test_a_failed_backend_is_shown_and_does_not_hide_the_others(run: report.Resu
 def test_files_are_written(run: report.Result, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the plot needs matplotlib")
     told = report.write(run, tmp_path / "runs", "x")
-    assert len(told) == 1
+    assert [line.rpartition("/")[2] for line in told] == ["x.json", "x.png"]
     assert json.loads((tmp_path / "runs/x.json").read_text())["results"][0]["op"] == "all_reduce"
     assert (tmp_path / "runs/x.png").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "runs/x.md").read_text().startswith("# Collectives: 2 ranks")
 
 
 def test_the_machine_is_named_without_its_host() -> None:
@@ -206,13 +206,32 @@ def test_the_command_in_a_report_can_be_repeated_anywhere() -> None:
     assert collectives.command_line(words) == "benchmarks/collectives.py --ops barrier --quick"
 
 
-def test_the_page_is_written_from_results_and_hides_no_goal(run: report.Result) -> None:
-    run["results"][0]["times"]["sagellm"] = summarize([[4.0] * 9 + [400.0] * 10]).as_dict()
-    rows = {tuple(cell.strip() for cell in row.split("|")[1:5]): row for row in update_docs.goal_rows([run])[2:]}
+def test_the_table_of_goals_hides_no_goal_and_no_miss(run: report.Result) -> None:
+    head, *rows = update_docs.goals([run])
+    assert head[:2] == ["what", "goal"] and len(head) == 3
     assert len(rows) == len(update_docs.GOALS)
-    assert "reached by p10 only" in rows["2", "all_reduce", "8 B", "30x"]
-    assert rows["2", "barrier", "-", "20x"].endswith("| reached |")
-    assert "not measured" in rows["4", "all_reduce", "8 B", "20x"]
+    found = {what: (goal, cell) for what, goal, cell in rows}
+    assert found["2 ranks, all_reduce, 8 B"] == ("30x gloo", "40.0x (A/A 2.00)")
+    assert found["2 ranks, barrier"] == ("20x gloo", "25.0x (A/A 2.00)")
+    assert found["4 ranks, all_reduce, 8 B"] == ("20x gloo", "-")
+    run["results"][0] = result("all_reduce", 8, 20.0, 160.0)
+    assert update_docs.goals([run])[1][2] == "**8.00x (A/A 2.00) missed**"
+
+
+def test_a_layout_is_said_in_words() -> None:
+    layouts = ["2", "0,1", "0,0,1,1", "0,1,0,1"]
+    words = ["2 ranks", "2 hosts x 1 rank", "2 hosts x 2 ranks", "2 hosts x 2 ranks, alternating"]
+    assert [update_docs.ranks_of(layout) for layout in layouts] == words
+
+
+def test_the_page_holds_what_the_raw_results_say() -> None:
+    """Its tables are those that update_docs.py would write now, and its pictures are there."""
+    page = update_docs.PAGE.read_text()
+    assert update_docs.filled(page) == page, "run benchmarks/update_docs.py"
+    pictures = re.findall(r"!\[[^]]*\]\(([^)]+)\)", page)
+    assert pictures and all((update_docs.PAGE.parent / picture).is_file() for picture in pictures)
+    with pytest.raises(ValueError, match="expected one table <!-- table: goals -->"):
+        update_docs.filled(page.replace("<!-- table: goals -->", ""))
 
 
 # ----------------------------------------------------------------------------------------------- the checks

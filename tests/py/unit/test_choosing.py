@@ -114,7 +114,7 @@ def test_an_explanation_of_what_might_be() -> None:
 def test_an_explanation_between_hosts_is_read() -> None:
     fields = {"op": "all_reduce", "bytes": 64, "ranks": 4, "hosts": 2, "choice": "direct(leaders=1,segment=2MiB)"}
     fields |= {
-        "reason": "assumed_link",
+        "reason": "model",
         "code": 1,
         "decided": "d",
         "predicted_ns": 50_000,

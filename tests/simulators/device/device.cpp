@@ -640,75 +640,6 @@ struct Leaving {
   ~Leaving() { alive().lock(); }
 } leaving;
 
-// ------------------------------------------------------------------------------------------------ a launcher
-
-// Stands for a vendor's library behind the shim's stream machinery (`Table` in cpp/device/probe.cpp): it knows raw
-// handles only, goes around the host queue, and records its events again as soon as they are given back.
-struct Launcher {
-  void (*set_device)(int device);
-  void* (*stream)(int device);
-  void (*wait)(void* stream, void* event);
-  void* (*record)(void* stream);
-  void (*release)(void* event);
-  void (*launch)(void* stream, const void* from, void* to, size_t bytes);
-};
-
-struct RawEvents {
-  std::mutex mutex;
-  std::vector<void*> free;
-  std::map<int, void*> streams;
-  int made = 0;
-};
-
-RawEvents& raw_events() {
-  static auto* all = new RawEvents();
-  return *all;
-}
-
-Launcher launcher = {
-    [](int device) { runtime.set_device(device); },
-    [](int device) {
-      std::lock_guard<std::mutex> lock(raw_events().mutex);
-      void*& stream = raw_events().streams[device];
-      if (stream == nullptr) stream = runtime.stream_create();
-      return stream;
-    },
-    [](void* stream, void* event) { runtime.event_wait(event, stream); },
-    [](void* stream) {
-      std::lock_guard<std::mutex> lock(raw_events().mutex);
-      auto& free = raw_events().free;
-      void* event = nullptr;
-      if (free.empty()) {
-        event = runtime.event_create();
-        ++raw_events().made;
-      } else {
-        event = free.back();
-        free.pop_back();
-      }
-      runtime.event_record(event, stream);
-      return event;
-    },
-    [](void* event) {
-      std::lock_guard<std::mutex> lock(raw_events().mutex);
-      raw_events().free.push_back(event);
-    },
-    [](void* stream, const void* from, void* to, size_t bytes) {
-      ++kernels;
-      runtime.launch(
-          stream,
-          [](void* argument) {
-            auto* call = static_cast<std::function<void()>*>(argument);
-            (*call)();
-            delete call;
-          },
-          new std::function<void()>([=, delay = kernel_delay_us.load()] {
-            gate().pass();
-            sleep_us(delay);
-            std::memcpy(to, from, bytes);
-          }));
-    },
-};
-
 }  // namespace
 
 }  // namespace sim
@@ -754,13 +685,6 @@ void sim_set_device(int device) {
 }
 void sim_synchronize(int device) {
   guard.synchronizeDevice(static_cast<c10::DeviceIndex>(device));
-}
-const void* sim_launcher() {
-  return &launcher;
-}
-int sim_raw_events() {
-  std::lock_guard<std::mutex> lock(raw_events().mutex);
-  return raw_events().made;
 }
 // Before the first stream. Null when it went well, else why not.
 const char* sim_use_library(const char* path, const char* flavour) {

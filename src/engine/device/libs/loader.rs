@@ -84,7 +84,7 @@ impl Library {
     }
 
     /// The address of a function or of data, from the library or its companion.
-    fn address(&self, name: &str) -> Option<*mut c_void> {
+    pub fn address(&self, name: &str) -> Option<*mut c_void> {
         let name = CString::new(name).ok()?;
         // SAFETY: handles of dlopen that are never closed; `name` ends in a zero.
         let found = |handle: &Handle| unsafe { libc::dlsym(handle.0, name.as_ptr()) };
@@ -134,6 +134,18 @@ impl<F: Copy> Symbol<F> {
 
     /// The function, or an error that names it.
     pub fn of(&self, library: &Library) -> Result<F> {
+        self.function.ok_or_else(|| library.lacks(self.name))
+    }
+}
+
+/// The same for a function of `nccl_sys`.
+pub trait Needed<F> {
+    /// The function, or an error that names it.
+    fn of(&self, library: &Library) -> Result<F>;
+}
+
+impl<F: Copy> Needed<F> for nccl_sys::Symbol<F> {
+    fn of(&self, library: &Library) -> Result<F> {
         self.function.ok_or_else(|| library.lacks(self.name))
     }
 }

@@ -52,7 +52,6 @@ pub fn capabilities() -> Capabilities {
         gather: false,
         scatter: false,
         all_to_all_v: false,
-        blocks_in_place: true,
         reduce_spoils: false,
         group: true,
         split: false,

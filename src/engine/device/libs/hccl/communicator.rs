@@ -61,7 +61,6 @@ pub fn capabilities() -> Capabilities {
         gather: false,
         scatter: true,
         all_to_all_v: true,
-        blocks_in_place: false,
         reduce_spoils: true,
         group: false,
         split: true,

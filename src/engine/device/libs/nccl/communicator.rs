@@ -5,15 +5,14 @@ use std::ffi::{CStr, CString, c_int, c_void};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::declarations as sys;
-use super::declarations::{Comm, Config, UniqueId};
 use crate::engine::device::communicator::*;
-use crate::engine::device::libs::loader::{Hints, Known, Library};
+use crate::engine::device::libs::loader::{Hints, Known, Library, Needed};
 use crate::engine::device::lowering::{Capabilities, Double, Ops};
 use crate::engine::device::runtime::{Runtime, Stream};
 use crate::error::{Error, Result};
 use crate::reduce::{f32_to_bf16, f32_to_f16};
 use crate::types::{Dtype, ReduceOp};
+use nccl_sys::{self as sys, Comm, Config, UniqueId};
 
 pub static KNOWN: Known = Known {
     key: "NCCL",
@@ -72,7 +71,6 @@ pub fn capabilities() -> Capabilities {
         gather: true,
         scatter: true,
         all_to_all_v: false,
-        blocks_in_place: true,
         reduce_spoils: false,
         group: true,
         split: true,
@@ -90,7 +88,8 @@ pub fn version_text(code: c_int) -> String {
 impl Nccl {
     pub fn open(hints: &Hints) -> Result<Arc<dyn Api>> {
         let library = Library::open(&KNOWN, hints)?;
-        let table = sys::Table::load(&library);
+        // SAFETY: the addresses are those of this library, which is never closed.
+        let table = unsafe { sys::Table::load(|name| library.address(name).and_then(std::ptr::NonNull::new)) };
         let mut version = 0;
         // SAFETY: the vendor's function; it writes one int.
         let code = unsafe { table.get_version.of(&library)?(&mut version) };

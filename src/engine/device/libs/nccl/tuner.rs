@@ -29,7 +29,6 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, Once, OnceLock};
 
 use crate::algorithms::Algorithm;
-use crate::engine::device::levels;
 use crate::select::Policy;
 use crate::select::rules::{Rule, Way};
 use crate::types::Kind;
@@ -51,10 +50,18 @@ fn kind_of(function: c_int) -> Option<Kind> {
     })
 }
 
+/// What the rules, else the table, say to a library about an operation: the first that names an algorithm of libraries.
+pub fn said(policy: &Policy, kind: Kind, bytes: u64) -> Option<Way> {
+    let means = |rule: &&Rule| matches!(rule.way, Way::Start | Way::Hosts { .. });
+    let rule = policy.rules.0.iter().filter(|rule| rule.fits(kind, bytes)).find(means);
+    let line = || policy.table.as_ref().and_then(|table| table.find(kind, bytes)).map(|line| &line.rule).filter(means);
+    rule.or_else(line).map(|rule| rule.way).filter(|way| *way != Way::Start)
+}
+
 /// NCCL's algorithm for an operation by the first rule that fits, else by the first line of the table; `None` leaves the
 /// choice to NCCL. `bytes` as `select` counts them.
 pub fn algorithm(policy: &Policy, kind: Kind, bytes: u64) -> Option<usize> {
-    match levels::said(policy, kind, bytes)? {
+    match said(policy, kind, bytes)? {
         Way::Hosts { algorithm: Algorithm::Ring, .. } => Some(RING),
         Way::Hosts { algorithm: Algorithm::DoubleTree | Algorithm::Binomial, .. } => Some(TREE),
         _ => None,
@@ -389,6 +396,15 @@ mod tests {
         assert!(policy_of(21).is_some());
         drop(guard);
         assert!(policy_of(21).is_none());
+    }
+
+    #[test]
+    fn rules_of_the_cpu_engines_are_passed_over() {
+        let policy = |rules: &str| Policy { rules: Rules::parse(rules).unwrap(), ..Policy::default() };
+        let rules = policy("*:0-4KiB=slots;all_reduce:0-1KiB=start;*:0-=ring");
+        assert_eq!(said(&rules, Kind::AllReduce, 8), None);
+        assert!(matches!(said(&rules, Kind::AllReduce, 2000), Some(Way::Hosts { .. })));
+        assert!(matches!(said(&rules, Kind::Broadcast, 8), Some(Way::Hosts { .. })));
     }
 
     #[test]

@@ -27,9 +27,6 @@ impl std::fmt::Display for LinkFacts {
 }
 
 impl LinkFacts {
-    /// Where nobody measured: a network of about 10 Gbit/s, as most machines of a cluster have.
-    pub const ASSUMED: LinkFacts = LinkFacts { alpha_ns: 50_000, beta_ps_per_byte: 800 };
-
     pub fn known(self) -> bool {
         self.alpha_ns > 0 || self.beta_ps_per_byte > 0
     }
@@ -45,8 +42,6 @@ pub struct Hosts {
     pub link: LinkFacts,
     /// The bits of one host: every element in the order of the ranks.
     pub strict: bool,
-    /// All devices are joined by NVLink.
-    pub full_nvlink: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -131,7 +126,7 @@ pub fn between_hosts(asked: Asked, batched: bool, hosts: &Hosts, menu: &Menu, po
     {
         choice.algorithm = priced.schedule.algorithm;
         choice.predicted_ns = (seconds * 1e9) as u64;
-        choice.reason = if hosts.link == LinkFacts::ASSUMED { Reason::Assumed } else { Reason::Model };
+        choice.reason = Reason::Model;
     }
     if !hosts.strict && one_order(asked, batched) {
         choice.algorithm = if hosts.hosts <= MOST_DIRECT { Algorithm::Direct } else { Algorithm::Doubling };
@@ -219,7 +214,6 @@ fn start_rule(asked: Asked, hosts: &Hosts, allowed: &dyn Fn(Algorithm) -> bool) 
     let wishes: &[(Algorithm, Reason)] = match (asked.bytes < LARGE, hosts.hosts.is_power_of_two()) {
         (true, true) => &[(Doubling, Reason::PowerOfTwo)],
         (true, false) => &[(Ring, Reason::AnyCount)],
-        (false, _) if hosts.full_nvlink => &[(Ring, Reason::FullNvlink)],
         (false, _) => &[(DoubleTree, Reason::Large), (Binomial, Reason::Large)],
     };
     let last = [Dissemination, Bruck, Binomial, Halving].map(|algorithm| (algorithm, Reason::OneSchedule));
@@ -284,7 +278,7 @@ fn possible_leaders(kind: Kind, count: u8, hosts: &Hosts) -> u8 {
 /// Where the cost of one more message equals what a shorter first and last segment save: a power of two, and at least
 /// one whole small operation.
 fn segment(bytes: u64, link: LinkFacts) -> usize {
-    if !link.known() || link == LinkFacts::ASSUMED {
+    if !link.known() {
         return SEGMENT;
     }
     let most = (1u64 << 30) as f64;
@@ -300,7 +294,7 @@ mod tests {
     const FAST: LinkFacts = LinkFacts { alpha_ns: 30_000, beta_ps_per_byte: 100 };
 
     fn hosts(count: usize, link: LinkFacts) -> Hosts {
-        Hosts { hosts: count, ranks: count * 2, least_ranks: 2, link, strict: false, full_nvlink: false }
+        Hosts { hosts: count, ranks: count * 2, least_ranks: 2, link, strict: false }
     }
 
     fn asked(kind: Kind, bytes: u64) -> Asked {
@@ -310,15 +304,14 @@ mod tests {
     #[test]
     fn the_start_rules_hold_where_no_link_was_measured() {
         let policy = Policy::default();
-        let at = |count, bytes, full_nvlink| {
-            let hosts = Hosts { full_nvlink, ..hosts(count, LinkFacts::default()) };
+        let at = |count, bytes| {
+            let hosts = hosts(count, LinkFacts::default());
             let found = between_hosts(asked(Kind::AllReduce, bytes), false, &hosts, &Menu::new(count), &policy);
             (found.algorithm, found.reason)
         };
-        assert_eq!(at(4, LARGE - 1, false), (Algorithm::Doubling, Reason::PowerOfTwo));
-        assert_eq!(at(3, LARGE - 1, false), (Algorithm::Ring, Reason::AnyCount));
-        assert_eq!(at(4, LARGE, true), (Algorithm::Ring, Reason::FullNvlink));
-        assert_eq!(at(4, LARGE, false), (Algorithm::DoubleTree, Reason::Large));
+        assert_eq!(at(4, LARGE - 1), (Algorithm::Doubling, Reason::PowerOfTwo));
+        assert_eq!(at(3, LARGE - 1), (Algorithm::Ring, Reason::AnyCount));
+        assert_eq!(at(4, LARGE), (Algorithm::DoubleTree, Reason::Large));
     }
 
     #[test]
@@ -352,7 +345,11 @@ mod tests {
         let policy = Policy::default();
         for count in [2, 3, 8, 9, 100] {
             let menu = Menu::new(count);
-            let links = [LinkFacts::ASSUMED, FAST, LinkFacts { alpha_ns: 1_000_000, beta_ps_per_byte: 8000 }];
+            let links = [
+                LinkFacts { alpha_ns: 50_000, beta_ps_per_byte: 800 },
+                FAST,
+                LinkFacts { alpha_ns: 1_000_000, beta_ps_per_byte: 8000 },
+            ];
             let ways = links.map(|link| {
                 [(8, false), (SMALL, false), (1 << 20, true)].map(|(bytes, batched)| {
                     between_hosts(asked(Kind::AllReduce, bytes), batched, &hosts(count, link), &menu, &policy).algorithm
@@ -405,7 +402,6 @@ mod tests {
                 least_ranks: next(300) as usize,
                 link: facts[next(3) as usize],
                 strict: next(4) == 0,
-                full_nvlink: next(2) == 0,
             };
             let kind = kinds[next(kinds.len() as u64) as usize];
             let bytes = next(u64::MAX) >> next(33);

@@ -1,9 +1,10 @@
-//! NCCL's C interface, as far as it is used; checked against `nccl.h` of 2.30.7 (NVIDIA/nccl, src/nccl.h.in). Enums are
-//! integers, since a library may return numbers that this version has not heard of.
+//! NCCL's C interface, as far as sagellm uses it, and a table of its functions that is filled at run time: nothing is
+//! linked, and no header is needed to build. `tests/header.rs` compares sizes, offsets, values and the way each argument
+//! is passed with an installed `nccl.h` (last: 2.30.7). Enums are integers, since a library may return numbers that these
+//! declarations do not know.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
-
-use crate::engine::device::libs::loader::symbols;
+use std::ptr::NonNull;
 
 pub type Comm = *mut c_void;
 pub type Code = c_int;
@@ -51,26 +52,27 @@ const _: () = assert!(size_of::<UniqueId>() == 128 && align_of::<UniqueId>() == 
 /// version of the library itself must never stand here, or it reads fields that were never written.
 #[repr(C)]
 pub struct Config {
-    size: usize,
-    magic: u32,
-    version: u32,
-    blocking: c_int,
-    cga_cluster_size: c_int,
-    min_ctas: c_int,
-    max_ctas: c_int,
-    net_name: *const c_char,
-    split_share: c_int,
-    traffic_class: c_int,
-    comm_name: *const c_char,
-    collnet_enable: c_int,
-    cta_policy: c_int,
-    shrink_share: c_int,
-    nvls_ctas: c_int,
+    pub size: usize,
+    pub magic: u32,
+    pub version: u32,
+    pub blocking: c_int,
+    pub cga_cluster_size: c_int,
+    pub min_ctas: c_int,
+    pub max_ctas: c_int,
+    pub net_name: *const c_char,
+    pub split_share: c_int,
+    pub traffic_class: c_int,
+    pub comm_name: *const c_char,
+    pub collnet_enable: c_int,
+    pub cta_policy: c_int,
+    pub shrink_share: c_int,
+    pub nvls_ctas: c_int,
 }
 
-const CONFIG_MAGIC: u32 = 0xcafe_beef;
+/// What NCCL_CONFIG_INITIALIZER writes.
+pub const CONFIG_MAGIC: u32 = 0xcafe_beef;
 const CONFIG_VERSION: u32 = 22700;
-const UNDEFINED: c_int = c_int::MIN;
+pub const UNDEFINED: c_int = c_int::MIN;
 
 const _: () = {
     use std::mem::offset_of;
@@ -105,8 +107,79 @@ impl Config {
     }
 }
 
-symbols! {
-    /// Function and stream arguments are pointers; counts are elements.
+/// A function that the library may have or not.
+#[derive(Clone, Copy, Debug)]
+pub struct Symbol<F> {
+    pub function: Option<F>,
+    pub name: &'static str,
+}
+
+impl<F: Copy> Symbol<F> {
+    pub fn there(&self) -> bool {
+        self.function.is_some()
+    }
+
+    pub fn optional(&self) -> Option<F> {
+        self.function
+    }
+}
+
+/// How the C ABI passes a value of this type: what the test compares with the header.
+pub trait Passed {
+    const HOW: &'static str;
+}
+impl<T> Passed for *mut T {
+    const HOW: &'static str = "pointer";
+}
+impl<T> Passed for *const T {
+    const HOW: &'static str = "pointer";
+}
+impl Passed for c_int {
+    const HOW: &'static str = "4 bytes";
+}
+impl Passed for usize {
+    const HOW: &'static str = "8 bytes";
+}
+impl Passed for UniqueId {
+    const HOW: &'static str = "struct of 128 bytes";
+}
+
+macro_rules! functions {
+    ($(#[$meta:meta])* $table:ident { $($field:ident = $name:literal ($($argument:ty),* $(,)?) -> $result:ty;)* }) => {
+        $(#[$meta])*
+        pub struct $table { $(pub $field: Symbol<unsafe extern "C" fn($($argument),*) -> $result>,)* }
+
+        impl $table {
+            /// Every name that is looked up.
+            pub const NAMES: &'static [&'static str] = &[$($name),*];
+            /// For each name how the result and the arguments are passed.
+            pub const SIGNATURES: &'static [(&'static str, &'static [&'static str])] =
+                &[$(($name, &[<$result as Passed>::HOW, $(<$argument as Passed>::HOW),*])),*];
+
+            /// Looks every function up with `address`.
+            ///
+            /// # Safety
+            /// `address` returns addresses of the functions of one NCCL library, which is never unloaded.
+            pub unsafe fn load(mut address: impl FnMut(&'static str) -> Option<NonNull<c_void>>) -> $table {
+                $table {
+                    $($field: Symbol {
+                        name: $name,
+                        // SAFETY: the address is that of this function, by the caller's promise, and the type is the
+                        // header's declaration of it. Pointers to functions and to data have one size on every
+                        // platform that has dlsym.
+                        function: address($name).map(|found| unsafe {
+                            std::mem::transmute::<NonNull<c_void>, unsafe extern "C" fn($($argument),*) -> $result>(found)
+                        }),
+                    },)*
+                }
+            }
+        }
+    };
+}
+
+functions! {
+    /// Streams are pointers; counts are elements.
+    #[derive(Clone, Copy, Debug)]
     Table {
         get_version = "ncclGetVersion"(*mut c_int) -> Code;
         get_unique_id = "ncclGetUniqueId"(*mut UniqueId) -> Code;

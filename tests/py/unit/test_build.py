@@ -1,0 +1,95 @@
+"""The build of the extension as a log shows it: one line for the C++, and the compiler's words where it fails. What is
+compiled are small sources made here, not those of `cpp/`: `setup.py` is loaded without its last line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.quick
+
+ROOT = Path(__file__).resolve().parents[3]
+
+#: Compiles `cpp/one.cpp` and `cpp/inner/two.cpp` of the folder it runs in, with the rules of `setup.py`.
+COMPILE = """
+import os, shlex, sys
+from pathlib import Path
+text = Path(sys.argv[1]).read_text()
+body, call = text.rsplit("main()", 1)
+assert not call.strip()
+exec(compile(body.replace("Path(__file__).resolve().parent", "Path.cwd()"), "setup.py", "exec"))
+compiler = shlex.split(os.environ.get("CXX", "g++"))
+sources = sorted(str(path) for path in Path("cpp").rglob("*.cpp"))
+for target in compile_all(compiler, ["-std=c++17", "-Wall", "-Icpp"], sources, ROOT / "build" / "objects"):
+    assert Path(target).is_file(), target
+"""
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    (tmp_path / "cpp" / "inner").mkdir(parents=True)
+    (tmp_path / "cpp" / "torch_headers.hpp").write_text("#pragma once\n#include <string>\n")
+    (tmp_path / "cpp" / "one.hpp").write_text("#pragma once\nint one();\n")
+    (tmp_path / "cpp" / "one.cpp").write_text('#include "one.hpp"\nint one() { return 1; }\n')
+    (tmp_path / "cpp" / "inner" / "two.cpp").write_text('#include "one.hpp"\nint two() { return one() + 1; }\n')
+    return tmp_path
+
+
+def build(tree: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", COMPILE, str(ROOT / "setup.py")],
+        cwd=tree,
+        env={**os.environ, "CCACHE_DISABLE": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def times(tree: Path) -> dict[str, int]:
+    return {str(path): path.stat().st_mtime_ns for path in (tree / "build").rglob("*.o")}
+
+
+def test_a_good_build_says_one_line(tree: Path) -> None:
+    done = build(tree)
+    assert done.returncode == 0, done.stdout
+    lines = done.stdout.splitlines()
+    assert len(lines) == 1 and "C++ of 2 files" in lines[0], done.stdout
+
+
+def test_a_broken_file_shows_the_compilers_message_and_no_wall_of_flags(tree: Path) -> None:
+    (tree / "cpp" / "inner" / "two.cpp").write_text("int two() {\n  return nothing_here;\n}\n")
+    done = build(tree, MAX_JOBS="1")
+    assert done.returncode == 1
+    assert "cpp/inner/two.cpp:2:10: error:" in done.stdout and "nothing_here" in done.stdout, done.stdout
+    assert done.stdout.splitlines()[-1] == "sagellm: the C++ did not compile; the compiler's message is above"
+    assert max(map(len, done.stdout.splitlines())) < 300, done.stdout
+
+
+def test_only_what_an_edit_reaches_is_compiled_again(tree: Path) -> None:
+    assert build(tree).returncode == 0
+    first = times(tree)
+    assert build(tree).returncode == 0 and times(tree) == first
+    (tree / "cpp" / "one.cpp").write_text('#include "one.hpp"\nint one() { return 2; }\n')
+    assert build(tree).returncode == 0
+    second = times(tree)
+    assert [Path(path).name for path in first if first[path] != second[path]] == ["one.o"]
+    (tree / "cpp" / "torch_headers.hpp").write_text("#pragma once\n#include <string>\n#include <vector>\n")
+    assert build(tree).returncode == 0
+    third = times(tree)
+    assert all(second[path] != third[path] for path in second)
+
+
+def test_the_precompiled_header_is_used(tree: Path) -> None:
+    (tree / "cpp" / "one.cpp").write_text("std::string one() { return {}; }\n")
+    (tree / "cpp" / "inner" / "two.cpp").unlink()
+    done = build(tree, CFLAGS="-Werror")
+    assert done.returncode == 0, done.stdout
+    assert (tree / "build" / "objects" / "torch.hpp.gch").is_file()
+    assert "warning" not in done.stdout  # -Winvalid-pch would say why a header was left aside
