@@ -44,27 +44,37 @@ c10::intrusive_ptr<Options> make_options(Seconds timeout, std::string engine, st
 // The process that made the last group: a forked child that leaves has nothing of its own to end.
 int process_of_groups = 0;
 
-c10::intrusive_ptr<SageBackend> create(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                                       Seconds timeout, std::string group_name,
-                                       const std::vector<int64_t>& global_ranks,
-                                       const c10::intrusive_ptr<Options>& given) {
+// What `body` returns, which it computes without the GIL; what is logged on the way comes out, also before an error.
+template <class Body>
+auto told(const Body& body) {
+  try {
+    const auto made = [&] {
+      const py::gil_scoped_release no_gil;
+      return body();
+    }();
+    drain_log();
+    return made;
+  } catch (...) {
+    drain_log();
+    throw;
+  }
+}
+
+std::shared_ptr<Rendezvous> meet(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, Seconds timeout,
+                                 std::string group_name, const std::vector<int64_t>& global_ranks,
+                                 const c10::intrusive_ptr<Options>& given) {
   // The caller's object may serve several groups; each backend gets its own.
   auto options = given ? given->copy() : c10::make_intrusive<Options>();
   options->timeout = milliseconds(timeout);
   options->group_name = std::move(group_name);
   options->global_ranks_in_group.assign(global_ranks.begin(), global_ranks.end());
   process_of_groups = ::getpid();
-  c10::intrusive_ptr<SageBackend> backend;
-  try {
-    const py::gil_scoped_release no_gil;
-    backend = SageBackend::create(store, rank, size, std::move(options));
-  } catch (...) {
-    // What was logged on the way explains the error.
-    drain_log();
-    throw;
-  }
-  drain_log();
-  return backend;
+  return told([&] { return std::make_shared<Rendezvous>(store, rank, size, std::move(options)); });
+}
+
+c10::intrusive_ptr<SageBackend> build(Rendezvous& decided, c10::intrusive_ptr<c10d::Backend> delegate,
+                                      c10::intrusive_ptr<c10d::Backend> link) {
+  return told([&] { return decided.build(std::move(delegate), std::move(link)); });
 }
 
 // Once, from atexit: afterwards no thread of ours runs that might ask for the GIL.
@@ -118,14 +128,15 @@ void bind_options(py::module_& module) {
 }
 
 void bind_backend(py::module_& module) {
+  py::class_<Rendezvous, std::shared_ptr<Rendezvous>>(module, "Rendezvous",
+                                                      "What the ranks of a group decided before it is built.")
+      .def_property_readonly("delegate_reason", &Rendezvous::delegate_reason)
+      .def_property_readonly("spans_hosts", &Rendezvous::spans_hosts)
+      .def("build", translated(&build), py::arg("delegate") = py::none(), py::arg("link") = py::none());
   py::class_<SageBackend, c10d::Backend, c10::intrusive_ptr<SageBackend>>(module, "SageBackend",
                                                                           "One process group of the sagellm backend.")
       .def_property_readonly("delegate_reason", &SageBackend::delegate_reason)
-      .def("_set_delegate", translated(&SageBackend::set_delegate), py::arg("backend"))
       .def_property_readonly("spans_hosts", &SageBackend::spans_hosts)
-      // Meets the other hosts, so others need the GIL meanwhile.
-      .def("_set_link", translated(&SageBackend::set_link), py::arg("backend"),
-           py::call_guard<py::gil_scoped_release>())
       .def("describe", &SageBackend::describe)
       .def("_explain",
            translated([](const SageBackend& self, const std::string& kind, uint64_t bytes, const std::string& dtype) {
@@ -169,7 +180,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_backend(module);
   bind_observation(module);
   bind_simulation(module);
-  module.def("create", torch::wrap_pybind_function(&create), py::arg("store"), py::arg("rank"), py::arg("size"),
+  module.def("rendezvous", torch::wrap_pybind_function(&meet), py::arg("store"), py::arg("rank"), py::arg("size"),
              py::arg("timeout"), py::arg("group_name") = "", py::arg("global_ranks") = std::vector<int64_t>(),
              py::arg("options") = py::none());
   module.def("set_log_level", &set_log_level, py::arg("level"));

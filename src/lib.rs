@@ -8,7 +8,7 @@
 //! 3. [`group`] gives the operation its sequence number, signature and deadline, and hands it to the engine.
 //!    [`driver`] is who makes progress: the thread that waits, or the progress thread when nobody waits; [`domain`] are the
 //!    groups that they drive together, [`roles`] who wakes whom.
-//! 4. [`engine`] does it: [`crate::engine::shm`] over shared memory between the processes of one host
+//! 4. [`engine`] does it, behind one trait: [`crate::engine::shm`] over shared memory between the processes of one host
 //!    (`small.rs` slots, `bulk.rs` rounds, `p2p.rs` send and receive, `protocol.rs` the rules of who may write when);
 //!    [`crate::engine::multihost`] where ranks live on several hosts, in batches that [`fusion`] cuts, over an [`crate::engine::multihost::transport`].
 //!    [`crate::engine::device`] knows the libraries of accelerators, and what to make of an op that one of them lacks.

@@ -1,5 +1,7 @@
-//! Holds the direction of the arrows: a file uses only what stands below it, and the floor (docs/design.md).
+//! Holds the direction of the arrows: a file uses only what stands below it, and the floor (docs/design.md); engines know
+//! nothing of each other, and no files use each other in a circle. `LAYERS` is the one list of layers.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 /// From top to bottom; a module may use modules with a larger number. Modules of one number are one layer.
@@ -95,6 +97,127 @@ fn no_module_uses_one_above_it() {
     assert!(wrong.is_empty(), "upward arrows:\n{}", wrong.join("\n"));
 }
 
+/// The rooms of `engine/` know nothing of each other: what several of them need stands in `engine/` itself. But for these.
+const ROOMS_THAT_MAY_USE: [(&str, &[&str], &str); 1] =
+    [("local", &["multihost", "shm"], "plays the memory and the link of ranks that are threads")];
+
+/// Files of `engine/` for all of its rooms.
+const SHARED_BY_ENGINES: [&str; 1] = ["pieces"];
+
+/// Files that use each other on purpose.
+const ONE_IN_SEVERAL_FILES: [(&[&str], &str); 2] = [
+    (&["engine/shm/memory/area", "engine/shm/memory/presence"], "one type: its words, and how its memory comes to be"),
+    (
+        &["ffi/bridge", "ffi/callbacks", "ffi/devices", "ffi/simulate"],
+        "one cxx bridge, whose functions are in several files",
+    ),
+];
+
+/// A module by the names of the folders and the file that it is.
+type Module = Vec<String>;
+
+/// Every file, as a module, with the files that it names by `crate::`, `self::` or `super::`. A file and its folder's
+/// `mod.rs` know each other, which does not count; nor do tests at the end of a file.
+fn named_files() -> BTreeMap<Module, BTreeSet<Module>> {
+    let src = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let mut all = Vec::new();
+    files(&src, &mut all);
+    let module = |file: &PathBuf| -> Module {
+        let inside = file.strip_prefix(&src).unwrap().with_extension("");
+        let names = inside.components().map(|part| part.as_os_str().to_str().unwrap().to_string());
+        names.filter(|name| name != "mod").collect()
+    };
+    let modules: BTreeSet<Module> = all.iter().map(module).collect();
+    let named = all.iter().map(|file| {
+        let me = module(file);
+        let text = std::fs::read_to_string(file).unwrap();
+        let mut found: BTreeSet<Module> = paths(text.split("#[cfg(test)]").next().unwrap(), &me)
+            .into_iter()
+            .map(|path| (0..=path.len()).rev().map(|end| path[..end].to_vec()).find(|path| modules.contains(path)))
+            .map(Option::unwrap_or_default)
+            .collect();
+        found.retain(|other| !me.starts_with(other) && !other.starts_with(&me));
+        (me, found)
+    });
+    named.collect()
+}
+
+/// The paths that `text`, which is module `me`, names by `crate::`, `self::` or `super::`, from the root; of a list in
+/// braces each one.
+fn paths(text: &str, me: &[String]) -> Vec<Module> {
+    let code: Vec<&str> = text.lines().filter(|line| !line.trim_start().starts_with("//")).collect();
+    let code = code.join(" ");
+    let mut found = Vec::new();
+    for root in ["crate::", "self::", "super::"] {
+        for (at, _) in code.match_indices(root) {
+            if code[..at].ends_with(|c: char| c.is_alphanumeric() || c == '_' || c == ':') {
+                continue; // the end of a longer path
+            }
+            let mut rest = &code[at..];
+            let mut base = if rest.starts_with("crate") { Vec::new() } else { me.to_vec() };
+            rest = rest.trim_start_matches("crate::").trim_start_matches("self::");
+            while let Some(up) = rest.strip_prefix("super::") {
+                base.pop();
+                rest = up;
+            }
+            let end = rest.find(|c: char| !(c.is_alphanumeric() || "_:".contains(c))).unwrap_or(rest.len());
+            base.extend(rest[..end].split("::").filter(|name| !name.is_empty()).map(str::to_string));
+            match rest[end..].strip_prefix('{').and_then(|list| list.split('}').next()) {
+                Some(list) => found.extend(list.split([',', '{']).map(|name| {
+                    let name = name.trim().split("::").map(str::to_string);
+                    base.iter().cloned().chain(name).collect::<Module>()
+                })),
+                None => found.push(base),
+            }
+        }
+    }
+    found
+}
+
+#[test]
+fn engines_know_nothing_of_each_other() {
+    let mut wrong = Vec::new();
+    let mut used = BTreeSet::new();
+    for (me, others) in named_files() {
+        let [engine, room, ..] = &me[..] else { continue };
+        for other in others.iter().filter(|other| engine == "engine" && other[0] == "engine") {
+            let may = ROOMS_THAT_MAY_USE.iter().find(|(name, ..)| name == room);
+            if may.is_some_and(|(_, rooms, _)| rooms.contains(&&*other[1])) {
+                used.insert((room.clone(), other[1].clone()));
+            } else if other[1] != *room && !SHARED_BY_ENGINES.contains(&&*other[1]) {
+                wrong.push(format!("{} uses {}", me.join("/"), other.join("/")));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "between the rooms of engine/:\n{}", wrong.join("\n"));
+    let listed: usize = ROOMS_THAT_MAY_USE.iter().map(|(_, rooms, _)| rooms.len()).sum();
+    assert_eq!(used.len(), listed, "listed, and not needed any more: only {used:?} are used");
+}
+
+#[test]
+fn no_files_use_each_other_in_a_circle() {
+    let uses = named_files();
+    // Whom each one reaches, one step more in each pass.
+    let mut reached = uses.clone();
+    loop {
+        let mut more = reached.clone();
+        for found in more.values_mut() {
+            let next: Vec<Module> =
+                found.iter().flat_map(|other| reached.get(other).into_iter().flatten().cloned()).collect();
+            found.extend(next);
+        }
+        if more == reached {
+            break;
+        }
+        reached = more;
+    }
+    let round: BTreeSet<String> =
+        reached.iter().filter(|(me, found)| found.contains(*me)).map(|(me, _)| me.join("/")).collect();
+    let listed: BTreeSet<String> =
+        ONE_IN_SEVERAL_FILES.iter().flat_map(|(files, _)| files.iter().map(ToString::to_string)).collect();
+    assert_eq!(round, listed, "files in circles, and those that may be");
+}
+
 /// Files that may hold unsafe code, in themselves or (a `mod.rs`) in their folder: who touches bytes, or calls the system
 /// or a library. Nowhere else does it compile.
 const UNSAFE: [&str; 22] = [
@@ -103,12 +226,12 @@ const UNSAFE: [&str; 22] = [
     "engine/multihost/batch.rs",
     "engine/multihost/probe.rs",
     "engine/multihost/vector.rs",
+    "engine/pieces.rs",
     "engine/shm/bulk.rs",
+    "engine/shm/engine.rs",
     "engine/shm/memory/area.rs",
     "engine/shm/memory/segment.rs",
-    "engine/shm/mod.rs",
     "engine/shm/p2p.rs",
-    "engine/shm/pieces.rs",
     "engine/shm/small.rs",
     "engine/solo.rs",
     "ffi/mod.rs",

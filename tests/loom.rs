@@ -10,11 +10,11 @@ use loom::sync::atomic::{AtomicU32, AtomicU64, fence};
 use loom::sync::{Arc, Condvar, Mutex};
 use loom::thread;
 
-use sagellm::engine::shm::event_count;
-use sagellm::engine::shm::event_count::Bell;
 use sagellm::engine::shm::lanes::Lanes;
 use sagellm::engine::shm::protocol;
 use sagellm::engine::shm::protocol::{Mail, Region, Slots, Word, Words};
+use sagellm::os::event_count;
+use sagellm::os::event_count::Bell;
 
 struct Memory {
     ranks: usize,
@@ -307,7 +307,7 @@ fn a_sleeper_never_misses_the_news() {
 // Who drives, and who wakes whom: `roles.rs` and `signal.rs` as `driver.rs` calls them. Two groups with a peer each that
 // publishes one piece of news, threads that wait, and the progress thread.
 
-use sagellm::engine::shm::event_count::Listening;
+use sagellm::os::event_count::Listening;
 use sagellm::progress::roles;
 use sagellm::progress::roles::Driving;
 

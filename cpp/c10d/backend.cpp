@@ -26,35 +26,70 @@ std::string first_reason(const SageBackend::Options& options) {
 
 }  // namespace
 
-c10::intrusive_ptr<SageBackend> SageBackend::create(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                                                    c10::intrusive_ptr<Options> options) {
+rust::Box<RustRendezvous> meet(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                               const SageBackend::Options& options) {
   if (rank < 0 || rank >= size) value_error("init", c10::str("rank is ", rank, " in a group of ", size, " ranks"));
   Setup setup;
   setup.rank = static_cast<uint32_t>(rank);
   setup.size = static_cast<uint32_t>(size);
-  setup.timeout_ms = static_cast<uint64_t>(std::max<int64_t>(options->timeout.count(), 0));
-  setup.name = rust::String::lossy(options->group_name);
-  setup.delegate_reason = first_reason(*options);
-  setup.algorithm = rust::String::lossy(options->algorithm);
-  setup.fusion = options->fusion;
-  setup.strict = options->strict;
-  setup.delegate = rust::String::lossy(options->delegate);
+  setup.timeout_ms = static_cast<uint64_t>(std::max<int64_t>(options.timeout.count(), 0));
+  setup.name = rust::String::lossy(options.group_name);
+  setup.delegate_reason = first_reason(options);
+  setup.algorithm = rust::String::lossy(options.algorithm);
+  setup.fusion = options.fusion;
+  setup.strict = options.strict;
+  setup.delegate = rust::String::lossy(options.delegate);
   try {
-    return c10::make_intrusive<SageBackend>(rank, size, std::move(options), connect(setup, wrap_store(store)), store);
+    return rendezvous(setup, wrap_store(store));
   } catch (const rust::Error& error) {
     raise_coded(error.what());
   }
 }
 
+}  // namespace
+
+Rendezvous::Rendezvous(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+                       c10::intrusive_ptr<SageBackend::Options> options)
+    : store_(std::move(store)),
+      rank_(rank),
+      size_(size),
+      options_(std::move(options)),
+      decided_(meet(store_, rank, size, *options_)),
+      delegate_reason_(std::string((*decided_)->delegate_reason())),
+      spans_hosts_((*decided_)->spans_hosts()) {}
+
+c10::intrusive_ptr<SageBackend> Rendezvous::build(BackendPtr delegate, BackendPtr link) {
+  const bool delegated = spans_hosts_ || !delegate_reason_.empty();
+  if (!decided_) value_error("build", "this group was built already");
+  if (delegated != static_cast<bool>(delegate) || spans_hosts_ != static_cast<bool>(link)) {
+    value_error("build", c10::str("the group ", delegated ? "needs a delegate" : "takes no delegate", " and ",
+                                  spans_hosts_ ? "needs a link" : "takes no link"));
+  }
+  auto wrapped = link ? std::make_shared<GlooLink>(std::move(link)) : nullptr;
+  rust::Box<RustRendezvous> decided = std::move(*decided_);
+  decided_.reset();
+  try {
+    rust::Box<RustGroup> group = build_group(std::move(decided), wrapped);
+    SageBackend::Others others{std::move(delegate), std::move(wrapped), delegate_reason_, spans_hosts_};
+    return c10::make_intrusive<SageBackend>(rank_, size_, options_, std::move(group), store_, std::move(others));
+  } catch (const rust::Error& error) {
+    if (wrapped) wrapped->close();
+    if (delegate) delegate->shutdown();
+    raise(error.what());
+  }
+}
+
 SageBackend::SageBackend(int rank, int size, c10::intrusive_ptr<Options> options, rust::Box<RustGroup> group,
-                         c10::intrusive_ptr<c10d::Store> store)
+                         c10::intrusive_ptr<c10d::Store> store, Others others)
     : Backend(rank, size),
       options_(std::move(options)),
       store_(std::move(store)),
       group_(std::move(group)),
-      delegate_reason_(std::string(group_->delegate_reason())),
-      spans_hosts_(group_->spans_hosts()),
-      staging_(options_->group_name, options_->vendor) {
+      delegate_reason_(std::move(others.delegate_reason)),
+      spans_hosts_(others.spans_hosts),
+      staging_(options_->group_name, options_->vendor),
+      delegate_(std::move(others.delegate)),
+      link_(std::move(others.link)) {
   std::vector<uint32_t> members(options_->global_ranks_in_group.begin(), options_->global_ranks_in_group.end());
   if (members.empty()) {
     members.resize(static_cast<size_t>(size));
@@ -81,31 +116,11 @@ SageBackend::~SageBackend() {
   }
 }
 
-void SageBackend::set_delegate(c10::intrusive_ptr<c10d::Backend> delegate) {
-  if (!messages_delegated()) {
-    value_error("set_delegate", "this group is served by its own engine and takes no delegate");
-  }
-  std::lock_guard<std::mutex> lock(delegate_mutex_);
-  delegate_ = std::move(delegate);
-}
-
-void SageBackend::set_link(c10::intrusive_ptr<c10d::Backend> link) {
-  auto wrapped = std::make_shared<GlooLink>(std::move(link));
-  try {
-    group_->open_link(wrapped);
-  } catch (const rust::Error& error) {
-    raise_coded(error.what());
-  }
-  std::lock_guard<std::mutex> lock(delegate_mutex_);
-  link_ = std::move(wrapped);
-}
-
 c10::intrusive_ptr<c10d::Backend> SageBackend::delegate() const {
   std::lock_guard<std::mutex> lock(delegate_mutex_);
   if (!delegate_) {
-    raise(ErrorKind::kAborted,
-          c10::str("sagellm: the group needs a delegate (", delegate_reason_,
-                   "), and none is set: the group was shut down, or was not made by init_process_group or new_group"));
+    raise(ErrorKind::kAborted, c10::str("sagellm: the group needs a delegate (", delegate_reason_,
+                                        "), which it let go of when it was shut down"));
   }
   return delegate_;
 }

@@ -76,20 +76,26 @@ class SageBackend final : public c10d::Backend {
     std::vector<std::string> library_folders;
   };
 
-  // Meets the other ranks, until all came or the timeout of the options. Call without the GIL.
-  static c10::intrusive_ptr<SageBackend> create(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                                                c10::intrusive_ptr<Options> options);
+  // Groups of torch's own that were made for this one before it was built.
+  struct Others {
+    // Carries all calls of a group with a `delegate_reason`, and the messages of one that `spans_hosts`; null in
+    // others.
+    c10::intrusive_ptr<c10d::Backend> delegate;
+    // Between the hosts of one that `spans_hosts`; null in others.
+    std::shared_ptr<GlooLink> link;
+    std::string delegate_reason;
+    bool spans_hosts = false;
+  };
 
+  // Made by `Rendezvous::build`.
   SageBackend(int rank, int size, c10::intrusive_ptr<Options> options, rust::Box<RustGroup> group,
-              c10::intrusive_ptr<c10d::Store> store);
+              c10::intrusive_ptr<c10d::Store> store, Others others);
   ~SageBackend() override;
 
-  // Why the group must be served by a delegate, or empty. If not empty, `set_delegate` must be called before use.
+  // Why the group is served by a delegate, or empty.
   const std::string& delegate_reason() const { return delegate_reason_; }
-  void set_delegate(c10::intrusive_ptr<c10d::Backend> delegate);
-  // True when ranks live on several hosts: then both must be called, `link` with a gloo group that nobody else uses.
+  // True when ranks live on several hosts, with shared memory inside each.
   bool spans_hosts() const { return spans_hosts_; }
-  void set_link(c10::intrusive_ptr<c10d::Backend> link);
   // Which engine serves the group and why, in one line.
   std::string describe() const;
   // How an operation of this kind, size and type (by their names) would travel.
@@ -255,9 +261,6 @@ class SageBackend final : public c10d::Backend {
   c10::intrusive_ptr<SageBackend> part(const std::string& prefix, const std::vector<int>& ranks,
                                        const c10::intrusive_ptr<c10d::Backend::Options>& given,
                                        const std::string& name);
-  // The delegate, or the link, of a group that torch does not make through the Python package.
-  c10::intrusive_ptr<c10d::Backend> build_delegate(const char* prefix) const;
-
   const c10::intrusive_ptr<Options> options_;
   const c10::intrusive_ptr<c10d::Store> store_;
   const rust::Box<RustGroup> group_;
@@ -297,6 +300,41 @@ class SageBackend final : public c10d::Backend {
   std::vector<DelegatedMessage> messages_;
   // Numbers the sparse all-reduces of this rank, which gives their messages tags of their own.
   std::atomic<uint32_t> sparse_count_{0};
+};
+
+// The ranks of a group have met and decided what serves it; nobody has the group yet. Whoever drops this without
+// `build` leaves the others in order.
+class Rendezvous {
+ public:
+  using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+
+  // Meets the other ranks, until all came or the timeout of the options. Call without the GIL.
+  Rendezvous(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+             c10::intrusive_ptr<SageBackend::Options> options);
+
+  // Why a delegate must serve the whole group, or empty.
+  const std::string& delegate_reason() const { return delegate_reason_; }
+  // True when the group needs a link between hosts, and a delegate for its messages.
+  bool spans_hosts() const { return spans_hosts_; }
+
+  // Builds the group, once. `delegate` where there is a reason for one or the group spans hosts; `link`, a gloo group
+  // that nobody else uses, where it spans hosts: all ranks measure it together. Call without the GIL.
+  c10::intrusive_ptr<SageBackend> build(BackendPtr delegate, BackendPtr link);
+  // The same, with a delegate and a link that the Python package makes for a group which torch does not make through
+  // it.
+  c10::intrusive_ptr<SageBackend> build_with_torch();
+
+ private:
+  BackendPtr group_of_torch(const char* prefix) const;
+
+  const c10::intrusive_ptr<c10d::Store> store_;
+  const int rank_;
+  const int size_;
+  const c10::intrusive_ptr<SageBackend::Options> options_;
+  // Until the group is built.
+  std::optional<rust::Box<RustRendezvous>> decided_;
+  const std::string delegate_reason_;
+  const bool spans_hosts_;
 };
 
 }  // namespace sagellm

@@ -97,25 +97,31 @@ c10::intrusive_ptr<SageBackend> SageBackend::part(const std::string& prefix, con
                                                          : all[static_cast<size_t>(rank)]);
   }
   const auto mine = std::find(ranks.begin(), ranks.end(), getRank());
-  auto child = create(c10::make_intrusive<c10d::PrefixStore>(prefix, store_), static_cast<int>(mine - ranks.begin()),
-                      static_cast<int>(ranks.size()), options);
-  if (child->messages_delegated()) child->set_delegate(child->build_delegate("delegate"));
-  if (child->spans_hosts()) child->set_link(child->build_delegate("link"));
+  auto child = Rendezvous(c10::make_intrusive<c10d::PrefixStore>(prefix, store_),
+                          static_cast<int>(mine - ranks.begin()), static_cast<int>(ranks.size()), options)
+                   .build_with_torch();
   child->parents_device_ = bound_device();
   return child;
 }
 
-c10::intrusive_ptr<c10d::Backend> SageBackend::build_delegate(const char* prefix) const {
+c10::intrusive_ptr<SageBackend> Rendezvous::build_with_torch() {
+  const bool delegated = spans_hosts_ || !delegate_reason_.empty();
+  auto delegate = delegated ? group_of_torch("delegate") : nullptr;
+  auto link = spans_hosts_ ? group_of_torch("link") : nullptr;
+  return build(std::move(delegate), std::move(link));
+}
+
+Rendezvous::BackendPtr Rendezvous::group_of_torch(const char* prefix) const {
   if (options_->delegate == "mpi") {
     raise(ErrorKind::kSystem,
           c10::str("sagellm: group '", options_->group_name, "' needs a delegate (", delegate_reason_,
                    "), and all ranks of the job have to make one of MPI; use torch.distributed.new_group"));
   }
   // Keys of an earlier attempt at the same group may lie in the store, and gloo would believe them.
-  const std::string place = c10::str(prefix, "/", std::string(group_->id()));
+  const std::string place = c10::str(prefix, "/", std::string((*decided_)->id()));
   const py::gil_scoped_acquire gil;
   const py::object build = py::module_::import("sagellm._delegate").attr("build_part");
-  const py::object built = build(options_->delegate, place, store_, getRank(), getSize(), options_->timeout,
+  const py::object built = build(options_->delegate, place, store_, rank_, size_, options_->timeout,
                                  options_->group_name, options_->global_ranks_in_group);
   return built.cast<c10::intrusive_ptr<c10d::Backend>>();
 }

@@ -2,15 +2,54 @@
 
 #![allow(unsafe_code)] // copies and reduces caller memory, which comes as addresses
 
-use super::shm::pieces::{Pieces, transfer};
+use std::sync::Arc;
+
+use super::pieces::{Pieces, transfer};
+use super::{Control, Ended, Engine};
 use crate::error::{Error, Result};
 use crate::op::Op;
 use crate::reduce::Kernel;
-use crate::select::{Asked, Choice};
+use crate::select::explain::Explanation;
+use crate::select::{Asked, Choice, Policy, Shape, explain};
 use crate::types::{Kind, ReduceOp};
 
+pub struct Solo {
+    policy: Arc<Policy>,
+}
+
+impl Solo {
+    pub fn new(policy: Arc<Policy>) -> Solo {
+        Solo { policy }
+    }
+}
+
+/// There is nobody else.
+struct NoPeers;
+
+impl Control for NoPeers {}
+
+impl Engine for Solo {
+    fn control(&self) -> Arc<dyn Control> {
+        Arc::new(NoPeers)
+    }
+
+    fn describe(&self) -> String {
+        "alone, every operation is a local copy".to_string()
+    }
+
+    fn submit(&mut self, op: Arc<Op>, kernel: Option<Kernel>, ended: &mut Ended) -> Result<()> {
+        let outcome = run(&op, kernel.as_ref());
+        ended.push((op, outcome));
+        Ok(())
+    }
+
+    fn explain(&self, asked: Asked, _batched: bool) -> Explanation {
+        explain::explain(asked, &Shape::without_memory(1), &self.policy)
+    }
+}
+
 /// Runs `op`. Reductions of one rank still round as AVG and PREMUL_SUM do.
-pub fn run(op: &Op, kernel: Option<&Kernel>) -> Result<()> {
+fn run(op: &Op, kernel: Option<&Kernel>) -> Result<()> {
     let request = &op.request;
     if request.kind.is_p2p() {
         return Err(Error::Invalid(format!(

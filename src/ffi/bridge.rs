@@ -1,6 +1,6 @@
 //! The contract between C++ and Rust: the only cxx bridge. No logic lives here, and no panic crosses it.
 //!
-//! C++ -> Rust: `connect` makes a group, `Group::issue` starts an operation, `Op` answers for it.
+//! C++ -> Rust: `rendezvous` meets the other ranks, `build_group` makes the group, `Group::issue` starts an operation, `Op` answers for it.
 //! Rust -> C++: `Store` (c10d's key-value store), `Completion` (what the shim wants to do when an operation starts and
 //! ends), `Link` (messages to other hosts), `check_interrupt` (Python's pending signals), `log_line` (Python's logging).
 //!
@@ -8,8 +8,8 @@
 //! side. This file declares; `convert` translates between these types and the core's, `calls` and `devices` call the core.
 
 use super::calls::{
-    RustForeign, RustGroup, RustOp, at_exit, connect, device_packs, doctor, explain_without_group, memory_meets, names,
-    save_table, set_log_level, table_without_group,
+    RustForeign, RustGroup, RustOp, RustRendezvous, at_exit, build_group, device_packs, doctor, explain_without_group,
+    memory_meets, names, rendezvous, save_table, set_log_level, table_without_group,
 };
 use super::devices::{RustDevices, RustLaunched, RustMember, RustRecipe};
 use super::simulate::{predict, program};
@@ -424,6 +424,7 @@ pub mod ffi {
     }
 
     extern "Rust" {
+        type RustRendezvous;
         type RustGroup;
         type RustOp;
         type RustForeign;
@@ -432,17 +433,19 @@ pub mod ffi {
         type RustRecipe;
         type RustLaunched;
 
-        /// Meets the other ranks through the store and builds the engine. Blocks until all came, or the timeout.
-        fn connect(setup: &Setup, store: SharedPtr<Store>) -> Result<Box<RustGroup>>;
+        /// Meets the other ranks through the store and decides with them what serves the group. Blocks until all came, or
+        /// the timeout. Dropped without `build_group`, it leaves the others in order.
+        fn rendezvous(setup: &Setup, store: SharedPtr<Store>) -> Result<Box<RustRendezvous>>;
 
-        /// Why the whole group must be served by a delegate (ranks on several hosts, say), or empty.
-        fn delegate_reason(self: &RustGroup) -> String;
+        /// Why the whole group must be served by a delegate (its ranks cannot share memory, say), or empty.
+        fn delegate_reason(self: &RustRendezvous) -> String;
         /// Equal on all ranks and of no other attempt to make a group; zeros for one rank, or too many.
-        fn id(self: &RustGroup) -> String;
-        /// True when ranks live on several hosts and shared memory serves the inside of each: `open_link` must follow,
-        /// and point-to-point calls go to a delegate.
-        fn spans_hosts(self: &RustGroup) -> bool;
-        fn open_link(self: &RustGroup, link: SharedPtr<Link>) -> Result<()>;
+        fn id(self: &RustRendezvous) -> String;
+        /// True when ranks live on several hosts and shared memory serves the inside of each: `build_group` needs a link, and
+        /// point-to-point calls go to a delegate.
+        fn spans_hosts(self: &RustRendezvous) -> bool;
+        /// Builds the group, whole. `link` is null but where it spans hosts; it is measured with all ranks then.
+        fn build_group(decided: Box<RustRendezvous>, link: SharedPtr<Link>) -> Result<Box<RustGroup>>;
         /// Starts one operation; never waits for a peer. Errors here used no sequence number and sent nothing.
         /// `completion` may be null. Lists as in `types::Request`.
         fn issue(

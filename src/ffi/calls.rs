@@ -10,11 +10,15 @@ use super::convert::{
     Outcome, coded, dtype_named, explanation, guarded, kind, kind_named, record, request, stats, strided, table,
 };
 use crate::config::{Config, Settings};
+use crate::engine::multihost::transport::Link;
 use crate::group;
 use crate::group::{Group, Op};
 use crate::op::overlap::Reach;
+use crate::rendezvous::Rendezvous;
 use crate::types::{CallNote, Dtype, Kind};
 
+/// What the ranks decided, until the group is built, and the store.
+pub struct RustRendezvous(Rendezvous, cxx::SharedPtr<ffi::Store>);
 /// A group, and its store: groups that are made later over the same one talk to it over the same connection.
 pub struct RustGroup(pub(super) Arc<Group>, #[allow(dead_code)] cxx::SharedPtr<ffi::Store>);
 pub struct RustOp(Arc<Op>);
@@ -32,7 +36,7 @@ pub(super) fn set_log_level(level: u8) {
     });
 }
 
-pub(super) fn connect(setup: &ffi::Setup, store: cxx::SharedPtr<ffi::Store>) -> Outcome<Box<RustGroup>> {
+pub(super) fn rendezvous(setup: &ffi::Setup, store: cxx::SharedPtr<ffi::Store>) -> Outcome<Box<RustRendezvous>> {
     guarded(|| {
         let config = Config {
             rank: setup.rank as usize,
@@ -45,9 +49,31 @@ pub(super) fn connect(setup: &ffi::Setup, store: cxx::SharedPtr<ffi::Store>) -> 
             policy: String::new(),
             settings: Settings { fusion: setup.fusion, strict: setup.strict },
         };
-        let group = Group::connect(config, &StoreHook(store.clone()), Arc::new(PythonHook))?;
-        Ok(Box::new(RustGroup(group, store)))
+        let decided = Rendezvous::new(config, &StoreHook(store.clone()), Arc::new(PythonHook))?;
+        Ok(Box::new(RustRendezvous(decided, store)))
     })
+}
+
+pub(super) fn build_group(decided: Box<RustRendezvous>, link: cxx::SharedPtr<ffi::Link>) -> Outcome<Box<RustGroup>> {
+    guarded(|| {
+        let RustRendezvous(decided, store) = *decided;
+        let link = (!link.is_null()).then(|| Arc::new(LinkHook(link)) as Arc<dyn Link>);
+        Ok(Box::new(RustGroup(Group::build(decided, link)?, store)))
+    })
+}
+
+impl RustRendezvous {
+    pub(super) fn delegate_reason(&self) -> String {
+        self.0.delegate_reason().unwrap_or_default().to_string()
+    }
+
+    pub(super) fn id(&self) -> String {
+        self.0.id()
+    }
+
+    pub(super) fn spans_hosts(&self) -> bool {
+        self.0.spans_hosts()
+    }
 }
 
 pub(super) fn memory_meets(one: &[ffi::Strided], other: &[ffi::Strided]) -> bool {
@@ -62,25 +88,9 @@ fn hook(call: &ffi::Call, completion: cxx::SharedPtr<ffi::Completion>) -> Option
 }
 
 impl RustGroup {
-    pub(super) fn delegate_reason(&self) -> String {
-        self.0.delegate_reason().unwrap_or_default().to_string()
-    }
-
-    pub(super) fn id(&self) -> String {
-        self.0.id()
-    }
-
-    pub(super) fn spans_hosts(&self) -> bool {
-        self.0.spans_hosts()
-    }
-
     pub(super) fn wait_for_memory(&self, memory: &ffi::Piece, writes: bool) -> Outcome<()> {
         let span = crate::types::Span { addr: memory.addr, bytes: memory.bytes };
         guarded(|| self.0.wait_for_memory(span, writes))
-    }
-
-    pub(super) fn open_link(&self, link: cxx::SharedPtr<ffi::Link>) -> Outcome<()> {
-        guarded(|| self.0.open_link(Arc::new(LinkHook(link))))
     }
 
     #[allow(clippy::too_many_arguments)] // as above

@@ -252,8 +252,7 @@ impl Devices {
         if let Some(fault) = group.reported(None).or_else(|| group.fault()) {
             return Err(fault);
         }
-        let left = group.area.as_ref().is_some_and(|area| area.left(peer));
-        if left || group.dead_ranks().any(|dead| dead == peer) {
+        if group.control.left(peer) || group.dead_ranks().any(|dead| dead == peer) {
             let error = group.death_of(peer, "waits for its first message with it");
             group.poison(error.clone());
             return Err(error);
@@ -337,7 +336,7 @@ impl Devices {
         if let Some(fault) = group.reported(None).or_else(|| group.fault()) {
             return Some(fault);
         }
-        let left = |rank| group.area.as_ref().is_some_and(|area| area.left(rank));
+        let left = |rank| group.control.left(rank);
         let rank = group.dead_ranks().find(|rank| only.is_none_or(|only| only == *rank) || !left(*rank))?;
         let error = group.death_of(rank, &format!("waits for {what}"));
         group.poison(error.clone());
@@ -348,9 +347,8 @@ impl Devices {
     pub fn stall(&self, what: &str, number: u64, after: Duration) -> Error {
         let group = &self.group;
         let mut others = Vec::new();
-        if let Some(area) = &group.area {
-            for rank in (0..area.ranks).filter(|rank| *rank != area.me) {
-                let (last, kind) = area.launched(rank);
+        for rank in (0..group.peers.len()).filter(|rank| *rank != group.config.rank) {
+            if let Some((last, kind)) = group.control.launched(rank) {
                 let pid = group.peers[rank].pid;
                 let kind = Kind::from_u8(kind).map_or("nothing", Kind::name);
                 others.push(if last < number {
@@ -382,9 +380,7 @@ impl Devices {
             return Ok(0);
         }
         let number = self.group.device_number.fetch_add(1, Ordering::Relaxed) + 1;
-        if let Some(area) = &self.group.area {
-            area.set_launched(number, kind as u8);
-        }
+        self.group.control.set_launched(number, kind as u8);
         Ok(number)
     }
 }

@@ -1,54 +1,16 @@
 //! What a group and an operation say about the ways they choose.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-
-use super::connect::layout_within;
-use super::{CoreOp, Engine, Group, Op};
-use crate::config::Config;
-use crate::engine::shm::memory::layout::SLOT_BYTES;
+use super::{CoreOp, Group, Op};
 use crate::error::{Error, Result};
 use crate::op::Route;
-use crate::os::topology;
-use crate::select;
+use crate::rendezvous::decision::on_this_host;
 use crate::select::explain;
 use crate::select::explain::{Batch, Explanation, Past};
-use crate::select::{Asked, Choice, Class, Path, Policy, Shape};
+use crate::select::{Asked, Choice, Class, Path};
 use crate::stats::ring::{Record, Ring, State};
 use crate::types::{Dtype, Kind};
 
-/// Rank 0's policy as it came, which decides for all. A rank that was told other rules says so once.
-pub(super) fn agreed(config: &Config, own: &Policy, sent: &str) -> Result<Policy> {
-    static TOLD: AtomicBool = AtomicBool::new(false);
-    let policy =
-        Policy::parse(sent).map_err(|what| Error::System(format!("sagellm: group '{}': {what}", config.name)))?;
-    if policy.rules != own.rules && !TOLD.swap(true, Ordering::Relaxed) {
-        log::warn!(
-            "rank {} of group '{}' has the rules \"{}\" (option algorithm, SAGELLM_ALGORITHM) and rank 0 has \"{}\": rank 0's \
-             decide for the group. Give every rank the same",
-            config.rank,
-            config.name,
-            own.rules,
-            policy.rules
-        );
-    }
-    Ok(policy)
-}
-
-/// Shape and policy of a group of `ranks` ranks on this host, were it made now by a rank 0 here.
-fn without_group(ranks: usize, algorithm: &str) -> Result<(Shape, Policy)> {
-    let policy = select::policy::decide(algorithm, ranks, SLOT_BYTES, true)?;
-    let cores = topology::usable_cores();
-    if ranks == 1 {
-        return Ok((Shape { ranks, hosts: 1, cores, slot_bytes: 0, stage_bytes: 0 }, policy));
-    }
-    let headroom = topology::memory_headroom().and_then(|bytes| usize::try_from(bytes).ok()).unwrap_or(usize::MAX);
-    match layout_within(ranks, headroom) {
-        Ok(layout) => Ok((layout.shape(cores), policy)),
-        Err(why) => Err(Error::Invalid(format!("sagellm: here a delegate would serve such a group: {why}"))),
-    }
-}
-
-/// As `Group::explain`, for such a group.
+/// As `Group::explain`, for a group of `ranks` ranks of this host that is not there.
 pub fn explain_without_group(
     kind: Kind,
     bytes: u64,
@@ -56,14 +18,14 @@ pub fn explain_without_group(
     ranks: usize,
     algorithm: &str,
 ) -> Result<Explanation> {
-    let (shape, policy) = without_group(ranks, algorithm)?;
+    let (shape, policy) = on_this_host(ranks, algorithm)?;
     let asked = Asked { kind, bytes, class: Class::of(kind, dtype) }.normal();
     Ok(explain::explain(asked, &shape, &policy))
 }
 
 /// All choices of such a group.
 pub fn table_without_group(ranks: usize, algorithm: &str) -> Result<explain::Table> {
-    let (shape, policy) = without_group(ranks, algorithm)?;
+    let (shape, policy) = on_this_host(ranks, algorithm)?;
     Ok(explain::table(&shape, &policy))
 }
 
@@ -79,11 +41,7 @@ impl Group {
     pub fn explain_number(&self, number: u64) -> Result<Explanation> {
         let inner = self.lock();
         let ring = inner.stats.ring();
-        let (pending, whole) = match &inner.engine {
-            Engine::Shm(shm) => (shm.collective(number).cloned(), false),
-            Engine::Hosts(_) => (self.lanes.get().and_then(|lanes| lanes.collective(number)), false),
-            engine => (None, matches!(engine, Engine::Delegate(_))),
-        };
+        let (pending, whole) = (inner.engine.collective(number), inner.engine.delegate_reason().is_some());
         let ranks = self.config.size;
         let called = match pending {
             Some(op) => Some(Called::of_op(&op, ranks)),
@@ -110,24 +68,7 @@ impl Group {
     }
 
     fn explain_asked(&self, asked: Asked, batched: bool) -> Explanation {
-        match &self.lock().engine {
-            Engine::Hosts(_) => match self.lanes.get() {
-                Some(lanes) if !asked.kind.is_p2p() => lanes.explain(asked, batched, &self.shape()),
-                _ => {
-                    let why = "the ranks live on several hosts, where messages travel by the delegate";
-                    explain::delegated(asked, &self.shape(), &self.policy, why)
-                }
-            },
-            Engine::Delegate(why) => explain::delegated(asked, &self.shape(), &self.policy, why),
-            _ => explain::explain(asked, &self.shape(), &self.policy),
-        }
-    }
-
-    fn shape(&self) -> Shape {
-        match &self.area {
-            Some(area) => area.layout.shape(self.cores),
-            None => Shape { ranks: self.config.size, hosts: 1, cores: self.cores, slot_bytes: 0, stage_bytes: 0 },
-        }
+        self.lock().engine.explain(asked, batched)
     }
 }
 

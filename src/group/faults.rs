@@ -4,8 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::Group;
-use crate::engine::shm::Shm;
-use crate::engine::shm::p2p::Ended;
+use crate::engine::{Ended, Engine};
 use crate::error::Error;
 use crate::op;
 use crate::op::Op;
@@ -28,8 +27,7 @@ impl Group {
 
     pub(super) fn death_of(&self, rank: usize, during: &str) -> Error {
         let peer = &self.peers[rank];
-        let left = self.area.as_ref().is_some_and(|area| area.left(rank));
-        let how = if left {
+        let how = if self.control.left(rank) {
             "left the group (destroy_process_group or the end of its program)"
         } else {
             "ended (killed, crashed, or exited without leaving its group)"
@@ -53,22 +51,21 @@ impl Group {
     }
 
     /// With the lock held and nothing movable: fails the group if a rank that ended is still needed.
-    pub(super) fn check_ended_peers(&self, shm: &mut Shm, ended: &mut Ended) -> Option<Error> {
-        let area = self.area.as_ref()?;
-        for rank in (0..area.ranks).filter(|rank| *rank != area.me) {
+    pub(super) fn check_ended_peers(&self, engine: &mut dyn Engine, ended: &mut Ended) -> Option<Error> {
+        for rank in (0..self.peers.len()).filter(|rank| *rank != self.config.rank) {
             if !self.is_gone(rank) {
                 continue;
             }
-            // Its last words may have come after our last look: complete what they satisfy. They fit into the segment,
-            // so a bounded number of passes takes them in.
+            // Its last words may have come after our last look: complete what they satisfy. They fit into what the ranks
+            // share, so a bounded number of passes takes them in.
             for _ in 0..1024 {
-                match shm.poll(ended) {
+                match engine.poll(ended) {
                     Ok(true) => (),
                     Ok(false) => break,
                     Err(error) => return Some(error),
                 }
             }
-            if let Some(op) = shm.blocked_by(rank, |rank| self.is_gone(rank)).next().cloned() {
+            if let Some(op) = engine.needs(rank, &|rank| self.is_gone(rank)) {
                 return Some(self.death_of(rank, &Group::within(Some(&op))));
             }
         }
@@ -77,42 +74,19 @@ impl Group {
 
     /// True when nothing new comes from `rank`: it left or died.
     fn is_gone(&self, rank: usize) -> bool {
-        self.peers[rank].dead.load(Ordering::Acquire) || self.area.as_ref().is_some_and(|area| area.left(rank))
+        self.peers[rank].dead.load(Ordering::Acquire) || self.control.left(rank)
     }
 
     /// The text of a deadline that passed: who is missing and what they did last.
-    pub(super) fn stall(&self, shm: &Shm, op: &Op) -> Error {
-        let Some(area) = &self.area else { return Error::Bug("sagellm: a stall without peers".to_string()) };
-        let mut missing = Vec::new();
-        for rank in (0..area.ranks).filter(|rank| *rank != area.me) {
-            // A receive from anyone that timed out lacks all of them.
-            let anyone = op.request.root == ANY_RANK;
-            if !shm.blocked_by(rank, |_| anyone).any(|blocked| std::ptr::eq(&**blocked, op)) {
-                continue;
-            }
-            let (last, call) = shm.last_call(rank);
-            let entered = !op.request.kind.is_p2p() && last >= op.number;
-            let state = match watch::process_state(self.peers[rank].pid) {
-                Some('T' | 't') => ", its process is stopped",
-                _ => "",
-            };
+    pub(super) fn stall(&self, engine: &dyn Engine, op: &Op) -> Error {
+        let process = |rank: usize| {
             let pid = self.peers[rank].pid;
-            missing.push(if entered {
-                format!("rank {rank} (pid {pid}{state}) entered it and stopped on the way")
-            } else if op.request.kind.is_p2p() {
-                format!("rank {rank} (pid {pid}{state}) did not answer, its last collective is {call}")
-            } else {
-                format!("rank {rank} (pid {pid}{state}) has not entered it, its last operation is {call}")
-            });
-        }
-        if missing.is_empty() {
-            missing.push(match shm.behind(op) {
-                Some(first) => {
-                    format!("it must follow {} number {}, which has not ended here", first.request.kind, first.number)
-                }
-                None => "every rank entered it".to_string(),
-            });
-        }
+            match watch::process_state(pid) {
+                Some('T' | 't') => format!("pid {pid}, its process is stopped"),
+                _ => format!("pid {pid}"),
+            }
+        };
+        let missing = engine.missing(op, &process);
         let what = match op.request.kind {
             Kind::Send => format!("send to rank {} with tag {}", op.request.root, op.request.tag),
             Kind::Recv if op.request.root == ANY_RANK => format!("recv from any rank with tag {}", op.request.tag),
@@ -120,26 +94,25 @@ impl Group {
             _ => format!("{} number {}", op::describe(op.signature), op.number),
         };
         Error::Timeout(format!(
-            "sagellm: rank {} of group '{}' Timed out after {:.1} s in {what}: {}. Every rank must call the same operations in the \
-             same order; where a rank needs longer, pass a larger timeout",
+            "sagellm: rank {} of group '{}' Timed out after {:.1} s in {what}: {missing}. Every rank must call the same \
+             operations in the same order; where a rank needs longer, pass a larger timeout",
             self.config.rank,
             self.config.name,
             op.timeout.as_secs_f64(),
-            missing.join("; ")
         ))
     }
 
-    /// The fault that a peer reported, as this rank's error; `shm` tells what of this rank it ends.
-    pub(super) fn reported(&self, shm: Option<&Shm>) -> Option<Error> {
-        let (rank, code, text) = self.area.as_ref()?.fault()?;
+    /// The fault that a peer reported, as this rank's error; `engine` tells what of this rank it ends.
+    pub(super) fn reported(&self, engine: Option<&dyn Engine>) -> Option<Error> {
+        let (rank, code, text) = self.control.reported()?;
         if let Some(own) = self.fault.get() {
             return Some(own.clone()); // another thread of this rank found it
         }
         // A death that this rank saw itself is closer than hearsay.
-        if let Some(dead) = self.dead_ranks().find(|dead| !self.area.as_ref().is_some_and(|area| area.left(*dead))) {
-            let op = shm
-                .and_then(|shm| shm.blocked_by(dead, |rank| self.is_gone(rank)).next().or_else(|| shm.next_deadline()));
-            return Some(self.death_of(dead, &Group::within(op)));
+        if let Some(dead) = self.dead_ranks().find(|dead| !self.control.left(*dead)) {
+            let op = engine
+                .and_then(|engine| engine.needs(dead, &|rank| self.is_gone(rank)).or_else(|| engine.next_deadline()));
+            return Some(self.death_of(dead, &Group::within(op.as_ref())));
         }
         Some(Error::told(code, rank, format!("{text} (reported by rank {rank})")))
     }

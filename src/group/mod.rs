@@ -4,16 +4,16 @@
 //! the token of whoever drives it (`driver`). Operations end outside that lock, because their owners queue work of their
 //! own. The first fault poisons the group, here and on the peers: everything pending and later fails with it.
 //!
-//! `connect` is how a group begins, `check` refuses what does not fit together, `faults` finds who is missing and says so, `monitored` is the barrier
-//! that names who is missing, `report` is what the statistics tell.
+//! `builder` is how a group begins, whole, `check` refuses what does not fit together, `faults` finds who is missing and says so, `barrier` is the monitored barrier
+//! that names who is missing, `report` is
+//! what the statistics tell.
 
+mod barrier;
+mod builder;
 mod check;
-mod connect;
 pub mod devices;
 mod explain;
 mod faults;
-mod hosts;
-mod monitored;
 mod report;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -22,19 +22,16 @@ use std::time::{Duration, Instant};
 
 use once_cell::sync::OnceCell;
 
-use self::connect::NoHost;
+use self::builder::NoHost;
 pub use self::explain::{explain_without_group, table_without_group};
 pub use self::report::{Carrier, Foreign, NAMES};
 use crate::config::Config;
-use crate::engine::multihost::Hierarchical;
-use crate::engine::shm::memory::area::Area;
-use crate::engine::shm::p2p::Ended;
-use crate::engine::shm::{Shm, event_count};
-use crate::engine::solo;
+use crate::engine::{Control, Doorbell, Ended, Engine};
 use crate::error::{Error, Result, contained};
 pub use crate::host::{Completion, Host, Store};
 use crate::op;
 pub use crate::op::Op as CoreOp;
+use crate::op::overlap::Reach;
 use crate::os::{clock, watch};
 use crate::progress::domain::{Domain, Driven, Patience};
 use crate::progress::driver;
@@ -42,20 +39,11 @@ use crate::progress::driver::Outcome;
 use crate::rendezvous::peers::Following;
 use crate::select::Policy;
 use crate::stats::Stats;
-use crate::types::{ANY_RANK, Kind, Request};
-
-enum Engine {
-    Solo,
-    Shm(Box<Shm>),
-    /// Another backend serves the whole group; the reason.
-    Delegate(String),
-    /// The ranks live on several hosts: `Group::lanes` serves them once there is a link; messages go by a delegate.
-    Hosts(self::hosts::Setup),
-}
+use crate::types::{ANY_RANK, Kind, Request, Span};
 
 /// What the lock protects.
 struct Inner {
-    engine: Engine,
+    engine: Box<dyn Engine>,
     /// Number of the last collective.
     number: u64,
     /// Messages to and receives from each rank.
@@ -71,6 +59,12 @@ struct Peer {
     dead: AtomicBool,
 }
 
+impl Peer {
+    fn new(pid: i32, host: String) -> Peer {
+        Peer { pid, host, dead: AtomicBool::new(false) }
+    }
+}
+
 pub struct Group {
     config: Config,
     /// The rank's groups, which its threads drive together.
@@ -80,13 +74,10 @@ pub struct Group {
     /// The process (by forks since the first group) that made this group: no other may touch it.
     generation: u32,
     patience: Patience,
-    area: Option<Arc<Area>>,
-    /// How ways are chosen: rank 0's, where ranks met.
+    /// The engine's, which needs no lock of the group.
+    control: Arc<dyn Control>,
+    /// How algorithms are chosen: rank 0's, where ranks met.
     policy: Arc<Policy>,
-    /// Cores that the ranks of this host may use together.
-    cores: usize,
-    /// What serves a group on several hosts, from `open_link` on.
-    lanes: OnceCell<Hierarchical>,
     host: Arc<dyn Host>,
     peers: Vec<Peer>,
     /// Some peer is dead: one relaxed load on the way of every pass. Set after the peer's own flag.
@@ -128,36 +119,19 @@ impl Group {
         self.id.iter().map(|byte| format!("{byte:02x}")).collect()
     }
 
+    /// Why another backend serves the whole group, if so.
     pub fn delegate_reason(&self) -> Option<String> {
-        match &self.lock().engine {
-            Engine::Delegate(reason) => Some(reason.clone()),
-            _ => None,
-        }
+        self.lock().engine.delegate_reason().map(str::to_string)
     }
 
     pub fn describe(&self) -> String {
         let (rank, size, name) = (self.config.rank, self.config.size, &self.config.name);
-        match (&self.lock().engine, &self.area) {
-            (Engine::Solo, _) => {
-                format!("group '{name}' rank {rank} of {size}: alone, every operation is a local copy")
-            }
-            (Engine::Delegate(why), _) => format!("group '{name}' rank {rank} of {size}: served by a delegate: {why}"),
-            (Engine::Hosts(setup), _) => {
-                format!("group '{name}' rank {rank} of {size}: {}", setup.describe())
-            }
-            (Engine::Shm(_), area) => {
-                let area = area.as_ref().expect("a shared engine has an area");
-                format!(
-                    "group '{name}' rank {rank} of {size}: shared memory, segment of {} KiB, slots of {} bytes x {}, stage \
-                     of {} KiB, patience {:?}",
-                    area.layout.total() >> 10,
-                    crate::engine::shm::memory::layout::SLOT_BYTES,
-                    area.layout.depth,
-                    area.layout.stage_bytes >> 10,
-                    self.patience
-                )
-            }
-        }
+        let engine = self.lock().engine.describe();
+        let patience = match self.control.doorbell() {
+            Some(_) => format!(", patience {:?}", self.patience),
+            None => String::new(),
+        };
+        format!("group '{name}' rank {rank} of {size}: {engine}{patience}")
     }
 
     /// Starts an operation; never waits for a peer.
@@ -186,8 +160,8 @@ impl Group {
         };
         // The caller gets an exception and may free the tensors: the group cannot go on with this operation.
         self.poison(error.clone());
-        if self.lanes.get().is_some() {
-            // A lane may be in the middle of a copy; poison has cut what it waits for.
+        if self.control.has_threads() {
+            // One may be in the middle of a copy; poison has cut what it waits for.
             driver::wait_until(self, &NoHost, None, || core.is_done());
         }
         Err(error)
@@ -211,25 +185,11 @@ impl Group {
         self.pending.fetch_add(1, Ordering::Relaxed);
         self.domain.add_pending(1);
         inner.stats.issued(&op);
-        let begun = contained(|| match &mut inner.engine {
-            Engine::Solo => {
-                ended.push((Arc::clone(&op), solo::run(&op, kernel.as_ref())));
-                Ok(())
-            }
-            Engine::Shm(shm) => {
-                shm.issue(Arc::clone(&op), kernel, &mut ended)?;
-                shm.poll(&mut ended).map(|_| ())
-            }
-            Engine::Hosts(_) => self.lanes.get().map_or_else(
-                || Err(Error::Bug("sagellm: an operation came before the link between hosts".to_string())),
-                |lanes| lanes.issue(Arc::clone(&op)),
-            ),
-            Engine::Delegate(_) => Err(Error::Bug("sagellm: an operation reached a delegated group".to_string())),
-        });
+        let begun = contained(|| inner.engine.submit(Arc::clone(&op), kernel, &mut ended));
         if !contains(&ended, &op) {
             match &begun {
                 // It failed before the engine had it: nobody else would end it.
-                Err(fault) if !inner.holds(&op) => ended.push((Arc::clone(&op), Err(fault.clone()))),
+                Err(fault) if !inner.engine.holds(&op) => ended.push((Arc::clone(&op), Err(fault.clone()))),
                 _ => op.journey.blocks(),
             }
         }
@@ -291,7 +251,7 @@ impl Group {
     fn usable(&self, what: &str) -> Result<()> {
         self.not_forked()?;
         self.standing()?;
-        if self.area.as_ref().is_some_and(|area| area.is_poisoned()) {
+        if self.control.is_poisoned() {
             // A peer found a fault in an operation that had ended legally here.
             let fault = self.reported(None).unwrap_or_else(|| Error::Aborted("sagellm: the group failed".to_string()));
             self.poison(fault.clone());
@@ -299,8 +259,8 @@ impl Group {
         }
         if self.any_dead.load(Ordering::Acquire) {
             // A peer that died without leaving in order fails every later operation, whoever it concerns.
-            if let (Some(rank), Some(area)) = (self.dead_ranks().next(), &self.area)
-                && !area.left(rank)
+            if let Some(rank) = self.dead_ranks().next()
+                && !self.control.left(rank)
                 && self.pending.load(Ordering::Relaxed) == 0
             {
                 let fault = self.death_of(rank, &format!("calls {what}"));
@@ -341,14 +301,11 @@ impl Group {
         if self.not_forked().is_err() || self.closed.swap(true, Ordering::AcqRel) {
             return;
         }
-        if let Some(area) = &self.area {
-            area.leave();
-        }
         let destroyed = Error::Aborted(format!(
             "sagellm: group '{}' was destroyed on rank {} while the operation was pending",
             self.config.name, self.config.rank
         ));
-        self.close_lanes(&destroyed);
+        self.control.leave(&destroyed, &|| self.host.interrupted());
         self.fail_all(&destroyed);
         if let Some(driven) = self.this.upgrade() {
             let driven: Arc<dyn Driven> = driven;
@@ -361,10 +318,7 @@ impl Group {
 
     fn fail_all(&self, error: &Error) {
         let mut inner = self.lock();
-        let ended: Ended = match &mut inner.engine {
-            Engine::Shm(shm) => shm.drain().into_iter().map(|op| (op, Err(error.clone()))).collect(),
-            _ => Ended::new(),
-        };
+        let ended: Ended = inner.engine.drain(error).into_iter().map(|op| (op, Err(error.clone()))).collect();
         let at = inner.close(&ended);
         drop(inner);
         self.settle(ended, at);
@@ -375,14 +329,10 @@ impl Group {
         let first = self.fault.set(error.clone()).is_ok();
         if first {
             log::debug!("group '{}' rank {} failed: {error}", self.config.name, self.config.rank);
-            if let Some(area) = &self.area {
-                area.poison(error.code(), error.text());
-                event_count::announce(&**area, area.ranks);
-            }
+            self.control.announce(&error);
         }
         // Another thread may have been first: everything pending ends with what it found.
         let fault = self.fault.get().unwrap_or(&error);
-        self.fail_lanes(fault);
         self.fail_all(fault);
         if first {
             self.dump_records();
@@ -395,14 +345,6 @@ fn contains(ended: &Ended, op: &Arc<CoreOp>) -> bool {
 }
 
 impl Inner {
-    /// True while the engine may still move this operation and will end it.
-    fn holds(&self, op: &Arc<CoreOp>) -> bool {
-        match &self.engine {
-            Engine::Shm(shm) => shm.operations().any(|held| Arc::ptr_eq(held, op)),
-            _ => false,
-        }
-    }
-
     /// Enters operations that ended into the statistics, before their owners hear of it; gives the time that it was.
     fn close(&mut self, ended: &Ended) -> Option<u64> {
         if ended.is_empty() {
@@ -428,30 +370,41 @@ impl Inner {
 
 impl Group {
     /// One pass over the engine, with the lock held. True when something moved; an error is the group's fault.
-    fn advance(&self, shm: &mut Shm, ended: &mut Ended) -> Result<bool> {
-        if shm.poll(ended)? {
+    fn advance(&self, engine: &mut dyn Engine, ended: &mut Ended) -> Result<bool> {
+        if engine.poll(ended)? {
             return Ok(true);
         }
-        let area = self.area.as_ref();
         // What a peer reported comes first: whoever leaves after it leaves because of it.
-        if area.is_some_and(|area| area.is_poisoned()) {
-            return self.reported(Some(shm)).map_or(Ok(true), Err);
+        if self.control.is_poisoned() {
+            return self.reported(Some(engine)).map_or(Ok(true), Err);
         }
-        if self.any_dead.load(Ordering::Acquire) || area.is_some_and(|area| area.has_leavers()) {
-            self.check_ended_peers(shm, ended).map_or(Ok(()), Err)?;
+        if self.any_dead.load(Ordering::Acquire) || self.control.has_leavers() {
+            self.check_ended_peers(engine, ended).map_or(Ok(()), Err)?;
         }
         Ok(!ended.is_empty())
     }
 
     /// With the lock held: fails where a rank that ended is still needed, or a deadline passed.
-    fn look_at_peers_and_deadlines(&self, shm: &mut Shm, now: u64, ended: &mut Ended) -> Result<()> {
-        if !self.area.as_ref().is_some_and(|area| area.is_poisoned()) {
-            self.check_ended_peers(shm, ended).map_or(Ok(()), Err)?; // a reported fault is left to `drive`
+    fn look_at_peers_and_deadlines(&self, engine: &mut dyn Engine, now: u64, ended: &mut Ended) -> Result<()> {
+        if !self.control.is_poisoned() {
+            self.check_ended_peers(engine, ended).map_or(Ok(()), Err)?; // a reported fault is left to `drive`
         }
-        match shm.next_deadline().filter(|op| now >= op.deadline).cloned() {
-            Some(op) => Err(self.stall(shm, &op)),
+        match engine.next_deadline().filter(|op| now >= op.deadline) {
+            Some(op) => Err(self.stall(engine, &op)),
             None => Ok(()),
         }
+    }
+
+    /// Waits until no collective that was issued before reads or writes `memory` in a way that a message which is about to
+    /// be handed to the delegate must follow. How those collectives end is told by their own handles.
+    pub fn wait_for_memory(&self, memory: Span, writes: bool) -> Result<()> {
+        let reach = Reach::of_one(memory, writes);
+        while let Some(op) = self.control.using(&reach) {
+            if driver::wait_until(self, &*self.host, None, || op.is_done()) != Outcome::Done {
+                return Err(Error::Interrupted("sagellm: interrupted while a message waited for its memory".into()));
+            }
+        }
+        Ok(())
     }
 }
 
@@ -463,12 +416,11 @@ impl Driven for Group {
             Err(TryLockError::WouldBlock) => return false,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
         };
-        let Engine::Shm(shm) = &mut inner.engine else { return false };
-        if shm.pending() == 0 {
+        if !inner.engine.has_pending() {
             return false;
         }
         let mut ended = Ended::new();
-        let moved = contained(|| self.advance(shm, &mut ended));
+        let moved = contained(|| self.advance(&mut *inner.engine, &mut ended));
         if matches!(moved, Ok(false)) {
             inner.stats.catch_up();
         }
@@ -483,13 +435,9 @@ impl Driven for Group {
 
     fn tick(&self) {
         let now = clock::now();
-        if self.lanes.get().is_some() {
-            return self.tick_lanes(now);
-        }
         let mut inner = self.lock();
-        let Engine::Shm(shm) = &mut inner.engine else { return };
         let mut ended = Ended::new();
-        let looked = contained(|| self.look_at_peers_and_deadlines(shm, now, &mut ended));
+        let looked = contained(|| self.look_at_peers_and_deadlines(&mut *inner.engine, now, &mut ended));
         let at = inner.close(&ended);
         drop(inner);
         self.settle(ended, at);
@@ -501,8 +449,8 @@ impl Driven for Group {
     fn pending(&self) -> usize {
         self.pending.load(Ordering::Relaxed)
     }
-    fn area(&self) -> Option<&Area> {
-        self.area.as_deref()
+    fn doorbell(&self) -> Option<Doorbell<'_>> {
+        self.control.doorbell()
     }
     fn domain(&self) -> &Arc<Domain> {
         &self.domain
@@ -511,9 +459,7 @@ impl Driven for Group {
         self.patience
     }
     fn shares_core(&self) -> bool {
-        let (Some(area), Some(cpu)) = (&self.area, crate::os::topology::current_cpu()) else { return false };
-        area.set_cpu(cpu);
-        (0..area.me).any(|rank| area.cpu(rank) == Some(cpu))
+        self.control.shares_core()
     }
     fn leave(&self) {
         self.shutdown();
@@ -525,12 +471,9 @@ impl Drop for Group {
         if watch::generation() != self.generation || self.closed.load(Ordering::Acquire) {
             return;
         }
-        if let Some(area) = &self.area {
-            area.leave();
-        }
         // The counts of pending operations and their owners must not be left behind.
         let dropped = Error::Aborted(format!("sagellm: group '{}' was dropped", self.config.name));
-        self.close_lanes(&dropped);
+        self.control.leave(&dropped, &|| self.host.interrupted());
         self.fail_all(&dropped);
     }
 }

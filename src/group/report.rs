@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use super::{Engine, Group};
+use super::Group;
 use crate::os::clock;
 use crate::select::Choice;
 use crate::stats::Stats;
@@ -72,7 +72,7 @@ impl Group {
         note: CallNote,
     ) -> Foreign {
         let mut inner = self.lock();
-        let whole = matches!(inner.engine, Engine::Delegate(_));
+        let whole = inner.engine.delegate_reason().is_some();
         let number = match kind {
             _ if carrier == Carrier::Composed => inner.number + 1, // that of its first operation, which follows
             _ if carrier == Carrier::Device => self.device_number.load(Ordering::Relaxed), // taken before

@@ -10,9 +10,9 @@ use std::time::Duration;
 use once_cell::sync::Lazy;
 
 use super::roles::Words;
-use crate::engine::shm::event_count;
-use crate::engine::shm::event_count::Bell;
-use crate::engine::shm::memory::area::Area;
+use crate::engine::Doorbell;
+use crate::os::event_count;
+use crate::os::event_count::Bell;
 use crate::os::futex;
 
 /// A group, as its drivers see it.
@@ -23,8 +23,8 @@ pub trait Driven: Send + Sync {
     fn tick(&self);
     /// Operations that have not ended.
     fn pending(&self) -> usize;
-    /// Where this rank's door is, if it has one.
-    fn area(&self) -> Option<&Area>;
+    /// Where peers wake this rank, if they can.
+    fn doorbell(&self) -> Option<Doorbell<'_>>;
     /// The rank that this group belongs to.
     fn domain(&self) -> &Arc<Domain>;
     /// Spin and yield budgets.

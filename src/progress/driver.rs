@@ -19,10 +19,9 @@ use std::time::{Duration, Instant};
 use super::domain::{Domain, Driven};
 use super::roles;
 use super::roles::Words;
-use crate::engine::shm::event_count;
-use crate::engine::shm::event_count::Listening;
-use crate::engine::shm::memory::area::Area;
 use crate::host::Host;
+use crate::os::event_count;
+use crate::os::event_count::{Bell, Listening};
 use crate::os::futex;
 
 /// Longest sleep between two looks at deadlines and signals.
@@ -139,8 +138,9 @@ fn sleep(domain: &Arc<Domain>, own: Option<&dyn Driven>, nap: Duration, stop: im
         busy.iter().map(|group| &**group).filter(|group| !own.is_some_and(|own| std::ptr::addr_eq(*group, own)));
     // The own door first: where only one word can be watched, it is that one.
     let groups: Vec<&dyn Driven> = own.into_iter().chain(others).collect();
-    let areas = groups.iter().filter_map(|group| group.area());
-    let doors: Vec<Listening<Area>> = areas.map(|area| Listening::new(area, area.me)).collect();
+    let bells = groups.iter().filter_map(|group| group.doorbell());
+    let doors: Vec<(&AtomicU32, Listening<dyn Bell>)> =
+        bells.map(|door| (door.word, Listening::new(door.bell, door.me))).collect();
     let mut moved = stop();
     for group in &groups {
         moved |= group.drive();
@@ -148,8 +148,7 @@ fn sleep(domain: &Arc<Domain>, own: Option<&dyn Driven>, nap: Duration, stop: im
     if moved || stop() {
         return;
     }
-    let mut words: Vec<(&AtomicU32, u32)> =
-        doors.iter().map(|door| (door.bell.door_word(door.bell.me), door.value)).collect();
+    let mut words: Vec<(&AtomicU32, u32)> = doors.iter().map(|(word, door)| (*word, door.value)).collect();
     let here = words.len().min(1);
     words.insert(here, (domain.work.word(), work.value));
     if let Some(ended) = &ended {

@@ -12,8 +12,8 @@
 //! Each of the four is the same handshake (`signal`): the sleeper counts itself, fences and looks once more; a publisher
 //! publishes, fences and looks who sleeps. One of the two sees the other.
 
-use crate::engine::shm::event_count;
-use crate::engine::shm::event_count::{Bell, Listening};
+use crate::os::event_count;
+use crate::os::event_count::{Bell, Listening};
 
 /// The words of one rank. Reads and writes are relaxed; `fence` and the fences of `signal` order them.
 pub trait Words {

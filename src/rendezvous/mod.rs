@@ -4,7 +4,7 @@
 //! torchrun, or the same group made twice). So every attempt has a random nonce, and nothing counts until rank 0 has
 //! named that nonce in a verdict:
 //!
-//! 1. Each rank sets `r/<rank>`: its nonce and its place in the world (`record.rs`).
+//! 1. Each rank sets `r/<rank>`: its nonce and its place in the world (`messages.rs`).
 //! 2. Rank 0 waits for all records and publishes `verdict`: come to my socket, or say why not; or: shared memory is out
 //!    of the question, confirm. A rank that the verdict does not name by its present nonce goes on waiting; rank 0 goes
 //!    on reading the records of ranks that do not react, and publishes a new verdict when a nonce has changed.
@@ -18,12 +18,14 @@
 //! "come to my socket" gets into the store only when somebody is late. Neither mail nor what the store
 //! holds is trusted by itself: both must name this rank's nonce, which only readers of the store know.
 //!
-//! 4. Records name the companions that a rank has from earlier groups (`companions.rs`). Where all ranks name the same,
+//! 4. Records name the companions that a rank has from earlier groups (`peers.rs`). Where all ranks name the same,
 //!    the verdict says so: then only the memory is handed over, and the connections are closed again afterwards.
 //!
-//! `lead.rs` and `serve.rs` are rank 0's part, `join.rs` that of the others.
+//! `coordinator.rs` and `serve.rs` are rank 0's part, `participant.rs` that of the others. `decision.rs` is what comes of it:
+//! one decision, the same on all ranks, and what this rank has opened for it, before anyone has a group.
 
 pub mod coordinator;
+pub mod decision;
 pub mod messages;
 pub mod participant;
 pub mod peers;
@@ -35,6 +37,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+pub use self::decision::{Decision, Hosts, Rendezvous};
 use self::messages::{Body, Identity, Nonce, PROTOCOL, Record};
 use self::peers::{Companions, Company, Process};
 use crate::config::Config;

@@ -261,6 +261,11 @@ pub struct Shape {
 }
 
 impl Shape {
+    /// Of ranks that have no memory in common.
+    pub fn without_memory(ranks: usize) -> Shape {
+        Shape { ranks, hosts: 1, cores: 1, slot_bytes: 0, stage_bytes: 0 }
+    }
+
     pub fn crowded(&self) -> bool {
         self.ranks > self.cores
     }

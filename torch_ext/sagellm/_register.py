@@ -87,7 +87,7 @@ def create(options: Any, pg_options: Any = None) -> Any:
     ours._library_folders = site.getsitepackages()
     _step_at_exit(extension)
     _detach_flight_recorder()
-    backend = extension.create(
+    decided = extension.rendezvous(
         options.store,
         options.group_rank,
         options.group_size,
@@ -96,15 +96,13 @@ def create(options: Any, pg_options: Any = None) -> Any:
         global_ranks=list(options.global_ranks_in_group or []),
         options=ours,
     )
-    reason = backend.delegate_reason
-    if reason:
-        _tell_delegate(delegate, reason, options)
-        backend._set_delegate(_delegate.build(delegate, options))
-    elif backend.spans_hosts:
-        log.logger.info("%s", backend.describe())
-        backend._set_delegate(_delegate.build(delegate, options))
-        backend._set_link(_delegate.build(delegate, options, _delegate.LINK_PREFIX))
-    return backend
+    if decided.delegate_reason:
+        _tell_delegate(delegate, decided.delegate_reason, options)
+        return decided.build(_delegate.build(delegate, options))
+    if decided.spans_hosts:
+        theirs = _delegate.build(delegate, options)
+        return decided.build(theirs, _delegate.build(delegate, options, _delegate.LINK_PREFIX))
+    return decided.build()
 
 
 #: Switches for a whole process, see docs/fusion.md and docs/determinism.md: variable, option, its value when set.

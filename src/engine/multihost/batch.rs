@@ -22,6 +22,8 @@ pub trait Inside: Send + Sync {
     fn run(&self, request: Request) -> Result<()>;
     /// Fails what is pending there, here and on the others.
     fn abort(&self, error: &Error);
+    /// Leaves them in order.
+    fn leave(&self);
     /// The process of the rank at position `index`, for messages.
     fn process(&self, index: usize) -> String;
 }

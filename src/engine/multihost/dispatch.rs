@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use super::batch::Travel;
+use super::lanes::{Shared, Task};
 use super::vector::{Vector, cut};
-use super::{Shared, Task};
 use crate::error::{Error, Result};
 use crate::op::Op;
 use crate::types::{Kind, Span};

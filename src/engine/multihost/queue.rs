@@ -39,8 +39,7 @@ pub(super) struct State {
     pub chain: u64,
     pub fault: Option<Error>,
     pub stopping: bool,
-    /// The lanes' threads were started with the first operation; so many still run.
-    pub started: bool,
+    /// Threads of lanes that run; they start with the first operation.
     pub running: usize,
     /// Numbers of the operations that each lane has taken, once for each of their `active`.
     taken: [Vec<u64>; LANES],
@@ -57,7 +56,6 @@ impl State {
             chain,
             fault: None,
             stopping: false,
-            started: false,
             running: 0,
             taken: Default::default(),
         }

@@ -4,7 +4,7 @@
 
 use std::ops::Range;
 
-use crate::engine::shm::pieces::Pieces;
+use crate::engine::pieces::Pieces;
 use crate::error::Result;
 use crate::reduce;
 use crate::reduce::Kernel;

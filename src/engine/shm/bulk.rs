@@ -21,11 +21,11 @@
 
 use super::memory::area::Area;
 use super::memory::layout::Part;
-use super::pieces::{Pieces, transfer};
 use super::protocol;
 use super::protocol::{Region, Slots};
 use super::small;
 use super::small::{block, block_start};
+use crate::engine::pieces::{Pieces, transfer};
 use crate::error::Result;
 use crate::op::Op;
 use crate::reduce::Kernel;

@@ -28,9 +28,10 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use super::lanes::Lanes;
 use super::memory::area::Area;
 use super::memory::layout::{Layout, Part};
-use super::pieces::Pieces;
 use super::protocol;
 use super::rank_set::RankSet;
+use crate::engine::Ended;
+use crate::engine::pieces::Pieces;
 use crate::error::{Error, Result};
 use crate::op::Op;
 use crate::types::{ANY_RANK, Kind};
@@ -47,9 +48,6 @@ const DRAINED: usize = 5;
 const REJECTED: u64 = 1 << 63;
 /// Where a grant entry has its lane; the number of the message is below.
 const LANE_SHIFT: u32 = 48;
-
-/// Operations that ended in this poll, with their outcome.
-pub type Ended = Vec<(Arc<Op>, Result<()>)>;
 
 #[derive(Default)]
 struct Outgoing {

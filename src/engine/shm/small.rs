@@ -9,8 +9,8 @@
 
 use super::memory::area::{Area, Header};
 use super::memory::layout::SLOT_BYTES;
-use super::pieces::Pieces;
 use super::protocol::Slots;
+use crate::engine::pieces::Pieces;
 use crate::error::{Error, Result};
 use crate::op;
 use crate::op::Op;

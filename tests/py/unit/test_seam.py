@@ -53,4 +53,4 @@ def test_the_names_of_the_glue_are_those_of_the_source() -> None:
     assert seam.plain("sagellm$cxxbridge1$198$Store$set") == "Store::set"
     assert seam.plain("sagellm$cxxbridge1$check_interrupt") == "check_interrupt"
     assert seam.plain("sagellm::RustOp::wait(long) const") == "RustOp::wait"
-    assert seam.plain("sagellm::connect(sagellm::Setup const&, std::shared_ptr<sagellm::Store>)") == "connect"
+    assert seam.plain("sagellm::rendezvous(sagellm::Setup const&, std::shared_ptr<sagellm::Store>)") == "rendezvous"

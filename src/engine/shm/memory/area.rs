@@ -10,9 +10,9 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 use super::layout::{INLINE_BYTES, Layout, SLOT_BYTES};
 use super::presence::Presence;
 use super::segment::Segment;
-use crate::engine::shm::event_count::Bell;
 use crate::engine::shm::protocol::{Mail, Region, Word, Words};
 use crate::op::Op;
+use crate::os::event_count::Bell;
 use crate::os::topology;
 
 /// Control words of a rank beside those of `protocol::Word`, by index of `Layout::control_word`.
@@ -174,7 +174,7 @@ impl Area {
     pub fn leave(&self) {
         self.word64(self.layout.control_word(self.me, LIFE)).store(1, Ordering::Release);
         self.word64(self.layout.group_word(LEAVERS)).fetch_add(1, Ordering::Release);
-        crate::engine::shm::event_count::announce(self, self.ranks);
+        crate::os::event_count::announce(self, self.ranks);
     }
     /// Some rank left: `left` says which.
     pub fn has_leavers(&self) -> bool {

@@ -1,7 +1,7 @@
 //! Where everything lies in a group's segment. Pure arithmetic from the rank count; the same on every rank.
 //!
 //! ```text
-//! hello     64 B a rank, rounded up to a page: the handshake that proves the segment is shared (meet.rs)
+//! hello     64 B a rank, rounded up to a page: the handshake that proves the segment is shared (rendezvous)
 //! group     abort word, count of sleepers
 //! control   per rank: the words of `protocol::Word`, each on its own pair of cache lines, and the fault text
 //! slots     per rank: `depth` slots of one header line and SLOT_BYTES of payload

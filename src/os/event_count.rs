@@ -24,7 +24,7 @@ pub trait Bell {
 
 /// To be called after something was published that a peer, or another thread of this rank, may wait for.
 #[inline]
-pub fn announce<B: Bell>(bell: &B, ranks: usize) {
+pub fn announce<B: Bell + ?Sized>(bell: &B, ranks: usize) {
     bell.fence(); // pairs with the fence in `lie_down`
     if bell.sleepers() != 0 {
         for rank in 0..ranks {
@@ -34,7 +34,7 @@ pub fn announce<B: Bell>(bell: &B, ranks: usize) {
 }
 
 /// Wakes `rank` if it sleeps. A fence must stand between the news and this call.
-pub fn ring_if_asleep<B: Bell>(bell: &B, rank: usize) {
+pub fn ring_if_asleep<B: Bell + ?Sized>(bell: &B, rank: usize) {
     if bell.asleep(rank) != 0 {
         bell.ring(rank);
     }
@@ -42,32 +42,32 @@ pub fn ring_if_asleep<B: Bell>(bell: &B, rank: usize) {
 
 /// First half of a sleep: after it, look once more at what you wait for, and sleep only while the door has the value
 /// that this returns. `get_up` must follow.
-pub fn lie_down<B: Bell>(bell: &B, me: usize) -> u32 {
+pub fn lie_down<B: Bell + ?Sized>(bell: &B, me: usize) -> u32 {
     bell.count_sleeper(me, true);
     let value = bell.door(me);
     bell.fence(); // pairs with the fence in `announce`
     value
 }
 
-pub fn get_up<B: Bell>(bell: &B, me: usize) {
+pub fn get_up<B: Bell + ?Sized>(bell: &B, me: usize) {
     bell.count_sleeper(me, false);
 }
 
 /// Registers a thread of `me` as a sleeper until it is dropped: every ring wakes the thread meanwhile. After `new`, check
 /// once more what you wait for, and sleep only while the door has `value`.
-pub struct Listening<'a, B: Bell> {
+pub struct Listening<'a, B: Bell + ?Sized> {
     pub bell: &'a B,
     me: usize,
     pub value: u32,
 }
 
-impl<'a, B: Bell> Listening<'a, B> {
+impl<'a, B: Bell + ?Sized> Listening<'a, B> {
     pub fn new(bell: &'a B, me: usize) -> Listening<'a, B> {
         Listening { bell, me, value: lie_down(bell, me) }
     }
 }
 
-impl<B: Bell> Drop for Listening<'_, B> {
+impl<B: Bell + ?Sized> Drop for Listening<'_, B> {
     fn drop(&mut self) {
         get_up(self.bell, self.me);
     }

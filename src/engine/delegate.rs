@@ -1,0 +1,50 @@
+//! A group that another backend serves: the core only numbers and records its operations.
+
+use std::sync::Arc;
+
+use super::{Control, Ended, Engine};
+use crate::error::{Error, Result};
+use crate::op::Op;
+use crate::reduce::Kernel;
+use crate::select::explain::Explanation;
+use crate::select::{Asked, Policy, Shape, explain};
+
+pub struct Delegate {
+    reason: String,
+    ranks: usize,
+    policy: Arc<Policy>,
+}
+
+impl Delegate {
+    /// `reason`: why no engine of ours serves the group.
+    pub fn new(reason: String, ranks: usize, policy: Arc<Policy>) -> Delegate {
+        Delegate { reason, ranks, policy }
+    }
+}
+
+/// Its peers are the other backend's.
+struct NoPeers;
+
+impl Control for NoPeers {}
+
+impl Engine for Delegate {
+    fn control(&self) -> Arc<dyn Control> {
+        Arc::new(NoPeers)
+    }
+
+    fn describe(&self) -> String {
+        format!("served by a delegate: {}", self.reason)
+    }
+
+    fn delegate_reason(&self) -> Option<&str> {
+        Some(&self.reason)
+    }
+
+    fn submit(&mut self, _: Arc<Op>, _: Option<Kernel>, _: &mut Ended) -> Result<()> {
+        Err(Error::Bug("sagellm: an operation reached a delegated group".to_string()))
+    }
+
+    fn explain(&self, asked: Asked, _batched: bool) -> Explanation {
+        explain::delegated(asked, &Shape::without_memory(self.ranks), &self.policy, &self.reason)
+    }
+}

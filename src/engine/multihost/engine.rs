@@ -1,0 +1,291 @@
+//! A group over several hosts as one rank sees it: what it has issued, how it opens its link and how it ends.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::RecvTimeoutError;
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::{Duration, Instant};
+
+use super::batch::Inside;
+use super::lanes::{DELIVERY, FAREWELL, Shared};
+use super::place::Place;
+use super::probe::probe;
+use super::queue::{Entry, State};
+use super::transport::{Lane, Link, NOBODY};
+use crate::config::Settings;
+use crate::engine::{Control, Ended, Engine, Report};
+use crate::error::{Error, Result};
+use crate::fusion::planner::{LANES, Limits};
+use crate::host::Host;
+use crate::op::Op;
+use crate::op::overlap::Reach;
+use crate::os::watch;
+use crate::reduce::Kernel;
+use crate::select::explain;
+use crate::select::explain::Explanation;
+use crate::select::inter::{Hosts, LinkFacts, Menu};
+use crate::select::{Asked, Policy, Shape};
+
+/// Bytes and operations of one batch.
+const BATCH: Limits = Limits { bytes: 1 << 20, operations: 4096 };
+/// A link to the other hosts that was measured with them, and the groups inside this host: what `MultiHost` is made from.
+pub struct Opened {
+    shared: Shared,
+    lanes: Vec<Lane>,
+    reason: String,
+}
+
+impl Opened {
+    /// `insides`: one group of this host's ranks a lane, or none where this rank is alone; `reason`: why the ranks count
+    /// as several hosts. Measures the link with the other hosts, so every rank must come here; at most `timeout`.
+    pub fn new(
+        place: Place,
+        link: Arc<dyn Link>,
+        insides: Vec<Option<Arc<dyn Inside>>>,
+        (settings, reason): (Settings, String),
+        policy: Arc<Policy>,
+        timeout: Duration,
+    ) -> Result<Opened> {
+        assert_eq!(insides.len(), LANES, "one group a lane");
+        let waiting: Vec<Arc<AtomicUsize>> = (0..LANES).map(|_| Arc::new(AtomicUsize::new(NOBODY))).collect();
+        let each = waiting.iter().enumerate();
+        let mut lanes: Vec<Lane> =
+            each.map(|(lane, waiting)| Lane::new(Arc::clone(&link), place.me, lane, Arc::clone(waiting))).collect();
+        let chain = policy.hash() ^ (u64::from(settings.fusion) | u64::from(settings.strict) << 1);
+        let facts = probe(&place, &mut lanes[0], insides[0].as_ref(), chain, timeout)?;
+        let limits = if settings.fusion { BATCH } else { Limits { operations: 1, ..BATCH } };
+        let state = State::new(limits, chain);
+        // Whom a fault concerns first: those that lead at this rank's position.
+        let far = place.hosts.iter().enumerate().filter(|(host, _)| *host != place.host);
+        let known = far.filter_map(|(_, ranks)| ranks.get(place.index)).copied().collect();
+        let shared = Shared {
+            hosts: Hosts {
+                hosts: place.hosts.len(),
+                ranks: place.ranks(),
+                least_ranks: place.fewest(),
+                link: facts,
+                strict: settings.strict,
+            },
+            menu: Menu::new(place.hosts.len()),
+            policy,
+            place,
+            link,
+            insides,
+            settings,
+            state: Mutex::new(state),
+            turn: Condvar::new(),
+            waiting,
+            known: Mutex::new(known),
+        };
+        Ok(Opened { shared, lanes, reason })
+    }
+
+    /// As `new`, on a thread of its own: a link can only be waited on, and this thread must hear of signals.
+    pub fn interruptible(
+        place: Place,
+        link: Arc<dyn Link>,
+        insides: Vec<Option<Arc<dyn Inside>>>,
+        named: (Settings, String),
+        policy: Arc<Policy>,
+        timeout: Duration,
+        host: &dyn Host,
+    ) -> Result<Opened> {
+        let (done, opened) = std::sync::mpsc::channel();
+        let theirs = Arc::clone(&link);
+        let opening = move || {
+            let _ = done.send(Opened::new(place, theirs, insides, named, policy, timeout));
+        };
+        watch::spawn("sagellm-probe", opening)
+            .map_err(|error| Error::System(format!("sagellm: cannot start a thread to open the link: {error}")))?;
+        loop {
+            match opened.recv_timeout(Duration::from_millis(50)) {
+                Ok(opened) => return opened,
+                Err(RecvTimeoutError::Disconnected) => {
+                    return Err(Error::Bug("sagellm: the thread that opens the link ended without a word".to_string()));
+                }
+                Err(RecvTimeoutError::Timeout) if host.interrupted() => {
+                    link.cut();
+                    return Err(Error::Interrupted("sagellm: interrupted while the group was being made".to_string()));
+                }
+                Err(RecvTimeoutError::Timeout) => (),
+            }
+        }
+    }
+
+    /// What was measured between the hosts.
+    pub fn link(&self) -> LinkFacts {
+        self.shared.hosts.link
+    }
+}
+
+/// The group's `Engine`: takes operations and hands them to the lanes' threads.
+pub struct MultiHost {
+    shared: Arc<Shared>,
+    report: Arc<dyn Report>,
+    /// Until their threads start, with the first operation.
+    lanes: Vec<Lane>,
+    /// Why the ranks count as several hosts.
+    reason: String,
+}
+
+impl MultiHost {
+    pub fn new(opened: Opened, report: Arc<dyn Report>) -> MultiHost {
+        let Opened { shared, lanes, reason } = opened;
+        MultiHost { shared: Arc::new(shared), report, lanes, reason }
+    }
+
+    fn start(&mut self) -> Result<()> {
+        for (lane, wires) in std::mem::take(&mut self.lanes).into_iter().enumerate() {
+            let (shared, report) = (Arc::clone(&self.shared), Arc::clone(&self.report));
+            self.shared.lock().running += 1; // before the thread can end, and count itself out
+            let work = move || shared.work(lane, wires, &*report);
+            watch::spawn(&format!("sagellm-lane-{lane}"), work).map_err(|error| {
+                self.shared.lock().running -= 1;
+                Error::System(format!("sagellm: cannot start a thread for lane {lane}: {error}"))
+            })?;
+        }
+        Ok(())
+    }
+}
+
+impl Engine for MultiHost {
+    fn control(&self) -> Arc<dyn Control> {
+        Arc::<Shared>::clone(&self.shared)
+    }
+
+    fn describe(&self) -> String {
+        let Shared { place, settings, .. } = &*self.shared;
+        let hosts: Vec<String> = place.hosts.iter().map(|ranks| ranks.len().to_string()).collect();
+        format!(
+            "{} hosts with {} ranks, shared memory inside, a link between them, fusion {}, {} ({})",
+            hosts.len(),
+            hosts.join(" + "),
+            if settings.fusion { "on" } else { "off" },
+            if settings.strict { "strict" } else { "not strict" },
+            self.reason
+        )
+    }
+
+    fn submit(&mut self, op: Arc<Op>, _kernel: Option<Kernel>, _ended: &mut Ended) -> Result<()> {
+        self.start()?;
+        let shared = &self.shared;
+        let item = shared.item(&op.request);
+        // Its way is chosen when its batch is made.
+        op.loads(Asked::of(&op.request, shared.place.ranks()).load());
+        let mut state = shared.lock();
+        if let Some(fault) = &state.fault {
+            return Err(fault.clone());
+        }
+        if state.stopping {
+            return Err(Error::Aborted("sagellm: the group was destroyed".to_string()));
+        }
+        state.issued = op.number;
+        state.entries.push_back(Entry { op, left: item.segments, active: 0, prepared: false, done: false });
+        state.planner.push(item);
+        state.promise();
+        drop(state);
+        shared.turn.notify_all();
+        Ok(())
+    }
+
+    fn holds(&self, op: &Arc<Op>) -> bool {
+        self.shared.lock().entries.iter().any(|entry| !entry.done && Arc::ptr_eq(&entry.op, op))
+    }
+
+    fn next_deadline(&self) -> Option<Arc<Op>> {
+        let state = self.shared.lock();
+        let pending = state.entries.iter().filter(|entry| !entry.done);
+        pending.min_by_key(|entry| entry.op.deadline).map(|entry| Arc::clone(&entry.op))
+    }
+
+    fn missing(&self, _op: &Op, _process: &dyn Fn(usize) -> String) -> String {
+        let each = self.shared.waiting.iter().map(|lane| lane.load(Ordering::Relaxed));
+        let waiting: Vec<String> = each.filter(|rank| *rank != NOBODY).map(|rank| format!("rank {rank}")).collect();
+        let whom = match &waiting[..] {
+            [] => "no answer from ranks of its own host".to_string(),
+            ranks => format!("no answer from {} on another host", ranks.join(" and ")),
+        };
+        format!("{whom}: it has not entered it, or cannot be reached")
+    }
+
+    fn collective(&self, number: u64) -> Option<Arc<Op>> {
+        let state = self.shared.lock();
+        let at = number.checked_sub(state.base)?;
+        let entry = state.entries.get(usize::try_from(at).ok()?)?;
+        (!entry.done).then(|| Arc::clone(&entry.op))
+    }
+
+    /// Gives back what no lane has; a lane ends its own.
+    fn drain(&mut self, error: &Error) -> Vec<Arc<Op>> {
+        let mut state = self.shared.lock();
+        // So that no lane takes up what is given back here.
+        state.fault.get_or_insert_with(|| error.clone());
+        let free = state.take_free();
+        drop(state);
+        self.shared.turn.notify_all();
+        free
+    }
+
+    fn explain(&self, asked: Asked, batched: bool) -> Explanation {
+        let Shared { place, hosts, menu, policy, .. } = &*self.shared;
+        let shape = Shape::without_memory(place.ranks());
+        if asked.kind.is_p2p() {
+            let why = "the ranks live on several hosts, where messages travel by the delegate";
+            return explain::delegated(asked, &shape, policy, why);
+        }
+        explain::between(asked, batched, &shape, hosts, menu, policy)
+    }
+}
+
+impl Control for Shared {
+    /// Peers are told, waits on the link and inside the host end.
+    fn announce(&self, fault: &Error) {
+        let mut state = self.lock();
+        state.fault.get_or_insert_with(|| fault.clone());
+        let stopping = state.stopping;
+        drop(state);
+        self.turn.notify_all();
+        if !stopping {
+            self.tell(fault);
+            self.break_off(fault);
+        }
+    }
+
+    /// What was sent is delivered, lanes say goodbye to the hosts they talked to and end.
+    fn leave(&self, error: &Error, interrupted: &dyn Fn() -> bool) {
+        let mut state = self.lock();
+        let busy = state.entries.iter().any(|entry| entry.active > 0);
+        state.stopping = true;
+        if busy {
+            state.fault.get_or_insert_with(|| error.clone());
+        }
+        drop(state);
+        self.turn.notify_all();
+        if busy {
+            // Nobody may use the callers' memory afterwards, so what is on its way is broken off.
+            self.break_off(error);
+        }
+        let until = Instant::now() + DELIVERY + FAREWELL;
+        loop {
+            let state = self.lock();
+            if state.running == 0 || Instant::now() >= until {
+                break;
+            }
+            drop(self.turn.wait_timeout(state, Duration::from_millis(50)));
+            if interrupted() {
+                self.link.cut();
+                break;
+            }
+        }
+        self.insides.iter().flatten().for_each(|inside| inside.leave());
+    }
+
+    fn has_threads(&self) -> bool {
+        true
+    }
+
+    fn using(&self, reach: &Reach) -> Option<Arc<Op>> {
+        let state = self.lock();
+        let found = state.entries.iter().find(|entry| !entry.done && entry.op.reach().meets(reach));
+        found.map(|entry| Arc::clone(&entry.op))
+    }
+}

@@ -1,0 +1,301 @@
+//! The two threads that carry the batches of a group over several hosts through.
+
+use std::collections::HashSet;
+use std::sync::atomic::AtomicUsize;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use super::batch::{Inside, Travel, Way};
+use super::place::Place;
+use super::queue::State;
+use super::transport::{Lane, Link, Note, tell_fault};
+use crate::config::Settings;
+use crate::engine::{Ended, Report};
+use crate::error::{Error, Result, contained};
+use crate::fusion::planner::{Batch, Class, Item, LANES};
+use crate::op::{Company, Op};
+use crate::select::inter;
+use crate::select::inter::{Hosts, HostsChoice, Menu};
+use crate::select::{Asked, Policy};
+use crate::types::{Kind, ReduceOp, Request, Span};
+
+/// Who leaves stays so long, at most, until what it has sent was taken; the others' goodbyes are waited for a moment.
+pub const DELIVERY: Duration = Duration::from_secs(30);
+pub const FAREWELL: Duration = Duration::from_secs(1);
+/// A lane's memory beyond this goes back after the batch.
+const KEPT: usize = 100 << 20;
+
+pub(super) struct Shared {
+    pub place: Place,
+    pub link: Arc<dyn Link>,
+    pub insides: Vec<Option<Arc<dyn Inside>>>,
+    pub settings: Settings,
+    /// What the choice between hosts needs; the same on every rank.
+    pub hosts: Hosts,
+    pub menu: Menu,
+    pub policy: Arc<Policy>,
+    pub state: Mutex<State>,
+    /// Something changed in `state`.
+    pub turn: Condvar,
+    /// Whom each lane waits for, for messages. Written by the lanes, read by whoever finds a deadline passed; relaxed,
+    /// because it orders nothing.
+    pub waiting: Vec<Arc<AtomicUsize>>,
+    /// Ranks of other hosts that this rank has talked to.
+    pub known: Mutex<HashSet<usize>>,
+}
+
+/// A batch that a lane has taken.
+pub(super) struct Task {
+    pub batch: Batch,
+    pub ops: Vec<Arc<Op>>,
+    pub note: Note,
+    pub choice: HostsChoice,
+}
+
+impl Shared {
+    pub fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What the planner needs to know: a function of what all ranks share.
+    pub fn item(&self, request: &Request) -> Item {
+        let sum = |spans: &[Span]| spans.iter().map(|span| span.bytes).sum::<usize>();
+        let (bytes, class) = match request.kind {
+            Kind::AllReduce if !matches!(request.op, ReduceOp::PremulSum(_)) => {
+                (sum(request.inputs()), Some(Class { kind: Kind::AllReduce, op: request.op.code() }))
+            }
+            Kind::AllGather if request.out_blocks.is_empty() => {
+                (sum(request.inputs()), Some(Class { kind: Kind::AllGather, op: 0 }))
+            }
+            Kind::Broadcast => (sum(request.inputs()).max(sum(request.outputs())), None),
+            _ => (sum(request.inputs()), None),
+        };
+        let class = class.filter(|_| bytes as u64 <= inter::SMALL);
+        let cut = matches!(request.kind, Kind::AllReduce | Kind::Reduce | Kind::Broadcast) && class.is_none();
+        let alone = || self.choice(Asked::of(request, self.place.ranks()), false);
+        let segments = if cut { alone().segments } else { 1 };
+        Item { class, bytes, segments }
+    }
+
+    /// How one operation goes, or several that go together: a function of what all ranks share.
+    pub fn choice(&self, asked: Asked, batched: bool) -> HostsChoice {
+        inter::between_hosts(asked, batched, &self.hosts, &self.menu, &self.policy)
+    }
+
+    /// Chooses the way of a batch and notes it, so that each operation knows how and with whom it went.
+    fn set_out(&self, batch: &Batch, ops: &[Arc<Op>]) -> HostsChoice {
+        let ranks = self.place.ranks();
+        let asked =
+            Asked::together(ops.iter().map(|op| Asked::of(&op.request, ranks))).expect("a batch holds one or more");
+        let choice = self.choice(asked, ops.len() > 1);
+        if batch.segment == 0 {
+            for op in ops {
+                op.loads(asked.load());
+                op.travels_with(Company::new(op.number, (batch.first, batch.last), ops.len()));
+                op.sets_out(choice.choice().code());
+            }
+        }
+        choice
+    }
+
+    /// The next batch of this lane; None when the group ends.
+    fn next(&self, lane: usize) -> Option<Task> {
+        let mut state = self.lock();
+        loop {
+            if state.stopping || state.fault.is_some() {
+                return None;
+            }
+            if state.planner.lane() == lane
+                && let Some(batch) = state.planner.plan()
+            {
+                return self.begin(lane, state, batch);
+            }
+            state = self.turn.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Marks a batch as begun, and waits until earlier operations on the same memory have ended.
+    fn begin(&self, lane: usize, mut state: MutexGuard<'_, State>, batch: Batch) -> Option<Task> {
+        let mut ops = Vec::new();
+        for number in batch.first..=batch.last {
+            let op = state.take_up(lane, number);
+            let (signature, lists) = (op.signature, op.lists);
+            ops.push(op);
+            state.chain = mix(mix(state.chain, signature), lists);
+        }
+        state.chain = mix(state.chain, (ops.len() * 1_000_000 + batch.segment) as u64);
+        let chain = state.chain;
+        self.turn.notify_all(); // the other lane's turn
+        while (batch.first..=batch.last).any(|number| state.must_follow(number)) && state.fault.is_none() {
+            state = self.turn.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        let factor = match ops[0].request.op {
+            ReduceOp::PremulSum(factor) => factor,
+            _ => 1.0,
+        };
+        let note = Note {
+            signature: ops[0].signature,
+            chain,
+            number: batch.first,
+            issued: state.ready.max(batch.last),
+            factor: factor.to_bits(),
+        };
+        drop(state);
+        let choice = self.set_out(&batch, &ops);
+        Some(Task { batch, ops, note, choice })
+    }
+
+    /// A lane's thread. A panic is a bug of ours: it fails the group, ends what the lane had, and must not become a hang.
+    pub fn work(&self, lane: usize, mut wires: Lane, report: &dyn Report) {
+        let mut scratch = Vec::new();
+        while let Some(task) = self.take(lane, report) {
+            let outcome = contained(|| self.carry(lane, &mut wires, &mut scratch, &task))
+                .and_then(|agreed| contained(|| Ok(self.finish(lane, &task, agreed))));
+            if scratch.len() > KEPT {
+                scratch = Vec::new();
+            }
+            self.known.lock().unwrap_or_else(PoisonError::into_inner).extend(wires.peers());
+            match outcome {
+                Ok(ended) => ended.into_iter().for_each(|together| report.ended(together)),
+                Err(error) => {
+                    self.give_up(lane, error, report);
+                    break;
+                }
+            }
+        }
+        let orderly = self.lock().fault.is_none();
+        if orderly {
+            let left = contained(|| {
+                wires.bye(DELIVERY, FAREWELL);
+                Ok(())
+            });
+            left.unwrap_or_else(|error| log::error!("{error}"));
+        }
+        drop(wires); // the link's last reference must not fall while the process ends
+        self.lock().running -= 1;
+        self.turn.notify_all();
+    }
+
+    /// The next batch of this lane's turn, or none when the lane shall end.
+    fn take(&self, lane: usize, report: &dyn Report) -> Option<Task> {
+        contained(|| Ok(self.next(lane))).unwrap_or_else(|error| {
+            self.give_up(lane, error, report);
+            None
+        })
+    }
+
+    /// Marks a batch as ended; the operations that ended with it, and behind them each barrier that waited for them.
+    fn finish(&self, lane: usize, task: &Task, agreed: u64) -> Vec<Ended> {
+        let mut state = self.lock();
+        state.planner.agree(&task.batch, agreed);
+        let mut complete = Vec::new();
+        for op in &task.ops {
+            let entry = state.entry(op.number);
+            entry.left -= 1;
+            if entry.left == 0 {
+                complete.push(Arc::clone(op));
+            }
+        }
+        drop(state);
+        complete.iter().for_each(|op| op.store_back());
+        let mut state = self.lock();
+        let mut ended = Vec::new();
+        let fault = state.fault.clone();
+        for op in &task.ops {
+            let first = op.number == state.base;
+            let entry = state.lay_down(lane, op.number);
+            let outcome = match &fault {
+                _ if entry.carried() && (first || op.request.kind != Kind::Barrier) => Ok(()),
+                // Nobody will take its other segments.
+                Some(fault) if entry.active == 0 => Err(fault.clone()),
+                _ => continue,
+            };
+            if !std::mem::replace(&mut entry.done, true) {
+                ended.push((Arc::clone(op), outcome));
+            }
+        }
+        state.trim();
+        // Apart, because they were no part of the batch.
+        let barriers = state.take_barriers().into_iter().map(|op| vec![(op, Ok(()))]);
+        let ended = std::iter::once(ended).chain(barriers).collect();
+        state.promise();
+        drop(state);
+        self.turn.notify_all();
+        ended
+    }
+
+    /// The group fails with `error`, and what this lane has taken ends, unless the other lane still works on a segment of
+    /// it: then that one ends it.
+    fn give_up(&self, lane: usize, error: Error, report: &dyn Report) {
+        report.failed(error.clone());
+        let mut state = self.lock();
+        let error = state.fault.clone().unwrap_or(error);
+        let left = state.drop_all(lane);
+        drop(state);
+        report.ended(left.into_iter().map(|op| (op, Err(error.clone()))).collect());
+    }
+
+    /// Ends every wait of the lanes: on the link, and for the ranks of this host.
+    pub fn break_off(&self, error: &Error) {
+        self.link.cut();
+        self.insides.iter().flatten().for_each(|inside| inside.abort(error));
+    }
+
+    /// Tells the other hosts why the group fails, on both lanes, as well as it can be done in a moment.
+    pub fn tell(&self, error: &Error) {
+        let peers: Vec<usize> = self.known.lock().unwrap_or_else(PoisonError::into_inner).iter().copied().collect();
+        tell_fault(&*self.link, LANES, &peers, error);
+    }
+
+    /// Carries one batch through; the number that all ranks agreed on, or 0.
+    fn carry(&self, lane: usize, wires: &mut Lane, scratch: &mut Vec<u8>, task: &Task) -> Result<u64> {
+        let first = &task.ops[0].request;
+        self.prepare(task)?;
+        let HostsChoice { algorithm, leaders, .. } = task.choice;
+        let way = Way { algorithm, leaders: leaders.into(), strict: self.settings.strict };
+        let mut factors = vec![1.0; self.place.ranks()];
+        factors[self.place.me] = f64::from_bits(task.note.factor);
+        let mut travel = Travel {
+            place: &self.place,
+            inside: self.insides[lane].as_deref(),
+            lane: wires,
+            note: task.note,
+            factors,
+            deadline: task.ops.iter().map(|op| op.deadline).min().unwrap_or(0),
+            way,
+            scratch,
+        };
+        travel.compare_inside()?;
+        self.dispatch(&mut travel, task)?;
+        let agrees =
+            task.batch.segments == 1 && matches!(first.kind, Kind::AllReduce | Kind::AllGather | Kind::Barrier);
+        Ok(if agrees { travel.note.issued } else { 0 })
+    }
+
+    /// Makes inputs ready to be read, once for all segments. An error is the group's fault, which may have come while the
+    /// lane waited for its turn.
+    fn prepare(&self, task: &Task) -> Result<()> {
+        let fault = |state: &State| state.fault.clone().map_or(Ok(()), Err);
+        fault(&self.lock())?;
+        if task.batch.segment == 0 {
+            task.ops.iter().for_each(|op| op.prepare());
+        }
+        let mut state = self.lock();
+        for op in &task.ops {
+            while task.batch.segment > 0 && !state.entry(op.number).prepared {
+                fault(&state)?;
+                state = self.turn.wait(state).unwrap_or_else(PoisonError::into_inner);
+            }
+            state.entry(op.number).prepared = true;
+        }
+        drop(state);
+        if task.batch.segments > 1 {
+            self.turn.notify_all();
+        }
+        Ok(())
+    }
+}
+
+fn mix(chain: u64, value: u64) -> u64 {
+    (chain ^ value).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29)
+}

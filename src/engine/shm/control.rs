@@ -1,0 +1,78 @@
+//! What the shared memory tells any thread of a group, and takes from it, without the group's lock.
+
+use std::sync::atomic::Ordering;
+
+use super::memory::area::Area;
+use crate::engine::{Control, Doorbell, Monitor};
+use crate::error::Error;
+use crate::os::{event_count, topology};
+
+impl Control for Area {
+    fn is_poisoned(&self) -> bool {
+        Area::is_poisoned(self)
+    }
+
+    fn reported(&self) -> Option<(usize, char, String)> {
+        self.fault()
+    }
+
+    fn announce(&self, fault: &Error) {
+        self.poison(fault.code(), fault.text());
+        event_count::announce(self, self.ranks);
+    }
+
+    fn leave(&self, _error: &Error, _interrupted: &dyn Fn() -> bool) {
+        Area::leave(self);
+    }
+
+    fn left(&self, rank: usize) -> bool {
+        Area::left(self, rank)
+    }
+
+    fn has_leavers(&self) -> bool {
+        Area::has_leavers(self)
+    }
+
+    fn doorbell(&self) -> Option<Doorbell<'_>> {
+        Some(Doorbell { bell: self, me: self.me, word: self.door_word(self.me) })
+    }
+
+    fn shares_core(&self) -> bool {
+        let Some(cpu) = topology::current_cpu() else { return false };
+        self.set_cpu(cpu);
+        (0..self.me).any(|rank| self.cpu(rank) == Some(cpu))
+    }
+
+    fn monitor(&self) -> Option<&dyn Monitor> {
+        Some(self)
+    }
+
+    fn set_launched(&self, number: u64, kind: u8) {
+        Area::set_launched(self, number, kind);
+    }
+
+    fn launched(&self, rank: usize) -> Option<(u64, u8)> {
+        Some(Area::launched(self, rank))
+    }
+}
+
+impl Monitor for Area {
+    fn come(&self, turn: u64) {
+        Area::monitor(self, self.me).store(turn, Ordering::Release);
+        event_count::announce(self, self.ranks);
+    }
+
+    fn has_come(&self, rank: usize, turn: u64) -> bool {
+        Area::monitor(self, rank).load(Ordering::Acquire) >= turn
+    }
+
+    fn decide(&self, turn: u64, failed: bool) {
+        self.monitor_outcome(turn).store(turn << 1 | u64::from(failed), Ordering::Release);
+        event_count::announce(self, self.ranks);
+    }
+
+    fn decision(&self, turn: u64) -> Option<bool> {
+        let word = self.monitor_outcome(turn).load(Ordering::Acquire);
+        (word >> 1 >= turn).then_some(word != turn << 1)
+    }
+}

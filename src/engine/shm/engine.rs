@@ -1,0 +1,436 @@
+//! One rank's side of a group over shared memory: the queue of its operations, and how they move.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use super::bulk::{Bases, Bulk, Rounds, Step};
+use super::memory::area;
+use super::memory::area::Area;
+use super::memory::layout::SLOT_BYTES;
+use super::p2p::P2p;
+use super::protocol::Slots;
+use super::small;
+use crate::engine::pieces::Pieces;
+
+use crate::engine::{Control, Ended, Engine};
+use crate::error::{Error, Result};
+use crate::op;
+use crate::op::Op;
+use crate::os::event_count;
+use crate::reduce::Kernel;
+use crate::select;
+use crate::select::explain;
+use crate::select::explain::Explanation;
+use crate::select::{Asked, Choice, Path, Policy, Shape};
+use crate::types::{ANY_RANK, Kind};
+
+enum Phase {
+    /// Not published: waits for credits, or for an earlier operation on the same memory.
+    Queued,
+    /// Published in its slot; ranks below the number were seen.
+    Slots(usize),
+    /// Its header is published, its data goes by rounds.
+    Rounds(Rounds),
+}
+
+struct Entry {
+    op: Arc<Op>,
+    kernel: Option<Kernel>,
+    path: Path,
+    phase: Phase,
+    /// Its place among all operations that this rank issued in this group.
+    turn: u64,
+    /// What it must follow because of its memory: looked for when its turn to be published comes.
+    behind: Option<Behind>,
+}
+
+/// Earlier operations on the same memory.
+type Behind = Vec<Arc<Op>>;
+
+/// A message that is not handed over yet: an earlier operation uses its memory, or an earlier message that it may not
+/// overtake waits.
+struct Held {
+    op: Arc<Op>,
+    turn: u64,
+    behind: Behind,
+}
+
+pub struct Shm {
+    area: Arc<Area>,
+    shape: Shape,
+    policy: Arc<Policy>,
+    slots: Slots,
+    /// Collectives that have not ended, by number. The queued ones are at the back.
+    entries: VecDeque<Entry>,
+    queued: usize,
+    bases: Bases,
+    /// Hash of the policy and of all signatures published so far.
+    chain: u64,
+    p2p: P2p,
+    /// Messages handed over to `p2p`, which later operations may have to follow. Ended ones are removed at the next look.
+    messages: Vec<Arc<Op>>,
+    /// In the order of their issue.
+    held: Vec<Held>,
+    /// Operations issued so far, messages too.
+    turns: u64,
+    scratch: Vec<u8>,
+    /// Off: a collective is published when the one before it has ended, so that none travel together.
+    fusion: bool,
+}
+
+impl Shm {
+    /// `cores`: what the ranks of this host may use together. All three are the same on every rank.
+    pub fn new(area: Arc<Area>, cores: usize, fusion: bool, policy: Arc<Policy>) -> Shm {
+        let layout = area.layout;
+        let shape = layout.shape(cores);
+        Shm {
+            slots: Slots::new(area.me, area.ranks, layout.depth),
+            p2p: P2p::new(&layout),
+            messages: Vec::new(),
+            held: Vec::new(),
+            turns: 0,
+            entries: VecDeque::new(),
+            queued: 0,
+            bases: Bases::default(),
+            chain: policy.hash(),
+            scratch: Vec::new(),
+            fusion,
+            area,
+            shape,
+            policy,
+        }
+    }
+
+    /// Takes an operation, and publishes it if its turn has come; `poll` must follow.
+    fn issue(&mut self, op: Arc<Op>, kernel: Option<Kernel>, ended: &mut Ended) -> Result<()> {
+        self.turns += 1;
+        let turn = self.turns;
+        if op.request.kind.is_p2p() {
+            op.loads(Asked::of(&op.request, self.area.ranks).load());
+            op.sets_out(Choice::MESSAGE.code());
+            let collectives = self.entries.iter().map(|entry| &entry.op).filter(|earlier| op.meets(earlier)).cloned();
+            let behind: Behind = collectives.collect();
+            let behind = self.messages_before(&op, turn, behind);
+            if behind.is_empty() && !self.held.iter().any(|held| may_not_overtake(&op, &held.op)) {
+                return self.hand_over(op, ended);
+            }
+            self.held.push(Held { op, turn, behind });
+            return Ok(());
+        }
+        let asked = Asked::of(&op.request, self.area.ranks);
+        let choice = select::choose(asked, &self.shape, &self.policy);
+        op.loads(asked.load());
+        op.sets_out(choice.code());
+        self.entries.push_back(Entry { op, kernel, path: choice.path, phase: Phase::Queued, turn, behind: None });
+        self.queued += 1;
+        self.publish();
+        Ok(())
+    }
+
+    /// Adds to `behind` the messages issued before `turn` that `op` must follow. A send that was handed over holds
+    /// nothing back, because its peer may receive it only after `op`: it goes on from a copy.
+    fn messages_before(&mut self, op: &Op, turn: u64, mut behind: Behind) -> Behind {
+        if !self.messages.is_empty() {
+            // A later message on this memory would be held, so all of these are earlier.
+            self.messages.retain(|message| !message.is_released());
+            for message in self.messages.iter().filter(|message| op.meets(message)) {
+                match message.request.kind {
+                    Kind::Send => copy_inputs(message),
+                    _ => behind.push(Arc::clone(message)),
+                }
+            }
+        }
+        let held = self.held.iter().filter(|held| held.turn < turn && op.meets(&held.op));
+        behind.extend(held.map(|held| Arc::clone(&held.op)));
+        behind
+    }
+
+    fn hand_over(&mut self, op: Arc<Op>, ended: &mut Ended) -> Result<()> {
+        self.p2p.issue(&self.area, Arc::clone(&op), ended)?;
+        if op.request.kind == Kind::Send && !op.request.also_touched.is_empty() {
+            op.release(); // a strided tensor, which has been copied
+        }
+        if !op.is_released() {
+            self.messages.push(op);
+        }
+        Ok(())
+    }
+
+    /// Hands over the messages that need not wait any more. True when there was one.
+    fn hand_over_held(&mut self, ended: &mut Ended) -> Result<bool> {
+        let mut moved = false;
+        let mut at = 0;
+        while at < self.held.len() {
+            let (before, rest) = self.held.split_at_mut(at);
+            let held = &mut rest[0];
+            held.behind.retain(|earlier| !earlier.is_released());
+            if held.behind.is_empty() && !before.iter().any(|earlier| may_not_overtake(&held.op, &earlier.op)) {
+                let held = self.held.remove(at);
+                self.hand_over(held.op, ended)?;
+                moved = true;
+            } else {
+                at += 1;
+            }
+        }
+        Ok(moved)
+    }
+
+    /// Advances the published operation at `at`; a large one only if no earlier one is large (`large`).
+    fn step(&mut self, at: usize, large: bool) -> Result<(Step, bool)> {
+        let area = &*self.area;
+        let Entry { op, kernel, phase, .. } = &mut self.entries[at];
+        match phase {
+            Phase::Queued => Ok((Step::Blocked, false)),
+            Phase::Slots(seen) => {
+                *seen = small::look(area, op, *seen, |q| small::reads_from(&op.request, area.me, q))?;
+                if *seen < area.ranks {
+                    op.journey.waits_for(*seen);
+                    return Ok((Step::Blocked, false));
+                }
+                // A barrier ends behind every earlier collective of this rank, so that what they wrote may be used after
+                // it. Its slot says meanwhile what the others need, and they do not wait for this.
+                if op.request.kind == Kind::Barrier && at > 0 {
+                    return Ok((Step::Blocked, false));
+                }
+                small::finish(area, op, kernel.as_ref(), &mut self.scratch)?;
+                Ok((Step::Done, false))
+            }
+            Phase::Rounds(_) if large => Ok((Step::Blocked, true)),
+            Phase::Rounds(rounds) => {
+                let mut bulk = Bulk { area, op, kernel: kernel.as_ref(), scratch: &mut self.scratch };
+                Ok((bulk.step(rounds, &mut self.bases)?, true))
+            }
+        }
+    }
+
+    /// Publishes queued operations, in order, as far as credits and memory allow.
+    fn publish(&mut self) -> bool {
+        let mut moved = false;
+        while self.queued > 0 {
+            let at = self.entries.len() - self.queued;
+            let n = self.entries[at].op.number;
+            if !self.slots.may_publish(&*self.area, n) || self.must_wait(at) || !self.fusion && at > 0 {
+                break;
+            }
+            let area = &*self.area;
+            let Entry { op, path, phase, .. } = &mut self.entries[at];
+            op.prepare();
+            self.chain = area::chain(self.chain, op);
+            let chain = self.chain;
+            *phase = match *path {
+                Path::Rounds { chunk } => {
+                    if op.request.kind == Kind::AllToAll {
+                        small::write_table(area, op, chain);
+                    } else {
+                        small::write_header(area, op, chain);
+                    }
+                    Phase::Rounds(Rounds::new(op, chunk))
+                }
+                // `choose` gives nothing else for a collective of several ranks inside one host.
+                _ => {
+                    small::write(area, op, chain);
+                    Phase::Slots(0)
+                }
+            };
+            self.slots.publish(area, n);
+            self.queued -= 1;
+            moved = true;
+        }
+        if moved {
+            event_count::announce(&*self.area, self.area.ranks);
+        }
+        moved
+    }
+
+    /// True while the operation at `at` touches memory that an earlier one has yet to read or write: publishing it now
+    /// would read too early.
+    fn must_wait(&mut self, at: usize) -> bool {
+        if at == 0 && self.messages.is_empty() && self.held.is_empty() {
+            return false;
+        }
+        let (op, turn) = (Arc::clone(&self.entries[at].op), self.entries[at].turn);
+        let mut behind = match self.entries[at].behind.take() {
+            Some(behind) => behind,
+            None => {
+                let earlier = self.entries.range(..at).map(|entry| &entry.op).filter(|earlier| op.meets(earlier));
+                let earlier = earlier.cloned().collect();
+                self.messages_before(&op, turn, earlier)
+            }
+        };
+        behind.retain(|earlier| !earlier.is_released());
+        let waits = !behind.is_empty();
+        self.entries[at].behind = Some(behind);
+        waits
+    }
+
+    /// The operations that cannot end without something more from `peer`, as the code that moves them sees it; `gone` says
+    /// which ranks will do nothing more.
+    fn blocked_by(&self, peer: usize, gone: &dyn Fn(usize) -> bool) -> impl Iterator<Item = &Arc<Op>> {
+        let area = &*self.area;
+        let collectives = self.entries.iter().filter(move |entry| match &entry.phase {
+            // It waits for earlier operations, which are asked themselves, or for the slot.
+            Phase::Queued => self.slots.lacks_credit(area, peer, entry.op.number),
+            Phase::Slots(_) => small::needs(area, &entry.op, peer),
+            Phase::Rounds(rounds) => rounds.needs(area, &entry.op, peer),
+        });
+        collectives.map(|entry| &entry.op).chain(self.p2p.blocked_by(area, peer, gone))
+    }
+
+    /// What holds `op` back on this rank: an earlier operation that has not ended here.
+    fn behind(&self, op: &Op) -> Option<&Arc<Op>> {
+        if let Some(held) = self.held.iter().find(|held| std::ptr::eq(&*held.op, op)) {
+            return held.behind.first();
+        }
+        let at = self.entries.iter().position(|entry| std::ptr::eq(&*entry.op, op))?;
+        let entry = &self.entries[at];
+        let queued = matches!(entry.phase, Phase::Queued);
+        let first = entry.behind.as_ref().filter(|_| queued).and_then(|behind| behind.first());
+        // A queued operation and a barrier follow all that was issued before.
+        first.or_else(|| (at > 0 && (queued || op.request.kind == Kind::Barrier)).then(|| &self.entries[0].op))
+    }
+
+    /// All that have not ended.
+    fn operations(&self) -> impl Iterator<Item = &Arc<Op>> {
+        let held = self.held.iter().map(|held| &held.op);
+        self.entries.iter().map(|entry| &entry.op).chain(held).chain(self.p2p.pending())
+    }
+
+    /// What `peer` did last, for messages.
+    fn last_call(&self, peer: usize) -> (u64, String) {
+        let n = self.area.issued(peer);
+        match n {
+            0 => (0, "nothing yet".to_string()),
+            n => (n, format!("{} number {n}", op::describe(self.area.read_header(peer, n).signature))),
+        }
+    }
+}
+
+impl Engine for Shm {
+    fn control(&self) -> Arc<dyn Control> {
+        Arc::<Area>::clone(&self.area)
+    }
+
+    fn describe(&self) -> String {
+        let layout = &self.area.layout;
+        format!(
+            "shared memory, segment of {} KiB, slots of {SLOT_BYTES} bytes x {}, stage of {} KiB",
+            layout.total() >> 10,
+            layout.depth,
+            layout.stage_bytes >> 10,
+        )
+    }
+
+    fn submit(&mut self, op: Arc<Op>, kernel: Option<Kernel>, ended: &mut Ended) -> Result<()> {
+        self.issue(op, kernel, ended)?;
+        self.poll(ended).map(drop)
+    }
+
+    fn holds(&self, op: &Arc<Op>) -> bool {
+        self.operations().any(|held| Arc::ptr_eq(held, op))
+    }
+
+    fn poll(&mut self, ended: &mut Ended) -> Result<bool> {
+        let mut moved = self.publish();
+        let mut large = false;
+        let mut at = 0;
+        while at < self.entries.len() - self.queued {
+            let (step, is_large) = self.step(at, large)?;
+            if step == Step::Done {
+                // Before it leaves the list, so that a panic in the copy leaves it where `drain` finds it.
+                self.entries[at].op.store_back();
+                let entry = self.entries.remove(at).expect("in range");
+                self.slots.retire(&*self.area, entry.op.number);
+                entry.op.release();
+                ended.push((entry.op, Ok(())));
+            } else {
+                large |= is_large;
+                at += 1;
+            }
+            moved |= step != Step::Blocked;
+        }
+        if !self.held.is_empty() {
+            moved |= self.hand_over_held(ended)?;
+        }
+        moved |= self.p2p.poll(&self.area, ended)?;
+        if moved {
+            event_count::announce(&*self.area, self.area.ranks);
+        }
+        Ok(moved)
+    }
+
+    fn has_pending(&self) -> bool {
+        !self.entries.is_empty() || !self.held.is_empty() || self.p2p.active() > 0
+    }
+
+    fn needs(&self, rank: usize, gone: &dyn Fn(usize) -> bool) -> Option<Arc<Op>> {
+        self.blocked_by(rank, gone).next().cloned()
+    }
+
+    fn next_deadline(&self) -> Option<Arc<Op>> {
+        self.operations().min_by_key(|op| op.deadline).cloned()
+    }
+
+    fn missing(&self, op: &Op, process: &dyn Fn(usize) -> String) -> String {
+        let mut missing = Vec::new();
+        for rank in (0..self.area.ranks).filter(|rank| *rank != self.area.me) {
+            // A receive from anyone that timed out lacks all of them.
+            let anyone = op.request.root == ANY_RANK;
+            if !self.blocked_by(rank, &|_| anyone).any(|blocked| std::ptr::eq(&**blocked, op)) {
+                continue;
+            }
+            let (last, call) = self.last_call(rank);
+            let message = op.request.kind.is_p2p();
+            missing.push(match process(rank) {
+                process if message => {
+                    format!("rank {rank} ({process}) did not answer, its last collective is {call}")
+                }
+                process if last >= op.number => format!("rank {rank} ({process}) entered it and stopped on the way"),
+                process => format!("rank {rank} ({process}) has not entered it, its last operation is {call}"),
+            });
+        }
+        if missing.is_empty() {
+            missing.push(match self.behind(op) {
+                Some(first) => {
+                    format!("it must follow {} number {}, which has not ended here", first.request.kind, first.number)
+                }
+                None => "every rank entered it".to_string(),
+            });
+        }
+        missing.join("; ")
+    }
+
+    fn collective(&self, number: u64) -> Option<Arc<Op>> {
+        self.entries.iter().map(|entry| &entry.op).find(|op| op.number == number).cloned()
+    }
+
+    fn drain(&mut self, _error: &Error) -> Vec<Arc<Op>> {
+        self.queued = 0;
+        self.messages.clear();
+        let collectives = self.entries.drain(..).map(|entry| entry.op);
+        collectives.chain(self.held.drain(..).map(|held| held.op)).chain(self.p2p.drain()).collect()
+    }
+
+    fn explain(&self, asked: Asked, _batched: bool) -> Explanation {
+        explain::explain(asked, &self.shape, &self.policy)
+    }
+}
+
+/// Lets a send go on from a copy of its inputs.
+#[allow(unsafe_code)] // reads caller memory
+fn copy_inputs(send: &Op) {
+    let inputs = Pieces(send.request.inputs());
+    let mut copy = vec![0u8; inputs.bytes()];
+    // SAFETY: the inputs are the caller's, alive until the send ends; the copy has as many bytes.
+    unsafe { inputs.read(0, copy.as_mut_ptr(), copy.len()) };
+    send.send_copy(copy);
+}
+
+/// Whether a message must come behind an earlier one that has not been handed over: of sends to one rank, and of receives
+/// that may match the same message, those with one tag keep their order. Other messages do not wait: the
+/// peer may need them before it does what the earlier one waits for.
+fn may_not_overtake(op: &Op, earlier: &Op) -> bool {
+    let (one, other) = (&op.request, &earlier.request);
+    let same_peer =
+        one.root == other.root || one.kind == Kind::Recv && (one.root == ANY_RANK || other.root == ANY_RANK);
+    one.kind == other.kind && one.tag == other.tag && same_peer
+}

@@ -1,0 +1,85 @@
+//! Monitored barrier: a channel of its own, no number, no poison.
+
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use super::Group;
+use crate::engine::Monitor;
+use crate::error::{Error, Result};
+use crate::progress::driver;
+use crate::progress::driver::Outcome;
+
+impl Group {
+    /// Rank 0 waits for all and names who is missing; the others wait for rank 0's word.
+    pub fn monitored_barrier(&self, timeout: Option<Duration>, all: bool) -> Result<()> {
+        self.usable("monitored_barrier")?;
+        let timeout = timeout.unwrap_or_else(|| Duration::from_millis(self.timeout_ms.load(Ordering::Relaxed)));
+        let (Some(monitor), true) = (self.control.monitor(), self.config.size > 1) else { return Ok(()) };
+        let turn = self.monitored.fetch_add(1, Ordering::Relaxed) + 1;
+        monitor.come(turn);
+        match self.config.rank {
+            0 => self.collect(monitor, turn, timeout, all),
+            _ => self.hear(monitor, turn, timeout),
+        }
+    }
+
+    /// Nobody who is missing will come any more.
+    fn is_broken(&self) -> bool {
+        self.any_dead.load(Ordering::Acquire) || self.fault.get().is_some() || self.control.is_poisoned()
+    }
+
+    /// Rank 0: waits for the others, and tells them how it ended.
+    fn collect(&self, monitor: &dyn Monitor, turn: u64, timeout: Duration, all: bool) -> Result<()> {
+        let ranks = self.config.size;
+        let here = |rank: usize| monitor.has_come(rank, turn);
+        let until = Some(Instant::now() + timeout);
+        let outcome = driver::wait_until(self, &*self.host, until, || (1..ranks).all(here) || self.is_broken());
+        let missing: Vec<String> = (1..ranks).filter(|rank| !here(*rank)).map(|rank| rank.to_string()).collect();
+        monitor.decide(turn, !missing.is_empty());
+        match (outcome, &missing[..]) {
+            (_, []) => Ok(()),
+            (Outcome::Interrupted, _) => {
+                Err(Error::Interrupted("sagellm: monitored_barrier was interrupted".to_string()))
+            }
+            (_, [first, rest @ ..]) => {
+                let ms = timeout.as_millis();
+                let who = if all && !rest.is_empty() {
+                    format!("Ranks {}", missing.join(", "))
+                } else {
+                    format!("Rank {first}")
+                };
+                Err(Error::Timeout(format!(
+                    "sagellm: {who} failed to pass monitoredBarrier in {ms} ms. Rank 0 timed out in monitoredBarrier"
+                )))
+            }
+        }
+    }
+
+    /// The other ranks: wait for what rank 0 tells.
+    fn hear(&self, monitor: &dyn Monitor, turn: u64, timeout: Duration) -> Result<()> {
+        let me = self.config.rank;
+        let told = || monitor.decision(turn).is_some();
+        let until = Some(Instant::now() + timeout);
+        let outcome = driver::wait_until(self, &*self.host, until, || told() || self.is_broken());
+        let failed = monitor.decision(turn);
+        match outcome {
+            Outcome::Done if failed == Some(false) => Ok(()),
+            Outcome::Interrupted => Err(Error::Interrupted("sagellm: monitored_barrier was interrupted".to_string())),
+            Outcome::Done if failed.is_none() => Err(self.fault().unwrap_or_else(|| {
+                self.dead_ranks().next().map_or_else(
+                    || self.reported(None).unwrap_or_else(|| Error::Aborted("sagellm: the group failed".to_string())),
+                    |rank| self.death_of(rank, "is in monitored_barrier"),
+                )
+            })),
+            Outcome::Done => Err(Error::Timeout(format!(
+                "sagellm: Rank {me} successfully reached monitoredBarrier, but received errors while waiting for send/recv \
+                 from rank 0: another rank is missing or came too late, and rank 0 reports which"
+            ))),
+            Outcome::Elapsed => Err(Error::Timeout(format!(
+                "sagellm: Rank {me} successfully reached monitoredBarrier, but received errors while waiting for send/recv \
+                 from rank 0: it did not come within {} ms",
+                timeout.as_millis()
+            ))),
+        }
+    }
+}

@@ -1,0 +1,295 @@
+//! How a group is built, whole, of what its ranks have decided: the one place that knows the engines by name. Groups whose
+//! ranks are threads of one process, for tests and tools, are built here, too.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
+use std::sync::{Arc, Mutex, Weak};
+
+use once_cell::sync::OnceCell;
+use std::time::Duration;
+
+use super::{Group, Inner, Peer};
+use crate::config;
+use crate::config::{Config, Settings};
+use crate::engine::delegate::Delegate;
+use crate::engine::local;
+use crate::engine::multihost::place::Place;
+use crate::engine::multihost::transport::Link;
+use crate::engine::multihost::{Inside, MultiHost, Opened};
+use crate::engine::shm::Shm;
+use crate::engine::shm::memory::area::Area;
+use crate::engine::solo::Solo;
+use crate::engine::{Ended, Engine, Report};
+use crate::error::{Error, Result};
+use crate::fusion::planner::LANES;
+use crate::host::{Host, Store};
+use crate::os::{clock, topology, watch};
+use crate::progress::domain::{Domain, Driven, Patience};
+use crate::rendezvous::{Decision, Hosts, Rendezvous};
+use crate::select::Policy;
+use crate::stats::Stats;
+use crate::types::Request;
+
+/// What a group is made of, beside its engine.
+struct Parts {
+    config: Config,
+    /// As `Group::id`.
+    id: [u8; 16],
+    policy: Arc<Policy>,
+    /// The number of `Group::domain`.
+    domain: u64,
+    patience: Patience,
+    peers: Vec<Peer>,
+    host: Arc<dyn Host>,
+}
+
+impl Group {
+    /// Meets the other ranks and builds the group, for who has no link to other hosts.
+    pub fn connect(config: Config, store: &dyn Store, host: Arc<dyn Host>) -> Result<Arc<Group>> {
+        Group::build(Rendezvous::new(config, store, host)?, None)
+    }
+
+    /// Builds the group that its ranks have decided on. Where it spans hosts, `link` is the way to the others, which is
+    /// measured together with them, so every rank must come here.
+    pub fn build(rendezvous: Rendezvous, link: Option<Arc<dyn Link>>) -> Result<Arc<Group>> {
+        let Rendezvous { config, decision, id, policy, host } = rendezvous;
+        let (policy, ranks) = (Arc::new(policy), config.size);
+        let theirs = Arc::clone(&policy);
+        let parts = Parts { config, id, policy, domain: 0, patience: Patience::none(), peers: Vec::new(), host };
+        match (decision, link) {
+            (Decision::Alone, None) => Ok(parts.group(|_| Box::new(Solo::new(theirs)))),
+            (Decision::Delegate(reason), None) => Ok(parts.group(|_| Box::new(Delegate::new(reason, ranks, theirs)))),
+            (Decision::SharedMemory(shared), None) => {
+                let cores = shared.cores;
+                let (area, company) = shared.into_parts();
+                let peers = (0..ranks).map(|rank| company.peer(rank).clone());
+                let peers = peers.map(|peer| Peer::new(peer.pid, peer.host)).collect();
+                let shm = Shm::new(area, cores, parts.config.settings.fusion, theirs);
+                let parts = Parts { patience: Patience::for_ranks(ranks, cores), peers, ..parts };
+                let group = parts.group(|_| Box::new(shm));
+                let weak = Arc::downgrade(&group);
+                let following = company.follow(move |rank, _reason| {
+                    if let Some(group) = weak.upgrade() {
+                        group.peer_ended(rank);
+                    }
+                });
+                *group.following.lock().unwrap() = Some(following);
+                Ok(group)
+            }
+            (Decision::Hosts(hosts), Some(link)) => {
+                let Hosts { place, insides, reason } = hosts;
+                let insides = insides.into_iter().map(|inside| inside.map(|met| Group::build(met, None)).transpose());
+                over_hosts(parts, place, insides.collect::<Result<_>>()?, reason, link)
+            }
+            (Decision::Hosts(_), None) => Err(Error::Invalid(format!(
+                "sagellm: the ranks of group '{}' live on several hosts, and no link between them was given",
+                parts.config.name
+            ))),
+            (_, Some(_)) => Err(Error::Invalid(format!(
+                "sagellm: group '{}' has no ranks of its own engine on other hosts and takes no link",
+                parts.config.name
+            ))),
+        }
+    }
+
+    /// `ranks` groups of one process, one for each rank that is a thread.
+    pub fn local(ranks: usize, timeout: Duration) -> Result<Vec<Arc<Group>>> {
+        Ok(Group::over(local::areas(ranks)?, timeout))
+    }
+
+    /// As `local`, over areas that the caller made, and may look into.
+    pub fn over(areas: Vec<Arc<Area>>, timeout: Duration) -> Vec<Arc<Group>> {
+        Group::over_with(areas, timeout, |_| Policy::default())
+    }
+
+    /// As `over`, with a policy for every rank, which must be the same one unless a test wants to see what happens.
+    pub fn over_with(areas: Vec<Arc<Area>>, timeout: Duration, policy: impl Fn(usize) -> Policy) -> Vec<Arc<Group>> {
+        let domains: Vec<u64> = (1..=areas.len() as u64).collect();
+        over_in(areas, &domains, timeout, policy)
+    }
+
+    /// Ranks that are threads of one process and play ranks on several hosts: `host_of` numbers them without gaps.
+    pub fn local_hosts(
+        host_of: &[usize],
+        timeout: Duration,
+        settings: Settings,
+        links: Vec<Arc<dyn Link>>,
+    ) -> Result<Vec<Arc<Group>>> {
+        Group::local_hosts_with(host_of, timeout, settings, links, &Policy::default())
+    }
+
+    /// As `local_hosts`, with a policy.
+    pub fn local_hosts_with(
+        host_of: &[usize],
+        timeout: Duration,
+        settings: Settings,
+        links: Vec<Arc<dyn Link>>,
+        policy: &Policy,
+    ) -> Result<Vec<Arc<Group>>> {
+        let place = Place::new(host_of.to_vec(), 0);
+        let mut insides: Vec<Vec<Option<Arc<Group>>>> = vec![vec![None; LANES]; host_of.len()];
+        for ranks in place.hosts.iter().filter(|ranks| ranks.len() > 1) {
+            let domains: Vec<u64> = ranks.iter().map(|rank| *rank as u64 + 1).collect();
+            ranks.iter().for_each(|rank| insides[*rank].clear());
+            for _lane in 0..LANES {
+                let groups = over_in(local::areas(ranks.len())?, &domains, timeout, |_| policy.clone());
+                ranks.iter().zip(groups).for_each(|(rank, group)| insides[*rank].push(Some(group)));
+            }
+        }
+        // Together: they measure the link with each other.
+        std::thread::scope(|scope| {
+            let ranks = insides.into_iter().zip(links).enumerate();
+            let building: Vec<_> = ranks
+                .map(|(rank, (insides, link))| {
+                    let place = Place::new(host_of.to_vec(), rank);
+                    let mut parts = local_parts((rank, host_of.len()), timeout, policy.clone(), rank as u64 + 1);
+                    parts.config.settings = settings;
+                    scope.spawn(move || over_hosts(parts, place, insides, "a simulation of hosts".to_string(), link))
+                })
+                .collect();
+            building.into_iter().map(|one| one.join().expect("building a group does not panic")).collect()
+        })
+    }
+}
+
+/// Groups over these areas, one a rank, each in a domain that is given: a rank's groups belong together, as they would in a
+/// process of its own.
+fn over_in(
+    areas: Vec<Arc<Area>>,
+    domains: &[u64],
+    timeout: Duration,
+    policy: impl Fn(usize) -> Policy,
+) -> Vec<Arc<Group>> {
+    let (ranks, cores) = (areas.len(), topology::usable_cores());
+    let groups = areas.into_iter().enumerate().map(|(rank, area)| {
+        let parts = local_parts((rank, ranks), timeout, policy(rank), domains[rank]);
+        let peers = (0..ranks).map(|_| Peer::new(0, "this process".to_string())).collect();
+        let theirs = Arc::clone(&parts.policy);
+        let parts = Parts { patience: Patience::for_ranks(ranks, cores), peers, ..parts };
+        parts.group(|_| match ranks {
+            1 => Box::new(Solo::new(theirs)),
+            _ => Box::new(Shm::new(area, cores, true, theirs)),
+        })
+    });
+    groups.collect()
+}
+
+fn local_parts((rank, size): (usize, usize), timeout: Duration, policy: Policy, domain: u64) -> Parts {
+    let config = Config {
+        rank,
+        size,
+        timeout,
+        name: "local".to_string(),
+        delegate_reason: None,
+        delegate: Config::LINK.to_string(),
+        algorithm: String::new(),
+        policy: String::new(),
+        settings: Settings::default(),
+    };
+    let (policy, host) = (Arc::new(policy), Arc::new(NoHost));
+    Parts { config, id: [0; 16], policy, domain, patience: Patience::none(), peers: Vec::new(), host }
+}
+
+/// Opens the link and builds the group around it and the groups inside this host, which leave where that fails.
+fn over_hosts(
+    parts: Parts,
+    place: Place,
+    insides: Vec<Option<Arc<Group>>>,
+    reason: String,
+    link: Arc<dyn Link>,
+) -> Result<Arc<Group>> {
+    let theirs = insides.iter().map(|group| group.clone().map(|group| group as Arc<dyn Inside>)).collect();
+    let Parts { config, policy, host, .. } = &parts;
+    let named = (config.settings, reason);
+    let opened = Opened::interruptible(place, link, theirs, named, Arc::clone(policy), config.timeout, &**host)
+        .inspect_err(|_| insides.iter().flatten().for_each(|group| group.shutdown()))?;
+    log::info!("group '{}' rank {}: between hosts {}", config.name, config.rank, opened.link());
+    Ok(parts.group(|report| Box::new(MultiHost::new(opened, report))))
+}
+
+impl Parts {
+    /// The group, with the engine that `engine` makes; its threads report to what that is given.
+    fn group(self, engine: impl FnOnce(Arc<dyn Report>) -> Box<dyn Engine>) -> Arc<Group> {
+        let Parts { config, id, policy, domain, patience, peers, host } = self;
+        let (ranks, domain) = (config.size, Domain::numbered(domain));
+        let group = Arc::new_cyclic(|this| {
+            let engine = engine(Arc::new(Reporter(Weak::clone(this), Arc::clone(&domain))));
+            Group {
+                domain,
+                id,
+                generation: watch::generation(),
+                patience,
+                control: engine.control(),
+                policy,
+                host,
+                peers,
+                any_dead: AtomicBool::new(false),
+                inner: Mutex::new(Inner {
+                    engine,
+                    number: 0,
+                    sent: vec![0; ranks],
+                    received: vec![0; ranks],
+                    stats: Stats::new(ranks, config::ring()),
+                }),
+                pending: AtomicUsize::new(0),
+                last_number: AtomicU64::new(0),
+                device_number: AtomicU64::new(0),
+                timeout_ms: AtomicU64::new(config.timeout.as_millis() as u64),
+                fault: OnceCell::new(),
+                members: OnceCell::new(),
+                closed: AtomicBool::new(false),
+                monitored: AtomicU64::new(0),
+                following: Mutex::new(None),
+                this: Weak::clone(this),
+                config,
+            }
+        });
+        let driven: Arc<dyn Driven> = Arc::<Group>::clone(&group);
+        group.domain.register(&driven);
+        log::info!("{}", group.describe());
+        group
+    }
+}
+
+/// The process that a rank which is a thread calls from: it has no signals.
+pub(super) struct NoHost;
+impl Host for NoHost {
+    fn interrupted(&self) -> bool {
+        false
+    }
+}
+
+/// A group as a group over several hosts has it for each of its lanes.
+impl Inside for Group {
+    fn run(&self, request: Request) -> Result<()> {
+        Group::run(self, request, None)
+    }
+    fn abort(&self, error: &Error) {
+        self.poison(error.clone());
+    }
+    fn leave(&self) {
+        self.shutdown();
+    }
+    fn process(&self, index: usize) -> String {
+        self.peers.get(index).map_or_else(String::new, |peer| format!("pid {}, host {}", peer.pid, peer.host))
+    }
+}
+
+/// The way of an engine's threads to the group. Weak: the group owns the engine.
+struct Reporter(Weak<Group>, Arc<Domain>);
+
+impl Report for Reporter {
+    fn ended(&self, ended: Ended) {
+        match self.0.upgrade() {
+            Some(group) => group.finish(ended),
+            None => {
+                self.1.remove_pending(ended.len());
+                ended.into_iter().for_each(|(op, outcome)| op.end(outcome, clock::stamp()));
+            }
+        }
+    }
+    fn failed(&self, error: Error) {
+        if let Some(group) = self.0.upgrade() {
+            group.poison(error);
+        }
+    }
+}

@@ -1,0 +1,339 @@
+//! What the ranks of a group decide before it is built: what serves it, and what each of them has opened for that. Nobody
+//! has a group yet, and whoever drops a decision leaves its peers in order.
+//!
+//! Ranks that live on several hosts meet once more, inside each host, for the memory that they share there; all learn which
+//! hosts can.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use super::messages::Nonce;
+use super::peers::Company;
+use super::{Met, Outcome, meet};
+use crate::config::Config;
+use crate::engine::multihost::place::Place;
+use crate::engine::shm::memory::area::Area;
+use crate::engine::shm::memory::layout::{Layout, MAX_RANKS, SLOT_BYTES};
+use crate::error::{Error, Result};
+use crate::fusion::planner::LANES;
+use crate::host::{Host, Store};
+use crate::os::{topology, watch};
+use crate::select;
+use crate::select::{Policy, Shape};
+
+/// What serves a group; all its ranks decide alike.
+pub enum Decision {
+    /// A group of one rank.
+    Alone,
+    /// Another backend, for this reason.
+    Delegate(String),
+    SharedMemory(Shared),
+    /// Shared memory inside each host, and a link between them, which the caller has to bring.
+    Hosts(Hosts),
+}
+
+/// The memory of a group's ranks, mapped here, and the processes that they are. Dropped before a group was built of it, it
+/// tells the peers that this rank has left.
+pub struct Shared {
+    parts: Option<(Arc<Area>, Company)>,
+    /// Cores that the ranks may use together; the same number on every rank.
+    pub cores: usize,
+}
+
+impl Shared {
+    /// For who builds a group of it, which leaves by itself.
+    pub fn into_parts(mut self) -> (Arc<Area>, Company) {
+        self.parts.take().expect("taken once, by value")
+    }
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        if let Some((area, _)) = &self.parts {
+            // No connection of its own tells the others, who may have a group by now, that this rank will have none.
+            area.leave();
+        }
+    }
+}
+
+/// The ranks of a group have met and decided; `Group::build` makes the group of it.
+pub struct Rendezvous {
+    pub config: Config,
+    pub decision: Decision,
+    /// Equal on all ranks and of no other attempt to make a group; zeros where they have not met.
+    pub id: Nonce,
+    /// How algorithms are chosen: rank 0's, where ranks met.
+    pub policy: Policy,
+    pub host: Arc<dyn Host>,
+}
+
+impl Rendezvous {
+    /// Meets the other ranks, until all came or the timeout. Nothing is silently slower: rank 0 warns of a delegate for
+    /// which nobody asked.
+    pub fn new(config: Config, store: &dyn Store, host: Arc<dyn Host>) -> Result<Rendezvous> {
+        let made = Rendezvous::quiet(config, store, host)?;
+        let config = &made.config;
+        if config.rank == 0
+            && config.delegate_reason.is_none()
+            && let Some(reason) = made.delegate_reason()
+        {
+            log::warn!("group '{}' of {} ranks is served by a delegate: {reason}", config.name, config.size);
+        }
+        Ok(made)
+    }
+
+    /// As `new`, for a caller who says himself what a delegate would mean.
+    pub(super) fn quiet(mut config: Config, store: &dyn Store, host: Arc<dyn Host>) -> Result<Rendezvous> {
+        watch::install();
+        if watch::forked() {
+            return Err(Error::Invalid(
+                "sagellm: this process was forked from one that uses sagellm, whose threads it does not have. Start it \
+                 with the 'spawn' or 'forkserver' method, or use sagellm only after the fork"
+                    .to_string(),
+            ));
+        }
+        if config.size == 0 || config.rank >= config.size {
+            return Err(Error::Invalid(format!("sagellm: rank {} of a group of {} ranks", config.rank, config.size)));
+        }
+        // The user's rules are refused here, before anything is sent.
+        let own = select::policy::decide(&config.algorithm, config.size, SLOT_BYTES, config.rank == 0)?;
+        let unmet = |decision, policy| Ok((decision, [0; 16], policy));
+        let (decision, id, policy) = if config.size == 1 {
+            unmet(config.delegate_reason.clone().map_or(Decision::Alone, Decision::Delegate), own)
+        } else if config.size > MAX_RANKS {
+            unmet(Decision::Delegate(too_many(config.size)), own)
+        } else {
+            config.policy = own.text();
+            decide(&config, own, store, &host)
+        }?;
+        Ok(Rendezvous { config, decision, id, policy, host })
+    }
+
+    /// Why another backend must serve the whole group, if so.
+    pub fn delegate_reason(&self) -> Option<&str> {
+        match &self.decision {
+            Decision::Delegate(reason) => Some(reason),
+            _ => None,
+        }
+    }
+
+    /// Whether the group needs a link, and a delegate for its messages.
+    pub fn spans_hosts(&self) -> bool {
+        matches!(self.decision, Decision::Hosts(_))
+    }
+
+    /// `id` as text, for keys in a store.
+    pub fn id(&self) -> String {
+        self.id.iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+}
+
+/// Meets the others and decides with them.
+fn decide(config: &Config, own: Policy, store: &dyn Store, host: &Arc<dyn Host>) -> Result<(Decision, Nonce, Policy)> {
+    let fitting = |headroom: usize| layout_within(config.size, headroom).map(|layout| layout.total());
+    match meet(config, store, &**host, &fitting)? {
+        Outcome::Delegate { reason, id } => Ok((Decision::Delegate(reason), id, own)),
+        Outcome::Shared(Met { segment, company, local_cores, policy, id }) => {
+            let total = segment.len();
+            let layout = Layout::of_total(config.size, total)
+                .ok_or_else(|| Error::Bug(format!("sagellm: no layout of {} ranks has {total} bytes", config.size)))?;
+            let area = Arc::new(Area::new(Arc::new(segment), layout, config.rank));
+            let shared = Shared { parts: Some((area, company)), cores: local_cores };
+            Ok((Decision::SharedMemory(shared), id, agreed(config, &own, &policy)?))
+        }
+        Outcome::Hosts { reason, id, .. } if config.delegate != Config::LINK => {
+            Ok((Decision::Delegate(reason), id, own))
+        }
+        Outcome::Hosts { hosts, id, reason, policy } => {
+            let policy = agreed(config, &own, &policy)?;
+            Ok((Decision::Hosts(Hosts::decide(config, &hosts, (id, reason), store, host)?), id, policy))
+        }
+    }
+}
+
+/// Where the ranks of a group over several hosts live, and what this one shares with those of its host.
+pub struct Hosts {
+    pub place: Place,
+    /// One meeting of this host's ranks for each lane; none where this rank is alone.
+    pub insides: Vec<Option<Rendezvous>>,
+    /// Why they count as several hosts.
+    pub reason: String,
+}
+
+/// The keys of a group inside one host, within the store of the whole group.
+struct Prefixed<'a> {
+    store: &'a dyn Store,
+    prefix: String,
+}
+
+impl Store for Prefixed<'_> {
+    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        self.store.set(&format!("{}/{key}", self.prefix), value)
+    }
+    fn try_get(&self, key: &str) -> Result<Option<Vec<u8>>> {
+        self.store.try_get(&format!("{}/{key}", self.prefix))
+    }
+}
+
+impl Hosts {
+    /// Meets the ranks of this host. Every rank learns which hosts can share memory; the ranks of one that cannot count as
+    /// hosts of their own. `id` is new for every attempt, so nothing an earlier one left in the store is read.
+    pub fn decide(
+        config: &Config,
+        host_of: &[usize],
+        (id, reason): (Nonce, String),
+        store: &dyn Store,
+        host: &Arc<dyn Host>,
+    ) -> Result<Hosts> {
+        let id: String = id.iter().map(|byte| format!("{byte:02x}")).collect();
+        let place = Place::new(host_of.to_vec(), config.rank);
+        let mut insides: Vec<Option<Rendezvous>> = (0..LANES).map(|_| None).collect();
+        let mut problem = String::new();
+        if place.neighbours().len() > 1 {
+            for (lane, inside) in insides.iter_mut().enumerate() {
+                let inner = Config {
+                    rank: place.index,
+                    size: place.neighbours().len(),
+                    name: format!("{}, host {}, lane {lane}", config.name, place.host),
+                    delegate_reason: None,
+                    ..config.clone()
+                };
+                let keys = Prefixed { store, prefix: format!("inside/{id}/{}/{lane}", place.host) };
+                let met = Rendezvous::quiet(inner, &keys, Arc::clone(host))?;
+                match &met.decision {
+                    Decision::Delegate(reason) => problem.clone_from(reason),
+                    _ => *inside = Some(met),
+                }
+            }
+        }
+        let shares =
+            sharing_hosts(config, &place, &problem, &Prefixed { store, prefix: format!("hosts/{id}") }, &**host)?;
+        let place = Place::new(Place::apart(host_of, |host| shares[host]), config.rank);
+        if place.neighbours().len() == 1 {
+            insides = (0..LANES).map(|_| None).collect();
+        }
+        Ok(Hosts { place, insides, reason })
+    }
+}
+
+/// Which hosts can share memory: the first rank of each says so in the store, and all read it.
+fn sharing_hosts(
+    config: &Config,
+    place: &Place,
+    problem: &str,
+    store: &dyn Store,
+    host: &dyn Host,
+) -> Result<Vec<bool>> {
+    if place.index == 0 {
+        store.set(&place.host.to_string(), problem.as_bytes())?;
+    }
+    let until = Instant::now() + config.timeout;
+    let mut shares = Vec::new();
+    while shares.len() < place.hosts.len() {
+        let number = shares.len();
+        match store.try_get(&number.to_string())? {
+            Some(said) => {
+                if !said.is_empty() {
+                    // Once a group, at the rank whose output is read first, and on the host itself.
+                    let level = match config.rank == 0 || place.me == place.hosts[number][0] {
+                        true => log::Level::Warn,
+                        false => log::Level::Info,
+                    };
+                    log::log!(
+                        level,
+                        "group '{}': the {} ranks of host {number} do not share memory, so each of them counts as a host \
+                         of its own, and all of their traffic goes over the link: {}",
+                        config.name,
+                        place.hosts[number].len(),
+                        String::from_utf8_lossy(&said)
+                    );
+                }
+                shares.push(said.is_empty());
+            }
+            None if Instant::now() > until => {
+                return Err(Error::Timeout(format!(
+                    "sagellm: group '{}': rank {} on another host has not built its host's shared memory within {:.0} s. \
+                     Check its log",
+                    config.name,
+                    place.hosts[number][0],
+                    config.timeout.as_secs_f64()
+                )));
+            }
+            None if host.interrupted() => {
+                return Err(Error::Interrupted("sagellm: interrupted while the group was being made".into()));
+            }
+            None => std::thread::sleep(Duration::from_millis(1)),
+        }
+    }
+    Ok(shares)
+}
+
+/// Rank 0's policy as it came, which decides for all. A rank that was told other rules says so once.
+fn agreed(config: &Config, own: &Policy, sent: &str) -> Result<Policy> {
+    static TOLD: AtomicBool = AtomicBool::new(false);
+    let policy =
+        Policy::parse(sent).map_err(|what| Error::System(format!("sagellm: group '{}': {what}", config.name)))?;
+    if policy.rules != own.rules && !TOLD.swap(true, Ordering::Relaxed) {
+        log::warn!(
+            "rank {} of group '{}' has the rules \"{}\" (option algorithm, SAGELLM_ALGORITHM) and rank 0 has \"{}\": rank 0's \
+             decide for the group. Give every rank the same",
+            config.rank,
+            config.name,
+            own.rules,
+            policy.rules
+        );
+    }
+    Ok(policy)
+}
+
+/// Shape and policy that a group of `ranks` ranks would have, were it made now on this host by a rank 0 here.
+pub fn on_this_host(ranks: usize, algorithm: &str) -> Result<(Shape, Policy)> {
+    let policy = select::policy::decide(algorithm, ranks, SLOT_BYTES, true)?;
+    let cores = topology::usable_cores();
+    if ranks == 1 {
+        return Ok((Shape { cores, ..Shape::without_memory(ranks) }, policy));
+    }
+    let headroom = topology::memory_headroom().and_then(|bytes| usize::try_from(bytes).ok()).unwrap_or(usize::MAX);
+    match layout_within(ranks, headroom) {
+        Ok(layout) => Ok((layout.shape(cores), policy)),
+        Err(why) => Err(Error::Invalid(format!("sagellm: here a delegate would serve such a group: {why}"))),
+    }
+}
+
+/// The layout of a group's segment where `headroom` bytes of memory are left, or why there is none.
+fn layout_within(ranks: usize, headroom: usize) -> std::result::Result<Layout, String> {
+    if ranks > MAX_RANKS {
+        return Err(too_many(ranks));
+    }
+    Layout::within(ranks, headroom).ok_or_else(|| {
+        format!(
+            "{ranks} ranks need {} MiB of shared memory at least, and may use a quarter of the {} MiB of memory that are left",
+            Layout::smallest(ranks).div_ceil(1 << 20),
+            headroom >> 20
+        )
+    })
+}
+
+fn too_many(ranks: usize) -> String {
+    format!("{ranks} ranks; the shared-memory engine serves up to {MAX_RANKS}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_for_every_number_of_ranks_or_the_true_reason() {
+        for ranks in 2..=MAX_RANKS {
+            assert_eq!(layout_within(ranks, usize::MAX).map(|layout| layout.ranks), Ok(ranks));
+        }
+        let reason = |ranks: usize, mebibytes: usize| layout_within(ranks, mebibytes << 20).unwrap_err();
+        assert_eq!(reason(MAX_RANKS + 1, 1 << 40), "257 ranks; the shared-memory engine serves up to 256");
+        assert_eq!(
+            reason(64, 100),
+            "64 ranks need 29 MiB of shared memory at least, and may use a quarter of the 100 MiB of memory that are left"
+        );
+        assert!(layout_within(64, (29 * 4) << 20).is_ok());
+    }
+}

@@ -1,0 +1,104 @@
+//! A group is built of what its ranks decided, whole, or not at all.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use sagellm::config::{Config, Settings};
+use sagellm::engine::local;
+use sagellm::engine::multihost::place::Place;
+use sagellm::error::{Error, Result};
+use sagellm::group::Group;
+use sagellm::host::{Host, Store};
+use sagellm::rendezvous::{Decision, Hosts, Rendezvous};
+use sagellm::types::{Kind, Request};
+
+const TIMEOUT: Duration = Duration::from_secs(30);
+
+#[derive(Default)]
+struct Memory(Mutex<HashMap<String, Vec<u8>>>);
+
+impl Store for Memory {
+    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        self.0.lock().unwrap().insert(key.into(), value.into());
+        Ok(())
+    }
+    fn try_get(&self, key: &str) -> Result<Option<Vec<u8>>> {
+        Ok(self.0.lock().unwrap().get(key).cloned())
+    }
+}
+
+struct Quiet;
+
+impl Host for Quiet {
+    fn interrupted(&self) -> bool {
+        false
+    }
+}
+
+/// Two ranks, as threads, that have met and decided.
+fn decided() -> [Rendezvous; 2] {
+    let store = Memory::default();
+    std::thread::scope(|scope| {
+        let store = &store;
+        let ranks = [0, 1].map(|rank| {
+            scope.spawn(move || {
+                let config = Config {
+                    rank,
+                    size: 2,
+                    timeout: TIMEOUT,
+                    name: "test".into(),
+                    delegate_reason: None,
+                    delegate: Config::LINK.to_string(),
+                    algorithm: String::new(),
+                    policy: String::new(),
+                    settings: Settings::default(),
+                };
+                Rendezvous::new(config, store, Arc::new(Quiet)).unwrap()
+            })
+        });
+        ranks.map(|rank| rank.join().unwrap())
+    })
+}
+
+fn barrier() -> Request {
+    let mut barrier = Request::without_memory(Kind::Barrier);
+    barrier.sync = true;
+    barrier
+}
+
+#[test]
+fn a_rank_that_builds_no_group_of_what_was_decided_leaves_the_others() {
+    for leaver in [0, 1] {
+        let [first, second] = decided();
+        let (leaves, stays) = if leaver == 0 { (first, second) } else { (second, first) };
+        assert!(matches!(leaves.decision, Decision::SharedMemory(_)));
+        drop(leaves);
+        let group = Group::build(stays, None).unwrap();
+        match group.run(barrier(), None) {
+            Err(Error::RankFailed { rank, text }) => {
+                assert_eq!(rank, leaver, "{text}");
+                assert!(text.contains("left the group"), "{text}");
+            }
+            other => panic!("rank {leaver} left, and the barrier of the other ended with {other:?}"),
+        }
+    }
+}
+
+#[test]
+fn a_link_is_taken_where_the_group_spans_hosts_and_nowhere_else() {
+    let [one, other] = decided();
+    let link = local::links(2).remove(0);
+    let error = Group::build(one, Some(link)).err().expect("a group of one host takes no link");
+    assert!(error.text().contains("takes no link"), "{error}");
+
+    let hosts = |rank| Hosts {
+        place: Place::new(vec![0, 1], rank),
+        insides: vec![None, None],
+        reason: "the test says so".to_string(),
+    };
+    let spanning = Rendezvous { decision: Decision::Hosts(hosts(1)), ..other };
+    assert!(spanning.spans_hosts() && spanning.delegate_reason().is_none());
+    let error = Group::build(spanning, None).err().expect("a group over hosts needs its link");
+    assert!(error.text().contains("no link between them was given"), "{error}");
+}
