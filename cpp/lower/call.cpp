@@ -161,8 +161,9 @@ void check_call(const CallDesc& call, const Carrier& carrier) {
 
 // ------------------------------------------------------------------------------------------------ pieces
 
-Plan plan_of(const CallDesc& call, const Carrier& carrier) {
-  Plan plan(call.op, call.kind, call.timeout, carrier.vendor);
+Plan& add_plan(Plans& plans, const CallDesc& call, const Carrier& carrier) {
+  plans.emplace_back(call.op, call.kind, call.timeout, carrier.vendor);
+  Plan& plan = plans.back();
   plan.call.root = static_cast<uint32_t>(call.root);
   plan.call.tag = static_cast<uint32_t>(call.tag);
   return plan;
@@ -241,10 +242,10 @@ void add_tensor(Plan& plan, const at::Tensor& tensor, Role role) {
 Plans combined_lists(const CallDesc& call, const Carrier& carrier) {
   Plans plans;
   const auto next = [&](const at::Tensor& like) {
-    plans.push_back(plan_of(call, carrier));
-    plans.back().combine(like, *call.reduce_op);
-    plans.back().call.counts = plans.size() == 1;
-    plans.back().call.tensors = 0;
+    Plan& plan = add_plan(plans, call, carrier);
+    plan.combine(like, *call.reduce_op);
+    plan.call.counts = plans.size() == 1;
+    plan.call.tensors = 0;
   };
   if (call.kind == Kind::kAllReduce) {
     std::optional<at::ScalarType> type;  // of the plan that takes in more tensors
@@ -284,8 +285,7 @@ Plans lower(const CallDesc& call, const Carrier& carrier) {
   check_call(call, carrier);
   if (call.coalesced && call.reduce_op != nullptr) return combined_lists(call, carrier);
   Plans plans;
-  plans.push_back(plan_of(call, carrier));
-  Plan& plan = plans.back();
+  Plan& plan = add_plan(plans, call, carrier);
   if (call.reduce_op != nullptr) plan.combine(call.outputs.first()[0], *call.reduce_op);
   if (call.coalesced) plan.call.tensors = static_cast<uint32_t>(call.inputs.list().size());
   if (call.has_one_argument()) {
