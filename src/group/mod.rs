@@ -9,7 +9,7 @@
 
 mod check;
 mod connect;
-pub mod devices;
+mod devices;
 mod explain;
 mod faults;
 mod hosts;
