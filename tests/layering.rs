@@ -275,7 +275,7 @@ const NAMES: [&str; 9] = ["nccl", "hccl", "cncl", "cuda", "cambricon", "nvidia",
 const WHOLE: [&str; 3] = ["npu", "mlu", "ascend"];
 
 /// Where such a word may stand outside of `engine/device` and `cpp/compat.hpp`, and what for.
-const NAMED: [(&str, &str); 13] = [
+const NAMED: [(&str, &str); 12] = [
     ("setup.py", "where the crate nccl-sys lies"),
     ("src/engine/shm/small.rs", "a source"),
     ("src/algorithms/ring.rs", "a source"),
@@ -285,7 +285,6 @@ const NAMED: [(&str, &str); 13] = [
     ("src/stats/tests.rs", "a benchmark whose way to count is followed"),
     ("torch_ext/sagellm/observe/stats.py", "a benchmark whose way to count is followed"),
     ("src/config.rs", "what a variable switches on"),
-    ("src/group/devices.rs", "which library has plugins, and the variables that its user sets"),
     ("src/os/topology.rs", "where a driver lists its cards, for the name of a machine"),
     ("torch_ext/sagellm/_register.py", "the values of the option, and a variable of torch"),
     ("torch_ext/sagellm/_C.pyi", "the values of the option"),

@@ -24,8 +24,6 @@ std::string first_reason(const SageBackend::Options& options) {
   value_error("init", c10::str("the option engine is \"", options.engine, "\", expected \"auto\" or \"delegate\""));
 }
 
-}  // namespace
-
 rust::Box<RustRendezvous> meet(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                const SageBackend::Options& options) {
   if (rank < 0 || rank >= size) value_error("init", c10::str("rank is ", rank, " in a group of ", size, " ranks"));
@@ -75,7 +73,7 @@ c10::intrusive_ptr<SageBackend> Rendezvous::build(BackendPtr delegate, BackendPt
   } catch (const rust::Error& error) {
     if (wrapped) wrapped->close();
     if (delegate) delegate->shutdown();
-    raise(error.what());
+    raise_coded(error.what());
   }
 }
 

@@ -209,7 +209,7 @@ at::Tensor combined(const at::Tensor& left, const at::Tensor& right, c10d::Reduc
 }
 
 // Blocks of all ranks, one behind the other, in the order of the ranks; two-byte floats are rounded once.
-at::Tensor folded(const at::Tensor& all, int ranks, uint8_t op) {
+at::Tensor folded(const at::Tensor& all, int ranks, ReduceOp op) {
   const at::ScalarType type = all.scalar_type();
   const bool low = type == at::kHalf || type == at::kBFloat16;
   const auto reduce_op = static_cast<c10d::ReduceOp::RedOpType>(op);
@@ -229,7 +229,7 @@ at::Tensor applied(at::Tensor tensor, const rust::Vec<Local>& steps, int ranks, 
   for (const Local& step : steps) {
     switch (step.step) {
       case LocalStep::Cast:
-        tensor = tensor.to(scalar_type(static_cast<Dtype>(step.dtype)));
+        tensor = tensor.to(scalar_type(step.dtype));
         break;
       case LocalStep::Scale:
         tensor = factor.defined() ? scaled(tensor, factor) : scaled(tensor, step.factor);
@@ -254,7 +254,7 @@ bool has_blocks_to_receive(Kind kind) {
 }
 
 // Whether the library can be given these pieces as they are; then `wire` is set to what it gets.
-bool fits(const Pieces& pieces, const std::vector<size_t>& blocks, bool in_blocks, const RecipeFacts& how,
+bool fits(const Pieces& pieces, const std::vector<size_t>& blocks, bool in_blocks, const DeviceRecipe& how,
           Pieces& wire) {
   if (pieces.empty() && in_blocks) {
     wire.assign(blocks.size(), Piece{0, 0});
@@ -277,10 +277,6 @@ at::Tensor at_address(size_t address, at::IntArrayRef sizes, at::ScalarType type
   return at::for_blob(reinterpret_cast<void*>(address), sizes).options(options).target_device(device).make_tensor();
 }
 
-rust::Box<RustLaunched> Launch::on(const rust::Box<RustMember>& member, size_t stream) const {
-  return member->launch(*recipe, root, factor, {send.data(), send.size()}, {recv.data(), recv.size()}, stream);
-}
-
 bool elements_in_order(const at::Tensor& tensor) {
   if (!tensor.is_privateuseone()) return true;
   // Present from the moment on that such tensors can exist, so a process without it asks again.
@@ -291,44 +287,122 @@ bool elements_in_order(const at::Tensor& tensor) {
   return std::find(std::begin(kPlainFormats), std::end(kPlainFormats), format) != std::end(kPlainFormats);
 }
 
-DeviceAsked asked(const Plan& plan, int ranks, bool plain) {
-  DeviceAsked found{};
-  found.kind = static_cast<uint8_t>(plan.call.kind);
+DeviceRequest request(const Plan& plan, bool plain) {
+  const Call& call = plan.call;
+  DeviceRequest found{};
+  found.name = plan.op;
+  found.kind = call.kind;
   // Where data is only moved, the core is told bytes, and a device may have no room for them all the same.
-  Dtype dtype = plan.call.dtype;
-  if (dtype == Dtype::kBytes && plan.call.element != kNoType) {
-    dtype = dtype_of(static_cast<at::ScalarType>(plan.call.element)).value_or(Dtype::kBytes);
+  found.dtype = call.dtype;
+  if (call.dtype == Dtype::kBytes && call.element != kNoType) {
+    found.dtype = dtype_of(static_cast<at::ScalarType>(call.element)).value_or(Dtype::kBytes);
   }
-  found.dtype = static_cast<uint8_t>(dtype);
-  found.op = static_cast<uint8_t>(plan.call.op);
-  found.factor = plan.call.factor;
-  found.ranks = static_cast<uint32_t>(ranks);
+  found.op = call.op;
+  found.factor = call.factor;
   found.even = plan.in_blocks.empty() && plan.out_blocks.empty();
   found.plain = plain;
-  for (const Piece& piece : plan.inputs()) found.bytes += piece.bytes;
+  found.root = call.root;
+  found.tag = call.tag;
+  for (const Piece& piece : plan.inputs()) found.read += piece.bytes;
+  for (const Piece& piece : plan.outputs()) found.written += piece.bytes;
+  found.counts = call.counts;
+  found.tensors = call.tensors;
+  found.element = call.element;
+  found.site = call.site;
   return found;
 }
 
-Launch prepare(const Plan& plan, rust::Box<RustRecipe> recipe, int ranks, c10::Device device,
-               std::vector<at::Tensor>& keep) {
-  const auto asked_kind = static_cast<Kind>(plan.call.kind);
-  const auto type =
+namespace {
+
+// One call between the caller's memory and the library's.
+struct Preparation {
+  const Plan& plan;
+  const DeviceRecipe& how;
+  const int ranks;
+  const c10::Device device;
+  std::vector<at::Tensor>& keep;
+  const Kind asked_kind = plan.call.kind;
+  const Kind kind = how.kind;
+  // Of the caller's tensors, and what the library moves.
+  const at::ScalarType type =
       static_cast<at::ScalarType>(plan.call.element == kNoType ? static_cast<uint8_t>(at::kByte) : plan.call.element);
-  const auto count = static_cast<size_t>(ranks);
-  Pieces inputs(plan.inputs().begin(), plan.inputs().end());
-  Pieces outputs(plan.outputs().begin(), plan.outputs().end());
-  const RecipeFacts how = recipe->facts();
-  const auto kind = static_cast<Kind>(how.kind);
-  Launch launch{std::move(recipe), how, plan.call.root, 0, {}, {}, nullptr};
-  const rust::Vec<Local> before = how.local ? launch.recipe->before() : rust::Vec<Local>();
-  const rust::Vec<Local> after = how.local ? launch.recipe->after() : rust::Vec<Local>();
-  // What the library moves, where it is not what the tensors have.
-  at::ScalarType wire = type;
-  for (const Local& step : before) {
-    if (step.step == LocalStep::Cast) wire = scalar_type(static_cast<Dtype>(step.dtype));
+  const at::ScalarType wire = wire_type();
+  const Pieces inputs{plan.inputs().begin(), plan.inputs().end()};
+  const Pieces outputs{plan.outputs().begin(), plan.outputs().end()};
+
+  at::ScalarType wire_type() const {
+    at::ScalarType found = type;
+    for (const Local& step : how.before) {
+      if (step.step == LocalStep::Cast) found = scalar_type(step.dtype);
+    }
+    return found;
+  }
+  size_t on_wire(size_t bytes) const { return bytes / c10::elementSize(type) * c10::elementSize(wire); }
+  std::vector<size_t> on_wire(std::vector<size_t> blocks) const {
+    for (size_t& bytes : blocks) bytes = on_wire(bytes);
+    return blocks;
   }
 
-  if (asked_kind == Kind::kBarrier) {
+  // Sets what is sent; the temporary that it lies in, or undefined.
+  at::Tensor send(Launch& launch) const {
+    const bool in_blocks = has_blocks_to_send(asked_kind);
+    const auto blocks =
+        in_blocks ? block_bytes(plan.in_blocks, total(inputs), static_cast<size_t>(ranks)) : std::vector<size_t>();
+    const bool as_it_lies =
+        how.before.empty() && !how.spoils &&
+        fits(inputs, plan.in_blocks.empty() && is_run(inputs) ? plan.in_blocks : blocks, in_blocks, how, launch.send);
+    if (as_it_lies || inputs.empty()) return {};
+    at::Tensor sent = applied(gathered(inputs, type, device), how.before, ranks, plan.factor).contiguous();
+    keep.push_back(sent);
+    launch.send = in_blocks ? cut(sent, on_wire(blocks)) : Pieces{piece_of(sent)};
+    return sent;
+  }
+
+  // Sets where it arrives, and how it comes from there to the caller.
+  void receive(Launch& launch, const at::Tensor& sent) const {
+    if (outputs.empty() && !(kind == Kind::kAllGather && asked_kind == Kind::kAllReduce)) return;
+    const bool in_blocks = has_blocks_to_receive(asked_kind);
+    const auto blocks =
+        in_blocks ? block_bytes(plan.out_blocks, total(outputs), static_cast<size_t>(ranks)) : std::vector<size_t>();
+    const bool in_place = asked_kind == Kind::kAllReduce && kind == asked_kind && sent.defined() && !how.apart;
+    const bool apart = how.apart && any_overlap(inputs, outputs) && !sent.defined();
+    if (how.after.empty() && !apart && !in_place &&
+        fits(outputs, plan.out_blocks.empty() && is_run(outputs) ? plan.out_blocks : blocks, in_blocks, how,
+             launch.recv)) {
+      return;
+    }
+    const at::Tensor received = in_place ? sent : room(launch, blocks, in_blocks);
+    if (in_place) launch.recv = {piece_of(received)};
+    keep.push_back(received);
+    launch.after = [received, outputs = outputs, type = type, device = device, ranks = ranks,
+                    steps = std::make_shared<rust::Vec<Local>>(how.after)] {
+      scattered(applied(received, *steps, ranks), outputs, type, device);
+    };
+  }
+
+  // A temporary for what arrives.
+  at::Tensor room(Launch& launch, const std::vector<size_t>& blocks, bool in_blocks) const {
+    const auto count = static_cast<size_t>(ranks);
+    if (kind != asked_kind) {
+      // All ranks' data come together here, in the type they were sent in.
+      const size_t bytes = (kind == Kind::kAllToAll ? on_wire(total(outputs)) : total(launch.send)) * count;
+      at::Tensor all = empty(static_cast<int64_t>(bytes / c10::elementSize(wire)), wire, device);
+      launch.recv = cut(all, std::vector<size_t>(count, bytes / count));
+      return all;
+    }
+    at::Tensor all = empty(static_cast<int64_t>(total(outputs) / c10::elementSize(type)), wire, device);
+    launch.recv = in_blocks ? cut(all, on_wire(blocks)) : Pieces{piece_of(all)};
+    return all;
+  }
+};
+
+}  // namespace
+
+Launch prepare(const Plan& plan, const DeviceRecipe& how, int ranks, c10::Device device,
+               std::vector<at::Tensor>& keep) {
+  const Preparation call{plan, how, ranks, device, keep};
+  Launch launch;
+  if (call.asked_kind == Kind::kBarrier) {
     const at::Tensor one = at::zeros({1}, at::TensorOptions().dtype(at::kFloat).device(device));
     keep.push_back(one);
     launch.send = {piece_of(one)};
@@ -336,60 +410,11 @@ Launch prepare(const Plan& plan, rust::Box<RustRecipe> recipe, int ranks, c10::D
     return launch;
   }
   if (how.premul && plan.factor.defined()) {
-    keep.push_back(plan.factor.to(scalar_type(static_cast<Dtype>(how.dtype))));
+    keep.push_back(plan.factor.to(scalar_type(how.dtype)));
     launch.factor = piece_of(keep.back()).addr;
   }
-
-  // What is sent.
-  at::Tensor sent;
-  const bool blocks_out = has_blocks_to_send(asked_kind);
-  const auto in_blocks = blocks_out ? block_bytes(plan.in_blocks, total(inputs), count) : std::vector<size_t>();
-  if (before.empty() && !how.spoils &&
-      fits(inputs, plan.in_blocks.empty() && is_run(inputs) ? plan.in_blocks : in_blocks, blocks_out, how,
-           launch.send)) {
-    // As it lies.
-  } else if (!inputs.empty()) {
-    sent = applied(gathered(inputs, type, device), before, ranks, plan.factor).contiguous();
-    keep.push_back(sent);
-    std::vector<size_t> blocks = in_blocks;
-    for (size_t& bytes : blocks) bytes = bytes / c10::elementSize(type) * c10::elementSize(wire);
-    launch.send = blocks_out ? cut(sent, blocks) : Pieces{piece_of(sent)};
-  }
-
-  // Where it arrives.
-  const bool blocks_in = has_blocks_to_receive(asked_kind);
-  const auto out_blocks = blocks_in ? block_bytes(plan.out_blocks, total(outputs), count) : std::vector<size_t>();
-  const bool in_place = asked_kind == Kind::kAllReduce && kind == asked_kind && sent.defined() && !how.apart;
-  const bool apart = how.apart && any_overlap(inputs, outputs) && !sent.defined();
-  const bool receives = !outputs.empty() || (kind == Kind::kAllGather && asked_kind == Kind::kAllReduce);
-  if (!receives) return launch;
-  if (after.empty() && !apart && !in_place &&
-      fits(outputs, plan.out_blocks.empty() && is_run(outputs) ? plan.out_blocks : out_blocks, blocks_in, how,
-           launch.recv)) {
-    return launch;
-  }
-  at::Tensor received;
-  if (in_place) {
-    received = std::move(sent);
-    launch.recv = {piece_of(received)};
-  } else if (kind != asked_kind) {
-    // All ranks' data come together here, in the type they were sent in.
-    const size_t own = total(outputs) / c10::elementSize(type) * c10::elementSize(wire);
-    const size_t bytes = (kind == Kind::kAllToAll ? own : total(launch.send)) * count;
-    received = empty(static_cast<int64_t>(bytes / c10::elementSize(wire)), wire, device);
-    launch.recv = cut(received, std::vector<size_t>(count, bytes / count));
-  } else {
-    const size_t scale_to = c10::elementSize(wire);
-    const size_t scale_from = c10::elementSize(type);
-    received = empty(static_cast<int64_t>(total(outputs) / scale_from), wire, device);
-    std::vector<size_t> blocks = out_blocks;
-    for (size_t& bytes : blocks) bytes = bytes / scale_from * scale_to;
-    launch.recv = blocks_in ? cut(received, blocks) : Pieces{piece_of(received)};
-  }
-  keep.push_back(received);
-  launch.after = [received, outputs, type, device, ranks, steps = std::make_shared<rust::Vec<Local>>(after)] {
-    scattered(applied(received, *steps, ranks), outputs, type, device);
-  };
+  const at::Tensor sent = call.send(launch);
+  call.receive(launch, sent);
   return launch;
 }
 

@@ -15,18 +15,12 @@ namespace sagellm {
 
 using Pieces = std::vector<Piece>;
 
-// A call of the library.
+// What the library is given for a call.
 struct Launch {
-  rust::Box<RustRecipe> recipe;
-  RecipeFacts facts;
-  uint32_t root;
   // Where the factor of the library's own PREMUL_SUM lies on the device, or 0.
   size_t factor = 0;
   Pieces send;
   Pieces recv;
-  bool is_message() const { return facts.kind >= static_cast<uint8_t>(Kind::kSend); }
-  rust::Box<RustLaunched> on(const rust::Box<RustMember>& member, size_t stream) const;
-
   // Puts what came out where the caller wants it; null where it is there.
   std::function<void()> after;
 };
@@ -37,12 +31,11 @@ at::Tensor at_address(size_t address, at::IntArrayRef sizes, at::ScalarType type
 // False for memory in a format of its own, which only the device's operators can read.
 bool elements_in_order(const at::Tensor& tensor);
 
-// What the library is asked for a call, in words of all ranks.
-DeviceAsked asked(const Plan& plan, int ranks, bool plain);
+// A call as the core is asked for it. `plain`: its tensors' memory is their elements in order.
+DeviceRequest request(const Plan& plan, bool plain);
 
 // Does what comes before the library's call; temporaries are added to `keep`, to live until the device has passed the
 // call.
-Launch prepare(const Plan& plan, rust::Box<RustRecipe> recipe, int ranks, c10::Device device,
-               std::vector<at::Tensor>& keep);
+Launch prepare(const Plan& plan, const DeviceRecipe& how, int ranks, c10::Device device, std::vector<at::Tensor>& keep);
 
 }  // namespace sagellm

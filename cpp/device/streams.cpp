@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <iterator>
 
 namespace sagellm {
 
@@ -41,7 +42,6 @@ Passage::Passage(DeviceStreams& owner, c10::Stream stream, bool timed, int lane)
 }
 
 void* Passage::enter() {
-  owner_.raw_->set_device(device().index());
   std::unique_lock<std::mutex> lock(owner_.mutex_);
   if (owner_.native_.value_or(true)) {
     try {
@@ -57,20 +57,18 @@ void* Passage::enter() {
   }
   lock.unlock();
   own_raw_ = true;
-  raw_ = owner_.raw_->stream(device().index(), lane_);
   c10::Event here(stream_.device_type());
   here.record(stream_);
   // Those told before the queue is emptied have left it afterwards.
-  const auto told = owner_.take_told(stream_);
+  const std::vector<void*> told = owner_.take_told(stream_);
   drain(stream_);
-  for (const auto& each : told) owner_.raw_->release(each.event);
-  owner_.raw_->wait(raw_, here.eventId());
+  raw_ = owner_.raw_->behind(device().index(), lane_, here.eventId(), told);
   return raw_;
 }
 
 void Passage::leave() {
   if (!own_raw_) return;
-  void* event = owner_.raw_->record(raw_);
+  void* event = owner_.raw_->mark(device().index(), raw_);
   guard_of(device()).block(event, stream_);
   const std::lock_guard<std::mutex> lock(owner_.mutex_);
   owner_.told_.push_back({stream_, event});
@@ -86,17 +84,6 @@ std::shared_ptr<c10::Event> Passage::end(bool asked_only) {
                                             timed_ ? c10::EventFlag::BACKEND_DEFAULT : c10::EventFlag::PYTORCH_DEFAULT);
   ended->record(stream_);
   return ended;
-}
-
-DeviceStreams::~DeviceStreams() {
-  try {
-    for (const Told& each : told_) {
-      drain(each.stream);
-      raw_->release(each.event);
-    }
-  } catch (const std::exception&) {
-    // The runtime is going down, and its events with it.
-  }
 }
 
 c10::Stream DeviceStreams::side(c10::Device device, int lane) {
@@ -138,11 +125,12 @@ std::shared_ptr<c10::Event> DeviceStreams::asked_only(const c10::Stream& stream)
   return events.back();
 }
 
-std::vector<DeviceStreams::Told> DeviceStreams::take_told(const c10::Stream& stream) {
+std::vector<void*> DeviceStreams::take_told(const c10::Stream& stream) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto others =
       std::stable_partition(told_.begin(), told_.end(), [&](const Told& each) { return each.stream != stream; });
-  std::vector<Told> taken(others, told_.end());
+  std::vector<void*> taken;
+  std::transform(others, told_.end(), std::back_inserter(taken), [](const Told& each) { return each.event; });
   told_.erase(others, told_.end());
   return taken;
 }

@@ -28,18 +28,13 @@ namespace sagellm {
 class RawStreams {
  public:
   virtual ~RawStreams() = default;
-  // Makes the device current on this thread, also for the runtime, which torch's guard does not do on every device.
-  // Called on each thread before anything else here.
-  virtual void set_device(c10::DeviceIndex device) const = 0;
-  // A stream of ours on this device, made when first asked for; each lane has its own. Only used where torch hides its
-  // streams.
-  virtual void* stream(c10::DeviceIndex device, int lane) const = 0;
-  // What is put on `stream` from now on runs after what `event` stands for.
-  virtual void wait(void* stream, void* event) const = 0;
-  // An event that stands for all that is on `stream` now; ours until `release`.
-  virtual void* record(void* stream) const = 0;
-  // Nobody waits for it any more, or all who do have been told; it may be recorded again.
-  virtual void release(void* event) const = 0;
+  // A stream of ours on this device, made when first asked for; each lane has its own. What is put on it from now on
+  // runs after what `event` stands for. Nobody waits any more for the events that were `told`: they may be recorded
+  // again.
+  virtual void* behind(c10::DeviceIndex device, int lane, void* event, const std::vector<void*>& told) const = 0;
+  // An event that stands for all that is on such a stream now; ours until it is told. By the thread that asked for the
+  // stream.
+  virtual void* mark(c10::DeviceIndex device, void* stream) const = 0;
 };
 
 // True for a device whose tensors are not plain host memory.
@@ -90,7 +85,6 @@ class DeviceStreams {
  public:
   // `raw` may be null where nothing raw is needed: then `Passage::enter` may not be called.
   explicit DeviceStreams(std::shared_ptr<const RawStreams> raw = nullptr) : raw_(std::move(raw)) {}
-  ~DeviceStreams();
 
   // The group's stream on this device, from torch's pool; its default stream where the device has no pool.
   // What may wait for a peer while another may not wait for it has a lane, and so a stream, of its own.
@@ -107,7 +101,7 @@ class DeviceStreams {
     c10::Stream stream;
     void* event;
   };
-  std::vector<Told> take_told(const c10::Stream& stream);
+  std::vector<void*> take_told(const c10::Stream& stream);
   // A pooled event that nobody else holds and no stream waits for.
   std::shared_ptr<c10::Event> asked_only(const c10::Stream& stream);
 

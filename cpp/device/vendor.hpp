@@ -1,9 +1,10 @@
 // Tensors on a device, carried by its vendor's library.
 //
-// A call on such tensors is lowered like one on the CPU: its pieces are addresses on the device. What is
+// A call on such tensors is lowered like one on the CPU: its pieces are addresses on the device. The core
+// (src/engine/device) knows the communicators, what the library must be asked, and whether a call will end. What is
 // left to do here: where the library must get something else than what lies in the caller's memory (another type,
-// scaled, several tensors behind each other), make it on the communication stream (device/recipe.hpp); give the library
-// its calls on a raw stream; and follow the work to its end, which may be a deadline or a dead peer.
+// scaled, several tensors behind each other), make it on the communication stream (device/recipe.hpp); keep the
+// library's raw stream in order with torch's; and hold the tensors in a Work until the device has come past them.
 #pragma once
 
 #include <unistd.h>
@@ -12,12 +13,11 @@
 
 #include <atomic>
 #include <chrono>
-#include <map>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
-#include <tuple>
 #include <vector>
 
 #include "device/recipe.hpp"
@@ -38,7 +38,7 @@ struct DevicePlan {
   std::vector<Staged> after;
 };
 
-class VendorDevices final : public RawStreams, public Guardian, public std::enable_shared_from_this<VendorDevices> {
+class VendorDevices final : public RawStreams, public std::enable_shared_from_this<VendorDevices> {
  public:
   using Tensors = std::vector<at::Tensor>;
 
@@ -59,7 +59,7 @@ class VendorDevices final : public RawStreams, public Guardian, public std::enab
   // `by_itself`: it shall complete without anyone waiting.
   c10::intrusive_ptr<DeviceWork> behind_all(bool by_itself);
   // Makes the communicator of all ranks now.
-  void connect(c10::Device device) { (void)everyone(device); }
+  void connect(c10::Device device);
 
   // Whether the library can make the communicator of a new group of `ranks` out of this group's for a device.
   bool can_split(c10::Device device, const std::vector<uint32_t>& ranks);
@@ -73,85 +73,58 @@ class VendorDevices final : public RawStreams, public Guardian, public std::enab
   Retired retire(c10::Device device, bool drained);
 
   // Unblocks whatever hangs; nothing can be issued afterwards.
-  void abort();
+  void abort() { devices_->abort(); }
   // Leaves with the others, when what is under way is done: within the timeout while all of them live, soon where one
   // is gone. What does not end is aborted, or left behind with a thread that waits for it. Throws what a signal handler
   // raised.
   void close(std::chrono::milliseconds timeout);
 
-  void set_device(c10::DeviceIndex device) const override;
-  void* stream(c10::DeviceIndex device, int lane) const override;
-  void wait(void* stream, void* event) const override;
-  void* record(void* stream) const override;
-  void release(void* event) const override;
-
-  std::string look(const Watched& watched, bool passed) override;
-  bool ask(c10::DeviceIndex device, const std::function<bool()>& question) override;
+  void* behind(c10::DeviceIndex device, int lane, void* event, const std::vector<void*>& told) const override;
+  void* mark(c10::DeviceIndex device, void* stream) const override;
 
  private:
-  struct Member {
-    explicit Member(rust::Box<RustMember> box) : core(std::move(box)) {}
-    const rust::Box<RustMember> core;
-    // Whoever sets it ends it, and nobody else uses it from then on.
-    std::atomic<bool> aborted{false};
-    // It ended when nothing was under way in it: what the device has passed is well.
-    std::atomic<bool> drained{false};
-  };
-  using MemberPtr = std::shared_ptr<Member>;
-  // Device, and the two ranks of a message's way; -1 and -1 for the communicator of all.
-  using Key = std::tuple<c10::DeviceIndex, int, int>;
-
-  // What is left of a call when it is on its stream.
+  // What is left of calls when they are on their stream.
   class OnStream;
+  // How the core reaches the other ranks while it makes a communicator.
+  class Exchange;
 
   // Also where torch, or the device's part of it, does not say.
   bool is_capturing(const c10::Stream& stream) const;
-  MemberPtr everyone(c10::Device device) { return member({device.index(), -1, -1}); }
-  MemberPtr member(const Key& key);
-  // Those of the messages with a rank, in both directions, together with that rank.
-  void connect_pair(c10::DeviceIndex device, int peer);
-  void add(const Key& key);
-  MemberPtr make(const Key& key);
-  using Launched = c10::SmallVector<rust::Box<RustLaunched>, 1>;
-  void launch(c10::ArrayRef<Launch> launches, const Member& member, void* raw, Launched& launched) const;
-  // Messages of a rank for itself, which no library has to carry: the first sent is the first received. Throws where
-  // they do not belong together.
-  void check_own_messages(const std::vector<DevicePlan>& calls) const;
-  void copy_own_messages(c10::ArrayRef<Launch> launches, c10::Device device) const;
-  bool is_own_message(const Launch& launch) const;
+  // Runs a call of the core that may make communicators.
+  template <class Function>
+  auto exchanging(Function function);
+  DeviceBegun begin(const std::vector<DevicePlan>& calls, const Tensors& keep, c10::Device device, bool region,
+                    bool capturing);
+  // Puts the calls and what belongs to them on the stream of `passage`; the event of their end. After an error `keep`
+  // and `call` are never let go of.
+  std::shared_ptr<c10::Event> put(const std::vector<DevicePlan>& calls, const rust::Vec<DeviceRecipe>& recipes,
+                                  const std::shared_ptr<OnStream>& call, Passage& passage, Tensors& keep, bool region,
+                                  bool asked_only);
+  // A work that follows `made`, from now on watched unless it was captured.
+  c10::intrusive_ptr<DeviceWork> follow(DeviceWork::Launched made, c10d::OpType type, Tensors outputs,
+                                        std::unique_ptr<Trace> trace, bool captured);
+  // Messages of this rank for itself, which no library has to carry: the first sent is the first received.
+  void copy_own_messages(const std::vector<DevicePlan>& calls, const std::vector<Launch>& launches,
+                         c10::Device device) const;
+  // A message waits for its peer, who may wait for one in the other direction first: each has a stream of its own.
+  int lane_of(const Plan& plan, bool region) const;
+  uint64_t group_timeout() const;
 
   // What a barrier on a stream comes behind: the last collective of each other stream. Those of its device are waited
   // for by the stream; those of others are returned.
   std::vector<std::shared_ptr<c10::Event>> come_behind_all(const c10::Stream& stream);
   void is_last(const c10::Stream& stream, const std::shared_ptr<c10::Event>& ended);
 
-  // The communicator of all for a device, if it was made and not ended.
-  MemberPtr living(c10::Device device);
-  // Takes in a communicator of all that was made for this group elsewhere; all its ranks call.
-  void adopt(c10::Device device, rust::Box<RustMember> made);
-
   SageBackend& backend_;
   const c10::DeviceType type_;
   const pid_t process_ = ::getpid();
-  const std::string group_;
-  const int ranks_;
   const rust::Box<RustDevices> devices_;
   std::unique_ptr<DeviceStreams> streams_;
-  // Held while a communicator is made, so that two threads make them one after the other.
-  std::mutex making_;
-  // Guards the rest, briefly.
+  // Guards `last_`, briefly.
   std::mutex mutex_;
-  std::map<Key, MemberPtr> members_;
   // By stream, the end of the last collective that was put on it.
   std::vector<std::pair<c10::Stream, std::shared_ptr<c10::Event>>> last_;
-  // For messages. Written by `submit`, read by `behind_all`; nothing is ordered by it.
-  std::atomic<uint64_t> last_number_{0};
-  // A connection of our own to the group's store, from the first message on.
-  std::shared_ptr<Store> store_;
-  std::chrono::steady_clock::time_point asked_{};
-  // When the group was first seen to have failed, or a peer to be gone.
-  std::optional<std::chrono::steady_clock::time_point> trouble_since_;
-  // Works that are watched and have not ended. Written by `submit` and by whoever ends a work; read by `close`. Shared,
+  // Works that are watched and have not ended. Written by `follow` and by whoever ends a work; read by `drain`. Shared,
   // because a work may outlive this. A counter alone: nothing is ordered by it.
   const std::shared_ptr<std::atomic<int64_t>> under_way_ = std::make_shared<std::atomic<int64_t>>(0);
 };
@@ -159,18 +132,16 @@ class VendorDevices final : public RawStreams, public Guardian, public std::enab
 class VendorDevices::Retired {
  public:
   Retired() = default;
-  Retired(c10::Device device, MemberPtr member) : device_(device), member_(std::move(member)) {}
-  Retired(Retired&&) = default;
-  Retired& operator=(Retired&&) = default;
-  ~Retired();
+  Retired(c10::Device device, rust::Box<RustRetired> communicator)
+      : device_(device), communicator_(std::move(communicator)) {}
 
-  bool can_shrink() const { return member_ && member_->core->can_shrink(); }
+  bool can_shrink() const { return communicator_ && (*communicator_)->can_shrink(); }
   // Makes the communicator of `child`, a group of all ranks but `excluded`; all ranks of that group call it at once.
   void shrink(const std::vector<uint32_t>& excluded, VendorDevices& child) const;
 
  private:
   std::optional<c10::Device> device_;
-  MemberPtr member_;
+  std::optional<rust::Box<RustRetired>> communicator_;
 };
 
 }  // namespace sagellm

@@ -29,11 +29,6 @@ void DeviceWork::fail(const std::string& error, bool idle) {
   end(error, idle);
 }
 
-std::string Watched::what() const {
-  return c10::str(op, peer < 0 ? " number " : " with rank ", peer < 0 ? number : static_cast<uint64_t>(peer), " on ",
-                  device);
-}
-
 bool DeviceWork::has_passed() const {
   return launched_.ended->query() && std::all_of(launched_.earlier.begin(), launched_.earlier.end(),
                                                  [](const auto& event) { return event->query(); });
@@ -48,19 +43,16 @@ bool DeviceWork::poll(std::chrono::microseconds spin) {
     while (!passed && spin.count() > 0 && std::chrono::steady_clock::now() < until) passed = has_passed();
     return passed;
   };
-  const bool passed = launched_.guardian ? launched_.guardian->ask(launched_.stream.device_index(), query) : query();
-  std::string trouble;
-  if (launched_.guardian) {
-    // Asked even when the stream has passed it: some libraries tell of a failure only then.
-    trouble = launched_.guardian->look(launched_.watched, passed);
-  }
+  bool passed = false;
+  const std::string trouble = launched_.call->poll(query, passed);
   if (!passed && trouble.empty()) return false;
   end(trouble, passed);
   return true;
 }
 
 void DeviceWork::abort() {
-  end(coded(ErrorKind::kAborted, c10::str("sagellm: ", launched_.watched.what(), " was aborted")), false);
+  const auto& watched = launched_.watched;
+  end(coded(ErrorKind::kAborted, c10::str("sagellm: ", watched.op, " number ", watched.number, " was aborted")), false);
 }
 
 void DeviceWork::end(const std::string& error, bool idle) {
@@ -72,7 +64,7 @@ void DeviceWork::end(const std::string& error, bool idle) {
     ended_at_ = std::chrono::steady_clock::now();
   }
   cv_.notify_all();
-  if (launched_.call) launched_.call->ended(error.empty());
+  launched_.call->ended(error.empty());
   finish(error);
   std::vector<at::Tensor> tensors = std::move(launched_.keep);
   if (!idle) {

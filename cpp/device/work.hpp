@@ -23,42 +23,27 @@ struct Watched {
   // A literal: the operation's name in messages.
   const char* op = "operation";
   uint64_t number = 0;
-  // The other rank of a message, or -1; and whether nobody else has a part in it.
-  int64_t peer = -1;
-  bool with_peer_alone = false;
-  c10::Device device = c10::Device(c10::kCPU);
   std::chrono::steady_clock::time_point issued = std::chrono::steady_clock::now();
   std::chrono::milliseconds timeout = kNoTimeout;
-  // The communicator.
-  std::shared_ptr<void> member;
 
-  // "all_reduce number 7 on device 0 of its kind"
-  std::string what() const;
   bool overdue(std::chrono::steady_clock::time_point now) const {
     return timeout.count() > 0 && now - issued > timeout;
   }
 };
 
-// What a call left behind on the host: memory that a library was given, which stays until the stream has come past the
-// call, and what is known of it.
+// A call as the core knows it: memory that a library was given, which stays until the stream has come past the call;
+// what is known of it; whether it will ever end.
 class DeviceCall {
  public:
   virtual ~DeviceCall() = default;
+  // Empty, or why it will not end or ended badly, with its code letter; whatever blocks it has been aborted then. Never
+  // waits. `has_passed` asks the device whether it has come past the call, and is called so that no graph that another
+  // thread captures is broken by it; `passed` is set to its answer.
+  virtual std::string poll(const std::function<bool()>& has_passed, bool& passed) = 0;
   // Told once, for the statistics. Any thread.
   virtual void ended(bool well) = 0;
   // How it travels, as `SageWork::explain`.
   virtual std::vector<Explanation> explain() const = 0;
-};
-
-// Knows when work will never end.
-class Guardian {
- public:
-  virtual ~Guardian() = default;
-  // Empty, or why it will not end, with its code letter; whatever blocks it has been aborted then. Never waits.
-  // `passed`: the stream has come past it, so only a failure of the library counts.
-  virtual std::string look(const Watched& watched, bool passed) = 0;
-  // Asks the device something on this thread, in such a way that no graph that another thread captures is broken by it.
-  virtual bool ask(c10::DeviceIndex device, const std::function<bool()>& question) = 0;
 };
 
 // Made when everything is on its stream. It ends when the stream has come past it, which a thread of the shim sees. On
@@ -77,10 +62,7 @@ class DeviceWork final : public SageWork {
     bool blocks_host = false;
     // On other devices: it is not done before these have come to pass.
     std::vector<std::shared_ptr<c10::Event>> earlier{};
-    // Who is asked while it has not ended, or null.
-    std::shared_ptr<Guardian> guardian{};
     Watched watched{};
-    // May be null.
     std::shared_ptr<DeviceCall> call{};
   };
 
@@ -97,9 +79,7 @@ class DeviceWork final : public SageWork {
   // where `idle` says that the device has let go of them.
   void fail(const std::string& error, bool idle);
   void abort() override;
-  std::vector<Explanation> explain() const override {
-    return launched_.call ? launched_.call->explain() : std::vector<Explanation>();
-  }
+  std::vector<Explanation> explain() const override { return launched_.call->explain(); }
   // True when it has ended; then everything that follows from that has been done. Any thread. The device is asked again
   // and again for as long as `spin`.
   bool poll(std::chrono::microseconds spin = std::chrono::microseconds(0));

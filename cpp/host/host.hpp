@@ -25,6 +25,17 @@ class Store {
   virtual int64_t add(rust::Str key, int64_t by) const = 0;
 };
 
+// How ranks reach each other before they have a communicator. Errors are exceptions; the one who handed this over sees
+// them themselves, the core their text.
+class IdExchange {
+ public:
+  virtual ~IdExchange() = default;
+  // Hands an id from rank `from` to rank `to`, or from rank 0 to all where both are negative.
+  virtual void share(rust::Slice<uint8_t> id, int32_t from, int32_t to) const = 0;
+  // A connection to the group's store that nobody else uses.
+  virtual std::shared_ptr<Store> store() const = 0;
+};
+
 // A message on its way. Errors are exceptions with a plain text; one thread at a time.
 class InFlight {
  public:

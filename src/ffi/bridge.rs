@@ -11,7 +11,7 @@ use super::calls::{
     RustForeign, RustGroup, RustOp, RustRendezvous, at_exit, build_group, device_packs, doctor, explain_without_group,
     memory_meets, names, rendezvous, save_table, set_log_level, table_without_group,
 };
-use super::devices::{RustDevices, RustLaunched, RustMember, RustRecipe};
+use super::devices::{RustCall, RustDevices, RustRetired};
 use super::simulate::{predict, program};
 
 #[allow(clippy::too_many_arguments)] // one parameter a list of the request: cxx cannot pass them inside a struct
@@ -135,8 +135,6 @@ pub mod ffi {
     struct Foreign {
         kind: Kind,
         composed: bool,
-        /// The library of a device's vendor carries it out.
-        device: bool,
         root: u32,
         tag: u32,
         read: u64,
@@ -149,17 +147,48 @@ pub mod ffi {
 
     // ----------------------------------------------------------------------------------------------------- devices
 
-    /// `recipe::Asked`: an operation on a device, as all ranks ask for it.
-    struct DeviceAsked {
-        kind: u8,
-        dtype: u8,
-        op: u8,
+    /// `engine::device::DeviceRequest`: one call on a device. The numbers are as in `Call`.
+    struct DeviceRequest<'a> {
+        name: &'a str,
+        kind: Kind,
+        dtype: Dtype,
+        op: ReduceOp,
         factor: f64,
-        ranks: u32,
         even: bool,
         plain: bool,
-        /// As `select` counts them.
-        bytes: u64,
+        root: u32,
+        tag: u32,
+        read: u64,
+        written: u64,
+        counts: bool,
+        tensors: u32,
+        element: u8,
+        site: u32,
+    }
+
+    /// `engine::device::Terms`: how the calls of one launch are made. Timeouts of 0 are none.
+    struct DeviceTerms {
+        device: i32,
+        region: bool,
+        capturing: bool,
+        timeout_ms: u64,
+        join_timeout_ms: u64,
+    }
+
+    /// Calls that were checked and have their number.
+    struct DeviceBegun {
+        call: Box<RustCall>,
+        number: u64,
+        /// One for each call.
+        recipes: Vec<DeviceRecipe>,
+    }
+
+    /// Where the memory of one call lies: so many of the pieces that come with it, those that are sent first.
+    struct DevicePlaced {
+        /// Where the factor of the library's own PREMUL_SUM lies on the device, or 0.
+        factor: usize,
+        sends: usize,
+        receives: usize,
     }
 
     /// `recipe::Local`: what the shim does to a tensor beside the library's call.
@@ -176,25 +205,25 @@ pub mod ffi {
 
     struct Local {
         step: LocalStep,
-        dtype: u8,
-        op: u8,
+        dtype: Dtype,
+        op: ReduceOp,
         factor: f64,
         count: usize,
     }
 
-    /// What the shim has to know of a recipe.
-    struct RecipeFacts {
+    /// `lowering::Recipe`, as far as the shim has to know it.
+    struct DeviceRecipe {
         /// The kind that the library is asked for, and the element type that it is given (for what is only moved, 0).
-        kind: u8,
-        dtype: u8,
-        /// See `recipe::Recipe`.
+        kind: Kind,
+        dtype: Dtype,
         flat: bool,
         apart: bool,
         spoils: bool,
-        /// `before` or `after` is not empty.
-        local: bool,
-        /// It is a PREMUL_SUM of the library's own.
+        /// It is given the factor of its own PREMUL_SUM.
         premul: bool,
+        /// What is done to the tensors before the library's call, and after it.
+        before: Vec<Local>,
+        after: Vec<Local>,
     }
 
     // ------------------------------------------------------------------------------------------------------ groups
@@ -429,9 +458,8 @@ pub mod ffi {
         type RustOp;
         type RustForeign;
         type RustDevices;
-        type RustMember;
-        type RustRecipe;
-        type RustLaunched;
+        type RustCall;
+        type RustRetired;
 
         /// Meets the other ranks through the store and decides with them what serves the group. Blocks until all came, or
         /// the timeout. Dropped without `build_group`, it leaves the others in order.
@@ -526,98 +554,61 @@ pub mod ffi {
         ) -> Result<Box<RustDevices>>;
         /// The library, its version and file.
         fn describe(self: &RustDevices) -> String;
-        /// The bytes that one rank of a communicator makes and all need; `id_bytes` of them.
-        fn unique_id(self: &RustDevices) -> Result<Vec<u8>>;
-        fn id_bytes(self: &RustDevices) -> usize;
-        /// The rank with which to make the communicators of messages now: `peer`, or one that is served first; then ask
-        /// again, with the time that has passed. With those in `known` there are some. `store` is one that nobody else uses,
-        /// needed in the first call.
-        fn next_pair(
+        /// Makes the communicator of all ranks for a device now; returns when all are there.
+        fn connect(self: &RustDevices, device: i32, timeout_ms: u64, exchange: &IdExchange) -> Result<()>;
+        /// Checks and lowers calls that are one launch, and takes their numbers; an error sent nothing.
+        /// Waits for other ranks only where it makes their communicator.
+        fn begin(
             self: &RustDevices,
-            store: SharedPtr<Store>,
-            peer: u32,
-            known: &[u32],
-            passed_ms: u64,
-            timeout_ms: u64,
-        ) -> Result<u32>;
-        /// Joins a communicator; returns when all its ranks are there, or at the deadline. `whose`: words for these ranks.
-        fn join(
-            self: &RustDevices,
-            whose: &str,
-            id: &[u8],
-            device: i32,
-            rank: u32,
-            ranks: u32,
-            timeout_ms: u64,
-        ) -> Result<Box<RustMember>>;
-        /// What the library is asked for an operation; an error where it cannot be done rightly.
-        fn recipe(self: &RustDevices, asked: &DeviceAsked) -> Result<Box<RustRecipe>>;
-        /// For every thread, before anything else on a device.
-        fn set_device(self: &RustDevices, device: i32) -> Result<()>;
+            calls: &[DeviceRequest],
+            terms: &DeviceTerms,
+            exchange: &IdExchange,
+        ) -> Result<DeviceBegun>;
+        /// Something that waits for all earlier calls on a device, to be watched as a call is.
+        fn behind(self: &RustDevices, device: i32, timeout_ms: u64) -> Box<RustCall>;
         /// Whether what is put on a raw stream is being captured.
-        fn capturing(self: &RustDevices, stream: usize) -> Result<bool>;
-        /// Until `capture_as_before` with what this returns, questions of this thread break no capture of another one.
-        fn spare_captures(self: &RustDevices, device: i32) -> Result<u32>;
-        fn capture_as_before(self: &RustDevices, mode: u32) -> Result<()>;
-        /// Raw streams and events as numbers; `group/devices.rs`.
-        fn raw_stream(self: &RustDevices, device: i32, lane: i32) -> Result<usize>;
-        fn raw_wait(self: &RustDevices, stream: usize, event: usize) -> Result<()>;
-        fn raw_record(self: &RustDevices, device: i32, stream: usize) -> Result<usize>;
-        fn raw_release(self: &RustDevices, device: i32, event: usize);
-        /// Takes the next number of an operation on a device, and tells the peers.
-        fn next_number(self: &RustDevices, kind: u8) -> Result<u64>;
-        /// The library told of a failure (in words without a code letter): the group has failed.
-        fn fail(self: &RustDevices, text: &str);
-        /// Why work that is under way will not end, with its code letter, or empty. `only` is the one other rank that has a
-        /// part in it, or negative: any may have.
-        fn trouble(self: &RustDevices, what: &str, only: i64) -> String;
-        /// The error of an operation whose deadline has passed, with its code letter; the group fails with it.
-        fn stall(self: &RustDevices, what: &str, number: u64, after_ms: u64) -> String;
+        fn capturing(self: &RustDevices, device: i32, stream: usize) -> Result<bool>;
+        /// The engine's own raw stream of a lane, behind a raw event; `told` are events of `mark` that nobody waits for any
+        /// more.
+        fn stream_behind(self: &RustDevices, device: i32, lane: i32, event: usize, told: &[usize]) -> Result<usize>;
+        /// A raw event behind all that is on a raw stream now.
+        fn mark(self: &RustDevices, device: i32, stream: usize) -> Result<usize>;
+        /// Whether the library can make the communicator of these ranks out of that of all.
+        fn can_split(self: &RustDevices, device: i32, members: &[u32]) -> bool;
+        /// Makes it, for the group of those ranks; all ranks of this one call at once. A rank that is a member of no new
+        /// group (`is_member` false) names itself as `child`, and members as on some rank that is.
+        fn split(
+            self: &RustDevices,
+            child: &RustDevices,
+            is_member: bool,
+            device: i32,
+            members: &[u32],
+            timeout_ms: u64,
+        ) -> Result<()>;
+        /// Takes the communicator of all ranks out of use; it ends with what this returns. `drained`: nothing is under way.
+        fn retire(self: &RustDevices, device: i32, drained: bool) -> Box<RustRetired>;
+        /// Unblocks whatever hangs; nothing can be issued afterwards.
+        fn abort(self: &RustDevices);
+        /// Leaves with the others; false where a signal handler raised meanwhile. `drained` as above.
+        fn close(self: &RustDevices, timeout_ms: u64, drained: bool) -> bool;
 
-        fn facts(self: &RustRecipe) -> RecipeFacts;
-        fn before(self: &RustRecipe) -> Vec<Local>;
-        fn after(self: &RustRecipe) -> Vec<Local>;
-        /// Why it is not one plain call, or empty.
-        fn why(self: &RustRecipe) -> String;
+        /// Puts the calls on a raw stream, as one launch; `pieces` are those of all of them. What the library was given
+        /// stays until this is dropped.
+        fn launch(self: &RustCall, placed: &[DevicePlaced], pieces: &[Piece], stream: usize) -> Result<()>;
+        /// Until `poll` with what this returns, questions of this thread to the device break no capture of another one.
+        fn before_poll(self: &RustCall) -> Result<u32>;
+        /// Why they will not end, or ended badly, with its code letter; empty while they run and when they ended well.
+        /// `passed`: the device has come past them.
+        fn poll(self: &RustCall, passed: bool, mode: u32) -> String;
+        /// Tells the statistics. `timed`: this is the moment of the end.
+        fn ended(self: &RustCall, well: bool, timed: bool);
+        /// How each of the calls travels.
+        fn explain(self: &RustCall) -> Vec<Explanation>;
 
-        /// Whether the library can make the communicator of these of its ranks out of it.
-        fn can_split(self: &RustMember, members: &[u32]) -> bool;
-        /// Makes it, for the group of those ranks; all ranks of this one call this or `stay_out` at once.
-        fn split(self: &RustMember, child: &RustDevices, members: &[u32], timeout_ms: u64) -> Result<Box<RustMember>>;
-        /// `split` by a rank that is a member of no new group; `members` as on some rank that is.
-        fn stay_out(self: &RustMember, members: &[u32], timeout_ms: u64) -> Result<()>;
         /// Whether the library can leave ranks out that do not call.
-        fn can_shrink(self: &RustMember) -> bool;
-        /// Aborts what is under way in it, and makes the communicator of all its ranks but `exclude`, which do not call.
-        fn shrink(self: &RustMember, child: &RustDevices, exclude: &[u32], timeout_ms: u64) -> Result<Box<RustMember>>;
-        /// Puts an operation on a raw stream. What comes back must be kept until the stream has passed it. `factor`: where
-        /// that of the library's own PREMUL_SUM lies on the device, or 0.
-        fn launch(
-            self: &RustMember,
-            recipe: &RustRecipe,
-            root: u32,
-            factor: usize,
-            send: &[Piece],
-            recv: &[Piece],
-            stream: usize,
-        ) -> Result<Box<RustLaunched>>;
-        /// Messages to (`sends`) and from ranks of the communicator, all under way together.
-        fn exchange(
-            self: &RustMember,
-            peers: &[u32],
-            sends: &[bool],
-            pieces: &[Piece],
-            stream: usize,
-        ) -> Result<Box<RustLaunched>>;
-        fn start_group(self: &RustMember) -> Result<()>;
-        fn end_group(self: &RustMember) -> Result<()>;
-        /// What the library says that ran last for such a collective, or empty where it does not say.
-        fn ran(self: &RustMember, kind: u8, bytes: u64) -> String;
-        /// An error that came up since, with its code letter, or empty. Never waits.
-        fn poll(self: &RustMember) -> String;
-        fn abort(self: &RustMember);
-        /// False where a signal handler raised meanwhile.
-        fn close(self: &RustMember, timeout_ms: u64) -> bool;
+        fn can_shrink(self: &RustRetired) -> bool;
+        /// Aborts what is under way, and makes the communicator of all ranks but `excluded`, which do not call.
+        fn shrink(self: &RustRetired, child: &RustDevices, excluded: &[u32], timeout_ms: u64) -> Result<()>;
 
         /// Highest level that is logged: 0 off, 1 error, 2 warn, 3 info, 4 debug, 5 trace.
         fn set_log_level(level: u8);
@@ -671,6 +662,12 @@ pub mod ffi {
         /// Does not wait: false when the key is not there.
         fn try_get(self: &Store, key: &str, value: &mut Vec<u8>) -> Result<bool>;
         fn add(self: &Store, key: &str, by: i64) -> Result<i64>;
+
+        type IdExchange;
+        /// Hands an id from rank `from` to rank `to`, or from rank 0 to all where both are negative.
+        fn share(self: &IdExchange, id: &mut [u8], from: i32, to: i32) -> Result<()>;
+        /// A connection to the group's store that nobody else uses.
+        fn store(self: &IdExchange) -> Result<SharedPtr<Store>>;
 
         type Link;
         /// Starts to receive at most `bytes` at `to` from a rank, under a tag. The memory stays valid until the transfer is

@@ -197,11 +197,7 @@ impl RustGroup {
                 host_staged: call.host_staged,
             };
             let (peer, bytes) = ((call.root, call.tag), (call.read, call.written));
-            let carrier = match (call.composed, call.device) {
-                (true, _) => group::Carrier::Composed,
-                (_, true) => group::Carrier::Device,
-                _ => group::Carrier::Delegate,
-            };
+            let carrier = if call.composed { group::Carrier::Composed } else { group::Carrier::Delegate };
             Ok(Box::new(RustForeign(self.0.foreign(kind, carrier, peer, bytes, note))))
         })
     }

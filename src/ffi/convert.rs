@@ -62,11 +62,6 @@ pub(super) fn dtype(dtype: ffi::Dtype) -> Result<Dtype> {
     Dtype::from_u8(dtype.repr).ok_or_else(|| unknown("dtype", dtype.repr))
 }
 
-pub(super) fn kind_and_dtype(kind: u8, dtype: u8) -> Result<(Kind, Dtype)> {
-    let kind = Kind::from_u8(kind).ok_or_else(|| unknown("kind", kind))?;
-    Ok((kind, Dtype::from_u8(dtype).ok_or_else(|| unknown("dtype", dtype))?))
-}
-
 pub(super) fn kind_named(name: &str) -> Result<Kind> {
     let known = || Kind::ALL.map(Kind::name).join(", ");
     let unknown = || Error::Invalid(format!("sagellm: no operation is called {name:?}; there are {}", known()));

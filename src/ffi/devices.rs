@@ -7,16 +7,40 @@ use std::time::Duration;
 use super::bridge::ffi;
 use super::callbacks::StoreHook;
 use super::calls::RustGroup;
-use super::convert::{Outcome, coded, guarded, kind_and_dtype, spans, unknown};
-use crate::engine::device::{Asked, Event, Hints, Launched, Local, Message, Recipe, Stream};
-use crate::group::devices::{Devices, Member};
-use crate::types::{Dtype, Kind, ReduceOp};
+use super::convert::{Outcome, dtype, guarded, kind, spans, unknown};
+use crate::engine::device::{
+    Asked, DeviceCall, DeviceEngine, DeviceGroup, DeviceRequest, Event, Exchange, Hints, Local, Lowered, Placed, Ranks,
+    Recipe, Retired, Stream, Terms,
+};
+use crate::error::{Error, Result};
+use crate::host::Counting;
+use crate::types::{CallNote, Dtype, ReduceOp};
 
-pub struct RustDevices(Arc<Devices>);
-pub struct RustMember(Member);
-pub struct RustRecipe(Recipe);
-/// Host memory of calls that are on a stream.
-pub struct RustLaunched(#[allow(dead_code)] Launched);
+pub struct RustDevices(Arc<DeviceEngine>);
+pub struct RustCall(DeviceCall);
+pub struct RustRetired(Retired);
+
+/// Answers the engine by the shim's group.
+struct ExchangeHook<'a>(&'a ffi::IdExchange);
+
+impl Exchange for ExchangeHook<'_> {
+    fn share(&self, id: &mut [u8], ranks: Ranks) -> Result<()> {
+        let (from, to) = match ranks {
+            Ranks::All => (-1, -1),
+            Ranks::Way { from, to } => (from.min(to) as i32, from.max(to) as i32),
+        };
+        // The shim keeps its exception and raises that one.
+        self.0.share(id, from, to).map_err(|error| Error::System(error.what().to_string()))
+    }
+    fn store(&self) -> Result<Box<dyn Counting + Send>> {
+        let store = self.0.store().map_err(|error| Error::System(error.what().to_string()))?;
+        Ok(Box::new(StoreHook(store)))
+    }
+}
+
+fn milliseconds(count: u64) -> Duration {
+    Duration::from_millis(count)
+}
 
 impl RustGroup {
     pub(super) fn open_devices(
@@ -30,190 +54,80 @@ impl RustGroup {
             path: (!library.is_empty()).then(|| PathBuf::from(library)),
             folders: folders.iter().map(PathBuf::from).collect(),
         };
-        guarded(|| Ok(Box::new(RustDevices(Arc::new(Devices::open(&self.0, device_type, vendor, &hints)?)))))
+        let group: Arc<dyn DeviceGroup> = self.0.clone();
+        guarded(|| Ok(Box::new(RustDevices(Arc::new(DeviceEngine::open(group, device_type, vendor, &hints)?)))))
     }
+}
+
+fn request<'a>(call: &ffi::DeviceRequest<'a>) -> Result<DeviceRequest<'a>> {
+    let (kind, dtype) = (kind(call.kind)?, dtype(call.dtype)?);
+    let op = ReduceOp::from_u8(call.op.repr, call.factor).ok_or_else(|| unknown("reduce op", call.op.repr))?;
+    let ffi::DeviceRequest { name, root, tag, read, written, even, plain, .. } = *call;
+    let (counts, tensors, element, site) = (call.counts, call.tensors, call.element, call.site);
+    Ok(DeviceRequest {
+        name,
+        asked: Asked { kind, dtype, op, ranks: 0, even, plain },
+        root,
+        tag,
+        read,
+        written,
+        note: CallNote { counts, tensors, element, site, host_staged: false },
+    })
 }
 
 impl RustDevices {
     pub(super) fn describe(&self) -> String {
         self.0.describe()
     }
-    pub(super) fn unique_id(&self) -> Outcome<Vec<u8>> {
-        guarded(|| self.0.unique_id())
+    pub(super) fn connect(&self, device: i32, timeout_ms: u64, exchange: &ffi::IdExchange) -> Outcome<()> {
+        let exchange = ExchangeHook(exchange);
+        guarded(|| self.0.communicator(device, Ranks::All, &exchange, milliseconds(timeout_ms)).map(drop))
     }
-    pub(super) fn id_bytes(&self) -> usize {
-        self.0.capabilities().id_bytes
-    }
-    pub(super) fn next_pair(
+    pub(super) fn begin(
         &self,
-        store: cxx::SharedPtr<ffi::Store>,
-        peer: u32,
-        known: &[u32],
-        passed_ms: u64,
-        timeout_ms: u64,
-    ) -> Outcome<u32> {
-        let times = (Duration::from_millis(passed_ms), Duration::from_millis(timeout_ms));
-        guarded(|| self.0.next_pair(peer, known, times, || Box::new(StoreHook(store))))
+        calls: &[ffi::DeviceRequest<'_>],
+        terms: &ffi::DeviceTerms,
+        exchange: &ffi::IdExchange,
+    ) -> Outcome<ffi::DeviceBegun> {
+        let ffi::DeviceTerms { device, region, capturing, timeout_ms, join_timeout_ms } = *terms;
+        let (timeout, join_timeout) = (milliseconds(timeout_ms), milliseconds(join_timeout_ms));
+        let terms = Terms { device, region, capturing, timeout, join_timeout };
+        guarded(|| {
+            let calls = calls.iter().map(request).collect::<Result<Vec<_>>>()?;
+            let begun = self.0.begin(&calls, &terms, &ExchangeHook(exchange))?;
+            let recipes = begun.calls().iter().map(lowered).collect();
+            Ok(ffi::DeviceBegun { number: begun.number(), recipes, call: Box::new(RustCall(begun)) })
+        })
     }
-    pub(super) fn join(
+    pub(super) fn behind(&self, device: i32, timeout_ms: u64) -> Box<RustCall> {
+        Box::new(RustCall(self.0.behind(device, milliseconds(timeout_ms))))
+    }
+    pub(super) fn capturing(&self, device: i32, stream: usize) -> Outcome<bool> {
+        guarded(|| self.0.capturing(device, Stream(stream)))
+    }
+    pub(super) fn stream_behind(&self, device: i32, lane: i32, event: usize, told: &[usize]) -> Outcome<usize> {
+        let told: Vec<Event> = told.iter().copied().map(Event).collect();
+        guarded(|| Ok(self.0.stream_behind(device, lane, Event(event), &told)?.0))
+    }
+    pub(super) fn mark(&self, device: i32, stream: usize) -> Outcome<usize> {
+        guarded(|| Ok(self.0.mark(device, Stream(stream))?.0))
+    }
+    pub(super) fn can_split(&self, device: i32, members: &[u32]) -> bool {
+        self.0.can_split(device, members)
+    }
+    pub(super) fn split(
         &self,
-        whose: &str,
-        id: &[u8],
+        child: &RustDevices,
+        is_member: bool,
         device: i32,
-        rank: u32,
-        ranks: u32,
+        members: &[u32],
         timeout_ms: u64,
-    ) -> Outcome<Box<RustMember>> {
-        let deadline = patience(timeout_ms);
-        guarded(|| Ok(Box::new(RustMember(self.0.join(whose, id, device, (rank, ranks), deadline)?))))
+    ) -> Outcome<()> {
+        let child = is_member.then_some(&*child.0);
+        guarded(|| self.0.split(child, device, members, milliseconds(timeout_ms)))
     }
-    pub(super) fn recipe(&self, asked: &ffi::DeviceAsked) -> Outcome<Box<RustRecipe>> {
-        guarded(|| {
-            let (kind, dtype) = kind_and_dtype(asked.kind, asked.dtype)?;
-            let op = ReduceOp::from_u8(asked.op, asked.factor).ok_or_else(|| unknown("reduce op", asked.op))?;
-            let ffi::DeviceAsked { ranks, even, plain, bytes, .. } = *asked;
-            let asked = Asked { kind, dtype, op, ranks: ranks as usize, even, plain };
-            Ok(Box::new(RustRecipe(self.0.recipe(&asked, bytes)?)))
-        })
-    }
-    pub(super) fn set_device(&self, device: i32) -> Outcome<()> {
-        guarded(|| self.0.set_device(device))
-    }
-    pub(super) fn capturing(&self, stream: usize) -> Outcome<bool> {
-        guarded(|| self.0.capturing(Stream(stream)))
-    }
-    pub(super) fn spare_captures(&self, device: i32) -> Outcome<u32> {
-        guarded(|| self.0.spare_captures(device))
-    }
-    pub(super) fn capture_as_before(&self, mode: u32) -> Outcome<()> {
-        guarded(|| self.0.capture_as_before(mode))
-    }
-    pub(super) fn raw_stream(&self, device: i32, lane: i32) -> Outcome<usize> {
-        guarded(|| Ok(self.0.stream(device, lane)?.0))
-    }
-    pub(super) fn raw_wait(&self, stream: usize, event: usize) -> Outcome<()> {
-        guarded(|| self.0.wait(Stream(stream), Event(event)))
-    }
-    pub(super) fn raw_record(&self, device: i32, stream: usize) -> Outcome<usize> {
-        guarded(|| Ok(self.0.record(device, Stream(stream))?.0))
-    }
-    pub(super) fn raw_release(&self, device: i32, event: usize) {
-        self.0.release(device, Event(event));
-    }
-    pub(super) fn next_number(&self, kind: u8) -> Outcome<u64> {
-        guarded(|| self.0.next_number(Kind::from_u8(kind).ok_or_else(|| unknown("kind", kind))?))
-    }
-    pub(super) fn fail(&self, text: &str) {
-        self.0.fail(text);
-    }
-    pub(super) fn trouble(&self, what: &str, only: i64) -> String {
-        guarded(|| Ok(self.0.trouble(what, usize::try_from(only).ok())))
-            .map_or_else(|panic| panic, |error| error.as_ref().map(coded).unwrap_or_default())
-    }
-    pub(super) fn stall(&self, what: &str, number: u64, after_ms: u64) -> String {
-        guarded(|| Err::<(), _>(self.0.stall(what, number, Duration::from_millis(after_ms)))).err().unwrap_or_default()
-    }
-}
-
-/// For the making of a communicator. None at all is one of a year: somebody has to look in between.
-fn patience(timeout_ms: u64) -> Duration {
-    Duration::from_millis(if timeout_ms == 0 { 365 * 24 * 3_600_000 } else { timeout_ms })
-}
-
-fn local(step: &Local) -> ffi::Local {
-    let none = ffi::Local { step: ffi::LocalStep::Cast, dtype: Dtype::Bytes as u8, op: 0, factor: 1.0, count: 1 };
-    match *step {
-        Local::Cast(dtype) => ffi::Local { dtype: dtype as u8, ..none },
-        Local::Scale(factor) => ffi::Local { step: ffi::LocalStep::Scale, factor, ..none },
-        Local::Divide(count) => ffi::Local { step: ffi::LocalStep::Divide, count, ..none },
-        Local::Fold(op) => ffi::Local { step: ffi::LocalStep::Fold, op: op.code(), ..none },
-    }
-}
-
-impl RustRecipe {
-    pub(super) fn facts(&self) -> ffi::RecipeFacts {
-        let Recipe { kind, dtype, op, flat, apart, spoils, ref before, ref after, .. } = self.0;
-        ffi::RecipeFacts {
-            kind: kind as u8,
-            dtype: dtype as u8,
-            flat,
-            apart,
-            spoils,
-            local: !before.is_empty() || !after.is_empty(),
-            premul: matches!(op, ReduceOp::PremulSum(_)),
-        }
-    }
-    pub(super) fn before(&self) -> Vec<ffi::Local> {
-        self.0.before.iter().map(local).collect()
-    }
-    pub(super) fn after(&self) -> Vec<ffi::Local> {
-        self.0.after.iter().map(local).collect()
-    }
-    pub(super) fn why(&self) -> String {
-        self.0.why.clone()
-    }
-}
-
-impl RustMember {
-    pub(super) fn can_split(&self, members: &[u32]) -> bool {
-        self.0.can_split(members)
-    }
-    pub(super) fn split(&self, child: &RustDevices, members: &[u32], timeout_ms: u64) -> Outcome<Box<RustMember>> {
-        let deadline = patience(timeout_ms);
-        guarded(|| Ok(Box::new(RustMember(self.0.split(&child.0, members, deadline)?))))
-    }
-    pub(super) fn stay_out(&self, members: &[u32], timeout_ms: u64) -> Outcome<()> {
-        guarded(|| self.0.stay_out(members, patience(timeout_ms)))
-    }
-    pub(super) fn can_shrink(&self) -> bool {
-        self.0.can_shrink()
-    }
-    pub(super) fn shrink(&self, child: &RustDevices, exclude: &[u32], timeout_ms: u64) -> Outcome<Box<RustMember>> {
-        let deadline = patience(timeout_ms);
-        guarded(|| Ok(Box::new(RustMember(self.0.shrink(&child.0, exclude, deadline)?))))
-    }
-    pub(super) fn launch(
-        &self,
-        recipe: &RustRecipe,
-        root: u32,
-        factor: usize,
-        send: &[ffi::Piece],
-        recv: &[ffi::Piece],
-        stream: usize,
-    ) -> Outcome<Box<RustLaunched>> {
-        guarded(|| {
-            let (send, recv) = (spans(send), spans(recv));
-            let launched = self.0.launch(&recipe.0, (root, factor), (&send, &recv), Stream(stream))?;
-            Ok(Box::new(RustLaunched(launched)))
-        })
-    }
-    pub(super) fn exchange(
-        &self,
-        peers: &[u32],
-        sends: &[bool],
-        pieces: &[ffi::Piece],
-        stream: usize,
-    ) -> Outcome<Box<RustLaunched>> {
-        let messages: Vec<Message> = peers
-            .iter()
-            .zip(sends)
-            .zip(pieces)
-            .filter(|(_, piece)| piece.bytes > 0)
-            .map(|((peer, sends), piece)| Message { peer: *peer, sends: *sends, addr: piece.addr, bytes: piece.bytes })
-            .collect();
-        guarded(|| Ok(Box::new(RustLaunched(self.0.exchange(&messages, Stream(stream))?))))
-    }
-    pub(super) fn start_group(&self) -> Outcome<()> {
-        guarded(|| self.0.start_group())
-    }
-    pub(super) fn end_group(&self) -> Outcome<()> {
-        guarded(|| self.0.end_group())
-    }
-    pub(super) fn ran(&self, kind: u8, bytes: u64) -> String {
-        Kind::from_u8(kind).map(|kind| self.0.ran(kind, bytes)).unwrap_or_default()
-    }
-    pub(super) fn poll(&self) -> String {
-        guarded(|| self.0.poll()).err().unwrap_or_default()
+    pub(super) fn retire(&self, device: i32, drained: bool) -> Box<RustRetired> {
+        Box::new(RustRetired(self.0.retire(device, drained)))
     }
     pub(super) fn abort(&self) {
         let _ = guarded(|| {
@@ -221,7 +135,93 @@ impl RustMember {
             Ok(())
         });
     }
-    pub(super) fn close(&self, timeout_ms: u64) -> bool {
-        guarded(|| Ok(self.0.close(Duration::from_millis(timeout_ms)))).unwrap_or(true)
+    pub(super) fn close(&self, timeout_ms: u64, drained: bool) -> bool {
+        guarded(|| Ok(self.0.close(milliseconds(timeout_ms), drained))).unwrap_or(true)
+    }
+}
+
+/// The numbers are equal: `convert` checks that.
+fn shared_dtype(dtype: Dtype) -> ffi::Dtype {
+    ffi::Dtype { repr: dtype as u8 }
+}
+
+fn local(step: &Local) -> ffi::Local {
+    let (dtype, op) = (ffi::Dtype::kBytes, ffi::ReduceOp::kSum);
+    let none = ffi::Local { step: ffi::LocalStep::Cast, dtype, op, factor: 1.0, count: 1 };
+    match *step {
+        Local::Cast(dtype) => ffi::Local { dtype: shared_dtype(dtype), ..none },
+        Local::Scale(factor) => ffi::Local { step: ffi::LocalStep::Scale, factor, ..none },
+        Local::Divide(count) => ffi::Local { step: ffi::LocalStep::Divide, count, ..none },
+        Local::Fold(op) => ffi::Local { step: ffi::LocalStep::Fold, op: ffi::ReduceOp { repr: op.code() }, ..none },
+    }
+}
+
+fn lowered(call: &Lowered) -> ffi::DeviceRecipe {
+    let Recipe { kind, dtype, flat, apart, spoils, ref before, ref after, .. } = call.recipe;
+    ffi::DeviceRecipe {
+        kind: ffi::Kind { repr: kind as u8 },
+        dtype: shared_dtype(dtype),
+        flat,
+        apart,
+        spoils,
+        premul: call.is_premul(),
+        before: before.iter().map(local).collect(),
+        after: after.iter().map(local).collect(),
+    }
+}
+
+impl RustCall {
+    pub(super) fn launch(&self, placed: &[ffi::DevicePlaced], pieces: &[ffi::Piece], stream: usize) -> Outcome<()> {
+        guarded(|| {
+            let all = spans(pieces);
+            let mut rest = &all[..];
+            let mut take = |count: usize| {
+                let (taken, left) = rest.split_at_checked(count)?;
+                rest = left;
+                Some(taken)
+            };
+            let placed: Option<Vec<Placed<'_>>> = placed
+                .iter()
+                .map(|one| Some(Placed { factor: one.factor, send: take(one.sends)?, recv: take(one.receives)? }))
+                .collect();
+            let missing = || Error::Bug("sagellm: fewer pieces of memory came over the bridge than were named".into());
+            self.0.launch(&placed.ok_or_else(missing)?, Stream(stream))
+        })
+    }
+    pub(super) fn before_poll(&self) -> Outcome<u32> {
+        guarded(|| self.0.before_poll())
+    }
+    pub(super) fn poll(&self, passed: bool, mode: u32) -> String {
+        guarded(|| self.0.poll(passed, mode)).err().unwrap_or_default()
+    }
+    pub(super) fn ended(&self, well: bool, timed: bool) {
+        let _ = guarded(|| {
+            self.0.ended(well, timed);
+            Ok(())
+        });
+    }
+    pub(super) fn explain(&self) -> Vec<ffi::Explanation> {
+        let found = self.0.explain().into_iter();
+        let found = found.map(|call| ffi::Explanation {
+            kind: call.name,
+            bytes: call.bytes,
+            ranks: call.ranks,
+            past: true,
+            number: call.number,
+            library: call.library,
+            decided: call.why,
+            ran: call.ran,
+            ..Default::default()
+        });
+        found.collect()
+    }
+}
+
+impl RustRetired {
+    pub(super) fn can_shrink(&self) -> bool {
+        self.0.can_shrink()
+    }
+    pub(super) fn shrink(&self, child: &RustDevices, excluded: &[u32], timeout_ms: u64) -> Outcome<()> {
+        guarded(|| self.0.shrink(&child.0, excluded, milliseconds(timeout_ms)))
     }
 }

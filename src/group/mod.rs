@@ -11,7 +11,7 @@
 mod barrier;
 mod builder;
 mod check;
-pub mod devices;
+mod devices;
 mod explain;
 mod faults;
 mod report;

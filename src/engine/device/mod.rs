@@ -42,22 +42,33 @@
 //! | `communicator`, `runtime` | what every vendor is used by |
 //! | `lowering` | pure: what a library lacks and how it is composed, or why it is refused |
 //! | `launch` | pure but for its last step: from a lowered operation to calls |
+//! | `engine`, `call` | a group's devices of one type, and its calls on them |
+//! | `communicators`, `making`, `pairs` | which there are and how they end; how each is made; who makes one of messages with whom |
+//! | `watchdog` | whether a call will come to its end |
 //! | `libs/loader` | finds a library and its functions, says what was tried |
 //! | `libs/nccl`, `hccl`, `cncl` | each library: `declarations` (NCCL's are the crate `nccl-sys`), `communicator`, `runtime` (streams and events) |
 //! | `libs/nccl/tuner`, `profiler` | what NCCL asks a plugin: which algorithm to take, and what it tells one: which it took |
 //!
 //! To add a vendor: its files and one row of [`Vendor`] (docs/vendors.md).
 
+mod call;
 pub mod communicator;
+mod communicators;
+mod engine;
 mod launch;
 pub mod libs;
 pub mod lowering;
+mod making;
 pub mod pairs;
 mod runtime;
+mod watchdog;
 
 use std::sync::Arc;
 
+pub use self::call::{Carried, DeviceCall, Lowered, Placed};
 pub use self::communicator::{Api, Call, Communicator, GoOn, Message, Setup, Split, always};
+pub use self::communicators::{Exchange, Ranks, Retired};
+pub use self::engine::{Counted, DeviceEngine, DeviceGroup, DeviceRequest, Neighbour, Terms};
 pub use self::launch::{Job, Launched, calls, launch};
 pub use self::libs::loader::Hints;
 pub use self::lowering::{Asked, Capabilities, Local, Method, Recipe, packs, recipe};

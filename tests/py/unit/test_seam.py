@@ -31,7 +31,7 @@ def rows() -> list[tuple[set[str], list[str]]]:
 def test_every_bridged_function_is_called_by_a_test() -> None:
     """A function that is added to src/ffi/bridge.rs needs a test, and a row of SEAM.md that names it."""
     bridged = seam.bridged()
-    assert len(bridged) == len(set(bridged)) > 90, "the bridge is read wrongly"
+    assert len(bridged) == len(set(bridged)) > 40, "the bridge is read wrongly"
     listed = set().union(*(functions for functions, _ in rows()))
     assert sorted(set(bridged) - listed) == [], "no test is named for these"
     assert sorted(listed - set(bridged)) == [], "these are not bridged any more"

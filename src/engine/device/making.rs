@@ -1,0 +1,240 @@
+//! How a communicator is made: when a call first needs it, one after the other, also where two threads ask. Messages of two
+//! ranks have two, one for each way, made in one order by both ([`Pairs`] agrees when).
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32};
+use std::time::{Duration, Instant};
+
+use super::Vendor;
+use super::communicator::{Communicator, GoOn, Setup};
+use super::communicators::{DeviceComm, Exchange, Ranks, patience};
+use super::engine::{DeviceEngine, lock};
+use super::libs::nccl::tuner;
+use super::pairs::Pairs;
+use crate::config;
+use crate::error::{Error, Result};
+
+impl DeviceEngine {
+    /// The communicator of these ranks for a device, which is made here where there is none yet: then this returns when
+    /// all its ranks have come.
+    pub fn communicator(
+        self: &Arc<Self>,
+        device: i32,
+        ranks: Ranks,
+        exchange: &dyn Exchange,
+        timeout: Duration,
+    ) -> Result<Arc<DeviceComm>> {
+        let own = &self.communicators;
+        if let Some(found) = own.find(device, ranks) {
+            return Ok(found);
+        }
+        let mut pairs = lock(&own.making);
+        if let Some(found) = own.find(device, ranks) {
+            return Ok(found);
+        }
+        let me = self.group.rank() as u32;
+        match ranks {
+            Ranks::All => own.add(device, ranks, self.make(device, ranks, exchange, timeout)?),
+            Ranks::Way { from, to } => {
+                self.make_pair(device, if from == me { to } else { from }, exchange, timeout, &mut pairs)?;
+            }
+        }
+        own.find(device, ranks).ok_or_else(|| Error::Aborted("sagellm: the group was destroyed meanwhile".into()))
+    }
+
+    /// Both ways of messages with a rank.
+    fn make_pair(
+        self: &Arc<Self>,
+        device: i32,
+        peer: u32,
+        exchange: &dyn Exchange,
+        timeout: Duration,
+        pairs: &mut Option<Pairs>,
+    ) -> Result<()> {
+        let me = self.group.rank() as u32;
+        let mut known = self.communicators.partners(device, me);
+        let begin = Instant::now();
+        loop {
+            let next = self.next_pair(peer, &known, (begin, timeout), exchange, pairs)?;
+            let (low, high) = (me.min(next), me.max(next));
+            // Two ranks may both begin with a send: who makes one way makes the other, the lower rank's sends first.
+            for ranks in [Ranks::Way { from: low, to: high }, Ranks::Way { from: high, to: low }] {
+                let made = self.make(device, ranks, exchange, timeout)?;
+                self.communicators.add(device, ranks, made);
+            }
+            if next == peer {
+                return Ok(());
+            }
+            known.push(next);
+        }
+    }
+
+    /// The rank with which to make the communicators of messages next, which the other is about to do as well: `peer`, or
+    /// first another one that waits for this rank. `known` are those with whom this device has them.
+    fn next_pair(
+        &self,
+        peer: u32,
+        known: &[u32],
+        (begin, timeout): (Instant, Duration),
+        exchange: &dyn Exchange,
+        pairs: &mut Option<Pairs>,
+    ) -> Result<u32> {
+        // Without an id nothing keeps the group's keys apart from those of an earlier one.
+        let Some(id) = self.group.id() else { return Ok(peer) };
+        let pairs = match pairs {
+            Some(pairs) => pairs,
+            None => {
+                let place = format!("pairs/{}/{id}", self.device_type);
+                pairs.insert(Pairs::new(exchange.store()?, place, self.group.rank()))
+            }
+        };
+        let may_wait = || self.may_wait_for(peer as usize, begin.elapsed(), timeout);
+        let mut pause = Duration::from_micros(200);
+        let next = pairs.next(peer as usize, known, &mut || {
+            may_wait()?;
+            std::thread::sleep(pause);
+            pause = (pause * 3 / 2).min(Duration::from_millis(20));
+            Ok(())
+        });
+        match next {
+            Ok(next) => Ok(next as u32),
+            Err(error @ Error::System(_)) => {
+                // The store may have gone with the rank that served it, of whose end the kernel tells a moment later.
+                for _ in 0..50 {
+                    may_wait()?;
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+                self.group.fail(error.clone());
+                Err(error)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// An error where a wait for the other rank of a pair shall end.
+    fn may_wait_for(&self, peer: usize, waited: Duration, timeout: Duration) -> Result<()> {
+        let group = &self.group;
+        let (rank, name) = (group.rank(), group.name());
+        if let Some(fault) = group.fault() {
+            return Err(fault);
+        }
+        if group.left(peer) || group.dead_ranks().contains(&peer) {
+            let error = group.death_of(peer, "waits for its first message with it");
+            group.fail(error.clone());
+            return Err(error);
+        }
+        if group.interrupted() {
+            return Err(Error::Interrupted(format!(
+                "sagellm: rank {rank} of group '{name}': interrupted in its first message with rank {peer}"
+            )));
+        }
+        if !timeout.is_zero() && waited >= timeout {
+            let error = Error::Timeout(format!(
+                "sagellm: rank {rank} of group '{name}' Timed out after {:.1} s in its first message with rank {peer} on \
+                 {}: rank {peer} has not begun one with rank {rank}, or waits for another rank itself. Each send needs \
+                 the receive of its peer",
+                timeout.as_secs_f64(),
+                self.device_type
+            ));
+            group.fail(error.clone());
+            return Err(error);
+        }
+        Ok(())
+    }
+
+    /// Makes a communicator from an id; returns when all its ranks are there.
+    fn make(
+        self: &Arc<Self>,
+        device: i32,
+        ranks: Ranks,
+        exchange: &dyn Exchange,
+        timeout: Duration,
+    ) -> Result<DeviceComm> {
+        let (me, size) = (self.group.rank() as u32, self.group.size() as u32);
+        let (rank, count) = match ranks {
+            Ranks::All => (me, size),
+            Ranks::Way { from, to } => (u32::from(me > from.min(to)), 2),
+        };
+        // Some libraries make not even an id on a thread without a device.
+        self.runtime.set_device(device)?;
+        let mut id = vec![0; self.capabilities().id_bytes];
+        if rank == 0 {
+            id = self.api.unique_id()?;
+        }
+        if size > 1 {
+            exchange.share(&mut id, ranks)?;
+        }
+        let whose = ranks.words();
+        self.named(&whose, device, |name, algorithm| {
+            Arc::clone(&self.api).create(Setup {
+                id,
+                rank,
+                ranks: count,
+                device,
+                deadline: patience(timeout),
+                go_on: self.joining(&whose),
+                name,
+                algorithm,
+                runtime: Arc::clone(&self.runtime),
+            })
+        })
+    }
+
+    /// Makes a communicator by a name that tells whose rules hold for it.
+    pub(super) fn named(
+        &self,
+        whose: &str,
+        device: i32,
+        make: impl FnOnce(String, String) -> Result<Arc<dyn Communicator>>,
+    ) -> Result<DeviceComm> {
+        // Some libraries want the same name from all its ranks. They make theirs in one order, but not those of others.
+        let made = &self.communicators.made;
+        let count = lock(made).entry(whose.to_string()).and_modify(|count| *count += 1).or_insert(0).to_owned();
+        let group = self.group.name();
+        let name = format!("sagellm:{group}:{whose}:{count}");
+        let policy = Arc::clone(self.group.policy());
+        let algorithm = tuner::algorithm_of_all(&policy).to_string();
+        let plugged = self.vendor == Vendor::Nccl && (tuner::steers(&policy) || config::explains_devices());
+        let steered = tuner::steer(&name, policy);
+        if plugged {
+            tuner::announce();
+        }
+        self.runtime.set_device(device)?;
+        let communicator = make(name.clone(), algorithm).inspect_err(|error| {
+            // Nobody knows which ranks are in the library still.
+            if matches!(error, Error::Timeout(_) | Error::Interrupted(_)) {
+                self.group.fail(error.clone());
+            }
+        })?;
+        if plugged && !tuner::was_told_of(&name) {
+            log::warn!(
+                "group '{group}': its rules, and SAGELLM_EXPLAIN=1, come too late for NCCL, which looks for plugins with \
+                 the first communicator of a process, or the variable NCCL_PROFILER_PLUGIN names another: set \
+                 NCCL_TUNER_PLUGIN and NCCL_PROFILER_PLUGIN to {} before the program starts",
+                tuner::file()
+            );
+        }
+        let (rank, ranks) = (communicator.rank(), communicator.ranks());
+        log::info!("group '{group}': {} {device} is rank {rank} of {ranks} in '{name}'", self.device_type);
+        let (ended, drained) = (AtomicBool::new(false), AtomicBool::new(false));
+        Ok(DeviceComm { communicator, name, parts: AtomicU32::new(0), ended, drained, _steered: steered })
+    }
+
+    /// Ends a wait for the other ranks of a communicator when a signal came or the group has failed.
+    pub(super) fn joining(&self, whose: &str) -> GoOn {
+        let (group, whose) = (Arc::downgrade(&self.group), whose.to_string());
+        Arc::new(move || {
+            let Some(group) = group.upgrade() else { return Ok(()) };
+            if let Some(fault) = group.fault() {
+                return Err(fault);
+            }
+            if group.interrupted() {
+                let (rank, name) = (group.rank(), group.name());
+                return Err(Error::Interrupted(format!(
+                    "sagellm: rank {rank} of group '{name}': interrupted while it joined the communicator '{whose}'"
+                )));
+            }
+            Ok(())
+        })
+    }
+}

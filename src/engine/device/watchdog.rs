@@ -1,0 +1,316 @@
+//! Whether an operation on a device will come to its end: its deadline, the library's own errors, peers that are gone.
+//!
+//! The shim's thread asks the stream's event whether the device has passed an operation and asks here what that means.
+//! A group fails (`DeviceGroup::fail`) only with the error that this look gives, never with one that may yet be replaced.
+
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::engine::DeviceGroup;
+use crate::error::{Error, Result};
+use crate::types::Kind;
+
+/// How often the group is asked for dead peers while operations are under way.
+const ASK_EVERY: Duration = Duration::from_millis(10);
+/// How long what a peer has sent may take to arrive after the peer itself is gone, and how long a library gets to tell
+/// of it in its own words.
+const ON_ITS_WAY: Duration = Duration::from_millis(500);
+/// How often, and after which pause, the group is asked who died when a library has told of a failure: it may notice a
+/// dead peer before the kernel tells of it, and does not know which.
+const TURNS: u32 = 50;
+const TURN: Duration = Duration::from_millis(5);
+
+/// What is known of an operation that has not ended.
+#[derive(Clone, Debug)]
+pub struct Watched {
+    /// For messages: the operation's name.
+    pub op: String,
+    pub number: u64,
+    /// "npu:0"
+    pub device: String,
+    /// The other rank of a message.
+    pub peer: Option<u32>,
+    /// Nobody but that rank has a part in it.
+    pub with_peer_alone: bool,
+    pub issued: Instant,
+    /// Zero: none.
+    pub timeout: Duration,
+}
+
+impl Watched {
+    /// "all_reduce number 7 on npu:0"
+    pub fn what(&self) -> String {
+        let Watched { op, number, device, .. } = self;
+        match self.peer {
+            Some(peer) => format!("{op} with rank {peer} on {device}"),
+            None => format!("{op} number {number} on {device}"),
+        }
+    }
+}
+
+/// What is known of the communicator that an operation is on.
+pub enum Library {
+    /// It is in use, and this is what it says of itself.
+    Lives(Result<()>),
+    /// It has ended; `drained` when nothing was under way in it.
+    Ended { drained: bool },
+}
+
+/// One for all operations of a group on its devices.
+#[derive(Default)]
+pub struct Watchdog(Mutex<State>);
+
+#[derive(Default)]
+struct State {
+    /// When the group was last asked for dead peers.
+    asked: Option<Instant>,
+    /// When it was first seen to have failed, or a peer to be gone.
+    trouble_since: Option<Instant>,
+}
+
+impl Watchdog {
+    /// Why the operation will not end, or ended badly; `None` while it runs and when it ended well. `passed`: the device
+    /// has come past it. After an error the caller ends all communicators.
+    pub fn look(
+        &self,
+        group: &dyn DeviceGroup,
+        watched: &Watched,
+        library: Library,
+        passed: bool,
+        now: Instant,
+    ) -> Option<Error> {
+        if !passed && !watched.timeout.is_zero() && now.saturating_duration_since(watched.issued) > watched.timeout {
+            return Some(failed(group, stall(group, watched)));
+        }
+        match library {
+            Library::Ended { drained: true } if passed => None,
+            Library::Ended { .. } => Some(match trouble(group, watched) {
+                Some(error) => failed(group, error),
+                None => Error::Aborted(format!("sagellm: {}: the communicator was aborted", watched.what())),
+            }),
+            // Asked even when the device has passed it: some libraries tell of a failure only then.
+            Library::Lives(Err(bad)) => Some(failed(group, failure(group, watched, &bad))),
+            // A peer that has left since did so after its part.
+            Library::Lives(Ok(())) if passed => None,
+            Library::Lives(Ok(())) => self.peers(group, watched, now).map(|error| failed(group, error)),
+        }
+    }
+
+    /// A peer may leave right after its last operation, and what it has sent is still on its way: so what is seen of
+    /// peers counts only after a while.
+    fn peers(&self, group: &dyn DeviceGroup, watched: &Watched, now: Instant) -> Option<Error> {
+        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if state.asked.is_some_and(|asked| now.saturating_duration_since(asked) < ASK_EVERY) {
+            return None;
+        }
+        state.asked = Some(now);
+        let error = trouble(group, watched)?;
+        let since = *state.trouble_since.get_or_insert(now);
+        (now.saturating_duration_since(since) >= ON_ITS_WAY).then_some(error)
+    }
+}
+
+/// The group fails with it, on all ranks.
+fn failed(group: &dyn DeviceGroup, error: Error) -> Error {
+    group.fail(error.clone());
+    error
+}
+
+/// Why work that is under way will not end: the group has failed, or a peer is gone. Fails nothing.
+fn trouble(group: &dyn DeviceGroup, watched: &Watched) -> Option<Error> {
+    let only = watched.peer.filter(|_| watched.with_peer_alone).map(|peer| peer as usize);
+    gone(group, &watched.what(), only)
+}
+
+/// As `trouble`. Where the work needs `only` one other rank, the others may leave the group meanwhile.
+pub(super) fn gone(group: &dyn DeviceGroup, what: &str, only: Option<usize>) -> Option<Error> {
+    group.fault().or_else(|| {
+        let counts = |rank: &usize| only.is_none_or(|only| only == *rank) || !group.left(*rank);
+        let rank = group.dead_ranks().into_iter().find(counts)?;
+        Some(group.death_of(rank, &format!("waits for {what}")))
+    })
+}
+
+/// The library told of a failure, once; every later call shall say it. The death of a peer says more.
+fn failure(group: &dyn DeviceGroup, watched: &Watched, bad: &Error) -> Error {
+    for turn in 0..=TURNS {
+        if let Some(error) = trouble(group, watched) {
+            return error;
+        }
+        if turn < TURNS {
+            std::thread::sleep(TURN);
+        }
+    }
+    Error::System(format!("{bad}; seen at {}", watched.what()))
+}
+
+/// The deadline of an operation passed: who has come how far, as far as this host can see.
+fn stall(group: &dyn DeviceGroup, watched: &Watched) -> Error {
+    let mut others: Vec<String> = Vec::new();
+    for peer in group.neighbours() {
+        let (rank, pid, last) = (peer.rank, peer.pid, peer.number);
+        others.push(if last < watched.number {
+            let kind = Kind::from_u8(peer.kind).map_or("nothing", Kind::name);
+            format!("rank {rank} (pid {pid}) has not issued it, its last on a device is {kind} number {last}")
+        } else {
+            format!("rank {rank} (pid {pid}) has issued it")
+        });
+    }
+    if others.is_empty() {
+        others.push("how far the others have come is not known, they are on other hosts".to_string());
+    }
+    Error::Timeout(format!(
+        "sagellm: rank {} of group '{}' Timed out after {:.1} s in {}: {}. Every rank must call the same operations in the \
+         same order; where a rank needs longer, pass a larger timeout",
+        group.rank(),
+        group.name(),
+        watched.timeout.as_secs_f64(),
+        watched.what(),
+        others.join("; ")
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::engine::device::engine::{Counted, DeviceRequest, Neighbour};
+    use crate::select::Policy;
+
+    /// Rank 0 of three, of which rank 2 may have ended.
+    #[derive(Default)]
+    struct Three {
+        dead: bool,
+        left: bool,
+        failed: Mutex<Option<Error>>,
+        policy: Arc<Policy>,
+    }
+
+    impl DeviceGroup for Three {
+        fn name(&self) -> &str {
+            "three"
+        }
+        fn rank(&self) -> usize {
+            0
+        }
+        fn size(&self) -> usize {
+            3
+        }
+        fn id(&self) -> Option<String> {
+            None
+        }
+        fn policy(&self) -> &Arc<Policy> {
+            &self.policy
+        }
+        fn usable(&self, _what: &str) -> Result<()> {
+            Ok(())
+        }
+        fn fault(&self) -> Option<Error> {
+            self.failed.lock().unwrap().clone()
+        }
+        fn fail(&self, error: Error) {
+            self.failed.lock().unwrap().get_or_insert(error);
+        }
+        fn interrupted(&self) -> bool {
+            false
+        }
+        fn dead_ranks(&self) -> Vec<usize> {
+            if self.dead { vec![2] } else { Vec::new() }
+        }
+        fn left(&self, rank: usize) -> bool {
+            self.left && rank == 2
+        }
+        fn death_of(&self, rank: usize, during: &str) -> Error {
+            Error::RankFailed { rank, text: format!("rank {rank} ended: rank 0 {during}") }
+        }
+        fn next_number(&self, _kind: Kind) -> u64 {
+            1
+        }
+        fn neighbours(&self) -> Vec<Neighbour> {
+            vec![
+                Neighbour { rank: 1, pid: 11, number: 7, kind: Kind::AllReduce as u8 },
+                Neighbour { rank: 2, pid: 12, number: 6, kind: Kind::Broadcast as u8 },
+            ]
+        }
+        fn count(&self, _call: &DeviceRequest<'_>) -> Box<dyn Counted> {
+            unreachable!("nothing is issued here")
+        }
+    }
+
+    fn watched(peer: Option<u32>) -> Watched {
+        Watched {
+            op: "all_reduce".into(),
+            number: 7,
+            device: "npu:0".into(),
+            peer,
+            with_peer_alone: peer.is_some(),
+            issued: Instant::now(),
+            timeout: Duration::from_secs(60),
+        }
+    }
+
+    const WELL: Library = Library::Lives(Ok(()));
+
+    #[test]
+    fn a_peer_that_is_gone_fails_nothing_before_what_it_sent_can_have_arrived() {
+        let (group, dog, work) = (Three { dead: true, ..Three::default() }, Watchdog::default(), watched(None));
+        let begin = work.issued;
+        assert_eq!(dog.look(&group, &work, WELL, false, begin), None);
+        assert_eq!(dog.look(&group, &work, WELL, false, begin + ON_ITS_WAY / 2), None);
+        assert_eq!(group.fault(), None, "the library may have a word of its own, or the work may end");
+        assert_eq!(dog.look(&group, &work, WELL, true, begin + ON_ITS_WAY / 2), None);
+        assert_eq!(group.fault(), None, "it ended well");
+        let late = dog.look(&group, &work, WELL, false, begin + ON_ITS_WAY);
+        assert!(matches!(&late, Some(Error::RankFailed { rank: 2, .. })), "{late:?}");
+        assert_eq!(group.fault(), late);
+    }
+
+    #[test]
+    fn an_error_of_the_library_counts_at_once_and_names_who_died() {
+        let (dog, work) = (Watchdog::default(), watched(None));
+        let bad = || Library::Lives(Err(Error::System("sagellm: the network is gone".into())));
+        let alone = Three::default();
+        let told = dog.look(&alone, &work, bad(), true, work.issued).unwrap();
+        assert_eq!(told.text(), "sagellm: the network is gone; seen at all_reduce number 7 on npu:0");
+        assert_eq!(alone.fault(), Some(told));
+        let group = Three { dead: true, ..Three::default() };
+        assert!(matches!(dog.look(&group, &work, bad(), false, work.issued), Some(Error::RankFailed { rank: 2, .. })));
+    }
+
+    #[test]
+    fn a_message_outlives_a_third_rank_that_left_in_order() {
+        let dog = Watchdog::default();
+        let group = Three { dead: true, left: true, ..Three::default() };
+        let (other, its) = (watched(Some(1)), watched(Some(2)));
+        for later in [Duration::ZERO, ON_ITS_WAY, ON_ITS_WAY * 3] {
+            assert_eq!(dog.look(&group, &other, WELL, false, other.issued + later), None);
+        }
+        assert_eq!(dog.look(&group, &its, WELL, false, its.issued + ON_ITS_WAY * 4), None, "seen for the first time");
+        assert!(dog.look(&group, &its, WELL, false, its.issued + ON_ITS_WAY * 5).is_some());
+    }
+
+    #[test]
+    fn a_deadline_names_who_has_not_issued_it() {
+        let (group, dog, work) = (Three::default(), Watchdog::default(), watched(None));
+        let late = work.issued + Duration::from_secs(61);
+        assert_eq!(dog.look(&group, &work, WELL, true, late), None, "the device has passed it");
+        let error = dog.look(&group, &work, WELL, false, late).unwrap();
+        assert!(matches!(error, Error::Timeout(_)));
+        for part in
+            ["rank 1 (pid 11) has issued it", "rank 2 (pid 12) has not issued it", "broadcast number 6", "60.0 s"]
+        {
+            assert!(error.text().contains(part), "{error}");
+        }
+    }
+
+    #[test]
+    fn what_was_drained_before_its_end_is_well_and_the_rest_was_aborted() {
+        let (group, dog, work) = (Three::default(), Watchdog::default(), watched(None));
+        assert_eq!(dog.look(&group, &work, Library::Ended { drained: true }, true, work.issued), None);
+        for (drained, passed) in [(true, false), (false, true), (false, false)] {
+            let error = dog.look(&group, &work, Library::Ended { drained }, passed, work.issued);
+            assert!(matches!(&error, Some(Error::Aborted(text)) if text.contains("the communicator was aborted")));
+        }
+    }
+}
