@@ -48,7 +48,7 @@ int process_of_groups = 0;
 template <class Body>
 auto told(const Body& body) {
   try {
-    const auto made = [&] {
+    auto made = [&] {
       const py::gil_scoped_release no_gil;
       return body();
     }();

@@ -105,10 +105,14 @@ const ROOMS_THAT_MAY_USE: [(&str, &[&str], &str); 1] =
 const SHARED_BY_ENGINES: [&str; 1] = ["pieces"];
 
 /// Files that use each other on purpose.
-const ONE_IN_SEVERAL_FILES: [(&[&str], &str); 2] = [
+const ONE_IN_SEVERAL_FILES: [(&[&str], &str); 3] = [
+    (
+        &["engine/device/call", "engine/device/communicators", "engine/device/engine", "engine/device/watchdog"],
+        "one engine: it makes calls and communicators, which keep it and fail it",
+    ),
     (&["engine/shm/memory/area", "engine/shm/memory/presence"], "one type: its words, and how its memory comes to be"),
     (
-        &["ffi/bridge", "ffi/callbacks", "ffi/devices", "ffi/simulate"],
+        &["ffi/bridge", "ffi/callbacks", "ffi/calls", "ffi/convert", "ffi/devices", "ffi/simulate"],
         "one cxx bridge, whose functions are in several files",
     ),
 ];
@@ -259,7 +263,7 @@ fn unsafe_code_is_allowed_where_the_list_says_and_with_a_reason() {
         for line in &lines {
             let reason = line.split_once("// ").map_or("", |(_, reason)| reason);
             assert!(reason.len() > 10, "{inside}: {line}: say why");
-            assert!(line.starts_with('#'), "{inside}: {line}: for a file or one function");
+            assert!(line.trim_start().starts_with('#'), "{inside}: {line}: for a file or one function");
         }
         if !lines.is_empty() {
             found.push(inside);

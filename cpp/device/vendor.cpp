@@ -130,6 +130,7 @@ VendorDevices::VendorDevices(SageBackend& backend, c10::DeviceType type, const s
 
 void* VendorDevices::behind(c10::DeviceIndex device, int lane, void* event, const std::vector<void*>& told) const {
   std::vector<size_t> events;
+  events.reserve(told.size());
   for (void* each : told) events.push_back(reinterpret_cast<size_t>(each));
   return reinterpret_cast<void*>(
       checked([&] { return devices_->stream_behind(device, lane, reinterpret_cast<size_t>(event), slice(events)); }));
@@ -258,6 +259,7 @@ DeviceBegun VendorDevices::begin(const std::vector<DevicePlan>& calls, const Ten
   terms.join_timeout_ms = group_timeout();
   const bool plain = std::all_of(keep.begin(), keep.end(), elements_in_order);
   std::vector<DeviceRequest> requests;
+  requests.reserve(calls.size());
   for (const DevicePlan& call : calls) requests.push_back(request(*call.plan, plain));
   return exchanging([&](const IdExchange& exchange) { return devices_->begin(slice(requests), terms, exchange); });
 }

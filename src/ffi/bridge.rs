@@ -23,6 +23,8 @@ pub mod ffi {
     #[repr(u8)]
     #[derive(Debug)]
     enum Kind {
+        /// Of a struct that is not filled in yet; refused.
+        kUnset = 0,
         kAllReduce = 1,
         kBroadcast = 2,
         kReduce = 3,
@@ -168,7 +170,7 @@ pub mod ffi {
 
     /// `engine::device::Terms`: how the calls of one launch are made. Timeouts of 0 are none.
     struct DeviceTerms {
-        device: i32,
+        device: i8,
         region: bool,
         capturing: bool,
         timeout_ms: u64,
@@ -626,7 +628,7 @@ pub mod ffi {
         ) -> Result<Explanation>;
         /// All choices such a group would make.
         fn table_without_group(ranks: usize, algorithm: &str) -> Result<ChoiceTable>;
-        /// Whether a tensor of a list on a device is packed with others (`engine::vendor::packs`).
+        /// Whether a tensor of a list on a device is packed with others (`engine::device::packs`).
         fn device_packs(bytes: usize) -> bool;
         /// Writes a decision table for `ranks` ranks on this machine; `lines` as in `select/table.rs`. Its path.
         fn save_table(ranks: usize, made: &str, lines: &str) -> Result<String>;

@@ -91,7 +91,7 @@ impl RustDevices {
     ) -> Outcome<ffi::DeviceBegun> {
         let ffi::DeviceTerms { device, region, capturing, timeout_ms, join_timeout_ms } = *terms;
         let (timeout, join_timeout) = (milliseconds(timeout_ms), milliseconds(join_timeout_ms));
-        let terms = Terms { device, region, capturing, timeout, join_timeout };
+        let terms = Terms { device: device.into(), region, capturing, timeout, join_timeout };
         guarded(|| {
             let calls = calls.iter().map(request).collect::<Result<Vec<_>>>()?;
             let begun = self.0.begin(&calls, &terms, &ExchangeHook(exchange))?;
