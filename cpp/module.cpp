@@ -8,10 +8,10 @@
 #include <vector>
 
 #include "c10d/backend.hpp"
+#include "c10d/observe.hpp"
 #include "compat.hpp"
 #include "device/work.hpp"
 #include "host/errors.hpp"
-#include "host/observe.hpp"
 #include "host/python_host.hpp"
 #include "host/simulate.hpp"
 #include "host/sites.hpp"

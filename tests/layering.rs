@@ -1,36 +1,24 @@
 //! Holds the direction of the arrows: a file uses only what stands below it, and the floor (docs/design.md); engines know
-//! nothing of each other, and no files use each other in a circle. `LAYERS` is the one list of layers.
+//! nothing of each other, and no files use each other in a circle. The list of layers stands in `src/lib.rs`. The same of
+//! the folders of `cpp/`, by their includes, and of the Python package, by its imports.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-/// From top to bottom; a module may use modules with a larger number. Modules of one number are one layer.
-const LAYERS: [(&str, u32); 17] = [
-    ("lib", 0),
-    ("ffi", 1),
-    ("group", 2),
-    ("rendezvous", 3),
-    ("progress", 4),
-    ("engine", 5),
-    ("fusion", 6),
-    ("select", 6),
-    ("algorithms", 7),
-    ("reduce", 7),
-    ("stats", 8),
-    ("op", 9),
-    ("config", 10),
-    ("host", 10),
-    ("os", 10),
-    ("error", 11),
-    ("types", 11),
-];
+/// The layer of each module, counted from the top, as the list in `src/lib.rs` has them: one layer a line, its modules first.
+fn layers() -> BTreeMap<String, usize> {
+    let text = include_str!("../src/lib.rs");
+    let list = text.split("//! ```text\n").nth(1).and_then(|rest| rest.split("//! ```").next());
+    let lines = list.expect("lib.rs lists the layers").lines().enumerate();
+    let modules = lines.flat_map(|(layer, line)| {
+        let names = line.trim_start_matches("//!").trim().split("  ").next().unwrap_or("");
+        names.split(' ').map(|name| (name.to_string(), layer + 1)).collect::<Vec<_>>()
+    });
+    modules.chain([("lib".to_string(), 0)]).collect()
+}
 
-fn layer(module: &str) -> u32 {
-    LAYERS
-        .iter()
-        .find(|(name, _)| *name == module)
-        .unwrap_or_else(|| panic!("module {module} has no layer: add it to tests/layering.rs and docs/design.md"))
-        .1
+fn layer(module: &str) -> usize {
+    *layers().get(module).unwrap_or_else(|| panic!("module {module} has no layer: add it to the list in src/lib.rs"))
 }
 
 fn files(folder: &Path, found: &mut Vec<PathBuf>) {
@@ -339,4 +327,77 @@ fn vendors_are_named_where_their_code_is() {
         }
     }
     assert!(found.is_empty(), "outside of engine/device, or to be listed with a reason: {found:#?}");
+}
+
+/// Folders of `cpp/`, from top to bottom; a file includes headers of its own folder and of those below it. `compat.hpp`,
+/// the conditions on torch, is everybody's.
+const CPP_LAYERS: [&str; 5] = ["c10d", "device", "work", "lower", "host"];
+
+/// Includes that point up, with the reason.
+const CPP_UPWARD: [(&str, &str, &str); 1] = [(
+    "device/vendor.cpp",
+    "c10d/backend.hpp",
+    "asks the backend for its options, store and rank, and shares ids over it",
+)];
+
+#[test]
+fn the_folders_of_the_cpp_half_include_only_those_below_them() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("cpp");
+    let layer = |name: &str| {
+        let folder = name.split('/').next().unwrap();
+        CPP_LAYERS.iter().position(|one| *one == folder).unwrap_or_else(|| panic!("cpp/{folder} has no layer"))
+    };
+    let (mut wrong, mut used) = (Vec::new(), Vec::new());
+    for folder in CPP_LAYERS {
+        for entry in std::fs::read_dir(root.join(folder)).unwrap() {
+            let path = entry.unwrap().path();
+            let name = format!("{folder}/{}", path.file_name().unwrap().to_str().unwrap());
+            let text = std::fs::read_to_string(&path).unwrap();
+            let included = text.lines().filter_map(|line| line.strip_prefix("#include \"")?.strip_suffix('"'));
+            for header in included.filter(|header| {
+                header.contains('/') && !["sagellm/", "rust/"].iter().any(|made| header.starts_with(made))
+            }) {
+                if layer(header) >= layer(&name) {
+                    continue;
+                }
+                match CPP_UPWARD.iter().position(|(file, other, _)| *file == name && *other == header) {
+                    Some(listed) => used.push(listed),
+                    None => wrong.push(format!("cpp/{name} includes {header}")),
+                }
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "upward includes:\n{}", wrong.join("\n"));
+    assert_eq!(used.len(), CPP_UPWARD.len(), "listed, and not needed any more");
+}
+
+/// Parts of the Python package, from top to bottom: the command line, what observes, and what everything needs.
+const PYTHON_LAYERS: [&str; 3] = ["cli", "observe", ""];
+
+/// `_register` sets up the log when the first group is made.
+const PYTHON_UPWARD: [(&str, &str); 1] = [("_register.py", "observe")];
+
+#[test]
+fn the_parts_of_the_python_package_import_only_those_below_them() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("torch_ext/sagellm");
+    let mut wrong = Vec::new();
+    for (at, part) in PYTHON_LAYERS.iter().enumerate() {
+        for entry in std::fs::read_dir(root.join(part)).unwrap() {
+            let path = entry.unwrap().path();
+            let file = path.file_name().unwrap().to_str().unwrap().to_string();
+            // The package's own front, and the two ways in, are above all of it.
+            if !file.ends_with(".py") || (part.is_empty() && ["__init__.py", "__main__.py"].contains(&&*file)) {
+                continue;
+            }
+            for line in std::fs::read_to_string(&path).unwrap().lines() {
+                let Some(rest) = line.trim_start().strip_prefix("from sagellm.") else { continue };
+                let other = rest.split(['.', ' ']).next().unwrap();
+                let above = PYTHON_LAYERS[..at].contains(&other);
+                if above && !PYTHON_UPWARD.contains(&(&*file, other)) {
+                    wrong.push(format!("{part}/{file}: {}", line.trim()));
+                }
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "upward imports:\n{}", wrong.join("\n"));
 }

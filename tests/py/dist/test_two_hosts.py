@@ -348,6 +348,9 @@ def order_over_hosts(ctx: Context, names: list[str]) -> str:
     for work in works + works[::-1]:  # the second wait of a message returns as the first
         work.wait()
     assert bool((tensor == 5).all()), f"a broadcast of {tensor[0]} overtook the message"
+    # A mismatch cuts the link at once, also under an earlier operation that another rank has not finished.
+    dist.barrier()
+    time.sleep(0.3)
     sizes = [size] * n
     sizes[me - 1] += 1000  # the sum is the same, the own block is not what the others expect
     text = expect_raises(

@@ -15,8 +15,8 @@ from harness import IS_GLOO
 
 import sagellm
 from sagellm import _load
-from sagellm.cli import topology, tune
-from sagellm.observe import explain, stats
+from sagellm.cli import tune
+from sagellm.observe import explain, stats, topology
 
 pytestmark = [pytest.mark.quick, pytest.mark.skipif(IS_GLOO, reason="gloo: this is about the package's own choice")]
 

@@ -144,7 +144,7 @@ class TopologyInfo:
     @classmethod
     def detect(cls, hosts: int = 1) -> TopologyInfo:
         """Asks NVML about this host's GPUs where the driver is there; there is no NVLink otherwise."""
-        from sagellm.cli import topology
+        from sagellm.observe import topology
 
         devices, full = topology.nvlink()
         return cls(hosts=hosts, full_nvlink=full and hosts == 1, devices=tuple(devices))

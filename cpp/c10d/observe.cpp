@@ -1,4 +1,4 @@
-#include "host/observe.hpp"
+#include "c10d/observe.hpp"
 
 #include <torch/csrc/Exceptions.h>
 
