@@ -1,5 +1,5 @@
-// The c10d backend: each override describes its call, which is then checked, lowered to one plain request and handed to
-// whoever carries it (dispatch.cpp).
+// The c10d backend: each override describes its call; dispatch.cpp checks it, lowers it to one plain request and
+// hands it to the engine or delegate that carries it.
 //
 // The overrides carry c10d's old names, which every supported torch has; where the newer ones exist they forward here.
 // What a virtual function of c10d::Backend does that is not overridden below (a test reads these lines):
@@ -302,8 +302,8 @@ class SageBackend final : public c10d::Backend {
   std::atomic<uint32_t> sparse_count_{0};
 };
 
-// The ranks of a group have met and decided what serves it; nobody has the group yet. Whoever drops this without
-// `build` leaves the others in order.
+// The decision of the ranks of a group about what serves it, before the group is built. Dropping it without `build`
+// tells the other ranks that this one leaves.
 class Rendezvous {
  public:
   using BackendPtr = c10::intrusive_ptr<c10d::Backend>;

@@ -246,7 +246,7 @@ SageBackend::WorkPtr SageBackend::through_host_by_delegate(const CallDesc& call,
     auto work = c10::make_intrusive<StagedWork>(getRank(), call.label.type, call.outputs.flat(), events_, nullptr,
                                                 transfer, options_->timeout);
     work->carry(inner);
-    // Not every work of every backend has a future, and those that do complete it on threads of theirs.
+    // A thread waits, because some backends give their Works no future, and others complete it on their own threads.
     CallbackPool::instance().post([work, inner] {
       std::exception_ptr failure;
       try {

@@ -106,7 +106,8 @@ class VendorDevices final : public RawStreams, public std::enable_shared_from_th
   // Messages of this rank for itself, which no library has to carry: the first sent is the first received.
   void copy_own_messages(const std::vector<DevicePlan>& calls, const std::vector<Launch>& launches,
                          c10::Device device) const;
-  // A message waits for its peer, who may wait for one in the other direction first: each has a stream of its own.
+  // The stream for a message. Each direction between two ranks has its own, so that two ranks that both send first do
+  // not deadlock.
   int lane_of(const Plan& plan, bool region) const;
   uint64_t group_timeout() const;
 
@@ -124,8 +125,8 @@ class VendorDevices final : public RawStreams, public std::enable_shared_from_th
   std::mutex mutex_;
   // By stream, the end of the last collective that was put on it.
   std::vector<std::pair<c10::Stream, std::shared_ptr<c10::Event>>> last_;
-  // Works that are watched and have not ended. Written by `follow` and by whoever ends a work; read by `drain`. Shared,
-  // because a work may outlive this. A counter alone: nothing is ordered by it.
+  // Works that are watched and have not ended. Raised by `follow`, lowered by the thread that ends a work, read by
+  // `drain`. Shared, because a work may outlive this. A counter alone: nothing is ordered by it.
   const std::shared_ptr<std::atomic<int64_t>> under_way_ = std::make_shared<std::atomic<int64_t>>(0);
 };
 

@@ -108,7 +108,7 @@ struct CallDesc {
   Operand outputs;
   // A list of calls of one kind, made together: the tensors at one place of the lists belong together.
   bool coalesced = false;
-  // Those that combine numbers have one.
+  // Null for calls that combine no numbers.
   const c10d::ReduceOp* reduce_op = nullptr;
   // The root, or the other rank of a message, or kAnyRank; and its tag.
   int64_t root = 0;
@@ -124,7 +124,7 @@ struct CallDesc {
   Delegate delegate;
 };
 
-// A call with other tensors in the places of its own. `replace` is asked for each that is defined, once.
+// A copy of a call in which `replace` has exchanged each defined tensor.
 class Replaced {
  public:
   using Replace = std::function<at::Tensor(const at::Tensor&, Role)>;

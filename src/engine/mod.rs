@@ -69,7 +69,7 @@ pub trait Engine: Send {
         None
     }
 
-    /// Whom a pending operation waits for and what they did last, for the text of a deadline that passed. `process` gives
+    /// The ranks that a pending operation waits for and what they did last, for the error at its deadline. `process` gives
     /// a rank's process and state.
     fn missing(&self, _op: &Op, _process: &dyn Fn(usize) -> String) -> String {
         String::new()

@@ -43,7 +43,7 @@ struct Parts {
 }
 
 impl Group {
-    /// Meets the other ranks and builds the group, for who has no link to other hosts.
+    /// Meets the other ranks and builds the group, where no link to other hosts is available.
     pub fn connect(config: Config, store: &dyn Store, host: Arc<dyn Host>) -> Result<Arc<Group>> {
         Group::build(Rendezvous::new(config, store, host)?, None)
     }

@@ -1,12 +1,12 @@
 //! One process group: numbers, signatures, deadlines; what happens when something goes wrong; its end.
 //!
 //! `issue` gives an operation the group's next number and hands it to the engine, under the group's lock, which is also
-//! the token of whoever drives it (`driver`). Operations end outside that lock, because their owners queue work of their
+//! the token of the thread that drives it (`driver`). Operations end outside that lock, because their owners queue work of their
 //! own. The first fault poisons the group, here and on the peers: everything pending and later fails with it.
 //!
-//! `builder` is how a group begins, whole, `check` refuses what does not fit together, `faults` finds who is missing and says so, `barrier` is the monitored barrier
-//! that names who is missing, `report` is
-//! what the statistics tell.
+//! `builder` makes a group, `check` refuses calls that do not fit together, `faults` names missing ranks, `barrier` is the
+//! monitored barrier, `explain` and `report` serve explanations and statistics, `devices` is the group as the engine of its
+//! devices sees it.
 
 mod barrier;
 mod builder;

@@ -1,5 +1,5 @@
-//! What the ranks of a group decide before it is built: what serves it, and what each of them has opened for that. Nobody
-//! has a group yet, and whoever drops a decision leaves its peers in order.
+//! What the ranks of a group decide before it is built: what serves it, and what each of them has opened for that.
+//! Dropping a decision without building the group tells the peers that this rank leaves.
 //!
 //! Ranks that live on several hosts meet once more, inside each host, for the memory that they share there; all learn which
 //! hosts can.
@@ -51,7 +51,7 @@ impl Shared {
 impl Drop for Shared {
     fn drop(&mut self) {
         if let Some((area, _)) = &self.parts {
-            // No connection of its own tells the others, who may have a group by now, that this rank will have none.
+            // The others may have built their groups by now, and nothing else tells them that this rank will not.
             area.leave();
         }
     }

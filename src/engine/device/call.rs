@@ -126,7 +126,7 @@ impl DeviceCall {
     }
 
     /// Why the calls will not end, or ended badly; `None` while they run and when they ended well. `passed`: the device
-    /// has come past them. With an error all communicators of the group are ended, so that whatever hangs comes back.
+    /// has executed them. On an error all communicators of the group are aborted, which unblocks calls that hang.
     pub fn poll(&self, passed: bool, mode: u32) -> Result<()> {
         self.engine.runtime.exchange_capture_mode(mode)?;
         let engine = &self.engine;
@@ -184,7 +184,7 @@ impl DeviceCall {
 }
 
 impl Lowered {
-    /// The library is given the factor of its own PREMUL_SUM.
+    /// The library itself scales by a factor (its PREMUL_SUM), which the launch must pass.
     pub fn is_premul(&self) -> bool {
         matches!(self.recipe.op, ReduceOp::PremulSum(_))
     }

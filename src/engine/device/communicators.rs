@@ -66,7 +66,7 @@ pub struct DeviceComm {
 #[derive(Default)]
 pub(super) struct Communicators {
     known: Mutex<BTreeMap<(i32, Ranks), Arc<DeviceComm>>>,
-    /// Held while one is made. Who makes one for messages with whom, from the first on.
+    /// Held while one is made. Present from the first communicator for messages on.
     pub(super) making: Mutex<Option<Pairs>>,
     /// How many of each kind ("all", "0-1") were made so far, for their names.
     pub(super) made: Mutex<HashMap<String, u32>>,

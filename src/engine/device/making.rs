@@ -69,8 +69,8 @@ impl DeviceEngine {
         }
     }
 
-    /// The rank with which to make the communicators of messages next, which the other is about to do as well: `peer`, or
-    /// first another one that waits for this rank. `known` are those with whom this device has them.
+    /// The next rank to make the communicators of messages with: `peer`, or another rank that waits for this one already.
+    /// That rank makes its own at the same time. `known`: ranks for which this device has them.
     fn next_pair(
         &self,
         peer: u32,

@@ -43,7 +43,7 @@
 //! | `lowering` | pure: what a library lacks and how it is composed, or why it is refused |
 //! | `launch` | pure but for its last step: from a lowered operation to calls |
 //! | `engine`, `call` | a group's devices of one type, and its calls on them |
-//! | `communicators`, `making`, `pairs` | which there are and how they end; how each is made; who makes one of messages with whom |
+//! | `communicators`, `making`, `pairs` | the cache of communicators and their end; how one is made; the order in which pairs of ranks make theirs |
 //! | `watchdog` | whether a call will come to its end |
 //! | `libs/loader` | finds a library and its functions, says what was tried |
 //! | `libs/nccl`, `hccl`, `cncl` | each library: `declarations` (NCCL's are the crate `nccl-sys`), `communicator`, `runtime` (streams and events) |

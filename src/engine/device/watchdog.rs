@@ -144,7 +144,7 @@ fn failure(group: &dyn DeviceGroup, watched: &Watched, bad: &Error) -> Error {
     Error::System(format!("{bad}; seen at {}", watched.what()))
 }
 
-/// The deadline of an operation passed: who has come how far, as far as this host can see.
+/// The error at the deadline of an operation: it says which ranks of this host have issued it.
 fn stall(group: &dyn DeviceGroup, watched: &Watched) -> Error {
     let mut others: Vec<String> = Vec::new();
     for peer in group.neighbours() {

@@ -54,7 +54,7 @@ impl Opened {
         let facts = probe(&place, &mut lanes[0], insides[0].as_ref(), chain, timeout)?;
         let limits = if settings.fusion { BATCH } else { Limits { operations: 1, ..BATCH } };
         let state = State::new(limits, chain);
-        // Whom a fault concerns first: those that lead at this rank's position.
+        // A fault is told to these first: the ranks at this rank's position on the other hosts.
         let far = place.hosts.iter().enumerate().filter(|(host, _)| *host != place.host);
         let known = far.filter_map(|(_, ranks)| ranks.get(place.index)).copied().collect();
         let shared = Shared {
@@ -79,7 +79,7 @@ impl Opened {
         Ok(Opened { shared, lanes, reason })
     }
 
-    /// As `new`, on a thread of its own: a link can only be waited on, and this thread must hear of signals.
+    /// As `new`, on a separate thread: a wait on the link hears of no signals, and the calling thread must.
     pub fn interruptible(
         place: Place,
         link: Arc<dyn Link>,

@@ -19,8 +19,9 @@ use crate::select::inter::{Hosts, HostsChoice, Menu};
 use crate::select::{Asked, Policy};
 use crate::types::{Kind, ReduceOp, Request, Span};
 
-/// Who leaves stays so long, at most, until what it has sent was taken; the others' goodbyes are waited for a moment.
+/// Longest time that a leaving rank waits until its peers have received what it sent.
 pub const DELIVERY: Duration = Duration::from_secs(30);
+/// Then, how long it waits for its peers' goodbyes.
 pub const FAREWELL: Duration = Duration::from_secs(1);
 /// A lane's memory beyond this goes back after the batch.
 const KEPT: usize = 100 << 20;
@@ -37,7 +38,7 @@ pub(super) struct Shared {
     pub state: Mutex<State>,
     /// Something changed in `state`.
     pub turn: Condvar,
-    /// Whom each lane waits for, for messages. Written by the lanes, read by whoever finds a deadline passed; relaxed,
+    /// The rank that each lane waits for, for error texts. Written by the lanes, read by the driver that finds a deadline passed; relaxed,
     /// because it orders nothing.
     pub waiting: Vec<Arc<AtomicUsize>>,
     /// Ranks of other hosts that this rank has talked to.
@@ -82,7 +83,7 @@ impl Shared {
         inter::between_hosts(asked, batched, &self.hosts, &self.menu, &self.policy)
     }
 
-    /// Chooses the way of a batch and notes it, so that each operation knows how and with whom it went.
+    /// Chooses the algorithm of a batch and records it, and the batch, in each of its operations.
     fn set_out(&self, batch: &Batch, ops: &[Arc<Op>]) -> HostsChoice {
         let ranks = self.place.ranks();
         let asked =

@@ -2,7 +2,7 @@
 //! checks each against its length: no index, length or offset that was read from shared memory ends up in a pointer
 //! without passing through them.
 
-#![allow(unsafe_code)] // hands out slices of the segment, to whom the protocol gives them
+#![allow(unsafe_code)] // hands out slices of the segment as the protocol allows
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};

@@ -10,7 +10,7 @@
 //! | lane of a receiver | before it is first lent | the grant (release, acquire) |
 //!
 //! What ranks use before they know anything of each other, words and slots, is present before a rank says that it has mapped
-//! the memory, and nobody has a group before all have said so (`rendezvous`).
+//! the memory, and no rank gets its group before all have said so (`rendezvous`).
 //!
 //! **The limits.** Memory that is filled past the limit of a control group kills the process, and the room that was there
 //! when the group was made may be gone. So the limits are read again, and the operation fails before anything is written
