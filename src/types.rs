@@ -21,6 +21,7 @@ macro_rules! enumeration {
         }
     };
 }
+pub(crate) use enumeration;
 
 enumeration! {
     /// What a collective or point-to-point call does, and the name by which users of torch.distributed know it. The numbers
