@@ -36,7 +36,7 @@ bool is(const Plan& plan, Kind kind) {
 }
 
 bool is_message(const Plan& plan) {
-  return plan.call.kind >= Kind::kSend;
+  return is(plan, Kind::kSend) || is(plan, Kind::kRecv);
 }
 
 bool is_single_message(const std::vector<DevicePlan>& calls, bool region) {
