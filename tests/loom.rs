@@ -292,11 +292,11 @@ fn a_sleeper_never_misses_the_news() {
         };
         for n in 1..=2 {
             while house.news.load(Acquire) < n {
-                let value = event_count::lie_down(&*house, 0);
+                let value = event_count::prepare_wait(&*house, 0);
                 if house.news.load(Acquire) < n {
                     house.futex_wait(value);
                 }
-                event_count::get_up(&*house, 0);
+                event_count::finish_wait(&*house, 0);
             }
         }
         publisher.join().unwrap();

@@ -25,7 +25,7 @@ pub trait Bell {
 /// To be called after something was published that a peer, or another thread of this rank, may wait for.
 #[inline]
 pub fn announce<B: Bell + ?Sized>(bell: &B, ranks: usize) {
-    bell.fence(); // pairs with the fence in `lie_down`
+    bell.fence(); // pairs with the fence in `prepare_wait`
     if bell.sleepers() != 0 {
         for rank in 0..ranks {
             ring_if_asleep(bell, rank);
@@ -41,15 +41,15 @@ pub fn ring_if_asleep<B: Bell + ?Sized>(bell: &B, rank: usize) {
 }
 
 /// First half of a sleep: after it, look once more at what you wait for, and sleep only while the door has the value
-/// that this returns. `get_up` must follow.
-pub fn lie_down<B: Bell + ?Sized>(bell: &B, me: usize) -> u32 {
+/// that this returns. `finish_wait` must follow.
+pub fn prepare_wait<B: Bell + ?Sized>(bell: &B, me: usize) -> u32 {
     bell.count_sleeper(me, true);
     let value = bell.door(me);
     bell.fence(); // pairs with the fence in `announce`
     value
 }
 
-pub fn get_up<B: Bell + ?Sized>(bell: &B, me: usize) {
+pub fn finish_wait<B: Bell + ?Sized>(bell: &B, me: usize) {
     bell.count_sleeper(me, false);
 }
 
@@ -63,12 +63,12 @@ pub struct Listening<'a, B: Bell + ?Sized> {
 
 impl<'a, B: Bell + ?Sized> Listening<'a, B> {
     pub fn new(bell: &'a B, me: usize) -> Listening<'a, B> {
-        Listening { bell, me, value: lie_down(bell, me) }
+        Listening { bell, me, value: prepare_wait(bell, me) }
     }
 }
 
 impl<B: Bell + ?Sized> Drop for Listening<'_, B> {
     fn drop(&mut self) {
-        get_up(self.bell, self.me);
+        finish_wait(self.bell, self.me);
     }
 }

@@ -59,7 +59,7 @@ impl<'a, W: Words> Driving<'a, W> {
 
     fn leave(words: &W) {
         words.count_driver(false);
-        words.work().fence(); // pairs with the fence in `event_count::lie_down`, called by `await_work`
+        words.work().fence(); // pairs with the fence in `event_count::prepare_wait`, called by `await_work`
         if needs_progress(words) {
             event_count::ring_if_asleep(words.work(), 0);
         }
