@@ -126,7 +126,7 @@ pub trait Control: Send + Sync {
     }
 
     /// Where peers wake this rank.
-    fn doorbell(&self) -> Option<Doorbell<'_>> {
+    fn wake_address(&self) -> Option<WakeAddress<'_>> {
         None
     }
 
@@ -155,7 +155,7 @@ pub trait Control: Send + Sync {
 }
 
 /// The word that peers change to wake this rank, and the event count around it.
-pub struct Doorbell<'a> {
+pub struct WakeAddress<'a> {
     pub bell: &'a dyn Bell,
     /// This rank.
     pub me: usize,

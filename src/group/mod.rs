@@ -26,7 +26,7 @@ use self::builder::NoHost;
 pub use self::explain::{explain_without_group, table_without_group};
 pub use self::report::{Carrier, Foreign, NAMES};
 use crate::config::Config;
-use crate::engine::{Control, Doorbell, Ended, Engine};
+use crate::engine::{Control, Ended, Engine, WakeAddress};
 use crate::error::{Error, Result, contained};
 pub use crate::host::{Completion, Host, Store};
 use crate::op;
@@ -127,7 +127,7 @@ impl Group {
     pub fn describe(&self) -> String {
         let (rank, size, name) = (self.config.rank, self.config.size, &self.config.name);
         let engine = self.lock().engine.describe();
-        let patience = match self.control.doorbell() {
+        let patience = match self.control.wake_address() {
             Some(_) => format!(", patience {:?}", self.patience),
             None => String::new(),
         };
@@ -449,8 +449,8 @@ impl Driven for Group {
     fn pending(&self) -> usize {
         self.pending.load(Ordering::Relaxed)
     }
-    fn doorbell(&self) -> Option<Doorbell<'_>> {
-        self.control.doorbell()
+    fn wake_address(&self) -> Option<WakeAddress<'_>> {
+        self.control.wake_address()
     }
     fn domain(&self) -> &Arc<Domain> {
         &self.domain

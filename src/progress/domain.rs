@@ -10,7 +10,7 @@ use std::time::Duration;
 use once_cell::sync::Lazy;
 
 use super::roles::Words;
-use crate::engine::Doorbell;
+use crate::engine::WakeAddress;
 use crate::os::event_count;
 use crate::os::event_count::Bell;
 use crate::os::futex;
@@ -24,7 +24,7 @@ pub trait Driven: Send + Sync {
     /// Operations that have not ended.
     fn pending(&self) -> usize;
     /// Where peers wake this rank, if they can.
-    fn doorbell(&self) -> Option<Doorbell<'_>>;
+    fn wake_address(&self) -> Option<WakeAddress<'_>>;
     /// The rank that this group belongs to.
     fn domain(&self) -> &Arc<Domain>;
     /// Spin and yield budgets.

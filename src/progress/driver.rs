@@ -138,7 +138,7 @@ fn sleep(domain: &Arc<Domain>, own: Option<&dyn Driven>, nap: Duration, stop: im
         busy.iter().map(|group| &**group).filter(|group| !own.is_some_and(|own| std::ptr::addr_eq(*group, own)));
     // The own door first: where only one word can be watched, it is that one.
     let groups: Vec<&dyn Driven> = own.into_iter().chain(others).collect();
-    let bells = groups.iter().filter_map(|group| group.doorbell());
+    let bells = groups.iter().filter_map(|group| group.wake_address());
     let doors: Vec<(&AtomicU32, Listening<dyn Bell>)> =
         bells.map(|door| (door.word, Listening::new(door.bell, door.me))).collect();
     let mut moved = stop();

@@ -99,7 +99,7 @@ impl Area {
     }
 
     /// Futex word: rings at `rank`. Added to by whoever rings (release), read before a sleep (acquire).
-    pub fn door_word(&self, rank: usize) -> &AtomicU32 {
+    pub fn futex_word(&self, rank: usize) -> &AtomicU32 {
         self.word32(self.layout.control_word(rank, DOOR))
     }
     /// Sleeping threads of `rank`. Added to by them, read by whoever publishes; relaxed, ordered by the fences in signal.rs.
@@ -282,11 +282,11 @@ impl Mail for Area {
 
 impl Bell for Area {
     fn door(&self, rank: usize) -> u32 {
-        self.door_word(rank).load(Ordering::Acquire)
+        self.futex_word(rank).load(Ordering::Acquire)
     }
     fn ring(&self, rank: usize) {
-        self.door_word(rank).fetch_add(1, Ordering::Release);
-        crate::os::futex::wake_all(self.door_word(rank));
+        self.futex_word(rank).fetch_add(1, Ordering::Release);
+        crate::os::futex::wake_all(self.futex_word(rank));
     }
     fn asleep(&self, rank: usize) -> u32 {
         self.asleep_word(rank).load(Ordering::Relaxed)
