@@ -14,7 +14,7 @@ use sagellm::engine::shm::lanes::Lanes;
 use sagellm::engine::shm::protocol;
 use sagellm::engine::shm::protocol::{Mail, Region, Slots, Word, Words};
 use sagellm::os::event_count;
-use sagellm::os::event_count::Bell;
+use sagellm::os::event_count::WakeWords;
 
 struct Memory {
     ranks: usize,
@@ -226,19 +226,19 @@ fn rounds_of_three_ranks() {
 /// The doors, with the kernel's futex as a lock and a condition variable: it compares and sleeps in one step.
 struct House {
     news: AtomicU64,
-    door: AtomicU32,
+    wake_count: AtomicU32,
     asleep: AtomicU32,
     sleepers: AtomicU32,
     kernel: Mutex<()>,
     queue: Condvar,
 }
 
-impl Bell for House {
-    fn door(&self, _: usize) -> u32 {
-        self.door.load(Acquire)
+impl WakeWords for House {
+    fn wake_count(&self, _: usize) -> u32 {
+        self.wake_count.load(Acquire)
     }
-    fn ring(&self, _: usize) {
-        self.door.fetch_add(1, Release);
+    fn wake(&self, _: usize) {
+        self.wake_count.fetch_add(1, Release);
         let _kernel = self.kernel.lock().unwrap();
         self.queue.notify_all();
     }
@@ -262,7 +262,7 @@ impl House {
     /// Sleeps without a timeout: a missed wake is a deadlock, which loom reports.
     fn futex_wait(&self, value: u32) {
         let mut kernel = self.kernel.lock().unwrap();
-        while self.door.load(Relaxed) == value {
+        while self.wake_count.load(Relaxed) == value {
             kernel = self.queue.wait(kernel).unwrap();
         }
     }
@@ -275,7 +275,7 @@ fn a_sleeper_never_misses_the_news() {
     model.check(|| {
         let house = Arc::new(House {
             news: AtomicU64::new(0),
-            door: AtomicU32::new(0),
+            wake_count: AtomicU32::new(0),
             asleep: AtomicU32::new(0),
             sleepers: AtomicU32::new(0),
             kernel: Mutex::new(()),
@@ -317,7 +317,7 @@ struct Kernel {
     queue: Condvar,
 }
 
-/// An event count: `Bell` with a kernel that all share.
+/// An event count: `WakeWords` with a kernel that all share.
 struct Count {
     word: AtomicU32,
     sleepers: AtomicU32,
@@ -330,11 +330,11 @@ impl Count {
     }
 }
 
-impl Bell for Count {
-    fn door(&self, _: usize) -> u32 {
+impl WakeWords for Count {
+    fn wake_count(&self, _: usize) -> u32 {
         self.word.load(Acquire)
     }
-    fn ring(&self, _: usize) {
+    fn wake(&self, _: usize) {
         self.word.fetch_add(1, Release);
         let _kernel = self.kernel.lock.lock().unwrap();
         self.kernel.queue.notify_all();
@@ -355,7 +355,7 @@ impl Bell for Count {
 
 /// A group with one operation: issued here, published by a peer, moved by one who drives.
 struct Party {
-    door: Count,
+    wake_count: Count,
     issued: AtomicU32,
     published: AtomicU32,
     done: AtomicU32,
@@ -394,7 +394,7 @@ impl Rank {
     fn new(groups: usize) -> Arc<Rank> {
         let kernel = Arc::new(Kernel { lock: Mutex::new(()), queue: Condvar::new() });
         let party = |_| Party {
-            door: Count::new(&kernel),
+            wake_count: Count::new(&kernel),
             issued: AtomicU32::new(0),
             published: AtomicU32::new(0),
             done: AtomicU32::new(0),
@@ -422,7 +422,7 @@ impl Rank {
     /// What a peer does.
     fn publish(&self, group: usize) {
         self.groups[group].published.store(1, Release);
-        event_count::announce(&self.groups[group].door, 1);
+        event_count::announce(&self.groups[group].wake_count, 1);
     }
 
     /// As `Group::drive`: ends the operation of a group once it was issued here and published there.
@@ -442,7 +442,7 @@ impl Rank {
         let work = Listening::new(&self.work, 0);
         let ended = waits.then(|| Listening::new(&self.ended, 0));
         let busy: Vec<usize> = (0..self.groups.len()).filter(|g| self.groups[*g].issued.load(Acquire) == 1).collect();
-        let doors: Vec<_> = busy.iter().map(|g| Listening::new(&self.groups[*g].door, 0)).collect();
+        let doors: Vec<_> = busy.iter().map(|g| Listening::new(&self.groups[*g].wake_count, 0)).collect();
         let mut moved = stop();
         for group in &busy {
             moved |= self.drive(*group);
@@ -452,7 +452,7 @@ impl Rank {
         }
         let listening = || [&work].into_iter().chain(&ended).chain(&doors);
         let mut kernel = self.kernel.lock.lock().unwrap();
-        while listening().all(|one| one.bell.word.load(Relaxed) == one.value) {
+        while listening().all(|one| one.words.word.load(Relaxed) == one.value) {
             kernel = self.kernel.queue.wait(kernel).unwrap();
         }
     }

@@ -17,7 +17,7 @@ use std::sync::atomic::AtomicU32;
 use crate::error::{Error, Result};
 use crate::op::Op;
 use crate::op::overlap::Reach;
-use crate::os::event_count::Bell;
+use crate::os::event_count::WakeWords;
 use crate::reduce::Kernel;
 use crate::select::Asked;
 use crate::select::explain::Explanation;
@@ -156,7 +156,7 @@ pub trait Control: Send + Sync {
 
 /// The word that peers change to wake this rank, and the event count around it.
 pub struct WakeAddress<'a> {
-    pub bell: &'a dyn Bell,
+    pub words: &'a dyn WakeWords,
     /// This rank.
     pub me: usize,
     pub word: &'a AtomicU32,

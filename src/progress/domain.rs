@@ -12,7 +12,7 @@ use once_cell::sync::Lazy;
 use super::roles::Words;
 use crate::engine::WakeAddress;
 use crate::os::event_count;
-use crate::os::event_count::Bell;
+use crate::os::event_count::WakeWords;
 use crate::os::futex;
 
 /// A group, as its drivers see it.
@@ -74,11 +74,11 @@ impl EventCount {
     }
 }
 
-impl Bell for EventCount {
-    fn door(&self, _: usize) -> u32 {
+impl WakeWords for EventCount {
+    fn wake_count(&self, _: usize) -> u32 {
         self.word.load(Ordering::Acquire)
     }
-    fn ring(&self, _: usize) {
+    fn wake(&self, _: usize) {
         self.word.fetch_add(1, Ordering::Release);
         futex::wake_all(&self.word);
     }

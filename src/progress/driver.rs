@@ -21,7 +21,7 @@ use super::roles;
 use super::roles::Words;
 use crate::host::Host;
 use crate::os::event_count;
-use crate::os::event_count::{Bell, Listening};
+use crate::os::event_count::{Listening, WakeWords};
 use crate::os::futex;
 
 /// Longest sleep between two looks at deadlines and signals.
@@ -136,11 +136,11 @@ fn sleep(domain: &Arc<Domain>, own: Option<&dyn Driven>, nap: Duration, stop: im
     let busy = domain.busy();
     let others =
         busy.iter().map(|group| &**group).filter(|group| !own.is_some_and(|own| std::ptr::addr_eq(*group, own)));
-    // The own door first: where only one word can be watched, it is that one.
+    // The own wake_count first: where only one word can be watched, it is that one.
     let groups: Vec<&dyn Driven> = own.into_iter().chain(others).collect();
-    let bells = groups.iter().filter_map(|group| group.wake_address());
-    let doors: Vec<(&AtomicU32, Listening<dyn Bell>)> =
-        bells.map(|door| (door.word, Listening::new(door.bell, door.me))).collect();
+    let addresses = groups.iter().filter_map(|group| group.wake_address());
+    let doors: Vec<(&AtomicU32, Listening<dyn WakeWords>)> =
+        addresses.map(|address| (address.word, Listening::new(address.words, address.me))).collect();
     let mut moved = stop();
     for group in &groups {
         moved |= group.drive();
@@ -148,7 +148,7 @@ fn sleep(domain: &Arc<Domain>, own: Option<&dyn Driven>, nap: Duration, stop: im
     if moved || stop() {
         return;
     }
-    let mut words: Vec<(&AtomicU32, u32)> = doors.iter().map(|(word, door)| (*word, door.value)).collect();
+    let mut words: Vec<(&AtomicU32, u32)> = doors.iter().map(|(word, wake_count)| (*word, wake_count.value)).collect();
     let here = words.len().min(1);
     words.insert(here, (domain.work.word(), work.value));
     if let Some(ended) = &ended {

@@ -7,17 +7,17 @@
 //! | an operation is issued that did not end at once | every sleeping driver, so that it watches that group too; or the progress thread | `issued` |
 //! | the last driver leaves with operations pending | the progress thread | `Driving`'s drop |
 //! | an operation ends or fails | waiting threads that sleep | `event_count::announce` on `ended` |
-//! | a peer publishes something | every thread that sleeps on this rank's door | `event_count::announce` on the segment |
+//! | a peer publishes something | every thread that sleeps on this rank's wake_count | `event_count::announce` on the segment |
 //!
 //! Each of the four is the same handshake (`signal`): the sleeper counts itself, fences and looks once more; a publisher
 //! publishes, fences and looks who sleeps. One of the two sees the other.
 
 use crate::os::event_count;
-use crate::os::event_count::{Bell, Listening};
+use crate::os::event_count::{Listening, WakeWords};
 
 /// The words of one rank. Reads and writes are relaxed; `fence` and the fences of `signal` order them.
 pub trait Words {
-    type Work: Bell;
+    type Work: WakeWords;
     /// Rung for drivers, the progress thread among them.
     fn work(&self) -> &Self::Work;
     /// Operations of all groups that have not ended. Raised before an operation is handed to its engine.
@@ -61,7 +61,7 @@ impl<'a, W: Words> Driving<'a, W> {
         words.count_driver(false);
         words.work().fence(); // pairs with the fence in `event_count::prepare_wait`, called by `await_work`
         if needs_progress(words) {
-            event_count::ring_if_asleep(words.work(), 0);
+            event_count::wake_if_asleep(words.work(), 0);
         }
     }
 }

@@ -34,7 +34,7 @@ impl Control for Area {
     }
 
     fn wake_address(&self) -> Option<WakeAddress<'_>> {
-        Some(WakeAddress { bell: self, me: self.me, word: self.futex_word(self.me) })
+        Some(WakeAddress { words: self, me: self.me, word: self.futex_word(self.me) })
     }
 
     fn shares_core(&self) -> bool {

@@ -12,7 +12,7 @@ use super::presence::Presence;
 use super::segment::Segment;
 use crate::engine::shm::protocol::{Mail, Region, Word, Words};
 use crate::op::Op;
-use crate::os::event_count::Bell;
+use crate::os::event_count::WakeWords;
 use crate::os::topology;
 
 /// Control words of a rank beside those of `protocol::Word`, by index of `Layout::control_word`.
@@ -280,11 +280,11 @@ impl Mail for Area {
     }
 }
 
-impl Bell for Area {
-    fn door(&self, rank: usize) -> u32 {
+impl WakeWords for Area {
+    fn wake_count(&self, rank: usize) -> u32 {
         self.futex_word(rank).load(Ordering::Acquire)
     }
-    fn ring(&self, rank: usize) {
+    fn wake(&self, rank: usize) {
         self.futex_word(rank).fetch_add(1, Ordering::Release);
         crate::os::futex::wake_all(self.futex_word(rank));
     }
