@@ -62,7 +62,7 @@ struct State {
 struct Watcher {
     epoll: OwnedFd,
     /// Wakes the thread.
-    bell: OwnedFd,
+    wakeup: OwnedFd,
     state: Mutex<State>,
     /// Told whenever a callback has returned.
     idle: Condvar,
@@ -70,8 +70,8 @@ struct Watcher {
 
 static WATCHER: AtomicPtr<Watcher> = AtomicPtr::new(ptr::null_mut());
 
-/// Token of the bell; others are watch number and index.
-const BELL: u64 = u64::MAX;
+/// Token of the wakeup; others are watch number and index.
+const WAKEUP: u64 = u64::MAX;
 
 /// The child has neither the thread nor a right to the locks it may have held; a watch made there starts anew. The
 /// epoll instance is shared with the parent and must not be changed, so even closing it is left to the process's end.
@@ -115,14 +115,14 @@ impl Watcher {
 
     fn new() -> Result<Watcher> {
         // SAFETY: plain numbers in, descriptors or -1 out.
-        let (epoll, bell) = unsafe {
+        let (epoll, wakeup) = unsafe {
             (
                 descriptor(libc::epoll_create1(libc::EPOLL_CLOEXEC), "epoll_create1")?,
                 descriptor(libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK), "eventfd")?,
             )
         };
-        let watcher = Watcher { epoll, bell, state: Mutex::default(), idle: Condvar::new() };
-        watcher.add(watcher.bell.as_raw_fd(), libc::EPOLLIN, BELL)?;
+        let watcher = Watcher { epoll, wakeup, state: Mutex::default(), idle: Condvar::new() };
+        watcher.add(watcher.wakeup.as_raw_fd(), libc::EPOLLIN, WAKEUP)?;
         Ok(watcher)
     }
 
@@ -146,10 +146,10 @@ impl Watcher {
         }
     }
 
-    fn ring(&self) {
+    fn wake(&self) {
         let one = 1u64;
         // SAFETY: writes the eight bytes of a number that outlives the call. A full counter wakes just as well.
-        unsafe { libc::write(self.bell.as_raw_fd(), (&raw const one).cast(), 8) };
+        unsafe { libc::write(self.wakeup.as_raw_fd(), (&raw const one).cast(), 8) };
     }
 
     /// Starts the thread where it is not running.
@@ -183,7 +183,7 @@ impl Watcher {
             let (mut sockets, mut ended) = (Vec::new(), Vec::new());
             for event in &events[..count.max(0) as usize] {
                 match event.u64 {
-                    BELL => self.silence_bell(),
+                    WAKEUP => self.silence_bell(),
                     token => self.sort(token, &mut ended, &mut sockets),
                 }
             }
@@ -209,7 +209,7 @@ impl Watcher {
     fn silence_bell(&self) {
         let mut count = 0u64;
         // SAFETY: reads eight bytes into a number that outlives the call.
-        unsafe { libc::read(self.bell.as_raw_fd(), (&raw mut count).cast(), 8) };
+        unsafe { libc::read(self.wakeup.as_raw_fd(), (&raw mut count).cast(), 8) };
     }
 
     /// Says what an event means, and ends the interest in its descriptor if that was its end.
@@ -296,7 +296,7 @@ pub fn watch(ends: Vec<End>, on_death: impl Fn(usize, &'static str) + Send + Syn
     }
     watcher.ensure_thread(&mut state)?;
     let id = state.next_id;
-    // The largest number is the bell's.
+    // The largest number is the wakeup's.
     state.next_id = (id + 1) % (u32::MAX - 1);
     let raw: Vec<i32> = ends.iter().map(|end| end.fd.as_raw_fd()).collect();
     // Events may come at once: the thread looks them up under the lock that is held here.
@@ -350,7 +350,7 @@ pub fn stop() {
         state.stopping = true;
         state.thread.take()
     };
-    watcher.ring();
+    watcher.wake();
     if let Some(thread) = thread {
         // A panic of the thread was already told by the panic hook.
         let _ = thread.join();
