@@ -25,7 +25,7 @@ use crate::os::event_count::{Listening, WakeWords};
 use crate::os::futex;
 
 /// Longest sleep between two looks at deadlines and signals.
-const NAP: Duration = Duration::from_millis(50);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// The same where more groups are busy than one sleep can watch.
 const SHORT_NAP: Duration = Duration::from_millis(1);
 
@@ -73,7 +73,7 @@ pub fn wait_until(group: &dyn Driven, host: &dyn Host, until: Option<Instant>, d
             return Outcome::Elapsed;
         }
         // Also while things move: a long transfer, or a peer that breaks the protocol, must not hide deadlines and signals.
-        if now - last_look >= NAP {
+        if now - last_look >= POLL_INTERVAL {
             last_look = now;
             // The question may have to wait for the interpreter's lock, for seconds: meanwhile this thread drives nothing
             // and must not count as one that does, and somebody else must be there.
@@ -100,8 +100,10 @@ pub fn wait_until(group: &dyn Driven, host: &dyn Host, until: Option<Instant>, d
             }
             continue;
         }
-        let nap = until.map_or(NAP, |until| (until - now).min(NAP)).min(NAP - (now - last_look).min(NAP));
-        sleep(group.domain(), Some(group), nap.max(Duration::from_micros(50)), &done);
+        let pause = until
+            .map_or(POLL_INTERVAL, |until| (until - now).min(POLL_INTERVAL))
+            .min(POLL_INTERVAL - (now - last_look).min(POLL_INTERVAL));
+        sleep(group.domain(), Some(group), pause.max(Duration::from_micros(50)), &done);
     }
 }
 
@@ -129,7 +131,7 @@ fn drive_others(group: &dyn Driven) -> bool {
 /// Sleeps until a peer rings at one of the busy groups or at `own`, an operation is issued anywhere in the domain, or
 /// `stop` may have become true, unless something moves in a last look. A waiting thread (`own` is given) is also woken
 /// when another thread ends an operation.
-fn sleep(domain: &Arc<Domain>, own: Option<&dyn Driven>, nap: Duration, stop: impl Fn() -> bool) {
+fn sleep(domain: &Arc<Domain>, own: Option<&dyn Driven>, pause: Duration, stop: impl Fn() -> bool) {
     // First of all: what is issued from here on rings, what was issued before is among the busy groups.
     let work = Listening::new(&domain.work, 0);
     let ended = own.map(|_| Listening::new(&domain.ended, 0));
@@ -154,9 +156,9 @@ fn sleep(domain: &Arc<Domain>, own: Option<&dyn Driven>, nap: Duration, stop: im
     if let Some(ended) = &ended {
         words.insert(here, (domain.ended.word(), ended.value));
     }
-    let nap = if words.len() > futex::MOST { nap.min(SHORT_NAP) } else { nap };
+    let pause = if words.len() > futex::MOST { pause.min(SHORT_NAP) } else { pause };
     words.truncate(futex::MOST);
-    futex::wait(&words, nap);
+    futex::wait(&words, pause);
 }
 
 /// To be called after an operation was issued that did not end at once and that its caller does not wait for now.
@@ -200,10 +202,10 @@ const LONGEST_GRACE: Duration = Duration::from_micros(500);
 fn progress(domain: &Arc<Domain>) {
     let mut grace = GRACE;
     let looked = Cell::new(Instant::now());
-    // Threads that wait one after the other, each for less than a nap, look at no deadline themselves. Each of them that
+    // Threads that wait one after the other, each for less than a pause, look at no deadline themselves. Each of them that
     // leaves operations behind wakes this thread.
     let look = || {
-        if domain.pending() > 0 && looked.get().elapsed() >= NAP {
+        if domain.pending() > 0 && looked.get().elapsed() >= POLL_INTERVAL {
             looked.set(Instant::now());
             domain.busy().iter().for_each(|group| group.tick());
         }
@@ -237,7 +239,7 @@ fn drive_while_needed(domain: &Arc<Domain>) {
             moved |= group.drive();
         }
         let now = Instant::now();
-        if now - last_look >= NAP {
+        if now - last_look >= POLL_INTERVAL {
             last_look = now;
             groups.iter().for_each(|group| group.tick());
         }
@@ -247,7 +249,7 @@ fn drive_while_needed(domain: &Arc<Domain>) {
         } else if now - quiet_since < Duration::from_micros(60) {
             std::thread::yield_now();
         } else {
-            sleep(domain, None, NAP, || !roles::needs_progress(&**domain));
+            sleep(domain, None, POLL_INTERVAL, || !roles::needs_progress(&**domain));
         }
     }
 }
