@@ -23,7 +23,7 @@ use crate::error::{Error, Result};
 use crate::fusion::planner::LANES;
 use crate::host::{Host, Store};
 use crate::os::{clock, topology, watch};
-use crate::progress::domain::{Domain, Driven, Patience};
+use crate::progress::domain::{Domain, Driven, SpinPolicy};
 use crate::rendezvous::{Decision, Hosts, Rendezvous};
 use crate::select::Policy;
 use crate::stats::Stats;
@@ -37,7 +37,7 @@ struct Parts {
     policy: Arc<Policy>,
     /// The number of `Group::domain`.
     domain: u64,
-    patience: Patience,
+    spin_policy: SpinPolicy,
     peers: Vec<Peer>,
     host: Arc<dyn Host>,
 }
@@ -54,7 +54,7 @@ impl Group {
         let Rendezvous { config, decision, id, policy, host } = rendezvous;
         let (policy, ranks) = (Arc::new(policy), config.size);
         let theirs = Arc::clone(&policy);
-        let parts = Parts { config, id, policy, domain: 0, patience: Patience::none(), peers: Vec::new(), host };
+        let parts = Parts { config, id, policy, domain: 0, spin_policy: SpinPolicy::none(), peers: Vec::new(), host };
         match (decision, link) {
             (Decision::Alone, None) => Ok(parts.group(|_| Box::new(Solo::new(theirs)))),
             (Decision::Delegate(reason), None) => Ok(parts.group(|_| Box::new(Delegate::new(reason, ranks, theirs)))),
@@ -64,7 +64,7 @@ impl Group {
                 let peers = (0..ranks).map(|rank| company.peer(rank).clone());
                 let peers = peers.map(|peer| Peer::new(peer.pid, peer.host)).collect();
                 let shm = Shm::new(area, cores, parts.config.settings.fusion, theirs);
-                let parts = Parts { patience: Patience::for_ranks(ranks, cores), peers, ..parts };
+                let parts = Parts { spin_policy: SpinPolicy::for_ranks(ranks, cores), peers, ..parts };
                 let group = parts.group(|_| Box::new(shm));
                 let weak = Arc::downgrade(&group);
                 let following = company.follow(move |rank, _reason| {
@@ -164,7 +164,7 @@ fn over_in(
         let parts = local_parts((rank, ranks), timeout, policy(rank), domains[rank]);
         let peers = (0..ranks).map(|_| Peer::new(0, "this process".to_string())).collect();
         let theirs = Arc::clone(&parts.policy);
-        let parts = Parts { patience: Patience::for_ranks(ranks, cores), peers, ..parts };
+        let parts = Parts { spin_policy: SpinPolicy::for_ranks(ranks, cores), peers, ..parts };
         parts.group(|_| match ranks {
             1 => Box::new(Solo::new(theirs)),
             _ => Box::new(Shm::new(area, cores, true, theirs)),
@@ -186,7 +186,7 @@ fn local_parts((rank, size): (usize, usize), timeout: Duration, policy: Policy, 
         settings: Settings::default(),
     };
     let (policy, host) = (Arc::new(policy), Arc::new(NoHost));
-    Parts { config, id: [0; 16], policy, domain, patience: Patience::none(), peers: Vec::new(), host }
+    Parts { config, id: [0; 16], policy, domain, spin_policy: SpinPolicy::none(), peers: Vec::new(), host }
 }
 
 /// Opens the link and builds the group around it and the groups inside this host, which leave where that fails.
@@ -209,7 +209,7 @@ fn over_hosts(
 impl Parts {
     /// The group, with the engine that `engine` makes; its threads report to what that is given.
     fn group(self, engine: impl FnOnce(Arc<dyn Report>) -> Box<dyn Engine>) -> Arc<Group> {
-        let Parts { config, id, policy, domain, patience, peers, host } = self;
+        let Parts { config, id, policy, domain, spin_policy, peers, host } = self;
         let (ranks, domain) = (config.size, Domain::numbered(domain));
         let group = Arc::new_cyclic(|this| {
             let engine = engine(Arc::new(Reporter(Weak::clone(this), Arc::clone(&domain))));
@@ -217,7 +217,7 @@ impl Parts {
                 domain,
                 id,
                 generation: watch::generation(),
-                patience,
+                spin_policy,
                 control: engine.control(),
                 policy,
                 host,

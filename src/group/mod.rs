@@ -33,7 +33,7 @@ use crate::op;
 pub use crate::op::Op as CoreOp;
 use crate::op::overlap::Reach;
 use crate::os::{clock, watch};
-use crate::progress::domain::{Domain, Driven, Patience};
+use crate::progress::domain::{Domain, Driven, SpinPolicy};
 use crate::progress::driver;
 use crate::progress::driver::Outcome;
 use crate::rendezvous::peers::Following;
@@ -73,7 +73,7 @@ pub struct Group {
     id: [u8; 16],
     /// The process (by forks since the first group) that made this group: no other may touch it.
     generation: u32,
-    patience: Patience,
+    spin_policy: SpinPolicy,
     /// The engine's, which needs no lock of the group.
     control: Arc<dyn Control>,
     /// How algorithms are chosen: rank 0's, where ranks met.
@@ -127,11 +127,11 @@ impl Group {
     pub fn describe(&self) -> String {
         let (rank, size, name) = (self.config.rank, self.config.size, &self.config.name);
         let engine = self.lock().engine.describe();
-        let patience = match self.control.wake_address() {
-            Some(_) => format!(", patience {:?}", self.patience),
+        let spin_policy = match self.control.wake_address() {
+            Some(_) => format!(", spin_policy {:?}", self.spin_policy),
             None => String::new(),
         };
-        format!("group '{name}' rank {rank} of {size}: {engine}{patience}")
+        format!("group '{name}' rank {rank} of {size}: {engine}{spin_policy}")
     }
 
     /// Starts an operation; never waits for a peer.
@@ -455,8 +455,8 @@ impl Driven for Group {
     fn domain(&self) -> &Arc<Domain> {
         &self.domain
     }
-    fn patience(&self) -> Patience {
-        self.patience
+    fn spin_policy(&self) -> SpinPolicy {
+        self.spin_policy
     }
     fn shares_core(&self) -> bool {
         self.control.shares_core()

@@ -28,7 +28,7 @@ pub trait Driven: Send + Sync {
     /// The rank that this group belongs to.
     fn domain(&self) -> &Arc<Domain>;
     /// Spin and yield budgets.
-    fn patience(&self) -> Patience;
+    fn spin_policy(&self) -> SpinPolicy;
     /// True when a lower rank was last seen waiting on the core that this thread runs on.
     fn shares_core(&self) -> bool;
     /// The process ends: what is pending fails, peers are told.
@@ -36,26 +36,26 @@ pub trait Driven: Send + Sync {
 }
 
 #[derive(Clone, Copy, Debug)]
-pub struct Patience {
+pub struct SpinPolicy {
     pub spin: Duration,
-    pub give_way: Duration,
+    pub yield_for: Duration,
     /// Every rank could have a core of its own.
     pub apart: bool,
 }
 
-impl Patience {
+impl SpinPolicy {
     /// For `ranks` ranks of one host that may use `cores` cores together.
-    pub fn for_ranks(ranks: usize, cores: usize) -> Patience {
+    pub fn for_ranks(ranks: usize, cores: usize) -> SpinPolicy {
         if ranks <= cores {
-            Patience { spin: Duration::from_micros(3), give_way: Duration::from_micros(200), apart: true }
+            SpinPolicy { spin: Duration::from_micros(3), yield_for: Duration::from_micros(200), apart: true }
         } else {
-            Patience { spin: Duration::from_micros(1), give_way: Duration::from_micros(200), apart: false }
+            SpinPolicy { spin: Duration::from_micros(1), yield_for: Duration::from_micros(200), apart: false }
         }
     }
 
     /// For a wait that another thread of this process must end: it may need this core.
-    pub fn none() -> Patience {
-        Patience { spin: Duration::ZERO, give_way: Duration::ZERO, apart: false }
+    pub fn none() -> SpinPolicy {
+        SpinPolicy { spin: Duration::ZERO, yield_for: Duration::ZERO, apart: false }
     }
 }
 

@@ -40,7 +40,7 @@ pub enum Outcome {
 /// business: they end them, which makes `done` true.
 pub fn wait_until(group: &dyn Driven, host: &dyn Host, until: Option<Instant>, done: impl Fn() -> bool) -> Outcome {
     let driving = roles::Driving::new(&**group.domain());
-    let patience = group.patience();
+    let spin_policy = group.spin_policy();
     // Since when nothing has moved, as far as the clock was read.
     let mut idle_since: Option<Instant> = None;
     let mut idle = Duration::ZERO;
@@ -65,7 +65,7 @@ pub fn wait_until(group: &dyn Driven, host: &dyn Host, until: Option<Instant>, d
             std::hint::spin_loop();
         }
         // Reading the clock costs as much as a pass: every eighth turn is enough while we spin.
-        if idle < patience.spin && turns & 7 != 0 {
+        if idle < spin_policy.spin && turns & 7 != 0 {
             continue;
         }
         let now = Instant::now();
@@ -89,12 +89,12 @@ pub fn wait_until(group: &dyn Driven, host: &dyn Host, until: Option<Instant>, d
             continue;
         }
         idle = now - *idle_since.get_or_insert(now);
-        if idle < patience.spin {
+        if idle < spin_policy.spin {
             continue;
         }
-        if idle < patience.spin + patience.give_way {
-            if patience.apart && may_dodge() && group.shares_core() {
-                sleep(group.domain(), Some(group), patience.give_way, &done);
+        if idle < spin_policy.spin + spin_policy.yield_for {
+            if spin_policy.apart && may_dodge() && group.shares_core() {
+                sleep(group.domain(), Some(group), spin_policy.yield_for, &done);
             } else {
                 std::thread::yield_now();
             }
