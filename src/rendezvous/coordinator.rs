@@ -83,7 +83,7 @@ impl Lead<'_, '_> {
                 }
                 Ok(plan) => self.share(id, plan)?,
             };
-            self.talk.patience.refresh();
+            self.talk.backoff.refresh();
             match step {
                 Step::Met(met) => return Ok(Outcome::Shared(*met)),
                 // With another process on that rank it may work, so that is tried afresh.
@@ -135,7 +135,7 @@ impl Lead<'_, '_> {
 
     /// True when it is time again to ask the store for each missing rank: now and then, and at the end.
     pub(super) fn due(&mut self) -> bool {
-        let due = self.looked.elapsed() >= LOOK || self.talk.patience.ends();
+        let due = self.looked.elapsed() >= LOOK || self.talk.backoff.ends();
         if due {
             self.looked = Instant::now();
         }
@@ -174,7 +174,7 @@ impl Lead<'_, '_> {
                 return Ok(());
             }
             if missing.len() < before.len() {
-                self.talk.patience.refresh();
+                self.talk.backoff.refresh();
             }
             self.pause(&missing, "rank 0 waits for the record in the store", [].into_iter())?;
         }
@@ -192,12 +192,12 @@ impl Lead<'_, '_> {
         sockets: impl Iterator<Item = &'s OwnedFd>,
     ) -> Result<()> {
         let informing = Duration::from_secs(1).min(self.talk.config.timeout / 4);
-        if self.talk.patience.elapsed() > informing && self.told_waits.as_deref() != Some(missing) {
+        if self.talk.backoff.elapsed() > informing && self.told_waits.as_deref() != Some(missing) {
             let text = format!("T{}", self.talk.missing_text(missing, waits));
             self.talk.store.set(WAITS, &self.verdict([0; 16], Mode::Failed, &text, &[]).write())?;
             self.told_waits = Some(missing.to_vec());
         }
-        if self.talk.patience.pause(sockets)? {
+        if self.talk.backoff.pause(sockets)? {
             return Ok(());
         }
         Err(Error::Timeout(self.talk.missing_text(missing, waits)))
@@ -263,7 +263,7 @@ impl Lead<'_, '_> {
                 return Ok(Step::Delegated);
             }
             if missing.len() < before {
-                self.talk.patience.refresh();
+                self.talk.backoff.refresh();
             }
             for rank in missing.iter().filter(|_| due) {
                 if self.look(*rank)? {

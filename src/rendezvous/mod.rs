@@ -137,8 +137,8 @@ pub fn meet_as(
         Record { nonce: random()?, protocol: PROTOCOL, version: env!("CARGO_PKG_VERSION").into(), body: Some(body) };
     // Who has a mailbox asks the store only for a rank 0 on another host, and in case a message was lost.
     let first_pause = if mailbox.is_some() { FIRST_PAUSE * 20 } else { FIRST_PAUSE };
-    let patience = Patience::new(host, config.timeout, config.size, first_pause);
-    let mut talk = Talk { config, store, own, companions, mailbox, patience };
+    let backoff = Backoff::new(host, config.timeout, config.size, first_pause);
+    let mut talk = Talk { config, store, own, companions, mailbox, backoff };
     let outcome = if config.rank == 0 {
         self::coordinator::lead(&mut talk, segment_bytes)
     } else {
@@ -157,7 +157,7 @@ pub fn meet_as(
             } else {
                 "met for the first time"
             },
-            talk.patience.start.elapsed()
+            talk.backoff.start.elapsed()
         ),
         Outcome::Delegate { reason, .. } => log::debug!("group '{}' delegates: {reason}", config.name),
         Outcome::Hosts { reason, .. } => log::debug!("group '{}' spans hosts: {reason}", config.name),
@@ -174,7 +174,7 @@ struct Talk<'a> {
     companions: Vec<Arc<Companions>>,
     /// Where rank 0's verdicts come, too. Not on rank 0, and not where sockets are denied.
     mailbox: Option<OwnedFd>,
-    patience: Patience<'a>,
+    backoff: Backoff<'a>,
 }
 
 /// This rank's mailbox and its name.
@@ -240,7 +240,7 @@ fn seconds(time: Duration) -> String {
 }
 
 /// Time to wait: until when, how long between two looks, and whether the caller has been interrupted.
-struct Patience<'a> {
+struct Backoff<'a> {
     host: &'a dyn Host,
     start: Instant,
     deadline: Instant,
@@ -256,12 +256,12 @@ const LONGEST_PAUSE: Duration = Duration::from_millis(20);
 /// All ranks ask one store: where there are more than these, each asks less often.
 const EAGER_RANKS: u32 = 32;
 
-impl<'a> Patience<'a> {
-    fn new(host: &'a dyn Host, timeout: Duration, ranks: usize, first: Duration) -> Patience<'a> {
+impl<'a> Backoff<'a> {
+    fn new(host: &'a dyn Host, timeout: Duration, ranks: usize, first: Duration) -> Backoff<'a> {
         let start = Instant::now();
         let far = Duration::from_secs(365 * 24 * 3600);
         let longest = LONGEST_PAUSE * (ranks as u32).div_ceil(EAGER_RANKS).min(8);
-        Patience { host, start, deadline: start + timeout.min(far), asked: start, first, pause: first, longest }
+        Backoff { host, start, deadline: start + timeout.min(far), asked: start, first, pause: first, longest }
     }
 
     /// Something happened: look often again.

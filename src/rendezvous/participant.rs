@@ -28,7 +28,7 @@ pub(super) fn join(talk: &mut Talk) -> Result<Outcome> {
     let mut published = Instant::now();
     let mut done_with: Option<Nonce> = None;
     loop {
-        if !talk.patience.pause(talk.mailbox.iter())? {
+        if !talk.backoff.pause(talk.mailbox.iter())? {
             return Err(timeout(talk));
         }
         match next_verdict(talk)? {
@@ -45,7 +45,7 @@ pub(super) fn join(talk: &mut Talk) -> Result<Outcome> {
                 Mode::Ask if done_with != Some(verdict.id) => {
                     answer(talk, verdict.id, "")?;
                     done_with = Some(verdict.id);
-                    talk.patience.refresh();
+                    talk.backoff.refresh();
                 }
                 Mode::Share if done_with != Some(verdict.id) => {
                     done_with = Some(verdict.id);
@@ -54,7 +54,7 @@ pub(super) fn join(talk: &mut Talk) -> Result<Outcome> {
                         Visit::Dropped => {}
                         Visit::Impossible(reason) => answer(talk, verdict.id, &reason)?,
                     }
-                    talk.patience.refresh();
+                    talk.backoff.refresh();
                 }
                 _ => {}
             },
@@ -136,7 +136,7 @@ fn next_message(talk: &mut Talk, socket: &OwnedFd) -> Result<io::Result<Option<u
             Err(error) if error.kind() == io::ErrorKind::ConnectionReset => return Ok(Ok(None)),
             Err(error) => return Ok(Err(error)),
         }
-        if !talk.patience.pause([socket].into_iter())? {
+        if !talk.backoff.pause([socket].into_iter())? {
             return Err(timeout(talk));
         }
     }
@@ -173,7 +173,7 @@ fn visit(talk: &mut Talk, verdict: &Verdict) -> Result<Visit> {
         match unix_socket::connect(&verdict.detail) {
             Ok(socket) => break socket,
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                if !talk.patience.pause(std::iter::empty())? {
+                if !talk.backoff.pause(std::iter::empty())? {
                     return Err(timeout(talk));
                 }
             }
@@ -220,7 +220,7 @@ fn introduce(
             Ok(None) => return Ok(Err(Visit::Dropped)),
             Err(error) => return impossible(format!("descriptors cannot be received ({error})")),
         };
-        talk.patience.refresh();
+        talk.backoff.refresh();
         let Some(offer) = Offer::read(&message).filter(|offer| offer.id == verdict.id) else {
             return impossible("what came from rank 0 is not an offer".into());
         };

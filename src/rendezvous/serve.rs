@@ -134,7 +134,7 @@ impl Lead<'_, '_> {
             if rank == 0 || rank >= guests.len() || self.nonce(rank) != hello.nonce {
                 continue;
             }
-            self.talk.patience.refresh();
+            self.talk.backoff.refresh();
             guests[rank] = Some(self.guest(rank, socket, company)?);
         }
         *strangers = waiting;
@@ -251,7 +251,7 @@ fn hostname(record: &Option<Record>) -> String {
 }
 
 /// The ranks that all others wait for, and what for. Those who came and wait for the rest are not among them, nor those
-/// whose patience ended a moment before ours.
+/// whose backoff ended a moment before ours.
 fn behind(guests: &[Option<Guest>], came: &[bool]) -> (Vec<usize>, &'static str) {
     let others = 1..guests.len();
     let absent: Vec<usize> = others.clone().filter(|rank| !came[*rank]).collect();
