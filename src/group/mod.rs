@@ -190,7 +190,7 @@ impl Group {
             match &begun {
                 // It failed before the engine had it: nobody else would end it.
                 Err(fault) if !inner.engine.holds(&op) => ended.push((Arc::clone(&op), Err(fault.clone()))),
-                _ => op.journey.blocks(),
+                _ => op.timing.blocks(),
             }
         }
         let at = inner.close(&ended);

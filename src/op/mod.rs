@@ -29,7 +29,7 @@ pub const NOBODY: u32 = u32::MAX;
 /// Written and read by whoever holds the group's lock, which orders all of it: every access is relaxed. All zeros at
 /// first, in whole words: an operation is moved into place once, and bytes written one by one would stall that.
 #[derive(Debug, Default)]
-pub struct Journey {
+pub struct OpTiming {
     /// Where the statistics keep its record.
     pub record: AtomicU64,
     /// 1 if the operation did not end in the pass that issued it.
@@ -41,7 +41,7 @@ pub struct Journey {
     pub reducing: AtomicU64,
 }
 
-impl Journey {
+impl OpTiming {
     /// It did not end in the pass that issued it.
     pub fn blocks(&self) {
         self.blocked.store(1, Ordering::Relaxed);
@@ -138,7 +138,7 @@ pub struct Op {
     choice: AtomicU64,
     load: AtomicU64,
     company: AtomicU64,
-    pub journey: Journey,
+    pub timing: OpTiming,
     completion: Mutex<Option<Box<dyn Completion>>>,
 }
 
@@ -174,7 +174,7 @@ impl Op {
             choice: AtomicU64::new(0),
             load: AtomicU64::new(0),
             company: AtomicU64::new(0),
-            journey: Journey::default(),
+            timing: OpTiming::default(),
             completion: Mutex::new(completion),
         }
     }

@@ -1,7 +1,7 @@
 //! What a group has done, as numbers: how often, how much, how long, and whom it waited for.
 //!
 //! A side sink. `group` tells it of every operation twice, at issue and at the end, under the lock that it holds anyway
-//! and with clock readings that it has taken anyway; the engine leaves in `Op::journey` how the operation travelled and
+//! and with clock readings that it has taken anyway; the engine leaves in `Op::timing` how the operation travelled and
 //! where its time went. So everything here is plain single-threaded code. It never calls up, allocates only when a kind,
 //! path and size appears for the first time, and its memory is bounded.
 //!
@@ -213,7 +213,7 @@ impl Stats {
     /// An operation was given its number.
     #[inline(always)]
     pub fn issued(&mut self, op: &Op) {
-        op.journey.record.store(self.push(Record::of(op)), Relaxed);
+        op.timing.record.store(self.push(Record::of(op)), Relaxed);
     }
 
     #[inline(always)]
@@ -244,7 +244,7 @@ impl Stats {
 
     #[inline]
     fn end(&mut self, op: &Op, well: bool, at: u64) {
-        let id = op.journey.record.load(Relaxed);
+        let id = op.timing.record.load(Relaxed);
         if let Some(record) = self.ring.get_mut(id) {
             record.end(op, well, at);
             self.apart.push(id);

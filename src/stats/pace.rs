@@ -3,7 +3,7 @@
 
 use std::sync::atomic::AtomicU64;
 
-use crate::op::{Journey, Op};
+use crate::op::{Op, OpTiming};
 use crate::os::clock;
 
 pub struct Pace {
@@ -32,7 +32,7 @@ impl Pace {
             let waited = now - self.rest;
             if waited > self.longest {
                 self.longest = waited;
-                op.journey.waits_for(rank);
+                op.timing.waits_for(rank);
             }
         }
         now
@@ -41,7 +41,7 @@ impl Pace {
     /// The work that `begin` announced is done; it belongs to `sum`.
     pub fn end(&mut self, sum: &AtomicU64, began: u64) {
         let now = clock::stamp();
-        Journey::spend(sum, now - began);
+        OpTiming::spend(sum, now - began);
         self.rest = now;
     }
 }

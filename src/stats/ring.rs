@@ -103,17 +103,17 @@ impl Record {
     /// It ended `at` that stamp. A message waits for its other end.
     #[inline]
     pub fn end(&mut self, op: &Op, well: bool, at: u64) {
-        let journey = &op.journey;
+        let timing = &op.timing;
         self.state = if well { State::Done } else { State::Failed };
         self.ended = at;
-        (self.route, self.blocked) = (op.route(), journey.blocked());
+        (self.route, self.blocked) = (op.route(), timing.blocked());
         self.late = match self.kind {
             Kind::Send => self.root,
             Kind::Recv => u32::try_from(op.source()).unwrap_or(self.root),
-            _ => journey.late(),
+            _ => timing.late(),
         };
-        self.copying = journey.copying.load(Relaxed);
-        self.reducing = journey.reducing.load(Relaxed);
+        self.copying = timing.copying.load(Relaxed);
+        self.reducing = timing.reducing.load(Relaxed);
     }
 
     /// Of an operation that the core does not carry out itself, issued now.

@@ -40,9 +40,9 @@ fn size_classes_are_powers_of_two() {
 fn a_wait_is_charged_to_the_rank_that_came_last() {
     let mut stats = Stats::new(3, 4);
     let op = issue(&mut stats, request(Kind::AllReduce, 8, 8), 1);
-    op.journey.blocks();
-    op.journey.waits_for(1);
-    op.journey.waits_for(2);
+    op.timing.blocks();
+    op.timing.waits_for(1);
+    op.timing.waits_for(2);
     op.sets_out(1 | 7 << 8 | 3 << 32);
     let at = op.issued + 10_000;
     stats.ended(&[(Arc::clone(&op), Ok(()))], at);
@@ -58,11 +58,11 @@ fn a_wait_is_charged_to_the_rank_that_came_last() {
 fn copying_and_reducing_are_no_waiting() {
     let mut stats = Stats::new(2, 4);
     let op = issue(&mut stats, request(Kind::AllReduce, 8, 8), 1);
-    op.journey.blocks();
-    op.journey.waits_for(1);
-    crate::op::Journey::spend(&op.journey.copying, 300);
-    crate::op::Journey::spend(&op.journey.copying, 200);
-    crate::op::Journey::spend(&op.journey.reducing, 100);
+    op.timing.blocks();
+    op.timing.waits_for(1);
+    crate::op::OpTiming::spend(&op.timing.copying, 300);
+    crate::op::OpTiming::spend(&op.timing.copying, 200);
+    crate::op::OpTiming::spend(&op.timing.reducing, 100);
     stats.ended(&[(Arc::clone(&op), Ok(()))], op.issued + 1000);
     let counts = stats.counts();
     let cell = &counts.cells()[0];

@@ -282,7 +282,7 @@ impl Bulk<'_> {
         // SAFETY: may_fill says that nobody reads this buffer; Area::stage checks every bound; the inputs are the
         // caller's, alive until the operation ends.
         unsafe { self.fill(state, k, base.stage + k) };
-        state.pace.end(&self.op.journey.copying, began);
+        state.pace.end(&self.op.timing.copying, began);
         protocol::filled(area, Region::Stage, area.me, base.stage + k);
         state.fill += 1;
         true
@@ -374,8 +374,8 @@ impl Bulk<'_> {
         let began = state.pace.begin(self.op);
         // SAFETY: the stage buffers read here are ready until we say drained; the result buffer is ours to write.
         unsafe { self.take(state, k, g, base.result + k) };
-        let journey = &self.op.journey;
-        state.pace.end(if kind.reduces() { &journey.reducing } else { &journey.copying }, began);
+        let timing = &self.op.timing;
+        state.pace.end(if kind.reduces() { &timing.reducing } else { &timing.copying }, began);
         protocol::drained(area, Region::Stage, area.me, g);
         if self.uses_result() {
             protocol::filled(area, Region::Result, area.me, base.result + k);
@@ -503,7 +503,7 @@ impl Bulk<'_> {
             // SAFETY: the result buffer of `q` is ready until we say drained; the range lies within the outputs.
             unsafe { outputs.write(start + slice, area.result(q, g, slice_bytes), slice_bytes) };
         }
-        state.pace.end(&self.op.journey.copying, began);
+        state.pace.end(&self.op.timing.copying, began);
         protocol::drained(area, Region::Result, area.me, g);
         state.collect += 1;
         true

@@ -184,7 +184,7 @@ impl Shm {
             Phase::Slots(seen) => {
                 *seen = small::look(area, op, *seen, |q| small::reads_from(&op.request, area.me, q))?;
                 if *seen < area.ranks {
-                    op.journey.waits_for(*seen);
+                    op.timing.waits_for(*seen);
                     return Ok((Step::Blocked, false));
                 }
                 // A barrier ends behind every earlier collective of this rank, so that what they wrote may be used after
