@@ -197,7 +197,7 @@ pub(super) fn stats(stats: &Stats, rank: usize, size: usize, Moment { now, wall 
 
 pub(super) fn record(record: &Record) -> ffi::Record {
     let (dtype, op) = export::reduction(record);
-    let (first, last) = record.route.company.numbers(record.number);
+    let (first, last) = record.route.fused_with.numbers(record.number);
     ffi::Record {
         id: record.id,
         number: record.number,

@@ -59,7 +59,7 @@ impl Group {
         let batched = called.batched();
         let asked = Asked::from_load(own.kind, route.load);
         let found = self.explain_asked(asked, batched);
-        let (count, (first, last)) = (route.company.count(), route.company.numbers(number));
+        let (count, (first, last)) = (route.fused_with.count(), route.fused_with.numbers(number));
         // Between hosts it is known when the batch is made, on one host when the operation has ended.
         let known = well || choice.is_some_and(|choice| matches!(choice.path, Path::Hosts { .. }));
         let batch = Batch { count, first, last, bytes: batched.then_some(asked.bytes) };
@@ -109,7 +109,7 @@ impl Called {
     /// The way was chosen for all of a batch.
     fn batched(&self) -> bool {
         let path = Choice::from_code(self.route.choice).path;
-        self.route.company.count() > 1 && matches!(path, Path::Hosts { .. })
+        self.route.fused_with.count() > 1 && matches!(path, Path::Hosts { .. })
     }
 }
 

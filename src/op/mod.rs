@@ -69,16 +69,16 @@ impl OpTiming {
 /// word, so that it is read whole: how many others (16 bits), and how many numbers before and behind (24 each). All zeros,
 /// which nobody has to write, is alone.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Company(u64);
+pub struct FusedWith(u64);
 
-impl Company {
-    pub const ALONE: Company = Company(0);
+impl FusedWith {
+    pub const ALONE: FusedWith = FusedWith(0);
 
     /// Of operation `number`, one of `count` with the numbers `first` to `last`.
-    pub fn new(number: u64, (first, last): (u64, u64), count: usize) -> Company {
+    pub fn new(number: u64, (first, last): (u64, u64), count: usize) -> FusedWith {
         let near = |distance: u64| distance.min((1 << 24) - 1);
         let others = count.saturating_sub(1).min(usize::from(u16::MAX)) as u64;
-        Company(others | near(number.saturating_sub(first)) << 16 | near(last.saturating_sub(number)) << 40)
+        FusedWith(others | near(number.saturating_sub(first)) << 16 | near(last.saturating_sub(number)) << 40)
     }
 
     /// Operations, itself included.
@@ -86,7 +86,7 @@ impl Company {
         (self.0 & 0xffff) + 1
     }
 
-    /// The first and the last number of the company of operation `number`; its own where the others are messages.
+    /// The first and the last number of the fused_with of operation `number`; its own where the others are messages.
     pub fn numbers(self, number: u64) -> (u64, u64) {
         (number - (self.0 >> 16 & 0xff_ffff).min(number), number + (self.0 >> 40))
     }
@@ -99,7 +99,7 @@ pub struct Route {
     pub choice: u64,
     /// `select::Asked::load` of what the choice was made for: its own, or that of its whole batch.
     pub load: u64,
-    pub company: Company,
+    pub fused_with: FusedWith,
 }
 
 pub struct Op {
@@ -133,11 +133,11 @@ pub struct Op {
     source: AtomicI32,
     nanoseconds: AtomicU64,
     /// `Route`. The engine writes the choice once, when the operation sets out (release), after load and, between hosts,
-    /// company; whoever explains it acquires the choice first. On one host the company is written when it ends, before
+    /// fused_with; whoever explains it acquires the choice first. On one host the fused_with is written when it ends, before
     /// `state`, if it is not alone.
     choice: AtomicU64,
     load: AtomicU64,
-    company: AtomicU64,
+    fused_with: AtomicU64,
     pub timing: OpTiming,
     completion: Mutex<Option<Box<dyn Completion>>>,
 }
@@ -173,7 +173,7 @@ impl Op {
             nanoseconds: AtomicU64::new(0),
             choice: AtomicU64::new(0),
             load: AtomicU64::new(0),
-            company: AtomicU64::new(0),
+            fused_with: AtomicU64::new(0),
             timing: OpTiming::default(),
             completion: Mutex::new(completion),
         }
@@ -250,7 +250,7 @@ impl Op {
         Route {
             choice: self.choice.load(Ordering::Acquire),
             load: self.load.load(Ordering::Relaxed),
-            company: Company(self.company.load(Ordering::Relaxed)),
+            fused_with: FusedWith(self.fused_with.load(Ordering::Relaxed)),
         }
     }
 
@@ -259,8 +259,8 @@ impl Op {
         self.load.store(load, Ordering::Relaxed);
     }
 
-    pub fn travels_with(&self, company: Company) {
-        self.company.store(company.0, Ordering::Relaxed);
+    pub fn set_fused_with(&self, fused_with: FusedWith) {
+        self.fused_with.store(fused_with.0, Ordering::Relaxed);
     }
 
     /// It sets out, by `select::Choice::code`.
@@ -385,11 +385,11 @@ mod tests {
     fn company_keeps_its_numbers() {
         for (number, first, last, count) in [(5, 1, 5, 5), (17, 17, 42, 26), (1 << 40, 1 << 40, (1 << 40) + 4095, 4096)]
         {
-            let company = Company::new(number, (first, last), count);
-            assert_eq!((company.numbers(number), company.count()), ((first, last), count as u64));
+            let fused_with = FusedWith::new(number, (first, last), count);
+            assert_eq!((fused_with.numbers(number), fused_with.count()), ((first, last), count as u64));
         }
-        assert_eq!(Company::new(7, (7, 7), 1), Company::ALONE);
-        assert_eq!((Company::ALONE.count(), Company::ALONE.numbers(7)), (1, (7, 7)));
-        assert_eq!(Company::new(7, (7, 7), 1 << 20).count(), 0x10000);
+        assert_eq!(FusedWith::new(7, (7, 7), 1), FusedWith::ALONE);
+        assert_eq!((FusedWith::ALONE.count(), FusedWith::ALONE.numbers(7)), (1, (7, 7)));
+        assert_eq!(FusedWith::new(7, (7, 7), 1 << 20).count(), 0x10000);
     }
 }

@@ -45,7 +45,7 @@ pub fn reduction(record: &Record) -> (&'static str, &'static str) {
 
 /// With how many operations it ended, itself included; 0 while that is not known.
 pub fn together(record: &Record) -> u64 {
-    if record.state == State::Done { record.route.company.count() } else { 0 }
+    if record.state == State::Done { record.route.fused_with.count() } else { 0 }
 }
 
 /// The ring, oldest first. Nanoseconds, `clock::stamp`. The names are those of `ffi::Record`.
@@ -53,7 +53,7 @@ fn records<'a>(records: impl Iterator<Item = &'a Record>, names: Names) -> Strin
     let mut out = String::new();
     list(&mut out, records, |out, record| {
         let (dtype, op) = reduction(record);
-        let (first, last) = record.route.company.numbers(record.number);
+        let (first, last) = record.route.fused_with.numbers(record.number);
         let _ = write!(
             out,
             "{{\"id\":{},\"number\":{},\"kind\":\"{}\",\"dtype\":\"{dtype}\",\"op\":\"{op}\",\"path\":\"{}\",\"reason\":\"{}\",\

@@ -26,7 +26,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use self::histogram::Histogram;
 use self::ring::{Record, Ring, State};
 use crate::error::Result;
-use crate::op::{Company, Op};
+use crate::op::{FusedWith, Op};
 use crate::os::clock;
 use crate::types::Kind;
 
@@ -122,9 +122,9 @@ fn introduce(ended: &[(Arc<Op>, Result<()>)]) {
     let numbers = || well().filter(|op| !op.request.kind.is_p2p()).map(|op| op.number);
     let collectives = numbers().min().zip(numbers().max());
     let count = well().count();
-    for op in well().filter(|op| op.route().company == Company::ALONE) {
+    for op in well().filter(|op| op.route().fused_with == FusedWith::ALONE) {
         let numbers = collectives.filter(|_| !op.request.kind.is_p2p()).unwrap_or((op.number, op.number));
-        op.travels_with(Company::new(op.number, numbers, count));
+        op.set_fused_with(FusedWith::new(op.number, numbers, count));
     }
 }
 

@@ -3,7 +3,7 @@
 
 use std::sync::atomic::Ordering::Relaxed;
 
-use crate::op::{Company, NOBODY, Op, Route};
+use crate::op::{FusedWith, NOBODY, Op, Route};
 use crate::os::clock;
 use crate::types::{CallNote, Dtype, Kind};
 
@@ -65,7 +65,7 @@ impl Record {
         kind: Kind::Barrier,
         dtype: Dtype::Bytes,
         op: 0,
-        route: Route { choice: 0, load: 0, company: Company::ALONE },
+        route: Route { choice: 0, load: 0, fused_with: FusedWith::ALONE },
         state: State::Pending,
         blocked: false,
         timed: true,

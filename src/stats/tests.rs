@@ -97,16 +97,17 @@ fn each_operation_knows_with_whom_it_ended() {
     let ops: Vec<_> = (1..=5).map(|n| issue(&mut stats, request(Kind::AllReduce, 8, 8), n)).collect();
     let message = issue(&mut stats, request(Kind::Send, 8, 0), 9);
     // A batch between hosts was noted before, and stays.
-    ops[4].travels_with(Company::new(5, (2, 5), 4));
+    ops[4].set_fused_with(FusedWith::new(5, (2, 5), 4));
     let failed = (Arc::clone(&ops[0]), Err(Error::Aborted("over".to_string())));
     let well = [2, 3, 4].map(|at: usize| (Arc::clone(&ops[at]), Ok(())));
     let ended: Vec<_> = well.into_iter().chain([failed, (message, Ok(()))]).collect();
     stats.ended(&ended, clock::stamp());
-    let company = |record: &Record| (record.route.company.count(), record.route.company.numbers(record.number));
-    let of = |number| company(stats.ring().collective(number).unwrap());
+    let fused_with =
+        |record: &Record| (record.route.fused_with.count(), record.route.fused_with.numbers(record.number));
+    let of = |number| fused_with(stats.ring().collective(number).unwrap());
     assert_eq!((of(3), of(4), of(5)), ((4, (3, 5)), (4, (3, 5)), (4, (2, 5))));
     assert_eq!((of(1).0, of(2).0), (1, 1), "one that failed, and one that is pending");
-    assert_eq!(company(stats.ring().iter().last().unwrap()), (4, (9, 9)), "a message counts apart");
+    assert_eq!(fused_with(stats.ring().iter().last().unwrap()), (4, (9, 9)), "a message counts apart");
 }
 
 #[test]

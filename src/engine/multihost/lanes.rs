@@ -13,7 +13,7 @@ use crate::config::Settings;
 use crate::engine::{Ended, Report};
 use crate::error::{Error, Result, contained};
 use crate::fusion::planner::{Batch, Class, Item, LANES};
-use crate::op::{Company, Op};
+use crate::op::{FusedWith, Op};
 use crate::select::inter;
 use crate::select::inter::{Hosts, HostsChoice, Menu};
 use crate::select::{Asked, Policy};
@@ -92,7 +92,7 @@ impl Shared {
         if batch.segment == 0 {
             for op in ops {
                 op.loads(asked.load());
-                op.travels_with(Company::new(op.number, (batch.first, batch.last), ops.len()));
+                op.set_fused_with(FusedWith::new(op.number, (batch.first, batch.last), ops.len()));
                 op.sets_out(choice.choice().code());
             }
         }
