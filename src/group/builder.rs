@@ -60,14 +60,14 @@ impl Group {
             (Decision::Delegate(reason), None) => Ok(parts.group(|_| Box::new(Delegate::new(reason, ranks, theirs)))),
             (Decision::SharedMemory(shared), None) => {
                 let cores = shared.cores;
-                let (area, company) = shared.into_parts();
-                let peers = (0..ranks).map(|rank| company.peer(rank).clone());
+                let (area, group_peers) = shared.into_parts();
+                let peers = (0..ranks).map(|rank| group_peers.peer(rank).clone());
                 let peers = peers.map(|peer| Peer::new(peer.pid, peer.host)).collect();
                 let shm = Shm::new(area, cores, parts.config.settings.fusion, theirs);
                 let parts = Parts { spin_policy: SpinPolicy::for_ranks(ranks, cores), peers, ..parts };
                 let group = parts.group(|_| Box::new(shm));
                 let weak = Arc::downgrade(&group);
-                let following = company.follow(move |rank, _reason| {
+                let following = group_peers.follow(move |rank, _reason| {
                     if let Some(group) = weak.upgrade() {
                         group.peer_ended(rank);
                     }

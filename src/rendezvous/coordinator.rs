@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 use super::messages::{Answer, Body, Mode, Nonce, PROTOCOL, Record, Verdict, clip};
-use super::peers::Company;
+use super::peers::GroupPeers;
 use super::{Met, Outcome, SegmentBytes, Talk, VERDICT, WAITS, answer_key, hello_bytes, record_key, unix_socket};
 use crate::engine::shm::memory::segment::{Segment, random};
 use crate::error::{Error, Result};
@@ -39,7 +39,7 @@ pub(super) struct Plan {
     pub(super) memory: OwnedFd,
     pub(super) local_cores: usize,
     /// Where all ranks share a group already.
-    pub(super) company: Option<Company>,
+    pub(super) group_peers: Option<GroupPeers>,
 }
 
 pub(super) fn lead(talk: &mut Talk, segment_bytes: &SegmentBytes) -> Result<Outcome> {
@@ -223,21 +223,22 @@ impl Lead<'_, '_> {
         Ok(match Segment::create(bytes) {
             Ok((segment, memory)) => {
                 let local_cores = topology::agreed_cores(&masks, quota);
-                Ok(Plan { segment, memory, local_cores, company: self.company() })
+                Ok(Plan { segment, memory, local_cores, group_peers: self.group_peers() })
             }
             Err(error) => Err(error.text().trim_start_matches("sagellm: ").to_string()),
         })
     }
 
-    /// The companions among whom every rank says it is, and who live: the first that this rank named.
-    fn company(&self) -> Option<Company> {
+    /// The known peers among whom every rank says it is, and who live: the first that this rank named.
+    fn group_peers(&self) -> Option<GroupPeers> {
         let place = |record: &Option<Record>, id: Nonce| {
             let known = &record.as_ref()?.body.as_ref()?.known;
             known.iter().find(|(other, _)| *other == id).map(|(_, place)| *place as usize)
         };
-        self.talk.companions.iter().find_map(|companions| {
-            let places: Option<Vec<usize>> = self.records.iter().map(|record| place(record, companions.id())).collect();
-            Company::new(companions, places?, 0).filter(Company::lives)
+        self.talk.known_peers.iter().find_map(|known_peers| {
+            let places: Option<Vec<usize>> =
+                self.records.iter().map(|record| place(record, known_peers.id())).collect();
+            GroupPeers::new(known_peers, places?, 0).filter(GroupPeers::lives)
         })
     }
 

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use super::messages::Nonce;
-use super::peers::Company;
+use super::peers::GroupPeers;
 use super::{Met, Outcome, meet};
 use crate::config::Config;
 use crate::engine::multihost::place::Place;
@@ -36,14 +36,14 @@ pub enum Decision {
 /// The memory of a group's ranks, mapped here, and the processes that they are. Dropped before a group was built of it, it
 /// tells the peers that this rank has left.
 pub struct Shared {
-    parts: Option<(Arc<Area>, Company)>,
+    parts: Option<(Arc<Area>, GroupPeers)>,
     /// Cores that the ranks may use together; the same number on every rank.
     pub cores: usize,
 }
 
 impl Shared {
     /// For who builds a group of it, which leaves by itself.
-    pub fn into_parts(mut self) -> (Arc<Area>, Company) {
+    pub fn into_parts(mut self) -> (Arc<Area>, GroupPeers) {
         self.parts.take().expect("taken once, by value")
     }
 }
@@ -134,12 +134,12 @@ fn decide(config: &Config, own: Policy, store: &dyn Store, host: &Arc<dyn Host>)
     let fitting = |headroom: usize| layout_within(config.size, headroom).map(|layout| layout.total());
     match meet(config, store, &**host, &fitting)? {
         Outcome::Delegate { reason, id } => Ok((Decision::Delegate(reason), id, own)),
-        Outcome::Shared(Met { segment, company, local_cores, policy, id }) => {
+        Outcome::Shared(Met { segment, group_peers, local_cores, policy, id }) => {
             let total = segment.len();
             let layout = Layout::of_total(config.size, total)
                 .ok_or_else(|| Error::Bug(format!("sagellm: no layout of {} ranks has {total} bytes", config.size)))?;
             let area = Arc::new(Area::new(Arc::new(segment), layout, config.rank));
-            let shared = Shared { parts: Some((area, company)), cores: local_cores };
+            let shared = Shared { parts: Some((area, group_peers)), cores: local_cores };
             Ok((Decision::SharedMemory(shared), id, agreed(config, &own, &policy)?))
         }
         Outcome::Hosts { reason, id, .. } if config.delegate != Config::LINK => {

@@ -162,7 +162,7 @@ pub struct Body {
     pub wish: String,
     /// Name of the backend that would serve the group then.
     pub delegate: String,
-    /// Companions of earlier groups, and this rank's place among them.
+    /// KnownPeers of earlier groups, and this rank's place among them.
     pub known: Vec<(Nonce, u32)>,
     /// Name of the mailbox into which rank 0 puts its verdicts, too, if it is on this host; empty where there is none.
     pub mailbox: Vec<u8>,
@@ -243,7 +243,7 @@ pub struct Verdict {
     pub detail: Vec<u8>,
     /// What rank 0 decided about choosing: `select::Policy` as text. Empty where the mode does not need it.
     pub policy: String,
-    /// `Share`: the companions among whom the ranks are, and each rank's place; no place where they meet for the first
+    /// `Share`: the known peers among whom the ranks are, and each rank's place; no place where they meet for the first
     /// time.
     pub known: (Nonce, Vec<u32>),
 }
@@ -345,7 +345,7 @@ pub struct Offer {
     pub local_cores: u32,
     /// Rank 0's pid namespace: the pids below mean something only there.
     pub pidns: u64,
-    /// (pid, host name), indexed by rank. In the first part only, and not for companions.
+    /// (pid, host name), indexed by rank. In the first part only, and not for known peers.
     pub ranks: Vec<(i32, String)>,
     pub process_of: Vec<u32>,
 }

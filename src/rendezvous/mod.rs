@@ -18,7 +18,7 @@
 //! "come to my socket" gets into the store only when somebody is late. Neither mail nor what the store
 //! holds is trusted by itself: both must name this rank's nonce, which only readers of the store know.
 //!
-//! 4. Records name the companions that a rank has from earlier groups (`peers.rs`). Where all ranks name the same,
+//! 4. Records name the known peers that a rank has from earlier groups (`peers.rs`). Where all ranks name the same,
 //!    the verdict says so: then only the memory is handed over, and the connections are closed again afterwards.
 //!
 //! `coordinator.rs` and `serve.rs` are rank 0's part, `participant.rs` that of the others. `decision.rs` is what comes of it:
@@ -39,7 +39,7 @@ use std::time::{Duration, Instant};
 
 pub use self::decision::{Decision, Hosts, Rendezvous};
 use self::messages::{Body, Identity, Nonce, PROTOCOL, Record};
-use self::peers::{Companions, Company, Process};
+use self::peers::{GroupPeers, KnownPeers, Process};
 use crate::config::Config;
 use crate::engine::shm::memory::layout::Layout;
 use crate::engine::shm::memory::segment::{Segment, random};
@@ -52,7 +52,7 @@ use crate::os::watch::{End, Source};
 pub struct Met {
     pub segment: Segment,
     /// The other ranks' processes, and what tells of their end.
-    pub company: Company,
+    pub group_peers: GroupPeers,
     /// Cores that the ranks can use together; the same number on every rank.
     pub local_cores: usize,
     /// `Config::policy` of rank 0.
@@ -68,12 +68,12 @@ fn acquaint(
     rank: usize,
     peers: Vec<(Process, Option<OwnedFd>)>,
     sockets: Vec<(usize, OwnedFd)>,
-) -> Result<Company> {
+) -> Result<GroupPeers> {
     let (processes, pidfds): (Vec<Process>, Vec<Option<OwnedFd>>) = peers.into_iter().unzip();
     let pidfds = pidfds.into_iter().enumerate();
     let ended = pidfds.filter_map(|(rank, fd)| fd.map(|fd| End { rank, fd, source: Source::Process }));
     let closed = sockets.into_iter().map(|(rank, fd)| End { rank, fd, source: Source::Connection });
-    Ok(Company::of_all(Companions::new(id, rank, processes, ended.chain(closed).collect())?))
+    Ok(GroupPeers::of_all(KnownPeers::new(id, rank, processes, ended.chain(closed).collect())?))
 }
 
 #[derive(Debug)]
@@ -123,14 +123,14 @@ pub fn meet_as(
         return Err(Error::Bug(format!("sagellm: rank {} of {} ranks cannot meet anyone", config.rank, config.size)));
     }
     crate::os::watch::install();
-    let companions = Companions::known();
+    let known_peers = KnownPeers::known();
     let (mailbox, address) = if config.rank == 0 { (None, Vec::new()) } else { mailbox()? };
     let body = Body {
         size: config.size as u32,
         identity,
         wish: config.delegate_reason.clone().unwrap_or_default(),
         delegate: config.delegate.clone(),
-        known: companions.iter().map(|one| (one.id(), one.place() as u32)).collect(),
+        known: known_peers.iter().map(|one| (one.id(), one.place() as u32)).collect(),
         mailbox: address,
     };
     let own =
@@ -138,7 +138,7 @@ pub fn meet_as(
     // Who has a mailbox asks the store only for a rank 0 on another host, and in case a message was lost.
     let first_pause = if mailbox.is_some() { FIRST_PAUSE * 20 } else { FIRST_PAUSE };
     let backoff = Backoff::new(host, config.timeout, config.size, first_pause);
-    let mut talk = Talk { config, store, own, companions, mailbox, backoff };
+    let mut talk = Talk { config, store, own, known_peers, mailbox, backoff };
     let outcome = if config.rank == 0 {
         self::coordinator::lead(&mut talk, segment_bytes)
     } else {
@@ -152,8 +152,8 @@ pub fn meet_as(
             config.size,
             met.segment.len(),
             met.local_cores,
-            if talk.companions.iter().any(|one| one.id() == met.company.id()) {
-                "met among companions"
+            if talk.known_peers.iter().any(|one| one.id() == met.group_peers.id()) {
+                "met among known peers"
             } else {
                 "met for the first time"
             },
@@ -171,7 +171,7 @@ struct Talk<'a> {
     store: &'a dyn Store,
     own: Record,
     /// Those that the record names: kept until the meeting is over, so that what was named can be relied on.
-    companions: Vec<Arc<Companions>>,
+    known_peers: Vec<Arc<KnownPeers>>,
     /// Where rank 0's verdicts come, too. Not on rank 0, and not where sockets are denied.
     mailbox: Option<OwnedFd>,
     backoff: Backoff<'a>,

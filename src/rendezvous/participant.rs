@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::messages::{Answer, Hello, Mode, Nonce, Offer, Record, Verdict};
-use super::peers::{Company, Process};
+use super::peers::{GroupPeers, Process};
 use super::{Met, Outcome, Talk, VERDICT, WAITS, answer_key, hello_bytes, record_key, unix_socket};
 use super::{acquaint, has_signed, make_ready, rank_list, seconds, sign};
 use crate::engine::shm::memory::area::Area;
@@ -146,27 +146,29 @@ fn next_message(talk: &mut Talk, socket: &OwnedFd) -> Result<io::Result<Option<u
 struct Accepted {
     segment: Segment,
     local_cores: usize,
-    /// By rank; empty where the ranks are companions.
+    /// By rank; empty where the ranks are known peers.
     peers: Vec<(Process, Option<OwnedFd>)>,
 }
 
-/// The companions that the verdict names; `None` inside when the ranks meet for the first time. The error is what is
+/// The known peers that the verdict names; `None` inside when the ranks meet for the first time. The error is what is
 /// wrong with them.
-fn company(talk: &Talk, (id, places): &(Nonce, Vec<u32>)) -> std::result::Result<Option<Company>, String> {
+fn group_peers(talk: &Talk, (id, places): &(Nonce, Vec<u32>)) -> std::result::Result<Option<GroupPeers>, String> {
     if places.is_empty() {
         return Ok(None);
     }
-    let named = talk.companions.iter().find(|companions| companions.id() == *id);
+    let named = talk.known_peers.iter().find(|known_peers| known_peers.id() == *id);
     let places = places.iter().map(|place| *place as usize).collect::<Vec<_>>();
-    let company = named.filter(|_| places.len() == talk.config.size);
-    let company = company.and_then(|companions| Company::new(companions, places, talk.config.rank));
-    company.map(Some).ok_or_else(|| "rank 0 named companions of an earlier group that this rank has not".to_string())
+    let group_peers = named.filter(|_| places.len() == talk.config.size);
+    let group_peers = group_peers.and_then(|known_peers| GroupPeers::new(known_peers, places, talk.config.rank));
+    group_peers
+        .map(Some)
+        .ok_or_else(|| "rank 0 named known_peers of an earlier group that this rank has not".to_string())
 }
 
 fn visit(talk: &mut Talk, verdict: &Verdict) -> Result<Visit> {
     let rank = talk.config.rank;
-    let company = match company(talk, &verdict.known) {
-        Ok(company) => company,
+    let group_peers = match group_peers(talk, &verdict.known) {
+        Ok(group_peers) => group_peers,
         Err(what) => return Ok(Visit::Impossible(format!("rank {rank}: {what}"))),
     };
     let socket = loop {
@@ -184,9 +186,9 @@ fn visit(talk: &mut Talk, verdict: &Verdict) -> Result<Visit> {
             }
         }
     };
-    match introduce(talk, verdict, &socket, company.as_ref())? {
+    match introduce(talk, verdict, &socket, group_peers.as_ref())? {
         Err(visit) => Ok(visit),
-        Ok(accepted) => await_go(talk, verdict, socket, accepted, company),
+        Ok(accepted) => await_go(talk, verdict, socket, accepted, group_peers),
     }
 }
 
@@ -195,14 +197,14 @@ fn introduce(
     talk: &mut Talk,
     verdict: &Verdict,
     socket: &OwnedFd,
-    company: Option<&Company>,
+    group_peers: Option<&GroupPeers>,
 ) -> Result<std::result::Result<Accepted, Visit>> {
     let rank = talk.config.rank;
     let impossible = |what: String| Ok(Err(Visit::Impossible(format!("rank {rank}: {what}"))));
     match unix_socket::peer(socket) {
         Ok((uid, pid)) if uid == talk.identity().uid => {
-            if let Some(company) = company.filter(|company| !company.may_be(0, pid)) {
-                let before = company.peer(0).pid;
+            if let Some(group_peers) = group_peers.filter(|group_peers| !group_peers.may_be(0, pid)) {
+                let before = group_peers.peer(0).pid;
                 return impossible(format!("rank 0 is process {pid}, and was process {before} in an earlier group"));
             }
         }
@@ -233,7 +235,7 @@ fn introduce(
             break;
         }
     }
-    match accept(talk, verdict, parts, company.is_some()) {
+    match accept(talk, verdict, parts, group_peers.is_some()) {
         Ok(accepted) => Ok(Ok(accepted)),
         Err(Error::System(text)) => impossible(text),
         Err(error) => Err(error),
@@ -299,7 +301,7 @@ fn await_go(
     verdict: &Verdict,
     socket: OwnedFd,
     accepted: Accepted,
-    company: Option<Company>,
+    group_peers: Option<GroupPeers>,
 ) -> Result<Visit> {
     if unix_socket::send(&socket, &Answer { id: verdict.id, reason: String::new() }.write(), &[]).is_err() {
         return Ok(Visit::Dropped);
@@ -308,12 +310,12 @@ fn await_go(
     match answer {
         Ok(Ok(Some((message, _)))) if Answer::read(&message).is_some_and(|answer| answer.id == verdict.id) => {
             let Accepted { segment, local_cores, peers } = accepted;
-            let company = match company {
-                Some(company) => company,
+            let group_peers = match group_peers {
+                Some(group_peers) => group_peers,
                 None => acquaint(verdict.id, talk.config.rank, peers, vec![(0, socket)])?,
             };
             let (policy, id) = (verdict.policy.clone(), verdict.id);
-            Ok(Visit::Met(Box::new(Met { segment, company, local_cores, policy, id })))
+            Ok(Visit::Met(Box::new(Met { segment, group_peers, local_cores, policy, id })))
         }
         other => {
             // Rank 0 may have said "go" a moment ago: then the others have a group that this rank is not in.

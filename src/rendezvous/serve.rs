@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use super::coordinator::{Lead, Plan, Step};
 use super::messages::{Answer, Hello, Mode, Nonce, Offer, Record};
-use super::peers::{Company, Process};
+use super::peers::{GroupPeers, Process};
 use super::{Met, acquaint, has_signed, make_ready, sign, unix_socket};
 use crate::engine::shm::memory::segment::random;
 use crate::error::Result;
@@ -40,8 +40,8 @@ impl Lead<'_, '_> {
         let mut came = vec![false; self.size()];
         let mut ready = false;
         let mut verdict = self.verdict(id, Mode::Share, "", &name);
-        if let Some(company) = &plan.company {
-            verdict.known = (company.id(), company.places().iter().map(|place| *place as u32).collect());
+        if let Some(group_peers) = &plan.group_peers {
+            verdict.known = (group_peers.id(), group_peers.places().iter().map(|place| *place as u32).collect());
         }
         let mut stored = !self.post(&verdict);
         if stored {
@@ -50,12 +50,12 @@ impl Lead<'_, '_> {
         // Ranks that come together are here long before this is over.
         self.looked = Instant::now();
         loop {
-            if let Err(reason) = self.welcome((id, plan.company.as_ref()), &listener, &mut strangers, &mut guests) {
+            if let Err(reason) = self.welcome((id, plan.group_peers.as_ref()), &listener, &mut strangers, &mut guests) {
                 return Ok(Step::Impossible(reason));
             }
-            // Ranks that meet for the first time are told of all others' processes, companions of nothing but the memory.
+            // Ranks that meet for the first time are told of all others' processes, known peers of nothing but the memory.
             let all_came = guests[1..].iter().all(Option::is_some);
-            if (all_came || plan.company.is_some())
+            if (all_came || plan.group_peers.is_some())
                 && let Err(reason) = self.offer(id, &plan, &mut guests)
             {
                 return Ok(Step::Impossible(reason));
@@ -105,7 +105,7 @@ impl Lead<'_, '_> {
     /// nonce that the verdict names is let in. The error is a reason not to share.
     fn welcome(
         &mut self,
-        (id, company): (Nonce, Option<&Company>),
+        (id, group_peers): (Nonce, Option<&GroupPeers>),
         listener: &OwnedFd,
         strangers: &mut Vec<OwnedFd>,
         guests: &mut [Option<Guest>],
@@ -135,25 +135,30 @@ impl Lead<'_, '_> {
                 continue;
             }
             self.talk.backoff.refresh();
-            guests[rank] = Some(self.guest(rank, socket, company)?);
+            guests[rank] = Some(self.guest(rank, socket, group_peers)?);
         }
         *strangers = waiting;
         Ok(())
     }
 
-    fn guest(&self, rank: usize, socket: OwnedFd, company: Option<&Company>) -> std::result::Result<Guest, String> {
+    fn guest(
+        &self,
+        rank: usize,
+        socket: OwnedFd,
+        group_peers: Option<&GroupPeers>,
+    ) -> std::result::Result<Guest, String> {
         let (uid, pid) = unix_socket::peer(&socket)
             .map_err(|error| format!("rank {rank}'s connection does not say who it is ({error})"))?;
         let own = self.talk.identity().uid;
         if uid != own {
             return Err(format!("rank {rank} runs as uid {uid}, rank 0 as uid {own} (seen from rank 0)"));
         }
-        if let Some(company) = company.filter(|company| !company.may_be(rank, pid)) {
-            let before = company.peer(rank).pid;
+        if let Some(group_peers) = group_peers.filter(|group_peers| !group_peers.may_be(rank, pid)) {
+            let before = group_peers.peer(rank).pid;
             return Err(format!("rank {rank} is process {pid}, and was process {before} in an earlier group"));
         }
         let pidfd = match topology::peer_pidfd(&socket) {
-            _ if company.is_some() => None,
+            _ if group_peers.is_some() => None,
             Ok(pidfd) => Some(pidfd),
             Err(_) if pid > 0 => unix_socket::pidfd_open(pid).ok(),
             Err(_) => None,
@@ -166,10 +171,10 @@ impl Lead<'_, '_> {
         if guests.iter().flatten().all(|guest| guest.parts_sent == usize::MAX) {
             return Ok(());
         }
-        // Companions know all that already.
-        let passed = plan.company.is_none() && guests.len() <= MAX_PASSED;
+        // KnownPeers know all that already.
+        let passed = plan.group_peers.is_none() && guests.len() <= MAX_PASSED;
         let own_process = passed.then(|| unix_socket::pidfd_open(std::process::id() as i32).ok()).flatten();
-        let hosts = self.records.iter().filter(|_| plan.company.is_none()).map(hostname);
+        let hosts = self.records.iter().filter(|_| plan.group_peers.is_none()).map(hostname);
         let ranks: Vec<(i32, String)> = guests
             .iter()
             .zip(hosts)
@@ -233,13 +238,13 @@ impl Lead<'_, '_> {
             peers.push((Process { pid: guest.pid, host }, guest.pidfd));
             sockets.push((rank, guest.socket));
         }
-        let company = match plan.company {
-            Some(company) => company,
+        let group_peers = match plan.group_peers {
+            Some(group_peers) => group_peers,
             None => acquaint(id, 0, peers, sockets)?,
         };
         let policy = self.talk.config.policy.clone();
         let Plan { segment, local_cores, .. } = plan;
-        Ok(Step::Met(Box::new(Met { segment, company, local_cores, policy, id })))
+        Ok(Step::Met(Box::new(Met { segment, group_peers, local_cores, policy, id })))
     }
 }
 
@@ -324,7 +329,7 @@ mod tests {
     #[test]
     fn a_long_offer_is_split_and_loses_nothing() {
         let (segment, memory) = Segment::create(4096).unwrap();
-        let plan = Plan { segment, memory, local_cores: 3, company: None };
+        let plan = Plan { segment, memory, local_cores: 3, group_peers: None };
         let processes: Vec<(u32, BorrowedFd)> = (0..600).map(|rank| (rank, plan.memory.as_fd())).collect();
         let messages = offers([7; 16], &plan, &[(5, "host".into())], 9, &processes);
         let mut ranks = Vec::new();
