@@ -24,8 +24,8 @@ size_t bytes_of(const Operand& operand) {
 }
 
 // What the statistics are told of a delegate's call.
-Foreign foreign(const CallDesc& call, bool host_staged) {
-  Foreign told{};
+ExternalOp external_op(const CallDesc& call, bool host_staged) {
+  ExternalOp told{};
   told.kind = call.kind;
   told.root = static_cast<uint32_t>(call.root);
   told.tag = static_cast<uint32_t>(call.tag);
@@ -73,7 +73,7 @@ SageBackend::WorkPtr SageBackend::on_cpu(const CallDesc& call) {
 SageBackend::WorkPtr SageBackend::by_delegate(const CallDesc& call, bool host_staged) {
   const auto other = delegate();
   // Shared because the future's callback must be copyable.
-  const auto note = std::make_shared<rust::Box<RustForeign>>(group_->foreign(foreign(call, host_staged)));
+  const auto note = std::make_shared<rust::Box<RustExternalOp>>(group_->external_op(external_op(call, host_staged)));
   WorkPtr work = call.delegate(*other, call);
   c10::intrusive_ptr<c10::ivalue::Future> future;
   try {

@@ -8,8 +8,8 @@
 //! side. This file declares; `convert` translates between these types and the core's, `calls` and `devices` call the core.
 
 use super::calls::{
-    RustForeign, RustGroup, RustOp, RustRendezvous, at_exit, build_group, device_packs, doctor, explain_without_group,
-    memory_meets, names, rendezvous, save_table, set_log_level, table_without_group,
+    RustExternalOp, RustGroup, RustOp, RustRendezvous, at_exit, build_group, device_packs, doctor,
+    explain_without_group, memory_meets, names, rendezvous, save_table, set_log_level, table_without_group,
 };
 use super::devices::{RustCall, RustDevices, RustRetired};
 use super::simulate::{predict, program};
@@ -134,7 +134,7 @@ pub mod ffi {
     }
 
     /// An operation that the core only counts: a delegate's, or one that the shim makes of several.
-    struct Foreign {
+    struct ExternalOp {
         kind: Kind,
         composed: bool,
         root: u32,
@@ -458,7 +458,7 @@ pub mod ffi {
         type RustRendezvous;
         type RustGroup;
         type RustOp;
-        type RustForeign;
+        type RustExternalOp;
         type RustDevices;
         type RustCall;
         type RustRetired;
@@ -529,9 +529,9 @@ pub mod ffi {
         /// Which ranks of the default group its ranks are, for records.
         fn set_members(self: &RustGroup, members: &[u32]);
         /// Counts an operation from now until `ended`; dropped before, it counts as failed.
-        fn foreign(self: &RustGroup, call: &Foreign) -> Result<Box<RustForeign>>;
+        fn external_op(self: &RustGroup, call: &ExternalOp) -> Result<Box<RustExternalOp>>;
         /// `timed`: this is the moment it ended. Any thread; a second call does nothing.
-        fn ended(self: &RustForeign, well: bool, timed: bool);
+        fn ended(self: &RustExternalOp, well: bool, timed: bool);
 
         /// True when the operation has ended, well or not.
         fn is_done(self: &RustOp) -> bool;

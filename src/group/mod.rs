@@ -24,7 +24,7 @@ use once_cell::sync::OnceCell;
 
 use self::builder::NoHost;
 pub use self::explain::{explain_without_group, table_without_group};
-pub use self::report::{Carrier, Foreign, NAMES};
+pub use self::report::{Carrier, ExternalOp, NAMES};
 use crate::config::Config;
 use crate::engine::{Control, Ended, Engine, WakeAddress};
 use crate::error::{Error, Result, contained};

@@ -37,13 +37,13 @@ pub enum Carrier {
 }
 
 /// An operation that somebody else carries out, until it ends; dropped before, it failed.
-pub struct Foreign {
+pub struct ExternalOp {
     group: Arc<Group>,
     record: Record,
     ended: AtomicBool,
 }
 
-impl Foreign {
+impl ExternalOp {
     /// It ended; a second call does nothing. `timed` is false where only its issue was seen.
     pub fn end(&self, well: bool, timed: bool) {
         if self.ended.swap(true, Ordering::Relaxed) {
@@ -55,7 +55,7 @@ impl Foreign {
     }
 }
 
-impl Drop for Foreign {
+impl Drop for ExternalOp {
     fn drop(&mut self) {
         self.end(false, false);
     }
@@ -63,14 +63,14 @@ impl Drop for Foreign {
 
 impl Group {
     /// Enters an operation that `carrier` carries out. `root` as in a request; `bytes` are read and written.
-    pub fn foreign(
+    pub fn external_op(
         &self,
         kind: Kind,
         carrier: Carrier,
         (root, tag): (u32, u32),
         (read, written): (u64, u64),
         note: CallNote,
-    ) -> Foreign {
+    ) -> ExternalOp {
         let mut inner = self.lock();
         let whole = inner.engine.delegate_reason().is_some();
         let number = match kind {
@@ -87,10 +87,10 @@ impl Group {
             Carrier::Device => Choice::DEVICE,
         };
         let choice = choice.code();
-        let mut record = Record { read, written, ..Record::foreign(kind, choice, number, (root, tag), note) };
+        let mut record = Record { read, written, ..Record::external_op(kind, choice, number, (root, tag), note) };
         record.id = inner.stats.foreign_issued(record);
         let group = self.this.upgrade().expect("a group that is used is alive");
-        Foreign { group, record, ended: AtomicBool::new(false) }
+        ExternalOp { group, record, ended: AtomicBool::new(false) }
     }
 
     /// Counts, times and waits, and the moment at which they were read. The lock is held for a copy only.

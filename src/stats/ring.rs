@@ -117,7 +117,7 @@ impl Record {
     }
 
     /// Of an operation that the core does not carry out itself, issued now.
-    pub fn foreign(kind: Kind, choice: u64, number: u64, (root, tag): (u32, u32), note: CallNote) -> Record {
+    pub fn external_op(kind: Kind, choice: u64, number: u64, (root, tag): (u32, u32), note: CallNote) -> Record {
         let route = Route { choice, ..Route::default() };
         Record { number, kind, route, note, root, tag, issued: clock::stamp(), ..Record::EMPTY }
     }
@@ -238,7 +238,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn record(kind: Kind, number: u64, root: u32) -> Record {
-        Record { read: 4, written: 8, ..Record::foreign(kind, 0, number, (root, 0), CallNote::default()) }
+        Record { read: 4, written: 8, ..Record::external_op(kind, 0, number, (root, 0), CallNote::default()) }
     }
 
     proptest! {
