@@ -18,9 +18,9 @@ pub const SMALL_CHUNK: usize = 128 << 10;
 const CALL_NS: f64 = 2800.0;
 const EXCHANGE_NS: f64 = 200.0;
 /// Ranks that share a core wait for each other by switching.
-const CROWDED_EXCHANGE_NS: f64 = 17_000.0;
+const OVERSUBSCRIBED_EXCHANGE_NS: f64 = 17_000.0;
 const ROUND_NS: f64 = 300.0;
-const CROWDED_ROUND_NS: f64 = 5_000.0;
+const OVERSUBSCRIBED_ROUND_NS: f64 = 5_000.0;
 /// A byte through a slot: written, read and combined alone by every rank.
 const SLOT_NS: f64 = 0.060;
 /// A byte through the stage, which stays in the cache, of a tensor that does too.
@@ -100,7 +100,7 @@ pub(crate) fn start(asked: Asked, shape: &Shape, cache_bytes: u64) -> Choice {
         Kind::Barrier => Choice { path: Path::Slots, reason: Reason::NothingToMove },
         Kind::AllToAll => rounds(shape.stage_bytes, Reason::NoCommonSize),
         _ if fits_slot(asked, shape) => Choice { path: Path::Slots, reason: Reason::FitsSlot },
-        _ if shape.crowded() => rounds(shape.stage_bytes, Reason::Crowded),
+        _ if shape.oversubscribed() => rounds(shape.stage_bytes, Reason::Oversubscribed),
         _ if asked.bytes > out_of_cache(cache_bytes) => rounds(SMALL_CHUNK, Reason::OutOfCache),
         _ => rounds(shape.stage_bytes, Reason::InCache),
     }
@@ -109,16 +109,16 @@ pub(crate) fn start(asked: Asked, shape: &Shape, cache_bytes: u64) -> Choice {
 /// Nanoseconds of one operation of `bytes` (as `slot_payload` counts them) that goes `way`.
 pub fn predict(kind: Kind, bytes: u64, way: Way, shape: &Shape, cache_bytes: u64) -> u64 {
     let ranks = shape.ranks.max(1) as f64;
-    let crowded = shape.crowded();
+    let oversubscribed = shape.oversubscribed();
     let share = (ranks / shape.cores.max(1) as f64).max(1.0);
-    let exchange = if crowded { CROWDED_EXCHANGE_NS } else { EXCHANGE_NS };
+    let exchange = if oversubscribed { OVERSUBSCRIBED_EXCHANGE_NS } else { EXCHANGE_NS };
     let time = match way {
         Way::Rounds { chunk } => {
             let chunk = chunk.clamp(64, shape.stage_bytes.max(64));
             let rounds = bytes.div_ceil(unit(kind, shape.ranks, chunk) as u64).max(1);
-            let round = if crowded { CROWDED_ROUND_NS } else { ROUND_NS };
+            let round = if oversubscribed { OVERSUBSCRIBED_ROUND_NS } else { ROUND_NS };
             // The header, the stage, and the results where they are collected.
-            let exchanges = if crowded { 1.0 } else { 3.0 };
+            let exchanges = if oversubscribed { 1.0 } else { 3.0 };
             let byte = per_byte(bytes, cache_bytes) * spill(bytes, chunk as u64, shape, cache_bytes);
             exchanges * exchange + rounds as f64 * round + moved(kind, ranks, bytes) * byte * share
         }
@@ -138,7 +138,7 @@ fn per_byte(bytes: u64, cache_bytes: u64) -> f64 {
 /// Beside a stream of memory a large stage does not stay in the cache. That small chunks win there was measured; the tenth
 /// is an assumption.
 fn spill(bytes: u64, chunk: u64, shape: &Shape, cache_bytes: u64) -> f64 {
-    if bytes > out_of_cache(cache_bytes) && !shape.crowded() && chunk > SMALL_CHUNK as u64 { 1.1 } else { 1.0 }
+    if bytes > out_of_cache(cache_bytes) && !shape.oversubscribed() && chunk > SMALL_CHUNK as u64 { 1.1 } else { 1.0 }
 }
 
 /// Bytes that the busiest rank stages and reads, as the table in engine/shm/bulk.rs has them.
@@ -288,7 +288,7 @@ mod tests {
     /// ranks ways and gives an order of size, no more.
     #[test]
     fn the_start_values_are_near_the_measured_table() {
-        let crowded = Shape { ranks: 4, stage_bytes: 512 << 10, ..APART };
+        let oversubscribed = Shape { ranks: 4, stage_bytes: 512 << 10, ..APART };
         let big = Way::Rounds { chunk: 512 << 10 };
         let small = Way::Rounds { chunk: 128 << 10 };
         let cases = [
@@ -299,9 +299,9 @@ mod tests {
             (Kind::AllGather, 512 << 10, big, APART, 33.8),
             (Kind::ReduceScatter, 1 << 20, big, APART, 30.6),
             (Kind::Broadcast, 1 << 20, big, APART, 24.1),
-            (Kind::AllReduce, 8, Way::Slots, crowded, 20.0),
-            (Kind::AllReduce, 1 << 20, big, crowded, 171.0),
-            (Kind::AllReduce, 16 << 20, big, crowded, 3170.0),
+            (Kind::AllReduce, 8, Way::Slots, oversubscribed, 20.0),
+            (Kind::AllReduce, 1 << 20, big, oversubscribed, 171.0),
+            (Kind::AllReduce, 16 << 20, big, oversubscribed, 3170.0),
         ];
         for (kind, bytes, way, shape, measured) in cases {
             let ratio = predict(kind, bytes, way, &shape, CACHE) as f64 / 1000.0 / measured;

@@ -266,7 +266,7 @@ impl Shape {
         Shape { ranks, hosts: 1, cores: 1, slot_bytes: 0, stage_bytes: 0 }
     }
 
-    pub fn crowded(&self) -> bool {
+    pub fn oversubscribed(&self) -> bool {
         self.ranks > self.cores
     }
 }
@@ -313,7 +313,7 @@ pub enum Reason {
     FitsSlot = 6,
     InCache = 7,
     OutOfCache = 8,
-    Crowded = 9,
+    Oversubscribed = 9,
     NoCommonSize = 10,
     NothingToMove = 11,
     /// Between hosts.
@@ -341,7 +341,7 @@ impl Reason {
         Reason::FitsSlot,
         Reason::InCache,
         Reason::OutOfCache,
-        Reason::Crowded,
+        Reason::Oversubscribed,
         Reason::NoCommonSize,
         Reason::NothingToMove,
         Reason::Strict,
@@ -371,7 +371,7 @@ impl Reason {
             Reason::FitsSlot => "fits_slot",
             Reason::InCache => "in_cache",
             Reason::OutOfCache => "out_of_cache",
-            Reason::Crowded => "crowded",
+            Reason::Oversubscribed => "oversubscribed",
             Reason::NoCommonSize => "no_common_size",
             Reason::NothingToMove => "nothing_to_move",
             Reason::Strict => "strict",
@@ -391,7 +391,7 @@ impl Reason {
         match self {
             Reason::Override => "override",
             Reason::Measured => "measurement",
-            Reason::FitsSlot | Reason::InCache | Reason::OutOfCache | Reason::Crowded => "start value",
+            Reason::FitsSlot | Reason::InCache | Reason::OutOfCache | Reason::Oversubscribed => "start value",
             Reason::PowerOfTwo | Reason::AnyCount | Reason::Large => "start rule",
             Reason::Model => "cost model",
             Reason::Unknown => "nothing",
@@ -410,7 +410,7 @@ impl Reason {
             Reason::FitsSlot => "it fits into a slot, and one exchange is the least there can be",
             Reason::InCache => "it stays in the last-level cache, where fewer rounds win",
             Reason::OutOfCache => "it is larger than the last-level cache, where a small stage that stays cached wins",
-            Reason::Crowded => "ranks share cores, so every round costs context switches and fewer rounds win",
+            Reason::Oversubscribed => "ranks share cores, so every round costs context switches and fewer rounds win",
             Reason::NoCommonSize => "no rank knows all the sizes of an all_to_all, so one way serves them all",
             Reason::NothingToMove => "it moves no data",
             Reason::Strict => "strict mode: only the direct exchange adds in the order of the ranks",
