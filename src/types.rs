@@ -264,7 +264,7 @@ impl Strided {
     pub const DIMENSIONS: usize = 4;
 
     /// From its first byte to its last one.
-    pub fn hull(&self) -> Span {
+    pub fn extent(&self) -> Span {
         let last: usize = self.counts.iter().zip(&self.strides).map(|(count, stride)| (count - 1) * stride).sum();
         Span { addr: self.addr, bytes: last + self.run }
     }

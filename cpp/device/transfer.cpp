@@ -122,7 +122,7 @@ void Transfer::wait_settled() const {
 bool Transfer::precedes(const Transfer& other) const {
   const bool near = std::any_of(written_.begin(), written_.end(), [&](const Strided& mine) {
     return std::any_of(other.touched_.begin(), other.touched_.end(),
-                       [&](const Strided& theirs) { return overlap(hull(mine), hull(theirs)); });
+                       [&](const Strided& theirs) { return overlap(extent(mine), extent(theirs)); });
   });
   return near && memory_meets({written_.data(), written_.size()}, {other.touched_.data(), other.touched_.size()});
 }

@@ -38,11 +38,11 @@ void copy_quietly(const at::Tensor& to, const at::Tensor& from);
 bool overlap(const at::Tensor& left, const at::Tensor& right);
 bool overlap(const Piece& left, const Piece& right);
 // From the first to behind the last byte that belongs to the tensor, at whatever address its device has them.
-Piece hull(const at::Tensor& tensor);
+Piece extent(const at::Tensor& tensor);
 
 // The bytes of a strided tensor; from the first to the last where its layout has too many dimensions.
 Strided runs_of(const at::Tensor& tensor, bool written);
-Piece hull(const Strided& runs);
+Piece extent(const Strided& runs);
 
 // What a call is called elsewhere: in the profiler ("sagellm:" and the op) and in c10d's enumeration.
 struct Label {

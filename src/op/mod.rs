@@ -118,8 +118,8 @@ pub struct Op {
     pub timeout: Duration,
     /// When it fails, on `clock::now`.
     pub deadline: u64,
-    /// Everything it touches lies in here: `overlap::hull`.
-    hull: (usize, usize),
+    /// Everything it touches lies in here: `overlap::extent`.
+    extent: (usize, usize),
     /// The same in detail, made when two operations of several pieces are compared.
     reach: OnceCell<Box<Reach>>,
     /// What a send sends instead of its inputs: see `send_copy`.
@@ -157,7 +157,7 @@ impl Op {
             read: sum(request.inputs()),
             written: sum(request.outputs()),
             lists: lists(&request),
-            hull: overlap::hull(&request),
+            extent: overlap::extent(&request),
             reach: OnceCell::new(),
             copy: OnceCell::new(),
             released: AtomicBool::new(false),
@@ -181,7 +181,7 @@ impl Op {
 
     /// True when one of the two writes what the other reads or writes, so that the later one must run after the earlier.
     pub fn meets(&self, other: &Op) -> bool {
-        if self.hull.0 >= other.hull.1 || other.hull.0 >= self.hull.1 {
+        if self.extent.0 >= other.extent.1 || other.extent.0 >= self.extent.1 {
             return false;
         }
         if overlap::is_short(&self.request) && overlap::is_short(&other.request) {

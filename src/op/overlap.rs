@@ -48,20 +48,20 @@ pub fn is_short(request: &Request) -> bool {
 }
 
 /// From the first byte to behind the last one that a request touches; empty where it touches none.
-pub fn hull(request: &Request) -> (usize, usize) {
+pub fn extent(request: &Request) -> (usize, usize) {
     let join = |(low, high): (usize, usize), span: &Span| (low.min(span.addr), high.max(span.addr + span.bytes));
     let plain = request.inputs().iter().chain(request.outputs()).filter(|span| span.bytes > 0);
-    let hull = plain.fold((usize::MAX, 0), join);
-    request.also_touched.iter().map(Strided::hull).fold(hull, |hull, span| join(hull, &span))
+    let extent = plain.fold((usize::MAX, 0), join);
+    request.also_touched.iter().map(Strided::extent).fold(extent, |extent, span| join(extent, &span))
 }
 
-/// Adds the runs of a strided tensor, or its hull where they are very many.
+/// Adds the runs of a strided tensor, or its extent where they are very many.
 fn runs(strided: &Strided, to: &mut Vec<Span>) {
     const MOST: usize = 1 << 22;
     let Strided { addr, run, counts, strides, .. } = *strided;
     let many = counts.iter().try_fold(1usize, |all, count| all.checked_mul(*count)).is_none_or(|all| all > MOST);
     if many {
-        to.push(strided.hull());
+        to.push(strided.extent());
         return;
     }
     fn repeat(dims: &[(usize, usize)], addr: usize, run: usize, to: &mut Vec<Span>) {
@@ -180,7 +180,7 @@ mod tests {
             sorted(all)
         };
         assert_eq!(reach(&column(1)).iter().map(|span| span.bytes).sum::<usize>(), planes * rows * size);
-        assert_eq!(column(6).hull(), Span { addr: 1000 + 6 * size, bytes: planes * plane - 6 * size });
+        assert_eq!(column(6).extent(), Span { addr: 1000 + 6 * size, bytes: planes * plane - 6 * size });
         for (one, other, share) in [
             (column(0), column(1), false),
             (column(3), column(3), true),
