@@ -43,7 +43,7 @@ pub trait Engine: Send {
     /// the operation is then the engine's to end only where it `holds` it.
     fn submit(&mut self, op: Arc<Op>, kernel: Option<Kernel>, ended: &mut Ended) -> Result<()>;
 
-    /// True while the engine has this operation and will end it, or give it back in `drain`.
+    /// True while the engine has this operation and will end it, or give it back in `take_pending`.
     fn holds(&self, _op: &Arc<Op>) -> bool {
         false
     }
@@ -82,7 +82,7 @@ pub trait Engine: Send {
 
     /// The group ends with `error`: gives back the pending operations, whose memory is not used any more. What a thread of
     /// the engine works on, it ends itself (`Report::ended`).
-    fn drain(&mut self, _error: &Error) -> Vec<Arc<Op>> {
+    fn take_pending(&mut self, _error: &Error) -> Vec<Arc<Op>> {
         Vec::new()
     }
 

@@ -318,7 +318,7 @@ impl Group {
 
     fn fail_all(&self, error: &Error) {
         let mut inner = self.lock();
-        let ended: Ended = inner.engine.drain(error).into_iter().map(|op| (op, Err(error.clone()))).collect();
+        let ended: Ended = inner.engine.take_pending(error).into_iter().map(|op| (op, Err(error.clone()))).collect();
         let at = inner.close(&ended);
         drop(inner);
         self.settle(ended, at);

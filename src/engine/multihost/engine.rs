@@ -215,7 +215,7 @@ impl Engine for MultiHost {
     }
 
     /// Gives back what no lane has; a lane ends its own.
-    fn drain(&mut self, error: &Error) -> Vec<Arc<Op>> {
+    fn take_pending(&mut self, error: &Error) -> Vec<Arc<Op>> {
         let mut state = self.shared.lock();
         // So that no lane takes up what is given back here.
         state.fault.get_or_insert_with(|| error.clone());

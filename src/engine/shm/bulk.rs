@@ -231,7 +231,7 @@ impl Bulk<'_> {
     // for the last.
 
     fn fill_needs(&self, base: Bases, k: u64, q: usize) -> bool {
-        !protocol::has_drained(self.area, Region::Stage, q, base.stage + k)
+        !protocol::has_read(self.area, Region::Stage, q, base.stage + k)
     }
     /// A take reads the stage buffers of those it takes from.
     fn take_needs_data(&self, base: Bases, k: u64, q: usize) -> bool {
@@ -241,7 +241,7 @@ impl Bulk<'_> {
     }
     /// It writes the own result buffer, which everybody may be reading.
     fn take_needs_room(&self, base: Bases, k: u64, q: usize) -> bool {
-        self.uses_result() && !protocol::has_drained(self.area, Region::Result, q, base.result + k)
+        self.uses_result() && !protocol::has_read(self.area, Region::Result, q, base.result + k)
     }
     fn take_needs(&self, base: Bases, k: u64, q: usize) -> bool {
         self.take_needs_data(base, k, q) || self.take_needs_room(base, k, q)

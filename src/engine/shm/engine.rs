@@ -336,7 +336,7 @@ impl Engine for Shm {
         while at < self.entries.len() - self.queued {
             let (step, is_large) = self.step(at, large)?;
             if step == Step::Done {
-                // Before it leaves the list, so that a panic in the copy leaves it where `drain` finds it.
+                // Before it leaves the list, so that a panic in the copy leaves it where `take_pending` finds it.
                 self.entries[at].op.store_back();
                 let entry = self.entries.remove(at).expect("in range");
                 self.slots.retire(&*self.area, entry.op.number);
@@ -403,11 +403,11 @@ impl Engine for Shm {
         self.entries.iter().map(|entry| &entry.op).find(|op| op.number == number).cloned()
     }
 
-    fn drain(&mut self, _error: &Error) -> Vec<Arc<Op>> {
+    fn take_pending(&mut self, _error: &Error) -> Vec<Arc<Op>> {
         self.queued = 0;
         self.messages.clear();
         let collectives = self.entries.drain(..).map(|entry| entry.op);
-        collectives.chain(self.held.drain(..).map(|held| held.op)).chain(self.p2p.drain()).collect()
+        collectives.chain(self.held.drain(..).map(|held| held.op)).chain(self.p2p.take_pending()).collect()
     }
 
     fn explain(&self, asked: Asked, _batched: bool) -> Explanation {

@@ -162,7 +162,7 @@ impl P2p {
             moved |= self.take_grants(area, peer, ended)?;
             moved |= self.fill_body(area, peer, ended);
             moved |= self.give_grants(area, peer)?;
-            moved |= self.drain_body(area, peer, ended);
+            moved |= self.receive_body(area, peer, ended);
             if self.is_idle(peer) {
                 self.busy.remove(peer);
             }
@@ -410,7 +410,7 @@ impl P2p {
         Ok(moved)
     }
 
-    fn drain_body(&mut self, area: &Area, from: usize, ended: &mut Ended) -> bool {
+    fn receive_body(&mut self, area: &Area, from: usize, ended: &mut Ended) -> bool {
         let me = area.me;
         let lane = &mut self.incoming[from];
         let Some((op, offset)) = lane.bodies.front_mut() else { return false };
@@ -440,7 +440,7 @@ impl P2p {
     pub fn blocked_by(&self, area: &Area, peer: usize, gone: impl Fn(usize) -> bool) -> impl Iterator<Item = &Arc<Op>> {
         let (out, incoming) = (&self.out[peer], &self.incoming[peer]);
         let no_room = self.ring_is_full(area, peer);
-        let not_drained = out.bodies.front().is_some_and(|(op, _, moved)| {
+        let not_read = out.bodies.front().is_some_and(|(op, _, moved)| {
             let last = last_round(area, out.round, op, *moved);
             !protocol::may_fill_body(last, area.pair_word(area.me, peer, DRAINED).load(Acquire))
         });
@@ -450,7 +450,7 @@ impl P2p {
         let only_peer = (0..area.ranks).all(|q| q == area.me || q == peer || gone(q));
         let queued = out.queue.iter().take(usize::from(no_room));
         let waiting = out.waiting.iter().map(|(_, op)| op);
-        let sent = out.bodies.iter().take(usize::from(not_drained)).map(|(op, ..)| op);
+        let sent = out.bodies.iter().take(usize::from(not_read)).map(|(op, ..)| op);
         let received = incoming.bodies.iter().take(usize::from(not_ready)).map(|(op, _)| op);
         let posted = self.posted.iter().filter(move |op| match op.request.root {
             ANY_RANK => only_peer,
@@ -466,7 +466,7 @@ impl P2p {
     }
 
     /// Every operation that has not ended.
-    pub fn drain(&mut self) -> Vec<Arc<Op>> {
+    pub fn take_pending(&mut self) -> Vec<Arc<Op>> {
         let mut all: Vec<Arc<Op>> = self.posted.drain(..).collect();
         for lane in &mut self.out {
             all.extend(lane.queue.drain(..));

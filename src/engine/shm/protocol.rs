@@ -121,13 +121,13 @@ impl Slots {
 
 /// True when `rank` no longer reads what a peer's buffer for round `g` held before, so that it may be filled as far as
 /// `rank` is concerned.
-pub fn has_drained<W: Words>(words: &W, region: Region, rank: usize, g: u64) -> bool {
+pub fn has_read<W: Words>(words: &W, region: Region, rank: usize, g: u64) -> bool {
     g < 2 || words.load(Word::Drained(region, rank)) >= g - 1
 }
 
 /// True when `me` may fill its buffer for round `g`.
 pub fn may_fill<W: Words>(words: &W, region: Region, me: usize, ranks: usize, g: u64) -> bool {
-    (0..ranks).all(|q| q == me || has_drained(words, region, q, g))
+    (0..ranks).all(|q| q == me || has_read(words, region, q, g))
 }
 
 /// Makes round `g` of `me` visible.
