@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::messages::{Answer, Body, Mode, Nonce, PROTOCOL, Record, Verdict, clip};
 use super::peers::GroupPeers;
-use super::{Met, Outcome, SegmentBytes, Talk, VERDICT, WAITS, answer_key, hello_bytes, record_key, unix_socket};
+use super::{Met, Outcome, SegmentBytes, Session, VERDICT, WAITS, answer_key, hello_bytes, record_key, unix_socket};
 use crate::engine::shm::memory::segment::{Segment, random};
 use crate::error::{Error, Result};
 use crate::os::topology;
@@ -21,8 +21,8 @@ pub(super) enum Step {
     Impossible(String),
 }
 
-pub(super) struct Lead<'t, 'a> {
-    pub(super) talk: &'t mut Talk<'a>,
+pub(super) struct Coordinator<'t, 'a> {
+    pub(super) session: &'t mut Session<'a>,
     pub(super) records: Vec<Option<Record>>,
     /// The missing ranks as the others were last told them, under the nonces that are known now.
     told_waits: Option<Vec<usize>>,
@@ -42,10 +42,10 @@ pub(super) struct Plan {
     pub(super) group_peers: Option<GroupPeers>,
 }
 
-pub(super) fn lead(talk: &mut Talk, segment_bytes: &SegmentBytes) -> Result<Outcome> {
-    let mut records = vec![None; talk.config.size];
-    records[0] = Some(talk.own.clone());
-    let mut lead = Lead { talk, records, told_waits: None, looked: Instant::now() };
+pub(super) fn coordinate(session: &mut Session, segment_bytes: &SegmentBytes) -> Result<Outcome> {
+    let mut records = vec![None; session.config.size];
+    records[0] = Some(session.own.clone());
+    let mut lead = Coordinator { session, records, told_waits: None, looked: Instant::now() };
     let result = lead.run(segment_bytes);
     if let Err(error) = &result {
         // The others must not wait for a rank 0 that has gone; where even this fails, their own deadline ends them.
@@ -56,9 +56,9 @@ pub(super) fn lead(talk: &mut Talk, segment_bytes: &SegmentBytes) -> Result<Outc
     result
 }
 
-impl Lead<'_, '_> {
+impl Coordinator<'_, '_> {
     fn run(&mut self, segment_bytes: &SegmentBytes) -> Result<Outcome> {
-        self.talk.publish_record()?;
+        self.session.publish_record()?;
         self.gather()?;
         let mut forced: Option<String> = None;
         loop {
@@ -75,7 +75,7 @@ impl Lead<'_, '_> {
                     match (self.ask(id, &reason, hosts.as_deref().unwrap_or_default())?, hosts) {
                         (Step::Delegated, None) => return Ok(Outcome::Delegate { reason, id }),
                         (Step::Delegated, Some(hosts)) => {
-                            let policy = self.talk.config.policy.clone();
+                            let policy = self.session.config.policy.clone();
                             return Ok(Outcome::Hosts { hosts, id, reason, policy });
                         }
                         (step, _) => step,
@@ -83,7 +83,7 @@ impl Lead<'_, '_> {
                 }
                 Ok(plan) => self.share(id, plan)?,
             };
-            self.talk.backoff.refresh();
+            self.session.backoff.refresh();
             match step {
                 Step::Met(met) => return Ok(Outcome::Shared(*met)),
                 // With another process on that rank it may work, so that is tried afresh.
@@ -94,7 +94,7 @@ impl Lead<'_, '_> {
     }
 
     pub(super) fn size(&self) -> usize {
-        self.talk.config.size
+        self.session.config.size
     }
 
     pub(super) fn nonce(&self, rank: usize) -> Nonce {
@@ -104,7 +104,7 @@ impl Lead<'_, '_> {
     pub(super) fn verdict(&self, id: Nonce, mode: Mode, text: &str, detail: &[u8]) -> Verdict {
         let nonces = (0..self.size()).map(|rank| self.nonce(rank)).collect();
         let decided = matches!(mode, Mode::Share | Mode::Delegate);
-        let policy = if decided { self.talk.config.policy.clone() } else { String::new() };
+        let policy = if decided { self.session.config.policy.clone() } else { String::new() };
         Verdict { id, nonces, mode, text: text.into(), detail: detail.into(), policy, known: Default::default() }
     }
 
@@ -115,13 +115,13 @@ impl Lead<'_, '_> {
     }
 
     pub(super) fn store(&self, verdict: &Verdict) -> Result<()> {
-        self.talk.store.set(VERDICT, &verdict.write())
+        self.session.store.set(VERDICT, &verdict.write())
     }
 
     /// Puts a verdict into the mailboxes of the ranks on this host. True when that reached all ranks.
     pub(super) fn post(&self, verdict: &Verdict) -> bool {
         let bytes = verdict.write();
-        let here = self.talk.identity();
+        let here = self.session.identity();
         let mut reached = true;
         for record in &self.records[1..] {
             let body = record.as_ref().and_then(|record| record.body.as_ref()).filter(|body| {
@@ -135,7 +135,7 @@ impl Lead<'_, '_> {
 
     /// True when it is time again to ask the store for each missing rank: now and then, and at the end.
     pub(super) fn due(&mut self) -> bool {
-        let due = self.looked.elapsed() >= LOOK || self.talk.backoff.ends();
+        let due = self.looked.elapsed() >= LOOK || self.session.backoff.ends();
         if due {
             self.looked = Instant::now();
         }
@@ -146,7 +146,7 @@ impl Lead<'_, '_> {
     /// left by somebody else.
     pub(super) fn look(&mut self, rank: usize) -> Result<bool> {
         let size = self.size() as u32;
-        let found = self.talk.store.try_get(&record_key(rank))?.and_then(|bytes| Record::read(&bytes));
+        let found = self.session.store.try_get(&record_key(rank))?.and_then(|bytes| Record::read(&bytes));
         let Some(found) = found.filter(|record| record.body.as_ref().is_none_or(|body| body.size == size)) else {
             return Ok(false);
         };
@@ -174,7 +174,7 @@ impl Lead<'_, '_> {
                 return Ok(());
             }
             if missing.len() < before.len() {
-                self.talk.backoff.refresh();
+                self.session.backoff.refresh();
             }
             self.pause(&missing, "rank 0 waits for the record in the store", [].into_iter())?;
         }
@@ -191,16 +191,16 @@ impl Lead<'_, '_> {
         waits: &str,
         sockets: impl Iterator<Item = &'s OwnedFd>,
     ) -> Result<()> {
-        let informing = Duration::from_secs(1).min(self.talk.config.timeout / 4);
-        if self.talk.backoff.elapsed() > informing && self.told_waits.as_deref() != Some(missing) {
-            let text = format!("T{}", self.talk.missing_text(missing, waits));
-            self.talk.store.set(WAITS, &self.verdict([0; 16], Mode::Failed, &text, &[]).write())?;
+        let informing = Duration::from_secs(1).min(self.session.config.timeout / 4);
+        if self.session.backoff.elapsed() > informing && self.told_waits.as_deref() != Some(missing) {
+            let text = format!("T{}", self.session.missing_text(missing, waits));
+            self.session.store.set(WAITS, &self.verdict([0; 16], Mode::Failed, &text, &[]).write())?;
             self.told_waits = Some(missing.to_vec());
         }
-        if self.talk.backoff.pause(sockets)? {
+        if self.session.backoff.pause(sockets)? {
             return Ok(());
         }
-        Err(Error::Timeout(self.talk.missing_text(missing, waits)))
+        Err(Error::Timeout(self.session.missing_text(missing, waits)))
     }
 
     /// The memory to share, or why there is none.
@@ -235,7 +235,7 @@ impl Lead<'_, '_> {
             let known = &record.as_ref()?.body.as_ref()?.known;
             known.iter().find(|(other, _)| *other == id).map(|(_, place)| *place as usize)
         };
-        self.talk.known_peers.iter().find_map(|known_peers| {
+        self.session.known_peers.iter().find_map(|known_peers| {
             let places: Option<Vec<usize>> =
                 self.records.iter().map(|record| place(record, known_peers.id())).collect();
             GroupPeers::new(known_peers, places?, 0).filter(GroupPeers::lives)
@@ -264,7 +264,7 @@ impl Lead<'_, '_> {
                 return Ok(Step::Delegated);
             }
             if missing.len() < before {
-                self.talk.backoff.refresh();
+                self.session.backoff.refresh();
             }
             for rank in missing.iter().filter(|_| due) {
                 if self.look(*rank)? {
@@ -277,7 +277,7 @@ impl Lead<'_, '_> {
 
     /// A rank's answer to the verdict `id` in the store.
     pub(super) fn answered(&self, rank: usize, id: Nonce) -> Result<Option<String>> {
-        let answer = self.talk.store.try_get(&answer_key(rank))?.and_then(|bytes| Answer::read(&bytes));
+        let answer = self.session.store.try_get(&answer_key(rank))?.and_then(|bytes| Answer::read(&bytes));
         Ok(answer.filter(|answer| answer.id == id).map(|answer| answer.reason))
     }
 }

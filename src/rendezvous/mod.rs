@@ -1,6 +1,6 @@
 //! How the ranks of a group find each other, agree whether they share a host, and map one piece of memory.
 //!
-//! They talk through the group's store, where keys of an earlier incarnation may still lie (a process restarted by
+//! They session through the group's store, where keys of an earlier incarnation may still lie (a process restarted by
 //! torchrun, or the same group made twice). So every attempt has a random nonce, and nothing counts until rank 0 has
 //! named that nonce in a verdict:
 //!
@@ -138,11 +138,11 @@ pub fn meet_as(
     // Who has a mailbox asks the store only for a rank 0 on another host, and in case a message was lost.
     let first_pause = if mailbox.is_some() { FIRST_PAUSE * 20 } else { FIRST_PAUSE };
     let backoff = Backoff::new(host, config.timeout, config.size, first_pause);
-    let mut talk = Talk { config, store, own, known_peers, mailbox, backoff };
+    let mut session = Session { config, store, own, known_peers, mailbox, backoff };
     let outcome = if config.rank == 0 {
-        self::coordinator::lead(&mut talk, segment_bytes)
+        self::coordinator::coordinate(&mut session, segment_bytes)
     } else {
-        self::participant::join(&mut talk)
+        self::participant::join(&mut session)
     }?;
     match &outcome {
         Outcome::Shared(met) => log::debug!(
@@ -152,12 +152,12 @@ pub fn meet_as(
             config.size,
             met.segment.len(),
             met.local_cores,
-            if talk.known_peers.iter().any(|one| one.id() == met.group_peers.id()) {
+            if session.known_peers.iter().any(|one| one.id() == met.group_peers.id()) {
                 "met among known peers"
             } else {
                 "met for the first time"
             },
-            talk.backoff.start.elapsed()
+            session.backoff.start.elapsed()
         ),
         Outcome::Delegate { reason, .. } => log::debug!("group '{}' delegates: {reason}", config.name),
         Outcome::Hosts { reason, .. } => log::debug!("group '{}' spans hosts: {reason}", config.name),
@@ -166,7 +166,7 @@ pub fn meet_as(
 }
 
 /// One rank's side of the conversation.
-struct Talk<'a> {
+struct Session<'a> {
     config: &'a Config,
     store: &'a dyn Store,
     own: Record,
@@ -201,7 +201,7 @@ fn answer_key(rank: usize) -> String {
     format!("a/{rank}")
 }
 
-impl Talk<'_> {
+impl Session<'_> {
     fn identity(&self) -> &Identity {
         &self.own.body.as_ref().expect("a rank knows its own record").identity
     }

@@ -5,7 +5,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Instant;
 
-use super::coordinator::{Lead, Plan, Step};
+use super::coordinator::{Coordinator, Plan, Step};
 use super::messages::{Answer, Hello, Mode, Nonce, Offer, Record};
 use super::peers::{GroupPeers, Process};
 use super::{Met, acquaint, has_signed, make_ready, sign, unix_socket};
@@ -17,7 +17,7 @@ use crate::os::topology;
 const MAX_PASSED: usize = 128;
 
 /// A rank that came to the socket.
-struct Guest {
+struct Participant {
     socket: OwnedFd,
     pid: i32,
     pidfd: Option<OwnedFd>,
@@ -26,7 +26,7 @@ struct Guest {
     mapped: bool,
 }
 
-impl Lead<'_, '_> {
+impl Coordinator<'_, '_> {
     /// Publishes the socket and serves those who come, until all have signed the memory.
     pub(super) fn share(&mut self, id: Nonce, plan: Plan) -> Result<Step> {
         let name: Vec<u8> = format!("sagellm-{:032x}", u128::from_le_bytes(random()?)).into_bytes();
@@ -35,7 +35,7 @@ impl Lead<'_, '_> {
             Err(error) => return Ok(Step::Impossible(format!("rank 0 cannot open a unix socket ({error})"))),
         };
         sign(&plan.segment, 0, &self.nonce(0), &id);
-        let mut guests: Vec<Option<Guest>> = (0..self.size()).map(|_| None).collect();
+        let mut participants: Vec<Option<Participant>> = (0..self.size()).map(|_| None).collect();
         let mut strangers: Vec<OwnedFd> = Vec::new();
         let mut came = vec![false; self.size()];
         let mut ready = false;
@@ -50,13 +50,15 @@ impl Lead<'_, '_> {
         // Ranks that come together are here long before this is over.
         self.looked = Instant::now();
         loop {
-            if let Err(reason) = self.welcome((id, plan.group_peers.as_ref()), &listener, &mut strangers, &mut guests) {
+            if let Err(reason) =
+                self.welcome((id, plan.group_peers.as_ref()), &listener, &mut strangers, &mut participants)
+            {
                 return Ok(Step::Impossible(reason));
             }
             // Ranks that meet for the first time are told of all others' processes, known peers of nothing but the memory.
-            let all_came = guests[1..].iter().all(Option::is_some);
+            let all_came = participants[1..].iter().all(Option::is_some);
             if (all_came || plan.group_peers.is_some())
-                && let Err(reason) = self.offer(id, &plan, &mut guests)
+                && let Err(reason) = self.offer(id, &plan, &mut participants)
             {
                 return Ok(Step::Impossible(reason));
             }
@@ -67,16 +69,17 @@ impl Lead<'_, '_> {
                 }
                 ready = true;
             }
-            if let Err(reason) = hear(id, &mut guests) {
+            if let Err(reason) = hear(id, &mut participants) {
                 return Ok(Step::Impossible(reason));
             }
-            for (came, guest) in came.iter_mut().zip(&guests) {
-                *came |= guest.is_some();
+            for (came, participant) in came.iter_mut().zip(&participants) {
+                *came |= participant.is_some();
             }
-            let unfinished: Vec<usize> =
-                (1..self.size()).filter(|rank| guests[*rank].as_ref().is_none_or(|guest| !guest.mapped)).collect();
+            let unfinished: Vec<usize> = (1..self.size())
+                .filter(|rank| participants[*rank].as_ref().is_none_or(|participant| !participant.mapped))
+                .collect();
             if unfinished.is_empty() {
-                return self.conclude(id, plan, guests);
+                return self.conclude(id, plan, participants);
             }
             if self.due() {
                 // A message to a mailbox was lost, or its owner was replaced, or is slow.
@@ -94,9 +97,13 @@ impl Lead<'_, '_> {
                 // Two questions a rank: with many of them, most of the time is for those who come.
                 self.looked = Instant::now();
             }
-            let open = guests.iter().flatten().filter(|guest| !guest.mapped).map(|guest| &guest.socket);
+            let open = participants
+                .iter()
+                .flatten()
+                .filter(|participant| !participant.mapped)
+                .map(|participant| &participant.socket);
             let sockets = strangers.iter().chain(open).chain([&listener]);
-            let (missing, waits) = behind(&guests, &came);
+            let (missing, waits) = behind(&participants, &came);
             self.pause(&missing, waits, sockets)?;
         }
     }
@@ -108,13 +115,13 @@ impl Lead<'_, '_> {
         (id, group_peers): (Nonce, Option<&GroupPeers>),
         listener: &OwnedFd,
         strangers: &mut Vec<OwnedFd>,
-        guests: &mut [Option<Guest>],
+        participants: &mut [Option<Participant>],
     ) -> std::result::Result<(), String> {
         while let Some(socket) =
             unix_socket::accept(listener).map_err(|error| format!("rank 0 cannot accept connections ({error})"))?
         {
             // Those who connect and stay silent must not use up our descriptors.
-            if strangers.len() > 2 * guests.len() + 64 {
+            if strangers.len() > 2 * participants.len() + 64 {
                 strangers.remove(0);
             }
             strangers.push(socket);
@@ -131,25 +138,25 @@ impl Lead<'_, '_> {
             };
             let Some(hello) = Hello::read(&message).filter(|hello| hello.id == id) else { continue };
             let rank = hello.rank as usize;
-            if rank == 0 || rank >= guests.len() || self.nonce(rank) != hello.nonce {
+            if rank == 0 || rank >= participants.len() || self.nonce(rank) != hello.nonce {
                 continue;
             }
-            self.talk.backoff.refresh();
-            guests[rank] = Some(self.guest(rank, socket, group_peers)?);
+            self.session.backoff.refresh();
+            participants[rank] = Some(self.participant(rank, socket, group_peers)?);
         }
         *strangers = waiting;
         Ok(())
     }
 
-    fn guest(
+    fn participant(
         &self,
         rank: usize,
         socket: OwnedFd,
         group_peers: Option<&GroupPeers>,
-    ) -> std::result::Result<Guest, String> {
+    ) -> std::result::Result<Participant, String> {
         let (uid, pid) = unix_socket::peer(&socket)
             .map_err(|error| format!("rank {rank}'s connection does not say who it is ({error})"))?;
-        let own = self.talk.identity().uid;
+        let own = self.session.identity().uid;
         if uid != own {
             return Err(format!("rank {rank} runs as uid {uid}, rank 0 as uid {own} (seen from rank 0)"));
         }
@@ -163,39 +170,48 @@ impl Lead<'_, '_> {
             Err(_) if pid > 0 => unix_socket::pidfd_open(pid).ok(),
             Err(_) => None,
         };
-        Ok(Guest { socket, pid, pidfd, parts_sent: 0, mapped: false })
+        Ok(Participant { socket, pid, pidfd, parts_sent: 0, mapped: false })
     }
 
     /// Sends everyone the memory and the others' processes, as far as the sockets take it now.
-    fn offer(&mut self, id: Nonce, plan: &Plan, guests: &mut [Option<Guest>]) -> std::result::Result<(), String> {
-        if guests.iter().flatten().all(|guest| guest.parts_sent == usize::MAX) {
+    fn offer(
+        &mut self,
+        id: Nonce,
+        plan: &Plan,
+        participants: &mut [Option<Participant>],
+    ) -> std::result::Result<(), String> {
+        if participants.iter().flatten().all(|participant| participant.parts_sent == usize::MAX) {
             return Ok(());
         }
         // KnownPeers know all that already.
-        let passed = plan.group_peers.is_none() && guests.len() <= MAX_PASSED;
+        let passed = plan.group_peers.is_none() && participants.len() <= MAX_PASSED;
         let own_process = passed.then(|| unix_socket::pidfd_open(std::process::id() as i32).ok()).flatten();
         let hosts = self.records.iter().filter(|_| plan.group_peers.is_none()).map(hostname);
-        let ranks: Vec<(i32, String)> = guests
+        let ranks: Vec<(i32, String)> = participants
             .iter()
             .zip(hosts)
-            .map(|(guest, host)| (guest.as_ref().map_or(std::process::id() as i32, |guest| guest.pid), host))
+            .map(|(participant, host)| {
+                (participant.as_ref().map_or(std::process::id() as i32, |participant| participant.pid), host)
+            })
             .collect();
-        for rank in 1..guests.len() {
-            if guests[rank].as_ref().is_none_or(|guest| guest.parts_sent == usize::MAX) {
+        for rank in 1..participants.len() {
+            if participants[rank].as_ref().is_none_or(|participant| participant.parts_sent == usize::MAX) {
                 continue;
             }
-            let processes: Vec<(u32, BorrowedFd)> = (0..guests.len())
+            let processes: Vec<(u32, BorrowedFd)> = (0..participants.len())
                 .filter(|other| passed && *other != rank)
                 .filter_map(|other| {
-                    let pidfd = guests[other].as_ref().map_or(own_process.as_ref(), |guest| guest.pidfd.as_ref());
+                    let pidfd = participants[other]
+                        .as_ref()
+                        .map_or(own_process.as_ref(), |participant| participant.pidfd.as_ref());
                     Some((other as u32, pidfd?.as_fd()))
                 })
                 .collect();
-            let messages = offers(id, plan, &ranks, self.talk.identity().pidns, &processes);
-            let Some(guest) = &guests[rank] else { continue };
-            let mut sent = guest.parts_sent;
+            let messages = offers(id, plan, &ranks, self.session.identity().pidns, &processes);
+            let Some(participant) = &participants[rank] else { continue };
+            let mut sent = participant.parts_sent;
             while let Some((message, descriptors)) = messages.get(sent) {
-                match unix_socket::send(&guest.socket, message, descriptors) {
+                match unix_socket::send(&participant.socket, message, descriptors) {
                     Ok(()) => sent += 1,
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
                     // Its connection is closed: `hear` finds that out.
@@ -210,15 +226,15 @@ impl Lead<'_, '_> {
                 }
             }
             let complete = sent == messages.len();
-            if let Some(guest) = &mut guests[rank] {
-                guest.parts_sent = if complete { usize::MAX } else { sent };
+            if let Some(participant) = &mut participants[rank] {
+                participant.parts_sent = if complete { usize::MAX } else { sent };
             }
         }
         Ok(())
     }
 
     /// All have signed: looks at the signatures and says "go".
-    fn conclude(&self, id: Nonce, plan: Plan, guests: Vec<Option<Guest>>) -> Result<Step> {
+    fn conclude(&self, id: Nonce, plan: Plan, participants: Vec<Option<Participant>>) -> Result<Step> {
         for rank in 1..self.size() {
             if !has_signed(&plan.segment, rank, &self.nonce(rank), &id) {
                 return Ok(Step::Impossible(format!("rank {rank} does not see the same memory as rank 0")));
@@ -227,22 +243,22 @@ impl Lead<'_, '_> {
         let go = Answer { id, reason: String::new() }.write();
         let mut peers = Vec::new();
         let mut sockets = Vec::new();
-        for (rank, (guest, record)) in guests.into_iter().zip(&self.records).enumerate() {
+        for (rank, (participant, record)) in participants.into_iter().zip(&self.records).enumerate() {
             let host = hostname(record);
-            let Some(guest) = guest else {
+            let Some(participant) = participant else {
                 peers.push((Process { pid: std::process::id() as i32, host }, None));
                 continue;
             };
             // If this fails, the rank has just ended, and the watch over its socket and process will say so.
-            let _ = unix_socket::send(&guest.socket, &go, &[]);
-            peers.push((Process { pid: guest.pid, host }, guest.pidfd));
-            sockets.push((rank, guest.socket));
+            let _ = unix_socket::send(&participant.socket, &go, &[]);
+            peers.push((Process { pid: participant.pid, host }, participant.pidfd));
+            sockets.push((rank, participant.socket));
         }
         let group_peers = match plan.group_peers {
             Some(group_peers) => group_peers,
             None => acquaint(id, 0, peers, sockets)?,
         };
-        let policy = self.talk.config.policy.clone();
+        let policy = self.session.config.policy.clone();
         let Plan { segment, local_cores, .. } = plan;
         Ok(Step::Met(Box::new(Met { segment, group_peers, local_cores, policy, id })))
     }
@@ -257,32 +273,32 @@ fn hostname(record: &Option<Record>) -> String {
 
 /// The ranks that all others wait for, and what for. Those who came and wait for the rest are not among them, nor those
 /// whose backoff ended a moment before ours.
-fn behind(guests: &[Option<Guest>], came: &[bool]) -> (Vec<usize>, &'static str) {
-    let others = 1..guests.len();
+fn behind(participants: &[Option<Participant>], came: &[bool]) -> (Vec<usize>, &'static str) {
+    let others = 1..participants.len();
     let absent: Vec<usize> = others.clone().filter(|rank| !came[*rank]).collect();
     if !absent.is_empty() {
         return (absent, "rank 0 waits for the connection to its socket");
     }
-    let left: Vec<usize> = others.clone().filter(|rank| guests[*rank].is_none()).collect();
+    let left: Vec<usize> = others.clone().filter(|rank| participants[*rank].is_none()).collect();
     if !left.is_empty() {
         return (left, "the connection to rank 0's socket was closed again");
     }
-    let unmapped = others.filter(|rank| guests[*rank].as_ref().is_some_and(|guest| !guest.mapped));
+    let unmapped = others.filter(|rank| participants[*rank].as_ref().is_some_and(|participant| !participant.mapped));
     (unmapped.collect(), "rank 0 waits for the word that the shared memory is mapped")
 }
 
-/// What the guests say: "mapped", or why they cannot. A closed connection makes a rank missing again.
-fn hear(id: Nonce, guests: &mut [Option<Guest>]) -> std::result::Result<(), String> {
-    for place in guests.iter_mut() {
-        let Some(guest) = place.as_mut().filter(|guest| !guest.mapped) else { continue };
-        match unix_socket::receive(&guest.socket) {
+/// What the participants say: "mapped", or why they cannot. A closed connection makes a rank missing again.
+fn hear(id: Nonce, participants: &mut [Option<Participant>]) -> std::result::Result<(), String> {
+    for place in participants.iter_mut() {
+        let Some(participant) = place.as_mut().filter(|participant| !participant.mapped) else { continue };
+        match unix_socket::receive(&participant.socket) {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
             Ok((message, _)) if !message.is_empty() => {
                 if let Some(answer) = Answer::read(&message).filter(|answer| answer.id == id) {
                     if !answer.reason.is_empty() {
                         return Err(answer.reason);
                     }
-                    guest.mapped = true;
+                    participant.mapped = true;
                 }
             }
             _ => *place = None,
