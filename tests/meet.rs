@@ -18,7 +18,7 @@ use sagellm::error::{Error, Result};
 use sagellm::host::{Host, Store};
 use sagellm::os::watch;
 use sagellm::os::watch::{End, Source};
-use sagellm::rendezvous::messages::{Answer, Body, Hello, Identity, Mode, Offer, PROTOCOL, Record, Verdict};
+use sagellm::rendezvous::messages::{Answer, Body, DecisionMessage, Hello, Identity, Mode, Offer, PROTOCOL, Record};
 use sagellm::rendezvous::peers::Following;
 use sagellm::rendezvous::{Met, Outcome, hello_bytes, meet, meet_as};
 
@@ -170,7 +170,7 @@ fn rule_23_keys_of_an_earlier_incarnation_do_no_harm() {
         let met: Vec<Met> = run(&store, 3, |_| ()).into_iter().map(shared).collect();
         assert_one_memory(&met);
     }
-    // Ranks 1 and 2 come after rank 0 has read their old records and published a verdict that names those.
+    // Ranks 1 and 2 come after rank 0 has read their old records and published a decision that names those.
     for late in [1, 2] {
         let outcomes = run(&store, 3, |rank| {
             if rank.config.rank >= late {
@@ -347,10 +347,10 @@ impl Store for Misleading {
     }
     fn try_get(&self, key: &str) -> Result<Option<Vec<u8>>> {
         let value = self.0.try_get(key)?;
-        let verdict = value.as_deref().and_then(Verdict::read).filter(|verdict| verdict.mode == Mode::Share);
-        match verdict {
-            Some(verdict) if std::thread::current().id() == self.1 => {
-                Ok(Some(Verdict { detail: b"sagellm nobody".into(), ..verdict }.write()))
+        let decision = value.as_deref().and_then(DecisionMessage::read).filter(|decision| decision.mode == Mode::Share);
+        match decision {
+            Some(decision) if std::thread::current().id() == self.1 => {
+                Ok(Some(DecisionMessage { detail: b"sagellm nobody".into(), ..decision }.write()))
             }
             _ => Ok(value),
         }
@@ -388,7 +388,7 @@ fn a_rank_that_cannot_connect_makes_all_delegate() {
     assert!(reasons.iter().all(|reason| *reason == reasons[0]), "{reasons:?}");
 }
 
-/// A store in which nobody finds a verdict.
+/// A store in which nobody finds a decision.
 struct Mute(Memory);
 
 impl Store for Mute {
@@ -916,7 +916,13 @@ fn identity() -> impl Strategy<Value = Identity> {
 }
 
 fn read_all(bytes: &[u8]) {
-    let _ = (Record::read(bytes), Verdict::read(bytes), Answer::read(bytes), Hello::read(bytes), Offer::read(bytes));
+    let _ = (
+        Record::read(bytes),
+        DecisionMessage::read(bytes),
+        Answer::read(bytes),
+        Hello::read(bytes),
+        Offer::read(bytes),
+    );
 }
 
 const MAGICS: [&[u8]; 6] = [b"", b"sgllmREC", b"sgllmVRD", b"sgllmANS", b"sgllmHLO", b"sgllmOFR"];
@@ -938,18 +944,18 @@ proptest! {
 
     #[test]
     fn damaged_messages_are_read_without_panic(id in any::<[u8; 16]>(), ranks in 1..9usize, at in any::<prop::sample::Index>(), value in any::<u8>()) {
-        let verdict = Verdict { id, nonces: vec![id; ranks], mode: Mode::Share, text: "t".into(), detail: b"name".into(), policy: "p\nq".into(), known: (id, vec![2, 0, 1]) };
+        let decision = DecisionMessage { id, nonces: vec![id; ranks], mode: Mode::Share, text: "t".into(), detail: b"name".into(), policy: "p\nq".into(), known: (id, vec![2, 0, 1]) };
         let offer = Offer {
             id, part: 0, parts: 1, segment_len: 1 << 20, backing: Backing::Sealed, local_cores: 2, pidns: 4,
             ranks: vec![(1, "host".into()); ranks], process_of: vec![1, 2],
         };
         let hello = Hello { id, nonce: id, rank: 3 };
         let answer = Answer { id, reason: "because".into() };
-        prop_assert_eq!(Verdict::read(&verdict.write()), Some(verdict.clone()));
+        prop_assert_eq!(DecisionMessage::read(&decision.write()), Some(decision.clone()));
         prop_assert_eq!(Offer::read(&offer.write()), Some(offer.clone()));
         prop_assert_eq!(Hello::read(&hello.write()), Some(hello.clone()));
         prop_assert_eq!(Answer::read(&answer.write()), Some(answer.clone()));
-        for mut bytes in [verdict.write(), offer.write(), hello.write(), answer.write()] {
+        for mut bytes in [decision.write(), offer.write(), hello.write(), answer.write()] {
             let at = at.index(bytes.len());
             bytes[at] = value;
             read_all(&bytes);

@@ -1,17 +1,19 @@
-//! Rank 0's part of the meeting: gather the records, see what they allow, publish the verdict. `serve.rs` hands out the
+//! Rank 0's part of the meeting: gather the records, see what they allow, publish the decision. `serve.rs` hands out the
 //! memory.
 
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
-use super::messages::{Answer, Body, Mode, Nonce, PROTOCOL, Record, Verdict, clip};
+use super::messages::{Answer, Body, DecisionMessage, Mode, Nonce, PROTOCOL, Record, clip};
 use super::peers::GroupPeers;
-use super::{Met, Outcome, SegmentBytes, Session, VERDICT, WAITS, answer_key, hello_bytes, record_key, unix_socket};
+use super::{
+    DECISION_KEY, Met, Outcome, SegmentBytes, Session, WAITS, answer_key, hello_bytes, record_key, unix_socket,
+};
 use crate::engine::shm::memory::segment::{Segment, random};
 use crate::error::{Error, Result};
 use crate::os::topology;
 
-/// How one verdict ended.
+/// How one decision ended.
 pub(super) enum Step {
     Met(Box<Met>),
     Delegated,
@@ -50,8 +52,8 @@ pub(super) fn coordinate(session: &mut Session, segment_bytes: &SegmentBytes) ->
     if let Err(error) = &result {
         // The others must not wait for a rank 0 that has gone; where even this fails, their own deadline ends them.
         let text = format!("{}{}", error.code(), error.text());
-        let verdict = lead.verdict([0; 16], Mode::Failed, &text, &[]);
-        let _ = lead.publish(&verdict);
+        let decision = lead.decision([0; 16], Mode::Failed, &text, &[]);
+        let _ = lead.publish(&decision);
     }
     result
 }
@@ -101,26 +103,34 @@ impl Coordinator<'_, '_> {
         self.records[rank].as_ref().map_or([0; 16], |record| record.nonce)
     }
 
-    pub(super) fn verdict(&self, id: Nonce, mode: Mode, text: &str, detail: &[u8]) -> Verdict {
+    pub(super) fn decision(&self, id: Nonce, mode: Mode, text: &str, detail: &[u8]) -> DecisionMessage {
         let nonces = (0..self.size()).map(|rank| self.nonce(rank)).collect();
         let decided = matches!(mode, Mode::Share | Mode::Delegate);
         let policy = if decided { self.session.config.policy.clone() } else { String::new() };
-        Verdict { id, nonces, mode, text: text.into(), detail: detail.into(), policy, known: Default::default() }
+        DecisionMessage {
+            id,
+            nonces,
+            mode,
+            text: text.into(),
+            detail: detail.into(),
+            policy,
+            known: Default::default(),
+        }
     }
 
-    /// Tells the ranks that a verdict names: those on this host by their mailboxes, and all by the store.
-    pub(super) fn publish(&self, verdict: &Verdict) -> Result<()> {
-        self.post(verdict);
-        self.store(verdict)
+    /// Tells the ranks that a decision names: those on this host by their mailboxes, and all by the store.
+    pub(super) fn publish(&self, decision: &DecisionMessage) -> Result<()> {
+        self.post(decision);
+        self.store(decision)
     }
 
-    pub(super) fn store(&self, verdict: &Verdict) -> Result<()> {
-        self.session.store.set(VERDICT, &verdict.write())
+    pub(super) fn store(&self, decision: &DecisionMessage) -> Result<()> {
+        self.session.store.set(DECISION_KEY, &decision.write())
     }
 
-    /// Puts a verdict into the mailboxes of the ranks on this host. True when that reached all ranks.
-    pub(super) fn post(&self, verdict: &Verdict) -> bool {
-        let bytes = verdict.write();
+    /// Puts a decision into the mailboxes of the ranks on this host. True when that reached all ranks.
+    pub(super) fn post(&self, decision: &DecisionMessage) -> bool {
+        let bytes = decision.write();
         let here = self.session.identity();
         let mut reached = true;
         for record in &self.records[1..] {
@@ -194,7 +204,7 @@ impl Coordinator<'_, '_> {
         let informing = Duration::from_secs(1).min(self.session.config.timeout / 4);
         if self.session.backoff.elapsed() > informing && self.told_waits.as_deref() != Some(missing) {
             let text = format!("T{}", self.session.missing_text(missing, waits));
-            self.session.store.set(WAITS, &self.verdict([0; 16], Mode::Failed, &text, &[]).write())?;
+            self.session.store.set(WAITS, &self.decision([0; 16], Mode::Failed, &text, &[]).write())?;
             self.told_waits = Some(missing.to_vec());
         }
         if self.session.backoff.pause(sockets)? {
@@ -246,7 +256,7 @@ impl Coordinator<'_, '_> {
     /// nonce: a record that is the reason may be of an earlier incarnation.
     /// `hosts`: each rank's, where that is the reason.
     fn ask(&mut self, id: Nonce, reason: &str, hosts: &[usize]) -> Result<Step> {
-        self.publish(&self.verdict(id, Mode::Ask, reason, &[]))?;
+        self.publish(&self.decision(id, Mode::Ask, reason, &[]))?;
         let mut missing: Vec<usize> = (1..self.size()).collect();
         loop {
             let before = missing.len();
@@ -260,7 +270,7 @@ impl Coordinator<'_, '_> {
             if missing.is_empty() {
                 one_delegate(&self.records)?;
                 let detail: Vec<u8> = hosts.iter().flat_map(|host| (*host as u16).to_le_bytes()).collect();
-                self.publish(&self.verdict(id, Mode::Delegate, reason, &detail))?;
+                self.publish(&self.decision(id, Mode::Delegate, reason, &detail))?;
                 return Ok(Step::Delegated);
             }
             if missing.len() < before {
@@ -275,7 +285,7 @@ impl Coordinator<'_, '_> {
         }
     }
 
-    /// A rank's answer to the verdict `id` in the store.
+    /// A rank's answer to the decision `id` in the store.
     pub(super) fn answered(&self, rank: usize, id: Nonce) -> Result<Option<String>> {
         let answer = self.session.store.try_get(&answer_key(rank))?.and_then(|bytes| Answer::read(&bytes));
         Ok(answer.filter(|answer| answer.id == id).map(|answer| answer.reason))

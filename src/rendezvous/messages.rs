@@ -2,7 +2,7 @@
 //!
 //! Everything here may be garbage, or left over from an earlier incarnation or another version: reading never panics,
 //! takes no length on trust, and says `None` for whatever is not exactly understood. The first fields of [`Record`]
-//! and [`Verdict`] never change, so that different versions can tell each other that they differ.
+//! and [`DecisionMessage`] never change, so that different versions can tell each other that they differ.
 
 use crate::engine::shm::memory::segment::Backing;
 use crate::os::topology;
@@ -15,7 +15,7 @@ pub const PROTOCOL: u32 = 5;
 pub type Nonce = [u8; 16];
 
 const RECORD_MAGIC: &[u8; 8] = b"sgllmREC";
-const VERDICT_MAGIC: &[u8; 8] = b"sgllmVRD";
+const DECISION_MAGIC: &[u8; 8] = b"sgllmVRD";
 const ANSWER_MAGIC: &[u8; 8] = b"sgllmANS";
 const HELLO_MAGIC: &[u8; 8] = b"sgllmHLO";
 const OFFER_MAGIC: &[u8; 8] = b"sgllmOFR";
@@ -164,7 +164,7 @@ pub struct Body {
     pub delegate: String,
     /// KnownPeers of earlier groups, and this rank's place among them.
     pub known: Vec<(Nonce, u32)>,
-    /// Name of the mailbox into which rank 0 puts its verdicts, too, if it is on this host; empty where there is none.
+    /// Name of the mailbox into which rank 0 puts its decisions, too, if it is on this host; empty where there is none.
     pub mailbox: Vec<u8>,
 }
 
@@ -215,7 +215,7 @@ impl Record {
     }
 }
 
-/// What a verdict asks of the ranks it names.
+/// What a decision asks of the ranks it names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Mode {
@@ -229,9 +229,9 @@ pub enum Mode {
     Failed = 4,
 }
 
-/// Key `verdict`, written by rank 0 only. It holds for the ranks whose present nonce it names, and for nobody else.
+/// Key `decision`, written by rank 0 only. It holds for the ranks whose present nonce it names, and for nobody else.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Verdict {
+pub struct DecisionMessage {
     pub id: Nonce,
     /// Indexed by rank; all zero for a rank that has not come.
     pub nonces: Vec<Nonce>,
@@ -248,7 +248,7 @@ pub struct Verdict {
     pub known: (Nonce, Vec<u32>),
 }
 
-impl Verdict {
+impl DecisionMessage {
     /// What a `Delegate` says of hosts: one number a rank, no gaps, rank 0 on host 0.
     pub fn hosts(&self) -> Option<Vec<usize>> {
         let hosts: Vec<usize> =
@@ -264,7 +264,7 @@ impl Verdict {
     }
 
     pub fn write(&self) -> Vec<u8> {
-        Writer::new(VERDICT_MAGIC)
+        Writer::new(DECISION_MAGIC)
             .bytes(&self.id)
             .list(&self.nonces, |writer, nonce| writer.bytes(nonce))
             .u8(self.mode as u8)
@@ -276,9 +276,9 @@ impl Verdict {
             .0
     }
 
-    pub fn read(bytes: &[u8]) -> Option<Verdict> {
-        let mut from = Reader::new(bytes, VERDICT_MAGIC)?;
-        Some(Verdict {
+    pub fn read(bytes: &[u8]) -> Option<DecisionMessage> {
+        let mut from = Reader::new(bytes, DECISION_MAGIC)?;
+        Some(DecisionMessage {
             id: from.array()?,
             nonces: from.list(Reader::array)?,
             mode: match from.u8()? {
@@ -296,7 +296,7 @@ impl Verdict {
     }
 }
 
-/// Key `a/<rank>`: answer to the verdict `id`; an empty reason means "understood". Also sent over the socket.
+/// Key `a/<rank>`: answer to the decision `id`; an empty reason means "understood". Also sent over the socket.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Answer {
     pub id: Nonce,
@@ -314,7 +314,7 @@ impl Answer {
     }
 }
 
-/// First message on the socket: a rank shows that it is the one that the verdict names.
+/// First message on the socket: a rank shows that it is the one that the decision names.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Hello {
     pub id: Nonce,

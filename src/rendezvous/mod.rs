@@ -2,24 +2,24 @@
 //!
 //! They session through the group's store, where keys of an earlier incarnation may still lie (a process restarted by
 //! torchrun, or the same group made twice). So every attempt has a random nonce, and nothing counts until rank 0 has
-//! named that nonce in a verdict:
+//! named that nonce in a decision:
 //!
 //! 1. Each rank sets `r/<rank>`: its nonce and its place in the world (`messages.rs`).
-//! 2. Rank 0 waits for all records and publishes `verdict`: come to my socket, or say why not; or: shared memory is out
-//!    of the question, confirm. A rank that the verdict does not name by its present nonce goes on waiting; rank 0 goes
-//!    on reading the records of ranks that do not react, and publishes a new verdict when a nonce has changed.
+//! 2. Rank 0 waits for all records and publishes `decision`: come to my socket, or say why not; or: shared memory is out
+//!    of the question, confirm. A rank that the decision does not name by its present nonce goes on waiting; rank 0 goes
+//!    on reading the records of ranks that do not react, and publishes a new decision when a nonce has changed.
 //! 3. Sharing is proven, never inferred: the others connect, get the memory's descriptor, find rank 0's nonce in the
 //!    page and write theirs beside it. When rank 0 has read all of them it says "go". Whatever fails on the way
-//!    becomes the reason of a new verdict that delegates, and all ranks return the same outcome. What every group uses of a
+//!    becomes the reason of a new decision that delegates, and all ranks return the same outcome. What every group uses of a
 //!    rank's memory is present before it signs, and so before anyone has the group.
 //!
-//! A rank that waits for a verdict sleeps on a mailbox whose name is in its record. Rank 0 puts every verdict there, too,
+//! A rank that waits for a decision sleeps on a mailbox whose name is in its record. Rank 0 puts every decision there, too,
 //! so that ranks on its host neither ask the store nor wait for the next time they would ask. Where all have a mailbox,
 //! "come to my socket" gets into the store only when somebody is late. Neither mail nor what the store
 //! holds is trusted by itself: both must name this rank's nonce, which only readers of the store know.
 //!
 //! 4. Records name the known peers that a rank has from earlier groups (`peers.rs`). Where all ranks name the same,
-//!    the verdict says so: then only the memory is handed over, and the connections are closed again afterwards.
+//!    the decision says so: then only the memory is handed over, and the connections are closed again afterwards.
 //!
 //! `coordinator.rs` and `serve.rs` are rank 0's part, `participant.rs` that of the others. `decision.rs` is what comes of it:
 //! one decision, the same on all ranks, and what this rank has opened for it, before anyone has a group.
@@ -172,7 +172,7 @@ struct Session<'a> {
     own: Record,
     /// Those that the record names: kept until the meeting is over, so that what was named can be relied on.
     known_peers: Vec<Arc<KnownPeers>>,
-    /// Where rank 0's verdicts come, too. Not on rank 0, and not where sockets are denied.
+    /// Where rank 0's decisions come, too. Not on rank 0, and not where sockets are denied.
     mailbox: Option<OwnedFd>,
     backoff: Backoff<'a>,
 }
@@ -183,14 +183,14 @@ fn mailbox() -> Result<(Option<OwnedFd>, Vec<u8>)> {
     Ok(match self::unix_socket::mailbox(&name) {
         Ok(mailbox) => (Some(mailbox), name),
         Err(error) => {
-            log::debug!("no mailbox ({error}): the store is asked for verdicts instead");
+            log::debug!("no mailbox ({error}): the store is asked for decisions instead");
             (None, Vec::new())
         }
     })
 }
 
-const VERDICT: &str = "verdict";
-/// Whom rank 0 waits for, so that the other ranks' errors can say it too; a verdict that decides nothing.
+const DECISION_KEY: &str = "verdict";
+/// Whom rank 0 waits for, so that the other ranks' errors can say it too; a decision that decides nothing.
 const WAITS: &str = "waits";
 
 fn record_key(rank: usize) -> String {

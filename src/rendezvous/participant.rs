@@ -1,13 +1,13 @@
-//! The meeting as every rank but 0 lives it: say that I am here, do what the verdict says.
+//! The meeting as every rank but 0 lives it: say that I am here, do what the decision says.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::messages::{Answer, Hello, Mode, Nonce, Offer, Record, Verdict};
+use super::messages::{Answer, DecisionMessage, Hello, Mode, Nonce, Offer, Record};
 use super::peers::{GroupPeers, Process};
-use super::{Met, Outcome, Session, VERDICT, WAITS, answer_key, hello_bytes, record_key, unix_socket};
+use super::{DECISION_KEY, Met, Outcome, Session, WAITS, answer_key, hello_bytes, record_key, unix_socket};
 use super::{acquaint, has_signed, make_ready, rank_list, seconds, sign};
 use crate::engine::shm::memory::area::Area;
 use crate::engine::shm::memory::layout::Layout;
@@ -17,7 +17,7 @@ use crate::error::{Error, Result};
 /// How coming to rank 0's socket ended.
 enum Joined {
     Met(Box<Met>),
-    /// Rank 0 closed the connection: it will publish another verdict.
+    /// Rank 0 closed the connection: it will publish another decision.
     Dropped,
     /// It is impossible, for this reason.
     Impossible(String),
@@ -31,28 +31,28 @@ pub(super) fn join(session: &mut Session) -> Result<Outcome> {
         if !session.backoff.pause(session.mailbox.iter())? {
             return Err(timeout(session));
         }
-        match next_verdict(session)? {
-            Some(verdict) => match verdict.mode {
+        match next_decision(session)? {
+            Some(decision) => match decision.mode {
                 Mode::Delegate => {
-                    return Ok(match verdict.hosts() {
+                    return Ok(match decision.hosts() {
                         Some(hosts) => {
-                            Outcome::Hosts { hosts, id: verdict.id, reason: verdict.text, policy: verdict.policy }
+                            Outcome::Hosts { hosts, id: decision.id, reason: decision.text, policy: decision.policy }
                         }
-                        None => Outcome::Delegate { reason: verdict.text, id: verdict.id },
+                        None => Outcome::Delegate { reason: decision.text, id: decision.id },
                     });
                 }
-                Mode::Failed => return Err(told(&verdict.text)),
-                Mode::Ask if done_with != Some(verdict.id) => {
-                    answer(session, verdict.id, "")?;
-                    done_with = Some(verdict.id);
+                Mode::Failed => return Err(told(&decision.text)),
+                Mode::Ask if done_with != Some(decision.id) => {
+                    answer(session, decision.id, "")?;
+                    done_with = Some(decision.id);
                     session.backoff.refresh();
                 }
-                Mode::Share if done_with != Some(verdict.id) => {
-                    done_with = Some(verdict.id);
-                    match visit(session, &verdict)? {
+                Mode::Share if done_with != Some(decision.id) => {
+                    done_with = Some(decision.id);
+                    match visit(session, &decision)? {
                         Joined::Met(met) => return Ok(Outcome::Shared(*met)),
                         Joined::Dropped => {}
-                        Joined::Impossible(reason) => answer(session, verdict.id, &reason)?,
+                        Joined::Impossible(reason) => answer(session, decision.id, &reason)?,
                     }
                     session.backoff.refresh();
                 }
@@ -68,24 +68,26 @@ pub(super) fn join(session: &mut Session) -> Result<Outcome> {
     }
 }
 
-/// A verdict that names this rank: the last one in the mailbox, or else the one in the store. An older one than was seen
+/// A decision that names this rank: the last one in the mailbox, or else the one in the store. An older one than was seen
 /// in the store does no harm: it is answered, and then the newer one is, again.
-fn next_verdict(session: &Session) -> Result<Option<Verdict>> {
+fn next_decision(session: &Session) -> Result<Option<DecisionMessage>> {
     // Rank 0 sends fewer than these. A process that floods the mailbox costs this rank sleep and nothing else.
     const MOST: usize = 16;
     let messages =
         session.mailbox.iter().flat_map(|mailbox| (0..MOST).map_while(|_| unix_socket::receive(mailbox).ok()));
-    let received =
-        messages.filter_map(|(bytes, _)| Verdict::read(&bytes)).filter(|verdict| names(verdict, session)).last();
+    let received = messages
+        .filter_map(|(bytes, _)| DecisionMessage::read(&bytes))
+        .filter(|decision| names(decision, session))
+        .last();
     if received.is_some() {
         return Ok(received);
     }
-    let stored = session.store.try_get(VERDICT)?.and_then(|bytes| Verdict::read(&bytes));
-    Ok(stored.filter(|verdict| names(verdict, session)))
+    let stored = session.store.try_get(DECISION_KEY)?.and_then(|bytes| DecisionMessage::read(&bytes));
+    Ok(stored.filter(|decision| names(decision, session)))
 }
 
-fn names(verdict: &Verdict, session: &Session) -> bool {
-    verdict.nonces.len() == session.config.size && verdict.nonces[session.config.rank] == session.own.nonce
+fn names(decision: &DecisionMessage, session: &Session) -> bool {
+    decision.nonces.len() == session.config.size && decision.nonces[session.config.rank] == session.own.nonce
 }
 
 fn answer(session: &Session, id: Nonce, reason: &str) -> Result<()> {
@@ -106,7 +108,9 @@ fn told(text: &str) -> Error {
 fn timeout(session: &Session) -> Error {
     let (config, rank) = (session.config, session.config.rank);
     let read = |key: &str| session.store.try_get(key).ok().flatten();
-    if let Some(waits) = read(WAITS).and_then(|bytes| Verdict::read(&bytes)).filter(|waits| names(waits, session)) {
+    if let Some(waits) =
+        read(WAITS).and_then(|bytes| DecisionMessage::read(&bytes)).filter(|waits| names(waits, session))
+    {
         return told(&waits.text);
     }
     // Rank 0 has told this rank nothing, so all there is to go by are the records. Old ones look like new ones.
@@ -151,7 +155,7 @@ struct Accepted {
     peers: Vec<(Process, Option<OwnedFd>)>,
 }
 
-/// The known peers that the verdict names; `None` inside when the ranks meet for the first time. The error is what is
+/// The known peers that the decision names; `None` inside when the ranks meet for the first time. The error is what is
 /// wrong with them.
 fn group_peers(session: &Session, (id, places): &(Nonce, Vec<u32>)) -> std::result::Result<Option<GroupPeers>, String> {
     if places.is_empty() {
@@ -166,14 +170,14 @@ fn group_peers(session: &Session, (id, places): &(Nonce, Vec<u32>)) -> std::resu
         .ok_or_else(|| "rank 0 named known_peers of an earlier group that this rank has not".to_string())
 }
 
-fn visit(session: &mut Session, verdict: &Verdict) -> Result<Joined> {
+fn visit(session: &mut Session, decision: &DecisionMessage) -> Result<Joined> {
     let rank = session.config.rank;
-    let group_peers = match group_peers(session, &verdict.known) {
+    let group_peers = match group_peers(session, &decision.known) {
         Ok(group_peers) => group_peers,
         Err(what) => return Ok(Joined::Impossible(format!("rank {rank}: {what}"))),
     };
     let socket = loop {
-        match unix_socket::connect(&verdict.detail) {
+        match unix_socket::connect(&decision.detail) {
             Ok(socket) => break socket,
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                 if !session.backoff.pause(std::iter::empty())? {
@@ -187,16 +191,16 @@ fn visit(session: &mut Session, verdict: &Verdict) -> Result<Joined> {
             }
         }
     };
-    match introduce(session, verdict, &socket, group_peers.as_ref())? {
+    match introduce(session, decision, &socket, group_peers.as_ref())? {
         Err(visit) => Ok(visit),
-        Ok(accepted) => await_go(session, verdict, socket, accepted, group_peers),
+        Ok(accepted) => await_go(session, decision, socket, accepted, group_peers),
     }
 }
 
 /// Says who we are, takes the offer and signs the memory. The error side is an early end of the visit.
 fn introduce(
     session: &mut Session,
-    verdict: &Verdict,
+    decision: &DecisionMessage,
     socket: &OwnedFd,
     group_peers: Option<&GroupPeers>,
 ) -> Result<std::result::Result<Accepted, Joined>> {
@@ -212,7 +216,7 @@ fn introduce(
         Ok((uid, _)) => return impossible(format!("rank 0's socket belongs to uid {uid}")),
         Err(error) => return impossible(format!("cannot tell who owns rank 0's socket ({error})")),
     }
-    let hello = Hello { id: verdict.id, nonce: session.own.nonce, rank: rank as u32 };
+    let hello = Hello { id: decision.id, nonce: session.own.nonce, rank: rank as u32 };
     if unix_socket::send(socket, &hello.write(), &[]).is_err() {
         return Ok(Err(Joined::Dropped));
     }
@@ -224,7 +228,7 @@ fn introduce(
             Err(error) => return impossible(format!("descriptors cannot be received ({error})")),
         };
         session.backoff.refresh();
-        let Some(offer) = Offer::read(&message).filter(|offer| offer.id == verdict.id) else {
+        let Some(offer) = Offer::read(&message).filter(|offer| offer.id == decision.id) else {
             return impossible("what came from rank 0 is not an offer".into());
         };
         if offer.part as usize != parts.len() || offer.parts == 0 || offer.part >= offer.parts {
@@ -236,7 +240,7 @@ fn introduce(
             break;
         }
     }
-    match accept(session, verdict, parts, group_peers.is_some()) {
+    match accept(session, decision, parts, group_peers.is_some()) {
         Ok(accepted) => Ok(Ok(accepted)),
         Err(Error::System(text)) => impossible(text),
         Err(error) => Err(error),
@@ -244,7 +248,12 @@ fn introduce(
 }
 
 /// Maps what was offered and signs it.
-fn accept(session: &Session, verdict: &Verdict, parts: Vec<(Offer, Vec<OwnedFd>)>, known: bool) -> Result<Accepted> {
+fn accept(
+    session: &Session,
+    decision: &DecisionMessage,
+    parts: Vec<(Offer, Vec<OwnedFd>)>,
+    known: bool,
+) -> Result<Accepted> {
     let (size, rank) = (session.config.size, session.config.rank);
     let wrong = |what: &str| Error::System(format!("rank 0's offer is wrong: {what}"));
     let mut pidfds: Vec<Option<OwnedFd>> = (0..size).map(|_| None).collect();
@@ -268,11 +277,11 @@ fn accept(session: &Session, verdict: &Verdict, parts: Vec<(Offer, Vec<OwnedFd>)
         return Err(wrong("the length"));
     }
     let segment = Segment::map(memory.as_fd(), len, offer.backing)?;
-    if !has_signed(&segment, 0, &verdict.nonces[0], &verdict.id) {
+    if !has_signed(&segment, 0, &decision.nonces[0], &decision.id) {
         return Err(Error::System("rank 0's signature is not in the shared memory".into()));
     }
     make_ready(&segment, size, rank)?;
-    sign(&segment, rank, &session.own.nonce, &verdict.id);
+    sign(&segment, rank, &session.own.nonce, &decision.id);
     let same_pids = offer.pidns == session.identity().pidns;
     let peers = offer.ranks.into_iter().zip(pidfds).enumerate().map(|(other, ((pid, host), pidfd))| {
         if other == rank {
@@ -299,23 +308,23 @@ fn pid_of(pidfd: &OwnedFd) -> i32 {
 
 fn await_go(
     session: &mut Session,
-    verdict: &Verdict,
+    decision: &DecisionMessage,
     socket: OwnedFd,
     accepted: Accepted,
     group_peers: Option<GroupPeers>,
 ) -> Result<Joined> {
-    if unix_socket::send(&socket, &Answer { id: verdict.id, reason: String::new() }.write(), &[]).is_err() {
+    if unix_socket::send(&socket, &Answer { id: decision.id, reason: String::new() }.write(), &[]).is_err() {
         return Ok(Joined::Dropped);
     }
     let answer = next_message(session, &socket);
     match answer {
-        Ok(Ok(Some((message, _)))) if Answer::read(&message).is_some_and(|answer| answer.id == verdict.id) => {
+        Ok(Ok(Some((message, _)))) if Answer::read(&message).is_some_and(|answer| answer.id == decision.id) => {
             let Accepted { segment, local_cores, peers } = accepted;
             let group_peers = match group_peers {
                 Some(group_peers) => group_peers,
-                None => acquaint(verdict.id, session.config.rank, peers, vec![(0, socket)])?,
+                None => acquaint(decision.id, session.config.rank, peers, vec![(0, socket)])?,
             };
-            let (policy, id) = (verdict.policy.clone(), verdict.id);
+            let (policy, id) = (decision.policy.clone(), decision.id);
             Ok(Joined::Met(Box::new(Met { segment, group_peers, local_cores, policy, id })))
         }
         other => {

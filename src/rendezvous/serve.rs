@@ -1,4 +1,4 @@
-//! Rank 0 hands out the memory: whoever comes to the socket and is named by the verdict gets the descriptors, signs the
+//! Rank 0 hands out the memory: whoever comes to the socket and is named by the decision gets the descriptors, signs the
 //! memory, and goes on when all have signed.
 
 use std::io;
@@ -39,13 +39,13 @@ impl Coordinator<'_, '_> {
         let mut strangers: Vec<OwnedFd> = Vec::new();
         let mut came = vec![false; self.size()];
         let mut ready = false;
-        let mut verdict = self.verdict(id, Mode::Share, "", &name);
+        let mut decision = self.decision(id, Mode::Share, "", &name);
         if let Some(group_peers) = &plan.group_peers {
-            verdict.known = (group_peers.id(), group_peers.places().iter().map(|place| *place as u32).collect());
+            decision.known = (group_peers.id(), group_peers.places().iter().map(|place| *place as u32).collect());
         }
-        let mut stored = !self.post(&verdict);
+        let mut stored = !self.post(&decision);
         if stored {
-            self.store(&verdict)?;
+            self.store(&decision)?;
         }
         // Ranks that come together are here long before this is over.
         self.looked = Instant::now();
@@ -84,7 +84,7 @@ impl Coordinator<'_, '_> {
             if self.due() {
                 // A message to a mailbox was lost, or its owner was replaced, or is slow.
                 if !std::mem::replace(&mut stored, true) {
-                    self.store(&verdict)?;
+                    self.store(&decision)?;
                 }
                 for rank in &unfinished {
                     if self.look(*rank)? {
@@ -109,7 +109,7 @@ impl Coordinator<'_, '_> {
     }
 
     /// Takes connections and finds out who they are. Anyone on this host may connect, so only a rank that shows the
-    /// nonce that the verdict names is let in. The error is a reason not to share.
+    /// nonce that the decision names is let in. The error is a reason not to share.
     fn welcome(
         &mut self,
         (id, group_peers): (Nonce, Option<&GroupPeers>),
