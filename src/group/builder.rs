@@ -12,7 +12,7 @@ use crate::config;
 use crate::config::{Config, Settings};
 use crate::engine::delegate::Delegate;
 use crate::engine::local;
-use crate::engine::multihost::place::Place;
+use crate::engine::multihost::place::HostMap;
 use crate::engine::multihost::transport::Link;
 use crate::engine::multihost::{Inside, MultiHost, Opened};
 use crate::engine::shm::Shm;
@@ -76,9 +76,9 @@ impl Group {
                 Ok(group)
             }
             (Decision::Hosts(hosts), Some(link)) => {
-                let Hosts { place, insides, reason } = hosts;
+                let Hosts { host_map, insides, reason } = hosts;
                 let insides = insides.into_iter().map(|inside| inside.map(|met| Group::build(met, None)).transpose());
-                over_hosts(parts, place, insides.collect::<Result<_>>()?, reason, link)
+                over_hosts(parts, host_map, insides.collect::<Result<_>>()?, reason, link)
             }
             (Decision::Hosts(_), None) => Err(Error::Invalid(format!(
                 "sagellm: the ranks of group '{}' live on several hosts, and no link between them was given",
@@ -125,9 +125,9 @@ impl Group {
         links: Vec<Arc<dyn Link>>,
         policy: &Policy,
     ) -> Result<Vec<Arc<Group>>> {
-        let place = Place::new(host_of.to_vec(), 0);
+        let host_map = HostMap::new(host_of.to_vec(), 0);
         let mut insides: Vec<Vec<Option<Arc<Group>>>> = vec![vec![None; LANES]; host_of.len()];
-        for ranks in place.hosts.iter().filter(|ranks| ranks.len() > 1) {
+        for ranks in host_map.hosts.iter().filter(|ranks| ranks.len() > 1) {
             let domains: Vec<u64> = ranks.iter().map(|rank| *rank as u64 + 1).collect();
             ranks.iter().for_each(|rank| insides[*rank].clear());
             for _lane in 0..LANES {
@@ -140,10 +140,10 @@ impl Group {
             let ranks = insides.into_iter().zip(links).enumerate();
             let building: Vec<_> = ranks
                 .map(|(rank, (insides, link))| {
-                    let place = Place::new(host_of.to_vec(), rank);
+                    let host_map = HostMap::new(host_of.to_vec(), rank);
                     let mut parts = local_parts((rank, host_of.len()), timeout, policy.clone(), rank as u64 + 1);
                     parts.config.settings = settings;
-                    scope.spawn(move || over_hosts(parts, place, insides, "a simulation of hosts".to_string(), link))
+                    scope.spawn(move || over_hosts(parts, host_map, insides, "a simulation of hosts".to_string(), link))
                 })
                 .collect();
             building.into_iter().map(|one| one.join().expect("building a group does not panic")).collect()
@@ -192,7 +192,7 @@ fn local_parts((rank, size): (usize, usize), timeout: Duration, policy: Policy, 
 /// Opens the link and builds the group around it and the groups inside this host, which leave where that fails.
 fn over_hosts(
     parts: Parts,
-    place: Place,
+    host_map: HostMap,
     insides: Vec<Option<Arc<Group>>>,
     reason: String,
     link: Arc<dyn Link>,
@@ -200,7 +200,7 @@ fn over_hosts(
     let theirs = insides.iter().map(|group| group.clone().map(|group| group as Arc<dyn Inside>)).collect();
     let Parts { config, policy, host, .. } = &parts;
     let named = (config.settings, reason);
-    let opened = Opened::interruptible(place, link, theirs, named, Arc::clone(policy), config.timeout, &**host)
+    let opened = Opened::interruptible(host_map, link, theirs, named, Arc::clone(policy), config.timeout, &**host)
         .inspect_err(|_| insides.iter().flatten().for_each(|group| group.shutdown()))?;
     log::info!("group '{}' rank {}: between hosts {}", config.name, config.rank, opened.link());
     Ok(parts.group(|report| Box::new(MultiHost::new(opened, report))))

@@ -12,7 +12,7 @@ use super::messages::Nonce;
 use super::peers::GroupPeers;
 use super::{Met, Outcome, meet};
 use crate::config::Config;
-use crate::engine::multihost::place::Place;
+use crate::engine::multihost::place::HostMap;
 use crate::engine::shm::memory::area::Area;
 use crate::engine::shm::memory::layout::{Layout, MAX_RANKS, SLOT_BYTES};
 use crate::error::{Error, Result};
@@ -154,7 +154,7 @@ fn decide(config: &Config, own: Policy, store: &dyn Store, host: &Arc<dyn Host>)
 
 /// Where the ranks of a group over several hosts live, and what this one shares with those of its host.
 pub struct Hosts {
-    pub place: Place,
+    pub host_map: HostMap,
     /// One meeting of this host's ranks for each lane; none where this rank is alone.
     pub insides: Vec<Option<Rendezvous>>,
     /// Why they count as several hosts.
@@ -187,19 +187,19 @@ impl Hosts {
         host: &Arc<dyn Host>,
     ) -> Result<Hosts> {
         let id: String = id.iter().map(|byte| format!("{byte:02x}")).collect();
-        let place = Place::new(host_of.to_vec(), config.rank);
+        let host_map = HostMap::new(host_of.to_vec(), config.rank);
         let mut insides: Vec<Option<Rendezvous>> = (0..LANES).map(|_| None).collect();
         let mut problem = String::new();
-        if place.neighbours().len() > 1 {
+        if host_map.local_ranks().len() > 1 {
             for (lane, inside) in insides.iter_mut().enumerate() {
                 let inner = Config {
-                    rank: place.index,
-                    size: place.neighbours().len(),
-                    name: format!("{}, host {}, lane {lane}", config.name, place.host),
+                    rank: host_map.local_rank,
+                    size: host_map.local_ranks().len(),
+                    name: format!("{}, host {}, lane {lane}", config.name, host_map.host),
                     delegate_reason: None,
                     ..config.clone()
                 };
-                let keys = Prefixed { store, prefix: format!("inside/{id}/{}/{lane}", place.host) };
+                let keys = Prefixed { store, prefix: format!("inside/{id}/{}/{lane}", host_map.host) };
                 let met = Rendezvous::quiet(inner, &keys, Arc::clone(host))?;
                 match &met.decision {
                     Decision::Delegate(reason) => problem.clone_from(reason),
@@ -208,35 +208,35 @@ impl Hosts {
             }
         }
         let shares =
-            sharing_hosts(config, &place, &problem, &Prefixed { store, prefix: format!("hosts/{id}") }, &**host)?;
-        let place = Place::new(Place::apart(host_of, |host| shares[host]), config.rank);
-        if place.neighbours().len() == 1 {
+            sharing_hosts(config, &host_map, &problem, &Prefixed { store, prefix: format!("hosts/{id}") }, &**host)?;
+        let host_map = HostMap::new(HostMap::apart(host_of, |host| shares[host]), config.rank);
+        if host_map.local_ranks().len() == 1 {
             insides = (0..LANES).map(|_| None).collect();
         }
-        Ok(Hosts { place, insides, reason })
+        Ok(Hosts { host_map, insides, reason })
     }
 }
 
 /// Which hosts can share memory: the first rank of each says so in the store, and all read it.
 fn sharing_hosts(
     config: &Config,
-    place: &Place,
+    host_map: &HostMap,
     problem: &str,
     store: &dyn Store,
     host: &dyn Host,
 ) -> Result<Vec<bool>> {
-    if place.index == 0 {
-        store.set(&place.host.to_string(), problem.as_bytes())?;
+    if host_map.local_rank == 0 {
+        store.set(&host_map.host.to_string(), problem.as_bytes())?;
     }
     let until = Instant::now() + config.timeout;
     let mut shares = Vec::new();
-    while shares.len() < place.hosts.len() {
+    while shares.len() < host_map.hosts.len() {
         let number = shares.len();
         match store.try_get(&number.to_string())? {
             Some(said) => {
                 if !said.is_empty() {
                     // Once a group, at the rank whose output is read first, and on the host itself.
-                    let level = match config.rank == 0 || place.me == place.hosts[number][0] {
+                    let level = match config.rank == 0 || host_map.me == host_map.hosts[number][0] {
                         true => log::Level::Warn,
                         false => log::Level::Info,
                     };
@@ -245,7 +245,7 @@ fn sharing_hosts(
                         "group '{}': the {} ranks of host {number} do not share memory, so each of them counts as a host \
                          of its own, and all of their traffic goes over the link: {}",
                         config.name,
-                        place.hosts[number].len(),
+                        host_map.hosts[number].len(),
                         String::from_utf8_lossy(&said)
                     );
                 }
@@ -256,7 +256,7 @@ fn sharing_hosts(
                     "sagellm: group '{}': rank {} on another host has not built its host's shared memory within {:.0} s. \
                      Check its log",
                     config.name,
-                    place.hosts[number][0],
+                    host_map.hosts[number][0],
                     config.timeout.as_secs_f64()
                 )));
             }

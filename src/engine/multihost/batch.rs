@@ -7,7 +7,7 @@
 use std::ops::Range;
 use std::time::Duration;
 
-use super::place::Place;
+use super::place::HostMap;
 use super::transport::{Arrived, Lane, Note};
 use super::vector::{Vector, span};
 use crate::algorithms::{Algorithm, How, Schedule};
@@ -39,7 +39,7 @@ pub struct Way {
 }
 
 pub struct Travel<'a> {
-    pub place: &'a Place,
+    pub host_map: &'a HostMap,
     /// None where this rank is alone on its host.
     pub inside: Option<&'a dyn Inside>,
     pub lane: &'a mut Lane,
@@ -81,16 +81,16 @@ impl Travel<'_> {
             // In the words of the whole group, which does not know this one. What a neighbour reported names the dead
             // one in its text alone.
             Error::RankFailed { rank, ref text }
-                if rank < self.place.neighbours().len() && text.contains(&format!("rank {rank} (pid")) =>
+                if rank < self.host_map.local_ranks().len() && text.contains(&format!("rank {rank} (pid")) =>
             {
-                let failed = self.place.neighbours()[rank];
+                let failed = self.host_map.local_ranks()[rank];
                 Error::RankFailed {
                     rank: failed,
                     text: format!(
                         "sagellm: rank {failed} ({}) ended or left the group: rank {} is in {} number {}. Make a new group \
                          without it to go on",
                         inside.process(rank),
-                        self.place.me,
+                        self.host_map.me,
                         op::describe(self.note.signature),
                         self.note.number
                     ),
@@ -103,7 +103,7 @@ impl Travel<'_> {
     /// A neighbour's report as this group knows the neighbour.
     fn outward(&self, error: Error) -> Error {
         let outward = |text: String| {
-            let named = self.place.neighbours().iter().enumerate().find_map(|(index, rank)| {
+            let named = self.host_map.local_ranks().iter().enumerate().find_map(|(index, rank)| {
                 let head = text.strip_suffix(&format!(" (reported by rank {index})"))?;
                 Some(format!("{head} (reported by rank {rank})"))
             });
@@ -127,20 +127,20 @@ impl Travel<'_> {
         let Note { signature, chain, number, issued, factor } = self.note;
         let own = [signature, chain, number, issued, factor];
         let mine: Vec<u8> = own.iter().flat_map(|word| word.to_le_bytes()).collect();
-        let mut all = vec![0u8; mine.len() * self.place.neighbours().len()];
+        let mut all = vec![0u8; mine.len() * self.host_map.local_ranks().len()];
         self.ask_inside(Inner {
             inputs: vec![span(&mine)],
             outputs: vec![written(&mut all)],
             ..Inner::new(Kind::AllGather)
         })?;
-        for (rank, theirs) in self.place.neighbours().iter().zip(all.chunks_exact(WORDS * 8)) {
+        for (rank, theirs) in self.host_map.local_ranks().iter().zip(all.chunks_exact(WORDS * 8)) {
             let word = |at: usize| u64::from_le_bytes(theirs[at * 8..at * 8 + 8].try_into().expect("eight bytes"));
             if (word(0), word(2)) != (signature, number) {
                 return Err(Error::Mismatch(format!(
                     "sagellm: ranks called different operations: rank {} called {} as number {number} of their group, rank \
                      {rank} called {} as number {}. Every rank must call the same collectives in the same order with the \
                      same sizes",
-                    self.place.me,
+                    self.host_map.me,
                     op::describe(signature),
                     op::describe(word(0)),
                     word(2)
@@ -151,7 +151,7 @@ impl Travel<'_> {
                     "sagellm: rank {} and rank {rank} agree about {} number {number} of their group, but not about all \
                      of it: its list of sizes, an earlier operation, one that travels with it, or the options of the group \
                      differ. Every rank must call the same collectives in the same order with the same sizes",
-                    self.place.me,
+                    self.host_map.me,
                     op::describe(signature)
                 )));
             }
@@ -168,7 +168,8 @@ impl Travel<'_> {
         }
         let mut word = self.note.issued.to_le_bytes();
         let piece = vec![written(&mut word)];
-        let (inputs, outputs) = if self.place.index == leader { (piece, Vec::new()) } else { (Vec::new(), piece) };
+        let (inputs, outputs) =
+            if self.host_map.local_rank == leader { (piece, Vec::new()) } else { (Vec::new(), piece) };
         self.ask_inside(Inner { root: leader, inputs, outputs, ..Inner::new(Kind::Broadcast) })?;
         self.note.issued = self.note.issued.min(u64::from_le_bytes(word));
         Ok(())
@@ -185,7 +186,7 @@ impl Travel<'_> {
         ranges: &dyn Fn(usize) -> Range<usize>,
         numbers: Option<(&Vector, usize)>,
     ) -> Result<()> {
-        let position = members.iter().position(|rank| *rank == self.place.me).expect("only members come here");
+        let position = members.iter().position(|rank| *rank == self.host_map.me).expect("only members come here");
         let ranges =
             |parts: &[Range<usize>]| -> Vec<Range<usize>> { parts.iter().cloned().flatten().map(ranges).collect() };
         let total = |ranges: &[Range<usize>]| ranges.iter().map(ExactSizeIterator::len).sum::<usize>();

@@ -12,7 +12,7 @@ use crate::types::{Kind, Span};
 impl Shared {
     pub(super) fn dispatch(&self, travel: &mut Travel, task: &Task) -> Result<()> {
         let request = &task.ops[0].request;
-        let ranks = self.place.ranks();
+        let ranks = self.host_map.ranks();
         let root = request.root as usize;
         match request.kind {
             Kind::AllReduce | Kind::Reduce => {
@@ -24,7 +24,7 @@ impl Shared {
                 }
             }
             Kind::Broadcast => {
-                let data = if self.place.me == root { request.inputs() } else { request.outputs() };
+                let data = if self.host_map.me == root { request.inputs() } else { request.outputs() };
                 let total: usize = data.iter().map(|span| span.bytes).sum();
                 let cut_at = |n: usize| total / task.batch.segments * n;
                 let end =
@@ -48,25 +48,25 @@ impl Shared {
                     vector.push(request.dtype, request.inputs(), &[], ranks)?;
                     return travel.reduce_scatter_strict(&vector, &sizes, request.outputs());
                 }
-                let columns = travel.in_columns();
+                let rails = travel.over_rails();
                 let order: Vec<usize> =
-                    if columns { self.place.columns().flatten().collect() } else { self.place.by_host().collect() };
+                    if rails { self.host_map.rails().flatten().collect() } else { self.host_map.by_host().collect() };
                 let in_order: Vec<Span> = order.iter().flat_map(|rank| blocks[*rank].iter().copied()).collect();
                 vector.push(request.dtype, &in_order, &[], ranks)?;
-                if columns {
-                    travel.reduce_scatter_in_columns(&vector, &sizes, request.outputs())
+                if rails {
+                    travel.reduce_scatter_over_rails(&vector, &sizes, request.outputs())
                 } else {
                     travel.reduce_scatter(&vector, &sizes, request.outputs())
                 }
             }
             Kind::Gather => {
                 let size: usize = request.inputs().iter().map(|span| span.bytes).sum();
-                let outputs = if self.place.me == root { blocks(request.outputs(), &[], ranks) } else { Vec::new() };
+                let outputs = if self.host_map.me == root { blocks(request.outputs(), &[], ranks) } else { Vec::new() };
                 travel.gather(request.inputs(), &vec![size; ranks], &outputs, root)
             }
             Kind::Scatter => {
                 let size: usize = request.outputs().iter().map(|span| span.bytes).sum();
-                let inputs = if self.place.me == root { blocks(request.inputs(), &[], ranks) } else { Vec::new() };
+                let inputs = if self.host_map.me == root { blocks(request.inputs(), &[], ranks) } else { Vec::new() };
                 travel.scatter(&inputs, &vec![size; ranks], request.outputs(), root)
             }
             Kind::AllToAll => {
@@ -84,7 +84,7 @@ impl Shared {
         let mut order: Vec<&Arc<Op>> = ops.iter().collect();
         order.sort_by_key(|op| op.request.dtype as u8);
         for op in order {
-            vector.push(op.request.dtype, op.request.inputs(), op.request.outputs(), self.place.ranks())?;
+            vector.push(op.request.dtype, op.request.inputs(), op.request.outputs(), self.host_map.ranks())?;
         }
         Ok(vector)
     }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::batch::Inside;
 use super::lanes::{DELIVERY, FAREWELL, Shared};
-use super::place::Place;
+use super::place::HostMap;
 use super::probe::probe;
 use super::queue::{Entry, State};
 use super::transport::{Lane, Link, NOBODY};
@@ -38,7 +38,7 @@ impl Opened {
     /// `insides`: one group of this host's ranks a lane, or none where this rank is alone; `reason`: why the ranks count
     /// as several hosts. Measures the link with the other hosts, so every rank must come here; at most `timeout`.
     pub fn new(
-        place: Place,
+        host_map: HostMap,
         link: Arc<dyn Link>,
         insides: Vec<Option<Arc<dyn Inside>>>,
         (settings, reason): (Settings, String),
@@ -49,25 +49,25 @@ impl Opened {
         let waiting: Vec<Arc<AtomicUsize>> = (0..LANES).map(|_| Arc::new(AtomicUsize::new(NOBODY))).collect();
         let each = waiting.iter().enumerate();
         let mut lanes: Vec<Lane> =
-            each.map(|(lane, waiting)| Lane::new(Arc::clone(&link), place.me, lane, Arc::clone(waiting))).collect();
+            each.map(|(lane, waiting)| Lane::new(Arc::clone(&link), host_map.me, lane, Arc::clone(waiting))).collect();
         let chain = policy.hash() ^ (u64::from(settings.fusion) | u64::from(settings.strict) << 1);
-        let facts = probe(&place, &mut lanes[0], insides[0].as_ref(), chain, timeout)?;
+        let facts = probe(&host_map, &mut lanes[0], insides[0].as_ref(), chain, timeout)?;
         let limits = if settings.fusion { BATCH } else { Limits { operations: 1, ..BATCH } };
         let state = State::new(limits, chain);
         // A fault is told to these first: the ranks at this rank's position on the other hosts.
-        let far = place.hosts.iter().enumerate().filter(|(host, _)| *host != place.host);
-        let known = far.filter_map(|(_, ranks)| ranks.get(place.index)).copied().collect();
+        let far = host_map.hosts.iter().enumerate().filter(|(host, _)| *host != host_map.host);
+        let known = far.filter_map(|(_, ranks)| ranks.get(host_map.local_rank)).copied().collect();
         let shared = Shared {
             hosts: Hosts {
-                hosts: place.hosts.len(),
-                ranks: place.ranks(),
-                least_ranks: place.fewest(),
+                hosts: host_map.hosts.len(),
+                ranks: host_map.ranks(),
+                least_ranks: host_map.min_local_size(),
                 link: facts,
                 strict: settings.strict,
             },
-            menu: Menu::new(place.hosts.len()),
+            menu: Menu::new(host_map.hosts.len()),
             policy,
-            place,
+            host_map,
             link,
             insides,
             settings,
@@ -81,7 +81,7 @@ impl Opened {
 
     /// As `new`, on a separate thread: a wait on the link hears of no signals, and the calling thread must.
     pub fn interruptible(
-        place: Place,
+        host_map: HostMap,
         link: Arc<dyn Link>,
         insides: Vec<Option<Arc<dyn Inside>>>,
         named: (Settings, String),
@@ -92,7 +92,7 @@ impl Opened {
         let (done, opened) = std::sync::mpsc::channel();
         let theirs = Arc::clone(&link);
         let opening = move || {
-            let _ = done.send(Opened::new(place, theirs, insides, named, policy, timeout));
+            let _ = done.send(Opened::new(host_map, theirs, insides, named, policy, timeout));
         };
         watch::spawn("sagellm-probe", opening)
             .map_err(|error| Error::System(format!("sagellm: cannot start a thread to open the link: {error}")))?;
@@ -153,8 +153,8 @@ impl Engine for MultiHost {
     }
 
     fn describe(&self) -> String {
-        let Shared { place, settings, .. } = &*self.shared;
-        let hosts: Vec<String> = place.hosts.iter().map(|ranks| ranks.len().to_string()).collect();
+        let Shared { host_map, settings, .. } = &*self.shared;
+        let hosts: Vec<String> = host_map.hosts.iter().map(|ranks| ranks.len().to_string()).collect();
         format!(
             "{} hosts with {} ranks, shared memory inside, a link between them, fusion {}, {} ({})",
             hosts.len(),
@@ -170,7 +170,7 @@ impl Engine for MultiHost {
         let shared = &self.shared;
         let item = shared.item(&op.request);
         // Its way is chosen when its batch is made.
-        op.loads(Asked::of(&op.request, shared.place.ranks()).load());
+        op.loads(Asked::of(&op.request, shared.host_map.ranks()).load());
         let mut state = shared.lock();
         if let Some(fault) = &state.fault {
             return Err(fault.clone());
@@ -226,8 +226,8 @@ impl Engine for MultiHost {
     }
 
     fn explain(&self, asked: Asked, batched: bool) -> Explanation {
-        let Shared { place, hosts, menu, policy, .. } = &*self.shared;
-        let shape = Shape::without_memory(place.ranks());
+        let Shared { host_map, hosts, menu, policy, .. } = &*self.shared;
+        let shape = Shape::without_memory(host_map.ranks());
         if asked.kind.is_p2p() {
             let why = "the ranks live on several hosts, where messages travel by the delegate";
             return explain::delegated(asked, &shape, policy, why);

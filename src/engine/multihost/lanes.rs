@@ -6,7 +6,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use super::batch::{Inside, Travel, Way};
-use super::place::Place;
+use super::place::HostMap;
 use super::queue::State;
 use super::transport::{Lane, Link, Note, tell_fault};
 use crate::config::Settings;
@@ -27,7 +27,7 @@ pub const FAREWELL: Duration = Duration::from_secs(1);
 const KEPT: usize = 100 << 20;
 
 pub(super) struct Shared {
-    pub place: Place,
+    pub host_map: HostMap,
     pub link: Arc<dyn Link>,
     pub insides: Vec<Option<Arc<dyn Inside>>>,
     pub settings: Settings,
@@ -73,7 +73,7 @@ impl Shared {
         };
         let class = class.filter(|_| bytes as u64 <= inter::SMALL);
         let cut = matches!(request.kind, Kind::AllReduce | Kind::Reduce | Kind::Broadcast) && class.is_none();
-        let alone = || self.choice(Asked::of(request, self.place.ranks()), false);
+        let alone = || self.choice(Asked::of(request, self.host_map.ranks()), false);
         let segments = if cut { alone().segments } else { 1 };
         Item { class, bytes, segments }
     }
@@ -85,7 +85,7 @@ impl Shared {
 
     /// Chooses the algorithm of a batch and records it, and the batch, in each of its operations.
     fn set_out(&self, batch: &Batch, ops: &[Arc<Op>]) -> HostsChoice {
-        let ranks = self.place.ranks();
+        let ranks = self.host_map.ranks();
         let asked =
             Asked::together(ops.iter().map(|op| Asked::of(&op.request, ranks))).expect("a batch holds one or more");
         let choice = self.choice(asked, ops.len() > 1);
@@ -254,10 +254,10 @@ impl Shared {
         self.prepare(task)?;
         let HostsChoice { algorithm, leaders, .. } = task.choice;
         let way = Way { algorithm, leaders: leaders.into(), strict: self.settings.strict };
-        let mut factors = vec![1.0; self.place.ranks()];
-        factors[self.place.me] = f64::from_bits(task.note.factor);
+        let mut factors = vec![1.0; self.host_map.ranks()];
+        factors[self.host_map.me] = f64::from_bits(task.note.factor);
         let mut travel = Travel {
-            place: &self.place,
+            host_map: &self.host_map,
             inside: self.insides[lane].as_deref(),
             lane: wires,
             note: task.note,

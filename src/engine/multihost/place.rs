@@ -2,27 +2,27 @@
 
 /// The same on every rank but for `me` and what follows from it.
 #[derive(Clone, Debug)]
-pub struct Place {
+pub struct HostMap {
     /// The ranks of each host, ascending.
     pub hosts: Vec<Vec<usize>>,
     pub host_of: Vec<usize>,
     pub me: usize,
     /// This rank's host, and its position there.
     pub host: usize,
-    pub index: usize,
+    pub local_rank: usize,
 }
 
-impl Place {
+impl HostMap {
     /// `host_of`: each rank's host, numbered without gaps.
-    pub fn new(host_of: Vec<usize>, me: usize) -> Place {
+    pub fn new(host_of: Vec<usize>, me: usize) -> HostMap {
         let count = host_of.iter().max().map_or(0, |last| last + 1);
         let mut hosts = vec![Vec::new(); count];
         for (rank, host) in host_of.iter().enumerate() {
             hosts[*host].push(rank);
         }
         let host = host_of[me];
-        let index = hosts[host].iter().position(|rank| *rank == me).expect("a rank lives on its host");
-        Place { hosts, host_of, me, host, index }
+        let local_rank = hosts[host].iter().position(|rank| *rank == me).expect("a rank lives on its host");
+        HostMap { hosts, host_of, me, host, local_rank }
     }
 
     /// As `host_of`, with the ranks of each host for which `shares` is false on hosts of their own.
@@ -47,12 +47,12 @@ impl Place {
     }
 
     /// The ranks of this host.
-    pub fn neighbours(&self) -> &[usize] {
+    pub fn local_ranks(&self) -> &[usize] {
         &self.hosts[self.host]
     }
 
     /// The most leaders that every host can offer.
-    pub fn fewest(&self) -> usize {
+    pub fn min_local_size(&self) -> usize {
         self.hosts.iter().map(Vec::len).min().unwrap_or(1)
     }
 
@@ -61,9 +61,9 @@ impl Place {
         self.hosts.iter().all(|ranks| ranks.len() == self.hosts[0].len())
     }
 
-    /// The `index`-th rank of every host.
-    pub fn leaders(&self, index: usize) -> Vec<usize> {
-        self.hosts.iter().map(|ranks| ranks[index]).collect()
+    /// The `local_rank`-th rank of every host.
+    pub fn leaders(&self, local_rank: usize) -> Vec<usize> {
+        self.hosts.iter().map(|ranks| ranks[local_rank]).collect()
     }
 
     /// One rank a host, `root` for its own.
@@ -72,8 +72,8 @@ impl Place {
     }
 
     /// The ranks at one position of every host, position by position; all ranks where hosts are even.
-    pub fn columns(&self) -> impl Iterator<Item = Vec<usize>> + '_ {
-        (0..self.fewest()).map(|index| self.leaders(index))
+    pub fn rails(&self) -> impl Iterator<Item = Vec<usize>> + '_ {
+        (0..self.min_local_size()).map(|local_rank| self.leaders(local_rank))
     }
 
     /// Ranks in the order of their hosts: how blocks lie while they travel between hosts.
@@ -88,13 +88,13 @@ mod tests {
 
     #[test]
     fn ranks_dealt_over_hosts_are_found_again() {
-        let place = Place::new(vec![0, 1, 0, 1, 1], 3);
-        assert_eq!(place.hosts, [vec![0, 2], vec![1, 3, 4]]);
-        assert_eq!((place.host, place.index, place.fewest()), (1, 1, 2));
-        assert!(!place.is_even() && Place::new(vec![1, 0, 0, 1], 0).is_even());
-        assert_eq!(place.leaders(1), [2, 3]);
-        assert_eq!(place.leaders_with(4), [0, 4]);
-        assert_eq!(place.by_host().collect::<Vec<_>>(), [0, 2, 1, 3, 4]);
-        assert_eq!(Place::apart(&[0, 1, 0, 1], |host| host == 1), [0, 1, 2, 1]);
+        let host_map = HostMap::new(vec![0, 1, 0, 1, 1], 3);
+        assert_eq!(host_map.hosts, [vec![0, 2], vec![1, 3, 4]]);
+        assert_eq!((host_map.host, host_map.local_rank, host_map.min_local_size()), (1, 1, 2));
+        assert!(!host_map.is_even() && HostMap::new(vec![1, 0, 0, 1], 0).is_even());
+        assert_eq!(host_map.leaders(1), [2, 3]);
+        assert_eq!(host_map.leaders_with(4), [0, 4]);
+        assert_eq!(host_map.by_host().collect::<Vec<_>>(), [0, 2, 1, 3, 4]);
+        assert_eq!(HostMap::apart(&[0, 1, 0, 1], |host| host == 1), [0, 1, 2, 1]);
     }
 }

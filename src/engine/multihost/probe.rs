@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::batch::{Inside, written};
-use super::place::Place;
+use super::place::HostMap;
 use super::transport::{Lane, Note};
 use super::vector::span;
 use crate::error::{Error, Result};
@@ -23,22 +23,22 @@ const LARGE: usize = 320 << 10;
 /// `chain`: what all ranks must have agreed on before, options first of all. Blocks until all hosts are there.
 #[allow(unsafe_code)] // makes a call over a buffer of its own, and waits for its end
 pub fn probe(
-    place: &Place,
+    host_map: &HostMap,
     lane: &mut Lane,
     inside: Option<&Arc<dyn Inside>>,
     chain: u64,
     timeout: Duration,
 ) -> Result<LinkFacts> {
     let mut agreed = [0u8; 16];
-    if place.index == 0 {
-        let mut probe = Probe { place, lane, chain, number: 0, timeout };
+    if host_map.local_rank == 0 {
+        let mut probe = Probe { host_map, lane, chain, number: 0, timeout };
         let own = probe.measure()?;
         let worst = probe.worst(own)?;
         agreed[..8].copy_from_slice(&worst.alpha_ns.to_le_bytes());
         agreed[8..].copy_from_slice(&worst.beta_ps_per_byte.to_le_bytes());
     }
     if let Some(inside) = inside {
-        let leads = place.index == 0;
+        let leads = host_map.local_rank == 0;
         let piece = if leads { span(&agreed) } else { written(&mut agreed) };
         let (inputs, outputs) = if leads { (vec![piece], Vec::new()) } else { (Vec::new(), vec![piece]) };
         // SAFETY: `agreed` outlives the call, which has ended when `run` returns, and nobody else knows it.
@@ -55,7 +55,7 @@ fn facts(bytes: &[u8]) -> LinkFacts {
 }
 
 struct Probe<'a> {
-    place: &'a Place,
+    host_map: &'a HostMap,
     lane: &'a mut Lane,
     chain: u64,
     number: u64,
@@ -80,15 +80,15 @@ impl Probe<'_> {
             Err(Error::Mismatch(_)) => Err(Error::Mismatch(format!(
                 "sagellm: rank {} and a rank on another host have other options for their group: fusion, strict or the \
                  rules of algorithms differ (pg_options, SAGELLM_FUSION, SAGELLM_STRICT). All ranks must have the same",
-                self.place.me
+                self.host_map.me
             ))),
             Err(error) => Err(error),
         }
     }
 
-    /// Nanoseconds of the quickest of a few exchanges of `bytes` with the neighbours.
+    /// Nanoseconds of the quickest of a few exchanges of `bytes` with the local_ranks.
     fn quickest(&mut self, bytes: usize) -> Result<u64> {
-        let (hosts, host) = (&self.place.hosts, self.place.host);
+        let (hosts, host) = (&self.host_map.hosts, self.host_map.host);
         let (next, previous) = (hosts[(host + 1) % hosts.len()][0], hosts[(host + hosts.len() - 1) % hosts.len()][0]);
         let data = vec![1; bytes];
         let mut best = u64::MAX;
@@ -112,7 +112,8 @@ impl Probe<'_> {
     fn worst(&mut self, own: LinkFacts) -> Result<LinkFacts> {
         let mut data = own.alpha_ns.to_le_bytes().to_vec();
         data.extend(own.beta_ps_per_byte.to_le_bytes());
-        let others: Vec<usize> = self.place.leaders(0).into_iter().filter(|rank| *rank != self.place.me).collect();
+        let others: Vec<usize> =
+            self.host_map.leaders(0).into_iter().filter(|rank| *rank != self.host_map.me).collect();
         let mut worst = own;
         self.exchange(&others, &others, &data, |theirs| {
             let theirs = facts(theirs);

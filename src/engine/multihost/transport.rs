@@ -127,7 +127,7 @@ impl Lane {
         self.lane
     }
 
-    /// Bit 30 and the lane (two bits) say what it is, two bits tell neighbours apart, the rest is a hash of the batch.
+    /// Bit 30 and the lane (two bits) say what it is, two bits tell local_ranks apart, the rest is a hash of the batch.
     fn data_tag(&self, note: &Note, bytes: usize, count: u32) -> u32 {
         let mixed = (note.chain ^ bytes as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         1 << 30 | self.lane << 28 | (count & 3) << 26 | (mixed >> 38) as u32
