@@ -9,8 +9,8 @@ use super::callbacks::StoreHook;
 use super::calls::RustGroup;
 use super::convert::{Outcome, dtype, guarded, kind, spans, unknown};
 use crate::engine::device::{
-    Asked, DeviceCall, DeviceEngine, DeviceGroup, DeviceRequest, Event, Exchange, Hints, Local, Lowered, Placed, Ranks,
-    Recipe, Retired, Stream, Terms,
+    DeviceCall, DeviceEngine, DeviceGroup, DeviceRequest, Event, Exchange, Hints, Local, Lowered, LoweringInput,
+    Placed, Ranks, Recipe, Retired, Stream, Terms,
 };
 use crate::error::{Error, Result};
 use crate::host::Counting;
@@ -66,7 +66,7 @@ fn request<'a>(call: &ffi::DeviceRequest<'a>) -> Result<DeviceRequest<'a>> {
     let (counts, tensors, element, site) = (call.counts, call.tensors, call.element, call.site);
     Ok(DeviceRequest {
         name,
-        asked: Asked { kind, dtype, op, ranks: 0, even, plain },
+        asked: LoweringInput { kind, dtype, op, ranks: 0, even, plain },
         root,
         tag,
         read,

@@ -93,7 +93,7 @@ impl Capabilities {
 
 /// An operation, as far as the recipe sees it. All ranks ask the same.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Asked {
+pub struct LoweringInput {
     pub kind: Kind,
     /// Of the tensors, also where they are only moved; `Bytes` where the type is none of ours (8-bit floats).
     pub dtype: Dtype,
@@ -161,7 +161,7 @@ pub fn packs(bytes: usize) -> bool {
 }
 
 /// The way of an operation, or the reason why there is none and what to do.
-pub fn recipe(asked: &Asked, able: &Capabilities) -> Result<Recipe, String> {
+pub fn recipe(asked: &LoweringInput, able: &Capabilities) -> Result<Recipe, String> {
     let name = &able.name;
     if !asked.plain {
         return Err(format!(
@@ -172,7 +172,7 @@ pub fn recipe(asked: &Asked, able: &Capabilities) -> Result<Recipe, String> {
     }
     match narrow_of(asked.dtype) {
         Some(narrow) if able.double == Double::AsFloat => {
-            let mut recipe = recipe(&Asked { dtype: narrow, ..*asked }, able)?;
+            let mut recipe = recipe(&LoweringInput { dtype: narrow, ..*asked }, able)?;
             recipe.before.insert(0, Local::Cast(narrow));
             recipe.after.push(Local::Cast(asked.dtype));
             recipe.why = join("64-bit floats travel as 32 bits, as SAGELLM_DOUBLE_AS_FLOAT=1 allows", &recipe.why);
@@ -200,8 +200,8 @@ fn narrow_of(dtype: Dtype) -> Option<Dtype> {
 }
 
 /// Kinds that move bytes and change none.
-fn moved(asked: &Asked, able: &Capabilities) -> Recipe {
-    let Asked { kind, even, .. } = *asked;
+fn moved(asked: &LoweringInput, able: &Capabilities) -> Recipe {
+    let LoweringInput { kind, even, .. } = *asked;
     let plain = Recipe {
         kind,
         dtype: Dtype::Bytes,
@@ -242,8 +242,8 @@ fn moved(asked: &Asked, able: &Capabilities) -> Recipe {
 }
 
 /// Kinds that combine numbers.
-fn combined(asked: &Asked, able: &Capabilities) -> Result<Recipe, String> {
-    let Asked { kind, dtype, op, .. } = *asked;
+fn combined(asked: &LoweringInput, able: &Capabilities) -> Result<Recipe, String> {
+    let LoweringInput { kind, dtype, op, .. } = *asked;
     let (wire, wire_op) = as_parts(kind, dtype, op)?;
     // torch has no operators for these, so nothing can be composed.
     if matches!(dtype, Dtype::F8E4M3 | Dtype::F8E5M2) && !able.combines(dtype, op) {
@@ -360,8 +360,8 @@ fn wider(dtype: Dtype) -> impl Iterator<Item = Dtype> {
 
 /// Every rank (reduce: the root) gets all the inputs it needs and combines them itself, in the order of the ranks. Costs
 /// as many times the memory and the traffic as there are ranks, and can do everything.
-fn folded(asked: &Asked, able: &Capabilities) -> Result<Recipe, String> {
-    let Asked { kind, dtype, op, .. } = *asked;
+fn folded(asked: &LoweringInput, able: &Capabilities) -> Result<Recipe, String> {
+    let LoweringInput { kind, dtype, op, .. } = *asked;
     let moves = match kind {
         Kind::AllReduce => Kind::AllGather,
         Kind::Reduce => Kind::Gather,
@@ -369,7 +369,7 @@ fn folded(asked: &Asked, able: &Capabilities) -> Result<Recipe, String> {
     };
     // Every rank receives blocks of one size, its own, so they lie behind each other.
     let even = kind != Kind::ReduceScatter || asked.even;
-    let mut recipe = moved(&Asked { kind: moves, even, ..*asked }, able);
+    let mut recipe = moved(&LoweringInput { kind: moves, even, ..*asked }, able);
     let mut after = vec![Local::Fold(op)];
     let (before, fold) = match op {
         ReduceOp::Avg => (None, ReduceOp::Sum),
