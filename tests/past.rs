@@ -13,7 +13,7 @@ use sagellm::engine::local;
 use sagellm::group::{Group, Op};
 use sagellm::select::explain::{Batch, Explanation};
 use sagellm::select::rules::Rules;
-use sagellm::select::{Asked, Path, Policy, Reason};
+use sagellm::select::{OpDesc, Path, Policy, Reason};
 use sagellm::types::{Dtype, Kind, ReduceOp};
 
 const TIMEOUT: Duration = Duration::from_secs(60);
@@ -76,7 +76,7 @@ fn run(groups: &[Arc<Group>], program: &[Spec]) -> Vec<Vec<Explanation>> {
             assert_eq!(op.choice(), found.choice);
             assert_ne!(found.choice.reason, Reason::Unknown);
             let request = spec.request(buffers, false);
-            assert_eq!(found.asked, Asked::of(&request, ranks), "{spec:?}");
+            assert_eq!(found.asked, OpDesc::of(&request, ranks), "{spec:?}");
             let Batch { count, first, last, .. } = past.batch.expect("it is over");
             assert!((first..=last).contains(&past.number) && count >= 1, "{past:?}");
             found

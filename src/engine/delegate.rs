@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::op::Op;
 use crate::reduce::Kernel;
 use crate::select::explain::Explanation;
-use crate::select::{Asked, Policy, Shape, explain};
+use crate::select::{OpDesc, Policy, Shape, explain};
 
 pub struct Delegate {
     reason: String,
@@ -44,7 +44,7 @@ impl Engine for Delegate {
         Err(Error::Bug("sagellm: an operation reached a delegated group".to_string()))
     }
 
-    fn explain(&self, asked: Asked, _batched: bool) -> Explanation {
+    fn explain(&self, asked: OpDesc, _batched: bool) -> Explanation {
         explain::delegated(asked, &Shape::without_memory(self.ranks), &self.policy, &self.reason)
     }
 }

@@ -19,7 +19,7 @@ use crate::op::Op;
 use crate::op::overlap::Reach;
 use crate::os::event_count::WakeWords;
 use crate::reduce::Kernel;
-use crate::select::Asked;
+use crate::select::OpDesc;
 use crate::select::explain::Explanation;
 
 /// Operations that ended, and how.
@@ -87,7 +87,7 @@ pub trait Engine: Send {
     }
 
     /// How an operation would go, alone or `batched` with others.
-    fn explain(&self, asked: Asked, batched: bool) -> Explanation;
+    fn explain(&self, asked: OpDesc, batched: bool) -> Explanation;
 }
 
 /// What any thread may ask and tell an engine, without the group's lock. What is not overridden is right for an engine

@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::op::Op;
 use crate::reduce::Kernel;
 use crate::select::explain::Explanation;
-use crate::select::{Asked, Choice, Policy, Shape, explain};
+use crate::select::{Choice, OpDesc, Policy, Shape, explain};
 use crate::types::{Kind, ReduceOp};
 
 pub struct Solo {
@@ -43,7 +43,7 @@ impl Engine for Solo {
         Ok(())
     }
 
-    fn explain(&self, asked: Asked, _batched: bool) -> Explanation {
+    fn explain(&self, asked: OpDesc, _batched: bool) -> Explanation {
         explain::explain(asked, &Shape::without_memory(1), &self.policy)
     }
 }
@@ -57,7 +57,7 @@ fn run(op: &Op, kernel: Option<&Kernel>) -> Result<()> {
             request.kind
         )));
     }
-    op.loads(Asked::of(request, 1).load());
+    op.loads(OpDesc::of(request, 1).load());
     op.sets_out(Choice::ALONE.code());
     op.prepare();
     let (inputs, outputs) = (Pieces(request.inputs()), Pieces(request.outputs()));

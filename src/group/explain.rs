@@ -6,7 +6,7 @@ use crate::op::Route;
 use crate::rendezvous::decision::on_this_host;
 use crate::select::explain;
 use crate::select::explain::{Batch, Explanation, Past};
-use crate::select::{Asked, Choice, Class, Path};
+use crate::select::{Choice, Class, OpDesc, Path};
 use crate::stats::ring::{Record, Ring, State};
 use crate::types::{Dtype, Kind};
 
@@ -19,7 +19,7 @@ pub fn explain_without_group(
     algorithm: &str,
 ) -> Result<Explanation> {
     let (shape, policy) = on_this_host(ranks, algorithm)?;
-    let asked = Asked { kind, bytes, class: Class::of(kind, dtype) }.normal();
+    let asked = OpDesc { kind, bytes, class: Class::of(kind, dtype) }.normal();
     Ok(explain::explain(asked, &shape, &policy))
 }
 
@@ -33,7 +33,7 @@ impl Group {
     /// How an operation would travel. `bytes` are those that one rank gives: its block of an all_gather or gather, the
     /// whole input of a scatter or reduce_scatter.
     pub fn explain(&self, kind: Kind, bytes: u64, dtype: Dtype) -> Explanation {
-        self.explain_asked(Asked { kind, bytes, class: Class::of(kind, dtype) }.normal(), false)
+        self.explain_op(OpDesc { kind, bytes, class: Class::of(kind, dtype) }.normal(), false)
     }
 
     /// How the collective with this number travels or travelled: while it runs, and afterwards as long as the ring has its
@@ -57,8 +57,8 @@ impl Group {
         let Called { number, own, route, well, host_staged } = called;
         let choice = (route.choice != 0).then(|| Choice::from_code(route.choice));
         let batched = called.batched();
-        let asked = Asked::from_load(own.kind, route.load);
-        let found = self.explain_asked(asked, batched);
+        let asked = OpDesc::from_load(own.kind, route.load);
+        let found = self.explain_op(asked, batched);
         let (count, (first, last)) = (route.fused_with.count(), route.fused_with.numbers(number));
         // Between hosts it is known when the batch is made, on one host when the operation has ended.
         let known = well || choice.is_some_and(|choice| matches!(choice.path, Path::Hosts { .. }));
@@ -67,7 +67,7 @@ impl Group {
         Explanation { asked: own, past: Some(past), ..found }
     }
 
-    fn explain_asked(&self, asked: Asked, batched: bool) -> Explanation {
+    fn explain_op(&self, asked: OpDesc, batched: bool) -> Explanation {
         self.lock().engine.explain(asked, batched)
     }
 }
@@ -75,7 +75,7 @@ impl Group {
 /// A call, as far as it was recorded.
 struct Called {
     number: u64,
-    own: Asked,
+    own: OpDesc,
     route: Route,
     /// It has ended, and not failed.
     well: bool,
@@ -86,7 +86,7 @@ impl Called {
     fn of_op(op: &CoreOp, ranks: usize) -> Called {
         let well = op.is_done() && op.error().is_none();
         let host_staged = op.request.note.host_staged;
-        Called { number: op.number, own: Asked::of(&op.request, ranks), route: op.route(), well, host_staged }
+        Called { number: op.number, own: OpDesc::of(&op.request, ranks), route: op.route(), well, host_staged }
     }
 
     fn of_record(record: &Record, ranks: usize) -> Called {
@@ -96,8 +96,8 @@ impl Called {
             Kind::Scatter => written * ranks as u64,
             _ => read,
         };
-        let sizes = Asked { kind, bytes, class: Class::of(kind, dtype) }.normal();
-        let (own, well) = (Asked::from_load(kind, route.load), state == State::Done);
+        let sizes = OpDesc { kind, bytes, class: Class::of(kind, dtype) }.normal();
+        let (own, well) = (OpDesc::from_load(kind, route.load), state == State::Done);
         let called = Called { number, own, route, well, host_staged: record.note.host_staged };
         match Choice::from_code(route.choice) {
             Choice::DELEGATE => Called { own: sizes, route: Route { load: sizes.load(), ..route }, ..called },

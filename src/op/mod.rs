@@ -97,7 +97,7 @@ impl FusedWith {
 pub struct Route {
     /// `select::Choice::code`; 0 while it has not set out.
     pub choice: u64,
-    /// `select::Asked::load` of what the choice was made for: its own, or that of its whole batch.
+    /// `select::OpDesc::load` of what the choice was made for: its own, or that of its whole batch.
     pub load: u64,
     pub fused_with: FusedWith,
 }
@@ -254,7 +254,7 @@ impl Op {
         }
     }
 
-    /// What has to be carried: `select::Asked::load`.
+    /// What has to be carried: `select::OpDesc::load`.
     pub fn loads(&self, load: u64) {
         self.load.store(load, Ordering::Relaxed);
     }

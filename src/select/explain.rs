@@ -11,7 +11,7 @@ use super::intra::{self, Decisive, decisive, out_of_cache, possible, start};
 use super::rules::Way;
 use super::rules::size_text;
 use super::table::Line;
-use super::{Asked, Choice, Class, Path, Policy, Shape};
+use super::{Choice, Class, OpDesc, Path, Policy, Shape};
 use crate::algorithms::Algorithm;
 use crate::types::{Dtype, Kind};
 
@@ -28,7 +28,7 @@ pub struct Alternative {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Explanation {
-    pub asked: Asked,
+    pub asked: OpDesc,
     pub shape: Shape,
     pub choice: Choice,
     /// What was recorded of a past operation; `None` for one that might be.
@@ -71,7 +71,7 @@ pub struct Batch {
     pub bytes: Option<u64>,
 }
 
-pub fn explain(asked: Asked, shape: &Shape, policy: &Policy) -> Explanation {
+pub fn explain(asked: OpDesc, shape: &Shape, policy: &Policy) -> Explanation {
     let choice = intra::choose(asked, shape, policy);
     let mut explanation = Explanation {
         asked,
@@ -93,7 +93,14 @@ pub fn explain(asked: Asked, shape: &Shape, policy: &Policy) -> Explanation {
 }
 
 /// An operation of a group on several hosts, or (`batched`) all of one batch.
-pub fn between(asked: Asked, batched: bool, shape: &Shape, hosts: &Hosts, menu: &Menu, policy: &Policy) -> Explanation {
+pub fn between(
+    asked: OpDesc,
+    batched: bool,
+    shape: &Shape,
+    hosts: &Hosts,
+    menu: &Menu,
+    policy: &Policy,
+) -> Explanation {
     let found = inter::between_hosts(asked, batched, hosts, menu, policy);
     let decided = match found.reason {
         Reason::Override | Reason::Measured => {
@@ -133,7 +140,7 @@ pub fn between(asked: Asked, batched: bool, shape: &Shape, hosts: &Hosts, menu: 
 }
 
 /// An operation that a delegate serves, because of `why`.
-pub fn delegated(asked: Asked, shape: &Shape, policy: &Policy, why: &str) -> Explanation {
+pub fn delegated(asked: OpDesc, shape: &Shape, policy: &Policy, why: &str) -> Explanation {
     let refused = |way: Way| Alternative { way: way.to_string(), predicted_ns: None, why_not: why.to_string() };
     Explanation {
         asked,
@@ -157,7 +164,7 @@ fn way_of(path: Path) -> Option<Way> {
     }
 }
 
-fn predicted(asked: Asked, way: Way, shape: &Shape, policy: &Policy) -> u64 {
+fn predicted(asked: OpDesc, way: Way, shape: &Shape, policy: &Policy) -> u64 {
     intra::predict(asked.kind, asked.bytes, way, shape, policy.cache_bytes)
 }
 
@@ -251,7 +258,7 @@ fn ranges(kind: Kind, shape: &Shape, policy: &Policy) -> Vec<(u64, u64, Explanat
     let mut found: Vec<(u64, u64, Explanation)> = Vec::new();
     for (at, from) in begins.iter().enumerate() {
         let to = begins.get(at + 1).map_or(u64::MAX, |next| next - 1);
-        let here = explain(Asked { kind, bytes: *from, class: Class::of(kind, Dtype::F32) }.normal(), shape, policy);
+        let here = explain(OpDesc { kind, bytes: *from, class: Class::of(kind, Dtype::F32) }.normal(), shape, policy);
         match found.last_mut() {
             Some((_, end, last)) if (last.choice, last.measured_ns) == (here.choice, here.measured_ns) => *end = to,
             _ => found.push((*from, to, here)),
@@ -314,7 +321,7 @@ fn rejected(explanation: &Explanation, policy: &Policy) -> Vec<Alternative> {
         .collect()
 }
 
-fn impossible(asked: Asked, shape: &Shape) -> String {
+fn impossible(asked: OpDesc, shape: &Shape) -> String {
     match asked.kind {
         Kind::AllToAll => "its table of sizes goes by a slot, and the blocks with it where they fit".into(),
         _ => format!("{} do not fit: a slot holds {}", size_text(asked.bytes), size_text(shape.slot_bytes as u64)),
@@ -329,8 +336,8 @@ mod tests {
 
     const SHAPE: Shape = Shape { ranks: 2, hosts: 1, cores: 2, slot_bytes: 4096, stage_bytes: 512 << 10 };
 
-    fn asked(bytes: u64) -> Asked {
-        Asked { kind: Kind::AllReduce, bytes, class: Class::Float }
+    fn asked(bytes: u64) -> OpDesc {
+        OpDesc { kind: Kind::AllReduce, bytes, class: Class::Float }
     }
 
     #[test]

@@ -7,7 +7,7 @@
 
 use super::cost::{Link, Model, Priced};
 use super::rules::{Rule, Way};
-use super::{Asked, Choice, Class, Path, Policy, Reason, WHOLE};
+use super::{Choice, Class, OpDesc, Path, Policy, Reason, WHOLE};
 use crate::algorithms::{Algorithm, Schedule};
 use crate::types::Kind;
 
@@ -103,7 +103,7 @@ fn serving(kind: Kind, hosts: usize) -> impl Iterator<Item = Schedule> {
 
 /// The way of one operation between hosts. `batched`: it travels together with others. `asked.bytes` as one rank gives
 /// them. For a single host, or a kind that is no collective, the answer is a direct exchange, which is right everywhere.
-pub fn between_hosts(asked: Asked, batched: bool, hosts: &Hosts, menu: &Menu, policy: &Policy) -> HostsChoice {
+pub fn between_hosts(asked: OpDesc, batched: bool, hosts: &Hosts, menu: &Menu, policy: &Policy) -> HostsChoice {
     let bytes = exchanged(asked, hosts);
     let mut choice = HostsChoice {
         algorithm: Algorithm::Direct,
@@ -158,34 +158,34 @@ pub fn between_hosts(asked: Asked, batched: bool, hosts: &Hosts, menu: &Menu, po
 }
 
 /// Time of one schedule for an operation, by the measured link; `None` where nothing is known.
-pub fn predict(asked: Asked, algorithm: Algorithm, hosts: &Hosts, menu: &Menu) -> Option<u64> {
+pub fn predict(asked: OpDesc, algorithm: Algorithm, hosts: &Hosts, menu: &Menu) -> Option<u64> {
     let only = |other: Algorithm| other == algorithm;
     fastest(asked.kind, exchanged(asked, hosts), hosts, menu, &only).map(|(_, seconds)| (seconds * 1e9) as u64)
 }
 
 /// Small sums of floats, alone or in a batch, are added in one order whatever the batch holds and whatever the link
 /// measured, so that their bits are the same in every run.
-fn one_order(asked: Asked, batched: bool) -> bool {
+fn one_order(asked: OpDesc, batched: bool) -> bool {
     let ordered = matches!(asked.class, Class::Float | Class::Low);
     asked.kind == Kind::AllReduce && ordered && (batched || asked.bytes <= SMALL)
 }
 
 /// Whether an operation may go by a schedule: the direct one alone in strict mode, and in a batch only one that adds every
 /// element in the same order.
-pub fn allowed(algorithm: Algorithm, asked: Asked, batched: bool, hosts: &Hosts) -> bool {
+pub fn allowed(algorithm: Algorithm, asked: OpDesc, batched: bool, hosts: &Hosts) -> bool {
     algorithm.serves(asked.kind)
         && (!hosts.strict || algorithm == Algorithm::Direct)
         && !(batched && by_position(algorithm, asked))
 }
 
 /// The rule or line that names the schedule, for `explain`.
-pub fn said_by(asked: Asked, batched: bool, hosts: &Hosts, policy: &Policy) -> Option<Rule> {
+pub fn said_by(asked: OpDesc, batched: bool, hosts: &Hosts, policy: &Policy) -> Option<Rule> {
     let allowed = |algorithm| allowed(algorithm, asked, batched, hosts);
     said(asked, policy, &allowed).map(|(rule, _)| *rule)
 }
 
 /// The first rule, or else the line of the table, that names an allowed schedule for this operation.
-fn said<'a>(asked: Asked, policy: &'a Policy, allowed: &dyn Fn(Algorithm) -> bool) -> Option<(&'a Rule, Reason)> {
+fn said<'a>(asked: OpDesc, policy: &'a Policy, allowed: &dyn Fn(Algorithm) -> bool) -> Option<(&'a Rule, Reason)> {
     let names = |rule: &Rule| matches!(rule.way, Way::Hosts { algorithm, .. } if allowed(algorithm));
     for rule in policy.rules.0.iter().filter(|rule| rule.fits(asked.kind, asked.bytes)) {
         if rule.way == Way::Start {
@@ -203,13 +203,13 @@ fn said<'a>(asked: Asked, policy: &'a Policy, allowed: &dyn Fn(Algorithm) -> boo
 }
 
 /// True where the place of an element decides in which order it is added up.
-fn by_position(algorithm: Algorithm, asked: Asked) -> bool {
+fn by_position(algorithm: Algorithm, asked: OpDesc) -> bool {
     let ordered = matches!(asked.class, Class::Float | Class::Low) && asked.kind.reduces();
     ordered && matches!(algorithm, Algorithm::Ring | Algorithm::Torus | Algorithm::DoubleTree)
 }
 
 /// Where nothing is measured: few steps for small ones, few bytes for large ones.
-fn start_rule(asked: Asked, hosts: &Hosts, allowed: &dyn Fn(Algorithm) -> bool) -> (Algorithm, Reason) {
+fn start_rule(asked: OpDesc, hosts: &Hosts, allowed: &dyn Fn(Algorithm) -> bool) -> (Algorithm, Reason) {
     use Algorithm::*;
     let wishes: &[(Algorithm, Reason)] = match (asked.bytes < LARGE, hosts.hosts.is_power_of_two()) {
         (true, true) => &[(Doubling, Reason::PowerOfTwo)],
@@ -241,7 +241,7 @@ fn fastest<'a>(
 }
 
 /// Bytes as the cost model counts them: the whole vector, or the blocks of all hosts together.
-fn exchanged(asked: Asked, hosts: &Hosts) -> u64 {
+fn exchanged(asked: OpDesc, hosts: &Hosts) -> u64 {
     match asked.kind {
         Kind::AllGather | Kind::Gather => asked.bytes.saturating_mul(hosts.ranks as u64),
         _ => asked.bytes,
@@ -259,7 +259,7 @@ fn cap(count: usize) -> u8 {
 
 /// A start value: what is large is shared out over all ranks of a host, which fill the link with several connections.
 /// The border of kinds that move blocks was measured on hosts with a core for every rank (docs/benchmarks.md).
-fn leaders(asked: Asked, hosts: &Hosts) -> u8 {
+fn leaders(asked: OpDesc, hosts: &Hosts) -> u8 {
     let border = if asked.kind == Kind::AllReduce { SMALL } else { LARGE };
     if exchanged(asked, hosts) > border { possible_leaders(asked.kind, u8::MAX, hosts) } else { 1 }
 }
@@ -297,8 +297,8 @@ mod tests {
         Hosts { hosts: count, ranks: count * 2, least_ranks: 2, link, strict: false }
     }
 
-    fn asked(kind: Kind, bytes: u64) -> Asked {
-        Asked { kind, bytes, class: if kind.reduces() { Class::Float } else { Class::Moved } }.normal()
+    fn asked(kind: Kind, bytes: u64) -> OpDesc {
+        OpDesc { kind, bytes, class: if kind.reduces() { Class::Float } else { Class::Moved } }.normal()
     }
 
     #[test]
@@ -320,7 +320,7 @@ mod tests {
         let mut policy = Policy::default();
         let small = asked(Kind::AllReduce, 64);
         let large = asked(Kind::AllReduce, (2 << 20) + 1);
-        let exact = Asked { class: Class::Exact, ..small };
+        let exact = OpDesc { class: Class::Exact, ..small };
         let found = between_hosts(exact, false, &hosts(3, FAST), &menu, &policy);
         assert_eq!(found.reason, Reason::Model);
         assert_eq!(found.algorithm, Algorithm::Direct, "one step, two messages");
@@ -406,7 +406,7 @@ mod tests {
             let kind = kinds[next(kinds.len() as u64) as usize];
             let bytes = next(u64::MAX) >> next(33);
             let asked =
-                Asked { class: [Class::Float, Class::Exact, Class::Low][next(3) as usize], ..asked(kind, bytes) };
+                OpDesc { class: [Class::Float, Class::Exact, Class::Low][next(3) as usize], ..asked(kind, bytes) };
             let (batched, policy) = (next(2) == 0, &policies[next(2) as usize]);
             let [menu, another] = &menus[count];
             let found = between_hosts(asked, batched, &hosts, menu, policy);

@@ -9,7 +9,7 @@
 
 use super::rules::{Rule, Rules, Way};
 use super::table::Line;
-use super::{Asked, Choice, Path, Policy, Reason, Shape, unit};
+use super::{Choice, OpDesc, Path, Policy, Reason, Shape, unit};
 use crate::types::Kind;
 
 /// Chunk of a tensor that comes from memory: two of them a rank stay in a core's own cache.
@@ -30,7 +30,7 @@ const MEMORY_NS: f64 = 0.037;
 
 /// The way of one operation, for every possible question. Inside one host (`shape.hosts` is 1) a collective of at least
 /// two ranks gets `Slots` or `Rounds`, and what it gets fits into the slots and the stage.
-pub fn choose(asked: Asked, shape: &Shape, policy: &Policy) -> Choice {
+pub fn choose(asked: OpDesc, shape: &Shape, policy: &Policy) -> Choice {
     if asked.kind.is_p2p() {
         return Choice::MESSAGE;
     }
@@ -51,7 +51,7 @@ pub(crate) enum Decisive<'a> {
     Start,
 }
 
-pub(crate) fn decisive<'a>(asked: Asked, shape: &Shape, policy: &'a Policy) -> Decisive<'a> {
+pub(crate) fn decisive<'a>(asked: OpDesc, shape: &Shape, policy: &'a Policy) -> Decisive<'a> {
     let Rules(rules) = &policy.rules;
     for rule in rules.iter().filter(|rule| rule.fits(asked.kind, asked.bytes)) {
         if rule.way == Way::Start {
@@ -69,7 +69,7 @@ pub(crate) fn decisive<'a>(asked: Asked, shape: &Shape, policy: &'a Policy) -> D
 }
 
 /// The path by which this operation can go this way, if it can.
-pub(crate) fn possible(way: Way, asked: Asked, shape: &Shape) -> Option<Path> {
+pub(crate) fn possible(way: Way, asked: OpDesc, shape: &Shape) -> Option<Path> {
     match way {
         Way::Slots if fits_slot(asked, shape) => Some(Path::Slots),
         Way::Rounds { chunk } if asked.kind != Kind::Barrier => Some(Path::Rounds { chunk: fitting(chunk, shape) }),
@@ -77,7 +77,7 @@ pub(crate) fn possible(way: Way, asked: Asked, shape: &Shape) -> Option<Path> {
     }
 }
 
-fn fits_slot(asked: Asked, shape: &Shape) -> bool {
+fn fits_slot(asked: OpDesc, shape: &Shape) -> bool {
     asked.kind != Kind::AllToAll && asked.bytes <= shape.slot_bytes as u64
 }
 
@@ -94,7 +94,7 @@ pub(crate) fn out_of_cache(cache_bytes: u64) -> u64 {
 /// Start values, measured with two ranks on two cores (docs/benchmarks.md): as few rounds as the buffers allow while the
 /// tensor stays in the last-level cache, smaller chunks where it does not, as few rounds as possible where ranks share
 /// cores, because then every round costs context switches.
-pub(crate) fn start(asked: Asked, shape: &Shape, cache_bytes: u64) -> Choice {
+pub(crate) fn start(asked: OpDesc, shape: &Shape, cache_bytes: u64) -> Choice {
     let rounds = |chunk: usize, reason| Choice { path: Path::Rounds { chunk: fitting(chunk, shape) }, reason };
     match asked.kind {
         Kind::Barrier => Choice { path: Path::Slots, reason: Reason::NothingToMove },
@@ -179,8 +179,8 @@ mod tests {
         Kind::Barrier,
     ];
 
-    fn asked(kind: Kind, bytes: u64) -> Asked {
-        Asked { kind, bytes, class: Class::of(kind, Dtype::F32) }
+    fn asked(kind: Kind, bytes: u64) -> OpDesc {
+        OpDesc { kind, bytes, class: Class::of(kind, Dtype::F32) }
     }
 
     #[test]
@@ -249,8 +249,8 @@ mod tests {
             let choice = choose(asked, &shape, &policy);
             assert_eq!(choice, choose(asked, &shape, &sent), "rank 0 and the ranks it sent its policy to");
             assert_eq!(Choice::from_code(choice.code()), choice);
-            let kept = Asked::from_load(kind, asked.load());
-            assert_eq!(kept, Asked { bytes: asked.bytes.min((1 << 56) - 1), ..asked });
+            let kept = OpDesc::from_load(kind, asked.load());
+            assert_eq!(kept, OpDesc { bytes: asked.bytes.min((1 << 56) - 1), ..asked });
             assert_ne!(choice.reason, Reason::Unknown);
             match choice.path {
                 Path::Alone => assert!(shape.ranks < 2),

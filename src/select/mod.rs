@@ -201,20 +201,20 @@ impl Class {
 
 /// An operation, as far as the choice sees it. `bytes` as `slot_payload` counts them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Asked {
+pub struct OpDesc {
     pub kind: Kind,
     pub bytes: u64,
     pub class: Class,
 }
 
-impl Asked {
-    pub fn of(request: &Request, ranks: usize) -> Asked {
+impl OpDesc {
+    pub fn of(request: &Request, ranks: usize) -> OpDesc {
         let bytes = match request.kind {
             Kind::Send => sum(request.inputs()),
             Kind::Recv => sum(request.outputs()),
             _ => slot_payload(request, ranks),
         };
-        Asked { kind: request.kind, bytes: bytes as u64, class: Class::of(request.kind, request.dtype) }.normal()
+        OpDesc { kind: request.kind, bytes: bytes as u64, class: Class::of(request.kind, request.dtype) }.normal()
     }
 
     /// As an operation keeps it: class (8 bits), bytes (56). Its kind it has anyway.
@@ -223,19 +223,19 @@ impl Asked {
     }
 
     /// What `load` gave.
-    pub fn from_load(kind: Kind, load: u64) -> Asked {
+    pub fn from_load(kind: Kind, load: u64) -> OpDesc {
         let class = match load >> 56 {
             1 => Class::Exact,
             2 => Class::Float,
             3 => Class::Low,
             _ => Class::Moved,
         };
-        Asked { kind, bytes: load & ((1 << 56) - 1), class }
+        OpDesc { kind, bytes: load & ((1 << 56) - 1), class }
     }
 
     /// What several operations of one kind are together.
-    pub fn together(all: impl IntoIterator<Item = Asked>) -> Option<Asked> {
-        all.into_iter().reduce(|all, one| Asked {
+    pub fn together(all: impl IntoIterator<Item = OpDesc>) -> Option<OpDesc> {
+        all.into_iter().reduce(|all, one| OpDesc {
             bytes: all.bytes.saturating_add(one.bytes),
             // Of different classes the one that asks for most care.
             class: if one.class == all.class { all.class } else { Class::Float },
@@ -244,8 +244,8 @@ impl Asked {
     }
 
     /// Without what the ranks do not share: none knows all the sizes of an all_to_all, and a barrier has none.
-    pub fn normal(self) -> Asked {
-        if matches!(self.kind, Kind::AllToAll | Kind::Barrier) { Asked { bytes: 0, ..self } } else { self }
+    pub fn normal(self) -> OpDesc {
+        if matches!(self.kind, Kind::AllToAll | Kind::Barrier) { OpDesc { bytes: 0, ..self } } else { self }
     }
 }
 
@@ -440,10 +440,10 @@ mod tests {
 
     #[test]
     fn a_batch_is_asked_for_as_a_whole() {
-        let one = |bytes, class| Asked { kind: Kind::AllReduce, bytes, class };
-        assert_eq!(Asked::together([]), None);
-        assert_eq!(Asked::together([one(5, Class::Low), one(7, Class::Low)]), Some(one(12, Class::Low)));
-        assert_eq!(Asked::together([one(5, Class::Exact), one(7, Class::Low)]), Some(one(12, Class::Float)));
+        let one = |bytes, class| OpDesc { kind: Kind::AllReduce, bytes, class };
+        assert_eq!(OpDesc::together([]), None);
+        assert_eq!(OpDesc::together([one(5, Class::Low), one(7, Class::Low)]), Some(one(12, Class::Low)));
+        assert_eq!(OpDesc::together([one(5, Class::Exact), one(7, Class::Low)]), Some(one(12, Class::Float)));
     }
 
     #[test]

@@ -23,7 +23,7 @@ use crate::reduce::Kernel;
 use crate::select::explain;
 use crate::select::explain::Explanation;
 use crate::select::inter::{Hosts, LinkFacts, Menu};
-use crate::select::{Asked, Policy, Shape};
+use crate::select::{OpDesc, Policy, Shape};
 
 /// Bytes and operations of one batch.
 const BATCH: Limits = Limits { bytes: 1 << 20, operations: 4096 };
@@ -170,7 +170,7 @@ impl Engine for MultiHost {
         let shared = &self.shared;
         let item = shared.item(&op.request);
         // Its way is chosen when its batch is made.
-        op.loads(Asked::of(&op.request, shared.host_map.ranks()).load());
+        op.loads(OpDesc::of(&op.request, shared.host_map.ranks()).load());
         let mut state = shared.lock();
         if let Some(fault) = &state.fault {
             return Err(fault.clone());
@@ -225,7 +225,7 @@ impl Engine for MultiHost {
         free
     }
 
-    fn explain(&self, asked: Asked, batched: bool) -> Explanation {
+    fn explain(&self, asked: OpDesc, batched: bool) -> Explanation {
         let Shared { host_map, hosts, menu, policy, .. } = &*self.shared;
         let shape = Shape::without_memory(host_map.ranks());
         if asked.kind.is_p2p() {

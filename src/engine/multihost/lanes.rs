@@ -16,7 +16,7 @@ use crate::fusion::planner::{Batch, Class, Item, LANES};
 use crate::op::{FusedWith, Op};
 use crate::select::inter;
 use crate::select::inter::{Hosts, HostsChoice, Menu};
-use crate::select::{Asked, Policy};
+use crate::select::{OpDesc, Policy};
 use crate::types::{Kind, ReduceOp, Request, Span};
 
 /// Longest time that a leaving rank waits until its peers have received what it sent.
@@ -73,13 +73,13 @@ impl Shared {
         };
         let class = class.filter(|_| bytes as u64 <= inter::SMALL);
         let cut = matches!(request.kind, Kind::AllReduce | Kind::Reduce | Kind::Broadcast) && class.is_none();
-        let alone = || self.choice(Asked::of(request, self.host_map.ranks()), false);
+        let alone = || self.choice(OpDesc::of(request, self.host_map.ranks()), false);
         let segments = if cut { alone().segments } else { 1 };
         Item { class, bytes, segments }
     }
 
     /// How one operation goes, or several that go together: a function of what all ranks share.
-    pub fn choice(&self, asked: Asked, batched: bool) -> HostsChoice {
+    pub fn choice(&self, asked: OpDesc, batched: bool) -> HostsChoice {
         inter::between_hosts(asked, batched, &self.hosts, &self.menu, &self.policy)
     }
 
@@ -87,7 +87,7 @@ impl Shared {
     fn set_out(&self, batch: &Batch, ops: &[Arc<Op>]) -> HostsChoice {
         let ranks = self.host_map.ranks();
         let asked =
-            Asked::together(ops.iter().map(|op| Asked::of(&op.request, ranks))).expect("a batch holds one or more");
+            OpDesc::together(ops.iter().map(|op| OpDesc::of(&op.request, ranks))).expect("a batch holds one or more");
         let choice = self.choice(asked, ops.len() > 1);
         if batch.segment == 0 {
             for op in ops {

@@ -21,7 +21,7 @@ use crate::reduce::Kernel;
 use crate::select;
 use crate::select::explain;
 use crate::select::explain::Explanation;
-use crate::select::{Asked, Choice, Path, Policy, Shape};
+use crate::select::{Choice, OpDesc, Path, Policy, Shape};
 use crate::types::{ANY_RANK, Kind};
 
 enum Phase {
@@ -106,7 +106,7 @@ impl Shm {
         self.turns += 1;
         let turn = self.turns;
         if op.request.kind.is_p2p() {
-            op.loads(Asked::of(&op.request, self.area.ranks).load());
+            op.loads(OpDesc::of(&op.request, self.area.ranks).load());
             op.sets_out(Choice::MESSAGE.code());
             let collectives = self.entries.iter().map(|entry| &entry.op).filter(|earlier| op.meets(earlier)).cloned();
             let behind: Behind = collectives.collect();
@@ -117,7 +117,7 @@ impl Shm {
             self.held.push(Held { op, turn, behind });
             return Ok(());
         }
-        let asked = Asked::of(&op.request, self.area.ranks);
+        let asked = OpDesc::of(&op.request, self.area.ranks);
         let choice = select::choose(asked, &self.shape, &self.policy);
         op.loads(asked.load());
         op.sets_out(choice.code());
@@ -410,7 +410,7 @@ impl Engine for Shm {
         collectives.chain(self.held.drain(..).map(|held| held.op)).chain(self.p2p.take_pending()).collect()
     }
 
-    fn explain(&self, asked: Asked, _batched: bool) -> Explanation {
+    fn explain(&self, asked: OpDesc, _batched: bool) -> Explanation {
         explain::explain(asked, &self.shape, &self.policy)
     }
 }
