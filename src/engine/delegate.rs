@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::op::Op;
 use crate::reduce::Kernel;
 use crate::select::explain::Explanation;
-use crate::select::{OpDesc, Policy, Shape, explain};
+use crate::select::{GroupShape, OpDesc, Policy, explain};
 
 pub struct Delegate {
     reason: String,
@@ -45,6 +45,6 @@ impl Engine for Delegate {
     }
 
     fn explain(&self, asked: OpDesc, _batched: bool) -> Explanation {
-        explain::delegated(asked, &Shape::without_memory(self.ranks), &self.policy, &self.reason)
+        explain::delegated(asked, &GroupShape::without_memory(self.ranks), &self.policy, &self.reason)
     }
 }

@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::op::Op;
 use crate::reduce::Kernel;
 use crate::select::explain::Explanation;
-use crate::select::{Choice, OpDesc, Policy, Shape, explain};
+use crate::select::{Choice, GroupShape, OpDesc, Policy, explain};
 use crate::types::{Kind, ReduceOp};
 
 pub struct Solo {
@@ -44,7 +44,7 @@ impl Engine for Solo {
     }
 
     fn explain(&self, asked: OpDesc, _batched: bool) -> Explanation {
-        explain::explain(asked, &Shape::without_memory(1), &self.policy)
+        explain::explain(asked, &GroupShape::without_memory(1), &self.policy)
     }
 }
 

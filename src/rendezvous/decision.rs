@@ -20,7 +20,7 @@ use crate::fusion::planner::LANES;
 use crate::host::{Host, Store};
 use crate::os::{topology, watch};
 use crate::select;
-use crate::select::{Policy, Shape};
+use crate::select::{GroupShape, Policy};
 
 /// What serves a group; all its ranks decide alike.
 pub enum Decision {
@@ -287,12 +287,12 @@ fn agreed(config: &Config, own: &Policy, sent: &str) -> Result<Policy> {
     Ok(policy)
 }
 
-/// Shape and policy that a group of `ranks` ranks would have, were it made now on this host by a rank 0 here.
-pub fn on_this_host(ranks: usize, algorithm: &str) -> Result<(Shape, Policy)> {
+/// GroupShape and policy that a group of `ranks` ranks would have, were it made now on this host by a rank 0 here.
+pub fn on_this_host(ranks: usize, algorithm: &str) -> Result<(GroupShape, Policy)> {
     let policy = select::policy::decide(algorithm, ranks, SLOT_BYTES, true)?;
     let cores = topology::usable_cores();
     if ranks == 1 {
-        return Ok((Shape { cores, ..Shape::without_memory(ranks) }, policy));
+        return Ok((GroupShape { cores, ..GroupShape::without_memory(ranks) }, policy));
     }
     let headroom = topology::memory_headroom().and_then(|bytes| usize::try_from(bytes).ok()).unwrap_or(usize::MAX);
     match layout_within(ranks, headroom) {

@@ -11,7 +11,7 @@ use super::intra::{self, Decisive, decisive, out_of_cache, possible, start};
 use super::rules::Way;
 use super::rules::size_text;
 use super::table::Line;
-use super::{Choice, Class, OpDesc, Path, Policy, Shape};
+use super::{Choice, Class, GroupShape, OpDesc, Path, Policy};
 use crate::algorithms::Algorithm;
 use crate::types::{Dtype, Kind};
 
@@ -29,7 +29,7 @@ pub struct Alternative {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Explanation {
     pub asked: OpDesc,
-    pub shape: Shape,
+    pub shape: GroupShape,
     pub choice: Choice,
     /// What was recorded of a past operation; `None` for one that might be.
     pub past: Option<Past>,
@@ -71,7 +71,7 @@ pub struct Batch {
     pub bytes: Option<u64>,
 }
 
-pub fn explain(asked: OpDesc, shape: &Shape, policy: &Policy) -> Explanation {
+pub fn explain(asked: OpDesc, shape: &GroupShape, policy: &Policy) -> Explanation {
     let choice = intra::choose(asked, shape, policy);
     let mut explanation = Explanation {
         asked,
@@ -96,7 +96,7 @@ pub fn explain(asked: OpDesc, shape: &Shape, policy: &Policy) -> Explanation {
 pub fn between(
     asked: OpDesc,
     batched: bool,
-    shape: &Shape,
+    shape: &GroupShape,
     hosts: &Hosts,
     menu: &Menu,
     policy: &Policy,
@@ -127,7 +127,7 @@ pub fn between(
     });
     Explanation {
         asked,
-        shape: Shape { hosts: hosts.hosts, ..*shape },
+        shape: GroupShape { hosts: hosts.hosts, ..*shape },
         choice: found.choice(),
         past: None,
         predicted_ns: found.predicted_ns,
@@ -140,7 +140,7 @@ pub fn between(
 }
 
 /// An operation that a delegate serves, because of `why`.
-pub fn delegated(asked: OpDesc, shape: &Shape, policy: &Policy, why: &str) -> Explanation {
+pub fn delegated(asked: OpDesc, shape: &GroupShape, policy: &Policy, why: &str) -> Explanation {
     let refused = |way: Way| Alternative { way: way.to_string(), predicted_ns: None, why_not: why.to_string() };
     Explanation {
         asked,
@@ -164,7 +164,7 @@ fn way_of(path: Path) -> Option<Way> {
     }
 }
 
-fn predicted(asked: OpDesc, way: Way, shape: &Shape, policy: &Policy) -> u64 {
+fn predicted(asked: OpDesc, way: Way, shape: &GroupShape, policy: &Policy) -> u64 {
     intra::predict(asked.kind, asked.bytes, way, shape, policy.cache_bytes)
 }
 
@@ -231,7 +231,7 @@ impl Row {
     }
 }
 
-pub fn table(shape: &Shape, policy: &Policy) -> Table {
+pub fn table(shape: &GroupShape, policy: &Policy) -> Table {
     let collectives = Kind::ALL.into_iter().filter(|kind| !kind.is_p2p());
     let rows = collectives.flat_map(|kind| {
         let found = ranges(kind, shape, policy).into_iter();
@@ -245,7 +245,7 @@ pub fn table(shape: &Shape, policy: &Policy) -> Table {
 }
 
 /// The ranges of sizes in which one choice holds, in order, from 0 to the end.
-fn ranges(kind: Kind, shape: &Shape, policy: &Policy) -> Vec<(u64, u64, Explanation)> {
+fn ranges(kind: Kind, shape: &GroupShape, policy: &Policy) -> Vec<(u64, u64, Explanation)> {
     let mut begins = vec![0];
     let ends = [shape.slot_bytes as u64, out_of_cache(policy.cache_bytes)];
     begins.extend(ends.map(|end| end.saturating_add(1)));
@@ -321,7 +321,7 @@ fn rejected(explanation: &Explanation, policy: &Policy) -> Vec<Alternative> {
         .collect()
 }
 
-fn impossible(asked: OpDesc, shape: &Shape) -> String {
+fn impossible(asked: OpDesc, shape: &GroupShape) -> String {
     match asked.kind {
         Kind::AllToAll => "its table of sizes goes by a slot, and the blocks with it where they fit".into(),
         _ => format!("{} do not fit: a slot holds {}", size_text(asked.bytes), size_text(shape.slot_bytes as u64)),
@@ -334,7 +334,7 @@ mod tests {
     use crate::select::rules::Rules;
     use crate::select::table;
 
-    const SHAPE: Shape = Shape { ranks: 2, hosts: 1, cores: 2, slot_bytes: 4096, stage_bytes: 512 << 10 };
+    const SHAPE: GroupShape = GroupShape { ranks: 2, hosts: 1, cores: 2, slot_bytes: 4096, stage_bytes: 512 << 10 };
 
     fn asked(bytes: u64) -> OpDesc {
         OpDesc { kind: Kind::AllReduce, bytes, class: Class::Float }
@@ -349,7 +349,7 @@ mod tests {
         assert!(large.rejected.iter().any(|other| other.way == "slots" && other.why_not.contains("a slot holds 4KiB")));
         // Measured ones; with more ranks the model would leave the slots a little below 4 KiB.
         for crowd in [2, 4] {
-            let shape = Shape { ranks: crowd, ..SHAPE };
+            let shape = GroupShape { ranks: crowd, ..SHAPE };
             for power in 0..30 {
                 let found = explain(asked(1 << power), &shape, &policy);
                 for other in &found.rejected {

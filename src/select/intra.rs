@@ -9,7 +9,7 @@
 
 use super::rules::{Rule, Rules, Way};
 use super::table::Line;
-use super::{Choice, OpDesc, Path, Policy, Reason, Shape, unit};
+use super::{Choice, GroupShape, OpDesc, Path, Policy, Reason, unit};
 use crate::types::Kind;
 
 /// Chunk of a tensor that comes from memory: two of them a rank stay in a core's own cache.
@@ -30,7 +30,7 @@ const MEMORY_NS: f64 = 0.037;
 
 /// The way of one operation, for every possible question. Inside one host (`shape.hosts` is 1) a collective of at least
 /// two ranks gets `Slots` or `Rounds`, and what it gets fits into the slots and the stage.
-pub fn choose(asked: OpDesc, shape: &Shape, policy: &Policy) -> Choice {
+pub fn choose(asked: OpDesc, shape: &GroupShape, policy: &Policy) -> Choice {
     if asked.kind.is_p2p() {
         return Choice::MESSAGE;
     }
@@ -51,7 +51,7 @@ pub(crate) enum Decisive<'a> {
     Start,
 }
 
-pub(crate) fn decisive<'a>(asked: OpDesc, shape: &Shape, policy: &'a Policy) -> Decisive<'a> {
+pub(crate) fn decisive<'a>(asked: OpDesc, shape: &GroupShape, policy: &'a Policy) -> Decisive<'a> {
     let Rules(rules) = &policy.rules;
     for rule in rules.iter().filter(|rule| rule.fits(asked.kind, asked.bytes)) {
         if rule.way == Way::Start {
@@ -69,7 +69,7 @@ pub(crate) fn decisive<'a>(asked: OpDesc, shape: &Shape, policy: &'a Policy) -> 
 }
 
 /// The path by which this operation can go this way, if it can.
-pub(crate) fn possible(way: Way, asked: OpDesc, shape: &Shape) -> Option<Path> {
+pub(crate) fn possible(way: Way, asked: OpDesc, shape: &GroupShape) -> Option<Path> {
     match way {
         Way::Slots if fits_slot(asked, shape) => Some(Path::Slots),
         Way::Rounds { chunk } if asked.kind != Kind::Barrier => Some(Path::Rounds { chunk: fitting(chunk, shape) }),
@@ -77,12 +77,12 @@ pub(crate) fn possible(way: Way, asked: OpDesc, shape: &Shape) -> Option<Path> {
     }
 }
 
-fn fits_slot(asked: OpDesc, shape: &Shape) -> bool {
+fn fits_slot(asked: OpDesc, shape: &GroupShape) -> bool {
     asked.kind != Kind::AllToAll && asked.bytes <= shape.slot_bytes as u64
 }
 
 /// A chunk that the stage holds, cut at cache lines.
-fn fitting(chunk: usize, shape: &Shape) -> usize {
+fn fitting(chunk: usize, shape: &GroupShape) -> usize {
     (chunk.min(shape.stage_bytes) / 64 * 64).max(64)
 }
 
@@ -94,7 +94,7 @@ pub(crate) fn out_of_cache(cache_bytes: u64) -> u64 {
 /// Start values, measured with two ranks on two cores (docs/benchmarks.md): as few rounds as the buffers allow while the
 /// tensor stays in the last-level cache, smaller chunks where it does not, as few rounds as possible where ranks share
 /// cores, because then every round costs context switches.
-pub(crate) fn start(asked: OpDesc, shape: &Shape, cache_bytes: u64) -> Choice {
+pub(crate) fn start(asked: OpDesc, shape: &GroupShape, cache_bytes: u64) -> Choice {
     let rounds = |chunk: usize, reason| Choice { path: Path::Rounds { chunk: fitting(chunk, shape) }, reason };
     match asked.kind {
         Kind::Barrier => Choice { path: Path::Slots, reason: Reason::NothingToMove },
@@ -107,7 +107,7 @@ pub(crate) fn start(asked: OpDesc, shape: &Shape, cache_bytes: u64) -> Choice {
 }
 
 /// Nanoseconds of one operation of `bytes` (as `slot_payload` counts them) that goes `way`.
-pub fn predict(kind: Kind, bytes: u64, way: Way, shape: &Shape, cache_bytes: u64) -> u64 {
+pub fn predict(kind: Kind, bytes: u64, way: Way, shape: &GroupShape, cache_bytes: u64) -> u64 {
     let ranks = shape.ranks.max(1) as f64;
     let oversubscribed = shape.oversubscribed();
     let share = (ranks / shape.cores.max(1) as f64).max(1.0);
@@ -137,7 +137,7 @@ fn per_byte(bytes: u64, cache_bytes: u64) -> f64 {
 
 /// Beside a stream of memory a large stage does not stay in the cache. That small chunks win there was measured; the tenth
 /// is an assumption.
-fn spill(bytes: u64, chunk: u64, shape: &Shape, cache_bytes: u64) -> f64 {
+fn spill(bytes: u64, chunk: u64, shape: &GroupShape, cache_bytes: u64) -> f64 {
     if bytes > out_of_cache(cache_bytes) && !shape.oversubscribed() && chunk > SMALL_CHUNK as u64 { 1.1 } else { 1.0 }
 }
 
@@ -166,7 +166,7 @@ mod tests {
     use crate::select::{Class, DEFAULT_CACHE_BYTES as CACHE, table};
     use crate::types::Dtype;
 
-    const SHAPE: Shape = Shape { ranks: 2, hosts: 1, cores: 2, slot_bytes: 4096, stage_bytes: 512 << 10 };
+    const SHAPE: GroupShape = GroupShape { ranks: 2, hosts: 1, cores: 2, slot_bytes: 4096, stage_bytes: 512 << 10 };
     const COLLECTIVES: [Kind; 9] = [
         Kind::AllReduce,
         Kind::Broadcast,
@@ -186,13 +186,13 @@ mod tests {
     #[test]
     fn rule_07_the_choice_ignores_local_facts_and_is_total() {
         let policy = Policy::default();
-        let path = |kind, bytes, shape: &Shape| choose(asked(kind, bytes), shape, &policy).path;
+        let path = |kind, bytes, shape: &GroupShape| choose(asked(kind, bytes), shape, &policy).path;
         for kind in [Kind::AllReduce, Kind::Broadcast, Kind::AllGather, Kind::ReduceScatter] {
             assert_eq!(path(kind, 0, &SHAPE), Path::Slots);
             assert_eq!(path(kind, 4096, &SHAPE), Path::Slots);
             assert_eq!(path(kind, 4097, &SHAPE), Path::Rounds { chunk: 512 << 10 });
             assert_eq!(path(kind, 64 << 20, &SHAPE), Path::Rounds { chunk: 128 << 10 });
-            assert_eq!(path(kind, 64 << 20, &Shape { ranks: 4, ..SHAPE }), Path::Rounds { chunk: 512 << 10 });
+            assert_eq!(path(kind, 64 << 20, &GroupShape { ranks: 4, ..SHAPE }), Path::Rounds { chunk: 512 << 10 });
         }
     }
 
@@ -237,7 +237,7 @@ mod tests {
         for _ in 0..20_000 {
             let policy = random.policy();
             let sent = Policy::parse(&policy.text()).unwrap();
-            let shape = Shape {
+            let shape = GroupShape {
                 ranks: random.below(300) as usize,
                 hosts: 1,
                 cores: random.below(300) as usize,
@@ -282,13 +282,13 @@ mod tests {
         assert_eq!(at(&policy, 8192), ("rounds(512KiB)".into(), Reason::InCache));
     }
 
-    const APART: Shape = Shape { ranks: 2, hosts: 1, cores: 2, slot_bytes: 4096, stage_bytes: 512 << 10 };
+    const APART: GroupShape = GroupShape { ranks: 2, hosts: 1, cores: 2, slot_bytes: 4096, stage_bytes: 512 << 10 };
 
     /// Medians of docs/benchmarks.md in microseconds, with the widest factor that is accepted between both: the model
     /// ranks ways and gives an order of size, no more.
     #[test]
     fn the_start_values_are_near_the_measured_table() {
-        let oversubscribed = Shape { ranks: 4, stage_bytes: 512 << 10, ..APART };
+        let oversubscribed = GroupShape { ranks: 4, stage_bytes: 512 << 10, ..APART };
         let big = Way::Rounds { chunk: 512 << 10 };
         let small = Way::Rounds { chunk: 128 << 10 };
         let cases = [

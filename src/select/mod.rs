@@ -251,7 +251,7 @@ impl OpDesc {
 
 /// What all ranks of a group know about it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Shape {
+pub struct GroupShape {
     pub ranks: usize,
     pub hosts: usize,
     /// Cores that the ranks of this host may use together; agreed when they met.
@@ -260,10 +260,10 @@ pub struct Shape {
     pub stage_bytes: usize,
 }
 
-impl Shape {
+impl GroupShape {
     /// Of ranks that have no memory in common.
-    pub fn without_memory(ranks: usize) -> Shape {
-        Shape { ranks, hosts: 1, cores: 1, slot_bytes: 0, stage_bytes: 0 }
+    pub fn without_memory(ranks: usize) -> GroupShape {
+        GroupShape { ranks, hosts: 1, cores: 1, slot_bytes: 0, stage_bytes: 0 }
     }
 
     pub fn oversubscribed(&self) -> bool {

@@ -23,7 +23,7 @@ use crate::reduce::Kernel;
 use crate::select::explain;
 use crate::select::explain::Explanation;
 use crate::select::inter::{Hosts, LinkFacts, Menu};
-use crate::select::{OpDesc, Policy, Shape};
+use crate::select::{GroupShape, OpDesc, Policy};
 
 /// Bytes and operations of one batch.
 const BATCH: Limits = Limits { bytes: 1 << 20, operations: 4096 };
@@ -227,7 +227,7 @@ impl Engine for MultiHost {
 
     fn explain(&self, asked: OpDesc, batched: bool) -> Explanation {
         let Shared { host_map, hosts, menu, policy, .. } = &*self.shared;
-        let shape = Shape::without_memory(host_map.ranks());
+        let shape = GroupShape::without_memory(host_map.ranks());
         if asked.kind.is_p2p() {
             let why = "the ranks live on several hosts, where messages travel by the delegate";
             return explain::delegated(asked, &shape, policy, why);

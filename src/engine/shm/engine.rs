@@ -21,7 +21,7 @@ use crate::reduce::Kernel;
 use crate::select;
 use crate::select::explain;
 use crate::select::explain::Explanation;
-use crate::select::{Choice, OpDesc, Path, Policy, Shape};
+use crate::select::{Choice, GroupShape, OpDesc, Path, Policy};
 use crate::types::{ANY_RANK, Kind};
 
 enum Phase {
@@ -57,7 +57,7 @@ struct Held {
 
 pub struct Shm {
     area: Arc<Area>,
-    shape: Shape,
+    shape: GroupShape,
     policy: Arc<Policy>,
     slots: Slots,
     /// Collectives that have not ended, by number. The queued ones are at the back.

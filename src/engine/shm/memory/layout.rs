@@ -22,7 +22,7 @@
 
 use std::ops::Range;
 
-use crate::select::Shape;
+use crate::select::GroupShape;
 
 /// Payload of a slot beyond the header line.
 pub const SLOT_BYTES: usize = 4096;
@@ -174,8 +174,8 @@ impl Layout {
     }
 
     /// What the choice needs to know of a group of this layout on one host whose ranks use `cores` cores together.
-    pub fn shape(&self, cores: usize) -> Shape {
-        Shape { ranks: self.ranks, hosts: 1, cores, slot_bytes: SLOT_BYTES, stage_bytes: self.stage_bytes }
+    pub fn shape(&self, cores: usize) -> GroupShape {
+        GroupShape { ranks: self.ranks, hosts: 1, cores, slot_bytes: SLOT_BYTES, stage_bytes: self.stage_bytes }
     }
 
     fn control_bytes(&self) -> usize {
