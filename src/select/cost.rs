@@ -180,7 +180,7 @@ const PARTS: [usize; 5] = [1, 2, 4, 16, 64];
 
 /// One way to do it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Way {
+pub struct HierarchicalPlan {
     /// Between the leaders.
     pub algorithm: Algorithm,
     /// Of each host.
@@ -190,7 +190,7 @@ pub struct Way {
 }
 
 /// Prices of every way, for any size and any links.
-pub struct Levels {
+pub struct HierarchicalCosts {
     per_host: usize,
     reduce: Priced,
     broadcast: Priced,
@@ -199,16 +199,16 @@ pub struct Levels {
     between: Vec<Priced>,
 }
 
-impl Levels {
+impl HierarchicalCosts {
     /// None where there are no ranks.
-    pub fn new(ranks: usize, ranks_per_host: usize) -> Option<Levels> {
+    pub fn new(ranks: usize, ranks_per_host: usize) -> Option<HierarchicalCosts> {
         let per_host = ranks_per_host.clamp(1, ranks.max(1));
         let hosts = ranks.div_ceil(per_host);
         let priced = |algorithm, kind, ranks, per_host| {
             Some(Priced::new(Schedule::new(algorithm, kind, ranks, 0, 1)?, per_host))
         };
         let inside = |kind| priced(Algorithm::Direct, kind, per_host, per_host);
-        Some(Levels {
+        Some(HierarchicalCosts {
             per_host,
             reduce: inside(Kind::Reduce)?,
             broadcast: inside(Kind::Broadcast)?,
@@ -222,14 +222,14 @@ impl Levels {
     }
 
     /// The fastest way for this size, and its predicted seconds.
-    pub fn fastest(&self, bytes: f64, model: &Model) -> (Way, f64) {
+    pub fn fastest(&self, bytes: f64, model: &Model) -> (HierarchicalPlan, f64) {
         let leaders = if self.per_host > 1 { vec![1, self.per_host] } else { vec![1] };
-        let mut best: Option<(Way, f64)> = None;
+        let mut best: Option<(HierarchicalPlan, f64)> = None;
         for between in &self.between {
             for leaders in &leaders {
                 for segments in PARTS {
                     let algorithm = between.schedule.algorithm;
-                    let choice = Way { algorithm, leaders: *leaders, segments };
+                    let choice = HierarchicalPlan { algorithm, leaders: *leaders, segments };
                     let seconds = self.seconds(between, choice, bytes, model);
                     if best.is_none_or(|(_, least)| seconds < least) {
                         best = Some((choice, seconds));
@@ -240,7 +240,7 @@ impl Levels {
         best.expect("there is always a way to look at")
     }
 
-    fn seconds(&self, between: &Priced, choice: Way, bytes: f64, model: &Model) -> f64 {
+    fn seconds(&self, between: &Priced, choice: HierarchicalPlan, bytes: f64, model: &Model) -> f64 {
         let bytes = bytes / choice.segments as f64;
         let (first, last) =
             if choice.leaders == 1 { (&self.reduce, &self.broadcast) } else { (&self.scatter, &self.gather) };
@@ -355,32 +355,32 @@ mod tests {
 
     #[test]
     fn small_ones_take_one_latency_and_large_ones_fill_the_link() {
-        let (levels, model) = (Levels::new(4, 2).unwrap(), far(2));
-        let (small, seconds) = levels.fastest(8.0, &model);
+        let (costs, model) = (HierarchicalCosts::new(4, 2).unwrap(), far(2));
+        let (small, seconds) = costs.fastest(8.0, &model);
         assert_eq!(small.segments, 1);
         assert!(seconds < 1.1e-3, "one latency, not {seconds} s");
         let bytes = 16.0 * 1024.0 * 1024.0;
-        let (large, seconds) = levels.fastest(bytes, &model);
+        let (large, seconds) = costs.fastest(bytes, &model);
         let bound = bytes * model.network.beta; // of two hosts: all bytes once in each direction
         assert!(seconds > bound && seconds < bound / 0.9, "{large:?}: {seconds} s, bound {bound} s");
     }
 
     #[test]
     fn two_levels_beat_one_where_hosts_are_far_apart() {
-        let (levels, model) = (Levels::new(64, 8).unwrap(), far(8));
+        let (costs, model) = (HierarchicalCosts::new(64, 8).unwrap(), far(8));
         let flat = candidates(Kind::AllReduce, 64, 0, 8, &Algorithm::ALL);
         for bytes in [8.0, 1e4, 1e6, 1e9] {
             let (_, one) = fastest(&flat, bytes, &model).unwrap();
-            let (choice, two) = levels.fastest(bytes, &model);
+            let (choice, two) = costs.fastest(bytes, &model);
             assert!(two <= one * 1.01, "{bytes} bytes: {choice:?} {two} s, flat {one} s");
         }
     }
 
     #[test]
     fn one_host_needs_no_link() {
-        let (levels, model) = (Levels::new(4, 8).unwrap(), far(8));
-        let (_, seconds) = levels.fastest(1e6, &model);
+        let (costs, model) = (HierarchicalCosts::new(4, 8).unwrap(), far(8));
+        let (_, seconds) = costs.fastest(1e6, &model);
         assert!(seconds < model.network.alpha, "{seconds}");
-        assert!(Levels::new(0, 8).is_none());
+        assert!(HierarchicalCosts::new(0, 8).is_none());
     }
 }
