@@ -30,7 +30,7 @@ pub trait Inside: Send + Sync {
 
 /// How a batch travels; the same on every rank (`select::between_hosts`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Way {
+pub struct ChosenAlgorithm {
     pub algorithm: Algorithm,
     /// Ranks of each host that talk to other hosts.
     pub leaders: usize,
@@ -48,7 +48,7 @@ pub struct Travel<'a> {
     /// Factors of PREMUL_SUM by rank, as far as they were heard.
     pub factors: Vec<f64>,
     pub deadline: u64,
-    pub way: Way,
+    pub chosen: ChosenAlgorithm,
     /// Memory that lives on from batch to batch.
     pub scratch: &'a mut Vec<u8>,
 }

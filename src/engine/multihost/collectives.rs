@@ -47,10 +47,10 @@ pub fn borders(sizes: impl Iterator<Item = usize>) -> Vec<usize> {
 impl Travel<'_> {
     /// The range `range` of a vector, on all ranks.
     pub fn all_reduce(&mut self, vector: &Vector, range: &Range<usize>) -> Result<()> {
-        if self.way.strict {
+        if self.chosen.strict {
             return self.all_reduce_strict(vector, range);
         }
-        let leaders = self.way.leaders.clamp(1, self.host_map.min_local_size());
+        let leaders = self.chosen.leaders.clamp(1, self.host_map.min_local_size());
         let shares: Vec<Range<usize>> = (0..leaders).map(|at| vector.part(range, at, leaders)).collect();
         let mut memory = self.memory(range.len());
         let mine = shares.get(self.host_map.local_rank).cloned();
@@ -149,7 +149,7 @@ impl Travel<'_> {
         root: usize,
         own: &mut [u8],
     ) -> Result<()> {
-        let plan = schedule(self.way.algorithm, kind, members.len(), root)?;
+        let plan = schedule(self.chosen.algorithm, kind, members.len(), root)?;
         let parts = plan.parts();
         let ranges = |part: usize| {
             let range = vector.part(share, part, parts);
@@ -182,7 +182,7 @@ impl Travel<'_> {
 
     /// The range `range` of a vector, at rank `root`.
     pub fn reduce(&mut self, vector: &Vector, range: &Range<usize>, root: usize) -> Result<()> {
-        if self.way.strict {
+        if self.chosen.strict {
             let (shares, own) = self.own_share_strict(vector, range)?;
             let outputs = shares.iter().map(|share| cut(&vector.outputs, share)).collect::<Vec<_>>();
             return self.gather(
@@ -215,7 +215,7 @@ impl Travel<'_> {
 
     /// `data` holds the inputs at the root and the outputs elsewhere.
     pub fn broadcast(&mut self, data: &[Span], root: usize) -> Result<()> {
-        let rails = self.way.leaders.clamp(1, self.host_map.min_local_size());
+        let rails = self.chosen.leaders.clamp(1, self.host_map.min_local_size());
         if rails > 1 {
             return self.broadcast_over_rails(data, root, rails);
         }
@@ -227,7 +227,7 @@ impl Travel<'_> {
             copy_in(data, 0, &mut memory[..bytes]);
         }
         if self.host_map.local_rank == leader {
-            let plan = schedule(self.way.algorithm, Kind::Broadcast, members.len(), self.host_map.host_of[root])?;
+            let plan = schedule(self.chosen.algorithm, Kind::Broadcast, members.len(), self.host_map.host_of[root])?;
             let parts = plan.parts();
             let ranges = |part: usize| bytes * part / parts..bytes * (part + 1) / parts;
             self.between(&plan, &members, &mut memory[..bytes], &ranges, None)?;
@@ -267,7 +267,7 @@ impl Travel<'_> {
         }
         if self.host_map.local_rank == 0 {
             let members = self.host_map.leaders(0);
-            let plan = schedule(self.way.algorithm, Kind::AllGather, members.len(), 0)?;
+            let plan = schedule(self.chosen.algorithm, Kind::AllGather, members.len(), 0)?;
             self.between(&plan, &members, &mut memory[..total], &|host| hosts[host]..hosts[host + 1], None)?;
         }
         let in_order: Vec<Span> = self.host_map.by_host().flat_map(|rank| outputs[rank].iter().copied()).collect();
@@ -297,7 +297,7 @@ impl Travel<'_> {
         self.reduce_inside(vector, &whole, std::slice::from_ref(&whole), 0, &mut memory)?;
         if self.host_map.local_rank == 0 {
             let members = self.host_map.leaders(0);
-            let plan = schedule(self.way.algorithm, Kind::ReduceScatter, members.len(), 0)?;
+            let plan = schedule(self.chosen.algorithm, Kind::ReduceScatter, members.len(), 0)?;
             let ranges = |host: usize| hosts[host]..hosts[host + 1];
             self.between(&plan, &members, &mut memory[..total], &ranges, Some((vector, 0)))?;
             vector.finish(own.start, &mut memory[own.clone()]);
@@ -360,7 +360,7 @@ impl Travel<'_> {
         }
         let members = self.host_map.leaders_with(root);
         if members[self.host_map.host] == self.host_map.me {
-            let plan = schedule(self.way.algorithm, Kind::Gather, members.len(), self.host_map.host_of[root])?;
+            let plan = schedule(self.chosen.algorithm, Kind::Gather, members.len(), self.host_map.host_of[root])?;
             self.between(&plan, &members, &mut memory[..total], &|host| hosts[host]..hosts[host + 1], None)?;
         }
         if self.host_map.me == root {
@@ -384,7 +384,7 @@ impl Travel<'_> {
         let members = self.host_map.leaders_with(root);
         let leader = self.leader_position(&members);
         if self.host_map.local_rank == leader {
-            let plan = schedule(self.way.algorithm, Kind::Scatter, members.len(), self.host_map.host_of[root])?;
+            let plan = schedule(self.chosen.algorithm, Kind::Scatter, members.len(), self.host_map.host_of[root])?;
             self.between(&plan, &members, &mut memory[..total], &|host| hosts[host]..hosts[host + 1], None)?;
         }
         if self.inside.is_none() {
@@ -444,7 +444,7 @@ impl Travel<'_> {
     pub fn barrier(&mut self) -> Result<()> {
         if self.host_map.local_rank == 0 {
             let members = self.host_map.leaders(0);
-            let plan = schedule(self.way.algorithm, Kind::Barrier, members.len(), 0)?;
+            let plan = schedule(self.chosen.algorithm, Kind::Barrier, members.len(), 0)?;
             self.between(&plan, &members, &mut [], &|_| 0..0, None)?;
         }
         self.share_issued(0)

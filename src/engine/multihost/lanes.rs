@@ -5,7 +5,7 @@ use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use super::batch::{Inside, Travel, Way};
+use super::batch::{ChosenAlgorithm, Inside, Travel};
 use super::place::HostMap;
 use super::queue::State;
 use super::transport::{Lane, Link, Note, tell_fault};
@@ -253,7 +253,7 @@ impl Shared {
         let first = &task.ops[0].request;
         self.prepare(task)?;
         let HostsChoice { algorithm, leaders, .. } = task.choice;
-        let way = Way { algorithm, leaders: leaders.into(), strict: self.settings.strict };
+        let chosen = ChosenAlgorithm { algorithm, leaders: leaders.into(), strict: self.settings.strict };
         let mut factors = vec![1.0; self.host_map.ranks()];
         factors[self.host_map.me] = f64::from_bits(task.note.factor);
         let mut travel = Travel {
@@ -263,7 +263,7 @@ impl Shared {
             note: task.note,
             factors,
             deadline: task.ops.iter().map(|op| op.deadline).min().unwrap_or(0),
-            way,
+            chosen,
             scratch,
         };
         travel.compare_inside()?;

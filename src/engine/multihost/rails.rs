@@ -22,7 +22,7 @@ use crate::types::{Kind, Span};
 impl Travel<'_> {
     /// Whether every rank of a block-wise collective talks to other hosts: where that was chosen and can be done.
     pub fn over_rails(&self) -> bool {
-        self.way.leaders > 1 && self.host_map.is_even()
+        self.chosen.leaders > 1 && self.host_map.is_even()
     }
 
     /// The ranks of this rank's rail, and where their blocks begin when they lie behind each other, and the end.
@@ -39,7 +39,7 @@ impl Travel<'_> {
         let block = |host: usize| starts[host]..starts[host + 1];
         let mut memory = self.memory(total);
         copy_in(input, 0, &mut memory[block(self.host_map.host)]);
-        let plan = schedule(self.way.algorithm, Kind::AllGather, members.len(), 0)?;
+        let plan = schedule(self.chosen.algorithm, Kind::AllGather, members.len(), 0)?;
         self.between(&plan, &members, &mut memory[..total], &block, None)?;
         let out_blocks = self.host_map.rails().map(|ranks| ranks.iter().map(|rank| sizes[*rank]).sum()).collect();
         let outputs = self.host_map.rails().flatten().flat_map(|rank| outputs[rank].iter().copied()).collect();
@@ -61,7 +61,7 @@ impl Travel<'_> {
         let own = &mut memory[mine.clone()];
         let (members, starts) = self.rail_borders(sizes);
         let block = |host: usize| starts[host]..starts[host + 1];
-        let plan = schedule(self.way.algorithm, Kind::ReduceScatter, members.len(), 0)?;
+        let plan = schedule(self.chosen.algorithm, Kind::ReduceScatter, members.len(), 0)?;
         self.between(&plan, &members, own, &block, Some((vector, mine.start)))?;
         let result = &mut own[block(self.host_map.host)];
         vector.finish(mine.start + starts[self.host_map.host], result);
@@ -89,7 +89,7 @@ impl Travel<'_> {
                 copy_in(data, mine.start, own);
             }
             let members = self.host_map.leaders(index);
-            let plan = schedule(self.way.algorithm, Kind::Broadcast, members.len(), home)?;
+            let plan = schedule(self.chosen.algorithm, Kind::Broadcast, members.len(), home)?;
             let (parts, length) = (plan.parts(), mine.len());
             let range = |part: usize| length * part / parts..length * (part + 1) / parts;
             self.between(&plan, &members, own, &range, None)?;
