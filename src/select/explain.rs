@@ -8,7 +8,7 @@ use super::Reason;
 use super::inter;
 use super::inter::{Hosts, Menu};
 use super::intra::{self, Decisive, decisive, out_of_cache, possible, start};
-use super::rules::Way;
+use super::rules::AlgorithmChoice;
 use super::rules::size_text;
 use super::table::Line;
 use super::{Choice, Class, GroupShape, OpDesc, Path, Policy};
@@ -141,7 +141,8 @@ pub fn between(
 
 /// An operation that a delegate serves, because of `why`.
 pub fn delegated(asked: OpDesc, shape: &GroupShape, policy: &Policy, why: &str) -> Explanation {
-    let refused = |way: Way| Alternative { way: way.to_string(), predicted_ns: None, why_not: why.to_string() };
+    let refused =
+        |way: AlgorithmChoice| Alternative { way: way.to_string(), predicted_ns: None, why_not: why.to_string() };
     Explanation {
         asked,
         shape: *shape,
@@ -151,20 +152,20 @@ pub fn delegated(asked: OpDesc, shape: &GroupShape, policy: &Policy, why: &str) 
         measured_ns: None,
         decided: format!("the group is served by a delegate: {why}"),
         overruled: Vec::new(),
-        rejected: vec![refused(Way::Slots), refused(Way::Rounds { chunk: shape.stage_bytes })],
+        rejected: vec![refused(AlgorithmChoice::Slots), refused(AlgorithmChoice::Rounds { chunk: shape.stage_bytes })],
         table: policy.note.clone(),
     }
 }
 
-fn way_of(path: Path) -> Option<Way> {
+fn way_of(path: Path) -> Option<AlgorithmChoice> {
     match path {
-        Path::Slots => Some(Way::Slots),
-        Path::Rounds { chunk } => Some(Way::Rounds { chunk }),
+        Path::Slots => Some(AlgorithmChoice::Slots),
+        Path::Rounds { chunk } => Some(AlgorithmChoice::Rounds { chunk }),
         _ => None,
     }
 }
 
-fn predicted(asked: OpDesc, way: Way, shape: &GroupShape, policy: &Policy) -> u64 {
+fn predicted(asked: OpDesc, way: AlgorithmChoice, shape: &GroupShape, policy: &Policy) -> u64 {
     intra::predict(asked.kind, asked.bytes, way, shape, policy.cache_bytes)
 }
 
@@ -178,7 +179,7 @@ impl Explanation {
         match decisive(asked, &shape, policy) {
             Decisive::Rule(rule, path) => {
                 self.decided = format!("override: the rule \"{rule}\"");
-                if rule.way != way_of(path).unwrap_or(Way::Start) {
+                if rule.way != way_of(path).unwrap_or(AlgorithmChoice::Start) {
                     let _ =
                         write!(self.decided, ", its chunk cut to the stage of {}", size_text(shape.stage_bytes as u64));
                 }
@@ -296,8 +297,9 @@ fn rejected(explanation: &Explanation, policy: &Policy) -> Vec<Alternative> {
     if asked.kind == Kind::Barrier {
         return Vec::new();
     }
-    let rounds = CHUNKS.into_iter().filter(|chunk| *chunk <= shape.stage_bytes).map(|chunk| Way::Rounds { chunk });
-    let others = [Way::Slots].into_iter().chain(rounds).filter(|way| way_of(choice.path) != Some(*way));
+    let rounds =
+        CHUNKS.into_iter().filter(|chunk| *chunk <= shape.stage_bytes).map(|chunk| AlgorithmChoice::Rounds { chunk });
+    let others = [AlgorithmChoice::Slots].into_iter().chain(rounds).filter(|way| way_of(choice.path) != Some(*way));
     others
         .map(|way| {
             if possible(way, *asked, shape).is_none() {

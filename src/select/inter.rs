@@ -6,7 +6,7 @@
 //! element lies in the batch, so that the bits of an operation do not depend on its neighbours.
 
 use super::cost::{Link, Model, Priced};
-use super::rules::{Rule, Way};
+use super::rules::{AlgorithmChoice, Rule};
 use super::{Choice, Class, OpDesc, Path, Policy, Reason, WHOLE};
 use crate::algorithms::{Algorithm, Schedule};
 use crate::types::Kind;
@@ -134,7 +134,7 @@ pub fn between_hosts(asked: OpDesc, batched: bool, hosts: &Hosts, menu: &Menu, p
         choice.reason = Reason::OneOrder;
     }
     if let Some((rule, reason)) = said(asked, policy, &allowed)
-        && let Way::Hosts { algorithm, leaders, segment } = rule.way
+        && let AlgorithmChoice::Hosts { algorithm, leaders, segment } = rule.way
     {
         if !hosts.strict {
             choice.reason = reason;
@@ -186,9 +186,9 @@ pub fn said_by(asked: OpDesc, batched: bool, hosts: &Hosts, policy: &Policy) -> 
 
 /// The first rule, or else the line of the table, that names an allowed schedule for this operation.
 fn said<'a>(asked: OpDesc, policy: &'a Policy, allowed: &dyn Fn(Algorithm) -> bool) -> Option<(&'a Rule, Reason)> {
-    let names = |rule: &Rule| matches!(rule.way, Way::Hosts { algorithm, .. } if allowed(algorithm));
+    let names = |rule: &Rule| matches!(rule.way, AlgorithmChoice::Hosts { algorithm, .. } if allowed(algorithm));
     for rule in policy.rules.0.iter().filter(|rule| rule.fits(asked.kind, asked.bytes)) {
-        if rule.way == Way::Start {
+        if rule.way == AlgorithmChoice::Start {
             return None;
         }
         if names(rule) {

@@ -7,7 +7,7 @@
 //! torch, 0.2 us an exchange between cores, 17 us where ranks share a core, 21 ps a byte in the cache and 37 ps from
 //! memory. `sagellm tune` replaces predictions by measured times where a user wants to know better.
 
-use super::rules::{Rule, Rules, Way};
+use super::rules::{AlgorithmChoice, Rule, Rules};
 use super::table::Line;
 use super::{Choice, GroupShape, OpDesc, Path, Policy, Reason, unit};
 use crate::types::Kind;
@@ -54,7 +54,7 @@ pub(crate) enum Decisive<'a> {
 pub(crate) fn decisive<'a>(asked: OpDesc, shape: &GroupShape, policy: &'a Policy) -> Decisive<'a> {
     let Rules(rules) = &policy.rules;
     for rule in rules.iter().filter(|rule| rule.fits(asked.kind, asked.bytes)) {
-        if rule.way == Way::Start {
+        if rule.way == AlgorithmChoice::Start {
             return Decisive::Start;
         }
         if let Some(path) = possible(rule.way, asked, shape) {
@@ -69,10 +69,12 @@ pub(crate) fn decisive<'a>(asked: OpDesc, shape: &GroupShape, policy: &'a Policy
 }
 
 /// The path by which this operation can go this way, if it can.
-pub(crate) fn possible(way: Way, asked: OpDesc, shape: &GroupShape) -> Option<Path> {
+pub(crate) fn possible(way: AlgorithmChoice, asked: OpDesc, shape: &GroupShape) -> Option<Path> {
     match way {
-        Way::Slots if fits_slot(asked, shape) => Some(Path::Slots),
-        Way::Rounds { chunk } if asked.kind != Kind::Barrier => Some(Path::Rounds { chunk: fitting(chunk, shape) }),
+        AlgorithmChoice::Slots if fits_slot(asked, shape) => Some(Path::Slots),
+        AlgorithmChoice::Rounds { chunk } if asked.kind != Kind::Barrier => {
+            Some(Path::Rounds { chunk: fitting(chunk, shape) })
+        }
         _ => None, // a way between hosts is none inside of one
     }
 }
@@ -107,13 +109,13 @@ pub(crate) fn start(asked: OpDesc, shape: &GroupShape, cache_bytes: u64) -> Choi
 }
 
 /// Nanoseconds of one operation of `bytes` (as `slot_payload` counts them) that goes `way`.
-pub fn predict(kind: Kind, bytes: u64, way: Way, shape: &GroupShape, cache_bytes: u64) -> u64 {
+pub fn predict(kind: Kind, bytes: u64, way: AlgorithmChoice, shape: &GroupShape, cache_bytes: u64) -> u64 {
     let ranks = shape.ranks.max(1) as f64;
     let oversubscribed = shape.oversubscribed();
     let share = (ranks / shape.cores.max(1) as f64).max(1.0);
     let exchange = if oversubscribed { OVERSUBSCRIBED_EXCHANGE_NS } else { EXCHANGE_NS };
     let time = match way {
-        Way::Rounds { chunk } => {
+        AlgorithmChoice::Rounds { chunk } => {
             let chunk = chunk.clamp(64, shape.stage_bytes.max(64));
             let rounds = bytes.div_ceil(unit(kind, shape.ranks, chunk) as u64).max(1);
             let round = if oversubscribed { OVERSUBSCRIBED_ROUND_NS } else { ROUND_NS };
@@ -289,17 +291,17 @@ mod tests {
     #[test]
     fn the_start_values_are_near_the_measured_table() {
         let oversubscribed = GroupShape { ranks: 4, stage_bytes: 512 << 10, ..APART };
-        let big = Way::Rounds { chunk: 512 << 10 };
-        let small = Way::Rounds { chunk: 128 << 10 };
+        let big = AlgorithmChoice::Rounds { chunk: 512 << 10 };
+        let small = AlgorithmChoice::Rounds { chunk: 128 << 10 };
         let cases = [
-            (Kind::AllReduce, 8, Way::Slots, APART, 3.04),
+            (Kind::AllReduce, 8, AlgorithmChoice::Slots, APART, 3.04),
             (Kind::AllReduce, 64 << 10, big, APART, 6.40),
             (Kind::AllReduce, 1 << 20, big, APART, 49.5),
             (Kind::AllReduce, 64 << 20, small, APART, 5210.0),
             (Kind::AllGather, 512 << 10, big, APART, 33.8),
             (Kind::ReduceScatter, 1 << 20, big, APART, 30.6),
             (Kind::Broadcast, 1 << 20, big, APART, 24.1),
-            (Kind::AllReduce, 8, Way::Slots, oversubscribed, 20.0),
+            (Kind::AllReduce, 8, AlgorithmChoice::Slots, oversubscribed, 20.0),
             (Kind::AllReduce, 1 << 20, big, oversubscribed, 171.0),
             (Kind::AllReduce, 16 << 20, big, oversubscribed, 3170.0),
         ];

@@ -27,7 +27,7 @@ use std::fmt;
 
 pub use self::intra::choose;
 pub use self::policy::Policy;
-use self::rules::Way;
+use self::rules::AlgorithmChoice;
 
 use crate::algorithms::Algorithm;
 use crate::types::{Dtype, Kind, Request};
@@ -155,8 +155,8 @@ impl fmt::Display for Path {
             Path::Unknown => f.write_str("unknown"),
             Path::Alone => f.write_str("local copy"),
             Path::Message => f.write_str("message"),
-            Path::Slots => write!(f, "{}", Way::Slots),
-            Path::Rounds { chunk } => write!(f, "{}", Way::Rounds { chunk: *chunk }),
+            Path::Slots => write!(f, "{}", AlgorithmChoice::Slots),
+            Path::Rounds { chunk } => write!(f, "{}", AlgorithmChoice::Rounds { chunk: *chunk }),
             Path::Delegate => f.write_str("delegate"),
             Path::Composed => f.write_str("composed"),
             Path::Device => f.write_str("device"),

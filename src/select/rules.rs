@@ -27,7 +27,7 @@ const MOST_CHUNK: usize = 1 << 30;
 
 /// Where an operation goes, as a rule says it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Way {
+pub enum AlgorithmChoice {
     /// What is chosen where nothing is measured.
     Start,
     Slots,
@@ -49,7 +49,7 @@ pub struct Rule {
     /// First and last size in bytes that it holds for.
     pub from: u64,
     pub to: u64,
-    pub way: Way,
+    pub way: AlgorithmChoice,
 }
 
 /// In the order they were given.
@@ -75,7 +75,7 @@ impl Rules {
     pub fn check(&self, slot_bytes: usize) -> Result<(), String> {
         for rule in &self.0 {
             let wrong = |what: String| Err(format!("rule \"{rule}\": {what}"));
-            if rule.way == Way::Slots && (rule.to > slot_bytes as u64) {
+            if rule.way == AlgorithmChoice::Slots && (rule.to > slot_bytes as u64) {
                 let most = size_text(slot_bytes as u64);
                 return wrong(format!("a slot holds {most}, so the range of slots ends at {most} or below"));
             }
@@ -100,19 +100,19 @@ impl Rule {
         let (range, way) = rest.split_once('=').ok_or("there is no '=' before the way")?;
         let kind = parse_op(op.trim())?;
         let (from, to) = parse_range(range.trim())?;
-        let way = Way::parse(way.trim())?;
+        let way = AlgorithmChoice::parse(way.trim())?;
         match kind {
-            Some(Kind::AllToAll) if way == Way::Slots => {
+            Some(Kind::AllToAll) if way == AlgorithmChoice::Slots => {
                 Err("all_to_all puts its table of sizes into a slot anyway, and its blocks with it where they fit"
                     .into())
             }
             Some(Kind::AllToAll) if (from, to) != (0, u64::MAX) => {
                 Err("no rank knows all the sizes of an all_to_all, so its range must be 0-".into())
             }
-            Some(kind) if matches!(way, Way::Hosts { algorithm, .. } if !algorithm.serves(kind)) => {
+            Some(kind) if matches!(way, AlgorithmChoice::Hosts { algorithm, .. } if !algorithm.serves(kind)) => {
                 Err(format!("there is no such schedule for {kind}"))
             }
-            Some(Kind::Barrier) if matches!(way, Way::Slots | Way::Rounds { .. }) => {
+            Some(Kind::Barrier) if matches!(way, AlgorithmChoice::Slots | AlgorithmChoice::Rounds { .. }) => {
                 Err("a barrier moves no data; inside a host there is nothing to choose".into())
             }
             _ => Ok(Rule { kind, from, to, way }),
@@ -145,8 +145,8 @@ fn parse_range(text: &str) -> Result<(u64, u64), String> {
     Ok((from, to))
 }
 
-impl Way {
-    pub fn parse(text: &str) -> Result<Way, String> {
+impl AlgorithmChoice {
+    pub fn parse(text: &str) -> Result<AlgorithmChoice, String> {
         let (name, argument) = match text.split_once('(') {
             Some((name, rest)) => {
                 (name.trim(), Some(rest.strip_suffix(')').ok_or_else(|| format!("{text:?} lacks its ')'"))?.trim()))
@@ -154,13 +154,13 @@ impl Way {
             None => (text, None),
         };
         match (name, argument) {
-            ("start", None) => Ok(Way::Start),
-            ("slots", None) => Ok(Way::Slots),
+            ("start", None) => Ok(AlgorithmChoice::Start),
+            ("slots", None) => Ok(AlgorithmChoice::Slots),
             ("rounds", Some(chunk)) => {
                 let bytes = parse_size(chunk).and_then(|bytes| usize::try_from(bytes).ok());
                 match bytes {
                     Some(chunk) if (LEAST_CHUNK..=MOST_CHUNK).contains(&chunk) && chunk.is_multiple_of(64) => {
-                        Ok(Way::Rounds { chunk })
+                        Ok(AlgorithmChoice::Rounds { chunk })
                     }
                     _ => Err(format!("the chunk {chunk:?} is not a multiple of 64 bytes from 1KiB to 1GiB")),
                 }
@@ -181,7 +181,7 @@ fn algorithms() -> String {
 }
 
 /// What stands in the brackets of a way between hosts: `leaders=2,segment=1MiB`.
-fn parse_between(algorithm: Algorithm, text: &str) -> Result<Way, String> {
+fn parse_between(algorithm: Algorithm, text: &str) -> Result<AlgorithmChoice, String> {
     let (mut leaders, mut segment) = (None, None);
     for part in text.split(',').map(str::trim).filter(|part| !part.is_empty()) {
         let wrong = || format!("{part:?} is not leaders=COUNT (1 to 255) or segment=SIZE (1KiB to 1GiB)");
@@ -196,16 +196,16 @@ fn parse_between(algorithm: Algorithm, text: &str) -> Result<Way, String> {
             _ => return Err(wrong()),
         }
     }
-    Ok(Way::Hosts { algorithm, leaders, segment })
+    Ok(AlgorithmChoice::Hosts { algorithm, leaders, segment })
 }
 
-impl fmt::Display for Way {
+impl fmt::Display for AlgorithmChoice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Way::Start => f.write_str("start"),
-            Way::Slots => f.write_str("slots"),
-            Way::Rounds { chunk } => write!(f, "rounds({})", size_text(*chunk as u64)),
-            Way::Hosts { algorithm, leaders, segment } => {
+            AlgorithmChoice::Start => f.write_str("start"),
+            AlgorithmChoice::Slots => f.write_str("slots"),
+            AlgorithmChoice::Rounds { chunk } => write!(f, "rounds({})", size_text(*chunk as u64)),
+            AlgorithmChoice::Hosts { algorithm, leaders, segment } => {
                 let leaders = leaders.map(|count| format!("leaders={count}"));
                 let segment = segment.map(|bytes| format!("segment={}", size_text(bytes as u64)));
                 let parts: Vec<String> = leaders.into_iter().chain(segment).collect();

@@ -25,7 +25,7 @@ use super::watchdog::{Watchdog, Watched, gone};
 use super::{Vendor, open, open_runtime};
 use crate::error::{Error, Result};
 use crate::select::Policy;
-use crate::select::rules::Way;
+use crate::select::rules::AlgorithmChoice;
 use crate::types::{CallNote, Kind};
 
 /// What the engine asks of the group whose devices it serves.
@@ -277,7 +277,7 @@ impl DeviceEngine {
         let (me, size) = (self.group.rank() as u32, self.group.size());
         let asked = LoweringInput { ranks: ranks.count(size), ..call.asked };
         let mut recipe = recipe(&asked, self.capabilities()).map_err(Error::Invalid)?;
-        if let Some(Way::Hosts { algorithm, .. }) = tuner::said(self.group.policy(), asked.kind, call.read)
+        if let Some(AlgorithmChoice::Hosts { algorithm, .. }) = tuner::said(self.group.policy(), asked.kind, call.read)
             && recipe.why.is_empty()
         {
             recipe.why = format!("one call of the library; a rule or line names {}", algorithm.name());
