@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::time::Duration;
 
 use super::place::HostMap;
-use super::transport::{Arrived, Lane, Note};
+use super::transport::{Arrived, FrameHeader, Lane};
 use super::vector::{Vector, span};
 use crate::algorithms::{Algorithm, How, Schedule};
 use crate::error::{Error, Result};
@@ -44,7 +44,7 @@ pub struct Travel<'a> {
     pub inside: Option<&'a dyn Inside>,
     pub lane: &'a mut Lane,
     /// What this rank says of the batch. `issued` sinks as others are heard.
-    pub note: Note,
+    pub header: FrameHeader,
     /// Factors of PREMUL_SUM by rank, as far as they were heard.
     pub factors: Vec<f64>,
     pub deadline: u64,
@@ -91,8 +91,8 @@ impl Travel<'_> {
                          without it to go on",
                         inside.process(rank),
                         self.host_map.me,
-                        op::describe(self.note.signature),
-                        self.note.number
+                        op::describe(self.header.signature),
+                        self.header.number
                     ),
                 }
             }
@@ -124,7 +124,7 @@ impl Travel<'_> {
         if self.inside.is_none() {
             return Ok(());
         }
-        let Note { signature, chain, number, issued, factor } = self.note;
+        let FrameHeader { signature, chain, number, issued, factor } = self.header;
         let own = [signature, chain, number, issued, factor];
         let mine: Vec<u8> = own.iter().flat_map(|word| word.to_le_bytes()).collect();
         let mut all = vec![0u8; mine.len() * self.host_map.local_ranks().len()];
@@ -155,7 +155,7 @@ impl Travel<'_> {
                     op::describe(signature)
                 )));
             }
-            self.note.issued = self.note.issued.min(word(3));
+            self.header.issued = self.header.issued.min(word(3));
             self.factors[*rank] = f64::from_bits(word(4));
         }
         Ok(())
@@ -166,12 +166,12 @@ impl Travel<'_> {
         if self.inside.is_none() {
             return Ok(());
         }
-        let mut word = self.note.issued.to_le_bytes();
+        let mut word = self.header.issued.to_le_bytes();
         let piece = vec![written(&mut word)];
         let (inputs, outputs) =
             if self.host_map.local_rank == leader { (piece, Vec::new()) } else { (Vec::new(), piece) };
         self.ask_inside(Inner { root: leader, inputs, outputs, ..Inner::new(Kind::Broadcast) })?;
-        self.note.issued = self.note.issued.min(u64::from_le_bytes(word));
+        self.header.issued = self.header.issued.min(u64::from_le_bytes(word));
         Ok(())
     }
 
@@ -203,7 +203,7 @@ impl Travel<'_> {
             let mut kept: Vec<(usize, Vec<u8>)> = Vec::new();
             let cell = std::cell::RefCell::new(&mut *memory);
             let issued = self.lane.exchange(
-                self.note,
+                self.header,
                 self.deadline,
                 &sends,
                 |at, data| gather(&cell.borrow(), &out[at], data),
@@ -217,7 +217,7 @@ impl Travel<'_> {
                     Ok(())
                 },
             )?;
-            self.note.issued = self.note.issued.min(issued);
+            self.header.issued = self.header.issued.min(issued);
             if ordered {
                 let (vector, start) = numbers.expect("only numbers are combined");
                 kept.push((position, joined(memory, &into[0])));

@@ -410,19 +410,19 @@ impl Travel<'_> {
         let receives: Vec<(usize, usize)> = others.iter().map(|rank| (*rank, bytes(&outputs[*rank]))).collect();
         let mut factors = std::mem::take(&mut self.factors);
         let issued = self.lane.exchange(
-            self.note,
+            self.header,
             self.deadline,
             &sends,
             |at, data| copy_in(&inputs[sends[at].0], 0, data),
             &receives,
             |at, arrived| {
                 copy_out(&outputs[receives[at].0], 0, arrived.data);
-                factors[receives[at].0] = f64::from_bits(arrived.note.factor);
+                factors[receives[at].0] = f64::from_bits(arrived.header.factor);
                 Ok(())
             },
         )?;
         self.factors = factors;
-        self.note.issued = self.note.issued.min(issued);
+        self.header.issued = self.header.issued.min(issued);
         let local_ranks = self.host_map.local_ranks().to_vec();
         if self.inside.is_none() {
             let me = self.host_map.me;

@@ -8,7 +8,7 @@ use std::time::Duration;
 use super::batch::{ChosenAlgorithm, Inside, Travel};
 use super::place::HostMap;
 use super::queue::State;
-use super::transport::{Lane, Link, Note, tell_fault};
+use super::transport::{FrameHeader, Lane, Link, tell_fault};
 use crate::config::Settings;
 use crate::engine::{Ended, Report};
 use crate::error::{Error, Result, contained};
@@ -49,7 +49,7 @@ pub(super) struct Shared {
 pub(super) struct Task {
     pub batch: Batch,
     pub ops: Vec<Arc<Op>>,
-    pub note: Note,
+    pub header: FrameHeader,
     pub choice: HostsChoice,
 }
 
@@ -134,7 +134,7 @@ impl Shared {
             ReduceOp::PremulSum(factor) => factor,
             _ => 1.0,
         };
-        let note = Note {
+        let header = FrameHeader {
             signature: ops[0].signature,
             chain,
             number: batch.first,
@@ -143,7 +143,7 @@ impl Shared {
         };
         drop(state);
         let choice = self.set_out(&batch, &ops);
-        Some(Task { batch, ops, note, choice })
+        Some(Task { batch, ops, header, choice })
     }
 
     /// A lane's thread. A panic is a bug of ours: it fails the group, ends what the lane had, and must not become a hang.
@@ -255,12 +255,12 @@ impl Shared {
         let HostsChoice { algorithm, leaders, .. } = task.choice;
         let chosen = ChosenAlgorithm { algorithm, leaders: leaders.into(), strict: self.settings.strict };
         let mut factors = vec![1.0; self.host_map.ranks()];
-        factors[self.host_map.me] = f64::from_bits(task.note.factor);
+        factors[self.host_map.me] = f64::from_bits(task.header.factor);
         let mut travel = Travel {
             host_map: &self.host_map,
             inside: self.insides[lane].as_deref(),
             lane: wires,
-            note: task.note,
+            header: task.header,
             factors,
             deadline: task.ops.iter().map(|op| op.deadline).min().unwrap_or(0),
             chosen,
@@ -270,7 +270,7 @@ impl Shared {
         self.dispatch(&mut travel, task)?;
         let agrees =
             task.batch.segments == 1 && matches!(first.kind, Kind::AllReduce | Kind::AllGather | Kind::Barrier);
-        Ok(if agrees { travel.note.issued } else { 0 })
+        Ok(if agrees { travel.header.issued } else { 0 })
     }
 
     /// Makes inputs ready to be read, once for all segments. An error is the group's fault, which may have come while the

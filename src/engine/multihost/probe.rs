@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use super::batch::{Inside, written};
 use super::place::HostMap;
-use super::transport::{Lane, Note};
+use super::transport::{FrameHeader, Lane};
 use super::vector::span;
 use crate::error::{Error, Result};
 use crate::os::clock;
@@ -66,12 +66,12 @@ impl Probe<'_> {
     /// Sends `data` to the ranks in `to` and hears as much from those in `from`.
     fn exchange(&mut self, to: &[usize], from: &[usize], data: &[u8], mut take: impl FnMut(&[u8])) -> Result<()> {
         self.number += 1;
-        let note = Note { chain: self.chain, number: self.number, ..Note::default() };
+        let header = FrameHeader { chain: self.chain, number: self.number, ..FrameHeader::default() };
         let timeout = u64::try_from(self.timeout.as_nanos()).unwrap_or(u64::MAX);
         let deadline = clock::now().saturating_add(timeout);
         let list = |ranks: &[usize]| ranks.iter().map(|rank| (*rank, data.len())).collect::<Vec<_>>();
         let fill = |_: usize, out: &mut [u8]| out.copy_from_slice(data);
-        let exchanged = self.lane.exchange(note, deadline, &list(to), fill, &list(from), |_, arrived| {
+        let exchanged = self.lane.exchange(header, deadline, &list(to), fill, &list(from), |_, arrived| {
             take(arrived.data);
             Ok(())
         });

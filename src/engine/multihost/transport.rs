@@ -3,12 +3,12 @@
 //! A link gives two things: it carries a message to a rank under a tag, and it can be cut. torch's gloo group is one
 //! (`cpp/host/link.cpp`), ranks as threads are another (`local.rs`). What is built on it here, for one lane:
 //!
-//! - A *frame* is a short message: a note (which batch this is, what the sender has issued) and, where it fits, the data.
+//! - A *frame* is a short message: a header (which batch this is, what the sender has issued) and, where it fits, the data.
 //!   A receive for the next frames of a peer is always posted ahead. gloo's sender waits until the receiver has said that
 //!   it is ready, which costs a round trip when the receive comes late: with standing receives a frame costs one way.
 //! - What does not fit follows as a message of its own, whose tag holds a hash of the batch. gloo ends the process when a
 //!   message is larger than the receive it meets (seen), so two ranks that disagree about an operation must not
-//!   meet in a tag; they find out by their notes.
+//!   meet in a tag; they find out by their headers.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -38,16 +38,16 @@ pub trait Transfer: Send {
 
 /// Longest frame.
 const FRAME: usize = 16 << 10;
-/// Bytes of a note at the front of a frame.
-const NOTE: usize = 48;
+/// Bytes of a header at the front of a frame.
+const HEADER: usize = 48;
 /// Data that fits into a frame.
-pub const INLINE: usize = FRAME - NOTE;
+pub const INLINE: usize = FRAME - HEADER;
 /// Receives posted ahead for each peer. Two, so that the next is there while one is looked at.
 const AHEAD: usize = 2;
 
 /// What ranks tell each other with every message.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Note {
+pub struct FrameHeader {
     /// Signature of the batch's first operation.
     pub signature: u64,
     /// Hash of all that was agreed so far, this batch included.
@@ -69,21 +69,23 @@ enum Word {
     Bye = 3,
 }
 
-fn frame(word: Word, note: &Note, bytes: usize) -> [u8; NOTE] {
-    let mut out = [0; NOTE];
+fn frame(word: Word, header: &FrameHeader, bytes: usize) -> [u8; HEADER] {
+    let mut out = [0; HEADER];
     let first = (word as u64) << 56 | bytes as u64;
-    let words = [first, note.signature, note.chain, note.number, note.issued, note.factor];
+    let words = [first, header.signature, header.chain, header.number, header.issued, header.factor];
     for (at, value) in out.chunks_exact_mut(8).zip(words) {
         at.copy_from_slice(&value.to_le_bytes());
     }
     out
 }
 
-fn unframe(frame: &[u8]) -> (u64, usize, Note) {
+fn unframe(frame: &[u8]) -> (u64, usize, FrameHeader) {
     let word = |at: usize| u64::from_le_bytes(frame[at * 8..at * 8 + 8].try_into().expect("eight bytes"));
-    let (first, note) =
-        (word(0), Note { signature: word(1), chain: word(2), number: word(3), issued: word(4), factor: word(5) });
-    (first >> 56, (first & ((1 << 56) - 1)) as usize, note)
+    let (first, header) = (
+        word(0),
+        FrameHeader { signature: word(1), chain: word(2), number: word(3), issued: word(4), factor: word(5) },
+    );
+    (first >> 56, (first & ((1 << 56) - 1)) as usize, header)
 }
 
 /// The messages to and from one peer.
@@ -114,7 +116,7 @@ pub const NOBODY: usize = usize::MAX;
 
 /// What arrived from one peer.
 pub struct Arrived<'a> {
-    pub note: Note,
+    pub header: FrameHeader,
     pub data: &'a [u8],
 }
 
@@ -128,8 +130,8 @@ impl Lane {
     }
 
     /// Bit 30 and the lane (two bits) say what it is, two bits tell local_ranks apart, the rest is a hash of the batch.
-    fn data_tag(&self, note: &Note, bytes: usize, count: u32) -> u32 {
-        let mixed = (note.chain ^ bytes as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    fn data_tag(&self, header: &FrameHeader, bytes: usize, count: u32) -> u32 {
+        let mixed = (header.chain ^ bytes as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         1 << 30 | self.lane << 28 | (count & 3) << 26 | (mixed >> 38) as u32
     }
 
@@ -163,7 +165,7 @@ impl Lane {
     }
 
     /// The error of a send that failed, or what the peer said before it went.
-    fn last_word(&mut self, peer: usize, own: &Note, error: Error) -> Error {
+    fn last_word(&mut self, peer: usize, own: &FrameHeader, error: Error) -> Error {
         let arrived = self.wires.get_mut(&peer).and_then(|wire| wire.ahead.pop_front());
         let Some(transfer) = arrived else { return error };
         match self.finish(peer, transfer, clock::now()).map(|frame| self.refusal(peer, own, &frame)) {
@@ -204,7 +206,7 @@ impl Lane {
     /// writes the data of a send, by its place in the list; `take` gets what came. Returns the smallest `issued` of all.
     pub fn exchange(
         &mut self,
-        note: Note,
+        header: FrameHeader,
         deadline: u64,
         sends: &[(usize, usize)],
         mut fill: impl FnMut(usize, &mut [u8]),
@@ -215,18 +217,18 @@ impl Lane {
         let mut bodies: Vec<Option<Box<dyn Transfer>>> = Vec::new();
         for &(peer, bytes) in receives {
             self.expect(peer)?;
-            bodies.push(if bytes > INLINE { Some(self.expect_data(peer, &note, bytes)?) } else { None });
+            bodies.push(if bytes > INLINE { Some(self.expect_data(peer, &header, bytes)?) } else { None });
         }
         for (at, &(peer, bytes)) in sends.iter().enumerate() {
             self.expect(peer)?; // it will tell something some day, a fault or a bye
             let sent = self
                 .settle(peer, ON_THEIR_WAY, deadline)
-                .and_then(|()| self.send_data(peer, &note, bytes, |data| fill(at, data)));
-            sent.map_err(|error| self.last_word(peer, &note, error))?;
+                .and_then(|()| self.send_data(peer, &header, bytes, |data| fill(at, data)));
+            sent.map_err(|error| self.last_word(peer, &header, error))?;
         }
-        let mut issued = note.issued;
+        let mut issued = header.issued;
         for (at, (&(peer, bytes), body)) in receives.iter().zip(bodies).enumerate() {
-            let (theirs, frame) = self.next_frame(peer, &note, bytes, deadline)?;
+            let (theirs, frame) = self.next_frame(peer, &header, bytes, deadline)?;
             issued = issued.min(theirs.issued);
             let data = match body {
                 None => frame,
@@ -235,44 +237,56 @@ impl Lane {
                     self.finish(peer, body, deadline)?
                 }
             };
-            let from = if bytes > INLINE { 0 } else { NOTE };
-            let outcome = take(at, Arrived { note: theirs, data: &data[from..from + bytes] });
+            let from = if bytes > INLINE { 0 } else { HEADER };
+            let outcome = take(at, Arrived { header: theirs, data: &data[from..from + bytes] });
             self.give_back(data);
             outcome?;
         }
         Ok(issued)
     }
 
-    fn expect_data(&mut self, peer: usize, note: &Note, bytes: usize) -> Result<Box<dyn Transfer>> {
+    fn expect_data(&mut self, peer: usize, header: &FrameHeader, bytes: usize) -> Result<Box<dyn Transfer>> {
         let wire = self.wires.entry(peer).or_default();
         let count = wire.received;
         wire.received = count.wrapping_add(1);
-        let tag = self.data_tag(note, bytes, count);
+        let tag = self.data_tag(header, bytes, count);
         let buffer = self.buffer(bytes);
         self.link.receive(peer, tag, buffer, bytes)
     }
 
-    fn send_data(&mut self, peer: usize, note: &Note, bytes: usize, fill: impl FnOnce(&mut [u8])) -> Result<()> {
-        let head = frame(Word::Data, note, bytes);
+    fn send_data(
+        &mut self,
+        peer: usize,
+        header: &FrameHeader,
+        bytes: usize,
+        fill: impl FnOnce(&mut [u8]),
+    ) -> Result<()> {
+        let head = frame(Word::Data, header, bytes);
         let inline = bytes <= INLINE;
         let mut buffer = self.buffer(FRAME);
-        buffer[..NOTE].copy_from_slice(&head);
+        buffer[..HEADER].copy_from_slice(&head);
         if inline {
-            fill(&mut buffer[NOTE..NOTE + bytes]);
-            return self.start(peer, self.frame_tag(), buffer, NOTE + bytes);
+            fill(&mut buffer[HEADER..HEADER + bytes]);
+            return self.start(peer, self.frame_tag(), buffer, HEADER + bytes);
         }
-        self.start(peer, self.frame_tag(), buffer, NOTE)?;
+        self.start(peer, self.frame_tag(), buffer, HEADER)?;
         let wire = self.wires.entry(peer).or_default();
         let count = wire.sent;
         wire.sent = count.wrapping_add(1);
-        let tag = self.data_tag(note, bytes, count);
+        let tag = self.data_tag(header, bytes, count);
         let mut data = self.buffer(bytes);
         fill(&mut data[..bytes]);
         self.start(peer, tag, data, bytes)
     }
 
     /// The next frame of `peer`, checked against what this rank does.
-    fn next_frame(&mut self, peer: usize, own: &Note, bytes: usize, deadline: u64) -> Result<(Note, Vec<u8>)> {
+    fn next_frame(
+        &mut self,
+        peer: usize,
+        own: &FrameHeader,
+        bytes: usize,
+        deadline: u64,
+    ) -> Result<(FrameHeader, Vec<u8>)> {
         self.expect(peer)?;
         let transfer = self.wires.get_mut(&peer).and_then(|wire| wire.ahead.pop_front()).expect("posted above");
         let frame = self.finish(peer, transfer, deadline)?;
@@ -306,7 +320,7 @@ impl Lane {
     }
 
     /// What a frame says that brings no data.
-    fn refusal(&self, peer: usize, own: &Note, frame: &[u8]) -> Option<Error> {
+    fn refusal(&self, peer: usize, own: &FrameHeader, frame: &[u8]) -> Option<Error> {
         let (word, length, _) = unframe(frame);
         if word == Word::Fault as u64 {
             return Some(told(frame, length));
@@ -334,8 +348,8 @@ impl Lane {
         let deadline = after(farewell);
         for peer in &reached {
             let mut buffer = self.buffer(FRAME);
-            buffer[..NOTE].copy_from_slice(&frame(Word::Bye, &Note::default(), 0));
-            let _ = self.start(*peer, self.frame_tag(), buffer, NOTE);
+            buffer[..HEADER].copy_from_slice(&frame(Word::Bye, &FrameHeader::default(), 0));
+            let _ = self.start(*peer, self.frame_tag(), buffer, HEADER);
         }
         for peer in reached {
             while let Some(transfer) = self.wires.get_mut(&peer).and_then(|wire| wire.ahead.pop_front()) {
@@ -361,7 +375,7 @@ pub fn tell_fault(link: &dyn Link, lanes: usize, peers: &[usize], error: &Error)
     let mut telling = Vec::new();
     for lane in 0..lanes as u32 {
         for peer in peers {
-            let mut buffer = frame(Word::Fault, &Note::default(), text.len()).to_vec();
+            let mut buffer = frame(Word::Fault, &FrameHeader::default(), text.len()).to_vec();
             buffer.extend(&text);
             let bytes = buffer.len();
             telling.extend(link.send(*peer, lane, buffer, bytes));
@@ -373,7 +387,7 @@ pub fn tell_fault(link: &dyn Link, lanes: usize, peers: &[usize], error: &Error)
 
 /// The fault that a peer told, as this rank's error.
 fn told(frame: &[u8], length: usize) -> Error {
-    let text = String::from_utf8_lossy(&frame[NOTE..NOTE + length.min(INLINE)]).into_owned();
+    let text = String::from_utf8_lossy(&frame[HEADER..HEADER + length.min(INLINE)]).into_owned();
     let mut letters = text.chars();
     Error::told(letters.next().unwrap_or_default(), 0, letters.as_str().into())
 }
