@@ -14,7 +14,7 @@ use crate::engine::delegate::Delegate;
 use crate::engine::local;
 use crate::engine::multihost::place::HostMap;
 use crate::engine::multihost::transport::Link;
-use crate::engine::multihost::{Inside, MultiHost, Opened};
+use crate::engine::multihost::{HostGroup, MultiHost, Opened};
 use crate::engine::shm::Shm;
 use crate::engine::shm::memory::area::Area;
 use crate::engine::solo::Solo;
@@ -197,7 +197,7 @@ fn over_hosts(
     reason: String,
     link: Arc<dyn Link>,
 ) -> Result<Arc<Group>> {
-    let theirs = insides.iter().map(|group| group.clone().map(|group| group as Arc<dyn Inside>)).collect();
+    let theirs = insides.iter().map(|group| group.clone().map(|group| group as Arc<dyn HostGroup>)).collect();
     let Parts { config, policy, host, .. } = &parts;
     let named = (config.settings, reason);
     let opened = Opened::interruptible(host_map, link, theirs, named, Arc::clone(policy), config.timeout, &**host)
@@ -259,7 +259,7 @@ impl Host for NoHost {
 }
 
 /// A group as a group over several hosts has it for each of its lanes.
-impl Inside for Group {
+impl HostGroup for Group {
     fn run(&self, request: Request) -> Result<()> {
         Group::run(self, request, None)
     }

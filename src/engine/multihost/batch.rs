@@ -17,7 +17,7 @@ use crate::os::clock;
 use crate::types::{Dtype, Kind, ReduceOp, Request, Span};
 
 /// The ranks of this host, as one rank sees them: the shared-memory group that they have for this lane.
-pub trait Inside: Send + Sync {
+pub trait HostGroup: Send + Sync {
     /// Runs one operation of theirs to its end. The caller keeps its memory valid meanwhile.
     fn run(&self, request: Request) -> Result<()>;
     /// Fails what is pending there, here and on the others.
@@ -38,10 +38,10 @@ pub struct ChosenAlgorithm {
     pub strict: bool,
 }
 
-pub struct Travel<'a> {
+pub struct BatchRun<'a> {
     pub host_map: &'a HostMap,
     /// None where this rank is alone on its host.
-    pub inside: Option<&'a dyn Inside>,
+    pub inside: Option<&'a dyn HostGroup>,
     pub lane: &'a mut Lane,
     /// What this rank says of the batch. `issued` sinks as others are heard.
     pub header: FrameHeader,
@@ -53,7 +53,7 @@ pub struct Travel<'a> {
     pub scratch: &'a mut Vec<u8>,
 }
 
-impl Travel<'_> {
+impl BatchRun<'_> {
     /// Memory for this batch; to be given back as `self.scratch`.
     pub fn memory(&mut self, bytes: usize) -> Vec<u8> {
         let mut memory = std::mem::take(self.scratch);
@@ -65,7 +65,7 @@ impl Travel<'_> {
 
     /// A call to the ranks of this host; lists as in `Request`.
     #[allow(unsafe_code)] // makes a call over memory, and waits for its end
-    pub fn ask_inside(&self, call: Inner) -> Result<()> {
+    pub fn run_in_host(&self, call: Inner) -> Result<()> {
         let Some(inside) = self.inside else {
             return Err(Error::Bug("sagellm: a rank that is alone on its host asked the others".to_string()));
         };
@@ -128,7 +128,7 @@ impl Travel<'_> {
         let own = [signature, chain, number, issued, factor];
         let mine: Vec<u8> = own.iter().flat_map(|word| word.to_le_bytes()).collect();
         let mut all = vec![0u8; mine.len() * self.host_map.local_ranks().len()];
-        self.ask_inside(Inner {
+        self.run_in_host(Inner {
             inputs: vec![span(&mine)],
             outputs: vec![written(&mut all)],
             ..Inner::new(Kind::AllGather)
@@ -170,7 +170,7 @@ impl Travel<'_> {
         let piece = vec![written(&mut word)];
         let (inputs, outputs) =
             if self.host_map.local_rank == leader { (piece, Vec::new()) } else { (Vec::new(), piece) };
-        self.ask_inside(Inner { root: leader, inputs, outputs, ..Inner::new(Kind::Broadcast) })?;
+        self.run_in_host(Inner { root: leader, inputs, outputs, ..Inner::new(Kind::Broadcast) })?;
         self.header.issued = self.header.issued.min(u64::from_le_bytes(word));
         Ok(())
     }

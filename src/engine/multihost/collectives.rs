@@ -21,7 +21,7 @@
 
 use std::ops::Range;
 
-use super::batch::{Inner, Travel, written};
+use super::batch::{BatchRun, Inner, written};
 use super::vector::{Vector, copy_in, copy_out, cut, partial, span};
 use crate::algorithms::{Algorithm, Schedule};
 use crate::error::{Error, Result};
@@ -44,7 +44,7 @@ pub fn borders(sizes: impl Iterator<Item = usize>) -> Vec<usize> {
         .collect()
 }
 
-impl Travel<'_> {
+impl BatchRun<'_> {
     /// The range `range` of a vector, on all ranks.
     pub fn all_reduce(&mut self, vector: &Vector, range: &Range<usize>) -> Result<()> {
         if self.chosen.strict {
@@ -91,7 +91,7 @@ impl Travel<'_> {
             let at = |range_of: &Range<usize>| range_of.start - range.start..range_of.end - range.start;
             if shares.len() == 1 {
                 let outputs = if index == root { vec![written(&mut memory[at(&part)])] } else { Vec::new() };
-                self.ask_inside(Inner { root, inputs, outputs, ..call })?;
+                self.run_in_host(Inner { root, inputs, outputs, ..call })?;
             } else {
                 let common = |share: &Range<usize>| {
                     let start = share.start.max(part.start);
@@ -101,7 +101,7 @@ impl Travel<'_> {
                 in_blocks.resize(local_ranks, 0);
                 let outputs = shares.get(index).map(|share| written(&mut memory[at(&common(share))]));
                 let outputs = outputs.into_iter().filter(|span| span.bytes > 0).collect();
-                self.ask_inside(Inner { kind: Kind::ReduceScatter, inputs, outputs, in_blocks, ..call })?;
+                self.run_in_host(Inner { kind: Kind::ReduceScatter, inputs, outputs, in_blocks, ..call })?;
             }
         }
         Ok(())
@@ -127,16 +127,16 @@ impl Travel<'_> {
         let mut out_blocks: Vec<usize> = shares.iter().map(ExactSizeIterator::len).collect();
         out_blocks.resize(self.host_map.local_ranks().len(), 0);
         let inputs = own.map(|own| span(&memory[own])).into_iter().filter(|span| span.bytes > 0).collect();
-        self.ask_inside(Inner { inputs, outputs, out_blocks, ..Inner::new(Kind::AllGather) })
+        self.run_in_host(Inner { inputs, outputs, out_blocks, ..Inner::new(Kind::AllGather) })
     }
 
     /// What the rank at position `root` holds (`data` there, None elsewhere) into everybody's outputs.
     fn broadcast_inside(&mut self, root: usize, data: Option<&[u8]>, outputs: Vec<Span>) -> Result<()> {
         let Some(data) = data else {
-            return self.ask_inside(Inner { root, outputs, ..Inner::new(Kind::Broadcast) });
+            return self.run_in_host(Inner { root, outputs, ..Inner::new(Kind::Broadcast) });
         };
         copy_out(&outputs, 0, data);
-        self.ask_inside(Inner { root, inputs: vec![span(data)], ..Inner::new(Kind::Broadcast) })
+        self.run_in_host(Inner { root, inputs: vec![span(data)], ..Inner::new(Kind::Broadcast) })
     }
 
     /// all_reduce or reduce among the leaders, over `own`, which stands for the bytes `share` of the vector.
@@ -240,9 +240,9 @@ impl Travel<'_> {
                 copy_out(&outputs, 0, &memory[..bytes]);
             }
             let inputs = vec![span(&memory[..bytes])];
-            self.ask_inside(Inner { root: leader, inputs, ..Inner::new(Kind::Broadcast) })?;
+            self.run_in_host(Inner { root: leader, inputs, ..Inner::new(Kind::Broadcast) })?;
         } else {
-            self.ask_inside(Inner { root: leader, outputs, ..Inner::new(Kind::Broadcast) })?;
+            self.run_in_host(Inner { root: leader, outputs, ..Inner::new(Kind::Broadcast) })?;
         }
         *self.scratch = memory;
         Ok(())
@@ -261,7 +261,7 @@ impl Travel<'_> {
         if self.inside.is_some() {
             let out_blocks = self.host_map.local_ranks().iter().map(|rank| sizes[*rank]).collect();
             let outputs = vec![written(&mut memory[own])];
-            self.ask_inside(Inner { inputs: input.to_vec(), outputs, out_blocks, ..Inner::new(Kind::AllGather) })?;
+            self.run_in_host(Inner { inputs: input.to_vec(), outputs, out_blocks, ..Inner::new(Kind::AllGather) })?;
         } else {
             copy_in(input, 0, &mut memory[own]);
         }
@@ -334,13 +334,13 @@ impl Travel<'_> {
             (self.host_map.local_rank == root, local_ranks.windows(2).all(|two| sizes[two[0]] == sizes[two[1]]));
         if equal {
             let inputs = if leads { vec![span(blocks)] } else { Vec::new() };
-            return self.ask_inside(Inner { root, inputs, outputs: output.to_vec(), ..Inner::new(Kind::Scatter) });
+            return self.run_in_host(Inner { root, inputs, outputs: output.to_vec(), ..Inner::new(Kind::Scatter) });
         }
         // There is no scatter of unequal blocks inside a host: everyone gets all of them and takes its own.
         let starts = borders(local_ranks.iter().map(|rank| sizes[*rank]));
         let piece = vec![written(blocks)];
         let (inputs, outputs) = if leads { (piece, Vec::new()) } else { (Vec::new(), piece) };
-        self.ask_inside(Inner { root, inputs, outputs, ..Inner::new(Kind::Broadcast) })?;
+        self.run_in_host(Inner { root, inputs, outputs, ..Inner::new(Kind::Broadcast) })?;
         copy_out(output, 0, &blocks[starts[self.host_map.local_rank]..starts[self.host_map.local_rank + 1]]);
         Ok(())
     }
@@ -354,7 +354,7 @@ impl Travel<'_> {
         if self.inside.is_some() {
             let out_blocks = self.host_map.local_ranks().iter().map(|rank| sizes[*rank]).collect();
             let outputs = vec![written(&mut memory[own])];
-            self.ask_inside(Inner { inputs: input.to_vec(), outputs, out_blocks, ..Inner::new(Kind::AllGather) })?;
+            self.run_in_host(Inner { inputs: input.to_vec(), outputs, out_blocks, ..Inner::new(Kind::AllGather) })?;
         } else {
             copy_in(input, 0, &mut memory[own]);
         }
@@ -437,7 +437,7 @@ impl Travel<'_> {
             (spans, local_ranks.iter().map(|rank| bytes(&blocks[*rank])).collect())
         };
         let ((inputs, in_blocks), (outputs, out_blocks)) = (list(inputs), list(outputs));
-        self.ask_inside(Inner { inputs, outputs, in_blocks, out_blocks, ..Inner::new(Kind::AllToAll) })
+        self.run_in_host(Inner { inputs, outputs, in_blocks, out_blocks, ..Inner::new(Kind::AllToAll) })
     }
 
     /// Nothing moves; nobody leaves before all have come.

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::batch::Travel;
+use super::batch::BatchRun;
 use super::lanes::{Shared, Task};
 use super::vector::{Vector, cut};
 use crate::error::{Error, Result};
@@ -10,7 +10,7 @@ use crate::op::Op;
 use crate::types::{Kind, Span};
 
 impl Shared {
-    pub(super) fn dispatch(&self, travel: &mut Travel, task: &Task) -> Result<()> {
+    pub(super) fn dispatch(&self, run: &mut BatchRun, task: &Task) -> Result<()> {
         let request = &task.ops[0].request;
         let ranks = self.host_map.ranks();
         let root = request.root as usize;
@@ -19,8 +19,8 @@ impl Shared {
                 let vector = self.vector(&task.ops)?;
                 let range = vector.part(&(0..vector.bytes()), task.batch.segment, task.batch.segments);
                 match request.kind {
-                    Kind::AllReduce => travel.all_reduce(&vector, &range),
-                    _ => travel.reduce(&vector, &range, root),
+                    Kind::AllReduce => run.all_reduce(&vector, &range),
+                    _ => run.reduce(&vector, &range, root),
                 }
             }
             Kind::Broadcast => {
@@ -29,7 +29,7 @@ impl Shared {
                 let cut_at = |n: usize| total / task.batch.segments * n;
                 let end =
                     if task.batch.segment + 1 == task.batch.segments { total } else { cut_at(task.batch.segment + 1) };
-                travel.broadcast(&cut(data, &(cut_at(task.batch.segment)..end)), root)
+                run.broadcast(&cut(data, &(cut_at(task.batch.segment)..end)), root)
             }
             Kind::AllGather => {
                 let input: Vec<Span> = task.ops.iter().flat_map(|op| op.request.inputs().iter().copied()).collect();
@@ -38,7 +38,7 @@ impl Shared {
                     let blocks = blocks(op.request.outputs(), &op.request.out_blocks, ranks);
                     outputs.iter_mut().zip(blocks).for_each(|(all, block)| all.extend(block));
                 }
-                travel.all_gather(&input, &outputs)
+                run.all_gather(&input, &outputs)
             }
             Kind::ReduceScatter => {
                 let blocks = blocks(request.inputs(), &request.in_blocks, ranks);
@@ -46,34 +46,34 @@ impl Shared {
                 let mut vector = Vector::new(request.op);
                 if self.settings.strict {
                     vector.push(request.dtype, request.inputs(), &[], ranks)?;
-                    return travel.reduce_scatter_strict(&vector, &sizes, request.outputs());
+                    return run.reduce_scatter_strict(&vector, &sizes, request.outputs());
                 }
-                let rails = travel.over_rails();
+                let rails = run.over_rails();
                 let order: Vec<usize> =
                     if rails { self.host_map.rails().flatten().collect() } else { self.host_map.by_host().collect() };
                 let in_order: Vec<Span> = order.iter().flat_map(|rank| blocks[*rank].iter().copied()).collect();
                 vector.push(request.dtype, &in_order, &[], ranks)?;
                 if rails {
-                    travel.reduce_scatter_over_rails(&vector, &sizes, request.outputs())
+                    run.reduce_scatter_over_rails(&vector, &sizes, request.outputs())
                 } else {
-                    travel.reduce_scatter(&vector, &sizes, request.outputs())
+                    run.reduce_scatter(&vector, &sizes, request.outputs())
                 }
             }
             Kind::Gather => {
                 let size: usize = request.inputs().iter().map(|span| span.bytes).sum();
                 let outputs = if self.host_map.me == root { blocks(request.outputs(), &[], ranks) } else { Vec::new() };
-                travel.gather(request.inputs(), &vec![size; ranks], &outputs, root)
+                run.gather(request.inputs(), &vec![size; ranks], &outputs, root)
             }
             Kind::Scatter => {
                 let size: usize = request.outputs().iter().map(|span| span.bytes).sum();
                 let inputs = if self.host_map.me == root { blocks(request.inputs(), &[], ranks) } else { Vec::new() };
-                travel.scatter(&inputs, &vec![size; ranks], request.outputs(), root)
+                run.scatter(&inputs, &vec![size; ranks], request.outputs(), root)
             }
             Kind::AllToAll => {
                 let inputs = blocks(request.inputs(), &request.in_blocks, ranks);
-                travel.all_to_all(&inputs, &blocks(request.outputs(), &request.out_blocks, ranks))
+                run.all_to_all(&inputs, &blocks(request.outputs(), &request.out_blocks, ranks))
             }
-            Kind::Barrier => travel.barrier(),
+            Kind::Barrier => run.barrier(),
             Kind::Send | Kind::Recv => Err(Error::Bug("sagellm: a message reached the lanes".to_string())),
         }
     }

@@ -5,7 +5,7 @@ use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
-use super::batch::Inside;
+use super::batch::HostGroup;
 use super::lanes::{DELIVERY, FAREWELL, Shared};
 use super::place::HostMap;
 use super::probe::probe;
@@ -40,7 +40,7 @@ impl Opened {
     pub fn new(
         host_map: HostMap,
         link: Arc<dyn Link>,
-        insides: Vec<Option<Arc<dyn Inside>>>,
+        insides: Vec<Option<Arc<dyn HostGroup>>>,
         (settings, reason): (Settings, String),
         policy: Arc<Policy>,
         timeout: Duration,
@@ -83,7 +83,7 @@ impl Opened {
     pub fn interruptible(
         host_map: HostMap,
         link: Arc<dyn Link>,
-        insides: Vec<Option<Arc<dyn Inside>>>,
+        insides: Vec<Option<Arc<dyn HostGroup>>>,
         named: (Settings, String),
         policy: Arc<Policy>,
         timeout: Duration,
@@ -229,7 +229,7 @@ impl Engine for MultiHost {
         let Shared { host_map, hosts, menu, policy, .. } = &*self.shared;
         let shape = GroupShape::without_memory(host_map.ranks());
         if asked.kind.is_p2p() {
-            let why = "the ranks live on several hosts, where messages travel by the delegate";
+            let why = "the ranks live on several hosts, where messages run by the delegate";
             return explain::delegated(asked, &shape, policy, why);
         }
         explain::between(asked, batched, &shape, hosts, menu, policy)

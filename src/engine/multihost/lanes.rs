@@ -5,7 +5,7 @@ use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use super::batch::{ChosenAlgorithm, Inside, Travel};
+use super::batch::{BatchRun, ChosenAlgorithm, HostGroup};
 use super::place::HostMap;
 use super::queue::State;
 use super::transport::{FrameHeader, Lane, Link, tell_fault};
@@ -29,7 +29,7 @@ const KEPT: usize = 100 << 20;
 pub(super) struct Shared {
     pub host_map: HostMap,
     pub link: Arc<dyn Link>,
-    pub insides: Vec<Option<Arc<dyn Inside>>>,
+    pub insides: Vec<Option<Arc<dyn HostGroup>>>,
     pub settings: Settings,
     /// What the choice between hosts needs; the same on every rank.
     pub hosts: Hosts,
@@ -256,7 +256,7 @@ impl Shared {
         let chosen = ChosenAlgorithm { algorithm, leaders: leaders.into(), strict: self.settings.strict };
         let mut factors = vec![1.0; self.host_map.ranks()];
         factors[self.host_map.me] = f64::from_bits(task.header.factor);
-        let mut travel = Travel {
+        let mut run = BatchRun {
             host_map: &self.host_map,
             inside: self.insides[lane].as_deref(),
             lane: wires,
@@ -266,11 +266,11 @@ impl Shared {
             chosen,
             scratch,
         };
-        travel.compare_inside()?;
-        self.dispatch(&mut travel, task)?;
+        run.compare_inside()?;
+        self.dispatch(&mut run, task)?;
         let agrees =
             task.batch.segments == 1 && matches!(first.kind, Kind::AllReduce | Kind::AllGather | Kind::Barrier);
-        Ok(if agrees { travel.header.issued } else { 0 })
+        Ok(if agrees { run.header.issued } else { 0 })
     }
 
     /// Makes inputs ready to be read, once for all segments. An error is the group's fault, which may have come while the

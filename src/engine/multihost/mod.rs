@@ -31,5 +31,5 @@ pub mod rails;
 pub mod transport;
 mod vector;
 
-pub use self::batch::{ChosenAlgorithm, Inside};
+pub use self::batch::{ChosenAlgorithm, HostGroup};
 pub use self::engine::{MultiHost, Opened};

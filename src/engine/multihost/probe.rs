@@ -7,7 +7,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::batch::{Inside, written};
+use super::batch::{HostGroup, written};
 use super::place::HostMap;
 use super::transport::{FrameHeader, Lane};
 use super::vector::span;
@@ -25,7 +25,7 @@ const LARGE: usize = 320 << 10;
 pub fn probe(
     host_map: &HostMap,
     lane: &mut Lane,
-    inside: Option<&Arc<dyn Inside>>,
+    inside: Option<&Arc<dyn HostGroup>>,
     chain: u64,
     timeout: Duration,
 ) -> Result<LinkFacts> {

@@ -13,13 +13,13 @@
 //!
 //! Source: the two-level scheme of hierarchical all-reduces, known for instance from Horovod and MVAPICH2, kind by kind.
 
-use super::batch::{Inner, Travel};
+use super::batch::{BatchRun, Inner};
 use super::collectives::{borders, schedule};
 use super::vector::{Vector, copy_in, copy_out, span};
 use crate::error::Result;
 use crate::types::{Kind, Span};
 
-impl Travel<'_> {
+impl BatchRun<'_> {
     /// Whether every rank of a block-wise collective talks to other hosts: where that was chosen and can be done.
     pub fn over_rails(&self) -> bool {
         self.chosen.leaders > 1 && self.host_map.is_even()
@@ -44,7 +44,7 @@ impl Travel<'_> {
         let out_blocks = self.host_map.rails().map(|ranks| ranks.iter().map(|rank| sizes[*rank]).sum()).collect();
         let outputs = self.host_map.rails().flatten().flat_map(|rank| outputs[rank].iter().copied()).collect();
         let inputs = pieces(&memory[..total]);
-        self.ask_inside(Inner { inputs, outputs, out_blocks, ..Inner::new(Kind::AllGather) })?;
+        self.run_in_host(Inner { inputs, outputs, out_blocks, ..Inner::new(Kind::AllGather) })?;
         *self.scratch = memory;
         // Every rank has heard what the others have issued: of its host before, of other hosts in its rail.
         Ok(())
@@ -81,7 +81,7 @@ impl Travel<'_> {
             let position = self.leader_position(&self.host_map.leaders_with(root));
             let (inputs, outputs) =
                 if self.host_map.me == root { (data.to_vec(), Vec::new()) } else { (Vec::new(), data.to_vec()) };
-            self.ask_inside(Inner { root: position, inputs, outputs, ..Inner::new(Kind::Broadcast) })?;
+            self.run_in_host(Inner { root: position, inputs, outputs, ..Inner::new(Kind::Broadcast) })?;
         }
         if let Some(mine) = &mine {
             let own = &mut memory[..mine.len()];
@@ -99,7 +99,7 @@ impl Travel<'_> {
             out_blocks.resize(self.host_map.local_ranks().len(), 0);
             let inputs = mine.map_or(Vec::new(), |mine| pieces(&memory[..mine.len()]));
             let outputs = data.to_vec();
-            self.ask_inside(Inner { inputs, outputs, out_blocks, ..Inner::new(Kind::AllGather) })?;
+            self.run_in_host(Inner { inputs, outputs, out_blocks, ..Inner::new(Kind::AllGather) })?;
         }
         *self.scratch = memory;
         Ok(())
