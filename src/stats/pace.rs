@@ -6,7 +6,7 @@ use std::sync::atomic::AtomicU64;
 use crate::op::{Op, OpTiming};
 use crate::os::clock;
 
-pub struct Pace {
+pub struct ChunkTimer {
     /// End of the last chunk, or issue.
     rest: u64,
     /// The rank that was missing at the last look.
@@ -15,9 +15,9 @@ pub struct Pace {
     longest: u64,
 }
 
-impl Pace {
-    pub fn new(op: &Op) -> Pace {
-        Pace { rest: op.issued, missing: None, longest: 0 }
+impl ChunkTimer {
+    pub fn new(op: &Op) -> ChunkTimer {
+        ChunkTimer { rest: op.issued, missing: None, longest: 0 }
     }
 
     #[inline]

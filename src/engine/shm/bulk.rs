@@ -30,7 +30,7 @@ use crate::error::Result;
 use crate::op::Op;
 use crate::reduce::Kernel;
 use crate::select;
-use crate::stats::pace::Pace;
+use crate::stats::pace::ChunkTimer;
 use crate::types::Kind;
 
 /// First rounds that the next large operation may use, per region; the same on all ranks.
@@ -53,7 +53,7 @@ pub struct Rounds {
     take: u64,
     collect: u64,
     factors: Vec<f64>,
-    pace: Pace,
+    chunk_timer: ChunkTimer,
 }
 
 struct Plan {
@@ -73,8 +73,8 @@ pub enum Step {
 
 impl Rounds {
     pub fn new(op: &Op, chunk: usize) -> Rounds {
-        let pace = Pace::new(op);
-        Rounds { chunk, seen: 0, beside: 0, plan: None, fill: 0, take: 0, collect: 0, factors: Vec::new(), pace }
+        let chunk_timer = ChunkTimer::new(op);
+        Rounds { chunk, seen: 0, beside: 0, plan: None, fill: 0, take: 0, collect: 0, factors: Vec::new(), chunk_timer }
     }
 
     /// True while the operation cannot end without something more from `peer`: asks of its last round what `step` asks of
@@ -112,7 +112,7 @@ impl Bulk<'_> {
             state.seen = small::look(self.area, op, before, |q| self.verifies(q))?;
             moved = state.seen > before;
             if state.seen < ranks {
-                state.pace.misses(state.seen);
+                state.chunk_timer.misses(state.seen);
             }
         }
         if state.plan.is_none() && !self.make_plan(state, *bases)? {
@@ -278,11 +278,11 @@ impl Bulk<'_> {
         if k >= rounds || self.first_peer(|q| self.fill_needs(base, k, q)).is_some() {
             return false;
         }
-        let began = state.pace.begin(self.op);
+        let began = state.chunk_timer.begin(self.op);
         // SAFETY: may_fill says that nobody reads this buffer; Area::stage checks every bound; the inputs are the
         // caller's, alive until the operation ends.
         unsafe { self.fill(state, k, base.stage + k) };
-        state.pace.end(&self.op.timing.copying, began);
+        state.chunk_timer.end(&self.op.timing.copying, began);
         protocol::filled(area, Region::Stage, area.me, base.stage + k);
         state.fill += 1;
         true
@@ -361,7 +361,7 @@ impl Bulk<'_> {
             return false;
         }
         if let Some(q) = self.first_peer(|q| self.take_needs_data(base, k, q)) {
-            state.pace.misses(q);
+            state.chunk_timer.misses(q);
             return false;
         }
         if self.first_peer(|q| self.take_needs_room(base, k, q)).is_some() {
@@ -371,11 +371,11 @@ impl Bulk<'_> {
         if k == 0 && kind.reduces() {
             state.factors = small::factors(area, self.op);
         }
-        let began = state.pace.begin(self.op);
+        let began = state.chunk_timer.begin(self.op);
         // SAFETY: the stage buffers read here are ready until we say drained; the result buffer is ours to write.
         unsafe { self.take(state, k, g, base.result + k) };
         let timing = &self.op.timing;
-        state.pace.end(if kind.reduces() { &timing.reducing } else { &timing.copying }, began);
+        state.chunk_timer.end(if kind.reduces() { &timing.reducing } else { &timing.copying }, began);
         protocol::drained(area, Region::Stage, area.me, g);
         if self.uses_result() {
             protocol::filled(area, Region::Result, area.me, base.result + k);
@@ -492,10 +492,10 @@ impl Bulk<'_> {
         }
         let g = base.result + k;
         if let Some(q) = self.first_peer(|q| self.collect_needs(base, k, q)) {
-            state.pace.misses(q);
+            state.chunk_timer.misses(q);
             return false;
         }
-        let began = state.pace.begin(self.op);
+        let began = state.chunk_timer.begin(self.op);
         let outputs = Pieces(self.op.request.outputs());
         let (start, bytes) = self.part(state, k, outputs.bytes());
         for q in (0..area.ranks).filter(|q| *q != area.me) {
@@ -503,7 +503,7 @@ impl Bulk<'_> {
             // SAFETY: the result buffer of `q` is ready until we say drained; the range lies within the outputs.
             unsafe { outputs.write(start + slice, area.result(q, g, slice_bytes), slice_bytes) };
         }
-        state.pace.end(&self.op.timing.copying, began);
+        state.chunk_timer.end(&self.op.timing.copying, began);
         protocol::drained(area, Region::Result, area.me, g);
         state.collect += 1;
         true
