@@ -184,7 +184,7 @@ pub(super) fn stats(stats: &Stats, rank: usize, size: usize, Moment { now, wall 
         now,
         wall,
         since: stats.since(),
-        issued: stats.ring().issued(),
+        issued: stats.history().issued(),
         batches: fused.batches,
         batched_ops: fused.ops,
         largest_batch: fused.largest,

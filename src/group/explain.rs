@@ -7,7 +7,7 @@ use crate::rendezvous::decision::on_this_host;
 use crate::select::explain;
 use crate::select::explain::{Batch, Explanation, Past};
 use crate::select::{Choice, Class, OpDesc, Path};
-use crate::stats::ring::{Record, Ring, State};
+use crate::stats::ring::{History, Record, State};
 use crate::types::{Dtype, Kind};
 
 /// As `Group::explain`, for a group of `ranks` ranks of this host that is not there.
@@ -40,14 +40,14 @@ impl Group {
     /// record.
     pub fn explain_number(&self, number: u64) -> Result<Explanation> {
         let inner = self.lock();
-        let ring = inner.stats.ring();
+        let history = inner.stats.history();
         let (pending, whole) = (inner.engine.collective(number), inner.engine.delegate_reason().is_some());
         let ranks = self.config.size;
         let called = match pending {
             Some(op) => Some(Called::of_op(&op, ranks)),
-            None => recorded(ring, number, whole).map(|record| Called::of_record(record, ranks)),
+            None => recorded(history, number, whole).map(|record| Called::of_record(record, ranks)),
         };
-        let called = called.ok_or_else(|| not_there(ring, number, inner.number, &self.config.name))?;
+        let called = called.ok_or_else(|| not_there(history, number, inner.number, &self.config.name))?;
         drop(inner);
         Ok(self.explain_called(called))
     }
@@ -115,17 +115,17 @@ impl Called {
 
 /// The record of a collective that set out or ended. Where not the `whole` group is a delegate's, what one carried has the
 /// number of the operation before it, and a call that is made of several that of its first.
-fn recorded(ring: &Ring, number: u64, whole: bool) -> Option<&Record> {
+fn recorded(history: &History, number: u64, whole: bool) -> Option<&Record> {
     let ours = |record: &&Record| {
         let choice = Choice::from_code(record.route.choice);
         record.number == number && choice != Choice::COMPOSED && (whole || choice != Choice::DELEGATE)
     };
-    ring.collectives().find(ours).filter(|record| record.route.choice != 0 || record.state != State::Pending)
+    history.collectives().find(ours).filter(|record| record.route.choice != 0 || record.state != State::Pending)
 }
 
 /// Why there is no record of `number` in a group that has issued collectives up to `last`.
-fn not_there(ring: &Ring, number: u64, last: u64, group: &str) -> Error {
-    let kept = ring.collectives().map(|record| record.number).min();
+fn not_there(history: &History, number: u64, last: u64, group: &str) -> Error {
+    let kept = history.collectives().map(|record| record.number).min();
     Error::Invalid(match kept {
         _ if number == 0 || number > last => format!(
             "sagellm explain: group '{group}' has issued {last} collectives on this rank, and none has number {number}; they \
@@ -137,7 +137,7 @@ fn not_there(ring: &Ring, number: u64, last: u64, group: &str) -> Error {
         kept => format!(
             "sagellm explain: collective {number} of group '{group}' is forgotten: the last {} operations are kept, {}. \
              SAGELLM_RING makes it more",
-            ring.room(),
+            history.room(),
             kept.map_or("and no collective is among them".to_string(), |kept| format!("collectives from {kept} on"))
         ),
     })

@@ -12,7 +12,7 @@ use crate::select::Choice;
 use crate::stats::Stats;
 use crate::stats::export;
 use crate::stats::export::{Moment, Names};
-use crate::stats::ring::{Record, Ring, State};
+use crate::stats::ring::{History, Record, State};
 use crate::types::{ANY_RANK, CallNote, Kind};
 use crate::{config, select};
 
@@ -100,8 +100,8 @@ impl Group {
     }
 
     /// The last operations.
-    pub fn records(&self) -> Ring {
-        self.lock().stats.ring().clone()
+    pub fn records(&self) -> History {
+        self.lock().stats.history().clone()
     }
 
     pub fn rank(&self) -> usize {

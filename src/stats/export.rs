@@ -92,10 +92,10 @@ pub fn dump<'a>(
     fault: &str,
     (rank, members): (usize, &[u32]),
     Moment { now, wall }: Moment,
-    ring: impl Iterator<Item = &'a Record>,
+    history: impl Iterator<Item = &'a Record>,
     names: Names,
 ) -> String {
-    let (group, fault, records) = (quoted(group), quoted(fault), records(ring, names));
+    let (group, fault, records) = (quoted(group), quoted(fault), records(history, names));
     format!(
         "{{\"group\":{group},\"rank\":{rank},\"members\":{members:?},\"fault\":{fault},\"now\":{now},\"wall\":{wall},\
          \"records\":{records}}}\n"

@@ -24,7 +24,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use self::histogram::Histogram;
-use self::ring::{Record, Ring, State};
+use self::ring::{History, Record, State};
 use crate::error::Result;
 use crate::op::{FusedWith, Op};
 use crate::os::clock;
@@ -144,7 +144,7 @@ pub struct Stats {
     waits: Vec<Wait>,
     fused: Fused,
     host_staged: HostStaged,
-    ring: Ring,
+    history: History,
     /// Records that ended and are in no count yet, and the smallest id of them.
     apart: Vec<u64>,
     oldest_apart: u64,
@@ -161,7 +161,7 @@ impl Stats {
             waits: vec![Wait::default(); ranks],
             fused: Fused::default(),
             host_staged: HostStaged::default(),
-            ring: Ring::new(room),
+            history: History::new(room),
             apart: Vec::with_capacity(APART),
             oldest_apart: u64::MAX,
             since: clock::stamp(),
@@ -171,8 +171,8 @@ impl Stats {
     /// Forgets all counts; the ring stays.
     pub fn reset(&mut self) {
         self.fold_all();
-        let ring = std::mem::replace(&mut self.ring, Ring::new(0));
-        *self = Stats { ring, ..Stats::new(self.waits.len(), 0) };
+        let history = std::mem::replace(&mut self.history, History::new(0));
+        *self = Stats { history, ..Stats::new(self.waits.len(), 0) };
     }
 
     /// A copy of all counts, without the records.
@@ -186,13 +186,13 @@ impl Stats {
             waits: self.waits.clone(),
             fused: self.fused,
             host_staged: self.host_staged,
-            ring: self.ring.without_records(),
+            history: self.history.without_records(),
             since: self.since,
         }
     }
 
-    pub fn ring(&self) -> &Ring {
-        &self.ring
+    pub fn history(&self) -> &History {
+        &self.history
     }
     pub fn cells(&self) -> &[Cell] {
         &self.cells
@@ -218,10 +218,10 @@ impl Stats {
 
     #[inline(always)]
     fn push(&mut self, record: Record) -> u64 {
-        if self.ring.next_to_go().is_some_and(|id| id >= self.oldest_apart) {
+        if self.history.next_to_go().is_some_and(|id| id >= self.oldest_apart) {
             self.fold_all();
         }
-        self.ring.push(record)
+        self.history.push(record)
     }
 
     /// Operations ended in one pass over the group, `at` this stamp. Before their owners are told.
@@ -245,7 +245,7 @@ impl Stats {
     #[inline]
     fn end(&mut self, op: &Op, well: bool, at: u64) {
         let id = op.timing.record.load(Relaxed);
-        if let Some(record) = self.ring.get_mut(id) {
+        if let Some(record) = self.history.get_mut(id) {
             record.end(op, well, at);
             self.apart.push(id);
             self.oldest_apart = self.oldest_apart.min(id);
@@ -266,7 +266,7 @@ impl Stats {
 
     /// It ended; `record` is complete.
     pub fn foreign_ended(&mut self, record: Record) {
-        if let Some(kept) = self.ring.get_mut(record.id) {
+        if let Some(kept) = self.history.get_mut(record.id) {
             *kept = record;
         }
         self.fold(&record);
@@ -283,7 +283,7 @@ impl Stats {
     #[inline(never)]
     fn fold_all(&mut self) {
         for id in std::mem::take(&mut self.apart) {
-            let record = *self.ring.get_mut(id).expect("folded before it is overwritten");
+            let record = *self.history.get_mut(id).expect("folded before it is overwritten");
             self.fold(&record);
         }
         self.apart.reserve(APART);

@@ -152,18 +152,18 @@ impl Record {
 }
 
 #[derive(Clone, Debug)]
-pub struct Ring {
+pub struct History {
     records: Vec<Record>,
     room: usize,
     /// Operations issued so far.
     issued: u64,
 }
 
-impl Ring {
+impl History {
     /// Of `room` records or, where that is no power of two, the next one. Memory is touched as it is used.
-    pub fn new(room: usize) -> Ring {
+    pub fn new(room: usize) -> History {
         let room = if room == 0 { 0 } else { room.next_power_of_two() };
-        Ring { records: Vec::with_capacity(room), room, issued: 0 }
+        History { records: Vec::with_capacity(room), room, issued: 0 }
     }
 
     pub fn room(&self) -> usize {
@@ -191,8 +191,8 @@ impl Ring {
     }
 
     /// One that has issued as many operations and remembers none.
-    pub fn without_records(&self) -> Ring {
-        Ring { records: Vec::new(), room: 0, issued: self.issued }
+    pub fn without_records(&self) -> History {
+        History { records: Vec::new(), room: 0, issued: self.issued }
     }
 
     /// The record that the next push overwrites.
@@ -244,18 +244,18 @@ mod tests {
     proptest! {
         #[test]
         fn it_holds_the_last_ones_in_order(room in 0usize..20, issued in 0u64..60) {
-            let mut ring = Ring::new(room);
+            let mut history = History::new(room);
             for number in 1..=issued {
-                let id = ring.push(record(Kind::Barrier, number, 0));
+                let id = history.push(record(Kind::Barrier, number, 0));
                 prop_assert_eq!(id, number - 1);
             }
-            let kept = issued.min(ring.room() as u64);
-            let ids: Vec<u64> = ring.iter().map(|record| record.id).collect();
+            let kept = issued.min(history.room() as u64);
+            let ids: Vec<u64> = history.iter().map(|record| record.id).collect();
             prop_assert_eq!(ids, (issued - kept..issued).collect::<Vec<_>>());
             for number in 1..=issued {
                 let there = number > issued - kept;
-                prop_assert_eq!(ring.collective(number).is_some(), there);
-                prop_assert_eq!(ring.get_mut(number - 1).is_some(), there);
+                prop_assert_eq!(history.collective(number).is_some(), there);
+                prop_assert_eq!(history.get_mut(number - 1).is_some(), there);
             }
         }
     }
@@ -267,14 +267,14 @@ mod tests {
 
     #[test]
     fn a_collective_is_found_apart_from_messages_with_its_number() {
-        let mut ring = Ring::new(8);
-        ring.push(record(Kind::Send, 1, 2));
-        ring.push(record(Kind::Recv, 1, 2));
-        ring.push(record(Kind::AllReduce, 1, 0));
-        ring.push(record(Kind::Send, 1, 1));
-        assert_eq!(ring.collectives().count(), 1);
-        assert_eq!(ring.collective(1).unwrap().kind, Kind::AllReduce);
-        assert_eq!(ring.collective(1).unwrap().bytes(), 8);
-        assert_eq!(ring.collective(1).unwrap().late(), None);
+        let mut history = History::new(8);
+        history.push(record(Kind::Send, 1, 2));
+        history.push(record(Kind::Recv, 1, 2));
+        history.push(record(Kind::AllReduce, 1, 0));
+        history.push(record(Kind::Send, 1, 1));
+        assert_eq!(history.collectives().count(), 1);
+        assert_eq!(history.collective(1).unwrap().kind, Kind::AllReduce);
+        assert_eq!(history.collective(1).unwrap().bytes(), 8);
+        assert_eq!(history.collective(1).unwrap().late(), None);
     }
 }

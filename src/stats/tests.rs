@@ -48,7 +48,7 @@ fn a_wait_is_charged_to_the_rank_that_came_last() {
     stats.ended(&[(Arc::clone(&op), Ok(()))], at);
     let totals: Vec<u64> = stats.counts().waits().iter().map(|wait| wait.total).collect();
     assert_eq!(totals, [0, 0, 10_000]);
-    let record = stats.ring().collective(1).unwrap();
+    let record = stats.history().collective(1).unwrap();
     assert_eq!((record.path(), record.reason(), record.late(), record.waiting()), (1, 7, Some(2), 10_000));
     assert_eq!((record.state, record.ended - record.issued), (State::Done, 10_000));
     assert_eq!((stats.counts().cells()[0].waiting, stats.counts().cells()[0].longest), (10_000, 10_000));
@@ -104,10 +104,10 @@ fn each_operation_knows_with_whom_it_ended() {
     stats.ended(&ended, clock::stamp());
     let fused_with =
         |record: &Record| (record.route.fused_with.count(), record.route.fused_with.numbers(record.number));
-    let of = |number| fused_with(stats.ring().collective(number).unwrap());
+    let of = |number| fused_with(stats.history().collective(number).unwrap());
     assert_eq!((of(3), of(4), of(5)), ((4, (3, 5)), (4, (3, 5)), (4, (2, 5))));
     assert_eq!((of(1).0, of(2).0), (1, 1), "one that failed, and one that is pending");
-    assert_eq!(fused_with(stats.ring().iter().last().unwrap()), (4, (9, 9)), "a message counts apart");
+    assert_eq!(fused_with(stats.history().iter().last().unwrap()), (4, (9, 9)), "a message counts apart");
 }
 
 #[test]
@@ -158,7 +158,7 @@ fn what_the_core_does_not_carry_out_is_counted_too() {
     let cell = &counts.cells()[0];
     assert_eq!((cell.count, cell.failed, cell.bytes, cell.whole, cell.took), (2, 1, 16, 16, 7));
     assert_eq!(
-        stats.ring().iter().map(|record| record.state).collect::<Vec<_>>(),
+        stats.history().iter().map(|record| record.state).collect::<Vec<_>>(),
         [State::Done, State::Done, State::Failed]
     );
 }
@@ -173,10 +173,10 @@ fn a_reset_forgets_the_counts_and_keeps_the_ring() {
     let pending = issue(&mut stats, from_anyone, 0);
     stats.reset();
     assert!(stats.counts().cells().is_empty());
-    assert_eq!(stats.ring().iter().count(), 2);
+    assert_eq!(stats.history().iter().count(), 2);
     stats.ended(&[(pending, Ok(()))], clock::stamp());
     assert_eq!(stats.counts().cells()[0].bytes, 4);
-    assert_eq!(stats.ring().iter().filter(|record| record.state == State::Done).count(), 2);
+    assert_eq!(stats.history().iter().filter(|record| record.state == State::Done).count(), 2);
 }
 
 proptest! {
