@@ -105,7 +105,7 @@ SageBackend::WorkPtr SageBackend::submit(Plans& plans, const CallDesc& call) {
 }
 
 void SageBackend::run(Plan& plan, const Label& label, TensorView inputs) {
-  Graveyard::instance().drain();
+  DeferredRelease::instance().release();
   CallbackPool::about_to_block();
   const std::unique_ptr<Trace> trace = Trace::start(label.title, inputs);
   plan.call.sync = true;
@@ -134,7 +134,7 @@ void SageBackend::issue(OpWork& work, Plans& plans, Tensors keep) {
 }
 
 SageBackend::WorkPtr SageBackend::submit_async(Plans& plans, const CallDesc& call, bool async) {
-  Graveyard::instance().drain();
+  DeferredRelease::instance().release();
   const TensorView inputs = call.traced();
   auto work = c10::make_intrusive<OpWork>(getRank(), call.label.type, call.outputs.flat(), events_,
                                           Trace::start(call.label.title, inputs));

@@ -163,7 +163,7 @@ struct SparseJob {
 SageBackend::WorkPtr SageBackend::allreduce_coo(const CallDesc& call) {
   const at::Tensor tensor = call.outputs.list()[0];
   check_sparse(tensor, *call.reduce_op);
-  Graveyard::instance().drain();
+  DeferredRelease::instance().release();
   const at::NoGradGuard no_grad;
   const at::Tensor coalesced = tensor.coalesce();
   const at::Tensor header = header_of(coalesced);

@@ -164,7 +164,7 @@ void StagedWork::ended(std::exception_ptr failure) {
   }
   cv_.notify_all();
   finish(text);
-  Graveyard::instance().bury(c10::intrusive_ptr<StagedWork>::reclaim_copy(this), std::move(tensors));
+  DeferredRelease::instance().add(c10::intrusive_ptr<StagedWork>::reclaim_copy(this), std::move(tensors));
 }
 
 bool StagedWork::done() const {
@@ -217,7 +217,7 @@ bool StagedWork::wait(std::chrono::milliseconds timeout) {
   }
   sleep_until_completed(timeout);
   transfer_->order(current_stream(transfer_->device));
-  Graveyard::instance().drain();
+  DeferredRelease::instance().release();
   return true;
 }
 

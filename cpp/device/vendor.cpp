@@ -323,7 +323,7 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::follow(DeviceWork::Launched made, 
 
 c10::intrusive_ptr<DeviceWork> VendorDevices::submit(std::vector<DevicePlan>& calls, const Label& label, Tensors keep,
                                                      Tensors outputs, c10::Device device, bool async, bool region) {
-  Graveyard::instance().drain();
+  DeferredRelease::instance().release();
   // For torch's operators and for the library, whose kernels are launched on the thread's device.
   const c10::DeviceGuard guard(device);
   const bool capturing = is_capturing(current_stream(device));

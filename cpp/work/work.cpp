@@ -353,7 +353,7 @@ bool OpWork::wait(std::chrono::milliseconds timeout) {
     checked([&] { op->wait(left); });
   }
   if (failed_) raise_coded(error());
-  Graveyard::instance().drain();
+  DeferredRelease::instance().release();
   return true;
 }
 
@@ -427,7 +427,7 @@ std::chrono::nanoseconds TaskWork::duration() const {
 
 bool TaskWork::wait(std::chrono::milliseconds timeout) {
   sleep_until_completed(timeout);
-  Graveyard::instance().drain();
+  DeferredRelease::instance().release();
   return true;
 }
 
@@ -476,7 +476,7 @@ void Pending::ended(rust::Str error) const {
   c10::intrusive_ptr<OpWork> work = std::move(work_);
   if (work) work->part_ended(std::string(error));
   // Moved, not copied: a reference left on this thread could be the last.
-  if (work || !keep_.empty()) Graveyard::instance().bury(std::move(work), std::move(keep_));
+  if (work || !keep_.empty()) DeferredRelease::instance().add(std::move(work), std::move(keep_));
 }
 
 }  // namespace sagellm
