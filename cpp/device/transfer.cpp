@@ -36,7 +36,7 @@ void Transfer::fetch() {
   const std::lock_guard<std::mutex> lock(copy_mutex_);
   const c10::DeviceGuard guard(device);
   for (const Pair& pair : pairs_) {
-    if (pair.fetched) copy_quietly(pair.host, pair.device);
+    if (pair.fetched) copy_no_grad(pair.host, pair.device);
   }
 }
 
@@ -60,7 +60,7 @@ void Transfer::store() {
     const c10::StreamGuard on(side());
     begin_event_.block(side());
     for (const Pair& pair : pairs_) {
-      if (pair.stored) copy_quietly(pair.device, pair.host);
+      if (pair.stored) copy_no_grad(pair.device, pair.host);
     }
     stored_event_.record(side());
   } catch (const std::exception&) {

@@ -51,7 +51,7 @@ const PremulSupplement& premul(const char* op, const c10d::ReduceOp& reduce_op) 
 
 }  // namespace
 
-void copy_quietly(const at::Tensor& to, const at::Tensor& from) {
+void copy_no_grad(const at::Tensor& to, const at::Tensor& from) {
   // Threads of the core start with grad mode on, and a parameter that requires grad may be an output.
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -202,7 +202,7 @@ void Plan::combine(const at::Tensor& tensor, const c10d::ReduceOp& reduce_op) {
   call.factor = on_tensor.defined() ? on_tensor.item<double>() : supplement.double_factor;
 }
 
-at::Tensor Plan::stand_in(const at::Tensor& tensor, bool written) {
+at::Tensor Plan::temporary_for(const at::Tensor& tensor, bool written) {
   if (by_vendor_) return at::empty(tensor.sizes(), tensor.options());
   touched_.push_back(runs_of(tensor, written));
   call.staged = true;
@@ -212,13 +212,13 @@ at::Tensor Plan::stand_in(const at::Tensor& tensor, bool written) {
 char* Plan::readable(const at::Tensor& tensor, bool stage) {
   // The core only reads through this pointer; its pieces do not tell inputs from outputs.
   if (is_plain(tensor) && !stage) return const_cast<char*>(static_cast<const char*>(tensor.const_data_ptr()));
-  before.push_back({stand_in(tensor, false), tensor});
+  before.push_back({temporary_for(tensor, false), tensor});
   return static_cast<char*>(before.back().temporary.mutable_data_ptr());
 }
 
 char* Plan::writable(const at::Tensor& tensor, bool stage) {
   if (is_plain(tensor) && !stage) return static_cast<char*>(tensor.mutable_data_ptr());
-  after.push_back({stand_in(tensor, true), tensor});
+  after.push_back({temporary_for(tensor, true), tensor});
   return static_cast<char*>(after.back().temporary.mutable_data_ptr());
 }
 

@@ -451,9 +451,9 @@ void Pending::copy(const std::vector<Staged>& list, bool into_temporaries) const
   guarded("of a strided tensor", [&] {
     for (const Staged& staged : list) {
       if (into_temporaries) {
-        copy_quietly(staged.temporary, staged.tensor);
+        copy_no_grad(staged.temporary, staged.tensor);
       } else {
-        copy_quietly(staged.tensor, staged.temporary);
+        copy_no_grad(staged.tensor, staged.temporary);
       }
     }
   });
