@@ -1,4 +1,4 @@
-//! What the shared memory tells any thread of a group, and takes from it, without the group's lock.
+//! The part of a shared-memory group that any thread may use without the group's lock.
 
 use std::sync::atomic::Ordering;
 

@@ -1,17 +1,18 @@
-//! Which lane of a receiver a sender's large messages come through. A receiver has fewer lanes than there may be senders.
+//! Assigns a receiver's lanes to senders. A lane carries the large messages of one sender at a time; a receiver has
+//! fewer lanes than there may be senders.
 //!
-//! A lane is lent with the grant for a message and given back when the receiver has read all of it. What is granted was
-//! matched by a receive, so both ranks move it whatever else they wait for: every lane comes back, and senders that
-//! found none free get theirs in the order in which they asked. A sender that has a lane keeps it for its next messages
-//! as long as nobody waits.
+//! A lane is lent with the grant for a message and returned when the receiver has read the whole message. A granted
+//! message was matched by a receive, so both ranks move it whatever else they wait for: every lane comes back. Senders
+//! that find no free lane get one in the order in which they asked. A sender keeps its lane for its next messages as
+//! long as no other sender waits.
 //!
-//! Only the receiver knows this; a sender reads the number of its lane in the grant (`p2p.rs`).
+//! Only the receiver has this state; a sender reads the number of its lane in the grant (`p2p.rs`).
 
 use std::collections::VecDeque;
 
 pub struct Lanes {
     free: Vec<usize>,
-    /// By sender: its lane, and how many of its granted messages have not been read to the end.
+    /// By sender: its lane, and how many of its granted messages are not fully read.
     lent: Vec<Option<(usize, usize)>>,
     waiting: VecDeque<usize>,
 }
@@ -21,7 +22,7 @@ impl Lanes {
         Lanes { free: (0..lanes).rev().collect(), lent: vec![None; ranks], waiting: VecDeque::new() }
     }
 
-    /// A lane for one more message of `from`, or `None` when that must ask again after a lane was given back.
+    /// A lane for one more message of `from`; `None` if it must ask again after a lane was returned.
     pub fn lend(&mut self, from: usize) -> Option<usize> {
         if self.waiting.front().is_none_or(|first| *first == from) {
             let lane = self.of(from).or_else(|| self.free.pop());
@@ -38,12 +39,12 @@ impl Lanes {
         None
     }
 
-    /// The lane through which messages of `from` come now.
+    /// The lane that messages of `from` use now.
     pub fn of(&self, from: usize) -> Option<usize> {
         self.lent[from].map(|(lane, _)| lane)
     }
 
-    /// One message of `from` was read to its end.
+    /// One message of `from` was fully read.
     pub fn give_back(&mut self, from: usize) {
         match self.lent[from] {
             Some((lane, 1)) => {

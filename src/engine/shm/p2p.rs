@@ -1,10 +1,11 @@
 //! Send and receive between two ranks of a host.
 //!
-//! Each ordered pair of ranks has a ring of envelopes. A message of up to `eager_bytes` travels in its envelope and its
-//! send ends at once; a larger one waits at the sender until the receiver has matched its envelope and grants it a lane
-//! (`lanes`), then moves through the two buffers of that, in the order of the grants. Receivers always move envelopes to a private list, so a
-//! message whose tag nobody has posted blocks none behind it. Receives match in the order they were posted, first in
-//! first out per (source, tag); a receive from anyone takes what arrived first.
+//! Each ordered pair of ranks has a ring buffer of envelopes. A message of up to `eager_bytes` travels in its envelope,
+//! and its send ends at once. A larger one waits at the sender until the receiver has matched its envelope and granted
+//! it a lane (`lanes`); then it moves through the two buffers of that lane, in the order of the grants. Receivers
+//! always move envelopes to a private list, so a message with a tag that nobody has posted blocks none behind it.
+//! Receives match in the order in which they were posted, first in first out per (source, tag); a receive from anyone
+//! takes the message that arrived first.
 //!
 //! Bytes: eager N written, N read; larger N staged, N read, in N / body_bytes rounds that overlap.
 //!
@@ -36,7 +37,7 @@ use crate::error::{Error, Result};
 use crate::op::Op;
 use crate::types::{ANY_RANK, Kind};
 
-// The sender's are even, the receiver's odd: `Layout::pair_word`.
+// Words of the sender are even, those of the receiver odd: `Layout::pair_word`.
 const SENT: usize = 0;
 const CONSUMED: usize = 1;
 const TAKEN: usize = 2;
@@ -46,7 +47,7 @@ const DRAINED: usize = 5;
 
 /// Set in a grant entry when the receiver cannot take the message: the send fails too.
 const REJECTED: u64 = 1 << 63;
-/// Where a grant entry has its lane; the number of the message is below.
+/// Bits of a grant entry from here on hold the lane; the number of the message is below.
 const LANE_SHIFT: u32 = 48;
 
 #[derive(Default)]
@@ -54,9 +55,9 @@ struct Outgoing {
     sent: u64,
     taken: u64,
     round: u64,
-    /// Not yet in the ring.
+    /// Not yet in the ring buffer.
     queue: VecDeque<Arc<Op>>,
-    /// In the ring, waiting for a grant, by envelope number.
+    /// In the ring buffer, waiting for a grant, by envelope number.
     waiting: VecDeque<(u64, Arc<Op>)>,
     /// Granted, with the lane and the bytes already staged.
     bodies: VecDeque<(Arc<Op>, usize, usize)>,
@@ -67,16 +68,16 @@ struct Incoming {
     consumed: u64,
     grants: u64,
     round: u64,
-    /// Arrived and matched by nobody yet.
+    /// Arrived and not matched.
     unexpected: VecDeque<Message>,
-    /// Grants (or rejections) that found the ring of grants full.
+    /// Grants (or rejections) that found the ring buffer of grants full.
     ungranted: VecDeque<u64>,
     /// Granted, with the bytes already received.
     bodies: VecDeque<(Arc<Op>, usize)>,
 }
 
 struct Message {
-    /// Order of arrival at this rank, over all sources.
+    /// Order of arrival at this rank over all sources.
     stamp: u64,
     tag: u32,
     bytes: usize,
@@ -90,13 +91,13 @@ pub struct P2p {
     incoming: Vec<Incoming>,
     posted: VecDeque<Arc<Op>>,
     arrivals: u64,
-    /// Those for whom, or from whom, something is under way that `poll` can move.
+    /// Peers with a message in progress that `poll` can advance.
     busy: RankSet,
-    /// Those whose mail has come: only then are their envelopes present (`presence.rs`).
+    /// Peers from which mail has come: only then are their envelopes populated (`presence.rs`).
     senders: RankSet,
-    /// This rank's, for those it receives from.
+    /// This rank's lanes, for the peers that it receives from.
     lanes: Lanes,
-    /// Operations that have not ended; nothing is polled while it is zero.
+    /// Operations that have not ended; nothing is polled while this is zero.
     active: usize,
 }
 
@@ -119,7 +120,7 @@ impl P2p {
         self.active
     }
 
-    /// Takes a send or receive; `poll` moves it. The error is that there is no memory for a lane.
+    /// Takes a send or receive; `poll` advances it. Fails when there is no memory for a lane.
     pub fn issue(&mut self, area: &Area, op: Arc<Op>, ended: &mut Ended) -> Result<()> {
         self.active += 1;
         op.prepare();
@@ -150,8 +151,8 @@ impl P2p {
         }
     }
 
-    /// Moves what can move. True when something did. An error means that a peer's counters make no sense, or that there is
-    /// no memory.
+    /// Advances what can advance. True when something did. Fails when a peer's counters are inconsistent, or when there
+    /// is no memory.
     pub fn poll(&mut self, area: &Area, ended: &mut Ended) -> Result<bool> {
         if self.active == 0 {
             return Ok(false);
@@ -178,7 +179,7 @@ impl P2p {
         Ok(moved)
     }
 
-    /// Nothing is under way to `peer`, and nothing that it was granted from it. What it may send is found by its envelope.
+    /// No send to `peer` and no granted receive from it is in progress. A new message from it is found by its envelope.
     fn is_idle(&self, peer: usize) -> bool {
         let (out, incoming) = (&self.out[peer], &self.incoming[peer]);
         out.queue.is_empty()
@@ -215,7 +216,7 @@ impl P2p {
             word(0).store(u64::from(op.request.tag) | u64::from(eager) << 32, Relaxed);
             word(1).store(bytes as u64, Relaxed);
             if eager && bytes > 0 {
-                // SAFETY: the envelope holds `bytes` and nobody reads it: CONSUMED says so.
+                // SAFETY: the envelope holds `bytes`, and CONSUMED says that the receiver no longer reads it.
                 unsafe { inputs.read(0, area.envelope_data(me, to, number, bytes), bytes) };
             }
             let lane = &mut self.out[to];
@@ -293,7 +294,8 @@ impl P2p {
         let inputs = Pieces(op.sent());
         let total = inputs.bytes();
         let bytes = area.layout.body_bytes.min(total - *offset);
-        // SAFETY: the body buffer holds `bytes`; the lane was granted to us, and DRAINED says that nobody reads the buffer.
+        // SAFETY: the body buffer holds `bytes`; this rank was granted the lane, and DRAINED says that the receiver no
+        // longer reads the buffer.
         unsafe { inputs.read(*offset, area.body(to, *through, round, bytes), bytes) };
         *offset += bytes;
         lane.round += 1;
@@ -348,7 +350,7 @@ impl P2p {
         Ok(moved)
     }
 
-    /// Gives a matched message to its receive: copies an eager one, grants a larger one.
+    /// Passes a matched message to its receive: copies an eager one, grants a larger one.
     fn deliver(&mut self, area: &Area, from: usize, op: Arc<Op>, message: Message, ended: &mut Ended) -> Result<()> {
         let outputs = Pieces(op.request.outputs());
         let room = outputs.bytes();
@@ -435,8 +437,8 @@ impl P2p {
         true
     }
 
-    /// The operations that cannot end without something more from `peer`. A receive from anyone needs `peer` when nobody
-    /// else can send any more; `gone` says which ranks cannot.
+    /// The operations that cannot end before `peer` does something more. A receive from anyone needs `peer` when no
+    /// other rank can still send; `gone` says which ranks cannot.
     pub fn blocked_by(&self, area: &Area, peer: usize, gone: impl Fn(usize) -> bool) -> impl Iterator<Item = &Arc<Op>> {
         let (out, incoming) = (&self.out[peer], &self.incoming[peer]);
         let no_room = self.ring_is_full(area, peer);
@@ -459,7 +461,8 @@ impl P2p {
         queued.chain(waiting).chain(sent).chain(received).chain(posted)
     }
 
-    /// True when no envelope to `to` may be overwritten. Before the first was written, nothing of them may be looked at.
+    /// True when no envelope to `to` may be overwritten. Before the first message the counters must not be read: the
+    /// memory is not populated.
     fn ring_is_full(&self, area: &Area, to: usize) -> bool {
         let (sent, most) = (self.out[to].sent, area.layout.envelopes);
         sent >= most && sent.wrapping_sub(area.pair_word(area.me, to, CONSUMED).load(Acquire)) >= most
@@ -480,7 +483,7 @@ impl P2p {
         all
     }
 
-    /// Pending operations, oldest deadline first is not promised.
+    /// Pending operations, in no particular order.
     pub fn pending(&self) -> impl Iterator<Item = &Arc<Op>> {
         let out = self.out.iter().flat_map(|lane| {
             lane.queue.iter().chain(lane.waiting.iter().map(|(_, op)| op)).chain(lane.bodies.iter().map(|(op, ..)| op))
@@ -490,7 +493,7 @@ impl P2p {
     }
 }
 
-/// The last round of a message at whose next round both sides stand, of which some bytes were moved.
+/// The last round of a message of which `moved` bytes were moved, when both sides are at round `next`.
 fn last_round(area: &Area, next: u64, op: &Op, moved: usize) -> u64 {
     let left = op.payload() as usize - moved;
     next + (left.div_ceil(area.layout.body_bytes) as u64).max(1) - 1
