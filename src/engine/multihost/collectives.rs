@@ -1,4 +1,4 @@
-//! The collectives over several hosts, each put together from calls inside the hosts and a schedule between them:
+//! The collectives over several hosts, each made of operations inside the hosts and a schedule between them:
 //!
 //! | collective | inside | between the leaders | inside |
 //! | --- | --- | --- | --- |
@@ -12,12 +12,12 @@
 //! | all_to_all | | every rank with every rank of other hosts | all_to_all |
 //! | barrier | (the comparison) | all_reduce of nothing | (the issued numbers) |
 //!
-//! Where several ranks of a host lead in other kinds than all_reduce: `rails`.
+//! Where several ranks of a host talk to other hosts in kinds other than all_reduce: `rails`.
 //!
 //! Bytes between hosts per leader: those of the schedule (docs/algorithms.md) over the hosts. Order of summation: ranks
 //! inside a host, then hosts as the schedule says; low precision is rounded once inside, and once for every combination
-//! between hosts. The strict way instead moves untouched numbers: every rank gets one share from all ranks, combines it
-//! in the order of the ranks, and gives the result back, which costs up to ranks per host times the bytes.
+//! between hosts. Strict mode moves uncombined numbers instead: every rank gets one share from all ranks, combines it
+//! in the order of the ranks, and sends the result back, which costs up to ranks per host times the bytes.
 
 use std::ops::Range;
 
@@ -27,14 +27,14 @@ use crate::algorithms::{Algorithm, Schedule};
 use crate::error::{Error, Result};
 use crate::types::{Kind, ReduceOp, Span};
 
-/// The schedule that was chosen, or the direct one where the choice does not serve the kind.
+/// The chosen schedule, or the direct one where the chosen algorithm does not serve the kind.
 pub fn schedule(algorithm: Algorithm, kind: Kind, members: usize, root: usize) -> Result<Schedule> {
     Schedule::new(algorithm, kind, members, root, 1)
         .or_else(|| Schedule::new(Algorithm::Direct, kind, members, root, 1))
         .ok_or_else(|| Error::Bug(format!("sagellm: no schedule for {kind} among {members} hosts")))
 }
 
-/// Where each of `sizes` begins, and the end.
+/// Offsets of blocks of the given `sizes`, and the total.
 pub fn borders(sizes: impl Iterator<Item = usize>) -> Vec<usize> {
     std::iter::once(0)
         .chain(sizes.scan(0, |at, size| {
@@ -45,7 +45,7 @@ pub fn borders(sizes: impl Iterator<Item = usize>) -> Vec<usize> {
 }
 
 impl BatchRun<'_> {
-    /// The range `range` of a vector, on all ranks.
+    /// The range `range` of the vector, on all ranks.
     pub fn all_reduce(&mut self, vector: &Vector, range: &Range<usize>) -> Result<()> {
         if self.chosen.strict {
             return self.all_reduce_strict(vector, range);
@@ -66,8 +66,8 @@ impl BatchRun<'_> {
         self.share_issued(0)
     }
 
-    /// Partial results of this host: `shares[i]` at its i-th rank, or the whole at position `root` where there is one
-    /// share. `memory` stands for `range`.
+    /// Reduces the numbers of this host: `shares[i]` to local rank i, or everything to local rank `root` where there is
+    /// one share. `memory` holds `range`.
     pub fn reduce_inside(
         &mut self,
         vector: &Vector,
@@ -107,7 +107,7 @@ impl BatchRun<'_> {
         Ok(())
     }
 
-    /// The results of the shares' owners into everybody's outputs. `memory` stands for `range`.
+    /// Spreads the results from the owners of the shares to the outputs of every rank. `memory` holds `range`.
     fn spread_inside(
         &mut self,
         vector: &Vector,
@@ -130,7 +130,7 @@ impl BatchRun<'_> {
         self.run_in_host(Inner { inputs, outputs, out_blocks, ..Inner::new(Kind::AllGather) })
     }
 
-    /// What the rank at position `root` holds (`data` there, None elsewhere) into everybody's outputs.
+    /// Broadcasts the data of local rank `root` (`data` there, None elsewhere) to the outputs of every rank.
     fn broadcast_inside(&mut self, root: usize, data: Option<&[u8]>, outputs: Vec<Span>) -> Result<()> {
         let Some(data) = data else {
             return self.run_in_host(Inner { root, outputs, ..Inner::new(Kind::Broadcast) });
@@ -139,7 +139,7 @@ impl BatchRun<'_> {
         self.run_in_host(Inner { root, inputs: vec![span(data)], ..Inner::new(Kind::Broadcast) })
     }
 
-    /// all_reduce or reduce among the leaders, over `own`, which stands for the bytes `share` of the vector.
+    /// all_reduce or reduce among the leaders, over `own`, the bytes `share` of the vector.
     fn combine_between(
         &mut self,
         kind: Kind,
@@ -165,7 +165,8 @@ impl BatchRun<'_> {
         self.all_gather(&[span(&own)], &outputs)
     }
 
-    /// Each rank's share of `range`, and the result of this rank's, combined from all ranks' untouched numbers.
+    /// The shares of `range` by rank, and the result of this rank's share, combined from the uncombined numbers of all
+    /// ranks.
     fn own_share_strict(&mut self, vector: &Vector, range: &Range<usize>) -> Result<(Vec<Range<usize>>, Vec<u8>)> {
         let ranks = self.host_map.ranks();
         let shares: Vec<Range<usize>> = (0..ranks).map(|rank| vector.part(range, rank, ranks)).collect();
@@ -180,7 +181,7 @@ impl BatchRun<'_> {
         Ok((shares, own))
     }
 
-    /// The range `range` of a vector, at rank `root`.
+    /// The range `range` of the vector, at rank `root`.
     pub fn reduce(&mut self, vector: &Vector, range: &Range<usize>, root: usize) -> Result<()> {
         if self.chosen.strict {
             let (shares, own) = self.own_share_strict(vector, range)?;
@@ -213,7 +214,7 @@ impl BatchRun<'_> {
         self.host_map.local_ranks().iter().position(|rank| *rank == leader).expect("a leader lives on its host")
     }
 
-    /// `data` holds the inputs at the root and the outputs elsewhere.
+    /// `data`: the inputs at the root, the outputs elsewhere.
     pub fn broadcast(&mut self, data: &[Span], root: usize) -> Result<()> {
         let rails = self.chosen.leaders.clamp(1, self.host_map.min_local_size());
         if rails > 1 {
@@ -248,7 +249,7 @@ impl BatchRun<'_> {
         Ok(())
     }
 
-    /// `outputs[q]`: where rank q's block goes. Blocks may differ in size.
+    /// `outputs[q]`: the memory for rank q's block. Blocks may differ in size.
     pub fn all_gather(&mut self, input: &[Span], outputs: &[Vec<Span>]) -> Result<()> {
         let sizes: Vec<usize> = outputs.iter().map(|spans| spans.iter().map(|span| span.bytes).sum()).collect();
         if self.over_rails() {
@@ -281,13 +282,13 @@ impl BatchRun<'_> {
         self.share_issued(0)
     }
 
-    /// Where each host's blocks begin when the ranks' blocks lie in the order of the hosts.
+    /// Offset of each host's blocks when the ranks' blocks are in the order of the hosts.
     fn host_borders(&self, sizes: &[usize]) -> Vec<usize> {
         borders(self.host_map.hosts.iter().map(|ranks| ranks.iter().map(|rank| sizes[*rank]).sum()))
     }
 
-    /// `vector` holds one block a rank, in the order of the hosts; `sizes` by rank; `output`: this rank's block. For one
-    /// leader a host.
+    /// `vector` holds one block per rank, in the order of the hosts; `sizes` by rank; `output`: this rank's block. For
+    /// one leader per host.
     pub fn reduce_scatter(&mut self, vector: &Vector, sizes: &[usize], output: &[Span]) -> Result<()> {
         let hosts = self.host_borders(sizes);
         let total = vector.bytes();
@@ -327,7 +328,7 @@ impl BatchRun<'_> {
         Ok(())
     }
 
-    /// The blocks of this host's ranks, from position `root`, where `blocks` holds them, to everybody.
+    /// Sends the blocks of this host's ranks from local rank `root`, which has them in `blocks`, to every rank.
     fn scatter_inside(&mut self, root: usize, blocks: &mut [u8], sizes: &[usize], output: &[Span]) -> Result<()> {
         let local_ranks = self.host_map.local_ranks();
         let (leads, equal) =
@@ -336,7 +337,7 @@ impl BatchRun<'_> {
             let inputs = if leads { vec![span(blocks)] } else { Vec::new() };
             return self.run_in_host(Inner { root, inputs, outputs: output.to_vec(), ..Inner::new(Kind::Scatter) });
         }
-        // There is no scatter of unequal blocks inside a host: everyone gets all of them and takes its own.
+        // Shared memory has no scatter of unequal blocks: every rank gets all of them and takes its own.
         let starts = borders(local_ranks.iter().map(|rank| sizes[*rank]));
         let piece = vec![written(blocks)];
         let (inputs, outputs) = if leads { (piece, Vec::new()) } else { (Vec::new(), piece) };
@@ -345,7 +346,7 @@ impl BatchRun<'_> {
         Ok(())
     }
 
-    /// `outputs[q]`: where rank q's block goes; read at the root only.
+    /// `outputs[q]`: the memory for rank q's block; read at the root only.
     pub fn gather(&mut self, input: &[Span], sizes: &[usize], outputs: &[Vec<Span>], root: usize) -> Result<()> {
         let hosts = self.host_borders(sizes);
         let total = *hosts.last().expect("at least one host");
@@ -399,9 +400,9 @@ impl BatchRun<'_> {
     /// `inputs[q]` goes to rank q, `outputs[q]` comes from it.
     pub fn all_to_all(&mut self, inputs: &[Vec<Span>], outputs: &[Vec<Span>]) -> Result<()> {
         let bytes = |spans: &[Span]| spans.iter().map(|span| span.bytes).sum::<usize>();
-        // Between hosts first: those messages are on their way while the host works.
+        // Between hosts first: those messages travel while the ranks of the host exchange theirs.
         let far = |rank: &usize| self.host_map.host_of[*rank] != self.host_map.host;
-        // Everyone begins with the rank behind it, so that no rank is everybody's first.
+        // Each rank begins with the next rank, so that no rank is the first target of all.
         let others: Vec<usize> = (1..self.host_map.ranks())
             .map(|step| (self.host_map.me + step) % self.host_map.ranks())
             .filter(far)
@@ -440,7 +441,7 @@ impl BatchRun<'_> {
         self.run_in_host(Inner { inputs, outputs, in_blocks, out_blocks, ..Inner::new(Kind::AllToAll) })
     }
 
-    /// Nothing moves; nobody leaves before all have come.
+    /// Moves no data; no rank leaves before all have come.
     pub fn barrier(&mut self) -> Result<()> {
         if self.host_map.local_rank == 0 {
             let members = self.host_map.leaders(0);
@@ -451,7 +452,7 @@ impl BatchRun<'_> {
     }
 }
 
-/// What a host's ranks do with their numbers: factors are applied there, AVG divides at the end.
+/// The reduce op inside a host: factors are applied there; AVG divides at the end.
 fn inside_op(vector: &Vector) -> ReduceOp {
     match vector.op {
         ReduceOp::PremulSum(factor) => ReduceOp::PremulSum(factor),

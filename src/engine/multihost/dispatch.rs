@@ -1,4 +1,4 @@
-//! From the requests of a batch to the collective that carries them: which memory is what.
+//! Maps the requests of a batch to the collective that runs it, with its memory.
 
 use std::sync::Arc;
 
@@ -74,11 +74,11 @@ impl Shared {
                 run.all_to_all(&inputs, &blocks(request.outputs(), &request.out_blocks, ranks))
             }
             Kind::Barrier => run.barrier(),
-            Kind::Send | Kind::Recv => Err(Error::Bug("sagellm: a message reached the lanes".to_string())),
+            Kind::Send | Kind::Recv => Err(Error::Bug("sagellm: a send or receive reached a lane".to_string())),
         }
     }
 
-    /// The numbers of a batch, types together, so that as few runs as possible are combined.
+    /// The numbers of a batch, sorted by type, so that as few runs as possible are combined.
     fn vector(&self, ops: &[Arc<Op>]) -> Result<Vector> {
         let mut vector = Vector::new(ops[0].request.op);
         let mut order: Vec<&Arc<Op>> = ops.iter().collect();
@@ -90,7 +90,7 @@ impl Shared {
     }
 }
 
-/// Each rank's block of a list; equal ones where `sizes` is empty.
+/// Each rank's block of a list; equal blocks where `sizes` is empty.
 fn blocks(spans: &[Span], sizes: &[usize], ranks: usize) -> Vec<Vec<Span>> {
     let total: usize = spans.iter().map(|span| span.bytes).sum();
     let mut start = 0;

@@ -1,4 +1,4 @@
-//! The two threads that carry the batches of a group over several hosts through.
+//! The two threads of a group over several hosts that run its batches.
 
 use std::collections::HashSet;
 use std::sync::atomic::AtomicUsize;
@@ -21,9 +21,9 @@ use crate::types::{Kind, ReduceOp, Request, Span};
 
 /// Longest time that a leaving rank waits until its peers have received what it sent.
 pub const DELIVERY: Duration = Duration::from_secs(30);
-/// Then, how long it waits for its peers' goodbyes.
+/// After that, the longest time that it waits for its peers' goodbyes.
 pub const FAREWELL: Duration = Duration::from_secs(1);
-/// A lane's memory beyond this goes back after the batch.
+/// A lane frees memory beyond this after the batch.
 const KEPT: usize = 100 << 20;
 
 pub(super) struct Shared {
@@ -31,17 +31,17 @@ pub(super) struct Shared {
     pub link: Arc<dyn Link>,
     pub insides: Vec<Option<Arc<dyn HostGroup>>>,
     pub settings: Settings,
-    /// What the choice between hosts needs; the same on every rank.
+    /// The facts for the choice between hosts; the same on every rank.
     pub hosts: Hosts,
     pub menu: Menu,
     pub policy: Arc<Policy>,
     pub state: Mutex<State>,
-    /// Something changed in `state`.
+    /// Signals a change of `state`.
     pub turn: Condvar,
-    /// The rank that each lane waits for, for error texts. Written by the lanes, read by the driver that finds a deadline passed; relaxed,
-    /// because it orders nothing.
+    /// The rank that each lane waits for, for error texts. Written by the lanes, read by the thread that finds a
+    /// deadline passed; relaxed, because it orders nothing.
     pub waiting: Vec<Arc<AtomicUsize>>,
-    /// Ranks of other hosts that this rank has talked to.
+    /// Ranks of other hosts that this rank has exchanged messages with.
     pub known: Mutex<HashSet<usize>>,
 }
 
@@ -58,7 +58,7 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What the planner needs to know: a function of what all ranks share.
+    /// The input of the planner: a function of what all ranks share.
     pub fn item(&self, request: &Request) -> Item {
         let sum = |spans: &[Span]| spans.iter().map(|span| span.bytes).sum::<usize>();
         let (bytes, class) = match request.kind {
@@ -78,7 +78,7 @@ impl Shared {
         Item { class, bytes, segments }
     }
 
-    /// How one operation goes, or several that go together: a function of what all ranks share.
+    /// Chooses the algorithm of one operation, or of several that are fused: a function of what all ranks share.
     pub fn choice(&self, asked: OpDesc, batched: bool) -> HostsChoice {
         inter::between_hosts(asked, batched, &self.hosts, &self.menu, &self.policy)
     }
@@ -185,7 +185,7 @@ impl Shared {
         })
     }
 
-    /// Marks a batch as ended; the operations that ended with it, and behind them each barrier that waited for them.
+    /// Marks a batch as ended. Returns the operations that ended with it, and then each barrier that waited for them.
     fn finish(&self, lane: usize, task: &Task, agreed: u64) -> Vec<Ended> {
         let mut state = self.lock();
         state.planner.agree(&task.batch, agreed);
@@ -207,7 +207,7 @@ impl Shared {
             let entry = state.lay_down(lane, op.number);
             let outcome = match &fault {
                 _ if entry.carried() && (first || op.request.kind != Kind::Barrier) => Ok(()),
-                // Nobody will take its other segments.
+                // No lane will take its other segments.
                 Some(fault) if entry.active == 0 => Err(fault.clone()),
                 _ => continue,
             };
@@ -216,7 +216,7 @@ impl Shared {
             }
         }
         state.trim();
-        // Apart, because they were no part of the batch.
+        // In lists of their own, because they were not part of the batch.
         let barriers = state.take_barriers().into_iter().map(|op| vec![(op, Ok(()))]);
         let ended = std::iter::once(ended).chain(barriers).collect();
         state.promise();
@@ -225,8 +225,8 @@ impl Shared {
         ended
     }
 
-    /// The group fails with `error`, and what this lane has taken ends, unless the other lane still works on a segment of
-    /// it: then that one ends it.
+    /// Fails the group with `error` and ends this lane's operations, except those of which the other lane still runs a
+    /// segment: that lane ends them.
     fn give_up(&self, lane: usize, error: Error, report: &dyn Report) {
         report.failed(error.clone());
         let mut state = self.lock();
@@ -236,19 +236,19 @@ impl Shared {
         report.ended(left.into_iter().map(|op| (op, Err(error.clone()))).collect());
     }
 
-    /// Ends every wait of the lanes: on the link, and for the ranks of this host.
+    /// Ends every wait of the lanes: on the link, and inside this host.
     pub fn break_off(&self, error: &Error) {
         self.link.cut();
         self.insides.iter().flatten().for_each(|inside| inside.abort(error));
     }
 
-    /// Tells the other hosts why the group fails, on both lanes, as well as it can be done in a moment.
+    /// Tells the other hosts, on both lanes, why the group fails, within a short time and without a guarantee.
     pub fn tell(&self, error: &Error) {
         let peers: Vec<usize> = self.known.lock().unwrap_or_else(PoisonError::into_inner).iter().copied().collect();
         tell_fault(&*self.link, LANES, &peers, error);
     }
 
-    /// Carries one batch through; the number that all ranks agreed on, or 0.
+    /// Runs one batch. Returns the number that all ranks agreed on, or 0.
     fn carry(&self, lane: usize, wires: &mut Lane, scratch: &mut Vec<u8>, task: &Task) -> Result<u64> {
         let first = &task.ops[0].request;
         self.prepare(task)?;
@@ -273,8 +273,8 @@ impl Shared {
         Ok(if agrees { run.header.issued } else { 0 })
     }
 
-    /// Makes inputs ready to be read, once for all segments. An error is the group's fault, which may have come while the
-    /// lane waited for its turn.
+    /// Copies strided inputs to contiguous memory, once for all segments. An error is the group's fault, which may have
+    /// come while the lane waited for its turn.
     fn prepare(&self, task: &Task) -> Result<()> {
         let fault = |state: &State| state.fault.clone().map_or(Ok(()), Err);
         fault(&self.lock())?;

@@ -1,6 +1,6 @@
-//! Who lives where: the hosts of a group, and the ranks that speak for them. Pure.
+//! Maps ranks to hosts, and selects the leaders of hosts. Pure.
 
-/// The same on every rank but for `me` and what follows from it.
+/// The same on every rank except for `me` and the fields that follow from it.
 #[derive(Clone, Debug)]
 pub struct HostMap {
     /// The ranks of each host, ascending.
@@ -25,7 +25,7 @@ impl HostMap {
         HostMap { hosts, host_of, me, host, local_rank }
     }
 
-    /// As `host_of`, with the ranks of each host for which `shares` is false on hosts of their own.
+    /// As `host_of`, but each rank of a host for which `shares` is false becomes a host of its own.
     pub fn apart(host_of: &[usize], shares: impl Fn(usize) -> bool) -> Vec<usize> {
         let mut numbers = std::collections::HashMap::new();
         let mut next = 0;
@@ -51,32 +51,32 @@ impl HostMap {
         &self.hosts[self.host]
     }
 
-    /// The most leaders that every host can offer.
+    /// The smallest number of ranks on a host: the largest number of leaders that every host has.
     pub fn min_local_size(&self) -> usize {
         self.hosts.iter().map(Vec::len).min().unwrap_or(1)
     }
 
-    /// All hosts have as many ranks.
+    /// True if all hosts have the same number of ranks.
     pub fn is_even(&self) -> bool {
         self.hosts.iter().all(|ranks| ranks.len() == self.hosts[0].len())
     }
 
-    /// The `local_rank`-th rank of every host.
+    /// The rank with this local rank, of every host.
     pub fn leaders(&self, local_rank: usize) -> Vec<usize> {
         self.hosts.iter().map(|ranks| ranks[local_rank]).collect()
     }
 
-    /// One rank a host, `root` for its own.
+    /// One rank per host: `root` for its own host, the first for the others.
     pub fn leaders_with(&self, root: usize) -> Vec<usize> {
         (0..self.hosts.len()).map(|host| if self.host_of[root] == host { root } else { self.hosts[host][0] }).collect()
     }
 
-    /// The ranks at one position of every host, position by position; all ranks where hosts are even.
+    /// For each local rank that every host has: the ranks with it, one per host (a rail).
     pub fn rails(&self) -> impl Iterator<Item = Vec<usize>> + '_ {
         (0..self.min_local_size()).map(|local_rank| self.leaders(local_rank))
     }
 
-    /// Ranks in the order of their hosts: how blocks lie while they travel between hosts.
+    /// Ranks in the order of their hosts, in which blocks lie while they travel between hosts.
     pub fn by_host(&self) -> impl Iterator<Item = usize> + '_ {
         self.hosts.iter().flatten().copied()
     }

@@ -1,8 +1,8 @@
-//! How long a message takes between hosts: measured once when the group is made, agreed between all ranks.
+//! Measures how long a message takes between hosts: once when the group is made, agreed between all ranks.
 //!
-//! The first rank of each host exchanges messages with those of the next and the previous host: some without data, for the
-//! latency, and two sizes with data, whose difference is the time of the bytes alone. Every host takes the worst that any
-//! has seen, because a schedule is as slow as its slowest link. Takes about ten latencies.
+//! The first rank of each host exchanges messages with those of the next and the previous host: some without data, for
+//! the latency, and two sizes with data; their difference is the time of the bytes alone. Every host uses the worst
+//! values that any host measured, because a schedule is as slow as its slowest link. Takes about ten latencies.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -20,7 +20,8 @@ const TIMES: usize = 3;
 const SMALL: usize = 64 << 10;
 const LARGE: usize = 320 << 10;
 
-/// `chain`: what all ranks must have agreed on before, options first of all. Blocks until all hosts are there.
+/// `chain`: a hash of the options and everything else that all ranks must agree on. Blocks until all hosts have called
+/// it.
 #[allow(unsafe_code)] // makes a call over a buffer of its own, and waits for its end
 pub fn probe(
     host_map: &HostMap,
@@ -41,7 +42,7 @@ pub fn probe(
         let leads = host_map.local_rank == 0;
         let piece = if leads { span(&agreed) } else { written(&mut agreed) };
         let (inputs, outputs) = if leads { (vec![piece], Vec::new()) } else { (Vec::new(), vec![piece]) };
-        // SAFETY: `agreed` outlives the call, which has ended when `run` returns, and nobody else knows it.
+        // SAFETY: `agreed` outlives the operation, which has ended when `run` returns, and nothing else refers to it.
         let mut request = unsafe { Request::new(Kind::Broadcast, inputs, outputs) };
         (request.timeout_ms, request.sync) = (Some(timeout.as_millis() as u64), true);
         inside.run(request)?;
@@ -63,7 +64,7 @@ struct Probe<'a> {
 }
 
 impl Probe<'_> {
-    /// Sends `data` to the ranks in `to` and hears as much from those in `from`.
+    /// Sends `data` to the ranks in `to` and receives as many bytes from those in `from`.
     fn exchange(&mut self, to: &[usize], from: &[usize], data: &[u8], mut take: impl FnMut(&[u8])) -> Result<()> {
         self.number += 1;
         let header = FrameHeader { chain: self.chain, number: self.number, ..FrameHeader::default() };
@@ -86,7 +87,7 @@ impl Probe<'_> {
         }
     }
 
-    /// Nanoseconds of the quickest of a few exchanges of `bytes` with the local_ranks.
+    /// Nanoseconds of the fastest of a few exchanges of `bytes` with the next and previous host.
     fn quickest(&mut self, bytes: usize) -> Result<u64> {
         let (hosts, host) = (&self.host_map.hosts, self.host_map.host);
         let (next, previous) = (hosts[(host + 1) % hosts.len()][0], hosts[(host + hosts.len() - 1) % hosts.len()][0]);
@@ -101,14 +102,14 @@ impl Probe<'_> {
     }
 
     fn measure(&mut self) -> Result<LinkFacts> {
-        self.quickest(0)?; // connections are made, receives stand
+        self.quickest(0)?; // makes the connections and posts receives
         let alpha_ns = self.quickest(0)?.max(1);
         let (small, large) = (self.quickest(SMALL)?, self.quickest(LARGE)?);
         let beta = large.saturating_sub(small).max(1) as f64 / (LARGE - SMALL) as f64;
         Ok(LinkFacts { alpha_ns, beta_ps_per_byte: (beta * 1000.0).max(1.0) as u64 })
     }
 
-    /// What the slowest host has seen; the same on every host.
+    /// The worst values that any host measured; the same on every host.
     fn worst(&mut self, own: LinkFacts) -> Result<LinkFacts> {
         let mut data = own.alpha_ns.to_le_bytes().to_vec();
         data.extend(own.beta_ps_per_byte.to_le_bytes());

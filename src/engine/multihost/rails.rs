@@ -1,5 +1,5 @@
-//! Large collectives in which several ranks of a host talk to other hosts, each to those at its position there (its
-//! rail):
+//! Large collectives in which several ranks of a host talk to other hosts, each to the ranks with its own local rank
+//! (its rail):
 //!
 //! | collective | inside | in every rail | inside |
 //! | --- | --- | --- | --- |
@@ -7,11 +7,12 @@
 //! | reduce_scatter | reduce_scatter of the rails' blocks | reduce_scatter to the rail's ranks | |
 //! | broadcast | broadcast on the root's host | broadcast of a share from the root's host | all_gather on the others |
 //!
-//! The first two need as many ranks on every host and use all of them, the third takes at most as many rails as the host
-//! with the fewest ranks. Each byte crosses between two hosts as often as with one leader (`collectives`), over as many connections as there are
-//! rails; inside the hosts fewer bytes are copied. Order of summation and bits are the same.
+//! The first two need the same number of ranks on every host and use all of them; the third uses at most as many rails
+//! as the smallest host has ranks. The bytes between two hosts are those of one leader (`collectives`), but go over one
+//! connection per rail; inside the hosts fewer bytes are copied. Order of summation and bits are the same.
 //!
-//! Source: the two-level scheme of hierarchical all-reduces, known for instance from Horovod and MVAPICH2, kind by kind.
+//! Source: the two-level scheme of hierarchical all-reduces, for instance in Horovod and MVAPICH2, applied to each
+//! kind.
 
 use super::batch::{BatchRun, Inner};
 use super::collectives::{borders, schedule};
@@ -20,12 +21,12 @@ use crate::error::Result;
 use crate::types::{Kind, Span};
 
 impl BatchRun<'_> {
-    /// Whether every rank of a block-wise collective talks to other hosts: where that was chosen and can be done.
+    /// Whether every rank of a block-wise collective talks to other hosts: chosen, and possible.
     pub fn over_rails(&self) -> bool {
         self.chosen.leaders > 1 && self.host_map.is_even()
     }
 
-    /// The ranks of this rank's rail, and where their blocks begin when they lie behind each other, and the end.
+    /// The ranks of this rank's rail, the offsets of their blocks in a contiguous buffer, and its length.
     fn rail_borders(&self, sizes: &[usize]) -> (Vec<usize>, Vec<usize>) {
         let members = self.host_map.leaders(self.host_map.local_rank);
         let starts = borders(members.iter().map(|rank| sizes[*rank]));
@@ -46,11 +47,12 @@ impl BatchRun<'_> {
         let inputs = pieces(&memory[..total]);
         self.run_in_host(Inner { inputs, outputs, out_blocks, ..Inner::new(Kind::AllGather) })?;
         *self.scratch = memory;
-        // Every rank has heard what the others have issued: of its host before, of other hosts in its rail.
+        // Every rank has received the others' issued numbers: those of its host before, those of other hosts over its
+        // rail.
         Ok(())
     }
 
-    /// As `reduce_scatter`, but the blocks of `vector` lie rail by rail, in each in the order of the hosts.
+    /// As `reduce_scatter`, but the blocks of `vector` are ordered by rail, and within a rail by host.
     pub fn reduce_scatter_over_rails(&mut self, vector: &Vector, sizes: &[usize], output: &[Span]) -> Result<()> {
         let total = vector.bytes();
         let ends = borders(self.host_map.rails().map(|ranks| ranks.iter().map(|rank| sizes[*rank]).sum()));
@@ -70,7 +72,7 @@ impl BatchRun<'_> {
         Ok(())
     }
 
-    /// As `broadcast`, by so many rails.
+    /// As `broadcast`, over this number of rails.
     pub fn broadcast_over_rails(&mut self, data: &[Span], root: usize, rails: usize) -> Result<()> {
         let bytes: usize = data.iter().map(|span| span.bytes).sum();
         let share = |rail: usize| bytes * rail / rails..bytes * (rail + 1) / rails;
@@ -106,7 +108,7 @@ impl BatchRun<'_> {
     }
 }
 
-/// The piece that a buffer is, if there is something in it.
+/// A buffer as a list of spans: one, or none where it is empty.
 fn pieces(buffer: &[u8]) -> Vec<Span> {
     if buffer.is_empty() { Vec::new() } else { vec![span(buffer)] }
 }
