@@ -1,5 +1,5 @@
-//! Rank 0's part of the meeting: gather the records, see what they allow, publish the decision. `serve.rs` hands out the
-//! memory.
+//! Rank 0's part of the rendezvous: gathers the records, decides what they allow, publishes the decision. `serve.rs`
+//! hands out the memory.
 
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use crate::engine::shm::memory::segment::{Segment, random};
 use crate::error::{Error, Result};
 use crate::os::topology;
 
-/// How one decision ended.
+/// The outcome of one published decision.
 pub(super) enum Step {
     Met(Box<Met>),
     Delegated,
@@ -26,21 +26,22 @@ pub(super) enum Step {
 pub(super) struct Coordinator<'t, 'a> {
     pub(super) session: &'t mut Session<'a>,
     pub(super) records: Vec<Option<Record>>,
-    /// The missing ranks as the others were last told them, under the nonces that are known now.
+    /// The missing ranks as last published, under the nonces that are known now.
     told_waits: Option<Vec<usize>>,
-    /// When the store was last asked for each missing rank by itself.
+    /// Time of the last check of the store for each missing rank.
     pub(super) looked: Instant,
 }
 
-/// Who is missing, and whether somebody came back with a new nonce, is looked for so often; it costs some questions a rank.
+/// Interval between checks for missing ranks and for ranks with a new nonce; each check costs a few store requests per
+/// rank.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// What all records together allow.
+/// The result of combining all records.
 pub(super) struct Plan {
     pub(super) segment: Segment,
     pub(super) memory: OwnedFd,
     pub(super) local_cores: usize,
-    /// Where all ranks share a group already.
+    /// Given where all ranks share an earlier group.
     pub(super) group_peers: Option<GroupPeers>,
 }
 
@@ -50,7 +51,8 @@ pub(super) fn coordinate(session: &mut Session, segment_bytes: &SegmentBytes) ->
     let mut lead = Coordinator { session, records, told_waits: None, looked: Instant::now() };
     let result = lead.run(segment_bytes);
     if let Err(error) = &result {
-        // The others must not wait for a rank 0 that has gone; where even this fails, their own deadline ends them.
+        // The others must not wait for a rank 0 that has failed. Where this message is lost, their own deadline ends
+        // them.
         let text = format!("{}{}", error.code(), error.text());
         let decision = lead.decision([0; 16], Mode::Failed, &text, &[]);
         let _ = lead.publish(&decision);
@@ -69,7 +71,7 @@ impl Coordinator<'_, '_> {
                 Some(reason) => Err(reason),
                 None => self.plan(segment_bytes)?,
             };
-            // All ranks give the same reason, so it must fit where the others read it.
+            // All ranks report the same reason, so it must fit into the message that the others read.
             let plan = plan.map_err(|reason| clip(&reason).to_string());
             let step = match plan {
                 Err(reason) => {
@@ -88,7 +90,7 @@ impl Coordinator<'_, '_> {
             self.session.backoff.refresh();
             match step {
                 Step::Met(met) => return Ok(Outcome::Shared(*met)),
-                // With another process on that rank it may work, so that is tried afresh.
+                // A new process of that rank may succeed, so the next attempt starts without this reason.
                 Step::Changed | Step::Delegated => forced = None,
                 Step::Impossible(reason) => forced = Some(reason),
             }
@@ -118,7 +120,7 @@ impl Coordinator<'_, '_> {
         }
     }
 
-    /// Tells the ranks that a decision names: those on this host by their mailboxes, and all by the store.
+    /// Publishes a decision to the ranks that it names: on this host by their mailboxes, and to all by the store.
     pub(super) fn publish(&self, decision: &DecisionMessage) -> Result<()> {
         self.post(decision);
         self.store(decision)
@@ -128,7 +130,7 @@ impl Coordinator<'_, '_> {
         self.session.store.set(DECISION_KEY, &decision.write())
     }
 
-    /// Puts a decision into the mailboxes of the ranks on this host. True when that reached all ranks.
+    /// Sends a decision to the mailboxes of the ranks on this host. True when that reached all ranks.
     pub(super) fn post(&self, decision: &DecisionMessage) -> bool {
         let bytes = decision.write();
         let here = self.session.identity();
@@ -143,7 +145,7 @@ impl Coordinator<'_, '_> {
         reached
     }
 
-    /// True when it is time again to ask the store for each missing rank: now and then, and at the end.
+    /// True when it is time to check the store again for each missing rank: now and then, and before the deadline.
     pub(super) fn due(&mut self) -> bool {
         let due = self.looked.elapsed() >= LOOK || self.session.backoff.ends();
         if due {
@@ -152,8 +154,8 @@ impl Coordinator<'_, '_> {
         due
     }
 
-    /// Reads a rank's record; true when it is a new one. What cannot be read, or is of a group of another size, was
-    /// left by somebody else.
+    /// Reads a rank's record; true when it is new. A record that cannot be read, or is of a group of another size, was
+    /// left by an earlier job.
     pub(super) fn look(&mut self, rank: usize) -> Result<bool> {
         let size = self.size() as u32;
         let found = self.session.store.try_get(&record_key(rank))?.and_then(|bytes| Record::read(&bytes));
@@ -174,7 +176,7 @@ impl Coordinator<'_, '_> {
             let before = self.missing();
             let due = self.due();
             for rank in &before {
-                // One question a pass while somebody is missing, unless it is time to know who.
+                // One request per pass while ranks are missing, unless it is time to find out which.
                 if !self.look(*rank)? && !due {
                     break;
                 }
@@ -194,7 +196,7 @@ impl Coordinator<'_, '_> {
         (1..self.size()).filter(|rank| self.records[*rank].is_none()).collect()
     }
 
-    /// Pauses, and keeps the others informed of who is missing. At the deadline the error that names them.
+    /// Pauses, and publishes which ranks are missing. At the deadline it returns the error that names them.
     pub(super) fn pause<'s>(
         &mut self,
         missing: &[usize],
@@ -213,7 +215,7 @@ impl Coordinator<'_, '_> {
         Err(Error::Timeout(self.session.missing_text(missing, waits)))
     }
 
-    /// The memory to share, or why there is none.
+    /// The memory to share, or the reason why there is none.
     fn plan(&self, segment_bytes: &SegmentBytes) -> Result<std::result::Result<Plan, String>> {
         let bodies = match agreeable(&self.records) {
             Ok(bodies) => bodies,
@@ -239,7 +241,7 @@ impl Coordinator<'_, '_> {
         })
     }
 
-    /// The known peers among whom every rank says it is, and who live: the first that this rank named.
+    /// The first known peers of this rank to which every rank belongs and that are alive.
     fn group_peers(&self) -> Option<GroupPeers> {
         let place = |record: &Option<Record>, id: Nonce| {
             let known = &record.as_ref()?.body.as_ref()?.known;
@@ -252,9 +254,9 @@ impl Coordinator<'_, '_> {
         })
     }
 
-    /// Shared memory is out of the question. That is final only when every rank has confirmed it under its present
-    /// nonce: a record that is the reason may be of an earlier incarnation.
-    /// `hosts`: each rank's, where that is the reason.
+    /// Announces that shared memory is impossible. That is final only when every rank has confirmed it under its
+    /// present nonce: a record that is the reason may be of an earlier incarnation. `hosts`: each rank's host, where
+    /// that is the reason.
     fn ask(&mut self, id: Nonce, reason: &str, hosts: &[usize]) -> Result<Step> {
         self.publish(&self.decision(id, Mode::Ask, reason, &[]))?;
         let mut missing: Vec<usize> = (1..self.size()).collect();
@@ -292,8 +294,8 @@ impl Coordinator<'_, '_> {
     }
 }
 
-/// The bodies of all records when these ranks may share memory, else the reason why not. Pure: the first rank that
-/// differs from rank 0 is named.
+/// The bodies of all records when these ranks may share memory, else the reason why not, which names the first rank
+/// that differs from rank 0. Pure.
 fn agreeable(records: &[Option<Record>]) -> std::result::Result<Vec<&Body>, String> {
     let own = records[0].as_ref().expect("rank 0 has its own record");
     let mut bodies: Vec<&Body> = Vec::new();
@@ -326,11 +328,11 @@ fn agreeable(records: &[Option<Record>]) -> std::result::Result<Vec<&Body>, Stri
     Ok(bodies)
 }
 
-/// An error where the ranks would not all go to the same delegate: they would wait for each other there.
+/// Fails where the ranks would go to different delegates: they would wait for each other there.
 fn one_delegate(records: &[Option<Record>]) -> Result<()> {
     let named = |record: &Option<Record>| Some(record.as_ref()?.body.as_ref()?.delegate.clone());
     let own = named(&records[0]);
-    // What another version asks for is not known; it says in its own words that it is another.
+    // The delegate of another version is unknown; the version mismatch has an error of its own.
     match records
         .iter()
         .enumerate()
@@ -345,8 +347,9 @@ fn one_delegate(records: &[Option<Record>]) -> Result<()> {
     }
 }
 
-/// The number of each rank's host, in the order in which the ranks name them, where the ranks would share memory if they
-/// were not on several hosts. What one user on one host cannot share with another counts as two hosts.
+/// The number of each rank's host, counted in the order of the ranks, where different hosts are all that prevents
+/// sharing memory. Ranks of one machine that cannot share memory (other user or network namespace) count as different
+/// hosts.
 fn hosts(records: &[Option<Record>]) -> Option<Vec<usize>> {
     let own = records[0].as_ref()?;
     let mut seen: Vec<(&str, u32, u64)> = Vec::new();
@@ -407,7 +410,7 @@ mod tests {
         assert_eq!(one_delegate(&[same(), far(), None]), Ok(()));
         let text = one_delegate(&[same(), far(), record(|_, body| body.delegate = "mpi".into())]).unwrap_err();
         assert!(text.text().contains("'gloo' on rank 0 and 'mpi' on rank 2"), "{text}");
-        // An unknown boot proves nothing, even when it is unknown on both sides.
+        // An unknown boot id proves nothing, even when it is unknown on both sides.
         let unknown = || record(|_, body| body.identity.boot_id.clear());
         assert!(agreeable(&[unknown(), unknown()]).is_err());
     }

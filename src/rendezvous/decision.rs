@@ -1,8 +1,8 @@
-//! What the ranks of a group decide before it is built: what serves it, and what each of them has opened for that.
+//! The decision of the ranks of a group before it is built: what serves it, and what each rank has opened for that.
 //! Dropping a decision without building the group tells the peers that this rank leaves.
 //!
-//! Ranks that live on several hosts meet once more, inside each host, for the memory that they share there; all learn which
-//! hosts can.
+//! Ranks on several hosts run a second rendezvous inside each host, for the shared memory there; then all learn which
+//! hosts have it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,19 +22,19 @@ use crate::os::{topology, watch};
 use crate::select;
 use crate::select::{GroupShape, Policy};
 
-/// What serves a group; all its ranks decide alike.
+/// What serves a group; the same on all its ranks.
 pub enum Decision {
     /// A group of one rank.
     Alone,
     /// Another backend, for this reason.
     Delegate(String),
     SharedMemory(Shared),
-    /// Shared memory inside each host, and a link between them, which the caller has to bring.
+    /// Shared memory inside each host, and a link between them, which the caller must provide.
     Hosts(Hosts),
 }
 
-/// The memory of a group's ranks, mapped here, and the processes that they are. Dropped before a group was built of it, it
-/// tells the peers that this rank has left.
+/// The mapped memory of a group's ranks, and their processes. Dropped before a group was built from it, it tells the
+/// peers that this rank has left.
 pub struct Shared {
     parts: Option<(Arc<Area>, GroupPeers)>,
     /// Cores that the ranks may use together; the same number on every rank.
@@ -42,7 +42,7 @@ pub struct Shared {
 }
 
 impl Shared {
-    /// For who builds a group of it, which leaves by itself.
+    /// For building a group, which then leaves by itself.
     pub fn into_parts(mut self) -> (Arc<Area>, GroupPeers) {
         self.parts.take().expect("taken once, by value")
     }
@@ -57,20 +57,19 @@ impl Drop for Shared {
     }
 }
 
-/// The ranks of a group have met and decided; `Group::build` makes the group of it.
+/// A finished rendezvous; `Group::build` makes the group from it.
 pub struct Rendezvous {
     pub config: Config,
     pub decision: Decision,
-    /// Equal on all ranks and of no other attempt to make a group; zeros where they have not met.
+    /// Equal on all ranks, unique to this attempt; zeros where there was no exchange.
     pub id: Nonce,
-    /// How algorithms are chosen: rank 0's, where ranks met.
+    /// The policy of algorithm choice: rank 0's, where ranks exchanged it.
     pub policy: Policy,
     pub host: Arc<dyn Host>,
 }
 
 impl Rendezvous {
-    /// Meets the other ranks, until all came or the timeout. Nothing is silently slower: rank 0 warns of a delegate for
-    /// which nobody asked.
+    /// Meets the other ranks, until all came or the timeout. Rank 0 warns about a delegate that nobody asked for.
     pub fn new(config: Config, store: &dyn Store, host: Arc<dyn Host>) -> Result<Rendezvous> {
         let made = Rendezvous::quiet(config, store, host)?;
         let config = &made.config;
@@ -83,7 +82,7 @@ impl Rendezvous {
         Ok(made)
     }
 
-    /// As `new`, for a caller who says himself what a delegate would mean.
+    /// As `new`, without the warning, for a caller that reports the consequences itself.
     pub(super) fn quiet(mut config: Config, store: &dyn Store, host: Arc<dyn Host>) -> Result<Rendezvous> {
         watch::install();
         if watch::forked() {
@@ -96,7 +95,7 @@ impl Rendezvous {
         if config.size == 0 || config.rank >= config.size {
             return Err(Error::Invalid(format!("sagellm: rank {} of a group of {} ranks", config.rank, config.size)));
         }
-        // The user's rules are refused here, before anything is sent.
+        // Invalid rules of the user are refused here, before anything is sent.
         let own = select::policy::decide(&config.algorithm, config.size, SLOT_BYTES, config.rank == 0)?;
         let unmet = |decision, policy| Ok((decision, [0; 16], policy));
         let (decision, id, policy) = if config.size == 1 {
@@ -152,16 +151,16 @@ fn decide(config: &Config, own: Policy, store: &dyn Store, host: &Arc<dyn Host>)
     }
 }
 
-/// Where the ranks of a group over several hosts live, and what this one shares with those of its host.
+/// The hosts of a group over several hosts, and the shared memory of this rank's host.
 pub struct Hosts {
     pub host_map: HostMap,
-    /// One meeting of this host's ranks for each lane; none where this rank is alone.
+    /// One rendezvous of this host's ranks for each lane; none where this rank is alone.
     pub insides: Vec<Option<Rendezvous>>,
     /// Why they count as several hosts.
     pub reason: String,
 }
 
-/// The keys of a group inside one host, within the store of the whole group.
+/// A store with prefixed keys: for a group inside one host, within the store of the whole group.
 struct Prefixed<'a> {
     store: &'a dyn Store,
     prefix: String,
@@ -177,8 +176,8 @@ impl Store for Prefixed<'_> {
 }
 
 impl Hosts {
-    /// Meets the ranks of this host. Every rank learns which hosts can share memory; the ranks of one that cannot count as
-    /// hosts of their own. `id` is new for every attempt, so nothing an earlier one left in the store is read.
+    /// Meets the ranks of this host. Every rank learns which hosts can share memory; each rank of a host that cannot
+    /// counts as a host of its own. `id` is new for every attempt, so keys of an earlier attempt are never read.
     pub fn decide(
         config: &Config,
         host_of: &[usize],
@@ -217,7 +216,7 @@ impl Hosts {
     }
 }
 
-/// Which hosts can share memory: the first rank of each says so in the store, and all read it.
+/// Which hosts can share memory: the first rank of each publishes it in the store, and all read it.
 fn sharing_hosts(
     config: &Config,
     host_map: &HostMap,
@@ -235,7 +234,7 @@ fn sharing_hosts(
         match store.try_get(&number.to_string())? {
             Some(said) => {
                 if !said.is_empty() {
-                    // Once a group, at the rank whose output is read first, and on the host itself.
+                    // Warned once per group on rank 0, and once on the host itself.
                     let level = match config.rank == 0 || host_map.me == host_map.hosts[number][0] {
                         true => log::Level::Warn,
                         false => log::Level::Info,
@@ -269,7 +268,7 @@ fn sharing_hosts(
     Ok(shares)
 }
 
-/// Rank 0's policy as it came, which decides for all. A rank that was told other rules says so once.
+/// Rank 0's policy, which decides for all. A rank with other rules warns once.
 fn agreed(config: &Config, own: &Policy, sent: &str) -> Result<Policy> {
     static TOLD: AtomicBool = AtomicBool::new(false);
     let policy =
@@ -287,7 +286,8 @@ fn agreed(config: &Config, own: &Policy, sent: &str) -> Result<Policy> {
     Ok(policy)
 }
 
-/// GroupShape and policy that a group of `ranks` ranks would have, were it made now on this host by a rank 0 here.
+/// Shape and policy that a group of `ranks` ranks would have if it were made now on this host, with this process as
+/// rank 0.
 pub fn on_this_host(ranks: usize, algorithm: &str) -> Result<(GroupShape, Policy)> {
     let policy = select::policy::decide(algorithm, ranks, SLOT_BYTES, true)?;
     let cores = topology::usable_cores();
@@ -301,7 +301,7 @@ pub fn on_this_host(ranks: usize, algorithm: &str) -> Result<(GroupShape, Policy
     }
 }
 
-/// The layout of a group's segment where `headroom` bytes of memory are left, or why there is none.
+/// The layout of a group's segment where `headroom` bytes of memory are free, or the reason why there is none.
 fn layout_within(ranks: usize, headroom: usize) -> std::result::Result<Layout, String> {
     if ranks > MAX_RANKS {
         return Err(too_many(ranks));

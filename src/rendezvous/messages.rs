@@ -1,17 +1,17 @@
-//! What ranks tell each other while they meet, as bytes. Pure.
+//! The messages of the rendezvous, as bytes. Pure.
 //!
-//! Everything here may be garbage, or left over from an earlier incarnation or another version: reading never panics,
-//! takes no length on trust, and says `None` for whatever is not exactly understood. The first fields of [`Record`]
-//! and [`DecisionMessage`] never change, so that different versions can tell each other that they differ.
+//! Any message may be garbage, or from an earlier incarnation or another version: reading never panics, checks every
+//! length, and returns `None` for anything it does not fully understand. The first fields of [`Record`] and
+//! [`DecisionMessage`] never change, so that different versions can report that they differ.
 
 use crate::engine::shm::memory::segment::Backing;
 use crate::os::topology;
 use crate::select;
 
-/// Changes when the conversation does.
+/// Changes whenever the messages or their order change.
 pub const PROTOCOL: u32 = 5;
 
-/// Random, new for every attempt to meet: tells the living from what an earlier incarnation left behind.
+/// Random, new for every attempt: distinguishes live processes from keys of earlier incarnations.
 pub type Nonce = [u8; 16];
 
 const RECORD_MAGIC: &[u8; 8] = b"sgllmREC";
@@ -27,7 +27,7 @@ const MAX_POLICY: usize = select::policy::MAX_BYTES;
 /// Most ranks of a group on one host, far above what makes sense.
 pub const MAX_RANKS: usize = 1 << 16;
 
-/// As much of a text as a message takes.
+/// The prefix of a text that fits into a message.
 pub fn clip(text: &str) -> &str {
     let mut end = text.len().min(MAX_TEXT);
     while !text.is_char_boundary(end) {
@@ -63,7 +63,7 @@ impl Writer {
         let value = clip(value);
         self.u32(value.len() as u32).bytes(value.as_bytes())
     }
-    /// A text that is never cut: half of it would mean something else.
+    /// A text that is never cut: half of a policy would mean something else.
     fn whole(self, value: &str) -> Writer {
         self.u32(value.len() as u32).bytes(value.as_bytes())
     }
@@ -105,7 +105,7 @@ impl<'a> Reader<'a> {
     }
     fn list<T>(&mut self, read: impl Fn(&mut Reader<'a>) -> Option<T>) -> Option<Vec<T>> {
         let count = self.u32()? as usize;
-        // No room is reserved for a count that may be garbage: the list grows only as its items are really there.
+        // Allocates nothing for a count that may be garbage: the list grows as its items are read.
         (count <= MAX_RANKS).then_some(())?;
         let mut items = Vec::new();
         for _ in 0..count {
@@ -115,7 +115,7 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// What a rank knows about its own place in the world.
+/// The host, user and namespaces of a rank's process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Identity {
     pub boot_id: String,
@@ -144,7 +144,7 @@ impl Identity {
     }
 }
 
-/// Key `r/<rank>`: a rank has come.
+/// Key `r/<rank>`: published when a rank arrives.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Record {
     pub nonce: Nonce,
@@ -162,9 +162,9 @@ pub struct Body {
     pub wish: String,
     /// Name of the backend that would serve the group then.
     pub delegate: String,
-    /// KnownPeers of earlier groups, and this rank's place among them.
+    /// Known peers from earlier groups, and this rank's place among them.
     pub known: Vec<(Nonce, u32)>,
-    /// Name of the mailbox into which rank 0 puts its decisions, too, if it is on this host; empty where there is none.
+    /// Name of this rank's mailbox, which rank 0 uses if it is on the same host; empty where there is none.
     pub mailbox: Vec<u8>,
 }
 
@@ -215,13 +215,13 @@ impl Record {
     }
 }
 
-/// What a decision asks of the ranks it names.
+/// What the named ranks must do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Mode {
     /// Come to rank 0's socket. If you cannot, answer why.
     Share = 1,
-    /// Shared memory is out of the question, for the reason given. Answer, so that all are known to be alive.
+    /// Shared memory is impossible, for the reason given. Answer, so that all are known to be alive.
     Ask = 2,
     /// All have answered: delegate. Final.
     Delegate = 3,
@@ -229,7 +229,7 @@ pub enum Mode {
     Failed = 4,
 }
 
-/// Key `decision`, written by rank 0 only. It holds for the ranks whose present nonce it names, and for nobody else.
+/// Key `verdict`, written by rank 0 only. Valid only for the ranks whose present nonce it names.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DecisionMessage {
     pub id: Nonce,
@@ -238,18 +238,18 @@ pub struct DecisionMessage {
     pub mode: Mode,
     /// Reason or error.
     pub text: String,
-    /// `Share`: name of rank 0's socket in the abstract namespace. `Delegate`: the number of each rank's host, two bytes
-    /// each, or nothing where sharing fails for another reason.
+    /// `Share`: name of rank 0's socket in the abstract namespace. `Delegate`: the number of each rank's host, two
+    /// bytes each, or nothing where sharing fails for another reason.
     pub detail: Vec<u8>,
-    /// What rank 0 decided about choosing: `select::Policy` as text. Empty where the mode does not need it.
+    /// Rank 0's policy of algorithm choice: `select::Policy` as text. Empty where the mode does not need it.
     pub policy: String,
-    /// `Share`: the known peers among whom the ranks are, and each rank's place; no place where they meet for the first
+    /// `Share`: the known peers that the ranks belong to, and each rank's place; no place where they meet for the first
     /// time.
     pub known: (Nonce, Vec<u32>),
 }
 
 impl DecisionMessage {
-    /// What a `Delegate` says of hosts: one number a rank, no gaps, rank 0 on host 0.
+    /// The hosts in a `Delegate`: one number per rank, no gaps, rank 0 on host 0.
     pub fn hosts(&self) -> Option<Vec<usize>> {
         let hosts: Vec<usize> =
             self.detail.chunks_exact(2).map(|two| usize::from(u16::from_le_bytes([two[0], two[1]]))).collect();
@@ -314,7 +314,7 @@ impl Answer {
     }
 }
 
-/// First message on the socket: a rank shows that it is the one that the decision names.
+/// First message on the socket: a rank identifies itself as one that the decision names.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Hello {
     pub id: Nonce,
@@ -333,8 +333,8 @@ impl Hello {
     }
 }
 
-/// Rank 0's reply to a hello, with descriptors beside it: in the first part the memory, then in every part the
-/// processes of the ranks in `process_of`, in that order. `parts` messages make one offer.
+/// Rank 0's reply to a hello, with descriptors: in the first part the memory, then in every part the processes of the
+/// ranks in `process_of`, in that order. `parts` messages make one offer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Offer {
     pub id: Nonce,

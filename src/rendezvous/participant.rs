@@ -1,4 +1,4 @@
-//! The meeting as every rank but 0 lives it: say that I am here, do what the decision says.
+//! The rendezvous on every rank but 0: publish a record, do what the decision says.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -14,12 +14,12 @@ use crate::engine::shm::memory::layout::Layout;
 use crate::engine::shm::memory::segment::Segment;
 use crate::error::{Error, Result};
 
-/// How coming to rank 0's socket ended.
+/// The outcome of connecting to rank 0's socket.
 enum Joined {
     Met(Box<Met>),
     /// Rank 0 closed the connection: it will publish another decision.
     Dropped,
-    /// It is impossible, for this reason.
+    /// Sharing is impossible, for this reason.
     Impossible(String),
 }
 
@@ -58,7 +58,7 @@ pub(super) fn join(session: &mut Session) -> Result<Outcome> {
                 }
                 _ => {}
             },
-            // A straggler of an earlier incarnation may have overwritten our record after we set it.
+            // A late process of an earlier incarnation may have overwritten our record after we set it.
             None if published.elapsed() > Duration::from_millis(250) => {
                 session.publish_record()?;
                 published = Instant::now();
@@ -68,10 +68,10 @@ pub(super) fn join(session: &mut Session) -> Result<Outcome> {
     }
 }
 
-/// A decision that names this rank: the last one in the mailbox, or else the one in the store. An older one than was seen
-/// in the store does no harm: it is answered, and then the newer one is, again.
+/// A decision that names this rank: the last one in the mailbox, or else the one in the store. If the store still has
+/// an older one, this rank answers it, and then the newer one again.
 fn next_decision(session: &Session) -> Result<Option<DecisionMessage>> {
-    // Rank 0 sends fewer than these. A process that floods the mailbox costs this rank sleep and nothing else.
+    // Rank 0 sends fewer than these. Flooding the mailbox only costs this rank sleep.
     const MOST: usize = 16;
     let messages =
         session.mailbox.iter().flat_map(|mailbox| (0..MOST).map_while(|_| unix_socket::receive(mailbox).ok()));
@@ -94,14 +94,14 @@ fn answer(session: &Session, id: Nonce, reason: &str) -> Result<()> {
     session.store.set(&answer_key(session.config.rank), &Answer { id, reason: reason.into() }.write())
 }
 
-/// The error that rank 0 ended with, as it reaches the others: its code letter, then its text.
+/// The error that ended rank 0, as it is sent: its code letter, then its text.
 fn told(text: &str) -> Error {
     let mut letters = text.chars();
     match letters.next() {
         Some('T') => Error::Timeout(letters.as_str().into()),
         Some('V') => Error::Invalid(letters.as_str().into()),
         Some(_) => Error::System(letters.as_str().into()),
-        None => Error::System("sagellm: rank 0 gave up without saying why".into()),
+        None => Error::System("sagellm: rank 0 gave up without a reason".into()),
     }
 }
 
@@ -113,7 +113,8 @@ fn timeout(session: &Session) -> Error {
     {
         return told(&waits.text);
     }
-    // Rank 0 has told this rank nothing, so all there is to go by are the records. Old ones look like new ones.
+    // Rank 0 has sent nothing to this rank, so only the records tell which ranks are missing; old ones look like new
+    // ones.
     let came = |other: usize| read(&record_key(other)).is_some_and(|bytes| Record::read(&bytes).is_some());
     let missing: Vec<usize> = (0..config.size).filter(|other| *other != rank && !came(*other)).collect();
     if !missing.is_empty() {
@@ -147,7 +148,7 @@ fn next_message(session: &mut Session, socket: &OwnedFd) -> Result<io::Result<Op
     }
 }
 
-/// What a rank took from rank 0's offer.
+/// The contents of rank 0's offer that this rank accepted.
 struct Accepted {
     segment: Segment,
     local_cores: usize,
@@ -155,8 +156,8 @@ struct Accepted {
     peers: Vec<(Process, Option<OwnedFd>)>,
 }
 
-/// The known peers that the decision names; `None` inside when the ranks meet for the first time. The error is what is
-/// wrong with them.
+/// The known peers that the decision names; `None` inside when the ranks meet for the first time. Fails where this rank
+/// does not have them.
 fn group_peers(session: &Session, (id, places): &(Nonce, Vec<u32>)) -> std::result::Result<Option<GroupPeers>, String> {
     if places.is_empty() {
         return Ok(None);
@@ -167,7 +168,7 @@ fn group_peers(session: &Session, (id, places): &(Nonce, Vec<u32>)) -> std::resu
     let group_peers = group_peers.and_then(|known_peers| GroupPeers::new(known_peers, places, session.config.rank));
     group_peers
         .map(Some)
-        .ok_or_else(|| "rank 0 named known_peers of an earlier group that this rank has not".to_string())
+        .ok_or_else(|| "rank 0 named known peers of an earlier group that this rank does not have".to_string())
 }
 
 fn visit(session: &mut Session, decision: &DecisionMessage) -> Result<Joined> {
@@ -197,7 +198,7 @@ fn visit(session: &mut Session, decision: &DecisionMessage) -> Result<Joined> {
     }
 }
 
-/// Says who we are, takes the offer and signs the memory. The error side is an early end of the visit.
+/// Identifies this rank, receives the offer and signs the memory. The error side ends the attempt early.
 fn introduce(
     session: &mut Session,
     decision: &DecisionMessage,
@@ -247,7 +248,7 @@ fn introduce(
     }
 }
 
-/// Maps what was offered and signs it.
+/// Maps the offered memory and signs it.
 fn accept(
     session: &Session,
     decision: &DecisionMessage,
@@ -292,7 +293,7 @@ fn accept(
             Some(pidfd) => pid_of(pidfd),
             None => 0,
         };
-        // Big groups do not pass these; the signature proved a moment ago that the process lives.
+        // Large groups do not pass pidfds; the signature has just proved that the process is alive.
         let pidfd = pidfd.or_else(|| (pid > 0).then(|| unix_socket::pidfd_open(pid).ok()).flatten());
         (Process { pid, host }, pidfd)
     });
@@ -328,7 +329,7 @@ fn await_go(
             Ok(Joined::Met(Box::new(Met { segment, group_peers, local_cores, policy, id })))
         }
         other => {
-            // Rank 0 may have said "go" a moment ago: then the others have a group that this rank is not in.
+            // Rank 0 may have said "go" a moment ago: then the others have a group without this rank.
             if let Some(layout) = Layout::of_total(session.config.size, accepted.segment.len()) {
                 Area::new(Arc::new(accepted.segment), layout, session.config.rank).leave();
             }

@@ -1,9 +1,9 @@
-//! Processes that share a group, and what tells each of them of another's end: descriptors and their entries in the
-//! watch. All groups whose ranks are among the same processes share these (rule 25), so that the tenth group costs no
-//! descriptor. What a group has of its own is who wants to be told, and its memory.
+//! Processes that share a group, and the descriptors, with their entries in the watch, that report each other's end.
+//! All groups among the same processes share these (rule 25), so that the tenth group costs no descriptor. Each group
+//! has its own callback, and its own memory.
 //!
-//! They are kept as long as one of the groups lives, whichever that is. Whether a group is made among known peers is
-//! decided by its rank 0 while the ranks meet (`meet`), never by what one process knows.
+//! They live as long as one of the groups. Rank 0 decides during the rendezvous whether a group is made among known
+//! peers, never a process from its own knowledge.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -15,7 +15,7 @@ use crate::error::Result;
 use crate::os::watch;
 use crate::os::watch::{End, WatchGuard};
 
-/// Most known peers that a rank names when it meets others: the oldest, which is where the largest groups are.
+/// Most known peers that a rank names in its record: the oldest, among which the largest groups are.
 const MOST_NAMED: usize = 32;
 
 /// A process as another one sees it.
@@ -27,7 +27,7 @@ pub struct Process {
 }
 
 pub struct KnownPeers {
-    /// The attempt to meet in which they found each other.
+    /// The attempt in which they met.
     id: Nonce,
     /// This process's place among them: its rank in the group that they met for.
     place: usize,
@@ -39,7 +39,7 @@ pub struct KnownPeers {
 
 #[derive(Default)]
 struct News {
-    /// Places whose end was told, and why.
+    /// Places whose end was reported, and why.
     ended: Vec<(usize, &'static str)>,
     followers: Vec<(u64, Arc<Follower>)>,
     next: u64,
@@ -59,11 +59,11 @@ impl Follower {
     }
 }
 
-/// All that this process has. Weak: the groups keep them.
+/// All known peers of this process. Weak: the groups own them.
 static KNOWN: Mutex<Vec<Weak<KnownPeers>>> = Mutex::new(Vec::new());
 
 impl KnownPeers {
-    /// Starts to watch processes that have just met. `ends` carry places for ranks.
+    /// Starts to watch processes that have just met. `ends` are numbered by place.
     pub fn new(id: Nonce, place: usize, processes: Vec<Process>, ends: Vec<End>) -> Result<Arc<KnownPeers>> {
         let (news, guard) = (Mutex::default(), OnceCell::new());
         let known_peers = Arc::new(KnownPeers { id, place, processes, news, guard });
@@ -81,8 +81,8 @@ impl KnownPeers {
         Ok(known_peers)
     }
 
-    /// Those that this process can name to others, the oldest first. Ranks that are threads of one process cannot be
-    /// told apart by what their process has, so what several of them share is left out.
+    /// The known peers that this process can name to others, the oldest first. Ranks that are threads of one process
+    /// cannot be told apart by their process, so an entry that several of them share is left out.
     pub fn known() -> Vec<Arc<KnownPeers>> {
         let known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
         let held: Vec<Arc<KnownPeers>> = known.iter().filter_map(Weak::upgrade).collect();
@@ -103,7 +103,7 @@ impl KnownPeers {
         self.news.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// On the watch's thread: tells all groups of an end, with no lock held.
+    /// Called on the watch's thread: reports an end to all groups, with no lock held.
     fn spread(&self, place: usize, reason: &'static str) {
         let mut news = self.news();
         news.ended.push((place, reason));
@@ -128,7 +128,7 @@ pub struct GroupPeers {
 }
 
 impl GroupPeers {
-    /// `None` when these cannot be the places of a group's ranks, of which this process is `rank`.
+    /// `None` if `places` cannot belong to the ranks of a group in which this process is `rank`.
     pub fn new(known_peers: &Arc<KnownPeers>, places: Vec<usize>, rank: usize) -> Option<GroupPeers> {
         let each = places.iter().enumerate();
         let fit = each.clone().all(|(at, place)| *place < known_peers.processes.len() && !places[..at].contains(place));
@@ -136,7 +136,7 @@ impl GroupPeers {
             .then(|| GroupPeers { known_peers: Arc::clone(known_peers), places })
     }
 
-    /// All of them, as they have just met.
+    /// All processes that have just met.
     pub fn of_all(known_peers: Arc<KnownPeers>) -> GroupPeers {
         let places = (0..known_peers.processes.len()).collect();
         GroupPeers { known_peers, places }
@@ -154,7 +154,7 @@ impl GroupPeers {
         &self.known_peers.processes[self.places[rank]]
     }
 
-    /// True where nothing speaks against `rank` being the process `pid`; 0 is one that cannot be seen from here.
+    /// True unless `rank` is known to be another process than `pid`; 0 is a pid that cannot be seen from here.
     pub fn may_be(&self, rank: usize, pid: i32) -> bool {
         let known = self.peer(rank).pid;
         known == pid || known == 0 || pid == 0
@@ -165,8 +165,9 @@ impl GroupPeers {
         !self.known_peers.news().ended.iter().any(|(place, _)| self.places.contains(place))
     }
 
-    /// Calls `told(rank, reason)` at most once a rank: on the watch's thread when its process ends, or here for those
-    /// that have ended already. It may still run when the guard is being dropped, so it must own nothing that minds.
+    /// Calls `told(rank, reason)` at most once per rank: on the watch's thread when its process ends, or here for
+    /// processes that have ended already. It may still run while the guard is being dropped, so it must own nothing
+    /// that this could break.
     pub fn follow(&self, told: impl Fn(usize, &'static str) + Send + Sync + 'static) -> Following {
         let follower = Arc::new(Follower { places: self.places.clone(), told: Box::new(told) });
         let mut news = self.known_peers.news();

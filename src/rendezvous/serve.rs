@@ -1,5 +1,5 @@
-//! Rank 0 hands out the memory: whoever comes to the socket and is named by the decision gets the descriptors, signs the
-//! memory, and goes on when all have signed.
+//! Rank 0 hands out the memory: each rank that connects and is named by the decision gets the descriptors and signs the
+//! memory; when all have signed, rank 0 says "go".
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -13,21 +13,21 @@ use crate::engine::shm::memory::segment::random;
 use crate::error::Result;
 use crate::os::topology;
 
-/// Up to here the processes' descriptors are passed around; that is the square of the ranks in descriptors.
+/// Largest number of ranks for which process descriptors are passed around; their number is the square of the ranks.
 const MAX_PASSED: usize = 128;
 
-/// A rank that came to the socket.
+/// A rank that has connected.
 struct Participant {
     socket: OwnedFd,
     pid: i32,
     pidfd: Option<OwnedFd>,
-    /// Messages of the offer that went out; `usize::MAX` when all did.
+    /// Messages of the offer that were sent; `usize::MAX` when all were.
     parts_sent: usize,
     mapped: bool,
 }
 
 impl Coordinator<'_, '_> {
-    /// Publishes the socket and serves those who come, until all have signed the memory.
+    /// Publishes the socket and serves the ranks that connect, until all have signed the memory.
     pub(super) fn share(&mut self, id: Nonce, plan: Plan) -> Result<Step> {
         let name: Vec<u8> = format!("sagellm-{:032x}", u128::from_le_bytes(random()?)).into_bytes();
         let listener = match unix_socket::listen(&name, self.size()) {
@@ -47,7 +47,7 @@ impl Coordinator<'_, '_> {
         if stored {
             self.store(&decision)?;
         }
-        // Ranks that come together are here long before this is over.
+        // Ranks that start together have connected long before this interval is over.
         self.looked = Instant::now();
         loop {
             if let Err(reason) =
@@ -55,14 +55,15 @@ impl Coordinator<'_, '_> {
             {
                 return Ok(Step::Impossible(reason));
             }
-            // Ranks that meet for the first time are told of all others' processes, known peers of nothing but the memory.
+            // Ranks that meet for the first time get the descriptors of all others' processes, known peers only the
+            // memory.
             let all_came = participants[1..].iter().all(Option::is_some);
             if (all_came || plan.group_peers.is_some())
                 && let Err(reason) = self.offer(id, &plan, &mut participants)
             {
                 return Ok(Step::Impossible(reason));
             }
-            // While the others do the same.
+            // At the same time as the others.
             if all_came && !ready {
                 if let Err(error) = make_ready(&plan.segment, self.size(), 0) {
                     return Ok(Step::Impossible(error.text().trim_start_matches("sagellm: ").to_string()));
@@ -82,7 +83,7 @@ impl Coordinator<'_, '_> {
                 return self.conclude(id, plan, participants);
             }
             if self.due() {
-                // A message to a mailbox was lost, or its owner was replaced, or is slow.
+                // A message to a mailbox was lost, or its owner was replaced or is slow.
                 if !std::mem::replace(&mut stored, true) {
                     self.store(&decision)?;
                 }
@@ -94,7 +95,7 @@ impl Coordinator<'_, '_> {
                         return Ok(Step::Impossible(reason));
                     }
                 }
-                // Two questions a rank: with many of them, most of the time is for those who come.
+                // Two store requests per rank: with many ranks, most of the time must remain for those that connect.
                 self.looked = Instant::now();
             }
             let open = participants
@@ -108,8 +109,8 @@ impl Coordinator<'_, '_> {
         }
     }
 
-    /// Takes connections and finds out who they are. Anyone on this host may connect, so only a rank that shows the
-    /// nonce that the decision names is let in. The error is a reason not to share.
+    /// Accepts connections and identifies them. Any process on this host may connect, so only a rank that shows the
+    /// nonce named by the decision is accepted. The error is a reason not to share.
     fn welcome(
         &mut self,
         (id, group_peers): (Nonce, Option<&GroupPeers>),
@@ -120,7 +121,7 @@ impl Coordinator<'_, '_> {
         while let Some(socket) =
             unix_socket::accept(listener).map_err(|error| format!("rank 0 cannot accept connections ({error})"))?
         {
-            // Those who connect and stay silent must not use up our descriptors.
+            // Connections that stay silent must not use up our descriptors.
             if strangers.len() > 2 * participants.len() + 64 {
                 strangers.remove(0);
             }
@@ -173,7 +174,7 @@ impl Coordinator<'_, '_> {
         Ok(Participant { socket, pid, pidfd, parts_sent: 0, mapped: false })
     }
 
-    /// Sends everyone the memory and the others' processes, as far as the sockets take it now.
+    /// Sends the memory and the others' processes to every rank, as far as the sockets accept data now.
     fn offer(
         &mut self,
         id: Nonce,
@@ -183,7 +184,7 @@ impl Coordinator<'_, '_> {
         if participants.iter().flatten().all(|participant| participant.parts_sent == usize::MAX) {
             return Ok(());
         }
-        // KnownPeers know all that already.
+        // Known peers have the process descriptors already.
         let passed = plan.group_peers.is_none() && participants.len() <= MAX_PASSED;
         let own_process = passed.then(|| unix_socket::pidfd_open(std::process::id() as i32).ok()).flatten();
         let hosts = self.records.iter().filter(|_| plan.group_peers.is_none()).map(hostname);
@@ -214,7 +215,7 @@ impl Coordinator<'_, '_> {
                 match unix_socket::send(&participant.socket, message, descriptors) {
                     Ok(()) => sent += 1,
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
-                    // Its connection is closed: `hear` finds that out.
+                    // Its connection is closed: `hear` notices that.
                     Err(error)
                         if matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset) =>
                     {
@@ -233,7 +234,7 @@ impl Coordinator<'_, '_> {
         Ok(())
     }
 
-    /// All have signed: looks at the signatures and says "go".
+    /// All have signed: checks the signatures and says "go".
     fn conclude(&self, id: Nonce, plan: Plan, participants: Vec<Option<Participant>>) -> Result<Step> {
         for rank in 1..self.size() {
             if !has_signed(&plan.segment, rank, &self.nonce(rank), &id) {
@@ -249,7 +250,7 @@ impl Coordinator<'_, '_> {
                 peers.push((Process { pid: std::process::id() as i32, host }, None));
                 continue;
             };
-            // If this fails, the rank has just ended, and the watch over its socket and process will say so.
+            // If this fails, the rank has just ended, and the watch on its socket and process will report it.
             let _ = unix_socket::send(&participant.socket, &go, &[]);
             peers.push((Process { pid: participant.pid, host }, participant.pidfd));
             sockets.push((rank, participant.socket));
@@ -271,8 +272,8 @@ fn hostname(record: &Option<Record>) -> String {
         .map_or_else(String::new, |body| body.identity.hostname.clone())
 }
 
-/// The ranks that all others wait for, and what for. Those who came and wait for the rest are not among them, nor those
-/// whose backoff ended a moment before ours.
+/// The ranks that all others wait for, and what for. Left out: ranks that came and wait for the rest, and ranks whose
+/// own deadline passed a moment before ours.
 fn behind(participants: &[Option<Participant>], came: &[bool]) -> (Vec<usize>, &'static str) {
     let others = 1..participants.len();
     let absent: Vec<usize> = others.clone().filter(|rank| !came[*rank]).collect();
@@ -287,7 +288,7 @@ fn behind(participants: &[Option<Participant>], came: &[bool]) -> (Vec<usize>, &
     (unmapped.collect(), "rank 0 waits for the word that the shared memory is mapped")
 }
 
-/// What the participants say: "mapped", or why they cannot. A closed connection makes a rank missing again.
+/// Reads the participants' answers: "mapped", or why they cannot. A closed connection makes a rank missing again.
 fn hear(id: Nonce, participants: &mut [Option<Participant>]) -> std::result::Result<(), String> {
     for place in participants.iter_mut() {
         let Some(participant) = place.as_mut().filter(|participant| !participant.mapped) else { continue };
