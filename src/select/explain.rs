@@ -37,7 +37,7 @@ pub struct Explanation {
     pub predicted_ns: u64,
     /// Time of the choice by the table, where a line of it is about this size.
     pub measured_ns: Option<u64>,
-    /// The rule, the measurement or the start value that had the last word.
+    /// The rule, the measurement or the default that had the last word.
     pub decided: String,
     /// What weaker sources would have chosen, strongest first.
     pub overruled: Vec<String>,
@@ -269,12 +269,12 @@ fn ranges(kind: Kind, shape: &GroupShape, policy: &Policy) -> Vec<(u64, u64, Exp
 }
 
 fn by_start_text(choice: Choice) -> String {
-    format!("the start value {} ({})", choice.path, choice.reason.text())
+    format!("the default {} ({})", choice.path, choice.reason.text())
 }
 
 fn measured(line: &Line) -> String {
     format!(
-        "line \"{}\", {} against {} of the start values",
+        "line \"{}\", {} against {} of the defaults",
         line.rule,
         time(line.nanoseconds),
         time(line.start_nanoseconds)
@@ -316,7 +316,7 @@ fn rejected(explanation: &Explanation, policy: &Policy) -> Vec<Alternative> {
                 }
                 None if choice.reason == Reason::Override => format!("{}; the rule decides", against("against")),
                 None if time_of >= *predicted_ns => against("not less than the"),
-                None => format!("{}; the start values decide until `sagellm tune` has measured it", against("against")),
+                None => format!("{}; the defaults decide until `sagellm tune` has measured it", against("against")),
             };
             Alternative { way: way.to_string(), predicted_ns: Some(time_of), why_not }
         })
@@ -347,7 +347,7 @@ mod tests {
         let policy = Policy::default();
         let large = explain(asked(1 << 20), &SHAPE, &policy);
         assert_eq!(large.choice.path, Path::Rounds { chunk: 512 << 10 });
-        assert!(large.decided.starts_with("start value: it stays in the last-level cache"), "{}", large.decided);
+        assert!(large.decided.starts_with("default: it stays in the last-level cache"), "{}", large.decided);
         assert!(large.rejected.iter().any(|other| other.way == "slots" && other.why_not.contains("a slot holds 4KiB")));
         // Measured ones; with more ranks the model would leave the slots a little below 4 KiB.
         for crowd in [2, 4] {

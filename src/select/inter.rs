@@ -2,7 +2,7 @@
 //! segments a large operation overlaps with the work inside the hosts. Pure and total, the same on every rank.
 //!
 //! Who decides, from strong to weak: strict mode, the user's rules, the table, the cost model where the link was measured,
-//! the start rules. A batch of operations goes only by schedules whose order of summation does not depend on where an
+//! the default rules. A batch of operations goes only by schedules whose order of summation does not depend on where an
 //! element lies in the batch, so that the bits of an operation do not depend on its neighbours.
 
 use super::cost::{Link, Model, Priced};
@@ -65,7 +65,7 @@ impl HostsChoice {
     }
 }
 
-/// From here on bytes count more than steps: the public start rules have their border here.
+/// From here on bytes count more than steps: the public default rules have their border here.
 pub const LARGE: u64 = 1 << 20;
 /// Up to here an operation may share a batch and is never cut, and a second leader would cost more messages than it saves.
 pub const SMALL: u64 = 64 << 10;
@@ -118,7 +118,7 @@ pub fn between_hosts(asked: OpDesc, batched: bool, hosts: &Hosts, menu: &Menu, p
     }
     let allowed = |algorithm| allowed(algorithm, asked, batched, hosts);
     if !hosts.strict {
-        (choice.algorithm, choice.reason) = start_rule(asked, hosts, &allowed);
+        (choice.algorithm, choice.reason) = default_rule(asked, hosts, &allowed);
     }
     let fastest = fastest(asked.kind, bytes, hosts, menu, &allowed);
     if let Some((priced, seconds)) = fastest
@@ -209,7 +209,7 @@ fn by_position(algorithm: Algorithm, asked: OpDesc) -> bool {
 }
 
 /// Where nothing is measured: few steps for small ones, few bytes for large ones.
-fn start_rule(asked: OpDesc, hosts: &Hosts, allowed: &dyn Fn(Algorithm) -> bool) -> (Algorithm, Reason) {
+fn default_rule(asked: OpDesc, hosts: &Hosts, allowed: &dyn Fn(Algorithm) -> bool) -> (Algorithm, Reason) {
     use Algorithm::*;
     let wishes: &[(Algorithm, Reason)] = match (asked.bytes < LARGE, hosts.hosts.is_power_of_two()) {
         (true, true) => &[(Doubling, Reason::PowerOfTwo)],
@@ -257,7 +257,7 @@ fn cap(count: usize) -> u8 {
     u8::try_from(count.clamp(1, 255)).unwrap_or(u8::MAX)
 }
 
-/// A start value: what is large is shared out over all ranks of a host, which fill the link with several connections.
+/// A default: what is large is shared out over all ranks of a host, which fill the link with several connections.
 /// The border of kinds that move blocks was measured on hosts with a core for every rank (docs/benchmarks.md).
 fn leaders(asked: OpDesc, hosts: &Hosts) -> u8 {
     let border = if asked.kind == Kind::AllReduce { SMALL } else { LARGE };

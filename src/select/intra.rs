@@ -3,7 +3,7 @@
 //! Where nothing was measured on this machine, `explain` compares the ways by predicted times:
 //! time = call + exchanges + rounds x cost of a round + bytes moved by the busiest rank x time a byte x ranks a core
 //!
-//! The start values come from docs/benchmarks.md (two and four ranks on two cores, 2026-11-21): 2.8 us for a call through
+//! The defaults come from docs/benchmarks.md (two and four ranks on two cores, 2026-11-21): 2.8 us for a call through
 //! torch, 0.2 us an exchange between cores, 17 us where ranks share a core, 21 ps a byte in the cache and 37 ps from
 //! memory. `sagellm tune` replaces predictions by measured times where a user wants to know better.
 

@@ -1,7 +1,7 @@
 //! How an operation travels, and why: a pure function of what all ranks share. Nothing local may enter here: no clock, no
 //! queue length, no `sync` flag; two ranks that chose differently would wait for one another for ever.
 //!
-//! Who decides, from strong to weak: the user's rules, a line of the measured table, the start values. The first two are
+//! Who decides, from strong to weak: the user's rules, a line of the measured table, the defaults. The first two are
 //! rank 0's [`policy`], which every rank of the group has.
 //!
 //! | file | |
@@ -391,11 +391,11 @@ impl Reason {
         match self {
             Reason::Override => "override",
             Reason::Measured => "measurement",
-            Reason::FitsSlot | Reason::InCache | Reason::OutOfCache | Reason::Oversubscribed => "start value",
-            Reason::PowerOfTwo | Reason::AnyCount | Reason::Large => "start rule",
+            Reason::FitsSlot | Reason::InCache | Reason::OutOfCache | Reason::Oversubscribed => "default",
+            Reason::PowerOfTwo | Reason::AnyCount | Reason::Large => "default rule",
             Reason::Model => "cost model",
             Reason::Unknown => "nothing",
-            _ => "only way",
+            _ => "only choice",
         }
     }
 

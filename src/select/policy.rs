@@ -30,7 +30,7 @@ pub struct Policy {
 }
 
 impl Default for Policy {
-    /// The start values alone.
+    /// The defaults alone.
     fn default() -> Policy {
         Policy {
             rules: Rules::default(),

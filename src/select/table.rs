@@ -14,7 +14,7 @@
 //! sum 0123456789abcdef
 //! ```
 //!
-//! A line is a rule, its median, and the median of the start values at the same size. The sum is over everything above
+//! A line is a rule, its median, and the median of the defaults at the same size. The sum is over everything above
 //! it. Whatever is not exactly this is refused, with the reason: a table decides how every operation travels.
 
 use std::fmt::Write as _;
@@ -46,7 +46,7 @@ pub struct Line {
     pub rule: Rule,
     /// Median of this way.
     pub nanoseconds: u64,
-    /// Median of the start values at the same size, in the same run.
+    /// Median of the defaults at the same size, in the same run.
     pub start_nanoseconds: u64,
 }
 

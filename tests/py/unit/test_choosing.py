@@ -1,4 +1,4 @@
-"""Choosing without ranks: the start rules, explanations of what might be, rules that are refused, tables on disk,
+"""Choosing without ranks: the default rules, explanations of what might be, rules that are refused, tables on disk,
 tune's arithmetic, the command line."""
 
 from __future__ import annotations

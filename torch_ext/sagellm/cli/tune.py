@@ -2,7 +2,7 @@
 
 It starts its own ranks on this host. Every way is a group of its own that is told to go only that way; at each size
 the groups take turns, forwards and backwards, so that whatever else the machine does meets all of them. Two groups go
-by the start values: how far these equals are apart is the noise (A/A), and another way is kept only where it is better
+by the defaults: how far these equals are apart is the noise (A/A), and another way is kept only where it is better
 by more.
 """
 
@@ -43,16 +43,16 @@ class Cell:
 
     op: str
     nbytes: int
-    #: What the start values choose: "slots", "rounds(512KiB)".
+    #: What the defaults choose: "slots", "rounds(512KiB)".
     start: str
     #: Seconds by way; START holds the better one of its two groups.
     medians: dict[str, float]
-    #: How far the two groups of the start values are apart, as a fraction.
+    #: How far the two groups of the defaults are apart, as a fraction.
     spread: float
 
 
 def ways(op: str, nbytes: int, ranks: int) -> tuple[str, list[str]]:
-    """What the start values choose for an operation, and the other ways worth a try."""
+    """What the defaults choose for an operation, and the other ways worth a try."""
     from sagellm import _load
 
     kind = explain.kind_name(op)
@@ -72,7 +72,7 @@ def chunk_of(way: str) -> int:
 
 
 def plan(ranks: int, largest: int) -> list[tuple[str, int, str, list[str]]]:
-    """Operation, bytes, the start values' way and its rivals, for everything that is measured."""
+    """Operation, bytes, the defaults' way and its rivals, for everything that is measured."""
     # A gathered block comes from every rank; four times less of it is as much in all.
     tops = {"all_gather": largest // 4, "gather": largest // 4}
     cells = [(op, nbytes) for op in OPS for nbytes in SIZES if nbytes <= tops.get(op, largest)]
@@ -119,7 +119,7 @@ def overall_spread(cells: list[Cell]) -> float:
 
 
 def winner(cell: Cell, spread: float) -> str:
-    """The fastest way if it beats the start values by more than the noise, else the start values' own."""
+    """The fastest way if it beats the defaults by more than the noise, else the defaults' own."""
     start = cell.medians[START]
     best = min(cell.medians, key=lambda way: cell.medians[way])
     needed = start * (1 - max(spread, cell.spread))
@@ -178,7 +178,7 @@ def _show(cells: list[Cell], spread: float) -> None:
         size = explain.size_text(cell.nbytes)
         print(
             f"{cell.op:<15} {size:>8}  {way} {explain.time_text(median)} "
-            f"(start value {cell.start} {explain.time_text(start)}{gain})"
+            f"(default {cell.start} {explain.time_text(start)}{gain})"
         )
 
 

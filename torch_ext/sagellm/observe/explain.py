@@ -80,7 +80,7 @@ class Explanation:
     choice: str
     #: One word for the reason, the same that the record of an operation keeps: "fits_slot", "measured", "override", ...
     reason: str
-    #: The rule, measurement or start value that had the last word.
+    #: The rule, measurement or default that had the last word.
     decided: str
     #: What carries it, in words: shared memory of one host, a link between hosts, a local copy, a delegate.
     path: str
@@ -128,7 +128,7 @@ class Explanation:
 
 @dataclass(frozen=True)
 class TopologyInfo:
-    """What the start rules of :func:`select_all_reduce_algorithm` ask about the devices of a job."""
+    """What the default rules of :func:`select_all_reduce_algorithm` ask about the devices of a job."""
 
     #: Hosts that the devices are on.
     hosts: int = 1
@@ -375,7 +375,7 @@ def seconds(nanoseconds: int) -> float | None:
 
 
 def select_all_reduce_algorithm(data_size: int, num_devices: int, topology: TopologyInfo | None = None) -> str:
-    """The start rules for an all_reduce of ``data_size`` bytes over ``num_devices`` devices, where nothing is measured.
+    """The default rules for an all_reduce of ``data_size`` bytes over ``num_devices`` devices, where nothing is measured.
 
     Below 1 MiB "recursive_doubling" where the number of devices is a power of two, else "ring". From 1 MiB "ring" where
     all are joined by full NVLink, else "tree". "hierarchical" where they are on several hosts. The cost model, a
