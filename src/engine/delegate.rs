@@ -44,7 +44,7 @@ impl Engine for Delegate {
         Err(Error::Bug("sagellm: an operation reached a delegated group".to_string()))
     }
 
-    fn explain(&self, asked: OpDesc, _batched: bool) -> Explanation {
-        explain::delegated(asked, &GroupShape::without_memory(self.ranks), &self.policy, &self.reason)
+    fn explain(&self, desc: OpDesc, _batched: bool) -> Explanation {
+        explain::delegated(desc, &GroupShape::without_memory(self.ranks), &self.policy, &self.reason)
     }
 }

@@ -87,7 +87,7 @@ pub trait Engine: Send {
     }
 
     /// How an operation would go, alone or `batched` with others.
-    fn explain(&self, asked: OpDesc, batched: bool) -> Explanation;
+    fn explain(&self, desc: OpDesc, batched: bool) -> Explanation;
 }
 
 /// What any thread may ask and tell an engine, without the group's lock. What is not overridden is right for an engine

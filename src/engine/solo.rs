@@ -43,8 +43,8 @@ impl Engine for Solo {
         Ok(())
     }
 
-    fn explain(&self, asked: OpDesc, _batched: bool) -> Explanation {
-        explain::explain(asked, &GroupShape::without_memory(1), &self.policy)
+    fn explain(&self, desc: OpDesc, _batched: bool) -> Explanation {
+        explain::explain(desc, &GroupShape::without_memory(1), &self.policy)
     }
 }
 

@@ -110,7 +110,7 @@ pub(super) fn request(
 }
 
 pub(super) fn explanation(found: &Explanation) -> ffi::Explanation {
-    let (asked, shape, past) = (found.asked, found.shape, found.past);
+    let (desc, shape, past) = (found.desc, found.shape, found.past);
     let rejected = |other: &Alternative| ffi::Alternative {
         way: other.way.clone(),
         predicted_ns: other.predicted_ns.unwrap_or(0),
@@ -123,8 +123,8 @@ pub(super) fn explanation(found: &Explanation) -> ffi::Explanation {
         bytes: batch.bytes.map_or(-1, |bytes| bytes as i64),
     });
     ffi::Explanation {
-        kind: asked.kind.name().into(),
-        bytes: asked.bytes,
+        kind: desc.kind.name().into(),
+        bytes: desc.bytes,
         ranks: shape.ranks,
         hosts: shape.hosts,
         slot_bytes: shape.slot_bytes,

@@ -19,8 +19,8 @@ pub fn explain_without_group(
     algorithm: &str,
 ) -> Result<Explanation> {
     let (shape, policy) = on_this_host(ranks, algorithm)?;
-    let asked = OpDesc { kind, bytes, class: Class::of(kind, dtype) }.normal();
-    Ok(explain::explain(asked, &shape, &policy))
+    let desc = OpDesc { kind, bytes, class: Class::of(kind, dtype) }.normal();
+    Ok(explain::explain(desc, &shape, &policy))
 }
 
 /// All choices of such a group.
@@ -57,18 +57,18 @@ impl Group {
         let Called { number, own, route, well, host_staged } = called;
         let choice = (route.choice != 0).then(|| Choice::from_code(route.choice));
         let batched = called.batched();
-        let asked = OpDesc::from_load(own.kind, route.load);
-        let found = self.explain_op(asked, batched);
+        let desc = OpDesc::from_load(own.kind, route.load);
+        let found = self.explain_op(desc, batched);
         let (count, (first, last)) = (route.fused_with.count(), route.fused_with.numbers(number));
         // Between hosts it is known when the batch is made, on one host when the operation has ended.
         let known = well || choice.is_some_and(|choice| matches!(choice.path, Path::Hosts { .. }));
-        let batch = Batch { count, first, last, bytes: batched.then_some(asked.bytes) };
+        let batch = Batch { count, first, last, bytes: batched.then_some(desc.bytes) };
         let past = Past { number, choice, batch: known.then_some(batch), host_staged };
-        Explanation { asked: own, past: Some(past), ..found }
+        Explanation { desc: own, past: Some(past), ..found }
     }
 
-    fn explain_op(&self, asked: OpDesc, batched: bool) -> Explanation {
-        self.lock().engine.explain(asked, batched)
+    fn explain_op(&self, desc: OpDesc, batched: bool) -> Explanation {
+        self.lock().engine.explain(desc, batched)
     }
 }
 

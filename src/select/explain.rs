@@ -28,7 +28,7 @@ pub struct Alternative {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Explanation {
-    pub asked: OpDesc,
+    pub desc: OpDesc,
     pub shape: GroupShape,
     pub choice: Choice,
     /// What was recorded of a past operation; `None` for one that might be.
@@ -71,14 +71,14 @@ pub struct Batch {
     pub bytes: Option<u64>,
 }
 
-pub fn explain(asked: OpDesc, shape: &GroupShape, policy: &Policy) -> Explanation {
-    let choice = intra::choose(asked, shape, policy);
+pub fn explain(desc: OpDesc, shape: &GroupShape, policy: &Policy) -> Explanation {
+    let choice = intra::choose(desc, shape, policy);
     let mut explanation = Explanation {
-        asked,
+        desc,
         shape: *shape,
         choice,
         past: None,
-        predicted_ns: way_of(choice.path).map_or(0, |way| predicted(asked, way, shape, policy)),
+        predicted_ns: way_of(choice.path).map_or(0, |way| predicted(desc, way, shape, policy)),
         measured_ns: None,
         decided: format!("{}: {}", choice.reason.basis(), choice.reason.text()),
         overruled: Vec::new(),
@@ -94,29 +94,29 @@ pub fn explain(asked: OpDesc, shape: &GroupShape, policy: &Policy) -> Explanatio
 
 /// An operation of a group on several hosts, or (`batched`) all of one batch.
 pub fn between(
-    asked: OpDesc,
+    desc: OpDesc,
     batched: bool,
     shape: &GroupShape,
     hosts: &Hosts,
     menu: &Menu,
     policy: &Policy,
 ) -> Explanation {
-    let found = inter::between_hosts(asked, batched, hosts, menu, policy);
+    let found = inter::between_hosts(desc, batched, hosts, menu, policy);
     let decided = match found.reason {
         Reason::Override | Reason::Measured => {
-            inter::said_by(asked, batched, hosts, policy).map(|rule| format!(": the rule \"{rule}\""))
+            inter::said_by(desc, batched, hosts, policy).map(|rule| format!(": the rule \"{rule}\""))
         }
         _ => None,
     };
     let decided = decided.unwrap_or_else(|| format!(": {}", found.reason.text()));
-    let others = Algorithm::ALL.into_iter().filter(|other| *other != found.algorithm && other.serves(asked.kind));
+    let others = Algorithm::ALL.into_iter().filter(|other| *other != found.algorithm && other.serves(desc.kind));
     let rejected = others.map(|other| {
-        let time_of = inter::predict(asked, other, hosts, menu);
+        let time_of = inter::predict(desc, other, hosts, menu);
         let against =
             time_of.map(|ns| format!("predicted {} between the hosts, against {}", time(ns), time(found.predicted_ns)));
         let why_not = match (hosts.strict, against) {
             (true, _) => Reason::Strict.text().to_string(),
-            _ if !inter::allowed(other, asked, batched, hosts) => {
+            _ if !inter::allowed(other, desc, batched, hosts) => {
                 "in a batch the order of a sum must not depend on where an element lies".to_string()
             }
             _ if found.reason == Reason::OneOrder => Reason::OneOrder.text().to_string(),
@@ -126,7 +126,7 @@ pub fn between(
         Alternative { way: other.name().to_string(), predicted_ns: time_of, why_not }
     });
     Explanation {
-        asked,
+        desc,
         shape: GroupShape { hosts: hosts.hosts, ..*shape },
         choice: found.choice(),
         past: None,
@@ -140,11 +140,11 @@ pub fn between(
 }
 
 /// An operation that a delegate serves, because of `why`.
-pub fn delegated(asked: OpDesc, shape: &GroupShape, policy: &Policy, why: &str) -> Explanation {
+pub fn delegated(desc: OpDesc, shape: &GroupShape, policy: &Policy, why: &str) -> Explanation {
     let refused =
         |way: AlgorithmChoice| Alternative { way: way.to_string(), predicted_ns: None, why_not: why.to_string() };
     Explanation {
-        asked,
+        desc,
         shape: *shape,
         choice: Choice::DELEGATE,
         past: None,
@@ -165,18 +165,18 @@ fn way_of(path: Path) -> Option<AlgorithmChoice> {
     }
 }
 
-fn predicted(asked: OpDesc, way: AlgorithmChoice, shape: &GroupShape, policy: &Policy) -> u64 {
-    intra::predict(asked.kind, asked.bytes, way, shape, policy.cache_bytes)
+fn predicted(desc: OpDesc, way: AlgorithmChoice, shape: &GroupShape, policy: &Policy) -> u64 {
+    intra::predict(desc.kind, desc.bytes, way, shape, policy.cache_bytes)
 }
 
 impl Explanation {
     /// Says who had the last word, and whom it overruled.
     fn settle(&mut self, policy: &Policy) {
-        let (asked, shape) = (self.asked, self.shape);
-        let by_start = start(asked, &shape, policy.cache_bytes);
-        let line = policy.table.as_ref().and_then(|table| table.find(asked.kind, asked.bytes));
-        let line = line.filter(|line| possible(line.rule.way, asked, &shape).is_some());
-        match decisive(asked, &shape, policy) {
+        let (desc, shape) = (self.desc, self.shape);
+        let by_start = start(desc, &shape, policy.cache_bytes);
+        let line = policy.table.as_ref().and_then(|table| table.find(desc.kind, desc.bytes));
+        let line = line.filter(|line| possible(line.rule.way, desc, &shape).is_some());
+        match decisive(desc, &shape, policy) {
             Decisive::Rule(rule, path) => {
                 self.decided = format!("override: the rule \"{rule}\"");
                 if rule.way != way_of(path).unwrap_or(AlgorithmChoice::Start) {
@@ -293,8 +293,8 @@ pub fn time(nanoseconds: u64) -> String {
 }
 
 fn rejected(explanation: &Explanation, policy: &Policy) -> Vec<Alternative> {
-    let Explanation { asked, shape, choice, predicted_ns, .. } = explanation;
-    if asked.kind == Kind::Barrier {
+    let Explanation { desc, shape, choice, predicted_ns, .. } = explanation;
+    if desc.kind == Kind::Barrier {
         return Vec::new();
     }
     let rounds =
@@ -302,15 +302,15 @@ fn rejected(explanation: &Explanation, policy: &Policy) -> Vec<Alternative> {
     let others = [AlgorithmChoice::Slots].into_iter().chain(rounds).filter(|way| way_of(choice.path) != Some(*way));
     others
         .map(|way| {
-            if possible(way, *asked, shape).is_none() {
-                return Alternative { way: way.to_string(), predicted_ns: None, why_not: impossible(*asked, shape) };
+            if possible(way, *desc, shape).is_none() {
+                return Alternative { way: way.to_string(), predicted_ns: None, why_not: impossible(*desc, shape) };
             }
-            let time_of = predicted(*asked, way, shape, policy);
+            let time_of = predicted(*desc, way, shape, policy);
             let against =
                 |word: &str| format!("predicted {}, {word} {} of the choice", time(time_of), time(*predicted_ns));
             let why_not = match explanation.measured_ns {
                 Some(_) => format!("{}; a measurement outweighs predictions", against("against")),
-                None if asked.kind == Kind::AllToAll => {
+                None if desc.kind == Kind::AllToAll => {
                     "its rounds depend on sizes that no rank knows alone; the largest chunk needs the fewest"
                         .to_string()
                 }
@@ -323,10 +323,10 @@ fn rejected(explanation: &Explanation, policy: &Policy) -> Vec<Alternative> {
         .collect()
 }
 
-fn impossible(asked: OpDesc, shape: &GroupShape) -> String {
-    match asked.kind {
+fn impossible(desc: OpDesc, shape: &GroupShape) -> String {
+    match desc.kind {
         Kind::AllToAll => "its table of sizes goes by a slot, and the blocks with it where they fit".into(),
-        _ => format!("{} do not fit: a slot holds {}", size_text(asked.bytes), size_text(shape.slot_bytes as u64)),
+        _ => format!("{} do not fit: a slot holds {}", size_text(desc.bytes), size_text(shape.slot_bytes as u64)),
     }
 }
 
@@ -338,14 +338,14 @@ mod tests {
 
     const SHAPE: GroupShape = GroupShape { ranks: 2, hosts: 1, cores: 2, slot_bytes: 4096, stage_bytes: 512 << 10 };
 
-    fn asked(bytes: u64) -> OpDesc {
+    fn desc(bytes: u64) -> OpDesc {
         OpDesc { kind: Kind::AllReduce, bytes, class: Class::Float }
     }
 
     #[test]
     fn a_start_value_is_explained_and_the_model_agrees_with_it() {
         let policy = Policy::default();
-        let large = explain(asked(1 << 20), &SHAPE, &policy);
+        let large = explain(desc(1 << 20), &SHAPE, &policy);
         assert_eq!(large.choice.path, Path::Rounds { chunk: 512 << 10 });
         assert!(large.decided.starts_with("default: it stays in the last-level cache"), "{}", large.decided);
         assert!(large.rejected.iter().any(|other| other.way == "slots" && other.why_not.contains("a slot holds 4KiB")));
@@ -353,7 +353,7 @@ mod tests {
         for crowd in [2, 4] {
             let shape = GroupShape { ranks: crowd, ..SHAPE };
             for power in 0..30 {
-                let found = explain(asked(1 << power), &shape, &policy);
+                let found = explain(desc(1 << power), &shape, &policy);
                 for other in &found.rejected {
                     let time = other.predicted_ns.unwrap_or(u64::MAX);
                     assert!(time >= found.predicted_ns, "{power}: {} beats {}", other.way, found.choice.path);
@@ -365,15 +365,15 @@ mod tests {
     #[test]
     fn it_says_who_overruled_whom() {
         let mut policy = Policy { table: Some(table::tests::example()), ..Policy::default() };
-        let by_table = explain(asked(8192), &SHAPE, &policy);
+        let by_table = explain(desc(8192), &SHAPE, &policy);
         assert_eq!((by_table.choice.reason, by_table.measured_ns), (Reason::Measured, Some(4700)));
         assert!(by_table.overruled[0].contains("rounds(512KiB)") && by_table.overruled[0].contains("5.20 us"));
         policy.rules = Rules::parse("*:8KiB-=rounds(1GiB)").unwrap();
-        let by_rule = explain(asked(8192), &SHAPE, &policy);
+        let by_rule = explain(desc(8192), &SHAPE, &policy);
         assert!(by_rule.decided.contains("*:8KiB-=rounds(1GiB)") && by_rule.decided.contains("stage of 512KiB"));
         assert!(by_rule.overruled.len() == 2 && by_rule.overruled[0].contains("rounds(64KiB)"));
         policy.rules = Rules::parse("*:0-=start").unwrap();
-        assert!(explain(asked(8192), &SHAPE, &policy).overruled[0].contains("rounds(64KiB)"));
+        assert!(explain(desc(8192), &SHAPE, &policy).overruled[0].contains("rounds(64KiB)"));
     }
 
     #[test]
@@ -397,7 +397,7 @@ mod tests {
         has(Kind::Barrier, "0-", "slots", "nothing_to_move", None);
         for (from, to, found) in ranges(Kind::AllReduce, &SHAPE, &policy) {
             for bytes in [from, to, from + (to - from) / 2] {
-                assert_eq!(crate::select::choose(asked(bytes), &SHAPE, &policy), found.choice, "{bytes}");
+                assert_eq!(crate::select::choose(desc(bytes), &SHAPE, &policy), found.choice, "{bytes}");
             }
         }
     }

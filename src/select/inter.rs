@@ -101,26 +101,26 @@ fn serving(kind: Kind, hosts: usize) -> impl Iterator<Item = Schedule> {
     Algorithm::ALL.into_iter().filter_map(move |algorithm| Schedule::new(algorithm, kind, hosts, 0, 1))
 }
 
-/// The way of one operation between hosts. `batched`: it travels together with others. `asked.bytes` as one rank gives
+/// The way of one operation between hosts. `batched`: it travels together with others. `desc.bytes` as one rank gives
 /// them. For a single host, or a kind that is no collective, the answer is a direct exchange, which is right everywhere.
-pub fn between_hosts(asked: OpDesc, batched: bool, hosts: &Hosts, menu: &Menu, policy: &Policy) -> HostsChoice {
-    let bytes = exchanged(asked, hosts);
+pub fn between_hosts(desc: OpDesc, batched: bool, hosts: &Hosts, menu: &Menu, policy: &Policy) -> HostsChoice {
+    let bytes = exchanged(desc, hosts);
     let mut choice = HostsChoice {
         algorithm: Algorithm::Direct,
-        leaders: leaders(asked, hosts),
+        leaders: leaders(desc, hosts),
         segment_bytes: segment(bytes, hosts.link),
         segments: 1,
         reason: Reason::Strict,
         predicted_ns: 0,
     };
-    if hosts.hosts < 2 || asked.kind.is_p2p() {
+    if hosts.hosts < 2 || desc.kind.is_p2p() {
         return HostsChoice { leaders: 1, segment_bytes: WHOLE, reason: Reason::OneSchedule, ..choice };
     }
-    let allowed = |algorithm| allowed(algorithm, asked, batched, hosts);
+    let allowed = |algorithm| allowed(algorithm, desc, batched, hosts);
     if !hosts.strict {
-        (choice.algorithm, choice.reason) = default_rule(asked, hosts, &allowed);
+        (choice.algorithm, choice.reason) = default_rule(desc, hosts, &allowed);
     }
-    let fastest = fastest(asked.kind, bytes, hosts, menu, &allowed);
+    let fastest = fastest(desc.kind, bytes, hosts, menu, &allowed);
     if let Some((priced, seconds)) = fastest
         && !hosts.strict
     {
@@ -128,12 +128,12 @@ pub fn between_hosts(asked: OpDesc, batched: bool, hosts: &Hosts, menu: &Menu, p
         choice.predicted_ns = (seconds * 1e9) as u64;
         choice.reason = Reason::Model;
     }
-    if !hosts.strict && one_order(asked, batched) {
+    if !hosts.strict && one_order(desc, batched) {
         choice.algorithm = if hosts.hosts <= MOST_DIRECT { Algorithm::Direct } else { Algorithm::Doubling };
-        choice.predicted_ns = predict(asked, choice.algorithm, hosts, menu).unwrap_or(0);
+        choice.predicted_ns = predict(desc, choice.algorithm, hosts, menu).unwrap_or(0);
         choice.reason = Reason::OneOrder;
     }
-    if let Some((rule, reason)) = said(asked, policy, &allowed)
+    if let Some((rule, reason)) = said(desc, policy, &allowed)
         && let AlgorithmChoice::Hosts { algorithm, leaders, segment } = rule.way
     {
         if !hosts.strict {
@@ -143,13 +143,13 @@ pub fn between_hosts(asked: OpDesc, batched: bool, hosts: &Hosts, menu: &Menu, p
             (choice.algorithm, choice.predicted_ns) = (algorithm, 0);
         }
         if let Some(count) = leaders {
-            choice.leaders = possible_leaders(asked.kind, count, hosts);
+            choice.leaders = possible_leaders(desc.kind, count, hosts);
         }
         choice.segment_bytes = segment.unwrap_or(choice.segment_bytes);
     }
-    let cut = matches!(asked.kind, Kind::AllReduce | Kind::Reduce | Kind::Broadcast) && !batched;
-    if cut && asked.bytes > SMALL.max(choice.segment_bytes as u64) {
-        let parts = asked.bytes.div_ceil(choice.segment_bytes as u64);
+    let cut = matches!(desc.kind, Kind::AllReduce | Kind::Reduce | Kind::Broadcast) && !batched;
+    if cut && desc.bytes > SMALL.max(choice.segment_bytes as u64) {
+        let parts = desc.bytes.div_ceil(choice.segment_bytes as u64);
         choice.segments = usize::try_from(parts).unwrap_or(usize::MAX);
     } else {
         choice.segment_bytes = WHOLE;
@@ -158,36 +158,36 @@ pub fn between_hosts(asked: OpDesc, batched: bool, hosts: &Hosts, menu: &Menu, p
 }
 
 /// Time of one schedule for an operation, by the measured link; `None` where nothing is known.
-pub fn predict(asked: OpDesc, algorithm: Algorithm, hosts: &Hosts, menu: &Menu) -> Option<u64> {
+pub fn predict(desc: OpDesc, algorithm: Algorithm, hosts: &Hosts, menu: &Menu) -> Option<u64> {
     let only = |other: Algorithm| other == algorithm;
-    fastest(asked.kind, exchanged(asked, hosts), hosts, menu, &only).map(|(_, seconds)| (seconds * 1e9) as u64)
+    fastest(desc.kind, exchanged(desc, hosts), hosts, menu, &only).map(|(_, seconds)| (seconds * 1e9) as u64)
 }
 
 /// Small sums of floats, alone or in a batch, are added in one order whatever the batch holds and whatever the link
 /// measured, so that their bits are the same in every run.
-fn one_order(asked: OpDesc, batched: bool) -> bool {
-    let ordered = matches!(asked.class, Class::Float | Class::Low);
-    asked.kind == Kind::AllReduce && ordered && (batched || asked.bytes <= SMALL)
+fn one_order(desc: OpDesc, batched: bool) -> bool {
+    let ordered = matches!(desc.class, Class::Float | Class::Low);
+    desc.kind == Kind::AllReduce && ordered && (batched || desc.bytes <= SMALL)
 }
 
 /// Whether an operation may go by a schedule: the direct one alone in strict mode, and in a batch only one that adds every
 /// element in the same order.
-pub fn allowed(algorithm: Algorithm, asked: OpDesc, batched: bool, hosts: &Hosts) -> bool {
-    algorithm.serves(asked.kind)
+pub fn allowed(algorithm: Algorithm, desc: OpDesc, batched: bool, hosts: &Hosts) -> bool {
+    algorithm.serves(desc.kind)
         && (!hosts.strict || algorithm == Algorithm::Direct)
-        && !(batched && by_position(algorithm, asked))
+        && !(batched && by_position(algorithm, desc))
 }
 
 /// The rule or line that names the schedule, for `explain`.
-pub fn said_by(asked: OpDesc, batched: bool, hosts: &Hosts, policy: &Policy) -> Option<Rule> {
-    let allowed = |algorithm| allowed(algorithm, asked, batched, hosts);
-    said(asked, policy, &allowed).map(|(rule, _)| *rule)
+pub fn said_by(desc: OpDesc, batched: bool, hosts: &Hosts, policy: &Policy) -> Option<Rule> {
+    let allowed = |algorithm| allowed(algorithm, desc, batched, hosts);
+    said(desc, policy, &allowed).map(|(rule, _)| *rule)
 }
 
 /// The first rule, or else the line of the table, that names an allowed schedule for this operation.
-fn said<'a>(asked: OpDesc, policy: &'a Policy, allowed: &dyn Fn(Algorithm) -> bool) -> Option<(&'a Rule, Reason)> {
+fn said<'a>(desc: OpDesc, policy: &'a Policy, allowed: &dyn Fn(Algorithm) -> bool) -> Option<(&'a Rule, Reason)> {
     let names = |rule: &Rule| matches!(rule.way, AlgorithmChoice::Hosts { algorithm, .. } if allowed(algorithm));
-    for rule in policy.rules.0.iter().filter(|rule| rule.fits(asked.kind, asked.bytes)) {
+    for rule in policy.rules.0.iter().filter(|rule| rule.fits(desc.kind, desc.bytes)) {
         if rule.way == AlgorithmChoice::Start {
             return None;
         }
@@ -196,29 +196,26 @@ fn said<'a>(asked: OpDesc, policy: &'a Policy, allowed: &dyn Fn(Algorithm) -> bo
         }
     }
     let lines = policy.table.iter().flat_map(|table| &table.lines).map(|line| &line.rule);
-    lines
-        .filter(|rule| rule.fits(asked.kind, asked.bytes))
-        .find(|rule| names(rule))
-        .map(|rule| (rule, Reason::Measured))
+    lines.filter(|rule| rule.fits(desc.kind, desc.bytes)).find(|rule| names(rule)).map(|rule| (rule, Reason::Measured))
 }
 
 /// True where the place of an element decides in which order it is added up.
-fn by_position(algorithm: Algorithm, asked: OpDesc) -> bool {
-    let ordered = matches!(asked.class, Class::Float | Class::Low) && asked.kind.reduces();
+fn by_position(algorithm: Algorithm, desc: OpDesc) -> bool {
+    let ordered = matches!(desc.class, Class::Float | Class::Low) && desc.kind.reduces();
     ordered && matches!(algorithm, Algorithm::Ring | Algorithm::Torus | Algorithm::DoubleTree)
 }
 
 /// Where nothing is measured: few steps for small ones, few bytes for large ones.
-fn default_rule(asked: OpDesc, hosts: &Hosts, allowed: &dyn Fn(Algorithm) -> bool) -> (Algorithm, Reason) {
+fn default_rule(desc: OpDesc, hosts: &Hosts, allowed: &dyn Fn(Algorithm) -> bool) -> (Algorithm, Reason) {
     use Algorithm::*;
-    let wishes: &[(Algorithm, Reason)] = match (asked.bytes < LARGE, hosts.hosts.is_power_of_two()) {
+    let wishes: &[(Algorithm, Reason)] = match (desc.bytes < LARGE, hosts.hosts.is_power_of_two()) {
         (true, true) => &[(Doubling, Reason::PowerOfTwo)],
         (true, false) => &[(Ring, Reason::AnyCount)],
         (false, _) => &[(DoubleTree, Reason::Large), (Binomial, Reason::Large)],
     };
     let last = [Dissemination, Bruck, Binomial, Halving].map(|algorithm| (algorithm, Reason::OneSchedule));
-    let all_reduce = asked.kind == Kind::AllReduce;
-    let wishes = wishes.iter().filter(|(algorithm, _)| all_reduce || *algorithm != Ring || asked.bytes >= LARGE);
+    let all_reduce = desc.kind == Kind::AllReduce;
+    let wishes = wishes.iter().filter(|(algorithm, _)| all_reduce || *algorithm != Ring || desc.bytes >= LARGE);
     let found = wishes.chain(&last).find(|(algorithm, _)| allowed(*algorithm));
     found.copied().unwrap_or((Direct, Reason::OneSchedule))
 }
@@ -241,10 +238,10 @@ fn fastest<'a>(
 }
 
 /// Bytes as the cost model counts them: the whole vector, or the blocks of all hosts together.
-fn exchanged(asked: OpDesc, hosts: &Hosts) -> u64 {
-    match asked.kind {
-        Kind::AllGather | Kind::Gather => asked.bytes.saturating_mul(hosts.ranks as u64),
-        _ => asked.bytes,
+fn exchanged(desc: OpDesc, hosts: &Hosts) -> u64 {
+    match desc.kind {
+        Kind::AllGather | Kind::Gather => desc.bytes.saturating_mul(hosts.ranks as u64),
+        _ => desc.bytes,
     }
 }
 
@@ -259,9 +256,9 @@ fn cap(count: usize) -> u8 {
 
 /// A default: what is large is shared out over all ranks of a host, which fill the link with several connections.
 /// The border of kinds that move blocks was measured on hosts with a core for every rank (docs/benchmarks.md).
-fn leaders(asked: OpDesc, hosts: &Hosts) -> u8 {
-    let border = if asked.kind == Kind::AllReduce { SMALL } else { LARGE };
-    if exchanged(asked, hosts) > border { possible_leaders(asked.kind, u8::MAX, hosts) } else { 1 }
+fn leaders(desc: OpDesc, hosts: &Hosts) -> u8 {
+    let border = if desc.kind == Kind::AllReduce { SMALL } else { LARGE };
+    if exchanged(desc, hosts) > border { possible_leaders(desc.kind, u8::MAX, hosts) } else { 1 }
 }
 
 /// Leaders of each host where `count` are wished for: at most all; of kinds that cannot be shared by some, all or one.
@@ -297,7 +294,7 @@ mod tests {
         Hosts { hosts: count, ranks: count * 2, least_ranks: 2, link, strict: false }
     }
 
-    fn asked(kind: Kind, bytes: u64) -> OpDesc {
+    fn desc(kind: Kind, bytes: u64) -> OpDesc {
         OpDesc { kind, bytes, class: if kind.reduces() { Class::Float } else { Class::Moved } }.normal()
     }
 
@@ -306,7 +303,7 @@ mod tests {
         let policy = Policy::default();
         let at = |count, bytes| {
             let hosts = hosts(count, LinkFacts::default());
-            let found = between_hosts(asked(Kind::AllReduce, bytes), false, &hosts, &Menu::new(count), &policy);
+            let found = between_hosts(desc(Kind::AllReduce, bytes), false, &hosts, &Menu::new(count), &policy);
             (found.algorithm, found.reason)
         };
         assert_eq!(at(4, LARGE - 1), (Algorithm::Doubling, Reason::PowerOfTwo));
@@ -318,8 +315,8 @@ mod tests {
     fn a_measured_link_overrules_the_start_rules_and_a_rule_overrules_both() {
         let menu = Menu::new(3);
         let mut policy = Policy::default();
-        let small = asked(Kind::AllReduce, 64);
-        let large = asked(Kind::AllReduce, (2 << 20) + 1);
+        let small = desc(Kind::AllReduce, 64);
+        let large = desc(Kind::AllReduce, (2 << 20) + 1);
         let exact = OpDesc { class: Class::Exact, ..small };
         let found = between_hosts(exact, false, &hosts(3, FAST), &menu, &policy);
         assert_eq!(found.reason, Reason::Model);
@@ -352,7 +349,7 @@ mod tests {
             ];
             let ways = links.map(|link| {
                 [(8, false), (SMALL, false), (1 << 20, true)].map(|(bytes, batched)| {
-                    between_hosts(asked(Kind::AllReduce, bytes), batched, &hosts(count, link), &menu, &policy).algorithm
+                    between_hosts(desc(Kind::AllReduce, bytes), batched, &hosts(count, link), &menu, &policy).algorithm
                 })
             });
             assert!(ways.iter().flatten().all(|way| *way == ways[0][0]), "{count} hosts: {ways:?}");
@@ -364,7 +361,7 @@ mod tests {
         let menu = Menu::new(3);
         let leaders = |kind, bytes, rules: &str, hosts: &Hosts| {
             let policy = Policy { rules: Rules::parse(rules).unwrap(), ..Policy::default() };
-            between_hosts(asked(kind, bytes), false, hosts, &menu, &policy).leaders
+            between_hosts(desc(kind, bytes), false, hosts, &menu, &policy).leaders
         };
         let even = Hosts { ranks: 12, least_ranks: 4, ..hosts(3, FAST) };
         let uneven = Hosts { ranks: 13, ..even };
@@ -405,15 +402,15 @@ mod tests {
             };
             let kind = kinds[next(kinds.len() as u64) as usize];
             let bytes = next(u64::MAX) >> next(33);
-            let asked =
-                OpDesc { class: [Class::Float, Class::Exact, Class::Low][next(3) as usize], ..asked(kind, bytes) };
+            let desc =
+                OpDesc { class: [Class::Float, Class::Exact, Class::Low][next(3) as usize], ..desc(kind, bytes) };
             let (batched, policy) = (next(2) == 0, &policies[next(2) as usize]);
             let [menu, another] = &menus[count];
-            let found = between_hosts(asked, batched, &hosts, menu, policy);
-            assert_eq!(found, between_hosts(asked, batched, &hosts, another, policy));
+            let found = between_hosts(desc, batched, &hosts, menu, policy);
+            assert_eq!(found, between_hosts(desc, batched, &hosts, another, policy));
             assert!(found.leaders >= 1 && usize::from(found.leaders) <= hosts.least_ranks.max(1));
             assert!(found.segments >= 1);
-            let cut = (1024..=1 << 30).contains(&found.segment_bytes) && asked.bytes > SMALL && !batched;
+            let cut = (1024..=1 << 30).contains(&found.segment_bytes) && desc.bytes > SMALL && !batched;
             assert!(if found.segments == 1 { found.segment_bytes == WHOLE } else { cut }, "{found:?}");
             let shared = matches!(kind, Kind::AllReduce | Kind::Broadcast | Kind::AllGather | Kind::ReduceScatter);
             assert!(found.leaders == 1 || shared, "{found:?}");
@@ -423,7 +420,7 @@ mod tests {
             if hosts.strict {
                 assert_eq!(found.algorithm, Algorithm::Direct);
             }
-            assert!(!(batched && by_position(found.algorithm, asked)), "{found:?}");
+            assert!(!(batched && by_position(found.algorithm, desc)), "{found:?}");
         }
     }
 }

@@ -30,17 +30,17 @@ const MEMORY_NS: f64 = 0.037;
 
 /// The way of one operation, for every possible question. Inside one host (`shape.hosts` is 1) a collective of at least
 /// two ranks gets `Slots` or `Rounds`, and what it gets fits into the slots and the stage.
-pub fn choose(asked: OpDesc, shape: &GroupShape, policy: &Policy) -> Choice {
-    if asked.kind.is_p2p() {
+pub fn choose(desc: OpDesc, shape: &GroupShape, policy: &Policy) -> Choice {
+    if desc.kind.is_p2p() {
         return Choice::MESSAGE;
     }
     if shape.ranks < 2 {
         return Choice::ALONE;
     }
-    match decisive(asked, shape, policy) {
+    match decisive(desc, shape, policy) {
         Decisive::Rule(_, path) => Choice { path, reason: Reason::Override },
         Decisive::Line(_, path) => Choice { path, reason: Reason::Measured },
-        Decisive::Start => start(asked, shape, policy.cache_bytes),
+        Decisive::Start => start(desc, shape, policy.cache_bytes),
     }
 }
 
@@ -51,36 +51,36 @@ pub(crate) enum Decisive<'a> {
     Start,
 }
 
-pub(crate) fn decisive<'a>(asked: OpDesc, shape: &GroupShape, policy: &'a Policy) -> Decisive<'a> {
+pub(crate) fn decisive<'a>(desc: OpDesc, shape: &GroupShape, policy: &'a Policy) -> Decisive<'a> {
     let Rules(rules) = &policy.rules;
-    for rule in rules.iter().filter(|rule| rule.fits(asked.kind, asked.bytes)) {
+    for rule in rules.iter().filter(|rule| rule.fits(desc.kind, desc.bytes)) {
         if rule.way == AlgorithmChoice::Start {
             return Decisive::Start;
         }
-        if let Some(path) = possible(rule.way, asked, shape) {
+        if let Some(path) = possible(rule.way, desc, shape) {
             return Decisive::Rule(rule, path);
         }
     }
-    let line = policy.table.as_ref().and_then(|table| table.find(asked.kind, asked.bytes));
-    match line.and_then(|line| Some((line, possible(line.rule.way, asked, shape)?))) {
+    let line = policy.table.as_ref().and_then(|table| table.find(desc.kind, desc.bytes));
+    match line.and_then(|line| Some((line, possible(line.rule.way, desc, shape)?))) {
         Some((line, path)) => Decisive::Line(line, path),
         None => Decisive::Start,
     }
 }
 
 /// The path by which this operation can go this way, if it can.
-pub(crate) fn possible(way: AlgorithmChoice, asked: OpDesc, shape: &GroupShape) -> Option<Path> {
+pub(crate) fn possible(way: AlgorithmChoice, desc: OpDesc, shape: &GroupShape) -> Option<Path> {
     match way {
-        AlgorithmChoice::Slots if fits_slot(asked, shape) => Some(Path::Slots),
-        AlgorithmChoice::Rounds { chunk } if asked.kind != Kind::Barrier => {
+        AlgorithmChoice::Slots if fits_slot(desc, shape) => Some(Path::Slots),
+        AlgorithmChoice::Rounds { chunk } if desc.kind != Kind::Barrier => {
             Some(Path::Rounds { chunk: fitting(chunk, shape) })
         }
         _ => None, // a way between hosts is none inside of one
     }
 }
 
-fn fits_slot(asked: OpDesc, shape: &GroupShape) -> bool {
-    asked.kind != Kind::AllToAll && asked.bytes <= shape.slot_bytes as u64
+fn fits_slot(desc: OpDesc, shape: &GroupShape) -> bool {
+    desc.kind != Kind::AllToAll && desc.bytes <= shape.slot_bytes as u64
 }
 
 /// A chunk that the stage holds, cut at cache lines.
@@ -96,14 +96,14 @@ pub(crate) fn out_of_cache(cache_bytes: u64) -> u64 {
 /// Start values, measured with two ranks on two cores (docs/benchmarks.md): as few rounds as the buffers allow while the
 /// tensor stays in the last-level cache, smaller chunks where it does not, as few rounds as possible where ranks share
 /// cores, because then every round costs context switches.
-pub(crate) fn start(asked: OpDesc, shape: &GroupShape, cache_bytes: u64) -> Choice {
+pub(crate) fn start(desc: OpDesc, shape: &GroupShape, cache_bytes: u64) -> Choice {
     let rounds = |chunk: usize, reason| Choice { path: Path::Rounds { chunk: fitting(chunk, shape) }, reason };
-    match asked.kind {
+    match desc.kind {
         Kind::Barrier => Choice { path: Path::Slots, reason: Reason::NothingToMove },
         Kind::AllToAll => rounds(shape.stage_bytes, Reason::NoCommonSize),
-        _ if fits_slot(asked, shape) => Choice { path: Path::Slots, reason: Reason::FitsSlot },
+        _ if fits_slot(desc, shape) => Choice { path: Path::Slots, reason: Reason::FitsSlot },
         _ if shape.oversubscribed() => rounds(shape.stage_bytes, Reason::Oversubscribed),
-        _ if asked.bytes > out_of_cache(cache_bytes) => rounds(SMALL_CHUNK, Reason::OutOfCache),
+        _ if desc.bytes > out_of_cache(cache_bytes) => rounds(SMALL_CHUNK, Reason::OutOfCache),
         _ => rounds(shape.stage_bytes, Reason::InCache),
     }
 }
@@ -181,14 +181,14 @@ mod tests {
         Kind::Barrier,
     ];
 
-    fn asked(kind: Kind, bytes: u64) -> OpDesc {
+    fn desc(kind: Kind, bytes: u64) -> OpDesc {
         OpDesc { kind, bytes, class: Class::of(kind, Dtype::F32) }
     }
 
     #[test]
     fn rule_07_the_choice_ignores_local_facts_and_is_total() {
         let policy = Policy::default();
-        let path = |kind, bytes, shape: &GroupShape| choose(asked(kind, bytes), shape, &policy).path;
+        let path = |kind, bytes, shape: &GroupShape| choose(desc(kind, bytes), shape, &policy).path;
         for kind in [Kind::AllReduce, Kind::Broadcast, Kind::AllGather, Kind::ReduceScatter] {
             assert_eq!(path(kind, 0, &SHAPE), Path::Slots);
             assert_eq!(path(kind, 4096, &SHAPE), Path::Slots);
@@ -247,16 +247,16 @@ mod tests {
                 stage_bytes: 32 << 10 << random.below(5),
             };
             let kind = COLLECTIVES[random.below(9) as usize];
-            let asked = asked(kind, random.next() >> random.below(64));
-            let choice = choose(asked, &shape, &policy);
-            assert_eq!(choice, choose(asked, &shape, &sent), "rank 0 and the ranks it sent its policy to");
+            let desc = desc(kind, random.next() >> random.below(64));
+            let choice = choose(desc, &shape, &policy);
+            assert_eq!(choice, choose(desc, &shape, &sent), "rank 0 and the ranks it sent its policy to");
             assert_eq!(Choice::from_code(choice.code()), choice);
-            let kept = OpDesc::from_load(kind, asked.load());
-            assert_eq!(kept, OpDesc { bytes: asked.bytes.min((1 << 56) - 1), ..asked });
+            let kept = OpDesc::from_load(kind, desc.load());
+            assert_eq!(kept, OpDesc { bytes: desc.bytes.min((1 << 56) - 1), ..desc });
             assert_ne!(choice.reason, Reason::Unknown);
             match choice.path {
                 Path::Alone => assert!(shape.ranks < 2),
-                Path::Slots => assert!(asked.bytes <= 4096 || kind == Kind::Barrier),
+                Path::Slots => assert!(desc.bytes <= 4096 || kind == Kind::Barrier),
                 Path::Rounds { chunk } => {
                     assert!(chunk >= 64 && chunk <= shape.stage_bytes && chunk.is_multiple_of(64), "{chunk}");
                 }
@@ -264,7 +264,7 @@ mod tests {
             }
         }
         for kind in [Kind::Send, Kind::Recv] {
-            assert_eq!(choose(asked(kind, 8), &SHAPE, &Policy::default()), Choice::MESSAGE);
+            assert_eq!(choose(desc(kind, 8), &SHAPE, &Policy::default()), Choice::MESSAGE);
         }
     }
 
@@ -272,7 +272,7 @@ mod tests {
     fn rules_come_before_the_table_and_the_table_before_the_start_values() {
         let mut policy = Policy { table: Some(table::tests::example()), ..Policy::default() };
         let at = |policy: &Policy, bytes| {
-            let choice = choose(asked(Kind::AllReduce, bytes), &SHAPE, policy);
+            let choice = choose(desc(Kind::AllReduce, bytes), &SHAPE, policy);
             (choice.path.to_string(), choice.reason)
         };
         assert_eq!(at(&policy, 8192), ("rounds(64KiB)".into(), Reason::Measured));

@@ -229,14 +229,14 @@ impl Engine for MultiHost {
         free
     }
 
-    fn explain(&self, asked: OpDesc, batched: bool) -> Explanation {
+    fn explain(&self, desc: OpDesc, batched: bool) -> Explanation {
         let Shared { host_map, hosts, menu, policy, .. } = &*self.shared;
         let shape = GroupShape::without_memory(host_map.ranks());
-        if asked.kind.is_p2p() {
+        if desc.kind.is_p2p() {
             let why = "the ranks live on several hosts, where messages run by the delegate";
-            return explain::delegated(asked, &shape, policy, why);
+            return explain::delegated(desc, &shape, policy, why);
         }
-        explain::between(asked, batched, &shape, hosts, menu, policy)
+        explain::between(desc, batched, &shape, hosts, menu, policy)
     }
 }
 

@@ -79,19 +79,19 @@ impl Shared {
     }
 
     /// Chooses the algorithm of one operation, or of several that are fused: a function of what all ranks share.
-    pub fn choice(&self, asked: OpDesc, batched: bool) -> HostsChoice {
-        inter::between_hosts(asked, batched, &self.hosts, &self.menu, &self.policy)
+    pub fn choice(&self, desc: OpDesc, batched: bool) -> HostsChoice {
+        inter::between_hosts(desc, batched, &self.hosts, &self.menu, &self.policy)
     }
 
     /// Chooses the algorithm of a batch and records it, and the batch, in each of its operations.
     fn set_out(&self, batch: &Batch, ops: &[Arc<Op>]) -> HostsChoice {
         let ranks = self.host_map.ranks();
-        let asked =
+        let desc =
             OpDesc::together(ops.iter().map(|op| OpDesc::of(&op.request, ranks))).expect("a batch holds one or more");
-        let choice = self.choice(asked, ops.len() > 1);
+        let choice = self.choice(desc, ops.len() > 1);
         if batch.segment == 0 {
             for op in ops {
-                op.loads(asked.load());
+                op.loads(desc.load());
                 op.set_fused_with(FusedWith::new(op.number, (batch.first, batch.last), ops.len()));
                 op.sets_out(choice.choice().code());
             }

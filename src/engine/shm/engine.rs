@@ -117,9 +117,9 @@ impl Shm {
             self.held.push(Held { op, turn, behind });
             return Ok(());
         }
-        let asked = OpDesc::of(&op.request, self.area.ranks);
-        let choice = select::choose(asked, &self.shape, &self.policy);
-        op.loads(asked.load());
+        let desc = OpDesc::of(&op.request, self.area.ranks);
+        let choice = select::choose(desc, &self.shape, &self.policy);
+        op.loads(desc.load());
         op.sets_out(choice.code());
         self.entries.push_back(Entry { op, kernel, path: choice.path, phase: Phase::Queued, turn, behind: None });
         self.queued += 1;
@@ -410,8 +410,8 @@ impl Engine for Shm {
         collectives.chain(self.held.drain(..).map(|held| held.op)).chain(self.p2p.take_pending()).collect()
     }
 
-    fn explain(&self, asked: OpDesc, _batched: bool) -> Explanation {
-        explain::explain(asked, &self.shape, &self.policy)
+    fn explain(&self, desc: OpDesc, _batched: bool) -> Explanation {
+        explain::explain(desc, &self.shape, &self.policy)
     }
 }
 
