@@ -10,7 +10,7 @@ use loom::sync::atomic::{AtomicU32, AtomicU64, fence};
 use loom::sync::{Arc, Condvar, Mutex};
 use loom::thread;
 
-use sagellm::engine::shm::lanes::Lanes;
+use sagellm::engine::shm::lanes::Channels;
 use sagellm::engine::shm::protocol;
 use sagellm::engine::shm::protocol::{Mail, Region, Slots, Word, Words};
 use sagellm::os::event_count;
@@ -573,12 +573,12 @@ fn a_thread_that_asks_for_the_interpreters_lock_holds_up_nobody() {
     });
 }
 
-/// What two senders and a receiver with one lane share. Sender `s` is rank `s + 1`.
+/// What two senders and a receiver with one channel share. Sender `s` is rank `s + 1`.
 struct Letters {
     grants: [AtomicU64; 2],
     ready: [AtomicU64; 2],
     drained: [AtomicU64; 2],
-    lane: [UnsafeCell<u64>; 2],
+    channel: [UnsafeCell<u64>; 2],
 }
 
 /// Rounds of a message: the last one uses the buffer of the first.
@@ -593,28 +593,28 @@ impl Letters {
             if !a_few_times(|| protocol::may_fill_body(g, self.drained[s].load(Acquire))) {
                 return;
             }
-            write(&self.lane[(g % 2) as usize], g * 10 + s as u64);
+            write(&self.channel[(g % 2) as usize], g * 10 + s as u64);
             self.ready[s].store(g + 1, Release);
         }
     }
 
     fn receive(&self) {
-        let mut lanes = Lanes::new(1, 3);
+        let mut channels = Channels::new(1, 3);
         let (mut granted, mut round) = ([false; 2], [0; 2]);
         // Often enough for both messages: one part of each a turn.
         some_times(2 * PARTS as usize + 1, || {
             for s in 0..2 {
-                if !granted[s] && lanes.lend(s + 1).is_some() {
+                if !granted[s] && channels.lend(s + 1).is_some() {
                     granted[s] = true;
                     self.grants[s].store(1, Release);
                 }
                 let g = round[s];
                 if g < PARTS && self.ready[s].load(Acquire) > g {
-                    assert_eq!(read(&self.lane[(g % 2) as usize]), g * 10 + s as u64, "a part of another message");
+                    assert_eq!(read(&self.channel[(g % 2) as usize]), g * 10 + s as u64, "a part of another message");
                     round[s] += 1;
                     self.drained[s].store(round[s], Release);
                     if round[s] == PARTS {
-                        lanes.give_back(s + 1);
+                        channels.give_back(s + 1);
                     }
                 }
             }
@@ -630,8 +630,8 @@ fn a_lane_passes_from_sender_to_sender_without_mixing_messages() {
     model.max_branches = 20_000;
     model.check(|| {
         let zeros = || [AtomicU64::new(0), AtomicU64::new(0)];
-        let lane = [UnsafeCell::new(0), UnsafeCell::new(0)];
-        let letters = Arc::new(Letters { grants: zeros(), ready: zeros(), drained: zeros(), lane });
+        let channel = [UnsafeCell::new(0), UnsafeCell::new(0)];
+        let letters = Arc::new(Letters { grants: zeros(), ready: zeros(), drained: zeros(), channel });
         let senders: Vec<_> = (0..2)
             .map(|s| {
                 let letters = letters.clone();

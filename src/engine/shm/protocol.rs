@@ -16,10 +16,10 @@
 //! fill round `g` when every peer's `Drained >= g - 1`, that is, when no peer reads round `g - 2`, the last user of
 //! that buffer.
 //!
-//! **Messages.** A message that does not fit into an envelope goes through the two buffers of a lane of the receiver
+//! **Messages.** A message that does not fit into an envelope goes through the two buffers of a channel of the receiver
 //! (`lanes.rs`), in rounds that are numbered through all such messages of an ordered pair: the sender may fill round
-//! `g` when the receiver has drained round `g - 2`. A lane passes to another sender only by a grant, which the receiver
-//! gives (release) after it has read everything that came through the lane before.
+//! `g` when the receiver has drained round `g - 2`. A channel passes to another sender only by a grant, which the receiver
+//! gives (release) after it has read everything that came through the channel before.
 //!
 //! **Mail.** With many ranks, a sender marks at the receiver that it has sent: it sets its bit (release) after the
 //! message is visible. The receiver takes the bits (acquire) before it reads the envelopes of the senders they name, so
@@ -147,7 +147,7 @@ pub fn drained<W: Words>(words: &W, region: Region, me: usize, g: u64) {
     words.store(Word::Drained(region, me), g + 1);
 }
 
-/// True when a sender may fill a lane's buffer for round `g` of its pair, given that the receiver has drained rounds up
+/// True when a sender may fill a channel's buffer for round `g` of its pair, given that the receiver has drained rounds up
 /// to `drained`.
 pub fn may_fill_body(g: u64, drained: u64) -> bool {
     g < 2 || drained >= g - 1

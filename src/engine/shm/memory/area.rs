@@ -160,10 +160,10 @@ impl Area {
         assert!(bytes <= self.layout.eager_bytes, "sagellm: an eager message of {bytes} bytes");
         self.segment.ptr(self.layout.envelope(from, to, number) + self.layout.payload_offset(bytes), bytes)
     }
-    pub fn body(&self, to: usize, lane: usize, round: u64, bytes: usize) -> *mut u8 {
+    pub fn body(&self, to: usize, channel: usize, round: u64, bytes: usize) -> *mut u8 {
         assert!(bytes <= self.layout.body_bytes, "sagellm: a body part of {bytes} bytes");
-        assert!(lane < self.layout.lanes, "sagellm: lane {lane} of {}", self.layout.lanes);
-        self.segment.ptr(self.layout.body(to, lane, round), bytes)
+        assert!(channel < self.layout.channels, "sagellm: channel {channel} of {}", self.layout.channels);
+        self.segment.ptr(self.layout.body(to, channel, round), bytes)
     }
 
     // Leaving and faults.

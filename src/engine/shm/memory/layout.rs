@@ -8,13 +8,13 @@
 //! stage     per rank: 2 buffers that the rank fills for its peers
 //! result    per rank: 2 buffers that hold the slice the rank has reduced
 //! pairs     per sender, for each of the others: words, grants and a few envelopes of a message each (p2p.rs)
-//! lanes     per receiver: 2 buffers each, through which messages too large for an envelope move (lanes.rs)
+//! channels     per receiver: 2 buffers each, through which messages too large for an envelope move (lanes.rs)
 //! ```
 //!
 //! **Memory for messages.** Every ordered pair of ranks has its own envelopes, so that an unmatched message blocks no
 //! other pair. This part grows with the square of the ranks, so an envelope is small where ranks are many. A large
 //! message needs memory only after a receive has matched it, and from then on nothing but copying delays it: so a
-//! receiver needs only a few lanes, which it lends to one sender after the other, and every lane comes back.
+//! receiver needs only a few channels, which it lends to one sender after the other, and every channel comes back.
 //!
 //! **Memory that every group uses is populated when the group is made** (`early_ranges`). The rest, most of it, is
 //! divided into parts (`Part`). A part's owner populates it when an operation first needs it, and no rank touches it
@@ -53,8 +53,8 @@ pub enum Part {
     Result,
     /// Words, grants and envelopes of its messages to all others.
     Envelopes,
-    /// The buffers of one lane, through which it receives.
-    Lane(usize),
+    /// The buffers of one channel, through which it receives.
+    Channel(usize),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -69,7 +69,7 @@ pub struct Layout {
     /// Largest message that travels inside its envelope.
     pub eager_bytes: usize,
     /// Number of senders whose larger messages a rank can receive at once.
-    pub lanes: usize,
+    pub channels: usize,
     pub body_bytes: usize,
     group: usize,
     control: usize,
@@ -91,20 +91,20 @@ struct Sizes {
     largest_stage: usize,
     envelopes: u64,
     eager_bytes: usize,
-    lanes: usize,
+    channels: usize,
     body_bytes: usize,
 }
 
 impl Sizes {
     fn of(ranks: usize) -> Sizes {
-        let (depth, largest_stage, envelopes, eager_bytes, lanes, body_bytes) = match ranks {
+        let (depth, largest_stage, envelopes, eager_bytes, channels, body_bytes) = match ranks {
             0..=4 => (64, 512 << 10, 32, 4096, ranks.max(2) - 1, 128 << 10),
             5..=8 => (32, 256 << 10, 8, 2048, 2, 64 << 10),
             9..=16 => (32, 256 << 10, 8, 1024, 4, 32 << 10),
             17..=64 => (16, 256 << 10, 8, 256, 4, 16 << 10),
             _ => (16, 256 << 10, 4, SHORT_BYTES, 4, 16 << 10),
         };
-        Sizes { depth, largest_stage, envelopes, eager_bytes, lanes, body_bytes }
+        Sizes { depth, largest_stage, envelopes, eager_bytes, channels, body_bytes }
     }
 }
 
@@ -139,7 +139,7 @@ impl Layout {
     }
 
     fn with(ranks: usize, stage_bytes: usize) -> Layout {
-        let Sizes { depth, envelopes, eager_bytes, lanes, body_bytes, .. } = Sizes::of(ranks);
+        let Sizes { depth, envelopes, eager_bytes, channels, body_bytes, .. } = Sizes::of(ranks);
         // A slice is a rank's share of a chunk, rounded up to lines; see bulk.rs.
         let result_bytes = up(stage_bytes.div_ceil(ranks) + 64, PAGE);
         let mut layout = Layout {
@@ -149,7 +149,7 @@ impl Layout {
             result_bytes,
             envelopes,
             eager_bytes,
-            lanes,
+            channels,
             body_bytes,
             group: up(64 * ranks, PAGE),
             control: 0,
@@ -166,7 +166,7 @@ impl Layout {
         layout.result = layout.stage + ranks * 2 * stage_bytes;
         layout.pairs = layout.result + ranks * 2 * result_bytes;
         layout.bodies = layout.pairs + ranks * layout.row_bytes();
-        layout.total = layout.bodies + ranks * layout.lanes_bytes();
+        layout.total = layout.bodies + ranks * layout.channels_bytes();
         layout
     }
 
@@ -206,9 +206,9 @@ impl Layout {
     fn row_bytes(&self) -> usize {
         up((self.ranks - 1) * self.pair_bytes(), PAGE)
     }
-    /// Bytes of a receiver's lanes.
-    fn lanes_bytes(&self) -> usize {
-        self.lanes * 2 * self.body_bytes
+    /// Bytes of a receiver's channels.
+    fn channels_bytes(&self) -> usize {
+        self.channels * 2 * self.body_bytes
     }
     /// With few ranks each word of a pair has its own lines; with many, the words of one writer share a pair of lines.
     fn word_stride(&self) -> usize {
@@ -270,9 +270,9 @@ impl Layout {
     pub fn payload_offset(&self, bytes: usize) -> usize {
         if bytes <= SHORT_BYTES { 64 - SHORT_BYTES } else { 64 }
     }
-    pub fn body(&self, to: usize, lane: usize, round: u64) -> usize {
-        debug_assert!(to < self.ranks && lane < self.lanes);
-        self.bodies + to * self.lanes_bytes() + (lane * 2 + (round % 2) as usize) * self.body_bytes
+    pub fn body(&self, to: usize, channel: usize, round: u64) -> usize {
+        debug_assert!(to < self.ranks && channel < self.channels);
+        self.bodies + to * self.channels_bytes() + (channel * 2 + (round % 2) as usize) * self.body_bytes
     }
 
     /// The ranges that `rank` populates when the group is made: its words and slots, and on rank 0 those of the group.
@@ -286,20 +286,20 @@ impl Layout {
     }
 
     /// The range of a part of `rank`. Its owner populates it: the rank that writes it, because the first touch places
-    /// it on that rank's NUMA node; for a lane the rank that reads it, because its senders change.
+    /// it on that rank's NUMA node; for a channel the rank that reads it, because its senders change.
     pub fn part(&self, rank: usize, part: Part) -> Range<usize> {
         let (start, bytes) = match part {
             Part::Stage => (self.stage(rank, 0), 2 * self.stage_bytes),
             Part::Result => (self.result(rank, 0), 2 * self.result_bytes),
             Part::Envelopes => (self.pairs + rank * self.row_bytes(), self.row_bytes()),
-            Part::Lane(lane) => (self.body(rank, lane, 0), 2 * self.body_bytes),
+            Part::Channel(channel) => (self.body(rank, channel, 0), 2 * self.body_bytes),
         };
         start..start + bytes
     }
 
     /// All parts of a rank.
     pub fn parts(&self) -> impl Iterator<Item = Part> + use<> {
-        [Part::Stage, Part::Result, Part::Envelopes].into_iter().chain((0..self.lanes).map(Part::Lane))
+        [Part::Stage, Part::Result, Part::Envelopes].into_iter().chain((0..self.channels).map(Part::Channel))
     }
 }
 
@@ -317,7 +317,7 @@ mod tests {
             for round in 0..2 {
                 areas.push((l.stage(r, round), l.stage_bytes));
                 areas.push((l.result(r, round), l.result_bytes));
-                areas.extend((0..l.lanes).map(|lane| (l.body(r, lane, round), l.body_bytes)));
+                areas.extend((0..l.channels).map(|channel| (l.body(r, channel, round), l.body_bytes)));
             }
         }
         for from in senders.iter().copied().filter(|from| *from < l.ranks) {

@@ -7,7 +7,7 @@
 //! | --- | --- | --- |
 //! | stage, result | before the first round that fills them | `Ready` of a round (release, acquire) |
 //! | envelopes of a sender | before its first message | mail (release, acquire): its first message to a rank always brings some |
-//! | lane of a receiver | before it is first lent | the grant (release, acquire) |
+//! | channel of a receiver | before it is first lent | the grant (release, acquire) |
 //!
 //! Words and slots are used before ranks exchange anything, so a rank populates them before it says that it has mapped
 //! the memory, and no rank gets its group before all have said so (`rendezvous`).
@@ -36,7 +36,7 @@ impl Presence {
             Part::Stage => 1,
             Part::Result => 1 << 1,
             Part::Envelopes => 1 << 2,
-            Part::Lane(lane) => 1 << (3 + lane),
+            Part::Channel(channel) => 1 << (3 + channel),
         }
     }
 
