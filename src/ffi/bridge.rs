@@ -156,8 +156,8 @@ pub mod ffi {
         dtype: Dtype,
         op: ReduceOp,
         factor: f64,
-        even: bool,
-        plain: bool,
+        equal_counts: bool,
+        dense: bool,
         root: u32,
         tag: u32,
         read: u64,
@@ -218,9 +218,9 @@ pub mod ffi {
         /// The kind that the library is asked for, and the element type that it is given (for what is only moved, 0).
         kind: Kind,
         dtype: Dtype,
-        flat: bool,
-        apart: bool,
-        spoils: bool,
+        contiguous: bool,
+        out_of_place: bool,
+        clobbers_input: bool,
         /// It is given the factor of its own PREMUL_SUM.
         premul: bool,
         /// What is done to the tensors before the library's call, and after it.

@@ -132,7 +132,7 @@ pub struct Case {
 
 impl Case {
     pub fn input(&self, me: usize) -> Vec<u8> {
-        let LoweringInput { kind, dtype, ranks, even, .. } = self.asked;
+        let LoweringInput { kind, dtype, ranks, equal_counts: even, .. } = self.asked;
         let to_all = |me: usize| (0..ranks).flat_map(move |q| data(dtype, me * 100 + q, block(kind, even, me, q)));
         match kind {
             Kind::AllReduce | Kind::Reduce | Kind::Gather => data(dtype, me, 7),
@@ -146,7 +146,7 @@ impl Case {
 
     /// Bytes that go to or come from rank `q`, in the caller's type.
     pub fn blocks(&self, me: usize, sends: bool) -> Vec<usize> {
-        let LoweringInput { kind, dtype, ranks, even, .. } = self.asked;
+        let LoweringInput { kind, dtype, ranks, equal_counts: even, .. } = self.asked;
         (0..ranks)
             .map(|q| if sends { block(kind, even, me, q) } else { block(kind, even, q, me) } * dtype.size())
             .collect()

@@ -100,9 +100,9 @@ pub struct LoweringInput {
     pub op: ReduceOp,
     pub ranks: usize,
     /// All ranks' blocks are equal, and all ranks know it from the form of the call.
-    pub even: bool,
+    pub equal_counts: bool,
     /// The tensor's memory is its elements in order: false for internal formats, which torch_npu gives tensors.
-    pub plain: bool,
+    pub dense: bool,
 }
 
 /// Something done to a tensor beside the library, on the communication stream.
@@ -139,11 +139,11 @@ pub struct Recipe {
     pub after: Vec<Local>,
     pub method: Method,
     /// Blocks must lie behind each other in one buffer; otherwise each may lie anywhere.
-    pub flat: bool,
+    pub contiguous: bool,
     /// What is sent and what is received must be different memory.
-    pub apart: bool,
+    pub out_of_place: bool,
     /// The input may be overwritten: hand over a copy where it must stay.
-    pub spoils: bool,
+    pub clobbers_input: bool,
     /// The calls are one launch: `launch` puts them between group start and group end.
     pub grouped: bool,
     /// Why it is not one plain call, for `explain`; empty if it is.
@@ -163,7 +163,7 @@ pub fn packs(bytes: usize) -> bool {
 /// The way of an operation, or the reason why there is none and what to do.
 pub fn recipe(asked: &LoweringInput, able: &Capabilities) -> Result<Recipe, String> {
     let name = &able.name;
-    if !asked.plain {
+    if !asked.dense {
         return Err(format!(
             "sagellm: {}: a tensor has an internal format of its device, whose bytes are not its elements in order, and \
              {name} moves bytes; convert it first, on NPU with torch_npu.npu_format_cast(tensor, 2)",
@@ -201,7 +201,7 @@ fn narrow_of(dtype: Dtype) -> Option<Dtype> {
 
 /// Kinds that move bytes and change none.
 fn moved(asked: &LoweringInput, able: &Capabilities) -> Recipe {
-    let LoweringInput { kind, even, .. } = *asked;
+    let LoweringInput { kind, equal_counts: even, .. } = *asked;
     let plain = Recipe {
         kind,
         dtype: Dtype::Bytes,
@@ -209,13 +209,13 @@ fn moved(asked: &LoweringInput, able: &Capabilities) -> Recipe {
         before: Vec::new(),
         after: Vec::new(),
         method: Method::Native,
-        flat: true,
-        apart: false,
-        spoils: false,
+        contiguous: true,
+        out_of_place: false,
+        clobbers_input: false,
         grouped: false,
         why: String::new(),
     };
-    let exchange = |why: String| Recipe { method: Method::Exchange, flat: false, why, ..plain.clone() };
+    let exchange = |why: String| Recipe { method: Method::Exchange, contiguous: false, why, ..plain.clone() };
     let lacks = || format!("{} has no {kind}: sends and receives", able.name);
     match kind {
         Kind::Barrier => Recipe {
@@ -227,11 +227,11 @@ fn moved(asked: &LoweringInput, able: &Capabilities) -> Recipe {
         Kind::Gather if !able.gather => exchange(lacks()),
         Kind::Scatter if !able.scatter => exchange(lacks()),
         // Which rank has equal blocks is known to that rank alone, so both forms of the call go one way.
-        Kind::AllToAll if able.all_to_all_v => Recipe { apart: true, ..plain },
+        Kind::AllToAll if able.all_to_all_v => Recipe { out_of_place: true, ..plain },
         Kind::AllToAll => exchange("all_to_all travels as sends and receives, equal blocks and others alike".into()),
         Kind::AllGather if !even => Recipe {
             method: Method::PerRoot,
-            flat: false,
+            contiguous: false,
             grouped: able.group,
             why: "blocks differ: one broadcast for each rank".into(),
             ..plain
@@ -260,19 +260,19 @@ fn combined(asked: &LoweringInput, able: &Capabilities) -> Result<Recipe, String
         before: Vec::new(),
         after: Vec::new(),
         method: Method::Native,
-        flat: true,
-        apart: false,
-        spoils: false,
+        contiguous: true,
+        out_of_place: false,
+        clobbers_input: false,
         grouped: false,
         why: String::new(),
     };
     let done = numbers(base, dtype, op, asked.ranks, able);
     let Some(mut recipe) = done else { return folded(asked, able) };
-    if kind == Kind::ReduceScatter && !asked.even {
+    if kind == Kind::ReduceScatter && !asked.equal_counts {
         recipe.method = Method::PerRoot;
-        recipe.flat = false;
+        recipe.contiguous = false;
         recipe.grouped = able.group;
-        recipe.spoils = able.reduce_spoils;
+        recipe.clobbers_input = able.reduce_spoils;
         recipe.why = join("blocks differ: one reduce for each rank", &recipe.why);
     }
     Ok(recipe)
@@ -368,8 +368,8 @@ fn folded(asked: &LoweringInput, able: &Capabilities) -> Result<Recipe, String> 
         _ => Kind::AllToAll,
     };
     // Every rank receives blocks of one size, its own, so they lie behind each other.
-    let even = kind != Kind::ReduceScatter || asked.even;
-    let mut recipe = moved(&LoweringInput { kind: moves, even, ..*asked }, able);
+    let even = kind != Kind::ReduceScatter || asked.equal_counts;
+    let mut recipe = moved(&LoweringInput { kind: moves, equal_counts: even, ..*asked }, able);
     let mut after = vec![Local::Fold(op)];
     let (before, fold) = match op {
         ReduceOp::Avg => (None, ReduceOp::Sum),

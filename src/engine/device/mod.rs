@@ -23,7 +23,7 @@
 //! };
 //! let communicator = api.clone().create(setup)?; // when all ranks are there
 //! // What torch asks for, and what this library makes of it, or the reason why it cannot:
-//! let asked = LoweringInput { kind: Kind::AllReduce, dtype: Dtype::F32, op: ReduceOp::Avg, ranks: ranks as usize, even: true, plain: true };
+//! let asked = LoweringInput { kind: Kind::AllReduce, dtype: Dtype::F32, op: ReduceOp::Avg, ranks: ranks as usize, equal_counts: true, dense: true };
 //! let recipe = recipe(&asked, api.capabilities()).map_err(sagellm::error::Error::Invalid)?;
 //! // `recipe.before` and `recipe.after` are the caller's, in torch; here they are empty.
 //! let memory = [Span { addr: address, bytes: 4096 }];
