@@ -41,22 +41,22 @@ pub struct SpinPolicy {
     pub spin: Duration,
     pub yield_for: Duration,
     /// Every rank could have its own core.
-    pub apart: bool,
+    pub own_cores: bool,
 }
 
 impl SpinPolicy {
     /// For `ranks` ranks of one host that may use `cores` cores together.
     pub fn for_ranks(ranks: usize, cores: usize) -> SpinPolicy {
         if ranks <= cores {
-            SpinPolicy { spin: Duration::from_micros(3), yield_for: Duration::from_micros(200), apart: true }
+            SpinPolicy { spin: Duration::from_micros(3), yield_for: Duration::from_micros(200), own_cores: true }
         } else {
-            SpinPolicy { spin: Duration::from_micros(1), yield_for: Duration::from_micros(200), apart: false }
+            SpinPolicy { spin: Duration::from_micros(1), yield_for: Duration::from_micros(200), own_cores: false }
         }
     }
 
     /// For a wait that another thread of this process must end: that thread may need this core.
     pub fn none() -> SpinPolicy {
-        SpinPolicy { spin: Duration::ZERO, yield_for: Duration::ZERO, apart: false }
+        SpinPolicy { spin: Duration::ZERO, yield_for: Duration::ZERO, own_cores: false }
     }
 }
 

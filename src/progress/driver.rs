@@ -95,7 +95,7 @@ pub fn wait_until(group: &dyn Driven, host: &dyn Host, until: Option<Instant>, d
             continue;
         }
         if idle < spin_policy.spin + spin_policy.yield_for {
-            if spin_policy.apart && may_dodge() && group.shares_core() {
+            if spin_policy.own_cores && may_dodge() && group.shares_core() {
                 sleep(group.domain(), Some(group), spin_policy.yield_for, &done);
             } else {
                 std::thread::yield_now();

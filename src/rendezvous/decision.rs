@@ -208,7 +208,7 @@ impl Hosts {
         }
         let shares =
             sharing_hosts(config, &host_map, &problem, &Prefixed { store, prefix: format!("hosts/{id}") }, &**host)?;
-        let host_map = HostMap::new(HostMap::apart(host_of, |host| shares[host]), config.rank);
+        let host_map = HostMap::new(HostMap::split_hosts(host_of, |host| shares[host]), config.rank);
         if host_map.local_ranks().len() == 1 {
             insides = (0..LANES).map(|_| None).collect();
         }

@@ -26,7 +26,7 @@ impl HostMap {
     }
 
     /// As `host_of`, but each rank of a host for which `shares` is false becomes a host of its own.
-    pub fn apart(host_of: &[usize], shares: impl Fn(usize) -> bool) -> Vec<usize> {
+    pub fn split_hosts(host_of: &[usize], shares: impl Fn(usize) -> bool) -> Vec<usize> {
         let mut numbers = std::collections::HashMap::new();
         let mut next = 0;
         let mut number = |key| {
@@ -95,6 +95,6 @@ mod tests {
         assert_eq!(host_map.leaders(1), [2, 3]);
         assert_eq!(host_map.leaders_with(4), [0, 4]);
         assert_eq!(host_map.by_host().collect::<Vec<_>>(), [0, 2, 1, 3, 4]);
-        assert_eq!(HostMap::apart(&[0, 1, 0, 1], |host| host == 1), [0, 1, 2, 1]);
+        assert_eq!(HostMap::split_hosts(&[0, 1, 0, 1], |host| host == 1), [0, 1, 2, 1]);
     }
 }
