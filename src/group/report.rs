@@ -51,7 +51,7 @@ impl ExternalOp {
         }
         let state = if well { State::Done } else { State::Failed };
         let record = Record { state, timed, ended: clock::stamp(), ..self.record };
-        self.group.lock().stats.foreign_ended(record);
+        self.group.lock().stats.external_ended(record);
     }
 }
 
@@ -88,7 +88,7 @@ impl Group {
         };
         let choice = choice.code();
         let mut record = Record { read, written, ..Record::external_op(kind, choice, number, (root, tag), note) };
-        record.id = inner.stats.foreign_issued(record);
+        record.id = inner.stats.external_issued(record);
         let group = self.this.upgrade().expect("a group that is used is alive");
         ExternalOp { group, record, ended: AtomicBool::new(false) }
     }

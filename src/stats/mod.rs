@@ -260,12 +260,12 @@ impl Stats {
     }
 
     /// An operation began that the core does not carry out itself.
-    pub fn foreign_issued(&mut self, record: Record) -> u64 {
+    pub fn external_issued(&mut self, record: Record) -> u64 {
         self.push(record)
     }
 
     /// It ended; `record` is complete.
-    pub fn foreign_ended(&mut self, record: Record) {
+    pub fn external_ended(&mut self, record: Record) {
         if let Some(kept) = self.history.get_mut(record.id) {
             *kept = record;
         }

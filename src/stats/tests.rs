@@ -149,10 +149,10 @@ fn what_the_core_does_not_carry_out_is_counted_too() {
     let mut stats = Stats::new(2, 4);
     for (well, timed) in [(true, true), (true, false), (false, true)] {
         let mut record = Record::external_op(Kind::Gather, 5, 1, (0, 0), CallNote::default());
-        (record.read, record.id) = (8, stats.foreign_issued(record));
+        (record.read, record.id) = (8, stats.external_issued(record));
         record.state = if well { State::Done } else { State::Failed };
         (record.timed, record.ended) = (timed, record.issued + 7);
-        stats.foreign_ended(record);
+        stats.external_ended(record);
     }
     let counts = stats.counts();
     let cell = &counts.cells()[0];
