@@ -79,7 +79,7 @@ impl RustRendezvous {
 pub(super) fn memory_meets(one: &[ffi::Strided], other: &[ffi::Strided]) -> bool {
     let reach =
         |all: &[ffi::Strided]| Reach::of_all(Vec::new(), Vec::new(), &all.iter().map(strided).collect::<Vec<_>>());
-    reach(one).meets(&reach(other))
+    reach(one).conflicts_with(&reach(other))
 }
 
 fn hook(call: &ffi::Call, completion: cxx::SharedPtr<ffi::Completion>) -> Option<Box<dyn group::Completion>> {

@@ -180,14 +180,14 @@ impl Op {
     }
 
     /// True when one of the two writes what the other reads or writes, so that the later one must run after the earlier.
-    pub fn meets(&self, other: &Op) -> bool {
+    pub fn conflicts_with(&self, other: &Op) -> bool {
         if self.extent.0 >= other.extent.1 || other.extent.0 >= self.extent.1 {
             return false;
         }
         if overlap::is_short(&self.request) && overlap::is_short(&other.request) {
-            return overlap::meet_in_pairs(&self.request, &other.request);
+            return overlap::conflict_in_pairs(&self.request, &other.request);
         }
-        self.reach().meets(other.reach())
+        self.reach().conflicts_with(other.reach())
     }
 
     /// The memory it touches.

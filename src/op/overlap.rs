@@ -29,20 +29,20 @@ impl Reach {
     }
 
     /// True when one of the two writes what the other reads or writes.
-    pub fn meets(&self, other: &Reach) -> bool {
+    pub fn conflicts_with(&self, other: &Reach) -> bool {
         meet(&self.writes, &other.writes) || meet(&self.writes, &other.reads) || meet(&self.reads, &other.writes)
     }
 }
 
 /// The same for two short requests, pair by pair: sorting would take longer.
-pub fn meet_in_pairs(one: &Request, other: &Request) -> bool {
+pub fn conflict_in_pairs(one: &Request, other: &Request) -> bool {
     let touch = |a: &[Span], b: &[Span]| a.iter().any(|x| b.iter().any(|y| x.overlaps(y)));
     touch(one.outputs(), other.outputs())
         || touch(one.outputs(), other.inputs())
         || touch(one.inputs(), other.outputs())
 }
 
-/// Few pieces and nothing strided: for `meet_in_pairs`.
+/// Few pieces and nothing strided: for `conflict_in_pairs`.
 pub fn is_short(request: &Request) -> bool {
     request.inputs().len() + request.outputs().len() <= 4 && request.also_touched.is_empty()
 }

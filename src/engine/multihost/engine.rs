@@ -289,7 +289,7 @@ impl Control for Shared {
 
     fn using(&self, reach: &Reach) -> Option<Arc<Op>> {
         let state = self.lock();
-        let found = state.entries.iter().find(|entry| !entry.done && entry.op.reach().meets(reach));
+        let found = state.entries.iter().find(|entry| !entry.done && entry.op.reach().conflicts_with(reach));
         found.map(|entry| Arc::clone(&entry.op))
     }
 }

@@ -115,7 +115,7 @@ impl State {
     pub fn must_follow(&self, number: u64) -> bool {
         let at = (number - self.base) as usize;
         let op = &self.entries[at].op;
-        self.entries.range(..at).any(|earlier| !earlier.done && op.meets(&earlier.op))
+        self.entries.range(..at).any(|earlier| !earlier.done && op.conflicts_with(&earlier.op))
     }
 
     /// Removes ended operations from the front of the list.

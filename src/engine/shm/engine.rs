@@ -108,7 +108,8 @@ impl Shm {
         if op.request.kind.is_p2p() {
             op.loads(OpDesc::of(&op.request, self.area.ranks).load());
             op.sets_out(Choice::MESSAGE.code());
-            let collectives = self.entries.iter().map(|entry| &entry.op).filter(|earlier| op.meets(earlier)).cloned();
+            let collectives =
+                self.entries.iter().map(|entry| &entry.op).filter(|earlier| op.conflicts_with(earlier)).cloned();
             let behind: Behind = collectives.collect();
             let behind = self.messages_before(&op, turn, behind);
             if behind.is_empty() && !self.held.iter().any(|held| may_not_overtake(&op, &held.op)) {
@@ -133,14 +134,14 @@ impl Shm {
         if !self.messages.is_empty() {
             // A later message on this memory would be held, so all of these are earlier.
             self.messages.retain(|message| !message.is_released());
-            for message in self.messages.iter().filter(|message| op.meets(message)) {
+            for message in self.messages.iter().filter(|message| op.conflicts_with(message)) {
                 match message.request.kind {
                     Kind::Send => copy_inputs(message),
                     _ => behind.push(Arc::clone(message)),
                 }
             }
         }
-        let held = self.held.iter().filter(|held| held.turn < turn && op.meets(&held.op));
+        let held = self.held.iter().filter(|held| held.turn < turn && op.conflicts_with(&held.op));
         behind.extend(held.map(|held| Arc::clone(&held.op)));
         behind
     }
@@ -252,7 +253,8 @@ impl Shm {
         let mut behind = match self.entries[at].behind.take() {
             Some(behind) => behind,
             None => {
-                let earlier = self.entries.range(..at).map(|entry| &entry.op).filter(|earlier| op.meets(earlier));
+                let earlier =
+                    self.entries.range(..at).map(|entry| &entry.op).filter(|earlier| op.conflicts_with(earlier));
                 let earlier = earlier.cloned().collect();
                 self.messages_before(&op, turn, earlier)
             }
