@@ -18,7 +18,7 @@ use crate::algorithms::Algorithm;
 use crate::types::Kind;
 
 pub const SYNTAX: &str =
-    "rules are OP:FROM-TO=WAY, separated by ';', for example \"all_reduce:0-4KiB=slots;*:1MiB-=rounds(128KiB)\"";
+    "rules are OP:FROM-TO=ALGORITHM, separated by ';', for example \"all_reduce:0-4KiB=slots;*:1MiB-=rounds(128KiB)\"";
 /// Longest list of rules, so that rank 0's fits into what the ranks exchange when they meet.
 pub const MAX_BYTES: usize = 4096;
 /// Chunks are cut at cache lines.
@@ -97,7 +97,7 @@ impl Rule {
 
     pub fn parse(text: &str) -> Result<Rule, String> {
         let (op, rest) = text.split_once(':').ok_or("there is no ':' after the operation")?;
-        let (range, way) = rest.split_once('=').ok_or("there is no '=' before the way")?;
+        let (range, way) = rest.split_once('=').ok_or("there is no '=' before the algorithm")?;
         let kind = parse_op(op.trim())?;
         let (from, to) = parse_range(range.trim())?;
         let way = AlgorithmChoice::parse(way.trim())?;
@@ -168,9 +168,10 @@ impl AlgorithmChoice {
             ("rounds", None) => Err("rounds need their chunk, as in rounds(128KiB)".into()),
             _ => match Algorithm::from_name(name) {
                 Some(algorithm) => parse_between(algorithm, argument.unwrap_or("")),
-                None => {
-                    Err(format!("{text:?} is no way; expected start, slots, rounds(CHUNK) or one of {}", algorithms()))
-                }
+                None => Err(format!(
+                    "{text:?} is no algorithm; expected start, slots, rounds(CHUNK) or one of {}",
+                    algorithms()
+                )),
             },
         }
     }
@@ -297,7 +298,7 @@ mod tests {
             ("all_reduce:0=slots", "\"0\" is no range"),
             ("all_reduce:1KB-=slots", "\"1KB\" is no size"),
             ("all_reduce:8-4=slots", "ends before it begins"),
-            ("all_reduce:0-=fast", "\"fast\" is no way"),
+            ("all_reduce:0-=fast", "\"fast\" is no algorithm"),
             ("all_reduce:0-=rounds", "rounds need their chunk"),
             ("all_reduce:0-=rounds(100)", "multiple of 64"),
             ("all_reduce:0-=rounds(64KiB", "lacks its ')'"),
@@ -310,7 +311,7 @@ mod tests {
         ] {
             let error = Rules::parse(&format!("*:0-=start;{text}")).unwrap_err();
             assert!(error.contains(expected) && error.contains(&format!("{text:?}")), "{error}");
-            assert!(error.contains("OP:FROM-TO=WAY"), "{error}");
+            assert!(error.contains("OP:FROM-TO=ALGORITHM"), "{error}");
         }
         assert!(Rules::parse(&"*:0-=start;".repeat(1000)).unwrap_err().contains("more than 4096"));
         let error = Rules::parse("all_reduce:0-64KiB=slots").unwrap().check(4096).unwrap_err();
