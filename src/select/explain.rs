@@ -1,6 +1,5 @@
-//! The whole answer to "how does this operation travel, and why": the choice, what it overruled, and every other way with
-//! its predicted time and what speaks against it. Pure; the same function answers for operations that were and for those
-//! that might be.
+//! Explains which algorithm an operation takes and why: the choice, what it overruled, and every other algorithm with
+//! its predicted time and what speaks against it. Pure; the same for past operations and for hypothetical ones.
 
 use std::fmt::Write as _;
 
@@ -15,13 +14,13 @@ use super::{Choice, Class, GroupShape, OpDesc, Path, Policy};
 use crate::algorithms::Algorithm;
 use crate::types::{Dtype, Kind};
 
-/// Chunks that are offered as alternatives; those beyond the stage are left out.
+/// Chunks that are listed as alternatives; those larger than the stage are left out.
 pub const CHUNKS: [usize; 6] = [16 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10, 512 << 10];
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Alternative {
     pub way: String,
-    /// `None` where it cannot be taken at all.
+    /// `None` where it is impossible.
     pub predicted_ns: Option<u64>,
     pub why_not: String,
 }
@@ -31,35 +30,35 @@ pub struct Explanation {
     pub desc: OpDesc,
     pub shape: GroupShape,
     pub choice: Choice,
-    /// What was recorded of a past operation; `None` for one that might be.
+    /// The record of a past operation; `None` for a hypothetical one.
     pub past: Option<Past>,
-    /// Time of the choice by the model; 0 where there is no model of it.
+    /// Predicted time of the choice; 0 where the model cannot predict it.
     pub predicted_ns: u64,
-    /// Time of the choice by the table, where a line of it is about this size.
+    /// Measured time of the choice, where the table has a line for this size.
     pub measured_ns: Option<u64>,
-    /// The rule, the measurement or the default that had the last word.
+    /// The rule, the measurement or the default that decided.
     pub decided: String,
-    /// What weaker sources would have chosen, strongest first.
+    /// The choices of weaker sources, strongest first.
     pub overruled: Vec<String>,
     pub rejected: Vec<Alternative>,
-    /// Where the table comes from, or why there is none.
+    /// The source of the table, or why there is none.
     pub table: String,
 }
 
-/// What is known of an operation that was called.
+/// The record of an operation that was called.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Past {
     /// Number in its group, or in its pair of ranks.
     pub number: u64,
-    /// The way it went; `None` while it has not set out, and where it failed before.
+    /// The recorded choice; `None` before it has started, and where it failed before that.
     pub choice: Option<Choice>,
-    /// With whom; `None` while it is not known.
+    /// The operations that it was fused with; `None` while that is not known.
     pub batch: Option<Batch>,
-    /// Its tensors were on a device, and copies of them in host memory moved.
+    /// Its tensors were on a device; copies of them in host memory were moved.
     pub host_staged: bool,
 }
 
-/// Those that travelled together.
+/// Operations that were fused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Batch {
     /// Operations, itself included.
@@ -67,7 +66,7 @@ pub struct Batch {
     /// First and last number of them.
     pub first: u64,
     pub last: u64,
-    /// Bytes of a batch between hosts, for which the way was chosen; `None` where each went its own.
+    /// Bytes of a batch between hosts, for which the algorithm was chosen; `None` where each was chosen alone.
     pub bytes: Option<u64>,
 }
 
@@ -92,7 +91,7 @@ pub fn explain(desc: OpDesc, shape: &GroupShape, policy: &Policy) -> Explanation
     explanation
 }
 
-/// An operation of a group on several hosts, or (`batched`) all of one batch.
+/// An operation of a group on several hosts, or (`batched`) a whole batch.
 pub fn between(
     desc: OpDesc,
     batched: bool,
@@ -117,7 +116,7 @@ pub fn between(
         let why_not = match (hosts.strict, against) {
             (true, _) => Reason::Strict.text().to_string(),
             _ if !inter::allowed(other, desc, batched, hosts) => {
-                "in a batch the order of a sum must not depend on where an element lies".to_string()
+                "in a batch the order of a sum must not depend on the position of an element".to_string()
             }
             _ if found.reason == Reason::OneOrder => Reason::OneOrder.text().to_string(),
             (false, Some(against)) => against,
@@ -139,7 +138,7 @@ pub fn between(
     }
 }
 
-/// An operation that a delegate serves, because of `why`.
+/// An operation that a delegate serves, for the reason `why`.
 pub fn delegated(desc: OpDesc, shape: &GroupShape, policy: &Policy, why: &str) -> Explanation {
     let refused =
         |way: AlgorithmChoice| Alternative { way: way.to_string(), predicted_ns: None, why_not: why.to_string() };
@@ -170,7 +169,7 @@ fn predicted(desc: OpDesc, way: AlgorithmChoice, shape: &GroupShape, policy: &Po
 }
 
 impl Explanation {
-    /// Says who had the last word, and whom it overruled.
+    /// Fills in the source that decided, and those that it overruled.
     fn settle(&mut self, policy: &Policy) {
         let (desc, shape) = (self.desc, self.shape);
         let by_start = start(desc, &shape, policy.cache_bytes);
@@ -198,7 +197,7 @@ impl Explanation {
                 }
             }
             Decisive::Start => {
-                // A rule may have sent it here past the table.
+                // A rule may have overruled the table.
                 self.overruled.extend(line.map(|line| format!("the table's {}, by a rule", measured(line))));
             }
         }
@@ -245,7 +244,7 @@ pub fn table(shape: &GroupShape, policy: &Policy) -> Table {
     Table { note: policy.note.clone(), rules, rows: rows.collect() }
 }
 
-/// The ranges of sizes in which one choice holds, in order, from 0 to the end.
+/// The size ranges in which one choice holds, in order, from 0 up.
 fn ranges(kind: Kind, shape: &GroupShape, policy: &Policy) -> Vec<(u64, u64, Explanation)> {
     let mut begins = vec![0];
     let ends = [shape.slot_bytes as u64, out_of_cache(policy.cache_bytes)];
@@ -325,7 +324,7 @@ fn rejected(explanation: &Explanation, policy: &Policy) -> Vec<Alternative> {
 
 fn impossible(desc: OpDesc, shape: &GroupShape) -> String {
     match desc.kind {
-        Kind::AllToAll => "its table of sizes goes by a slot, and the blocks with it where they fit".into(),
+        Kind::AllToAll => "its table of sizes uses a slot, and so do the blocks where they fit".into(),
         _ => format!("{} do not fit: a slot holds {}", size_text(desc.bytes), size_text(shape.slot_bytes as u64)),
     }
 }
@@ -349,7 +348,7 @@ mod tests {
         assert_eq!(large.choice.path, Path::Rounds { chunk: 512 << 10 });
         assert!(large.decided.starts_with("default: it stays in the last-level cache"), "{}", large.decided);
         assert!(large.rejected.iter().any(|other| other.way == "slots" && other.why_not.contains("a slot holds 4KiB")));
-        // Measured ones; with more ranks the model would leave the slots a little below 4 KiB.
+        // Measured numbers of ranks; with more ranks the model would leave the slots a little below 4 KiB.
         for crowd in [2, 4] {
             let shape = GroupShape { ranks: crowd, ..SHAPE };
             for power in 0..30 {

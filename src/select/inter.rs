@@ -1,9 +1,9 @@
-//! The choice between hosts: which schedule the leaders of the hosts run, how many leaders there are, and in which
-//! segments a large operation overlaps with the work inside the hosts. Pure and total, the same on every rank.
+//! The choice between hosts: the schedule of the leaders of the hosts, the number of leaders, and the segments in which
+//! a large operation overlaps with the work inside the hosts. Pure and total, the same on every rank.
 //!
-//! Who decides, from strong to weak: strict mode, the user's rules, the table, the cost model where the link was measured,
-//! the default rules. A batch of operations goes only by schedules whose order of summation does not depend on where an
-//! element lies in the batch, so that the bits of an operation do not depend on its neighbours.
+//! What decides, from strong to weak: strict mode, the user's rules, the table, the cost model where the link was
+//! measured, the default rules. A batch of operations uses only schedules whose order of summation does not depend on
+//! an element's position in the batch, so that the bits of an operation do not depend on the others.
 
 use super::cost::{Link, Model, Priced};
 use super::rules::{AlgorithmChoice, Rule};
@@ -11,10 +11,10 @@ use super::{Choice, Class, OpDesc, Path, Policy, Reason, WHOLE};
 use crate::algorithms::{Algorithm, Schedule};
 use crate::types::Kind;
 
-/// What was found out about the way between two hosts, agreed between the ranks before it is used. Zeros: not measured.
+/// The measured latency and bandwidth between two hosts, agreed between the ranks before use. Zeros: not measured.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LinkFacts {
-    /// Until a message of no length has arrived.
+    /// Time until an empty message has arrived.
     pub alpha_ns: u64,
     pub beta_ps_per_byte: u64,
 }
@@ -32,25 +32,25 @@ impl LinkFacts {
     }
 }
 
-/// Hosts with a leader or more each, and what all ranks know about them.
+/// The hosts of a group, and what all ranks know about them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hosts {
     pub hosts: usize,
     pub ranks: usize,
-    /// On the host that has the fewest.
+    /// The smallest number of ranks on a host.
     pub least_ranks: usize,
     pub link: LinkFacts,
-    /// The bits of one host: every element in the order of the ranks.
+    /// Gives the bits of one host: every element is combined in the order of the ranks.
     pub strict: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostsChoice {
     pub algorithm: Algorithm,
-    /// Ranks of each host that take part, each with its share of the data.
+    /// Ranks of each host that talk to other hosts, each with its share of the data.
     pub leaders: u8,
-    /// Bytes of the operation that pass through reduce, exchange and spread at a time (`WHOLE` where it is not cut), and
-    /// how many such parts it has.
+    /// Bytes that pass through reduce, exchange and spread at a time (`WHOLE` where the operation is not cut), and the
+    /// number of such segments.
     pub segment_bytes: usize,
     pub segments: usize,
     pub reason: Reason,
@@ -65,21 +65,22 @@ impl HostsChoice {
     }
 }
 
-/// From here on bytes count more than steps: the public default rules have their border here.
+/// From this size on bytes count more than steps; the public default rules use the same limit.
 pub const LARGE: u64 = 1 << 20;
-/// Up to here an operation may share a batch and is never cut, and a second leader would cost more messages than it saves.
+/// Up to this size an operation may share a batch and is never cut, and a second leader would cost more messages than
+/// it saves.
 pub const SMALL: u64 = 64 << 10;
 const MOST_OVERHEAD_NS: u64 = 20_000;
-/// Segments where the link was not measured, and the smallest ones where it was.
+/// Bytes of a segment where the link was not measured, and the smallest where it was.
 const SEGMENT: usize = 2 << 20;
 const LEAST_SEGMENT: f64 = 256.0 * 1024.0;
-/// Nanoseconds a byte inside a host, from docs/benchmarks.md: what a segment overlaps with.
+/// Nanoseconds per byte inside a host, from docs/benchmarks.md: the work that a segment overlaps with.
 const INSIDE_NS: f64 = 0.05;
-/// Up to as many hosts the predicted times of all schedules are kept ready.
+/// Up to this number of hosts the costs of all schedules are computed in advance.
 const MOST_PRICED: usize = 1024;
 
-/// The schedules that serve each kind among so many hosts, with the cost of their steps: made once a group, because
-/// looking at every step takes longer than a small operation.
+/// The schedules that serve each kind for a number of hosts, with the loads of their steps: computed once per group,
+/// because examining every step takes longer than a small operation.
 pub struct Menu {
     hosts: usize,
     priced: Vec<Priced>,
@@ -94,15 +95,15 @@ impl Menu {
     }
 }
 
-/// Up to so many hosts a direct exchange of small sums costs less than more steps would.
+/// Up to this number of hosts a direct exchange of small sums costs less than more steps would.
 const MOST_DIRECT: usize = 8;
-/// Pipelining is done above the schedules, in segments of the whole operation, so none cuts its streams itself.
+/// Operations are pipelined above the schedules, in segments, so no schedule cuts its data itself.
 fn serving(kind: Kind, hosts: usize) -> impl Iterator<Item = Schedule> {
     Algorithm::ALL.into_iter().filter_map(move |algorithm| Schedule::new(algorithm, kind, hosts, 0, 1))
 }
 
-/// The way of one operation between hosts. `batched`: it travels together with others. `desc.bytes` as one rank gives
-/// them. For a single host, or a kind that is no collective, the answer is a direct exchange, which is right everywhere.
+/// Chooses for one operation between hosts. `batched`: it is fused with others. `desc.bytes` are those of one rank. For
+/// a single host, or a kind that is no collective, the answer is a direct exchange, which is correct everywhere.
 pub fn between_hosts(desc: OpDesc, batched: bool, hosts: &Hosts, menu: &Menu, policy: &Policy) -> HostsChoice {
     let bytes = exchanged(desc, hosts);
     let mut choice = HostsChoice {
@@ -157,21 +158,21 @@ pub fn between_hosts(desc: OpDesc, batched: bool, hosts: &Hosts, menu: &Menu, po
     choice
 }
 
-/// Time of one schedule for an operation, by the measured link; `None` where nothing is known.
+/// Predicted time of one schedule for an operation, with the measured link; `None` where it was not measured.
 pub fn predict(desc: OpDesc, algorithm: Algorithm, hosts: &Hosts, menu: &Menu) -> Option<u64> {
     let only = |other: Algorithm| other == algorithm;
     fastest(desc.kind, exchanged(desc, hosts), hosts, menu, &only).map(|(_, seconds)| (seconds * 1e9) as u64)
 }
 
-/// Small sums of floats, alone or in a batch, are added in one order whatever the batch holds and whatever the link
+/// Small sums of floats, alone or in a batch, always use one order, whatever is in the batch and whatever the link
 /// measured, so that their bits are the same in every run.
 fn one_order(desc: OpDesc, batched: bool) -> bool {
     let ordered = matches!(desc.class, Class::Float | Class::Low);
     desc.kind == Kind::AllReduce && ordered && (batched || desc.bytes <= SMALL)
 }
 
-/// Whether an operation may go by a schedule: the direct one alone in strict mode, and in a batch only one that adds every
-/// element in the same order.
+/// Whether an operation may use a schedule: only the direct one in strict mode, and in a batch only one that combines
+/// every element in the same order.
 pub fn allowed(algorithm: Algorithm, desc: OpDesc, batched: bool, hosts: &Hosts) -> bool {
     algorithm.serves(desc.kind)
         && (!hosts.strict || algorithm == Algorithm::Direct)
@@ -199,13 +200,13 @@ fn said<'a>(desc: OpDesc, policy: &'a Policy, allowed: &dyn Fn(Algorithm) -> boo
     lines.filter(|rule| rule.fits(desc.kind, desc.bytes)).find(|rule| names(rule)).map(|rule| (rule, Reason::Measured))
 }
 
-/// True where the place of an element decides in which order it is added up.
+/// True where the order of summation depends on the position of an element.
 fn by_position(algorithm: Algorithm, desc: OpDesc) -> bool {
     let ordered = matches!(desc.class, Class::Float | Class::Low) && desc.kind.reduces();
     ordered && matches!(algorithm, Algorithm::Ring | Algorithm::Torus | Algorithm::DoubleTree)
 }
 
-/// Where nothing is measured: few steps for small ones, few bytes for large ones.
+/// Where nothing was measured: few steps for small operations, few bytes for large ones.
 fn default_rule(desc: OpDesc, hosts: &Hosts, allowed: &dyn Fn(Algorithm) -> bool) -> (Algorithm, Reason) {
     use Algorithm::*;
     let wishes: &[(Algorithm, Reason)] = match (desc.bytes < LARGE, hosts.hosts.is_power_of_two()) {
@@ -245,7 +246,7 @@ fn exchanged(desc: OpDesc, hosts: &Hosts) -> u64 {
     }
 }
 
-/// What one more message in flight costs its ends, which is not the time it is under way: a quarter of a short latency.
+/// Cost of one more message in flight for sender and receiver, without its latency: a quarter of a short latency.
 fn overhead_ns(link: LinkFacts) -> f64 {
     link.alpha_ns.min(MOST_OVERHEAD_NS * 4) as f64 / 4.0
 }
@@ -254,14 +255,15 @@ fn cap(count: usize) -> u8 {
     u8::try_from(count.clamp(1, 255)).unwrap_or(u8::MAX)
 }
 
-/// A default: what is large is shared out over all ranks of a host, which fill the link with several connections.
-/// The border of kinds that move blocks was measured on hosts with a core for every rank (docs/benchmarks.md).
+/// A default: large operations are split over all ranks of a host, which fill the link with several connections. The
+/// limit for kinds that move blocks was measured on hosts with a core for every rank (docs/benchmarks.md).
 fn leaders(desc: OpDesc, hosts: &Hosts) -> u8 {
     let border = if desc.kind == Kind::AllReduce { SMALL } else { LARGE };
     if exchanged(desc, hosts) > border { possible_leaders(desc.kind, u8::MAX, hosts) } else { 1 }
 }
 
-/// Leaders of each host where `count` are wished for: at most all; of kinds that cannot be shared by some, all or one.
+/// Leaders of each host where `count` are requested: at most all ranks; all or one for kinds that some ranks cannot
+/// split.
 fn possible_leaders(kind: Kind, count: u8, hosts: &Hosts) -> u8 {
     let most = cap(hosts.least_ranks);
     let even = hosts.ranks == hosts.hosts.saturating_mul(most.into());
@@ -272,8 +274,8 @@ fn possible_leaders(kind: Kind, count: u8, hosts: &Hosts) -> u8 {
     }
 }
 
-/// Where the cost of one more message equals what a shorter first and last segment save: a power of two, and at least
-/// one whole small operation.
+/// The size at which the cost of one more message equals the time that a shorter first and last segment save: a power
+/// of two, and at least one whole small operation.
 fn segment(bytes: u64, link: LinkFacts) -> usize {
     if !link.known() {
         return SEGMENT;

@@ -1,35 +1,35 @@
-//! The choice inside one host: one exchange of slots, or rounds through the stage and how large their chunks are.
+//! The choice inside one host: one exchange of slots, or rounds through the stage, with their chunk size.
 //!
-//! Where nothing was measured on this machine, `explain` compares the ways by predicted times:
+//! Where nothing was measured on this machine, `explain` compares algorithms by predicted times:
 //! time = call + exchanges + rounds x cost of a round + bytes moved by the busiest rank x time a byte x ranks a core
 //!
-//! The defaults come from docs/benchmarks.md (two and four ranks on two cores, 2026-11-21): 2.8 us for a call through
-//! torch, 0.2 us an exchange between cores, 17 us where ranks share a core, 21 ps a byte in the cache and 37 ps from
-//! memory. `sagellm tune` replaces predictions by measured times where a user wants to know better.
+//! The constants come from docs/benchmarks.md (two and four ranks on two cores, 2026-11-21): 2.8 us for a call through
+//! torch, 0.2 us per exchange between cores, 17 us where ranks share a core, 21 ps per byte in the cache and 37 ps from
+//! memory. `sagellm tune` replaces predictions by measured times.
 
 use super::rules::{AlgorithmChoice, Rule, Rules};
 use super::table::Line;
 use super::{Choice, GroupShape, OpDesc, Path, Policy, Reason, unit};
 use crate::types::Kind;
 
-/// Chunk of a tensor that comes from memory: two of them a rank stay in a core's own cache.
+/// Chunk of a tensor that is read from memory: two of them per rank stay in a core's own cache.
 pub const SMALL_CHUNK: usize = 128 << 10;
-/// A call through torch to the core and back, which no way avoids.
+/// A call through torch to the core and back, which every algorithm needs.
 const CALL_NS: f64 = 2800.0;
 const EXCHANGE_NS: f64 = 200.0;
-/// Ranks that share a core wait for each other by switching.
+/// Ranks that share a core wait for each other by context switches.
 const OVERSUBSCRIBED_EXCHANGE_NS: f64 = 17_000.0;
 const ROUND_NS: f64 = 300.0;
 const OVERSUBSCRIBED_ROUND_NS: f64 = 5_000.0;
-/// A byte through a slot: written, read and combined alone by every rank.
+/// A byte through a slot: every rank writes, reads and combines it alone.
 const SLOT_NS: f64 = 0.060;
-/// A byte through the stage, which stays in the cache, of a tensor that does too.
+/// A byte through the stage, of a tensor that stays in the cache as the stage does.
 const CACHED_NS: f64 = 0.021;
-/// The same of a tensor that comes from memory.
+/// The same for a tensor that is read from memory.
 const MEMORY_NS: f64 = 0.037;
 
-/// The way of one operation, for every possible question. Inside one host (`shape.hosts` is 1) a collective of at least
-/// two ranks gets `Slots` or `Rounds`, and what it gets fits into the slots and the stage.
+/// The choice for one operation; total. Inside one host (`shape.hosts` is 1) a collective of at least two ranks gets
+/// `Slots` or `Rounds` that fit into the slots and the stage.
 pub fn choose(desc: OpDesc, shape: &GroupShape, policy: &Policy) -> Choice {
     if desc.kind.is_p2p() {
         return Choice::MESSAGE;
@@ -44,7 +44,7 @@ pub fn choose(desc: OpDesc, shape: &GroupShape, policy: &Policy) -> Choice {
     }
 }
 
-/// What has the last word about an operation of a group with peers.
+/// The source that decides for an operation of a group with peers.
 pub(crate) enum Decisive<'a> {
     Rule(&'a Rule, Path),
     Line(&'a Line, Path),
@@ -68,14 +68,14 @@ pub(crate) fn decisive<'a>(desc: OpDesc, shape: &GroupShape, policy: &'a Policy)
     }
 }
 
-/// The path by which this operation can go this way, if it can.
+/// The path for this algorithm, or None if it cannot run this operation.
 pub(crate) fn possible(way: AlgorithmChoice, desc: OpDesc, shape: &GroupShape) -> Option<Path> {
     match way {
         AlgorithmChoice::Slots if fits_slot(desc, shape) => Some(Path::Slots),
         AlgorithmChoice::Rounds { chunk } if desc.kind != Kind::Barrier => {
             Some(Path::Rounds { chunk: fitting(chunk, shape) })
         }
-        _ => None, // a way between hosts is none inside of one
+        _ => None, // an algorithm between hosts does not run inside one
     }
 }
 
@@ -88,14 +88,14 @@ fn fitting(chunk: usize, shape: &GroupShape) -> usize {
     (chunk.min(shape.stage_bytes) / 64 * 64).max(64)
 }
 
-/// Where tensors no longer stay in the last-level cache.
+/// The size from which tensors no longer stay in the last-level cache.
 pub(crate) fn out_of_cache(cache_bytes: u64) -> u64 {
     cache_bytes / 4 * 3
 }
 
-/// Start values, measured with two ranks on two cores (docs/benchmarks.md): as few rounds as the buffers allow while the
-/// tensor stays in the last-level cache, smaller chunks where it does not, as few rounds as possible where ranks share
-/// cores, because then every round costs context switches.
+/// Defaults, measured with two ranks on two cores (docs/benchmarks.md): as few rounds as the buffers allow while the
+/// tensor stays in the last-level cache; smaller chunks where it does not; as few rounds as possible where ranks share
+/// cores, because there every round costs context switches.
 pub(crate) fn start(desc: OpDesc, shape: &GroupShape, cache_bytes: u64) -> Choice {
     let rounds = |chunk: usize, reason| Choice { path: Path::Rounds { chunk: fitting(chunk, shape) }, reason };
     match desc.kind {
@@ -108,7 +108,7 @@ pub(crate) fn start(desc: OpDesc, shape: &GroupShape, cache_bytes: u64) -> Choic
     }
 }
 
-/// Nanoseconds of one operation of `bytes` (as `slot_payload` counts them) that goes `way`.
+/// Nanoseconds of one operation of `bytes` (as `slot_payload` counts them) with the algorithm `way`.
 pub fn predict(kind: Kind, bytes: u64, way: AlgorithmChoice, shape: &GroupShape, cache_bytes: u64) -> u64 {
     let ranks = shape.ranks.max(1) as f64;
     let oversubscribed = shape.oversubscribed();
@@ -129,21 +129,21 @@ pub fn predict(kind: Kind, bytes: u64, way: AlgorithmChoice, shape: &GroupShape,
     (CALL_NS + time) as u64
 }
 
-/// Nanoseconds a byte: cached up to an eighth of the last-level cache, since buffers come in turn, and from memory above
-/// a half of it.
+/// Nanoseconds per byte: cached up to an eighth of the last-level cache, because several buffers are used in turn; from
+/// memory above half of it.
 fn per_byte(bytes: u64, cache_bytes: u64) -> f64 {
     let (low, high) = (cache_bytes as f64 / 8.0, cache_bytes as f64 / 2.0);
     let at = ((bytes as f64 - low) / (high - low).max(1.0)).clamp(0.0, 1.0);
     CACHED_NS + (MEMORY_NS - CACHED_NS) * at
 }
 
-/// Beside a stream of memory a large stage does not stay in the cache. That small chunks win there was measured; the tenth
-/// is an assumption.
+/// While a tensor streams from memory, a large stage does not stay in the cache. That small chunks win there was
+/// measured; the factor of a tenth is an assumption.
 fn spill(bytes: u64, chunk: u64, shape: &GroupShape, cache_bytes: u64) -> f64 {
     if bytes > out_of_cache(cache_bytes) && !shape.oversubscribed() && chunk > SMALL_CHUNK as u64 { 1.1 } else { 1.0 }
 }
 
-/// Bytes that the busiest rank stages and reads, as the table in engine/shm/bulk.rs has them.
+/// Bytes that the busiest rank stages and reads, from the table in engine/shm/bulk.rs.
 fn moved(kind: Kind, ranks: f64, bytes: u64) -> f64 {
     let n = bytes as f64;
     match kind {
@@ -286,8 +286,8 @@ mod tests {
 
     const APART: GroupShape = GroupShape { ranks: 2, hosts: 1, cores: 2, slot_bytes: 4096, stage_bytes: 512 << 10 };
 
-    /// Medians of docs/benchmarks.md in microseconds, with the widest factor that is accepted between both: the model
-    /// ranks ways and gives an order of size, no more.
+    /// Medians of docs/benchmarks.md in microseconds, with the largest accepted factor between them and the model: the
+    /// model ranks algorithms and predicts an order of magnitude, no more.
     #[test]
     fn the_start_values_are_near_the_measured_table() {
         let oversubscribed = GroupShape { ranks: 4, stage_bytes: 512 << 10, ..APART };

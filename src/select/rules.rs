@@ -1,14 +1,14 @@
-//! Rules "this operation, at these sizes, goes this way": one syntax for the option `algorithm`, for the environment
-//! variable `SAGELLM_ALGORITHM` and for the lines of a decision table.
+//! Rules that assign algorithms to operations by size: one syntax for the option `algorithm`, the environment variable
+//! `SAGELLM_ALGORITHM` and the lines of a decision table.
 //!
 //! ```text
 //! rules  = rule { ";" rule }              the first rule that fits decides
-//! rule   = op ":" range "=" way
+//! rule   = op ":" range "=" algorithm
 //! op     = all_reduce | broadcast | ... | *
 //! range  = from "-" [ to ]                both ends belong to it; without `to` it has no upper end
-//! way    = start                          what is chosen where nobody says anything and nothing is measured
+//! algorithm = start                       the default, where no rule applies and nothing is measured
 //!        | slots | rounds "(" chunk ")"   inside one host
-//!        | algorithm [ "(" [ "leaders=" count ] [ "," ] [ "segment=" size ] ")" ]      between hosts
+//!        | schedule [ "(" [ "leaders=" count ] [ "," ] [ "segment=" size ] ")" ]      between hosts
 //! sizes  = whole numbers, or with a unit: 4096, 64KiB, 1MiB
 //! ```
 
@@ -19,22 +19,22 @@ use crate::types::Kind;
 
 pub const SYNTAX: &str =
     "rules are OP:FROM-TO=ALGORITHM, separated by ';', for example \"all_reduce:0-4KiB=slots;*:1MiB-=rounds(128KiB)\"";
-/// Longest list of rules, so that rank 0's fits into what the ranks exchange when they meet.
+/// Longest list of rules, so that rank 0's fits into its rendezvous message.
 pub const MAX_BYTES: usize = 4096;
 /// Chunks are cut at cache lines.
 pub const LEAST_CHUNK: usize = 1024;
 const MOST_CHUNK: usize = 1 << 30;
 
-/// Where an operation goes, as a rule says it.
+/// The algorithm that a rule assigns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AlgorithmChoice {
-    /// What is chosen where nothing is measured.
+    /// The default.
     Start,
     Slots,
     Rounds {
         chunk: usize,
     },
-    /// Between hosts; what is not said stays as it would be.
+    /// Between hosts; parameters that are not given keep their defaults.
     Hosts {
         algorithm: Algorithm,
         leaders: Option<u8>,
@@ -46,7 +46,7 @@ pub enum AlgorithmChoice {
 pub struct Rule {
     /// `None`: every kind of collective.
     pub kind: Option<Kind>,
-    /// First and last size in bytes that it holds for.
+    /// First and last size in bytes to which it applies.
     pub from: u64,
     pub to: u64,
     pub way: AlgorithmChoice,
@@ -103,8 +103,7 @@ impl Rule {
         let way = AlgorithmChoice::parse(way.trim())?;
         match kind {
             Some(Kind::AllToAll) if way == AlgorithmChoice::Slots => {
-                Err("all_to_all puts its table of sizes into a slot anyway, and its blocks with it where they fit"
-                    .into())
+                Err("all_to_all always puts its table of sizes into a slot, and its blocks where they fit".into())
             }
             Some(Kind::AllToAll) if (from, to) != (0, u64::MAX) => {
                 Err("no rank knows all the sizes of an all_to_all, so its range must be 0-".into())
@@ -127,7 +126,7 @@ fn parse_op(name: &str) -> Result<Option<Kind>, String> {
     let kinds = || (1..=255).map_while(Kind::from_u8).filter(|kind| !kind.is_p2p());
     kinds().find(|kind| kind.name() == name).map(Some).ok_or_else(|| {
         let known: Vec<&str> = kinds().map(Kind::name).collect();
-        format!("{name:?} is no operation that can be steered; expected * or one of {}", known.join(", "))
+        format!("{name:?} is no operation with a choice; expected * or one of {}", known.join(", "))
     })
 }
 
@@ -181,7 +180,7 @@ fn algorithms() -> String {
     Algorithm::ALL.map(Algorithm::name).join(", ")
 }
 
-/// What stands in the brackets of a way between hosts: `leaders=2,segment=1MiB`.
+/// Parses the parameters of a schedule: `leaders=2,segment=1MiB`.
 fn parse_between(algorithm: Algorithm, text: &str) -> Result<AlgorithmChoice, String> {
     let (mut leaders, mut segment) = (None, None);
     for part in text.split(',').map(str::trim).filter(|part| !part.is_empty()) {
@@ -238,7 +237,7 @@ impl fmt::Display for Rules {
 
 const UNITS: [(&str, u64); 4] = [("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1)];
 
-/// Bytes, or `None` for what is not a whole number with one of the units B, KiB, MiB, GiB.
+/// Bytes, or `None` unless it is a whole number with one of the units B, KiB, MiB, GiB.
 pub fn parse_size(text: &str) -> Option<u64> {
     let text = text.trim();
     let digits = text.len() - text.trim_start_matches(|c: char| c.is_ascii_digit()).len();
@@ -251,7 +250,7 @@ pub fn parse_size(text: &str) -> Option<u64> {
     number.checked_mul(unit)
 }
 
-/// The shortest exact form: `parse_size` gives the same number back.
+/// The shortest exact form; `parse_size` is its inverse.
 pub fn size_text(bytes: u64) -> String {
     match UNITS.iter().find(|(_, unit)| bytes > 0 && bytes.is_multiple_of(*unit)) {
         Some((name, unit)) if *unit > 1 => format!("{}{name}", bytes / unit),
