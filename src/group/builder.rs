@@ -1,5 +1,5 @@
-//! How a group is built, whole, of what its ranks have decided: the one place that knows the engines by name. Groups whose
-//! ranks are threads of one process, for tests and tools, are built here, too.
+//! Builds a whole group from the decision of its ranks: the one place that knows the engines by name. It also builds
+//! groups whose ranks are threads of one process, for tests and tools.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
 use std::sync::{Arc, Mutex, Weak};
@@ -29,7 +29,7 @@ use crate::select::Policy;
 use crate::stats::Stats;
 use crate::types::Request;
 
-/// What a group is made of, beside its engine.
+/// The parts of a group besides its engine.
 struct Parts {
     config: Config,
     /// As `Group::id`.
@@ -43,13 +43,13 @@ struct Parts {
 }
 
 impl Group {
-    /// Meets the other ranks and builds the group, where no link to other hosts is available.
+    /// Meets the other ranks and builds the group, without a link to other hosts.
     pub fn connect(config: Config, store: &dyn Store, host: Arc<dyn Host>) -> Result<Arc<Group>> {
         Group::build(Rendezvous::new(config, store, host)?, None)
     }
 
-    /// Builds the group that its ranks have decided on. Where it spans hosts, `link` is the way to the others, which is
-    /// measured together with them, so every rank must come here.
+    /// Builds the group that its ranks have decided on. Where it spans hosts, all ranks must call this, because they
+    /// measure `link` together.
     pub fn build(rendezvous: Rendezvous, link: Option<Arc<dyn Link>>) -> Result<Arc<Group>> {
         let Rendezvous { config, decision, id, policy, host } = rendezvous;
         let (policy, ranks) = (Arc::new(policy), config.size);
@@ -96,18 +96,19 @@ impl Group {
         Ok(Group::over(local::areas(ranks)?, timeout))
     }
 
-    /// As `local`, over areas that the caller made, and may look into.
+    /// As `local`, over areas that the caller made and may inspect.
     pub fn over(areas: Vec<Arc<Area>>, timeout: Duration) -> Vec<Arc<Group>> {
         Group::over_with(areas, timeout, |_| Policy::default())
     }
 
-    /// As `over`, with a policy for every rank, which must be the same one unless a test wants to see what happens.
+    /// As `over`, with a policy for every rank; all must be equal, unless a test checks what happens otherwise.
     pub fn over_with(areas: Vec<Arc<Area>>, timeout: Duration, policy: impl Fn(usize) -> Policy) -> Vec<Arc<Group>> {
         let domains: Vec<u64> = (1..=areas.len() as u64).collect();
         over_in(areas, &domains, timeout, policy)
     }
 
-    /// Ranks that are threads of one process and play ranks on several hosts: `host_of` numbers them without gaps.
+    /// Groups for ranks that are threads of one process and act as ranks on several hosts: `host_of` numbers hosts
+    /// without gaps.
     pub fn local_hosts(
         host_of: &[usize],
         timeout: Duration,
@@ -135,7 +136,7 @@ impl Group {
                 ranks.iter().zip(groups).for_each(|(rank, group)| insides[*rank].push(Some(group)));
             }
         }
-        // Together: they measure the link with each other.
+        // In parallel, because they measure the link with each other.
         std::thread::scope(|scope| {
             let ranks = insides.into_iter().zip(links).enumerate();
             let building: Vec<_> = ranks
@@ -151,8 +152,8 @@ impl Group {
     }
 }
 
-/// Groups over these areas, one a rank, each in a domain that is given: a rank's groups belong together, as they would in a
-/// process of its own.
+/// Groups over these areas, one per rank, each in the given domain: the groups of one rank share a domain, as in a
+/// process.
 fn over_in(
     areas: Vec<Arc<Area>>,
     domains: &[u64],
@@ -189,7 +190,7 @@ fn local_parts((rank, size): (usize, usize), timeout: Duration, policy: Policy, 
     Parts { config, id: [0; 16], policy, domain, spin_policy: SpinPolicy::none(), peers: Vec::new(), host }
 }
 
-/// Opens the link and builds the group around it and the groups inside this host, which leave where that fails.
+/// Opens the link and builds the group from it and the groups inside this host. If that fails, these leave.
 fn over_hosts(
     parts: Parts,
     host_map: HostMap,
@@ -207,7 +208,7 @@ fn over_hosts(
 }
 
 impl Parts {
-    /// The group, with the engine that `engine` makes; its threads report to what that is given.
+    /// The group, with the engine that `engine` makes; the engine's threads call the given `Report`.
     fn group(self, engine: impl FnOnce(Arc<dyn Report>) -> Box<dyn Engine>) -> Arc<Group> {
         let Parts { config, id, policy, domain, spin_policy, peers, host } = self;
         let (ranks, domain) = (config.size, Domain::numbered(domain));
@@ -250,7 +251,7 @@ impl Parts {
     }
 }
 
-/// The process that a rank which is a thread calls from: it has no signals.
+/// The process of a rank that is a thread: it has no signals.
 pub(super) struct NoHost;
 impl Host for NoHost {
     fn interrupted(&self) -> bool {
@@ -258,7 +259,7 @@ impl Host for NoHost {
     }
 }
 
-/// A group as a group over several hosts has it for each of its lanes.
+/// A group inside a host, as a group over several hosts uses it for each of its lanes.
 impl HostGroup for Group {
     fn run(&self, request: Request) -> Result<()> {
         Group::run(self, request, None)
@@ -274,7 +275,7 @@ impl HostGroup for Group {
     }
 }
 
-/// The way of an engine's threads to the group. Weak: the group owns the engine.
+/// Reports from an engine's threads to the group. Weak: the group owns the engine.
 struct Reporter(Weak<Group>, Arc<Domain>);
 
 impl Report for Reporter {

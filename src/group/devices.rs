@@ -1,4 +1,4 @@
-//! A group as the engine of its devices sees it.
+//! The group, as the engine of its devices uses it.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -21,7 +21,7 @@ impl DeviceGroup for Group {
         self.config.size
     }
     fn id(&self) -> Option<String> {
-        // A group too large to have met has none.
+        // A group too large for a rendezvous has none.
         (self.id != [0; 16]).then(|| Group::id(self))
     }
     fn policy(&self) -> &Arc<Policy> {

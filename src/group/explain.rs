@@ -1,4 +1,4 @@
-//! What a group and an operation say about the ways they choose.
+//! Explains the algorithm choices of a group and of its operations.
 
 use super::{CoreOp, Group, Op};
 use crate::error::{Error, Result};
@@ -10,7 +10,7 @@ use crate::select::{Choice, Class, OpDesc, Path};
 use crate::stats::ring::{History, Record, State};
 use crate::types::{Dtype, Kind};
 
-/// As `Group::explain`, for a group of `ranks` ranks of this host that is not there.
+/// As `Group::explain`, for a hypothetical group of `ranks` ranks of this host.
 pub fn explain_without_group(
     kind: Kind,
     bytes: u64,
@@ -30,14 +30,13 @@ pub fn table_without_group(ranks: usize, algorithm: &str) -> Result<explain::Tab
 }
 
 impl Group {
-    /// How an operation would travel. `bytes` are those that one rank gives: its block of an all_gather or gather, the
+    /// Explains the choice for an operation. `bytes` are those of one rank: its block of an all_gather or gather, the
     /// whole input of a scatter or reduce_scatter.
     pub fn explain(&self, kind: Kind, bytes: u64, dtype: Dtype) -> Explanation {
         self.explain_op(OpDesc { kind, bytes, class: Class::of(kind, dtype) }.normal(), false)
     }
 
-    /// How the collective with this number travels or travelled: while it runs, and afterwards as long as the ring has its
-    /// record.
+    /// Explains the collective with this number: while it runs, and afterwards as long as the history has its record.
     pub fn explain_number(&self, number: u64) -> Result<Explanation> {
         let inner = self.lock();
         let history = inner.stats.history();
@@ -52,7 +51,7 @@ impl Group {
         Ok(self.explain_called(called))
     }
 
-    /// The way is worked out anew, from what was recorded beside it.
+    /// Computes the choice again from the recorded description.
     fn explain_called(&self, called: Called) -> Explanation {
         let Called { number, own, route, well, host_staged } = called;
         let choice = (route.choice != 0).then(|| Choice::from_code(route.choice));
@@ -60,7 +59,7 @@ impl Group {
         let desc = OpDesc::from_load(own.kind, route.load);
         let found = self.explain_op(desc, batched);
         let (count, (first, last)) = (route.fused_with.count(), route.fused_with.numbers(number));
-        // Between hosts it is known when the batch is made, on one host when the operation has ended.
+        // Between hosts the batch is known when it is made, on one host when the operation has ended.
         let known = well || choice.is_some_and(|choice| matches!(choice.path, Path::Hosts { .. }));
         let batch = Batch { count, first, last, bytes: batched.then_some(desc.bytes) };
         let past = Past { number, choice, batch: known.then_some(batch), host_staged };
@@ -77,7 +76,7 @@ struct Called {
     number: u64,
     own: OpDesc,
     route: Route,
-    /// It has ended, and not failed.
+    /// It ended without an error.
     well: bool,
     host_staged: bool,
 }
@@ -106,15 +105,16 @@ impl Called {
         }
     }
 
-    /// The way was chosen for all of a batch.
+    /// The algorithm was chosen for a whole batch.
     fn batched(&self) -> bool {
         let path = Choice::from_code(self.route.choice).path;
         self.route.fused_with.count() > 1 && matches!(path, Path::Hosts { .. })
     }
 }
 
-/// The record of a collective that set out or ended. Where not the `whole` group is a delegate's, what one carried has the
-/// number of the operation before it, and a call that is made of several that of its first.
+/// The record of a collective that has started or ended. Where only some operations are delegated (not the `whole`
+/// group), a delegated one has the number of the operation before it, and a composed call has the number of its first
+/// operation.
 fn recorded(history: &History, number: u64, whole: bool) -> Option<&Record> {
     let ours = |record: &&Record| {
         let choice = Choice::from_code(record.route.choice);
@@ -123,7 +123,7 @@ fn recorded(history: &History, number: u64, whole: bool) -> Option<&Record> {
     history.collectives().find(ours).filter(|record| record.route.choice != 0 || record.state != State::Pending)
 }
 
-/// Why there is no record of `number` in a group that has issued collectives up to `last`.
+/// The error for a missing record of `number` in a group that has issued collectives up to `last`.
 fn not_there(history: &History, number: u64, last: u64, group: &str) -> Error {
     let kept = history.collectives().map(|record| record.number).min();
     Error::Invalid(match kept {
@@ -144,12 +144,12 @@ fn not_there(history: &History, number: u64, last: u64, group: &str) -> Error {
 }
 
 impl Op {
-    /// How it travels or travelled, worked out anew from what it asked for and with whom it went.
+    /// Explains the choice, computed again from the operation's description and the batch it was fused with.
     pub fn explain(&self) -> Explanation {
         self.group.explain_called(Called::of_op(&self.core, self.group.config.size))
     }
 
-    /// The way that was recorded when it set out; `Unknown` before.
+    /// The choice that was recorded when it started; `Unknown` before.
     pub fn choice(&self) -> Choice {
         Choice::from_code(self.core.route().choice)
     }
