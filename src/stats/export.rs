@@ -1,4 +1,4 @@
-//! The file that a failed group leaves behind, as JSON, and what its records have in common with those over the bridge.
+//! The JSON file of a failed group; the conversions that its records share with those over the bridge.
 
 use std::fmt::Write as _;
 
@@ -6,7 +6,7 @@ use super::ring::{Record, State};
 use crate::op::NOBODY;
 use crate::types::{ANY_RANK, Dtype, ReduceOp};
 
-/// What the codes of a path and a reason are called; `select` knows.
+/// The names of path and reason codes, which `select` has.
 #[derive(Clone, Copy)]
 pub struct Names {
     pub path: fn(u8) -> &'static str,
@@ -25,14 +25,14 @@ fn list<T>(out: &mut String, items: impl Iterator<Item = T>, mut each: impl FnMu
     out.push(']');
 }
 
-/// The same moment on our clock (`clock::stamp`) and since the epoch, in nanoseconds.
+/// One moment on our clock (`clock::stamp`) and since the epoch, in nanoseconds.
 #[derive(Clone, Copy)]
 pub struct Moment {
     pub now: u64,
     pub wall: u64,
 }
 
-/// A rank in a record; -1 is nobody, or anyone.
+/// A rank in a record; -1 is none, or any.
 pub fn rank(rank: u32) -> i64 {
     if rank == NOBODY || rank == ANY_RANK { -1 } else { i64::from(rank) }
 }
@@ -43,12 +43,12 @@ pub fn reduction(record: &Record) -> (&'static str, &'static str) {
     (dtype, if record.kind.reduces() { ReduceOp::name_of(record.op) } else { "" })
 }
 
-/// With how many operations it ended, itself included; 0 while that is not known.
+/// Number of operations that it was fused with, itself included; 0 while that is not known.
 pub fn together(record: &Record) -> u64 {
     if record.state == State::Done { record.route.fused_with.count() } else { 0 }
 }
 
-/// The ring, oldest first. Nanoseconds, `clock::stamp`. The names are those of `ffi::Record`.
+/// The records, oldest first. Nanoseconds, `clock::stamp`. The names are those of `ffi::Record`.
 fn records<'a>(records: impl Iterator<Item = &'a Record>, names: Names) -> String {
     let mut out = String::new();
     list(&mut out, records, |out, record| {
@@ -86,7 +86,7 @@ fn records<'a>(records: impl Iterator<Item = &'a Record>, names: Names) -> Strin
     out
 }
 
-/// What a group that failed leaves behind: who it was, why, and its records.
+/// The file of a failed group: its ranks, the fault, and its records.
 pub fn dump<'a>(
     group: &str,
     fault: &str,

@@ -1,5 +1,5 @@
-//! Where a large operation spends its time: two clock readings around each chunk that is copied or reduced, and the time
-//! between chunks charged to the rank that was missing. Nothing is read while it is blocked.
+//! Times the parts of a large operation: two clock readings around each chunk that is copied or reduced; the time
+//! between chunks is charged to the rank that was missing. Reads no clock while the operation is blocked.
 
 use std::sync::atomic::AtomicU64;
 
@@ -9,9 +9,9 @@ use crate::os::clock;
 pub struct ChunkTimer {
     /// End of the last chunk, or issue.
     rest: u64,
-    /// The rank that was missing at the last look.
+    /// The rank that was missing at the last check.
     missing: Option<usize>,
-    /// The longest single wait so far; its rank is noted in the operation.
+    /// The longest single wait so far; the operation records its rank.
     longest: u64,
 }
 
@@ -25,7 +25,7 @@ impl ChunkTimer {
         self.missing = Some(rank);
     }
 
-    /// A chunk may be worked on.
+    /// A chunk is available.
     pub fn begin(&mut self, op: &Op) -> u64 {
         let now = clock::stamp();
         if let Some(rank) = self.missing.take() {
@@ -38,7 +38,7 @@ impl ChunkTimer {
         now
     }
 
-    /// The work that `begin` announced is done; it belongs to `sum`.
+    /// The work on the chunk is done; its time is added to `sum`.
     pub fn end(&mut self, sum: &AtomicU64, began: u64) {
         let now = clock::stamp();
         OpTiming::spend(sum, now - began);

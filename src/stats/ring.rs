@@ -1,5 +1,5 @@
-//! The last operations of a group, one record each, the oldest overwritten first: what the flight record and the
-//! explanation of a past operation are made of. A record is written at issue and completed at the end.
+//! The last operations of a group, one record each, the oldest overwritten first: the flight record and the
+//! explanations of past operations are made from them. A record is written at issue and completed at the end.
 
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -31,7 +31,7 @@ pub struct Record {
     /// Number in the group, or in the ordered pair of ranks (point to point; 0 for a receive from anyone).
     pub number: u64,
     pub kind: Kind,
-    /// Of a reduction; `Bytes` where data is only moved.
+    /// The element type of a reduction; `Bytes` where data is only moved.
     pub dtype: Dtype,
     /// Reduce op by its code.
     pub op: u8,
@@ -39,7 +39,7 @@ pub struct Record {
     pub state: State,
     /// It had to wait.
     pub blocked: bool,
-    /// Its end was seen.
+    /// The time of its end is known.
     pub timed: bool,
     pub note: CallNote,
     /// Root, or the peer of a message.
@@ -53,7 +53,7 @@ pub struct Record {
     /// `clock::stamp`; `ended` is 0 while it is pending.
     pub issued: u64,
     pub ended: u64,
-    /// Where the time between them went, as far as it was measured.
+    /// Times that were measured in between.
     pub copying: u64,
     pub reducing: u64,
 }
@@ -81,7 +81,7 @@ impl Record {
         reducing: 0,
     };
 
-    /// Of an operation that was just numbered.
+    /// The record of an operation that was just numbered.
     #[inline(always)]
     pub fn of(op: &Op) -> Record {
         let request = &op.request;
@@ -100,7 +100,7 @@ impl Record {
         }
     }
 
-    /// It ended `at` that stamp. A message waits for its other end.
+    /// Marks it as ended `at` that stamp. A message waits for its peer.
     #[inline]
     pub fn end(&mut self, op: &Op, well: bool, at: u64) {
         let timing = &op.timing;
@@ -116,13 +116,13 @@ impl Record {
         self.reducing = timing.reducing.load(Relaxed);
     }
 
-    /// Of an operation that the core does not carry out itself, issued now.
+    /// The record of an operation that the core does not run itself, issued now.
     pub fn external_op(kind: Kind, choice: u64, number: u64, (root, tag): (u32, u32), note: CallNote) -> Record {
         let route = Route { choice, ..Route::default() };
         Record { number, kind, route, note, root, tag, issued: clock::stamp(), ..Record::EMPTY }
     }
 
-    /// `select`'s one-byte codes, out of the choice.
+    /// The path's one-byte code, from the choice.
     pub fn path(&self) -> u8 {
         self.route.choice as u8
     }
@@ -135,7 +135,7 @@ impl Record {
         self.ended.saturating_sub(self.issued)
     }
 
-    /// What is neither copying nor reducing, where the operation did not end in the pass that issued it.
+    /// The time that was neither copying nor reducing, where the operation did not end in the pass that issued it.
     pub fn waiting(&self) -> u64 {
         if self.blocked { self.took().saturating_sub(self.copying).saturating_sub(self.reducing) } else { 0 }
     }
@@ -160,7 +160,7 @@ pub struct History {
 }
 
 impl History {
-    /// Of `room` records or, where that is no power of two, the next one. Memory is touched as it is used.
+    /// For `room` records, rounded up to a power of two. Memory is touched only as it is used.
     pub fn new(room: usize) -> History {
         let room = if room == 0 { 0 } else { room.next_power_of_two() };
         History { records: Vec::with_capacity(room), room, issued: 0 }
@@ -175,7 +175,7 @@ impl History {
         self.issued
     }
 
-    /// Gives a record its id and keeps it. `record` is written where it stays, not moved there.
+    /// Gives a record its id and stores it, written in place rather than moved.
     #[inline(always)]
     pub fn push(&mut self, record: Record) -> u64 {
         let id = self.issued;
@@ -190,7 +190,7 @@ impl History {
         id
     }
 
-    /// One that has issued as many operations and remembers none.
+    /// A history with the same number of issued operations and no records.
     pub fn without_records(&self) -> History {
         History { records: Vec::new(), room: 0, issued: self.issued }
     }

@@ -96,7 +96,7 @@ fn each_operation_knows_with_whom_it_ended() {
     let mut stats = Stats::new(2, 8);
     let ops: Vec<_> = (1..=5).map(|n| issue(&mut stats, request(Kind::AllReduce, 8, 8), n)).collect();
     let message = issue(&mut stats, request(Kind::Send, 8, 0), 9);
-    // A batch between hosts was noted before, and stays.
+    // The batch of an operation between hosts was recorded before, and stays.
     ops[4].set_fused_with(FusedWith::new(5, (2, 5), 4));
     let failed = (Arc::clone(&ops[0]), Err(Error::Aborted("over".to_string())));
     let well = [2, 3, 4].map(|at: usize| (Arc::clone(&ops[at]), Ok(())));
@@ -180,7 +180,7 @@ fn a_reset_forgets_the_counts_and_keeps_the_ring() {
 }
 
 proptest! {
-    /// More combinations than there is room for: memory stays bounded, and nothing is lost from the sums of a kind.
+    /// More combinations than there are entries: memory stays bounded, and the sums of a kind lose nothing.
     #[test]
     fn sums_are_exact_and_memory_is_bounded(
         calls in prop::collection::vec((0usize..11, 0u8..40, 0u32..47, any::<bool>()), 0..400)
