@@ -16,13 +16,13 @@ pub struct Delegate {
 }
 
 impl Delegate {
-    /// `reason`: why no engine of ours serves the group.
+    /// `reason`: why none of our engines serves the group.
     pub fn new(reason: String, ranks: usize, policy: Arc<Policy>) -> Delegate {
         Delegate { reason, ranks, policy }
     }
 }
 
-/// Its peers are the other backend's.
+/// The other backend deals with peers.
 struct NoPeers;
 
 impl Control for NoPeers {}

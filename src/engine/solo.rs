@@ -23,7 +23,7 @@ impl Solo {
     }
 }
 
-/// There is nobody else.
+/// A group without peers.
 struct NoPeers;
 
 impl Control for NoPeers {}
@@ -77,7 +77,7 @@ fn run(op: &Op, kernel: Option<&Kernel>) -> Result<()> {
                 outputs.write(0, at, bytes);
             }
         }
-        // SAFETY: the request's contract: inputs and outputs are valid, and the same memory or apart.
+        // SAFETY: the request's contract: inputs and outputs are valid, and are the same memory or do not overlap.
         _ if request.kind != Kind::Barrier => unsafe { transfer(inputs, 0, outputs, 0, bytes) },
         _ => (),
     }
