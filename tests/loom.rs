@@ -10,7 +10,7 @@ use loom::sync::atomic::{AtomicU32, AtomicU64, fence};
 use loom::sync::{Arc, Condvar, Mutex};
 use loom::thread;
 
-use sagellm::engine::shm::lanes::Channels;
+use sagellm::engine::shm::channels::Channels;
 use sagellm::engine::shm::protocol;
 use sagellm::engine::shm::protocol::{Mail, Region, Slots, Word, Words};
 use sagellm::os::event_count;

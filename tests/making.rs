@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use sagellm::config::{Config, Settings};
 use sagellm::engine::local;
-use sagellm::engine::multihost::place::HostMap;
+use sagellm::engine::multihost::host_map::HostMap;
 use sagellm::error::{Error, Result};
 use sagellm::group::Group;
 use sagellm::host::{Host, Store};

@@ -381,7 +381,7 @@ pub mod ffi {
         count: u64,
     }
 
-    /// `stats::ring::Record`. Ranks are -1 for nobody or anyone.
+    /// `stats::history::Record`. Ranks are -1 for nobody or anyone.
     struct Record {
         id: u64,
         number: u64,

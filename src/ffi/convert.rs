@@ -5,7 +5,7 @@ use crate::error::{Error, ErrorKind, Result, contained};
 use crate::group::NAMES;
 use crate::select::explain::{Alternative, Explanation, Table};
 use crate::stats::export::Moment;
-use crate::stats::ring::Record;
+use crate::stats::history::Record;
 use crate::stats::{MIXED, Stats, export};
 use crate::types::{CallNote, Dtype, Kind, ReduceOp, Request, Span, Strided};
 

@@ -7,7 +7,7 @@ use crate::rendezvous::decision::on_this_host;
 use crate::select::explain;
 use crate::select::explain::{Batch, Explanation, Past};
 use crate::select::{Choice, Class, OpDesc, Path};
-use crate::stats::ring::{History, Record, State};
+use crate::stats::history::{History, Record, State};
 use crate::types::{Dtype, Kind};
 
 /// As `Group::explain`, for a hypothetical group of `ranks` ranks of this host.

@@ -12,7 +12,7 @@ use crate::select::Choice;
 use crate::stats::Stats;
 use crate::stats::export;
 use crate::stats::export::{Moment, Names};
-use crate::stats::ring::{History, Record, State};
+use crate::stats::history::{History, Record, State};
 use crate::types::{ANY_RANK, CallNote, Kind};
 use crate::{config, select};
 

@@ -12,7 +12,7 @@ use super::messages::Nonce;
 use super::peers::GroupPeers;
 use super::{Met, Outcome, meet};
 use crate::config::Config;
-use crate::engine::multihost::place::HostMap;
+use crate::engine::multihost::host_map::HostMap;
 use crate::engine::shm::memory::area::Area;
 use crate::engine::shm::memory::layout::{Layout, MAX_RANKS, SLOT_BYTES};
 use crate::error::{Error, Result};

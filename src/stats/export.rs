@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use super::ring::{Record, State};
+use super::history::{Record, State};
 use crate::op::NOBODY;
 use crate::types::{ANY_RANK, Dtype, ReduceOp};
 

@@ -11,20 +11,20 @@
 //! | file | |
 //! | --- | --- |
 //! | `histogram` | times, in buckets of equal relative width |
-//! | `ring` | the last operations, one record each |
-//! | `pace` | where a large operation spends its time |
+//! | `history` | the last operations, one record each |
+//! | `chunk_timer` | where a large operation spends its time |
 //! | `export` | the records as a file, for a group that failed |
 
+pub mod chunk_timer;
 pub mod export;
 pub mod histogram;
-pub mod pace;
-pub mod ring;
+pub mod history;
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use self::histogram::Histogram;
-use self::ring::{History, Record, State};
+use self::history::{History, Record, State};
 use crate::error::Result;
 use crate::op::{FusedWith, Op};
 use crate::os::clock;

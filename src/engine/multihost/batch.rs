@@ -7,7 +7,7 @@
 use std::ops::Range;
 use std::time::Duration;
 
-use super::place::HostMap;
+use super::host_map::HostMap;
 use super::transport::{Arrived, FrameHeader, Lane};
 use super::vector::{Vector, span};
 use crate::algorithms::{Algorithm, How, Schedule};

@@ -6,8 +6,8 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 use super::batch::HostGroup;
+use super::host_map::HostMap;
 use super::lanes::{DELIVERY, FAREWELL, Shared};
-use super::place::HostMap;
 use super::probe::probe;
 use super::queue::{Entry, State};
 use super::transport::{Lane, Link, NOBODY};

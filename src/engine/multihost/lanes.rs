@@ -6,7 +6,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use super::batch::{BatchRun, ChosenAlgorithm, HostGroup};
-use super::place::HostMap;
+use super::host_map::HostMap;
 use super::queue::State;
 use super::transport::{FrameHeader, Lane, Link, tell_fault};
 use crate::config::Settings;

@@ -8,7 +8,7 @@
 //!
 //! | file | |
 //! | --- | --- |
-//! | `place` | which rank is on which host |
+//! | `host_map` | which rank is on which host |
 //! | `probe` | how long a message takes between hosts |
 //! | `engine` | the group's `Engine`: opens the link, takes operations, leaves |
 //! | `lanes` | the two threads that run batches |
@@ -23,8 +23,8 @@ pub mod batch;
 mod collectives;
 mod dispatch;
 mod engine;
+pub mod host_map;
 mod lanes;
-pub mod place;
 mod probe;
 mod queue;
 pub mod rails;

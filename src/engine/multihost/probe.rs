@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::batch::{HostGroup, written};
-use super::place::HostMap;
+use super::host_map::HostMap;
 use super::transport::{FrameHeader, Lane};
 use super::vector::span;
 use crate::error::{Error, Result};

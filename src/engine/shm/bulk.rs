@@ -30,7 +30,7 @@ use crate::error::Result;
 use crate::op::Op;
 use crate::reduce::Kernel;
 use crate::select;
-use crate::stats::pace::ChunkTimer;
+use crate::stats::chunk_timer::ChunkTimer;
 use crate::types::Kind;
 
 /// The first round numbers of the next large operation, per region; the same on all ranks.

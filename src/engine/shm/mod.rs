@@ -12,16 +12,16 @@
 //! | `protocol` | who may write what, and when (generic: loom runs it) |
 //! | `area` | typed access to the segment |
 //! | `small`, `bulk`, `p2p` | the three ways to move data |
-//! | `lanes`, `rank_set` | which sender uses which buffers of a receiver; sets of ranks |
+//! | `channels`, `rank_set` | which sender uses which buffers of a receiver; sets of ranks |
 //! | `presence` | memory that is populated when it is first needed |
 //! | `segment` | the memory itself |
 //! | `engine` | the queue: `Shm`, the group's `Engine` |
 //! | `control` | what any thread may use without the group's lock |
 
 pub mod bulk;
+pub mod channels;
 mod control;
 mod engine;
-pub mod lanes;
 pub mod memory;
 pub mod p2p;
 pub mod protocol;

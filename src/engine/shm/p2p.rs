@@ -2,7 +2,7 @@
 //!
 //! Each ordered pair of ranks has a ring buffer of envelopes. A message of up to `eager_bytes` travels in its envelope,
 //! and its send ends at once. A larger one waits at the sender until the receiver has matched its envelope and granted
-//! it a channel (`lanes`); then it moves through the two buffers of that channel, in the order of the grants. Receivers
+//! it a channel (`channels`); then it moves through the two buffers of that channel, in the order of the grants. Receivers
 //! always move envelopes to a private list, so a message with a tag that nobody has posted blocks none behind it.
 //! Receives match in the order in which they were posted, first in first out per (source, tag); a receive from anyone
 //! takes the message that arrived first.
@@ -26,7 +26,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
-use super::lanes::Channels;
+use super::channels::Channels;
 use super::memory::area::Area;
 use super::memory::layout::{Layout, Part};
 use super::protocol;

@@ -17,7 +17,7 @@
 //! that buffer.
 //!
 //! **Messages.** A message that does not fit into an envelope goes through the two buffers of a channel of the receiver
-//! (`lanes.rs`), in rounds that are numbered through all such messages of an ordered pair: the sender may fill round
+//! (`channels.rs`), in rounds that are numbered through all such messages of an ordered pair: the sender may fill round
 //! `g` when the receiver has drained round `g - 2`. A channel passes to another sender only by a grant, which the receiver
 //! gives (release) after it has read everything that came through the channel before.
 //!
