@@ -223,7 +223,7 @@ fn rounds_of_three_ranks() {
     run(3, 1, 2, |memory, me| rounds_program(memory, me, true, 3));
 }
 
-/// The doors, with the kernel's futex as a lock and a condition variable: it compares and sleeps in one step.
+/// The wake words, with the kernel's futex as a lock and a condition variable: it compares and sleeps in one step.
 struct House {
     news: AtomicU64,
     wake_count: AtomicU32,

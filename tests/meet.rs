@@ -609,7 +609,7 @@ fn known_peers(files: &Files, rank: usize, size: usize) {
     // The oldest that all of them have.
     let again = group("again", rank, size);
     assert_eq!(again.group_peers.id(), anew.group_peers.id());
-    // Nobody ends before all are through: that would be the end of a companion.
+    // No rank ends before all are done: that would be the end of a known peer.
     let done = |other: usize| files.0.join(format!("done-{other}"));
     fs::write(done(rank), "").unwrap();
     let began = Instant::now();

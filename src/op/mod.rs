@@ -133,9 +133,9 @@ pub struct Op {
     error: OnceCell<Error>,
     source: AtomicI32,
     nanoseconds: AtomicU64,
-    /// `Route`. The engine writes the choice once, when the operation sets out (release), after load and, between hosts,
-    /// fused_with; whoever explains it acquires the choice first. On one host the fused_with is written when it ends, before
-    /// `state`, if it is not alone.
+    /// `Route`. The engine writes the choice once, when the operation starts (release), after the load and, between hosts,
+    /// the batch in `fused_with`; a reader acquires the choice first. On one host `fused_with` is written when the
+    /// operation ends, before `state`, if it was fused.
     choice: AtomicU64,
     load: AtomicU64,
     fused_with: AtomicU64,
