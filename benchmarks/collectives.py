@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compare torch.distributed backends, operation by operation, in the same processes and the same minutes.
 
-Backends take turns in short rounds (A B A B), since a machine's mood changes by the second and a difference between
+Backends take turns in short rounds (A B A B), since a machine's speed changes by the second and a difference between
 two separate runs proves nothing. Every result is checked in every round, outside the timing. README.md beside this
 file says how to read the output and which cases are unfair.
 """
@@ -44,8 +44,8 @@ EXAMPLES = """examples:
 SIZES = "8,512,4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
 QUICK_SIZES = "8,4KiB,64KiB,1MiB,16MiB"
 MOST_SAMPLES = 2000
-LAST_LEVEL_CACHE = 64 << 20  # what --cold cycles through at least, per rank
-#: By device: what is compared with, and the clock. On another device than the CPU the host does not wait for results.
+LAST_LEVEL_CACHE = 64 << 20  # smallest size of the buffers that --cold cycles through, per rank
+#: By device: the reference backend, and the clock. On another device than the CPU the host does not wait for results.
 REFERENCES = {"cpu": report.REFERENCE, "cuda": "nccl", "npu": "hccl", "mlu": "cncl"}
 Calls = Sequence[Callable[[], object]]
 
@@ -55,7 +55,7 @@ class Backend:
 
     def __init__(self, label: str, group: dist.ProcessGroup, form: str = "") -> None:
         self.label, self.group = label, group
-        self.form = form  # of an operation that has several, see `Case`; empty: that of the case
+        self.form = form  # the form of an operation with several, see `Case`; empty: that of the case
         self.checked = label != report.FLOOR  # the floor moves nothing, so its results are wrong by design
 
 
@@ -63,7 +63,7 @@ class Backend:
 
 
 def check(case: Case, backend: Backend, turn: int) -> str | None:
-    """One untimed call on known values; what is wrong on this rank, or None."""
+    """One untimed call on known values; the error on this rank, or None."""
     try:
         return case.check(backend.group, turn, backend.form) if backend.checked else None
     except (RuntimeError, ValueError, NotImplementedError, TypeError) as error:
@@ -71,7 +71,7 @@ def check(case: Case, backend: Backend, turn: int) -> str | None:
 
 
 def agree(errors: dict[str, str | None], out_of_time: bool) -> tuple[dict[str, str], bool]:
-    """What went wrong on any rank, on every rank, so that all skip a backend together; and rank 0's clock."""
+    """The errors of all ranks, on every rank, so that all skip a backend together; and rank 0's clock."""
     flags = torch.tensor(
         [*(error is not None for error in errors.values()), out_of_time and dist.get_rank() == 0]
     ).int()
@@ -85,7 +85,7 @@ def agree(errors: dict[str, str | None], out_of_time: bool) -> tuple[dict[str, s
 
 
 def samples_per_round(case: Case, calls: Calls, seconds: float, timed_block: clocks.Clock) -> int:
-    """How many calls fit in a round, by the slowest rank's clock, so that all ranks make the same number."""
+    """The number of calls that fit in a round, by the slowest rank's clock, so that all ranks make the same number."""
     needed = torch.zeros(1, dtype=torch.float64)
     if case.takes_part():
         timed_block(calls, 1, 0)
@@ -103,7 +103,7 @@ def measure(case: Case, backends: list[Backend], args: argparse.Namespace, secon
     counts: dict[str, int] = {}
     rounds: dict[str, list[list[float]]] = {b.label: [] for b in backends}
     for number in range(args.rounds):
-        # Every second round goes the other way about, so that nobody always follows the same one.
+        # Every second round has the reverse order, so that no backend always follows the same one.
         turn = [b for b in (backends if number % 2 == 0 else backends[::-1]) if b.label not in failed]
         late = number >= 2 and time.monotonic() - begin > seconds
         errors, stop = agree({b.label: check(case, b, number) for b in turn}, late)
@@ -132,7 +132,7 @@ def measure(case: Case, backends: list[Backend], args: argparse.Namespace, secon
 def one_round(
     case: Case, backend: Backend, calls: Calls, count: int, number: int, timed_block: clocks.Clock
 ) -> list[float]:
-    """The timed part: warm up what the other backends have cooled down, meet, measure."""
+    """The timed part: warm up the caches again, synchronise the ranks, measure."""
     taken: list[float] = []
     if case.op == "ping_pong":
         if case.takes_part():
@@ -146,7 +146,7 @@ def one_round(
 
 
 def buffer_sets(args: argparse.Namespace, op: str, size: int) -> int:
-    """How many sets of buffers a case uses in turn."""
+    """The number of sets of buffers that a case uses in turn."""
     if op == "barrier":
         return 1
     if args.cold:
@@ -163,7 +163,7 @@ def names_of(text: str) -> list[str]:
 
 
 def variant_options(backend: str, variant: str) -> dict[str, Any]:
-    """What `sagellm:unfused` and the like mean; `sagellm:OP:FROM-TO=WAY` is a group with that rule."""
+    """The options behind `sagellm:unfused` and the like; `sagellm:OP:FROM-TO=ALGORITHM` is a group with that rule."""
     if not variant:
         return {}
     known: dict[str, dict[str, Any]] = {"unfused": {"fusion": False}, "strict": {"strict": True}}
@@ -184,7 +184,7 @@ def reference_of(args: argparse.Namespace) -> str:
 
 
 def use_device(args: argparse.Namespace) -> str:
-    """Makes this rank's device current; what it is, in words. Ends the program where there is none."""
+    """Makes this rank's device current and returns its description. Ends the program where there is none."""
     if args.device == "cpu":
         return ""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -197,7 +197,7 @@ def use_device(args: argparse.Namespace) -> str:
 
 
 def open_backends(args: argparse.Namespace) -> list[Backend]:
-    """A group per name; a name that comes twice is its own control."""
+    """A group per name; a name that appears twice is its own control."""
     names = names_of(args.backends)
     if args.control:
         names.append(reference_of(args) if reference_of(args) in names else names[-1])
@@ -235,7 +235,7 @@ def progress(done: int, total: int, case: Case, result: dict[str, Any], begin: f
 
 
 def default_name(args: argparse.Namespace, ranks: int) -> str:
-    """Of the result files."""
+    """The name of the result files."""
     if not args.hosts:
         where = "collectives" if args.device == "cpu" else f"{args.device}-{args.clock}"
         return f"{where}-{ranks}r-{args.dtype}"
@@ -244,7 +244,7 @@ def default_name(args: argparse.Namespace, ranks: int) -> str:
 
 
 def command_line(arguments: list[str]) -> str:
-    """The command for the report, without where its files went, which repeats nothing."""
+    """The command for the report, without the paths of the output files."""
     kept, skip = ["benchmarks/collectives.py"], False
     for word in arguments:
         if not skip and not word.startswith(("--out", "--name")):
@@ -266,7 +266,7 @@ def run_rank(args: argparse.Namespace) -> int:
         importlib.import_module(module)
     device = use_device(args)
     machine = machines.describe()  # before the run itself raises the load
-    # gloo carries what the ranks tell each other about the benchmark; no measured operation uses this group.
+    # The ranks coordinate the benchmark over gloo; no measured operation uses this group.
     dist.init_process_group("gloo", timeout=timedelta(seconds=args.timeout))
     ranks = dist.get_world_size()
     torch.set_num_threads(max(1, machines.usable_cores() // ranks))
@@ -282,7 +282,7 @@ def run_rank(args: argparse.Namespace) -> int:
     quiet_collector()
     for done, (op, size) in enumerate(plan, 1):
         case = Case(op, size, DTYPES[args.dtype], buffer_sets(args, op, size), args.device)
-        # A case may take more than its share, since most take less; every rank asks rank 0's clock only.
+        # A case may take more than its share, since most take less; only rank 0's clock decides.
         share = 1.5 * (args.limit - (time.monotonic() - begin)) / (len(plan) - done + 1)
         result = measure(case, backends, args, share)
         results.append(result)
@@ -319,7 +319,7 @@ def spawn(args: argparse.Namespace) -> int:
     """Starts this program once per rank; the first rank that fails ends the others."""
     threads = {"OMP_NUM_THREADS": max(1, machines.usable_cores() // args.ranks)}
     if not args.hosts:
-        # The store lives here, on a port that the system chose, as torchrun's does: no guess at a free port.
+        # The store is in this process, on a port that the system chose, as torchrun's is.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
         return run_children(args, threads | place, [[] for _ in range(args.ranks)])
@@ -338,12 +338,12 @@ def spawn(args: argparse.Namespace) -> int:
             inside = [["ip", "netns", "exec", network.names[host]] for host in hosts]
             return run_children(args, threads | place, inside)
     except net.Unavailable as reason:
-        print(f"hosts cannot be played here: {reason}", file=sys.stderr)
+        print(f"hosts cannot be simulated here: {reason}", file=sys.stderr)
         return 1
 
 
 def run_children(args: argparse.Namespace, common: dict[str, Any], prefixes: list[list[str]]) -> int:
-    """One process a rank, each started behind the words in `prefixes`."""
+    """One process per rank, each started with the command prefix in `prefixes`."""
     common = common | {"WORLD_SIZE": args.ranks, "LOCAL_WORLD_SIZE": args.ranks}
     children = []
     for rank, prefix in enumerate(prefixes):
@@ -353,7 +353,7 @@ def run_children(args: argparse.Namespace, common: dict[str, Any], prefixes: lis
     try:
         while any(child.poll() is None for child in children):
             if any(child.poll() for child in children):
-                time.sleep(2)  # the others may have something to say about it
+                time.sleep(2)  # the others may report the cause
                 break
             time.sleep(0.1)
     except KeyboardInterrupt:
@@ -376,8 +376,12 @@ def parse_args() -> argparse.Namespace:
     add("--control", action="store_true", help="measure the other one a second time: the ratio is the noise (A/A)")
     add("--floor", action="store_true", help="also torch's fake backend, which does nothing: the cost of the call")
     add("--ranks", type=int, default=2, help="processes to start when not under torchrun (default: 2)")
-    add("--hosts", default="", help="play hosts by network namespaces: each rank's host, such as 0,0,1,1 (needs root)")
-    add("--rate", default="", help="with --hosts: bandwidth of each host's cable, such as 1gbit")
+    add(
+        "--hosts",
+        default="",
+        help="simulate hosts by network namespaces: each rank's host, such as 0,0,1,1 (needs root)",
+    )
+    add("--rate", default="", help="with --hosts: bandwidth of each host's link, such as 1gbit")
     add("--delay-ms", type=float, default=0.0, help="with --hosts: one-way latency in milliseconds")
     add("--ops", default=",".join(OPS), help=f"default: all of {', '.join(OPS)}")
     add("--sizes", help=f"bytes of the whole tensor (default: {SIZES})")

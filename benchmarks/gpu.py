@@ -29,7 +29,7 @@ EXAMPLES = """examples:
   python benchmarks/gpu.py --quick                         fewer sizes and rounds, under a minute
   python benchmarks/gpu.py --ops all_reduce --sizes 8,1MiB --rounds 20
 """
-#: What one rank can do by itself. The many small ones have a table of their own.
+#: The operations that one rank can run alone. The many small ones have a separate table.
 SINGLE = [op for op in OPS if op not in MANY and op != "ping_pong"]
 THEIRS = "nccl"
 CONTROL = f"{THEIRS} #2"
@@ -43,7 +43,7 @@ FORMS = [
     ("nccl region", THEIRS, "region"),
     ("nccl region #2", CONTROL, "region"),
 ]
-#: Of the second table: one column over another.
+#: Ratios of the second table: one column over another.
 RATIOS = [
     ("nccl one by one", "sagellm fused"),
     ("nccl region", "sagellm fused"),
@@ -78,14 +78,14 @@ def measure_all(args: argparse.Namespace, groups: dict[str, dist.ProcessGroup]) 
 
 
 def verdict(results: list[Any]) -> str:
-    """In how many cases a call took no longer than nccl's."""
+    """The number of cases in which a call took no longer than nccl's."""
     rows = [row["times"] for row in results if all("median" in row["times"][name] for name in ("sagellm", THEIRS))]
     counts = [sum(row["sagellm"][at] <= row[THEIRS][at] for row in rows) for at in ("median", "p10")]
     return f"At most the host time of nccl: {counts[0]} of {len(rows)} cases by the median, {counts[1]} by the p10."
 
 
 def many_table(results: list[Any]) -> list[str]:
-    """All forms of ten and of a thousand small all_reduces, and p10 over p10 of those that are to be compared."""
+    """All forms of ten and of a thousand small all_reduces, and the ratios of their p10."""
     labels = [label for label, _, _ in FORMS]
     head = ["calls", *labels, *(f"{theirs} / {ours}" for theirs, ours in RATIOS)]
     lines = ["", "## Many small all_reduces of 2 KiB, host time of all together", ""]
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     """Makes the groups, measures, prints and writes; the exit code."""
     device = collectives.use_device(args)
     machine = machines.describe()
-    # gloo carries what the program tells itself; no measured operation uses this group.
+    # The program coordinates itself over gloo; no measured operation uses this group.
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     patience = timedelta(seconds=args.timeout)
     names = {"sagellm": "sagellm", THEIRS: THEIRS, CONTROL: THEIRS}

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""What one more process group of the same ranks costs: time, descriptors, address space, memory.
+"""The cost of one more process group of the same ranks: time, descriptors, address space, memory.
 
-Backends take turns (A B A B) in the same processes; every group stays until the end. A time is that of the slowest
-rank, for the making alone and with one small operation, because a backend may put work off until then. `--first`
+Backends take turns (A B A B) in the same processes; every group stays until the end. Times are those of the slowest
+rank, for making the group alone and with one small operation, because a backend may defer work until then. `--first`
 makes the first group of fresh processes instead and times each step of it.
 """
 
@@ -56,7 +56,7 @@ def measure(rank: int, ranks: int, groups: int, backends: list[str], port: int) 
             slowest = torch.tensor([made - start, time.perf_counter() - start], dtype=torch.float64) * 1e6
             cost = cost_now() - before
             dist.all_reduce(slowest, dist.ReduceOp.MAX, group=report)
-            if turn > 0:  # the first one loads what a backend loads once
+            if turn > 0:  # the first one includes the one-time loading of a backend
                 times[backend].append(slowest[0].item())
                 used[backend].append(slowest[1].item())
                 costs[backend] += cost

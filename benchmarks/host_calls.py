@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a call with a device tensor costs the host, counted on the simulators: allocations and formatted texts a call.
+"""Host cost of a call with a device tensor, counted on the simulators: allocations and formatted texts per call.
 
 Counts do not depend on how busy the machine is, and they need no device. One rank; the simulators' own allocations are
 left out, those of torch and c10d are in, so the difference of two builds is what matters.
@@ -35,7 +35,7 @@ def hook() -> Path:
 
 
 def count() -> dict[str, dict[str, float]]:
-    """In the process that has the hook: counts by case."""
+    """Runs in the process with the hook: counts by case."""
     sys.path += [str(ROOT / "tests/py"), str(ROOT / "tests/py/device")]
     import simdevice
     import torch
@@ -101,7 +101,7 @@ def main() -> int:
     import simulated
 
     simdevice.library_path()
-    # The environment may name another form of the library.
+    # The environment may name another variant of the library.
     environment = simulated.environment("nccl", simulated.builder().build()) | dict(os.environ)
     environment["LD_PRELOAD"] = str(hook())
     words = [sys.executable, __file__, "--counting"]

@@ -87,7 +87,7 @@ void leave() {
     // A trace that torch's flight recorder writes after a failure takes seconds.
     CallbackPool::instance().stop(std::chrono::seconds(5));
   }
-  Graveyard::instance().drain();
+  DeferredRelease::instance().release();
   drain_log();
   close_log();
   // A signal handler raised while the groups were left, and nobody else will hear of it.

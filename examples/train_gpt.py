@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Train a small byte-level GPT with DistributedDataParallel and see what its communication costs.
+"""Train a small byte-level GPT with DistributedDataParallel and measure its communication.
 
 The text is the source code of the Python standard library, which is on every machine. The script is ordinary
 DDP: the backend is a name on the command line. With --compare the same steps run over a second backend in the
-same processes, in alternating blocks, so that both meet the same mood of the machine. What communication cost is
+same processes, in alternating blocks, so that both see the same load of the machine. Communication times are
 read from torch.profiler's "<backend>:<op>" records, which every backend writes, in one way for all of them.
 """
 
@@ -154,7 +154,7 @@ def union(intervals: list[Interval]) -> list[Interval]:
 
 
 def subtract(from_: list[Interval], minus: list[Interval]) -> list[Interval]:
-    """What is in `from_` and not in `minus`; both disjoint and in order, as `union` gives them."""
+    """The time in `from_` and not in `minus`; both disjoint and in order, as `union` gives them."""
     left: list[Interval] = []
     first = 0
     for start, end in from_:
@@ -178,7 +178,7 @@ def length_within(intervals: list[Interval], window: Interval) -> float:
 
 @dataclass
 class Communication:
-    """What the profiled steps of one rank spent on communication; microseconds.
+    """The communication times of one rank's profiled steps; microseconds.
 
     in_flight: at least one operation was running, whether or not the training thread computed meanwhile.
     waited:    an operation was running, or being issued, and the training thread computed nothing.
@@ -312,7 +312,7 @@ def train(args: argparse.Namespace, trainers: list[Trainer]) -> None:
     for number in range(args.rounds):
         block = args.steps * (number + 1) // args.rounds - done
         profiled = min(args.profile_steps, block // 2)
-        # Every second round goes the other way about, so that nobody always follows the same one.
+        # Every second round has the reverse order, so that no backend always follows the same one.
         for trainer in trainers if number % 2 == 0 else trainers[::-1]:
             trainer.timed_steps(block - profiled, bar)
             if profiled:
@@ -350,13 +350,13 @@ def human_time(us: float) -> str:
 
 @dataclass
 class Summary:
-    """What the report shows of one backend, over all ranks; times in microseconds per profiled step."""
+    """The report of one backend, over all ranks; times in microseconds per profiled step."""
 
     label: str
     backend: str
     steps_per_second: float
     step: float
-    costs: dict[str, float]  # what is said of the cost, in the order of the table
+    costs: dict[str, float]  # the costs, in the order of the table
     per_step: dict[tuple[str, int], float]  # how often a rank called (operation, bytes)
     operations: dict[tuple[str, int], list[float]]
 
@@ -380,7 +380,7 @@ def summarize(trainer: Trainer, group: dist.ProcessGroup) -> Summary:
         step=sum(sum(cost.steps) for cost in costs) / profiled,
         costs={
             "waited for communication": sum(sum(cost.waited) for cost in costs) / profiled,
-            # Who comes last waits for nobody: the least wait of a step holds no waiting for a slower rank.
+            # The last rank waits for no other: the smallest wait of a step contains no wait for a slower rank.
             "  without waiting for slower ranks": sum(map(min, zip(*(cost.waited for cost in costs), strict=True)))
             * len(costs)
             / profiled,
@@ -529,20 +529,20 @@ def main() -> int:
     def on_interrupt(_signal: int, _frame: object) -> None:
         nonlocal interrupted
         interrupted = True
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun passes on the one that the terminal sent already
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun forwards a signal that the terminal has sent already
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGINT, on_interrupt)
     try:
         return run(args)
     except (KeyboardInterrupt, RuntimeError):
-        # After Ctrl-C a rank may see its peer leave before it sees its own signal: then that error is no news.
+        # After Ctrl-C a rank may see its peer leave before it sees its own signal: then that error is not reported.
         if not interrupted:
             raise
         if os.environ.get("RANK") == "0":
             print("\ninterrupted", flush=True)
         sys.stdout.flush()
-        # The groups are not taken down: their peers may be gone already, and the exit closes what is left.
+        # The groups are not destroyed: their peers may be gone already, and the exit closes the rest.
         os._exit(130)
 
 

@@ -1,4 +1,4 @@
-//! What a group is made from, and the environment variables that change how it works. Read once, plain data.
+//! The settings of a group, and the environment variables of the core. Read once, plain data.
 
 use std::time::Duration;
 
@@ -8,34 +8,35 @@ use once_cell::sync::Lazy;
 pub struct Config {
     pub rank: usize,
     pub size: usize,
-    /// Deadline of operations that bring none of their own.
+    /// Deadline of operations without a timeout.
     pub timeout: Duration,
-    /// Name for messages.
+    /// Name in error texts and logs.
     pub name: String,
     /// Why this group must not use shared memory, if so.
     pub delegate_reason: Option<String>,
-    /// The option `delegate`: the backend of torch's that serves what this engine does not. Equal on all ranks.
+    /// The option `delegate`: the backend of torch that serves groups and operations that this engine cannot. Equal on
+    /// all ranks.
     pub delegate: String,
-    /// The option `algorithm`: rules that come before those of the environment (`select::rules`).
+    /// The option `algorithm`: rules with priority over those of the environment (`select::rules`).
     pub algorithm: String,
-    /// What rank 0 tells the others about choosing (`select::policy`), as text; filled when the group is made.
+    /// Rank 0's policy of algorithm choice (`select::policy`), as text; filled when the group is made.
     pub policy: String,
     pub settings: Settings,
 }
 
-/// Options of a group that all its ranks share. Between hosts a rank that has others is found as a mismatch; inside one
-/// host `fusion` is a local affair that no peer notices, and the others change nothing.
+/// Options on which all ranks of a group must agree. Between hosts a difference is reported as a mismatch; inside one
+/// host `fusion` is a local matter that no peer notices, and the others change nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Settings {
-    /// Small operations that wait anyway travel together.
+    /// Fuses small operations that are pending at the same time.
     pub fusion: bool,
-    /// The bits of one host: every element is combined in the order of the ranks.
+    /// Gives the bits of one host: every element is combined in the order of the ranks.
     pub strict: bool,
 }
 
 impl Config {
-    /// The delegate that can also be a link, over which our own schedules serve ranks on several hosts. Others do not
-    /// promise what a link needs: receives posted ahead, and a way to break off a wait. They serve such groups as a whole.
+    /// The delegate that can also be a link for our own schedules between hosts. Other backends do not offer what a
+    /// link needs: receives posted ahead, and aborting a wait. They serve such groups as a whole.
     pub const LINK: &'static str = "gloo";
 }
 
@@ -45,14 +46,15 @@ impl Default for Settings {
     }
 }
 
-/// Where a group that fails writes its last operations: the variable `SAGELLM_DUMP_DIR`; nowhere if it is unset.
+/// The folder for the last operations of a group that fails: the variable `SAGELLM_DUMP_DIR`; none if it is unset.
 pub fn dump_folder() -> Option<&'static str> {
     static FOLDER: Lazy<Option<String>> =
         Lazy::new(|| std::env::var("SAGELLM_DUMP_DIR").ok().filter(|folder| !folder.is_empty()));
     FOLDER.as_deref()
 }
 
-/// Operations that each group keeps a record of, at least: the variable `SAGELLM_RING`, 1024 if it is unset or no number.
+/// Smallest number of operations of which each group keeps a record: the variable `SAGELLM_RING`, 1024 if unset or no
+/// number.
 pub fn ring() -> usize {
     const MOST: usize = 1 << 20;
     static RING: Lazy<usize> = Lazy::new(|| {
@@ -76,7 +78,7 @@ pub fn double_as_float() -> bool {
     std::env::var("SAGELLM_DOUBLE_AS_FLOAT").is_ok_and(|value| value == "1")
 }
 
-/// Whether `explain` shall know what NCCL took for an operation, for which it loads a plugin of ours: the variable
+/// Whether `explain` reports the algorithm that NCCL used, for which it loads a plugin of ours: the variable
 /// `SAGELLM_EXPLAIN`.
 pub fn explains_devices() -> bool {
     std::env::var("SAGELLM_EXPLAIN").is_ok_and(|value| value == "1")

@@ -1,5 +1,5 @@
-//! What can go wrong, in two classes: the caller's or the world's fault (every variant but one), and our own bug.
-//! The texts are golden files (`tests/golden`): who, what was expected, what came, what to do.
+//! Errors, in two classes: the fault of the caller or of the system (every variant but one), and our own bugs. The
+//! texts are golden files (`tests/golden`): who, what was expected, what came, what to do.
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -10,7 +10,7 @@ pub enum Error {
     Invalid(String),
     /// The operation's own deadline passed. Poisons the group.
     Timeout(String),
-    /// `wait(t)` elapsed; the operation goes on.
+    /// `wait(t)` elapsed; the operation continues.
     WaitElapsed(String),
     /// A peer's process ended.
     RankFailed { rank: usize, text: String },
@@ -26,8 +26,8 @@ pub enum Error {
     Bug(String),
 }
 
-/// The class of an error, by which C++ picks the exception. The number is the letter that stands before the text of an
-/// error where it leaves the core: over the C++ bridge, in shared memory and in frames between hosts.
+/// The class of an error, from which C++ picks the exception. The number is the letter in front of an error's text
+/// where it leaves the core: over the C++ bridge, in shared memory and in frames between hosts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum ErrorKind {
@@ -60,8 +60,8 @@ impl Error {
         self.kind() as u8 as char
     }
 
-    /// The error that another rank told, by the letter of its kind: what is not the fault of a rank, a deadline or
-    /// different calls is an abort for everybody else.
+    /// The error that another rank reported, by the letter of its kind. For the receiving rank it is an abort, unless
+    /// it names a failed rank, a deadline or mismatched calls.
     pub fn told(code: char, rank: usize, text: String) -> Error {
         match u8::try_from(code) {
             Ok(code) if code == ErrorKind::Timeout as u8 => Error::Timeout(text),

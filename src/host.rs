@@ -1,34 +1,34 @@
-//! What the core asks of its surroundings: a key-value store to meet in, the caller's pending signals, and what to do
-//! when an operation starts and ends. The bridge implements these for torch; tests implement them in memory.
+//! The interfaces that the core needs from its caller: a key-value store for the rendezvous, pending signals, and
+//! completions of operations. The bridge implements them for torch; tests implement them in memory.
 
 use crate::error::{Error, Result};
 
-/// The key-value store that the ranks of a group meet through. Keys of an earlier incarnation may still be in it.
+/// The key-value store for the rendezvous of a group. Keys of an earlier incarnation may still be in it.
 pub trait Store {
     fn set(&self, key: &str, value: &[u8]) -> Result<()>;
     /// Does not wait for the key: `None` when it is not there.
     fn try_get(&self, key: &str) -> Result<Option<Vec<u8>>>;
 }
 
-/// A store that also counts.
+/// A store with counters.
 pub trait Counting: Store {
-    /// The sum of all that was added to the key.
+    /// Adds to the key and returns the sum.
     fn add(&self, key: &str, by: i64) -> Result<i64>;
 }
 
-/// The process that calls us.
+/// The calling process.
 pub trait Host: Send + Sync {
-    /// True when a signal handler of the caller raised, so that the wait must end with `Error::Interrupted`.
-    /// Asked at least every 100 ms while waiting, never with a lock held.
+    /// True when a signal handler of the caller raised, so that the wait must end with `Error::Interrupted`. Called at
+    /// least every 100 ms while waiting, never with a lock held.
     fn interrupted(&self) -> bool;
 }
 
-/// What an operation does outside the engine. Called on any thread.
+/// The steps of an operation outside the engine. Called on any thread.
 pub trait Completion: Send + Sync {
     /// Before the inputs are read.
     fn prepare(&self);
-    /// After the outputs were written, before the end is told.
+    /// After the outputs were written, before the end is reported.
     fn store_back(&self);
-    /// The operation has ended, well (`None`) or not.
+    /// The operation has ended, with or without (`None`) an error.
     fn ended(&self, error: Option<&Error>);
 }

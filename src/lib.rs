@@ -3,27 +3,27 @@
 //! A `torch.distributed` backend. This crate is its core; `cpp/` is the `c10d::Backend` around it, `torch_ext/` the Python
 //! package. Four calls, each followed from top to bottom:
 //!
-//! **A CPU tensor, one host.** `cpp/c10d/collectives.cpp` describes the call, `cpp/c10d/dispatch.cpp` decides who carries
-//! it, `cpp/lower/` checks it and turns its tensors into pieces of memory. `ffi/calls.rs` hands it over as a
-//! [`crate::types::Request`]; no panic crosses there. [`group`] gives it its sequence number, signature and deadline and submits it
-//! to the group's [`crate::engine::Engine`]. [`crate::engine::shm`] asks [`select`] whether it goes through slots or in rounds, publishes
-//! it in shared memory (`small.rs`, `bulk.rs`, messages in `p2p.rs`) and combines the ranks' numbers with [`reduce`], in
-//! the order of the ranks. Where a peer has not come yet, [`progress`] moves the groups of this process forward: the thread
-//! that waits does, or the progress thread when nobody waits.
+//! **A CPU tensor, one host.** `cpp/c10d/collectives.cpp` describes the call, `cpp/c10d/dispatch.cpp` decides which
+//! engine runs it, `cpp/lower/` checks it and turns its tensors into spans of memory. `ffi/calls.rs` passes it on as a
+//! [`crate::types::Request`]; no panic crosses there. [`group`] gives it its sequence number, signature and deadline
+//! and submits it to the group's [`crate::engine::Engine`]. [`crate::engine::shm`] asks [`select`] whether it uses
+//! slots or rounds, publishes it in shared memory (`small.rs`, `bulk.rs`, messages in `p2p.rs`) and combines the ranks'
+//! numbers with [`reduce`], in the order of the ranks. Where a peer has not come yet, [`progress`] drives the groups of
+//! this process: on the thread that waits, or on the progress thread when no thread waits.
 //!
-//! **A tensor on a device.** `dispatch.cpp` makes the same description into addresses on the device.
-//! [`crate::engine::device`] checks it, numbers it, finds or makes the communicator and says what the vendor's library is
-//! asked for (`begin`); C++ prepares the tensors on torch's stream; the library is called (`launch`); a thread asks whether
-//! the call has ended or never will (`poll`); the statistics hear of it (`ended`). Without a library, copies in host memory
-//! take the tensors' places in the description, which then goes as above.
+//! **A tensor on a device.** `dispatch.cpp` turns the same description into addresses on the device.
+//! [`crate::engine::device`] checks and numbers it, finds or makes the communicator and decides what to call in the
+//! vendor's library (`begin`); C++ prepares the tensors on torch's stream; the library is called (`launch`); a thread
+//! checks whether the call has ended or never will (`poll`); the statistics record its end (`ended`). Without a
+//! library, copies in host memory replace the tensors in the description, which is then run as above.
 //!
-//! **A fused batch between hosts.** [`crate::engine::multihost`] queues the operation and tells [`fusion`] its size. A lane
-//! takes the next batch, asks [`select`] for its algorithm, combines inside the host by operations of a group in shared
-//! memory, and runs a schedule of [`algorithms`] with the other hosts over its transport.
+//! **A fused batch between hosts.** [`crate::engine::multihost`] queues the operation and tells [`fusion`] its size. A
+//! lane takes the next batch, asks [`select`] for its algorithm, combines inside the host by operations of a
+//! shared-memory group, and runs a schedule of [`algorithms`] with the other hosts over its transport.
 //!
-//! **The making of a group.** In [`rendezvous`] the ranks find each other through the store, prove that they share a host, and
-//! decide once what serves the group: nothing (one rank), shared memory, several hosts, or a delegate. The caller opens the
-//! link or delegate that the decision asks for, and `group/builder.rs` makes the group, whole.
+//! **Making a group.** In [`rendezvous`] the ranks find each other through the store, prove that they share a host, and
+//! decide once what serves the group: nothing (one rank), shared memory, several hosts, or a delegate. The caller opens
+//! the link or delegate that the decision requires, and `group/builder.rs` makes the whole group.
 //!
 //! ## Layers
 //!
@@ -32,23 +32,23 @@
 //! ```text
 //! ffi           the contract with C++ (feature `torch`)
 //! group         numbers, signatures, deadlines, faults; builder
-//! rendezvous    who is where, and one decision
-//! progress      who moves the groups of a process forward, and who wakes whom
-//! engine        what carries operations: solo, delegate, shm, multihost, device; they know nothing of each other
+//! rendezvous    which rank is on which host, and one decision
+//! progress      which thread drives the groups of a process, and which event wakes it
+//! engine        what runs operations: solo, delegate, shm, multihost, device; none uses another
 //! fusion        which operations make one batch (pure)
 //! select        which algorithm, and why (pure but for the file of a measured table)
-//! algorithms    who talks to whom at which step, as data (pure)
+//! algorithms    schedules of sends and receives, as data (pure)
 //! reduce        the arithmetic
-//! stats         what happened
+//! stats         counts, times and records of operations
 //! op            an operation from issue to end; which memory it uses
-//! config host   settings; what the core asks of its caller (store, signals, completions)
-//! os            dead processes, cores and caches, clock, futex
-//! error types   the floor
+//! config host   settings; what the core needs from its caller (store, signals, completions)
+//! os            watching processes, cores and caches, clock, futex
+//! error types   used by all
 //! ```
 //!
 //! The words are defined in `docs/words.md`, the rules by number in `docs/design.md`.
 
-// Rooms that touch bytes or call the system allow it, each with a sentence why; `tests/layering.rs` has the list.
+// Modules that touch bytes or call the system allow it, each with a reason; `tests/layering.rs` has the list.
 #![deny(unsafe_code)]
 
 pub mod algorithms;

@@ -65,12 +65,12 @@ impl Kind {
         Kind::ALL.into_iter().find(|kind| kind.name() == name)
     }
 
-    /// True where numbers are combined, so that dtype and reduce op must agree between ranks.
+    /// True where elements are combined, so that dtype and reduce op must agree between ranks.
     pub fn reduces(self) -> bool {
         matches!(self, Kind::AllReduce | Kind::Reduce | Kind::ReduceScatter)
     }
 
-    /// True where one rank has a part of its own (`Request::root`).
+    /// True where one rank has a special role (`Request::root`).
     pub fn rooted(self) -> bool {
         matches!(self, Kind::Broadcast | Kind::Reduce | Kind::Gather | Kind::Scatter)
     }
@@ -86,7 +86,7 @@ impl fmt::Display for Kind {
     }
 }
 
-/// Element type of an operation that combines numbers. Operations that only move data use `Bytes`.
+/// Element type of an operation that combines elements. Operations that only move data use `Bytes`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Dtype {
@@ -111,13 +111,13 @@ pub enum Dtype {
     C64 = 15,
     /// Two f64: real, imaginary.
     C128 = 16,
-    /// These two only on devices whose library combines them; the CPU moves them as bytes.
+    /// These two are combined only on devices whose library supports them; the CPU moves them as bytes.
     F8E4M3 = 17,
     F8E5M2 = 18,
 }
 
 impl Dtype {
-    /// Those that every engine knows.
+    /// The types that every engine knows.
     pub const ALL: [Dtype; 17] = [
         Dtype::Bytes,
         Dtype::Bool,
@@ -185,7 +185,7 @@ impl Dtype {
     }
 }
 
-/// How numbers are combined. `PremulSum` multiplies each rank's input by that rank's factor first.
+/// The reduction of elements. `PremulSum` multiplies each rank's input by that rank's factor first.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum ReduceOp {
     Sum,
@@ -230,16 +230,16 @@ impl ReduceOp {
         }
     }
 
-    /// The name by its code, for messages about another rank's call.
+    /// The name for a code, for error texts about another rank's call.
     pub fn name_of(code: u8) -> &'static str {
         const NAMES: [&str; 9] = ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"];
         NAMES.get(code as usize).copied().unwrap_or("unknown")
     }
 }
 
-/// A piece of memory by its address: of the caller, in this process or on a device, or of a buffer of ours. A number, not a
-/// pointer, because most who have one only compare it, and addresses on a device may not be followed here; who follows
-/// one (`engine::pieces`, a vendor's library) relies on the promise of `Request::new`.
+/// A piece of memory by its address: the caller's, in this process or on a device, or a buffer of ours. A number, not a
+/// pointer, because most code only compares it, and device addresses must not be dereferenced here; code that
+/// dereferences it (`engine::pieces`, a vendor's library) relies on the contract of `Request::new`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
     pub addr: usize,
@@ -252,13 +252,13 @@ impl Span {
     }
 }
 
-/// Caller memory that lies in equal runs: a strided tensor.
+/// Caller memory in runs of equal length and distance: a strided tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Strided {
     pub addr: usize,
     /// Bytes of one run.
     pub run: usize,
-    /// How often it is repeated, and at which distance in bytes; 1 and 0 where a dimension is not used.
+    /// Number of repetitions and their distance in bytes; 1 and 0 for an unused dimension.
     pub counts: [usize; Strided::DIMENSIONS],
     pub strides: [usize; Strided::DIMENSIONS],
     /// The call writes it; otherwise it reads it.
@@ -268,8 +268,8 @@ pub struct Strided {
 impl Strided {
     pub const DIMENSIONS: usize = 4;
 
-    /// From its first byte to its last one.
-    pub fn hull(&self) -> Span {
+    /// The span from its first byte to its last one.
+    pub fn extent(&self) -> Span {
         let last: usize = self.counts.iter().zip(&self.strides).map(|(count, stride)| (count - 1) * stride).sum();
         Span { addr: self.addr, bytes: last + self.run }
     }
@@ -278,9 +278,9 @@ impl Strided {
 /// The peer of a receive that takes from anyone.
 pub const ANY_RANK: u32 = u32::MAX;
 
-/// One call, as the C++ side hands it over: checked there against torch's rules, here against the group's.
+/// One call, as C++ passes it: checked there against torch's rules, here against the group's.
 ///
-/// `inputs` and `outputs` are lists of contiguous pieces that are read and written as if they were one run of bytes:
+/// `inputs` and `outputs` are lists of contiguous spans that are read and written as if they were one run of bytes:
 ///
 /// | kind | inputs | outputs |
 /// | --- | --- | --- |
@@ -295,7 +295,7 @@ pub const ANY_RANK: u32 = u32::MAX;
 /// | barrier | empty | empty |
 /// | send / recv | the data / empty | empty / the data |
 ///
-/// An output may be the same memory as the input it belongs to (in place), but may not overlap it otherwise.
+/// An output may be the same memory as the input that it belongs to (in place), but may not overlap it otherwise.
 #[derive(Clone, Debug)]
 pub struct Request {
     pub kind: Kind,
@@ -305,38 +305,39 @@ pub struct Request {
     pub root: u32,
     /// Point to point only.
     pub tag: u32,
-    /// Milliseconds from issue until the operation fails; `None` means the group's.
+    /// Milliseconds from issue until the operation fails; `None` means the group's timeout.
     pub timeout_ms: Option<u64>,
-    /// The caller waits at once: a local fact that changes nothing on the wire.
+    /// The caller waits at once: a local fact that changes nothing for peers.
     pub sync: bool,
     /// See `Request::new`.
     inputs: Vec<Span>,
     outputs: Vec<Span>,
-    /// Bytes of each rank's block, one entry a rank, or empty where all blocks are equal.
+    /// Bytes of each rank's block, one entry per rank, or empty where all blocks are equal.
     pub in_blocks: Vec<usize>,
     pub out_blocks: Vec<usize>,
     /// Caller memory that is read or written beyond `inputs` and `outputs`: the strided tensors behind staged copies.
-    /// Only used to keep operations on the same memory in order.
+    /// Used only to keep operations on the same memory in order.
     pub also_touched: Vec<Strided>,
     pub note: CallNote,
 }
 
 impl Request {
-    /// A call over caller memory. The rest is what most calls have, to be changed by the caller: asynchronous, bytes that
-    /// are moved or summed, root 0, tag 0, the group's timeout, equal blocks.
+    /// A call over caller memory. The other fields get the usual values, which the caller may change: asynchronous,
+    /// bytes that are moved or summed, root 0, tag 0, the group's timeout, equal blocks.
     ///
     /// # Safety
     ///
-    /// Where the call is given to a group, all bytes of `inputs` must stay readable, those of `outputs` writable, and
-    /// nobody else may write the first nor touch the second, from then until the operation has ended: until `Group::run`
-    /// returns, or `Op::is_done`, `Op::wait` (with anything but `Error::WaitElapsed`) or `Completion::ended` say so. On a
-    /// call that `issue` refuses the promise ends at once. (Two calls of one group over the same memory are put in order.)
+    /// If the call is given to a group, all bytes of `inputs` must stay readable and those of `outputs` writable, and
+    /// nothing else may write the inputs or touch the outputs, until the operation has ended: until `Group::run`
+    /// returns, or `Op::is_done`, `Op::wait` (with anything but `Error::WaitElapsed`) or `Completion::ended` say so. If
+    /// `issue` refuses the call, the contract ends at once. (Two calls of one group over the same memory are put in
+    /// order.)
     #[allow(unsafe_code)] // declares the contract; nothing is read or written here
     pub unsafe fn new(kind: Kind, inputs: Vec<Span>, outputs: Vec<Span>) -> Request {
         Request { inputs, outputs, ..Request::without_memory(kind) }
     }
 
-    /// The same without memory: a barrier, or a call to which this rank gives nothing and from which it gets nothing.
+    /// The same without memory: a barrier, or a call in which this rank neither gives nor receives data.
     pub fn without_memory(kind: Kind) -> Request {
         Request {
             kind,
@@ -364,18 +365,18 @@ impl Request {
     }
 }
 
-/// What the statistics are told of a call beyond what moves it.
+/// Facts about a call for the statistics, which are not needed to run it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CallNote {
-    /// False for all but the first operation of a call that became several.
+    /// False for all but the first operation of a call that was split into several.
     pub counts: bool,
     /// Tensors of the call's list in this operation; 1 where it takes no list, 0 in an operation that no caller asked for.
     pub tensors: u32,
     /// Element type of the caller's tensors, torch's number; `CallNote::NO_TYPE` if unknown.
     pub element: u8,
-    /// Where in the caller's program, as the shim numbers it; 0 if not looked up.
+    /// Number of the call site in the caller's program, assigned by the shim; 0 if not looked up.
     pub site: u32,
-    /// The caller's tensors are on a device, and what moves are copies of them in host memory.
+    /// The caller's tensors are on a device, and copies of them in host memory are moved.
     pub host_staged: bool,
 }
 

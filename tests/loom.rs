@@ -10,11 +10,11 @@ use loom::sync::atomic::{AtomicU32, AtomicU64, fence};
 use loom::sync::{Arc, Condvar, Mutex};
 use loom::thread;
 
-use sagellm::engine::shm::lanes::Lanes;
+use sagellm::engine::shm::channels::Channels;
 use sagellm::engine::shm::protocol;
 use sagellm::engine::shm::protocol::{Mail, Region, Slots, Word, Words};
 use sagellm::os::event_count;
-use sagellm::os::event_count::Bell;
+use sagellm::os::event_count::WakeWords;
 
 struct Memory {
     ranks: usize,
@@ -223,22 +223,22 @@ fn rounds_of_three_ranks() {
     run(3, 1, 2, |memory, me| rounds_program(memory, me, true, 3));
 }
 
-/// The doors, with the kernel's futex as a lock and a condition variable: it compares and sleeps in one step.
+/// The wake words, with the kernel's futex as a lock and a condition variable: it compares and sleeps in one step.
 struct House {
     news: AtomicU64,
-    door: AtomicU32,
+    wake_count: AtomicU32,
     asleep: AtomicU32,
     sleepers: AtomicU32,
     kernel: Mutex<()>,
     queue: Condvar,
 }
 
-impl Bell for House {
-    fn door(&self, _: usize) -> u32 {
-        self.door.load(Acquire)
+impl WakeWords for House {
+    fn wake_count(&self, _: usize) -> u32 {
+        self.wake_count.load(Acquire)
     }
-    fn ring(&self, _: usize) {
-        self.door.fetch_add(1, Release);
+    fn wake(&self, _: usize) {
+        self.wake_count.fetch_add(1, Release);
         let _kernel = self.kernel.lock().unwrap();
         self.queue.notify_all();
     }
@@ -262,7 +262,7 @@ impl House {
     /// Sleeps without a timeout: a missed wake is a deadlock, which loom reports.
     fn futex_wait(&self, value: u32) {
         let mut kernel = self.kernel.lock().unwrap();
-        while self.door.load(Relaxed) == value {
+        while self.wake_count.load(Relaxed) == value {
             kernel = self.queue.wait(kernel).unwrap();
         }
     }
@@ -275,7 +275,7 @@ fn a_sleeper_never_misses_the_news() {
     model.check(|| {
         let house = Arc::new(House {
             news: AtomicU64::new(0),
-            door: AtomicU32::new(0),
+            wake_count: AtomicU32::new(0),
             asleep: AtomicU32::new(0),
             sleepers: AtomicU32::new(0),
             kernel: Mutex::new(()),
@@ -292,11 +292,11 @@ fn a_sleeper_never_misses_the_news() {
         };
         for n in 1..=2 {
             while house.news.load(Acquire) < n {
-                let value = event_count::lie_down(&*house, 0);
+                let value = event_count::prepare_wait(&*house, 0);
                 if house.news.load(Acquire) < n {
                     house.futex_wait(value);
                 }
-                event_count::get_up(&*house, 0);
+                event_count::finish_wait(&*house, 0);
             }
         }
         publisher.join().unwrap();
@@ -317,7 +317,7 @@ struct Kernel {
     queue: Condvar,
 }
 
-/// An event count: `Bell` with a kernel that all share.
+/// An event count: `WakeWords` with a kernel that all share.
 struct Count {
     word: AtomicU32,
     sleepers: AtomicU32,
@@ -330,11 +330,11 @@ impl Count {
     }
 }
 
-impl Bell for Count {
-    fn door(&self, _: usize) -> u32 {
+impl WakeWords for Count {
+    fn wake_count(&self, _: usize) -> u32 {
         self.word.load(Acquire)
     }
-    fn ring(&self, _: usize) {
+    fn wake(&self, _: usize) {
         self.word.fetch_add(1, Release);
         let _kernel = self.kernel.lock.lock().unwrap();
         self.kernel.queue.notify_all();
@@ -355,7 +355,7 @@ impl Bell for Count {
 
 /// A group with one operation: issued here, published by a peer, moved by one who drives.
 struct Party {
-    door: Count,
+    wake_count: Count,
     issued: AtomicU32,
     published: AtomicU32,
     done: AtomicU32,
@@ -394,7 +394,7 @@ impl Rank {
     fn new(groups: usize) -> Arc<Rank> {
         let kernel = Arc::new(Kernel { lock: Mutex::new(()), queue: Condvar::new() });
         let party = |_| Party {
-            door: Count::new(&kernel),
+            wake_count: Count::new(&kernel),
             issued: AtomicU32::new(0),
             published: AtomicU32::new(0),
             done: AtomicU32::new(0),
@@ -422,7 +422,7 @@ impl Rank {
     /// What a peer does.
     fn publish(&self, group: usize) {
         self.groups[group].published.store(1, Release);
-        event_count::announce(&self.groups[group].door, 1);
+        event_count::announce(&self.groups[group].wake_count, 1);
     }
 
     /// As `Group::drive`: ends the operation of a group once it was issued here and published there.
@@ -442,7 +442,7 @@ impl Rank {
         let work = Listening::new(&self.work, 0);
         let ended = waits.then(|| Listening::new(&self.ended, 0));
         let busy: Vec<usize> = (0..self.groups.len()).filter(|g| self.groups[*g].issued.load(Acquire) == 1).collect();
-        let doors: Vec<_> = busy.iter().map(|g| Listening::new(&self.groups[*g].door, 0)).collect();
+        let doors: Vec<_> = busy.iter().map(|g| Listening::new(&self.groups[*g].wake_count, 0)).collect();
         let mut moved = stop();
         for group in &busy {
             moved |= self.drive(*group);
@@ -452,7 +452,7 @@ impl Rank {
         }
         let listening = || [&work].into_iter().chain(&ended).chain(&doors);
         let mut kernel = self.kernel.lock.lock().unwrap();
-        while listening().all(|one| one.bell.word.load(Relaxed) == one.value) {
+        while listening().all(|one| one.words.word.load(Relaxed) == one.value) {
             kernel = self.kernel.queue.wait(kernel).unwrap();
         }
     }
@@ -573,12 +573,12 @@ fn a_thread_that_asks_for_the_interpreters_lock_holds_up_nobody() {
     });
 }
 
-/// What two senders and a receiver with one lane share. Sender `s` is rank `s + 1`.
+/// What two senders and a receiver with one channel share. Sender `s` is rank `s + 1`.
 struct Letters {
     grants: [AtomicU64; 2],
     ready: [AtomicU64; 2],
     drained: [AtomicU64; 2],
-    lane: [UnsafeCell<u64>; 2],
+    channel: [UnsafeCell<u64>; 2],
 }
 
 /// Rounds of a message: the last one uses the buffer of the first.
@@ -593,28 +593,28 @@ impl Letters {
             if !a_few_times(|| protocol::may_fill_body(g, self.drained[s].load(Acquire))) {
                 return;
             }
-            write(&self.lane[(g % 2) as usize], g * 10 + s as u64);
+            write(&self.channel[(g % 2) as usize], g * 10 + s as u64);
             self.ready[s].store(g + 1, Release);
         }
     }
 
     fn receive(&self) {
-        let mut lanes = Lanes::new(1, 3);
+        let mut channels = Channels::new(1, 3);
         let (mut granted, mut round) = ([false; 2], [0; 2]);
         // Often enough for both messages: one part of each a turn.
         some_times(2 * PARTS as usize + 1, || {
             for s in 0..2 {
-                if !granted[s] && lanes.lend(s + 1).is_some() {
+                if !granted[s] && channels.lend(s + 1).is_some() {
                     granted[s] = true;
                     self.grants[s].store(1, Release);
                 }
                 let g = round[s];
                 if g < PARTS && self.ready[s].load(Acquire) > g {
-                    assert_eq!(read(&self.lane[(g % 2) as usize]), g * 10 + s as u64, "a part of another message");
+                    assert_eq!(read(&self.channel[(g % 2) as usize]), g * 10 + s as u64, "a part of another message");
                     round[s] += 1;
                     self.drained[s].store(round[s], Release);
                     if round[s] == PARTS {
-                        lanes.give_back(s + 1);
+                        channels.give_back(s + 1);
                     }
                 }
             }
@@ -630,8 +630,8 @@ fn a_lane_passes_from_sender_to_sender_without_mixing_messages() {
     model.max_branches = 20_000;
     model.check(|| {
         let zeros = || [AtomicU64::new(0), AtomicU64::new(0)];
-        let lane = [UnsafeCell::new(0), UnsafeCell::new(0)];
-        let letters = Arc::new(Letters { grants: zeros(), ready: zeros(), drained: zeros(), lane });
+        let channel = [UnsafeCell::new(0), UnsafeCell::new(0)];
+        let letters = Arc::new(Letters { grants: zeros(), ready: zeros(), drained: zeros(), channel });
         let senders: Vec<_> = (0..2)
             .map(|s| {
                 let letters = letters.clone();

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use sagellm::config::{Config, Settings};
 use sagellm::engine::local;
-use sagellm::engine::multihost::place::Place;
+use sagellm::engine::multihost::host_map::HostMap;
 use sagellm::error::{Error, Result};
 use sagellm::group::Group;
 use sagellm::host::{Host, Store};
@@ -93,7 +93,7 @@ fn a_link_is_taken_where_the_group_spans_hosts_and_nowhere_else() {
     assert!(error.text().contains("takes no link"), "{error}");
 
     let hosts = |rank| Hosts {
-        place: Place::new(vec![0, 1], rank),
+        host_map: HostMap::new(vec![0, 1], rank),
         insides: vec![None, None],
         reason: "the test says so".to_string(),
     };

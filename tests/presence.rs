@@ -108,7 +108,7 @@ fn a_part_is_present_when_an_operation_has_needed_it_and_nobody_touches_it_befor
         for bytes in [3 * layout.body_bytes, 10] {
             let mut memory = vec![7; bytes];
             groups[0].run(on_memory(Kind::Send, last as u32, &mut memory), None).unwrap();
-            let more = [(0, Part::Envelopes), (last, Part::Lane(0))];
+            let more = [(0, Part::Envelopes), (last, Part::Channel(0))];
             check("the messages", if bytes == 10 { &[] } else { &more });
         }
         receives.iter().for_each(|receive| receive.wait(None).unwrap());
@@ -166,7 +166,7 @@ fn rule_24_where_no_room_is_left_the_operation_fails_on_every_rank_before_anythi
     assert_told("a large all_reduce", outcomes.into_iter().map(|(outcome, _)| outcome));
     assert_eq!(of_rank_1(&areas), 0);
 
-    // The sender lacks room for its envelopes, or the receiver for a lane. Rank 2 hears of it in the next call.
+    // The sender lacks room for its envelopes, or the receiver for a channel. Rank 2 hears of it in the next call.
     for (from, to, bytes) in [(1, 0, 10), (0, 1, 1 << 20)] {
         let (areas, groups) = new();
         let mut outcomes = message(&groups, (from, to), from == 1, bytes);

@@ -16,8 +16,8 @@ use std::time::{Duration, Instant};
 use device::{COLLECTIVES, Case, OPS, local, spans};
 use reference::is_defined;
 use sagellm::engine::device::{
-    Api, Asked, Communicator, Hints, Job, Local, Message, Runtime, SPARES_CAPTURES, Setup, Split, Stream, Vendor,
-    always, calls, launch, open, open_runtime, recipe, synchronize,
+    Api, Communicator, Hints, Job, Local, LoweringInput, Message, Runtime, SPARES_CAPTURES, Setup, Split, Stream,
+    Vendor, always, calls, launch, open, open_runtime, recipe, synchronize,
 };
 use sagellm::error::{Error, Result};
 use sagellm::types::{Dtype, Kind, ReduceOp, Span};
@@ -230,7 +230,7 @@ impl World {
 
     /// One operation as the shim does it; what came out.
     fn one(&self, communicator: &dyn Communicator, case: &Case, stream: Stream) -> Option<Vec<u8>> {
-        let Asked { kind, dtype, ranks, even, .. } = case.asked;
+        let LoweringInput { kind, dtype, ranks, equal_counts: even, .. } = case.asked;
         let recipe = recipe(&case.asked, self.api.capabilities()).ok()?;
         let me = communicator.rank() as usize;
         let mut sent = dtype;
@@ -256,7 +256,7 @@ impl World {
         synchronize(&*self.runtime, stream, MINUTE).unwrap();
         drop(launched);
         communicator.poll().unwrap();
-        if !recipe.spoils && !matches!(kind, Kind::Reduce | Kind::Barrier) {
+        if !recipe.clobbers_input && !matches!(kind, Kind::Reduce | Kind::Barrier) {
             assert!(root || input == before, "an input was changed: {:?} {recipe:?}", case.asked);
         }
         if kind == Kind::Barrier {
@@ -267,8 +267,8 @@ impl World {
     }
 }
 
-fn asked(kind: Kind, dtype: Dtype, op: ReduceOp, ranks: u32) -> Asked {
-    Asked { kind, dtype, op, ranks: ranks as usize, even: true, plain: true }
+fn asked(kind: Kind, dtype: Dtype, op: ReduceOp, ranks: u32) -> LoweringInput {
+    LoweringInput { kind, dtype, op, ranks: ranks as usize, equal_counts: true, dense: true }
 }
 
 #[test]
@@ -311,7 +311,10 @@ fn collectives() {
             for op in if kind.reduces() { &OPS[..] } else { &OPS[..1] } {
                 for even in [true, false] {
                     let root = world.ranks as usize - 1;
-                    let case = Case { asked: Asked { even, ..asked(kind, dtype, *op, world.ranks) }, root };
+                    let case = Case {
+                        asked: LoweringInput { equal_counts: even, ..asked(kind, dtype, *op, world.ranks) },
+                        root,
+                    };
                     let Some(result) = world.one(&*communicator, &case, stream) else {
                         assert!(kind.reduces() && !is_defined(dtype, *op) || dtype == Dtype::F64, "{:?}", case.asked);
                         refused += 1;

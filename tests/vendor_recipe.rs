@@ -9,7 +9,9 @@ mod reference;
 use device::{COLLECTIVES, Case, OPS, data, local, spans};
 use reference::{is_defined, reference_all};
 use sagellm::engine::device::lowering::Double;
-use sagellm::engine::device::{Asked, Call, Capabilities, Job, Local, Message, Method, Recipe, Vendor, calls, recipe};
+use sagellm::engine::device::{
+    Call, Capabilities, Job, Local, LoweringInput, Message, Method, Recipe, Vendor, calls, recipe,
+};
 use sagellm::types::{Dtype, Kind, ReduceOp, Span};
 
 /// The vendors as they are, and with what an older library may lack.
@@ -246,7 +248,7 @@ fn recv_of(call: &Call<'_>) -> usize {
 
 /// The whole operation on all ranks, as the shim does it.
 fn run(case: &Case, recipe: &Recipe, able: &Capabilities) -> Vec<Vec<u8>> {
-    let Asked { kind, dtype, ranks, .. } = case.asked;
+    let LoweringInput { kind, dtype, ranks, .. } = case.asked;
     // What the library's elements are called before and after the local steps.
     let mut sent_type = dtype;
     let mut inputs: Vec<Vec<u8>> = Vec::new();
@@ -270,7 +272,7 @@ fn run(case: &Case, recipe: &Recipe, able: &Capabilities) -> Vec<Vec<u8>> {
     let lists = (0..ranks)
         .map(|me| {
             // Where the recipe allows any place, some ranks name blocks one by one and others as a whole.
-            let one_by_one = !case.asked.even || !recipe.flat && me % 2 == 0;
+            let one_by_one = !case.asked.equal_counts || !recipe.contiguous && me % 2 == 0;
             let scale = |blocks: Vec<usize>| blocks.into_iter().map(scaled).collect::<Vec<_>>();
             let sends = matches!(kind, Kind::Scatter | Kind::ReduceScatter | Kind::AllToAll) && one_by_one;
             let recvs = matches!(kind, Kind::Gather | Kind::AllGather | Kind::AllToAll) && one_by_one;
@@ -292,7 +294,7 @@ fn run(case: &Case, recipe: &Recipe, able: &Capabilities) -> Vec<Vec<u8>> {
         return vec![Vec::new(); ranks];
     }
     // What the library may not touch, it has not touched; a reduce off its root is torch's own licence to do so.
-    if !recipe.spoils && kind != Kind::Reduce {
+    if !recipe.clobbers_input && kind != Kind::Reduce {
         assert_eq!(inputs, before, "an input was changed");
     }
     (0..ranks)
@@ -308,7 +310,7 @@ fn run(case: &Case, recipe: &Recipe, able: &Capabilities) -> Vec<Vec<u8>> {
         .collect()
 }
 
-fn check(asked: Asked, able: &Capabilities) -> Option<Recipe> {
+fn check(asked: LoweringInput, able: &Capabilities) -> Option<Recipe> {
     let made = recipe(&asked, able);
     let undefined = asked.kind.reduces() && !is_defined(asked.dtype, asked.op);
     let double = matches!(asked.dtype, Dtype::F64 | Dtype::C128) && able.double == Double::Refused;
@@ -344,7 +346,7 @@ fn every_recipe_gives_what_torch_defines_or_refuses() {
                 for op in if kind.reduces() { &OPS[..] } else { &OPS[..1] } {
                     for ranks in [1, 2, 3, 5] {
                         for even in [true, false] {
-                            let asked = Asked { kind, dtype, op: *op, ranks, even, plain: true };
+                            let asked = LoweringInput { kind, dtype, op: *op, ranks, equal_counts: even, dense: true };
                             match check(asked, &able) {
                                 Some(_) => made += 1,
                                 None => refused += 1,
@@ -361,7 +363,14 @@ fn every_recipe_gives_what_torch_defines_or_refuses() {
 #[test]
 fn a_message_goes_from_one_rank_to_another() {
     for able in libraries() {
-        let asked = |kind| Asked { kind, dtype: Dtype::F32, op: ReduceOp::Sum, ranks: 3, even: true, plain: true };
+        let asked = |kind| LoweringInput {
+            kind,
+            dtype: Dtype::F32,
+            op: ReduceOp::Sum,
+            ranks: 3,
+            equal_counts: true,
+            dense: true,
+        };
         let (sends, recvs) = (recipe(&asked(Kind::Send), &able).unwrap(), recipe(&asked(Kind::Recv), &able).unwrap());
         assert_eq!((sends.method, sends.why.as_str()), (Method::Exchange, ""));
         let (mut from, mut to) = (data(Dtype::F32, 1, 5), vec![0; 20]);
@@ -378,12 +387,18 @@ fn a_message_goes_from_one_rank_to_another() {
 #[test]
 fn internal_formats_and_impossible_types_are_refused_with_the_fix() {
     let able = Vendor::Hccl.capabilities();
-    let asked =
-        Asked { kind: Kind::AllGather, dtype: Dtype::F16, op: ReduceOp::Sum, ranks: 2, even: true, plain: false };
+    let asked = LoweringInput {
+        kind: Kind::AllGather,
+        dtype: Dtype::F16,
+        op: ReduceOp::Sum,
+        ranks: 2,
+        equal_counts: true,
+        dense: false,
+    };
     let text = recipe(&asked, &able).unwrap_err();
     assert!(text.contains("internal format") && text.contains("npu_format_cast(tensor, 2)"), "{text}");
     let able = Capabilities { double: Double::Refused, ..Vendor::Cncl.capabilities() };
-    let asked = Asked { kind: Kind::Broadcast, dtype: Dtype::F64, plain: true, ..asked };
+    let asked = LoweringInput { kind: Kind::Broadcast, dtype: Dtype::F64, dense: true, ..asked };
     let text = recipe(&asked, &able).unwrap_err();
     assert!(text.contains("no 64-bit floats") && text.contains("SAGELLM_DOUBLE_AS_FLOAT=1"), "{text}");
 }
@@ -399,7 +414,7 @@ fn sizes_that_do_not_belong_together_are_found_before_the_library_is_called() {
         (Kind::ReduceScatter, Dtype::F32, span(16), span(5)),
         (Kind::AllToAll, Dtype::F32, span(15), span(16)),
     ] {
-        let asked = Asked { kind, dtype, op: ReduceOp::Sum, ranks: 2, even: true, plain: true };
+        let asked = LoweringInput { kind, dtype, op: ReduceOp::Sum, ranks: 2, equal_counts: true, dense: true };
         let recipe = recipe(&asked, &able).unwrap();
         let job = Job { factor: 0, recipe: &recipe, rank: 0, ranks: 2, root: 0, send: &send, recv: &recv };
         let mut called = 0;
@@ -491,7 +506,8 @@ fn say(all: &[(Kind, Dtype, ReduceOp, bool)], able: &Capabilities) -> String {
     let mut words: Vec<String> = all
         .iter()
         .map(|(kind, dtype, op, even)| {
-            let asked = Asked { kind: *kind, dtype: *dtype, op: *op, ranks: 4, even: *even, plain: true };
+            let asked =
+                LoweringInput { kind: *kind, dtype: *dtype, op: *op, ranks: 4, equal_counts: *even, dense: true };
             let Ok(recipe) = recipe(&asked, able) else { return "refused".into() };
             let local = |step: &Local| match step {
                 Local::Cast(to) if *to == *dtype => String::new(),

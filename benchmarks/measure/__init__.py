@@ -1,1 +1,1 @@
-"""What the benchmark programs share: pure statistics, the cases, the report."""
+"""Shared by the benchmark programs: pure statistics, the cases, the report."""

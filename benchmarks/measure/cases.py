@@ -1,4 +1,4 @@
-"""The operations that are measured: how each is called, what its result must be.
+"""The operations that are measured: how each is called, and its expected result.
 
 A case owns the buffers of one operation at one size. Timed calls work on zeros, so that sums in place stay finite for
 any number of repetitions; checks fill the same buffers with values that differ by rank and place first.
@@ -33,7 +33,7 @@ OPS = (
     "barrier",
 )
 # Operations in flight at once: asynchronous calls one by one, one call of fused_all_reduce for a list, and calls within
-# torch's coalescing manager. The tensors of `fused` are slices of one, which lie behind each other and need no packing;
+# torch's coalescing manager. The tensors of `fused` are slices of one, which are contiguous and need no packing;
 # those of `apart` were allocated one by one, with others between them, as a program's gradients are.
 BURSTS = {"all_reduce_x10": 10, "all_reduce_x1000": 1000}
 APART = {"apart_x10": 10, "apart_x1000": 1000}
@@ -61,14 +61,14 @@ def _base(count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def pattern(count: int, rank: int, salt: int, dtype: torch.dtype) -> torch.Tensor:
-    """What a rank contributes to a check: small whole numbers, so that sums are exact in every dtype. Read only."""
+    """A rank's contribution to a check: small whole numbers, so that sums are exact in every dtype. Read only."""
     return _base(count, dtype)[(5 * rank + salt) % PERIOD :][:count]
 
 
 class Case:
     """One operation at one size on this rank, over several sets of buffers that are used in turn.
 
-    Groups may be given another form of the operation: of those in `MANY` the forms of one number share their buffers.
+    Groups may use another form of the operation: in `MANY` the forms of one number share their buffers.
     """
 
     def __init__(self, op: str, size: int, dtype: torch.dtype, sets: int, device: str = "cpu") -> None:
@@ -85,14 +85,14 @@ class Case:
         self.outputs: list[torch.Tensor] = []
         for _ in range(max(1, sets)):
             counts = self._counts()
-            # Written, so the pages are there.
+            # Written, so that the pages are present.
             self.inputs.append(torch.ones(counts[0], dtype=dtype, device=device).zero_())
             self.outputs.append(torch.ones(counts[1], dtype=dtype, device=device).zero_())
         self._separate: dict[int, list[torch.Tensor]] = {}
         self._between: list[torch.Tensor] = []
 
     def _apart(self, i: int) -> list[torch.Tensor]:
-        """The tensors of `APART` for a set of buffers: each in an allocation of its own, none behind another."""
+        """The tensors of `APART` for a set of buffers: each in a separate allocation, none adjacent to another."""
         if i not in self._separate:
             found: list[torch.Tensor] = []
             for _ in range(self.inputs[i].numel() // self.part):
@@ -118,7 +118,7 @@ class Case:
         return self.op != "ping_pong" or self.rank < 2
 
     def calls(self, group: dist.ProcessGroup, form: str = "") -> list[Callable[[], object]]:
-        """One call per set of buffers; everything that is not the operation is done here, outside the timing."""
+        """One call per set of buffers; everything but the operation is done here, outside the timing."""
         return [self._call(group, i, form or self.op) for i in range(len(self.inputs))]
 
     def _call(self, group: dist.ProcessGroup, i: int, op: str) -> Callable[[], object]:
@@ -160,7 +160,7 @@ class Case:
         raise ValueError(f"unknown operation {op!r}; known: {', '.join(OPS)}")
 
     def check(self, group: dist.ProcessGroup, turn: int, form: str = "") -> str | None:
-        """Runs the operation once on known values; what is wrong, or None. Leaves zeros behind."""
+        """Runs the operation once on known values; returns the error, or None. Leaves zeros."""
         i = turn % len(self.inputs)
         x, y = self.inputs[i], self.outputs[i]
         x.copy_(pattern(x.numel(), self.rank, turn, self.dtype))
@@ -188,7 +188,7 @@ class Case:
         return bool(self.outputs[0].numel()) and self.op not in {"all_reduce", "broadcast", "reduce", "ping_pong"}
 
     def _wanted(self, turn: int) -> torch.Tensor | None:
-        """The right result on this rank; None where this rank gets none."""
+        """The expected result on this rank; None where this rank gets none."""
 
         def sent(rank: int, count: int) -> torch.Tensor:
             return pattern(count, rank, turn, self.dtype)

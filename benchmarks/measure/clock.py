@@ -10,8 +10,8 @@ import torch
 
 Calls = Sequence[Callable[[], object]]
 Clock = Callable[[Calls, int, int], list[float]]
-#: Calls between two synchronisations: what a driver queues before a call has to wait for the device is about ten times
-#: that, and a call may put several things there.
+#: Calls between two synchronisations. A driver queues about ten times as many before a call has to wait for the device,
+#: and a call may queue several entries.
 QUEUED = 100
 #: Calls of one sample of a series.
 TOGETHER = 20
@@ -42,8 +42,8 @@ def issue(calls: Calls, count: int, start: int, queued: int = QUEUED) -> list[fl
 def series(calls: Calls, count: int, start: int, finish: Callable[[], object] = lambda: None) -> list[float]:
     """Calls one after the other, until `finish` has returned: one sample a series, over its number of calls.
 
-    Over a slow link a single call says less: a rank that enters it a while before the other waits for that while, too,
-    and what the one loses in a call it gains in the next.
+    Over a slow link a single call says less: a rank that enters it earlier than the other waits longer,
+    and gains this time in the next call.
     """
     taken = []
     for first in range(start, start + count, TOGETHER):

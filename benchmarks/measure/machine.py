@@ -1,4 +1,4 @@
-"""What a run must say about the machine it ran on."""
+"""The facts about the machine that a run records."""
 
 from __future__ import annotations
 

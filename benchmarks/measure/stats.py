@@ -9,7 +9,7 @@ from sagellm.observe.stats import BUS_FACTORS as KINDS
 
 UNITS = {"": 1, "b": 1, "k": 1 << 10, "kib": 1 << 10, "m": 1 << 20, "mib": 1 << 20, "g": 1 << 30, "gib": 1 << 30}
 
-# How much of the payload crosses the slowest link, as a function of the number of ranks, by the names of the cases:
+# Share of the payload that crosses the slowest link, as a function of the number of ranks, by the names of the cases:
 # busbw = algbw * factor, which makes numbers of ranks and operations comparable with the hardware.
 BUS_FACTORS: dict[str, Callable[[int], float]] = {
     **{
@@ -32,7 +32,7 @@ BUS_FACTORS: dict[str, Callable[[int], float]] = {
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` of the values lie, linear between two neighbours."""
+    """The quantile at `share`, linear between two neighbours."""
     if not values:
         raise ValueError("percentile of no values")
     if not 0 <= share <= 1:

@@ -224,7 +224,7 @@ void SageBackend::shutdown() {
   if (link) link->close();
   if (delegate) delegate->shutdown();
   delegate.reset();
-  Graveyard::instance().drain();
+  DeferredRelease::instance().release();
   if (interrupted) std::rethrow_exception(interrupted);
 }
 

@@ -23,7 +23,7 @@ SageBackend::WorkPtr SageBackend::delegate_message(const CallDesc& call) {
   const Tensors& tensors = call.outputs.list();
   const bool usual = tensors.size() == 1 && tensors[0].defined() && tensors[0].layout() == at::kStrided;
   if (delegated() || !usual) return by_delegate(call);
-  const Piece memory = hull(tensors[0]);
+  const Piece memory = extent(tensors[0]);
   const bool writes = call.kind == Kind::kRecv;
   if (memory.bytes > 0) {
     try {
@@ -68,7 +68,7 @@ void SageBackend::follow_messages(c10::ArrayRef<Plan> plans) {
   for (const Plan& plan : plans) {
     for (const Piece& piece : plan.inputs()) follow_messages(piece, false);
     for (const Piece& piece : plan.outputs()) follow_messages(piece, true);
-    for (const Strided& runs : plan.touched()) follow_messages(hull(runs), runs.written);
+    for (const Strided& runs : plan.touched()) follow_messages(extent(runs), runs.written);
   }
 }
 

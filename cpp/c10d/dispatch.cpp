@@ -24,8 +24,8 @@ size_t bytes_of(const Operand& operand) {
 }
 
 // What the statistics are told of a delegate's call.
-Foreign foreign(const CallDesc& call, bool host_staged) {
-  Foreign told{};
+ExternalOp external_op(const CallDesc& call, bool host_staged) {
+  ExternalOp told{};
   told.kind = call.kind;
   told.root = static_cast<uint32_t>(call.root);
   told.tag = static_cast<uint32_t>(call.tag);
@@ -73,7 +73,7 @@ SageBackend::WorkPtr SageBackend::on_cpu(const CallDesc& call) {
 SageBackend::WorkPtr SageBackend::by_delegate(const CallDesc& call, bool host_staged) {
   const auto other = delegate();
   // Shared because the future's callback must be copyable.
-  const auto note = std::make_shared<rust::Box<RustForeign>>(group_->foreign(foreign(call, host_staged)));
+  const auto note = std::make_shared<rust::Box<RustExternalOp>>(group_->external_op(external_op(call, host_staged)));
   WorkPtr work = call.delegate(*other, call);
   c10::intrusive_ptr<c10::ivalue::Future> future;
   try {
@@ -105,7 +105,7 @@ SageBackend::WorkPtr SageBackend::submit(Plans& plans, const CallDesc& call) {
 }
 
 void SageBackend::run(Plan& plan, const Label& label, TensorView inputs) {
-  Graveyard::instance().drain();
+  DeferredRelease::instance().release();
   CallbackPool::about_to_block();
   const std::unique_ptr<Trace> trace = Trace::start(label.title, inputs);
   plan.call.sync = true;
@@ -134,7 +134,7 @@ void SageBackend::issue(OpWork& work, Plans& plans, Tensors keep) {
 }
 
 SageBackend::WorkPtr SageBackend::submit_async(Plans& plans, const CallDesc& call, bool async) {
-  Graveyard::instance().drain();
+  DeferredRelease::instance().release();
   const TensorView inputs = call.traced();
   auto work = c10::make_intrusive<OpWork>(getRank(), call.label.type, call.outputs.flat(), events_,
                                           Trace::start(call.label.title, inputs));

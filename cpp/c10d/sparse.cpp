@@ -163,7 +163,7 @@ struct SparseJob {
 SageBackend::WorkPtr SageBackend::allreduce_coo(const CallDesc& call) {
   const at::Tensor tensor = call.outputs.list()[0];
   check_sparse(tensor, *call.reduce_op);
-  Graveyard::instance().drain();
+  DeferredRelease::instance().release();
   const at::NoGradGuard no_grad;
   const at::Tensor coalesced = tensor.coalesce();
   const at::Tensor header = header_of(coalesced);
@@ -180,14 +180,14 @@ SageBackend::WorkPtr SageBackend::allreduce_coo(const CallDesc& call) {
   // The call is counted once, as what the caller asked for; its parts are not.
   plan.call.counts = false;
   plan.call.tensors = 0;
-  Foreign told{};
+  ExternalOp told{};
   told.kind = Kind::kAllReduce;
   told.composed = true;
   told.read = told.written = job->own.indices.nbytes() + job->own.values.nbytes();
   told.tensors = 1;
   told.element = static_cast<uint8_t>(tensor.scalar_type());
   told.site = plan.call.site;
-  const auto note = std::make_shared<rust::Box<RustForeign>>(group_->foreign(told));
+  const auto note = std::make_shared<rust::Box<RustExternalOp>>(group_->external_op(told));
   auto trace = Trace::start("sagellm:sparse_all_reduce", tensor);
   job->exchange =
       c10::make_intrusive<OpWork>(getRank(), OpType::_ALLREDUCE_SPARSE, Tensors(), std::make_shared<Events>(), nullptr);

@@ -264,7 +264,7 @@ bool fits(const Pieces& pieces, const std::vector<size_t>& blocks, bool in_block
     wire = as_run(pieces);
     return true;
   }
-  if (!in_blocks || (how.flat && !is_run(pieces))) return false;
+  if (!in_blocks || (how.contiguous && !is_run(pieces))) return false;
   const auto found = per_rank(pieces, blocks);
   if (found) wire = *found;
   return found.has_value();
@@ -299,8 +299,8 @@ DeviceRequest request(const Plan& plan, bool plain) {
   }
   found.op = call.op;
   found.factor = call.factor;
-  found.even = plan.in_blocks.empty() && plan.out_blocks.empty();
-  found.plain = plain;
+  found.equal_counts = plan.in_blocks.empty() && plan.out_blocks.empty();
+  found.dense = plain;
   found.root = call.root;
   found.tag = call.tag;
   for (const Piece& piece : plan.inputs()) found.read += piece.bytes;
@@ -349,7 +349,7 @@ struct Preparation {
     const auto blocks =
         in_blocks ? block_bytes(plan.in_blocks, total(inputs), static_cast<size_t>(ranks)) : std::vector<size_t>();
     const bool as_it_lies =
-        how.before.empty() && !how.spoils &&
+        how.before.empty() && !how.clobbers_input &&
         fits(inputs, plan.in_blocks.empty() && is_run(inputs) ? plan.in_blocks : blocks, in_blocks, how, launch.send);
     if (as_it_lies || inputs.empty()) return {};
     at::Tensor sent = applied(gathered(inputs, type, device), how.before, ranks, plan.factor).contiguous();
@@ -364,9 +364,9 @@ struct Preparation {
     const bool in_blocks = has_blocks_to_receive(asked_kind);
     const auto blocks =
         in_blocks ? block_bytes(plan.out_blocks, total(outputs), static_cast<size_t>(ranks)) : std::vector<size_t>();
-    const bool in_place = asked_kind == Kind::kAllReduce && kind == asked_kind && sent.defined() && !how.apart;
-    const bool apart = how.apart && any_overlap(inputs, outputs) && !sent.defined();
-    if (how.after.empty() && !apart && !in_place &&
+    const bool in_place = asked_kind == Kind::kAllReduce && kind == asked_kind && sent.defined() && !how.out_of_place;
+    const bool out_of_place = how.out_of_place && any_overlap(inputs, outputs) && !sent.defined();
+    if (how.after.empty() && !out_of_place && !in_place &&
         fits(outputs, plan.out_blocks.empty() && is_run(outputs) ? plan.out_blocks : blocks, in_blocks, how,
              launch.recv)) {
       return;

@@ -80,7 +80,7 @@ std::shared_ptr<Transfer> Staging::begin(const char* op, c10::Device device, std
                          reason(device.type()), "); make the call outside of the capture"));
   }
   tell(device);
-  Graveyard::instance().drain();
+  DeferredRelease::instance().release();
   const bool barrier = pairs.empty();
   auto transfer = std::make_shared<Transfer>(device, std::move(pairs), kind, streams_);
   transfer->begin();

@@ -36,7 +36,7 @@ void Transfer::fetch() {
   const std::lock_guard<std::mutex> lock(copy_mutex_);
   const c10::DeviceGuard guard(device);
   for (const Pair& pair : pairs_) {
-    if (pair.fetched) copy_quietly(pair.host, pair.device);
+    if (pair.fetched) copy_no_grad(pair.host, pair.device);
   }
 }
 
@@ -60,7 +60,7 @@ void Transfer::store() {
     const c10::StreamGuard on(side());
     begin_event_.block(side());
     for (const Pair& pair : pairs_) {
-      if (pair.stored) copy_quietly(pair.device, pair.host);
+      if (pair.stored) copy_no_grad(pair.device, pair.host);
     }
     stored_event_.record(side());
   } catch (const std::exception&) {
@@ -122,7 +122,7 @@ void Transfer::wait_settled() const {
 bool Transfer::precedes(const Transfer& other) const {
   const bool near = std::any_of(written_.begin(), written_.end(), [&](const Strided& mine) {
     return std::any_of(other.touched_.begin(), other.touched_.end(),
-                       [&](const Strided& theirs) { return overlap(hull(mine), hull(theirs)); });
+                       [&](const Strided& theirs) { return overlap(extent(mine), extent(theirs)); });
   });
   return near && memory_meets({written_.data(), written_.size()}, {other.touched_.data(), other.touched_.size()});
 }
@@ -164,7 +164,7 @@ void StagedWork::ended(std::exception_ptr failure) {
   }
   cv_.notify_all();
   finish(text);
-  Graveyard::instance().bury(c10::intrusive_ptr<StagedWork>::reclaim_copy(this), std::move(tensors));
+  DeferredRelease::instance().add(c10::intrusive_ptr<StagedWork>::reclaim_copy(this), std::move(tensors));
 }
 
 bool StagedWork::done() const {
@@ -217,7 +217,7 @@ bool StagedWork::wait(std::chrono::milliseconds timeout) {
   }
   sleep_until_completed(timeout);
   transfer_->order(current_stream(transfer_->device));
-  Graveyard::instance().drain();
+  DeferredRelease::instance().release();
   return true;
 }
 

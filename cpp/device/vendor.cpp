@@ -194,7 +194,7 @@ void VendorDevices::copy_own_messages(const std::vector<DevicePlan>& calls, cons
   const auto bytes = [&](const Piece& piece) {
     return at_address(piece.addr, {static_cast<int64_t>(piece.bytes)}, at::kByte, device);
   };
-  for (size_t i = 0; i < sent.size(); ++i) copy_quietly(bytes(received[i]), bytes(sent[i]));
+  for (size_t i = 0; i < sent.size(); ++i) copy_no_grad(bytes(received[i]), bytes(sent[i]));
 }
 
 int VendorDevices::lane_of(const Plan& plan, bool region) const {
@@ -273,7 +273,7 @@ std::shared_ptr<c10::Event> VendorDevices::put(const std::vector<DevicePlan>& ca
   {
     const c10::StreamGuard on(passage.stream());
     for (size_t i = 0; i < calls.size(); ++i) {
-      for (const Staged& each : calls[i].before) copy_quietly(each.temporary, each.tensor);
+      for (const Staged& each : calls[i].before) copy_no_grad(each.temporary, each.tensor);
       launches.push_back(prepare(*calls[i].plan, recipes[i], ranks, passage.device(), keep));
     }
     if (region) copy_own_messages(calls, launches, passage.device());
@@ -289,7 +289,7 @@ std::shared_ptr<c10::Event> VendorDevices::put(const std::vector<DevicePlan>& ca
     const c10::StreamGuard on(passage.stream());
     for (size_t i = 0; i < calls.size(); ++i) {
       if (launches[i].after) launches[i].after();
-      for (const Staged& each : calls[i].after) copy_quietly(each.tensor, each.temporary);
+      for (const Staged& each : calls[i].after) copy_no_grad(each.tensor, each.temporary);
     }
     return passage.end(asked_only);
   } catch (const std::exception&) {
@@ -323,7 +323,7 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::follow(DeviceWork::Launched made, 
 
 c10::intrusive_ptr<DeviceWork> VendorDevices::submit(std::vector<DevicePlan>& calls, const Label& label, Tensors keep,
                                                      Tensors outputs, c10::Device device, bool async, bool region) {
-  Graveyard::instance().drain();
+  DeferredRelease::instance().release();
   // For torch's operators and for the library, whose kernels are launched on the thread's device.
   const c10::DeviceGuard guard(device);
   const bool capturing = is_capturing(current_stream(device));

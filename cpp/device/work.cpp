@@ -73,7 +73,7 @@ void DeviceWork::end(const std::string& error, bool idle) {
     new std::shared_ptr<DeviceCall>(launched_.call);
     return;
   }
-  if (!tensors.empty()) Graveyard::instance().bury(nullptr, std::move(tensors));
+  if (!tensors.empty()) DeferredRelease::instance().add(nullptr, std::move(tensors));
 }
 
 bool DeviceWork::done() const {
@@ -133,7 +133,7 @@ bool DeviceWork::wait(std::chrono::milliseconds timeout) {
   const std::string text = error();
   if (!text.empty()) raise_coded(text);
   order();
-  Graveyard::instance().drain();
+  DeferredRelease::instance().release();
   return true;
 }
 
@@ -230,7 +230,7 @@ bool DeviceWatch::look(std::vector<Queue>& queues) {
       const bool asks = left.empty() || work->watched().overdue(std::chrono::steady_clock::now());
       if (asks && has_ended(*work)) {
         any = true;
-        Graveyard::instance().bury(std::move(work), {});
+        DeferredRelease::instance().add(std::move(work), {});
       } else {
         left.push_back(std::move(work));
       }

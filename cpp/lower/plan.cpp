@@ -51,14 +51,14 @@ const PremulSupplement& premul(const char* op, const c10d::ReduceOp& reduce_op) 
 
 }  // namespace
 
-void copy_quietly(const at::Tensor& to, const at::Tensor& from) {
+void copy_no_grad(const at::Tensor& to, const at::Tensor& from) {
   // Threads of the core start with grad mode on, and a parameter that requires grad may be an output.
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   to.copy_(from);
 }
 
-Piece hull(const at::Tensor& tensor) {
+Piece extent(const at::Tensor& tensor) {
   if (tensor.numel() == 0) return {0, 0};
   // Strides are never negative.
   size_t last = 0;
@@ -91,7 +91,7 @@ Strided runs_of(const at::Tensor& tensor, bool written) {
     dims.erase(dims.begin() + static_cast<ptrdiff_t>(i));
   }
   if (dims.size() > runs.counts.size()) {
-    runs.run = hull(tensor).bytes;
+    runs.run = extent(tensor).bytes;
     return runs;
   }
   for (size_t i = 0; i < dims.size(); ++i) {
@@ -101,7 +101,7 @@ Strided runs_of(const at::Tensor& tensor, bool written) {
   return runs;
 }
 
-Piece hull(const Strided& runs) {
+Piece extent(const Strided& runs) {
   size_t last = runs.run;
   for (size_t i = 0; i < runs.counts.size(); ++i) last += (runs.counts[i] - 1) * runs.strides[i];
   return {runs.addr, last};
@@ -112,7 +112,7 @@ bool overlap(const Piece& a, const Piece& b) {
 }
 
 bool overlap(const at::Tensor& left, const at::Tensor& right) {
-  return overlap(hull(left), hull(right));
+  return overlap(extent(left), extent(right));
 }
 
 std::vector<std::pair<size_t, size_t>> overlapping(c10::ArrayRef<at::Tensor> tensors) {
@@ -122,7 +122,7 @@ std::vector<std::pair<size_t, size_t>> overlapping(c10::ArrayRef<at::Tensor> ten
   c10::SmallVector<Reach, 16> reaches;
   for (size_t place = 0; place < tensors.size(); ++place) {
     if (!tensors[place].defined() || tensors[place].layout() != at::kStrided) continue;
-    const Piece piece = hull(tensors[place]);
+    const Piece piece = extent(tensors[place]);
     if (piece.bytes > 0) reaches.push_back({piece.addr, piece.addr + piece.bytes, place});
   }
   std::sort(reaches.begin(), reaches.end(), [](const Reach& a, const Reach& b) { return a.begin < b.begin; });
@@ -152,8 +152,8 @@ void for_elements(const at::Tensor& tensor, int64_t dim, size_t at, Each& each) 
 }  // namespace
 
 bool share_memory(const at::Tensor& left, const at::Tensor& right) {
-  const Piece a = hull(left);
-  const Piece b = hull(right);
+  const Piece a = extent(left);
+  const Piece b = extent(right);
   if (!overlap(a, b)) return false;
   if (left.is_non_overlapping_and_dense() && right.is_non_overlapping_and_dense()) return true;
   // One flag for each byte that both may have.
@@ -202,7 +202,7 @@ void Plan::combine(const at::Tensor& tensor, const c10d::ReduceOp& reduce_op) {
   call.factor = on_tensor.defined() ? on_tensor.item<double>() : supplement.double_factor;
 }
 
-at::Tensor Plan::stand_in(const at::Tensor& tensor, bool written) {
+at::Tensor Plan::temporary_for(const at::Tensor& tensor, bool written) {
   if (by_vendor_) return at::empty(tensor.sizes(), tensor.options());
   touched_.push_back(runs_of(tensor, written));
   call.staged = true;
@@ -212,13 +212,13 @@ at::Tensor Plan::stand_in(const at::Tensor& tensor, bool written) {
 char* Plan::readable(const at::Tensor& tensor, bool stage) {
   // The core only reads through this pointer; its pieces do not tell inputs from outputs.
   if (is_plain(tensor) && !stage) return const_cast<char*>(static_cast<const char*>(tensor.const_data_ptr()));
-  before.push_back({stand_in(tensor, false), tensor});
+  before.push_back({temporary_for(tensor, false), tensor});
   return static_cast<char*>(before.back().temporary.mutable_data_ptr());
 }
 
 char* Plan::writable(const at::Tensor& tensor, bool stage) {
   if (is_plain(tensor) && !stage) return static_cast<char*>(tensor.mutable_data_ptr());
-  after.push_back({stand_in(tensor, true), tensor});
+  after.push_back({temporary_for(tensor, true), tensor});
   return static_cast<char*>(after.back().temporary.mutable_data_ptr());
 }
 

@@ -32,17 +32,17 @@ struct Staged {
 };
 
 // Copies without autograd, on any thread.
-void copy_quietly(const at::Tensor& to, const at::Tensor& from);
+void copy_no_grad(const at::Tensor& to, const at::Tensor& from);
 
 // True when some byte belongs to both. Judges strided tensors by the memory between their first and last byte.
 bool overlap(const at::Tensor& left, const at::Tensor& right);
 bool overlap(const Piece& left, const Piece& right);
 // From the first to behind the last byte that belongs to the tensor, at whatever address its device has them.
-Piece hull(const at::Tensor& tensor);
+Piece extent(const at::Tensor& tensor);
 
 // The bytes of a strided tensor; from the first to the last where its layout has too many dimensions.
 Strided runs_of(const at::Tensor& tensor, bool written);
-Piece hull(const Strided& runs);
+Piece extent(const Strided& runs);
 
 // What a call is called elsewhere: in the profiler ("sagellm:" and the op) and in c10d's enumeration.
 struct Label {
@@ -111,7 +111,7 @@ class Plan {
   using Pieces = c10::SmallVector<Piece, 4>;
 
   // A temporary for `tensor`; the memory behind it is noted as read or `written`.
-  at::Tensor stand_in(const at::Tensor& tensor, bool written);
+  at::Tensor temporary_for(const at::Tensor& tensor, bool written);
   // First byte of the contiguous elements of `tensor`, read or written.
   char* readable(const at::Tensor& tensor, bool stage);
   char* writable(const at::Tensor& tensor, bool stage);

@@ -151,13 +151,13 @@ void CallbackPool::stop(std::chrono::milliseconds patience) {
   jobs_.clear();
 }
 
-void Graveyard::bury(c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> tensors) {
+void DeferredRelease::add(c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> tensors) {
   std::lock_guard<std::mutex> lock(mutex_);
   graves_.push_back({std::move(work), std::move(tensors)});
   filled_.store(true, std::memory_order_relaxed);
 }
 
-void Graveyard::empty() {
+void DeferredRelease::empty() {
   if (!python_alive()) return;
   std::vector<Grave> graves;
   {

@@ -91,14 +91,14 @@ class CallbackPool {
 };
 
 // What a finished operation held. Filled by any thread, emptied by user calls; leaked when the interpreter is gone.
-class Graveyard {
+class DeferredRelease {
  public:
-  static Graveyard& instance() { return per_process<Graveyard>(); }
+  static DeferredRelease& instance() { return per_process<DeferredRelease>(); }
 
-  void bury(c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> tensors);
+  void add(c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> tensors);
 
   // Drops everything that lies here. Only for threads that may take the GIL. Cheap when empty.
-  void drain() {
+  void release() {
     if (filled_.load(std::memory_order_relaxed)) empty();
   }
 

@@ -353,7 +353,7 @@ bool OpWork::wait(std::chrono::milliseconds timeout) {
     checked([&] { op->wait(left); });
   }
   if (failed_) raise_coded(error());
-  Graveyard::instance().drain();
+  DeferredRelease::instance().release();
   return true;
 }
 
@@ -427,7 +427,7 @@ std::chrono::nanoseconds TaskWork::duration() const {
 
 bool TaskWork::wait(std::chrono::milliseconds timeout) {
   sleep_until_completed(timeout);
-  Graveyard::instance().drain();
+  DeferredRelease::instance().release();
   return true;
 }
 
@@ -451,9 +451,9 @@ void Pending::copy(const std::vector<Staged>& list, bool into_temporaries) const
   guarded("of a strided tensor", [&] {
     for (const Staged& staged : list) {
       if (into_temporaries) {
-        copy_quietly(staged.temporary, staged.tensor);
+        copy_no_grad(staged.temporary, staged.tensor);
       } else {
-        copy_quietly(staged.tensor, staged.temporary);
+        copy_no_grad(staged.tensor, staged.temporary);
       }
     }
   });
@@ -476,7 +476,7 @@ void Pending::ended(rust::Str error) const {
   c10::intrusive_ptr<OpWork> work = std::move(work_);
   if (work) work->part_ended(std::string(error));
   // Moved, not copied: a reference left on this thread could be the last.
-  if (work || !keep_.empty()) Graveyard::instance().bury(std::move(work), std::move(keep_));
+  if (work || !keep_.empty()) DeferredRelease::instance().add(std::move(work), std::move(keep_));
 }
 
 }  // namespace sagellm

@@ -66,7 +66,7 @@ impl Pattern for Binomial {
     }
 }
 
-/// What moves between a rank at `place` and its parent when their distance is `1 << level`.
+/// The parts that move between a rank at `place` and its parent when their distance is `1 << level`.
 fn cargo(s: &Schedule, place: usize, level: usize) -> Vec<Range<usize>> {
     match s.kind {
         Kind::Gather | Kind::Scatter => {

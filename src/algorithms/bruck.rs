@@ -4,10 +4,10 @@
 //!
 //! - all_gather: in step k a rank sends the first 2^k blocks from its own on to the rank 2^k before it. L steps,
 //!   N (p - 1) / p bytes sent and received.
-//! - all_to_all: a block goes from its source to its destination over the distances that are the bits of how far these are
-//!   apart, so it passes through other ranks. L steps against p - 1 messages of direct exchange; bytes sent and received:
-//!   N / p times all set bits of the numbers 1 to p - 1, about N L / 2. It pays for small blocks and many ranks. Blocks
-//!   must be of equal size, because a rank passes on blocks whose size only others know.
+//! - all_to_all: a block travels from its source to its destination over the distances of the set bits of their
+//!   difference, through other ranks. L steps against p - 1 messages of direct exchange; bytes sent and received: N / p
+//!   times all set bits of the numbers 1 to p - 1, about N L / 2. It pays for small blocks and many ranks. Blocks must
+//!   be of equal size, because a rank forwards blocks whose sizes it does not know.
 //!
 //! Nothing is summed.
 //! Source: Bruck et al., "Efficient algorithms for all-to-all communications in multiport message-passing systems" (1997).
@@ -56,13 +56,13 @@ impl Pattern for Bruck {
         Volume { sent: each, received: each }
     }
 
-    /// All do the same.
+    /// All ranks are equal.
     fn busiest(&self, s: &Schedule, _k: usize) -> Vec<usize> {
         vec![0, s.ranks / 2, s.ranks - 1]
     }
 }
 
-/// The blocks that `rank` sends on in step `k` of all_to_all: those that still have to go the distance 2^k.
+/// The blocks that `rank` sends in step `k` of all_to_all: those that still have to travel the distance 2^k.
 fn passing(ranks: usize, rank: usize, k: usize) -> Vec<Range<usize>> {
     let mut parts: Vec<Range<usize>> = Vec::new();
     for far in (1..ranks).filter(|far| far >> k & 1 == 1) {

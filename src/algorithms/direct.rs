@@ -1,4 +1,4 @@
-//! Direct exchange: every rank sends what each other needs straight to it, all at once. In two forms.
+//! Direct exchange: every rank sends each other rank its data directly, all at once. In two forms.
 //!
 //! p ranks, N bytes (the vector, or all blocks together). [`Direct`], always one step:
 //!
@@ -77,7 +77,7 @@ impl Pattern for Direct {
         Volume { sent, received }
     }
 
-    /// All do the same, but for the root.
+    /// All ranks but the root are equal.
     fn busiest(&self, s: &Schedule, _k: usize) -> Vec<usize> {
         vec![s.root, s.ranks / 2, s.ranks - 1]
     }
@@ -133,7 +133,7 @@ impl Pattern for TwoStep {
         Volume { sent, received }
     }
 
-    /// All do the same, but for the root.
+    /// All ranks but the root are equal.
     fn busiest(&self, s: &Schedule, _k: usize) -> Vec<usize> {
         vec![s.root, s.ranks / 2, s.ranks - 1]
     }

@@ -1,4 +1,4 @@
-//! Dissemination barrier: in step k every rank tells the one 2^k ahead that it, and all it has heard of, are here.
+//! Dissemination barrier: in step k every rank tells the one 2^k ahead that it has come, and all ranks it has heard of.
 //!
 //! p ranks: ceil(log2 p) steps, one empty message sent and received per step; no rank waits for a central one.
 //! Nothing is summed.

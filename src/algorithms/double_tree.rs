@@ -1,5 +1,5 @@
-//! Double tree: two binary trees at once, each for one half of the vector, pipelined in segments. Who is inside one tree is
-//! a leaf of the other, so every rank sends and receives as much as every other.
+//! Double tree: two binary trees at once, each for one half of the vector, pipelined in segments. An inner rank of one
+//! tree is a leaf of the other, so every rank sends and receives as much as every other.
 //!
 //! p ranks, counted from the root as places 0 to p - 1; D = ceil(log2 p) levels; N bytes; each half in S segments. Both
 //! trees hold the places 1 to p - 1: the first is the in-order binary tree (odd places are leaves, a place's level is its
@@ -11,9 +11,9 @@
 //! - all_reduce: reduce to rank 0, then broadcast: 2 (S + D - 1) steps; at most 2 N sent and received (N of
 //!   2 ranks, 1.5 N of 3). The two do not overlap: with two trees each of them alone already fills the links of both directions.
 //!
-//! Order of summation: a rank adds what comes from its children to its own number, those at lower places on the left, then
-//! those at higher places on the right: (lower op own) op higher; place 0: own op tree. The two
-//! halves of the vector have different trees, so the order depends on where in the vector an element stands.
+//! Order of summation: a rank adds the numbers of its children to its own, those at lower places on the left, then
+//! those at higher places on the right: (lower op own) op higher; place 0: own op tree. The two halves of the vector
+//! have different trees, so the order depends on an element's position in the vector.
 //! Source: Sanders, Speck, Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan" (2009); NCCL's
 //! double binary trees, whose trees these are.
 
@@ -62,14 +62,14 @@ impl Pattern for DoubleTree {
         Volume { sent: halves * s.segments, received: halves * s.segments }
     }
 
-    /// Between filling and draining every level is at work.
+    /// Between the first and the last segments every level is busy.
     fn alike(&self, s: &Schedule, k: usize) -> usize {
         let levels = ceil_log2(s.ranks);
         let k = k % (s.segments + levels - 1);
         if k + 1 >= levels && k < s.segments { s.segments - k } else { 1 }
     }
 
-    /// One place of every level, of both trees.
+    /// One place of every level, in both trees.
     fn busiest(&self, s: &Schedule, _k: usize) -> Vec<usize> {
         let places = (0..ceil_log2(s.ranks)).map(|level| 1 << level).flat_map(|place| [place, s.ranks - place]);
         std::iter::once(s.root).chain(places.map(|place| s.rank_at(place))).collect()
@@ -83,7 +83,7 @@ struct Tree {
 }
 
 impl Tree {
-    /// The place's number in the first tree, and back: the second is the first under other names.
+    /// The place's number in the first tree, and its inverse: the second tree is the first one renumbered.
     fn label(self, place: usize) -> usize {
         match (self.second, self.nodes % 2) {
             (false, _) => place,
@@ -130,7 +130,7 @@ impl Tree {
         children
     }
 
-    /// Steps from place 0.
+    /// Number of steps from place 0.
     fn depth(self, place: usize) -> usize {
         let mut depth = 0;
         let mut at = place;
@@ -142,7 +142,7 @@ impl Tree {
     }
 }
 
-/// The segment that is due after `wait` steps, as a part number.
+/// The part number of the segment that is sent in step `k` with the delay `wait`.
 fn due(s: &Schedule, tree: Tree, k: usize, wait: usize) -> Option<usize> {
     let segment = k.checked_sub(wait).filter(|segment| *segment < s.segments)?;
     Some(usize::from(tree.second) * s.segments + segment)

@@ -9,7 +9,7 @@
 //! - barrier: all_reduce of nothing.
 //!
 //! Order of summation: the balanced tree over consecutive ranks, lower ranks on the left; a pair that acts as one is
-//! combined first. The same for all elements, so it does not depend on where in a vector an element stands.
+//! combined first. The same for all elements, whatever their position in the vector.
 //! Source: MPICH's recursive doubling (Thakur, Rabenseifner, Gropp 2005).
 
 use std::ops::Range;
@@ -55,7 +55,7 @@ impl Pattern for Doubling {
                 Volume { sent: each, received: each }
             }
             Kind::AllGather if power.extra > 0 => {
-                // Rank 0 sends what its growing group holds, then all but one part.
+                // Rank 0 sends the data of its growing group, then all but one part.
                 let grown: usize = (0..power.bits).map(|bit| power.ranks(0..1 << bit).len()).sum();
                 Volume { sent: grown + s.ranks - 1, received: s.ranks - 1 }
             }
@@ -65,12 +65,12 @@ impl Pattern for Doubling {
     }
 }
 
-/// The whole vector, or no part at all where there is none.
+/// The whole vector; no part for a barrier.
 fn whole(kind: Kind) -> Vec<Range<usize>> {
     if kind == Kind::AllReduce { one(0) } else { Vec::new() }
 }
 
-/// Odd ranks of pairs hand over what they have.
+/// Odd ranks of pairs send their data to their partner.
 fn fold_in(kind: Kind, power: Power, rank: usize) -> Step {
     let mut step = Step::default();
     let Some(partner) = power.partner(rank) else { return step };

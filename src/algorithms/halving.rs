@@ -1,5 +1,5 @@
-//! Recursive halving and doubling: ranks exchange over the distances 1, 2, 4, ... and each time halve what they still
-//! answer for; then the same backwards to bring the results together.
+//! Recursive halving and doubling: ranks exchange over the distances 1, 2, 4, ... and each time halve the parts that
+//! they still reduce; then the reverse to gather the results.
 //!
 //! p ranks, P = 2^L <= p the power of two inside it, N bytes (all blocks together of all_gather and reduce_scatter). Where
 //! p is no power of two, p - P odd ranks first give their data to the rank before them and get the result in a last step
@@ -10,9 +10,9 @@
 //! - all_gather: its reverse; N (p - 1) / p bytes (at most N (P - 1) / p + N and some blocks more sent).
 //! - all_reduce: both; 2 L steps (2 L + 2), 2 N (P - 1) / P bytes (and N more).
 //!
-//! The nearest ranks exchange the most: that suits ranks that are numbered host by host.
-//! Order of summation: exactly that of recursive doubling, for every element, because both use the distances in the same
-//! order. So it does not depend on where in a vector an element stands.
+//! The nearest ranks exchange the most, which suits ranks that are numbered host by host.
+//! Order of summation: exactly that of recursive doubling, for every element, because both use the distances in the
+//! same order. So it does not depend on an element's position in the vector.
 //! Source: Rabenseifner, "Optimization of collective reduction operations" (2004); MPICH. Theirs starts with the largest
 //! distance, which gives another order of summation.
 
@@ -61,7 +61,7 @@ impl Pattern for Halving {
     fn volume(&self, s: &Schedule) -> Volume {
         let power = Power::of(s.ranks);
         let folded = power.extra > 0;
-        // What rank 0 answers for after each halving: the most of all, because the pairs come first.
+        // The parts that rank 0 still reduces after each halving: the most of all ranks, because the pairs come first.
         let kept: usize = (1..=power.bits).map(|bit| (power.size >> bit) + power.extra.div_ceil(1 << bit)).sum();
         let (sent, received) = match s.kind {
             Kind::AllReduce => {
@@ -75,7 +75,8 @@ impl Pattern for Halving {
         Volume { sent, received }
     }
 
-    /// Naming the parts of blocks takes time, so some ranks stand for all, among them those at the end of the pairs.
+    /// Naming the parts of blocks takes time, so a few ranks are examined for all, among them those at the end of the
+    /// pairs.
     fn busiest(&self, s: &Schedule, _k: usize) -> Vec<usize> {
         const SOME: usize = 64;
         if s.kind == Kind::AllReduce || s.ranks < SOME {
@@ -90,10 +91,10 @@ fn exchanges(kind: Kind, power: Power) -> usize {
     if kind == Kind::AllReduce { 2 * power.bits } else { power.bits }
 }
 
-/// What the rank with this index still answers for after `halvings` halvings.
+/// The parts that the rank with this index still reduces after `halvings` halvings.
 fn kept(kind: Kind, power: Power, index: usize, halvings: usize) -> Vec<Range<usize>> {
     if kind == Kind::AllReduce {
-        // The parts of all_reduce belong to nobody, so each keeps one run: the half that its bit names.
+        // The parts of all_reduce belong to no rank, so each rank keeps one run: the half that its bit selects.
         let start = (0..halvings).map(|bit| (index >> bit & 1) * (power.size >> (bit + 1))).sum();
         return run(start..start + (power.size >> halvings));
     }
@@ -125,7 +126,7 @@ fn double(kind: Kind, power: Power, index: usize, bit: usize) -> Step {
     step
 }
 
-/// Odd ranks of pairs hand over their numbers, or their block.
+/// Odd ranks of pairs send their numbers, or their block, to their partner.
 fn fold_in(s: &Schedule, power: Power, rank: usize) -> Step {
     let mut step = Step::default();
     let Some(partner) = power.partner(rank) else { return step };
@@ -140,7 +141,7 @@ fn fold_in(s: &Schedule, power: Power, rank: usize) -> Step {
     step
 }
 
-/// The rank that acted for both sends its partner what belongs to it.
+/// The rank that acted for both sends its partner's parts to the partner.
 fn fold_out(s: &Schedule, power: Power, rank: usize) -> Step {
     let mut step = Step::default();
     let Some(partner) = power.partner(rank) else { return step };

@@ -1,8 +1,8 @@
-//! Who talks to whom at which step, for one collective: pure arithmetic over rank numbers. No data, no clock, no effect,
-//! so that one schedule can be executed over a link, proved for every rank count (`tests/schedule.rs`), and priced for
-//! 100,000 ranks (`select/cost.rs`).
+//! Schedules: which rank sends which parts to which rank in which step of a collective. Pure arithmetic over rank
+//! numbers, without data, clock or side effects, so that one schedule can be executed over a link, proved for every
+//! rank count (`tests/schedule.rs`), and priced for 100,000 ranks (`select/cost.rs`).
 //!
-//! # What a schedule promises to whoever executes it
+//! # What a schedule guarantees
 //!
 //! - The vector of the collective is cut into [`Schedule::parts`] parts, numbered in the order in which they lie in
 //!   memory. all_reduce, broadcast, reduce: about equal parts, see [`part_range`]; they may be empty. all_gather,
@@ -137,7 +137,7 @@ pub struct Recv {
     pub how: How,
 }
 
-/// What becomes of received parts.
+/// What is done with received parts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum How {
     /// own = theirs
@@ -146,13 +146,13 @@ pub enum How {
     ReduceAfter,
     /// own = theirs op own
     ReduceBefore,
-    /// own = x0 op x1 op x2 ..., from left to right over this rank's own value and those of all receives of the step, in
-    /// the order of the rank numbers. All receives of such a step are of this sort and name the same parts.
+    /// own = x0 op x1 op x2 ..., from left to right over this rank's own value and those of all receives of the step,
+    /// in the order of the rank numbers. All receives of such a step have this kind and name the same parts.
     InRankOrder,
 }
 
-/// Parts that the rank with the most sends, and the one with the most receives, moves in all; these may be two ranks.
-/// With equal parts of `b` bytes the busiest sender sends `sent * b` bytes.
+/// Parts that the busiest sender and the busiest receiver move in all; these may be two ranks. With equal parts of `b`
+/// bytes the busiest sender sends `sent * b` bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Volume {
     pub sent: usize,
@@ -169,26 +169,26 @@ trait Pattern: Sync {
     fn one_order(&self) -> bool {
         false
     }
-    /// Into how many parts the vector is cut: asked for all_reduce, broadcast and reduce, where the algorithm decides it.
+    /// Number of parts of the vector: used for all_reduce, broadcast and reduce, where the algorithm decides it.
     fn cuts(&self, s: &Schedule) -> usize;
     fn steps(&self, s: &Schedule) -> usize;
     fn step(&self, s: &Schedule, rank: usize, k: usize) -> Step;
     /// The formula of the header.
     fn volume(&self, s: &Schedule) -> Volume;
-    /// How many steps from `k` on look alike: every rank has the same peers and counts of parts in them.
+    /// Number of steps from `k` on that are alike: every rank has the same peers and counts of parts in them.
     fn alike(&self, _s: &Schedule, _k: usize) -> usize {
         1
     }
-    /// Ranks of which one, or one next to it, does as much in step `k` as any other. Everyone, unless that is too many
-    /// to look at.
+    /// Ranks of which one, or one next to it, does as much in step `k` as any other. All ranks, unless they are too
+    /// many to examine.
     fn busiest(&self, s: &Schedule, _k: usize) -> Vec<usize> {
         (0..s.ranks).collect()
     }
 }
 
 impl Schedule {
-    /// None where the algorithm does not serve the kind, or `root` is no rank. `segments` is at least 1, and counts only
-    /// where the algorithm pipelines the kind.
+    /// None where the algorithm does not serve the kind, or `root` is no rank. `segments` is at least 1, and matters
+    /// only where the algorithm pipelines the kind.
     pub fn new(algorithm: Algorithm, kind: Kind, ranks: usize, root: usize, segments: usize) -> Option<Schedule> {
         if !algorithm.serves(kind) || root >= ranks {
             return None;
@@ -208,12 +208,12 @@ impl Schedule {
         }
     }
 
-    /// Steps of the rank that has the most.
+    /// Number of steps of the rank with the most.
     pub fn steps(&self) -> usize {
         if self.ranks == 1 { 0 } else { self.algorithm.pattern().steps(self) }
     }
 
-    /// What `rank` does in step `k`. Panics where there is no such rank or step.
+    /// The sends and receives of `rank` in step `k`. Panics where there is no such rank or step.
     pub fn step(&self, rank: usize, k: usize) -> Step {
         assert!(rank < self.ranks && k < self.steps(), "no step {k} of rank {rank} in {self:?}");
         self.algorithm.pattern().step(self, rank, k)
@@ -224,8 +224,8 @@ impl Schedule {
         if self.ranks == 1 { Volume { sent: 0, received: 0 } } else { self.algorithm.pattern().volume(self) }
     }
 
-    /// How many steps from `k` on look alike, at least 1: every rank has the same peers and counts of parts in them. For
-    /// prices, which need not look at each of 200,000 steps.
+    /// Number of steps from `k` on that are alike, at least 1: every rank has the same peers and counts of parts in
+    /// them. For the cost model, which need not examine each of 200,000 steps.
     pub fn alike(&self, k: usize) -> usize {
         self.algorithm.pattern().alike(self, k)
     }
@@ -266,7 +266,7 @@ pub fn part_range(count: usize, parts: usize, part: usize) -> Range<usize> {
     start(part)..start(part + 1)
 }
 
-/// How many parts these ranges name.
+/// Number of parts in these ranges.
 pub fn count(parts: &[Range<usize>]) -> usize {
     parts.iter().map(|range| range.len()).sum()
 }

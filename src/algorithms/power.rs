@@ -1,6 +1,6 @@
-//! The power of two inside a rank count, for algorithms that pair ranks by the bits of their number: of the first
-//! `2 * extra` ranks every odd one hands its data to the even one before it and rests until the result comes back. The
-//! `size` ranks that take part get an index; so consecutive indices stand for consecutive ranks.
+//! The largest power of two within a rank count, for algorithms that pair ranks by the bits of their number: of the
+//! first `2 * extra` ranks every odd one sends its data to the even one before it and waits for the result. The `size`
+//! ranks that take part get an index; consecutive indices stand for consecutive ranks.
 
 use std::ops::Range;
 
@@ -12,7 +12,7 @@ pub(super) struct Power {
     pub extra: usize,
 }
 
-/// What a rank is while the paired ranks exchange.
+/// The role of a rank while the paired ranks exchange.
 pub(super) enum Role {
     /// Takes part under this index.
     Active(usize),
@@ -20,7 +20,7 @@ pub(super) enum Role {
     Resting,
 }
 
-/// Where step `k` of a whole schedule stands: the first and the last serve the resting ranks, where there are any.
+/// The phase of step `k`: the first and the last step serve the resting ranks, where there are any.
 pub(super) enum Phase {
     FoldIn,
     Exchange(usize),
@@ -33,7 +33,7 @@ impl Power {
         Power { size: 1 << bits, bits, extra: ranks - (1 << bits) }
     }
 
-    /// Steps of a schedule whose exchanges number `exchanges`.
+    /// Number of steps of a schedule with `exchanges` exchanges.
     pub fn steps(self, exchanges: usize) -> usize {
         if self.extra > 0 { exchanges + 2 } else { exchanges }
     }
@@ -62,12 +62,12 @@ impl Power {
         (rank < 2 * self.extra).then_some(rank ^ 1)
     }
 
-    /// The rank that acts under `index`; also the first of the ranks it stands for.
+    /// The rank that acts under `index`; also the first of the ranks that it acts for.
     pub fn rank(self, index: usize) -> usize {
         if index < self.extra { 2 * index } else { index + self.extra }
     }
 
-    /// The ranks that the indices `of` stand for.
+    /// The ranks for which the indices `of` act.
     pub fn ranks(self, of: Range<usize>) -> Range<usize> {
         self.rank(of.start)..self.rank(of.end)
     }

@@ -9,8 +9,9 @@
 //!
 //! Bytes per rank, sent and received: N (p - 1) / p, twice that for all_reduce, which is the least possible; N for the
 //! chain.
-//! Order of summation: block q is ((x[q+1] op x[q+2]) op ...) op x[q], around the circle: it depends on where in the
-//! vector an element stands. The chain of reduce: x[root] op (x[root+1] op (... op x[root-1])), the same for all elements.
+//! Order of summation: block q is ((x[q+1] op x[q+2]) op ...) op x[q], around the circle: it depends on an element's
+//! position in the vector. The chain of reduce: x[root] op (x[root+1] op (... op x[root-1])), the same for all
+//! elements.
 //! Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009); NCCL's ring.
 
 use super::{How, Pattern, Schedule, Step, Volume, one};
@@ -62,7 +63,7 @@ impl Pattern for Ring {
         if self.pipelines(s.kind) { 1 } else { circle - k % circle }
     }
 
-    /// The chain works on as many neighbours as there are segments on their way: those at both ends of the wave.
+    /// As many consecutive ranks are busy as there are segments in flight: examine those at both ends.
     fn busiest(&self, s: &Schedule, k: usize) -> Vec<usize> {
         let wave = match s.kind {
             Kind::Broadcast => [(k + 1).saturating_sub(s.segments), k.min(s.ranks - 1)],

@@ -10,9 +10,9 @@
 //!
 //! Bytes per rank, sent and received: N (p - 1) / p, twice that for all_reduce: as the ring. A prime p has one row, and
 //! this is the ring.
-//! Order of summation of the part of row i, column j: within each row around the circle from column j + 1 to j, then these
-//! sums down the column around the circle from row i + 1 to i, always from left to right. It depends on where in the vector
-//! an element stands.
+//! Order of summation of the part of row i, column j: within each row around the circle from column j + 1 to j, then
+//! these sums down the column around the circle from row i + 1 to i, always from left to right. It depends on an
+//! element's position in the vector.
 //! Source: Mikami et al., "Massively distributed SGD: ImageNet/ResNet-50 training in a flash" (2018); the bucket algorithms
 //! on meshes of Barnett et al. (1993).
 
@@ -69,7 +69,7 @@ impl Pattern for Torus {
 struct Grid {
     rows: usize,
     columns: usize,
-    /// The parts of a column lie together, which all_reduce is free to choose; blocks of ranks lie in rank order.
+    /// The parts of a column are contiguous, which all_reduce is free to choose; blocks of ranks are in rank order.
     by_column: bool,
 }
 
@@ -79,7 +79,7 @@ impl Grid {
         Grid { rows, columns: s.ranks / rows, by_column: s.kind == Kind::AllReduce }
     }
 
-    /// Of one pass over rows and columns.
+    /// Steps of one pass over rows and columns.
     fn steps(&self) -> usize {
         self.columns + self.rows - 2
     }

@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::op::Op;
 use crate::reduce::Kernel;
 use crate::select::explain::Explanation;
-use crate::select::{Asked, Policy, Shape, explain};
+use crate::select::{GroupShape, OpDesc, Policy, explain};
 
 pub struct Delegate {
     reason: String,
@@ -16,13 +16,13 @@ pub struct Delegate {
 }
 
 impl Delegate {
-    /// `reason`: why no engine of ours serves the group.
+    /// `reason`: why none of our engines serves the group.
     pub fn new(reason: String, ranks: usize, policy: Arc<Policy>) -> Delegate {
         Delegate { reason, ranks, policy }
     }
 }
 
-/// Its peers are the other backend's.
+/// The other backend deals with peers.
 struct NoPeers;
 
 impl Control for NoPeers {}
@@ -44,7 +44,7 @@ impl Engine for Delegate {
         Err(Error::Bug("sagellm: an operation reached a delegated group".to_string()))
     }
 
-    fn explain(&self, asked: Asked, _batched: bool) -> Explanation {
-        explain::delegated(asked, &Shape::without_memory(self.ranks), &self.policy, &self.reason)
+    fn explain(&self, desc: OpDesc, _batched: bool) -> Explanation {
+        explain::delegated(desc, &GroupShape::without_memory(self.ranks), &self.policy, &self.reason)
     }
 }

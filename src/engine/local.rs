@@ -1,5 +1,5 @@
-//! Ranks as threads of one process: the same engine over anonymous memory. For tests, for loom-free stress, and to learn
-//! the API without starting processes.
+//! Ranks as threads of one process: the same engine over anonymous memory. For tests, for stress tests without loom,
+//! and to try the API without starting processes.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -19,7 +19,7 @@ pub fn areas(ranks: usize) -> Result<Vec<Arc<Area>>> {
     Ok((0..ranks).map(|me| Arc::new(Area::new(Arc::clone(&segment), layout, me))).collect())
 }
 
-/// Links between ranks that are threads: one a rank. A message is copied into the receiver's box.
+/// Links between ranks that are threads, one per rank. A message is copied into the receiver's queue.
 pub fn links(ranks: usize) -> Vec<Arc<dyn Link>> {
     let post = Arc::new(Post::default());
     (0..ranks).map(|me| Arc::new(LocalLink { me, post: Arc::clone(&post) }) as Arc<dyn Link>).collect()
@@ -90,7 +90,7 @@ impl Transfer for LocalTransfer {
         loop {
             if let Some(message) = boxes.messages.get_mut(&address).and_then(VecDeque::pop_front) {
                 if message.len() > bytes {
-                    return Err(format!("a message of {} bytes met a receive of {bytes}", message.len()));
+                    return Err(format!("a message of {} bytes matched a receive of {bytes}", message.len()));
                 }
                 buffer[..message.len()].copy_from_slice(&message);
                 return Ok(buffer);

@@ -1,7 +1,7 @@
-//! What carries out the operations of a group: `shm` between the processes of one host, `multihost` where the ranks live
-//! on several (over a link between them), `solo` for a group of one, `delegate` where another backend serves the group.
-//! A group knows them as an [`Engine`] and its [`Control`], and nothing else of them; `group/builder.rs` alone makes one.
-//! `device` are the libraries of accelerators, `local` areas and links of ranks that are threads (tests and tools).
+//! The engines that run the operations of a group: `shm` between the processes of one host, `multihost` for ranks on
+//! several hosts (over a link between them), `solo` for a group of one, `delegate` where another backend serves the
+//! group. A group uses them only as an [`Engine`] and its [`Control`]; `group/builder.rs` alone makes one. `device` has
+//! the libraries of accelerators, `local` areas and links for ranks that are threads (tests and tools).
 
 pub mod delegate;
 pub mod device;
@@ -17,43 +17,44 @@ use std::sync::atomic::AtomicU32;
 use crate::error::{Error, Result};
 use crate::op::Op;
 use crate::op::overlap::Reach;
-use crate::os::event_count::Bell;
+use crate::os::event_count::WakeWords;
 use crate::reduce::Kernel;
-use crate::select::Asked;
+use crate::select::OpDesc;
 use crate::select::explain::Explanation;
 
-/// Operations that ended, and how.
+/// Operations that ended, with their outcomes.
 pub type Ended = Vec<(Arc<Op>, Result<()>)>;
 
-/// One rank's side of what carries out a group's operations. Called with the group's lock held, so it needs no lock for
-/// what only these calls touch, and none of them waits for a peer or for another thread of the group.
+/// One rank's part of an engine. Called with the group's lock held, so state that only these calls use needs no lock.
+/// None of them waits for a peer or for another thread of the group.
 pub trait Engine: Send {
-    /// What is asked and told without the group's lock.
+    /// The part that may be used without the group's lock.
     fn control(&self) -> Arc<dyn Control>;
 
-    /// Which engine it is and how it is set up, for `Group::describe`.
+    /// Name and set-up of the engine, for `Group::describe`.
     fn describe(&self) -> String;
 
-    /// Why another backend serves the whole group, if one does: it then numbers what that backend carries.
+    /// Why another backend serves the whole group, if one does: then the engine only numbers that backend's operations.
     fn delegate_reason(&self) -> Option<&str> {
         None
     }
 
-    /// Takes an operation that was validated and numbered, and moves what can move. An error concerns the whole group;
-    /// the operation is then the engine's to end only where it `holds` it.
+    /// Takes an operation that was validated and numbered, and advances what can advance. An error concerns the whole
+    /// group; then the engine ends the operation only if it `holds` it.
     ///
-    /// Of each operation an engine says what is carried and how (`Op::loads`, `Op::sets_out`: statistics and explanations
-    /// go by these), calls `Op::prepare` before it first reads the inputs and `Op::store_back` after it wrote the last
-    /// output (strided tensors are copied there), calls `Op::release` where it needs the memory no longer although the
-    /// operation goes on, and hands the operation out in `ended`. `solo` is the shortest example.
+    /// For each operation an engine records what is carried and how (`Op::loads`, `Op::sets_out`: statistics and
+    /// explanations use these), calls `Op::prepare` before it first reads the inputs and `Op::store_back` after it wrote
+    /// the last output (strided tensors are copied there), calls `Op::release` where it no longer needs the memory although
+    /// the operation goes on, and hands the operation out in `ended`. `solo` is the shortest example.
     fn submit(&mut self, op: Arc<Op>, kernel: Option<Kernel>, ended: &mut Ended) -> Result<()>;
 
-    /// True while the engine has this operation and will end it, or give it back in `drain`.
+    /// True while the engine has this operation and will end it or return it from `take_pending`.
     fn holds(&self, _op: &Arc<Op>) -> bool {
         false
     }
 
-    /// Moves whatever can move, without waiting. True when something did. An error concerns the whole group.
+    /// Advances everything that can advance, without waiting. True when something did. An error concerns the whole
+    /// group.
     fn poll(&mut self, _ended: &mut Ended) -> Result<bool> {
         Ok(false)
     }
@@ -63,19 +64,19 @@ pub trait Engine: Send {
         false
     }
 
-    /// A pending operation that cannot end without something more from `rank`; `gone` says which ranks will do nothing
+    /// A pending operation that cannot end before `rank` does something more; `gone` says which ranks will do nothing
     /// more.
     fn needs(&self, _rank: usize, _gone: &dyn Fn(usize) -> bool) -> Option<Arc<Op>> {
         None
     }
 
-    /// The pending operation whose deadline comes first.
+    /// The pending operation with the earliest deadline.
     fn next_deadline(&self) -> Option<Arc<Op>> {
         None
     }
 
-    /// The ranks that a pending operation waits for and what they did last, for the error at its deadline. `process` gives
-    /// a rank's process and state.
+    /// The ranks that a pending operation waits for and their last calls, for the error at its deadline. `process`
+    /// gives a rank's process and state.
     fn missing(&self, _op: &Op, _process: &dyn Fn(usize) -> String) -> String {
         String::new()
     }
@@ -85,53 +86,53 @@ pub trait Engine: Send {
         None
     }
 
-    /// The group ends with `error`: gives back the pending operations, whose memory is not used any more. What a thread of
-    /// the engine works on, it ends itself (`Report::ended`).
-    fn drain(&mut self, _error: &Error) -> Vec<Arc<Op>> {
+    /// The group ends with `error`: returns the pending operations, whose memory is not used any more. A thread of the
+    /// engine ends the operations that it works on itself (`Report::ended`).
+    fn take_pending(&mut self, _error: &Error) -> Vec<Arc<Op>> {
         Vec::new()
     }
 
-    /// How an operation would go, alone or `batched` with others.
-    fn explain(&self, asked: Asked, batched: bool) -> Explanation;
+    /// Explains the choice for an operation, alone or `batched` with others.
+    fn explain(&self, desc: OpDesc, batched: bool) -> Explanation;
 }
 
-/// What any thread may ask and tell an engine, without the group's lock. What is not overridden is right for an engine
-/// that shares nothing with its peers.
+/// The part of an engine that any thread may use without the group's lock. The defaults are right for an engine that
+/// shares nothing with its peers.
 pub trait Control: Send + Sync {
     /// A fault was announced, by a peer or by this rank.
     fn is_poisoned(&self) -> bool {
         false
     }
 
-    /// The fault that was announced first: by which rank, its `Error::code`, its text.
+    /// The fault that was announced first: the reporting rank, its `Error::code`, its text.
     fn reported(&self) -> Option<(usize, char, String)> {
         None
     }
 
-    /// Tells the peers why this rank's group failed, and breaks off what its threads wait for. Called once a group.
+    /// Tells the peers why this rank's group failed, and aborts the waits of its threads. Called once per group.
     fn announce(&self, _fault: &Error) {}
 
-    /// Leaves the peers in order: what was published stays readable for them, threads of the engine end, and what they
-    /// cannot finish ends with `error`. May wait for delivery, until `interrupted`.
+    /// Leaves the peers in an orderly way: published data stays readable for them, threads of the engine end, and
+    /// operations that they cannot finish end with `error`. May wait for delivery, until `interrupted`.
     fn leave(&self, _error: &Error, _interrupted: &dyn Fn() -> bool) {}
 
-    /// `rank` has left in order.
+    /// `rank` has left in an orderly way.
     fn left(&self, _rank: usize) -> bool {
         false
     }
 
-    /// Some rank has left in order.
+    /// Some rank has left in an orderly way.
     fn has_leavers(&self) -> bool {
         false
     }
 
-    /// Threads of the engine's own carry operations, which are therefore not driven by threads that wait.
+    /// The engine's own threads run its operations, so waiting threads do not drive them.
     fn has_threads(&self) -> bool {
         false
     }
 
-    /// Where peers wake this rank.
-    fn doorbell(&self) -> Option<Doorbell<'_>> {
+    /// The word on which peers wake this rank.
+    fn wake_address(&self) -> Option<WakeAddress<'_>> {
         None
     }
 
@@ -140,47 +141,47 @@ pub trait Control: Send + Sync {
         false
     }
 
-    /// An operation that has not ended and that a message of a delegate which touches `reach` must follow.
+    /// A pending operation that must end before a delegated message on the memory `reach` starts.
     fn using(&self, _reach: &Reach) -> Option<Arc<Op>> {
         None
     }
 
-    /// What a monitored barrier goes by, where peers can be told.
+    /// The channel of a monitored barrier, where peers can be reached.
     fn monitor(&self) -> Option<&dyn Monitor> {
         None
     }
 
-    /// Tells the peers the number and kind of this rank's last operation on a device.
+    /// Publishes the number and kind of this rank's last operation on a device.
     fn set_launched(&self, _number: u64, _kind: u8) {}
 
-    /// What `rank` told by `set_launched`, where it can be seen.
+    /// The values that `rank` gave to `set_launched`, where they can be seen.
     fn launched(&self, _rank: usize) -> Option<(u64, u8)> {
         None
     }
 }
 
 /// The word that peers change to wake this rank, and the event count around it.
-pub struct Doorbell<'a> {
-    pub bell: &'a dyn Bell,
+pub struct WakeAddress<'a> {
+    pub words: &'a dyn WakeWords,
     /// This rank.
     pub me: usize,
     pub word: &'a AtomicU32,
 }
 
-/// What the ranks of a monitored barrier tell each other. Barriers are counted in the order of their calls.
+/// The channel of a monitored barrier. Barriers are counted in the order of their calls.
 pub trait Monitor {
     /// This rank has come to barrier number `turn`.
     fn come(&self, turn: u64);
     fn has_come(&self, rank: usize, turn: u64) -> bool;
-    /// Rank 0 tells how it ended.
+    /// Rank 0 publishes the outcome.
     fn decide(&self, turn: u64, failed: bool);
-    /// What rank 0 told: whether it failed. None while it has told nothing.
+    /// The outcome that rank 0 published: whether it failed. None before that.
     fn decision(&self, turn: u64) -> Option<bool>;
 }
 
-/// The group, for threads of an engine. Never called with a lock of the engine's held.
+/// The group, as threads of an engine call it. Never called with a lock of the engine held.
 pub trait Report: Send + Sync {
     fn ended(&self, ended: Ended);
-    /// A thread of the engine found a fault; the group announces it and drains the engine.
+    /// A thread of the engine found a fault; the group announces it and takes the engine's pending operations.
     fn failed(&self, error: Error);
 }

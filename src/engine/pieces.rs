@@ -63,14 +63,14 @@ impl Pieces<'_> {
     }
 }
 
-/// Copies a range of one list to a range of another; the same memory is left alone.
+/// Copies a range of one list to a range of another; the same memory is not copied.
 ///
 /// # Safety
 /// Both lists are valid, and the ranges are the same memory or do not overlap.
 pub unsafe fn transfer(from: Pieces, from_offset: usize, to: Pieces, to_offset: usize, bytes: usize) {
     from.walk(from_offset, bytes, |source, at, len| {
         to.walk(to_offset + at, len, |target, inner, part| {
-            // SAFETY: both walks stay within their lists; equal memory is skipped, other overlaps are excluded.
+            // SAFETY: both walks stay within their lists; the same memory is skipped, other overlaps are excluded.
             unsafe {
                 let source = source.add(inner);
                 if source.cast_const() != target.cast_const() {

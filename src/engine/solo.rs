@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::op::Op;
 use crate::reduce::Kernel;
 use crate::select::explain::Explanation;
-use crate::select::{Asked, Choice, Policy, Shape, explain};
+use crate::select::{Choice, GroupShape, OpDesc, Policy, explain};
 use crate::types::{Kind, ReduceOp};
 
 pub struct Solo {
@@ -23,7 +23,7 @@ impl Solo {
     }
 }
 
-/// There is nobody else.
+/// A group without peers.
 struct NoPeers;
 
 impl Control for NoPeers {}
@@ -43,8 +43,8 @@ impl Engine for Solo {
         Ok(())
     }
 
-    fn explain(&self, asked: Asked, _batched: bool) -> Explanation {
-        explain::explain(asked, &Shape::without_memory(1), &self.policy)
+    fn explain(&self, desc: OpDesc, _batched: bool) -> Explanation {
+        explain::explain(desc, &GroupShape::without_memory(1), &self.policy)
     }
 }
 
@@ -57,7 +57,7 @@ fn run(op: &Op, kernel: Option<&Kernel>) -> Result<()> {
             request.kind
         )));
     }
-    op.loads(Asked::of(request, 1).load());
+    op.loads(OpDesc::of(request, 1).load());
     op.sets_out(Choice::ALONE.code());
     op.prepare();
     let (inputs, outputs) = (Pieces(request.inputs()), Pieces(request.outputs()));
@@ -77,7 +77,7 @@ fn run(op: &Op, kernel: Option<&Kernel>) -> Result<()> {
                 outputs.write(0, at, bytes);
             }
         }
-        // SAFETY: the request's contract: inputs and outputs are valid, and the same memory or apart.
+        // SAFETY: the request's contract: inputs and outputs are valid, and are the same memory or do not overlap.
         _ if request.kind != Kind::Barrier => unsafe { transfer(inputs, 0, outputs, 0, bytes) },
         _ => (),
     }

@@ -8,8 +8,8 @@
 //! side. This file declares; `convert` translates between these types and the core's, `calls` and `devices` call the core.
 
 use super::calls::{
-    RustForeign, RustGroup, RustOp, RustRendezvous, at_exit, build_group, device_packs, doctor, explain_without_group,
-    memory_meets, names, rendezvous, save_table, set_log_level, table_without_group,
+    RustExternalOp, RustGroup, RustOp, RustRendezvous, at_exit, build_group, device_packs, doctor,
+    explain_without_group, memory_meets, names, rendezvous, save_table, set_log_level, table_without_group,
 };
 use super::devices::{RustCall, RustDevices, RustRetired};
 use super::simulate::{predict, program};
@@ -134,7 +134,7 @@ pub mod ffi {
     }
 
     /// An operation that the core only counts: a delegate's, or one that the shim makes of several.
-    struct Foreign {
+    struct ExternalOp {
         kind: Kind,
         composed: bool,
         root: u32,
@@ -156,8 +156,8 @@ pub mod ffi {
         dtype: Dtype,
         op: ReduceOp,
         factor: f64,
-        even: bool,
-        plain: bool,
+        equal_counts: bool,
+        dense: bool,
         root: u32,
         tag: u32,
         read: u64,
@@ -218,9 +218,9 @@ pub mod ffi {
         /// The kind that the library is asked for, and the element type that it is given (for what is only moved, 0).
         kind: Kind,
         dtype: Dtype,
-        flat: bool,
-        apart: bool,
-        spoils: bool,
+        contiguous: bool,
+        out_of_place: bool,
+        clobbers_input: bool,
         /// It is given the factor of its own PREMUL_SUM.
         premul: bool,
         /// What is done to the tensors before the library's call, and after it.
@@ -381,7 +381,7 @@ pub mod ffi {
         count: u64,
     }
 
-    /// `stats::ring::Record`. Ranks are -1 for nobody or anyone.
+    /// `stats::history::Record`. Ranks are -1 for nobody or anyone.
     struct Record {
         id: u64,
         number: u64,
@@ -458,7 +458,7 @@ pub mod ffi {
         type RustRendezvous;
         type RustGroup;
         type RustOp;
-        type RustForeign;
+        type RustExternalOp;
         type RustDevices;
         type RustCall;
         type RustRetired;
@@ -529,9 +529,9 @@ pub mod ffi {
         /// Which ranks of the default group its ranks are, for records.
         fn set_members(self: &RustGroup, members: &[u32]);
         /// Counts an operation from now until `ended`; dropped before, it counts as failed.
-        fn foreign(self: &RustGroup, call: &Foreign) -> Result<Box<RustForeign>>;
+        fn external_op(self: &RustGroup, call: &ExternalOp) -> Result<Box<RustExternalOp>>;
         /// `timed`: this is the moment it ended. Any thread; a second call does nothing.
-        fn ended(self: &RustForeign, well: bool, timed: bool);
+        fn ended(self: &RustExternalOp, well: bool, timed: bool);
 
         /// True when the operation has ended, well or not.
         fn is_done(self: &RustOp) -> bool;

@@ -22,7 +22,7 @@ pub struct RustRendezvous(Rendezvous, cxx::SharedPtr<ffi::Store>);
 /// A group, and its store: groups that are made later over the same one talk to it over the same connection.
 pub struct RustGroup(pub(super) Arc<Group>, #[allow(dead_code)] cxx::SharedPtr<ffi::Store>);
 pub struct RustOp(Arc<Op>);
-pub struct RustForeign(group::Foreign);
+pub struct RustExternalOp(group::ExternalOp);
 
 pub(super) fn set_log_level(level: u8) {
     let _ = log::set_logger(&PythonLog);
@@ -79,7 +79,7 @@ impl RustRendezvous {
 pub(super) fn memory_meets(one: &[ffi::Strided], other: &[ffi::Strided]) -> bool {
     let reach =
         |all: &[ffi::Strided]| Reach::of_all(Vec::new(), Vec::new(), &all.iter().map(strided).collect::<Vec<_>>());
-    reach(one).meets(&reach(other))
+    reach(one).conflicts_with(&reach(other))
 }
 
 fn hook(call: &ffi::Call, completion: cxx::SharedPtr<ffi::Completion>) -> Option<Box<dyn group::Completion>> {
@@ -185,7 +185,7 @@ impl RustGroup {
     pub(super) fn set_members(&self, members: &[u32]) {
         self.0.set_members(members.to_vec());
     }
-    pub(super) fn foreign(&self, call: &ffi::Foreign) -> Outcome<Box<RustForeign>> {
+    pub(super) fn external_op(&self, call: &ffi::ExternalOp) -> Outcome<Box<RustExternalOp>> {
         guarded(|| {
             self.0.not_forked()?;
             let kind = kind(call.kind)?;
@@ -198,7 +198,7 @@ impl RustGroup {
             };
             let (peer, bytes) = ((call.root, call.tag), (call.read, call.written));
             let carrier = if call.composed { group::Carrier::Composed } else { group::Carrier::Delegate };
-            Ok(Box::new(RustForeign(self.0.foreign(kind, carrier, peer, bytes, note))))
+            Ok(Box::new(RustExternalOp(self.0.external_op(kind, carrier, peer, bytes, note))))
         })
     }
 }
@@ -229,7 +229,7 @@ impl RustOp {
     }
 }
 
-impl RustForeign {
+impl RustExternalOp {
     pub(super) fn ended(&self, well: bool, timed: bool) {
         let _ = guarded(|| {
             self.0.end(well, timed);

@@ -5,7 +5,7 @@ use crate::error::{Error, ErrorKind, Result, contained};
 use crate::group::NAMES;
 use crate::select::explain::{Alternative, Explanation, Table};
 use crate::stats::export::Moment;
-use crate::stats::ring::Record;
+use crate::stats::history::Record;
 use crate::stats::{MIXED, Stats, export};
 use crate::types::{CallNote, Dtype, Kind, ReduceOp, Request, Span, Strided};
 
@@ -112,7 +112,7 @@ pub(super) fn request(
 }
 
 pub(super) fn explanation(found: &Explanation) -> ffi::Explanation {
-    let (asked, shape, past) = (found.asked, found.shape, found.past);
+    let (desc, shape, past) = (found.desc, found.shape, found.past);
     let rejected = |other: &Alternative| ffi::Alternative {
         way: other.way.clone(),
         predicted_ns: other.predicted_ns.unwrap_or(0),
@@ -125,8 +125,8 @@ pub(super) fn explanation(found: &Explanation) -> ffi::Explanation {
         bytes: batch.bytes.map_or(-1, |bytes| bytes as i64),
     });
     ffi::Explanation {
-        kind: asked.kind.name().into(),
-        bytes: asked.bytes,
+        kind: desc.kind.name().into(),
+        bytes: desc.bytes,
         ranks: shape.ranks,
         hosts: shape.hosts,
         slot_bytes: shape.slot_bytes,
@@ -186,7 +186,7 @@ pub(super) fn stats(stats: &Stats, rank: usize, size: usize, Moment { now, wall 
         now,
         wall,
         since: stats.since(),
-        issued: stats.ring().issued(),
+        issued: stats.history().issued(),
         batches: fused.batches,
         batched_ops: fused.ops,
         largest_batch: fused.largest,
@@ -199,7 +199,7 @@ pub(super) fn stats(stats: &Stats, rank: usize, size: usize, Moment { now, wall 
 
 pub(super) fn record(record: &Record) -> ffi::Record {
     let (dtype, op) = export::reduction(record);
-    let (first, last) = record.route.company.numbers(record.number);
+    let (first, last) = record.route.fused_with.numbers(record.number);
     ffi::Record {
         id: record.id,
         number: record.number,

@@ -9,8 +9,8 @@ use super::callbacks::StoreHook;
 use super::calls::RustGroup;
 use super::convert::{Outcome, dtype, guarded, kind, spans, unknown};
 use crate::engine::device::{
-    Asked, DeviceCall, DeviceEngine, DeviceGroup, DeviceRequest, Event, Exchange, Hints, Local, Lowered, Placed, Ranks,
-    Recipe, Retired, Stream, Terms,
+    DeviceCall, DeviceEngine, DeviceGroup, DeviceRequest, Event, Exchange, Hints, Local, Lowered, LoweringInput,
+    Placed, Ranks, Recipe, Retired, Stream, Terms,
 };
 use crate::error::{Error, Result};
 use crate::host::Counting;
@@ -62,11 +62,11 @@ impl RustGroup {
 fn request<'a>(call: &ffi::DeviceRequest<'a>) -> Result<DeviceRequest<'a>> {
     let (kind, dtype) = (kind(call.kind)?, dtype(call.dtype)?);
     let op = ReduceOp::from_u8(call.op.repr, call.factor).ok_or_else(|| unknown("reduce op", call.op.repr))?;
-    let ffi::DeviceRequest { name, root, tag, read, written, even, plain, .. } = *call;
+    let ffi::DeviceRequest { name, root, tag, read, written, equal_counts, dense, .. } = *call;
     let (counts, tensors, element, site) = (call.counts, call.tensors, call.element, call.site);
     Ok(DeviceRequest {
         name,
-        asked: Asked { kind, dtype, op, ranks: 0, even, plain },
+        asked: LoweringInput { kind, dtype, op, ranks: 0, equal_counts, dense },
         root,
         tag,
         read,
@@ -157,13 +157,13 @@ fn local(step: &Local) -> ffi::Local {
 }
 
 fn lowered(call: &Lowered) -> ffi::DeviceRecipe {
-    let Recipe { kind, dtype, flat, apart, spoils, ref before, ref after, .. } = call.recipe;
+    let Recipe { kind, dtype, contiguous, out_of_place, clobbers_input, ref before, ref after, .. } = call.recipe;
     ffi::DeviceRecipe {
         kind: ffi::Kind { repr: kind as u8 },
         dtype: shared_dtype(dtype),
-        flat,
-        apart,
-        spoils,
+        contiguous,
+        out_of_place,
+        clobbers_input,
         premul: call.is_premul(),
         before: before.iter().map(local).collect(),
         after: after.iter().map(local).collect(),

@@ -6,7 +6,7 @@ use crate::algorithms;
 use crate::algorithms::{Algorithm, How, Schedule};
 use crate::error::{Error, Result};
 use crate::select::cost;
-use crate::select::cost::Levels;
+use crate::select::cost::HierarchicalCosts;
 use crate::select::cost::{Link, Model};
 use crate::types::Kind;
 
@@ -63,8 +63,8 @@ fn priced(kind: Kind, name: &str, ranks: usize, sizes: &[f64], costs: &Model) ->
         if sizes.is_empty() {
             Vec::new()
         } else {
-            let levels = Levels::new(ranks, costs.ranks_per_host).ok_or_else(refused)?;
-            let one = |bytes: &f64| levels.fastest(*bytes, costs);
+            let hierarchical = HierarchicalCosts::new(ranks, costs.ranks_per_host).ok_or_else(refused)?;
+            let one = |bytes: &f64| hierarchical.fastest(*bytes, costs);
             sizes.iter().map(one).map(|(choice, seconds)| (seconds, choice.segments)).collect()
         }
     } else {

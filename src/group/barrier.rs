@@ -1,4 +1,4 @@
-//! Monitored barrier: a channel of its own, no number, no poison.
+//! Monitored barrier: it has its own channel, uses no sequence number and poisons nothing.
 
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -10,7 +10,7 @@ use crate::progress::driver;
 use crate::progress::driver::Outcome;
 
 impl Group {
-    /// Rank 0 waits for all and names who is missing; the others wait for rank 0's word.
+    /// Rank 0 waits for all and names the missing ranks; the others wait for rank 0's answer.
     pub fn monitored_barrier(&self, timeout: Option<Duration>, all: bool) -> Result<()> {
         self.usable("monitored_barrier")?;
         let timeout = timeout.unwrap_or_else(|| Duration::from_millis(self.timeout_ms.load(Ordering::Relaxed)));
@@ -23,12 +23,12 @@ impl Group {
         }
     }
 
-    /// Nobody who is missing will come any more.
+    /// True when the missing ranks will never come.
     fn is_broken(&self) -> bool {
         self.any_dead.load(Ordering::Acquire) || self.fault.get().is_some() || self.control.is_poisoned()
     }
 
-    /// Rank 0: waits for the others, and tells them how it ended.
+    /// Rank 0: waits for the others, and tells them the outcome.
     fn collect(&self, monitor: &dyn Monitor, turn: u64, timeout: Duration, all: bool) -> Result<()> {
         let ranks = self.config.size;
         let here = |rank: usize| monitor.has_come(rank, turn);
@@ -55,7 +55,7 @@ impl Group {
         }
     }
 
-    /// The other ranks: wait for what rank 0 tells.
+    /// The other ranks: wait for rank 0's outcome.
     fn hear(&self, monitor: &dyn Monitor, turn: u64, timeout: Duration) -> Result<()> {
         let me = self.config.rank;
         let told = || monitor.decision(turn).is_some();

@@ -1,5 +1,5 @@
-//! How a group is built, whole, of what its ranks have decided: the one place that knows the engines by name. Groups whose
-//! ranks are threads of one process, for tests and tools, are built here, too.
+//! Builds a whole group from the decision of its ranks: the one place that knows the engines by name. It also builds
+//! groups whose ranks are threads of one process, for tests and tools.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
 use std::sync::{Arc, Mutex, Weak};
@@ -12,9 +12,9 @@ use crate::config;
 use crate::config::{Config, Settings};
 use crate::engine::delegate::Delegate;
 use crate::engine::local;
-use crate::engine::multihost::place::Place;
+use crate::engine::multihost::host_map::HostMap;
 use crate::engine::multihost::transport::Link;
-use crate::engine::multihost::{Inside, MultiHost, Opened};
+use crate::engine::multihost::{HostGroup, MultiHost, Opened};
 use crate::engine::shm::Shm;
 use crate::engine::shm::memory::area::Area;
 use crate::engine::solo::Solo;
@@ -23,13 +23,13 @@ use crate::error::{Error, Result};
 use crate::fusion::planner::LANES;
 use crate::host::{Host, Store};
 use crate::os::{clock, topology, watch};
-use crate::progress::domain::{Domain, Driven, Patience};
+use crate::progress::domain::{Domain, Driven, SpinPolicy};
 use crate::rendezvous::{Decision, Hosts, Rendezvous};
 use crate::select::Policy;
 use crate::stats::Stats;
 use crate::types::Request;
 
-/// What a group is made of, beside its engine.
+/// The parts of a group besides its engine.
 struct Parts {
     config: Config,
     /// As `Group::id`.
@@ -37,37 +37,37 @@ struct Parts {
     policy: Arc<Policy>,
     /// The number of `Group::domain`.
     domain: u64,
-    patience: Patience,
+    spin_policy: SpinPolicy,
     peers: Vec<Peer>,
     host: Arc<dyn Host>,
 }
 
 impl Group {
-    /// Meets the other ranks and builds the group, where no link to other hosts is available.
+    /// Meets the other ranks and builds the group, without a link to other hosts.
     pub fn connect(config: Config, store: &dyn Store, host: Arc<dyn Host>) -> Result<Arc<Group>> {
         Group::build(Rendezvous::new(config, store, host)?, None)
     }
 
-    /// Builds the group that its ranks have decided on. Where it spans hosts, `link` is the way to the others, which is
-    /// measured together with them, so every rank must come here.
+    /// Builds the group that its ranks have decided on. Where it spans hosts, all ranks must call this, because they
+    /// measure `link` together.
     pub fn build(rendezvous: Rendezvous, link: Option<Arc<dyn Link>>) -> Result<Arc<Group>> {
         let Rendezvous { config, decision, id, policy, host } = rendezvous;
         let (policy, ranks) = (Arc::new(policy), config.size);
         let theirs = Arc::clone(&policy);
-        let parts = Parts { config, id, policy, domain: 0, patience: Patience::none(), peers: Vec::new(), host };
+        let parts = Parts { config, id, policy, domain: 0, spin_policy: SpinPolicy::none(), peers: Vec::new(), host };
         match (decision, link) {
             (Decision::Alone, None) => Ok(parts.group(|_| Box::new(Solo::new(theirs)))),
             (Decision::Delegate(reason), None) => Ok(parts.group(|_| Box::new(Delegate::new(reason, ranks, theirs)))),
             (Decision::SharedMemory(shared), None) => {
                 let cores = shared.cores;
-                let (area, company) = shared.into_parts();
-                let peers = (0..ranks).map(|rank| company.peer(rank).clone());
+                let (area, group_peers) = shared.into_parts();
+                let peers = (0..ranks).map(|rank| group_peers.peer(rank).clone());
                 let peers = peers.map(|peer| Peer::new(peer.pid, peer.host)).collect();
                 let shm = Shm::new(area, cores, parts.config.settings.fusion, theirs);
-                let parts = Parts { patience: Patience::for_ranks(ranks, cores), peers, ..parts };
+                let parts = Parts { spin_policy: SpinPolicy::for_ranks(ranks, cores), peers, ..parts };
                 let group = parts.group(|_| Box::new(shm));
                 let weak = Arc::downgrade(&group);
-                let following = company.follow(move |rank, _reason| {
+                let following = group_peers.follow(move |rank, _reason| {
                     if let Some(group) = weak.upgrade() {
                         group.peer_ended(rank);
                     }
@@ -76,9 +76,9 @@ impl Group {
                 Ok(group)
             }
             (Decision::Hosts(hosts), Some(link)) => {
-                let Hosts { place, insides, reason } = hosts;
+                let Hosts { host_map, insides, reason } = hosts;
                 let insides = insides.into_iter().map(|inside| inside.map(|met| Group::build(met, None)).transpose());
-                over_hosts(parts, place, insides.collect::<Result<_>>()?, reason, link)
+                over_hosts(parts, host_map, insides.collect::<Result<_>>()?, reason, link)
             }
             (Decision::Hosts(_), None) => Err(Error::Invalid(format!(
                 "sagellm: the ranks of group '{}' live on several hosts, and no link between them was given",
@@ -96,18 +96,19 @@ impl Group {
         Ok(Group::over(local::areas(ranks)?, timeout))
     }
 
-    /// As `local`, over areas that the caller made, and may look into.
+    /// As `local`, over areas that the caller made and may inspect.
     pub fn over(areas: Vec<Arc<Area>>, timeout: Duration) -> Vec<Arc<Group>> {
         Group::over_with(areas, timeout, |_| Policy::default())
     }
 
-    /// As `over`, with a policy for every rank, which must be the same one unless a test wants to see what happens.
+    /// As `over`, with a policy for every rank; all must be equal, unless a test checks what happens otherwise.
     pub fn over_with(areas: Vec<Arc<Area>>, timeout: Duration, policy: impl Fn(usize) -> Policy) -> Vec<Arc<Group>> {
         let domains: Vec<u64> = (1..=areas.len() as u64).collect();
         over_in(areas, &domains, timeout, policy)
     }
 
-    /// Ranks that are threads of one process and play ranks on several hosts: `host_of` numbers them without gaps.
+    /// Groups for ranks that are threads of one process and act as ranks on several hosts: `host_of` numbers hosts
+    /// without gaps.
     pub fn local_hosts(
         host_of: &[usize],
         timeout: Duration,
@@ -125,9 +126,9 @@ impl Group {
         links: Vec<Arc<dyn Link>>,
         policy: &Policy,
     ) -> Result<Vec<Arc<Group>>> {
-        let place = Place::new(host_of.to_vec(), 0);
+        let host_map = HostMap::new(host_of.to_vec(), 0);
         let mut insides: Vec<Vec<Option<Arc<Group>>>> = vec![vec![None; LANES]; host_of.len()];
-        for ranks in place.hosts.iter().filter(|ranks| ranks.len() > 1) {
+        for ranks in host_map.hosts.iter().filter(|ranks| ranks.len() > 1) {
             let domains: Vec<u64> = ranks.iter().map(|rank| *rank as u64 + 1).collect();
             ranks.iter().for_each(|rank| insides[*rank].clear());
             for _lane in 0..LANES {
@@ -135,15 +136,15 @@ impl Group {
                 ranks.iter().zip(groups).for_each(|(rank, group)| insides[*rank].push(Some(group)));
             }
         }
-        // Together: they measure the link with each other.
+        // In parallel, because they measure the link with each other.
         std::thread::scope(|scope| {
             let ranks = insides.into_iter().zip(links).enumerate();
             let building: Vec<_> = ranks
                 .map(|(rank, (insides, link))| {
-                    let place = Place::new(host_of.to_vec(), rank);
+                    let host_map = HostMap::new(host_of.to_vec(), rank);
                     let mut parts = local_parts((rank, host_of.len()), timeout, policy.clone(), rank as u64 + 1);
                     parts.config.settings = settings;
-                    scope.spawn(move || over_hosts(parts, place, insides, "a simulation of hosts".to_string(), link))
+                    scope.spawn(move || over_hosts(parts, host_map, insides, "a simulation of hosts".to_string(), link))
                 })
                 .collect();
             building.into_iter().map(|one| one.join().expect("building a group does not panic")).collect()
@@ -151,8 +152,8 @@ impl Group {
     }
 }
 
-/// Groups over these areas, one a rank, each in a domain that is given: a rank's groups belong together, as they would in a
-/// process of its own.
+/// Groups over these areas, one per rank, each in the given domain: the groups of one rank share a domain, as in a
+/// process.
 fn over_in(
     areas: Vec<Arc<Area>>,
     domains: &[u64],
@@ -164,7 +165,7 @@ fn over_in(
         let parts = local_parts((rank, ranks), timeout, policy(rank), domains[rank]);
         let peers = (0..ranks).map(|_| Peer::new(0, "this process".to_string())).collect();
         let theirs = Arc::clone(&parts.policy);
-        let parts = Parts { patience: Patience::for_ranks(ranks, cores), peers, ..parts };
+        let parts = Parts { spin_policy: SpinPolicy::for_ranks(ranks, cores), peers, ..parts };
         parts.group(|_| match ranks {
             1 => Box::new(Solo::new(theirs)),
             _ => Box::new(Shm::new(area, cores, true, theirs)),
@@ -186,30 +187,30 @@ fn local_parts((rank, size): (usize, usize), timeout: Duration, policy: Policy, 
         settings: Settings::default(),
     };
     let (policy, host) = (Arc::new(policy), Arc::new(NoHost));
-    Parts { config, id: [0; 16], policy, domain, patience: Patience::none(), peers: Vec::new(), host }
+    Parts { config, id: [0; 16], policy, domain, spin_policy: SpinPolicy::none(), peers: Vec::new(), host }
 }
 
-/// Opens the link and builds the group around it and the groups inside this host, which leave where that fails.
+/// Opens the link and builds the group from it and the groups inside this host. If that fails, these leave.
 fn over_hosts(
     parts: Parts,
-    place: Place,
+    host_map: HostMap,
     insides: Vec<Option<Arc<Group>>>,
     reason: String,
     link: Arc<dyn Link>,
 ) -> Result<Arc<Group>> {
-    let theirs = insides.iter().map(|group| group.clone().map(|group| group as Arc<dyn Inside>)).collect();
+    let theirs = insides.iter().map(|group| group.clone().map(|group| group as Arc<dyn HostGroup>)).collect();
     let Parts { config, policy, host, .. } = &parts;
     let named = (config.settings, reason);
-    let opened = Opened::interruptible(place, link, theirs, named, Arc::clone(policy), config.timeout, &**host)
+    let opened = Opened::interruptible(host_map, link, theirs, named, Arc::clone(policy), config.timeout, &**host)
         .inspect_err(|_| insides.iter().flatten().for_each(|group| group.shutdown()))?;
     log::info!("group '{}' rank {}: between hosts {}", config.name, config.rank, opened.link());
     Ok(parts.group(|report| Box::new(MultiHost::new(opened, report))))
 }
 
 impl Parts {
-    /// The group, with the engine that `engine` makes; its threads report to what that is given.
+    /// The group, with the engine that `engine` makes; the engine's threads call the given `Report`.
     fn group(self, engine: impl FnOnce(Arc<dyn Report>) -> Box<dyn Engine>) -> Arc<Group> {
-        let Parts { config, id, policy, domain, patience, peers, host } = self;
+        let Parts { config, id, policy, domain, spin_policy, peers, host } = self;
         let (ranks, domain) = (config.size, Domain::numbered(domain));
         let group = Arc::new_cyclic(|this| {
             let engine = engine(Arc::new(Reporter(Weak::clone(this), Arc::clone(&domain))));
@@ -217,7 +218,7 @@ impl Parts {
                 domain,
                 id,
                 generation: watch::generation(),
-                patience,
+                spin_policy,
                 control: engine.control(),
                 policy,
                 host,
@@ -250,7 +251,7 @@ impl Parts {
     }
 }
 
-/// The process that a rank which is a thread calls from: it has no signals.
+/// The process of a rank that is a thread: it has no signals.
 pub(super) struct NoHost;
 impl Host for NoHost {
     fn interrupted(&self) -> bool {
@@ -258,8 +259,8 @@ impl Host for NoHost {
     }
 }
 
-/// A group as a group over several hosts has it for each of its lanes.
-impl Inside for Group {
+/// A group inside a host, as a group over several hosts uses it for each of its lanes.
+impl HostGroup for Group {
     fn run(&self, request: Request) -> Result<()> {
         Group::run(self, request, None)
     }
@@ -274,7 +275,7 @@ impl Inside for Group {
     }
 }
 
-/// The way of an engine's threads to the group. Weak: the group owns the engine.
+/// Reports from an engine's threads to the group. Weak: the group owns the engine.
 struct Reporter(Weak<Group>, Arc<Domain>);
 
 impl Report for Reporter {

@@ -1,10 +1,10 @@
-//! A group as the engine of its devices sees it.
+//! The group, as the engine of its devices uses it.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::Group;
-use super::report::{Carrier, Foreign};
+use super::report::{Carrier, ExternalOp};
 use crate::engine::device::{Counted, DeviceGroup, DeviceRequest, Neighbour};
 use crate::error::{Error, Result};
 use crate::select::Policy;
@@ -21,7 +21,7 @@ impl DeviceGroup for Group {
         self.config.size
     }
     fn id(&self) -> Option<String> {
-        // A group too large to have met has none.
+        // A group too large for a rendezvous has none.
         (self.id != [0; 16]).then(|| Group::id(self))
     }
     fn policy(&self) -> &Arc<Policy> {
@@ -63,12 +63,12 @@ impl DeviceGroup for Group {
     }
     fn count(&self, call: &DeviceRequest<'_>) -> Box<dyn Counted> {
         let (peer, bytes) = ((call.root, call.tag), (call.read, call.written));
-        Box::new(self.foreign(call.asked.kind, Carrier::Device, peer, bytes, call.note))
+        Box::new(self.external_op(call.asked.kind, Carrier::Device, peer, bytes, call.note))
     }
 }
 
-impl Counted for Foreign {
+impl Counted for ExternalOp {
     fn end(&self, well: bool, timed: bool) {
-        Foreign::end(self, well, timed);
+        ExternalOp::end(self, well, timed);
     }
 }

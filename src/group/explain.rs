@@ -1,4 +1,4 @@
-//! What a group and an operation say about the ways they choose.
+//! Explains the algorithm choices of a group and of its operations.
 
 use super::{CoreOp, Group, Op};
 use crate::error::{Error, Result};
@@ -6,11 +6,11 @@ use crate::op::Route;
 use crate::rendezvous::decision::on_this_host;
 use crate::select::explain;
 use crate::select::explain::{Batch, Explanation, Past};
-use crate::select::{Asked, Choice, Class, Path};
-use crate::stats::ring::{Record, Ring, State};
+use crate::select::{Choice, Class, OpDesc, Path};
+use crate::stats::history::{History, Record, State};
 use crate::types::{Dtype, Kind};
 
-/// As `Group::explain`, for a group of `ranks` ranks of this host that is not there.
+/// As `Group::explain`, for a hypothetical group of `ranks` ranks of this host.
 pub fn explain_without_group(
     kind: Kind,
     bytes: u64,
@@ -19,8 +19,8 @@ pub fn explain_without_group(
     algorithm: &str,
 ) -> Result<Explanation> {
     let (shape, policy) = on_this_host(ranks, algorithm)?;
-    let asked = Asked { kind, bytes, class: Class::of(kind, dtype) }.normal();
-    Ok(explain::explain(asked, &shape, &policy))
+    let desc = OpDesc { kind, bytes, class: Class::of(kind, dtype) }.normal();
+    Ok(explain::explain(desc, &shape, &policy))
 }
 
 /// All choices of such a group.
@@ -30,54 +30,53 @@ pub fn table_without_group(ranks: usize, algorithm: &str) -> Result<explain::Tab
 }
 
 impl Group {
-    /// How an operation would travel. `bytes` are those that one rank gives: its block of an all_gather or gather, the
+    /// Explains the choice for an operation. `bytes` are those of one rank: its block of an all_gather or gather, the
     /// whole input of a scatter or reduce_scatter.
     pub fn explain(&self, kind: Kind, bytes: u64, dtype: Dtype) -> Explanation {
-        self.explain_asked(Asked { kind, bytes, class: Class::of(kind, dtype) }.normal(), false)
+        self.explain_op(OpDesc { kind, bytes, class: Class::of(kind, dtype) }.normal(), false)
     }
 
-    /// How the collective with this number travels or travelled: while it runs, and afterwards as long as the ring has its
-    /// record.
+    /// Explains the collective with this number: while it runs, and afterwards as long as the history has its record.
     pub fn explain_number(&self, number: u64) -> Result<Explanation> {
         let inner = self.lock();
-        let ring = inner.stats.ring();
+        let history = inner.stats.history();
         let (pending, whole) = (inner.engine.collective(number), inner.engine.delegate_reason().is_some());
         let ranks = self.config.size;
         let called = match pending {
             Some(op) => Some(Called::of_op(&op, ranks)),
-            None => recorded(ring, number, whole).map(|record| Called::of_record(record, ranks)),
+            None => recorded(history, number, whole).map(|record| Called::of_record(record, ranks)),
         };
-        let called = called.ok_or_else(|| not_there(ring, number, inner.number, &self.config.name))?;
+        let called = called.ok_or_else(|| not_there(history, number, inner.number, &self.config.name))?;
         drop(inner);
         Ok(self.explain_called(called))
     }
 
-    /// The way is worked out anew, from what was recorded beside it.
+    /// Computes the choice again from the recorded description.
     fn explain_called(&self, called: Called) -> Explanation {
         let Called { number, own, route, well, host_staged } = called;
         let choice = (route.choice != 0).then(|| Choice::from_code(route.choice));
         let batched = called.batched();
-        let asked = Asked::from_load(own.kind, route.load);
-        let found = self.explain_asked(asked, batched);
-        let (count, (first, last)) = (route.company.count(), route.company.numbers(number));
-        // Between hosts it is known when the batch is made, on one host when the operation has ended.
+        let desc = OpDesc::from_load(own.kind, route.load);
+        let found = self.explain_op(desc, batched);
+        let (count, (first, last)) = (route.fused_with.count(), route.fused_with.numbers(number));
+        // Between hosts the batch is known when it is made, on one host when the operation has ended.
         let known = well || choice.is_some_and(|choice| matches!(choice.path, Path::Hosts { .. }));
-        let batch = Batch { count, first, last, bytes: batched.then_some(asked.bytes) };
+        let batch = Batch { count, first, last, bytes: batched.then_some(desc.bytes) };
         let past = Past { number, choice, batch: known.then_some(batch), host_staged };
-        Explanation { asked: own, past: Some(past), ..found }
+        Explanation { desc: own, past: Some(past), ..found }
     }
 
-    fn explain_asked(&self, asked: Asked, batched: bool) -> Explanation {
-        self.lock().engine.explain(asked, batched)
+    fn explain_op(&self, desc: OpDesc, batched: bool) -> Explanation {
+        self.lock().engine.explain(desc, batched)
     }
 }
 
 /// A call, as far as it was recorded.
 struct Called {
     number: u64,
-    own: Asked,
+    own: OpDesc,
     route: Route,
-    /// It has ended, and not failed.
+    /// It ended without an error.
     well: bool,
     host_staged: bool,
 }
@@ -86,7 +85,7 @@ impl Called {
     fn of_op(op: &CoreOp, ranks: usize) -> Called {
         let well = op.is_done() && op.error().is_none();
         let host_staged = op.request.note.host_staged;
-        Called { number: op.number, own: Asked::of(&op.request, ranks), route: op.route(), well, host_staged }
+        Called { number: op.number, own: OpDesc::of(&op.request, ranks), route: op.route(), well, host_staged }
     }
 
     fn of_record(record: &Record, ranks: usize) -> Called {
@@ -96,8 +95,8 @@ impl Called {
             Kind::Scatter => written * ranks as u64,
             _ => read,
         };
-        let sizes = Asked { kind, bytes, class: Class::of(kind, dtype) }.normal();
-        let (own, well) = (Asked::from_load(kind, route.load), state == State::Done);
+        let sizes = OpDesc { kind, bytes, class: Class::of(kind, dtype) }.normal();
+        let (own, well) = (OpDesc::from_load(kind, route.load), state == State::Done);
         let called = Called { number, own, route, well, host_staged: record.note.host_staged };
         match Choice::from_code(route.choice) {
             Choice::DELEGATE => Called { own: sizes, route: Route { load: sizes.load(), ..route }, ..called },
@@ -106,26 +105,27 @@ impl Called {
         }
     }
 
-    /// The way was chosen for all of a batch.
+    /// The algorithm was chosen for a whole batch.
     fn batched(&self) -> bool {
         let path = Choice::from_code(self.route.choice).path;
-        self.route.company.count() > 1 && matches!(path, Path::Hosts { .. })
+        self.route.fused_with.count() > 1 && matches!(path, Path::Hosts { .. })
     }
 }
 
-/// The record of a collective that set out or ended. Where not the `whole` group is a delegate's, what one carried has the
-/// number of the operation before it, and a call that is made of several that of its first.
-fn recorded(ring: &Ring, number: u64, whole: bool) -> Option<&Record> {
+/// The record of a collective that has started or ended. Where only some operations are delegated (not the `whole`
+/// group), a delegated one has the number of the operation before it, and a composed call has the number of its first
+/// operation.
+fn recorded(history: &History, number: u64, whole: bool) -> Option<&Record> {
     let ours = |record: &&Record| {
         let choice = Choice::from_code(record.route.choice);
         record.number == number && choice != Choice::COMPOSED && (whole || choice != Choice::DELEGATE)
     };
-    ring.collectives().find(ours).filter(|record| record.route.choice != 0 || record.state != State::Pending)
+    history.collectives().find(ours).filter(|record| record.route.choice != 0 || record.state != State::Pending)
 }
 
-/// Why there is no record of `number` in a group that has issued collectives up to `last`.
-fn not_there(ring: &Ring, number: u64, last: u64, group: &str) -> Error {
-    let kept = ring.collectives().map(|record| record.number).min();
+/// The error for a missing record of `number` in a group that has issued collectives up to `last`.
+fn not_there(history: &History, number: u64, last: u64, group: &str) -> Error {
+    let kept = history.collectives().map(|record| record.number).min();
     Error::Invalid(match kept {
         _ if number == 0 || number > last => format!(
             "sagellm explain: group '{group}' has issued {last} collectives on this rank, and none has number {number}; they \
@@ -137,19 +137,19 @@ fn not_there(ring: &Ring, number: u64, last: u64, group: &str) -> Error {
         kept => format!(
             "sagellm explain: collective {number} of group '{group}' is forgotten: the last {} operations are kept, {}. \
              SAGELLM_RING makes it more",
-            ring.room(),
+            history.room(),
             kept.map_or("and no collective is among them".to_string(), |kept| format!("collectives from {kept} on"))
         ),
     })
 }
 
 impl Op {
-    /// How it travels or travelled, worked out anew from what it asked for and with whom it went.
+    /// Explains the choice, computed again from the operation's description and the batch it was fused with.
     pub fn explain(&self) -> Explanation {
         self.group.explain_called(Called::of_op(&self.core, self.group.config.size))
     }
 
-    /// The way that was recorded when it set out; `Unknown` before.
+    /// The choice that was recorded when it started; `Unknown` before.
     pub fn choice(&self) -> Choice {
         Choice::from_code(self.core.route().choice)
     }

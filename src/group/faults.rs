@@ -1,4 +1,4 @@
-//! What a group knows of peers that died, left or are late, and the texts in which it says so.
+//! Peers that died, left or are late, and the error texts about them.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -42,7 +42,7 @@ impl Group {
         }
     }
 
-    /// What this rank was doing when a peer was missed.
+    /// What this rank was doing when a peer was found missing.
     pub(super) fn within(op: Option<&Arc<Op>>) -> String {
         op.map_or_else(
             || "had nothing pending".to_string(),
@@ -50,14 +50,14 @@ impl Group {
         )
     }
 
-    /// With the lock held and nothing movable: fails the group if a rank that ended is still needed.
+    /// Called with the lock held when nothing can advance: fails the group if a rank that ended is still needed.
     pub(super) fn check_ended_peers(&self, engine: &mut dyn Engine, ended: &mut Ended) -> Option<Error> {
         for rank in (0..self.peers.len()).filter(|rank| *rank != self.config.rank) {
             if !self.is_gone(rank) {
                 continue;
             }
-            // Its last words may have come after our last look: complete what they satisfy. They fit into what the ranks
-            // share, so a bounded number of passes takes them in.
+            // Its last data may have come after our last pass: complete what they satisfy. They fit into the shared
+            // memory, so a bounded number of passes is enough.
             for _ in 0..1024 {
                 match engine.poll(ended) {
                     Ok(true) => (),
@@ -72,12 +72,12 @@ impl Group {
         None
     }
 
-    /// True when nothing new comes from `rank`: it left or died.
+    /// True when nothing more comes from `rank`: it left or died.
     fn is_gone(&self, rank: usize) -> bool {
         self.peers[rank].dead.load(Ordering::Acquire) || self.control.left(rank)
     }
 
-    /// The text of a deadline that passed: who is missing and what they did last.
+    /// The error text of a deadline that passed: the missing ranks and their last calls.
     pub(super) fn stall(&self, engine: &dyn Engine, op: &Op) -> Error {
         let process = |rank: usize| {
             let pid = self.peers[rank].pid;
@@ -102,13 +102,13 @@ impl Group {
         ))
     }
 
-    /// The fault that a peer reported, as this rank's error; `engine` tells what of this rank it ends.
+    /// The fault that a peer reported, as this rank's error; `engine` says which operation of this rank it ends.
     pub(super) fn reported(&self, engine: Option<&dyn Engine>) -> Option<Error> {
         let (rank, code, text) = self.control.reported()?;
         if let Some(own) = self.fault.get() {
             return Some(own.clone()); // another thread of this rank found it
         }
-        // A death that this rank saw itself is closer than hearsay.
+        // A death that this rank saw itself is more reliable than a peer's report.
         if let Some(dead) = self.dead_ranks().find(|dead| !self.control.left(*dead)) {
             let op = engine
                 .and_then(|engine| engine.needs(dead, &|rank| self.is_gone(rank)).or_else(|| engine.next_deadline()));

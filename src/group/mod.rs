@@ -24,16 +24,16 @@ use once_cell::sync::OnceCell;
 
 use self::builder::NoHost;
 pub use self::explain::{explain_without_group, table_without_group};
-pub use self::report::{Carrier, Foreign, NAMES};
+pub use self::report::{Carrier, ExternalOp, NAMES};
 use crate::config::Config;
-use crate::engine::{Control, Doorbell, Ended, Engine};
+use crate::engine::{Control, Ended, Engine, WakeAddress};
 use crate::error::{Error, Result, contained};
 pub use crate::host::{Completion, Host, Store};
 use crate::op;
 pub use crate::op::Op as CoreOp;
 use crate::op::overlap::Reach;
 use crate::os::{clock, watch};
-use crate::progress::domain::{Domain, Driven, Patience};
+use crate::progress::domain::{Domain, Driven, SpinPolicy};
 use crate::progress::driver;
 use crate::progress::driver::Outcome;
 use crate::rendezvous::peers::Following;
@@ -73,7 +73,7 @@ pub struct Group {
     id: [u8; 16],
     /// How often the process had been forked when this group was made: a forked child must not touch it.
     generation: u32,
-    patience: Patience,
+    spin_policy: SpinPolicy,
     /// The engine's part that is used without the group's lock.
     control: Arc<dyn Control>,
     /// How algorithms are chosen. Where ranks met, it is rank 0's.
@@ -128,11 +128,11 @@ impl Group {
     pub fn describe(&self) -> String {
         let (rank, size, name) = (self.config.rank, self.config.size, &self.config.name);
         let engine = self.lock().engine.describe();
-        let patience = match self.control.doorbell() {
-            Some(_) => format!(", patience {:?}", self.patience),
+        let spin_policy = match self.control.wake_address() {
+            Some(_) => format!(", spin_policy {:?}", self.spin_policy),
             None => String::new(),
         };
-        format!("group '{name}' rank {rank} of {size}: {engine}{patience}")
+        format!("group '{name}' rank {rank} of {size}: {engine}{spin_policy}")
     }
 
     /// Starts an operation; never waits for a peer.
@@ -191,7 +191,7 @@ impl Group {
             match &begun {
                 // It failed before the engine had it: nobody else would end it.
                 Err(fault) if !inner.engine.holds(&op) => ended.push((Arc::clone(&op), Err(fault.clone()))),
-                _ => op.journey.blocks(),
+                _ => op.timing.blocks(),
             }
         }
         let at = inner.close(&ended);
@@ -319,7 +319,7 @@ impl Group {
 
     fn fail_all(&self, error: &Error) {
         let mut inner = self.lock();
-        let ended: Ended = inner.engine.drain(error).into_iter().map(|op| (op, Err(error.clone()))).collect();
+        let ended: Ended = inner.engine.take_pending(error).into_iter().map(|op| (op, Err(error.clone()))).collect();
         let at = inner.close(&ended);
         drop(inner);
         self.settle(ended, at);
@@ -450,14 +450,14 @@ impl Driven for Group {
     fn pending(&self) -> usize {
         self.pending.load(Ordering::Relaxed)
     }
-    fn doorbell(&self) -> Option<Doorbell<'_>> {
-        self.control.doorbell()
+    fn wake_address(&self) -> Option<WakeAddress<'_>> {
+        self.control.wake_address()
     }
     fn domain(&self) -> &Arc<Domain> {
         &self.domain
     }
-    fn patience(&self) -> Patience {
-        self.patience
+    fn spin_policy(&self) -> SpinPolicy {
+        self.spin_policy
     }
     fn shares_core(&self) -> bool {
         self.control.shares_core()

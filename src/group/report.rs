@@ -1,5 +1,5 @@
-//! What the statistics of a group tell: copies for who asks, and a file when the group fails. And what they are told of
-//! operations that the core does not carry out itself.
+//! Gives out the statistics of a group: copies for callers, and a file when the group fails. Takes in operations that
+//! the core does not run itself.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -12,11 +12,11 @@ use crate::select::Choice;
 use crate::stats::Stats;
 use crate::stats::export;
 use crate::stats::export::{Moment, Names};
-use crate::stats::ring::{Record, Ring, State};
+use crate::stats::history::{History, Record, State};
 use crate::types::{ANY_RANK, CallNote, Kind};
 use crate::{config, select};
 
-/// For those who turn records into text.
+/// The names of codes, for turning records into text.
 pub const NAMES: Names = Names { path: select::path_name, reason: select::reason_name };
 
 impl Moment {
@@ -26,51 +26,51 @@ impl Moment {
     }
 }
 
-/// Who carries out an operation that the engines do not.
+/// What runs an operation that the engines do not run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Carrier {
     Delegate,
-    /// The shim makes it of several.
+    /// The shim composes it from several operations.
     Composed,
     /// The library of a device's vendor (`devices`).
     Device,
 }
 
-/// An operation that somebody else carries out, until it ends; dropped before, it failed.
-pub struct Foreign {
+/// An operation that the core does not run itself, until it ends; dropping it counts as a failure.
+pub struct ExternalOp {
     group: Arc<Group>,
     record: Record,
     ended: AtomicBool,
 }
 
-impl Foreign {
-    /// It ended; a second call does nothing. `timed` is false where only its issue was seen.
+impl ExternalOp {
+    /// Marks it as ended; a second call does nothing. `timed` is false where only its issue was seen.
     pub fn end(&self, well: bool, timed: bool) {
         if self.ended.swap(true, Ordering::Relaxed) {
             return;
         }
         let state = if well { State::Done } else { State::Failed };
         let record = Record { state, timed, ended: clock::stamp(), ..self.record };
-        self.group.lock().stats.foreign_ended(record);
+        self.group.lock().stats.external_ended(record);
     }
 }
 
-impl Drop for Foreign {
+impl Drop for ExternalOp {
     fn drop(&mut self) {
         self.end(false, false);
     }
 }
 
 impl Group {
-    /// Enters an operation that `carrier` carries out. `root` as in a request; `bytes` are read and written.
-    pub fn foreign(
+    /// Records an operation that `carrier` runs. `root` as in a request; `bytes` are read and written.
+    pub fn external_op(
         &self,
         kind: Kind,
         carrier: Carrier,
         (root, tag): (u32, u32),
         (read, written): (u64, u64),
         note: CallNote,
-    ) -> Foreign {
+    ) -> ExternalOp {
         let mut inner = self.lock();
         let whole = inner.engine.delegate_reason().is_some();
         let number = match kind {
@@ -87,21 +87,21 @@ impl Group {
             Carrier::Device => Choice::DEVICE,
         };
         let choice = choice.code();
-        let mut record = Record { read, written, ..Record::foreign(kind, choice, number, (root, tag), note) };
-        record.id = inner.stats.foreign_issued(record);
+        let mut record = Record { read, written, ..Record::external_op(kind, choice, number, (root, tag), note) };
+        record.id = inner.stats.external_issued(record);
         let group = self.this.upgrade().expect("a group that is used is alive");
-        Foreign { group, record, ended: AtomicBool::new(false) }
+        ExternalOp { group, record, ended: AtomicBool::new(false) }
     }
 
-    /// Counts, times and waits, and the moment at which they were read. The lock is held for a copy only.
+    /// Counts, times and waits, and the time at which they were read. The lock is held only for a copy.
     pub fn stats(&self) -> (Stats, Moment) {
         let stats = self.lock().stats.counts();
         (stats, Moment::now())
     }
 
     /// The last operations.
-    pub fn records(&self) -> Ring {
-        self.lock().stats.ring().clone()
+    pub fn records(&self) -> History {
+        self.lock().stats.history().clone()
     }
 
     pub fn rank(&self) -> usize {
@@ -112,21 +112,21 @@ impl Group {
         self.config.size
     }
 
-    /// Starts counting anew.
+    /// Resets all counts.
     pub fn reset_stats(&self) {
         self.lock().stats.reset();
     }
 
-    /// Which ranks of the default group these are; for records only. The first call counts.
+    /// The ranks of the default group that these ranks are; for records only. Only the first call counts.
     pub fn set_members(&self, members: Vec<u32>) {
         let _ = self.members.set(members);
     }
 
-    /// Writes the records of a group that has just failed into the folder that the environment names, if it does.
+    /// Writes the records of a group that has just failed into the folder named by the environment, if any.
     pub(super) fn dump_records(&self) {
         let Some(folder) = config::dump_folder() else { return };
         let (rank, name) = (self.config.rank, &self.config.name);
-        // A group inside another one, which nobody made by that name, has none.
+        // The groups inside a host of a larger group have none: nobody made them by name.
         let Some(members) = self.members.get() else { return };
         let fault = self.fault().map(|error| error.text().to_string()).unwrap_or_default();
         let text = export::dump(name, &fault, (rank, members), Moment::now(), self.records().iter(), NAMES);

@@ -1,7 +1,7 @@
-//! One operation from issue to end: what was asked, its number, and how it ended.
+//! One operation from issue to end: its request, its number, and its outcome.
 //!
-//! The engine advances it, the group ends it, the caller waits for it. Only the end is written by one thread and read by
-//! others without a lock: see `state`.
+//! The engine advances it, the group ends it, the caller waits for it. Only the outcome is written by one thread and
+//! read by others without a lock: see `state`.
 
 pub mod overlap;
 
@@ -21,27 +21,27 @@ const PENDING: u8 = 0;
 const DONE: u8 = 1;
 const FAILED: u8 = 2;
 
-/// No rank, where a rank is noted.
+/// The rank in fields that name no rank.
 pub const NOBODY: u32 = u32::MAX;
 
 /// Where an operation's time went, for the statistics.
 ///
-/// Written and read by whoever holds the group's lock, which orders all of it: every access is relaxed. All zeros at
-/// first, in whole words: an operation is moved into place once, and bytes written one by one would stall that.
+/// Read and written only with the group's lock held, which orders all accesses: all are relaxed. All zeros at first, in
+/// whole words: an operation is moved once, and bytes written one by one would stall that copy.
 #[derive(Debug, Default)]
-pub struct Journey {
-    /// Where the statistics keep its record.
+pub struct OpTiming {
+    /// Index of its record in the statistics.
     pub record: AtomicU64,
     /// 1 if the operation did not end in the pass that issued it.
     blocked: AtomicU32,
-    /// One more than the rank it waited for last, or longest where that is known; 0 if it waited for none.
+    /// One more than the rank that it waited for last, or longest where that is known; 0 if it waited for none.
     late: AtomicU32,
     /// Nanoseconds.
     pub copying: AtomicU64,
     pub reducing: AtomicU64,
 }
 
-impl Journey {
+impl OpTiming {
     /// It did not end in the pass that issued it.
     pub fn blocks(&self) {
         self.blocked.store(1, Ordering::Relaxed);
@@ -59,56 +59,57 @@ impl Journey {
         self.late.load(Ordering::Relaxed).wrapping_sub(1)
     }
 
-    /// Adds nanoseconds to one of the sums. No two threads are in here at once: see above.
+    /// Adds nanoseconds to one of the sums. No two threads do this at once: see above.
     pub fn spend(sum: &AtomicU64, time: u64) {
         sum.store(sum.load(Ordering::Relaxed) + time, Ordering::Relaxed);
     }
 }
 
-/// With whom an operation travelled: those of one batch between hosts, those that ended in one pass on one host. One
-/// word, so that it is read whole: how many others (16 bits), and how many numbers before and behind (24 each). All zeros,
-/// which nobody has to write, is alone.
+/// The operations that one was fused with: those of its batch between hosts, those that ended in the same pass on one
+/// host. One word, so that it is read atomically: the number of others (16 bits), and the distances to the first and
+/// last number (24 each). All zeros, which need not be written, mean that it was alone.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Company(u64);
+pub struct FusedWith(u64);
 
-impl Company {
-    pub const ALONE: Company = Company(0);
+impl FusedWith {
+    pub const ALONE: FusedWith = FusedWith(0);
 
-    /// Of operation `number`, one of `count` with the numbers `first` to `last`.
-    pub fn new(number: u64, (first, last): (u64, u64), count: usize) -> Company {
+    /// For operation `number`, one of `count` with the numbers `first` to `last`.
+    pub fn new(number: u64, (first, last): (u64, u64), count: usize) -> FusedWith {
         let near = |distance: u64| distance.min((1 << 24) - 1);
         let others = count.saturating_sub(1).min(usize::from(u16::MAX)) as u64;
-        Company(others | near(number.saturating_sub(first)) << 16 | near(last.saturating_sub(number)) << 40)
+        FusedWith(others | near(number.saturating_sub(first)) << 16 | near(last.saturating_sub(number)) << 40)
     }
 
-    /// Operations, itself included.
+    /// Number of operations, itself included.
     pub fn count(self) -> u64 {
         (self.0 & 0xffff) + 1
     }
 
-    /// The first and the last number of the company of operation `number`; its own where the others are messages.
+    /// The first and the last number of the operations that operation `number` was fused with; its own where the others
+    /// are messages.
     pub fn numbers(self, number: u64) -> (u64, u64) {
         (number - (self.0 >> 16 & 0xff_ffff).min(number), number + (self.0 >> 40))
     }
 }
 
-/// How an operation travels, as far as it is known.
+/// The path of an operation, as far as it is known.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Route {
-    /// `select::Choice::code`; 0 while it has not set out.
+    /// `select::Choice::code`; 0 before it has started.
     pub choice: u64,
-    /// `select::Asked::load` of what the choice was made for: its own, or that of its whole batch.
+    /// `select::OpDesc::load` of the description that the choice was made for: its own, or that of its whole batch.
     pub load: u64,
-    pub company: Company,
+    pub fused_with: FusedWith,
 }
 
 pub struct Op {
     pub request: Request,
     /// Number within the group (collectives) or the ordered pair of ranks (point to point).
     pub number: u64,
-    /// What must agree between ranks, see [`signature`].
+    /// The hash that must agree between ranks, see [`signature`].
     pub signature: u64,
-    /// What must agree besides: [`lists`].
+    /// A second hash that must agree: [`lists`].
     pub lists: u64,
     /// `clock::stamp`.
     pub issued: u64,
@@ -116,15 +117,15 @@ pub struct Op {
     pub read: u64,
     pub written: u64,
     pub timeout: Duration,
-    /// When it fails, on `clock::now`.
+    /// The time at which it fails, on `clock::now`.
     pub deadline: u64,
-    /// Everything it touches lies in here: `overlap::hull`.
-    hull: (usize, usize),
-    /// The same in detail, made when two operations of several pieces are compared.
+    /// The range that contains all its memory: `overlap::extent`.
+    extent: (usize, usize),
+    /// All its memory in detail, computed when two operations of several pieces are compared.
     reach: OnceCell<Box<Reach>>,
-    /// What a send sends instead of its inputs: see `send_copy`.
+    /// The copy that a send uses instead of its inputs: see `send_copy`.
     copy: OnceCell<Box<(Vec<u8>, [Span; 1])>>,
-    /// The engine is through with its memory. Written and read under the group's lock: relaxed.
+    /// The engine no longer uses its memory. Written and read under the group's lock: relaxed.
     released: AtomicBool,
     /// PENDING, then DONE or FAILED for ever. Written once by the thread that ends the operation (release), after the
     /// results are in the caller's memory, `source` and `error` are set; readers acquire and may then use all three.
@@ -132,13 +133,13 @@ pub struct Op {
     error: OnceCell<Error>,
     source: AtomicI32,
     nanoseconds: AtomicU64,
-    /// `Route`. The engine writes the choice once, when the operation sets out (release), after load and, between hosts,
-    /// company; whoever explains it acquires the choice first. On one host the company is written when it ends, before
-    /// `state`, if it is not alone.
+    /// `Route`. The engine writes the choice once, when the operation starts (release), after the load and, between hosts,
+    /// the batch in `fused_with`; a reader acquires the choice first. On one host `fused_with` is written when the
+    /// operation ends, before `state`, if it was fused.
     choice: AtomicU64,
     load: AtomicU64,
-    company: AtomicU64,
-    pub journey: Journey,
+    fused_with: AtomicU64,
+    pub timing: OpTiming,
     completion: Mutex<Option<Box<dyn Completion>>>,
 }
 
@@ -157,7 +158,7 @@ impl Op {
             read: sum(request.inputs()),
             written: sum(request.outputs()),
             lists: lists(&request),
-            hull: overlap::hull(&request),
+            extent: overlap::extent(&request),
             reach: OnceCell::new(),
             copy: OnceCell::new(),
             released: AtomicBool::new(false),
@@ -173,41 +174,42 @@ impl Op {
             nanoseconds: AtomicU64::new(0),
             choice: AtomicU64::new(0),
             load: AtomicU64::new(0),
-            company: AtomicU64::new(0),
-            journey: Journey::default(),
+            fused_with: AtomicU64::new(0),
+            timing: OpTiming::default(),
             completion: Mutex::new(completion),
         }
     }
 
-    /// True when one of the two writes what the other reads or writes, so that the later one must run after the earlier.
-    pub fn meets(&self, other: &Op) -> bool {
-        if self.hull.0 >= other.hull.1 || other.hull.0 >= self.hull.1 {
+    /// True when one of the two writes memory that the other reads or writes, so that the later one must run after the
+    /// earlier.
+    pub fn conflicts_with(&self, other: &Op) -> bool {
+        if self.extent.0 >= other.extent.1 || other.extent.0 >= self.extent.1 {
             return false;
         }
         if overlap::is_short(&self.request) && overlap::is_short(&other.request) {
-            return overlap::meet_in_pairs(&self.request, &other.request);
+            return overlap::conflict_in_pairs(&self.request, &other.request);
         }
-        self.reach().meets(other.reach())
+        self.reach().conflicts_with(other.reach())
     }
 
-    /// The memory it touches.
+    /// The memory that it reads and writes.
     pub fn reach(&self) -> &Reach {
         self.reach.get_or_init(|| Box::new(Reach::of(&self.request)))
     }
 
-    /// What it sends: the inputs, or their copy.
+    /// The data of a send: the inputs, or their copy.
     pub fn sent(&self) -> &[Span] {
         self.copy.get().map_or(self.request.inputs(), |copy| &copy.1)
     }
 
-    /// Makes a send read `copy`, which has the bytes of its inputs, so that later operations may use their memory.
+    /// Makes a send use `copy`, which has the bytes of its inputs, so that later operations may overwrite them.
     pub fn send_copy(&self, copy: Vec<u8>) {
         let span = Span { addr: copy.as_ptr() as usize, bytes: copy.len() };
         let _ = self.copy.set(Box::new((copy, [span])));
         self.release();
     }
 
-    /// The engine reads and writes nothing of its memory any more.
+    /// The engine no longer reads or writes its memory.
     pub fn release(&self) {
         self.released.store(true, Ordering::Relaxed);
     }
@@ -215,7 +217,7 @@ impl Op {
         self.released.load(Ordering::Relaxed)
     }
 
-    /// The caller's payload: what this rank's call reads or what it writes, whichever is more.
+    /// The caller's payload: the bytes that this rank's call reads or writes, whichever are more.
     pub fn payload(&self) -> u64 {
         self.read.max(self.written)
     }
@@ -224,12 +226,12 @@ impl Op {
         self.state.load(Ordering::Acquire) != PENDING
     }
 
-    /// Why it failed, once it has.
+    /// The error, once it has failed.
     pub fn error(&self) -> Option<&Error> {
         if self.state.load(Ordering::Acquire) == FAILED { self.error.get() } else { None }
     }
 
-    /// How it ended; call only after `is_done`.
+    /// The outcome; call only after `is_done`.
     pub fn outcome(&self) -> Result<()> {
         match self.error() {
             Some(error) => Err(error.clone()),
@@ -237,7 +239,7 @@ impl Op {
         }
     }
 
-    /// The rank a receive took from, -1 before and for everything else.
+    /// The rank that a receive took its message from, -1 before and for everything else.
     pub fn source(&self) -> i32 {
         self.source.load(Ordering::Relaxed)
     }
@@ -245,25 +247,25 @@ impl Op {
         self.source.store(rank as i32, Ordering::Relaxed);
     }
 
-    /// How it travels.
+    /// The recorded route.
     pub fn route(&self) -> Route {
         Route {
             choice: self.choice.load(Ordering::Acquire),
             load: self.load.load(Ordering::Relaxed),
-            company: Company(self.company.load(Ordering::Relaxed)),
+            fused_with: FusedWith(self.fused_with.load(Ordering::Relaxed)),
         }
     }
 
-    /// What has to be carried: `select::Asked::load`.
+    /// Records `select::OpDesc::load`.
     pub fn loads(&self, load: u64) {
         self.load.store(load, Ordering::Relaxed);
     }
 
-    pub fn travels_with(&self, company: Company) {
-        self.company.store(company.0, Ordering::Relaxed);
+    pub fn set_fused_with(&self, fused_with: FusedWith) {
+        self.fused_with.store(fused_with.0, Ordering::Relaxed);
     }
 
-    /// It sets out, by `select::Choice::code`.
+    /// Records that it starts, with `select::Choice::code`.
     pub fn sets_out(&self, choice: u64) {
         self.choice.store(choice, Ordering::Release);
     }
@@ -273,27 +275,27 @@ impl Op {
         Duration::from_nanos(self.nanoseconds.load(Ordering::Relaxed))
     }
 
-    /// The owner, until the end. After a panic in one of its copies it must still hear of the end.
+    /// The owner, until the end. It must hear of the end even after a panic in one of its copies, hence no poisoning.
     fn completion(&self) -> MutexGuard<'_, Option<Box<dyn Completion>>> {
         self.completion.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Strided inputs into their contiguous pieces, right before the engine first reads them.
+    /// Copies strided inputs into contiguous memory, right before the engine first reads them.
     pub fn prepare(&self) {
         if let Some(completion) = self.completion().as_ref() {
             completion.prepare();
         }
     }
 
-    /// Contiguous results into strided outputs, right after the engine wrote them.
+    /// Copies contiguous results into strided outputs, right after the engine wrote them.
     pub fn store_back(&self) {
         if let Some(completion) = self.completion().as_ref() {
             completion.store_back();
         }
     }
 
-    /// Ends the operation, which was through `at` (`clock::stamp`), once, and tells its owner. Call without locks: the owner queues work of
-    /// its own.
+    /// Ends the operation, which finished at `at` (`clock::stamp`), once, and tells its owner. Call without locks: the
+    /// owner queues its own work.
     pub fn end(&self, outcome: Result<()>, at: u64) {
         let completion = self.completion().take();
         self.nanoseconds.store(at.saturating_sub(self.issued).max(1), Ordering::Relaxed);
@@ -311,8 +313,8 @@ impl Op {
     }
 }
 
-/// Packs what all ranks must agree on into 64 bits that can be read back for messages:
-/// kind (5 bits), reduce op (4), dtype (6), root (9), bytes (40).
+/// Packs the values that all ranks must agree on into 64 bits that can be decoded for error texts: kind (5 bits),
+/// reduce op (4), dtype (6), root (9), bytes (40).
 ///
 /// Operations that only move data sign bytes, not dtype. Blocks of different sizes sign their sum; all_to_all signs no
 /// bytes, because no rank knows all of its sizes (its block table is checked pair by pair).
@@ -333,8 +335,8 @@ pub fn signature(request: &Request, ranks: usize) -> u64 {
     (request.kind as u64) << 59 | op << 55 | dtype << 49 | root << 40 | (bytes & ((1 << 40) - 1))
 }
 
-/// Hash of a list of block sizes that all ranks must pass alike; 0 where there is none or all blocks are equal, because
-/// then the signature's bytes say it. It goes into the chain of what was called (`area::chain`).
+/// Hash of a list of block sizes on which all ranks must agree; 0 where there is none or all blocks are equal, because
+/// then the signature's bytes determine them. It goes into the chain of calls (`area::chain`).
 fn lists(request: &Request) -> u64 {
     let blocks = match request.kind {
         Kind::AllGather => &request.out_blocks,
@@ -350,12 +352,12 @@ fn lists(request: &Request) -> u64 {
     mixed.max(1)
 }
 
-/// Whether the operation of this signature may have a list of sizes beside it, see [`lists`].
+/// Whether an operation with this signature may have a list of sizes, see [`lists`].
 pub fn has_list(signature: u64) -> bool {
     matches!(Kind::from_u8((signature >> 59) as u8), Some(Kind::AllGather | Kind::ReduceScatter))
 }
 
-/// A signature in words: `all_reduce(1024 bytes, float32, SUM)`.
+/// A signature as text: `all_reduce(1024 bytes, float32, SUM)`.
 pub fn describe(signature: u64) -> String {
     let kind = (signature >> 59) as u8;
     let op = (signature >> 55 & 0xf) as u8;
@@ -385,11 +387,11 @@ mod tests {
     fn company_keeps_its_numbers() {
         for (number, first, last, count) in [(5, 1, 5, 5), (17, 17, 42, 26), (1 << 40, 1 << 40, (1 << 40) + 4095, 4096)]
         {
-            let company = Company::new(number, (first, last), count);
-            assert_eq!((company.numbers(number), company.count()), ((first, last), count as u64));
+            let fused_with = FusedWith::new(number, (first, last), count);
+            assert_eq!((fused_with.numbers(number), fused_with.count()), ((first, last), count as u64));
         }
-        assert_eq!(Company::new(7, (7, 7), 1), Company::ALONE);
-        assert_eq!((Company::ALONE.count(), Company::ALONE.numbers(7)), (1, (7, 7)));
-        assert_eq!(Company::new(7, (7, 7), 1 << 20).count(), 0x10000);
+        assert_eq!(FusedWith::new(7, (7, 7), 1), FusedWith::ALONE);
+        assert_eq!((FusedWith::ALONE.count(), FusedWith::ALONE.numbers(7)), (1, (7, 7)));
+        assert_eq!(FusedWith::new(7, (7, 7), 1 << 20).count(), 0x10000);
     }
 }

@@ -1,9 +1,9 @@
-//! Which memory an operation reads and writes, so that two of one rank can be told apart or put in order (rule 4).
+//! The memory that an operation reads and writes, to find operations of one rank that must run in order (rule 4).
 
 use crate::types::{Request, Span, Strided};
 
-/// Memory that is read and memory that is written, each sorted by address and joined where pieces touch. What staged
-/// copies stand for is taken run by run: the columns of one matrix are apart.
+/// Memory that is read and memory that is written, each sorted by address and merged where pieces touch. Strided
+/// tensors are compared run by run: the columns of one matrix do not overlap.
 #[derive(Debug)]
 pub struct Reach {
     reads: Vec<Span>,
@@ -22,46 +22,46 @@ impl Reach {
         Reach { reads: sorted(reads), writes: sorted(writes) }
     }
 
-    /// Of one piece that is read or written.
+    /// For one piece that is read or written.
     pub fn of_one(memory: Span, writes: bool) -> Reach {
         let (one, none) = (sorted(vec![memory]), Vec::new());
         if writes { Reach { reads: none, writes: one } } else { Reach { reads: one, writes: none } }
     }
 
-    /// True when one of the two writes what the other reads or writes.
-    pub fn meets(&self, other: &Reach) -> bool {
+    /// True when one of the two writes memory that the other reads or writes.
+    pub fn conflicts_with(&self, other: &Reach) -> bool {
         meet(&self.writes, &other.writes) || meet(&self.writes, &other.reads) || meet(&self.reads, &other.writes)
     }
 }
 
 /// The same for two short requests, pair by pair: sorting would take longer.
-pub fn meet_in_pairs(one: &Request, other: &Request) -> bool {
+pub fn conflict_in_pairs(one: &Request, other: &Request) -> bool {
     let touch = |a: &[Span], b: &[Span]| a.iter().any(|x| b.iter().any(|y| x.overlaps(y)));
     touch(one.outputs(), other.outputs())
         || touch(one.outputs(), other.inputs())
         || touch(one.inputs(), other.outputs())
 }
 
-/// Few pieces and nothing strided: for `meet_in_pairs`.
+/// True for few pieces and no strided tensors: for `conflict_in_pairs`.
 pub fn is_short(request: &Request) -> bool {
     request.inputs().len() + request.outputs().len() <= 4 && request.also_touched.is_empty()
 }
 
-/// From the first byte to behind the last one that a request touches; empty where it touches none.
-pub fn hull(request: &Request) -> (usize, usize) {
+/// The range from the first to the last byte that a request touches; empty where it touches none.
+pub fn extent(request: &Request) -> (usize, usize) {
     let join = |(low, high): (usize, usize), span: &Span| (low.min(span.addr), high.max(span.addr + span.bytes));
     let plain = request.inputs().iter().chain(request.outputs()).filter(|span| span.bytes > 0);
-    let hull = plain.fold((usize::MAX, 0), join);
-    request.also_touched.iter().map(Strided::hull).fold(hull, |hull, span| join(hull, &span))
+    let extent = plain.fold((usize::MAX, 0), join);
+    request.also_touched.iter().map(Strided::extent).fold(extent, |extent, span| join(extent, &span))
 }
 
-/// Adds the runs of a strided tensor, or its hull where they are very many.
+/// Adds the runs of a strided tensor, or its extent where there are very many.
 fn runs(strided: &Strided, to: &mut Vec<Span>) {
     const MOST: usize = 1 << 22;
     let Strided { addr, run, counts, strides, .. } = *strided;
     let many = counts.iter().try_fold(1usize, |all, count| all.checked_mul(*count)).is_none_or(|all| all > MOST);
     if many {
-        to.push(strided.hull());
+        to.push(strided.extent());
         return;
     }
     fn repeat(dims: &[(usize, usize)], addr: usize, run: usize, to: &mut Vec<Span>) {
@@ -87,8 +87,9 @@ fn sorted(mut all: Vec<Span>) -> Vec<Span> {
     all
 }
 
-/// Whether two sorted lists share a byte. Looks at each span of the shorter list once, and finds its place in the longer
-/// one by steps that double: about as many looks as both have spans, and far fewer where one is short.
+/// Whether two sorted lists share a byte. Checks each span of the shorter list once, and finds its position in the
+/// longer one by doubling steps: in total about as many steps as both lists have spans, and far fewer where one is
+/// short.
 fn meet(one: &[Span], other: &[Span]) -> bool {
     let (few, mut rest) = if one.len() <= other.len() { (one, other) } else { (other, one) };
     for span in few {
@@ -101,7 +102,7 @@ fn meet(one: &[Span], other: &[Span]) -> bool {
             step *= 2;
         }
         let (from, to) = (step / 2, step.min(rest.len()));
-        // What ends before this span ends before the later ones, too.
+        // Spans that end before this one end before the later ones, too.
         rest = &rest[from + rest[from..to].partition_point(before)..];
         match rest.first() {
             None => return false,
@@ -180,7 +181,7 @@ mod tests {
             sorted(all)
         };
         assert_eq!(reach(&column(1)).iter().map(|span| span.bytes).sum::<usize>(), planes * rows * size);
-        assert_eq!(column(6).hull(), Span { addr: 1000 + 6 * size, bytes: planes * plane - 6 * size });
+        assert_eq!(column(6).extent(), Span { addr: 1000 + 6 * size, bytes: planes * plane - 6 * size });
         for (one, other, share) in [
             (column(0), column(1), false),
             (column(3), column(3), true),
@@ -191,7 +192,7 @@ mod tests {
         }
     }
 
-    /// Twenty lists of a thousand tensors that lie between each other: every list against every other.
+    /// Twenty lists of a thousand interleaved tensors: every list against every other.
     #[test]
     fn rule_04_long_lists_are_compared_in_about_as_many_steps_as_they_have_pieces() {
         let (lists, tensors) = (20, 1000);

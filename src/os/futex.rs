@@ -17,14 +17,14 @@ pub fn wake_all(word: &AtomicU32) {
     }
 }
 
-/// How long a sleep lasts at most where only the first of several words can be watched.
+/// Longest sleep where only the first of several words can be watched.
 const LOOK_AGAIN: Duration = Duration::from_millis(1);
 
-/// The kernel has no futex_waitv (before 5.16) or a seccomp profile denies it. Set once, by the thread that finds out.
+/// The kernel has no futex_waitv (before 5.16) or a seccomp profile denies it. Set once, by the thread that notices.
 static NO_WAITV: AtomicBool = AtomicBool::new(false);
 
 /// Sleeps until one of `words` differs from its value, is woken, or `timeout` passes. May return early for no reason.
-/// Where the kernel can watch only one word, that is the first, and the others are looked at every millisecond.
+/// Where the kernel can watch only one word, it watches the first, and the others are checked every millisecond.
 pub fn wait(words: &[(&AtomicU32, u32)], timeout: Duration) {
     match words {
         [] => std::thread::sleep(timeout),

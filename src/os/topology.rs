@@ -1,6 +1,6 @@
-//! What this machine and this process's place on it allow: cores, memory, caches, and the facts that tell whether two
-//! ranks share a host. Reads `/proc`, `/sys` and a few system calls; every answer is a local fact, so nothing that
-//! ranks must agree on may follow from one rank's answer alone (the meeting exchanges them first).
+//! The resources of this process on this machine: cores, memory, caches, and the facts that tell whether two ranks
+//! share a host. Reads `/proc`, `/sys` and a few system calls. Every answer is a local fact, so nothing that ranks must
+//! agree on may follow from one rank's answer alone (the rendezvous exchanges them first).
 
 #![allow(unsafe_code)] // system calls that ask for facts
 
@@ -26,7 +26,7 @@ pub fn current_cpu() -> Option<u32> {
 
 /// CPUs the calling thread may run on, as a bit mask in 64-bit words; empty when the kernel does not say.
 pub fn affinity_mask() -> Vec<u64> {
-    // The kernel wants room for all CPUs it could have and says EINVAL when the mask is too short.
+    // The kernel needs a buffer for all CPUs that it could have, and says EINVAL when the buffer is too short.
     let mut words = 16usize;
     while words <= 1024 {
         let mut mask = vec![0u64; words];
@@ -68,11 +68,11 @@ pub fn agreed_cores(masks: &[Vec<u64>], smallest_quota_millicores: Option<u64>) 
     }
     let mut cores = count_mask(&union);
     if cores == 0 {
-        // The kernel did not say: what the standard library finds by other means.
+        // The kernel did not say: ask the standard library.
         cores = std::thread::available_parallelism().map(usize::from).unwrap_or(1);
     }
     if let Some(quota) = smallest_quota_millicores {
-        // Rounded down: with 1.5 cores two spinners would use up the quota and be stopped.
+        // Rounded down: with 1.5 cores two spinning threads would use up the quota and be throttled.
         cores = cores.min((quota / 1000) as usize);
     }
     cores.max(1)
@@ -83,13 +83,13 @@ pub fn quota_millicores() -> Option<u64> {
     quota_in(&ControlGroups::read())
 }
 
-/// Bytes that can still be used before the machine or a control group runs out of memory. A memfd that is populated
-/// past a control group's limit is an out-of-memory kill, not an error, so this is read before.
+/// Bytes that can still be used before the machine or a control group runs out of memory. Populating a memfd past a
+/// control group's limit is an out-of-memory kill, not an error, so this is read before.
 pub fn memory_headroom() -> Option<u64> {
     headroom_in(&ControlGroups::read())
 }
 
-/// `quota_millicores` and `memory_headroom` with one look at where the control groups are, which is half of the cost.
+/// `quota_millicores` and `memory_headroom` with one look-up of the control groups, which is half of the cost.
 pub fn limits() -> (Option<u64>, Option<u64>) {
     let groups = ControlGroups::read();
     (quota_in(&groups), headroom_in(&groups))
@@ -138,7 +138,8 @@ fn field(text: &str, name: &str) -> Option<u64> {
     })
 }
 
-/// Limit minus use in one control group; file pages that nobody used lately are given back before anyone is killed.
+/// Limit minus use in one control group; file pages that were not used lately count as free, because the kernel
+/// reclaims them before it kills a process.
 fn headroom(dir: &Path, limit: &str, usage: &str, reclaimable: &str) -> Option<u64> {
     let limit: u64 = read_trimmed(dir.join(limit))?.parse().ok()?; // "max" does not parse: no limit
     if limit >= 1 << 60 {
@@ -150,18 +151,18 @@ fn headroom(dir: &Path, limit: &str, usage: &str, reclaimable: &str) -> Option<u
     Some(limit.saturating_sub(usage.saturating_sub(inactive)))
 }
 
-/// Where this process's control groups lie in the file system.
+/// The directories of this process's control groups.
 #[derive(Clone, Default)]
 struct ControlGroups {
-    /// What `/proc/self/cgroup` said.
+    /// The contents of `/proc/self/cgroup`.
     cgroup: String,
     /// (controller, or empty for v2; mount point; directory of this process below it)
     places: Vec<(String, PathBuf, PathBuf)>,
 }
 
 impl ControlGroups {
-    /// A process may be moved to another control group, so that is read each time. Where the groups are mounted takes ten
-    /// times longer to find out, and stays.
+    /// Reads the control groups anew, because a process may be moved to another one. The mount points take ten times
+    /// longer to find and do not change, so they are kept.
     fn read() -> ControlGroups {
         static LAST: Mutex<Option<ControlGroups>> = Mutex::new(None);
         let cgroup = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
@@ -198,7 +199,7 @@ fn control_group_places(cgroup: &str, mounts: &str) -> Vec<(String, PathBuf, Pat
     for line in cgroup.lines() {
         let mut parts = line.splitn(3, ':');
         let (Some(_), Some(controllers), Some(path)) = (parts.next(), parts.next(), parts.next()) else { continue };
-        // Only processors and memory are asked for here; v2 has one tree for all controllers, whose name is empty.
+        // Only processors and memory are needed here; v2 has one tree for all controllers, whose name is empty.
         for controller in controllers.split(',').filter(|name| matches!(*name, "cpu" | "memory" | "")) {
             for (root, mount) in mounts.lines().filter_map(|line| control_group_mount(line, controller)) {
                 // Inside a container the mount may show only a part of the tree; then its root is our own group.
@@ -236,7 +237,7 @@ pub fn hostname() -> String {
     read_trimmed("/proc/sys/kernel/hostname").unwrap_or_else(|| "unknown host".into())
 }
 
-/// The effective user, which is what a peer sees of us on a socket.
+/// The effective user, as a peer sees it on a socket.
 pub fn uid() -> u32 {
     // SAFETY: takes nothing and always succeeds.
     unsafe { libc::geteuid() }
@@ -300,7 +301,7 @@ fn mask_as_list(mask: &[u64]) -> String {
     list
 }
 
-/// Size of the data or unified cache of this level as CPU 0 sees it, and who shares it.
+/// Size of the data or unified cache of this level as CPU 0 sees it, and the CPUs that share it.
 fn cache(level: u32) -> Option<String> {
     let (size, shared) = cache_of(level)?;
     Some(format!("{size} shared by CPUs {shared}"))
@@ -336,8 +337,7 @@ fn kernel_size(text: &str) -> Option<u64> {
     number.parse::<u64>().ok()?.checked_mul(1 << shift)
 }
 
-/// What makes this machine this machine for times that were measured on it: processor, usable cores, caches.
-/// Read once in a process.
+/// Identifies this machine for measured times: processor, usable cores, caches. Read once per process.
 pub fn fingerprint() -> &'static str {
     static TEXT: Lazy<String> = Lazy::new(|| {
         let mut text = format!("{}; {} cores", processor(), usable_cores());
@@ -363,12 +363,12 @@ fn processor_in(cpuinfo: &str) -> String {
         let lines = cpuinfo.lines().filter_map(|line| line.split_once(':'));
         lines.filter(|(found, _)| found.trim() == name).map(|(_, value)| value.trim().to_string()).next()
     };
-    // Arm names no model, but numbers its maker and the part.
+    // Arm names no model, but has numbers for the maker and the part.
     let part = || Some(format!("CPU {} part {}", field("CPU implementer")?, field("CPU part")?));
     field("model name").or_else(part).unwrap_or_else(|| std::env::consts::ARCH.to_string())
 }
 
-/// Accelerators of this host as their driver lists them, one name a device; none where no driver is loaded.
+/// Accelerators of this host as their driver lists them, one name per device; none where no driver is loaded.
 pub fn accelerators() -> Vec<String> {
     let Ok(devices) = fs::read_dir("/proc/driver/nvidia/gpus") else { return Vec::new() };
     let about = devices.filter_map(|device| fs::read_to_string(device.ok()?.path().join("information")).ok());

@@ -1,5 +1,5 @@
-//! All groups of one rank, and the words by which its threads share the work of driving them (`roles`). A process is one
-//! domain; in tests, where ranks are threads of one process, each rank has its own, as separate processes would.
+//! All groups of one rank, and the words by which its threads share the driving of them (`roles`). A process is one
+//! domain; in tests, where ranks are threads of one process, each rank has its own.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering, fence};
@@ -10,61 +10,62 @@ use std::time::Duration;
 use once_cell::sync::Lazy;
 
 use super::roles::Words;
-use crate::engine::Doorbell;
+use crate::engine::WakeAddress;
 use crate::os::event_count;
-use crate::os::event_count::Bell;
+use crate::os::event_count::WakeWords;
 use crate::os::futex;
 
 /// A group, as its drivers see it.
 pub trait Driven: Send + Sync {
-    /// Moves what can move without waiting; false when nothing did, or another thread is at it. Never panics.
+    /// Advances what can advance without waiting; false when nothing did, or another thread is driving it. Never
+    /// panics.
     fn drive(&self) -> bool;
-    /// Looks at deadlines and at peers that left; called between sleeps, at least every 50 ms while something is pending.
+    /// Checks deadlines and peers that left; called between sleeps, at least every 50 ms while something is pending.
     fn tick(&self);
     /// Operations that have not ended.
     fn pending(&self) -> usize;
-    /// Where peers wake this rank, if they can.
-    fn doorbell(&self) -> Option<Doorbell<'_>>;
+    /// The word on which peers wake this rank, if they can.
+    fn wake_address(&self) -> Option<WakeAddress<'_>>;
     /// The rank that this group belongs to.
     fn domain(&self) -> &Arc<Domain>;
     /// Spin and yield budgets.
-    fn patience(&self) -> Patience;
+    fn spin_policy(&self) -> SpinPolicy;
     /// True when a lower rank was last seen waiting on the core that this thread runs on.
     fn shares_core(&self) -> bool;
-    /// The process ends: what is pending fails, peers are told.
+    /// The process ends: fails pending operations and tells the peers.
     fn leave(&self);
 }
 
 #[derive(Clone, Copy, Debug)]
-pub struct Patience {
+pub struct SpinPolicy {
     pub spin: Duration,
-    pub give_way: Duration,
-    /// Every rank could have a core of its own.
-    pub apart: bool,
+    pub yield_for: Duration,
+    /// Every rank could have its own core.
+    pub own_cores: bool,
 }
 
-impl Patience {
+impl SpinPolicy {
     /// For `ranks` ranks of one host that may use `cores` cores together.
-    pub fn for_ranks(ranks: usize, cores: usize) -> Patience {
+    pub fn for_ranks(ranks: usize, cores: usize) -> SpinPolicy {
         if ranks <= cores {
-            Patience { spin: Duration::from_micros(3), give_way: Duration::from_micros(200), apart: true }
+            SpinPolicy { spin: Duration::from_micros(3), yield_for: Duration::from_micros(200), own_cores: true }
         } else {
-            Patience { spin: Duration::from_micros(1), give_way: Duration::from_micros(200), apart: false }
+            SpinPolicy { spin: Duration::from_micros(1), yield_for: Duration::from_micros(200), own_cores: false }
         }
     }
 
-    /// For a wait that another thread of this process must end: it may need this core.
-    pub fn none() -> Patience {
-        Patience { spin: Duration::ZERO, give_way: Duration::ZERO, apart: false }
+    /// For a wait that another thread of this process must end: that thread may need this core.
+    pub fn none() -> SpinPolicy {
+        SpinPolicy { spin: Duration::ZERO, yield_for: Duration::ZERO, own_cores: false }
     }
 }
 
 /// An event count inside one process. Its one "rank" is this process.
 #[derive(Default)]
 pub struct EventCount {
-    /// Futex word: added to (release) by the thread that rings, read (acquire) before a sleep.
+    /// Futex word: incremented (release) by the waking thread, read (acquire) before a sleep.
     word: AtomicU32,
-    /// Threads that sleep on it or are about to. Relaxed, ordered by the fences in `signal`.
+    /// Threads that sleep on it or are about to. Relaxed, ordered by the fences of `event_count`.
     sleepers: AtomicU32,
 }
 
@@ -74,11 +75,11 @@ impl EventCount {
     }
 }
 
-impl Bell for EventCount {
-    fn door(&self, _: usize) -> u32 {
+impl WakeWords for EventCount {
+    fn wake_count(&self, _: usize) -> u32 {
         self.word.load(Ordering::Acquire)
     }
-    fn ring(&self, _: usize) {
+    fn wake(&self, _: usize) {
         self.word.fetch_add(1, Ordering::Release);
         futex::wake_all(&self.word);
     }
@@ -104,21 +105,21 @@ pub struct Domain {
     pending: AtomicUsize,
     /// Threads in `driver::wait_until`. Changed by them, read by the progress thread and by the last one that leaves.
     drivers: AtomicUsize,
-    /// Rung when there may be something new to drive.
+    /// Signalled when there may be something new to drive.
     pub work: EventCount,
-    /// Rung when an operation ended on another thread than the one that waits for it.
+    /// Signalled when an operation ended on another thread than the one that waits for it.
     pub ended: EventCount,
     /// Set once, at the end of the process; read by the progress thread.
     pub(crate) stopping: AtomicBool,
     pub(crate) thread: Mutex<Option<JoinHandle<()>>>,
-    /// Set (release) when the thread was started, read (acquire) on the way of every asynchronous operation, to skip the lock.
+    /// Set (release) when the thread was started, read (acquire) by every asynchronous operation, to skip the lock.
     pub(crate) running: AtomicBool,
 }
 
 static DOMAINS: Lazy<Mutex<HashMap<u64, Arc<Domain>>>> = Lazy::new(Mutex::default);
 
 impl Domain {
-    /// The domain with this number: 0 is that of the process, tests give their ranks others.
+    /// The domain with this number: 0 is that of the process; tests give their ranks others.
     pub fn numbered(number: u64) -> Arc<Domain> {
         Arc::clone(DOMAINS.lock().unwrap_or_else(PoisonError::into_inner).entry(number).or_default())
     }
@@ -158,12 +159,12 @@ impl Domain {
         self.pending.fetch_sub(operations, Ordering::Relaxed);
     }
 
-    /// Operations ended: wakes threads that may wait for them.
+    /// Operations ended: wakes the threads that may wait for them.
     pub fn announce_ended(&self) {
         event_count::announce(&self.ended, 1);
     }
 
-    /// Something that drivers look at has changed: a peer ended.
+    /// A condition that drivers check has changed: a peer ended.
     pub fn announce_work(&self) {
         event_count::announce(&self.work, 1);
     }

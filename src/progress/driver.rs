@@ -1,14 +1,15 @@
-//! Who makes progress: any thread that waits drives every group of its process; when nobody waits, the progress thread
-//! does. Nobody owns a group for longer than one pass: `Driven::drive` takes the group's lock if it is free, moves what
-//! can move, and lets go.
+//! The threads that make progress: a thread that waits drives every group of its process; when none waits, the progress
+//! thread does. No thread owns a group for longer than one pass: `Driven::drive` takes the group's lock if it is free,
+//! advances what it can, and releases it.
 //!
-//! A waiting thread first spins, then yields, then sleeps on the doors of all groups it drives. The budgets come from
-//! measured facts: a futex wake across cores costs 14 to 26 us, so giving way for several times that before sleeping
-//! pays. Spinning is short even where every rank could have a core of its own: when other work pushes two ranks onto one
-//! core, 25 us of spinning keep the peer off it and cost 70 us an operation, for ever; 3 us cost nothing where the
-//! ranks do run apart, because a yield with nobody else to run takes 0.4 us (docs/benchmarks.md).
+//! A waiting thread first spins, then yields, then sleeps on the wake words of all groups that it drives. The budgets
+//! are measured: a futex wake across cores costs 14 to 26 us, so yielding for several times that before sleeping pays.
+//! Spinning is short even where every rank could have its own core: when other work pushes two ranks onto one core, 25
+//! us of spinning keep the peer off it and cost 70 us in every operation; 3 us cost nothing where the ranks do have
+//! their own cores, because a yield with no other thread to run takes 0.4 us (docs/benchmarks.md).
 //!
-//! What may wake whom stands in `roles`: this file knows groups, clocks and the kernel, and holds no shared word itself.
+//! `roles` says which event wakes which thread: this file knows groups, clocks and the kernel, and holds no shared word
+//! itself.
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -21,11 +22,11 @@ use super::roles;
 use super::roles::Words;
 use crate::host::Host;
 use crate::os::event_count;
-use crate::os::event_count::{Bell, Listening};
+use crate::os::event_count::{Listening, WakeWords};
 use crate::os::futex;
 
-/// Longest sleep between two looks at deadlines and signals.
-const NAP: Duration = Duration::from_millis(50);
+/// Longest sleep between two checks of deadlines and signals.
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// The same where more groups are busy than one sleep can watch.
 const SHORT_NAP: Duration = Duration::from_millis(1);
 
@@ -36,12 +37,12 @@ pub enum Outcome {
     Interrupted,
 }
 
-/// Drives until `done`, or `until` passes, or the host was interrupted. Deadlines of operations are the groups' own
-/// business: they end them, which makes `done` true.
+/// Drives until `done`, or `until` passes, or the host was interrupted. The groups check the deadlines of operations
+/// themselves: they end them, which makes `done` true.
 pub fn wait_until(group: &dyn Driven, host: &dyn Host, until: Option<Instant>, done: impl Fn() -> bool) -> Outcome {
     let driving = roles::Driving::new(&**group.domain());
-    let patience = group.patience();
-    // Since when nothing has moved, as far as the clock was read.
+    let spin_policy = group.spin_policy();
+    // Time since nothing has moved, as far as the clock was read.
     let mut idle_since: Option<Instant> = None;
     let mut idle = Duration::ZERO;
     let mut last_look = Instant::now();
@@ -55,7 +56,7 @@ pub fn wait_until(group: &dyn Driven, host: &dyn Host, until: Option<Instant>, d
             return Outcome::Done;
         }
         turns = turns.wrapping_add(1);
-        // Other groups of this process, whose peers may wait for us: every few turns, and always before a sleep.
+        // Other groups of this process, whose peers may wait for this rank: every few turns, and always before a sleep.
         if turns & 7 == 0 && group.domain().pending() > group.pending() {
             moved |= drive_others(group);
         }
@@ -64,50 +65,53 @@ pub fn wait_until(group: &dyn Driven, host: &dyn Host, until: Option<Instant>, d
         } else {
             std::hint::spin_loop();
         }
-        // Reading the clock costs as much as a pass: every eighth turn is enough while we spin.
-        if idle < patience.spin && turns & 7 != 0 {
+        // Reading the clock costs as much as a pass, so it is read in every eighth turn while spinning.
+        if idle < spin_policy.spin && turns & 7 != 0 {
             continue;
         }
         let now = Instant::now();
         if until.is_some_and(|until| now >= until) {
             return Outcome::Elapsed;
         }
-        // Also while things move: a long transfer, or a peer that breaks the protocol, must not hide deadlines and signals.
-        if now - last_look >= NAP {
+        // Checked while things move, too: a long transfer, or a peer that breaks the protocol, must not hide deadlines
+        // and signals.
+        if now - last_look >= POLL_INTERVAL {
             last_look = now;
-            // The question may have to wait for the interpreter's lock, for seconds: meanwhile this thread drives nothing
-            // and must not count as one that does, and somebody else must be there.
+            // `interrupted` may wait for the interpreter's lock, for seconds: meanwhile this thread drives nothing and
+            // must not count as a driver, so another thread must be able to take over.
             start_progress(group.domain());
             if driving.pause(|| host.interrupted()) {
                 return Outcome::Interrupted;
             }
             group.tick();
-            // Also the others': while somebody waits, the progress thread looks at no deadline.
+            // Of the other groups, too: while a thread waits, the progress thread checks no deadlines.
             group.domain().busy().iter().for_each(|other| other.tick());
         }
         if moved {
             continue;
         }
         idle = now - *idle_since.get_or_insert(now);
-        if idle < patience.spin {
+        if idle < spin_policy.spin {
             continue;
         }
-        if idle < patience.spin + patience.give_way {
-            if patience.apart && may_dodge() && group.shares_core() {
-                sleep(group.domain(), Some(group), patience.give_way, &done);
+        if idle < spin_policy.spin + spin_policy.yield_for {
+            if spin_policy.own_cores && may_dodge() && group.shares_core() {
+                sleep(group.domain(), Some(group), spin_policy.yield_for, &done);
             } else {
                 std::thread::yield_now();
             }
             continue;
         }
-        let nap = until.map_or(NAP, |until| (until - now).min(NAP)).min(NAP - (now - last_look).min(NAP));
-        sleep(group.domain(), Some(group), nap.max(Duration::from_micros(50)), &done);
+        let pause = until
+            .map_or(POLL_INTERVAL, |until| (until - now).min(POLL_INTERVAL))
+            .min(POLL_INTERVAL - (now - last_look).min(POLL_INTERVAL));
+        sleep(group.domain(), Some(group), pause.max(Duration::from_micros(50)), &done);
     }
 }
 
 /// Two ranks that landed on one core stay there as long as they only yield to each other, at 20 us an operation. A real
-/// sleep lets the kernel wake the thread on an idle core. At most one try in five milliseconds: where no core is idle it
-/// does not help.
+/// sleep lets the kernel wake the thread on an idle core. At most one try in five milliseconds: where no core is idle
+/// it does not help.
 fn may_dodge() -> bool {
     const EVERY: u64 = 5_000_000;
     static LAST: AtomicU64 = AtomicU64::new(0);
@@ -126,21 +130,22 @@ fn drive_others(group: &dyn Driven) -> bool {
     moved
 }
 
-/// Sleeps until a peer rings at one of the busy groups or at `own`, an operation is issued anywhere in the domain, or
-/// `stop` may have become true, unless something moves in a last look. A waiting thread (`own` is given) is also woken
-/// when another thread ends an operation.
-fn sleep(domain: &Arc<Domain>, own: Option<&dyn Driven>, nap: Duration, stop: impl Fn() -> bool) {
-    // First of all: what is issued from here on rings, what was issued before is among the busy groups.
+/// Sleeps until a peer wakes this rank in one of the busy groups or in `own`, an operation is issued anywhere in the
+/// domain, or `stop` may have become true, unless something moves in a last pass. A waiting thread (`own` is given) is
+/// also woken when another thread ends an operation.
+fn sleep(domain: &Arc<Domain>, own: Option<&dyn Driven>, pause: Duration, stop: impl Fn() -> bool) {
+    // This must come first: an operation issued from here on wakes this thread, one issued before is among the busy
+    // groups.
     let work = Listening::new(&domain.work, 0);
     let ended = own.map(|_| Listening::new(&domain.ended, 0));
     let busy = domain.busy();
     let others =
         busy.iter().map(|group| &**group).filter(|group| !own.is_some_and(|own| std::ptr::addr_eq(*group, own)));
-    // The own door first: where only one word can be watched, it is that one.
+    // The word of `own` first: where only one word can be watched, it is the first.
     let groups: Vec<&dyn Driven> = own.into_iter().chain(others).collect();
-    let bells = groups.iter().filter_map(|group| group.doorbell());
-    let doors: Vec<(&AtomicU32, Listening<dyn Bell>)> =
-        bells.map(|door| (door.word, Listening::new(door.bell, door.me))).collect();
+    let addresses = groups.iter().filter_map(|group| group.wake_address());
+    let doors: Vec<(&AtomicU32, Listening<dyn WakeWords>)> =
+        addresses.map(|address| (address.word, Listening::new(address.words, address.me))).collect();
     let mut moved = stop();
     for group in &groups {
         moved |= group.drive();
@@ -148,18 +153,18 @@ fn sleep(domain: &Arc<Domain>, own: Option<&dyn Driven>, nap: Duration, stop: im
     if moved || stop() {
         return;
     }
-    let mut words: Vec<(&AtomicU32, u32)> = doors.iter().map(|(word, door)| (*word, door.value)).collect();
+    let mut words: Vec<(&AtomicU32, u32)> = doors.iter().map(|(word, wake_count)| (*word, wake_count.value)).collect();
     let here = words.len().min(1);
     words.insert(here, (domain.work.word(), work.value));
     if let Some(ended) = &ended {
         words.insert(here, (domain.ended.word(), ended.value));
     }
-    let nap = if words.len() > futex::MOST { nap.min(SHORT_NAP) } else { nap };
+    let pause = if words.len() > futex::MOST { pause.min(SHORT_NAP) } else { pause };
     words.truncate(futex::MOST);
-    futex::wait(&words, nap);
+    futex::wait(&words, pause);
 }
 
-/// To be called after an operation was issued that did not end at once and that its caller does not wait for now.
+/// Call it after an operation was issued that did not end at once and that its caller does not wait for now.
 pub fn issued(domain: &Arc<Domain>) {
     start_progress(domain);
     roles::issued(&**domain);
@@ -191,19 +196,20 @@ pub fn stop(domain: &Domain) {
     domain.stopping.store(false, Ordering::Relaxed);
 }
 
-/// A thread that just issued usually waits at once: the progress thread leaves it that long before it takes over.
+/// A thread that just issued usually waits at once, so the progress thread lets this time pass before it takes over.
 const GRACE: Duration = Duration::from_micros(50);
-/// As long as that becomes when it was woken in vain again and again.
+/// The longest such time, after it was woken in vain again and again.
 const LONGEST_GRACE: Duration = Duration::from_micros(500);
 
-/// The progress thread of a domain: drives while operations are pending and nobody waits. Ends when the domain stops.
+/// The progress thread of a domain: drives while operations are pending and no thread waits. Ends when the domain
+/// stops.
 fn progress(domain: &Arc<Domain>) {
     let mut grace = GRACE;
     let looked = Cell::new(Instant::now());
-    // Threads that wait one after the other, each for less than a nap, look at no deadline themselves. Each of them that
-    // leaves operations behind wakes this thread.
+    // Threads that wait one after the other, each for less than a pause, check no deadlines themselves. Each of them
+    // that leaves operations behind wakes this thread.
     let look = || {
-        if domain.pending() > 0 && looked.get().elapsed() >= NAP {
+        if domain.pending() > 0 && looked.get().elapsed() >= POLL_INTERVAL {
             looked.set(Instant::now());
             domain.busy().iter().for_each(|group| group.tick());
         }
@@ -220,7 +226,7 @@ fn progress(domain: &Arc<Domain>) {
             continue;
         }
         grace = GRACE;
-        // A panic is a bug of ours that a group did not keep to itself: the operations of all groups still need a driver.
+        // A panic that a group did not catch is our own bug: the operations of all groups still need a driver.
         if catch_unwind(AssertUnwindSafe(|| drive_while_needed(domain))).is_err() {
             log::error!("internal error in the progress thread, please report it with the text above");
         }
@@ -237,7 +243,7 @@ fn drive_while_needed(domain: &Arc<Domain>) {
             moved |= group.drive();
         }
         let now = Instant::now();
-        if now - last_look >= NAP {
+        if now - last_look >= POLL_INTERVAL {
             last_look = now;
             groups.iter().for_each(|group| group.tick());
         }
@@ -247,7 +253,7 @@ fn drive_while_needed(domain: &Arc<Domain>) {
         } else if now - quiet_since < Duration::from_micros(60) {
             std::thread::yield_now();
         } else {
-            sleep(domain, None, NAP, || !roles::needs_progress(&**domain));
+            sleep(domain, None, POLL_INTERVAL, || !roles::needs_progress(&**domain));
         }
     }
 }

@@ -1,46 +1,46 @@
-//! Who drives the groups of a rank, and who wakes whom. A thread that waits drives; the progress thread drives while
-//! operations are pending and no thread waits. Nothing here sleeps or knows groups: generic over the words, so that
-//! `tests/loom.rs` runs this code on loom's atomics, where every interleaving is tried.
+//! Which thread drives the groups of a rank, and which event wakes which thread. A thread that waits drives; the
+//! progress thread drives while operations are pending and no thread waits. Nothing here sleeps or knows groups: it is
+//! generic over the words, so that `tests/loom.rs` runs this code on loom's atomics, which try every interleaving.
 //!
-//! | what happens | whom it wakes | by |
+//! | event | woken threads | by |
 //! | --- | --- | --- |
 //! | an operation is issued that did not end at once | every sleeping driver, so that it watches that group too; or the progress thread | `issued` |
 //! | the last driver leaves with operations pending | the progress thread | `Driving`'s drop |
 //! | an operation ends or fails | waiting threads that sleep | `event_count::announce` on `ended` |
-//! | a peer publishes something | every thread that sleeps on this rank's door | `event_count::announce` on the segment |
+//! | a peer publishes something | every thread that sleeps on this rank's wake word | `event_count::announce` on the segment |
 //!
-//! Each of the four is the same handshake (`signal`): the sleeper counts itself, fences and looks once more; a publisher
-//! publishes, fences and looks who sleeps. One of the two sees the other.
+//! Each of the four is the same handshake (`event_count`): the sleeper counts itself, fences and checks once more; a
+//! publisher publishes, fences and reads the sleepers. One of the two sees the other.
 
 use crate::os::event_count;
-use crate::os::event_count::{Bell, Listening};
+use crate::os::event_count::{Listening, WakeWords};
 
-/// The words of one rank. Reads and writes are relaxed; `fence` and the fences of `signal` order them.
+/// The words of one rank. Reads and writes are relaxed; `fence` and the fences of `event_count` order them.
 pub trait Words {
-    type Work: Bell;
-    /// Rung for drivers, the progress thread among them.
+    type Work: WakeWords;
+    /// Signalled for drivers, the progress thread included.
     fn work(&self) -> &Self::Work;
-    /// Operations of all groups that have not ended. Raised before an operation is handed to its engine.
+    /// Operations of all groups that have not ended. Raised before an operation is passed to its engine.
     fn pending(&self) -> usize;
     /// Threads that wait and therefore drive.
     fn drivers(&self) -> usize;
     fn count_driver(&self, more: bool);
-    /// The process ends: the progress thread must too.
+    /// The process ends, and so must the progress thread.
     fn stopping(&self) -> bool;
 }
 
-/// To be called after an operation was issued that did not end at once.
+/// Call it after an operation was issued that did not end at once.
 pub fn issued<W: Words>(words: &W) {
     event_count::announce(words.work(), 1);
 }
 
-/// True when nobody but the progress thread can move what is pending.
+/// True when only the progress thread can advance the pending operations.
 pub fn needs_progress<W: Words>(words: &W) -> bool {
     words.pending() > 0 && words.drivers() == 0 && !words.stopping()
 }
 
-/// Held by a thread that waits, and therefore drives. Its drop hands what is pending to the progress thread, also when
-/// the wait ends in a panic.
+/// Held by a thread that waits, and therefore drives. Its drop wakes the progress thread for the pending operations,
+/// also when the wait ends in a panic.
 pub struct Driving<'a, W: Words>(&'a W);
 
 impl<'a, W: Words> Driving<'a, W> {
@@ -49,7 +49,7 @@ impl<'a, W: Words> Driving<'a, W> {
         Driving(words)
     }
 
-    /// Runs `body`, during which this thread drives nothing.
+    /// Runs `body`; meanwhile this thread does not count as a driver.
     pub fn pause<T>(&self, body: impl FnOnce() -> T) -> T {
         let pause = Pause::new(self.0);
         let value = body();
@@ -59,9 +59,9 @@ impl<'a, W: Words> Driving<'a, W> {
 
     fn leave(words: &W) {
         words.count_driver(false);
-        words.work().fence(); // pairs with the fence in `event_count::lie_down`, called by `await_work`
+        words.work().fence(); // pairs with the fence in `event_count::prepare_wait`, called by `await_work`
         if needs_progress(words) {
-            event_count::ring_if_asleep(words.work(), 0);
+            event_count::wake_if_asleep(words.work(), 0);
         }
     }
 }
@@ -87,8 +87,8 @@ impl<W: Words> Drop for Pause<'_, W> {
     }
 }
 
-/// The progress thread waits until it is needed: true then, false when it shall end. `sleep` puts the thread to sleep
-/// while `work` has the value that it is given, and may return early for no reason.
+/// The progress thread waits until it is needed (true) or must end (false). `sleep` puts the thread to sleep while
+/// `work` has the given value, and may return early for no reason.
 pub fn await_work<W: Words>(words: &W, sleep: impl Fn(u32)) -> bool {
     loop {
         let listening = Listening::new(words.work(), 0);

@@ -20,7 +20,7 @@ pub fn f32_to_bf16(number: f32) -> u16 {
     (rounded >> 16) as u16
 }
 
-/// f32's exponent bias less f16's, at the place of f32's exponent.
+/// f32's exponent bias minus f16's, shifted to f32's exponent.
 const REBIAS: u32 = (127 - 15) << 23;
 const F16_NAN: u32 = 0x7e00;
 const F32_INFINITY: u32 = 0x7f80_0000;
@@ -60,10 +60,10 @@ pub fn f32_to_f16(number: f32) -> u16 {
     (sign | bits) as u16
 }
 
-/// While it lives, this thread computes as IEEE 754 and Rust assume: to nearest even, denormals kept.
+/// While it lives, this thread computes as IEEE 754 and Rust assume: rounding to nearest even, denormals kept.
 ///
 /// A program may have changed that for its own threads (`torch.set_flush_denormal`), but not for ours, nor on all
-/// ranks alike; without this the bits would depend on which thread happened to run the operation.
+/// ranks; without this the bits would depend on which thread ran the operation.
 pub struct StandardMode {
     /// The control register as it was, where it had to be changed.
     found: Option<mode::Register>,

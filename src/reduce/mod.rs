@@ -134,7 +134,7 @@ impl Kernel {
     }
 }
 
-/// Plain copy, into a staging area or out of it; what was written is left in the cache, where a peer will look for it.
+/// Plain copy into or out of a staging area; the written data stays in the cache, where a peer will read it.
 ///
 /// The platform's `memcpy` does this best (measured against AVX2 and AVX-512 loops: 1.3 times as fast from 64 to 512
 /// KiB, up to twice as slow between 4 and 16 KiB), except that a large one goes around the cache, from a size on
@@ -157,7 +157,7 @@ pub unsafe fn copy(dst: *mut u8, src: *const u8, bytes: usize) {
     }
 }
 
-/// Refuses what has no meaning.
+/// Refuses combinations that have no meaning.
 fn check(dtype: Dtype, op: ReduceOp) -> Result<()> {
     use ReduceOp::*;
     let advice = match dtype {
@@ -196,7 +196,7 @@ fn check_factor(dtype: Dtype, op: ReduceOp) -> Result<()> {
     }
 }
 
-/// A kernel and how many of its units make an element; `None` where `check` has refused.
+/// A kernel and the number of its units per element; `None` where `check` has refused.
 fn choose<I: Isa>(dtype: Dtype, op: ReduceOp) -> Option<(Run, usize)> {
     if let Some(run) = bits::<I>(dtype, op) {
         return Some((run, dtype.size()));
@@ -261,7 +261,7 @@ fn real<I: Isa, F: Format<Number: Number>>(op: ReduceOp) -> Option<Run> {
     })
 }
 
-/// Everything but the product works on the parts alone, as twice as many real numbers.
+/// All reductions but the product work on the parts alone, as twice as many real numbers.
 fn complex<I: Isa, F: Format>(op: ReduceOp) -> Option<(Run, usize)>
 where
     F::Number: Number + std::ops::Sub<Output = F::Number>,

@@ -1,4 +1,4 @@
-//! How numbers lie in memory (`Format`) and what can be done with them while they are accumulated (`Number`).
+//! Numbers in memory (`Format`) and in the accumulator (`Number`).
 //!
 //! Everything here is one element at a time, branch-free and of fixed meaning, so that the compiler may turn it into
 //! vectors of any width without changing a bit.
@@ -37,13 +37,13 @@ macro_rules! integer_number {
             }
             #[inline(always)]
             fn scale(self, factor: f64) -> Self {
-                // Through 64 bits, so that -1 is all ones in an unsigned type too: a factor wraps like the product.
+                // Through 64 bits, so that -1 is all ones in an unsigned type, too: a factor wraps like the product.
                 let factor = if factor < 0.0 { factor as i64 as Self } else { factor as u64 as Self };
                 self.wrapping_mul(factor)
             }
             #[inline(always)]
             fn divide(self, ranks: usize) -> Self {
-                // In 64 bits: 200 ranks are not an i8. Truncates towards zero.
+                // In 64 bits, because a count of 200 ranks does not fit into an i8. Truncates towards zero.
                 (self as $wide / ranks as $wide) as Self
             }
         }
@@ -89,7 +89,7 @@ macro_rules! float_number {
 }
 float_number!(f32, f64);
 
-/// How an element is stored: `widen` on the way in, `narrow`, which rounds once, on the way out.
+/// The storage of an element: `widen` reads it, `narrow`, which rounds once, writes it.
 pub trait Format {
     type Stored: Copy + Default;
     type Number: Copy + Default;
@@ -156,7 +156,7 @@ impl Format for Bool {
 }
 
 /// f32 and f64. Every NaN is stored as the one quiet, positive NaN without payload: which payload survives an addition
-/// depends on the order in which the compiler puts the operands, and must not show.
+/// depends on the order of operands that the compiler chooses, which must not change the result.
 pub struct Float<T>(std::marker::PhantomData<T>);
 
 impl Format for Float<f32> {

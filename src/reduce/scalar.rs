@@ -1,4 +1,4 @@
-//! The loop that every kernel is, and the kernels for any processor.
+//! The loop of every kernel, and the kernels for any processor.
 //!
 //! `fold` is always inlined into a small function per instruction set (`Isa`), where the compiler makes vectors of it.
 //! It combines element by element in the order of the sources, so vector width and blocking cannot change a bit.
@@ -193,7 +193,7 @@ pub trait Isa {
     fn compile<F: Format, O: Op<F::Number>>() -> Run;
 }
 
-/// What every processor has.
+/// The instructions that every processor has.
 pub struct Portable;
 
 impl Isa for Portable {

@@ -1,17 +1,19 @@
-//! Rank 0's part of the meeting: gather the records, see what they allow, publish the verdict. `serve.rs` hands out the
-//! memory.
+//! Rank 0's part of the rendezvous: gathers the records, decides what they allow, publishes the decision. `serve.rs`
+//! hands out the memory.
 
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
-use super::messages::{Answer, Body, Mode, Nonce, PROTOCOL, Record, Verdict, clip};
-use super::peers::Company;
-use super::{Met, Outcome, SegmentBytes, Talk, VERDICT, WAITS, answer_key, hello_bytes, record_key, unix_socket};
+use super::messages::{Answer, Body, DecisionMessage, Mode, Nonce, PROTOCOL, Record, clip};
+use super::peers::GroupPeers;
+use super::{
+    DECISION_KEY, Met, Outcome, SegmentBytes, Session, WAITS, answer_key, hello_bytes, record_key, unix_socket,
+};
 use crate::engine::shm::memory::segment::{Segment, random};
 use crate::error::{Error, Result};
 use crate::os::topology;
 
-/// How one verdict ended.
+/// The outcome of one published decision.
 pub(super) enum Step {
     Met(Box<Met>),
     Delegated,
@@ -21,44 +23,46 @@ pub(super) enum Step {
     Impossible(String),
 }
 
-pub(super) struct Lead<'t, 'a> {
-    pub(super) talk: &'t mut Talk<'a>,
+pub(super) struct Coordinator<'t, 'a> {
+    pub(super) session: &'t mut Session<'a>,
     pub(super) records: Vec<Option<Record>>,
-    /// The missing ranks as the others were last told them, under the nonces that are known now.
+    /// The missing ranks as last published, under the nonces that are known now.
     told_waits: Option<Vec<usize>>,
-    /// When the store was last asked for each missing rank by itself.
+    /// Time of the last check of the store for each missing rank.
     pub(super) looked: Instant,
 }
 
-/// Who is missing, and whether somebody came back with a new nonce, is looked for so often; it costs some questions a rank.
+/// Interval between checks for missing ranks and for ranks with a new nonce; each check costs a few store requests per
+/// rank.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// What all records together allow.
+/// The result of combining all records.
 pub(super) struct Plan {
     pub(super) segment: Segment,
     pub(super) memory: OwnedFd,
     pub(super) local_cores: usize,
-    /// Where all ranks share a group already.
-    pub(super) company: Option<Company>,
+    /// Given where all ranks share an earlier group.
+    pub(super) group_peers: Option<GroupPeers>,
 }
 
-pub(super) fn lead(talk: &mut Talk, segment_bytes: &SegmentBytes) -> Result<Outcome> {
-    let mut records = vec![None; talk.config.size];
-    records[0] = Some(talk.own.clone());
-    let mut lead = Lead { talk, records, told_waits: None, looked: Instant::now() };
+pub(super) fn coordinate(session: &mut Session, segment_bytes: &SegmentBytes) -> Result<Outcome> {
+    let mut records = vec![None; session.config.size];
+    records[0] = Some(session.own.clone());
+    let mut lead = Coordinator { session, records, told_waits: None, looked: Instant::now() };
     let result = lead.run(segment_bytes);
     if let Err(error) = &result {
-        // The others must not wait for a rank 0 that has gone; where even this fails, their own deadline ends them.
+        // The others must not wait for a rank 0 that has failed. Where this message is lost, their own deadline ends
+        // them.
         let text = format!("{}{}", error.code(), error.text());
-        let verdict = lead.verdict([0; 16], Mode::Failed, &text, &[]);
-        let _ = lead.publish(&verdict);
+        let decision = lead.decision([0; 16], Mode::Failed, &text, &[]);
+        let _ = lead.publish(&decision);
     }
     result
 }
 
-impl Lead<'_, '_> {
+impl Coordinator<'_, '_> {
     fn run(&mut self, segment_bytes: &SegmentBytes) -> Result<Outcome> {
-        self.talk.publish_record()?;
+        self.session.publish_record()?;
         self.gather()?;
         let mut forced: Option<String> = None;
         loop {
@@ -67,7 +71,7 @@ impl Lead<'_, '_> {
                 Some(reason) => Err(reason),
                 None => self.plan(segment_bytes)?,
             };
-            // All ranks give the same reason, so it must fit where the others read it.
+            // All ranks report the same reason, so it must fit into the message that the others read.
             let plan = plan.map_err(|reason| clip(&reason).to_string());
             let step = match plan {
                 Err(reason) => {
@@ -75,7 +79,7 @@ impl Lead<'_, '_> {
                     match (self.ask(id, &reason, hosts.as_deref().unwrap_or_default())?, hosts) {
                         (Step::Delegated, None) => return Ok(Outcome::Delegate { reason, id }),
                         (Step::Delegated, Some(hosts)) => {
-                            let policy = self.talk.config.policy.clone();
+                            let policy = self.session.config.policy.clone();
                             return Ok(Outcome::Hosts { hosts, id, reason, policy });
                         }
                         (step, _) => step,
@@ -83,10 +87,10 @@ impl Lead<'_, '_> {
                 }
                 Ok(plan) => self.share(id, plan)?,
             };
-            self.talk.patience.refresh();
+            self.session.backoff.refresh();
             match step {
                 Step::Met(met) => return Ok(Outcome::Shared(*met)),
-                // With another process on that rank it may work, so that is tried afresh.
+                // A new process of that rank may succeed, so the next attempt starts without this reason.
                 Step::Changed | Step::Delegated => forced = None,
                 Step::Impossible(reason) => forced = Some(reason),
             }
@@ -94,34 +98,42 @@ impl Lead<'_, '_> {
     }
 
     pub(super) fn size(&self) -> usize {
-        self.talk.config.size
+        self.session.config.size
     }
 
     pub(super) fn nonce(&self, rank: usize) -> Nonce {
         self.records[rank].as_ref().map_or([0; 16], |record| record.nonce)
     }
 
-    pub(super) fn verdict(&self, id: Nonce, mode: Mode, text: &str, detail: &[u8]) -> Verdict {
+    pub(super) fn decision(&self, id: Nonce, mode: Mode, text: &str, detail: &[u8]) -> DecisionMessage {
         let nonces = (0..self.size()).map(|rank| self.nonce(rank)).collect();
         let decided = matches!(mode, Mode::Share | Mode::Delegate);
-        let policy = if decided { self.talk.config.policy.clone() } else { String::new() };
-        Verdict { id, nonces, mode, text: text.into(), detail: detail.into(), policy, known: Default::default() }
+        let policy = if decided { self.session.config.policy.clone() } else { String::new() };
+        DecisionMessage {
+            id,
+            nonces,
+            mode,
+            text: text.into(),
+            detail: detail.into(),
+            policy,
+            known: Default::default(),
+        }
     }
 
-    /// Tells the ranks that a verdict names: those on this host by their mailboxes, and all by the store.
-    pub(super) fn publish(&self, verdict: &Verdict) -> Result<()> {
-        self.post(verdict);
-        self.store(verdict)
+    /// Publishes a decision to the ranks that it names: on this host by their mailboxes, and to all by the store.
+    pub(super) fn publish(&self, decision: &DecisionMessage) -> Result<()> {
+        self.post(decision);
+        self.store(decision)
     }
 
-    pub(super) fn store(&self, verdict: &Verdict) -> Result<()> {
-        self.talk.store.set(VERDICT, &verdict.write())
+    pub(super) fn store(&self, decision: &DecisionMessage) -> Result<()> {
+        self.session.store.set(DECISION_KEY, &decision.write())
     }
 
-    /// Puts a verdict into the mailboxes of the ranks on this host. True when that reached all ranks.
-    pub(super) fn post(&self, verdict: &Verdict) -> bool {
-        let bytes = verdict.write();
-        let here = self.talk.identity();
+    /// Sends a decision to the mailboxes of the ranks on this host. True when that reached all ranks.
+    pub(super) fn post(&self, decision: &DecisionMessage) -> bool {
+        let bytes = decision.write();
+        let here = self.session.identity();
         let mut reached = true;
         for record in &self.records[1..] {
             let body = record.as_ref().and_then(|record| record.body.as_ref()).filter(|body| {
@@ -133,20 +145,20 @@ impl Lead<'_, '_> {
         reached
     }
 
-    /// True when it is time again to ask the store for each missing rank: now and then, and at the end.
+    /// True when it is time to check the store again for each missing rank: now and then, and before the deadline.
     pub(super) fn due(&mut self) -> bool {
-        let due = self.looked.elapsed() >= LOOK || self.talk.patience.ends();
+        let due = self.looked.elapsed() >= LOOK || self.session.backoff.ends();
         if due {
             self.looked = Instant::now();
         }
         due
     }
 
-    /// Reads a rank's record; true when it is a new one. What cannot be read, or is of a group of another size, was
-    /// left by somebody else.
+    /// Reads a rank's record; true when it is new. A record that cannot be read, or is of a group of another size, was
+    /// left by an earlier job.
     pub(super) fn look(&mut self, rank: usize) -> Result<bool> {
         let size = self.size() as u32;
-        let found = self.talk.store.try_get(&record_key(rank))?.and_then(|bytes| Record::read(&bytes));
+        let found = self.session.store.try_get(&record_key(rank))?.and_then(|bytes| Record::read(&bytes));
         let Some(found) = found.filter(|record| record.body.as_ref().is_none_or(|body| body.size == size)) else {
             return Ok(false);
         };
@@ -164,7 +176,7 @@ impl Lead<'_, '_> {
             let before = self.missing();
             let due = self.due();
             for rank in &before {
-                // One question a pass while somebody is missing, unless it is time to know who.
+                // One request per pass while ranks are missing, unless it is time to find out which.
                 if !self.look(*rank)? && !due {
                     break;
                 }
@@ -174,7 +186,7 @@ impl Lead<'_, '_> {
                 return Ok(());
             }
             if missing.len() < before.len() {
-                self.talk.patience.refresh();
+                self.session.backoff.refresh();
             }
             self.pause(&missing, "rank 0 waits for the record in the store", [].into_iter())?;
         }
@@ -184,26 +196,26 @@ impl Lead<'_, '_> {
         (1..self.size()).filter(|rank| self.records[*rank].is_none()).collect()
     }
 
-    /// Pauses, and keeps the others informed of who is missing. At the deadline the error that names them.
+    /// Pauses, and publishes which ranks are missing. At the deadline it returns the error that names them.
     pub(super) fn pause<'s>(
         &mut self,
         missing: &[usize],
         waits: &str,
         sockets: impl Iterator<Item = &'s OwnedFd>,
     ) -> Result<()> {
-        let informing = Duration::from_secs(1).min(self.talk.config.timeout / 4);
-        if self.talk.patience.elapsed() > informing && self.told_waits.as_deref() != Some(missing) {
-            let text = format!("T{}", self.talk.missing_text(missing, waits));
-            self.talk.store.set(WAITS, &self.verdict([0; 16], Mode::Failed, &text, &[]).write())?;
+        let informing = Duration::from_secs(1).min(self.session.config.timeout / 4);
+        if self.session.backoff.elapsed() > informing && self.told_waits.as_deref() != Some(missing) {
+            let text = format!("T{}", self.session.missing_text(missing, waits));
+            self.session.store.set(WAITS, &self.decision([0; 16], Mode::Failed, &text, &[]).write())?;
             self.told_waits = Some(missing.to_vec());
         }
-        if self.talk.patience.pause(sockets)? {
+        if self.session.backoff.pause(sockets)? {
             return Ok(());
         }
-        Err(Error::Timeout(self.talk.missing_text(missing, waits)))
+        Err(Error::Timeout(self.session.missing_text(missing, waits)))
     }
 
-    /// The memory to share, or why there is none.
+    /// The memory to share, or the reason why there is none.
     fn plan(&self, segment_bytes: &SegmentBytes) -> Result<std::result::Result<Plan, String>> {
         let bodies = match agreeable(&self.records) {
             Ok(bodies) => bodies,
@@ -223,29 +235,30 @@ impl Lead<'_, '_> {
         Ok(match Segment::create(bytes) {
             Ok((segment, memory)) => {
                 let local_cores = topology::agreed_cores(&masks, quota);
-                Ok(Plan { segment, memory, local_cores, company: self.company() })
+                Ok(Plan { segment, memory, local_cores, group_peers: self.group_peers() })
             }
             Err(error) => Err(error.text().trim_start_matches("sagellm: ").to_string()),
         })
     }
 
-    /// The companions among whom every rank says it is, and who live: the first that this rank named.
-    fn company(&self) -> Option<Company> {
+    /// The first known peers of this rank to which every rank belongs and that are alive.
+    fn group_peers(&self) -> Option<GroupPeers> {
         let place = |record: &Option<Record>, id: Nonce| {
             let known = &record.as_ref()?.body.as_ref()?.known;
             known.iter().find(|(other, _)| *other == id).map(|(_, place)| *place as usize)
         };
-        self.talk.companions.iter().find_map(|companions| {
-            let places: Option<Vec<usize>> = self.records.iter().map(|record| place(record, companions.id())).collect();
-            Company::new(companions, places?, 0).filter(Company::lives)
+        self.session.known_peers.iter().find_map(|known_peers| {
+            let places: Option<Vec<usize>> =
+                self.records.iter().map(|record| place(record, known_peers.id())).collect();
+            GroupPeers::new(known_peers, places?, 0).filter(GroupPeers::lives)
         })
     }
 
-    /// Shared memory is out of the question. That is final only when every rank has confirmed it under its present
-    /// nonce: a record that is the reason may be of an earlier incarnation.
-    /// `hosts`: each rank's, where that is the reason.
+    /// Announces that shared memory is impossible. That is final only when every rank has confirmed it under its
+    /// present nonce: a record that is the reason may be of an earlier incarnation. `hosts`: each rank's host, where
+    /// that is the reason.
     fn ask(&mut self, id: Nonce, reason: &str, hosts: &[usize]) -> Result<Step> {
-        self.publish(&self.verdict(id, Mode::Ask, reason, &[]))?;
+        self.publish(&self.decision(id, Mode::Ask, reason, &[]))?;
         let mut missing: Vec<usize> = (1..self.size()).collect();
         loop {
             let before = missing.len();
@@ -259,11 +272,11 @@ impl Lead<'_, '_> {
             if missing.is_empty() {
                 one_delegate(&self.records)?;
                 let detail: Vec<u8> = hosts.iter().flat_map(|host| (*host as u16).to_le_bytes()).collect();
-                self.publish(&self.verdict(id, Mode::Delegate, reason, &detail))?;
+                self.publish(&self.decision(id, Mode::Delegate, reason, &detail))?;
                 return Ok(Step::Delegated);
             }
             if missing.len() < before {
-                self.talk.patience.refresh();
+                self.session.backoff.refresh();
             }
             for rank in missing.iter().filter(|_| due) {
                 if self.look(*rank)? {
@@ -274,15 +287,15 @@ impl Lead<'_, '_> {
         }
     }
 
-    /// A rank's answer to the verdict `id` in the store.
+    /// A rank's answer to the decision `id` in the store.
     pub(super) fn answered(&self, rank: usize, id: Nonce) -> Result<Option<String>> {
-        let answer = self.talk.store.try_get(&answer_key(rank))?.and_then(|bytes| Answer::read(&bytes));
+        let answer = self.session.store.try_get(&answer_key(rank))?.and_then(|bytes| Answer::read(&bytes));
         Ok(answer.filter(|answer| answer.id == id).map(|answer| answer.reason))
     }
 }
 
-/// The bodies of all records when these ranks may share memory, else the reason why not. Pure: the first rank that
-/// differs from rank 0 is named.
+/// The bodies of all records when these ranks may share memory, else the reason why not, which names the first rank
+/// that differs from rank 0. Pure.
 fn agreeable(records: &[Option<Record>]) -> std::result::Result<Vec<&Body>, String> {
     let own = records[0].as_ref().expect("rank 0 has its own record");
     let mut bodies: Vec<&Body> = Vec::new();
@@ -315,11 +328,11 @@ fn agreeable(records: &[Option<Record>]) -> std::result::Result<Vec<&Body>, Stri
     Ok(bodies)
 }
 
-/// An error where the ranks would not all go to the same delegate: they would wait for each other there.
+/// Fails where the ranks would go to different delegates: they would wait for each other there.
 fn one_delegate(records: &[Option<Record>]) -> Result<()> {
     let named = |record: &Option<Record>| Some(record.as_ref()?.body.as_ref()?.delegate.clone());
     let own = named(&records[0]);
-    // What another version asks for is not known; it says in its own words that it is another.
+    // The delegate of another version is unknown; the version mismatch has an error of its own.
     match records
         .iter()
         .enumerate()
@@ -334,8 +347,9 @@ fn one_delegate(records: &[Option<Record>]) -> Result<()> {
     }
 }
 
-/// The number of each rank's host, in the order in which the ranks name them, where the ranks would share memory if they
-/// were not on several hosts. What one user on one host cannot share with another counts as two hosts.
+/// The number of each rank's host, counted in the order of the ranks, where different hosts are all that prevents
+/// sharing memory. Ranks of one machine that cannot share memory (other user or network namespace) count as different
+/// hosts.
 fn hosts(records: &[Option<Record>]) -> Option<Vec<usize>> {
     let own = records[0].as_ref()?;
     let mut seen: Vec<(&str, u32, u64)> = Vec::new();
@@ -396,7 +410,7 @@ mod tests {
         assert_eq!(one_delegate(&[same(), far(), None]), Ok(()));
         let text = one_delegate(&[same(), far(), record(|_, body| body.delegate = "mpi".into())]).unwrap_err();
         assert!(text.text().contains("'gloo' on rank 0 and 'mpi' on rank 2"), "{text}");
-        // An unknown boot proves nothing, even when it is unknown on both sides.
+        // An unknown boot id proves nothing, even when it is unknown on both sides.
         let unknown = || record(|_, body| body.identity.boot_id.clear());
         assert!(agreeable(&[unknown(), unknown()]).is_err());
     }

@@ -1,18 +1,18 @@
-//! What the ranks of a group decide before it is built: what serves it, and what each of them has opened for that.
+//! The decision of the ranks of a group before it is built: what serves it, and what each rank has opened for that.
 //! Dropping a decision without building the group tells the peers that this rank leaves.
 //!
-//! Ranks that live on several hosts meet once more, inside each host, for the memory that they share there; all learn which
-//! hosts can.
+//! Ranks on several hosts run a second rendezvous inside each host, for the shared memory there; then all learn which
+//! hosts have it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use super::messages::Nonce;
-use super::peers::Company;
+use super::peers::GroupPeers;
 use super::{Met, Outcome, meet};
 use crate::config::Config;
-use crate::engine::multihost::place::Place;
+use crate::engine::multihost::host_map::HostMap;
 use crate::engine::shm::memory::area::Area;
 use crate::engine::shm::memory::layout::{Layout, MAX_RANKS, SLOT_BYTES};
 use crate::error::{Error, Result};
@@ -20,30 +20,30 @@ use crate::fusion::planner::LANES;
 use crate::host::{Host, Store};
 use crate::os::{topology, watch};
 use crate::select;
-use crate::select::{Policy, Shape};
+use crate::select::{GroupShape, Policy};
 
-/// What serves a group; all its ranks decide alike.
+/// What serves a group; the same on all its ranks.
 pub enum Decision {
     /// A group of one rank.
     Alone,
     /// Another backend, for this reason.
     Delegate(String),
     SharedMemory(Shared),
-    /// Shared memory inside each host, and a link between them, which the caller has to bring.
+    /// Shared memory inside each host, and a link between them, which the caller must provide.
     Hosts(Hosts),
 }
 
-/// The memory of a group's ranks, mapped here, and the processes that they are. Dropped before a group was built of it, it
-/// tells the peers that this rank has left.
+/// The mapped memory of a group's ranks, and their processes. Dropped before a group was built from it, it tells the
+/// peers that this rank has left.
 pub struct Shared {
-    parts: Option<(Arc<Area>, Company)>,
+    parts: Option<(Arc<Area>, GroupPeers)>,
     /// Cores that the ranks may use together; the same number on every rank.
     pub cores: usize,
 }
 
 impl Shared {
-    /// For who builds a group of it, which leaves by itself.
-    pub fn into_parts(mut self) -> (Arc<Area>, Company) {
+    /// For building a group, which then leaves by itself.
+    pub fn into_parts(mut self) -> (Arc<Area>, GroupPeers) {
         self.parts.take().expect("taken once, by value")
     }
 }
@@ -57,20 +57,19 @@ impl Drop for Shared {
     }
 }
 
-/// The ranks of a group have met and decided; `Group::build` makes the group of it.
+/// A finished rendezvous; `Group::build` makes the group from it.
 pub struct Rendezvous {
     pub config: Config,
     pub decision: Decision,
-    /// Equal on all ranks and of no other attempt to make a group; zeros where they have not met.
+    /// Equal on all ranks, unique to this attempt; zeros where there was no exchange.
     pub id: Nonce,
-    /// How algorithms are chosen: rank 0's, where ranks met.
+    /// The policy of algorithm choice: rank 0's, where ranks exchanged it.
     pub policy: Policy,
     pub host: Arc<dyn Host>,
 }
 
 impl Rendezvous {
-    /// Meets the other ranks, until all came or the timeout. Nothing is silently slower: rank 0 warns of a delegate for
-    /// which nobody asked.
+    /// Meets the other ranks, until all came or the timeout. Rank 0 warns about a delegate that nobody asked for.
     pub fn new(config: Config, store: &dyn Store, host: Arc<dyn Host>) -> Result<Rendezvous> {
         let made = Rendezvous::quiet(config, store, host)?;
         let config = &made.config;
@@ -83,7 +82,7 @@ impl Rendezvous {
         Ok(made)
     }
 
-    /// As `new`, for a caller who says himself what a delegate would mean.
+    /// As `new`, without the warning, for a caller that reports the consequences itself.
     pub(super) fn quiet(mut config: Config, store: &dyn Store, host: Arc<dyn Host>) -> Result<Rendezvous> {
         watch::install();
         if watch::forked() {
@@ -96,7 +95,7 @@ impl Rendezvous {
         if config.size == 0 || config.rank >= config.size {
             return Err(Error::Invalid(format!("sagellm: rank {} of a group of {} ranks", config.rank, config.size)));
         }
-        // The user's rules are refused here, before anything is sent.
+        // Invalid rules of the user are refused here, before anything is sent.
         let own = select::policy::decide(&config.algorithm, config.size, SLOT_BYTES, config.rank == 0)?;
         let unmet = |decision, policy| Ok((decision, [0; 16], policy));
         let (decision, id, policy) = if config.size == 1 {
@@ -134,12 +133,12 @@ fn decide(config: &Config, own: Policy, store: &dyn Store, host: &Arc<dyn Host>)
     let fitting = |headroom: usize| layout_within(config.size, headroom).map(|layout| layout.total());
     match meet(config, store, &**host, &fitting)? {
         Outcome::Delegate { reason, id } => Ok((Decision::Delegate(reason), id, own)),
-        Outcome::Shared(Met { segment, company, local_cores, policy, id }) => {
+        Outcome::Shared(Met { segment, group_peers, local_cores, policy, id }) => {
             let total = segment.len();
             let layout = Layout::of_total(config.size, total)
                 .ok_or_else(|| Error::Bug(format!("sagellm: no layout of {} ranks has {total} bytes", config.size)))?;
             let area = Arc::new(Area::new(Arc::new(segment), layout, config.rank));
-            let shared = Shared { parts: Some((area, company)), cores: local_cores };
+            let shared = Shared { parts: Some((area, group_peers)), cores: local_cores };
             Ok((Decision::SharedMemory(shared), id, agreed(config, &own, &policy)?))
         }
         Outcome::Hosts { reason, id, .. } if config.delegate != Config::LINK => {
@@ -152,16 +151,16 @@ fn decide(config: &Config, own: Policy, store: &dyn Store, host: &Arc<dyn Host>)
     }
 }
 
-/// Where the ranks of a group over several hosts live, and what this one shares with those of its host.
+/// The hosts of a group over several hosts, and the shared memory of this rank's host.
 pub struct Hosts {
-    pub place: Place,
-    /// One meeting of this host's ranks for each lane; none where this rank is alone.
+    pub host_map: HostMap,
+    /// One rendezvous of this host's ranks for each lane; none where this rank is alone.
     pub insides: Vec<Option<Rendezvous>>,
     /// Why they count as several hosts.
     pub reason: String,
 }
 
-/// The keys of a group inside one host, within the store of the whole group.
+/// A store with prefixed keys: for a group inside one host, within the store of the whole group.
 struct Prefixed<'a> {
     store: &'a dyn Store,
     prefix: String,
@@ -177,8 +176,8 @@ impl Store for Prefixed<'_> {
 }
 
 impl Hosts {
-    /// Meets the ranks of this host. Every rank learns which hosts can share memory; the ranks of one that cannot count as
-    /// hosts of their own. `id` is new for every attempt, so nothing an earlier one left in the store is read.
+    /// Meets the ranks of this host. Every rank learns which hosts can share memory; each rank of a host that cannot
+    /// counts as a host of its own. `id` is new for every attempt, so keys of an earlier attempt are never read.
     pub fn decide(
         config: &Config,
         host_of: &[usize],
@@ -187,19 +186,19 @@ impl Hosts {
         host: &Arc<dyn Host>,
     ) -> Result<Hosts> {
         let id: String = id.iter().map(|byte| format!("{byte:02x}")).collect();
-        let place = Place::new(host_of.to_vec(), config.rank);
+        let host_map = HostMap::new(host_of.to_vec(), config.rank);
         let mut insides: Vec<Option<Rendezvous>> = (0..LANES).map(|_| None).collect();
         let mut problem = String::new();
-        if place.neighbours().len() > 1 {
+        if host_map.local_ranks().len() > 1 {
             for (lane, inside) in insides.iter_mut().enumerate() {
                 let inner = Config {
-                    rank: place.index,
-                    size: place.neighbours().len(),
-                    name: format!("{}, host {}, lane {lane}", config.name, place.host),
+                    rank: host_map.local_rank,
+                    size: host_map.local_ranks().len(),
+                    name: format!("{}, host {}, lane {lane}", config.name, host_map.host),
                     delegate_reason: None,
                     ..config.clone()
                 };
-                let keys = Prefixed { store, prefix: format!("inside/{id}/{}/{lane}", place.host) };
+                let keys = Prefixed { store, prefix: format!("inside/{id}/{}/{lane}", host_map.host) };
                 let met = Rendezvous::quiet(inner, &keys, Arc::clone(host))?;
                 match &met.decision {
                     Decision::Delegate(reason) => problem.clone_from(reason),
@@ -208,35 +207,35 @@ impl Hosts {
             }
         }
         let shares =
-            sharing_hosts(config, &place, &problem, &Prefixed { store, prefix: format!("hosts/{id}") }, &**host)?;
-        let place = Place::new(Place::apart(host_of, |host| shares[host]), config.rank);
-        if place.neighbours().len() == 1 {
+            sharing_hosts(config, &host_map, &problem, &Prefixed { store, prefix: format!("hosts/{id}") }, &**host)?;
+        let host_map = HostMap::new(HostMap::split_hosts(host_of, |host| shares[host]), config.rank);
+        if host_map.local_ranks().len() == 1 {
             insides = (0..LANES).map(|_| None).collect();
         }
-        Ok(Hosts { place, insides, reason })
+        Ok(Hosts { host_map, insides, reason })
     }
 }
 
-/// Which hosts can share memory: the first rank of each says so in the store, and all read it.
+/// Which hosts can share memory: the first rank of each publishes it in the store, and all read it.
 fn sharing_hosts(
     config: &Config,
-    place: &Place,
+    host_map: &HostMap,
     problem: &str,
     store: &dyn Store,
     host: &dyn Host,
 ) -> Result<Vec<bool>> {
-    if place.index == 0 {
-        store.set(&place.host.to_string(), problem.as_bytes())?;
+    if host_map.local_rank == 0 {
+        store.set(&host_map.host.to_string(), problem.as_bytes())?;
     }
     let until = Instant::now() + config.timeout;
     let mut shares = Vec::new();
-    while shares.len() < place.hosts.len() {
+    while shares.len() < host_map.hosts.len() {
         let number = shares.len();
         match store.try_get(&number.to_string())? {
             Some(said) => {
                 if !said.is_empty() {
-                    // Once a group, at the rank whose output is read first, and on the host itself.
-                    let level = match config.rank == 0 || place.me == place.hosts[number][0] {
+                    // Warned once per group on rank 0, and once on the host itself.
+                    let level = match config.rank == 0 || host_map.me == host_map.hosts[number][0] {
                         true => log::Level::Warn,
                         false => log::Level::Info,
                     };
@@ -245,7 +244,7 @@ fn sharing_hosts(
                         "group '{}': the {} ranks of host {number} do not share memory, so each of them counts as a host \
                          of its own, and all of their traffic goes over the link: {}",
                         config.name,
-                        place.hosts[number].len(),
+                        host_map.hosts[number].len(),
                         String::from_utf8_lossy(&said)
                     );
                 }
@@ -256,7 +255,7 @@ fn sharing_hosts(
                     "sagellm: group '{}': rank {} on another host has not built its host's shared memory within {:.0} s. \
                      Check its log",
                     config.name,
-                    place.hosts[number][0],
+                    host_map.hosts[number][0],
                     config.timeout.as_secs_f64()
                 )));
             }
@@ -269,7 +268,7 @@ fn sharing_hosts(
     Ok(shares)
 }
 
-/// Rank 0's policy as it came, which decides for all. A rank that was told other rules says so once.
+/// Rank 0's policy, which decides for all. A rank with other rules warns once.
 fn agreed(config: &Config, own: &Policy, sent: &str) -> Result<Policy> {
     static TOLD: AtomicBool = AtomicBool::new(false);
     let policy =
@@ -287,12 +286,13 @@ fn agreed(config: &Config, own: &Policy, sent: &str) -> Result<Policy> {
     Ok(policy)
 }
 
-/// Shape and policy that a group of `ranks` ranks would have, were it made now on this host by a rank 0 here.
-pub fn on_this_host(ranks: usize, algorithm: &str) -> Result<(Shape, Policy)> {
+/// Shape and policy that a group of `ranks` ranks would have if it were made now on this host, with this process as
+/// rank 0.
+pub fn on_this_host(ranks: usize, algorithm: &str) -> Result<(GroupShape, Policy)> {
     let policy = select::policy::decide(algorithm, ranks, SLOT_BYTES, true)?;
     let cores = topology::usable_cores();
     if ranks == 1 {
-        return Ok((Shape { cores, ..Shape::without_memory(ranks) }, policy));
+        return Ok((GroupShape { cores, ..GroupShape::without_memory(ranks) }, policy));
     }
     let headroom = topology::memory_headroom().and_then(|bytes| usize::try_from(bytes).ok()).unwrap_or(usize::MAX);
     match layout_within(ranks, headroom) {
@@ -301,7 +301,7 @@ pub fn on_this_host(ranks: usize, algorithm: &str) -> Result<(Shape, Policy)> {
     }
 }
 
-/// The layout of a group's segment where `headroom` bytes of memory are left, or why there is none.
+/// The layout of a group's segment where `headroom` bytes of memory are free, or the reason why there is none.
 fn layout_within(ranks: usize, headroom: usize) -> std::result::Result<Layout, String> {
     if ranks > MAX_RANKS {
         return Err(too_many(ranks));

@@ -1,21 +1,21 @@
-//! What ranks tell each other while they meet, as bytes. Pure.
+//! The messages of the rendezvous, as bytes. Pure.
 //!
-//! Everything here may be garbage, or left over from an earlier incarnation or another version: reading never panics,
-//! takes no length on trust, and says `None` for whatever is not exactly understood. The first fields of [`Record`]
-//! and [`Verdict`] never change, so that different versions can tell each other that they differ.
+//! Any message may be garbage, or from an earlier incarnation or another version: reading never panics, checks every
+//! length, and returns `None` for anything it does not fully understand. The first fields of [`Record`] and
+//! [`DecisionMessage`] never change, so that different versions can report that they differ.
 
 use crate::engine::shm::memory::segment::Backing;
 use crate::os::topology;
 use crate::select;
 
-/// Changes when the conversation does.
+/// Changes whenever the messages or their order change.
 pub const PROTOCOL: u32 = 5;
 
-/// Random, new for every attempt to meet: tells the living from what an earlier incarnation left behind.
+/// Random, new for every attempt: distinguishes live processes from keys of earlier incarnations.
 pub type Nonce = [u8; 16];
 
 const RECORD_MAGIC: &[u8; 8] = b"sgllmREC";
-const VERDICT_MAGIC: &[u8; 8] = b"sgllmVRD";
+const DECISION_MAGIC: &[u8; 8] = b"sgllmVRD";
 const ANSWER_MAGIC: &[u8; 8] = b"sgllmANS";
 const HELLO_MAGIC: &[u8; 8] = b"sgllmHLO";
 const OFFER_MAGIC: &[u8; 8] = b"sgllmOFR";
@@ -27,7 +27,7 @@ const MAX_POLICY: usize = select::policy::MAX_BYTES;
 /// Most ranks of a group on one host, far above what makes sense.
 pub const MAX_RANKS: usize = 1 << 16;
 
-/// As much of a text as a message takes.
+/// The prefix of a text that fits into a message.
 pub fn clip(text: &str) -> &str {
     let mut end = text.len().min(MAX_TEXT);
     while !text.is_char_boundary(end) {
@@ -63,7 +63,7 @@ impl Writer {
         let value = clip(value);
         self.u32(value.len() as u32).bytes(value.as_bytes())
     }
-    /// A text that is never cut: half of it would mean something else.
+    /// A text that is never cut: half of a policy would mean something else.
     fn whole(self, value: &str) -> Writer {
         self.u32(value.len() as u32).bytes(value.as_bytes())
     }
@@ -105,7 +105,7 @@ impl<'a> Reader<'a> {
     }
     fn list<T>(&mut self, read: impl Fn(&mut Reader<'a>) -> Option<T>) -> Option<Vec<T>> {
         let count = self.u32()? as usize;
-        // No room is reserved for a count that may be garbage: the list grows only as its items are really there.
+        // Allocates nothing for a count that may be garbage: the list grows as its items are read.
         (count <= MAX_RANKS).then_some(())?;
         let mut items = Vec::new();
         for _ in 0..count {
@@ -115,7 +115,7 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// What a rank knows about its own place in the world.
+/// The host, user and namespaces of a rank's process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Identity {
     pub boot_id: String,
@@ -144,7 +144,7 @@ impl Identity {
     }
 }
 
-/// Key `r/<rank>`: a rank has come.
+/// Key `r/<rank>`: published when a rank arrives.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Record {
     pub nonce: Nonce,
@@ -162,9 +162,9 @@ pub struct Body {
     pub wish: String,
     /// Name of the backend that would serve the group then.
     pub delegate: String,
-    /// Companions of earlier groups, and this rank's place among them.
+    /// Known peers from earlier groups, and this rank's place among them.
     pub known: Vec<(Nonce, u32)>,
-    /// Name of the mailbox into which rank 0 puts its verdicts, too, if it is on this host; empty where there is none.
+    /// Name of this rank's mailbox, which rank 0 uses if it is on the same host; empty where there is none.
     pub mailbox: Vec<u8>,
 }
 
@@ -215,13 +215,13 @@ impl Record {
     }
 }
 
-/// What a verdict asks of the ranks it names.
+/// What the named ranks must do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Mode {
     /// Come to rank 0's socket. If you cannot, answer why.
     Share = 1,
-    /// Shared memory is out of the question, for the reason given. Answer, so that all are known to be alive.
+    /// Shared memory is impossible, for the reason given. Answer, so that all are known to be alive.
     Ask = 2,
     /// All have answered: delegate. Final.
     Delegate = 3,
@@ -229,27 +229,27 @@ pub enum Mode {
     Failed = 4,
 }
 
-/// Key `verdict`, written by rank 0 only. It holds for the ranks whose present nonce it names, and for nobody else.
+/// Key `verdict`, written by rank 0 only. Valid only for the ranks whose present nonce it names.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Verdict {
+pub struct DecisionMessage {
     pub id: Nonce,
     /// Indexed by rank; all zero for a rank that has not come.
     pub nonces: Vec<Nonce>,
     pub mode: Mode,
     /// Reason or error.
     pub text: String,
-    /// `Share`: name of rank 0's socket in the abstract namespace. `Delegate`: the number of each rank's host, two bytes
-    /// each, or nothing where sharing fails for another reason.
+    /// `Share`: name of rank 0's socket in the abstract namespace. `Delegate`: the number of each rank's host, two
+    /// bytes each, or nothing where sharing fails for another reason.
     pub detail: Vec<u8>,
-    /// What rank 0 decided about choosing: `select::Policy` as text. Empty where the mode does not need it.
+    /// Rank 0's policy of algorithm choice: `select::Policy` as text. Empty where the mode does not need it.
     pub policy: String,
-    /// `Share`: the companions among whom the ranks are, and each rank's place; no place where they meet for the first
+    /// `Share`: the known peers that the ranks belong to, and each rank's place; no place where they meet for the first
     /// time.
     pub known: (Nonce, Vec<u32>),
 }
 
-impl Verdict {
-    /// What a `Delegate` says of hosts: one number a rank, no gaps, rank 0 on host 0.
+impl DecisionMessage {
+    /// The hosts in a `Delegate`: one number per rank, no gaps, rank 0 on host 0.
     pub fn hosts(&self) -> Option<Vec<usize>> {
         let hosts: Vec<usize> =
             self.detail.chunks_exact(2).map(|two| usize::from(u16::from_le_bytes([two[0], two[1]]))).collect();
@@ -264,7 +264,7 @@ impl Verdict {
     }
 
     pub fn write(&self) -> Vec<u8> {
-        Writer::new(VERDICT_MAGIC)
+        Writer::new(DECISION_MAGIC)
             .bytes(&self.id)
             .list(&self.nonces, |writer, nonce| writer.bytes(nonce))
             .u8(self.mode as u8)
@@ -276,9 +276,9 @@ impl Verdict {
             .0
     }
 
-    pub fn read(bytes: &[u8]) -> Option<Verdict> {
-        let mut from = Reader::new(bytes, VERDICT_MAGIC)?;
-        Some(Verdict {
+    pub fn read(bytes: &[u8]) -> Option<DecisionMessage> {
+        let mut from = Reader::new(bytes, DECISION_MAGIC)?;
+        Some(DecisionMessage {
             id: from.array()?,
             nonces: from.list(Reader::array)?,
             mode: match from.u8()? {
@@ -296,7 +296,7 @@ impl Verdict {
     }
 }
 
-/// Key `a/<rank>`: answer to the verdict `id`; an empty reason means "understood". Also sent over the socket.
+/// Key `a/<rank>`: answer to the decision `id`; an empty reason means "understood". Also sent over the socket.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Answer {
     pub id: Nonce,
@@ -314,7 +314,7 @@ impl Answer {
     }
 }
 
-/// First message on the socket: a rank shows that it is the one that the verdict names.
+/// First message on the socket: a rank identifies itself as one that the decision names.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Hello {
     pub id: Nonce,
@@ -333,8 +333,8 @@ impl Hello {
     }
 }
 
-/// Rank 0's reply to a hello, with descriptors beside it: in the first part the memory, then in every part the
-/// processes of the ranks in `process_of`, in that order. `parts` messages make one offer.
+/// Rank 0's reply to a hello, with descriptors: in the first part the memory, then in every part the processes of the
+/// ranks in `process_of`, in that order. `parts` messages make one offer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Offer {
     pub id: Nonce,
@@ -345,7 +345,7 @@ pub struct Offer {
     pub local_cores: u32,
     /// Rank 0's pid namespace: the pids below mean something only there.
     pub pidns: u64,
-    /// (pid, host name), indexed by rank. In the first part only, and not for companions.
+    /// (pid, host name), indexed by rank. In the first part only, and not for known peers.
     pub ranks: Vec<(i32, String)>,
     pub process_of: Vec<u32>,
 }

@@ -1,28 +1,28 @@
-//! How the ranks of a group find each other, agree whether they share a host, and map one piece of memory.
+//! Rendezvous: the ranks of a group find each other, agree whether they share a host, and map one shared memory.
 //!
-//! They talk through the group's store, where keys of an earlier incarnation may still lie (a process restarted by
-//! torchrun, or the same group made twice). So every attempt has a random nonce, and nothing counts until rank 0 has
-//! named that nonce in a verdict:
+//! They exchange messages through the group's store, which may still hold keys of an earlier incarnation (a process
+//! restarted by torchrun, or the same group made twice). So every attempt has a random nonce, and a record counts only
+//! when rank 0 has named its nonce in a decision:
 //!
-//! 1. Each rank sets `r/<rank>`: its nonce and its place in the world (`messages.rs`).
-//! 2. Rank 0 waits for all records and publishes `verdict`: come to my socket, or say why not; or: shared memory is out
-//!    of the question, confirm. A rank that the verdict does not name by its present nonce goes on waiting; rank 0 goes
-//!    on reading the records of ranks that do not react, and publishes a new verdict when a nonce has changed.
+//! 1. Each rank sets `r/<rank>`: its nonce and its identity (`messages.rs`).
+//! 2. Rank 0 waits for all records and publishes a decision: come to my socket, or say why not; or: shared memory is
+//!    impossible, confirm. A rank that the decision does not name by its present nonce keeps waiting; rank 0 keeps
+//!    reading the records of ranks that do not react, and publishes a new decision when a nonce has changed.
 //! 3. Sharing is proven, never inferred: the others connect, get the memory's descriptor, find rank 0's nonce in the
-//!    page and write theirs beside it. When rank 0 has read all of them it says "go". Whatever fails on the way
-//!    becomes the reason of a new verdict that delegates, and all ranks return the same outcome. What every group uses of a
-//!    rank's memory is present before it signs, and so before anyone has the group.
+//!    page and write theirs beside it. When rank 0 has read all nonces it says "go". Any failure on the way becomes the
+//!    reason of a new decision that delegates, and all ranks return the same outcome. A rank populates the memory that
+//!    every group uses before it writes its nonce, and so before any rank has the group.
 //!
-//! A rank that waits for a verdict sleeps on a mailbox whose name is in its record. Rank 0 puts every verdict there, too,
-//! so that ranks on its host neither ask the store nor wait for the next time they would ask. Where all have a mailbox,
-//! "come to my socket" gets into the store only when somebody is late. Neither mail nor what the store
-//! holds is trusted by itself: both must name this rank's nonce, which only readers of the store know.
+//! A rank that waits for a decision sleeps on a mailbox whose name is in its record. Rank 0 posts every decision there,
+//! too, so that ranks on its host neither poll the store nor lose a polling interval. Where all ranks have a mailbox,
+//! "come to my socket" goes to the store only when a rank is late. Neither a mail nor a key of the store is trusted by
+//! itself: both must name this rank's nonce, which only readers of the store know.
 //!
-//! 4. Records name the companions that a rank has from earlier groups (`peers.rs`). Where all ranks name the same,
-//!    the verdict says so: then only the memory is handed over, and the connections are closed again afterwards.
+//! 4. Records name the known peers that a rank has from earlier groups (`peers.rs`). Where all ranks name the same, the
+//!    decision says so: then only the memory is handed over, and the connections are closed afterwards.
 //!
-//! `coordinator.rs` and `serve.rs` are rank 0's part, `participant.rs` that of the others. `decision.rs` is what comes of it:
-//! one decision, the same on all ranks, and what this rank has opened for it, before anyone has a group.
+//! `coordinator.rs` and `serve.rs` are rank 0's part, `participant.rs` that of the others. `decision.rs` is the result:
+//! one decision, the same on all ranks, and what this rank has opened for it, before any rank has a group.
 
 pub mod coordinator;
 pub mod decision;
@@ -39,7 +39,7 @@ use std::time::{Duration, Instant};
 
 pub use self::decision::{Decision, Hosts, Rendezvous};
 use self::messages::{Body, Identity, Nonce, PROTOCOL, Record};
-use self::peers::{Companions, Company, Process};
+use self::peers::{GroupPeers, KnownPeers, Process};
 use crate::config::Config;
 use crate::engine::shm::memory::layout::Layout;
 use crate::engine::shm::memory::segment::{Segment, random};
@@ -47,12 +47,12 @@ use crate::error::{Error, Result};
 use crate::host::{Host, Store};
 use crate::os::watch::{End, Source};
 
-/// What a group over shared memory is made from.
+/// The parts of a group over shared memory.
 #[derive(Debug)]
 pub struct Met {
     pub segment: Segment,
-    /// The other ranks' processes, and what tells of their end.
-    pub company: Company,
+    /// The other ranks' processes, and the descriptors that report their end.
+    pub group_peers: GroupPeers,
     /// Cores that the ranks can use together; the same number on every rank.
     pub local_cores: usize,
     /// `Config::policy` of rank 0.
@@ -61,19 +61,19 @@ pub struct Met {
     pub id: Nonce,
 }
 
-/// What ranks that met for the first time keep of each other. `peers` has an entry for this rank, too; `sockets` are the
-/// connections, a star with rank 0 in its middle: end of file means that the rank ended.
+/// Registers ranks that met for the first time as known peers. `peers` has an entry for this rank, too; `sockets` are
+/// the connections, a star with rank 0 in its middle: end of file means that the rank ended.
 fn acquaint(
     id: Nonce,
     rank: usize,
     peers: Vec<(Process, Option<OwnedFd>)>,
     sockets: Vec<(usize, OwnedFd)>,
-) -> Result<Company> {
+) -> Result<GroupPeers> {
     let (processes, pidfds): (Vec<Process>, Vec<Option<OwnedFd>>) = peers.into_iter().unzip();
     let pidfds = pidfds.into_iter().enumerate();
     let ended = pidfds.filter_map(|(rank, fd)| fd.map(|fd| End { rank, fd, source: Source::Process }));
     let closed = sockets.into_iter().map(|(rank, fd)| End { rank, fd, source: Source::Connection });
-    Ok(Company::of_all(Companions::new(id, rank, processes, ended.chain(closed).collect())?))
+    Ok(GroupPeers::of_all(KnownPeers::new(id, rank, processes, ended.chain(closed).collect())?))
 }
 
 #[derive(Debug)]
@@ -84,8 +84,8 @@ pub enum Outcome {
         reason: String,
         id: Nonce,
     },
-    /// They live on several hosts: the number of each rank's host, counted from 0 in the order of the ranks. The same
-    /// list and reason on every rank, and an `id` that no other attempt to meet has.
+    /// They are on several hosts: the number of each rank's host, counted from 0 in the order of the ranks. The same
+    /// list and reason on every rank, and an `id` that is unique to this attempt.
     Hosts {
         hosts: Vec<usize>,
         id: Nonce,
@@ -95,23 +95,23 @@ pub enum Outcome {
     },
 }
 
-/// Bytes at the start of a segment in which the ranks prove that they see one memory.
+/// Bytes at the start of a segment in which the ranks prove that they map the same memory.
 pub fn hello_bytes(ranks: usize) -> usize {
     (ranks * HELLO_STRIDE).next_multiple_of(4096)
 }
 
 const HELLO_STRIDE: usize = 64;
 
-/// The size of a segment where that many bytes of memory are left, at least `hello_bytes`; or why it is too little.
+/// The size of a segment, at least `hello_bytes`, given the bytes of free memory; or the reason why they are too few.
 pub type SegmentBytes<'a> = dyn Fn(usize) -> std::result::Result<usize, String> + 'a;
 
-/// Meets the other ranks of a group of at least two; all ranks get the same outcome. `segment_bytes` is asked on rank 0,
-/// with the bytes of memory that every rank can spare.
+/// Meets the other ranks of a group of at least two; all ranks get the same outcome. Rank 0 calls `segment_bytes` with
+/// the bytes of memory that every rank can spare.
 pub fn meet(config: &Config, store: &dyn Store, host: &dyn Host, segment_bytes: &SegmentBytes) -> Result<Outcome> {
     meet_as(config, Identity::here(), store, host, segment_bytes)
 }
 
-/// As [`meet`], with a place in the world that need not be the true one: for tests and simulations.
+/// As [`meet`], with a given identity, which need not be the true one: for tests and simulations.
 pub fn meet_as(
     config: &Config,
     identity: Identity,
@@ -123,26 +123,26 @@ pub fn meet_as(
         return Err(Error::Bug(format!("sagellm: rank {} of {} ranks cannot meet anyone", config.rank, config.size)));
     }
     crate::os::watch::install();
-    let companions = Companions::known();
+    let known_peers = KnownPeers::known();
     let (mailbox, address) = if config.rank == 0 { (None, Vec::new()) } else { mailbox()? };
     let body = Body {
         size: config.size as u32,
         identity,
         wish: config.delegate_reason.clone().unwrap_or_default(),
         delegate: config.delegate.clone(),
-        known: companions.iter().map(|one| (one.id(), one.place() as u32)).collect(),
+        known: known_peers.iter().map(|one| (one.id(), one.place() as u32)).collect(),
         mailbox: address,
     };
     let own =
         Record { nonce: random()?, protocol: PROTOCOL, version: env!("CARGO_PKG_VERSION").into(), body: Some(body) };
-    // Who has a mailbox asks the store only for a rank 0 on another host, and in case a message was lost.
+    // A rank with a mailbox polls the store only in case rank 0 is on another host or a message was lost.
     let first_pause = if mailbox.is_some() { FIRST_PAUSE * 20 } else { FIRST_PAUSE };
-    let patience = Patience::new(host, config.timeout, config.size, first_pause);
-    let mut talk = Talk { config, store, own, companions, mailbox, patience };
+    let backoff = Backoff::new(host, config.timeout, config.size, first_pause);
+    let mut session = Session { config, store, own, known_peers, mailbox, backoff };
     let outcome = if config.rank == 0 {
-        self::coordinator::lead(&mut talk, segment_bytes)
+        self::coordinator::coordinate(&mut session, segment_bytes)
     } else {
-        self::participant::join(&mut talk)
+        self::participant::join(&mut session)
     }?;
     match &outcome {
         Outcome::Shared(met) => log::debug!(
@@ -152,12 +152,12 @@ pub fn meet_as(
             config.size,
             met.segment.len(),
             met.local_cores,
-            if talk.companions.iter().any(|one| one.id() == met.company.id()) {
-                "met among companions"
+            if session.known_peers.iter().any(|one| one.id() == met.group_peers.id()) {
+                "met among known peers"
             } else {
                 "met for the first time"
             },
-            talk.patience.start.elapsed()
+            session.backoff.start.elapsed()
         ),
         Outcome::Delegate { reason, .. } => log::debug!("group '{}' delegates: {reason}", config.name),
         Outcome::Hosts { reason, .. } => log::debug!("group '{}' spans hosts: {reason}", config.name),
@@ -165,16 +165,16 @@ pub fn meet_as(
     Ok(outcome)
 }
 
-/// One rank's side of the conversation.
-struct Talk<'a> {
+/// The state of one rank during the rendezvous.
+struct Session<'a> {
     config: &'a Config,
     store: &'a dyn Store,
     own: Record,
-    /// Those that the record names: kept until the meeting is over, so that what was named can be relied on.
-    companions: Vec<Arc<Companions>>,
-    /// Where rank 0's verdicts come, too. Not on rank 0, and not where sockets are denied.
+    /// The known peers that the record names, kept alive until the rendezvous is over.
+    known_peers: Vec<Arc<KnownPeers>>,
+    /// Receives rank 0's decisions, too. None on rank 0, and none where sockets are denied.
     mailbox: Option<OwnedFd>,
-    patience: Patience<'a>,
+    backoff: Backoff<'a>,
 }
 
 /// This rank's mailbox and its name.
@@ -183,14 +183,14 @@ fn mailbox() -> Result<(Option<OwnedFd>, Vec<u8>)> {
     Ok(match self::unix_socket::mailbox(&name) {
         Ok(mailbox) => (Some(mailbox), name),
         Err(error) => {
-            log::debug!("no mailbox ({error}): the store is asked for verdicts instead");
+            log::debug!("no mailbox ({error}): the store is asked for decisions instead");
             (None, Vec::new())
         }
     })
 }
 
-const VERDICT: &str = "verdict";
-/// Whom rank 0 waits for, so that the other ranks' errors can say it too; a verdict that decides nothing.
+const DECISION_KEY: &str = "verdict";
+/// The ranks that rank 0 waits for, so that the other ranks' errors can name them; a message without a decision.
 const WAITS: &str = "waits";
 
 fn record_key(rank: usize) -> String {
@@ -201,7 +201,7 @@ fn answer_key(rank: usize) -> String {
     format!("a/{rank}")
 }
 
-impl Talk<'_> {
+impl Session<'_> {
     fn identity(&self) -> &Identity {
         &self.own.body.as_ref().expect("a rank knows its own record").identity
     }
@@ -225,7 +225,7 @@ impl Talk<'_> {
     }
 }
 
-/// "rank 1, rank 2 and 5 more"; every rank spelled out, so that a search for it finds the line.
+/// "rank 1, rank 2 and 5 more"; every rank is spelled out, so that searching for it finds the line.
 fn rank_list(ranks: &[usize]) -> String {
     const SHOWN: usize = 16;
     let mut text = ranks.iter().take(SHOWN).map(|rank| format!("rank {rank}")).collect::<Vec<_>>().join(", ");
@@ -239,13 +239,13 @@ fn seconds(time: Duration) -> String {
     if time.subsec_millis() == 0 { format!("{} s", time.as_secs()) } else { format!("{:.1} s", time.as_secs_f64()) }
 }
 
-/// Time to wait: until when, how long between two looks, and whether the caller has been interrupted.
-struct Patience<'a> {
+/// Pauses that grow until the deadline, and stop when the caller is interrupted.
+struct Backoff<'a> {
     host: &'a dyn Host,
     start: Instant,
     deadline: Instant,
     asked: Instant,
-    /// The first pause after something happened, and the next one.
+    /// The first pause after an event, and the next one.
     first: Duration,
     pause: Duration,
     longest: Duration,
@@ -253,18 +253,18 @@ struct Patience<'a> {
 
 const FIRST_PAUSE: Duration = Duration::from_micros(100);
 const LONGEST_PAUSE: Duration = Duration::from_millis(20);
-/// All ranks ask one store: where there are more than these, each asks less often.
+/// All ranks poll one store: with more ranks than these, each polls less often.
 const EAGER_RANKS: u32 = 32;
 
-impl<'a> Patience<'a> {
-    fn new(host: &'a dyn Host, timeout: Duration, ranks: usize, first: Duration) -> Patience<'a> {
+impl<'a> Backoff<'a> {
+    fn new(host: &'a dyn Host, timeout: Duration, ranks: usize, first: Duration) -> Backoff<'a> {
         let start = Instant::now();
         let far = Duration::from_secs(365 * 24 * 3600);
         let longest = LONGEST_PAUSE * (ranks as u32).div_ceil(EAGER_RANKS).min(8);
-        Patience { host, start, deadline: start + timeout.min(far), asked: start, first, pause: first, longest }
+        Backoff { host, start, deadline: start + timeout.min(far), asked: start, first, pause: first, longest }
     }
 
-    /// Something happened: look often again.
+    /// An event happened: poll often again.
     fn refresh(&mut self) {
         self.pause = self.first;
     }
@@ -278,7 +278,7 @@ impl<'a> Patience<'a> {
         self.start.elapsed()
     }
 
-    /// Pauses, less when one of the sockets has something to read. False when the time is over.
+    /// Pauses, or less when one of the sockets is readable. False when the deadline has passed.
     fn pause<'s>(&mut self, sockets: impl Iterator<Item = &'s OwnedFd>) -> Result<bool> {
         let before = Instant::now();
         if before >= self.deadline {
@@ -293,7 +293,7 @@ impl<'a> Patience<'a> {
         let pause = self.pause.min(self.deadline - before);
         self::unix_socket::wait_readable(sockets, pause);
         // A sleep that took far longer means that this process or the whole machine was stopped. The others could not
-        // reach us meanwhile, so that time does not count against them.
+        // reach this rank meanwhile, so that time does not count against them.
         let overslept = before.elapsed().saturating_sub(pause);
         if overslept > Duration::from_millis(500) {
             self.deadline += overslept;
@@ -303,7 +303,7 @@ impl<'a> Patience<'a> {
     }
 }
 
-/// The words of one rank in the segment's hello area.
+/// This rank's words in the segment's hello area.
 #[allow(unsafe_code)] // takes references into the mapped memory
 fn hello_words(segment: &Segment, rank: usize) -> [&AtomicU64; 4] {
     let base = segment.ptr(rank * HELLO_STRIDE, 32).cast::<u64>();
@@ -312,15 +312,15 @@ fn hello_words(segment: &Segment, rank: usize) -> [&AtomicU64; 4] {
     [0, 1, 2, 3].map(|at| unsafe { AtomicU64::from_ptr(base.add(at)) })
 }
 
-/// Makes present what every group uses of a rank's memory; that there is room was seen before the segment was made. A
-/// segment that no layout of ours has is one of a test of the meeting alone.
+/// Populates the memory that every group uses of a rank; enough of it was free before the segment was made. A segment
+/// that matches no layout belongs to a test of the rendezvous alone.
 fn make_ready(segment: &Segment, ranks: usize, rank: usize) -> Result<()> {
     let layout = Layout::of_total(ranks, segment.len());
     let mut ranges = layout.iter().flat_map(|layout| layout.early_ranges(rank));
     ranges.try_for_each(|range| segment.populate(range))
 }
 
-/// Writes what proves that this rank maps this memory in this attempt.
+/// Writes the proof that this rank maps this memory in this attempt.
 fn sign(segment: &Segment, rank: usize, nonce: &Nonce, id: &Nonce) {
     for (word, value) in hello_words(segment, rank).into_iter().zip(words(nonce).into_iter().chain(words(id))) {
         word.store(value, Ordering::Release);

@@ -1,66 +1,66 @@
-//! The meeting as every rank but 0 lives it: say that I am here, do what the verdict says.
+//! The rendezvous on every rank but 0: publish a record, do what the decision says.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::messages::{Answer, Hello, Mode, Nonce, Offer, Record, Verdict};
-use super::peers::{Company, Process};
-use super::{Met, Outcome, Talk, VERDICT, WAITS, answer_key, hello_bytes, record_key, unix_socket};
+use super::messages::{Answer, DecisionMessage, Hello, Mode, Nonce, Offer, Record};
+use super::peers::{GroupPeers, Process};
+use super::{DECISION_KEY, Met, Outcome, Session, WAITS, answer_key, hello_bytes, record_key, unix_socket};
 use super::{acquaint, has_signed, make_ready, rank_list, seconds, sign};
 use crate::engine::shm::memory::area::Area;
 use crate::engine::shm::memory::layout::Layout;
 use crate::engine::shm::memory::segment::Segment;
 use crate::error::{Error, Result};
 
-/// How coming to rank 0's socket ended.
-enum Visit {
+/// The outcome of connecting to rank 0's socket.
+enum Joined {
     Met(Box<Met>),
-    /// Rank 0 closed the connection: it will publish another verdict.
+    /// Rank 0 closed the connection: it will publish another decision.
     Dropped,
-    /// It is impossible, for this reason.
+    /// Sharing is impossible, for this reason.
     Impossible(String),
 }
 
-pub(super) fn join(talk: &mut Talk) -> Result<Outcome> {
-    talk.publish_record()?;
+pub(super) fn join(session: &mut Session) -> Result<Outcome> {
+    session.publish_record()?;
     let mut published = Instant::now();
     let mut done_with: Option<Nonce> = None;
     loop {
-        if !talk.patience.pause(talk.mailbox.iter())? {
-            return Err(timeout(talk));
+        if !session.backoff.pause(session.mailbox.iter())? {
+            return Err(timeout(session));
         }
-        match next_verdict(talk)? {
-            Some(verdict) => match verdict.mode {
+        match next_decision(session)? {
+            Some(decision) => match decision.mode {
                 Mode::Delegate => {
-                    return Ok(match verdict.hosts() {
+                    return Ok(match decision.hosts() {
                         Some(hosts) => {
-                            Outcome::Hosts { hosts, id: verdict.id, reason: verdict.text, policy: verdict.policy }
+                            Outcome::Hosts { hosts, id: decision.id, reason: decision.text, policy: decision.policy }
                         }
-                        None => Outcome::Delegate { reason: verdict.text, id: verdict.id },
+                        None => Outcome::Delegate { reason: decision.text, id: decision.id },
                     });
                 }
-                Mode::Failed => return Err(told(&verdict.text)),
-                Mode::Ask if done_with != Some(verdict.id) => {
-                    answer(talk, verdict.id, "")?;
-                    done_with = Some(verdict.id);
-                    talk.patience.refresh();
+                Mode::Failed => return Err(told(&decision.text)),
+                Mode::Ask if done_with != Some(decision.id) => {
+                    answer(session, decision.id, "")?;
+                    done_with = Some(decision.id);
+                    session.backoff.refresh();
                 }
-                Mode::Share if done_with != Some(verdict.id) => {
-                    done_with = Some(verdict.id);
-                    match visit(talk, &verdict)? {
-                        Visit::Met(met) => return Ok(Outcome::Shared(*met)),
-                        Visit::Dropped => {}
-                        Visit::Impossible(reason) => answer(talk, verdict.id, &reason)?,
+                Mode::Share if done_with != Some(decision.id) => {
+                    done_with = Some(decision.id);
+                    match visit(session, &decision)? {
+                        Joined::Met(met) => return Ok(Outcome::Shared(*met)),
+                        Joined::Dropped => {}
+                        Joined::Impossible(reason) => answer(session, decision.id, &reason)?,
                     }
-                    talk.patience.refresh();
+                    session.backoff.refresh();
                 }
                 _ => {}
             },
-            // A straggler of an earlier incarnation may have overwritten our record after we set it.
+            // A late process of an earlier incarnation may have overwritten our record after we set it.
             None if published.elapsed() > Duration::from_millis(250) => {
-                talk.publish_record()?;
+                session.publish_record()?;
                 published = Instant::now();
             }
             None => {}
@@ -68,52 +68,58 @@ pub(super) fn join(talk: &mut Talk) -> Result<Outcome> {
     }
 }
 
-/// A verdict that names this rank: the last one in the mailbox, or else the one in the store. An older one than was seen
-/// in the store does no harm: it is answered, and then the newer one is, again.
-fn next_verdict(talk: &Talk) -> Result<Option<Verdict>> {
-    // Rank 0 sends fewer than these. A process that floods the mailbox costs this rank sleep and nothing else.
+/// A decision that names this rank: the last one in the mailbox, or else the one in the store. If the store still has
+/// an older one, this rank answers it, and then the newer one again.
+fn next_decision(session: &Session) -> Result<Option<DecisionMessage>> {
+    // Rank 0 sends fewer than these. Flooding the mailbox only costs this rank sleep.
     const MOST: usize = 16;
-    let messages = talk.mailbox.iter().flat_map(|mailbox| (0..MOST).map_while(|_| unix_socket::receive(mailbox).ok()));
-    let received =
-        messages.filter_map(|(bytes, _)| Verdict::read(&bytes)).filter(|verdict| names(verdict, talk)).last();
+    let messages =
+        session.mailbox.iter().flat_map(|mailbox| (0..MOST).map_while(|_| unix_socket::receive(mailbox).ok()));
+    let received = messages
+        .filter_map(|(bytes, _)| DecisionMessage::read(&bytes))
+        .filter(|decision| names(decision, session))
+        .last();
     if received.is_some() {
         return Ok(received);
     }
-    let stored = talk.store.try_get(VERDICT)?.and_then(|bytes| Verdict::read(&bytes));
-    Ok(stored.filter(|verdict| names(verdict, talk)))
+    let stored = session.store.try_get(DECISION_KEY)?.and_then(|bytes| DecisionMessage::read(&bytes));
+    Ok(stored.filter(|decision| names(decision, session)))
 }
 
-fn names(verdict: &Verdict, talk: &Talk) -> bool {
-    verdict.nonces.len() == talk.config.size && verdict.nonces[talk.config.rank] == talk.own.nonce
+fn names(decision: &DecisionMessage, session: &Session) -> bool {
+    decision.nonces.len() == session.config.size && decision.nonces[session.config.rank] == session.own.nonce
 }
 
-fn answer(talk: &Talk, id: Nonce, reason: &str) -> Result<()> {
-    talk.store.set(&answer_key(talk.config.rank), &Answer { id, reason: reason.into() }.write())
+fn answer(session: &Session, id: Nonce, reason: &str) -> Result<()> {
+    session.store.set(&answer_key(session.config.rank), &Answer { id, reason: reason.into() }.write())
 }
 
-/// The error that rank 0 ended with, as it reaches the others: its code letter, then its text.
+/// The error that ended rank 0, as it is sent: its code letter, then its text.
 fn told(text: &str) -> Error {
     let mut letters = text.chars();
     match letters.next() {
         Some('T') => Error::Timeout(letters.as_str().into()),
         Some('V') => Error::Invalid(letters.as_str().into()),
         Some(_) => Error::System(letters.as_str().into()),
-        None => Error::System("sagellm: rank 0 gave up without saying why".into()),
+        None => Error::System("sagellm: rank 0 gave up without a reason".into()),
     }
 }
 
-fn timeout(talk: &Talk) -> Error {
-    let (config, rank) = (talk.config, talk.config.rank);
-    let read = |key: &str| talk.store.try_get(key).ok().flatten();
-    if let Some(waits) = read(WAITS).and_then(|bytes| Verdict::read(&bytes)).filter(|waits| names(waits, talk)) {
+fn timeout(session: &Session) -> Error {
+    let (config, rank) = (session.config, session.config.rank);
+    let read = |key: &str| session.store.try_get(key).ok().flatten();
+    if let Some(waits) =
+        read(WAITS).and_then(|bytes| DecisionMessage::read(&bytes)).filter(|waits| names(waits, session))
+    {
         return told(&waits.text);
     }
-    // Rank 0 has told this rank nothing, so all there is to go by are the records. Old ones look like new ones.
+    // Rank 0 has sent nothing to this rank, so only the records tell which ranks are missing; old ones look like new
+    // ones.
     let came = |other: usize| read(&record_key(other)).is_some_and(|bytes| Record::read(&bytes).is_some());
     let missing: Vec<usize> = (0..config.size).filter(|other| *other != rank && !came(*other)).collect();
     if !missing.is_empty() {
         return Error::Timeout(
-            talk.missing_text(&missing, &format!("rank {rank} waits for rank 0 to gather all records")),
+            session.missing_text(&missing, &format!("rank {rank} waits for rank 0 to gather all records")),
         );
     }
     Error::Timeout(format!(
@@ -127,7 +133,7 @@ fn timeout(talk: &Talk) -> Error {
 }
 
 /// The next message from rank 0; `None` when it has closed the connection.
-fn next_message(talk: &mut Talk, socket: &OwnedFd) -> Result<io::Result<Option<unix_socket::Message>>> {
+fn next_message(session: &mut Session, socket: &OwnedFd) -> Result<io::Result<Option<unix_socket::Message>>> {
     loop {
         match unix_socket::receive(socket) {
             Ok((message, _)) if message.is_empty() => return Ok(Ok(None)),
@@ -136,92 +142,94 @@ fn next_message(talk: &mut Talk, socket: &OwnedFd) -> Result<io::Result<Option<u
             Err(error) if error.kind() == io::ErrorKind::ConnectionReset => return Ok(Ok(None)),
             Err(error) => return Ok(Err(error)),
         }
-        if !talk.patience.pause([socket].into_iter())? {
-            return Err(timeout(talk));
+        if !session.backoff.pause([socket].into_iter())? {
+            return Err(timeout(session));
         }
     }
 }
 
-/// What a rank took from rank 0's offer.
+/// The contents of rank 0's offer that this rank accepted.
 struct Accepted {
     segment: Segment,
     local_cores: usize,
-    /// By rank; empty where the ranks are companions.
+    /// By rank; empty where the ranks are known peers.
     peers: Vec<(Process, Option<OwnedFd>)>,
 }
 
-/// The companions that the verdict names; `None` inside when the ranks meet for the first time. The error is what is
-/// wrong with them.
-fn company(talk: &Talk, (id, places): &(Nonce, Vec<u32>)) -> std::result::Result<Option<Company>, String> {
+/// The known peers that the decision names; `None` inside when the ranks meet for the first time. Fails where this rank
+/// does not have them.
+fn group_peers(session: &Session, (id, places): &(Nonce, Vec<u32>)) -> std::result::Result<Option<GroupPeers>, String> {
     if places.is_empty() {
         return Ok(None);
     }
-    let named = talk.companions.iter().find(|companions| companions.id() == *id);
+    let named = session.known_peers.iter().find(|known_peers| known_peers.id() == *id);
     let places = places.iter().map(|place| *place as usize).collect::<Vec<_>>();
-    let company = named.filter(|_| places.len() == talk.config.size);
-    let company = company.and_then(|companions| Company::new(companions, places, talk.config.rank));
-    company.map(Some).ok_or_else(|| "rank 0 named companions of an earlier group that this rank has not".to_string())
+    let group_peers = named.filter(|_| places.len() == session.config.size);
+    let group_peers = group_peers.and_then(|known_peers| GroupPeers::new(known_peers, places, session.config.rank));
+    group_peers
+        .map(Some)
+        .ok_or_else(|| "rank 0 named known peers of an earlier group that this rank does not have".to_string())
 }
 
-fn visit(talk: &mut Talk, verdict: &Verdict) -> Result<Visit> {
-    let rank = talk.config.rank;
-    let company = match company(talk, &verdict.known) {
-        Ok(company) => company,
-        Err(what) => return Ok(Visit::Impossible(format!("rank {rank}: {what}"))),
+fn visit(session: &mut Session, decision: &DecisionMessage) -> Result<Joined> {
+    let rank = session.config.rank;
+    let group_peers = match group_peers(session, &decision.known) {
+        Ok(group_peers) => group_peers,
+        Err(what) => return Ok(Joined::Impossible(format!("rank {rank}: {what}"))),
     };
     let socket = loop {
-        match unix_socket::connect(&verdict.detail) {
+        match unix_socket::connect(&decision.detail) {
             Ok(socket) => break socket,
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                if !talk.patience.pause(std::iter::empty())? {
-                    return Err(timeout(talk));
+                if !session.backoff.pause(std::iter::empty())? {
+                    return Err(timeout(session));
                 }
             }
             Err(error) => {
-                return Ok(Visit::Impossible(format!(
+                return Ok(Joined::Impossible(format!(
                     "rank {rank} cannot connect to rank 0's socket ({error}), though both seem to be on one host"
                 )));
             }
         }
     };
-    match introduce(talk, verdict, &socket, company.as_ref())? {
+    match introduce(session, decision, &socket, group_peers.as_ref())? {
         Err(visit) => Ok(visit),
-        Ok(accepted) => await_go(talk, verdict, socket, accepted, company),
+        Ok(accepted) => await_go(session, decision, socket, accepted, group_peers),
     }
 }
 
-/// Says who we are, takes the offer and signs the memory. The error side is an early end of the visit.
+/// Identifies this rank, receives the offer and signs the memory. The error side ends the attempt early.
 fn introduce(
-    talk: &mut Talk,
-    verdict: &Verdict,
+    session: &mut Session,
+    decision: &DecisionMessage,
     socket: &OwnedFd,
-    company: Option<&Company>,
-) -> Result<std::result::Result<Accepted, Visit>> {
-    let rank = talk.config.rank;
-    let impossible = |what: String| Ok(Err(Visit::Impossible(format!("rank {rank}: {what}"))));
+    group_peers: Option<&GroupPeers>,
+) -> Result<std::result::Result<Accepted, Joined>> {
+    let rank = session.config.rank;
+    let impossible = |what: String| Ok(Err(Joined::Impossible(format!("rank {rank}: {what}"))));
     match unix_socket::peer(socket) {
-        Ok((uid, pid)) if uid == talk.identity().uid => {
-            if let Some(company) = company.filter(|company| !company.may_be(0, pid)) {
-                let before = company.peer(0).pid;
+        Ok((uid, pid)) if uid == session.identity().uid => {
+            if let Some(group_peers) = group_peers.filter(|group_peers| !group_peers.may_be(0, pid)) {
+                let before = group_peers.peer(0).pid;
                 return impossible(format!("rank 0 is process {pid}, and was process {before} in an earlier group"));
             }
         }
         Ok((uid, _)) => return impossible(format!("rank 0's socket belongs to uid {uid}")),
         Err(error) => return impossible(format!("cannot tell who owns rank 0's socket ({error})")),
     }
-    let hello = Hello { id: verdict.id, nonce: talk.own.nonce, rank: rank as u32 };
+    let hello = Hello { id: decision.id, nonce: session.own.nonce, rank: rank as u32 };
     if unix_socket::send(socket, &hello.write(), &[]).is_err() {
-        return Ok(Err(Visit::Dropped));
+        return Ok(Err(Joined::Dropped));
     }
     let mut parts: Vec<(Offer, Vec<OwnedFd>)> = Vec::new();
     loop {
-        let (message, descriptors) = match next_message(talk, socket)? {
+        let (message, descriptors) = match next_message(session, socket)? {
             Ok(Some(received)) => received,
-            Ok(None) => return Ok(Err(Visit::Dropped)),
+            Ok(None) => return Ok(Err(Joined::Dropped)),
             Err(error) => return impossible(format!("descriptors cannot be received ({error})")),
         };
-        talk.patience.refresh();
-        let Some(offer) = Offer::read(&message).filter(|offer| offer.id == verdict.id) else {
+        session.backoff.refresh();
+        let Some(offer) = Offer::read(&message).filter(|offer| offer.id == decision.id) else {
             return impossible("what came from rank 0 is not an offer".into());
         };
         if offer.part as usize != parts.len() || offer.parts == 0 || offer.part >= offer.parts {
@@ -233,16 +241,21 @@ fn introduce(
             break;
         }
     }
-    match accept(talk, verdict, parts, company.is_some()) {
+    match accept(session, decision, parts, group_peers.is_some()) {
         Ok(accepted) => Ok(Ok(accepted)),
         Err(Error::System(text)) => impossible(text),
         Err(error) => Err(error),
     }
 }
 
-/// Maps what was offered and signs it.
-fn accept(talk: &Talk, verdict: &Verdict, parts: Vec<(Offer, Vec<OwnedFd>)>, known: bool) -> Result<Accepted> {
-    let (size, rank) = (talk.config.size, talk.config.rank);
+/// Maps the offered memory and signs it.
+fn accept(
+    session: &Session,
+    decision: &DecisionMessage,
+    parts: Vec<(Offer, Vec<OwnedFd>)>,
+    known: bool,
+) -> Result<Accepted> {
+    let (size, rank) = (session.config.size, session.config.rank);
     let wrong = |what: &str| Error::System(format!("rank 0's offer is wrong: {what}"));
     let mut pidfds: Vec<Option<OwnedFd>> = (0..size).map(|_| None).collect();
     let mut first: Option<(Offer, OwnedFd)> = None;
@@ -265,12 +278,12 @@ fn accept(talk: &Talk, verdict: &Verdict, parts: Vec<(Offer, Vec<OwnedFd>)>, kno
         return Err(wrong("the length"));
     }
     let segment = Segment::map(memory.as_fd(), len, offer.backing)?;
-    if !has_signed(&segment, 0, &verdict.nonces[0], &verdict.id) {
+    if !has_signed(&segment, 0, &decision.nonces[0], &decision.id) {
         return Err(Error::System("rank 0's signature is not in the shared memory".into()));
     }
     make_ready(&segment, size, rank)?;
-    sign(&segment, rank, &talk.own.nonce, &verdict.id);
-    let same_pids = offer.pidns == talk.identity().pidns;
+    sign(&segment, rank, &session.own.nonce, &decision.id);
+    let same_pids = offer.pidns == session.identity().pidns;
     let peers = offer.ranks.into_iter().zip(pidfds).enumerate().map(|(other, ((pid, host), pidfd))| {
         if other == rank {
             return (Process { pid: std::process::id() as i32, host }, None);
@@ -280,7 +293,7 @@ fn accept(talk: &Talk, verdict: &Verdict, parts: Vec<(Offer, Vec<OwnedFd>)>, kno
             Some(pidfd) => pid_of(pidfd),
             None => 0,
         };
-        // Big groups do not pass these; the signature proved a moment ago that the process lives.
+        // Large groups do not pass pidfds; the signature has just proved that the process is alive.
         let pidfd = pidfd.or_else(|| (pid > 0).then(|| unix_socket::pidfd_open(pid).ok()).flatten());
         (Process { pid, host }, pidfd)
     });
@@ -295,32 +308,32 @@ fn pid_of(pidfd: &OwnedFd) -> i32 {
 }
 
 fn await_go(
-    talk: &mut Talk,
-    verdict: &Verdict,
+    session: &mut Session,
+    decision: &DecisionMessage,
     socket: OwnedFd,
     accepted: Accepted,
-    company: Option<Company>,
-) -> Result<Visit> {
-    if unix_socket::send(&socket, &Answer { id: verdict.id, reason: String::new() }.write(), &[]).is_err() {
-        return Ok(Visit::Dropped);
+    group_peers: Option<GroupPeers>,
+) -> Result<Joined> {
+    if unix_socket::send(&socket, &Answer { id: decision.id, reason: String::new() }.write(), &[]).is_err() {
+        return Ok(Joined::Dropped);
     }
-    let answer = next_message(talk, &socket);
+    let answer = next_message(session, &socket);
     match answer {
-        Ok(Ok(Some((message, _)))) if Answer::read(&message).is_some_and(|answer| answer.id == verdict.id) => {
+        Ok(Ok(Some((message, _)))) if Answer::read(&message).is_some_and(|answer| answer.id == decision.id) => {
             let Accepted { segment, local_cores, peers } = accepted;
-            let company = match company {
-                Some(company) => company,
-                None => acquaint(verdict.id, talk.config.rank, peers, vec![(0, socket)])?,
+            let group_peers = match group_peers {
+                Some(group_peers) => group_peers,
+                None => acquaint(decision.id, session.config.rank, peers, vec![(0, socket)])?,
             };
-            let (policy, id) = (verdict.policy.clone(), verdict.id);
-            Ok(Visit::Met(Box::new(Met { segment, company, local_cores, policy, id })))
+            let (policy, id) = (decision.policy.clone(), decision.id);
+            Ok(Joined::Met(Box::new(Met { segment, group_peers, local_cores, policy, id })))
         }
         other => {
-            // Rank 0 may have said "go" a moment ago: then the others have a group that this rank is not in.
-            if let Some(layout) = Layout::of_total(talk.config.size, accepted.segment.len()) {
-                Area::new(Arc::new(accepted.segment), layout, talk.config.rank).leave();
+            // Rank 0 may have said "go" a moment ago: then the others have a group without this rank.
+            if let Some(layout) = Layout::of_total(session.config.size, accepted.segment.len()) {
+                Area::new(Arc::new(accepted.segment), layout, session.config.rank).leave();
             }
-            other.map(|_| Visit::Dropped)
+            other.map(|_| Joined::Dropped)
         }
     }
 }

@@ -1,9 +1,9 @@
-//! Processes that share a group, and what tells each of them of another's end: descriptors and their entries in the
-//! watch. All groups whose ranks are among the same processes share these (rule 25), so that the tenth group costs no
-//! descriptor. What a group has of its own is who wants to be told, and its memory.
+//! Processes that share a group, and the descriptors, with their entries in the watch, that report each other's end.
+//! All groups among the same processes share these (rule 25), so that the tenth group costs no descriptor. Each group
+//! has its own callback, and its own memory.
 //!
-//! They are kept as long as one of the groups lives, whichever that is. Whether a group is made among companions is
-//! decided by its rank 0 while the ranks meet (`meet`), never by what one process knows.
+//! They live as long as one of the groups. Rank 0 decides during the rendezvous whether a group is made among known
+//! peers, never a process from its own knowledge.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -15,7 +15,7 @@ use crate::error::Result;
 use crate::os::watch;
 use crate::os::watch::{End, WatchGuard};
 
-/// Most companions that a rank names when it meets others: the oldest, which is where the largest groups are.
+/// Most known peers that a rank names in its record: the oldest, among which the largest groups are.
 const MOST_NAMED: usize = 32;
 
 /// A process as another one sees it.
@@ -26,8 +26,8 @@ pub struct Process {
     pub host: String,
 }
 
-pub struct Companions {
-    /// The attempt to meet in which they found each other.
+pub struct KnownPeers {
+    /// The attempt in which they met.
     id: Nonce,
     /// This process's place among them: its rank in the group that they met for.
     place: usize,
@@ -39,7 +39,7 @@ pub struct Companions {
 
 #[derive(Default)]
 struct News {
-    /// Places whose end was told, and why.
+    /// Places whose end was reported, and why.
     ended: Vec<(usize, &'static str)>,
     followers: Vec<(u64, Arc<Follower>)>,
     next: u64,
@@ -59,35 +59,35 @@ impl Follower {
     }
 }
 
-/// All that this process has. Weak: the groups keep them.
-static KNOWN: Mutex<Vec<Weak<Companions>>> = Mutex::new(Vec::new());
+/// All known peers of this process. Weak: the groups own them.
+static KNOWN: Mutex<Vec<Weak<KnownPeers>>> = Mutex::new(Vec::new());
 
-impl Companions {
-    /// Starts to watch processes that have just met. `ends` carry places for ranks.
-    pub fn new(id: Nonce, place: usize, processes: Vec<Process>, ends: Vec<End>) -> Result<Arc<Companions>> {
+impl KnownPeers {
+    /// Starts to watch processes that have just met. `ends` are numbered by place.
+    pub fn new(id: Nonce, place: usize, processes: Vec<Process>, ends: Vec<End>) -> Result<Arc<KnownPeers>> {
         let (news, guard) = (Mutex::default(), OnceCell::new());
-        let companions = Arc::new(Companions { id, place, processes, news, guard });
-        let weak = Arc::downgrade(&companions);
+        let known_peers = Arc::new(KnownPeers { id, place, processes, news, guard });
+        let weak = Arc::downgrade(&known_peers);
         let guard = watch::watch(ends, move |place, reason| {
-            if let Some(companions) = weak.upgrade() {
-                companions.spread(place, reason);
+            if let Some(known_peers) = weak.upgrade() {
+                known_peers.spread(place, reason);
             }
         })?;
         // Just made, so nobody else can have set it.
-        let _ = companions.guard.set(guard);
+        let _ = known_peers.guard.set(guard);
         let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
         known.retain(|weak| weak.strong_count() > 0);
-        known.push(Arc::downgrade(&companions));
-        Ok(companions)
+        known.push(Arc::downgrade(&known_peers));
+        Ok(known_peers)
     }
 
-    /// Those that this process can name to others, the oldest first. Ranks that are threads of one process cannot be
-    /// told apart by what their process has, so what several of them share is left out.
-    pub fn known() -> Vec<Arc<Companions>> {
+    /// The known peers that this process can name to others, the oldest first. Ranks that are threads of one process
+    /// cannot be told apart by their process, so an entry that several of them share is left out.
+    pub fn known() -> Vec<Arc<KnownPeers>> {
         let known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
-        let held: Vec<Arc<Companions>> = known.iter().filter_map(Weak::upgrade).collect();
+        let held: Vec<Arc<KnownPeers>> = known.iter().filter_map(Weak::upgrade).collect();
         drop(known);
-        let alone = |one: &&Arc<Companions>| held.iter().filter(|other| other.id == one.id).count() == 1;
+        let alone = |one: &&Arc<KnownPeers>| held.iter().filter(|other| other.id == one.id).count() == 1;
         held.iter().filter(alone).take(MOST_NAMED).cloned().collect()
     }
 
@@ -103,7 +103,7 @@ impl Companions {
         self.news.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// On the watch's thread: tells all groups of an end, with no lock held.
+    /// Called on the watch's thread: reports an end to all groups, with no lock held.
     fn spread(&self, place: usize, reason: &'static str) {
         let mut news = self.news();
         news.ended.push((place, reason));
@@ -113,37 +113,37 @@ impl Companions {
     }
 }
 
-impl fmt::Debug for Companions {
+impl fmt::Debug for KnownPeers {
     fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(to, "companions {:032x}, place {} of {:?}", u128::from_le_bytes(self.id), self.place, self.processes)
+        write!(to, "known peers {:032x}, place {} of {:?}", u128::from_le_bytes(self.id), self.place, self.processes)
     }
 }
 
-/// The ranks of one group among companions.
+/// The ranks of one group among known peers.
 #[derive(Clone, Debug)]
-pub struct Company {
-    companions: Arc<Companions>,
+pub struct GroupPeers {
+    known_peers: Arc<KnownPeers>,
     /// By rank.
     places: Vec<usize>,
 }
 
-impl Company {
-    /// `None` when these cannot be the places of a group's ranks, of which this process is `rank`.
-    pub fn new(companions: &Arc<Companions>, places: Vec<usize>, rank: usize) -> Option<Company> {
+impl GroupPeers {
+    /// `None` if `places` cannot belong to the ranks of a group in which this process is `rank`.
+    pub fn new(known_peers: &Arc<KnownPeers>, places: Vec<usize>, rank: usize) -> Option<GroupPeers> {
         let each = places.iter().enumerate();
-        let fit = each.clone().all(|(at, place)| *place < companions.processes.len() && !places[..at].contains(place));
-        (fit && places.get(rank) == Some(&companions.place))
-            .then(|| Company { companions: Arc::clone(companions), places })
+        let fit = each.clone().all(|(at, place)| *place < known_peers.processes.len() && !places[..at].contains(place));
+        (fit && places.get(rank) == Some(&known_peers.place))
+            .then(|| GroupPeers { known_peers: Arc::clone(known_peers), places })
     }
 
-    /// All of them, as they have just met.
-    pub fn of_all(companions: Arc<Companions>) -> Company {
-        let places = (0..companions.processes.len()).collect();
-        Company { companions, places }
+    /// All processes that have just met.
+    pub fn of_all(known_peers: Arc<KnownPeers>) -> GroupPeers {
+        let places = (0..known_peers.processes.len()).collect();
+        GroupPeers { known_peers, places }
     }
 
     pub fn id(&self) -> Nonce {
-        self.companions.id
+        self.known_peers.id
     }
 
     pub fn places(&self) -> &[usize] {
@@ -151,10 +151,10 @@ impl Company {
     }
 
     pub fn peer(&self, rank: usize) -> &Process {
-        &self.companions.processes[self.places[rank]]
+        &self.known_peers.processes[self.places[rank]]
     }
 
-    /// True where nothing speaks against `rank` being the process `pid`; 0 is one that cannot be seen from here.
+    /// True unless `rank` is known to be another process than `pid`; 0 is a pid that cannot be seen from here.
     pub fn may_be(&self, rank: usize, pid: i32) -> bool {
         let known = self.peer(rank).pid;
         known == pid || known == 0 || pid == 0
@@ -162,27 +162,28 @@ impl Company {
 
     /// True when none of these ranks is known to have ended.
     pub fn lives(&self) -> bool {
-        !self.companions.news().ended.iter().any(|(place, _)| self.places.contains(place))
+        !self.known_peers.news().ended.iter().any(|(place, _)| self.places.contains(place))
     }
 
-    /// Calls `told(rank, reason)` at most once a rank: on the watch's thread when its process ends, or here for those
-    /// that have ended already. It may still run when the guard is being dropped, so it must own nothing that minds.
+    /// Calls `told(rank, reason)` at most once per rank: on the watch's thread when its process ends, or here for
+    /// processes that have ended already. It may still run while the guard is being dropped, so it must own nothing
+    /// that this could break.
     pub fn follow(&self, told: impl Fn(usize, &'static str) + Send + Sync + 'static) -> Following {
         let follower = Arc::new(Follower { places: self.places.clone(), told: Box::new(told) });
-        let mut news = self.companions.news();
+        let mut news = self.known_peers.news();
         let number = news.next;
         news.next += 1;
         news.followers.push((number, Arc::clone(&follower)));
         let before = news.ended.clone();
         drop(news);
         before.into_iter().for_each(|end| follower.tell(end));
-        Following { companions: Arc::clone(&self.companions), number, generation: watch::generation() }
+        Following { known_peers: Arc::clone(&self.known_peers), number, generation: watch::generation() }
     }
 }
 
-/// Keeps companions, and a wish to be told of their ends. Never drop it with a lock held that the callback takes.
+/// Keeps known peers, and a wish to be told of their ends. Never drop it with a lock held that the callback takes.
 pub struct Following {
-    companions: Arc<Companions>,
+    known_peers: Arc<KnownPeers>,
     number: u64,
     generation: u32,
 }
@@ -192,7 +193,7 @@ impl Drop for Following {
         if watch::generation() != self.generation {
             return; // a forked child: the lock may have been held by a thread that it does not have
         }
-        let mut news = self.companions.news();
+        let mut news = self.known_peers.news();
         let at = news.followers.iter().position(|(number, _)| *number == self.number);
         let gone = at.map(|at| news.followers.swap_remove(at));
         drop(news);

@@ -1,33 +1,33 @@
-//! Rank 0 hands out the memory: whoever comes to the socket and is named by the verdict gets the descriptors, signs the
-//! memory, and goes on when all have signed.
+//! Rank 0 hands out the memory: each rank that connects and is named by the decision gets the descriptors and signs the
+//! memory; when all have signed, rank 0 says "go".
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Instant;
 
-use super::coordinator::{Lead, Plan, Step};
+use super::coordinator::{Coordinator, Plan, Step};
 use super::messages::{Answer, Hello, Mode, Nonce, Offer, Record};
-use super::peers::{Company, Process};
+use super::peers::{GroupPeers, Process};
 use super::{Met, acquaint, has_signed, make_ready, sign, unix_socket};
 use crate::engine::shm::memory::segment::random;
 use crate::error::Result;
 use crate::os::topology;
 
-/// Up to here the processes' descriptors are passed around; that is the square of the ranks in descriptors.
+/// Largest number of ranks for which process descriptors are passed around; their number is the square of the ranks.
 const MAX_PASSED: usize = 128;
 
-/// A rank that came to the socket.
-struct Guest {
+/// A rank that has connected.
+struct Participant {
     socket: OwnedFd,
     pid: i32,
     pidfd: Option<OwnedFd>,
-    /// Messages of the offer that went out; `usize::MAX` when all did.
+    /// Messages of the offer that were sent; `usize::MAX` when all were.
     parts_sent: usize,
     mapped: bool,
 }
 
-impl Lead<'_, '_> {
-    /// Publishes the socket and serves those who come, until all have signed the memory.
+impl Coordinator<'_, '_> {
+    /// Publishes the socket and serves the ranks that connect, until all have signed the memory.
     pub(super) fn share(&mut self, id: Nonce, plan: Plan) -> Result<Step> {
         let name: Vec<u8> = format!("sagellm-{:032x}", u128::from_le_bytes(random()?)).into_bytes();
         let listener = match unix_socket::listen(&name, self.size()) {
@@ -35,53 +35,57 @@ impl Lead<'_, '_> {
             Err(error) => return Ok(Step::Impossible(format!("rank 0 cannot open a unix socket ({error})"))),
         };
         sign(&plan.segment, 0, &self.nonce(0), &id);
-        let mut guests: Vec<Option<Guest>> = (0..self.size()).map(|_| None).collect();
+        let mut participants: Vec<Option<Participant>> = (0..self.size()).map(|_| None).collect();
         let mut strangers: Vec<OwnedFd> = Vec::new();
         let mut came = vec![false; self.size()];
         let mut ready = false;
-        let mut verdict = self.verdict(id, Mode::Share, "", &name);
-        if let Some(company) = &plan.company {
-            verdict.known = (company.id(), company.places().iter().map(|place| *place as u32).collect());
+        let mut decision = self.decision(id, Mode::Share, "", &name);
+        if let Some(group_peers) = &plan.group_peers {
+            decision.known = (group_peers.id(), group_peers.places().iter().map(|place| *place as u32).collect());
         }
-        let mut stored = !self.post(&verdict);
+        let mut stored = !self.post(&decision);
         if stored {
-            self.store(&verdict)?;
+            self.store(&decision)?;
         }
-        // Ranks that come together are here long before this is over.
+        // Ranks that start together have connected long before this interval is over.
         self.looked = Instant::now();
         loop {
-            if let Err(reason) = self.welcome((id, plan.company.as_ref()), &listener, &mut strangers, &mut guests) {
-                return Ok(Step::Impossible(reason));
-            }
-            // Ranks that meet for the first time are told of all others' processes, companions of nothing but the memory.
-            let all_came = guests[1..].iter().all(Option::is_some);
-            if (all_came || plan.company.is_some())
-                && let Err(reason) = self.offer(id, &plan, &mut guests)
+            if let Err(reason) =
+                self.welcome((id, plan.group_peers.as_ref()), &listener, &mut strangers, &mut participants)
             {
                 return Ok(Step::Impossible(reason));
             }
-            // While the others do the same.
+            // Ranks that meet for the first time get the descriptors of all others' processes, known peers only the
+            // memory.
+            let all_came = participants[1..].iter().all(Option::is_some);
+            if (all_came || plan.group_peers.is_some())
+                && let Err(reason) = self.offer(id, &plan, &mut participants)
+            {
+                return Ok(Step::Impossible(reason));
+            }
+            // At the same time as the others.
             if all_came && !ready {
                 if let Err(error) = make_ready(&plan.segment, self.size(), 0) {
                     return Ok(Step::Impossible(error.text().trim_start_matches("sagellm: ").to_string()));
                 }
                 ready = true;
             }
-            if let Err(reason) = hear(id, &mut guests) {
+            if let Err(reason) = hear(id, &mut participants) {
                 return Ok(Step::Impossible(reason));
             }
-            for (came, guest) in came.iter_mut().zip(&guests) {
-                *came |= guest.is_some();
+            for (came, participant) in came.iter_mut().zip(&participants) {
+                *came |= participant.is_some();
             }
-            let unfinished: Vec<usize> =
-                (1..self.size()).filter(|rank| guests[*rank].as_ref().is_none_or(|guest| !guest.mapped)).collect();
+            let unfinished: Vec<usize> = (1..self.size())
+                .filter(|rank| participants[*rank].as_ref().is_none_or(|participant| !participant.mapped))
+                .collect();
             if unfinished.is_empty() {
-                return self.conclude(id, plan, guests);
+                return self.conclude(id, plan, participants);
             }
             if self.due() {
-                // A message to a mailbox was lost, or its owner was replaced, or is slow.
+                // A message to a mailbox was lost, or its owner was replaced or is slow.
                 if !std::mem::replace(&mut stored, true) {
-                    self.store(&verdict)?;
+                    self.store(&decision)?;
                 }
                 for rank in &unfinished {
                     if self.look(*rank)? {
@@ -91,30 +95,34 @@ impl Lead<'_, '_> {
                         return Ok(Step::Impossible(reason));
                     }
                 }
-                // Two questions a rank: with many of them, most of the time is for those who come.
+                // Two store requests per rank: with many ranks, most of the time must remain for those that connect.
                 self.looked = Instant::now();
             }
-            let open = guests.iter().flatten().filter(|guest| !guest.mapped).map(|guest| &guest.socket);
+            let open = participants
+                .iter()
+                .flatten()
+                .filter(|participant| !participant.mapped)
+                .map(|participant| &participant.socket);
             let sockets = strangers.iter().chain(open).chain([&listener]);
-            let (missing, waits) = behind(&guests, &came);
+            let (missing, waits) = behind(&participants, &came);
             self.pause(&missing, waits, sockets)?;
         }
     }
 
-    /// Takes connections and finds out who they are. Anyone on this host may connect, so only a rank that shows the
-    /// nonce that the verdict names is let in. The error is a reason not to share.
+    /// Accepts connections and identifies them. Any process on this host may connect, so only a rank that shows the
+    /// nonce named by the decision is accepted. The error is a reason not to share.
     fn welcome(
         &mut self,
-        (id, company): (Nonce, Option<&Company>),
+        (id, group_peers): (Nonce, Option<&GroupPeers>),
         listener: &OwnedFd,
         strangers: &mut Vec<OwnedFd>,
-        guests: &mut [Option<Guest>],
+        participants: &mut [Option<Participant>],
     ) -> std::result::Result<(), String> {
         while let Some(socket) =
             unix_socket::accept(listener).map_err(|error| format!("rank 0 cannot accept connections ({error})"))?
         {
-            // Those who connect and stay silent must not use up our descriptors.
-            if strangers.len() > 2 * guests.len() + 64 {
+            // Connections that stay silent must not use up our descriptors.
+            if strangers.len() > 2 * participants.len() + 64 {
                 strangers.remove(0);
             }
             strangers.push(socket);
@@ -131,69 +139,83 @@ impl Lead<'_, '_> {
             };
             let Some(hello) = Hello::read(&message).filter(|hello| hello.id == id) else { continue };
             let rank = hello.rank as usize;
-            if rank == 0 || rank >= guests.len() || self.nonce(rank) != hello.nonce {
+            if rank == 0 || rank >= participants.len() || self.nonce(rank) != hello.nonce {
                 continue;
             }
-            self.talk.patience.refresh();
-            guests[rank] = Some(self.guest(rank, socket, company)?);
+            self.session.backoff.refresh();
+            participants[rank] = Some(self.participant(rank, socket, group_peers)?);
         }
         *strangers = waiting;
         Ok(())
     }
 
-    fn guest(&self, rank: usize, socket: OwnedFd, company: Option<&Company>) -> std::result::Result<Guest, String> {
+    fn participant(
+        &self,
+        rank: usize,
+        socket: OwnedFd,
+        group_peers: Option<&GroupPeers>,
+    ) -> std::result::Result<Participant, String> {
         let (uid, pid) = unix_socket::peer(&socket)
             .map_err(|error| format!("rank {rank}'s connection does not say who it is ({error})"))?;
-        let own = self.talk.identity().uid;
+        let own = self.session.identity().uid;
         if uid != own {
             return Err(format!("rank {rank} runs as uid {uid}, rank 0 as uid {own} (seen from rank 0)"));
         }
-        if let Some(company) = company.filter(|company| !company.may_be(rank, pid)) {
-            let before = company.peer(rank).pid;
+        if let Some(group_peers) = group_peers.filter(|group_peers| !group_peers.may_be(rank, pid)) {
+            let before = group_peers.peer(rank).pid;
             return Err(format!("rank {rank} is process {pid}, and was process {before} in an earlier group"));
         }
         let pidfd = match topology::peer_pidfd(&socket) {
-            _ if company.is_some() => None,
+            _ if group_peers.is_some() => None,
             Ok(pidfd) => Some(pidfd),
             Err(_) if pid > 0 => unix_socket::pidfd_open(pid).ok(),
             Err(_) => None,
         };
-        Ok(Guest { socket, pid, pidfd, parts_sent: 0, mapped: false })
+        Ok(Participant { socket, pid, pidfd, parts_sent: 0, mapped: false })
     }
 
-    /// Sends everyone the memory and the others' processes, as far as the sockets take it now.
-    fn offer(&mut self, id: Nonce, plan: &Plan, guests: &mut [Option<Guest>]) -> std::result::Result<(), String> {
-        if guests.iter().flatten().all(|guest| guest.parts_sent == usize::MAX) {
+    /// Sends the memory and the others' processes to every rank, as far as the sockets accept data now.
+    fn offer(
+        &mut self,
+        id: Nonce,
+        plan: &Plan,
+        participants: &mut [Option<Participant>],
+    ) -> std::result::Result<(), String> {
+        if participants.iter().flatten().all(|participant| participant.parts_sent == usize::MAX) {
             return Ok(());
         }
-        // Companions know all that already.
-        let passed = plan.company.is_none() && guests.len() <= MAX_PASSED;
+        // Known peers have the process descriptors already.
+        let passed = plan.group_peers.is_none() && participants.len() <= MAX_PASSED;
         let own_process = passed.then(|| unix_socket::pidfd_open(std::process::id() as i32).ok()).flatten();
-        let hosts = self.records.iter().filter(|_| plan.company.is_none()).map(hostname);
-        let ranks: Vec<(i32, String)> = guests
+        let hosts = self.records.iter().filter(|_| plan.group_peers.is_none()).map(hostname);
+        let ranks: Vec<(i32, String)> = participants
             .iter()
             .zip(hosts)
-            .map(|(guest, host)| (guest.as_ref().map_or(std::process::id() as i32, |guest| guest.pid), host))
+            .map(|(participant, host)| {
+                (participant.as_ref().map_or(std::process::id() as i32, |participant| participant.pid), host)
+            })
             .collect();
-        for rank in 1..guests.len() {
-            if guests[rank].as_ref().is_none_or(|guest| guest.parts_sent == usize::MAX) {
+        for rank in 1..participants.len() {
+            if participants[rank].as_ref().is_none_or(|participant| participant.parts_sent == usize::MAX) {
                 continue;
             }
-            let processes: Vec<(u32, BorrowedFd)> = (0..guests.len())
+            let processes: Vec<(u32, BorrowedFd)> = (0..participants.len())
                 .filter(|other| passed && *other != rank)
                 .filter_map(|other| {
-                    let pidfd = guests[other].as_ref().map_or(own_process.as_ref(), |guest| guest.pidfd.as_ref());
+                    let pidfd = participants[other]
+                        .as_ref()
+                        .map_or(own_process.as_ref(), |participant| participant.pidfd.as_ref());
                     Some((other as u32, pidfd?.as_fd()))
                 })
                 .collect();
-            let messages = offers(id, plan, &ranks, self.talk.identity().pidns, &processes);
-            let Some(guest) = &guests[rank] else { continue };
-            let mut sent = guest.parts_sent;
+            let messages = offers(id, plan, &ranks, self.session.identity().pidns, &processes);
+            let Some(participant) = &participants[rank] else { continue };
+            let mut sent = participant.parts_sent;
             while let Some((message, descriptors)) = messages.get(sent) {
-                match unix_socket::send(&guest.socket, message, descriptors) {
+                match unix_socket::send(&participant.socket, message, descriptors) {
                     Ok(()) => sent += 1,
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
-                    // Its connection is closed: `hear` finds that out.
+                    // Its connection is closed: `hear` notices that.
                     Err(error)
                         if matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset) =>
                     {
@@ -205,15 +227,15 @@ impl Lead<'_, '_> {
                 }
             }
             let complete = sent == messages.len();
-            if let Some(guest) = &mut guests[rank] {
-                guest.parts_sent = if complete { usize::MAX } else { sent };
+            if let Some(participant) = &mut participants[rank] {
+                participant.parts_sent = if complete { usize::MAX } else { sent };
             }
         }
         Ok(())
     }
 
-    /// All have signed: looks at the signatures and says "go".
-    fn conclude(&self, id: Nonce, plan: Plan, guests: Vec<Option<Guest>>) -> Result<Step> {
+    /// All have signed: checks the signatures and says "go".
+    fn conclude(&self, id: Nonce, plan: Plan, participants: Vec<Option<Participant>>) -> Result<Step> {
         for rank in 1..self.size() {
             if !has_signed(&plan.segment, rank, &self.nonce(rank), &id) {
                 return Ok(Step::Impossible(format!("rank {rank} does not see the same memory as rank 0")));
@@ -222,24 +244,24 @@ impl Lead<'_, '_> {
         let go = Answer { id, reason: String::new() }.write();
         let mut peers = Vec::new();
         let mut sockets = Vec::new();
-        for (rank, (guest, record)) in guests.into_iter().zip(&self.records).enumerate() {
+        for (rank, (participant, record)) in participants.into_iter().zip(&self.records).enumerate() {
             let host = hostname(record);
-            let Some(guest) = guest else {
+            let Some(participant) = participant else {
                 peers.push((Process { pid: std::process::id() as i32, host }, None));
                 continue;
             };
-            // If this fails, the rank has just ended, and the watch over its socket and process will say so.
-            let _ = unix_socket::send(&guest.socket, &go, &[]);
-            peers.push((Process { pid: guest.pid, host }, guest.pidfd));
-            sockets.push((rank, guest.socket));
+            // If this fails, the rank has just ended, and the watch on its socket and process will report it.
+            let _ = unix_socket::send(&participant.socket, &go, &[]);
+            peers.push((Process { pid: participant.pid, host }, participant.pidfd));
+            sockets.push((rank, participant.socket));
         }
-        let company = match plan.company {
-            Some(company) => company,
+        let group_peers = match plan.group_peers {
+            Some(group_peers) => group_peers,
             None => acquaint(id, 0, peers, sockets)?,
         };
-        let policy = self.talk.config.policy.clone();
+        let policy = self.session.config.policy.clone();
         let Plan { segment, local_cores, .. } = plan;
-        Ok(Step::Met(Box::new(Met { segment, company, local_cores, policy, id })))
+        Ok(Step::Met(Box::new(Met { segment, group_peers, local_cores, policy, id })))
     }
 }
 
@@ -250,34 +272,34 @@ fn hostname(record: &Option<Record>) -> String {
         .map_or_else(String::new, |body| body.identity.hostname.clone())
 }
 
-/// The ranks that all others wait for, and what for. Those who came and wait for the rest are not among them, nor those
-/// whose patience ended a moment before ours.
-fn behind(guests: &[Option<Guest>], came: &[bool]) -> (Vec<usize>, &'static str) {
-    let others = 1..guests.len();
+/// The ranks that all others wait for, and what for. Left out: ranks that came and wait for the rest, and ranks whose
+/// own deadline passed a moment before ours.
+fn behind(participants: &[Option<Participant>], came: &[bool]) -> (Vec<usize>, &'static str) {
+    let others = 1..participants.len();
     let absent: Vec<usize> = others.clone().filter(|rank| !came[*rank]).collect();
     if !absent.is_empty() {
         return (absent, "rank 0 waits for the connection to its socket");
     }
-    let left: Vec<usize> = others.clone().filter(|rank| guests[*rank].is_none()).collect();
+    let left: Vec<usize> = others.clone().filter(|rank| participants[*rank].is_none()).collect();
     if !left.is_empty() {
         return (left, "the connection to rank 0's socket was closed again");
     }
-    let unmapped = others.filter(|rank| guests[*rank].as_ref().is_some_and(|guest| !guest.mapped));
+    let unmapped = others.filter(|rank| participants[*rank].as_ref().is_some_and(|participant| !participant.mapped));
     (unmapped.collect(), "rank 0 waits for the word that the shared memory is mapped")
 }
 
-/// What the guests say: "mapped", or why they cannot. A closed connection makes a rank missing again.
-fn hear(id: Nonce, guests: &mut [Option<Guest>]) -> std::result::Result<(), String> {
-    for place in guests.iter_mut() {
-        let Some(guest) = place.as_mut().filter(|guest| !guest.mapped) else { continue };
-        match unix_socket::receive(&guest.socket) {
+/// Reads the participants' answers: "mapped", or why they cannot. A closed connection makes a rank missing again.
+fn hear(id: Nonce, participants: &mut [Option<Participant>]) -> std::result::Result<(), String> {
+    for place in participants.iter_mut() {
+        let Some(participant) = place.as_mut().filter(|participant| !participant.mapped) else { continue };
+        match unix_socket::receive(&participant.socket) {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
             Ok((message, _)) if !message.is_empty() => {
                 if let Some(answer) = Answer::read(&message).filter(|answer| answer.id == id) {
                     if !answer.reason.is_empty() {
                         return Err(answer.reason);
                     }
-                    guest.mapped = true;
+                    participant.mapped = true;
                 }
             }
             _ => *place = None,
@@ -324,7 +346,7 @@ mod tests {
     #[test]
     fn a_long_offer_is_split_and_loses_nothing() {
         let (segment, memory) = Segment::create(4096).unwrap();
-        let plan = Plan { segment, memory, local_cores: 3, company: None };
+        let plan = Plan { segment, memory, local_cores: 3, group_peers: None };
         let processes: Vec<(u32, BorrowedFd)> = (0..600).map(|rank| (rank, plan.memory.as_fd())).collect();
         let messages = offers([7; 16], &plan, &[(5, "host".into())], 9, &processes);
         let mut ranks = Vec::new();

@@ -1,5 +1,5 @@
-//! Unix sockets that keep message boundaries and carry descriptors. They are bound to random names in the abstract
-//! namespace: nothing in the file system, nothing to guess, gone with the process.
+//! Unix sockets that keep message boundaries and pass descriptors. They are bound to random names in the abstract
+//! namespace: no file, no guessable name, and they vanish with the process.
 
 #![allow(unsafe_code)] // system calls that pass descriptors
 
@@ -84,7 +84,7 @@ pub fn connect(name: &[u8]) -> io::Result<OwnedFd> {
     connected(libc::SOCK_SEQPACKET, name)
 }
 
-/// A socket that takes messages from anyone on this host who knows its name, without a connection.
+/// A socket that takes messages without a connection from any process of this host that knows its name.
 pub fn mailbox(name: &[u8]) -> io::Result<OwnedFd> {
     bound(libc::SOCK_DGRAM, name)
 }
@@ -134,11 +134,11 @@ pub fn pidfd_open(pid: i32) -> io::Result<OwnedFd> {
     descriptor(unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) } as i32)
 }
 
-/// Room for the control message with the most descriptors that one message may carry, aligned for its header.
+/// Memory for the control message with the most descriptors that one message may carry, aligned for its header.
 #[repr(align(8))]
 struct Control([u8; 64 + MAX_DESCRIPTORS * 4]);
 
-/// Sends one message. `WouldBlock` when the peer has not read enough yet, also when too many descriptors are under way.
+/// Sends one message. `WouldBlock` when the peer has not read enough yet, or too many descriptors are in flight.
 pub fn send(socket: &OwnedFd, message: &[u8], descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
     assert!(descriptors.len() <= MAX_DESCRIPTORS, "{} descriptors in one message", descriptors.len());
     let mut piece = libc::iovec { iov_base: message.as_ptr().cast_mut().cast(), iov_len: message.len() };
@@ -171,7 +171,7 @@ pub fn send(socket: &OwnedFd, message: &[u8], descriptors: &[BorrowedFd<'_>]) ->
     }
 }
 
-/// The length of the next message, which stays where it is.
+/// The length of the next message, which is not consumed.
 fn next_length(socket: &OwnedFd) -> io::Result<usize> {
     let flags = libc::MSG_PEEK | libc::MSG_TRUNC;
     // SAFETY: no byte is written to a buffer of length 0.
@@ -219,7 +219,7 @@ pub fn receive(socket: &OwnedFd) -> io::Result<Message> {
     Ok((message, descriptors))
 }
 
-/// Waits until one of the descriptors can be read, or was closed by its peer, or the time is over. A signal ends the
+/// Waits until one of the descriptors is readable or was closed by its peer, or the time is over. A signal ends the
 /// wait early.
 pub fn wait_readable<'a>(sockets: impl Iterator<Item = &'a OwnedFd>, time: Duration) {
     let mut polled: Vec<libc::pollfd> =

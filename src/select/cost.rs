@@ -1,20 +1,21 @@
-//! What a schedule costs: the time of its steps under an alpha-beta-gamma model, from its own messages and parts.
-//! A pure function, the same on every rank; the choice uses it where nothing was measured, `sagellm simulate` prints it.
+//! The cost of a schedule: the time of its steps under an alpha-beta-gamma model, from its messages and parts. Pure,
+//! the same on every rank; the choice uses it where nothing was measured, and `sagellm simulate` prints it.
 //!
-//! A step takes as long as its slowest rank: `alpha + (messages - 1) * overhead + bytes * beta` over the network and inside
-//! the host, whichever is longer, plus `gamma` for every byte it combines. Ranks of one host share its network link, so
-//! their bytes are added up; inside a host every rank has its own way. Ranks are numbered host by host. Links carry both
-//! directions at once. The model lets all ranks begin a step together: real ranks drift, so a pipeline may be a little
-//! faster than predicted, and a machine with fewer cores than ranks is slower.
+//! A step takes as long as its slowest rank: `alpha + (messages - 1) * overhead + bytes * beta` over the network or
+//! inside the host, whichever is longer, plus `gamma` for every byte it combines. Ranks of one host share its network
+//! link, so their bytes add up; inside a host every rank has its own link. Ranks are numbered host by host. Links carry
+//! both directions at once. In the model all ranks begin a step together: real ranks drift, so a pipeline may be a
+//! little faster than predicted; a machine with fewer cores than ranks is slower.
 //!
-//! What all_reduce costs in two levels: ranks of a host bring their numbers together, leaders exchange them with the
-//! leaders of other hosts, and the host gets the result; in segments, so that these three overlap. Pure, for `sagellm
-//! simulate`.
+//! It also computes hierarchical all_reduces: the ranks of a host reduce to leaders, the leaders exchange with those of
+//! other hosts, and the result is spread inside the host, in segments, so that these three phases overlap. Pure, for
+//! `sagellm simulate`.
 //!
-//! Inside a host the prices are those of direct exchange, which is how shared memory works: every rank reads the others.
-//! With one leader a host: reduce, exchange all, broadcast. With every rank a leader: reduce_scatter, each exchanges its
-//! share, all_gather; their bytes share the host's link. Segments pass through the three like through a pipeline: the
-//! slowest of the three decides, and the others are seen once. Hosts count as equal: the fullest stands for all.
+//! Inside a host the cost is that of direct exchange, which is how shared memory works: every rank reads the others.
+//! With one leader per host: reduce, all_reduce between leaders, broadcast. With every rank a leader: reduce_scatter,
+//! each exchanges its share, all_gather; their bytes share the host's link. Segments pass through the three phases as a
+//! pipeline: the slowest phase counts for every segment, the others once. Hosts count as equal: the largest stands for
+//! all.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -22,12 +23,12 @@ use std::ops::Range;
 use crate::algorithms::{Algorithm, How, Schedule, count};
 use crate::types::Kind;
 
-/// One way for messages.
+/// A link between two ranks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Link {
-    /// Seconds until a message of no length has arrived.
+    /// Seconds until an empty message has arrived.
     pub alpha: f64,
-    /// Seconds that every further message of the same step adds: what sender or receiver must do for it.
+    /// Seconds for every further message of the same step: the work of sender or receiver for it.
     pub overhead: f64,
     /// Seconds per byte.
     pub beta: f64,
@@ -39,13 +40,13 @@ pub struct Model {
     pub host: Link,
     /// Between hosts; `beta` is the link that all ranks of a host share.
     pub network: Link,
-    /// Seconds per byte that is combined with another.
+    /// Seconds per byte that is combined.
     pub gamma: f64,
     /// The last host may have fewer.
     pub ranks_per_host: usize,
 }
 
-/// What one rank does in one step; `network_parts` is its whole host's.
+/// The load of one rank in one step; `network_parts` is that of its whole host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 struct Load {
     host_messages: usize,
@@ -55,16 +56,16 @@ struct Load {
     combined_parts: usize,
 }
 
-/// A schedule with what its steps cost, for any size and any links.
+/// A schedule with the loads of its steps, for any size and any links.
 pub struct Priced {
     pub schedule: Schedule,
-    /// Steps by what their busiest ranks do; their order does not matter for a sum.
+    /// Number of steps by the loads of their busiest ranks; the order of steps does not matter for a sum.
     steps: BTreeMap<Vec<Load>, usize>,
 }
 
-/// Up to here every rank of every step is looked at.
+/// Up to this number of ranks, all ranks of every step are examined.
 const ALL_RANKS: usize = 64;
-/// Segments that pipelined algorithms are offered with.
+/// Numbers of segments that are tried for pipelined algorithms.
 const SEGMENTS: [usize; 6] = [1, 4, 16, 64, 256, 1024];
 
 impl Priced {
@@ -89,8 +90,8 @@ impl Priced {
         Priced { schedule, steps }
     }
 
-    /// Predicted seconds. `bytes` is the vector of all_reduce, broadcast and reduce; all blocks together of all_gather,
-    /// reduce_scatter, gather and scatter; all that one rank has of all_to_all.
+    /// Predicted seconds. `bytes`: the vector of all_reduce, broadcast and reduce; all blocks together of all_gather,
+    /// reduce_scatter, gather and scatter; the data of one rank of all_to_all.
     pub fn seconds(&self, bytes: f64, model: &Model) -> f64 {
         let parts = if self.schedule.kind == Kind::AllToAll { self.schedule.ranks } else { self.schedule.parts() };
         let part = if parts == 0 { 0.0 } else { bytes / parts as f64 };
@@ -109,7 +110,7 @@ impl Priced {
     }
 }
 
-/// Every schedule that serves `kind`, pipelined ones once per number of segments. `only` leaves out the others.
+/// Every schedule that serves `kind`, pipelined ones once per number of segments. Limited to `only`.
 pub fn candidates(kind: Kind, ranks: usize, root: usize, ranks_per_host: usize, only: &[Algorithm]) -> Vec<Priced> {
     only.iter()
         .flat_map(|algorithm| {
@@ -120,12 +121,12 @@ pub fn candidates(kind: Kind, ranks: usize, root: usize, ranks_per_host: usize, 
         .collect()
 }
 
-/// The fastest for this size; of equals the first. None where there is no candidate.
+/// The fastest for this size, the first of equals. None where there is no candidate.
 pub fn fastest<'a>(candidates: &'a [Priced], bytes: f64, model: &Model) -> Option<(&'a Priced, f64)> {
     candidates.iter().map(|priced| (priced, priced.seconds(bytes, model))).min_by(|a, b| a.1.total_cmp(&b.1))
 }
 
-/// What each rank of a host does in step `k`.
+/// The loads of the ranks of a host in step `k`.
 fn host_loads(s: &Schedule, host: usize, ranks_per_host: usize, k: usize) -> Vec<Load> {
     let ranks = host * ranks_per_host..((host + 1) * ranks_per_host).min(s.ranks);
     let (mut network_out, mut network_in) = (0, 0);
@@ -151,7 +152,7 @@ fn host_loads(s: &Schedule, host: usize, ranks_per_host: usize, k: usize) -> Vec
     loads
 }
 
-/// Messages and parts inside the host, then those to other hosts.
+/// Counts messages and parts inside the host, then those to other hosts.
 fn sorted<'a>(transfers: impl Iterator<Item = (bool, &'a Vec<Range<usize>>)>) -> (usize, usize, usize, usize) {
     transfers.fold(
         (0, 0, 0, 0),
@@ -161,7 +162,7 @@ fn sorted<'a>(transfers: impl Iterator<Item = (bool, &'a Vec<Range<usize>>)>) ->
     )
 }
 
-/// Leaves out loads that are in nothing greater than another: they can never decide.
+/// Drops loads that exceed another load in nothing: they can never be the slowest.
 fn only_greatest(loads: &[Load]) -> Vec<Load> {
     let within = |a: &Load, b: &Load| {
         a.host_messages <= b.host_messages
@@ -173,24 +174,24 @@ fn only_greatest(loads: &[Load]) -> Vec<Load> {
     loads.iter().filter(|a| !loads.iter().any(|b| *a != b && within(a, b))).copied().collect()
 }
 
-/// What leaders may use among each other.
+/// The algorithms that leaders may use among each other.
 const BETWEEN: [Algorithm; 6] =
     [Algorithm::Doubling, Algorithm::Halving, Algorithm::Ring, Algorithm::Torus, Algorithm::Direct, Algorithm::TwoStep];
 const PARTS: [usize; 5] = [1, 2, 4, 16, 64];
 
-/// One way to do it.
+/// One way to run a hierarchical all_reduce.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Way {
-    /// Between the leaders.
+pub struct HierarchicalPlan {
+    /// The algorithm between the leaders.
     pub algorithm: Algorithm,
-    /// Of each host.
+    /// Leaders per host.
     pub leaders: usize,
-    /// That the vector is cut into.
+    /// Segments into which the vector is cut.
     pub segments: usize,
 }
 
-/// Prices of every way, for any size and any links.
-pub struct Levels {
+/// The costs of every plan, for any size and any links.
+pub struct HierarchicalCosts {
     per_host: usize,
     reduce: Priced,
     broadcast: Priced,
@@ -199,16 +200,16 @@ pub struct Levels {
     between: Vec<Priced>,
 }
 
-impl Levels {
+impl HierarchicalCosts {
     /// None where there are no ranks.
-    pub fn new(ranks: usize, ranks_per_host: usize) -> Option<Levels> {
+    pub fn new(ranks: usize, ranks_per_host: usize) -> Option<HierarchicalCosts> {
         let per_host = ranks_per_host.clamp(1, ranks.max(1));
         let hosts = ranks.div_ceil(per_host);
         let priced = |algorithm, kind, ranks, per_host| {
             Some(Priced::new(Schedule::new(algorithm, kind, ranks, 0, 1)?, per_host))
         };
         let inside = |kind| priced(Algorithm::Direct, kind, per_host, per_host);
-        Some(Levels {
+        Some(HierarchicalCosts {
             per_host,
             reduce: inside(Kind::Reduce)?,
             broadcast: inside(Kind::Broadcast)?,
@@ -221,15 +222,15 @@ impl Levels {
         })
     }
 
-    /// The fastest way for this size, and its predicted seconds.
-    pub fn fastest(&self, bytes: f64, model: &Model) -> (Way, f64) {
+    /// The fastest plan for this size, and its predicted seconds.
+    pub fn fastest(&self, bytes: f64, model: &Model) -> (HierarchicalPlan, f64) {
         let leaders = if self.per_host > 1 { vec![1, self.per_host] } else { vec![1] };
-        let mut best: Option<(Way, f64)> = None;
+        let mut best: Option<(HierarchicalPlan, f64)> = None;
         for between in &self.between {
             for leaders in &leaders {
                 for segments in PARTS {
                     let algorithm = between.schedule.algorithm;
-                    let choice = Way { algorithm, leaders: *leaders, segments };
+                    let choice = HierarchicalPlan { algorithm, leaders: *leaders, segments };
                     let seconds = self.seconds(between, choice, bytes, model);
                     if best.is_none_or(|(_, least)| seconds < least) {
                         best = Some((choice, seconds));
@@ -237,10 +238,10 @@ impl Levels {
                 }
             }
         }
-        best.expect("there is always a way to look at")
+        best.expect("there is always a plan")
     }
 
-    fn seconds(&self, between: &Priced, choice: Way, bytes: f64, model: &Model) -> f64 {
+    fn seconds(&self, between: &Priced, choice: HierarchicalPlan, bytes: f64, model: &Model) -> f64 {
         let bytes = bytes / choice.segments as f64;
         let (first, last) =
             if choice.leaders == 1 { (&self.reduce, &self.broadcast) } else { (&self.scatter, &self.gather) };
@@ -269,7 +270,7 @@ mod tests {
         (a - b).abs() <= 1e-9 * b.abs()
     }
 
-    /// The closed forms of the textbooks, for ranks that all share one kind of link.
+    /// The closed forms of textbooks, for ranks that all share one kind of link.
     #[test]
     fn known_formulas() {
         let flat = Model { host: link(3.0, 0.5), network: link(3.0, 0.5), gamma: 0.25, ranks_per_host: 64 };
@@ -296,14 +297,14 @@ mod tests {
 
     #[test]
     fn ranks_of_a_host_share_its_link() {
-        // Four ranks of each of two hosts exchange everything with the other host at once.
+        // The four ranks of each of two hosts exchange with the other host at once.
         let s = Schedule::new(Algorithm::Doubling, Kind::AllReduce, 8, 0, 1).unwrap();
         let free = Link { alpha: 0.0, overhead: 0.0, beta: 0.0 };
         let model = Model { host: free, network: Link { beta: 1.0, ..free }, gamma: 0.0, ranks_per_host: 4 };
         assert!(near(Priced::new(s, 4).seconds(100.0, &model), 400.0));
     }
 
-    /// Looking at few ranks must find what looking at all finds, or a 100,000-rank price is a guess.
+    /// Examining few ranks must give the same result as examining all, or the cost for 100,000 ranks is a guess.
     #[test]
     fn few_ranks_tell_what_all_tell() {
         let shapes = [(64, 8), (64, 1), (60, 4), (48, 3), (37, 5), (128, 16), (81, 9), (200, 8), (300, 7)];
@@ -328,7 +329,7 @@ mod tests {
         let (small, _) = fastest(&priced, 8.0, &model(8)).unwrap();
         let (large, seconds) = fastest(&priced, 1e9, &model(8)).unwrap();
         assert!(small.schedule.steps() < 40, "{:?}", small.schedule);
-        // No all_reduce beats its bandwidth bound: everything in and out of a host once.
+        // No all_reduce beats its bandwidth bound: all bytes into and out of a host once.
         assert!(seconds > 1e9 * 1e-9, "{:?} in {seconds} s", large.schedule);
     }
 
@@ -343,32 +344,32 @@ mod tests {
 
     #[test]
     fn small_ones_take_one_latency_and_large_ones_fill_the_link() {
-        let (levels, model) = (Levels::new(4, 2).unwrap(), far(2));
-        let (small, seconds) = levels.fastest(8.0, &model);
+        let (costs, model) = (HierarchicalCosts::new(4, 2).unwrap(), far(2));
+        let (small, seconds) = costs.fastest(8.0, &model);
         assert_eq!(small.segments, 1);
         assert!(seconds < 1.1e-3, "one latency, not {seconds} s");
         let bytes = 16.0 * 1024.0 * 1024.0;
-        let (large, seconds) = levels.fastest(bytes, &model);
+        let (large, seconds) = costs.fastest(bytes, &model);
         let bound = bytes * model.network.beta; // of two hosts: all bytes once in each direction
         assert!(seconds > bound && seconds < bound / 0.9, "{large:?}: {seconds} s, bound {bound} s");
     }
 
     #[test]
     fn two_levels_beat_one_where_hosts_are_far_apart() {
-        let (levels, model) = (Levels::new(64, 8).unwrap(), far(8));
+        let (costs, model) = (HierarchicalCosts::new(64, 8).unwrap(), far(8));
         let flat = candidates(Kind::AllReduce, 64, 0, 8, &Algorithm::ALL);
         for bytes in [8.0, 1e4, 1e6, 1e9] {
             let (_, one) = fastest(&flat, bytes, &model).unwrap();
-            let (choice, two) = levels.fastest(bytes, &model);
+            let (choice, two) = costs.fastest(bytes, &model);
             assert!(two <= one * 1.01, "{bytes} bytes: {choice:?} {two} s, flat {one} s");
         }
     }
 
     #[test]
     fn one_host_needs_no_link() {
-        let (levels, model) = (Levels::new(4, 8).unwrap(), far(8));
-        let (_, seconds) = levels.fastest(1e6, &model);
+        let (costs, model) = (HierarchicalCosts::new(4, 8).unwrap(), far(8));
+        let (_, seconds) = costs.fastest(1e6, &model);
         assert!(seconds < model.network.alpha, "{seconds}");
-        assert!(Levels::new(0, 8).is_none());
+        assert!(HierarchicalCosts::new(0, 8).is_none());
     }
 }

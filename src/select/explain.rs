@@ -1,6 +1,5 @@
-//! The whole answer to "how does this operation travel, and why": the choice, what it overruled, and every other way with
-//! its predicted time and what speaks against it. Pure; the same function answers for operations that were and for those
-//! that might be.
+//! Explains which algorithm an operation takes and why: the choice, what it overruled, and every other algorithm with
+//! its predicted time and what speaks against it. Pure; the same for past operations and for hypothetical ones.
 
 use std::fmt::Write as _;
 
@@ -8,58 +7,58 @@ use super::Reason;
 use super::inter;
 use super::inter::{Hosts, Menu};
 use super::intra::{self, Decisive, decisive, out_of_cache, possible, start};
-use super::rules::Way;
+use super::rules::AlgorithmChoice;
 use super::rules::size_text;
 use super::table::Line;
-use super::{Asked, Choice, Class, Path, Policy, Shape};
+use super::{Choice, Class, GroupShape, OpDesc, Path, Policy};
 use crate::algorithms::Algorithm;
 use crate::types::{Dtype, Kind};
 
-/// Chunks that are offered as alternatives; those beyond the stage are left out.
+/// Chunks that are listed as alternatives; those larger than the stage are left out.
 pub const CHUNKS: [usize; 6] = [16 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10, 512 << 10];
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Alternative {
     pub way: String,
-    /// `None` where it cannot be taken at all.
+    /// `None` where it is impossible.
     pub predicted_ns: Option<u64>,
     pub why_not: String,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Explanation {
-    pub asked: Asked,
-    pub shape: Shape,
+    pub desc: OpDesc,
+    pub shape: GroupShape,
     pub choice: Choice,
-    /// What was recorded of a past operation; `None` for one that might be.
+    /// The record of a past operation; `None` for a hypothetical one.
     pub past: Option<Past>,
-    /// Time of the choice by the model; 0 where there is no model of it.
+    /// Predicted time of the choice; 0 where the model cannot predict it.
     pub predicted_ns: u64,
-    /// Time of the choice by the table, where a line of it is about this size.
+    /// Measured time of the choice, where the table has a line for this size.
     pub measured_ns: Option<u64>,
-    /// The rule, the measurement or the start value that had the last word.
+    /// The rule, the measurement or the default that decided.
     pub decided: String,
-    /// What weaker sources would have chosen, strongest first.
+    /// The choices of weaker sources, strongest first.
     pub overruled: Vec<String>,
     pub rejected: Vec<Alternative>,
-    /// Where the table comes from, or why there is none.
+    /// The source of the table, or why there is none.
     pub table: String,
 }
 
-/// What is known of an operation that was called.
+/// The record of an operation that was called.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Past {
     /// Number in its group, or in its pair of ranks.
     pub number: u64,
-    /// The way it went; `None` while it has not set out, and where it failed before.
+    /// The recorded choice; `None` before it has started, and where it failed before that.
     pub choice: Option<Choice>,
-    /// With whom; `None` while it is not known.
+    /// The operations that it was fused with; `None` while that is not known.
     pub batch: Option<Batch>,
-    /// Its tensors were on a device, and copies of them in host memory moved.
+    /// Its tensors were on a device; copies of them in host memory were moved.
     pub host_staged: bool,
 }
 
-/// Those that travelled together.
+/// Operations that were fused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Batch {
     /// Operations, itself included.
@@ -67,18 +66,18 @@ pub struct Batch {
     /// First and last number of them.
     pub first: u64,
     pub last: u64,
-    /// Bytes of a batch between hosts, for which the way was chosen; `None` where each went its own.
+    /// Bytes of a batch between hosts, for which the algorithm was chosen; `None` where each was chosen alone.
     pub bytes: Option<u64>,
 }
 
-pub fn explain(asked: Asked, shape: &Shape, policy: &Policy) -> Explanation {
-    let choice = intra::choose(asked, shape, policy);
+pub fn explain(desc: OpDesc, shape: &GroupShape, policy: &Policy) -> Explanation {
+    let choice = intra::choose(desc, shape, policy);
     let mut explanation = Explanation {
-        asked,
+        desc,
         shape: *shape,
         choice,
         past: None,
-        predicted_ns: way_of(choice.path).map_or(0, |way| predicted(asked, way, shape, policy)),
+        predicted_ns: way_of(choice.path).map_or(0, |way| predicted(desc, way, shape, policy)),
         measured_ns: None,
         decided: format!("{}: {}", choice.reason.basis(), choice.reason.text()),
         overruled: Vec::new(),
@@ -92,25 +91,32 @@ pub fn explain(asked: Asked, shape: &Shape, policy: &Policy) -> Explanation {
     explanation
 }
 
-/// An operation of a group on several hosts, or (`batched`) all of one batch.
-pub fn between(asked: Asked, batched: bool, shape: &Shape, hosts: &Hosts, menu: &Menu, policy: &Policy) -> Explanation {
-    let found = inter::between_hosts(asked, batched, hosts, menu, policy);
+/// An operation of a group on several hosts, or (`batched`) a whole batch.
+pub fn between(
+    desc: OpDesc,
+    batched: bool,
+    shape: &GroupShape,
+    hosts: &Hosts,
+    menu: &Menu,
+    policy: &Policy,
+) -> Explanation {
+    let found = inter::between_hosts(desc, batched, hosts, menu, policy);
     let decided = match found.reason {
         Reason::Override | Reason::Measured => {
-            inter::said_by(asked, batched, hosts, policy).map(|rule| format!(": the rule \"{rule}\""))
+            inter::said_by(desc, batched, hosts, policy).map(|rule| format!(": the rule \"{rule}\""))
         }
         _ => None,
     };
     let decided = decided.unwrap_or_else(|| format!(": {}", found.reason.text()));
-    let others = Algorithm::ALL.into_iter().filter(|other| *other != found.algorithm && other.serves(asked.kind));
+    let others = Algorithm::ALL.into_iter().filter(|other| *other != found.algorithm && other.serves(desc.kind));
     let rejected = others.map(|other| {
-        let time_of = inter::predict(asked, other, hosts, menu);
+        let time_of = inter::predict(desc, other, hosts, menu);
         let against =
             time_of.map(|ns| format!("predicted {} between the hosts, against {}", time(ns), time(found.predicted_ns)));
         let why_not = match (hosts.strict, against) {
             (true, _) => Reason::Strict.text().to_string(),
-            _ if !inter::allowed(other, asked, batched, hosts) => {
-                "in a batch the order of a sum must not depend on where an element lies".to_string()
+            _ if !inter::allowed(other, desc, batched, hosts) => {
+                "in a batch the order of a sum must not depend on the position of an element".to_string()
             }
             _ if found.reason == Reason::OneOrder => Reason::OneOrder.text().to_string(),
             (false, Some(against)) => against,
@@ -119,8 +125,8 @@ pub fn between(asked: Asked, batched: bool, shape: &Shape, hosts: &Hosts, menu: 
         Alternative { way: other.name().to_string(), predicted_ns: time_of, why_not }
     });
     Explanation {
-        asked,
-        shape: Shape { hosts: hosts.hosts, ..*shape },
+        desc,
+        shape: GroupShape { hosts: hosts.hosts, ..*shape },
         choice: found.choice(),
         past: None,
         predicted_ns: found.predicted_ns,
@@ -132,11 +138,12 @@ pub fn between(asked: Asked, batched: bool, shape: &Shape, hosts: &Hosts, menu: 
     }
 }
 
-/// An operation that a delegate serves, because of `why`.
-pub fn delegated(asked: Asked, shape: &Shape, policy: &Policy, why: &str) -> Explanation {
-    let refused = |way: Way| Alternative { way: way.to_string(), predicted_ns: None, why_not: why.to_string() };
+/// An operation that a delegate serves, for the reason `why`.
+pub fn delegated(desc: OpDesc, shape: &GroupShape, policy: &Policy, why: &str) -> Explanation {
+    let refused =
+        |way: AlgorithmChoice| Alternative { way: way.to_string(), predicted_ns: None, why_not: why.to_string() };
     Explanation {
-        asked,
+        desc,
         shape: *shape,
         choice: Choice::DELEGATE,
         past: None,
@@ -144,34 +151,34 @@ pub fn delegated(asked: Asked, shape: &Shape, policy: &Policy, why: &str) -> Exp
         measured_ns: None,
         decided: format!("the group is served by a delegate: {why}"),
         overruled: Vec::new(),
-        rejected: vec![refused(Way::Slots), refused(Way::Rounds { chunk: shape.stage_bytes })],
+        rejected: vec![refused(AlgorithmChoice::Slots), refused(AlgorithmChoice::Rounds { chunk: shape.stage_bytes })],
         table: policy.note.clone(),
     }
 }
 
-fn way_of(path: Path) -> Option<Way> {
+fn way_of(path: Path) -> Option<AlgorithmChoice> {
     match path {
-        Path::Slots => Some(Way::Slots),
-        Path::Rounds { chunk } => Some(Way::Rounds { chunk }),
+        Path::Slots => Some(AlgorithmChoice::Slots),
+        Path::Rounds { chunk } => Some(AlgorithmChoice::Rounds { chunk }),
         _ => None,
     }
 }
 
-fn predicted(asked: Asked, way: Way, shape: &Shape, policy: &Policy) -> u64 {
-    intra::predict(asked.kind, asked.bytes, way, shape, policy.cache_bytes)
+fn predicted(desc: OpDesc, way: AlgorithmChoice, shape: &GroupShape, policy: &Policy) -> u64 {
+    intra::predict(desc.kind, desc.bytes, way, shape, policy.cache_bytes)
 }
 
 impl Explanation {
-    /// Says who had the last word, and whom it overruled.
+    /// Fills in the source that decided, and those that it overruled.
     fn settle(&mut self, policy: &Policy) {
-        let (asked, shape) = (self.asked, self.shape);
-        let by_start = start(asked, &shape, policy.cache_bytes);
-        let line = policy.table.as_ref().and_then(|table| table.find(asked.kind, asked.bytes));
-        let line = line.filter(|line| possible(line.rule.way, asked, &shape).is_some());
-        match decisive(asked, &shape, policy) {
+        let (desc, shape) = (self.desc, self.shape);
+        let by_start = start(desc, &shape, policy.cache_bytes);
+        let line = policy.table.as_ref().and_then(|table| table.find(desc.kind, desc.bytes));
+        let line = line.filter(|line| possible(line.rule.way, desc, &shape).is_some());
+        match decisive(desc, &shape, policy) {
             Decisive::Rule(rule, path) => {
                 self.decided = format!("override: the rule \"{rule}\"");
-                if rule.way != way_of(path).unwrap_or(Way::Start) {
+                if rule.way != way_of(path).unwrap_or(AlgorithmChoice::Start) {
                     let _ =
                         write!(self.decided, ", its chunk cut to the stage of {}", size_text(shape.stage_bytes as u64));
                 }
@@ -190,7 +197,7 @@ impl Explanation {
                 }
             }
             Decisive::Start => {
-                // A rule may have sent it here past the table.
+                // A rule may have overruled the table.
                 self.overruled.extend(line.map(|line| format!("the table's {}, by a rule", measured(line))));
             }
         }
@@ -224,7 +231,7 @@ impl Row {
     }
 }
 
-pub fn table(shape: &Shape, policy: &Policy) -> Table {
+pub fn table(shape: &GroupShape, policy: &Policy) -> Table {
     let rows = Kind::COLLECTIVES.into_iter().flat_map(|kind| {
         let found = ranges(kind, shape, policy).into_iter();
         found.map(move |(from, to, found)| {
@@ -236,8 +243,8 @@ pub fn table(shape: &Shape, policy: &Policy) -> Table {
     Table { note: policy.note.clone(), rules, rows: rows.collect() }
 }
 
-/// The ranges of sizes in which one choice holds, in order, from 0 to the end.
-fn ranges(kind: Kind, shape: &Shape, policy: &Policy) -> Vec<(u64, u64, Explanation)> {
+/// The size ranges in which one choice holds, in order, from 0 up.
+fn ranges(kind: Kind, shape: &GroupShape, policy: &Policy) -> Vec<(u64, u64, Explanation)> {
     let mut begins = vec![0];
     let ends = [shape.slot_bytes as u64, out_of_cache(policy.cache_bytes)];
     begins.extend(ends.map(|end| end.saturating_add(1)));
@@ -250,7 +257,7 @@ fn ranges(kind: Kind, shape: &Shape, policy: &Policy) -> Vec<(u64, u64, Explanat
     let mut found: Vec<(u64, u64, Explanation)> = Vec::new();
     for (at, from) in begins.iter().enumerate() {
         let to = begins.get(at + 1).map_or(u64::MAX, |next| next - 1);
-        let here = explain(Asked { kind, bytes: *from, class: Class::of(kind, Dtype::F32) }.normal(), shape, policy);
+        let here = explain(OpDesc { kind, bytes: *from, class: Class::of(kind, Dtype::F32) }.normal(), shape, policy);
         match found.last_mut() {
             Some((_, end, last)) if (last.choice, last.measured_ns) == (here.choice, here.measured_ns) => *end = to,
             _ => found.push((*from, to, here)),
@@ -260,12 +267,12 @@ fn ranges(kind: Kind, shape: &Shape, policy: &Policy) -> Vec<(u64, u64, Explanat
 }
 
 fn by_start_text(choice: Choice) -> String {
-    format!("the start value {} ({})", choice.path, choice.reason.text())
+    format!("the default {} ({})", choice.path, choice.reason.text())
 }
 
 fn measured(line: &Line) -> String {
     format!(
-        "line \"{}\", {} against {} of the start values",
+        "line \"{}\", {} against {} of the defaults",
         line.rule,
         time(line.nanoseconds),
         time(line.start_nanoseconds)
@@ -284,39 +291,40 @@ pub fn time(nanoseconds: u64) -> String {
 }
 
 fn rejected(explanation: &Explanation, policy: &Policy) -> Vec<Alternative> {
-    let Explanation { asked, shape, choice, predicted_ns, .. } = explanation;
-    if asked.kind == Kind::Barrier {
+    let Explanation { desc, shape, choice, predicted_ns, .. } = explanation;
+    if desc.kind == Kind::Barrier {
         return Vec::new();
     }
-    let rounds = CHUNKS.into_iter().filter(|chunk| *chunk <= shape.stage_bytes).map(|chunk| Way::Rounds { chunk });
-    let others = [Way::Slots].into_iter().chain(rounds).filter(|way| way_of(choice.path) != Some(*way));
+    let rounds =
+        CHUNKS.into_iter().filter(|chunk| *chunk <= shape.stage_bytes).map(|chunk| AlgorithmChoice::Rounds { chunk });
+    let others = [AlgorithmChoice::Slots].into_iter().chain(rounds).filter(|way| way_of(choice.path) != Some(*way));
     others
         .map(|way| {
-            if possible(way, *asked, shape).is_none() {
-                return Alternative { way: way.to_string(), predicted_ns: None, why_not: impossible(*asked, shape) };
+            if possible(way, *desc, shape).is_none() {
+                return Alternative { way: way.to_string(), predicted_ns: None, why_not: impossible(*desc, shape) };
             }
-            let time_of = predicted(*asked, way, shape, policy);
+            let time_of = predicted(*desc, way, shape, policy);
             let against =
                 |word: &str| format!("predicted {}, {word} {} of the choice", time(time_of), time(*predicted_ns));
             let why_not = match explanation.measured_ns {
                 Some(_) => format!("{}; a measurement outweighs predictions", against("against")),
-                None if asked.kind == Kind::AllToAll => {
+                None if desc.kind == Kind::AllToAll => {
                     "its rounds depend on sizes that no rank knows alone; the largest chunk needs the fewest"
                         .to_string()
                 }
                 None if choice.reason == Reason::Override => format!("{}; the rule decides", against("against")),
                 None if time_of >= *predicted_ns => against("not less than the"),
-                None => format!("{}; the start values decide until `sagellm tune` has measured it", against("against")),
+                None => format!("{}; the defaults decide until `sagellm tune` has measured it", against("against")),
             };
             Alternative { way: way.to_string(), predicted_ns: Some(time_of), why_not }
         })
         .collect()
 }
 
-fn impossible(asked: Asked, shape: &Shape) -> String {
-    match asked.kind {
-        Kind::AllToAll => "its table of sizes goes by a slot, and the blocks with it where they fit".into(),
-        _ => format!("{} do not fit: a slot holds {}", size_text(asked.bytes), size_text(shape.slot_bytes as u64)),
+fn impossible(desc: OpDesc, shape: &GroupShape) -> String {
+    match desc.kind {
+        Kind::AllToAll => "its table of sizes uses a slot, and so do the blocks where they fit".into(),
+        _ => format!("{} do not fit: a slot holds {}", size_text(desc.bytes), size_text(shape.slot_bytes as u64)),
     }
 }
 
@@ -326,24 +334,24 @@ mod tests {
     use crate::select::rules::Rules;
     use crate::select::table;
 
-    const SHAPE: Shape = Shape { ranks: 2, hosts: 1, cores: 2, slot_bytes: 4096, stage_bytes: 512 << 10 };
+    const SHAPE: GroupShape = GroupShape { ranks: 2, hosts: 1, cores: 2, slot_bytes: 4096, stage_bytes: 512 << 10 };
 
-    fn asked(bytes: u64) -> Asked {
-        Asked { kind: Kind::AllReduce, bytes, class: Class::Float }
+    fn desc(bytes: u64) -> OpDesc {
+        OpDesc { kind: Kind::AllReduce, bytes, class: Class::Float }
     }
 
     #[test]
     fn a_start_value_is_explained_and_the_model_agrees_with_it() {
         let policy = Policy::default();
-        let large = explain(asked(1 << 20), &SHAPE, &policy);
+        let large = explain(desc(1 << 20), &SHAPE, &policy);
         assert_eq!(large.choice.path, Path::Rounds { chunk: 512 << 10 });
-        assert!(large.decided.starts_with("start value: it stays in the last-level cache"), "{}", large.decided);
+        assert!(large.decided.starts_with("default: it stays in the last-level cache"), "{}", large.decided);
         assert!(large.rejected.iter().any(|other| other.way == "slots" && other.why_not.contains("a slot holds 4KiB")));
-        // Measured ones; with more ranks the model would leave the slots a little below 4 KiB.
+        // Measured numbers of ranks; with more ranks the model would leave the slots a little below 4 KiB.
         for crowd in [2, 4] {
-            let shape = Shape { ranks: crowd, ..SHAPE };
+            let shape = GroupShape { ranks: crowd, ..SHAPE };
             for power in 0..30 {
-                let found = explain(asked(1 << power), &shape, &policy);
+                let found = explain(desc(1 << power), &shape, &policy);
                 for other in &found.rejected {
                     let time = other.predicted_ns.unwrap_or(u64::MAX);
                     assert!(time >= found.predicted_ns, "{power}: {} beats {}", other.way, found.choice.path);
@@ -355,15 +363,15 @@ mod tests {
     #[test]
     fn it_says_who_overruled_whom() {
         let mut policy = Policy { table: Some(table::tests::example()), ..Policy::default() };
-        let by_table = explain(asked(8192), &SHAPE, &policy);
+        let by_table = explain(desc(8192), &SHAPE, &policy);
         assert_eq!((by_table.choice.reason, by_table.measured_ns), (Reason::Measured, Some(4700)));
         assert!(by_table.overruled[0].contains("rounds(512KiB)") && by_table.overruled[0].contains("5.20 us"));
         policy.rules = Rules::parse("*:8KiB-=rounds(1GiB)").unwrap();
-        let by_rule = explain(asked(8192), &SHAPE, &policy);
+        let by_rule = explain(desc(8192), &SHAPE, &policy);
         assert!(by_rule.decided.contains("*:8KiB-=rounds(1GiB)") && by_rule.decided.contains("stage of 512KiB"));
         assert!(by_rule.overruled.len() == 2 && by_rule.overruled[0].contains("rounds(64KiB)"));
         policy.rules = Rules::parse("*:0-=start").unwrap();
-        assert!(explain(asked(8192), &SHAPE, &policy).overruled[0].contains("rounds(64KiB)"));
+        assert!(explain(desc(8192), &SHAPE, &policy).overruled[0].contains("rounds(64KiB)"));
     }
 
     #[test]
@@ -387,7 +395,7 @@ mod tests {
         has(Kind::Barrier, "0-", "slots", "nothing_to_move", None);
         for (from, to, found) in ranges(Kind::AllReduce, &SHAPE, &policy) {
             for bytes in [from, to, from + (to - from) / 2] {
-                assert_eq!(crate::select::choose(asked(bytes), &SHAPE, &policy), found.choice, "{bytes}");
+                assert_eq!(crate::select::choose(desc(bytes), &SHAPE, &policy), found.choice, "{bytes}");
             }
         }
     }

@@ -1,20 +1,20 @@
-//! The choice between hosts: which schedule the leaders of the hosts run, how many leaders there are, and in which
-//! segments a large operation overlaps with the work inside the hosts. Pure and total, the same on every rank.
+//! The choice between hosts: the schedule of the leaders of the hosts, the number of leaders, and the segments in which
+//! a large operation overlaps with the work inside the hosts. Pure and total, the same on every rank.
 //!
-//! Who decides, from strong to weak: strict mode, the user's rules, the table, the cost model where the link was measured,
-//! the start rules. A batch of operations goes only by schedules whose order of summation does not depend on where an
-//! element lies in the batch, so that the bits of an operation do not depend on its neighbours.
+//! What decides, from strong to weak: strict mode, the user's rules, the table, the cost model where the link was
+//! measured, the default rules. A batch of operations uses only schedules whose order of summation does not depend on
+//! an element's position in the batch, so that the bits of an operation do not depend on the others.
 
 use super::cost::{Link, Model, Priced};
-use super::rules::{Rule, Way};
-use super::{Asked, Choice, Class, Path, Policy, Reason, WHOLE};
+use super::rules::{AlgorithmChoice, Rule};
+use super::{Choice, Class, OpDesc, Path, Policy, Reason, WHOLE};
 use crate::algorithms::{Algorithm, Schedule};
 use crate::types::Kind;
 
-/// What was found out about the way between two hosts, agreed between the ranks before it is used. Zeros: not measured.
+/// The measured latency and bandwidth between two hosts, agreed between the ranks before use. Zeros: not measured.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LinkFacts {
-    /// Until a message of no length has arrived.
+    /// Time until an empty message has arrived.
     pub alpha_ns: u64,
     pub beta_ps_per_byte: u64,
 }
@@ -32,25 +32,25 @@ impl LinkFacts {
     }
 }
 
-/// Hosts with a leader or more each, and what all ranks know about them.
+/// The hosts of a group, and what all ranks know about them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hosts {
     pub hosts: usize,
     pub ranks: usize,
-    /// On the host that has the fewest.
+    /// The smallest number of ranks on a host.
     pub least_ranks: usize,
     pub link: LinkFacts,
-    /// The bits of one host: every element in the order of the ranks.
+    /// Gives the bits of one host: every element is combined in the order of the ranks.
     pub strict: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostsChoice {
     pub algorithm: Algorithm,
-    /// Ranks of each host that take part, each with its share of the data.
+    /// Ranks of each host that talk to other hosts, each with its share of the data.
     pub leaders: u8,
-    /// Bytes of the operation that pass through reduce, exchange and spread at a time (`WHOLE` where it is not cut), and
-    /// how many such parts it has.
+    /// Bytes that pass through reduce, exchange and spread at a time (`WHOLE` where the operation is not cut), and the
+    /// number of such segments.
     pub segment_bytes: usize,
     pub segments: usize,
     pub reason: Reason,
@@ -65,21 +65,22 @@ impl HostsChoice {
     }
 }
 
-/// From here on bytes count more than steps: the public start rules have their border here.
+/// From this size on bytes count more than steps; the public default rules use the same limit.
 pub const LARGE: u64 = 1 << 20;
-/// Up to here an operation may share a batch and is never cut, and a second leader would cost more messages than it saves.
+/// Up to this size an operation may share a batch and is never cut, and a second leader would cost more messages than
+/// it saves.
 pub const SMALL: u64 = 64 << 10;
 const MOST_OVERHEAD_NS: u64 = 20_000;
-/// Segments where the link was not measured, and the smallest ones where it was.
+/// Bytes of a segment where the link was not measured, and the smallest where it was.
 const SEGMENT: usize = 2 << 20;
 const LEAST_SEGMENT: f64 = 256.0 * 1024.0;
-/// Nanoseconds a byte inside a host, from docs/benchmarks.md: what a segment overlaps with.
+/// Nanoseconds per byte inside a host, from docs/benchmarks.md: the work that a segment overlaps with.
 const INSIDE_NS: f64 = 0.05;
-/// Up to as many hosts the predicted times of all schedules are kept ready.
+/// Up to this number of hosts the costs of all schedules are computed in advance.
 const MOST_PRICED: usize = 1024;
 
-/// The schedules that serve each kind among so many hosts, with the cost of their steps: made once a group, because
-/// looking at every step takes longer than a small operation.
+/// The schedules that serve each kind for a number of hosts, with the loads of their steps: computed once per group,
+/// because examining every step takes longer than a small operation.
 pub struct Menu {
     hosts: usize,
     priced: Vec<Priced>,
@@ -97,33 +98,33 @@ impl Menu {
     }
 }
 
-/// Up to so many hosts a direct exchange of small sums costs less than more steps would.
+/// Up to this number of hosts a direct exchange of small sums costs less than more steps would.
 const MOST_DIRECT: usize = 8;
-/// Pipelining is done above the schedules, in segments of the whole operation, so none cuts its streams itself.
+/// Operations are pipelined above the schedules, in segments, so no schedule cuts its data itself.
 fn serving(kind: Kind, hosts: usize) -> impl Iterator<Item = Schedule> {
     Algorithm::ALL.into_iter().filter_map(move |algorithm| Schedule::new(algorithm, kind, hosts, 0, 1))
 }
 
-/// The way of one operation between hosts. `batched`: it travels together with others. `asked.bytes` as one rank gives
-/// them. For a single host, or a kind that is no collective, the answer is a direct exchange, which is right everywhere.
-pub fn between_hosts(asked: Asked, batched: bool, hosts: &Hosts, menu: &Menu, policy: &Policy) -> HostsChoice {
-    let bytes = exchanged(asked, hosts);
+/// Chooses for one operation between hosts. `batched`: it is fused with others. `desc.bytes` are those of one rank. For
+/// a single host, or a kind that is no collective, the answer is a direct exchange, which is correct everywhere.
+pub fn between_hosts(desc: OpDesc, batched: bool, hosts: &Hosts, menu: &Menu, policy: &Policy) -> HostsChoice {
+    let bytes = exchanged(desc, hosts);
     let mut choice = HostsChoice {
         algorithm: Algorithm::Direct,
-        leaders: leaders(asked, hosts),
+        leaders: leaders(desc, hosts),
         segment_bytes: segment(bytes, hosts.link),
         segments: 1,
         reason: Reason::Strict,
         predicted_ns: 0,
     };
-    if hosts.hosts < 2 || asked.kind.is_p2p() {
+    if hosts.hosts < 2 || desc.kind.is_p2p() {
         return HostsChoice { leaders: 1, segment_bytes: WHOLE, reason: Reason::OneSchedule, ..choice };
     }
-    let allowed = |algorithm| allowed(algorithm, asked, batched, hosts);
+    let allowed = |algorithm| allowed(algorithm, desc, batched, hosts);
     if !hosts.strict {
-        (choice.algorithm, choice.reason) = start_rule(asked, hosts, &allowed);
+        (choice.algorithm, choice.reason) = default_rule(desc, hosts, &allowed);
     }
-    let fastest = fastest(asked.kind, bytes, hosts, menu, &allowed);
+    let fastest = fastest(desc.kind, bytes, hosts, menu, &allowed);
     if let Some((priced, seconds)) = fastest
         && !hosts.strict
     {
@@ -131,13 +132,13 @@ pub fn between_hosts(asked: Asked, batched: bool, hosts: &Hosts, menu: &Menu, po
         choice.predicted_ns = (seconds * 1e9) as u64;
         choice.reason = Reason::Model;
     }
-    if !hosts.strict && one_order(asked, batched) {
+    if !hosts.strict && one_order(desc, batched) {
         choice.algorithm = if hosts.hosts <= MOST_DIRECT { Algorithm::Direct } else { Algorithm::Doubling };
-        choice.predicted_ns = predict(asked, choice.algorithm, hosts, menu).unwrap_or(0);
+        choice.predicted_ns = predict(desc, choice.algorithm, hosts, menu).unwrap_or(0);
         choice.reason = Reason::OneOrder;
     }
-    if let Some((rule, reason)) = said(asked, policy, &allowed)
-        && let Way::Hosts { algorithm, leaders, segment } = rule.way
+    if let Some((rule, reason)) = said(desc, policy, &allowed)
+        && let AlgorithmChoice::Hosts { algorithm, leaders, segment } = rule.way
     {
         if !hosts.strict {
             choice.reason = reason;
@@ -146,13 +147,13 @@ pub fn between_hosts(asked: Asked, batched: bool, hosts: &Hosts, menu: &Menu, po
             (choice.algorithm, choice.predicted_ns) = (algorithm, 0);
         }
         if let Some(count) = leaders {
-            choice.leaders = possible_leaders(asked.kind, count, hosts);
+            choice.leaders = possible_leaders(desc.kind, count, hosts);
         }
         choice.segment_bytes = segment.unwrap_or(choice.segment_bytes);
     }
-    let cut = matches!(asked.kind, Kind::AllReduce | Kind::Reduce | Kind::Broadcast) && !batched;
-    if cut && asked.bytes > SMALL.max(choice.segment_bytes as u64) {
-        let parts = asked.bytes.div_ceil(choice.segment_bytes as u64);
+    let cut = matches!(desc.kind, Kind::AllReduce | Kind::Reduce | Kind::Broadcast) && !batched;
+    if cut && desc.bytes > SMALL.max(choice.segment_bytes as u64) {
+        let parts = desc.bytes.div_ceil(choice.segment_bytes as u64);
         choice.segments = usize::try_from(parts).unwrap_or(usize::MAX);
     } else {
         choice.segment_bytes = WHOLE;
@@ -160,37 +161,37 @@ pub fn between_hosts(asked: Asked, batched: bool, hosts: &Hosts, menu: &Menu, po
     choice
 }
 
-/// Time of one schedule for an operation, by the measured link; `None` where nothing is known.
-pub fn predict(asked: Asked, algorithm: Algorithm, hosts: &Hosts, menu: &Menu) -> Option<u64> {
+/// Predicted time of one schedule for an operation, with the measured link; `None` where it was not measured.
+pub fn predict(desc: OpDesc, algorithm: Algorithm, hosts: &Hosts, menu: &Menu) -> Option<u64> {
     let only = |other: Algorithm| other == algorithm;
-    fastest(asked.kind, exchanged(asked, hosts), hosts, menu, &only).map(|(_, seconds)| (seconds * 1e9) as u64)
+    fastest(desc.kind, exchanged(desc, hosts), hosts, menu, &only).map(|(_, seconds)| (seconds * 1e9) as u64)
 }
 
-/// Small sums of floats, alone or in a batch, are added in one order whatever the batch holds and whatever the link
+/// Small sums of floats, alone or in a batch, always use one order, whatever is in the batch and whatever the link
 /// measured, so that their bits are the same in every run.
-fn one_order(asked: Asked, batched: bool) -> bool {
-    asked.kind == Kind::AllReduce && order_shows(asked) && (batched || asked.bytes <= SMALL)
+fn one_order(desc: OpDesc, batched: bool) -> bool {
+    desc.kind == Kind::AllReduce && order_shows(desc) && (batched || desc.bytes <= SMALL)
 }
 
-/// Whether an operation may go by a schedule: the direct one alone in strict mode, and in a batch only one that adds every
-/// element in the same order.
-pub fn allowed(algorithm: Algorithm, asked: Asked, batched: bool, hosts: &Hosts) -> bool {
-    algorithm.serves(asked.kind)
+/// Whether an operation may use a schedule: only the direct one in strict mode, and in a batch only one that combines
+/// every element in the same order.
+pub fn allowed(algorithm: Algorithm, desc: OpDesc, batched: bool, hosts: &Hosts) -> bool {
+    algorithm.serves(desc.kind)
         && (!hosts.strict || algorithm == Algorithm::Direct)
-        && (!batched || algorithm.one_order() || !order_shows(asked))
+        && (!batched || algorithm.one_order() || !order_shows(desc))
 }
 
 /// The rule or line that names the schedule, for `explain`.
-pub fn said_by(asked: Asked, batched: bool, hosts: &Hosts, policy: &Policy) -> Option<Rule> {
-    let allowed = |algorithm| allowed(algorithm, asked, batched, hosts);
-    said(asked, policy, &allowed).map(|(rule, _)| *rule)
+pub fn said_by(desc: OpDesc, batched: bool, hosts: &Hosts, policy: &Policy) -> Option<Rule> {
+    let allowed = |algorithm| allowed(algorithm, desc, batched, hosts);
+    said(desc, policy, &allowed).map(|(rule, _)| *rule)
 }
 
 /// The first rule, or else the line of the table, that names an allowed schedule for this operation.
-fn said<'a>(asked: Asked, policy: &'a Policy, allowed: &dyn Fn(Algorithm) -> bool) -> Option<(&'a Rule, Reason)> {
-    let names = |rule: &Rule| matches!(rule.way, Way::Hosts { algorithm, .. } if allowed(algorithm));
-    for rule in policy.rules.0.iter().filter(|rule| rule.fits(asked.kind, asked.bytes)) {
-        if rule.way == Way::Start {
+fn said<'a>(desc: OpDesc, policy: &'a Policy, allowed: &dyn Fn(Algorithm) -> bool) -> Option<(&'a Rule, Reason)> {
+    let names = |rule: &Rule| matches!(rule.way, AlgorithmChoice::Hosts { algorithm, .. } if allowed(algorithm));
+    for rule in policy.rules.0.iter().filter(|rule| rule.fits(desc.kind, desc.bytes)) {
+        if rule.way == AlgorithmChoice::Start {
             return None;
         }
         if names(rule) {
@@ -198,28 +199,25 @@ fn said<'a>(asked: Asked, policy: &'a Policy, allowed: &dyn Fn(Algorithm) -> boo
         }
     }
     let lines = policy.table.iter().flat_map(|table| &table.lines).map(|line| &line.rule);
-    lines
-        .filter(|rule| rule.fits(asked.kind, asked.bytes))
-        .find(|rule| names(rule))
-        .map(|rule| (rule, Reason::Measured))
+    lines.filter(|rule| rule.fits(desc.kind, desc.bytes)).find(|rule| names(rule)).map(|rule| (rule, Reason::Measured))
 }
 
-/// True where the order in which numbers are added shows in the bits of the sum.
-fn order_shows(asked: Asked) -> bool {
-    matches!(asked.class, Class::Float | Class::Low) && asked.kind.reduces()
+/// True where the order of summation shows in the bits of the sum.
+fn order_shows(desc: OpDesc) -> bool {
+    matches!(desc.class, Class::Float | Class::Low) && desc.kind.reduces()
 }
 
-/// Where nothing is measured: few steps for small ones, few bytes for large ones.
-fn start_rule(asked: Asked, hosts: &Hosts, allowed: &dyn Fn(Algorithm) -> bool) -> (Algorithm, Reason) {
+/// Where nothing was measured: few steps for small operations, few bytes for large ones.
+fn default_rule(desc: OpDesc, hosts: &Hosts, allowed: &dyn Fn(Algorithm) -> bool) -> (Algorithm, Reason) {
     use Algorithm::*;
-    let wishes: &[(Algorithm, Reason)] = match (asked.bytes < LARGE, hosts.hosts.is_power_of_two()) {
+    let wishes: &[(Algorithm, Reason)] = match (desc.bytes < LARGE, hosts.hosts.is_power_of_two()) {
         (true, true) => &[(Doubling, Reason::PowerOfTwo)],
         (true, false) => &[(Ring, Reason::AnyCount)],
         (false, _) => &[(DoubleTree, Reason::Large), (Binomial, Reason::Large)],
     };
     let last = [Dissemination, Bruck, Binomial, Halving].map(|algorithm| (algorithm, Reason::OneSchedule));
-    let all_reduce = asked.kind == Kind::AllReduce;
-    let wishes = wishes.iter().filter(|(algorithm, _)| all_reduce || *algorithm != Ring || asked.bytes >= LARGE);
+    let all_reduce = desc.kind == Kind::AllReduce;
+    let wishes = wishes.iter().filter(|(algorithm, _)| all_reduce || *algorithm != Ring || desc.bytes >= LARGE);
     let found = wishes.chain(&last).find(|(algorithm, _)| allowed(*algorithm));
     found.copied().unwrap_or((Direct, Reason::OneSchedule))
 }
@@ -242,14 +240,14 @@ fn fastest<'a>(
 }
 
 /// Bytes as the cost model counts them: the whole vector, or the blocks of all hosts together.
-fn exchanged(asked: Asked, hosts: &Hosts) -> u64 {
-    match asked.kind {
-        Kind::AllGather | Kind::Gather => asked.bytes.saturating_mul(hosts.ranks as u64),
-        _ => asked.bytes,
+fn exchanged(desc: OpDesc, hosts: &Hosts) -> u64 {
+    match desc.kind {
+        Kind::AllGather | Kind::Gather => desc.bytes.saturating_mul(hosts.ranks as u64),
+        _ => desc.bytes,
     }
 }
 
-/// What one more message in flight costs its ends, which is not the time it is under way: a quarter of a short latency.
+/// Cost of one more message in flight for sender and receiver, without its latency: a quarter of a short latency.
 fn overhead_ns(link: LinkFacts) -> f64 {
     link.alpha_ns.min(MOST_OVERHEAD_NS * 4) as f64 / 4.0
 }
@@ -258,14 +256,15 @@ fn cap(count: usize) -> u8 {
     u8::try_from(count.clamp(1, 255)).unwrap_or(u8::MAX)
 }
 
-/// A start value: what is large is shared out over all ranks of a host, which fill the link with several connections.
-/// The border of kinds that move blocks was measured on hosts with a core for every rank (docs/benchmarks.md).
-fn leaders(asked: Asked, hosts: &Hosts) -> u8 {
-    let border = if asked.kind == Kind::AllReduce { SMALL } else { LARGE };
-    if exchanged(asked, hosts) > border { possible_leaders(asked.kind, u8::MAX, hosts) } else { 1 }
+/// A default: large operations are split over all ranks of a host, which fill the link with several connections. The
+/// limit for kinds that move blocks was measured on hosts with a core for every rank (docs/benchmarks.md).
+fn leaders(desc: OpDesc, hosts: &Hosts) -> u8 {
+    let border = if desc.kind == Kind::AllReduce { SMALL } else { LARGE };
+    if exchanged(desc, hosts) > border { possible_leaders(desc.kind, u8::MAX, hosts) } else { 1 }
 }
 
-/// Leaders of each host where `count` are wished for: at most all; of kinds that cannot be shared by some, all or one.
+/// Leaders of each host where `count` are requested: at most all ranks; all or one for kinds that some ranks cannot
+/// split.
 fn possible_leaders(kind: Kind, count: u8, hosts: &Hosts) -> u8 {
     let most = cap(hosts.least_ranks);
     let even = hosts.ranks == hosts.hosts.saturating_mul(most.into());
@@ -276,8 +275,8 @@ fn possible_leaders(kind: Kind, count: u8, hosts: &Hosts) -> u8 {
     }
 }
 
-/// Where the cost of one more message equals what a shorter first and last segment save: a power of two, and at least
-/// one whole small operation.
+/// The size at which the cost of one more message equals the time that a shorter first and last segment save: a power
+/// of two, and at least one whole small operation.
 fn segment(bytes: u64, link: LinkFacts) -> usize {
     if !link.known() {
         return SEGMENT;
@@ -298,8 +297,8 @@ mod tests {
         Hosts { hosts: count, ranks: count * 2, least_ranks: 2, link, strict: false }
     }
 
-    fn asked(kind: Kind, bytes: u64) -> Asked {
-        Asked { kind, bytes, class: if kind.reduces() { Class::Float } else { Class::Moved } }.normal()
+    fn desc(kind: Kind, bytes: u64) -> OpDesc {
+        OpDesc { kind, bytes, class: if kind.reduces() { Class::Float } else { Class::Moved } }.normal()
     }
 
     #[test]
@@ -307,7 +306,7 @@ mod tests {
         let policy = Policy::default();
         let at = |count, bytes| {
             let hosts = hosts(count, LinkFacts::default());
-            let found = between_hosts(asked(Kind::AllReduce, bytes), false, &hosts, &Menu::new(count), &policy);
+            let found = between_hosts(desc(Kind::AllReduce, bytes), false, &hosts, &Menu::new(count), &policy);
             (found.algorithm, found.reason)
         };
         assert_eq!(at(4, LARGE - 1), (Algorithm::Doubling, Reason::PowerOfTwo));
@@ -319,9 +318,9 @@ mod tests {
     fn a_measured_link_overrules_the_start_rules_and_a_rule_overrules_both() {
         let menu = Menu::new(3);
         let mut policy = Policy::default();
-        let small = asked(Kind::AllReduce, 64);
-        let large = asked(Kind::AllReduce, (2 << 20) + 1);
-        let exact = Asked { class: Class::Exact, ..small };
+        let small = desc(Kind::AllReduce, 64);
+        let large = desc(Kind::AllReduce, (2 << 20) + 1);
+        let exact = OpDesc { class: Class::Exact, ..small };
         let found = between_hosts(exact, false, &hosts(3, FAST), &menu, &policy);
         assert_eq!(found.reason, Reason::Model);
         assert_eq!(found.algorithm, Algorithm::Direct, "one step, two messages");
@@ -353,7 +352,7 @@ mod tests {
             ];
             let ways = links.map(|link| {
                 [(8, false), (SMALL, false), (1 << 20, true)].map(|(bytes, batched)| {
-                    between_hosts(asked(Kind::AllReduce, bytes), batched, &hosts(count, link), &menu, &policy).algorithm
+                    between_hosts(desc(Kind::AllReduce, bytes), batched, &hosts(count, link), &menu, &policy).algorithm
                 })
             });
             assert!(ways.iter().flatten().all(|way| *way == ways[0][0]), "{count} hosts: {ways:?}");
@@ -365,7 +364,7 @@ mod tests {
         let menu = Menu::new(3);
         let leaders = |kind, bytes, rules: &str, hosts: &Hosts| {
             let policy = Policy { rules: Rules::parse(rules).unwrap(), ..Policy::default() };
-            between_hosts(asked(kind, bytes), false, hosts, &menu, &policy).leaders
+            between_hosts(desc(kind, bytes), false, hosts, &menu, &policy).leaders
         };
         let even = Hosts { ranks: 12, least_ranks: 4, ..hosts(3, FAST) };
         let uneven = Hosts { ranks: 13, ..even };
@@ -406,15 +405,15 @@ mod tests {
             };
             let kind = kinds[next(kinds.len() as u64) as usize];
             let bytes = next(u64::MAX) >> next(33);
-            let asked =
-                Asked { class: [Class::Float, Class::Exact, Class::Low][next(3) as usize], ..asked(kind, bytes) };
+            let desc =
+                OpDesc { class: [Class::Float, Class::Exact, Class::Low][next(3) as usize], ..desc(kind, bytes) };
             let (batched, policy) = (next(2) == 0, &policies[next(2) as usize]);
             let [menu, another] = &menus[count];
-            let found = between_hosts(asked, batched, &hosts, menu, policy);
-            assert_eq!(found, between_hosts(asked, batched, &hosts, another, policy));
+            let found = between_hosts(desc, batched, &hosts, menu, policy);
+            assert_eq!(found, between_hosts(desc, batched, &hosts, another, policy));
             assert!(found.leaders >= 1 && usize::from(found.leaders) <= hosts.least_ranks.max(1));
             assert!(found.segments >= 1);
-            let cut = (1024..=1 << 30).contains(&found.segment_bytes) && asked.bytes > SMALL && !batched;
+            let cut = (1024..=1 << 30).contains(&found.segment_bytes) && desc.bytes > SMALL && !batched;
             assert!(if found.segments == 1 { found.segment_bytes == WHOLE } else { cut }, "{found:?}");
             let shared = matches!(kind, Kind::AllReduce | Kind::Broadcast | Kind::AllGather | Kind::ReduceScatter);
             assert!(found.leaders == 1 || shared, "{found:?}");
@@ -424,7 +423,7 @@ mod tests {
             if hosts.strict {
                 assert_eq!(found.algorithm, Algorithm::Direct);
             }
-            assert!(!batched || found.algorithm.one_order() || !order_shows(asked), "{found:?}");
+            assert!(!batched || found.algorithm.one_order() || !order_shows(desc), "{found:?}");
         }
     }
 }

@@ -1,124 +1,126 @@
-//! The choice inside one host: one exchange of slots, or rounds through the stage and how large their chunks are.
+//! The choice inside one host: one exchange of slots, or rounds through the stage, with their chunk size.
 //!
-//! Where nothing was measured on this machine, `explain` compares the ways by predicted times:
+//! Where nothing was measured on this machine, `explain` compares algorithms by predicted times:
 //! time = call + exchanges + rounds x cost of a round + bytes moved by the busiest rank x time a byte x ranks a core
 //!
-//! The start values come from docs/benchmarks.md (two and four ranks on two cores, 2026-11-21): 2.8 us for a call through
-//! torch, 0.2 us an exchange between cores, 17 us where ranks share a core, 21 ps a byte in the cache and 37 ps from
-//! memory. `sagellm tune` replaces predictions by measured times where a user wants to know better.
+//! The constants come from docs/benchmarks.md (two and four ranks on two cores, 2026-11-21): 2.8 us for a call through
+//! torch, 0.2 us per exchange between cores, 17 us where ranks share a core, 21 ps per byte in the cache and 37 ps from
+//! memory. `sagellm tune` replaces predictions by measured times.
 
-use super::rules::{Rule, Rules, Way};
+use super::rules::{AlgorithmChoice, Rule, Rules};
 use super::table::Line;
-use super::{Asked, Choice, Path, Policy, Reason, Shape, unit};
+use super::{Choice, GroupShape, OpDesc, Path, Policy, Reason, unit};
 use crate::types::Kind;
 
-/// Chunk of a tensor that comes from memory: two of them a rank stay in a core's own cache.
+/// Chunk of a tensor that is read from memory: two of them per rank stay in a core's own cache.
 pub const SMALL_CHUNK: usize = 128 << 10;
-/// A call through torch to the core and back, which no way avoids.
+/// A call through torch to the core and back, which every algorithm needs.
 const CALL_NS: f64 = 2800.0;
 const EXCHANGE_NS: f64 = 200.0;
-/// Ranks that share a core wait for each other by switching.
-const CROWDED_EXCHANGE_NS: f64 = 17_000.0;
+/// Ranks that share a core wait for each other by context switches.
+const OVERSUBSCRIBED_EXCHANGE_NS: f64 = 17_000.0;
 const ROUND_NS: f64 = 300.0;
-const CROWDED_ROUND_NS: f64 = 5_000.0;
-/// A byte through a slot: written, read and combined alone by every rank.
+const OVERSUBSCRIBED_ROUND_NS: f64 = 5_000.0;
+/// A byte through a slot: every rank writes, reads and combines it alone.
 const SLOT_NS: f64 = 0.060;
-/// A byte through the stage, which stays in the cache, of a tensor that does too.
+/// A byte through the stage, of a tensor that stays in the cache as the stage does.
 const CACHED_NS: f64 = 0.021;
-/// The same of a tensor that comes from memory.
+/// The same for a tensor that is read from memory.
 const MEMORY_NS: f64 = 0.037;
 
-/// The way of one operation, for every possible question. Inside one host (`shape.hosts` is 1) a collective of at least
-/// two ranks gets `Slots` or `Rounds`, and what it gets fits into the slots and the stage.
-pub fn choose(asked: Asked, shape: &Shape, policy: &Policy) -> Choice {
-    if asked.kind.is_p2p() {
+/// The choice for one operation; total. Inside one host (`shape.hosts` is 1) a collective of at least two ranks gets
+/// `Slots` or `Rounds` that fit into the slots and the stage.
+pub fn choose(desc: OpDesc, shape: &GroupShape, policy: &Policy) -> Choice {
+    if desc.kind.is_p2p() {
         return Choice::MESSAGE;
     }
     if shape.ranks < 2 {
         return Choice::ALONE;
     }
-    match decisive(asked, shape, policy) {
+    match decisive(desc, shape, policy) {
         Decisive::Rule(_, path) => Choice { path, reason: Reason::Override },
         Decisive::Line(_, path) => Choice { path, reason: Reason::Measured },
-        Decisive::Start => start(asked, shape, policy.cache_bytes),
+        Decisive::Start => start(desc, shape, policy.cache_bytes),
     }
 }
 
-/// What has the last word about an operation of a group with peers.
+/// The source that decides for an operation of a group with peers.
 pub(crate) enum Decisive<'a> {
     Rule(&'a Rule, Path),
     Line(&'a Line, Path),
     Start,
 }
 
-pub(crate) fn decisive<'a>(asked: Asked, shape: &Shape, policy: &'a Policy) -> Decisive<'a> {
+pub(crate) fn decisive<'a>(desc: OpDesc, shape: &GroupShape, policy: &'a Policy) -> Decisive<'a> {
     let Rules(rules) = &policy.rules;
-    for rule in rules.iter().filter(|rule| rule.fits(asked.kind, asked.bytes)) {
-        if rule.way == Way::Start {
+    for rule in rules.iter().filter(|rule| rule.fits(desc.kind, desc.bytes)) {
+        if rule.way == AlgorithmChoice::Start {
             return Decisive::Start;
         }
-        if let Some(path) = possible(rule.way, asked, shape) {
+        if let Some(path) = possible(rule.way, desc, shape) {
             return Decisive::Rule(rule, path);
         }
     }
-    let line = policy.table.as_ref().and_then(|table| table.find(asked.kind, asked.bytes));
-    match line.and_then(|line| Some((line, possible(line.rule.way, asked, shape)?))) {
+    let line = policy.table.as_ref().and_then(|table| table.find(desc.kind, desc.bytes));
+    match line.and_then(|line| Some((line, possible(line.rule.way, desc, shape)?))) {
         Some((line, path)) => Decisive::Line(line, path),
         None => Decisive::Start,
     }
 }
 
-/// The path by which this operation can go this way, if it can.
-pub(crate) fn possible(way: Way, asked: Asked, shape: &Shape) -> Option<Path> {
+/// The path for this algorithm, or None if it cannot run this operation.
+pub(crate) fn possible(way: AlgorithmChoice, desc: OpDesc, shape: &GroupShape) -> Option<Path> {
     match way {
-        Way::Slots if fits_slot(asked, shape) => Some(Path::Slots),
-        Way::Rounds { chunk } if asked.kind != Kind::Barrier => Some(Path::Rounds { chunk: fitting(chunk, shape) }),
-        _ => None, // a way between hosts is none inside of one
+        AlgorithmChoice::Slots if fits_slot(desc, shape) => Some(Path::Slots),
+        AlgorithmChoice::Rounds { chunk } if desc.kind != Kind::Barrier => {
+            Some(Path::Rounds { chunk: fitting(chunk, shape) })
+        }
+        _ => None, // an algorithm between hosts does not run inside one
     }
 }
 
-fn fits_slot(asked: Asked, shape: &Shape) -> bool {
-    asked.kind != Kind::AllToAll && asked.bytes <= shape.slot_bytes as u64
+fn fits_slot(desc: OpDesc, shape: &GroupShape) -> bool {
+    desc.kind != Kind::AllToAll && desc.bytes <= shape.slot_bytes as u64
 }
 
 /// A chunk that the stage holds, cut at cache lines.
-fn fitting(chunk: usize, shape: &Shape) -> usize {
+fn fitting(chunk: usize, shape: &GroupShape) -> usize {
     (chunk.min(shape.stage_bytes) / 64 * 64).max(64)
 }
 
-/// Where tensors no longer stay in the last-level cache.
+/// The size from which tensors no longer stay in the last-level cache.
 pub(crate) fn out_of_cache(cache_bytes: u64) -> u64 {
     cache_bytes / 4 * 3
 }
 
-/// Start values, measured with two ranks on two cores (docs/benchmarks.md): as few rounds as the buffers allow while the
-/// tensor stays in the last-level cache, smaller chunks where it does not, as few rounds as possible where ranks share
-/// cores, because then every round costs context switches.
-pub(crate) fn start(asked: Asked, shape: &Shape, cache_bytes: u64) -> Choice {
+/// Defaults, measured with two ranks on two cores (docs/benchmarks.md): as few rounds as the buffers allow while the
+/// tensor stays in the last-level cache; smaller chunks where it does not; as few rounds as possible where ranks share
+/// cores, because there every round costs context switches.
+pub(crate) fn start(desc: OpDesc, shape: &GroupShape, cache_bytes: u64) -> Choice {
     let rounds = |chunk: usize, reason| Choice { path: Path::Rounds { chunk: fitting(chunk, shape) }, reason };
-    match asked.kind {
+    match desc.kind {
         Kind::Barrier => Choice { path: Path::Slots, reason: Reason::NothingToMove },
         Kind::AllToAll => rounds(shape.stage_bytes, Reason::NoCommonSize),
-        _ if fits_slot(asked, shape) => Choice { path: Path::Slots, reason: Reason::FitsSlot },
-        _ if shape.crowded() => rounds(shape.stage_bytes, Reason::Crowded),
-        _ if asked.bytes > out_of_cache(cache_bytes) => rounds(SMALL_CHUNK, Reason::OutOfCache),
+        _ if fits_slot(desc, shape) => Choice { path: Path::Slots, reason: Reason::FitsSlot },
+        _ if shape.oversubscribed() => rounds(shape.stage_bytes, Reason::Oversubscribed),
+        _ if desc.bytes > out_of_cache(cache_bytes) => rounds(SMALL_CHUNK, Reason::OutOfCache),
         _ => rounds(shape.stage_bytes, Reason::InCache),
     }
 }
 
-/// Nanoseconds of one operation of `bytes` (as `slot_payload` counts them) that goes `way`.
-pub fn predict(kind: Kind, bytes: u64, way: Way, shape: &Shape, cache_bytes: u64) -> u64 {
+/// Nanoseconds of one operation of `bytes` (as `slot_payload` counts them) with the algorithm `way`.
+pub fn predict(kind: Kind, bytes: u64, way: AlgorithmChoice, shape: &GroupShape, cache_bytes: u64) -> u64 {
     let ranks = shape.ranks.max(1) as f64;
-    let crowded = shape.crowded();
+    let oversubscribed = shape.oversubscribed();
     let share = (ranks / shape.cores.max(1) as f64).max(1.0);
-    let exchange = if crowded { CROWDED_EXCHANGE_NS } else { EXCHANGE_NS };
+    let exchange = if oversubscribed { OVERSUBSCRIBED_EXCHANGE_NS } else { EXCHANGE_NS };
     let time = match way {
-        Way::Rounds { chunk } => {
+        AlgorithmChoice::Rounds { chunk } => {
             let chunk = chunk.clamp(64, shape.stage_bytes.max(64));
             let rounds = bytes.div_ceil(unit(kind, shape.ranks, chunk) as u64).max(1);
-            let round = if crowded { CROWDED_ROUND_NS } else { ROUND_NS };
+            let round = if oversubscribed { OVERSUBSCRIBED_ROUND_NS } else { ROUND_NS };
             // The header, the stage, and the results where they are collected.
-            let exchanges = if crowded { 1.0 } else { 3.0 };
+            let exchanges = if oversubscribed { 1.0 } else { 3.0 };
             let byte = per_byte(bytes, cache_bytes) * spill(bytes, chunk as u64, shape, cache_bytes);
             exchanges * exchange + rounds as f64 * round + moved(kind, ranks, bytes) * byte * share
         }
@@ -127,21 +129,21 @@ pub fn predict(kind: Kind, bytes: u64, way: Way, shape: &Shape, cache_bytes: u64
     (CALL_NS + time) as u64
 }
 
-/// Nanoseconds a byte: cached up to an eighth of the last-level cache, since buffers come in turn, and from memory above
-/// a half of it.
+/// Nanoseconds per byte: cached up to an eighth of the last-level cache, because several buffers are used in turn; from
+/// memory above half of it.
 fn per_byte(bytes: u64, cache_bytes: u64) -> f64 {
     let (low, high) = (cache_bytes as f64 / 8.0, cache_bytes as f64 / 2.0);
     let at = ((bytes as f64 - low) / (high - low).max(1.0)).clamp(0.0, 1.0);
     CACHED_NS + (MEMORY_NS - CACHED_NS) * at
 }
 
-/// Beside a stream of memory a large stage does not stay in the cache. That small chunks win there was measured; the tenth
-/// is an assumption.
-fn spill(bytes: u64, chunk: u64, shape: &Shape, cache_bytes: u64) -> f64 {
-    if bytes > out_of_cache(cache_bytes) && !shape.crowded() && chunk > SMALL_CHUNK as u64 { 1.1 } else { 1.0 }
+/// While a tensor streams from memory, a large stage does not stay in the cache. That small chunks win there was
+/// measured; the factor of a tenth is an assumption.
+fn spill(bytes: u64, chunk: u64, shape: &GroupShape, cache_bytes: u64) -> f64 {
+    if bytes > out_of_cache(cache_bytes) && !shape.oversubscribed() && chunk > SMALL_CHUNK as u64 { 1.1 } else { 1.0 }
 }
 
-/// Bytes that the busiest rank stages and reads, as the table in engine/shm/bulk.rs has them.
+/// Bytes that the busiest rank stages and reads, from the table in engine/shm/bulk.rs.
 fn moved(kind: Kind, ranks: f64, bytes: u64) -> f64 {
     let n = bytes as f64;
     match kind {
@@ -166,21 +168,21 @@ mod tests {
     use crate::select::{Class, DEFAULT_CACHE_BYTES as CACHE, table};
     use crate::types::Dtype;
 
-    const SHAPE: Shape = Shape { ranks: 2, hosts: 1, cores: 2, slot_bytes: 4096, stage_bytes: 512 << 10 };
-    fn asked(kind: Kind, bytes: u64) -> Asked {
-        Asked { kind, bytes, class: Class::of(kind, Dtype::F32) }
+    const SHAPE: GroupShape = GroupShape { ranks: 2, hosts: 1, cores: 2, slot_bytes: 4096, stage_bytes: 512 << 10 };
+    fn desc(kind: Kind, bytes: u64) -> OpDesc {
+        OpDesc { kind, bytes, class: Class::of(kind, Dtype::F32) }
     }
 
     #[test]
     fn rule_07_the_choice_ignores_local_facts_and_is_total() {
         let policy = Policy::default();
-        let path = |kind, bytes, shape: &Shape| choose(asked(kind, bytes), shape, &policy).path;
+        let path = |kind, bytes, shape: &GroupShape| choose(desc(kind, bytes), shape, &policy).path;
         for kind in [Kind::AllReduce, Kind::Broadcast, Kind::AllGather, Kind::ReduceScatter] {
             assert_eq!(path(kind, 0, &SHAPE), Path::Slots);
             assert_eq!(path(kind, 4096, &SHAPE), Path::Slots);
             assert_eq!(path(kind, 4097, &SHAPE), Path::Rounds { chunk: 512 << 10 });
             assert_eq!(path(kind, 64 << 20, &SHAPE), Path::Rounds { chunk: 128 << 10 });
-            assert_eq!(path(kind, 64 << 20, &Shape { ranks: 4, ..SHAPE }), Path::Rounds { chunk: 512 << 10 });
+            assert_eq!(path(kind, 64 << 20, &GroupShape { ranks: 4, ..SHAPE }), Path::Rounds { chunk: 512 << 10 });
         }
     }
 
@@ -225,7 +227,7 @@ mod tests {
         for _ in 0..20_000 {
             let policy = random.policy();
             let sent = Policy::parse(&policy.text()).unwrap();
-            let shape = Shape {
+            let shape = GroupShape {
                 ranks: random.below(300) as usize,
                 hosts: 1,
                 cores: random.below(300) as usize,
@@ -233,16 +235,16 @@ mod tests {
                 stage_bytes: 32 << 10 << random.below(5),
             };
             let kind = Kind::COLLECTIVES[random.below(9) as usize];
-            let asked = asked(kind, random.next() >> random.below(64));
-            let choice = choose(asked, &shape, &policy);
-            assert_eq!(choice, choose(asked, &shape, &sent), "rank 0 and the ranks it sent its policy to");
+            let desc = desc(kind, random.next() >> random.below(64));
+            let choice = choose(desc, &shape, &policy);
+            assert_eq!(choice, choose(desc, &shape, &sent), "rank 0 and the ranks it sent its policy to");
             assert_eq!(Choice::from_code(choice.code()), choice);
-            let kept = Asked::from_load(kind, asked.load());
-            assert_eq!(kept, Asked { bytes: asked.bytes.min((1 << 56) - 1), ..asked });
+            let kept = OpDesc::from_load(kind, desc.load());
+            assert_eq!(kept, OpDesc { bytes: desc.bytes.min((1 << 56) - 1), ..desc });
             assert_ne!(choice.reason, Reason::Unknown);
             match choice.path {
                 Path::Alone => assert!(shape.ranks < 2),
-                Path::Slots => assert!(asked.bytes <= 4096 || kind == Kind::Barrier),
+                Path::Slots => assert!(desc.bytes <= 4096 || kind == Kind::Barrier),
                 Path::Rounds { chunk } => {
                     assert!(chunk >= 64 && chunk <= shape.stage_bytes && chunk.is_multiple_of(64), "{chunk}");
                 }
@@ -250,7 +252,7 @@ mod tests {
             }
         }
         for kind in [Kind::Send, Kind::Recv] {
-            assert_eq!(choose(asked(kind, 8), &SHAPE, &Policy::default()), Choice::MESSAGE);
+            assert_eq!(choose(desc(kind, 8), &SHAPE, &Policy::default()), Choice::MESSAGE);
         }
     }
 
@@ -258,7 +260,7 @@ mod tests {
     fn rules_come_before_the_table_and_the_table_before_the_start_values() {
         let mut policy = Policy { table: Some(table::tests::example()), ..Policy::default() };
         let at = |policy: &Policy, bytes| {
-            let choice = choose(asked(Kind::AllReduce, bytes), &SHAPE, policy);
+            let choice = choose(desc(Kind::AllReduce, bytes), &SHAPE, policy);
             (choice.path.to_string(), choice.reason)
         };
         assert_eq!(at(&policy, 8192), ("rounds(64KiB)".into(), Reason::Measured));
@@ -270,26 +272,26 @@ mod tests {
         assert_eq!(at(&policy, 8192), ("rounds(512KiB)".into(), Reason::InCache));
     }
 
-    const APART: Shape = Shape { ranks: 2, hosts: 1, cores: 2, slot_bytes: 4096, stage_bytes: 512 << 10 };
+    const APART: GroupShape = GroupShape { ranks: 2, hosts: 1, cores: 2, slot_bytes: 4096, stage_bytes: 512 << 10 };
 
-    /// Medians of docs/benchmarks.md in microseconds, with the widest factor that is accepted between both: the model
-    /// ranks ways and gives an order of size, no more.
+    /// Medians of docs/benchmarks.md in microseconds, with the largest accepted factor between them and the model: the
+    /// model ranks algorithms and predicts an order of magnitude, no more.
     #[test]
     fn the_start_values_are_near_the_measured_table() {
-        let crowded = Shape { ranks: 4, stage_bytes: 512 << 10, ..APART };
-        let big = Way::Rounds { chunk: 512 << 10 };
-        let small = Way::Rounds { chunk: 128 << 10 };
+        let oversubscribed = GroupShape { ranks: 4, stage_bytes: 512 << 10, ..APART };
+        let big = AlgorithmChoice::Rounds { chunk: 512 << 10 };
+        let small = AlgorithmChoice::Rounds { chunk: 128 << 10 };
         let cases = [
-            (Kind::AllReduce, 8, Way::Slots, APART, 3.04),
+            (Kind::AllReduce, 8, AlgorithmChoice::Slots, APART, 3.04),
             (Kind::AllReduce, 64 << 10, big, APART, 6.40),
             (Kind::AllReduce, 1 << 20, big, APART, 49.5),
             (Kind::AllReduce, 64 << 20, small, APART, 5210.0),
             (Kind::AllGather, 512 << 10, big, APART, 33.8),
             (Kind::ReduceScatter, 1 << 20, big, APART, 30.6),
             (Kind::Broadcast, 1 << 20, big, APART, 24.1),
-            (Kind::AllReduce, 8, Way::Slots, crowded, 20.0),
-            (Kind::AllReduce, 1 << 20, big, crowded, 171.0),
-            (Kind::AllReduce, 16 << 20, big, crowded, 3170.0),
+            (Kind::AllReduce, 8, AlgorithmChoice::Slots, oversubscribed, 20.0),
+            (Kind::AllReduce, 1 << 20, big, oversubscribed, 171.0),
+            (Kind::AllReduce, 16 << 20, big, oversubscribed, 3170.0),
         ];
         for (kind, bytes, way, shape, measured) in cases {
             let ratio = predict(kind, bytes, way, &shape, CACHE) as f64 / 1000.0 / measured;

@@ -1,19 +1,20 @@
-//! How an operation travels, and why: a pure function of what all ranks share. Nothing local may enter here: no clock, no
-//! queue length, no `sync` flag; two ranks that chose differently would wait for one another for ever.
+//! Chooses the algorithm of an operation, with the reason: a pure function of what all ranks share. Nothing local may
+//! enter here: no clock, no queue length, no `sync` flag. Two ranks that chose differently would wait for each other
+//! until the deadline.
 //!
-//! Who decides, from strong to weak: the user's rules, a line of the measured table, the start values. The first two are
+//! What decides, from strong to weak: the user's rules, a line of the measured table, the defaults. The first two are
 //! rank 0's [`policy`], which every rank of the group has.
 //!
 //! | file | |
 //! | --- | --- |
-//! | `mod` | what is asked, the answer, and its reason in one byte |
+//! | `mod` | the operation's description, the choice, and its reason in one byte |
 //! | `intra` | the choice inside one host, and predicted times there |
 //! | `inter` | the choice between hosts |
-//! | `cost` | predicted times of schedules, flat and inside hosts and between them |
+//! | `cost` | predicted times of schedules, flat and hierarchical |
 //! | `rules` | the syntax of rules and sizes |
-//! | `table` | what was measured, as text and on disk |
-//! | `policy` | what rank 0 decides with and sends to the others |
-//! | `explain` | the whole answer in words |
+//! | `table` | the measured table, as text and on disk |
+//! | `policy` | rules and table that rank 0 sends to the others |
+//! | `explain` | the choice and its alternatives in words |
 
 pub mod cost;
 pub mod explain;
@@ -27,7 +28,7 @@ use std::fmt;
 
 pub use self::intra::choose;
 pub use self::policy::Policy;
-use self::rules::Way;
+use self::rules::AlgorithmChoice;
 
 use crate::algorithms::Algorithm;
 use crate::types::{Dtype, Kind, Request};
@@ -35,7 +36,7 @@ use crate::types::{Dtype, Kind, Request};
 /// Last-level cache where the machine does not say.
 pub const DEFAULT_CACHE_BYTES: u64 = 32 << 20;
 
-/// The way an operation took or would take.
+/// The algorithm of an operation, with its parameters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Path {
     /// Not recorded.
@@ -48,11 +49,11 @@ pub enum Path {
     Slots,
     /// Rounds through staging buffers, `chunk` bytes a round (`engine/shm/bulk.rs`).
     Rounds { chunk: usize },
-    /// A schedule between the leaders of several hosts, `segment` bytes at a time or `WHOLE` (`hosts`).
+    /// A schedule between the leaders of several hosts, `segment` bytes at a time or `WHOLE` (`inter`).
     Hosts { algorithm: Algorithm, leaders: u8, segment: usize },
     /// torch's own backend.
     Delegate,
-    /// Several operations of ours, which have records of their own.
+    /// Several operations of ours, each with its own record.
     Composed,
     /// The library of a device's vendor.
     Device,
@@ -71,7 +72,7 @@ impl Choice {
     pub const COMPOSED: Choice = Choice { path: Path::Composed, reason: Reason::Composed };
     pub const DEVICE: Choice = Choice { path: Path::Device, reason: Reason::Vendor };
 
-    /// As an operation keeps it: path (8 bits), reason (8), leaders (16), bytes of a chunk or segment (32).
+    /// As an operation stores it: path (8 bits), reason (8), leaders (16), bytes of a chunk or segment (32).
     pub fn code(self) -> u64 {
         let (leaders, bytes) = match self.path {
             Path::Rounds { chunk } => (0, chunk),
@@ -82,7 +83,7 @@ impl Choice {
         u64::from(self.path.code()) | (self.reason as u64) << 8 | u64::from(leaders) << 16 | bytes << 32
     }
 
-    /// What `code` gave; anything else is `Unknown`.
+    /// The inverse of `code`; any other value is `Unknown`.
     pub fn from_code(code: u64) -> Choice {
         let path = match code as u8 {
             SLOTS => Path::Slots,
@@ -103,8 +104,8 @@ impl Choice {
     }
 }
 
-/// The codes of paths, for records and statistics; they never change their meaning. 0 is an operation that has not set
-/// out.
+/// The codes of paths, for records and statistics; they never change their meaning. 0 is an operation that has not
+/// started.
 const SLOTS: u8 = 1;
 const ROUNDS: u8 = 2;
 const LOCAL: u8 = 3;
@@ -112,7 +113,7 @@ const MESSAGE: u8 = 4;
 const DELEGATE: u8 = 5;
 const COMPOSED: u8 = 31;
 const DEVICE: u8 = 30;
-/// Between hosts: this plus the algorithm's own code.
+/// Paths between hosts: this plus the algorithm's own code.
 const BEFORE_ALGORITHMS: u8 = 5;
 
 impl Path {
@@ -132,7 +133,7 @@ impl Path {
     }
 }
 
-/// What a code is called; `none` for an operation that has not set out.
+/// The name of a code; `none` for an operation that has not started.
 pub fn path_name(code: u8) -> &'static str {
     const NAMES: [&str; 6] = ["none", "slots", "rounds", "local", "message", "delegate"];
     let between = || Algorithm::from_code(code.wrapping_sub(BEFORE_ALGORITHMS)).map(Algorithm::name);
@@ -144,7 +145,7 @@ pub fn path_name(code: u8) -> &'static str {
     NAMES.get(usize::from(code)).copied().or_else(between).unwrap_or("unknown")
 }
 
-/// What a reason's code is called.
+/// The name of a reason's code.
 pub fn reason_name(code: u8) -> &'static str {
     Reason::from_u8(code).name()
 }
@@ -155,8 +156,8 @@ impl fmt::Display for Path {
             Path::Unknown => f.write_str("unknown"),
             Path::Alone => f.write_str("local copy"),
             Path::Message => f.write_str("message"),
-            Path::Slots => write!(f, "{}", Way::Slots),
-            Path::Rounds { chunk } => write!(f, "{}", Way::Rounds { chunk: *chunk }),
+            Path::Slots => write!(f, "{}", AlgorithmChoice::Slots),
+            Path::Rounds { chunk } => write!(f, "{}", AlgorithmChoice::Rounds { chunk: *chunk }),
             Path::Delegate => f.write_str("delegate"),
             Path::Composed => f.write_str("composed"),
             Path::Device => f.write_str("device"),
@@ -170,16 +171,16 @@ impl fmt::Display for Path {
     }
 }
 
-/// The segment of what is not cut.
+/// The segment size of an operation that is not cut.
 pub const WHOLE: usize = 0;
 
-/// What the choice sees of an element type. The numbers stand in records.
+/// The class of an element type that the choice depends on. The numbers are in records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Class {
     /// Data that is moved and never combined.
     Moved = 0,
-    /// Integers and booleans: the order of a sum does not show.
+    /// Integers and booleans: the order of a sum does not change its bits.
     Exact = 1,
     Float = 2,
     /// Two-byte floats, which are rounded once from 32 bits.
@@ -199,74 +200,74 @@ impl Class {
     }
 }
 
-/// An operation, as far as the choice sees it. `bytes` as `slot_payload` counts them.
+/// An operation, as far as the choice depends on it. `bytes` as `slot_payload` counts them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Asked {
+pub struct OpDesc {
     pub kind: Kind,
     pub bytes: u64,
     pub class: Class,
 }
 
-impl Asked {
-    pub fn of(request: &Request, ranks: usize) -> Asked {
+impl OpDesc {
+    pub fn of(request: &Request, ranks: usize) -> OpDesc {
         let bytes = match request.kind {
             Kind::Send => sum(request.inputs()),
             Kind::Recv => sum(request.outputs()),
             _ => slot_payload(request, ranks),
         };
-        Asked { kind: request.kind, bytes: bytes as u64, class: Class::of(request.kind, request.dtype) }.normal()
+        OpDesc { kind: request.kind, bytes: bytes as u64, class: Class::of(request.kind, request.dtype) }.normal()
     }
 
-    /// As an operation keeps it: class (8 bits), bytes (56). Its kind it has anyway.
+    /// As an operation stores it: class (8 bits), bytes (56). Its kind is stored anyway.
     pub fn load(self) -> u64 {
         (self.class as u64) << 56 | self.bytes.min((1 << 56) - 1)
     }
 
-    /// What `load` gave.
-    pub fn from_load(kind: Kind, load: u64) -> Asked {
+    /// The inverse of `load`.
+    pub fn from_load(kind: Kind, load: u64) -> OpDesc {
         let class = match load >> 56 {
             1 => Class::Exact,
             2 => Class::Float,
             3 => Class::Low,
             _ => Class::Moved,
         };
-        Asked { kind, bytes: load & ((1 << 56) - 1), class }
+        OpDesc { kind, bytes: load & ((1 << 56) - 1), class }
     }
 
-    /// What several operations of one kind are together.
-    pub fn together(all: impl IntoIterator<Item = Asked>) -> Option<Asked> {
-        all.into_iter().reduce(|all, one| Asked {
+    /// The description of several operations of one kind as one.
+    pub fn together(all: impl IntoIterator<Item = OpDesc>) -> Option<OpDesc> {
+        all.into_iter().reduce(|all, one| OpDesc {
             bytes: all.bytes.saturating_add(one.bytes),
-            // Of different classes the one that asks for most care.
+            // For different classes the strictest one.
             class: if one.class == all.class { all.class } else { Class::Float },
             ..all
         })
     }
 
-    /// Without what the ranks do not share: none knows all the sizes of an all_to_all, and a barrier has none.
-    pub fn normal(self) -> Asked {
-        if matches!(self.kind, Kind::AllToAll | Kind::Barrier) { Asked { bytes: 0, ..self } } else { self }
+    /// Without values that differ between ranks: no rank knows all the sizes of an all_to_all, and a barrier has none.
+    pub fn normal(self) -> OpDesc {
+        if matches!(self.kind, Kind::AllToAll | Kind::Barrier) { OpDesc { bytes: 0, ..self } } else { self }
     }
 }
 
-/// What all ranks of a group know about it.
+/// The facts about a group that all its ranks know.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Shape {
+pub struct GroupShape {
     pub ranks: usize,
     pub hosts: usize,
-    /// Cores that the ranks of this host may use together; agreed when they met.
+    /// Cores that the ranks of this host may use together; agreed in the rendezvous.
     pub cores: usize,
     pub slot_bytes: usize,
     pub stage_bytes: usize,
 }
 
-impl Shape {
-    /// Of ranks that have no memory in common.
-    pub fn without_memory(ranks: usize) -> Shape {
-        Shape { ranks, hosts: 1, cores: 1, slot_bytes: 0, stage_bytes: 0 }
+impl GroupShape {
+    /// For ranks without shared memory.
+    pub fn without_memory(ranks: usize) -> GroupShape {
+        GroupShape { ranks, hosts: 1, cores: 1, slot_bytes: 0, stage_bytes: 0 }
     }
 
-    pub fn crowded(&self) -> bool {
+    pub fn oversubscribed(&self) -> bool {
         self.ranks > self.cores
     }
 }
@@ -275,7 +276,7 @@ fn sum(spans: &[crate::types::Span]) -> usize {
     spans.iter().map(|span| span.bytes).sum()
 }
 
-/// Bytes that the rank with the most writes into its slot when the operation goes by slots.
+/// Bytes that the rank with the largest payload writes into its slot when the operation uses slots.
 pub fn slot_payload(request: &Request, ranks: usize) -> usize {
     match request.kind {
         Kind::AllReduce | Kind::Reduce | Kind::Gather | Kind::ReduceScatter => sum(request.inputs()),
@@ -284,13 +285,13 @@ pub fn slot_payload(request: &Request, ranks: usize) -> usize {
             request.out_blocks.iter().copied().max().unwrap_or_else(|| sum(request.outputs()) / ranks.max(1))
         }
         Kind::Scatter => sum(request.outputs()) * ranks,
-        // The slot always carries the block table; whether the blocks fit too is said in its header (small.rs).
+        // The slot always holds the block table; its header says whether the blocks fit, too (small.rs).
         Kind::AllToAll => ranks * 8,
         Kind::Barrier | Kind::Send | Kind::Recv => 0,
     }
 }
 
-/// Bytes of one block that travel in one round of `chunk` bytes: kinds with a block for every peer share the chunk out.
+/// Bytes of one block in a round of `chunk` bytes: kinds with a block for every peer divide the chunk.
 pub fn unit(kind: Kind, ranks: usize, chunk: usize) -> usize {
     match kind {
         Kind::Scatter | Kind::ReduceScatter | Kind::AllToAll => (chunk / ranks.max(1) / 64 * 64).max(64),
@@ -313,7 +314,7 @@ pub enum Reason {
     FitsSlot = 6,
     InCache = 7,
     OutOfCache = 8,
-    Crowded = 9,
+    Oversubscribed = 9,
     NoCommonSize = 10,
     NothingToMove = 11,
     /// Between hosts.
@@ -321,7 +322,7 @@ pub enum Reason {
     Model = 13,
     PowerOfTwo = 14,
     AnyCount = 15,
-    // 16 and 19 named reasons that no operation can have any more; records of older versions may hold them.
+    // 16 and 19 named reasons that no longer occur; records of older versions may hold them.
     Large = 17,
     OneSchedule = 18,
     Composed = 20,
@@ -341,7 +342,7 @@ impl Reason {
         Reason::FitsSlot,
         Reason::InCache,
         Reason::OutOfCache,
-        Reason::Crowded,
+        Reason::Oversubscribed,
         Reason::NoCommonSize,
         Reason::NothingToMove,
         Reason::Strict,
@@ -371,7 +372,7 @@ impl Reason {
             Reason::FitsSlot => "fits_slot",
             Reason::InCache => "in_cache",
             Reason::OutOfCache => "out_of_cache",
-            Reason::Crowded => "crowded",
+            Reason::Oversubscribed => "oversubscribed",
             Reason::NoCommonSize => "no_common_size",
             Reason::NothingToMove => "nothing_to_move",
             Reason::Strict => "strict",
@@ -386,16 +387,16 @@ impl Reason {
         }
     }
 
-    /// What kind of knowledge decided: the first word a reader wants.
+    /// The kind of source that decided.
     pub fn basis(self) -> &'static str {
         match self {
             Reason::Override => "override",
             Reason::Measured => "measurement",
-            Reason::FitsSlot | Reason::InCache | Reason::OutOfCache | Reason::Crowded => "start value",
-            Reason::PowerOfTwo | Reason::AnyCount | Reason::Large => "start rule",
+            Reason::FitsSlot | Reason::InCache | Reason::OutOfCache | Reason::Oversubscribed => "default",
+            Reason::PowerOfTwo | Reason::AnyCount | Reason::Large => "default rule",
             Reason::Model => "cost model",
             Reason::Unknown => "nothing",
-            _ => "only way",
+            _ => "only choice",
         }
     }
 
@@ -403,22 +404,22 @@ impl Reason {
         match self {
             Reason::Unknown => "nothing was recorded for it",
             Reason::Alone => "a group of one rank copies locally",
-            Reason::Message => "a message has one way: small ones inside their envelope, large ones in pieces",
+            Reason::Message => "messages have one algorithm: small ones travel in their envelope, large ones in pieces",
             Reason::Delegated => "the whole group is served by a delegate",
             Reason::Override => "a rule that the user gave",
             Reason::Measured => "the decision table: measured on this machine by `sagellm tune`",
-            Reason::FitsSlot => "it fits into a slot, and one exchange is the least there can be",
+            Reason::FitsSlot => "it fits into a slot, and one exchange is the minimum",
             Reason::InCache => "it stays in the last-level cache, where fewer rounds win",
             Reason::OutOfCache => "it is larger than the last-level cache, where a small stage that stays cached wins",
-            Reason::Crowded => "ranks share cores, so every round costs context switches and fewer rounds win",
-            Reason::NoCommonSize => "no rank knows all the sizes of an all_to_all, so one way serves them all",
+            Reason::Oversubscribed => "ranks share cores, so every round costs context switches and fewer rounds win",
+            Reason::NoCommonSize => "no rank knows all the sizes of an all_to_all, so one algorithm serves them all",
             Reason::NothingToMove => "it moves no data",
             Reason::Strict => "strict mode: only the direct exchange adds in the order of the ranks",
             Reason::OneOrder => {
-                "small sums of floats are added in one order, whatever travels with them and whatever the link"
+                "small sums of floats are added in one order, whatever they are fused with and whatever the link"
             }
-            Reason::Vendor => "tensors on a device are carried by the library of its vendor",
-            Reason::Composed => "no single operation does it, so it is made of several",
+            Reason::Vendor => "the library of the device's vendor carries tensors on a device",
+            Reason::Composed => "no single operation does it, so several are composed",
             Reason::Model => "the cost model, with the link as it was measured when the group was made",
             Reason::PowerOfTwo => "below 1 MiB steps count most, and the count is a power of two",
             Reason::AnyCount => "below 1 MiB, and the count is no power of two",
@@ -440,10 +441,10 @@ mod tests {
 
     #[test]
     fn a_batch_is_asked_for_as_a_whole() {
-        let one = |bytes, class| Asked { kind: Kind::AllReduce, bytes, class };
-        assert_eq!(Asked::together([]), None);
-        assert_eq!(Asked::together([one(5, Class::Low), one(7, Class::Low)]), Some(one(12, Class::Low)));
-        assert_eq!(Asked::together([one(5, Class::Exact), one(7, Class::Low)]), Some(one(12, Class::Float)));
+        let one = |bytes, class| OpDesc { kind: Kind::AllReduce, bytes, class };
+        assert_eq!(OpDesc::together([]), None);
+        assert_eq!(OpDesc::together([one(5, Class::Low), one(7, Class::Low)]), Some(one(12, Class::Low)));
+        assert_eq!(OpDesc::together([one(5, Class::Exact), one(7, Class::Low)]), Some(one(12, Class::Float)));
     }
 
     #[test]

@@ -1,6 +1,6 @@
-//! What rank 0 decides for its group before the first operation: the user's rules, a measured table, and the size of the
-//! cache. It travels to the other ranks when they meet, and its hash begins the chain of signatures, so that two ranks
-//! that went by different policies would find out in their first operation.
+//! Rank 0's decisions for its group before the first operation: the user's rules, a measured table, and the size of the
+//! cache. The rendezvous sends them to the other ranks, and their hash begins the chain of signatures, so that two
+//! ranks with different policies get an error in their first operation.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -23,19 +23,19 @@ pub const RULES_VARIABLE: &str = "SAGELLM_ALGORITHM";
 pub struct Policy {
     pub rules: Rules,
     pub table: Option<Table>,
-    /// Where the table lies, or why there is none; for people.
+    /// The path of the table, or why there is none; for people.
     pub note: String,
-    /// Last-level cache that the ranks of a host share.
+    /// The last-level cache that the ranks of a host share.
     pub cache_bytes: u64,
 }
 
 impl Default for Policy {
-    /// The start values alone.
+    /// The defaults alone.
     fn default() -> Policy {
         Policy {
             rules: Rules::default(),
             table: None,
-            note: "none was looked for".into(),
+            note: "no table was searched for".into(),
             cache_bytes: super::DEFAULT_CACHE_BYTES,
         }
     }
@@ -49,7 +49,7 @@ impl Policy {
         format!("{HEAD}\ncache {}\nrules {}\nnote {}\n{table}", self.cache_bytes, self.rules, &note[..cut])
     }
 
-    /// Reads what rank 0 sent. Nothing in it is taken on trust.
+    /// Reads what rank 0 sent. Checks all of it.
     pub fn parse(text: &str) -> Result<Policy, String> {
         if text.len() > MAX_BYTES {
             return Err(format!("rank 0's policy has {} bytes, more than {MAX_BYTES}", text.len()));
@@ -77,8 +77,8 @@ impl Policy {
     }
 }
 
-/// What this rank would have its group do: the user's rules, and on rank 0 (`leads`) the table of this machine. The other
-/// ranks' is only compared with rank 0's, so no file is read for it.
+/// This rank's own policy: the user's rules, and on rank 0 (`leads`) the table of this machine. The other ranks'
+/// policies are only compared with rank 0's, so they read no file.
 pub fn decide(option: &str, ranks: usize, slot_bytes: usize, leads: bool) -> Outcome<Policy> {
     let environment = std::env::var(RULES_VARIABLE).unwrap_or_default();
     let read = |name: &str, text: &str| {
@@ -113,7 +113,7 @@ pub fn decide(option: &str, ranks: usize, slot_bytes: usize, leads: bool) -> Out
     Ok(policy)
 }
 
-/// A bad table is one problem, however many groups a process makes.
+/// Warns about a bad table once, however many groups a process makes.
 fn warn_once(why: &str) {
     static TOLD: AtomicBool = AtomicBool::new(false);
     if !TOLD.swap(true, Ordering::Relaxed) {
@@ -155,7 +155,7 @@ mod tests {
         for at in 0..text.len() {
             let mut bytes = text.clone().into_bytes();
             bytes[at] ^= 0x15;
-            // A change inside the rules may give other rules; the chain of signatures finds that.
+            // A change inside the rules may give other valid rules; the chain of signatures detects that.
             if let Ok(other) = std::str::from_utf8(&bytes).map_err(|_| String::new()).and_then(Policy::parse) {
                 assert_ne!(other.hash(), full().hash());
             }

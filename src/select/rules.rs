@@ -1,14 +1,14 @@
-//! Rules "this operation, at these sizes, goes this way": one syntax for the option `algorithm`, for the environment
-//! variable `SAGELLM_ALGORITHM` and for the lines of a decision table.
+//! Rules that assign algorithms to operations by size: one syntax for the option `algorithm`, the environment variable
+//! `SAGELLM_ALGORITHM` and the lines of a decision table.
 //!
 //! ```text
 //! rules  = rule { ";" rule }              the first rule that fits decides
-//! rule   = op ":" range "=" way
+//! rule   = op ":" range "=" algorithm
 //! op     = all_reduce | broadcast | ... | *
 //! range  = from "-" [ to ]                both ends belong to it; without `to` it has no upper end
-//! way    = start                          what is chosen where nobody says anything and nothing is measured
+//! algorithm = start                       the default, where no rule applies and nothing is measured
 //!        | slots | rounds "(" chunk ")"   inside one host
-//!        | algorithm [ "(" [ "leaders=" count ] [ "," ] [ "segment=" size ] ")" ]      between hosts
+//!        | schedule [ "(" [ "leaders=" count ] [ "," ] [ "segment=" size ] ")" ]      between hosts
 //! sizes  = whole numbers, or with a unit: 4096, 64KiB, 1MiB
 //! ```
 
@@ -18,23 +18,23 @@ use crate::algorithms::Algorithm;
 use crate::types::Kind;
 
 pub const SYNTAX: &str =
-    "rules are OP:FROM-TO=WAY, separated by ';', for example \"all_reduce:0-4KiB=slots;*:1MiB-=rounds(128KiB)\"";
-/// Longest list of rules, so that rank 0's fits into what the ranks exchange when they meet.
+    "rules are OP:FROM-TO=ALGORITHM, separated by ';', for example \"all_reduce:0-4KiB=slots;*:1MiB-=rounds(128KiB)\"";
+/// Longest list of rules, so that rank 0's fits into its rendezvous message.
 pub const MAX_BYTES: usize = 4096;
 /// Chunks are cut at cache lines.
 pub const LEAST_CHUNK: usize = 1024;
 const MOST_CHUNK: usize = 1 << 30;
 
-/// Where an operation goes, as a rule says it.
+/// The algorithm that a rule assigns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Way {
-    /// What is chosen where nothing is measured.
+pub enum AlgorithmChoice {
+    /// The default.
     Start,
     Slots,
     Rounds {
         chunk: usize,
     },
-    /// Between hosts; what is not said stays as it would be.
+    /// Between hosts; parameters that are not given keep their defaults.
     Hosts {
         algorithm: Algorithm,
         leaders: Option<u8>,
@@ -46,10 +46,10 @@ pub enum Way {
 pub struct Rule {
     /// `None`: every kind of collective.
     pub kind: Option<Kind>,
-    /// First and last size in bytes that it holds for.
+    /// First and last size in bytes to which it applies.
     pub from: u64,
     pub to: u64,
-    pub way: Way,
+    pub way: AlgorithmChoice,
 }
 
 /// In the order they were given.
@@ -75,7 +75,7 @@ impl Rules {
     pub fn check(&self, slot_bytes: usize) -> Result<(), String> {
         for rule in &self.0 {
             let wrong = |what: String| Err(format!("rule \"{rule}\": {what}"));
-            if rule.way == Way::Slots && (rule.to > slot_bytes as u64) {
+            if rule.way == AlgorithmChoice::Slots && (rule.to > slot_bytes as u64) {
                 let most = size_text(slot_bytes as u64);
                 return wrong(format!("a slot holds {most}, so the range of slots ends at {most} or below"));
             }
@@ -97,22 +97,21 @@ impl Rule {
 
     pub fn parse(text: &str) -> Result<Rule, String> {
         let (op, rest) = text.split_once(':').ok_or("there is no ':' after the operation")?;
-        let (range, way) = rest.split_once('=').ok_or("there is no '=' before the way")?;
+        let (range, way) = rest.split_once('=').ok_or("there is no '=' before the algorithm")?;
         let kind = parse_op(op.trim())?;
         let (from, to) = parse_range(range.trim())?;
-        let way = Way::parse(way.trim())?;
+        let way = AlgorithmChoice::parse(way.trim())?;
         match kind {
-            Some(Kind::AllToAll) if way == Way::Slots => {
-                Err("all_to_all puts its table of sizes into a slot anyway, and its blocks with it where they fit"
-                    .into())
+            Some(Kind::AllToAll) if way == AlgorithmChoice::Slots => {
+                Err("all_to_all always puts its table of sizes into a slot, and its blocks where they fit".into())
             }
             Some(Kind::AllToAll) if (from, to) != (0, u64::MAX) => {
                 Err("no rank knows all the sizes of an all_to_all, so its range must be 0-".into())
             }
-            Some(kind) if matches!(way, Way::Hosts { algorithm, .. } if !algorithm.serves(kind)) => {
+            Some(kind) if matches!(way, AlgorithmChoice::Hosts { algorithm, .. } if !algorithm.serves(kind)) => {
                 Err(format!("there is no such schedule for {kind}"))
             }
-            Some(Kind::Barrier) if matches!(way, Way::Slots | Way::Rounds { .. }) => {
+            Some(Kind::Barrier) if matches!(way, AlgorithmChoice::Slots | AlgorithmChoice::Rounds { .. }) => {
                 Err("a barrier moves no data; inside a host there is nothing to choose".into())
             }
             _ => Ok(Rule { kind, from, to, way }),
@@ -127,7 +126,7 @@ fn parse_op(name: &str) -> Result<Option<Kind>, String> {
     let kinds = || (1..=255).map_while(Kind::from_u8).filter(|kind| !kind.is_p2p());
     kinds().find(|kind| kind.name() == name).map(Some).ok_or_else(|| {
         let known: Vec<&str> = kinds().map(Kind::name).collect();
-        format!("{name:?} is no operation that can be steered; expected * or one of {}", known.join(", "))
+        format!("{name:?} is no operation with a choice; expected * or one of {}", known.join(", "))
     })
 }
 
@@ -145,8 +144,8 @@ fn parse_range(text: &str) -> Result<(u64, u64), String> {
     Ok((from, to))
 }
 
-impl Way {
-    pub fn parse(text: &str) -> Result<Way, String> {
+impl AlgorithmChoice {
+    pub fn parse(text: &str) -> Result<AlgorithmChoice, String> {
         let (name, argument) = match text.split_once('(') {
             Some((name, rest)) => {
                 (name.trim(), Some(rest.strip_suffix(')').ok_or_else(|| format!("{text:?} lacks its ')'"))?.trim()))
@@ -154,13 +153,13 @@ impl Way {
             None => (text, None),
         };
         match (name, argument) {
-            ("start", None) => Ok(Way::Start),
-            ("slots", None) => Ok(Way::Slots),
+            ("start", None) => Ok(AlgorithmChoice::Start),
+            ("slots", None) => Ok(AlgorithmChoice::Slots),
             ("rounds", Some(chunk)) => {
                 let bytes = parse_size(chunk).and_then(|bytes| usize::try_from(bytes).ok());
                 match bytes {
                     Some(chunk) if (LEAST_CHUNK..=MOST_CHUNK).contains(&chunk) && chunk.is_multiple_of(64) => {
-                        Ok(Way::Rounds { chunk })
+                        Ok(AlgorithmChoice::Rounds { chunk })
                     }
                     _ => Err(format!("the chunk {chunk:?} is not a multiple of 64 bytes from 1KiB to 1GiB")),
                 }
@@ -168,9 +167,10 @@ impl Way {
             ("rounds", None) => Err("rounds need their chunk, as in rounds(128KiB)".into()),
             _ => match Algorithm::from_name(name) {
                 Some(algorithm) => parse_between(algorithm, argument.unwrap_or("")),
-                None => {
-                    Err(format!("{text:?} is no way; expected start, slots, rounds(CHUNK) or one of {}", algorithms()))
-                }
+                None => Err(format!(
+                    "{text:?} is no algorithm; expected start, slots, rounds(CHUNK) or one of {}",
+                    algorithms()
+                )),
             },
         }
     }
@@ -180,8 +180,8 @@ fn algorithms() -> String {
     Algorithm::ALL.map(Algorithm::name).join(", ")
 }
 
-/// What stands in the brackets of a way between hosts: `leaders=2,segment=1MiB`.
-fn parse_between(algorithm: Algorithm, text: &str) -> Result<Way, String> {
+/// Parses the parameters of a schedule: `leaders=2,segment=1MiB`.
+fn parse_between(algorithm: Algorithm, text: &str) -> Result<AlgorithmChoice, String> {
     let (mut leaders, mut segment) = (None, None);
     for part in text.split(',').map(str::trim).filter(|part| !part.is_empty()) {
         let wrong = || format!("{part:?} is not leaders=COUNT (1 to 255) or segment=SIZE (1KiB to 1GiB)");
@@ -196,16 +196,16 @@ fn parse_between(algorithm: Algorithm, text: &str) -> Result<Way, String> {
             _ => return Err(wrong()),
         }
     }
-    Ok(Way::Hosts { algorithm, leaders, segment })
+    Ok(AlgorithmChoice::Hosts { algorithm, leaders, segment })
 }
 
-impl fmt::Display for Way {
+impl fmt::Display for AlgorithmChoice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Way::Start => f.write_str("start"),
-            Way::Slots => f.write_str("slots"),
-            Way::Rounds { chunk } => write!(f, "rounds({})", size_text(*chunk as u64)),
-            Way::Hosts { algorithm, leaders, segment } => {
+            AlgorithmChoice::Start => f.write_str("start"),
+            AlgorithmChoice::Slots => f.write_str("slots"),
+            AlgorithmChoice::Rounds { chunk } => write!(f, "rounds({})", size_text(*chunk as u64)),
+            AlgorithmChoice::Hosts { algorithm, leaders, segment } => {
                 let leaders = leaders.map(|count| format!("leaders={count}"));
                 let segment = segment.map(|bytes| format!("segment={}", size_text(bytes as u64)));
                 let parts: Vec<String> = leaders.into_iter().chain(segment).collect();
@@ -237,7 +237,7 @@ impl fmt::Display for Rules {
 
 const UNITS: [(&str, u64); 4] = [("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1)];
 
-/// Bytes, or `None` for what is not a whole number with one of the units B, KiB, MiB, GiB.
+/// Bytes, or `None` unless it is a whole number with one of the units B, KiB, MiB, GiB.
 pub fn parse_size(text: &str) -> Option<u64> {
     let text = text.trim();
     let digits = text.len() - text.trim_start_matches(|c: char| c.is_ascii_digit()).len();
@@ -250,7 +250,7 @@ pub fn parse_size(text: &str) -> Option<u64> {
     number.checked_mul(unit)
 }
 
-/// The shortest exact form: `parse_size` gives the same number back.
+/// The shortest exact form; `parse_size` is its inverse.
 pub fn size_text(bytes: u64) -> String {
     match UNITS.iter().find(|(_, unit)| bytes > 0 && bytes.is_multiple_of(*unit)) {
         Some((name, unit)) if *unit > 1 => format!("{}{name}", bytes / unit),
@@ -297,7 +297,7 @@ mod tests {
             ("all_reduce:0=slots", "\"0\" is no range"),
             ("all_reduce:1KB-=slots", "\"1KB\" is no size"),
             ("all_reduce:8-4=slots", "ends before it begins"),
-            ("all_reduce:0-=fast", "\"fast\" is no way"),
+            ("all_reduce:0-=fast", "\"fast\" is no algorithm"),
             ("all_reduce:0-=rounds", "rounds need their chunk"),
             ("all_reduce:0-=rounds(100)", "multiple of 64"),
             ("all_reduce:0-=rounds(64KiB", "lacks its ')'"),
@@ -310,7 +310,7 @@ mod tests {
         ] {
             let error = Rules::parse(&format!("*:0-=start;{text}")).unwrap_err();
             assert!(error.contains(expected) && error.contains(&format!("{text:?}")), "{error}");
-            assert!(error.contains("OP:FROM-TO=WAY"), "{error}");
+            assert!(error.contains("OP:FROM-TO=ALGORITHM"), "{error}");
         }
         assert!(Rules::parse(&"*:0-=start;".repeat(1000)).unwrap_err().contains("more than 4096"));
         let error = Rules::parse("all_reduce:0-64KiB=slots").unwrap().check(4096).unwrap_err();

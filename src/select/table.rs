@@ -1,6 +1,6 @@
-//! The decision table: which way won at which sizes, measured on one machine with one number of ranks. A plain file that
-//! people can read: one a machine and number of ranks, in the user's cache directory. Read when a group is made, by its
-//! rank 0 alone; written by `sagellm tune`.
+//! The decision table: the fastest algorithm for each size, measured on one machine with one number of ranks. A plain
+//! text file in the user's cache directory, one per machine and number of ranks. Rank 0 of a group reads it when the
+//! group is made; `sagellm tune` writes it.
 //!
 //! ```text
 //! # what it is
@@ -14,8 +14,8 @@
 //! sum 0123456789abcdef
 //! ```
 //!
-//! A line is a rule, its median, and the median of the start values at the same size. The sum is over everything above
-//! it. Whatever is not exactly this is refused, with the reason: a table decides how every operation travels.
+//! A line is a rule, its median, and the median of the default at the same size. The sum is over everything above it.
+//! Any other contents are refused, with the reason: a table decides how every operation runs.
 
 use std::fmt::Write as _;
 use std::fs::{self, File};
@@ -28,11 +28,11 @@ use crate::os::topology;
 
 const FORMAT: &str = "1";
 const HEAD: &str =
-    "# sagellm decision table: the way each operation goes, as measured on this machine by `sagellm tune`.";
+    "# sagellm decision table: the algorithm of each operation, as measured on this machine by `sagellm tune`.";
 /// Longest table that is read, written or sent to the other ranks.
 pub const MAX_BYTES: usize = 16 << 10;
 
-/// What a table is for: it holds for nothing else.
+/// The machine, version and number of ranks that a table is for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Key {
     pub version: String,
@@ -44,16 +44,16 @@ pub struct Key {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Line {
     pub rule: Rule,
-    /// Median of this way.
+    /// Median of this algorithm.
     pub nanoseconds: u64,
-    /// Median of the start values at the same size, in the same run.
+    /// Median of the defaults at the same size, in the same run.
     pub start_nanoseconds: u64,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Table {
     pub key: Key,
-    /// When and how well it was measured, for people.
+    /// Date and quality of the measurement, for people.
     pub made: String,
     pub lines: Vec<Line>,
 }
@@ -78,7 +78,7 @@ impl Table {
         text
     }
 
-    /// Reads a table, whatever it is for. The error is a clause: "it is damaged: ...".
+    /// Parses a table without checking what it is for. The error is a clause: "it is damaged: ...".
     pub fn parse(bytes: &[u8]) -> Result<Table, String> {
         if bytes.len() > MAX_BYTES {
             return Err(format!("it has {} bytes, more than the {MAX_BYTES} of a table", bytes.len()));
@@ -89,7 +89,7 @@ impl Table {
         let mut next = |name: &str| {
             let line = lines.next().unwrap_or_default();
             let value = line.strip_prefix(name).and_then(|rest| rest.strip_prefix(' '));
-            value.ok_or_else(|| format!("it is damaged: {line:?} stands where '{name}' was expected"))
+            value.ok_or_else(|| format!("it is damaged: {line:?} was read where '{name}' was expected"))
         };
         next("# sagellm decision table:")?;
         let format = next("format")?;
@@ -105,7 +105,7 @@ impl Table {
         Ok(Table { key: Key { version, machine, ranks }, made, lines })
     }
 
-    /// Refuses a table that was made for something else: a clause, as `parse` has it.
+    /// Refuses a table that was made for something else: the error is a clause, as in `parse`.
     pub fn serves(&self, wanted: &Key) -> Result<(), String> {
         if self.key.version != wanted.version {
             return Err(format!(
@@ -122,7 +122,7 @@ impl Table {
         Ok(())
     }
 
-    /// Refuses ways that no group could go.
+    /// Refuses algorithms that no group could run.
     pub fn check(&self, slot_bytes: usize) -> Result<(), String> {
         self.lines.iter().map(|line| line.rule).collect::<Rules>().check(slot_bytes)
     }
@@ -152,21 +152,21 @@ fn checked_body(text: &str) -> Result<&str, String> {
     if body.ends_with('\n') && text[body.len()..] == expected { Ok(body) } else { Err(damaged()) }
 }
 
-/// FNV-1a: any one changed byte changes it. It guards against accidents; whoever may write the user's cache directory
-/// may do worse than mislead a table.
+/// FNV-1a: any one changed byte changes it. It guards against accidents; a user who may write the cache directory can
+/// do worse than falsify a table.
 pub fn hash(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3))
 }
 
-/// Names the directory itself; without it `$XDG_CACHE_HOME/sagellm` or `~/.cache/sagellm`.
+/// Names the directory; without it `$XDG_CACHE_HOME/sagellm` or `~/.cache/sagellm`.
 pub const VARIABLE: &str = "SAGELLM_CACHE_DIR";
 
-/// What a table must be for to hold here.
+/// The key that a table must have to apply here.
 pub fn key(ranks: usize) -> Key {
     Key { version: env!("CARGO_PKG_VERSION").into(), machine: topology::fingerprint().into(), ranks }
 }
 
-/// The cache directory of this user, if one can be named.
+/// The cache directory of this user, or None.
 pub fn directory() -> Option<PathBuf> {
     let named = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     named(VARIABLE)
@@ -174,12 +174,12 @@ pub fn directory() -> Option<PathBuf> {
         .or_else(|| named("HOME").map(|path| path.join(".cache").join("sagellm")))
 }
 
-/// The file of one machine and number of ranks: machines that share a home directory do not meet in it.
+/// The file for one machine and number of ranks: machines that share a home directory use different files.
 pub fn path(directory: &Path, key: &Key) -> PathBuf {
     directory.join(format!("table-{:016x}-{}.txt", hash(key.machine.as_bytes()), key.ranks))
 }
 
-/// What was found: a table and where it lies, or why there is none.
+/// The result of loading: a table and its path, or why there is none.
 pub enum Found {
     Table(Table, PathBuf),
     /// There is none, which is the usual case.
@@ -188,11 +188,11 @@ pub enum Found {
     Refused(String),
 }
 
-/// The table for `key` in `directory`, if it is whole and made for exactly that.
+/// The table for `key` in `directory`, if it is undamaged and made for exactly this key.
 pub fn load(directory: &Path, key: &Key, slot_bytes: usize) -> Found {
     let path = path(directory, key);
     let mut bytes = Vec::new();
-    // One byte more than a table may have shows that the file is too long, however long it is.
+    // Reads one byte more than a table may have, so that a file that is too long is noticed.
     match File::open(&path).and_then(|file| file.take(MAX_BYTES as u64 + 1).read_to_end(&mut bytes)) {
         Ok(_) => {}
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
@@ -214,7 +214,7 @@ pub fn load(directory: &Path, key: &Key, slot_bytes: usize) -> Found {
     }
 }
 
-/// Writes a table so that a reader finds the old one or the new one, whole.
+/// Writes a table so that a reader finds either the old one or the new one, complete.
 pub fn save(directory: &Path, table: &Table) -> io::Result<PathBuf> {
     let text = table.text();
     if text.len() > MAX_BYTES {

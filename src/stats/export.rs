@@ -1,12 +1,12 @@
-//! The file that a failed group leaves behind, as JSON, and what its records have in common with those over the bridge.
+//! The JSON file of a failed group; the conversions that its records share with those over the bridge.
 
 use std::fmt::Write as _;
 
-use super::ring::{Record, State};
+use super::history::{Record, State};
 use crate::op::NOBODY;
 use crate::types::{ANY_RANK, Dtype, ReduceOp};
 
-/// What the codes of a path and a reason are called; `select` knows.
+/// The names of path and reason codes, which `select` has.
 #[derive(Clone, Copy)]
 pub struct Names {
     pub path: fn(u8) -> &'static str,
@@ -25,14 +25,14 @@ fn list<T>(out: &mut String, items: impl Iterator<Item = T>, mut each: impl FnMu
     out.push(']');
 }
 
-/// The same moment on our clock (`clock::stamp`) and since the epoch, in nanoseconds.
+/// One moment on our clock (`clock::stamp`) and since the epoch, in nanoseconds.
 #[derive(Clone, Copy)]
 pub struct Moment {
     pub now: u64,
     pub wall: u64,
 }
 
-/// A rank in a record; -1 is nobody, or anyone.
+/// A rank in a record; -1 is none, or any.
 pub fn rank(rank: u32) -> i64 {
     if rank == NOBODY || rank == ANY_RANK { -1 } else { i64::from(rank) }
 }
@@ -43,17 +43,17 @@ pub fn reduction(record: &Record) -> (&'static str, &'static str) {
     (dtype, if record.kind.reduces() { ReduceOp::name_of(record.op) } else { "" })
 }
 
-/// With how many operations it ended, itself included; 0 while that is not known.
+/// Number of operations that it was fused with, itself included; 0 while that is not known.
 pub fn together(record: &Record) -> u64 {
-    if record.state == State::Done { record.route.company.count() } else { 0 }
+    if record.state == State::Done { record.route.fused_with.count() } else { 0 }
 }
 
-/// The ring, oldest first. Nanoseconds, `clock::stamp`. The names are those of `ffi::Record`.
+/// The records, oldest first. Nanoseconds, `clock::stamp`. The names are those of `ffi::Record`.
 fn records<'a>(records: impl Iterator<Item = &'a Record>, names: Names) -> String {
     let mut out = String::new();
     list(&mut out, records, |out, record| {
         let (dtype, op) = reduction(record);
-        let (first, last) = record.route.company.numbers(record.number);
+        let (first, last) = record.route.fused_with.numbers(record.number);
         let _ = write!(
             out,
             "{{\"id\":{},\"number\":{},\"kind\":\"{}\",\"dtype\":\"{dtype}\",\"op\":\"{op}\",\"path\":\"{}\",\"reason\":\"{}\",\
@@ -86,16 +86,16 @@ fn records<'a>(records: impl Iterator<Item = &'a Record>, names: Names) -> Strin
     out
 }
 
-/// What a group that failed leaves behind: who it was, why, and its records.
+/// The file of a failed group: its ranks, the fault, and its records.
 pub fn dump<'a>(
     group: &str,
     fault: &str,
     (rank, members): (usize, &[u32]),
     Moment { now, wall }: Moment,
-    ring: impl Iterator<Item = &'a Record>,
+    history: impl Iterator<Item = &'a Record>,
     names: Names,
 ) -> String {
-    let (group, fault, records) = (quoted(group), quoted(fault), records(ring, names));
+    let (group, fault, records) = (quoted(group), quoted(fault), records(history, names));
     format!(
         "{{\"group\":{group},\"rank\":{rank},\"members\":{members:?},\"fault\":{fault},\"now\":{now},\"wall\":{wall},\
          \"records\":{records}}}\n"

@@ -1,11 +1,11 @@
-//! Times in buckets of equal relative width: 16 exact ones, then 8 to each power of two, so a bucket is at most an eighth
-//! wide and any quantile is right within that. Fixed memory, one addition a value.
+//! Times in buckets of equal relative width: 16 exact ones, then 8 per power of two, so a bucket is at most an eighth
+//! wide and any quantile is correct within that. Fixed memory, one addition per value.
 //!
 //! Source: the log-linear layout of HdrHistogram.
 
 /// Values below this have a bucket each.
 const EXACT: u64 = 16;
-/// Buckets to each power of two, and their binary logarithm.
+/// Buckets per power of two, and their binary logarithm.
 const PER_OCTAVE: u64 = 8;
 const SHIFT: u32 = 3;
 /// Values from 2^TOP nanoseconds on (18 minutes) share the last bucket.
@@ -36,7 +36,7 @@ fn bucket(value: u64) -> usize {
     (EXACT + u64::from(exponent - 4) * PER_OCTAVE + within) as usize
 }
 
-/// First value behind bucket `at`.
+/// First value beyond bucket `at`.
 fn bound(at: usize) -> u64 {
     let at = at as u64;
     if at < EXACT {
@@ -52,7 +52,7 @@ impl Histogram {
         self.buckets[bucket(value)] += 1;
     }
 
-    /// The buckets that hold something: the first value behind each, and how many values it holds.
+    /// The buckets that are not empty: the first value beyond each, and its count.
     pub fn filled(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
         self.buckets.iter().enumerate().filter(|(_, count)| **count > 0).map(|(at, count)| (bound(at), *count))
     }

@@ -1,32 +1,32 @@
-//! What a group has done, as numbers: how often, how much, how long, and whom it waited for.
+//! Statistics of a group: how many operations, how many bytes, how long, and which peers it waited for.
 //!
-//! A side sink. `group` tells it of every operation twice, at issue and at the end, under the lock that it holds anyway
-//! and with clock readings that it has taken anyway; the engine leaves in `Op::journey` how the operation travelled and
-//! where its time went. So everything here is plain single-threaded code. It never calls up, allocates only when a kind,
-//! path and size appears for the first time, and its memory is bounded.
+//! `group` reports every operation twice, at issue and at the end, under the lock and with the clock readings that it
+//! needs anyway; the engine stores the route and the times in `Op::timing`. So everything here is plain single-threaded
+//! code. It calls nothing above it, allocates only when a kind, path and size appears for the first time, and its
+//! memory is bounded.
 //!
-//! On the way of an operation only its record is written. The counts are made from the records later: by a driver that
-//! finds nothing to move, by whoever asks, or when many have come together.
+//! While an operation runs, only its record is written. Counts are computed from the records later: by a driver that
+//! has nothing to move, by a caller of the statistics, or when many records have gathered.
 //!
 //! | file | |
 //! | --- | --- |
 //! | `histogram` | times, in buckets of equal relative width |
-//! | `ring` | the last operations, one record each |
-//! | `pace` | where a large operation spends its time |
+//! | `history` | the last operations, one record each |
+//! | `chunk_timer` | where a large operation spends its time |
 //! | `export` | the records as a file, for a group that failed |
 
+pub mod chunk_timer;
 pub mod export;
 pub mod histogram;
-pub mod pace;
-pub mod ring;
+pub mod history;
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use self::histogram::Histogram;
-use self::ring::{Record, Ring, State};
+use self::history::{History, Record, State};
 use crate::error::Result;
-use crate::op::{Company, Op};
+use crate::op::{FusedWith, Op};
 use crate::os::clock;
 use crate::types::Kind;
 
@@ -35,11 +35,11 @@ use crate::types::Kind;
 const KINDS: usize = Kind::ALL.len() + 1;
 const PATHS: usize = 32;
 const CLASSES: usize = 48;
-/// Combinations that get numbers of their own; later ones share those of their kind.
+/// Combinations that get their own counts; later ones share one entry per kind.
 const CELLS: usize = 128;
-/// Operations that may wait to be counted.
+/// Most operations that wait to be counted.
 const APART: usize = 64;
-/// The path and class of a cell that several share.
+/// The path and class of a shared entry.
 pub const MIXED: u8 = u8::MAX;
 
 /// Size class of a payload: 0 for none, 1 for one byte, c for up to 2^(c-1) bytes.
@@ -50,7 +50,7 @@ pub fn class(bytes: u64) -> u8 {
     }
 }
 
-/// The numbers of one kind, path and size class. Times in nanoseconds.
+/// The counts of one kind, path and size class. Times in nanoseconds.
 #[derive(Clone, Debug)]
 pub struct Cell {
     pub kind: Kind,
@@ -58,15 +58,15 @@ pub struct Cell {
     pub class: u8,
     /// Calls that ended well.
     pub count: u64,
-    /// Calls that did not.
+    /// Calls that failed.
     pub failed: u64,
     /// Tensors in them.
     pub tensors: u64,
     /// Payload, as `Op::payload`.
     pub bytes: u64,
-    /// Sizes of the timed ones as nccl-tests counts them: the whole tensor, also on ranks that hold a part of it.
+    /// Bytes of the timed calls as nccl-tests counts them: the whole tensor, also on ranks that hold a part of it.
     pub whole: u64,
-    /// Sums; `took` is from issue to end. What is neither waiting, copying nor reducing was not measured apart.
+    /// Sums; `took` is from issue to end. The rest after waiting, copying and reducing was not measured separately.
     pub took: u64,
     pub waiting: u64,
     pub copying: u64,
@@ -96,36 +96,36 @@ impl Cell {
     }
 }
 
-/// How this rank waited for one peer.
+/// The waits of this rank for one peer.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Wait {
-    /// Operations for which the peer came last, or kept this rank waiting longest.
+    /// Operations for which this peer came last, or delayed this rank longest.
     pub count: u64,
     /// Nanoseconds from their issue to their end, less copying and reducing.
     pub total: u64,
     pub longest: u64,
 }
 
-/// Operations that travelled together.
+/// Operations that were fused.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Fused {
     pub batches: u64,
-    /// Operations in them; each tensor of a list counts.
+    /// Operations in batches; each tensor of a list counts.
     pub ops: u64,
     pub largest: u64,
 }
 
-/// Tells operations of one pass over the group of one another, those that ended well. Messages have numbers of their own. A
-/// batch between hosts, which was noted before, stays.
+/// Records which operations completed in the same pass over the group without an error; messages have separate numbers.
+/// The batch of an operation between hosts was recorded before and stays.
 #[inline(never)]
 fn introduce(ended: &[(Arc<Op>, Result<()>)]) {
     let well = || ended.iter().filter(|(_, outcome)| outcome.is_ok()).map(|(op, _)| op);
     let numbers = || well().filter(|op| !op.request.kind.is_p2p()).map(|op| op.number);
     let collectives = numbers().min().zip(numbers().max());
     let count = well().count();
-    for op in well().filter(|op| op.route().company == Company::ALONE) {
+    for op in well().filter(|op| op.route().fused_with == FusedWith::ALONE) {
         let numbers = collectives.filter(|_| !op.request.kind.is_p2p()).unwrap_or((op.number, op.number));
-        op.travels_with(Company::new(op.number, numbers, count));
+        op.set_fused_with(FusedWith::new(op.number, numbers, count));
     }
 }
 
@@ -139,22 +139,22 @@ pub struct HostStaged {
 
 #[derive(Clone, Debug)]
 pub struct Stats {
-    /// Cell by kind, path and class, plus one; 0 where there is none yet.
+    /// One more than the entry of a kind, path and class; 0 where there is none yet.
     index: Vec<u16>,
     cells: Vec<Cell>,
     waits: Vec<Wait>,
     fused: Fused,
     host_staged: HostStaged,
-    ring: Ring,
-    /// Records that ended and are in no count yet, and the smallest id of them.
+    history: History,
+    /// Records that have ended and are not counted yet, and the smallest of their ids.
     apart: Vec<u64>,
     oldest_apart: u64,
-    /// When it was made or reset, `clock::stamp`.
+    /// Time of creation or of the last reset, `clock::stamp`.
     since: u64,
 }
 
 impl Stats {
-    /// For a group of `ranks`, with a ring of `room` records.
+    /// For a group of `ranks`, with a history of `room` records.
     pub fn new(ranks: usize, room: usize) -> Stats {
         Stats {
             index: vec![0; KINDS * PATHS * CLASSES],
@@ -162,18 +162,18 @@ impl Stats {
             waits: vec![Wait::default(); ranks],
             fused: Fused::default(),
             host_staged: HostStaged::default(),
-            ring: Ring::new(room),
+            history: History::new(room),
             apart: Vec::with_capacity(APART),
             oldest_apart: u64::MAX,
             since: clock::stamp(),
         }
     }
 
-    /// Forgets all counts; the ring stays.
+    /// Resets all counts; the history stays.
     pub fn reset(&mut self) {
         self.fold_all();
-        let ring = std::mem::replace(&mut self.ring, Ring::new(0));
-        *self = Stats { ring, ..Stats::new(self.waits.len(), 0) };
+        let history = std::mem::replace(&mut self.history, History::new(0));
+        *self = Stats { history, ..Stats::new(self.waits.len(), 0) };
     }
 
     /// A copy of all counts, without the records.
@@ -187,13 +187,13 @@ impl Stats {
             waits: self.waits.clone(),
             fused: self.fused,
             host_staged: self.host_staged,
-            ring: self.ring.without_records(),
+            history: self.history.without_records(),
             since: self.since,
         }
     }
 
-    pub fn ring(&self) -> &Ring {
-        &self.ring
+    pub fn history(&self) -> &History {
+        &self.history
     }
     pub fn cells(&self) -> &[Cell] {
         &self.cells
@@ -211,21 +211,21 @@ impl Stats {
         self.since
     }
 
-    /// An operation was given its number.
+    /// Records that an operation was issued.
     #[inline(always)]
     pub fn issued(&mut self, op: &Op) {
-        op.journey.record.store(self.push(Record::of(op)), Relaxed);
+        op.timing.record.store(self.push(Record::of(op)), Relaxed);
     }
 
     #[inline(always)]
     fn push(&mut self, record: Record) -> u64 {
-        if self.ring.next_to_go().is_some_and(|id| id >= self.oldest_apart) {
+        if self.history.next_to_go().is_some_and(|id| id >= self.oldest_apart) {
             self.fold_all();
         }
-        self.ring.push(record)
+        self.history.push(record)
     }
 
-    /// Operations ended in one pass over the group, `at` this stamp. Before their owners are told.
+    /// Records that operations ended in one pass over the group, at the stamp `at`, before their owners are told.
     #[inline]
     pub fn ended(&mut self, ended: &[(Arc<Op>, Result<()>)], at: u64) {
         if ended.len() > 1 {
@@ -245,8 +245,8 @@ impl Stats {
 
     #[inline]
     fn end(&mut self, op: &Op, well: bool, at: u64) {
-        let id = op.journey.record.load(Relaxed);
-        if let Some(record) = self.ring.get_mut(id) {
+        let id = op.timing.record.load(Relaxed);
+        if let Some(record) = self.history.get_mut(id) {
             record.end(op, well, at);
             self.apart.push(id);
             self.oldest_apart = self.oldest_apart.min(id);
@@ -260,20 +260,20 @@ impl Stats {
         }
     }
 
-    /// An operation began that the core does not carry out itself.
-    pub fn foreign_issued(&mut self, record: Record) -> u64 {
+    /// Records the start of an operation that the core does not run itself.
+    pub fn external_issued(&mut self, record: Record) -> u64 {
         self.push(record)
     }
 
-    /// It ended; `record` is complete.
-    pub fn foreign_ended(&mut self, record: Record) {
-        if let Some(kept) = self.ring.get_mut(record.id) {
+    /// Records its end; `record` is complete.
+    pub fn external_ended(&mut self, record: Record) {
+        if let Some(kept) = self.history.get_mut(record.id) {
             *kept = record;
         }
         self.fold(&record);
     }
 
-    /// Folds what is apart, if anything: for a driver that found nothing to move.
+    /// Counts the waiting records: for a driver that has nothing to move.
     #[inline]
     pub fn catch_up(&mut self) {
         if !self.apart.is_empty() {
@@ -284,7 +284,7 @@ impl Stats {
     #[inline(never)]
     fn fold_all(&mut self) {
         for id in std::mem::take(&mut self.apart) {
-            let record = *self.ring.get_mut(id).expect("folded before it is overwritten");
+            let record = *self.history.get_mut(id).expect("folded before it is overwritten");
             self.fold(&record);
         }
         self.apart.reserve(APART);
@@ -302,7 +302,7 @@ impl Stats {
             wait.longest = wait.longest.max(waiting);
         }
         if !record.note.counts && record.note.tensors == 0 {
-            return; // part of a call that is counted elsewhere
+            return; // part of a call that is counted as a whole
         }
         if record.note.host_staged && record.state == State::Done {
             self.host_staged.count += u64::from(record.note.counts);
@@ -340,7 +340,7 @@ impl Stats {
         &mut self.cells[cell]
     }
 
-    /// A cell of its own while there is room, then one for its whole kind.
+    /// A separate entry while there is room, then one for the whole kind.
     #[cold]
     fn place(&mut self, kind: Kind, path: u8, class: u8) -> u16 {
         let mixed = self.cells.iter().position(|cell| cell.kind == kind && cell.class == MIXED);
@@ -357,7 +357,7 @@ impl Stats {
     }
 }
 
-/// The size that nccl-tests would give the call.
+/// The bytes that nccl-tests would count for the call.
 fn whole(record: &Record, ranks: u64) -> u64 {
     match record.kind {
         Kind::Gather => record.read * ranks,

@@ -40,15 +40,15 @@ fn size_classes_are_powers_of_two() {
 fn a_wait_is_charged_to_the_rank_that_came_last() {
     let mut stats = Stats::new(3, 4);
     let op = issue(&mut stats, request(Kind::AllReduce, 8, 8), 1);
-    op.journey.blocks();
-    op.journey.waits_for(1);
-    op.journey.waits_for(2);
+    op.timing.blocks();
+    op.timing.waits_for(1);
+    op.timing.waits_for(2);
     op.sets_out(1 | 7 << 8 | 3 << 32);
     let at = op.issued + 10_000;
     stats.ended(&[(Arc::clone(&op), Ok(()))], at);
     let totals: Vec<u64> = stats.counts().waits().iter().map(|wait| wait.total).collect();
     assert_eq!(totals, [0, 0, 10_000]);
-    let record = stats.ring().collective(1).unwrap();
+    let record = stats.history().collective(1).unwrap();
     assert_eq!((record.path(), record.reason(), record.late(), record.waiting()), (1, 7, Some(2), 10_000));
     assert_eq!((record.state, record.ended - record.issued), (State::Done, 10_000));
     assert_eq!((stats.counts().cells()[0].waiting, stats.counts().cells()[0].longest), (10_000, 10_000));
@@ -58,11 +58,11 @@ fn a_wait_is_charged_to_the_rank_that_came_last() {
 fn copying_and_reducing_are_no_waiting() {
     let mut stats = Stats::new(2, 4);
     let op = issue(&mut stats, request(Kind::AllReduce, 8, 8), 1);
-    op.journey.blocks();
-    op.journey.waits_for(1);
-    crate::op::Journey::spend(&op.journey.copying, 300);
-    crate::op::Journey::spend(&op.journey.copying, 200);
-    crate::op::Journey::spend(&op.journey.reducing, 100);
+    op.timing.blocks();
+    op.timing.waits_for(1);
+    crate::op::OpTiming::spend(&op.timing.copying, 300);
+    crate::op::OpTiming::spend(&op.timing.copying, 200);
+    crate::op::OpTiming::spend(&op.timing.reducing, 100);
     stats.ended(&[(Arc::clone(&op), Ok(()))], op.issued + 1000);
     let counts = stats.counts();
     let cell = &counts.cells()[0];
@@ -96,17 +96,18 @@ fn each_operation_knows_with_whom_it_ended() {
     let mut stats = Stats::new(2, 8);
     let ops: Vec<_> = (1..=5).map(|n| issue(&mut stats, request(Kind::AllReduce, 8, 8), n)).collect();
     let message = issue(&mut stats, request(Kind::Send, 8, 0), 9);
-    // A batch between hosts was noted before, and stays.
-    ops[4].travels_with(Company::new(5, (2, 5), 4));
+    // The batch of an operation between hosts was recorded before, and stays.
+    ops[4].set_fused_with(FusedWith::new(5, (2, 5), 4));
     let failed = (Arc::clone(&ops[0]), Err(Error::Aborted("over".to_string())));
     let well = [2, 3, 4].map(|at: usize| (Arc::clone(&ops[at]), Ok(())));
     let ended: Vec<_> = well.into_iter().chain([failed, (message, Ok(()))]).collect();
     stats.ended(&ended, clock::stamp());
-    let company = |record: &Record| (record.route.company.count(), record.route.company.numbers(record.number));
-    let of = |number| company(stats.ring().collective(number).unwrap());
+    let fused_with =
+        |record: &Record| (record.route.fused_with.count(), record.route.fused_with.numbers(record.number));
+    let of = |number| fused_with(stats.history().collective(number).unwrap());
     assert_eq!((of(3), of(4), of(5)), ((4, (3, 5)), (4, (3, 5)), (4, (2, 5))));
     assert_eq!((of(1).0, of(2).0), (1, 1), "one that failed, and one that is pending");
-    assert_eq!(company(stats.ring().iter().last().unwrap()), (4, (9, 9)), "a message counts apart");
+    assert_eq!(fused_with(stats.history().iter().last().unwrap()), (4, (9, 9)), "a message counts apart");
 }
 
 #[test]
@@ -147,17 +148,17 @@ fn whole_sizes_are_those_of_nccl_tests() {
 fn what_the_core_does_not_carry_out_is_counted_too() {
     let mut stats = Stats::new(2, 4);
     for (well, timed) in [(true, true), (true, false), (false, true)] {
-        let mut record = Record::foreign(Kind::Gather, 5, 1, (0, 0), CallNote::default());
-        (record.read, record.id) = (8, stats.foreign_issued(record));
+        let mut record = Record::external_op(Kind::Gather, 5, 1, (0, 0), CallNote::default());
+        (record.read, record.id) = (8, stats.external_issued(record));
         record.state = if well { State::Done } else { State::Failed };
         (record.timed, record.ended) = (timed, record.issued + 7);
-        stats.foreign_ended(record);
+        stats.external_ended(record);
     }
     let counts = stats.counts();
     let cell = &counts.cells()[0];
     assert_eq!((cell.count, cell.failed, cell.bytes, cell.whole, cell.took), (2, 1, 16, 16, 7));
     assert_eq!(
-        stats.ring().iter().map(|record| record.state).collect::<Vec<_>>(),
+        stats.history().iter().map(|record| record.state).collect::<Vec<_>>(),
         [State::Done, State::Done, State::Failed]
     );
 }
@@ -172,14 +173,14 @@ fn a_reset_forgets_the_counts_and_keeps_the_ring() {
     let pending = issue(&mut stats, from_anyone, 0);
     stats.reset();
     assert!(stats.counts().cells().is_empty());
-    assert_eq!(stats.ring().iter().count(), 2);
+    assert_eq!(stats.history().iter().count(), 2);
     stats.ended(&[(pending, Ok(()))], clock::stamp());
     assert_eq!(stats.counts().cells()[0].bytes, 4);
-    assert_eq!(stats.ring().iter().filter(|record| record.state == State::Done).count(), 2);
+    assert_eq!(stats.history().iter().filter(|record| record.state == State::Done).count(), 2);
 }
 
 proptest! {
-    /// More combinations than there is room for: memory stays bounded, and nothing is lost from the sums of a kind.
+    /// More combinations than there are entries: memory stays bounded, and the sums of a kind lose nothing.
     #[test]
     fn sums_are_exact_and_memory_is_bounded(
         calls in prop::collection::vec((0usize..11, 0u8..40, 0u32..47, any::<bool>()), 0..400)

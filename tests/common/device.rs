@@ -2,7 +2,7 @@
 #![allow(dead_code)] // each test file uses a part of it
 
 use sagellm::engine::device::lowering::Double;
-use sagellm::engine::device::{Asked, Capabilities, Local};
+use sagellm::engine::device::{Capabilities, Local, LoweringInput};
 use sagellm::types::{Dtype, Kind, ReduceOp, Span};
 
 use crate::reference::{bytes_of, decode_16, is_complex, is_float, reference_all};
@@ -126,13 +126,13 @@ pub fn block(kind: Kind, even: bool, from: usize, to: usize) -> usize {
 }
 
 pub struct Case {
-    pub asked: Asked,
+    pub asked: LoweringInput,
     pub root: usize,
 }
 
 impl Case {
     pub fn input(&self, me: usize) -> Vec<u8> {
-        let Asked { kind, dtype, ranks, even, .. } = self.asked;
+        let LoweringInput { kind, dtype, ranks, equal_counts: even, .. } = self.asked;
         let to_all = |me: usize| (0..ranks).flat_map(move |q| data(dtype, me * 100 + q, block(kind, even, me, q)));
         match kind {
             Kind::AllReduce | Kind::Reduce | Kind::Gather => data(dtype, me, 7),
@@ -146,7 +146,7 @@ impl Case {
 
     /// Bytes that go to or come from rank `q`, in the caller's type.
     pub fn blocks(&self, me: usize, sends: bool) -> Vec<usize> {
-        let Asked { kind, dtype, ranks, even, .. } = self.asked;
+        let LoweringInput { kind, dtype, ranks, equal_counts: even, .. } = self.asked;
         (0..ranks)
             .map(|q| if sends { block(kind, even, me, q) } else { block(kind, even, q, me) } * dtype.size())
             .collect()
@@ -154,7 +154,7 @@ impl Case {
 
     /// As `expected`, with the rounding that the user has allowed.
     pub fn expected_by(&self, me: usize, able: &Capabilities) -> Vec<u8> {
-        let Asked { dtype, .. } = self.asked;
+        let LoweringInput { dtype, .. } = self.asked;
         let expected = self.expected(me);
         if able.double != Double::AsFloat || !matches!(dtype, Dtype::F64 | Dtype::C128) {
             return expected;
@@ -163,7 +163,7 @@ impl Case {
     }
 
     pub fn expected(&self, me: usize) -> Vec<u8> {
-        let Asked { kind, dtype, op, ranks, .. } = self.asked;
+        let LoweringInput { kind, dtype, op, ranks, .. } = self.asked;
         let inputs: Vec<Vec<u8>> = (0..ranks).map(|q| self.input(q)).collect();
         let factor = if let ReduceOp::PremulSum(factor) = op { factor } else { 1.0 };
         let combined = |inputs: &[Vec<u8>]| reference_all(dtype, op, inputs, &vec![factor; ranks]);

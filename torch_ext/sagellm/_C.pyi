@@ -13,7 +13,7 @@ DTYPES: tuple[str, ...]
 
 class Alternative(TypedDict):
     way: str
-    #: 0 where the operation cannot go this way.
+    #: 0 where this algorithm cannot run the operation.
     predicted_ns: int
     why_not: str
 
@@ -21,13 +21,13 @@ class Batch(TypedDict):
     operations: int
     first: int
     last: int
-    #: -1 where each operation went its own way.
+    #: -1 where each operation was chosen alone.
     bytes: int
 
 class Past(TypedDict):
     number: int
     host_staged: bool
-    #: 0 while it has not set out.
+    #: 0 before it has started.
     recorded: int
     batch: Batch | None
 
@@ -40,17 +40,17 @@ class Explanation(TypedDict):
     choice: str
     reason: str
     code: int
-    #: Of a device's vendor, where that carried it; then only kind, bytes, ranks, ran, decided and past mean something.
+    #: The library of a device's vendor, where it ran it; then only kind, bytes, ranks, ran, decided and past are valid.
     library: str
     ran: str
     decided: str
-    #: 0 where it is unknown, as the next.
+    #: 0 where it is unknown; the same for the next.
     predicted_ns: int
     measured_ns: int
     table: str
     overruled: list[str]
     rejected: list[Alternative]
-    #: None for an operation that might be called.
+    #: None for a hypothetical operation.
     past: Past | None
 
 class ChoiceRow(TypedDict):
@@ -67,11 +67,11 @@ class ChoiceTable(TypedDict):
     rows: list[ChoiceRow]
 
 class Cell(TypedDict):
-    """What operations of one kind, path and size class have done: src/stats/mod.rs."""
+    """Counts of the operations of one kind, path and size class: src/stats/mod.rs."""
 
     kind: str
     path: str
-    #: -1 where several are mixed.
+    #: -1 where several classes share the entry.
     size_class: int
     count: int
     failed: int
@@ -83,13 +83,13 @@ class Cell(TypedDict):
     copying: int
     reducing: int
     longest: int
-    #: The first value behind each bucket, and how many values it holds.
+    #: The first value beyond each bucket, and its count.
     times: list[tuple[int, int]]
 
 class Stats(TypedDict):
     rank: int
     size: int
-    #: The moment of reading on the clock of the records, and since the epoch.
+    #: The time of reading on the clock of the records, and since the epoch.
     now: int
     wall: int
     since: int
@@ -99,12 +99,12 @@ class Stats(TypedDict):
     largest_batch: int
     host_staged_count: int
     host_staged_bytes: int
-    #: By rank: how often, how long in all, how long at most.
+    #: By rank: number of waits, total time, longest wait.
     waits: list[tuple[int, int, int]]
     cells: list[Cell]
 
 class Record(TypedDict):
-    """One of the last operations: src/stats/ring.rs. Ranks are -1 for nobody or anyone."""
+    """One of the last operations: src/stats/history.rs. Ranks are -1 for nobody or anyone."""
 
     id: int
     number: int
@@ -147,18 +147,18 @@ class Options:
         vendor: str = "auto",
     ) -> None: ...
     def __copy__(self) -> Options: ...
-    #: "auto", or "delegate" to have torch's own backend serve the group although shared memory would do.
+    #: "auto", or "delegate" to have torch's own backend serve the group even where shared memory could.
     engine: str
     #: The built-in backend of torch that serves what the engine cannot: gloo, mpi or ucc.
     delegate: str
-    #: Small operations that wait anyway travel together.
+    #: Fuses small operations that are pending at the same time.
     fusion: bool
-    #: Ranks on several hosts get the bits of one host: every element is combined in the order of the ranks.
+    #: Gives ranks on several hosts the bits of one host: every element is combined in the order of the ranks.
     strict: bool
-    #: Rules of which operation goes which way, before those of SAGELLM_ALGORITHM; see docs/choosing.md.
+    #: Rules for the algorithm choice, with priority over those of SAGELLM_ALGORITHM; see docs/choosing.md.
     algorithm: str
-    #: How tensors on a device travel: "auto", "host" (through host memory), or "nccl", "hccl", "cncl", also with a file
-    #: ("nccl:/path"); SAGELLM_VENDOR has the last word; see docs/devices.md.
+    #: The path of tensors on a device: "auto", "host" (through host memory), "nccl", "hccl", "cncl", also with a file
+    #: ("nccl:/path"); SAGELLM_VENDOR overrides it; see docs/devices.md.
     vendor: str
     _library_folders: list[str]
     #: From torch's base class.
@@ -175,9 +175,9 @@ class SageBackend:
     def describe(self) -> str: ...
     def _explain(self, kind: str, bytes: int, dtype: str) -> Explanation: ...
     def _explain_number(self, number: int) -> Explanation: ...
-    #: The library that carries tensors on devices of this kind, or "".
+    #: The library for tensors on devices of this kind, or "".
     def _device_library(self, device: str) -> str: ...
-    #: Why they travel through host memory.
+    #: Why they go through host memory.
     def _device_reason(self, device: str) -> str: ...
     def _stats(self) -> Stats: ...
     #: Oldest first.
@@ -188,12 +188,12 @@ class SageBackend:
     def perform_nocolor_split(self, device: Any) -> None: ...
 
 class Rendezvous:
-    """What the ranks of a group decided before it is built; dropped without ``build``, it leaves them in order."""
+    """The decision of the ranks before a group is built. Dropped without ``build``, it tells the peers of leaving."""
 
     #: Why a delegate must serve the whole group, or "".
     @property
     def delegate_reason(self) -> str: ...
-    #: Ranks live on several hosts: the group needs a delegate for messages, and a link.
+    #: Ranks are on several hosts: the group needs a delegate for messages, and a link.
     @property
     def spans_hosts(self) -> bool: ...
     def build(self, delegate: Any = None, link: Any = None) -> SageBackend: ...
@@ -233,9 +233,9 @@ def program(
 #: Name and bytes of torch's element type with this number.
 def _element(number: int) -> tuple[str, int]: ...
 
-#: File, line and function behind the number of a call site; file is "" where there is none.
+#: File, line and function of a numbered call site; file is "" where there is none.
 def _site(number: int) -> tuple[str, int, str]: ...
 
-#: Pairs of places in a list whose tensors' memory overlaps, from the first to the last byte of each.
+#: Pairs of list indices whose tensors' extents (first to last byte) overlap.
 def _overlapping(tensors: list[Any]) -> list[tuple[int, int]]: ...
 def at_exit() -> None: ...

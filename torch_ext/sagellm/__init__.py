@@ -1,7 +1,7 @@
 """sagellm: a torch.distributed backend. ``init_process_group("sagellm")`` is all a program needs.
 
-torch imports this file in every process that imports torch (the entry-point group ``torch.backends``), also in those
-that never use the backend. So it loads no extension, starts no thread and opens nothing: it tells torch the name, and
+torch imports this file in every process that imports torch (the entry-point group ``torch.backends``), even in those
+that never use the backend. So it loads no extension, starts no thread and opens nothing: it registers the name, and
 the rest happens when a group is made.
 """
 
@@ -49,14 +49,14 @@ __all__ = ["Options", "__version__", *_HOMES]
 
 
 def _autoload() -> None:
-    """What both entry points name. Registers the backend; calling it again does nothing."""
+    """The function that both entry points name. Registers the backend; calling it again does nothing."""
     from sagellm import _register
 
     _register.register()
 
 
 def __getattr__(name: str) -> Any:
-    """Loads on first use what needs the extension or the record of its build."""
+    """Loads names that need the extension or its build record on first use."""
     if name == "Options":
         from sagellm import _load
 
@@ -76,6 +76,6 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-# `import sagellm` is the way in where torch's autoloading is off. When torch was not imported yet this imports it, and
-# torch then calls `_autoload` in the middle of this line: that is why it stands last.
+# `import sagellm` registers the backend where torch's autoloading is off. It may import torch, and
+# torch then calls `_autoload` in the middle of this line, so it must be the last one.
 _autoload()

@@ -1,4 +1,4 @@
-"""What setup.py writes beside the extension."""
+"""The build record that setup.py writes next to the extension."""
 
 VERSION: str
 TORCH_VERSION: str

@@ -1,7 +1,7 @@
-"""The groups of torch's own: the one that serves what the engine cannot, and the one that links hosts.
+"""torch's own groups that sagellm uses: the delegate, for groups that the engine cannot serve, and the link of hosts.
 
-It is built here, in Python, because torch ships the classes of its groups without their headers; the C++ side then
-calls it as a c10d backend, and lets go of it in shutdown.
+They are made here, in Python, because torch ships the classes of its groups without their headers; the C++ side then
+calls them as c10d backends, and releases them in shutdown.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-#: Keys of the delegate must not meet the keys of the shared-memory set-up in the same store, nor those of the link.
+#: Keys of the delegate must differ from those of the rendezvous in the same store, and from those of the link.
 PREFIX = "delegate"
 LINK_PREFIX = "link"
 DEFAULT = "gloo"
@@ -21,7 +21,7 @@ DEFAULT = "gloo"
 
 def _gloo(c10d: Any, store: Any, options: Any) -> Any:
     group = c10d.ProcessGroupGloo(store, options.group_rank, options.group_size, timeout=options.timeout)
-    # What torch sets on a gloo group of its own; it shows in messages.
+    # torch sets this on its gloo groups; it appears in messages.
     group.options.global_ranks_in_group = options.global_ranks_in_group
     group.options.group_name = options.group_id
     return group
@@ -44,7 +44,7 @@ BUILT_IN: dict[str, tuple[str, Callable[[Any, Any, Any], Any]]] = {
 
 
 def check(name: str) -> str:
-    """The name in lower case, or a ValueError. Every rank must say no before any rank meets another."""
+    """The name in lower case, or a ValueError. Every rank must fail here, before the ranks wait for each other."""
     from torch.distributed import distributed_c10d as c10d
 
     wanted = (name or DEFAULT).lower()
@@ -58,7 +58,7 @@ def check(name: str) -> str:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is needed of torch's struct of facts about a group."""
+    """The fields that are used of torch's struct of facts about a group."""
 
     store: Any
     group_rank: int
@@ -71,12 +71,12 @@ class Facts:
 def build_part(
     name: str, prefix: str, store: Any, rank: int, size: int, timeout: timedelta, group: str, ranks: list[int]
 ) -> Any:
-    """``build`` for a group that was made out of another one, in C++, which calls this."""
+    """``build`` for a group that C++ made by a split of another one. C++ calls it."""
     return build(name, Facts(store, rank, size, timeout, group, ranks), prefix)
 
 
 def build(name: str, options: Any, prefix: str = PREFIX) -> Any:
-    """The built-in group ``name`` over the same ranks. Collective: every rank of the group must come here.
+    """The built-in group ``name`` over the same ranks. Collective: every rank of the group must call it.
 
     ``prefix`` keeps several groups over one store apart.
     """
@@ -89,10 +89,10 @@ def build(name: str, options: Any, prefix: str = PREFIX) -> Any:
 
 
 def _interruptible(make: Callable[[], Any]) -> Any:
-    """What ``make`` returns; a signal handler that raises ends the wait for it.
+    """The result of ``make``; a signal handler that raises ends the wait for it.
 
-    torch's groups wait for their peers in one call that hears of no signal, until the group's timeout. So it runs on a
-    thread of its own, which after Ctrl-C goes on waiting; it keeps no program from ending.
+    torch's groups wait for their peers in one call that ignores signals, until the group's timeout. So it runs on a
+    separate daemon thread, which keeps waiting after Ctrl-C and does not keep the program from ending.
     """
     if threading.current_thread() is not threading.main_thread():
         return make()
@@ -101,7 +101,7 @@ def _interruptible(make: Callable[[], Any]) -> Any:
     def run() -> None:
         try:
             made = make()
-        except BaseException as error:  # whatever it is, the caller is waiting for it
+        except BaseException as error:  # any exception is passed to the waiting caller
             done.put((None, error))
         else:
             done.put((made, None))

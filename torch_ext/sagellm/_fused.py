@@ -1,4 +1,4 @@
-"""``fused_all_reduce``: a list of tensors in one go."""
+"""``fused_all_reduce``: a list of tensors in one call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-#: What ``op`` may be called besides a ``torch.distributed.ReduceOp``.
+#: Values of ``op`` besides a ``torch.distributed.ReduceOp``.
 OPS = {
     "sum": "SUM",
     "avg": "AVG",
@@ -31,14 +31,14 @@ OPS = {
 def fused_all_reduce(
     tensors: Sequence[torch.Tensor], op: str | Any = "sum", group: dist.ProcessGroup | None = None
 ) -> list[torch.Tensor]:
-    """Reduces every tensor of a list over all ranks of ``group``, in place, as one operation a dtype.
+    """Reduces every tensor of a list over all ranks of ``group``, in place, as one operation per dtype.
 
     Args:
         tensors: any number of tensors, of any sizes, dtypes and strides, empty ones included; no two may share memory.
-            Every rank passes as many, with the same shapes and dtypes in the same order.
+            Every rank passes the same number, with the same shapes and dtypes in the same order.
         op: "sum", "avg" (or "mean"), "product" (or "prod"), "min", "max", "band", "bor", "bxor", or a
             ``torch.distributed.ReduceOp``.
-        group: the default group if None. Groups of other backends work as far as they coalesce.
+        group: the default group if None. Groups of other backends work if they support coalescing.
 
     Returns:
         The same tensors, in a new list.
@@ -46,10 +46,10 @@ def fused_all_reduce(
     Raises:
         TypeError: something in the list is no tensor.
         ValueError: ``op`` is unknown, two tensors share memory, or the backend refuses the call; nothing was sent.
-        RuntimeError: as every collective: a mismatch between ranks, a rank that died, a deadline.
+        RuntimeError: as for every collective: a mismatch between ranks, a rank that died, a deadline.
 
-    On one host, and in strict mode on several, the bits are those of one ``all_reduce`` a tensor; docs/determinism.md
-    says what holds otherwise. The list is not packed into a buffer: its pieces are read and written where they lie, so
+    On one host, and in strict mode on several, the bits are those of one ``all_reduce`` per tensor; docs/determinism.md
+    says what holds otherwise. The list is not packed into a buffer: its tensors are read and written in place, so
     there is no limit on its size.
     """
     import torch
@@ -68,7 +68,7 @@ def fused_all_reduce(
     options = _named_options(op) if isinstance(op, str) else _options(op)
     if process_group is dist.GroupMember.NON_GROUP_MEMBER:
         return listed
-    # One operation for each run of equal dtypes: so each dtype once, in an order that all ranks share.
+    # One operation for each run of equal dtypes, so sort: each dtype once, in an order that all ranks share.
     together = listed
     if len({tensor.dtype for tensor in listed}) > 1:
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -84,7 +84,7 @@ def fused_all_reduce(
 
 @cache
 def _named_options(op: str) -> Any:
-    """The options of a reduce op by name, made once: making them takes as long as a small operation."""
+    """The options of a reduce op by name, cached: making them takes as long as a small operation."""
     import torch.distributed as dist
 
     if op.lower() not in OPS:
@@ -108,7 +108,7 @@ def _extension() -> ModuleType:
 
 
 def _apart(tensors: list[torch.Tensor]) -> None:
-    """Refuses a list in which memory comes twice: its elements would be reduced twice."""
+    """Refuses a list in which tensors share memory: its elements would be reduced twice."""
     for first, second in _extension()._overlapping(tensors):
         if _same_memory(tensors[first], tensors[second]):
             raise ValueError(
@@ -118,7 +118,7 @@ def _apart(tensors: list[torch.Tensor]) -> None:
 
 
 def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors whose reaches overlap really have an element in common.
+    """Whether two tensors whose extents overlap really have an element in common.
 
     Strided tensors may interleave, like the columns of a matrix; then their elements are compared, which is slow and
     rare.

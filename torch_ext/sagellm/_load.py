@@ -1,4 +1,4 @@
-"""Loads the extension module, after asking whether it was built for the torch that runs."""
+"""Loads the extension module, after checking that it was built for the installed torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import ModuleType
 
 
 def version() -> str:
-    """The version of the package, also where the extension was never built."""
+    """The version of the package, even where the extension was never built."""
     try:
         from sagellm._build import VERSION
     except ImportError:
@@ -26,7 +26,7 @@ def _minor(torch_version: str) -> str:
 
 
 def _mend(source: str) -> str:
-    """The command that builds the package anew for the torch and the Python that run."""
+    """The command that rebuilds the package for this torch and this Python."""
     package = Path(__file__).resolve().parent
     folder = Path(source) if source else package.parent.parent
     editable = "-e " if folder in package.parents else ""
@@ -37,8 +37,8 @@ def _mend(source: str) -> str:
 def check(built_for: str, running: str, source: str) -> None:
     """Refuses a build for another minor version of torch.
 
-    The classes of c10d are laid out anew in every minor version. A build that is loaded under another one may fail at
-    once with an unknown symbol, or load and call the wrong methods; so this is asked before it is loaded.
+    The layout of c10d's classes changes with every minor version. A build that is loaded under another one may fail at
+    once with an unknown symbol, or load and call the wrong methods; so this is checked before it is loaded.
     """
     if _minor(built_for) != _minor(running):
         raise ImportError(

@@ -1,4 +1,4 @@
-"""Tells torch the backend's name, and makes the backend of a group when torch asks for one."""
+"""Registers the backend's name with torch, and makes the backend of a group when torch asks for one."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from types import ModuleType
 from typing import Any
 
 NAME = "sagellm"
-#: Overrules the option ``vendor`` of every group: how tensors on a device travel, see docs/devices.md.
+#: Overrides the option ``vendor`` of every group, which selects the path of tensors on a device, see docs/devices.md.
 VENDOR = "SAGELLM_VENDOR"
-#: What it may be: by the best way, through host memory, by a library.
+#: Its values: the best available path, through host memory, or a library.
 VENDORS = ("auto", "host", "nccl", "hccl", "cncl")
 
 
 class Devices(list[str]):
     """The kinds of device that ``init_process_group("sagellm")`` serves: the CPU, and this process's accelerator.
 
-    Worked out each time torch asks, which it does when a group is made: a vendor's package that is imported after torch
-    may bring its device after this backend was registered.
+    Computed each time torch asks, when a group is made, because a vendor's package that is imported after torch
+    may register its device after this backend was registered.
     """
 
     def __iter__(self) -> Iterator[str]:
@@ -42,13 +42,13 @@ class Devices(list[str]):
         return repr(list(self))
 
 
-#: Taken once and never released: what is behind each of them happens once in a process.
+#: Taken once and never released: each lock guards a once-per-process action.
 _at_exit = threading.Lock()
 _told = threading.Lock()
 
 
 def register() -> None:
-    """Makes the name known. Both entry points and ``import sagellm`` come here; the first call does the work."""
+    """Registers the name. Both entry points and ``import sagellm`` call it; only the first call has an effect."""
     # Imported here: this may run in the middle of `import torch`, and `import sagellm` may be what imports torch.
     from torch import distributed
 
@@ -56,17 +56,17 @@ def register() -> None:
         return
     backend: Any = distributed.Backend
     if NAME.upper() not in backend._plugins:
-        # With the CPU alone, so that no accelerator that nobody has claimed yet gets us as its default ...
+        # For the CPU alone, so that sagellm never becomes the default of an accelerator without a backend ...
         backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
-        # ... but a group that asks for us by name is served on it, too.
+        # ... but a group that names sagellm is served on accelerators, too.
         backend.backend_capability[NAME] = Devices()
 
 
 def create(options: Any, pg_options: Any = None) -> Any:
-    """Makes the backend of one group, meeting its other ranks through the store. torch calls it.
+    """Makes the backend of one group in a rendezvous with its other ranks. torch calls it.
 
     ``options`` is torch's struct of facts about the group. Of its newer fields, which 2.11 does not have,
-    ``process_group`` and ``split_from`` are not read. ``pg_options`` is what the user gave, if anything: ours, or the
+    ``process_group`` and ``split_from`` are not read. ``pg_options`` are the user's, if any: ours, or the
     plain options of torch.
     """
     from sagellm import _delegate, _load
@@ -74,7 +74,7 @@ def create(options: Any, pg_options: Any = None) -> Any:
 
     if getattr(options, "enable_reconfigure", False):
         raise NotImplementedError(
-            f"sagellm: group {options.group_id!r} is asked for with enable_reconfigure=True, which sagellm does not "
+            f"sagellm: group {options.group_id!r} has enable_reconfigure=True, which sagellm does not "
             "offer. Leave it out, and after a failure make a new group of the ranks that are left"
         )
     extension = _load.extension()
@@ -111,7 +111,7 @@ _BOOLEANS = {"0": False, "off": False, "false": False, "no": False, "1": True, "
 
 
 def _settings(extension: ModuleType, given: Any) -> Any:
-    """A copy of the user's options, or the defaults, in which the environment's switches have the last word."""
+    """A copy of the user's options, or the defaults, in which the environment's switches override them."""
     ours = extension.Options() if not isinstance(given, extension.Options) else given.__copy__()
     for variable, option in SWITCHES.items():
         text = os.environ.get(variable, "").strip().lower()
@@ -135,7 +135,7 @@ def _vendor(text: str) -> str:
 
 
 def _detach_flight_recorder() -> None:
-    """Keeps torch's generic flight recorder away, unless the user asked for it by ``TORCH_FR_BUFFER_SIZE``.
+    """Disables torch's generic flight recorder, unless the user enabled it by ``TORCH_FR_BUFFER_SIZE``.
 
     It costs 1.5 us per synchronous call, and when a group fails it writes its trace on a thread that needs the
     interpreter: a program that ends meanwhile is aborted. torch (from 2.15 on) attaches it right after this creator
@@ -153,13 +153,13 @@ def _detach_flight_recorder() -> None:
 
 
 def _step_at_exit(extension: ModuleType) -> None:
-    """Ends the core's threads before the interpreter goes down: once in a process, and only where groups were made."""
+    """Ends the core's threads before the interpreter exits: once per process, and only where groups were made."""
     if _at_exit.acquire(blocking=False):
         atexit.register(extension.at_exit)
 
 
 def _tell_delegate(delegate: str, reason: str, options: Any) -> None:
-    """A warning once for a job, from the first such group of its rank 0; the others are there to be looked up."""
+    """Warns once per job, for the first such group of its rank 0; the others are logged at a lower level."""
     import logging
 
     from sagellm.observe import log

@@ -314,7 +314,7 @@ pub fn within<T: Send + 'static>(
 /// A communicator's handle and who may still use it. A call enters and leaves; whoever ends the communicator shuts the
 /// gate first, so that nobody enters any more, and gives those inside a short time.
 #[derive(Debug)]
-pub struct Gate {
+pub struct HandleGuard {
     handle: usize,
     /// Set once, by whoever ends it; read by every call after it has counted itself. Both are sequentially consistent:
     /// either the caller sees it shut, or the closer sees the caller.
@@ -324,9 +324,9 @@ pub struct Gate {
     why: Mutex<&'static str>,
 }
 
-impl Gate {
-    pub fn new(handle: usize) -> Gate {
-        Gate { handle, shut: AtomicBool::new(false), inside: AtomicUsize::new(0), why: Mutex::new("") }
+impl HandleGuard {
+    pub fn new(handle: usize) -> HandleGuard {
+        HandleGuard { handle, shut: AtomicBool::new(false), inside: AtomicUsize::new(0), why: Mutex::new("") }
     }
 
     /// Runs `body` with the handle unless the communicator has ended.
@@ -374,7 +374,7 @@ mod tests {
 
     #[test]
     fn a_gate_lets_nobody_in_after_it_was_shut_and_waits_for_those_inside() {
-        let gate = Gate::new(7);
+        let gate = HandleGuard::new(7);
         assert_eq!(gate.enter("a", Ok), Ok(7));
         std::thread::scope(|scope| {
             let (entered, leave) = (mpsc::channel(), mpsc::channel::<()>());

@@ -19,13 +19,13 @@ use super::communicator::Api;
 use super::communicators::{Communicators, Exchange, Ranks};
 use super::libs::loader::Hints;
 use super::libs::nccl::tuner;
-use super::lowering::{Asked, Capabilities, recipe};
+use super::lowering::{Capabilities, LoweringInput, recipe};
 use super::runtime::{Event, Runtime, Stream};
 use super::watchdog::{Watchdog, Watched, gone};
 use super::{Vendor, open, open_runtime};
 use crate::error::{Error, Result};
 use crate::select::Policy;
-use crate::select::rules::Way;
+use crate::select::rules::AlgorithmChoice;
 use crate::types::{CallNote, Kind};
 
 /// What the engine asks of the group whose devices it serves.
@@ -79,7 +79,7 @@ pub struct DeviceRequest<'a> {
     /// The operation's name in messages.
     pub name: &'a str,
     /// `ranks` is filled in by the engine.
-    pub asked: Asked,
+    pub asked: LoweringInput,
     /// Root, or the peer of a message.
     pub root: u32,
     pub tag: u32,
@@ -275,9 +275,9 @@ impl DeviceEngine {
     /// What the library is asked for a call, or the reason why it cannot be done.
     fn lower(&self, call: &DeviceRequest<'_>, ranks: Ranks) -> Result<Lowered> {
         let (me, size) = (self.group.rank() as u32, self.group.size());
-        let asked = Asked { ranks: ranks.count(size), ..call.asked };
+        let asked = LoweringInput { ranks: ranks.count(size), ..call.asked };
         let mut recipe = recipe(&asked, self.capabilities()).map_err(Error::Invalid)?;
-        if let Some(Way::Hosts { algorithm, .. }) = tuner::said(self.group.policy(), asked.kind, call.read)
+        if let Some(AlgorithmChoice::Hosts { algorithm, .. }) = tuner::said(self.group.policy(), asked.kind, call.read)
             && recipe.why.is_empty()
         {
             recipe.why = format!("one call of the library; a rule or line names {}", algorithm.name());

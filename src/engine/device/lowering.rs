@@ -93,16 +93,16 @@ impl Capabilities {
 
 /// An operation, as far as the recipe sees it. All ranks ask the same.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Asked {
+pub struct LoweringInput {
     pub kind: Kind,
     /// Of the tensors, also where they are only moved; `Bytes` where the type is none of ours (8-bit floats).
     pub dtype: Dtype,
     pub op: ReduceOp,
     pub ranks: usize,
     /// All ranks' blocks are equal, and all ranks know it from the form of the call.
-    pub even: bool,
+    pub equal_counts: bool,
     /// The tensor's memory is its elements in order: false for internal formats, which torch_npu gives tensors.
-    pub plain: bool,
+    pub dense: bool,
 }
 
 /// Something done to a tensor beside the library, on the communication stream.
@@ -139,11 +139,11 @@ pub struct Recipe {
     pub after: Vec<Local>,
     pub method: Method,
     /// Blocks must lie behind each other in one buffer; otherwise each may lie anywhere.
-    pub flat: bool,
+    pub contiguous: bool,
     /// What is sent and what is received must be different memory.
-    pub apart: bool,
+    pub out_of_place: bool,
     /// The input may be overwritten: hand over a copy where it must stay.
-    pub spoils: bool,
+    pub clobbers_input: bool,
     /// The calls are one launch: `launch` puts them between group start and group end.
     pub grouped: bool,
     /// Why it is not one plain call, for `explain`; empty if it is.
@@ -161,9 +161,9 @@ pub fn packs(bytes: usize) -> bool {
 }
 
 /// The way of an operation, or the reason why there is none and what to do.
-pub fn recipe(asked: &Asked, able: &Capabilities) -> Result<Recipe, String> {
+pub fn recipe(asked: &LoweringInput, able: &Capabilities) -> Result<Recipe, String> {
     let name = &able.name;
-    if !asked.plain {
+    if !asked.dense {
         return Err(format!(
             "sagellm: {}: a tensor has an internal format of its device, whose bytes are not its elements in order, and \
              {name} moves bytes; convert it first, on NPU with torch_npu.npu_format_cast(tensor, 2)",
@@ -172,7 +172,7 @@ pub fn recipe(asked: &Asked, able: &Capabilities) -> Result<Recipe, String> {
     }
     match narrow_of(asked.dtype) {
         Some(narrow) if able.double == Double::AsFloat => {
-            let mut recipe = recipe(&Asked { dtype: narrow, ..*asked }, able)?;
+            let mut recipe = recipe(&LoweringInput { dtype: narrow, ..*asked }, able)?;
             recipe.before.insert(0, Local::Cast(narrow));
             recipe.after.push(Local::Cast(asked.dtype));
             recipe.why = join("64-bit floats travel as 32 bits, as SAGELLM_DOUBLE_AS_FLOAT=1 allows", &recipe.why);
@@ -200,8 +200,8 @@ fn narrow_of(dtype: Dtype) -> Option<Dtype> {
 }
 
 /// Kinds that move bytes and change none.
-fn moved(asked: &Asked, able: &Capabilities) -> Recipe {
-    let Asked { kind, even, .. } = *asked;
+fn moved(asked: &LoweringInput, able: &Capabilities) -> Recipe {
+    let LoweringInput { kind, equal_counts: even, .. } = *asked;
     let plain = Recipe {
         kind,
         dtype: Dtype::Bytes,
@@ -209,13 +209,13 @@ fn moved(asked: &Asked, able: &Capabilities) -> Recipe {
         before: Vec::new(),
         after: Vec::new(),
         method: Method::Native,
-        flat: true,
-        apart: false,
-        spoils: false,
+        contiguous: true,
+        out_of_place: false,
+        clobbers_input: false,
         grouped: false,
         why: String::new(),
     };
-    let exchange = |why: String| Recipe { method: Method::Exchange, flat: false, why, ..plain.clone() };
+    let exchange = |why: String| Recipe { method: Method::Exchange, contiguous: false, why, ..plain.clone() };
     let lacks = || format!("{} has no {kind}: sends and receives", able.name);
     match kind {
         Kind::Barrier => Recipe {
@@ -227,11 +227,11 @@ fn moved(asked: &Asked, able: &Capabilities) -> Recipe {
         Kind::Gather if !able.gather => exchange(lacks()),
         Kind::Scatter if !able.scatter => exchange(lacks()),
         // Which rank has equal blocks is known to that rank alone, so both forms of the call go one way.
-        Kind::AllToAll if able.all_to_all_v => Recipe { apart: true, ..plain },
+        Kind::AllToAll if able.all_to_all_v => Recipe { out_of_place: true, ..plain },
         Kind::AllToAll => exchange("all_to_all travels as sends and receives, equal blocks and others alike".into()),
         Kind::AllGather if !even => Recipe {
             method: Method::PerRoot,
-            flat: false,
+            contiguous: false,
             grouped: able.group,
             why: "blocks differ: one broadcast for each rank".into(),
             ..plain
@@ -242,8 +242,8 @@ fn moved(asked: &Asked, able: &Capabilities) -> Recipe {
 }
 
 /// Kinds that combine numbers.
-fn combined(asked: &Asked, able: &Capabilities) -> Result<Recipe, String> {
-    let Asked { kind, dtype, op, .. } = *asked;
+fn combined(asked: &LoweringInput, able: &Capabilities) -> Result<Recipe, String> {
+    let LoweringInput { kind, dtype, op, .. } = *asked;
     let (wire, wire_op) = as_parts(kind, dtype, op)?;
     // torch has no operators for these, so nothing can be composed.
     if matches!(dtype, Dtype::F8E4M3 | Dtype::F8E5M2) && !able.combines(dtype, op) {
@@ -260,19 +260,19 @@ fn combined(asked: &Asked, able: &Capabilities) -> Result<Recipe, String> {
         before: Vec::new(),
         after: Vec::new(),
         method: Method::Native,
-        flat: true,
-        apart: false,
-        spoils: false,
+        contiguous: true,
+        out_of_place: false,
+        clobbers_input: false,
         grouped: false,
         why: String::new(),
     };
     let done = numbers(base, dtype, op, asked.ranks, able);
     let Some(mut recipe) = done else { return folded(asked, able) };
-    if kind == Kind::ReduceScatter && !asked.even {
+    if kind == Kind::ReduceScatter && !asked.equal_counts {
         recipe.method = Method::PerRoot;
-        recipe.flat = false;
+        recipe.contiguous = false;
         recipe.grouped = able.group;
-        recipe.spoils = able.reduce_spoils;
+        recipe.clobbers_input = able.reduce_spoils;
         recipe.why = join("blocks differ: one reduce for each rank", &recipe.why);
     }
     Ok(recipe)
@@ -360,16 +360,16 @@ fn wider(dtype: Dtype) -> impl Iterator<Item = Dtype> {
 
 /// Every rank (reduce: the root) gets all the inputs it needs and combines them itself, in the order of the ranks. Costs
 /// as many times the memory and the traffic as there are ranks, and can do everything.
-fn folded(asked: &Asked, able: &Capabilities) -> Result<Recipe, String> {
-    let Asked { kind, dtype, op, .. } = *asked;
+fn folded(asked: &LoweringInput, able: &Capabilities) -> Result<Recipe, String> {
+    let LoweringInput { kind, dtype, op, .. } = *asked;
     let moves = match kind {
         Kind::AllReduce => Kind::AllGather,
         Kind::Reduce => Kind::Gather,
         _ => Kind::AllToAll,
     };
     // Every rank receives blocks of one size, its own, so they lie behind each other.
-    let even = kind != Kind::ReduceScatter || asked.even;
-    let mut recipe = moved(&Asked { kind: moves, even, ..*asked }, able);
+    let even = kind != Kind::ReduceScatter || asked.equal_counts;
+    let mut recipe = moved(&LoweringInput { kind: moves, equal_counts: even, ..*asked }, able);
     let mut after = vec![Local::Fold(op)];
     let (before, fold) = match op {
         ReduceOp::Avg => (None, ReduceOp::Sum),

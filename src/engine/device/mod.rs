@@ -1,7 +1,7 @@
 //! Accelerators through their vendors' libraries, found while the program runs: nothing here needs a header or is linked.
 //!
 //! ```no_run
-//! use sagellm::engine::device::{Asked, always, Hints, Job, Setup, Vendor, launch, open, open_runtime, recipe, synchronize};
+//! use sagellm::engine::device::{LoweringInput, always, Hints, Job, Setup, Vendor, launch, open, open_runtime, recipe, synchronize};
 //! # use sagellm::types::{Dtype, Kind, ReduceOp, Span};
 //! # fn main() -> sagellm::error::Result<()> {
 //! # let (rank, ranks, address, minute) = (0, 1, 0x7000_0000, std::time::Duration::from_secs(60));
@@ -23,7 +23,7 @@
 //! };
 //! let communicator = api.clone().create(setup)?; // when all ranks are there
 //! // What torch asks for, and what this library makes of it, or the reason why it cannot:
-//! let asked = Asked { kind: Kind::AllReduce, dtype: Dtype::F32, op: ReduceOp::Avg, ranks: ranks as usize, even: true, plain: true };
+//! let asked = LoweringInput { kind: Kind::AllReduce, dtype: Dtype::F32, op: ReduceOp::Avg, ranks: ranks as usize, equal_counts: true, dense: true };
 //! let recipe = recipe(&asked, api.capabilities()).map_err(sagellm::error::Error::Invalid)?;
 //! // `recipe.before` and `recipe.after` are the caller's, in torch; here they are empty.
 //! let memory = [Span { addr: address, bytes: 4096 }];
@@ -71,7 +71,7 @@ pub use self::communicators::{Exchange, Ranks, Retired};
 pub use self::engine::{Counted, DeviceEngine, DeviceGroup, DeviceRequest, Neighbour, Terms};
 pub use self::launch::{Job, Launched, calls, launch};
 pub use self::libs::loader::Hints;
-pub use self::lowering::{Asked, Capabilities, Local, Method, Recipe, packs, recipe};
+pub use self::lowering::{Capabilities, Local, LoweringInput, Method, Recipe, packs, recipe};
 pub use self::runtime::{Event, Runtime, SPARES_CAPTURES, Stream, synchronize};
 
 use crate::error::Result;

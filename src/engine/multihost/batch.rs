@@ -1,14 +1,14 @@
-//! One batch on its way: what ranks of one host do together, what their leaders do with other hosts, and the two put
-//! together. The collectives themselves are in `collectives.rs`.
+//! Runs one batch: what the ranks of one host do together and what their leaders do with other hosts. The collectives
+//! themselves are in `collectives.rs`.
 //!
-//! Every rank of a host goes through the same steps with the others of its host, and the leaders (the ranks at one
-//! position of every host) through the same schedule with each other, so nobody waits for what is not coming.
+//! Every rank of a host takes the same steps with the others of its host, and the leaders (the ranks with one local
+//! rank on every host) run the same schedule with each other, so nobody waits for a message that never comes.
 
 use std::ops::Range;
 use std::time::Duration;
 
-use super::place::Place;
-use super::transport::{Arrived, Lane, Note};
+use super::host_map::HostMap;
+use super::transport::{Arrived, FrameHeader, Lane};
 use super::vector::{Vector, span};
 use crate::algorithms::{Algorithm, How, Schedule};
 use crate::error::{Error, Result};
@@ -16,45 +16,45 @@ use crate::op;
 use crate::os::clock;
 use crate::types::{Dtype, Kind, ReduceOp, Request, Span};
 
-/// The ranks of this host, as one rank sees them: the shared-memory group that they have for this lane.
-pub trait Inside: Send + Sync {
-    /// Runs one operation of theirs to its end. The caller keeps its memory valid meanwhile.
+/// The shared-memory group of the ranks of this host, one for each lane.
+pub trait HostGroup: Send + Sync {
+    /// Runs one operation to its end. The caller keeps its memory valid meanwhile.
     fn run(&self, request: Request) -> Result<()>;
-    /// Fails what is pending there, here and on the others.
+    /// Fails all pending operations of this group, on this rank and on its peers.
     fn abort(&self, error: &Error);
-    /// Leaves them in order.
+    /// Leaves the group in an orderly way.
     fn leave(&self);
-    /// The process of the rank at position `index`, for messages.
+    /// The process of a rank of this host, for error texts.
     fn process(&self, index: usize) -> String;
 }
 
-/// How a batch travels; the same on every rank (`select::between_hosts`).
+/// The algorithm of a batch; the same on every rank (`select::between_hosts`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Way {
+pub struct ChosenAlgorithm {
     pub algorithm: Algorithm,
     /// Ranks of each host that talk to other hosts.
     pub leaders: usize,
-    /// The bits of one host: every element is combined in the order of the ranks.
+    /// Gives the bits of one host: every element is combined in the order of the ranks.
     pub strict: bool,
 }
 
-pub struct Travel<'a> {
-    pub place: &'a Place,
+pub struct BatchRun<'a> {
+    pub host_map: &'a HostMap,
     /// None where this rank is alone on its host.
-    pub inside: Option<&'a dyn Inside>,
+    pub inside: Option<&'a dyn HostGroup>,
     pub lane: &'a mut Lane,
-    /// What this rank says of the batch. `issued` sinks as others are heard.
-    pub note: Note,
-    /// Factors of PREMUL_SUM by rank, as far as they were heard.
+    /// This rank's header of the batch. `issued` falls to the smallest value that a peer reported.
+    pub header: FrameHeader,
+    /// Factors of PREMUL_SUM by rank, as far as received.
     pub factors: Vec<f64>,
     pub deadline: u64,
-    pub way: Way,
-    /// Memory that lives on from batch to batch.
+    pub chosen: ChosenAlgorithm,
+    /// Memory that is reused from batch to batch.
     pub scratch: &'a mut Vec<u8>,
 }
 
-impl Travel<'_> {
-    /// Memory for this batch; to be given back as `self.scratch`.
+impl BatchRun<'_> {
+    /// Memory for this batch; return it as `self.scratch`.
     pub fn memory(&mut self, bytes: usize) -> Vec<u8> {
         let mut memory = std::mem::take(self.scratch);
         if memory.len() < bytes {
@@ -63,36 +63,36 @@ impl Travel<'_> {
         memory
     }
 
-    /// A call to the ranks of this host; lists as in `Request`.
+    /// Runs an operation among the ranks of this host; lists as in `Request`.
     #[allow(unsafe_code)] // makes a call over memory, and waits for its end
-    pub fn ask_inside(&self, call: Inner) -> Result<()> {
+    pub fn run_in_host(&self, call: Inner) -> Result<()> {
         let Some(inside) = self.inside else {
-            return Err(Error::Bug("sagellm: a rank that is alone on its host asked the others".to_string()));
+            return Err(Error::Bug("sagellm: a rank that is alone on its host called its host's group".to_string()));
         };
         let left = Duration::from_nanos(self.deadline.saturating_sub(clock::now()));
-        // SAFETY: the memory is the caller's, of operations of the batch, which end after this call, or buffers of the
-        // batch, which outlive it: `run` returns when the operation has ended.
+        // SAFETY: the memory belongs to operations of the batch, which end after this call, or to buffers of the batch,
+        // which outlive it: `run` returns when the operation has ended.
         let mut request = unsafe { Request::new(call.kind, call.inputs, call.outputs) };
         (request.dtype, request.op, request.root) = (call.dtype, call.op, call.root as u32);
         request.timeout_ms = Some(left.as_millis() as u64 + 500); // the operation's own deadline is told first
         request.sync = true;
         (request.in_blocks, request.out_blocks) = (call.in_blocks, call.out_blocks);
         inside.run(request).map_err(|error| match error {
-            // In the words of the whole group, which does not know this one. What a neighbour reported names the dead
-            // one in its text alone.
+            // The host's group names ranks by its own numbers; the user knows those of the whole group. A report that
+            // came from another rank of the host names the dead rank in its text alone.
             Error::RankFailed { rank, ref text }
-                if rank < self.place.neighbours().len() && text.contains(&format!("rank {rank} (pid")) =>
+                if rank < self.host_map.local_ranks().len() && text.contains(&format!("rank {rank} (pid")) =>
             {
-                let failed = self.place.neighbours()[rank];
+                let failed = self.host_map.local_ranks()[rank];
                 Error::RankFailed {
                     rank: failed,
                     text: format!(
                         "sagellm: rank {failed} ({}) ended or left the group: rank {} is in {} number {}. Make a new group \
                          without it to go on",
                         inside.process(rank),
-                        self.place.me,
-                        op::describe(self.note.signature),
-                        self.note.number
+                        self.host_map.me,
+                        op::describe(self.header.signature),
+                        self.header.number
                     ),
                 }
             }
@@ -100,10 +100,10 @@ impl Travel<'_> {
         })
     }
 
-    /// A neighbour's report as this group knows the neighbour.
+    /// A report of the host's group, with the reporting rank's number in the whole group.
     fn outward(&self, error: Error) -> Error {
         let outward = |text: String| {
-            let named = self.place.neighbours().iter().enumerate().find_map(|(index, rank)| {
+            let named = self.host_map.local_ranks().iter().enumerate().find_map(|(index, rank)| {
                 let head = text.strip_suffix(&format!(" (reported by rank {index})"))?;
                 Some(format!("{head} (reported by rank {rank})"))
             });
@@ -118,29 +118,29 @@ impl Travel<'_> {
         }
     }
 
-    /// The ranks of this host compare what they are about to do, and learn each other's factors and issued numbers.
+    /// The ranks of this host compare the operations they are about to run, and exchange factors and issued numbers.
     pub fn compare_inside(&mut self) -> Result<()> {
         const WORDS: usize = 5;
         if self.inside.is_none() {
             return Ok(());
         }
-        let Note { signature, chain, number, issued, factor } = self.note;
+        let FrameHeader { signature, chain, number, issued, factor } = self.header;
         let own = [signature, chain, number, issued, factor];
         let mine: Vec<u8> = own.iter().flat_map(|word| word.to_le_bytes()).collect();
-        let mut all = vec![0u8; mine.len() * self.place.neighbours().len()];
-        self.ask_inside(Inner {
+        let mut all = vec![0u8; mine.len() * self.host_map.local_ranks().len()];
+        self.run_in_host(Inner {
             inputs: vec![span(&mine)],
             outputs: vec![written(&mut all)],
             ..Inner::new(Kind::AllGather)
         })?;
-        for (rank, theirs) in self.place.neighbours().iter().zip(all.chunks_exact(WORDS * 8)) {
+        for (rank, theirs) in self.host_map.local_ranks().iter().zip(all.chunks_exact(WORDS * 8)) {
             let word = |at: usize| u64::from_le_bytes(theirs[at * 8..at * 8 + 8].try_into().expect("eight bytes"));
             if (word(0), word(2)) != (signature, number) {
                 return Err(Error::Mismatch(format!(
                     "sagellm: ranks called different operations: rank {} called {} as number {number} of their group, rank \
                      {rank} called {} as number {}. Every rank must call the same collectives in the same order with the \
                      same sizes",
-                    self.place.me,
+                    self.host_map.me,
                     op::describe(signature),
                     op::describe(word(0)),
                     word(2)
@@ -151,32 +151,33 @@ impl Travel<'_> {
                     "sagellm: rank {} and rank {rank} agree about {} number {number} of their group, but not about all \
                      of it: its list of sizes, an earlier operation, one that travels with it, or the options of the group \
                      differ. Every rank must call the same collectives in the same order with the same sizes",
-                    self.place.me,
+                    self.host_map.me,
                     op::describe(signature)
                 )));
             }
-            self.note.issued = self.note.issued.min(word(3));
+            self.header.issued = self.header.issued.min(word(3));
             self.factors[*rank] = f64::from_bits(word(4));
         }
         Ok(())
     }
 
-    /// Every rank of this host learns what its leader has heard of issued numbers, after the data of a batch.
+    /// After the data of a batch, every rank of this host learns the smallest issued number that its leader received.
     pub fn share_issued(&mut self, leader: usize) -> Result<()> {
         if self.inside.is_none() {
             return Ok(());
         }
-        let mut word = self.note.issued.to_le_bytes();
+        let mut word = self.header.issued.to_le_bytes();
         let piece = vec![written(&mut word)];
-        let (inputs, outputs) = if self.place.index == leader { (piece, Vec::new()) } else { (Vec::new(), piece) };
-        self.ask_inside(Inner { root: leader, inputs, outputs, ..Inner::new(Kind::Broadcast) })?;
-        self.note.issued = self.note.issued.min(u64::from_le_bytes(word));
+        let (inputs, outputs) =
+            if self.host_map.local_rank == leader { (piece, Vec::new()) } else { (Vec::new(), piece) };
+        self.run_in_host(Inner { root: leader, inputs, outputs, ..Inner::new(Kind::Broadcast) })?;
+        self.header.issued = self.header.issued.min(u64::from_le_bytes(word));
         Ok(())
     }
 
-    /// The schedule of a collective among `members` (ranks of the group), of which this rank is one. `memory` is what the
-    /// schedule works on, `ranges` its parts within; `numbers` says how they are combined, and where in the vector
-    /// `memory` begins.
+    /// Runs the schedule of a collective among `members` (ranks of the group), of which this rank is one. The schedule
+    /// works on `memory`, of which `ranges` are the parts; `numbers` says how they are combined, and at which offset of
+    /// the vector `memory` begins.
     pub fn between(
         &mut self,
         schedule: &Schedule,
@@ -185,7 +186,7 @@ impl Travel<'_> {
         ranges: &dyn Fn(usize) -> Range<usize>,
         numbers: Option<(&Vector, usize)>,
     ) -> Result<()> {
-        let position = members.iter().position(|rank| *rank == self.place.me).expect("only members come here");
+        let position = members.iter().position(|rank| *rank == self.host_map.me).expect("only members come here");
         let ranges =
             |parts: &[Range<usize>]| -> Vec<Range<usize>> { parts.iter().cloned().flatten().map(ranges).collect() };
         let total = |ranges: &[Range<usize>]| ranges.iter().map(ExactSizeIterator::len).sum::<usize>();
@@ -197,12 +198,12 @@ impl Travel<'_> {
                 step.sends.iter().zip(&out).map(|(send, ranges)| (members[send.peer], total(ranges))).collect();
             let receives: Vec<(usize, usize)> =
                 step.recvs.iter().zip(&into).map(|(recv, ranges)| (members[recv.peer], total(ranges))).collect();
-            // What is combined in the order of the ranks is kept until all is there.
+            // Data that must be combined in the order of the ranks is kept until all of it is there.
             let ordered = step.recvs.iter().any(|recv| recv.how == How::InRankOrder);
             let mut kept: Vec<(usize, Vec<u8>)> = Vec::new();
             let cell = std::cell::RefCell::new(&mut *memory);
             let issued = self.lane.exchange(
-                self.note,
+                self.header,
                 self.deadline,
                 &sends,
                 |at, data| gather(&cell.borrow(), &out[at], data),
@@ -216,7 +217,7 @@ impl Travel<'_> {
                     Ok(())
                 },
             )?;
-            self.note.issued = self.note.issued.min(issued);
+            self.header.issued = self.header.issued.min(issued);
             if ordered {
                 let (vector, start) = numbers.expect("only numbers are combined");
                 kept.push((position, joined(memory, &into[0])));
@@ -228,12 +229,12 @@ impl Travel<'_> {
     }
 }
 
-/// A call to the ranks of one host; what is not named is empty.
+/// An operation among the ranks of one host; lists that are not given are empty.
 pub struct Inner {
     pub kind: Kind,
     pub dtype: Dtype,
     pub op: ReduceOp,
-    /// Position on the host.
+    /// A local rank.
     pub root: usize,
     pub inputs: Vec<Span>,
     pub outputs: Vec<Span>,
@@ -248,7 +249,7 @@ impl Inner {
     }
 }
 
-/// The piece that a buffer is, for writing.
+/// A writable buffer as a span.
 pub fn written(buffer: &mut [u8]) -> Span {
     Span { addr: buffer.as_mut_ptr() as usize, bytes: buffer.len() }
 }

@@ -1,4 +1,4 @@
-//! The collectives over several hosts, each put together from calls inside the hosts and a schedule between them:
+//! The collectives over several hosts, each made of operations inside the hosts and a schedule between them:
 //!
 //! | collective | inside | between the leaders | inside |
 //! | --- | --- | --- | --- |
@@ -12,29 +12,29 @@
 //! | all_to_all | | every rank with every rank of other hosts | all_to_all |
 //! | barrier | (the comparison) | all_reduce of nothing | (the issued numbers) |
 //!
-//! Where several ranks of a host lead in other kinds than all_reduce: `columns`.
+//! Where several ranks of a host talk to other hosts in kinds other than all_reduce: `rails`.
 //!
 //! Bytes between hosts per leader: those of the schedule (docs/algorithms.md) over the hosts. Order of summation: ranks
 //! inside a host, then hosts as the schedule says; low precision is rounded once inside, and once for every combination
-//! between hosts. The strict way instead moves untouched numbers: every rank gets one share from all ranks, combines it
-//! in the order of the ranks, and gives the result back, which costs up to ranks per host times the bytes.
+//! between hosts. Strict mode moves uncombined numbers instead: every rank gets one share from all ranks, combines it
+//! in the order of the ranks, and sends the result back, which costs up to ranks per host times the bytes.
 
 use std::ops::Range;
 
-use super::batch::{Inner, Travel, written};
+use super::batch::{BatchRun, Inner, written};
 use super::vector::{Vector, copy_in, copy_out, cut, partial, span};
 use crate::algorithms::{Algorithm, Schedule};
 use crate::error::{Error, Result};
 use crate::types::{Kind, ReduceOp, Span};
 
-/// The schedule that was chosen, or the direct one where the choice does not serve the kind.
+/// The chosen schedule, or the direct one where the chosen algorithm does not serve the kind.
 pub fn schedule(algorithm: Algorithm, kind: Kind, members: usize, root: usize) -> Result<Schedule> {
     Schedule::new(algorithm, kind, members, root, 1)
         .or_else(|| Schedule::new(Algorithm::Direct, kind, members, root, 1))
         .ok_or_else(|| Error::Bug(format!("sagellm: no schedule for {kind} among {members} hosts")))
 }
 
-/// Where each of `sizes` begins, and the end.
+/// Offsets of blocks of the given `sizes`, and the total.
 pub fn borders(sizes: impl Iterator<Item = usize>) -> Vec<usize> {
     std::iter::once(0)
         .chain(sizes.scan(0, |at, size| {
@@ -44,19 +44,19 @@ pub fn borders(sizes: impl Iterator<Item = usize>) -> Vec<usize> {
         .collect()
 }
 
-impl Travel<'_> {
-    /// The range `range` of a vector, on all ranks.
+impl BatchRun<'_> {
+    /// The range `range` of the vector, on all ranks.
     pub fn all_reduce(&mut self, vector: &Vector, range: &Range<usize>) -> Result<()> {
-        if self.way.strict {
+        if self.chosen.strict {
             return self.all_reduce_strict(vector, range);
         }
-        let leaders = self.way.leaders.clamp(1, self.place.fewest());
+        let leaders = self.chosen.leaders.clamp(1, self.host_map.min_local_size());
         let shares: Vec<Range<usize>> = (0..leaders).map(|at| vector.part(range, at, leaders)).collect();
         let mut memory = self.memory(range.len());
-        let mine = shares.get(self.place.index).cloned();
+        let mine = shares.get(self.host_map.local_rank).cloned();
         self.reduce_inside(vector, range, &shares, 0, &mut memory)?;
         if let Some(mine) = &mine {
-            let members = self.place.leaders(self.place.index);
+            let members = self.host_map.leaders(self.host_map.local_rank);
             let own = &mut memory[mine.start - range.start..mine.end - range.start];
             self.combine_between(Kind::AllReduce, vector, mine, &members, 0, own)?;
             vector.finish(mine.start, own);
@@ -66,8 +66,8 @@ impl Travel<'_> {
         self.share_issued(0)
     }
 
-    /// Partial results of this host: `shares[i]` at its i-th rank, or the whole at position `root` where there is one
-    /// share. `memory` stands for `range`.
+    /// Reduces the numbers of this host: `shares[i]` to local rank i, or everything to local rank `root` where there is
+    /// one share. `memory` holds `range`.
     pub fn reduce_inside(
         &mut self,
         vector: &Vector,
@@ -80,7 +80,7 @@ impl Travel<'_> {
             vector.start(range.start, &mut memory[..range.len()]);
             return Ok(());
         }
-        let (index, neighbours) = (self.place.index, self.place.neighbours().len());
+        let (index, local_ranks) = (self.host_map.local_rank, self.host_map.local_ranks().len());
         for run in &vector.runs {
             let part = run.bytes.start.max(range.start)..run.bytes.end.min(range.end);
             if part.start >= part.end {
@@ -91,23 +91,23 @@ impl Travel<'_> {
             let at = |range_of: &Range<usize>| range_of.start - range.start..range_of.end - range.start;
             if shares.len() == 1 {
                 let outputs = if index == root { vec![written(&mut memory[at(&part)])] } else { Vec::new() };
-                self.ask_inside(Inner { root, inputs, outputs, ..call })?;
+                self.run_in_host(Inner { root, inputs, outputs, ..call })?;
             } else {
                 let common = |share: &Range<usize>| {
                     let start = share.start.max(part.start);
                     start..share.end.min(part.end).max(start)
                 };
                 let mut in_blocks: Vec<usize> = shares.iter().map(|share| common(share).len()).collect();
-                in_blocks.resize(neighbours, 0);
+                in_blocks.resize(local_ranks, 0);
                 let outputs = shares.get(index).map(|share| written(&mut memory[at(&common(share))]));
                 let outputs = outputs.into_iter().filter(|span| span.bytes > 0).collect();
-                self.ask_inside(Inner { kind: Kind::ReduceScatter, inputs, outputs, in_blocks, ..call })?;
+                self.run_in_host(Inner { kind: Kind::ReduceScatter, inputs, outputs, in_blocks, ..call })?;
             }
         }
         Ok(())
     }
 
-    /// The results of the shares' owners into everybody's outputs. `memory` stands for `range`.
+    /// Spreads the results from the owners of the shares to the outputs of every rank. `memory` holds `range`.
     fn spread_inside(
         &mut self,
         vector: &Vector,
@@ -116,7 +116,7 @@ impl Travel<'_> {
         memory: &mut [u8],
     ) -> Result<()> {
         let outputs = cut(&vector.outputs, range);
-        let Some(mine) = self.inside.map(|_| shares.get(self.place.index)) else {
+        let Some(mine) = self.inside.map(|_| shares.get(self.host_map.local_rank)) else {
             copy_out(&outputs, 0, &memory[..range.len()]);
             return Ok(());
         };
@@ -125,21 +125,21 @@ impl Travel<'_> {
             return self.broadcast_inside(0, own.map(|own| &memory[own]), outputs);
         }
         let mut out_blocks: Vec<usize> = shares.iter().map(ExactSizeIterator::len).collect();
-        out_blocks.resize(self.place.neighbours().len(), 0);
+        out_blocks.resize(self.host_map.local_ranks().len(), 0);
         let inputs = own.map(|own| span(&memory[own])).into_iter().filter(|span| span.bytes > 0).collect();
-        self.ask_inside(Inner { inputs, outputs, out_blocks, ..Inner::new(Kind::AllGather) })
+        self.run_in_host(Inner { inputs, outputs, out_blocks, ..Inner::new(Kind::AllGather) })
     }
 
-    /// What the rank at position `root` holds (`data` there, None elsewhere) into everybody's outputs.
+    /// Broadcasts the data of local rank `root` (`data` there, None elsewhere) to the outputs of every rank.
     fn broadcast_inside(&mut self, root: usize, data: Option<&[u8]>, outputs: Vec<Span>) -> Result<()> {
         let Some(data) = data else {
-            return self.ask_inside(Inner { root, outputs, ..Inner::new(Kind::Broadcast) });
+            return self.run_in_host(Inner { root, outputs, ..Inner::new(Kind::Broadcast) });
         };
         copy_out(&outputs, 0, data);
-        self.ask_inside(Inner { root, inputs: vec![span(data)], ..Inner::new(Kind::Broadcast) })
+        self.run_in_host(Inner { root, inputs: vec![span(data)], ..Inner::new(Kind::Broadcast) })
     }
 
-    /// all_reduce or reduce among the leaders, over `own`, which stands for the bytes `share` of the vector.
+    /// all_reduce or reduce among the leaders, over `own`, the bytes `share` of the vector.
     fn combine_between(
         &mut self,
         kind: Kind,
@@ -149,7 +149,7 @@ impl Travel<'_> {
         root: usize,
         own: &mut [u8],
     ) -> Result<()> {
-        let plan = schedule(self.way.algorithm, kind, members.len(), root)?;
+        let plan = schedule(self.chosen.algorithm, kind, members.len(), root)?;
         let parts = plan.parts();
         let ranges = |part: usize| {
             let range = vector.part(share, part, parts);
@@ -165,11 +165,12 @@ impl Travel<'_> {
         self.all_gather(&[span(&own)], &outputs)
     }
 
-    /// Each rank's share of `range`, and the result of this rank's, combined from all ranks' untouched numbers.
+    /// The shares of `range` by rank, and the result of this rank's share, combined from the uncombined numbers of all
+    /// ranks.
     fn own_share_strict(&mut self, vector: &Vector, range: &Range<usize>) -> Result<(Vec<Range<usize>>, Vec<u8>)> {
-        let ranks = self.place.ranks();
+        let ranks = self.host_map.ranks();
         let shares: Vec<Range<usize>> = (0..ranks).map(|rank| vector.part(range, rank, ranks)).collect();
-        let mine = shares[self.place.me].clone();
+        let mine = shares[self.host_map.me].clone();
         let mut sources = vec![0u8; mine.len() * ranks];
         let inputs: Vec<Vec<Span>> = shares.iter().map(|share| cut(&vector.inputs, share)).collect();
         let outputs: Vec<Vec<Span>> =
@@ -180,9 +181,9 @@ impl Travel<'_> {
         Ok((shares, own))
     }
 
-    /// The range `range` of a vector, at rank `root`.
+    /// The range `range` of the vector, at rank `root`.
     pub fn reduce(&mut self, vector: &Vector, range: &Range<usize>, root: usize) -> Result<()> {
-        if self.way.strict {
+        if self.chosen.strict {
             let (shares, own) = self.own_share_strict(vector, range)?;
             let outputs = shares.iter().map(|share| cut(&vector.outputs, share)).collect::<Vec<_>>();
             return self.gather(
@@ -192,14 +193,14 @@ impl Travel<'_> {
                 root,
             );
         }
-        let members = self.place.leaders_with(root);
+        let members = self.host_map.leaders_with(root);
         let leader = self.leader_position(&members);
         let mut memory = self.memory(range.len());
         self.reduce_inside(vector, range, std::slice::from_ref(range), leader, &mut memory)?;
-        if self.place.index == leader {
-            let host = self.place.host_of[root];
+        if self.host_map.local_rank == leader {
+            let host = self.host_map.host_of[root];
             self.combine_between(Kind::Reduce, vector, range, &members, host, &mut memory[..range.len()])?;
-            if self.place.me == root {
+            if self.host_map.me == root {
                 vector.finish(range.start, &mut memory[..range.len()]);
                 copy_out(&vector.outputs, range.start, &memory[..range.len()]);
             }
@@ -209,70 +210,70 @@ impl Travel<'_> {
     }
 
     pub fn leader_position(&self, members: &[usize]) -> usize {
-        let leader = members[self.place.host];
-        self.place.neighbours().iter().position(|rank| *rank == leader).expect("a leader lives on its host")
+        let leader = members[self.host_map.host];
+        self.host_map.local_ranks().iter().position(|rank| *rank == leader).expect("a leader lives on its host")
     }
 
-    /// `data` holds the inputs at the root and the outputs elsewhere.
+    /// `data`: the inputs at the root, the outputs elsewhere.
     pub fn broadcast(&mut self, data: &[Span], root: usize) -> Result<()> {
-        let columns = self.way.leaders.clamp(1, self.place.fewest());
-        if columns > 1 {
-            return self.broadcast_in_columns(data, root, columns);
+        let rails = self.chosen.leaders.clamp(1, self.host_map.min_local_size());
+        if rails > 1 {
+            return self.broadcast_over_rails(data, root, rails);
         }
         let bytes: usize = data.iter().map(|span| span.bytes).sum();
-        let members = self.place.leaders_with(root);
+        let members = self.host_map.leaders_with(root);
         let leader = self.leader_position(&members);
         let mut memory = self.memory(bytes);
-        if self.place.me == root {
+        if self.host_map.me == root {
             copy_in(data, 0, &mut memory[..bytes]);
         }
-        if self.place.index == leader {
-            let plan = schedule(self.way.algorithm, Kind::Broadcast, members.len(), self.place.host_of[root])?;
+        if self.host_map.local_rank == leader {
+            let plan = schedule(self.chosen.algorithm, Kind::Broadcast, members.len(), self.host_map.host_of[root])?;
             let parts = plan.parts();
             let ranges = |part: usize| bytes * part / parts..bytes * (part + 1) / parts;
             self.between(&plan, &members, &mut memory[..bytes], &ranges, None)?;
         }
-        let outputs = if self.place.me == root { Vec::new() } else { data.to_vec() };
+        let outputs = if self.host_map.me == root { Vec::new() } else { data.to_vec() };
         if self.inside.is_none() {
             copy_out(&outputs, 0, &memory[..outputs.iter().map(|span| span.bytes).sum()]);
-        } else if self.place.index == leader {
-            if self.place.me != root {
+        } else if self.host_map.local_rank == leader {
+            if self.host_map.me != root {
                 copy_out(&outputs, 0, &memory[..bytes]);
             }
             let inputs = vec![span(&memory[..bytes])];
-            self.ask_inside(Inner { root: leader, inputs, ..Inner::new(Kind::Broadcast) })?;
+            self.run_in_host(Inner { root: leader, inputs, ..Inner::new(Kind::Broadcast) })?;
         } else {
-            self.ask_inside(Inner { root: leader, outputs, ..Inner::new(Kind::Broadcast) })?;
+            self.run_in_host(Inner { root: leader, outputs, ..Inner::new(Kind::Broadcast) })?;
         }
         *self.scratch = memory;
         Ok(())
     }
 
-    /// `outputs[q]`: where rank q's block goes. Blocks may differ in size.
+    /// `outputs[q]`: the memory for rank q's block. Blocks may differ in size.
     pub fn all_gather(&mut self, input: &[Span], outputs: &[Vec<Span>]) -> Result<()> {
         let sizes: Vec<usize> = outputs.iter().map(|spans| spans.iter().map(|span| span.bytes).sum()).collect();
-        if self.in_columns() {
-            return self.all_gather_in_columns(input, outputs, &sizes);
+        if self.over_rails() {
+            return self.all_gather_over_rails(input, outputs, &sizes);
         }
         let hosts = self.host_borders(&sizes);
         let total = *hosts.last().expect("at least one host");
-        let own = hosts[self.place.host]..hosts[self.place.host + 1];
+        let own = hosts[self.host_map.host]..hosts[self.host_map.host + 1];
         let mut memory = self.memory(total);
         if self.inside.is_some() {
-            let out_blocks = self.place.neighbours().iter().map(|rank| sizes[*rank]).collect();
+            let out_blocks = self.host_map.local_ranks().iter().map(|rank| sizes[*rank]).collect();
             let outputs = vec![written(&mut memory[own])];
-            self.ask_inside(Inner { inputs: input.to_vec(), outputs, out_blocks, ..Inner::new(Kind::AllGather) })?;
+            self.run_in_host(Inner { inputs: input.to_vec(), outputs, out_blocks, ..Inner::new(Kind::AllGather) })?;
         } else {
             copy_in(input, 0, &mut memory[own]);
         }
-        if self.place.index == 0 {
-            let members = self.place.leaders(0);
-            let plan = schedule(self.way.algorithm, Kind::AllGather, members.len(), 0)?;
+        if self.host_map.local_rank == 0 {
+            let members = self.host_map.leaders(0);
+            let plan = schedule(self.chosen.algorithm, Kind::AllGather, members.len(), 0)?;
             self.between(&plan, &members, &mut memory[..total], &|host| hosts[host]..hosts[host + 1], None)?;
         }
-        let in_order: Vec<Span> = self.place.by_host().flat_map(|rank| outputs[rank].iter().copied()).collect();
+        let in_order: Vec<Span> = self.host_map.by_host().flat_map(|rank| outputs[rank].iter().copied()).collect();
         if self.inside.is_some() {
-            let data = (self.place.index == 0).then_some(&memory[..total]);
+            let data = (self.host_map.local_rank == 0).then_some(&memory[..total]);
             self.broadcast_inside(0, data, in_order)?;
         } else {
             copy_out(&in_order, 0, &memory[..total]);
@@ -281,23 +282,23 @@ impl Travel<'_> {
         self.share_issued(0)
     }
 
-    /// Where each host's blocks begin when the ranks' blocks lie in the order of the hosts.
+    /// Offset of each host's blocks when the ranks' blocks are in the order of the hosts.
     fn host_borders(&self, sizes: &[usize]) -> Vec<usize> {
-        borders(self.place.hosts.iter().map(|ranks| ranks.iter().map(|rank| sizes[*rank]).sum()))
+        borders(self.host_map.hosts.iter().map(|ranks| ranks.iter().map(|rank| sizes[*rank]).sum()))
     }
 
-    /// `vector` holds one block a rank, in the order of the hosts; `sizes` by rank; `output`: this rank's block. For one
-    /// leader a host.
+    /// `vector` holds one block per rank, in the order of the hosts; `sizes` by rank; `output`: this rank's block. For
+    /// one leader per host.
     pub fn reduce_scatter(&mut self, vector: &Vector, sizes: &[usize], output: &[Span]) -> Result<()> {
         let hosts = self.host_borders(sizes);
         let total = vector.bytes();
-        let own = hosts[self.place.host]..hosts[self.place.host + 1];
+        let own = hosts[self.host_map.host]..hosts[self.host_map.host + 1];
         let mut memory = self.memory(total);
         let whole = 0..total;
         self.reduce_inside(vector, &whole, std::slice::from_ref(&whole), 0, &mut memory)?;
-        if self.place.index == 0 {
-            let members = self.place.leaders(0);
-            let plan = schedule(self.way.algorithm, Kind::ReduceScatter, members.len(), 0)?;
+        if self.host_map.local_rank == 0 {
+            let members = self.host_map.leaders(0);
+            let plan = schedule(self.chosen.algorithm, Kind::ReduceScatter, members.len(), 0)?;
             let ranges = |host: usize| hosts[host]..hosts[host + 1];
             self.between(&plan, &members, &mut memory[..total], &ranges, Some((vector, 0)))?;
             vector.finish(own.start, &mut memory[own.clone()]);
@@ -314,7 +315,7 @@ impl Travel<'_> {
     /// As `reduce_scatter`, with the bits of one host; `vector` in the order of the ranks.
     pub fn reduce_scatter_strict(&mut self, vector: &Vector, sizes: &[usize], output: &[Span]) -> Result<()> {
         let starts = borders(sizes.iter().copied());
-        let (ranks, mine) = (self.place.ranks(), sizes[self.place.me]);
+        let (ranks, mine) = (self.host_map.ranks(), sizes[self.host_map.me]);
         let mut sources = vec![0u8; mine * ranks];
         let inputs: Vec<Vec<Span>> =
             (0..ranks).map(|rank| cut(&vector.inputs, &(starts[rank]..starts[rank + 1]))).collect();
@@ -322,49 +323,49 @@ impl Travel<'_> {
             (0..ranks).map(|rank| vec![written(&mut sources[rank * mine..(rank + 1) * mine])]).collect();
         self.all_to_all(&inputs, &outputs)?;
         let mut own = vec![0u8; mine];
-        vector.combine_all(starts[self.place.me], &mut own, &sources, &self.factors);
+        vector.combine_all(starts[self.host_map.me], &mut own, &sources, &self.factors);
         copy_out(output, 0, &own);
         Ok(())
     }
 
-    /// The blocks of this host's ranks, from position `root`, where `blocks` holds them, to everybody.
+    /// Sends the blocks of this host's ranks from local rank `root`, which has them in `blocks`, to every rank.
     fn scatter_inside(&mut self, root: usize, blocks: &mut [u8], sizes: &[usize], output: &[Span]) -> Result<()> {
-        let neighbours = self.place.neighbours();
+        let local_ranks = self.host_map.local_ranks();
         let (leads, equal) =
-            (self.place.index == root, neighbours.windows(2).all(|two| sizes[two[0]] == sizes[two[1]]));
+            (self.host_map.local_rank == root, local_ranks.windows(2).all(|two| sizes[two[0]] == sizes[two[1]]));
         if equal {
             let inputs = if leads { vec![span(blocks)] } else { Vec::new() };
-            return self.ask_inside(Inner { root, inputs, outputs: output.to_vec(), ..Inner::new(Kind::Scatter) });
+            return self.run_in_host(Inner { root, inputs, outputs: output.to_vec(), ..Inner::new(Kind::Scatter) });
         }
-        // There is no scatter of unequal blocks inside a host: everyone gets all of them and takes its own.
-        let starts = borders(neighbours.iter().map(|rank| sizes[*rank]));
+        // Shared memory has no scatter of unequal blocks: every rank gets all of them and takes its own.
+        let starts = borders(local_ranks.iter().map(|rank| sizes[*rank]));
         let piece = vec![written(blocks)];
         let (inputs, outputs) = if leads { (piece, Vec::new()) } else { (Vec::new(), piece) };
-        self.ask_inside(Inner { root, inputs, outputs, ..Inner::new(Kind::Broadcast) })?;
-        copy_out(output, 0, &blocks[starts[self.place.index]..starts[self.place.index + 1]]);
+        self.run_in_host(Inner { root, inputs, outputs, ..Inner::new(Kind::Broadcast) })?;
+        copy_out(output, 0, &blocks[starts[self.host_map.local_rank]..starts[self.host_map.local_rank + 1]]);
         Ok(())
     }
 
-    /// `outputs[q]`: where rank q's block goes; read at the root only.
+    /// `outputs[q]`: the memory for rank q's block; read at the root only.
     pub fn gather(&mut self, input: &[Span], sizes: &[usize], outputs: &[Vec<Span>], root: usize) -> Result<()> {
         let hosts = self.host_borders(sizes);
         let total = *hosts.last().expect("at least one host");
-        let own = hosts[self.place.host]..hosts[self.place.host + 1];
+        let own = hosts[self.host_map.host]..hosts[self.host_map.host + 1];
         let mut memory = self.memory(total);
         if self.inside.is_some() {
-            let out_blocks = self.place.neighbours().iter().map(|rank| sizes[*rank]).collect();
+            let out_blocks = self.host_map.local_ranks().iter().map(|rank| sizes[*rank]).collect();
             let outputs = vec![written(&mut memory[own])];
-            self.ask_inside(Inner { inputs: input.to_vec(), outputs, out_blocks, ..Inner::new(Kind::AllGather) })?;
+            self.run_in_host(Inner { inputs: input.to_vec(), outputs, out_blocks, ..Inner::new(Kind::AllGather) })?;
         } else {
             copy_in(input, 0, &mut memory[own]);
         }
-        let members = self.place.leaders_with(root);
-        if members[self.place.host] == self.place.me {
-            let plan = schedule(self.way.algorithm, Kind::Gather, members.len(), self.place.host_of[root])?;
+        let members = self.host_map.leaders_with(root);
+        if members[self.host_map.host] == self.host_map.me {
+            let plan = schedule(self.chosen.algorithm, Kind::Gather, members.len(), self.host_map.host_of[root])?;
             self.between(&plan, &members, &mut memory[..total], &|host| hosts[host]..hosts[host + 1], None)?;
         }
-        if self.place.me == root {
-            let in_order: Vec<Span> = self.place.by_host().flat_map(|rank| outputs[rank].iter().copied()).collect();
+        if self.host_map.me == root {
+            let in_order: Vec<Span> = self.host_map.by_host().flat_map(|rank| outputs[rank].iter().copied()).collect();
             copy_out(&in_order, 0, &memory[..total]);
         }
         *self.scratch = memory;
@@ -375,16 +376,16 @@ impl Travel<'_> {
     pub fn scatter(&mut self, inputs: &[Vec<Span>], sizes: &[usize], output: &[Span], root: usize) -> Result<()> {
         let hosts = self.host_borders(sizes);
         let total = *hosts.last().expect("at least one host");
-        let own = hosts[self.place.host]..hosts[self.place.host + 1];
+        let own = hosts[self.host_map.host]..hosts[self.host_map.host + 1];
         let mut memory = self.memory(total);
-        if self.place.me == root {
-            let in_order: Vec<Span> = self.place.by_host().flat_map(|rank| inputs[rank].iter().copied()).collect();
+        if self.host_map.me == root {
+            let in_order: Vec<Span> = self.host_map.by_host().flat_map(|rank| inputs[rank].iter().copied()).collect();
             copy_in(&in_order, 0, &mut memory[..total]);
         }
-        let members = self.place.leaders_with(root);
+        let members = self.host_map.leaders_with(root);
         let leader = self.leader_position(&members);
-        if self.place.index == leader {
-            let plan = schedule(self.way.algorithm, Kind::Scatter, members.len(), self.place.host_of[root])?;
+        if self.host_map.local_rank == leader {
+            let plan = schedule(self.chosen.algorithm, Kind::Scatter, members.len(), self.host_map.host_of[root])?;
             self.between(&plan, &members, &mut memory[..total], &|host| hosts[host]..hosts[host + 1], None)?;
         }
         if self.inside.is_none() {
@@ -399,31 +400,33 @@ impl Travel<'_> {
     /// `inputs[q]` goes to rank q, `outputs[q]` comes from it.
     pub fn all_to_all(&mut self, inputs: &[Vec<Span>], outputs: &[Vec<Span>]) -> Result<()> {
         let bytes = |spans: &[Span]| spans.iter().map(|span| span.bytes).sum::<usize>();
-        // Between hosts first: those messages are on their way while the host works.
-        let far = |rank: &usize| self.place.host_of[*rank] != self.place.host;
-        // Everyone begins with the rank behind it, so that no rank is everybody's first.
-        let others: Vec<usize> =
-            (1..self.place.ranks()).map(|step| (self.place.me + step) % self.place.ranks()).filter(far).collect();
+        // Between hosts first: those messages travel while the ranks of the host exchange theirs.
+        let far = |rank: &usize| self.host_map.host_of[*rank] != self.host_map.host;
+        // Each rank begins with the next rank, so that no rank is the first target of all.
+        let others: Vec<usize> = (1..self.host_map.ranks())
+            .map(|step| (self.host_map.me + step) % self.host_map.ranks())
+            .filter(far)
+            .collect();
         let sends: Vec<(usize, usize)> = others.iter().map(|rank| (*rank, bytes(&inputs[*rank]))).collect();
         let receives: Vec<(usize, usize)> = others.iter().map(|rank| (*rank, bytes(&outputs[*rank]))).collect();
         let mut factors = std::mem::take(&mut self.factors);
         let issued = self.lane.exchange(
-            self.note,
+            self.header,
             self.deadline,
             &sends,
             |at, data| copy_in(&inputs[sends[at].0], 0, data),
             &receives,
             |at, arrived| {
                 copy_out(&outputs[receives[at].0], 0, arrived.data);
-                factors[receives[at].0] = f64::from_bits(arrived.note.factor);
+                factors[receives[at].0] = f64::from_bits(arrived.header.factor);
                 Ok(())
             },
         )?;
         self.factors = factors;
-        self.note.issued = self.note.issued.min(issued);
-        let neighbours = self.place.neighbours().to_vec();
+        self.header.issued = self.header.issued.min(issued);
+        let local_ranks = self.host_map.local_ranks().to_vec();
         if self.inside.is_none() {
-            let me = self.place.me;
+            let me = self.host_map.me;
             let mut memory = self.memory(bytes(&inputs[me]));
             copy_in(&inputs[me], 0, &mut memory[..bytes(&inputs[me])]);
             copy_out(&outputs[me], 0, &memory[..bytes(&inputs[me])]);
@@ -431,25 +434,25 @@ impl Travel<'_> {
             return Ok(());
         }
         let list = |blocks: &[Vec<Span>]| -> (Vec<Span>, Vec<usize>) {
-            let spans = neighbours.iter().flat_map(|rank| blocks[*rank].iter().copied()).collect();
-            (spans, neighbours.iter().map(|rank| bytes(&blocks[*rank])).collect())
+            let spans = local_ranks.iter().flat_map(|rank| blocks[*rank].iter().copied()).collect();
+            (spans, local_ranks.iter().map(|rank| bytes(&blocks[*rank])).collect())
         };
         let ((inputs, in_blocks), (outputs, out_blocks)) = (list(inputs), list(outputs));
-        self.ask_inside(Inner { inputs, outputs, in_blocks, out_blocks, ..Inner::new(Kind::AllToAll) })
+        self.run_in_host(Inner { inputs, outputs, in_blocks, out_blocks, ..Inner::new(Kind::AllToAll) })
     }
 
-    /// Nothing moves; nobody leaves before all have come.
+    /// Moves no data; no rank leaves before all have come.
     pub fn barrier(&mut self) -> Result<()> {
-        if self.place.index == 0 {
-            let members = self.place.leaders(0);
-            let plan = schedule(self.way.algorithm, Kind::Barrier, members.len(), 0)?;
+        if self.host_map.local_rank == 0 {
+            let members = self.host_map.leaders(0);
+            let plan = schedule(self.chosen.algorithm, Kind::Barrier, members.len(), 0)?;
             self.between(&plan, &members, &mut [], &|_| 0..0, None)?;
         }
         self.share_issued(0)
     }
 }
 
-/// What a host's ranks do with their numbers: factors are applied there, AVG divides at the end.
+/// The reduce op inside a host: factors are applied there; AVG divides at the end.
 fn inside_op(vector: &Vector) -> ReduceOp {
     match vector.op {
         ReduceOp::PremulSum(factor) => ReduceOp::PremulSum(factor),

@@ -1,8 +1,8 @@
-//! From the requests of a batch to the collective that carries them: which memory is what.
+//! Maps the requests of a batch to the collective that runs it, with its memory.
 
 use std::sync::Arc;
 
-use super::batch::Travel;
+use super::batch::BatchRun;
 use super::lanes::{Shared, Task};
 use super::vector::{Vector, cut};
 use crate::error::{Error, Result};
@@ -10,26 +10,26 @@ use crate::op::Op;
 use crate::types::{Kind, Span};
 
 impl Shared {
-    pub(super) fn dispatch(&self, travel: &mut Travel, task: &Task) -> Result<()> {
+    pub(super) fn dispatch(&self, run: &mut BatchRun, task: &Task) -> Result<()> {
         let request = &task.ops[0].request;
-        let ranks = self.place.ranks();
+        let ranks = self.host_map.ranks();
         let root = request.root as usize;
         match request.kind {
             Kind::AllReduce | Kind::Reduce => {
                 let vector = self.vector(&task.ops)?;
                 let range = vector.part(&(0..vector.bytes()), task.batch.segment, task.batch.segments);
                 match request.kind {
-                    Kind::AllReduce => travel.all_reduce(&vector, &range),
-                    _ => travel.reduce(&vector, &range, root),
+                    Kind::AllReduce => run.all_reduce(&vector, &range),
+                    _ => run.reduce(&vector, &range, root),
                 }
             }
             Kind::Broadcast => {
-                let data = if self.place.me == root { request.inputs() } else { request.outputs() };
+                let data = if self.host_map.me == root { request.inputs() } else { request.outputs() };
                 let total: usize = data.iter().map(|span| span.bytes).sum();
                 let cut_at = |n: usize| total / task.batch.segments * n;
                 let end =
                     if task.batch.segment + 1 == task.batch.segments { total } else { cut_at(task.batch.segment + 1) };
-                travel.broadcast(&cut(data, &(cut_at(task.batch.segment)..end)), root)
+                run.broadcast(&cut(data, &(cut_at(task.batch.segment)..end)), root)
             }
             Kind::AllGather => {
                 let input: Vec<Span> = task.ops.iter().flat_map(|op| op.request.inputs().iter().copied()).collect();
@@ -38,7 +38,7 @@ impl Shared {
                     let blocks = blocks(op.request.outputs(), &op.request.out_blocks, ranks);
                     outputs.iter_mut().zip(blocks).for_each(|(all, block)| all.extend(block));
                 }
-                travel.all_gather(&input, &outputs)
+                run.all_gather(&input, &outputs)
             }
             Kind::ReduceScatter => {
                 let blocks = blocks(request.inputs(), &request.in_blocks, ranks);
@@ -46,51 +46,51 @@ impl Shared {
                 let mut vector = Vector::new(request.op);
                 if self.settings.strict {
                     vector.push(request.dtype, request.inputs(), &[], ranks)?;
-                    return travel.reduce_scatter_strict(&vector, &sizes, request.outputs());
+                    return run.reduce_scatter_strict(&vector, &sizes, request.outputs());
                 }
-                let columns = travel.in_columns();
+                let rails = run.over_rails();
                 let order: Vec<usize> =
-                    if columns { self.place.columns().flatten().collect() } else { self.place.by_host().collect() };
+                    if rails { self.host_map.rails().flatten().collect() } else { self.host_map.by_host().collect() };
                 let in_order: Vec<Span> = order.iter().flat_map(|rank| blocks[*rank].iter().copied()).collect();
                 vector.push(request.dtype, &in_order, &[], ranks)?;
-                if columns {
-                    travel.reduce_scatter_in_columns(&vector, &sizes, request.outputs())
+                if rails {
+                    run.reduce_scatter_over_rails(&vector, &sizes, request.outputs())
                 } else {
-                    travel.reduce_scatter(&vector, &sizes, request.outputs())
+                    run.reduce_scatter(&vector, &sizes, request.outputs())
                 }
             }
             Kind::Gather => {
                 let size: usize = request.inputs().iter().map(|span| span.bytes).sum();
-                let outputs = if self.place.me == root { blocks(request.outputs(), &[], ranks) } else { Vec::new() };
-                travel.gather(request.inputs(), &vec![size; ranks], &outputs, root)
+                let outputs = if self.host_map.me == root { blocks(request.outputs(), &[], ranks) } else { Vec::new() };
+                run.gather(request.inputs(), &vec![size; ranks], &outputs, root)
             }
             Kind::Scatter => {
                 let size: usize = request.outputs().iter().map(|span| span.bytes).sum();
-                let inputs = if self.place.me == root { blocks(request.inputs(), &[], ranks) } else { Vec::new() };
-                travel.scatter(&inputs, &vec![size; ranks], request.outputs(), root)
+                let inputs = if self.host_map.me == root { blocks(request.inputs(), &[], ranks) } else { Vec::new() };
+                run.scatter(&inputs, &vec![size; ranks], request.outputs(), root)
             }
             Kind::AllToAll => {
                 let inputs = blocks(request.inputs(), &request.in_blocks, ranks);
-                travel.all_to_all(&inputs, &blocks(request.outputs(), &request.out_blocks, ranks))
+                run.all_to_all(&inputs, &blocks(request.outputs(), &request.out_blocks, ranks))
             }
-            Kind::Barrier => travel.barrier(),
-            Kind::Send | Kind::Recv => Err(Error::Bug("sagellm: a message reached the lanes".to_string())),
+            Kind::Barrier => run.barrier(),
+            Kind::Send | Kind::Recv => Err(Error::Bug("sagellm: a send or receive reached a lane".to_string())),
         }
     }
 
-    /// The numbers of a batch, types together, so that as few runs as possible are combined.
+    /// The numbers of a batch, sorted by type, so that as few runs as possible are combined.
     fn vector(&self, ops: &[Arc<Op>]) -> Result<Vector> {
         let mut vector = Vector::new(ops[0].request.op);
         let mut order: Vec<&Arc<Op>> = ops.iter().collect();
         order.sort_by_key(|op| op.request.dtype as u8);
         for op in order {
-            vector.push(op.request.dtype, op.request.inputs(), op.request.outputs(), self.place.ranks())?;
+            vector.push(op.request.dtype, op.request.inputs(), op.request.outputs(), self.host_map.ranks())?;
         }
         Ok(vector)
     }
 }
 
-/// Each rank's block of a list; equal ones where `sizes` is empty.
+/// Each rank's block of a list; equal blocks where `sizes` is empty.
 fn blocks(spans: &[Span], sizes: &[usize], ranks: usize) -> Vec<Vec<Span>> {
     let total: usize = spans.iter().map(|span| span.bytes).sum();
     let mut start = 0;

@@ -1,13 +1,13 @@
-//! A group over several hosts as one rank sees it: what it has issued, how it opens its link and how it ends.
+//! The engine of a group over several hosts: it opens the link, takes operations and leaves.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
-use super::batch::Inside;
+use super::batch::HostGroup;
+use super::host_map::HostMap;
 use super::lanes::{DELIVERY, FAREWELL, Shared};
-use super::place::Place;
 use super::probe::probe;
 use super::queue::{Entry, State};
 use super::transport::{Lane, Link, NOBODY};
@@ -23,11 +23,11 @@ use crate::reduce::Kernel;
 use crate::select::explain;
 use crate::select::explain::Explanation;
 use crate::select::inter::{Hosts, LinkFacts, Menu};
-use crate::select::{Asked, Policy, Shape};
+use crate::select::{GroupShape, OpDesc, Policy};
 
-/// Bytes and operations of one batch.
+/// Most bytes and operations of one batch.
 const BATCH: Limits = Limits { bytes: 1 << 20, operations: 4096 };
-/// A link to the other hosts that was measured with them, and the groups inside this host: what `MultiHost` is made from.
+/// A link that was measured with the other hosts, and the groups inside this host, from which `MultiHost` is made.
 pub struct Opened {
     shared: Shared,
     lanes: Vec<Lane>,
@@ -35,12 +35,13 @@ pub struct Opened {
 }
 
 impl Opened {
-    /// `insides`: one group of this host's ranks a lane, or none where this rank is alone; `reason`: why the ranks count
-    /// as several hosts. Measures the link with the other hosts, so every rank must come here; at most `timeout`.
+    /// `insides`: one group of this host's ranks for each lane, or none where this rank is alone; `reason`: why the
+    /// ranks count as several hosts. Measures the link with the other hosts, so every rank must call it; takes at most
+    /// `timeout`.
     pub fn new(
-        place: Place,
+        host_map: HostMap,
         link: Arc<dyn Link>,
-        insides: Vec<Option<Arc<dyn Inside>>>,
+        insides: Vec<Option<Arc<dyn HostGroup>>>,
         (settings, reason): (Settings, String),
         policy: Arc<Policy>,
         timeout: Duration,
@@ -49,25 +50,25 @@ impl Opened {
         let waiting: Vec<Arc<AtomicUsize>> = (0..LANES).map(|_| Arc::new(AtomicUsize::new(NOBODY))).collect();
         let each = waiting.iter().enumerate();
         let mut lanes: Vec<Lane> =
-            each.map(|(lane, waiting)| Lane::new(Arc::clone(&link), place.me, lane, Arc::clone(waiting))).collect();
+            each.map(|(lane, waiting)| Lane::new(Arc::clone(&link), host_map.me, lane, Arc::clone(waiting))).collect();
         let chain = policy.hash() ^ (u64::from(settings.fusion) | u64::from(settings.strict) << 1);
-        let facts = probe(&place, &mut lanes[0], insides[0].as_ref(), chain, timeout)?;
+        let facts = probe(&host_map, &mut lanes[0], insides[0].as_ref(), chain, timeout)?;
         let limits = if settings.fusion { BATCH } else { Limits { operations: 1, ..BATCH } };
         let state = State::new(limits, chain);
-        // A fault is told to these first: the ranks at this rank's position on the other hosts.
-        let far = place.hosts.iter().enumerate().filter(|(host, _)| *host != place.host);
-        let known = far.filter_map(|(_, ranks)| ranks.get(place.index)).copied().collect();
+        // A fault is sent to these first: the ranks with this rank's local rank on the other hosts.
+        let far = host_map.hosts.iter().enumerate().filter(|(host, _)| *host != host_map.host);
+        let known = far.filter_map(|(_, ranks)| ranks.get(host_map.local_rank)).copied().collect();
         let shared = Shared {
             hosts: Hosts {
-                hosts: place.hosts.len(),
-                ranks: place.ranks(),
-                least_ranks: place.fewest(),
+                hosts: host_map.hosts.len(),
+                ranks: host_map.ranks(),
+                least_ranks: host_map.min_local_size(),
                 link: facts,
                 strict: settings.strict,
             },
-            menu: Menu::new(place.hosts.len()),
+            menu: Menu::new(host_map.hosts.len()),
             policy,
-            place,
+            host_map,
             link,
             insides,
             settings,
@@ -79,11 +80,12 @@ impl Opened {
         Ok(Opened { shared, lanes, reason })
     }
 
-    /// As `new`, on a separate thread: a wait on the link hears of no signals, and the calling thread must.
+    /// As `new`, on a separate thread: a wait on the link cannot be interrupted by a signal, and the calling thread
+    /// must be.
     pub fn interruptible(
-        place: Place,
+        host_map: HostMap,
         link: Arc<dyn Link>,
-        insides: Vec<Option<Arc<dyn Inside>>>,
+        insides: Vec<Option<Arc<dyn HostGroup>>>,
         named: (Settings, String),
         policy: Arc<Policy>,
         timeout: Duration,
@@ -92,7 +94,7 @@ impl Opened {
         let (done, opened) = std::sync::mpsc::channel();
         let theirs = Arc::clone(&link);
         let opening = move || {
-            let _ = done.send(Opened::new(place, theirs, insides, named, policy, timeout));
+            let _ = done.send(Opened::new(host_map, theirs, insides, named, policy, timeout));
         };
         watch::spawn("sagellm-probe", opening)
             .map_err(|error| Error::System(format!("sagellm: cannot start a thread to open the link: {error}")))?;
@@ -100,7 +102,9 @@ impl Opened {
             match opened.recv_timeout(Duration::from_millis(50)) {
                 Ok(opened) => return opened,
                 Err(RecvTimeoutError::Disconnected) => {
-                    return Err(Error::Bug("sagellm: the thread that opens the link ended without a word".to_string()));
+                    return Err(Error::Bug(
+                        "sagellm: the thread that opens the link ended without a result".to_string(),
+                    ));
                 }
                 Err(RecvTimeoutError::Timeout) if host.interrupted() => {
                     link.cut();
@@ -111,17 +115,17 @@ impl Opened {
         }
     }
 
-    /// What was measured between the hosts.
+    /// The measured latency and bandwidth between hosts.
     pub fn link(&self) -> LinkFacts {
         self.shared.hosts.link
     }
 }
 
-/// The group's `Engine`: takes operations and hands them to the lanes' threads.
+/// The group's `Engine`: takes operations and passes them to the threads of the lanes.
 pub struct MultiHost {
     shared: Arc<Shared>,
     report: Arc<dyn Report>,
-    /// Until their threads start, with the first operation.
+    /// Held here until their threads start, with the first operation.
     lanes: Vec<Lane>,
     /// Why the ranks count as several hosts.
     reason: String,
@@ -136,7 +140,7 @@ impl MultiHost {
     fn start(&mut self) -> Result<()> {
         for (lane, wires) in std::mem::take(&mut self.lanes).into_iter().enumerate() {
             let (shared, report) = (Arc::clone(&self.shared), Arc::clone(&self.report));
-            self.shared.lock().running += 1; // before the thread can end, and count itself out
+            self.shared.lock().running += 1; // before the thread can end and subtract itself
             let work = move || shared.work(lane, wires, &*report);
             watch::spawn(&format!("sagellm-lane-{lane}"), work).map_err(|error| {
                 self.shared.lock().running -= 1;
@@ -153,8 +157,8 @@ impl Engine for MultiHost {
     }
 
     fn describe(&self) -> String {
-        let Shared { place, settings, .. } = &*self.shared;
-        let hosts: Vec<String> = place.hosts.iter().map(|ranks| ranks.len().to_string()).collect();
+        let Shared { host_map, settings, .. } = &*self.shared;
+        let hosts: Vec<String> = host_map.hosts.iter().map(|ranks| ranks.len().to_string()).collect();
         format!(
             "{} hosts with {} ranks, shared memory inside, a link between them, fusion {}, {} ({})",
             hosts.len(),
@@ -169,8 +173,8 @@ impl Engine for MultiHost {
         self.start()?;
         let shared = &self.shared;
         let item = shared.item(&op.request);
-        // Its way is chosen when its batch is made.
-        op.loads(Asked::of(&op.request, shared.place.ranks()).load());
+        // The algorithm is chosen when its batch is made.
+        op.loads(OpDesc::of(&op.request, shared.host_map.ranks()).load());
         let mut state = shared.lock();
         if let Some(fault) = &state.fault {
             return Err(fault.clone());
@@ -214,10 +218,10 @@ impl Engine for MultiHost {
         (!entry.done).then(|| Arc::clone(&entry.op))
     }
 
-    /// Gives back what no lane has; a lane ends its own.
-    fn drain(&mut self, error: &Error) -> Vec<Arc<Op>> {
+    /// Returns the operations that no lane has; a lane ends its own.
+    fn take_pending(&mut self, error: &Error) -> Vec<Arc<Op>> {
         let mut state = self.shared.lock();
-        // So that no lane takes up what is given back here.
+        // So that no lane takes an operation that is returned here.
         state.fault.get_or_insert_with(|| error.clone());
         let free = state.take_free();
         drop(state);
@@ -225,19 +229,19 @@ impl Engine for MultiHost {
         free
     }
 
-    fn explain(&self, asked: Asked, batched: bool) -> Explanation {
-        let Shared { place, hosts, menu, policy, .. } = &*self.shared;
-        let shape = Shape::without_memory(place.ranks());
-        if asked.kind.is_p2p() {
-            let why = "the ranks live on several hosts, where messages travel by the delegate";
-            return explain::delegated(asked, &shape, policy, why);
+    fn explain(&self, desc: OpDesc, batched: bool) -> Explanation {
+        let Shared { host_map, hosts, menu, policy, .. } = &*self.shared;
+        let shape = GroupShape::without_memory(host_map.ranks());
+        if desc.kind.is_p2p() {
+            let why = "the ranks live on several hosts, where messages run by the delegate";
+            return explain::delegated(desc, &shape, policy, why);
         }
-        explain::between(asked, batched, &shape, hosts, menu, policy)
+        explain::between(desc, batched, &shape, hosts, menu, policy)
     }
 }
 
 impl Control for Shared {
-    /// Peers are told, waits on the link and inside the host end.
+    /// Tells the peers, and ends all waits on the link and inside the host.
     fn announce(&self, fault: &Error) {
         let mut state = self.lock();
         state.fault.get_or_insert_with(|| fault.clone());
@@ -250,7 +254,7 @@ impl Control for Shared {
         }
     }
 
-    /// What was sent is delivered, lanes say goodbye to the hosts they talked to and end.
+    /// Delivers what was sent; then the lanes say goodbye to the hosts they talked to, and end.
     fn leave(&self, error: &Error, interrupted: &dyn Fn() -> bool) {
         let mut state = self.lock();
         let busy = state.entries.iter().any(|entry| entry.active > 0);
@@ -261,7 +265,7 @@ impl Control for Shared {
         drop(state);
         self.turn.notify_all();
         if busy {
-            // Nobody may use the callers' memory afterwards, so what is on its way is broken off.
+            // The callers' memory must not be used after this, so operations in progress are aborted.
             self.break_off(error);
         }
         let until = Instant::now() + DELIVERY + FAREWELL;
@@ -285,7 +289,7 @@ impl Control for Shared {
 
     fn using(&self, reach: &Reach) -> Option<Arc<Op>> {
         let state = self.lock();
-        let found = state.entries.iter().find(|entry| !entry.done && entry.op.reach().meets(reach));
+        let found = state.entries.iter().find(|entry| !entry.done && entry.op.reach().conflicts_with(reach));
         found.map(|entry| Arc::clone(&entry.op))
     }
 }

@@ -1,47 +1,47 @@
-//! The two threads that carry the batches of a group over several hosts through.
+//! The two threads of a group over several hosts that run its batches.
 
 use std::collections::HashSet;
 use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use super::batch::{Inside, Travel, Way};
-use super::place::Place;
+use super::batch::{BatchRun, ChosenAlgorithm, HostGroup};
+use super::host_map::HostMap;
 use super::queue::State;
-use super::transport::{Lane, Link, Note, tell_fault};
+use super::transport::{FrameHeader, Lane, Link, tell_fault};
 use crate::config::Settings;
 use crate::engine::{Ended, Report};
 use crate::error::{Error, Result, contained};
 use crate::fusion::planner::{Batch, Class, Item, LANES};
-use crate::op::{Company, Op};
+use crate::op::{FusedWith, Op};
 use crate::select::inter;
 use crate::select::inter::{Hosts, HostsChoice, Menu};
-use crate::select::{Asked, Policy};
+use crate::select::{OpDesc, Policy};
 use crate::types::{Kind, ReduceOp, Request, Span};
 
 /// Longest time that a leaving rank waits until its peers have received what it sent.
 pub const DELIVERY: Duration = Duration::from_secs(30);
-/// Then, how long it waits for its peers' goodbyes.
+/// After that, the longest time that it waits for its peers' goodbyes.
 pub const FAREWELL: Duration = Duration::from_secs(1);
-/// A lane's memory beyond this goes back after the batch.
+/// A lane frees memory beyond this after the batch.
 const KEPT: usize = 100 << 20;
 
 pub(super) struct Shared {
-    pub place: Place,
+    pub host_map: HostMap,
     pub link: Arc<dyn Link>,
-    pub insides: Vec<Option<Arc<dyn Inside>>>,
+    pub insides: Vec<Option<Arc<dyn HostGroup>>>,
     pub settings: Settings,
-    /// What the choice between hosts needs; the same on every rank.
+    /// The facts for the choice between hosts; the same on every rank.
     pub hosts: Hosts,
     pub menu: Menu,
     pub policy: Arc<Policy>,
     pub state: Mutex<State>,
-    /// Something changed in `state`.
+    /// Signals a change of `state`.
     pub turn: Condvar,
-    /// The rank that each lane waits for, for error texts. Written by the lanes, read by the driver that finds a deadline passed; relaxed,
-    /// because it orders nothing.
+    /// The rank that each lane waits for, for error texts. Written by the lanes, read by the thread that finds a
+    /// deadline passed; relaxed, because it orders nothing.
     pub waiting: Vec<Arc<AtomicUsize>>,
-    /// Ranks of other hosts that this rank has talked to.
+    /// Ranks of other hosts that this rank has exchanged messages with.
     pub known: Mutex<HashSet<usize>>,
 }
 
@@ -49,7 +49,7 @@ pub(super) struct Shared {
 pub(super) struct Task {
     pub batch: Batch,
     pub ops: Vec<Arc<Op>>,
-    pub note: Note,
+    pub header: FrameHeader,
     pub choice: HostsChoice,
 }
 
@@ -58,7 +58,7 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What the planner needs to know: a function of what all ranks share.
+    /// The input of the planner: a function of what all ranks share.
     pub fn item(&self, request: &Request) -> Item {
         let sum = |spans: &[Span]| spans.iter().map(|span| span.bytes).sum::<usize>();
         let (bytes, class) = match request.kind {
@@ -73,26 +73,26 @@ impl Shared {
         };
         let class = class.filter(|_| bytes as u64 <= inter::SMALL);
         let cut = matches!(request.kind, Kind::AllReduce | Kind::Reduce | Kind::Broadcast) && class.is_none();
-        let alone = || self.choice(Asked::of(request, self.place.ranks()), false);
+        let alone = || self.choice(OpDesc::of(request, self.host_map.ranks()), false);
         let segments = if cut { alone().segments } else { 1 };
         Item { class, bytes, segments }
     }
 
-    /// How one operation goes, or several that go together: a function of what all ranks share.
-    pub fn choice(&self, asked: Asked, batched: bool) -> HostsChoice {
-        inter::between_hosts(asked, batched, &self.hosts, &self.menu, &self.policy)
+    /// Chooses the algorithm of one operation, or of several that are fused: a function of what all ranks share.
+    pub fn choice(&self, desc: OpDesc, batched: bool) -> HostsChoice {
+        inter::between_hosts(desc, batched, &self.hosts, &self.menu, &self.policy)
     }
 
     /// Chooses the algorithm of a batch and records it, and the batch, in each of its operations.
     fn set_out(&self, batch: &Batch, ops: &[Arc<Op>]) -> HostsChoice {
-        let ranks = self.place.ranks();
-        let asked =
-            Asked::together(ops.iter().map(|op| Asked::of(&op.request, ranks))).expect("a batch holds one or more");
-        let choice = self.choice(asked, ops.len() > 1);
+        let ranks = self.host_map.ranks();
+        let desc =
+            OpDesc::together(ops.iter().map(|op| OpDesc::of(&op.request, ranks))).expect("a batch holds one or more");
+        let choice = self.choice(desc, ops.len() > 1);
         if batch.segment == 0 {
             for op in ops {
-                op.loads(asked.load());
-                op.travels_with(Company::new(op.number, (batch.first, batch.last), ops.len()));
+                op.loads(desc.load());
+                op.set_fused_with(FusedWith::new(op.number, (batch.first, batch.last), ops.len()));
                 op.sets_out(choice.choice().code());
             }
         }
@@ -134,7 +134,7 @@ impl Shared {
             ReduceOp::PremulSum(factor) => factor,
             _ => 1.0,
         };
-        let note = Note {
+        let header = FrameHeader {
             signature: ops[0].signature,
             chain,
             number: batch.first,
@@ -143,7 +143,7 @@ impl Shared {
         };
         drop(state);
         let choice = self.set_out(&batch, &ops);
-        Some(Task { batch, ops, note, choice })
+        Some(Task { batch, ops, header, choice })
     }
 
     /// A lane's thread. A panic is a bug of ours: it fails the group, ends what the lane had, and must not become a hang.
@@ -185,7 +185,7 @@ impl Shared {
         })
     }
 
-    /// Marks a batch as ended; the operations that ended with it, and behind them each barrier that waited for them.
+    /// Marks a batch as ended. Returns the operations that ended with it, and then each barrier that waited for them.
     fn finish(&self, lane: usize, task: &Task, agreed: u64) -> Vec<Ended> {
         let mut state = self.lock();
         state.planner.agree(&task.batch, agreed);
@@ -207,7 +207,7 @@ impl Shared {
             let entry = state.lay_down(lane, op.number);
             let outcome = match &fault {
                 _ if entry.carried() && (first || op.request.kind != Kind::Barrier) => Ok(()),
-                // Nobody will take its other segments.
+                // No lane will take its other segments.
                 Some(fault) if entry.active == 0 => Err(fault.clone()),
                 _ => continue,
             };
@@ -216,7 +216,7 @@ impl Shared {
             }
         }
         state.trim();
-        // Apart, because they were no part of the batch.
+        // In lists of their own, because they were not part of the batch.
         let barriers = state.take_barriers().into_iter().map(|op| vec![(op, Ok(()))]);
         let ended = std::iter::once(ended).chain(barriers).collect();
         state.promise();
@@ -225,8 +225,8 @@ impl Shared {
         ended
     }
 
-    /// The group fails with `error`, and what this lane has taken ends, unless the other lane still works on a segment of
-    /// it: then that one ends it.
+    /// Fails the group with `error` and ends this lane's operations, except those of which the other lane still runs a
+    /// segment: that lane ends them.
     fn give_up(&self, lane: usize, error: Error, report: &dyn Report) {
         report.failed(error.clone());
         let mut state = self.lock();
@@ -236,45 +236,45 @@ impl Shared {
         report.ended(left.into_iter().map(|op| (op, Err(error.clone()))).collect());
     }
 
-    /// Ends every wait of the lanes: on the link, and for the ranks of this host.
+    /// Ends every wait of the lanes: on the link, and inside this host.
     pub fn break_off(&self, error: &Error) {
         self.link.cut();
         self.insides.iter().flatten().for_each(|inside| inside.abort(error));
     }
 
-    /// Tells the other hosts why the group fails, on both lanes, as well as it can be done in a moment.
+    /// Tells the other hosts, on both lanes, why the group fails, within a short time and without a guarantee.
     pub fn tell(&self, error: &Error) {
         let peers: Vec<usize> = self.known.lock().unwrap_or_else(PoisonError::into_inner).iter().copied().collect();
         tell_fault(&*self.link, LANES, &peers, error);
     }
 
-    /// Carries one batch through; the number that all ranks agreed on, or 0.
+    /// Runs one batch. Returns the number that all ranks agreed on, or 0.
     fn carry(&self, lane: usize, wires: &mut Lane, scratch: &mut Vec<u8>, task: &Task) -> Result<u64> {
         let first = &task.ops[0].request;
         self.prepare(task)?;
         let HostsChoice { algorithm, leaders, .. } = task.choice;
-        let way = Way { algorithm, leaders: leaders.into(), strict: self.settings.strict };
-        let mut factors = vec![1.0; self.place.ranks()];
-        factors[self.place.me] = f64::from_bits(task.note.factor);
-        let mut travel = Travel {
-            place: &self.place,
+        let chosen = ChosenAlgorithm { algorithm, leaders: leaders.into(), strict: self.settings.strict };
+        let mut factors = vec![1.0; self.host_map.ranks()];
+        factors[self.host_map.me] = f64::from_bits(task.header.factor);
+        let mut run = BatchRun {
+            host_map: &self.host_map,
             inside: self.insides[lane].as_deref(),
             lane: wires,
-            note: task.note,
+            header: task.header,
             factors,
             deadline: task.ops.iter().map(|op| op.deadline).min().unwrap_or(0),
-            way,
+            chosen,
             scratch,
         };
-        travel.compare_inside()?;
-        self.dispatch(&mut travel, task)?;
+        run.compare_inside()?;
+        self.dispatch(&mut run, task)?;
         let agrees =
             task.batch.segments == 1 && matches!(first.kind, Kind::AllReduce | Kind::AllGather | Kind::Barrier);
-        Ok(if agrees { travel.note.issued } else { 0 })
+        Ok(if agrees { run.header.issued } else { 0 })
     }
 
-    /// Makes inputs ready to be read, once for all segments. An error is the group's fault, which may have come while the
-    /// lane waited for its turn.
+    /// Copies strided inputs to contiguous memory, once for all segments. An error is the group's fault, which may have
+    /// come while the lane waited for its turn.
     fn prepare(&self, task: &Task) -> Result<()> {
         let fault = |state: &State| state.fault.clone().map_or(Ok(()), Err);
         fault(&self.lock())?;

@@ -1,15 +1,15 @@
-//! How long a message takes between hosts: measured once when the group is made, agreed between all ranks.
+//! Measures how long a message takes between hosts: once when the group is made, agreed between all ranks.
 //!
-//! The first rank of each host exchanges messages with those of the next and the previous host: some without data, for the
-//! latency, and two sizes with data, whose difference is the time of the bytes alone. Every host takes the worst that any
-//! has seen, because a schedule is as slow as its slowest link. Takes about ten latencies.
+//! The first rank of each host exchanges messages with those of the next and the previous host: some without data, for
+//! the latency, and two sizes with data; their difference is the time of the bytes alone. Every host uses the worst
+//! values that any host measured, because a schedule is as slow as its slowest link. Takes about ten latencies.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::batch::{Inside, written};
-use super::place::Place;
-use super::transport::{Lane, Note};
+use super::batch::{HostGroup, written};
+use super::host_map::HostMap;
+use super::transport::{FrameHeader, Lane};
 use super::vector::span;
 use crate::error::{Error, Result};
 use crate::os::clock;
@@ -20,28 +20,29 @@ const TIMES: usize = 3;
 const SMALL: usize = 64 << 10;
 const LARGE: usize = 320 << 10;
 
-/// `chain`: what all ranks must have agreed on before, options first of all. Blocks until all hosts are there.
+/// `chain`: a hash of the options and everything else that all ranks must agree on. Blocks until all hosts have called
+/// it.
 #[allow(unsafe_code)] // makes a call over a buffer of its own, and waits for its end
 pub fn probe(
-    place: &Place,
+    host_map: &HostMap,
     lane: &mut Lane,
-    inside: Option<&Arc<dyn Inside>>,
+    inside: Option<&Arc<dyn HostGroup>>,
     chain: u64,
     timeout: Duration,
 ) -> Result<LinkFacts> {
     let mut agreed = [0u8; 16];
-    if place.index == 0 {
-        let mut probe = Probe { place, lane, chain, number: 0, timeout };
+    if host_map.local_rank == 0 {
+        let mut probe = Probe { host_map, lane, chain, number: 0, timeout };
         let own = probe.measure()?;
         let worst = probe.worst(own)?;
         agreed[..8].copy_from_slice(&worst.alpha_ns.to_le_bytes());
         agreed[8..].copy_from_slice(&worst.beta_ps_per_byte.to_le_bytes());
     }
     if let Some(inside) = inside {
-        let leads = place.index == 0;
+        let leads = host_map.local_rank == 0;
         let piece = if leads { span(&agreed) } else { written(&mut agreed) };
         let (inputs, outputs) = if leads { (vec![piece], Vec::new()) } else { (Vec::new(), vec![piece]) };
-        // SAFETY: `agreed` outlives the call, which has ended when `run` returns, and nobody else knows it.
+        // SAFETY: `agreed` outlives the operation, which has ended when `run` returns, and nothing else refers to it.
         let mut request = unsafe { Request::new(Kind::Broadcast, inputs, outputs) };
         (request.timeout_ms, request.sync) = (Some(timeout.as_millis() as u64), true);
         inside.run(request)?;
@@ -55,7 +56,7 @@ fn facts(bytes: &[u8]) -> LinkFacts {
 }
 
 struct Probe<'a> {
-    place: &'a Place,
+    host_map: &'a HostMap,
     lane: &'a mut Lane,
     chain: u64,
     number: u64,
@@ -63,15 +64,15 @@ struct Probe<'a> {
 }
 
 impl Probe<'_> {
-    /// Sends `data` to the ranks in `to` and hears as much from those in `from`.
+    /// Sends `data` to the ranks in `to` and receives as many bytes from those in `from`.
     fn exchange(&mut self, to: &[usize], from: &[usize], data: &[u8], mut take: impl FnMut(&[u8])) -> Result<()> {
         self.number += 1;
-        let note = Note { chain: self.chain, number: self.number, ..Note::default() };
+        let header = FrameHeader { chain: self.chain, number: self.number, ..FrameHeader::default() };
         let timeout = u64::try_from(self.timeout.as_nanos()).unwrap_or(u64::MAX);
         let deadline = clock::now().saturating_add(timeout);
         let list = |ranks: &[usize]| ranks.iter().map(|rank| (*rank, data.len())).collect::<Vec<_>>();
         let fill = |_: usize, out: &mut [u8]| out.copy_from_slice(data);
-        let exchanged = self.lane.exchange(note, deadline, &list(to), fill, &list(from), |_, arrived| {
+        let exchanged = self.lane.exchange(header, deadline, &list(to), fill, &list(from), |_, arrived| {
             take(arrived.data);
             Ok(())
         });
@@ -80,15 +81,15 @@ impl Probe<'_> {
             Err(Error::Mismatch(_)) => Err(Error::Mismatch(format!(
                 "sagellm: rank {} and a rank on another host have other options for their group: fusion, strict or the \
                  rules of algorithms differ (pg_options, SAGELLM_FUSION, SAGELLM_STRICT). All ranks must have the same",
-                self.place.me
+                self.host_map.me
             ))),
             Err(error) => Err(error),
         }
     }
 
-    /// Nanoseconds of the quickest of a few exchanges of `bytes` with the neighbours.
+    /// Nanoseconds of the fastest of a few exchanges of `bytes` with the next and previous host.
     fn quickest(&mut self, bytes: usize) -> Result<u64> {
-        let (hosts, host) = (&self.place.hosts, self.place.host);
+        let (hosts, host) = (&self.host_map.hosts, self.host_map.host);
         let (next, previous) = (hosts[(host + 1) % hosts.len()][0], hosts[(host + hosts.len() - 1) % hosts.len()][0]);
         let data = vec![1; bytes];
         let mut best = u64::MAX;
@@ -101,18 +102,19 @@ impl Probe<'_> {
     }
 
     fn measure(&mut self) -> Result<LinkFacts> {
-        self.quickest(0)?; // connections are made, receives stand
+        self.quickest(0)?; // makes the connections and posts receives
         let alpha_ns = self.quickest(0)?.max(1);
         let (small, large) = (self.quickest(SMALL)?, self.quickest(LARGE)?);
         let beta = large.saturating_sub(small).max(1) as f64 / (LARGE - SMALL) as f64;
         Ok(LinkFacts { alpha_ns, beta_ps_per_byte: (beta * 1000.0).max(1.0) as u64 })
     }
 
-    /// What the slowest host has seen; the same on every host.
+    /// The worst values that any host measured; the same on every host.
     fn worst(&mut self, own: LinkFacts) -> Result<LinkFacts> {
         let mut data = own.alpha_ns.to_le_bytes().to_vec();
         data.extend(own.beta_ps_per_byte.to_le_bytes());
-        let others: Vec<usize> = self.place.leaders(0).into_iter().filter(|rank| *rank != self.place.me).collect();
+        let others: Vec<usize> =
+            self.host_map.leaders(0).into_iter().filter(|rank| *rank != self.host_map.me).collect();
         let mut worst = own;
         self.exchange(&others, &others, &data, |theirs| {
             let theirs = facts(theirs);

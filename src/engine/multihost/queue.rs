@@ -1,4 +1,4 @@
-//! What was issued to the lanes and has not ended: one list, under one lock, in the order of issue.
+//! The operations of the lanes that have not ended: one list, under one lock, in the order of issue.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -9,17 +9,17 @@ use crate::op::Op;
 
 pub(super) struct Entry {
     pub op: Arc<Op>,
-    /// Batches that it still needs: its segments, or 1.
+    /// Batches it still needs: its segments, or 1.
     pub left: usize,
-    /// Lanes that work on it now: while there are any, its memory is in use.
+    /// Lanes that work on it now: as long as there are any, its memory is in use.
     pub active: usize,
-    /// Strided inputs are in their contiguous pieces: the lane with the first segment does that, the other waits for it.
+    /// Strided inputs were copied to contiguous memory: the lane with the first segment does that, the other waits.
     pub prepared: bool,
     pub done: bool,
 }
 
 impl Entry {
-    /// The lanes are through with it.
+    /// The lanes have run all of its batches.
     pub fn carried(&self) -> bool {
         self.left == 0 && self.active == 0
     }
@@ -27,13 +27,13 @@ impl Entry {
 
 pub(super) struct State {
     pub planner: Planner,
-    /// Operations that have not ended, and ended ones behind them, by number from `base` on.
+    /// Operations by number, from `base` on; ended ones stay until all before them have ended.
     pub entries: VecDeque<Entry>,
     pub base: u64,
     /// Highest number issued here.
     pub issued: u64,
-    /// All operations up to this number were issued, and none touches the memory of an earlier one that has not ended:
-    /// what this rank may promise to other ranks (rules 4 and 15).
+    /// All operations up to this number were issued, and none touches the memory of an earlier one that has not ended.
+    /// This rank may promise them to its peers (rules 4 and 15).
     pub ready: u64,
     /// Hash of everything that was put into batches.
     pub chain: u64,
@@ -41,7 +41,7 @@ pub(super) struct State {
     pub stopping: bool,
     /// Threads of lanes that run; they start with the first operation.
     pub running: usize,
-    /// Numbers of the operations that each lane has taken, once for each of their `active`.
+    /// Numbers of the operations that each lane has taken, once for each count in `active`.
     taken: [Vec<u64>; LANES],
 }
 
@@ -70,7 +70,7 @@ impl State {
         op
     }
 
-    /// The lane is through with it.
+    /// The lane has finished its part of it.
     pub fn lay_down(&mut self, lane: usize, number: u64) -> &mut Entry {
         self.taken[lane].retain(|taken| *taken != number);
         let entry = self.entry(number);
@@ -78,7 +78,7 @@ impl State {
         entry
     }
 
-    /// The lane ends, wherever it stands: what it alone has taken is no longer ours.
+    /// The lane ends because of a panic: returns the operations that it alone had, and forgets them.
     pub fn drop_all(&mut self, lane: usize) -> Vec<Arc<Op>> {
         let mut left = Vec::new();
         for number in std::mem::take(&mut self.taken[lane]) {
@@ -96,7 +96,7 @@ impl State {
         &mut self.entries[at]
     }
 
-    /// Moves `ready` on as far as memory allows.
+    /// Raises `ready` as far as memory allows.
     pub fn promise(&mut self) {
         while self.ready < self.issued {
             let next = (self.ready + 1).max(self.base);
@@ -111,14 +111,14 @@ impl State {
         }
     }
 
-    /// Whether operation `number` touches memory that an earlier one has yet to read or write.
+    /// Whether operation `number` touches memory that an earlier one has still to read or write.
     pub fn must_follow(&self, number: u64) -> bool {
         let at = (number - self.base) as usize;
         let op = &self.entries[at].op;
-        self.entries.range(..at).any(|earlier| !earlier.done && op.meets(&earlier.op))
+        self.entries.range(..at).any(|earlier| !earlier.done && op.conflicts_with(&earlier.op))
     }
 
-    /// Ends the list where everything before has ended.
+    /// Removes ended operations from the front of the list.
     pub fn trim(&mut self) {
         while self.entries.front().is_some_and(|entry| entry.done) {
             self.entries.pop_front();
@@ -126,8 +126,8 @@ impl State {
         }
     }
 
-    /// Barriers that the lanes carried and that all operations before them have ended now: one ends behind every earlier
-    /// operation of this rank, and the lanes end batches in any order.
+    /// Barriers that the lanes have run and before which all operations have ended now: a barrier ends after every
+    /// earlier operation of this rank, and the lanes end batches in any order.
     pub fn take_barriers(&mut self) -> Vec<Arc<Op>> {
         let mut ended = Vec::new();
         while let Some(entry) = self.entries.front_mut().filter(|entry| entry.carried()) {
@@ -138,7 +138,7 @@ impl State {
         ended
     }
 
-    /// Operations that no lane is at work on; they are no longer ours.
+    /// Returns the operations that no lane works on, and forgets them.
     pub fn take_free(&mut self) -> Vec<Arc<Op>> {
         let mut free = Vec::new();
         for entry in self.entries.iter_mut().filter(|entry| entry.active == 0 && !entry.done) {

@@ -1,14 +1,15 @@
-//! Messages between hosts: frames over any [`Link`], and the exchange that a step of a schedule is.
+//! Messages between hosts: frames over any [`Link`], and the exchange of one step of a schedule.
 //!
-//! A link gives two things: it carries a message to a rank under a tag, and it can be cut. torch's gloo group is one
-//! (`cpp/host/link.cpp`), ranks as threads are another (`local.rs`). What is built on it here, for one lane:
+//! A link sends and receives messages under tags, and can be cut. torch's gloo group is one (`cpp/host/link.cpp`),
+//! ranks as threads are another (`local.rs`). On top of it this file gives each lane:
 //!
-//! - A *frame* is a short message: a note (which batch this is, what the sender has issued) and, where it fits, the data.
-//!   A receive for the next frames of a peer is always posted ahead. gloo's sender waits until the receiver has said that
-//!   it is ready, which costs a round trip when the receive comes late: with standing receives a frame costs one way.
-//! - What does not fit follows as a message of its own, whose tag holds a hash of the batch. gloo ends the process when a
-//!   message is larger than the receive it meets (seen), so two ranks that disagree about an operation must not
-//!   meet in a tag; they find out by their notes.
+//! - A *frame* is a short message: a header (which batch this is, what the sender has issued) and, where it fits, the
+//!   data. Receives for the next frames of a peer are always posted ahead. gloo's sender waits until the receiver has
+//!   said that it is ready, which costs a round trip when the receive is posted late; posted ahead, a frame costs one
+//!   latency.
+//! - Data that does not fit follows as a separate message, whose tag holds a hash of the batch. gloo ends the process
+//!   when a message is larger than the receive it matches (seen), so two ranks that disagree about an operation must
+//!   never match by tag; they find the mismatch by their frame headers.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -19,42 +20,42 @@ use crate::error::{Error, Result};
 use crate::op;
 use crate::os::clock;
 
-/// A way to other ranks. Every message goes to one rank under one tag; messages of one tag arrive in order.
+/// Carries messages to other ranks. Every message goes to one rank under one tag; messages of one tag arrive in order.
 pub trait Link: Send + Sync {
     /// Starts to receive a message of at most `bytes` into the front of `buffer`.
     fn receive(&self, peer: usize, tag: u32, buffer: Vec<u8>, bytes: usize) -> Result<Box<dyn Transfer>>;
     /// Starts to send the first `bytes` of `buffer`.
     fn send(&self, peer: usize, tag: u32, buffer: Vec<u8>, bytes: usize) -> Result<Box<dyn Transfer>>;
-    /// Breaks all connections: every wait on this rank ends with an error now, and so do those of others that wait for
+    /// Breaks all connections: every wait on this rank ends with an error now, and so does every wait of a peer for
     /// this rank.
     fn cut(&self);
 }
 
-/// A message on its way.
+/// A message in flight.
 pub trait Transfer: Send {
-    /// Waits for its end and gives the buffer back. An error is text: what the link says.
+    /// Waits for its end and returns the buffer. An error is the text of the link.
     fn wait(self: Box<Self>, timeout: Duration) -> std::result::Result<Vec<u8>, String>;
 }
 
 /// Longest frame.
 const FRAME: usize = 16 << 10;
-/// Bytes of a note at the front of a frame.
-const NOTE: usize = 48;
+/// Bytes of the header of a frame.
+const HEADER: usize = 48;
 /// Data that fits into a frame.
-pub const INLINE: usize = FRAME - NOTE;
-/// Receives posted ahead for each peer. Two, so that the next is there while one is looked at.
+pub const INLINE: usize = FRAME - HEADER;
+/// Receives posted ahead for each peer. Two, so that the next one is posted while one is being read.
 const AHEAD: usize = 2;
 
-/// What ranks tell each other with every message.
+/// The header of every frame.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Note {
+pub struct FrameHeader {
     /// Signature of the batch's first operation.
     pub signature: u64,
-    /// Hash of all that was agreed so far, this batch included.
+    /// Hash of everything agreed so far, this batch included.
     pub chain: u64,
     /// Number of the batch's first operation.
     pub number: u64,
-    /// Highest number issued, by all ranks the sender has heard of in this batch.
+    /// The highest number that was issued, as the minimum over all ranks that the sender has heard of in this batch.
     pub issued: u64,
     /// The sender's factor of PREMUL_SUM.
     pub factor: u64,
@@ -65,25 +66,27 @@ enum Word {
     Data = 1,
     /// The sender's group failed; the text follows.
     Fault = 2,
-    /// The sender has left the group in order.
+    /// The sender has left the group in an orderly way.
     Bye = 3,
 }
 
-fn frame(word: Word, note: &Note, bytes: usize) -> [u8; NOTE] {
-    let mut out = [0; NOTE];
+fn frame(word: Word, header: &FrameHeader, bytes: usize) -> [u8; HEADER] {
+    let mut out = [0; HEADER];
     let first = (word as u64) << 56 | bytes as u64;
-    let words = [first, note.signature, note.chain, note.number, note.issued, note.factor];
+    let words = [first, header.signature, header.chain, header.number, header.issued, header.factor];
     for (at, value) in out.chunks_exact_mut(8).zip(words) {
         at.copy_from_slice(&value.to_le_bytes());
     }
     out
 }
 
-fn unframe(frame: &[u8]) -> (u64, usize, Note) {
+fn unframe(frame: &[u8]) -> (u64, usize, FrameHeader) {
     let word = |at: usize| u64::from_le_bytes(frame[at * 8..at * 8 + 8].try_into().expect("eight bytes"));
-    let (first, note) =
-        (word(0), Note { signature: word(1), chain: word(2), number: word(3), issued: word(4), factor: word(5) });
-    (first >> 56, (first & ((1 << 56) - 1)) as usize, note)
+    let (first, header) = (
+        word(0),
+        FrameHeader { signature: word(1), chain: word(2), number: word(3), issued: word(4), factor: word(5) },
+    );
+    (first >> 56, (first & ((1 << 56) - 1)) as usize, header)
 }
 
 /// The messages to and from one peer.
@@ -91,30 +94,30 @@ fn unframe(frame: &[u8]) -> (u64, usize, Note) {
 struct Wire {
     /// Receives posted ahead, the next one first.
     ahead: VecDeque<Box<dyn Transfer>>,
-    /// Sends whose end was not looked at.
+    /// Sends whose completion was not checked.
     sending: VecDeque<Box<dyn Transfer>>,
-    /// Messages beyond frames, each way.
+    /// Messages beside frames, in each direction.
     sent: u32,
     received: u32,
 }
 
-/// One of a group's lanes: a sequence of exchanges that no other lane's messages can meet.
+/// The messages of one of a group's lanes, which never match those of the other lane.
 pub struct Lane {
     link: Arc<dyn Link>,
     me: usize,
     lane: u32,
     wires: HashMap<usize, Wire>,
     spare: Vec<Vec<u8>>,
-    /// The rank that is waited for now, for messages about a stall.
+    /// The rank that is waited for now, for stall reports.
     waiting_for: Arc<AtomicUsize>,
 }
 
-/// Nobody is waited for.
+/// No rank is waited for.
 pub const NOBODY: usize = usize::MAX;
 
-/// What arrived from one peer.
+/// A message that arrived from one peer.
 pub struct Arrived<'a> {
-    pub note: Note,
+    pub header: FrameHeader,
     pub data: &'a [u8],
 }
 
@@ -127,13 +130,14 @@ impl Lane {
         self.lane
     }
 
-    /// Bit 30 and the lane (two bits) say what it is, two bits tell neighbours apart, the rest is a hash of the batch.
-    fn data_tag(&self, note: &Note, bytes: usize, count: u32) -> u32 {
-        let mixed = (note.chain ^ bytes as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    /// Bit 30 and the lane (two bits) mark a data message, two bits tell consecutive ones apart, the rest is a hash of
+    /// the batch.
+    fn data_tag(&self, header: &FrameHeader, bytes: usize, count: u32) -> u32 {
+        let mixed = (header.chain ^ bytes as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         1 << 30 | self.lane << 28 | (count & 3) << 26 | (mixed >> 38) as u32
     }
 
-    /// Frames get the smallest spare buffer that fits, so that no large one sits under a standing receive.
+    /// Frames get the smallest spare buffer that fits, so that a posted receive does not hold a large one.
     fn buffer(&mut self, bytes: usize) -> Vec<u8> {
         let fitting = self.spare.iter().enumerate().filter(|(_, spare)| spare.len() >= bytes);
         let smallest = fitting.min_by_key(|(_, spare)| spare.len()).map(|(at, _)| at);
@@ -148,8 +152,8 @@ impl Lane {
         }
     }
 
-    /// Posts receives for the next frames of `peer`. Early, wherever it is known that something will come. A connection
-    /// that is gone is an error only where nothing is left to look at: frames that have arrived are read all the same.
+    /// Posts receives for the next frames of `peer`, as early as a message is known to come. A broken connection is an
+    /// error only where no posted receive is left: frames that have arrived are still read.
     pub fn expect(&mut self, peer: usize) -> Result<()> {
         while self.wires.entry(peer).or_default().ahead.len() < AHEAD {
             let buffer = self.buffer(FRAME);
@@ -162,8 +166,8 @@ impl Lane {
         Ok(())
     }
 
-    /// The error of a send that failed, or what the peer said before it went.
-    fn last_word(&mut self, peer: usize, own: &Note, error: Error) -> Error {
+    /// The error of a failed send, or the fault or goodbye that the peer sent before.
+    fn last_word(&mut self, peer: usize, own: &FrameHeader, error: Error) -> Error {
         let arrived = self.wires.get_mut(&peer).and_then(|wire| wire.ahead.pop_front());
         let Some(transfer) = arrived else { return error };
         match self.finish(peer, transfer, clock::now()).map(|frame| self.refusal(peer, own, &frame)) {
@@ -178,7 +182,7 @@ impl Lane {
         Ok(())
     }
 
-    /// Waits for sends to `peer` until at most `most` are on their way.
+    /// Waits for sends to `peer` until at most `most` are in flight.
     fn settle(&mut self, peer: usize, most: usize, deadline: u64) -> Result<()> {
         loop {
             let wire = self.wires.entry(peer).or_default();
@@ -194,17 +198,18 @@ impl Lane {
     fn finish(&mut self, peer: usize, transfer: Box<dyn Transfer>, deadline: u64) -> Result<Vec<u8>> {
         self.waiting_for.store(peer, Ordering::Relaxed);
         let left = Duration::from_nanos(deadline.saturating_sub(clock::now()));
-        // A little longer than the operation may take: its deadline is told first, by a text that knows more.
+        // A little longer than the operation may take: its deadline is reported first, with a text that knows more.
         let result = transfer.wait(left + Duration::from_millis(500));
         self.waiting_for.store(NOBODY, Ordering::Relaxed);
         result.map_err(|text| lost(self.me, peer, &text))
     }
 
-    /// One step: sends to each peer in `sends`, then takes in what each peer in `receives` sends, in that order. `fill`
-    /// writes the data of a send, by its place in the list; `take` gets what came. Returns the smallest `issued` of all.
+    /// One step: sends to each peer in `sends`, then receives from each peer in `receives`, in that order. `fill`
+    /// writes the data of a send, by its index in the list; `take` gets the received data. Returns the smallest
+    /// `issued` of all.
     pub fn exchange(
         &mut self,
-        note: Note,
+        header: FrameHeader,
         deadline: u64,
         sends: &[(usize, usize)],
         mut fill: impl FnMut(usize, &mut [u8]),
@@ -215,18 +220,18 @@ impl Lane {
         let mut bodies: Vec<Option<Box<dyn Transfer>>> = Vec::new();
         for &(peer, bytes) in receives {
             self.expect(peer)?;
-            bodies.push(if bytes > INLINE { Some(self.expect_data(peer, &note, bytes)?) } else { None });
+            bodies.push(if bytes > INLINE { Some(self.expect_data(peer, &header, bytes)?) } else { None });
         }
         for (at, &(peer, bytes)) in sends.iter().enumerate() {
-            self.expect(peer)?; // it will tell something some day, a fault or a bye
+            self.expect(peer)?; // it will send a fault or a goodbye at some point
             let sent = self
                 .settle(peer, ON_THEIR_WAY, deadline)
-                .and_then(|()| self.send_data(peer, &note, bytes, |data| fill(at, data)));
-            sent.map_err(|error| self.last_word(peer, &note, error))?;
+                .and_then(|()| self.send_data(peer, &header, bytes, |data| fill(at, data)));
+            sent.map_err(|error| self.last_word(peer, &header, error))?;
         }
-        let mut issued = note.issued;
+        let mut issued = header.issued;
         for (at, (&(peer, bytes), body)) in receives.iter().zip(bodies).enumerate() {
-            let (theirs, frame) = self.next_frame(peer, &note, bytes, deadline)?;
+            let (theirs, frame) = self.next_frame(peer, &header, bytes, deadline)?;
             issued = issued.min(theirs.issued);
             let data = match body {
                 None => frame,
@@ -235,48 +240,60 @@ impl Lane {
                     self.finish(peer, body, deadline)?
                 }
             };
-            let from = if bytes > INLINE { 0 } else { NOTE };
-            let outcome = take(at, Arrived { note: theirs, data: &data[from..from + bytes] });
+            let from = if bytes > INLINE { 0 } else { HEADER };
+            let outcome = take(at, Arrived { header: theirs, data: &data[from..from + bytes] });
             self.give_back(data);
             outcome?;
         }
         Ok(issued)
     }
 
-    fn expect_data(&mut self, peer: usize, note: &Note, bytes: usize) -> Result<Box<dyn Transfer>> {
+    fn expect_data(&mut self, peer: usize, header: &FrameHeader, bytes: usize) -> Result<Box<dyn Transfer>> {
         let wire = self.wires.entry(peer).or_default();
         let count = wire.received;
         wire.received = count.wrapping_add(1);
-        let tag = self.data_tag(note, bytes, count);
+        let tag = self.data_tag(header, bytes, count);
         let buffer = self.buffer(bytes);
         self.link.receive(peer, tag, buffer, bytes)
     }
 
-    fn send_data(&mut self, peer: usize, note: &Note, bytes: usize, fill: impl FnOnce(&mut [u8])) -> Result<()> {
-        let head = frame(Word::Data, note, bytes);
+    fn send_data(
+        &mut self,
+        peer: usize,
+        header: &FrameHeader,
+        bytes: usize,
+        fill: impl FnOnce(&mut [u8]),
+    ) -> Result<()> {
+        let head = frame(Word::Data, header, bytes);
         let inline = bytes <= INLINE;
         let mut buffer = self.buffer(FRAME);
-        buffer[..NOTE].copy_from_slice(&head);
+        buffer[..HEADER].copy_from_slice(&head);
         if inline {
-            fill(&mut buffer[NOTE..NOTE + bytes]);
-            return self.start(peer, self.frame_tag(), buffer, NOTE + bytes);
+            fill(&mut buffer[HEADER..HEADER + bytes]);
+            return self.start(peer, self.frame_tag(), buffer, HEADER + bytes);
         }
-        self.start(peer, self.frame_tag(), buffer, NOTE)?;
+        self.start(peer, self.frame_tag(), buffer, HEADER)?;
         let wire = self.wires.entry(peer).or_default();
         let count = wire.sent;
         wire.sent = count.wrapping_add(1);
-        let tag = self.data_tag(note, bytes, count);
+        let tag = self.data_tag(header, bytes, count);
         let mut data = self.buffer(bytes);
         fill(&mut data[..bytes]);
         self.start(peer, tag, data, bytes)
     }
 
-    /// The next frame of `peer`, checked against what this rank does.
-    fn next_frame(&mut self, peer: usize, own: &Note, bytes: usize, deadline: u64) -> Result<(Note, Vec<u8>)> {
+    /// The next frame of `peer`, checked against this rank's batch.
+    fn next_frame(
+        &mut self,
+        peer: usize,
+        own: &FrameHeader,
+        bytes: usize,
+        deadline: u64,
+    ) -> Result<(FrameHeader, Vec<u8>)> {
         self.expect(peer)?;
         let transfer = self.wires.get_mut(&peer).and_then(|wire| wire.ahead.pop_front()).expect("posted above");
         let frame = self.finish(peer, transfer, deadline)?;
-        self.expect(peer)?; // the next one is posted still; this is the one after it
+        self.expect(peer)?; // the next one is still posted; this posts the one after it
         if let Some(error) = self.refusal(peer, own, &frame) {
             return Err(error);
         }
@@ -305,8 +322,8 @@ impl Lane {
         Ok((theirs, frame))
     }
 
-    /// What a frame says that brings no data.
-    fn refusal(&self, peer: usize, own: &Note, frame: &[u8]) -> Option<Error> {
+    /// The error that a frame without data means.
+    fn refusal(&self, peer: usize, own: &FrameHeader, frame: &[u8]) -> Option<Error> {
         let (word, length, _) = unframe(frame);
         if word == Word::Fault as u64 {
             return Some(told(frame, length));
@@ -323,9 +340,9 @@ impl Lane {
         })
     }
 
-    /// Leaves in order. Everything that was sent is delivered first, within `delivery`: a peer may come to the operation
-    /// later. Then every peer is told goodbye and heard, within `farewell`: a connection that is closed while something is
-    /// on its way may lose it. A peer that is gone is passed over.
+    /// Leaves in an orderly way. First everything that was sent is delivered, within `delivery`: a peer may come to the
+    /// operation later. Then every peer gets a goodbye and sends one, within `farewell`: closing a connection may lose
+    /// messages in flight. A peer that is gone is skipped.
     pub fn bye(&mut self, delivery: Duration, farewell: Duration) {
         let after = |time: Duration| clock::now().saturating_add(time.as_nanos() as u64);
         let peers = self.peers();
@@ -334,8 +351,8 @@ impl Lane {
         let deadline = after(farewell);
         for peer in &reached {
             let mut buffer = self.buffer(FRAME);
-            buffer[..NOTE].copy_from_slice(&frame(Word::Bye, &Note::default(), 0));
-            let _ = self.start(*peer, self.frame_tag(), buffer, NOTE);
+            buffer[..HEADER].copy_from_slice(&frame(Word::Bye, &FrameHeader::default(), 0));
+            let _ = self.start(*peer, self.frame_tag(), buffer, HEADER);
         }
         for peer in reached {
             while let Some(transfer) = self.wires.get_mut(&peer).and_then(|wire| wire.ahead.pop_front()) {
@@ -347,33 +364,33 @@ impl Lane {
         }
     }
 
-    /// The ranks that this lane has talked to.
+    /// The ranks that this lane has exchanged messages with.
     pub fn peers(&self) -> Vec<usize> {
         self.wires.keys().copied().collect()
     }
 }
 
-/// Tells `peers` on all lanes why this rank's group failed, as well as it can be done in a moment: some lane may be in
-/// the middle of a message, or the peer gone.
+/// Tells `peers` on all lanes why this rank's group failed, within a short time and without a guarantee: a lane may be
+/// in the middle of a message, or the peer gone.
 pub fn tell_fault(link: &dyn Link, lanes: usize, peers: &[usize], error: &Error) {
     let mut text = format!("{}{}", error.code(), error.text()).into_bytes();
     text.truncate(INLINE);
     let mut telling = Vec::new();
     for lane in 0..lanes as u32 {
         for peer in peers {
-            let mut buffer = frame(Word::Fault, &Note::default(), text.len()).to_vec();
+            let mut buffer = frame(Word::Fault, &FrameHeader::default(), text.len()).to_vec();
             buffer.extend(&text);
             let bytes = buffer.len();
             telling.extend(link.send(*peer, lane, buffer, bytes));
         }
     }
-    // Sent on by the link's own thread; what it could not send in this time goes down with the connection.
+    // The link's own thread sends them; a message that it cannot send in this time is lost with the connection.
     std::thread::sleep(Duration::from_millis(if telling.is_empty() { 0 } else { 20 }));
 }
 
-/// The fault that a peer told, as this rank's error.
+/// The fault that a peer sent, as this rank's error.
 fn told(frame: &[u8], length: usize) -> Error {
-    let text = String::from_utf8_lossy(&frame[NOTE..NOTE + length.min(INLINE)]).into_owned();
+    let text = String::from_utf8_lossy(&frame[HEADER..HEADER + length.min(INLINE)]).into_owned();
     let mut letters = text.chars();
     Error::told(letters.next().unwrap_or_default(), 0, letters.as_str().into())
 }

@@ -1,4 +1,4 @@
-//! The numbers of a batch as one vector: pieces of caller memory in a row, in runs of one type each.
+//! The numbers of a batch as one vector: the spans of caller memory one after the other, in runs of one type each.
 
 #![allow(unsafe_code)] // copies and reduces caller memory, which comes as addresses
 
@@ -15,9 +15,9 @@ use crate::types::{Dtype, ReduceOp, Span};
 pub struct Run {
     pub bytes: Range<usize>,
     pub dtype: Dtype,
-    /// As the caller gave it, for all ranks at once.
+    /// Reduces the numbers of all ranks at once, as the caller asked.
     whole: Kernel,
-    /// For a part of the ranks: as `whole`, but AVG only adds, and factors are in already.
+    /// Reduces those of some ranks: as `whole`, but AVG only adds, and factors were applied before.
     part: Kernel,
     /// Divides by the number of ranks, for AVG.
     last: Option<Kernel>,
@@ -31,7 +31,7 @@ pub struct Vector {
     pub runs: Vec<Run>,
 }
 
-/// What a reduce op is between parts of the ranks.
+/// The reduce op that combines partial results.
 pub fn partial(op: ReduceOp) -> ReduceOp {
     match op {
         ReduceOp::Avg | ReduceOp::PremulSum(_) => ReduceOp::Sum,
@@ -44,7 +44,7 @@ impl Vector {
         Vector { op, inputs: Vec::new(), outputs: Vec::new(), runs: Vec::new() }
     }
 
-    /// Appends numbers; a run goes on where the type does not change.
+    /// Appends numbers; a run continues where the type does not change.
     pub fn push(&mut self, dtype: Dtype, inputs: &[Span], outputs: &[Span], ranks: usize) -> Result<()> {
         let (start, bytes) = (self.bytes(), Pieces(inputs).bytes());
         self.inputs.extend(inputs);
@@ -66,31 +66,32 @@ impl Vector {
         self.runs.last().map_or(0, |run| run.bytes.end)
     }
 
-    /// The nearest border between two elements at or below `at`.
+    /// The largest element boundary at or below `at`.
     fn border(&self, at: usize) -> usize {
         let run = self.runs.iter().find(|run| at < run.bytes.end);
         run.map_or(at, |run| at - (at - run.bytes.start) % run.dtype.size())
     }
 
-    /// Part `part` of `parts` about equal ones of `range`, on borders between elements.
+    /// Part `part` of `parts` nearly equal parts of `range`, cut between elements.
     pub fn part(&self, range: &Range<usize>, part: usize, parts: usize) -> Range<usize> {
         let cut = |n: usize| match n {
             0 => range.start,
             n if n == parts => range.end,
-            // Borders of cache lines keep the vector loops of one part apart from the next.
+            // Cuts at cache lines keep the vector loops of one part from sharing a line with the next.
             n => self.border(range.start + ((range.len() as u128 * n as u128 / parts as u128) as usize & !63)),
         };
         cut(part)..cut(part + 1)
     }
 
-    /// `own = own op theirs`, or with the sides changed, for the bytes `at..at + own.len()` of the vector.
+    /// `own = own op theirs`, or with the operands swapped, for the bytes `at..at + own.len()` of the vector.
     pub fn combine(&self, at: usize, own: &mut [u8], theirs: &[u8], own_first: bool) {
         assert_eq!(own.len(), theirs.len(), "parts of one length");
         self.each(at..at + own.len(), |run, range| {
             let (own, theirs) = (&mut own[range.start - at..range.end - at], &theirs[range.start - at..range.end - at]);
             let (dst, other) = (own.as_mut_ptr(), theirs.as_ptr());
             let sources = if own_first { [dst.cast_const(), other] } else { [other, dst.cast_const()] };
-            // SAFETY: both slices hold `range`; the destination is exactly one of the sources, the other is apart.
+            // SAFETY: both slices hold `range`; the destination is exactly one of the sources and does not overlap the
+            // other.
             unsafe { run.part.reduce(dst, &sources, &[], range.len() / run.dtype.size()) };
         });
     }
@@ -103,12 +104,13 @@ impl Vector {
             let offset = range.start - at;
             let from: Vec<*const u8> = parts.iter().map(|part| part[offset..].as_ptr()).collect();
             let dst = to[offset..offset + range.len()].as_mut_ptr();
-            // SAFETY: every part holds `range` from its offset on; the destination is apart from all of them.
+            // SAFETY: every part holds `range` from its offset on; the destination overlaps none of them.
             unsafe { run.part.reduce(dst, &from, &[], range.len() / run.dtype.size()) };
         });
     }
 
-    /// This rank's numbers at `at..`, multiplied by its factor where the op has one: the start of a partial result.
+    /// Copies this rank's numbers at `at..`, multiplied by its factor where the op has one: the start of a partial
+    /// result.
     pub fn start(&self, at: usize, to: &mut [u8]) {
         copy_in(&self.inputs, at, to);
         if let ReduceOp::PremulSum(factor) = self.op {
@@ -120,7 +122,7 @@ impl Vector {
         }
     }
 
-    /// What is left to do when all ranks are in: AVG divides.
+    /// The last step when all ranks are in: AVG divides.
     pub fn finish(&self, at: usize, numbers: &mut [u8]) {
         self.each(at..at + numbers.len(), |run, range| {
             let Some(last) = &run.last else { return };
@@ -130,8 +132,8 @@ impl Vector {
         });
     }
 
-    /// Combines the untouched numbers of all ranks, in the order of the ranks: the bits of one host. `sources` holds one
-    /// range of `to.len()` bytes a rank, one after the other.
+    /// Combines the original numbers of all ranks, in the order of the ranks: the bits of one host. `sources` holds one
+    /// range of `to.len()` bytes per rank, one after the other.
     pub fn combine_all(&self, at: usize, to: &mut [u8], sources: &[u8], factors: &[f64]) {
         let bytes = to.len();
         assert!(bytes == 0 || sources.len() == bytes * factors.len(), "one range a rank");
@@ -139,7 +141,8 @@ impl Vector {
             let offset = range.start - at;
             let from: Vec<*const u8> = (0..factors.len()).map(|q| sources[q * bytes + offset..].as_ptr()).collect();
             let dst = to[offset..offset + range.len()].as_mut_ptr();
-            // SAFETY: every source holds `range` from its offset on, checked above; the destination is apart.
+            // SAFETY: every source holds `range` from its offset on, checked above; the destination overlaps none of
+            // them.
             unsafe { run.whole.reduce(dst, &from, factors, range.len() / run.dtype.size()) };
         });
     }
@@ -155,7 +158,7 @@ impl Vector {
     }
 }
 
-/// The pieces that hold the bytes `range` of a list.
+/// The spans that hold the bytes `range` of a list.
 pub fn cut(spans: &[Span], range: &Range<usize>) -> Vec<Span> {
     let mut found = Vec::new();
     let mut start = 0;
@@ -169,19 +172,20 @@ pub fn cut(spans: &[Span], range: &Range<usize>) -> Vec<Span> {
     found
 }
 
-/// Caller memory at `at..` into a buffer.
+/// Copies caller memory at `at..` to a buffer.
 pub fn copy_in(spans: &[Span], at: usize, to: &mut [u8]) {
-    // SAFETY: the contract of `Request`: its pieces are valid until the operation has ended, and apart from our buffers.
+    // SAFETY: the contract of `Request`: its spans are valid until the operation has ended, and do not overlap our
+    // buffers.
     unsafe { Pieces(spans).read(at, to.as_mut_ptr(), to.len()) };
 }
 
-/// A buffer into caller memory at `at..`.
+/// Copies a buffer to caller memory at `at..`.
 pub fn copy_out(spans: &[Span], at: usize, from: &[u8]) {
-    // SAFETY: as for `copy_in`; outputs are written by their operation alone.
+    // SAFETY: as for `copy_in`; only their operation writes its outputs.
     unsafe { Pieces(spans).write(at, from.as_ptr(), from.len()) };
 }
 
-/// The piece that a buffer is.
+/// A buffer as a span.
 pub fn span(buffer: &[u8]) -> Span {
     Span { addr: buffer.as_ptr() as usize, bytes: buffer.len() }
 }

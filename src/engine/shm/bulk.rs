@@ -1,10 +1,10 @@
 //! Large operations: rounds through cache-resident staging buffers.
 //!
-//! Idea: an operation is cut into rounds. In each round a rank *fills* its stage buffer with what its peers need, then
-//! *takes* what it needs from theirs; all_reduce and reduce take a slice each, reduce it into the result buffer, and
-//! *collect* the other ranks' slices from theirs. The three cursors run apart as far as two buffers allow, so copying
-//! round k+1 overlaps waiting for round k, and the staging area stays in the cache: DRAM sees the input once and the
-//! output once.
+//! Idea: an operation is cut into rounds. In each round a rank *fills* its stage buffer with the data that its peers
+//! need, then *takes* the data that it needs from their stage buffers. In all_reduce and reduce every rank takes one
+//! slice, reduces it into its result buffer, and the others *collect* that slice from there. Two buffers per region let
+//! the three cursors run ahead of each other, so copying round k+1 overlaps with waiting for round k. The staging area
+//! stays in the cache: DRAM sees the input once and the output once.
 //!
 //! | kind | steps a round | bytes staged / read per rank | order of summation |
 //! | --- | --- | --- | --- |
@@ -30,22 +30,22 @@ use crate::error::Result;
 use crate::op::Op;
 use crate::reduce::Kernel;
 use crate::select;
-use crate::stats::pace::Pace;
+use crate::stats::chunk_timer::ChunkTimer;
 use crate::types::Kind;
 
-/// First rounds that the next large operation may use, per region; the same on all ranks.
+/// The first round numbers of the next large operation, per region; the same on all ranks.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Bases {
     pub stage: u64,
     pub result: u64,
 }
 
-/// Where a large operation stands.
+/// The progress of a large operation.
 pub struct Rounds {
     chunk: usize,
-    /// Ranks whose headers were seen and agree; all needed ones before the first take.
+    /// Ranks whose headers were seen and agree; all that are needed must be in before the first take.
     seen: usize,
-    /// The same of the others, which this rank need not wait for: looked at only while nothing moves.
+    /// The same for ranks whose headers this rank need not wait for. It looks at them only while nothing moves.
     beside: usize,
     /// Set when the operation is at the head of the large ones and its number of rounds is known.
     plan: Option<Plan>,
@@ -53,7 +53,7 @@ pub struct Rounds {
     take: u64,
     collect: u64,
     factors: Vec<f64>,
-    pace: Pace,
+    chunk_timer: ChunkTimer,
 }
 
 struct Plan {
@@ -63,7 +63,7 @@ struct Plan {
     tables: Vec<Option<Vec<usize>>>,
 }
 
-/// What became of a step.
+/// The result of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
     Blocked,
@@ -73,18 +73,18 @@ pub enum Step {
 
 impl Rounds {
     pub fn new(op: &Op, chunk: usize) -> Rounds {
-        let pace = Pace::new(op);
-        Rounds { chunk, seen: 0, beside: 0, plan: None, fill: 0, take: 0, collect: 0, factors: Vec::new(), pace }
+        let chunk_timer = ChunkTimer::new(op);
+        Rounds { chunk, seen: 0, beside: 0, plan: None, fill: 0, take: 0, collect: 0, factors: Vec::new(), chunk_timer }
     }
 
-    /// True while the operation cannot end without something more from `peer`: asks of its last round what `step` asks of
-    /// the next one.
+    /// True while the operation cannot end before `peer` does something more. It checks for the last round the
+    /// conditions that `step` checks for the next one.
     pub fn needs(&self, area: &Area, op: &Op, peer: usize) -> bool {
         let bulk = Bulk { area, op, kernel: None, scratch: &mut Vec::new() };
         if self.seen < area.ranks && bulk.verifies(peer) && !Slots::is_published(area, peer, op.number) {
             return true;
         }
-        // Without a plan its turn has not come: an earlier operation holds it up.
+        // Without a plan an earlier operation holds this one up.
         let Some(&Plan { bases, rounds: rounds @ 1.., .. }) = self.plan.as_ref() else { return false };
         let last = rounds - 1;
         self.fill < rounds && bulk.fill_needs(bases, last, peer)
@@ -112,7 +112,7 @@ impl Bulk<'_> {
             state.seen = small::look(self.area, op, before, |q| self.verifies(q))?;
             moved = state.seen > before;
             if state.seen < ranks {
-                state.pace.misses(state.seen);
+                state.chunk_timer.misses(state.seen);
             }
         }
         if state.plan.is_none() && !self.make_plan(state, *bases)? {
@@ -132,13 +132,13 @@ impl Bulk<'_> {
             return Ok(Step::Moved);
         }
         if state.beside < ranks {
-            // Who waits for nothing from a rank that disagrees would wait for the deadline: say what is wrong.
+            // A rank that needs nothing from a disagreeing rank would wait until the deadline; report the mismatch now.
             state.beside = small::look(self.area, self.op, state.beside, |q| !self.verifies(q))?;
         }
         Ok(Step::Blocked)
     }
 
-    /// The number of rounds is a function of signed sizes; all_to_all must see all tables first.
+    /// Signed sizes determine the number of rounds; all_to_all must first see all tables.
     fn make_plan(&mut self, state: &mut Rounds, bases: Bases) -> Result<bool> {
         let (area, request) = (self.area, &self.op.request);
         let ranks = area.ranks;
@@ -172,7 +172,7 @@ impl Bulk<'_> {
         Ok(true)
     }
 
-    /// A rank that has no part in filling, taking or collecting says at once that it is through with all rounds.
+    /// A rank that never fills, takes or collects marks all rounds as done at once.
     fn skip_idle_parts(&self, state: &mut Rounds, rounds: u64, bases: Bases) {
         if !self.fills() {
             state.fill = rounds;
@@ -218,7 +218,7 @@ impl Bulk<'_> {
             _ => false,
         }
     }
-    /// Whose header must agree before this rank reads any data: everyone's it takes from.
+    /// True when the header of `q` must agree before this rank reads any data: for every rank that it takes from.
     fn verifies(&self, q: usize) -> bool {
         match self.op.request.kind {
             Kind::Broadcast | Kind::Scatter => q == self.op.request.root as usize,
@@ -227,21 +227,20 @@ impl Bulk<'_> {
         }
     }
 
-    // What each cursor needs of rank `q` for round `k` of the operation. `step` asks for the next round, `Rounds::needs`
-    // for the last.
+    // The conditions of each cursor on rank `q` for round `k`. `step` checks the next round, `Rounds::needs` the last.
 
     fn fill_needs(&self, base: Bases, k: u64, q: usize) -> bool {
-        !protocol::has_drained(self.area, Region::Stage, q, base.stage + k)
+        !protocol::has_read(self.area, Region::Stage, q, base.stage + k)
     }
-    /// A take reads the stage buffers of those it takes from.
+    /// A take reads the peers' stage buffers.
     fn take_needs_data(&self, base: Bases, k: u64, q: usize) -> bool {
         let kind = self.op.request.kind;
         let takes_from = !matches!(kind, Kind::Broadcast | Kind::Scatter) || q == self.op.request.root as usize;
         takes_from && !protocol::is_ready(self.area, Region::Stage, q, base.stage + k)
     }
-    /// It writes the own result buffer, which everybody may be reading.
+    /// A take writes this rank's result buffer, which its peers may still be reading.
     fn take_needs_room(&self, base: Bases, k: u64, q: usize) -> bool {
-        self.uses_result() && !protocol::has_drained(self.area, Region::Result, q, base.result + k)
+        self.uses_result() && !protocol::has_read(self.area, Region::Result, q, base.result + k)
     }
     fn take_needs(&self, base: Bases, k: u64, q: usize) -> bool {
         self.take_needs_data(base, k, q) || self.take_needs_room(base, k, q)
@@ -259,7 +258,7 @@ impl Bulk<'_> {
         select::unit(self.op.request.kind, self.area.ranks, chunk)
     }
 
-    /// Bytes `k` rounds into a block of `block` bytes: where, and how many.
+    /// The bytes of a block that travel in round `k`: offset and length.
     fn part(&self, state: &Rounds, k: u64, block: usize) -> (usize, usize) {
         let unit = self.unit(state.chunk);
         let start = (k as usize * unit).min(block);
@@ -278,11 +277,11 @@ impl Bulk<'_> {
         if k >= rounds || self.first_peer(|q| self.fill_needs(base, k, q)).is_some() {
             return false;
         }
-        let began = state.pace.begin(self.op);
-        // SAFETY: may_fill says that nobody reads this buffer; Area::stage checks every bound; the inputs are the
-        // caller's, alive until the operation ends.
+        let began = state.chunk_timer.begin(self.op);
+        // SAFETY: `may_fill` says that no peer reads this buffer; `Area::stage` checks every bound; the caller keeps
+        // the inputs alive until the operation ends.
         unsafe { self.fill(state, k, base.stage + k) };
-        state.pace.end(&self.op.journey.copying, began);
+        state.chunk_timer.end(&self.op.timing.copying, began);
         protocol::filled(area, Region::Stage, area.me, base.stage + k);
         state.fill += 1;
         true
@@ -361,7 +360,7 @@ impl Bulk<'_> {
             return false;
         }
         if let Some(q) = self.first_peer(|q| self.take_needs_data(base, k, q)) {
-            state.pace.misses(q);
+            state.chunk_timer.misses(q);
             return false;
         }
         if self.first_peer(|q| self.take_needs_room(base, k, q)).is_some() {
@@ -371,11 +370,12 @@ impl Bulk<'_> {
         if k == 0 && kind.reduces() {
             state.factors = small::factors(area, self.op);
         }
-        let began = state.pace.begin(self.op);
-        // SAFETY: the stage buffers read here are ready until we say drained; the result buffer is ours to write.
+        let began = state.chunk_timer.begin(self.op);
+        // SAFETY: the stage buffers read here stay filled until this rank stores `Drained`; only this rank writes its
+        // result buffer.
         unsafe { self.take(state, k, g, base.result + k) };
-        let journey = &self.op.journey;
-        state.pace.end(if kind.reduces() { &journey.reducing } else { &journey.copying }, began);
+        let timing = &self.op.timing;
+        state.chunk_timer.end(if kind.reduces() { &timing.reducing } else { &timing.copying }, began);
         protocol::drained(area, Region::Stage, area.me, g);
         if self.uses_result() {
             protocol::filled(area, Region::Result, area.me, base.result + k);
@@ -450,11 +450,11 @@ impl Bulk<'_> {
         }
     }
 
-    /// Combines `bytes` of every rank into `to`, in rank order: the own ones from the inputs at `at`. Never from the own
-    /// stage buffer: only the peers hold up this rank's next fill, so it may hold a later round already.
+    /// Combines `bytes` of every rank into `to`, in rank order. This rank's own bytes come from the inputs at `at`, never
+    /// from its stage buffer: only its peers hold up this rank's next fill, so that may hold a later round already.
     ///
     /// # Safety
-    /// `stage(q)` is ready for `bytes` for every peer; `to` holds `bytes`, and is none of them.
+    /// `stage(q)` is ready for `bytes` for every peer; `to` holds `bytes` and overlaps none of them.
     unsafe fn reduce(
         &mut self,
         to: *mut u8,
@@ -480,8 +480,8 @@ impl Bulk<'_> {
         };
         let sources: Vec<*const u8> =
             (0..area.ranks).map(|q| if q == area.me { own } else { stage(q).cast_const() }).collect();
-        // SAFETY: every source holds `bytes`; `to` is the result buffer, or output memory that is either exactly the own
-        // input or apart from it (the contract of Request).
+        // SAFETY: every source holds `bytes`; `to` is the result buffer, or output memory that is either exactly this
+        // rank's input or does not overlap it (the contract of `Request`).
         unsafe { kernel.reduce(to, &sources, factors, bytes / kernel.element_size()) };
     }
 
@@ -492,18 +492,19 @@ impl Bulk<'_> {
         }
         let g = base.result + k;
         if let Some(q) = self.first_peer(|q| self.collect_needs(base, k, q)) {
-            state.pace.misses(q);
+            state.chunk_timer.misses(q);
             return false;
         }
-        let began = state.pace.begin(self.op);
+        let began = state.chunk_timer.begin(self.op);
         let outputs = Pieces(self.op.request.outputs());
         let (start, bytes) = self.part(state, k, outputs.bytes());
         for q in (0..area.ranks).filter(|q| *q != area.me) {
             let (slice, slice_bytes) = self.slice(bytes, q);
-            // SAFETY: the result buffer of `q` is ready until we say drained; the range lies within the outputs.
+            // SAFETY: the result buffer of `q` stays filled until this rank stores `Drained`; the range lies within the
+            // outputs.
             unsafe { outputs.write(start + slice, area.result(q, g, slice_bytes), slice_bytes) };
         }
-        state.pace.end(&self.op.journey.copying, began);
+        state.chunk_timer.end(&self.op.timing.copying, began);
         protocol::drained(area, Region::Result, area.me, g);
         state.collect += 1;
         true

@@ -1,9 +1,9 @@
-//! What the shared memory tells any thread of a group, and takes from it, without the group's lock.
+//! The part of a shared-memory group that any thread may use without the group's lock.
 
 use std::sync::atomic::Ordering;
 
 use super::memory::area::Area;
-use crate::engine::{Control, Doorbell, Monitor};
+use crate::engine::{Control, Monitor, WakeAddress};
 use crate::error::Error;
 use crate::os::{event_count, topology};
 
@@ -33,8 +33,8 @@ impl Control for Area {
         Area::has_leavers(self)
     }
 
-    fn doorbell(&self) -> Option<Doorbell<'_>> {
-        Some(Doorbell { bell: self, me: self.me, word: self.door_word(self.me) })
+    fn wake_address(&self) -> Option<WakeAddress<'_>> {
+        Some(WakeAddress { words: self, me: self.me, word: self.futex_word(self.me) })
     }
 
     fn shares_core(&self) -> bool {

@@ -1,4 +1,4 @@
-//! One rank's side of a group over shared memory: the queue of its operations, and how they move.
+//! One rank of a group over shared memory: the queue of its operations, and how they advance.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -21,15 +21,15 @@ use crate::reduce::Kernel;
 use crate::select;
 use crate::select::explain;
 use crate::select::explain::Explanation;
-use crate::select::{Asked, Choice, Path, Policy, Shape};
+use crate::select::{Choice, GroupShape, OpDesc, Path, Policy};
 use crate::types::{ANY_RANK, Kind};
 
 enum Phase {
-    /// Not published: waits for credits, or for an earlier operation on the same memory.
+    /// Not published: it waits for credits, or for an earlier operation on the same memory.
     Queued,
-    /// Published in its slot; ranks below the number were seen.
+    /// Published in its slot; the headers of all ranks below this number have been seen.
     Slots(usize),
-    /// Its header is published, its data goes by rounds.
+    /// Its header is published, its data travels in rounds.
     Rounds(Rounds),
 }
 
@@ -38,17 +38,17 @@ struct Entry {
     kernel: Option<Kernel>,
     path: Path,
     phase: Phase,
-    /// Its place among all operations that this rank issued in this group.
+    /// Its position among all operations that this rank issued in this group.
     turn: u64,
-    /// What it must follow because of its memory: looked for when its turn to be published comes.
+    /// Earlier operations on the same memory, which must end first. Filled in when this one is next to be published.
     behind: Option<Behind>,
 }
 
 /// Earlier operations on the same memory.
 type Behind = Vec<Arc<Op>>;
 
-/// A message that is not handed over yet: an earlier operation uses its memory, or an earlier message that it may not
-/// overtake waits.
+/// A message that `p2p` does not have yet: it waits for an earlier operation on its memory, or for an earlier message
+/// that it may not overtake.
 struct Held {
     op: Arc<Op>,
     turn: u64,
@@ -57,7 +57,7 @@ struct Held {
 
 pub struct Shm {
     area: Arc<Area>,
-    shape: Shape,
+    shape: GroupShape,
     policy: Arc<Policy>,
     slots: Slots,
     /// Collectives that have not ended, by number. The queued ones are at the back.
@@ -67,19 +67,19 @@ pub struct Shm {
     /// Hash of the policy and of all signatures published so far.
     chain: u64,
     p2p: P2p,
-    /// Messages handed over to `p2p`, which later operations may have to follow. Ended ones are removed at the next look.
+    /// Messages that `p2p` has, which later operations may have to follow. Ended ones are removed at the next check.
     messages: Vec<Arc<Op>>,
     /// In the order of their issue.
     held: Vec<Held>,
-    /// Operations issued so far, messages too.
+    /// Operations issued so far, messages included.
     turns: u64,
     scratch: Vec<u8>,
-    /// Off: a collective is published when the one before it has ended, so that none travel together.
+    /// If false, a collective is published only when the one before it has ended, so that none are fused.
     fusion: bool,
 }
 
 impl Shm {
-    /// `cores`: what the ranks of this host may use together. All three are the same on every rank.
+    /// `cores`: the cores that the ranks of this host may use together. All three arguments are the same on every rank.
     pub fn new(area: Arc<Area>, cores: usize, fusion: bool, policy: Arc<Policy>) -> Shm {
         let layout = area.layout;
         let shape = layout.shape(cores);
@@ -101,14 +101,15 @@ impl Shm {
         }
     }
 
-    /// Takes an operation, and publishes it if its turn has come; `poll` must follow.
+    /// Takes an operation and publishes it if possible; `poll` must follow.
     fn issue(&mut self, op: Arc<Op>, kernel: Option<Kernel>, ended: &mut Ended) -> Result<()> {
         self.turns += 1;
         let turn = self.turns;
         if op.request.kind.is_p2p() {
-            op.loads(Asked::of(&op.request, self.area.ranks).load());
+            op.loads(OpDesc::of(&op.request, self.area.ranks).load());
             op.sets_out(Choice::MESSAGE.code());
-            let collectives = self.entries.iter().map(|entry| &entry.op).filter(|earlier| op.meets(earlier)).cloned();
+            let collectives =
+                self.entries.iter().map(|entry| &entry.op).filter(|earlier| op.conflicts_with(earlier)).cloned();
             let behind: Behind = collectives.collect();
             let behind = self.messages_before(&op, turn, behind);
             if behind.is_empty() && !self.held.iter().any(|held| may_not_overtake(&op, &held.op)) {
@@ -117,9 +118,9 @@ impl Shm {
             self.held.push(Held { op, turn, behind });
             return Ok(());
         }
-        let asked = Asked::of(&op.request, self.area.ranks);
-        let choice = select::choose(asked, &self.shape, &self.policy);
-        op.loads(asked.load());
+        let desc = OpDesc::of(&op.request, self.area.ranks);
+        let choice = select::choose(desc, &self.shape, &self.policy);
+        op.loads(desc.load());
         op.sets_out(choice.code());
         self.entries.push_back(Entry { op, kernel, path: choice.path, phase: Phase::Queued, turn, behind: None });
         self.queued += 1;
@@ -127,20 +128,20 @@ impl Shm {
         Ok(())
     }
 
-    /// Adds to `behind` the messages issued before `turn` that `op` must follow. A send that was handed over holds
-    /// nothing back, because its peer may receive it only after `op`: it goes on from a copy.
+    /// Adds to `behind` the messages issued before `turn` that `op` must follow. A send that `p2p` already has
+    /// continues from a copy instead, because its peer may receive it only after `op`.
     fn messages_before(&mut self, op: &Op, turn: u64, mut behind: Behind) -> Behind {
         if !self.messages.is_empty() {
             // A later message on this memory would be held, so all of these are earlier.
             self.messages.retain(|message| !message.is_released());
-            for message in self.messages.iter().filter(|message| op.meets(message)) {
+            for message in self.messages.iter().filter(|message| op.conflicts_with(message)) {
                 match message.request.kind {
                     Kind::Send => copy_inputs(message),
                     _ => behind.push(Arc::clone(message)),
                 }
             }
         }
-        let held = self.held.iter().filter(|held| held.turn < turn && op.meets(&held.op));
+        let held = self.held.iter().filter(|held| held.turn < turn && op.conflicts_with(&held.op));
         behind.extend(held.map(|held| Arc::clone(&held.op)));
         behind
     }
@@ -156,7 +157,7 @@ impl Shm {
         Ok(())
     }
 
-    /// Hands over the messages that need not wait any more. True when there was one.
+    /// Hands over the messages that no longer have to wait. True if there was one.
     fn hand_over_held(&mut self, ended: &mut Ended) -> Result<bool> {
         let mut moved = false;
         let mut at = 0;
@@ -175,7 +176,7 @@ impl Shm {
         Ok(moved)
     }
 
-    /// Advances the published operation at `at`; a large one only if no earlier one is large (`large`).
+    /// Advances the published operation at `at`; a large one only while no earlier one is large (`large`).
     fn step(&mut self, at: usize, large: bool) -> Result<(Step, bool)> {
         let area = &*self.area;
         let Entry { op, kernel, phase, .. } = &mut self.entries[at];
@@ -184,11 +185,11 @@ impl Shm {
             Phase::Slots(seen) => {
                 *seen = small::look(area, op, *seen, |q| small::reads_from(&op.request, area.me, q))?;
                 if *seen < area.ranks {
-                    op.journey.waits_for(*seen);
+                    op.timing.waits_for(*seen);
                     return Ok((Step::Blocked, false));
                 }
-                // A barrier ends behind every earlier collective of this rank, so that what they wrote may be used after
-                // it. Its slot says meanwhile what the others need, and they do not wait for this.
+                // A barrier ends after every earlier collective of this rank, so that the memory they wrote may be used
+                // after it. Its slot already says what the peers need, so they do not wait for these.
                 if op.request.kind == Kind::Barrier && at > 0 {
                     return Ok((Step::Blocked, false));
                 }
@@ -242,8 +243,8 @@ impl Shm {
         moved
     }
 
-    /// True while the operation at `at` touches memory that an earlier one has yet to read or write: publishing it now
-    /// would read too early.
+    /// True while the operation at `at` touches memory that an earlier one has still to read or write: publishing it
+    /// now would read stale data.
     fn must_wait(&mut self, at: usize) -> bool {
         if at == 0 && self.messages.is_empty() && self.held.is_empty() {
             return false;
@@ -252,7 +253,8 @@ impl Shm {
         let mut behind = match self.entries[at].behind.take() {
             Some(behind) => behind,
             None => {
-                let earlier = self.entries.range(..at).map(|entry| &entry.op).filter(|earlier| op.meets(earlier));
+                let earlier =
+                    self.entries.range(..at).map(|entry| &entry.op).filter(|earlier| op.conflicts_with(earlier));
                 let earlier = earlier.cloned().collect();
                 self.messages_before(&op, turn, earlier)
             }
@@ -263,12 +265,12 @@ impl Shm {
         waits
     }
 
-    /// The operations that cannot end without something more from `peer`, as the code that moves them sees it; `gone` says
-    /// which ranks will do nothing more.
+    /// The operations that cannot end before `peer` does something more, by the conditions under which they advance;
+    /// `gone` names the ranks that will do nothing more.
     fn blocked_by(&self, peer: usize, gone: &dyn Fn(usize) -> bool) -> impl Iterator<Item = &Arc<Op>> {
         let area = &*self.area;
         let collectives = self.entries.iter().filter(move |entry| match &entry.phase {
-            // It waits for earlier operations, which are asked themselves, or for the slot.
+            // It waits for earlier operations, which are checked themselves, or for the slot.
             Phase::Queued => self.slots.lacks_credit(area, peer, entry.op.number),
             Phase::Slots(_) => small::needs(area, &entry.op, peer),
             Phase::Rounds(rounds) => rounds.needs(area, &entry.op, peer),
@@ -276,7 +278,7 @@ impl Shm {
         collectives.map(|entry| &entry.op).chain(self.p2p.blocked_by(area, peer, gone))
     }
 
-    /// What holds `op` back on this rank: an earlier operation that has not ended here.
+    /// The operation on this rank that `op` waits for: an earlier one that has not ended here.
     fn behind(&self, op: &Op) -> Option<&Arc<Op>> {
         if let Some(held) = self.held.iter().find(|held| std::ptr::eq(&*held.op, op)) {
             return held.behind.first();
@@ -289,13 +291,13 @@ impl Shm {
         first.or_else(|| (at > 0 && (queued || op.request.kind == Kind::Barrier)).then(|| &self.entries[0].op))
     }
 
-    /// All that have not ended.
+    /// All operations that have not ended.
     fn operations(&self) -> impl Iterator<Item = &Arc<Op>> {
         let held = self.held.iter().map(|held| &held.op);
         self.entries.iter().map(|entry| &entry.op).chain(held).chain(self.p2p.pending())
     }
 
-    /// What `peer` did last, for messages.
+    /// The last call of `peer`, for error texts.
     fn last_call(&self, peer: usize) -> (u64, String) {
         let n = self.area.issued(peer);
         match n {
@@ -336,7 +338,7 @@ impl Engine for Shm {
         while at < self.entries.len() - self.queued {
             let (step, is_large) = self.step(at, large)?;
             if step == Step::Done {
-                // Before it leaves the list, so that a panic in the copy leaves it where `drain` finds it.
+                // Before it leaves the list, so that `take_pending` still finds it if the copy panics.
                 self.entries[at].op.store_back();
                 let entry = self.entries.remove(at).expect("in range");
                 self.slots.retire(&*self.area, entry.op.number);
@@ -373,7 +375,7 @@ impl Engine for Shm {
     fn missing(&self, op: &Op, process: &dyn Fn(usize) -> String) -> String {
         let mut missing = Vec::new();
         for rank in (0..self.area.ranks).filter(|rank| *rank != self.area.me) {
-            // A receive from anyone that timed out lacks all of them.
+            // A receive from anyone that timed out misses all of them.
             let anyone = op.request.root == ANY_RANK;
             if !self.blocked_by(rank, &|_| anyone).any(|blocked| std::ptr::eq(&**blocked, op)) {
                 continue;
@@ -384,7 +386,7 @@ impl Engine for Shm {
                 process if message => {
                     format!("rank {rank} ({process}) did not answer, its last collective is {call}")
                 }
-                process if last >= op.number => format!("rank {rank} ({process}) entered it and stopped on the way"),
+                process if last >= op.number => format!("rank {rank} ({process}) entered it and stopped inside it"),
                 process => format!("rank {rank} ({process}) has not entered it, its last operation is {call}"),
             });
         }
@@ -403,19 +405,19 @@ impl Engine for Shm {
         self.entries.iter().map(|entry| &entry.op).find(|op| op.number == number).cloned()
     }
 
-    fn drain(&mut self, _error: &Error) -> Vec<Arc<Op>> {
+    fn take_pending(&mut self, _error: &Error) -> Vec<Arc<Op>> {
         self.queued = 0;
         self.messages.clear();
         let collectives = self.entries.drain(..).map(|entry| entry.op);
-        collectives.chain(self.held.drain(..).map(|held| held.op)).chain(self.p2p.drain()).collect()
+        collectives.chain(self.held.drain(..).map(|held| held.op)).chain(self.p2p.take_pending()).collect()
     }
 
-    fn explain(&self, asked: Asked, _batched: bool) -> Explanation {
-        explain::explain(asked, &self.shape, &self.policy)
+    fn explain(&self, desc: OpDesc, _batched: bool) -> Explanation {
+        explain::explain(desc, &self.shape, &self.policy)
     }
 }
 
-/// Lets a send go on from a copy of its inputs.
+/// Copies the inputs of a send, so that it continues from the copy.
 #[allow(unsafe_code)] // reads caller memory
 fn copy_inputs(send: &Op) {
     let inputs = Pieces(send.request.inputs());
@@ -425,9 +427,9 @@ fn copy_inputs(send: &Op) {
     send.send_copy(copy);
 }
 
-/// Whether a message must come behind an earlier one that has not been handed over: of sends to one rank, and of receives
-/// that may match the same message, those with one tag keep their order. Other messages do not wait: the
-/// peer may need them before it does what the earlier one waits for.
+/// Whether a message must wait for an earlier one that `p2p` does not have yet. Sends to one rank, and receives that
+/// may match the same message, keep their order within one tag. Other messages go ahead: the peer may need them before
+/// it does what the earlier one waits for.
 fn may_not_overtake(op: &Op, earlier: &Op) -> bool {
     let (one, other) = (&op.request, &earlier.request);
     let same_peer =

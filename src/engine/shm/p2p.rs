@@ -1,10 +1,11 @@
 //! Send and receive between two ranks of a host.
 //!
-//! Each ordered pair of ranks has a ring of envelopes. A message of up to `eager_bytes` travels in its envelope and its
-//! send ends at once; a larger one waits at the sender until the receiver has matched its envelope and grants it a lane
-//! (`lanes`), then moves through the two buffers of that, in the order of the grants. Receivers always move envelopes to a private list, so a
-//! message whose tag nobody has posted blocks none behind it. Receives match in the order they were posted, first in
-//! first out per (source, tag); a receive from anyone takes what arrived first.
+//! Each ordered pair of ranks has a ring buffer of envelopes. A message of up to `eager_bytes` travels in its envelope,
+//! and its send ends at once. A larger one waits at the sender until the receiver has matched its envelope and granted
+//! it a channel (`channels`); then it moves through the two buffers of that channel, in the order of the grants. Receivers
+//! always move envelopes to a private list, so a message with a tag that nobody has posted blocks none behind it.
+//! Receives match in the order in which they were posted, first in first out per (source, tag); a receive from anyone
+//! takes the message that arrived first.
 //!
 //! Bytes: eager N written, N read; larger N staged, N read, in N / body_bytes rounds that overlap.
 //!
@@ -12,7 +13,7 @@
 //! | --- | --- | --- |
 //! | SENT | sender, release after the envelope | envelopes put in the ring |
 //! | CONSUMED | receiver, release after reading the envelope | envelopes that may be overwritten |
-//! | GRANTS | receiver, release after the grant entry (the message's number, its lane) | grants given |
+//! | GRANTS | receiver, release after the grant entry (the message's number, its channel) | grants given |
 //! | TAKEN | sender, release after reading the entry | grant entries that may be overwritten |
 //! | READY | sender, release after filling | body rounds filled |
 //! | DRAINED | receiver, release after reading | body rounds that may be overwritten |
@@ -25,7 +26,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
-use super::lanes::Lanes;
+use super::channels::Channels;
 use super::memory::area::Area;
 use super::memory::layout::{Layout, Part};
 use super::protocol;
@@ -36,7 +37,7 @@ use crate::error::{Error, Result};
 use crate::op::Op;
 use crate::types::{ANY_RANK, Kind};
 
-// The sender's are even, the receiver's odd: `Layout::pair_word`.
+// Words of the sender are even, those of the receiver odd: `Layout::pair_word`.
 const SENT: usize = 0;
 const CONSUMED: usize = 1;
 const TAKEN: usize = 2;
@@ -46,19 +47,19 @@ const DRAINED: usize = 5;
 
 /// Set in a grant entry when the receiver cannot take the message: the send fails too.
 const REJECTED: u64 = 1 << 63;
-/// Where a grant entry has its lane; the number of the message is below.
-const LANE_SHIFT: u32 = 48;
+/// Bits of a grant entry from here on hold the channel; the number of the message is below.
+const CHANNEL_SHIFT: u32 = 48;
 
 #[derive(Default)]
 struct Outgoing {
     sent: u64,
     taken: u64,
     round: u64,
-    /// Not yet in the ring.
+    /// Not yet in the ring buffer.
     queue: VecDeque<Arc<Op>>,
-    /// In the ring, waiting for a grant, by envelope number.
+    /// In the ring buffer, waiting for a grant, by envelope number.
     waiting: VecDeque<(u64, Arc<Op>)>,
-    /// Granted, with the lane and the bytes already staged.
+    /// Granted, with the channel and the bytes already staged.
     bodies: VecDeque<(Arc<Op>, usize, usize)>,
 }
 
@@ -67,16 +68,16 @@ struct Incoming {
     consumed: u64,
     grants: u64,
     round: u64,
-    /// Arrived and matched by nobody yet.
+    /// Arrived and not matched.
     unexpected: VecDeque<Message>,
-    /// Grants (or rejections) that found the ring of grants full.
+    /// Grants (or rejections) that found the ring buffer of grants full.
     ungranted: VecDeque<u64>,
     /// Granted, with the bytes already received.
     bodies: VecDeque<(Arc<Op>, usize)>,
 }
 
 struct Message {
-    /// Order of arrival at this rank, over all sources.
+    /// Order of arrival at this rank over all sources.
     stamp: u64,
     tag: u32,
     bytes: usize,
@@ -90,13 +91,13 @@ pub struct P2p {
     incoming: Vec<Incoming>,
     posted: VecDeque<Arc<Op>>,
     arrivals: u64,
-    /// Those for whom, or from whom, something is under way that `poll` can move.
+    /// Peers with a message in progress that `poll` can advance.
     busy: RankSet,
-    /// Those whose mail has come: only then are their envelopes present (`presence.rs`).
+    /// Peers from which mail has come: only then are their envelopes populated (`presence.rs`).
     senders: RankSet,
-    /// This rank's, for those it receives from.
-    lanes: Lanes,
-    /// Operations that have not ended; nothing is polled while it is zero.
+    /// This rank's channels, for the peers that it receives from.
+    channels: Channels,
+    /// Operations that have not ended; nothing is polled while this is zero.
     active: usize,
 }
 
@@ -110,7 +111,7 @@ impl P2p {
             arrivals: 0,
             busy: RankSet::default(),
             senders: RankSet::default(),
-            lanes: Lanes::new(layout.lanes, ranks),
+            channels: Channels::new(layout.channels, ranks),
             active: 0,
         }
     }
@@ -119,7 +120,7 @@ impl P2p {
         self.active
     }
 
-    /// Takes a send or receive; `poll` moves it. The error is that there is no memory for a lane.
+    /// Takes a send or receive; `poll` advances it. Fails when there is no memory for a channel.
     pub fn issue(&mut self, area: &Area, op: Arc<Op>, ended: &mut Ended) -> Result<()> {
         self.active += 1;
         op.prepare();
@@ -133,9 +134,9 @@ impl P2p {
             .iter()
             .enumerate()
             .filter(|(source, _)| op.request.root == ANY_RANK || op.request.root as usize == *source)
-            .filter_map(|(source, lane)| {
-                let at = lane.unexpected.iter().position(|message| message.tag == op.request.tag)?;
-                Some((lane.unexpected[at].stamp, source, at))
+            .filter_map(|(source, channel)| {
+                let at = channel.unexpected.iter().position(|message| message.tag == op.request.tag)?;
+                Some((channel.unexpected[at].stamp, source, at))
             })
             .min();
         match found {
@@ -150,8 +151,8 @@ impl P2p {
         }
     }
 
-    /// Moves what can move. True when something did. An error means that a peer's counters make no sense, or that there is
-    /// no memory.
+    /// Advances what can advance. True when something did. Fails when a peer's counters are inconsistent, or when there
+    /// is no memory.
     pub fn poll(&mut self, area: &Area, ended: &mut Ended) -> Result<bool> {
         if self.active == 0 {
             return Ok(false);
@@ -162,7 +163,7 @@ impl P2p {
             moved |= self.take_grants(area, peer, ended)?;
             moved |= self.fill_body(area, peer, ended);
             moved |= self.give_grants(area, peer)?;
-            moved |= self.drain_body(area, peer, ended);
+            moved |= self.receive_body(area, peer, ended);
             if self.is_idle(peer) {
                 self.busy.remove(peer);
             }
@@ -178,7 +179,7 @@ impl P2p {
         Ok(moved)
     }
 
-    /// Nothing is under way to `peer`, and nothing that it was granted from it. What it may send is found by its envelope.
+    /// No send to `peer` and no granted receive from it is in progress. A new message from it is found by its envelope.
     fn is_idle(&self, peer: usize) -> bool {
         let (out, incoming) = (&self.out[peer], &self.incoming[peer]);
         out.queue.is_empty()
@@ -215,20 +216,20 @@ impl P2p {
             word(0).store(u64::from(op.request.tag) | u64::from(eager) << 32, Relaxed);
             word(1).store(bytes as u64, Relaxed);
             if eager && bytes > 0 {
-                // SAFETY: the envelope holds `bytes` and nobody reads it: CONSUMED says so.
+                // SAFETY: the envelope holds `bytes`, and CONSUMED says that the receiver no longer reads it.
                 unsafe { inputs.read(0, area.envelope_data(me, to, number, bytes), bytes) };
             }
-            let lane = &mut self.out[to];
-            lane.queue.pop_front();
-            lane.sent += 1;
-            area.pair_word(me, to, SENT).store(lane.sent, Release);
+            let channel = &mut self.out[to];
+            channel.queue.pop_front();
+            channel.sent += 1;
+            area.pair_word(me, to, SENT).store(channel.sent, Release);
             if number == 0 || area.layout.has_mail() {
                 protocol::post(area, to, me);
             }
             if eager {
                 self.end(op, Ok(()), ended);
             } else {
-                lane.waiting.push_back((number, op));
+                channel.waiting.push_back((number, op));
             }
             moved = true;
         }
@@ -239,36 +240,37 @@ impl P2p {
         let me = area.me;
         let mut moved = false;
         while !self.out[to].waiting.is_empty() {
-            let lane = &mut self.out[to];
+            let channel = &mut self.out[to];
             let grants = area.pair_word(me, to, GRANTS).load(Acquire);
-            if grants == lane.taken {
+            if grants == channel.taken {
                 break;
             }
             let most = area.layout.envelopes;
-            if grants.wrapping_sub(lane.taken) > most {
+            if grants.wrapping_sub(channel.taken) > most {
                 return Err(Error::System(format!(
                     "sagellm: rank {to} says that it granted {grants} messages of rank {me}, which took {} of at most {most} \
                      in flight: the group's shared memory was overwritten",
-                    lane.taken
+                    channel.taken
                 )));
             }
-            let entry = area.grant(me, to, lane.taken).load(Relaxed);
-            lane.taken += 1;
-            area.pair_word(me, to, TAKEN).store(lane.taken, Release);
+            let entry = area.grant(me, to, channel.taken).load(Relaxed);
+            channel.taken += 1;
+            area.pair_word(me, to, TAKEN).store(channel.taken, Release);
             moved = true;
-            let (number, through) = (entry & ((1 << LANE_SHIFT) - 1), ((entry & !REJECTED) >> LANE_SHIFT) as usize);
-            let Some(at) = lane.waiting.iter().position(|(waiting, _)| *waiting == number) else {
+            let (number, through) =
+                (entry & ((1 << CHANNEL_SHIFT) - 1), ((entry & !REJECTED) >> CHANNEL_SHIFT) as usize);
+            let Some(at) = channel.waiting.iter().position(|(waiting, _)| *waiting == number) else {
                 continue; // not a message of ours: a peer that broke the protocol
             };
-            if through >= area.layout.lanes {
+            if through >= area.layout.channels {
                 return Err(Error::System(format!(
-                    "sagellm: rank {to} granted rank {me} its lane {through} of {}: the group's shared memory was overwritten",
-                    area.layout.lanes
+                    "sagellm: rank {to} granted rank {me} its channel {through} of {}: the group's shared memory was overwritten",
+                    area.layout.channels
                 )));
             }
-            let (_, op) = lane.waiting.remove(at).expect("just found");
+            let (_, op) = channel.waiting.remove(at).expect("just found");
             if entry & REJECTED == 0 {
-                lane.bodies.push_back((op, through, 0));
+                channel.bodies.push_back((op, through, 0));
             } else {
                 let bytes = Pieces(op.sent()).bytes();
                 let text = format!(
@@ -284,22 +286,23 @@ impl P2p {
 
     fn fill_body(&mut self, area: &Area, to: usize, ended: &mut Ended) -> bool {
         let me = area.me;
-        let lane = &mut self.out[to];
-        let Some((op, through, offset)) = lane.bodies.front_mut() else { return false };
-        let round = lane.round;
+        let channel = &mut self.out[to];
+        let Some((op, through, offset)) = channel.bodies.front_mut() else { return false };
+        let round = channel.round;
         if !protocol::may_fill_body(round, area.pair_word(me, to, DRAINED).load(Acquire)) {
             return false;
         }
         let inputs = Pieces(op.sent());
         let total = inputs.bytes();
         let bytes = area.layout.body_bytes.min(total - *offset);
-        // SAFETY: the body buffer holds `bytes`; the lane was granted to us, and DRAINED says that nobody reads the buffer.
+        // SAFETY: the body buffer holds `bytes`; this rank was granted the channel, and DRAINED says that the receiver no
+        // longer reads the buffer.
         unsafe { inputs.read(*offset, area.body(to, *through, round, bytes), bytes) };
         *offset += bytes;
-        lane.round += 1;
-        area.pair_word(me, to, READY).store(lane.round, Release);
+        channel.round += 1;
+        area.pair_word(me, to, READY).store(channel.round, Release);
         if *offset == total {
-            let (op, ..) = lane.bodies.pop_front().expect("the front");
+            let (op, ..) = channel.bodies.pop_front().expect("the front");
             self.end(op, Ok(()), ended);
         }
         true
@@ -348,7 +351,7 @@ impl P2p {
         Ok(moved)
     }
 
-    /// Gives a matched message to its receive: copies an eager one, grants a larger one.
+    /// Passes a matched message to its receive: copies an eager one, grants a larger one.
     fn deliver(&mut self, area: &Area, from: usize, op: Arc<Op>, message: Message, ended: &mut Ended) -> Result<()> {
         let outputs = Pieces(op.request.outputs());
         let room = outputs.bytes();
@@ -385,37 +388,37 @@ impl P2p {
 
     fn give_grants(&mut self, area: &Area, from: usize) -> Result<bool> {
         let me = area.me;
-        let lane = &mut self.incoming[from];
+        let channel = &mut self.incoming[from];
         let mut moved = false;
-        while let Some(message) = lane.ungranted.front().copied() {
-            if lane.grants.wrapping_sub(area.pair_word(from, me, TAKEN).load(Acquire)) >= area.layout.envelopes {
+        while let Some(message) = channel.ungranted.front().copied() {
+            if channel.grants.wrapping_sub(area.pair_word(from, me, TAKEN).load(Acquire)) >= area.layout.envelopes {
                 break;
             }
             let entry = match message & REJECTED {
-                0 => match self.lanes.lend(from) {
+                0 => match self.channels.lend(from) {
                     Some(through) => {
-                        area.make_present([Part::Lane(through)])?;
-                        message | (through as u64) << LANE_SHIFT
+                        area.make_present([Part::Channel(through)])?;
+                        message | (through as u64) << CHANNEL_SHIFT
                     }
                     None => break, // `poll` asks again
                 },
                 _ => message,
             };
-            area.grant(from, me, lane.grants).store(entry, Relaxed);
-            lane.ungranted.pop_front();
-            lane.grants += 1;
-            area.pair_word(from, me, GRANTS).store(lane.grants, Release);
+            area.grant(from, me, channel.grants).store(entry, Relaxed);
+            channel.ungranted.pop_front();
+            channel.grants += 1;
+            area.pair_word(from, me, GRANTS).store(channel.grants, Release);
             moved = true;
         }
         Ok(moved)
     }
 
-    fn drain_body(&mut self, area: &Area, from: usize, ended: &mut Ended) -> bool {
+    fn receive_body(&mut self, area: &Area, from: usize, ended: &mut Ended) -> bool {
         let me = area.me;
-        let lane = &mut self.incoming[from];
-        let Some((op, offset)) = lane.bodies.front_mut() else { return false };
-        let round = lane.round;
-        let Some(through) = self.lanes.of(from) else { return false };
+        let channel = &mut self.incoming[from];
+        let Some((op, offset)) = channel.bodies.front_mut() else { return false };
+        let round = channel.round;
+        let Some(through) = self.channels.of(from) else { return false };
         if area.pair_word(from, me, READY).load(Acquire) <= round {
             return false;
         }
@@ -425,22 +428,22 @@ impl P2p {
         // SAFETY: the body buffer is ready and holds `bytes`.
         unsafe { outputs.write(*offset, area.body(me, through, round, bytes), bytes) };
         *offset += bytes;
-        lane.round += 1;
-        area.pair_word(from, me, DRAINED).store(lane.round, Release);
+        channel.round += 1;
+        area.pair_word(from, me, DRAINED).store(channel.round, Release);
         if *offset == total {
-            let (op, _) = lane.bodies.pop_front().expect("the front");
-            self.lanes.give_back(from);
+            let (op, _) = channel.bodies.pop_front().expect("the front");
+            self.channels.give_back(from);
             self.end(op, Ok(()), ended);
         }
         true
     }
 
-    /// The operations that cannot end without something more from `peer`. A receive from anyone needs `peer` when nobody
-    /// else can send any more; `gone` says which ranks cannot.
+    /// The operations that cannot end before `peer` does something more. A receive from anyone needs `peer` when no
+    /// other rank can still send; `gone` says which ranks cannot.
     pub fn blocked_by(&self, area: &Area, peer: usize, gone: impl Fn(usize) -> bool) -> impl Iterator<Item = &Arc<Op>> {
         let (out, incoming) = (&self.out[peer], &self.incoming[peer]);
         let no_room = self.ring_is_full(area, peer);
-        let not_drained = out.bodies.front().is_some_and(|(op, _, moved)| {
+        let not_read = out.bodies.front().is_some_and(|(op, _, moved)| {
             let last = last_round(area, out.round, op, *moved);
             !protocol::may_fill_body(last, area.pair_word(area.me, peer, DRAINED).load(Acquire))
         });
@@ -450,7 +453,7 @@ impl P2p {
         let only_peer = (0..area.ranks).all(|q| q == area.me || q == peer || gone(q));
         let queued = out.queue.iter().take(usize::from(no_room));
         let waiting = out.waiting.iter().map(|(_, op)| op);
-        let sent = out.bodies.iter().take(usize::from(not_drained)).map(|(op, ..)| op);
+        let sent = out.bodies.iter().take(usize::from(not_read)).map(|(op, ..)| op);
         let received = incoming.bodies.iter().take(usize::from(not_ready)).map(|(op, _)| op);
         let posted = self.posted.iter().filter(move |op| match op.request.root {
             ANY_RANK => only_peer,
@@ -459,38 +462,43 @@ impl P2p {
         queued.chain(waiting).chain(sent).chain(received).chain(posted)
     }
 
-    /// True when no envelope to `to` may be overwritten. Before the first was written, nothing of them may be looked at.
+    /// True when no envelope to `to` may be overwritten. Before the first message the counters must not be read: the
+    /// memory is not populated.
     fn ring_is_full(&self, area: &Area, to: usize) -> bool {
         let (sent, most) = (self.out[to].sent, area.layout.envelopes);
         sent >= most && sent.wrapping_sub(area.pair_word(area.me, to, CONSUMED).load(Acquire)) >= most
     }
 
     /// Every operation that has not ended.
-    pub fn drain(&mut self) -> Vec<Arc<Op>> {
+    pub fn take_pending(&mut self) -> Vec<Arc<Op>> {
         let mut all: Vec<Arc<Op>> = self.posted.drain(..).collect();
-        for lane in &mut self.out {
-            all.extend(lane.queue.drain(..));
-            all.extend(lane.waiting.drain(..).map(|(_, op)| op));
-            all.extend(lane.bodies.drain(..).map(|(op, ..)| op));
+        for channel in &mut self.out {
+            all.extend(channel.queue.drain(..));
+            all.extend(channel.waiting.drain(..).map(|(_, op)| op));
+            all.extend(channel.bodies.drain(..).map(|(op, ..)| op));
         }
-        for lane in &mut self.incoming {
-            all.extend(lane.bodies.drain(..).map(|(op, _)| op));
+        for channel in &mut self.incoming {
+            all.extend(channel.bodies.drain(..).map(|(op, _)| op));
         }
         self.active = 0;
         all
     }
 
-    /// Pending operations, oldest deadline first is not promised.
+    /// Pending operations, in no particular order.
     pub fn pending(&self) -> impl Iterator<Item = &Arc<Op>> {
-        let out = self.out.iter().flat_map(|lane| {
-            lane.queue.iter().chain(lane.waiting.iter().map(|(_, op)| op)).chain(lane.bodies.iter().map(|(op, ..)| op))
+        let out = self.out.iter().flat_map(|channel| {
+            channel
+                .queue
+                .iter()
+                .chain(channel.waiting.iter().map(|(_, op)| op))
+                .chain(channel.bodies.iter().map(|(op, ..)| op))
         });
-        let incoming = self.incoming.iter().flat_map(|lane| lane.bodies.iter().map(|(op, _)| op));
+        let incoming = self.incoming.iter().flat_map(|channel| channel.bodies.iter().map(|(op, _)| op));
         self.posted.iter().chain(out).chain(incoming)
     }
 }
 
-/// The last round of a message at whose next round both sides stand, of which some bytes were moved.
+/// The last round of a message of which `moved` bytes were moved, when both sides are at round `next`.
 fn last_round(area: &Area, next: u64, op: &Op, moved: usize) -> u64 {
     let left = op.payload() as usize - moved;
     next + (left.div_ceil(area.layout.body_bytes) as u64).max(1) - 1

@@ -1,7 +1,8 @@
-//! Who may write what, and when: the rules that make the segment safe to share, free of memory and of effects.
+//! The protocol of the shared memory: which rank may write which word, and when. It has no access to memory and no side
+//! effects.
 //!
-//! Everything here is generic over [`Words`], so that the same code runs on the mapped segment and, in
-//! `tests/loom.rs`, on loom's atomics, where every interleaving is tried.
+//! Everything here is generic over [`Words`], so that the same code runs on the mapped segment and, in `tests/loom.rs`,
+//! on loom's atomics, which try every interleaving.
 //!
 //! **Slots.** Operation `n` of a group uses slot `n mod depth` of each rank. A rank writes the payload, then stores the
 //! tag `n` (release). A peer that loads the tag `n` (acquire) may read the payload. When a rank no longer reads any slot
@@ -9,22 +10,23 @@
 //! rank must have loaded (acquire) `Done >= n - depth` from every peer: their reads then happen before the overwrite,
 //! so there is no trailing barrier, and payload accesses are plain.
 //!
-//! **Rounds.** Large operations are cut into rounds that are numbered through all operations of the group, in order. Per
-//! region (stage, result) a rank has two buffers and two counters: `Ready = g + 1` says that it has filled its buffer for
-//! round `g`; `Drained = g + 1` that it reads nobody's buffer of rounds up to `g` any more. Round `g` may be filled
-//! when every peer's `Drained >= g - 1`, that is, when nobody reads round `g - 2`, the last user of that buffer.
+//! **Rounds.** Large operations are cut into rounds that are numbered through all operations of the group, in order.
+//! Per region (stage, result) a rank has two buffers and two counters: `Ready = g + 1` says that it has filled its
+//! buffer for round `g`; `Drained = g + 1` that it no longer reads any peer's buffer of rounds up to `g`. A rank may
+//! fill round `g` when every peer's `Drained >= g - 1`, that is, when no peer reads round `g - 2`, the last user of
+//! that buffer.
 //!
-//! **Messages.** The parts of a message that did not fit into an envelope go through the two buffers of a lane of the
-//! receiver (`lanes.rs`), in rounds that are numbered through all such messages of an ordered pair: round `g` may be
-//! filled when the receiver has drained round `g - 2`. A lane passes to another sender only by a grant, which the receiver
-//! gives (release) after it has read all that came through the lane before.
+//! **Messages.** A message that does not fit into an envelope goes through the two buffers of a channel of the receiver
+//! (`channels.rs`), in rounds that are numbered through all such messages of an ordered pair: the sender may fill round
+//! `g` when the receiver has drained round `g - 2`. A channel passes to another sender only by a grant, which the receiver
+//! gives (release) after it has read everything that came through the channel before.
 //!
-//! **Mail.** Where ranks are many, a sender says at the receiver that it has sent: it sets its bit (release) after the
-//! message can be seen. The receiver takes the bits (acquire) before it looks at the senders they name, so what comes
-//! after its look comes with a new bit. Where ranks are few, only a sender's first message to a rank comes with a bit,
-//! and from then on the receiver looks for more of that sender by itself.
+//! **Mail.** With many ranks, a sender marks at the receiver that it has sent: it sets its bit (release) after the
+//! message is visible. The receiver takes the bits (acquire) before it reads the envelopes of the senders they name, so
+//! a message that comes later comes with a new bit. With few ranks, only a sender's first message to a rank sets a bit;
+//! from then on the receiver polls that sender.
 //!
-//! Each word has one writing rank, but for mail. Waiting is never done here: a rule says yes or not yet.
+//! Each word except mail has one writing rank. Nothing here waits: a function answers yes or not yet.
 
 use super::rank_set::RankSet;
 
@@ -39,7 +41,7 @@ pub enum Word {
     Done(usize),
     /// Rounds that `rank` has filled, per region. Release after filling; acquire before reading.
     Ready(Region, usize),
-    /// Rounds that `rank` will not read any more, per region. Release after reading; acquire before overwriting.
+    /// Rounds that `rank` no longer reads, per region. Release after reading; acquire before overwriting.
     Drained(Region, usize),
 }
 
@@ -60,9 +62,9 @@ pub struct Slots {
     me: usize,
     ranks: usize,
     depth: u64,
-    /// What this rank knows of each peer's `Done`: a lower bound, refreshed only when it is too old.
+    /// The last known `Done` of each peer: a lower bound, refreshed only when it is too low.
     known: Vec<u64>,
-    /// Own `Done`.
+    /// This rank's `Done`.
     done: u64,
     /// Operations above `done` that this rank has finished reading, out of order: bit `i` is `done + 1 + i`.
     finished: u128,
@@ -106,7 +108,7 @@ impl Slots {
         words.load(Word::Tag { rank, n }) == n
     }
 
-    /// This rank reads no slot of operation `n` any more.
+    /// This rank no longer reads any slot of operation `n`.
     pub fn retire<W: Words>(&mut self, words: &W, n: u64) {
         debug_assert!(n > self.done && n - self.done <= 128);
         self.finished |= 1 << (n - self.done - 1);
@@ -119,15 +121,15 @@ impl Slots {
     }
 }
 
-/// True when `rank` no longer reads what a peer's buffer for round `g` held before, so that it may be filled as far as
-/// `rank` is concerned.
-pub fn has_drained<W: Words>(words: &W, region: Region, rank: usize, g: u64) -> bool {
+/// True when `rank` no longer reads the previous contents of a peer's buffer for round `g`, so that `rank` does not
+/// prevent filling it.
+pub fn has_read<W: Words>(words: &W, region: Region, rank: usize, g: u64) -> bool {
     g < 2 || words.load(Word::Drained(region, rank)) >= g - 1
 }
 
 /// True when `me` may fill its buffer for round `g`.
 pub fn may_fill<W: Words>(words: &W, region: Region, me: usize, ranks: usize, g: u64) -> bool {
-    (0..ranks).all(|q| q == me || has_drained(words, region, q, g))
+    (0..ranks).all(|q| q == me || has_read(words, region, q, g))
 }
 
 /// Makes round `g` of `me` visible.
@@ -140,13 +142,13 @@ pub fn is_ready<W: Words>(words: &W, region: Region, rank: usize, g: u64) -> boo
     words.load(Word::Ready(region, rank)) > g
 }
 
-/// `me` reads nobody's round up to and including `g` any more.
+/// `me` no longer reads any peer's buffer of rounds up to and including `g`.
 pub fn drained<W: Words>(words: &W, region: Region, me: usize, g: u64) {
     words.store(Word::Drained(region, me), g + 1);
 }
 
-/// True when a sender may fill a lane's buffer for round `g` of its pair, whose receiver has drained rounds up to
-/// `drained`.
+/// True when a sender may fill a channel's buffer for round `g` of its pair, given that the receiver has drained rounds up
+/// to `drained`.
 pub fn may_fill_body(g: u64, drained: u64) -> bool {
     g < 2 || drained >= g - 1
 }
@@ -155,16 +157,16 @@ pub fn may_fill_body(g: u64, drained: u64) -> bool {
 pub trait Mail {
     /// Sets a bit of `word` of rank `to`. Release.
     fn add(&self, to: usize, word: usize, bit: u64);
-    /// Takes the bits of one's own `word`. Acquire.
+    /// Takes the bits of this rank's `word`. Acquire.
     fn take(&self, word: usize) -> u64;
 }
 
-/// Says at `to` that `from` has sent. To be called after what was sent is visible.
+/// Tells `to` that `from` has sent. Call it after the message is visible.
 pub fn post<M: Mail>(mail: &M, to: usize, from: usize) {
     mail.add(to, from / 64, 1 << (from % 64));
 }
 
-/// Who has sent to this rank, one of `ranks`, since the last call.
+/// The ranks, of `ranks`, that have sent to this rank since the last call.
 pub fn collect<M: Mail>(mail: &M, ranks: usize) -> RankSet {
     let mut senders = RankSet::default();
     for word in 0..ranks.div_ceil(64) {

@@ -21,12 +21,12 @@ impl RankSet {
         self.0[word] |= bits;
     }
 
-    /// These and those of `other`.
+    /// The union with `other`.
     pub fn with(self, other: RankSet) -> RankSet {
         RankSet(std::array::from_fn(|word| self.0[word] | other.0[word]))
     }
 
-    /// In rising order.
+    /// In ascending order.
     pub fn iter(self) -> impl Iterator<Item = usize> {
         self.0.into_iter().enumerate().flat_map(|(word, mut bits)| {
             std::iter::from_fn(move || {

@@ -1,9 +1,10 @@
 //! Small operations: one exchange of tagged slots.
 //!
-//! Idea: every rank writes what its peers need into its own slot, then each reads all it needs and combines it alone.
-//! Steps: 1 (write, tag, read). Bytes per rank: own payload written, up to (P-1) payloads read. Order of summation: rank
-//! 0 to P-1. Source: the flag-in-line idea of NCCL's LL protocol and the single exchange of DeepSpeed's shm all_reduce,
-//! here with one numbering for all kinds of operation and no trailing barrier (protocol.rs).
+//! Idea: every rank writes the data that its peers need into its own slot, then each reads all the slots it needs and
+//! combines them alone. Steps: 1 (write, tag, read). Bytes per rank: own payload written, up to (P-1) payloads read.
+//! Order of summation: rank 0 to P-1. Source: the flag-in-line idea of NCCL's LL protocol and the single exchange of
+//! DeepSpeed's shm all_reduce, here with one numbering for all kinds of operation and no trailing barrier
+//! (protocol.rs).
 
 #![allow(unsafe_code)] // copies and reduces between caller memory and the slots of the segment
 
@@ -18,12 +19,12 @@ use crate::reduce::Kernel;
 use crate::select;
 use crate::types::{Kind, ReduceOp, Request};
 
-/// Bytes of rank `q`'s block in a list whose sizes are `blocks`, or equal parts of `total`.
+/// Bytes of rank `q`'s block: `blocks[q]`, or an equal part of `total`.
 pub fn block(blocks: &[usize], total: usize, ranks: usize, q: usize) -> usize {
     if blocks.is_empty() { total / ranks } else { blocks[q] }
 }
 
-/// Where rank `q`'s block begins.
+/// Offset of rank `q`'s block.
 pub fn block_start(blocks: &[usize], total: usize, ranks: usize, q: usize) -> usize {
     if blocks.is_empty() { total / ranks * q } else { blocks[..q].iter().sum() }
 }
@@ -37,7 +38,7 @@ fn aux(request: &Request, inline: bool) -> u64 {
     }
 }
 
-/// Writes this rank's slot for an operation that goes by slots. The caller then makes it visible with `Slots::publish`.
+/// Writes this rank's slot for an operation that uses slots. The caller then makes it visible with `Slots::publish`.
 pub fn write(area: &Area, op: &Op, chain: u64) {
     let request = &op.request;
     let bytes = select::slot_payload(request, area.ranks).min(Pieces(request.inputs()).bytes());
@@ -48,27 +49,27 @@ pub fn write(area: &Area, op: &Op, chain: u64) {
     };
     if writes && bytes > 0 {
         let to = area.payload(area.me, op.number, bytes);
-        // SAFETY: `payload` checked that the slot holds `bytes`; may_publish said that nobody reads it; the caller keeps
-        // the inputs alive until the operation ends.
+        // SAFETY: `payload` checked that the slot holds `bytes`; `may_publish` said that no peer reads it; the caller
+        // keeps the inputs alive until the operation ends.
         unsafe { Pieces(request.inputs()).read(0, to, bytes) };
     }
     area.write_header(op.number, Header { signature: op.signature, chain, aux: aux(request, true) });
 }
 
-/// Writes the header of an operation that goes by rounds: its data follows through the stage.
+/// Writes the header of an operation that uses rounds: its data follows through the stage buffers.
 pub fn write_header(area: &Area, op: &Op, chain: u64) {
     area.write_header(op.number, Header { signature: op.signature, chain, aux: aux(&op.request, false) });
 }
 
-/// Writes the slot of an all_to_all: the table of this rank's block sizes, then the blocks if they fit;
-/// the header says whether they did.
+/// Writes the slot of an all_to_all: the table of this rank's block sizes, then the blocks if they fit; the header says
+/// whether they did.
 pub fn write_table(area: &Area, op: &Op, chain: u64) {
     let request = &op.request;
     let inputs = Pieces(request.inputs());
     let total = inputs.bytes();
     let table = area.ranks * 8;
     let inline = table + total <= SLOT_BYTES;
-    // The whole slot is asked for, so that table and blocks lie behind the header line whatever their size.
+    // Reserves the whole slot, so that table and blocks lie behind the header line whatever their size.
     let to = area.payload(area.me, op.number, SLOT_BYTES);
     for q in 0..area.ranks {
         let bytes = block(&request.in_blocks, total, area.ranks, q) as u64;
@@ -82,7 +83,7 @@ pub fn write_table(area: &Area, op: &Op, chain: u64) {
     area.write_header(op.number, Header { signature: op.signature, chain, aux: aux(request, inline) });
 }
 
-/// Row `q` of the all_to_all tables: block sizes as rank `q` wrote them. Untrusted numbers.
+/// Row `q` of the all_to_all tables: block sizes as rank `q` wrote them. Unchecked values.
 pub fn read_table(area: &Area, op: &Op, q: usize) -> Vec<usize> {
     let from = area.payload(q, op.number, SLOT_BYTES);
     (0..area.ranks)
@@ -105,8 +106,8 @@ pub fn needs(area: &Area, op: &Op, q: usize) -> bool {
     reads_from(&op.request, area.me, q) && !Slots::is_published(area, q, op.number)
 }
 
-/// Looks which of the slots that this rank needs are there, from rank `seen` on, and checks their signatures.
-/// Returns the first rank that is still missing, or `ranks`.
+/// Checks the slots that this rank needs, from rank `seen` on: whether they are published, and whether their signatures
+/// agree. Returns the first rank that is still missing, or `ranks`.
 pub fn look(area: &Area, op: &Op, mut seen: usize, needed: impl Fn(usize) -> bool) -> Result<usize> {
     while seen < area.ranks {
         if seen != area.me && needed(seen) {
@@ -117,7 +118,7 @@ pub fn look(area: &Area, op: &Op, mut seen: usize, needed: impl Fn(usize) -> boo
             if theirs.signature != op.signature {
                 return Err(mismatch(op.number, area.me, op.signature, seen, theirs.signature));
             }
-            // Every rank brings the block that this rank's list has for it.
+            // Rank `peer` must bring as many bytes as this rank's list has for it.
             if matches!(op.request.kind, Kind::AllGather | Kind::Gather) {
                 let expected = op.request.out_blocks.get(seen).map_or(own.aux, |bytes| *bytes as u64);
                 if theirs.aux != expected {
@@ -142,13 +143,13 @@ fn mismatch(n: u64, me: usize, own: u64, peer: usize, theirs: u64) -> Error {
     ))
 }
 
-/// The signatures of this operation agree, but not what was called until then: the lists of sizes of this one, or an
-/// earlier operation in which neither rank looked at the other. Both have their last headers in the segment still: shows
-/// the first that differs there.
+/// The signatures of this operation agree, but an earlier call differed: the lists of sizes of this operation, or an
+/// earlier operation in which neither rank read the other's header. The segment still has the last headers of both;
+/// this reports the first difference among them.
 fn earlier_mismatch(area: &Area, op: &Op, peer: usize) -> Error {
     let me = area.me;
     let oldest = op.number.saturating_sub(area.layout.depth - 1).max(1);
-    // Whether all agreed up to the operation before: true before the first, unknown where its headers are gone.
+    // Whether all calls up to the one before agreed: true before the first, unknown where its headers were overwritten.
     let mut agreed = oldest == 1;
     for n in oldest..=op.number {
         if !Slots::is_published(area, me, n) || !Slots::is_published(area, peer, n) {
@@ -182,7 +183,7 @@ fn earlier_mismatch(area: &Area, op: &Op, peer: usize) -> Error {
     ))
 }
 
-/// The list of sizes of this rank, for messages; a long one is cut.
+/// This rank's list of sizes, for error texts; a long one is cut.
 fn sizes(me: usize, request: &Request) -> String {
     const SHOWN: usize = 8;
     let list = if request.kind == Kind::AllGather { &request.out_blocks } else { &request.in_blocks };
@@ -193,7 +194,7 @@ fn sizes(me: usize, request: &Request) -> String {
     }
 }
 
-/// One PREMUL_SUM factor a rank, from the headers; empty for every other reduction.
+/// The PREMUL_SUM factor of each rank, from the headers; empty for every other reduction.
 pub fn factors(area: &Area, op: &Op) -> Vec<f64> {
     match op.request.op {
         ReduceOp::PremulSum(_) => (0..area.ranks).map(|q| f64::from_bits(area.read_header(q, op.number).aux)).collect(),
@@ -201,7 +202,7 @@ pub fn factors(area: &Area, op: &Op) -> Vec<f64> {
     }
 }
 
-/// Reads the slots, all of which are there, and writes the results. `scratch` is room for one payload.
+/// Reads the slots, which are all published, and writes the results. `scratch` is memory for one payload.
 pub fn finish(area: &Area, op: &Op, kernel: Option<&Kernel>, scratch: &mut Vec<u8>) -> Result<()> {
     let request = &op.request;
     let (me, ranks, n) = (area.me, area.ranks, op.number);
@@ -287,7 +288,7 @@ fn combine(
     }
 }
 
-/// Reads an all_to_all whose tables are all there: checks all sizes, then copies every block that lies in a slot, and
+/// Completes an all_to_all when all tables are published: checks all sizes, copies every block that lies in a slot, and
 /// returns the tables of the ranks whose blocks come in rounds.
 pub fn finish_table(area: &Area, op: &Op) -> Result<Vec<Option<Vec<usize>>>> {
     let request = &op.request;
@@ -295,7 +296,7 @@ pub fn finish_table(area: &Area, op: &Op) -> Result<Vec<Option<Vec<usize>>>> {
     let outputs = Pieces(request.outputs());
     let total_out = outputs.bytes();
     let mut in_rounds = Vec::with_capacity(ranks);
-    // Where each block that lies in a slot begins there.
+    // The offset of each block that lies in a slot.
     let mut in_slots = Vec::with_capacity(ranks);
     for q in 0..ranks {
         let table = read_table(area, op, q);

@@ -1,9 +1,9 @@
 //! One thread per process that sleeps until a watched peer ends.
 //!
-//! Two signs tell: a pidfd becomes readable when the process has ended, a socket reports end of file when its other end
-//! was closed. The pidfd leads, because forked helpers of a peer may hold its socket open; where there is none (another
-//! pid namespace on an old kernel, or pidfds denied) the socket is all there is. The kernel closes a dying
-//! process's sockets just before its pidfd turns readable, so a closed socket waits [`GRACE`] for the better reason.
+//! There are two signs: a pidfd becomes readable when the process has ended, and a socket reports end of file when its
+//! other end was closed. The pidfd has priority, because forked helpers of a peer may hold its socket open; without one
+//! (another pid namespace on an old kernel, or pidfds denied) the socket must do. The kernel closes a dying process's
+//! sockets just before its pidfd becomes readable, so a closed socket waits [`GRACE`] for the better reason.
 
 use std::collections::{HashMap, HashSet};
 use std::io;
@@ -20,16 +20,16 @@ const GRACE: Duration = Duration::from_millis(10);
 const PROCESS_ENDED: &str = "its process ended";
 const CONNECTION_CLOSED: &str = "its connection closed";
 
-/// What kind of descriptor tells of a rank's end.
+/// The kind of descriptor that reports a rank's end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Source {
     /// A pidfd.
     Process,
-    /// A connected socket over which nothing is sent any more.
+    /// A connected socket over which nothing more is sent.
     Connection,
 }
 
-/// One way to learn that a rank ended.
+/// A descriptor that reports the end of a rank.
 #[derive(Debug)]
 pub struct End {
     pub rank: usize,
@@ -49,7 +49,7 @@ struct Watched {
 struct State {
     watched: HashMap<u32, Watched>,
     next_id: u32,
-    /// (when, watch, rank): sockets that closed while the rank's pidfd has not said anything yet.
+    /// (when, watch, rank): closed sockets of ranks whose pidfd has reported nothing yet.
     closed: Vec<(Instant, u32, usize)>,
     /// The watch whose callback runs now.
     running: Option<u32>,
@@ -58,23 +58,23 @@ struct State {
     stopping: bool,
 }
 
-/// The thread's state. Never freed: a forked child may come into being at any moment and gets its own.
+/// The thread's state. Never freed: a forked child may appear at any moment and gets its own.
 struct Watcher {
     epoll: OwnedFd,
     /// Wakes the thread.
-    bell: OwnedFd,
+    wakeup: OwnedFd,
     state: Mutex<State>,
-    /// Told whenever a callback has returned.
+    /// Notified whenever a callback has returned.
     idle: Condvar,
 }
 
 static WATCHER: AtomicPtr<Watcher> = AtomicPtr::new(ptr::null_mut());
 
-/// Token of the bell; others are watch number and index.
-const BELL: u64 = u64::MAX;
+/// Token of the wakeup descriptor; the others are watch number and index.
+const WAKEUP: u64 = u64::MAX;
 
-/// The child has neither the thread nor a right to the locks it may have held; a watch made there starts anew. The
-/// epoll instance is shared with the parent and must not be changed, so even closing it is left to the process's end.
+/// The child has neither the thread nor the locks that it may have held; a watch made there starts anew. The epoll
+/// instance is shared with the parent and must not be changed, so it is closed only when the process ends.
 pub(super) fn forget_after_fork() {
     WATCHER.store(ptr::null_mut(), Ordering::Release);
 }
@@ -96,7 +96,7 @@ impl Watcher {
     fn get() -> Result<&'static Watcher> {
         let present = WATCHER.load(Ordering::Acquire);
         if !present.is_null() {
-            // SAFETY: what the pointer once held is never freed.
+            // SAFETY: a watcher that the pointer once held is never freed.
             return Ok(unsafe { &*present });
         }
         let made = Box::into_raw(Box::new(Watcher::new()?));
@@ -104,7 +104,7 @@ impl Watcher {
             // SAFETY: published just now, never freed from here on.
             Ok(_) => Ok(unsafe { &*made }),
             Err(winner) => {
-                // SAFETY: nobody else saw the loser, so it is ours to free; the winner is never freed.
+                // SAFETY: no other thread saw the loser, so this one may free it; the winner is never freed.
                 unsafe {
                     drop(Box::from_raw(made));
                     Ok(&*winner)
@@ -115,14 +115,14 @@ impl Watcher {
 
     fn new() -> Result<Watcher> {
         // SAFETY: plain numbers in, descriptors or -1 out.
-        let (epoll, bell) = unsafe {
+        let (epoll, wakeup) = unsafe {
             (
                 descriptor(libc::epoll_create1(libc::EPOLL_CLOEXEC), "epoll_create1")?,
                 descriptor(libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK), "eventfd")?,
             )
         };
-        let watcher = Watcher { epoll, bell, state: Mutex::default(), idle: Condvar::new() };
-        watcher.add(watcher.bell.as_raw_fd(), libc::EPOLLIN, BELL)?;
+        let watcher = Watcher { epoll, wakeup, state: Mutex::default(), idle: Condvar::new() };
+        watcher.add(watcher.wakeup.as_raw_fd(), libc::EPOLLIN, WAKEUP)?;
         Ok(watcher)
     }
 
@@ -138,7 +138,7 @@ impl Watcher {
         if rc == 0 { Ok(()) } else { Err(refused("epoll_ctl")) }
     }
 
-    /// Stops looking at a descriptor; once is enough for an end.
+    /// Stops watching a descriptor; one report per end is enough.
     fn forget(&self, end: &End) {
         // SAFETY: both descriptors are open. A descriptor that is not in the set is an error that changes nothing.
         unsafe {
@@ -146,10 +146,10 @@ impl Watcher {
         }
     }
 
-    fn ring(&self) {
+    fn wake(&self) {
         let one = 1u64;
         // SAFETY: writes the eight bytes of a number that outlives the call. A full counter wakes just as well.
-        unsafe { libc::write(self.bell.as_raw_fd(), (&raw const one).cast(), 8) };
+        unsafe { libc::write(self.wakeup.as_raw_fd(), (&raw const one).cast(), 8) };
     }
 
     /// Starts the thread where it is not running.
@@ -179,11 +179,11 @@ impl Watcher {
             };
             // SAFETY: the pointer and count describe `events`.
             let count = unsafe { libc::epoll_wait(self.epoll.as_raw_fd(), events.as_mut_ptr(), 64, timeout) };
-            // Processes first: where both signs of one death came together, the better reason is told.
+            // Processes first: where both signs of one death arrived together, the better reason is reported.
             let (mut sockets, mut ended) = (Vec::new(), Vec::new());
             for event in &events[..count.max(0) as usize] {
                 match event.u64 {
-                    BELL => self.silence_bell(),
+                    WAKEUP => self.silence_bell(),
                     token => self.sort(token, &mut ended, &mut sockets),
                 }
             }
@@ -209,14 +209,14 @@ impl Watcher {
     fn silence_bell(&self) {
         let mut count = 0u64;
         // SAFETY: reads eight bytes into a number that outlives the call.
-        unsafe { libc::read(self.bell.as_raw_fd(), (&raw mut count).cast(), 8) };
+        unsafe { libc::read(self.wakeup.as_raw_fd(), (&raw mut count).cast(), 8) };
     }
 
-    /// Says what an event means, and ends the interest in its descriptor if that was its end.
+    /// Classifies an event, and stops watching its descriptor if that has ended.
     fn sort(&self, token: u64, ended: &mut Vec<(u32, usize)>, closed: &mut Vec<(u32, usize)>) {
         let (id, index) = ((token >> 32) as u32, (token & 0xffff_ffff) as usize);
         let state = self.lock();
-        // Not there: the watch was dropped after the event was fetched.
+        // Missing: the watch was dropped after the event was fetched.
         let Some(end) = state.watched.get(&id).and_then(|watched| watched.ends.get(index)) else { return };
         match end.source {
             Source::Process => ended.push((id, end.rank)),
@@ -237,7 +237,7 @@ impl Watcher {
         }
     }
 
-    /// Calls back, once for a rank, with no lock held.
+    /// Calls back, once per rank, with no lock held.
     fn report(&self, id: u32, rank: usize, reason: &'static str) {
         let callback = {
             let mut state = self.lock();
@@ -252,14 +252,14 @@ impl Watcher {
         if std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| callback(rank, reason))).is_err() {
             log::error!("internal error, please report it: the callback for the end of rank {rank} panicked");
         }
-        // Before `running` is cleared: whoever waits for that may free what the callback holds on to.
+        // Before `running` is cleared: the thread that waits for that may free what the callback refers to.
         drop(callback);
         self.lock().running = None;
         self.idle.notify_all();
     }
 }
 
-/// True when the other end is closed. Whatever it may have sent is thrown away.
+/// True when the other end is closed. Data that it may have sent is discarded.
 fn has_closed(socket: &OwnedFd) -> bool {
     let mut rest = [0u8; 256];
     loop {
@@ -278,14 +278,14 @@ fn has_closed(socket: &OwnedFd) -> bool {
 }
 
 /// Keeps a watch alive. After its drop the callback does not run any more, and is not running (unless the drop happens
-/// in the callback itself). So: never drop it with a lock held that the callback takes.
+/// in the callback itself). So never drop it with a lock held that the callback takes.
 pub struct WatchGuard {
     watcher: &'static Watcher,
     id: u32,
     generation: u32,
 }
 
-/// Calls `on_death(rank, reason)` on the watch thread, at most once a rank, when one of the ends tells of it. Takes the
+/// Calls `on_death(rank, reason)` on the watch thread, at most once per rank, when one of `ends` reports it. Takes the
 /// descriptors and closes them when the guard is dropped.
 pub fn watch(ends: Vec<End>, on_death: impl Fn(usize, &'static str) + Send + Sync + 'static) -> Result<WatchGuard> {
     super::install();
@@ -296,7 +296,7 @@ pub fn watch(ends: Vec<End>, on_death: impl Fn(usize, &'static str) + Send + Syn
     }
     watcher.ensure_thread(&mut state)?;
     let id = state.next_id;
-    // The largest number is the bell's.
+    // The largest number is the token of the wakeup descriptor.
     state.next_id = (id + 1) % (u32::MAX - 1);
     let raw: Vec<i32> = ends.iter().map(|end| end.fd.as_raw_fd()).collect();
     // Events may come at once: the thread looks them up under the lock that is held here.
@@ -328,19 +328,20 @@ impl Drop for WatchGuard {
                 state = self.watcher.idle.wait(state).unwrap_or_else(PoisonError::into_inner);
             }
         }
-        // Closing descriptors and freeing the callback's captures may take time and locks of others.
+        // Closing descriptors and freeing the callback's captures may take time and other locks.
         drop(state);
         drop(removed);
     }
 }
 
-/// Ends the thread, for the end of the process. Watches stay silent afterwards, until a new one starts it again.
+/// Ends the thread, for the end of the process. Watches report nothing afterwards, until a new watch starts the thread
+/// again.
 pub fn stop() {
     let present = WATCHER.load(Ordering::Acquire);
     if present.is_null() {
         return;
     }
-    // SAFETY: what the pointer once held is never freed.
+    // SAFETY: a watcher that the pointer once held is never freed.
     let watcher: &'static Watcher = unsafe { &*present };
     let thread = {
         let mut state = watcher.lock();
@@ -350,9 +351,9 @@ pub fn stop() {
         state.stopping = true;
         state.thread.take()
     };
-    watcher.ring();
+    watcher.wake();
     if let Some(thread) = thread {
-        // A panic of the thread was already told by the panic hook.
+        // The panic hook has already reported a panic of the thread.
         let _ = thread.join();
     }
     let mut state = watcher.lock();

@@ -1,5 +1,5 @@
-//! Learns of what went wrong elsewhere: peers that ended, processes that are stopped, and that this process is a fork
-//! of the one that made the groups. Never calls up: whoever wants to know leaves a callback.
+//! Detects failures outside this thread: peers that ended, processes that are stopped, and that this process is a fork
+//! of the one that made the groups. It calls nothing above it except registered callbacks.
 
 #![allow(unsafe_code)] // system calls, and a list that a forked child must be able to leave alone
 
@@ -21,7 +21,7 @@ extern "C" fn in_forked_child() {
     self::death::forget_after_fork();
 }
 
-/// Must have run before a fork for [`generation`] to count it. Cheap to repeat; `watch` and the meeting call it.
+/// Must have run before a fork for [`generation`] to count it. Cheap to repeat; `watch` and the rendezvous call it.
 pub fn install() {
     INSTALL.call_once(|| {
         // SAFETY: the handler is a plain function that lives for ever and touches only atomics.
@@ -32,8 +32,8 @@ pub fn install() {
     });
 }
 
-/// Number of forks that led to this process. What was made under another number (threads, groups, watches) belongs to
-/// the parent and must not be touched here: its threads are not running and its shared memory is not ours to write.
+/// Number of forks that led to this process. Objects made under another number (threads, groups, watches) belong to the
+/// parent and must not be touched here: their threads are not running and their shared memory must not be written.
 #[inline]
 pub fn generation() -> u32 {
     GENERATION.load(Ordering::Relaxed)
@@ -45,10 +45,10 @@ pub fn forked() -> bool {
     generation() != 0
 }
 
-/// Starts a thread that takes no signals: those are the program's.
+/// Starts a thread that takes no signals: those belong to the program.
 pub fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> std::io::Result<JoinHandle<()>> {
     // SAFETY: all zero bytes are valid signal sets; `all` is filled before it is used, `before` before it is read. The
-    // new thread inherits the mask that holds here now, so there is no moment in which it could take a signal.
+    // new thread inherits the blocking mask, so it never takes a signal.
     let before = unsafe {
         let (mut all, mut before): (libc::sigset_t, libc::sigset_t) = std::mem::zeroed();
         libc::sigfillset(&mut all);
@@ -56,18 +56,18 @@ pub fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> std::io::Resul
         before
     };
     let thread = std::thread::Builder::new().name(name.into()).spawn(body);
-    // SAFETY: restores what held before.
+    // SAFETY: restores the previous mask.
     unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &before, std::ptr::null_mut()) };
     thread
 }
 
-/// State letter of a process as `ps` shows it ('R' running, 'S' sleeping, 'T' stopped, 'Z' ended), for messages.
+/// State letter of a process as `ps` shows it ('R' running, 'S' sleeping, 'T' stopped, 'Z' ended), for error texts.
 pub fn process_state(pid: i32) -> Option<char> {
     if pid <= 0 {
         return None;
     }
     let stat = std::fs::read(format!("/proc/{pid}/stat")).ok()?;
-    // The name in parentheses may contain anything, also parentheses: the state follows the last one.
+    // The name in parentheses may contain parentheses: the state follows the last one.
     let after = stat.iter().rposition(|byte| *byte == b')')?;
     stat.get(after + 2).map(|byte| *byte as char)
 }

@@ -1,4 +1,4 @@
-"""Choosing without ranks: the start rules, explanations of what might be, rules that are refused, tables on disk,
+"""Choosing without ranks: the default rules, explanations of what might be, rules that are refused, tables on disk,
 tune's arithmetic, the command line."""
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def test_explain_refuses_what_it_does_not_know(call: Any, expected: str) -> None
     ("rules", "expected"),
     [
         ("all_reduce:0-64KiB=slots", "a slot holds 4KiB"),
-        ("all_reduce:0-=warp", "is no way; expected start, slots, rounds"),
+        ("all_reduce:0-=warp", "is no algorithm; expected start, slots, rounds"),
         ("nonsense", "there is no ':'"),
     ],
 )

@@ -58,3 +58,16 @@ def test_every_rule_of_this_stage_has_a_test() -> None:
             assert re.search(rf"\bfn {name}\b|\bdef {name}\b", everything), (
                 f"rule {number} names {name}, which is nowhere"
             )
+
+
+@pytest.mark.quick
+def test_words_are_few_distinct_and_used() -> None:
+    """docs/words.md has at most 25 entries, none twice, each of which the core or the shim uses."""
+    rows = re.findall(r"^\| ([a-z][^|]*) \| [A-Z0-9*]", (ROOT / "docs" / "words.md").read_text(), re.M)
+    words = [word.strip() for row in rows for word in row.split(",")]
+    assert 0 < len(rows) <= 25, f"{len(rows)} entries"
+    assert len(words) == len(set(words)), sorted(words)
+    sources = "\n".join(path.read_text() for folder in ("src", "cpp") for path in (ROOT / folder).rglob("*.?pp"))
+    sources += "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.rs"))
+    unused = [word for word in words if not re.search(rf"\b{word.replace(' ', '.')}", sources, re.I)]
+    assert not unused, f"no source uses {unused}"

@@ -291,7 +291,7 @@ extern "C" fn sim_cnclGroupEnd() -> i32 {
 /// A buffer: its address, its bytes, and whether it must be there.
 type Buffer = (usize, usize);
 
-struct Asked {
+struct OpDesc {
     name: &'static str,
     comm: usize,
     queue: usize,
@@ -305,7 +305,7 @@ struct Checked {
     dtype: Dtype,
 }
 
-impl Asked {
+impl OpDesc {
     /// What does not depend on the buffers.
     fn check(&self, root: i32) -> Result<Checked, i32> {
         let wrong = |code: i32, text: String| Err(refuse(code, format!("{}: {text}", self.name)));
@@ -389,7 +389,7 @@ extern "C" fn sim_cnclAllReduce(
     comm: usize,
     queue: usize,
 ) -> i32 {
-    let asked = Asked { name: "cnclAllReduce", comm, queue, dtype };
+    let asked = OpDesc { name: "cnclAllReduce", comm, queue, dtype };
     done((|| {
         let checked = asked.check(0)?;
         let bytes = count * checked.size;
@@ -400,7 +400,7 @@ extern "C" fn sim_cnclAllReduce(
     })())
 }
 
-fn broadcast(asked: &Asked, send: usize, recv: usize, count: usize, root: i32) -> Result<i32, i32> {
+fn broadcast(asked: &OpDesc, send: usize, recv: usize, count: usize, root: i32) -> Result<i32, i32> {
     let checked = asked.check(root)?;
     let (bytes, me) = (count * checked.size, checked.comm.rank);
     asked.buffers(&checked, &[(send, if me == root as u32 { bytes } else { 0 }), (recv, bytes)])?;
@@ -418,12 +418,12 @@ extern "C" fn sim_cnclBroadcast(
     comm: usize,
     queue: usize,
 ) -> i32 {
-    done(broadcast(&Asked { name: "cnclBroadcast", comm, queue, dtype }, send, recv, count, root))
+    done(broadcast(&OpDesc { name: "cnclBroadcast", comm, queue, dtype }, send, recv, count, root))
 }
 
 #[unsafe(no_mangle)]
 extern "C" fn sim_cnclBcast(buffer: usize, count: usize, dtype: i32, root: i32, comm: usize, queue: usize) -> i32 {
-    done(broadcast(&Asked { name: "cnclBcast", comm, queue, dtype }, buffer, buffer, count, root))
+    done(broadcast(&OpDesc { name: "cnclBcast", comm, queue, dtype }, buffer, buffer, count, root))
 }
 
 #[unsafe(no_mangle)]
@@ -437,7 +437,7 @@ extern "C" fn sim_cnclReduce(
     comm: usize,
     queue: usize,
 ) -> i32 {
-    let asked = Asked { name: "cnclReduce", comm, queue, dtype };
+    let asked = OpDesc { name: "cnclReduce", comm, queue, dtype };
     done((|| {
         let checked = asked.check(root)?;
         let (bytes, me) = (count * checked.size, checked.comm.rank);
@@ -457,7 +457,7 @@ extern "C" fn sim_cnclReduceScatter(
     comm: usize,
     queue: usize,
 ) -> i32 {
-    let asked = Asked { name: "cnclReduceScatter", comm, queue, dtype };
+    let asked = OpDesc { name: "cnclReduceScatter", comm, queue, dtype };
     done((|| {
         let checked = asked.check(0)?;
         let (bytes, ranks, me) = (count * checked.size, checked.comm.size, checked.comm.rank as usize);
@@ -471,7 +471,7 @@ extern "C" fn sim_cnclReduceScatter(
 
 #[unsafe(no_mangle)]
 extern "C" fn sim_cnclAllGather(send: usize, recv: usize, count: usize, dtype: i32, comm: usize, queue: usize) -> i32 {
-    let asked = Asked { name: "cnclAllGather", comm, queue, dtype };
+    let asked = OpDesc { name: "cnclAllGather", comm, queue, dtype };
     done((|| {
         let checked = asked.check(0)?;
         let (bytes, ranks, me) = (count * checked.size, checked.comm.size, checked.comm.rank as usize);
@@ -484,7 +484,7 @@ extern "C" fn sim_cnclAllGather(send: usize, recv: usize, count: usize, dtype: i
 
 #[unsafe(no_mangle)]
 extern "C" fn sim_cnclAlltoAll(send: usize, recv: usize, count: usize, dtype: i32, comm: usize, queue: usize) -> i32 {
-    let asked = Asked { name: "cnclAlltoAll", comm, queue, dtype };
+    let asked = OpDesc { name: "cnclAlltoAll", comm, queue, dtype };
     done((|| {
         let checked = asked.check(0)?;
         let (bytes, ranks) = (count * checked.size, checked.comm.size);
@@ -507,7 +507,7 @@ extern "C" fn sim_cnclAlltoAllv(
     queue: usize,
 ) -> i32 {
     const ANY_TYPE: i32 = 0x20;
-    let asked = Asked { name: "cnclAlltoAllv", comm, queue, dtype: ANY_TYPE };
+    let asked = OpDesc { name: "cnclAlltoAllv", comm, queue, dtype: ANY_TYPE };
     done((|| {
         let checked = asked.check(0)?;
         let ranks = checked.comm.size as usize;
@@ -536,7 +536,7 @@ extern "C" fn sim_cnclAlltoAllv(
 }
 
 fn message(kind: Kind, buffer: usize, count: usize, dtype: i32, peer: i32, comm: usize, queue: usize) -> i32 {
-    let asked = Asked { name: if kind == Kind::Send { "cnclSend" } else { "cnclRecv" }, comm, queue, dtype };
+    let asked = OpDesc { name: if kind == Kind::Send { "cnclSend" } else { "cnclRecv" }, comm, queue, dtype };
     done((|| {
         let checked = asked.check(peer)?;
         if peer == checked.comm.rank as i32 {

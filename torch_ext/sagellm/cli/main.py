@@ -1,5 +1,5 @@
-"""The command line. ``doctor`` says what this machine offers and whether two ranks can talk; ``tune``, ``table`` and
-``explain`` are about the ways operations go (``tune.py``); ``simulate`` says what collectives cost on other machines.
+"""The command line. ``doctor`` reports facts of this machine and runs a self-test of two ranks; ``tune``, ``table`` and
+``explain`` measure and show the algorithm choice (``tune.py``); ``simulate`` predicts collectives on other machines.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ EXAMPLES = """examples:
   python -m sagellm doctor                 facts about this machine, then a short self-test
   python -m sagellm doctor --no-self-test  the facts alone
   SAGELLM_LOG=debug python -m sagellm doctor
-  python -m sagellm tune --ranks 4         measure which way each operation goes fastest here, and keep it
-  python -m sagellm table --ranks 4        every choice of a group of 4 ranks, and where it comes from
+  python -m sagellm tune --ranks 4         measure the fastest algorithm of each operation and save the table
+  python -m sagellm table --ranks 4        every choice of a group of 4 ranks, and its source
   python -m sagellm explain all_reduce 1MiB --ranks 4
 """
 LOOPBACK = "127.0.0.1"
@@ -28,7 +28,7 @@ RANKS = 2
 #: The self-test measures for this long; starting two interpreters with torch takes longer than that.
 MEASURE_SECONDS = 2.0
 START_SECONDS = 60.0
-SMALL, LARGE = 2, 1 << 20  # numbers of four bytes: 8 B and 4 MiB
+SMALL, LARGE = 2, 1 << 20  # elements of four bytes: 8 B and 4 MiB
 
 
 def show(name: str, value: object) -> None:
@@ -36,7 +36,7 @@ def show(name: str, value: object) -> None:
 
 
 def facts(extension: Any) -> None:
-    """Versions, then what the core found out."""
+    """Versions, then the core's facts about this machine."""
     import torch
 
     from sagellm import _load
@@ -51,7 +51,7 @@ def facts(extension: Any) -> None:
 
 
 def self_test() -> int:
-    """Starts two ranks of this program that meet on the loopback interface; 0 when both report success."""
+    """Starts two ranks of this program on the loopback interface; 0 when both report success."""
     from torch.distributed import TCPStore
 
     store = TCPStore(LOOPBACK, 0, None, True, timedelta(seconds=START_SECONDS), wait_for_workers=False)
@@ -86,7 +86,7 @@ def self_test() -> int:
 
 
 def run_rank(rank: int, port: int) -> int:
-    """One rank of the self-test: right sums, and how long they take. Rank 0 prints."""
+    """One rank of the self-test: checks sums, and measures their time. Rank 0 prints."""
     import torch
     import torch.distributed as dist
 
@@ -108,7 +108,7 @@ def run_rank(rank: int, port: int) -> int:
 
 
 def _times(tensor: Any) -> list[float]:
-    """Sorted seconds of repeated calls. Rank 0's clock alone decides when to stop, and tells it in the data."""
+    """Sorted seconds of repeated calls. Rank 0's clock alone decides when to stop; the data carries its decision."""
     import torch
     import torch.distributed as dist
 
@@ -140,7 +140,7 @@ def doctor(with_self_test: bool) -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line; the usage is in the help."""
+    """Prints the error in one line; the usage is in the help."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
@@ -149,7 +149,7 @@ class Parser(argparse.ArgumentParser):
 def main(arguments: list[str] | None = None) -> int:
     parser = Parser(
         prog="sagellm",
-        description="A torch.distributed backend; its commands look at this machine.",
+        description="A torch.distributed backend; its commands examine this machine.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -157,8 +157,8 @@ def main(arguments: list[str] | None = None) -> int:
     checked = commands.add_parser(
         "doctor",
         help="facts about this machine and a self-test of two ranks",
-        description="Prints versions, usable cores, memory limits and what the kernel allows, then lets two ranks "
-        "on this host talk for two seconds. Ends with 1 when something does not work.",
+        description="Prints versions, usable cores, memory limits and kernel features, then lets two ranks "
+        "on this host communicate for two seconds. Exits with 1 when something does not work.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -174,7 +174,7 @@ def main(arguments: list[str] | None = None) -> int:
     simulate.add_arguments(simulated)
     _add_choosing(commands)
     given = sys.argv[1:] if arguments is None else arguments
-    # What the self-test, tune and `simulate --check` start: no commands for people, so no help lists them.
+    # Started by the self-test, tune and `simulate --check`, not by people, so no help lists them.
     if given[:1] == ["_rank"]:
         return run_rank(int(given[1]), int(given[2]))
     if given[:1] == ["_simulated_rank"]:
@@ -206,16 +206,16 @@ def _size(text: str) -> int:
 
 
 def _add_choosing(commands: Any) -> None:
-    tuned = commands.add_parser("tune", help="measure which way each operation goes fastest here, and keep it")
+    tuned = commands.add_parser("tune", help="measure the fastest algorithm of each operation and save the table")
     tuned.add_argument(
         "--budget", type=float, default=60.0, metavar="SECONDS", help="measure for so long (default: 60)"
     )
     tuned.add_argument(
         "--max-size", type=_size, default=64 << 20, metavar="BYTES", help="largest size (default: 64MiB)"
     )
-    tuned.add_argument("--dry-run", action="store_true", help="say what would be measured, and end")
-    shown = commands.add_parser("table", help="print every choice of a group, and where it comes from")
-    asked = commands.add_parser("explain", help="say why an operation would travel the way it would")
+    tuned.add_argument("--dry-run", action="store_true", help="print what would be measured, and exit")
+    shown = commands.add_parser("table", help="print every choice of a group, and its source")
+    asked = commands.add_parser("explain", help="explain the algorithm choice of an operation")
     asked.add_argument("op", help="all_reduce, broadcast, ...")
     asked.add_argument("bytes", type=_size, help="bytes that one rank gives: 4096, 64KiB, 1MiB")
     asked.add_argument("--dtype", default="float32", help="element type (default: float32)")

@@ -1,9 +1,9 @@
-"""``python -m sagellm simulate --check``: the schedules run on this machine, and how far off the model is.
+"""``python -m sagellm simulate --check``: runs the schedules on this machine and prints the model's error.
 
-Ranks are processes that exchange messages through torch's gloo over loopback. First they measure the model's numbers,
+Ranks are processes that exchange messages through torch's gloo over loopback. They first measure the parameters,
 all ranks at once: messages around a ring, small, large, many at once, copied or added at their end. Then they run the
-schedules, check the results, and print the predicted beside the measured time. The executor is a plain one, in Python:
-its own cost is in the measured numbers and in the runs alike.
+schedules, check the results, and print the predicted beside the measured time. The executor is simple, in Python:
+its cost is in the measured parameters as well as in the runs.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from sagellm.cli.simulate import TWO_LEVELS, Link, Machine, Prediction, predict,
 LOOPBACK = "127.0.0.1"
 MOST_RANKS, MOST_BYTES = 8, 16 << 20
 START_SECONDS = 60.0
-#: One schedule at one size is repeated until it has used this much time, but at least `LEAST_TIMES`.
+#: One schedule at one size is repeated for this long, but at least `LEAST_TIMES` times.
 RUN_SECONDS, LEAST_TIMES = 0.2, 5
 BYTES_OF_A_NUMBER = 4
 #: Sizes of the messages that measure the links.
 LARGE, BURST = 1 << 20, 8
 
 
-#: Number of parts, and messages: step, whether it is sent, peer, parts, what becomes of it.
+#: Number of parts, and messages: step, whether it is sent, peer, parts, how it is combined.
 Program = tuple[int, list[tuple[int, bool, int, list[int], str]]]
 
 
 @dataclass
 class Message:
     peer: int
-    #: Stretches of the vector.
+    #: Ranges of the vector.
     runs: list[tuple[int, int]]
     how: str
     room: Any
@@ -71,7 +71,7 @@ class Runner:
         steps: dict[int, Step] = {}
         for number, sends, peer, parts, how in messages:
             runs = self._runs(parts)
-            # A barrier's messages are empty and sent all the same: one number stands for nothing.
+            # A barrier's messages are empty but must be sent: one number stands for nothing.
             length = sum(end - start for start, end in runs) if op != "barrier" else 1
             if length:
                 step = steps.setdefault(number, Step(number))
@@ -79,7 +79,7 @@ class Runner:
         self.steps = list(steps.values())
 
     def _runs(self, parts: Sequence[int]) -> list[tuple[int, int]]:
-        """Stretches of the vector, neighbours joined."""
+        """Ranges of the vector, adjacent ones merged."""
         runs: list[tuple[int, int]] = []
         for part in parts:
             start, end = self.starts[part], self.starts[part + 1]
@@ -90,7 +90,7 @@ class Runner:
         return runs
 
     def start_values(self) -> Any:
-        """Whole numbers, so that sums are exact: rank + 1 where numbers are combined, else part + 1 at its owner."""
+        """Whole numbers, so that sums are exact: rank + 1 where elements are combined, else part + 1 at its owner."""
         import torch
 
         values = torch.full((self.starts[-1],), -1.0)
@@ -125,7 +125,7 @@ class Runner:
         for step in self.steps:
             works = [dist.irecv(recv.room, recv.peer, tag=step.number) for recv in step.recvs]
             for send in step.sends:
-                # Copied before anything of this step is written: a send has what was there at its beginning.
+                # Copied before anything of this step is written: a send has the data from before the step.
                 if send.runs:
                     torch.cat([values[start:end] for start, end in send.runs], out=send.room)
                 works.append(dist.isend(send.room, send.peer, tag=step.number))
@@ -137,7 +137,7 @@ class Runner:
                 self._take(values, step.recvs)
 
     def _fold(self, values: Any, recvs: list[Message]) -> None:
-        """Combines what came and one's own in the order of the ranks."""
+        """Combines received data and this rank's own in the order of the ranks."""
         start, end = recvs[0].runs[0]
         all_values = {self.rank: values[start:end].clone(), **{recv.peer: recv.room for recv in recvs}}
         first, *rest = (all_values[rank] for rank in sorted(all_values))
@@ -158,14 +158,14 @@ class Runner:
 
 
 def _seconds(body: Callable[[], object]) -> float:
-    """Median time of one call, when all ranks begin together; the slowest rank's."""
+    """Median time of one call, when all ranks begin together, on the slowest rank."""
     import torch
     import torch.distributed as dist
 
     times: list[float] = []
     body()
     for _ in range(2):
-        # Rank 0 alone decides how often, after it has seen how long one takes.
+        # Rank 0 alone decides the number of repetitions, from the time of one.
         count = torch.tensor([max(LEAST_TIMES, int(RUN_SECONDS / 2 / max(times[-1], 1e-6))) if times else 3.0])
         dist.broadcast(count, src=0)
         for _ in range(min(200, int(count.item()))):
@@ -179,13 +179,13 @@ def _seconds(body: Callable[[], object]) -> float:
 
 
 def _measured_machine(rank: int, ranks: int) -> Machine:
-    """The model's numbers: messages around a ring in which every rank sends and receives at once."""
+    """Measures the model's parameters: messages around a ring in which every rank sends and receives at once."""
     import torch
 
     after, before = (rank + 1) % ranks, (rank - 1) % ranks
 
     def around(messages: int, size: int, how: str = "copy") -> float:
-        """Seconds of one step in which each rank sends so many messages of so many bytes."""
+        """Seconds of one step in which each rank sends this number of messages of this size."""
         lines = [(0, True, after, [2 * i], how) for i in range(messages)]
         lines += [(0, False, before, [2 * i + 1], how) for i in range(messages)]
         numbers = 2 * messages * (size // BYTES_OF_A_NUMBER)
@@ -196,7 +196,7 @@ def _measured_machine(rank: int, ranks: int) -> Machine:
     overhead = max(0.0, around(BURST, BYTES_OF_A_NUMBER) - alpha) / (BURST - 1)
     large = around(1, LARGE)
     beta = max(1e-13, (large - alpha) / LARGE)
-    # What an addition takes longer than the copy that is part of every message.
+    # The time of an addition beyond that of the copy that is part of every message.
     gamma = max(1e-13, (around(1, LARGE, "reduce_after") - large) / LARGE)
     link = Link(alpha, overhead, beta)
     return Machine(link, link, gamma, ranks)
@@ -239,7 +239,7 @@ def run_rank(rank: int, ranks: int, port: int, job: str) -> int:
 
 
 def _ranks_at_work(ranks: int, job: str) -> dict[str, Any]:
-    """Starts the ranks and returns what rank 0 printed; RuntimeError with their words when one fails."""
+    """Starts the ranks and returns what rank 0 printed; RuntimeError with their output when one fails."""
     from torch.distributed import TCPStore
 
     store = TCPStore(LOOPBACK, 0, None, True, timedelta(seconds=START_SECONDS), wait_for_workers=False)
@@ -268,7 +268,7 @@ def _ranks_at_work(ranks: int, job: str) -> dict[str, Any]:
 
 
 def check(op: str, names: Sequence[str], rank_counts: Sequence[int], sizes: Sequence[int]) -> int:
-    """Runs what this machine can run, prints predicted and measured times and the error; 1 when a rank fails."""
+    """Runs schedules on this machine, prints predicted and measured times and the error; 1 if a rank fails."""
     names = [name for name in names if name != TWO_LEVELS]
     counts = [ranks for ranks in rank_counts if 2 <= ranks <= MOST_RANKS] or [2, 4]
     fitting = [size for size in sizes if BYTES_OF_A_NUMBER <= size <= MOST_BYTES] or [8, 64 << 10, 1 << 20]
@@ -295,5 +295,7 @@ def check(op: str, names: Sequence[str], rank_counts: Sequence[int], sizes: Sequ
             f"error of the model, {ranks} ranks: median {statistics.median(map(abs, errors)):.0%}, worst {worst:+.0%}"
         )
         if ranks > cores:
-            print(f"{ranks} ranks share {cores} cores here; the model knows nothing of that beyond the measured links.")
+            print(
+                f"{ranks} ranks share {cores} cores here; the model accounts for that only through the measured links."
+            )
     return 0

@@ -1,6 +1,6 @@
-"""``python -m sagellm simulate``: what the schedules of the core cost on machines that one does not have.
+"""``python -m sagellm simulate``: predicts the times of the core's schedules on other machines.
 
-The times are those of ``src/select/cost.rs``, which prices the very schedules that links execute. This file reads the
+The times are those of ``src/select/cost.rs``, which evaluates the schedules that links execute. This file reads the
 arguments, prints the table and the sizes at which one algorithm overtakes another, and draws them.
 """
 
@@ -22,7 +22,7 @@ EXAMPLES = """examples:
   python -m sagellm simulate --algorithms ring,direct --sizes 1KiB..1GiB --plot times.png
   python -m sagellm simulate --ranks 2,4 --sizes 8,64KiB,1MiB --check
 
-sizes   8, 4KiB, 16MiB, 1GB; a range 1KiB..1GiB goes in steps of 4, 1KiB..1GiB:2 in steps of 2. What is counted: the
+sizes   8, 4KiB, 16MiB, 1GB; a range 1KiB..1GiB goes in steps of 4, 1KiB..1GiB:2 in steps of 2. Counted are the
         vector of all_reduce, broadcast and reduce; all blocks together of all_gather, reduce_scatter, gather and
         scatter; what one rank has for all ranks of all_to_all.
 links   LATENCY,SPEED[,OVERHEAD]: the time until an empty message has arrived (ns, us, ms, s); the speed in each
@@ -33,12 +33,12 @@ SIZE_UNITS = {"": 1, "B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 1 << 10, "M
 TIME_UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 SPEED_UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 SPEED_UNITS |= {f"{prefix}bit": factor / 8 for prefix, factor in (("k", 1e3), ("M", 1e6), ("G", 1e9))}
-#: The seconds of an overhead that is not given: about what a send over TCP costs its processor.
+#: The seconds of an overhead that is not given: about the processor time of a send over TCP.
 DEFAULT_OVERHEAD = 5e-6
 MOST_RANKS = 100_000
 #: all_reduce inside hosts and between leaders, as the engine does it; several schedules, so `--check` leaves it out.
 TWO_LEVELS = "hierarchical"
-#: Between two sizes of the range the crossover points are looked for at this many sizes per doubling.
+#: Crossover points are searched at this many sizes per doubling.
 PER_DOUBLING = 4
 
 
@@ -163,7 +163,7 @@ def predict(
 
 
 def algorithms(core: Any, op: str) -> list[str]:
-    """Those that have a schedule for the collective; ValueError where there is no such collective."""
+    """The algorithms with a schedule for the collective; ValueError where there is no such collective."""
     link = Link(0.0, 0.0, 0.0)
     return [name for name, _ in _ask(core, op, "", 1, [], Machine(link, link, 0.0, 1))]
 
@@ -192,10 +192,10 @@ def fine_sizes(sizes: Sequence[int]) -> list[float]:
 
 
 def crossovers(times: dict[str, list[Prediction]], sizes: Sequence[float]) -> list[tuple[float, str]]:
-    """Where the fastest algorithm changes: the first size of each stretch, and who is the fastest in it."""
+    """The crossover points: the first size of each range, and the fastest algorithm in it."""
     found: list[tuple[float, str]] = []
     for at, size in enumerate(sizes):
-        # A tie keeps who was ahead, so that equal algorithms do not alternate.
+        # A tie keeps the previous algorithm, so that equal ones do not alternate.
         ahead = found[-1][1] if found else ""
         best = min(times, key=lambda name: (times[name][at].seconds, name != ahead))
         if best != ahead:
@@ -263,7 +263,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _chosen(core: Any, op: str, names: str | None) -> list[str]:
-    """The algorithms to look at; ValueError, in one line, for a name that there is not."""
+    """The algorithms to predict; ValueError, in one line, for an unknown name."""
     serving = algorithms(core, op)
     if names is None:
         return serving
@@ -275,7 +275,7 @@ def _chosen(core: Any, op: str, names: str | None) -> list[str]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The command; 2 for arguments that make no sense."""
+    """Runs the command; returns 2 for invalid arguments."""
     from sagellm import _load
 
     try:
@@ -309,7 +309,7 @@ def run(arguments: argparse.Namespace) -> int:
     fine = fine_sizes(arguments.sizes)
     drawn: dict[int, dict[str, list[Prediction]]] = {}
     for ranks in arguments.ranks:
-        # One question for both, because a schedule of many ranks takes a while to price.
+        # One call for both, because a schedule of many ranks takes a while to evaluate.
         times = predict(core, arguments.op, names, ranks, [*arguments.sizes, *fine], machine)
         exact = {name: found[: len(arguments.sizes)] for name, found in times.items()}
         drawn[ranks] = {name: found[len(arguments.sizes) :] for name, found in times.items()}

@@ -1,8 +1,8 @@
-"""``sagellm tune``: measures which way each operation goes fastest on this machine, and keeps it in a table.
+"""``sagellm tune``: measures the fastest algorithm of each operation on this machine, and writes a table of them.
 
-It starts its own ranks on this host. Every way is a group of its own that is told to go only that way; at each size
-the groups take turns, forwards and backwards, so that whatever else the machine does meets all of them. Two groups go
-by the start values: how far these equals are apart is the noise (A/A), and another way is kept only where it is better
+It starts its own ranks on this host. Every algorithm has a group of its own that uses only this algorithm; at each size
+the groups take turns, forwards and backwards, so that other load on the machine affects all of them. Two groups use
+the defaults: their difference is the noise (A/A), and another algorithm is kept only where it is better
 by more.
 """
 
@@ -29,30 +29,30 @@ OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gat
 SIZES = tuple(1 << power for power in range(10, 27, 2))  # 1 KiB to 64 MiB
 START = "start"
 LEAST_ROUNDS = 7
-#: A larger A/A spread comes from other work on the machine.
+#: A larger A/A spread means other load on the machine.
 BUSY = 0.15
-#: A turn of one group lasts about so long; the clock is read at its ends only.
+#: Approximate seconds of one group's turn; the clock is read only at its ends.
 TURN_SECONDS = 0.002
-#: Starting the interpreters, importing torch and making the groups.
+#: Seconds for starting the interpreters, importing torch and making the groups.
 SET_UP_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One operation at one size, and what was measured of it."""
+    """One operation at one size, with its measured times."""
 
     op: str
     nbytes: int
-    #: What the start values choose: "slots", "rounds(512KiB)".
+    #: The default choice: "slots", "rounds(512KiB)".
     start: str
-    #: Seconds by way; START holds the better one of its two groups.
+    #: Seconds by algorithm; START holds the better one of its two groups.
     medians: dict[str, float]
-    #: How far the two groups of the start values are apart, as a fraction.
+    #: Difference of the two groups with the defaults, as a fraction.
     spread: float
 
 
 def ways(op: str, nbytes: int, ranks: int) -> tuple[str, list[str]]:
-    """What the start values choose for an operation, and the other ways worth a try."""
+    """The default choice for an operation, and the alternatives to measure."""
     from sagellm import _load
 
     kind = explain.kind_name(op)
@@ -60,7 +60,7 @@ def ways(op: str, nbytes: int, ranks: int) -> tuple[str, list[str]]:
     found = explain.read(answer)
     rounds = [other.way for other in found.rejected if other.predicted is not None and other.way != "slots"]
     if op != "all_to_all":
-        # All chunks that hold the whole operation are one way.
+        # All chunks that hold the whole operation are equivalent.
         small = [way for way in rounds if chunk_of(way) < nbytes]
         rounds = small or ([] if found.choice.startswith("rounds") else rounds[:1])
     return found.choice, rounds
@@ -72,15 +72,15 @@ def chunk_of(way: str) -> int:
 
 
 def plan(ranks: int, largest: int) -> list[tuple[str, int, str, list[str]]]:
-    """Operation, bytes, the start values' way and its rivals, for everything that is measured."""
-    # A gathered block comes from every rank; four times less of it is as much in all.
+    """Operation, bytes, the default and its alternatives, for everything that is measured."""
+    # Every rank contributes a gathered block, so its size is a quarter, which is about the same in total.
     tops = {"all_gather": largest // 4, "gather": largest // 4}
     cells = [(op, nbytes) for op in OPS for nbytes in SIZES if nbytes <= tops.get(op, largest)]
     return [(op, nbytes, *ways(op, nbytes, ranks)) for op, nbytes in cells]
 
 
 def tune(budget: float, ranks: int, dry_run: bool, largest: int = SIZES[-1]) -> int:
-    """Measures for about ``budget`` seconds with ``ranks`` ranks, prints what was found and writes the table."""
+    """Measures for about ``budget`` seconds with ``ranks`` ranks, prints the results and writes the table."""
     if ranks < 2 or budget <= 0:
         print("sagellm tune: a group needs at least 2 ranks, and the budget some seconds", file=sys.stderr)
         return 2
@@ -105,7 +105,7 @@ def tune(budget: float, ranks: int, dry_run: bool, largest: int = SIZES[-1]) -> 
 
 
 def slot_bytes(ranks: int) -> int:
-    """What a slot holds."""
+    """Bytes that fit into a slot."""
     from sagellm import _load
 
     found: int = _load.extension().explain_without_group("all_reduce", 0, "float32", ranks)["slot_bytes"]
@@ -113,13 +113,13 @@ def slot_bytes(ranks: int) -> int:
 
 
 def overall_spread(cells: list[Cell]) -> float:
-    """The spread that nine of ten cells stay below."""
+    """The 90th percentile of the cells' spreads."""
     ordered = sorted(cell.spread for cell in cells)
     return ordered[min(len(ordered) - 1, math.ceil(len(ordered) * 0.9))] if ordered else 0.0
 
 
 def winner(cell: Cell, spread: float) -> str:
-    """The fastest way if it beats the start values by more than the noise, else the start values' own."""
+    """The fastest algorithm if it beats the default by more than the noise, else the default."""
     start = cell.medians[START]
     best = min(cell.medians, key=lambda way: cell.medians[way])
     needed = start * (1 - max(spread, cell.spread))
@@ -127,7 +127,7 @@ def winner(cell: Cell, spread: float) -> str:
 
 
 def lines(cells: list[Cell], spread: float, slot: int) -> list[str]:
-    """The table's lines: every size holds from half way (by factor) to its neighbours, and slots end where they end."""
+    """The table's lines: a size reaches to the geometric means with its neighbours; slots end at their limit."""
     text = []
     for op in dict.fromkeys(cell.op for cell in cells):
         mine = sorted((cell for cell in cells if cell.op == op), key=lambda cell: cell.nbytes)
@@ -155,7 +155,7 @@ def _edge(low: int, high: int, slot: int) -> int:
 
 
 def _for_all_sizes(cells: list[Cell], spread: float) -> tuple[str, float, float]:
-    """One way for an operation whose size no rank knows: the best by the product of all sizes' ratios."""
+    """One algorithm for an operation whose size no rank knows: the best by the product of all sizes' ratios."""
     common = set.intersection(*({*cell.medians} for cell in cells))
 
     def ratio(way: str) -> float:
@@ -170,7 +170,7 @@ def _for_all_sizes(cells: list[Cell], spread: float) -> tuple[str, float, float]
 def _show(cells: list[Cell], spread: float) -> None:
     print(f"A/A spread of equal groups: {spread * 100:.1f} % (nine of ten sizes)")
     if spread > BUSY:
-        print("the machine was busy: only large differences could be seen. Measure again when nothing else runs")
+        print("the machine was busy, so only large differences are significant. Measure again when nothing else runs")
     for cell in cells:
         way, start = winner(cell, spread), cell.medians[START]
         median = cell.medians.get(way, start)
@@ -178,7 +178,7 @@ def _show(cells: list[Cell], spread: float) -> None:
         size = explain.size_text(cell.nbytes)
         print(
             f"{cell.op:<15} {size:>8}  {way} {explain.time_text(median)} "
-            f"(start value {cell.start} {explain.time_text(start)}{gain})"
+            f"(default {cell.start} {explain.time_text(start)}{gain})"
         )
 
 
@@ -218,7 +218,7 @@ def _run_ranks(budget: float, ranks: int, largest: int) -> list[Cell] | None:
 
 
 def run_rank(rank: int, port: int, ranks: int, budget: float, largest: int) -> int:
-    """One rank of the measurement; rank 0's clock decides, and it leaves what was found in the store."""
+    """One rank of the measurement; rank 0's clock decides, and it puts the results into the store."""
     import torch
     import torch.distributed as dist
 
@@ -273,7 +273,7 @@ def _agreed(value: float) -> float:
 
 
 def _measure(call: Any, groups: dict[str, Any], seconds: float) -> dict[str, float] | None:
-    """Median seconds a call by way, each sample from the slowest rank; None where the time is too short to tell."""
+    """Median seconds per call by algorithm, each sample from the slowest rank; None where the time is too short."""
     import torch
     import torch.distributed as dist
 
@@ -284,7 +284,7 @@ def _measure(call: Any, groups: dict[str, Any], seconds: float) -> dict[str, flo
         call(groups[name])
     once = _agreed(max(1e-6, (time.perf_counter() - probe) / len(names)))
     calls = max(1, min(200, round(TURN_SECONDS / once)))
-    # Many ways at a large size may not fit into the time: then nothing is said about it.
+    # Many algorithms at a large size may exceed the time: then this size is left out.
     if once * calls * len(names) * LEAST_ROUNDS > max(4 * seconds, 0.02):
         return None
     samples: list[list[float]] = []
@@ -307,7 +307,7 @@ def _measure(call: Any, groups: dict[str, Any], seconds: float) -> dict[str, flo
 
 
 def _call(op: str, nbytes: int, rank: int, ranks: int) -> Any:
-    """A function of a group that runs the operation once on memory of its own."""
+    """A function that runs the operation once over a group, with its own memory."""
     import torch
     import torch.distributed as dist
 
@@ -347,14 +347,14 @@ class Bar:
         self.total, self.visible = total, visible and sys.stderr.isatty()
 
     def show(self, done: int, what: str) -> None:
-        """Draws it anew: so many are done, and this is next."""
+        """Redraws it: the number done, and the next one."""
         if self.visible:
             full = self.WIDTH * done // max(1, self.total)
             text = f"[{'#' * full}{'.' * (self.WIDTH - full)}] {done}/{self.total} {what}"
             print(f"\r{text:<79}", end="", file=sys.stderr, flush=True)
 
     def end(self) -> None:
-        """Gives the line back."""
+        """Clears the line."""
         if self.visible:
             print(f"\r{'':<79}\r", end="", file=sys.stderr, flush=True)
 
@@ -370,7 +370,7 @@ def show_table(ranks: int) -> int:
     print(f"measured table: {table['note']}")
     for rule in table["rules"]:
         print(f"rule: {rule}")
-    print(f"\n{'op':<15} {'sizes':<20} {'way':<16} {'decided by':<16} measured")
+    print(f"\n{'op':<15} {'sizes':<20} {'algorithm':<16} {'decided by':<16} measured")
     for row in table["rows"]:
         median = explain.seconds(row["measured_ns"])
         measured = "-" if median is None else explain.time_text(median)
@@ -379,6 +379,6 @@ def show_table(ranks: int) -> int:
 
 
 def show_explanation(op: str, nbytes: int, ranks: int, dtype: str) -> int:
-    """Prints why an operation would travel the way it would."""
+    """Prints the algorithm choice of an operation and its reason."""
     print(explain.explain(op, nbytes, dtype=dtype, ranks=ranks))
     return 0

@@ -1,1 +1,1 @@
-"""What the groups of this process do and have done: statistics, explanations, exports, flight record, log."""
+"""Observation of the groups of this process: statistics, explanations, exports, flight record, log."""

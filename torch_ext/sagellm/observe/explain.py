@@ -1,6 +1,6 @@
-"""Why an operation travels the way it does: ``sagellm.explain`` and the rules it starts from.
+"""Explains the algorithm choice of an operation: ``sagellm.explain`` and the public default rules.
 
-The core decides and explains; this file asks it and makes the answer readable.
+The core chooses and explains; this file makes its answer readable.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ ALIASES = {
     "isend": "send",
     "irecv": "recv",
 }
-#: How the path of tensors on a device begins.
+#: Prefix of the path of tensors on a device.
 STAGED = "staged: from the device to host memory and back"
 UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """A way that was not taken."""
+    """An algorithm that was not chosen."""
 
     #: As rules name it: "slots", "rounds(128KiB)".
     way: str
-    #: Seconds by the cost model, or None where the operation cannot go this way.
+    #: Seconds by the cost model, or None where it cannot run the operation.
     predicted: float | None
     why_not: str
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The operations that travelled together."""
+    """The operations that were fused."""
 
-    #: How many, the operation itself included; 1 where it went alone.
+    #: Number of operations, this one included; 1 where it was not fused.
     operations: int
-    #: Numbers of the first and the last of them in the group. On one host some between them may have gone apart, and
+    #: Numbers of the first and the last of them in the group. On one host some between them may be missing, and
     #: messages, which have numbers of their own, may be among the operations.
     first: int
     last: int
-    #: Bytes that one rank gives to all of them together, where one way was chosen for all (between hosts); else None.
+    #: Bytes of one rank in all of them together, where one algorithm was chosen for all (between hosts); else None.
     nbytes: int | None
 
     def __str__(self) -> str:
@@ -67,41 +67,41 @@ class Batch:
 
 @dataclass(frozen=True)
 class Explanation:
-    """How one operation travels, and why. ``str()`` of it is the same for people."""
+    """The algorithm choice of one operation, and its reason. ``str()`` of it is readable text."""
 
     #: "all_reduce", "broadcast", ...
     op: str
-    #: Bytes that one rank gives: its block of an all_gather or gather, the whole input of a scatter or reduce_scatter;
+    #: Bytes of one rank: its block of an all_gather or gather, the whole input of a scatter or reduce_scatter;
     #: 0 for a barrier, and for an all_to_all, whose sizes no rank knows alone.
     nbytes: int
     ranks: int
     hosts: int
-    #: The way it goes: "slots", "rounds(512KiB)", "local copy", "message", or the delegate's name.
+    #: The algorithm: "slots", "rounds(512KiB)", "local copy", "message", or the delegate's name.
     choice: str
-    #: One word for the reason, the same that the record of an operation keeps: "fits_slot", "measured", "override", ...
+    #: One word for the reason, the same as in the record of an operation: "fits_slot", "measured", "override", ...
     reason: str
-    #: The rule, measurement or start value that had the last word.
+    #: The rule, measurement or default that decided.
     decided: str
-    #: What carries it, in words: shared memory of one host, a link between hosts, a local copy, a delegate.
+    #: What runs it, in words: shared memory of one host, a link between hosts, a local copy, a delegate.
     path: str
     #: Seconds by the cost model, or None where there is no model of it.
     predicted: float | None
     #: Median in seconds from the decision table, or None.
     measured: float | None
-    #: What weaker sources would have chosen, strongest first.
+    #: The choices of weaker sources, strongest first.
     overruled: list[str]
     rejected: list[Alternative]
     #: The decision table's file, or why there is none.
     table: str
-    #: Choice and reason as one number: what was worked out now, and, for a past operation, what was recorded when it
-    #: set out (None for a hypothetical one, and before). They are equal.
+    #: Choice and reason as one number: computed now, and, for a past operation, as recorded when it
+    #: started (None for a hypothetical one, and before). They are equal.
     code: int
     recorded: int | None = None
     #: Number of the operation in its group, for a past one.
     sequence: int | None = None
-    #: With whom it travelled, for a past one; None while that is not known, and on one host where it failed.
+    #: The operations that a past one was fused with; None while that is not known, and on one host where it failed.
     batch: Batch | None = None
-    #: The tensors are on a device, and copies of them in host memory travel; see docs/devices.md.
+    #: The tensors are on a device, and copies of them in host memory are moved; see docs/devices.md.
     staged: bool = False
     #: For a coalesced call of several types: the other operations it consists of.
     parts: list[Explanation] = field(default_factory=list)
@@ -128,22 +128,22 @@ class Explanation:
 
 @dataclass(frozen=True)
 class TopologyInfo:
-    """What the start rules of :func:`select_all_reduce_algorithm` ask about the devices of a job."""
+    """The facts about a job's devices that :func:`select_all_reduce_algorithm` uses."""
 
     #: Hosts that the devices are on.
     hosts: int = 1
-    #: Every pair of devices is joined by NVLink, directly or through a switch.
+    #: Every pair of devices is connected by NVLink, directly or through a switch.
     full_nvlink: bool = False
     #: Names of the devices, for people.
     devices: tuple[str, ...] = ()
 
     def is_fully_connected_nvlink(self) -> bool:
-        """True where no pair of devices has to go through PCIe or a network."""
+        """True where no pair of devices communicates through PCIe or a network."""
         return self.full_nvlink
 
     @classmethod
     def detect(cls, hosts: int = 1) -> TopologyInfo:
-        """Asks NVML about this host's GPUs where the driver is there; there is no NVLink otherwise."""
+        """Asks NVML about this host's GPUs; without a driver it reports no NVLink."""
         from sagellm.observe import topology
 
         devices, full = topology.nvlink()
@@ -177,7 +177,7 @@ def parse_size(text: str) -> int:
 
 
 def kind_name(op: str) -> str:
-    """The core's name of an operation; a ValueError names those there are."""
+    """The core's name of an operation; a ValueError lists the known ones."""
     from sagellm import _load
 
     name, known = ALIASES.get(op, op), _load.extension().KINDS
@@ -197,7 +197,7 @@ def dtype_name(dtype: torch.dtype | str | None) -> str:
 
 
 def backend_of(group: Any = None) -> Any:
-    """The sagellm backend that serves CPU tensors of a group; None stands for the default one."""
+    """The sagellm backend that serves CPU tensors of a group; None means the default group."""
     import torch
     import torch.distributed as dist
 
@@ -223,15 +223,15 @@ def explain(
     sequence: int | None = None,
     device: torch.device | str = "cpu",
 ) -> Explanation:
-    """Says how an operation travels, and why.
+    """Explains the algorithm choice of an operation.
 
-    ``explain("all_reduce", nbytes, dtype=torch.float32, group=None)`` answers for one that might be called, in the
+    ``explain("all_reduce", nbytes, dtype=torch.float32, group=None)`` explains a hypothetical operation, in the
     default group or another one, or with ``ranks=`` for a group of that many ranks of this host that need not exist.
-    ``nbytes`` are the bytes that one rank gives; ``device=`` says where the tensors are. ``explain(work)`` answers for
+    ``nbytes`` are the bytes of one rank; ``device=`` is the device of the tensors. ``explain(work)`` explains
     an operation that was called, by its Work, and ``explain(sequence=17, group=None)`` for a collective by its number
     in the group, as long as it is among the last that the group remembers (1024 operations, or ``SAGELLM_RING``).
 
-    A ValueError where the operation, the type or the group is unknown, and where no operation has that number.
+    Raises ValueError where the operation, the type or the group is unknown, and where no operation has that number.
     """
     from sagellm import _load
 
@@ -273,7 +273,7 @@ def explain(
 def _by_library(
     op: str, nbytes: int, ranks: int, library: str, decided: str = "", sequence: int | None = None, ran: str = ""
 ) -> Explanation:
-    """For tensors on a device that its vendor's library carries."""
+    """For tensors on a device that go through its vendor's library."""
     return Explanation(
         op=op,
         nbytes=nbytes,
@@ -297,7 +297,7 @@ def _by_library(
 
 
 def _staged(found: Explanation, device: str, why: str) -> Explanation:
-    """The same for tensors on a device, which take this way through host memory."""
+    """The same for tensors on a device, which go through host memory."""
     return replace(found, staged=True, path=f"{STAGED} ({device}: {why}), then {found.path}")
 
 
@@ -319,7 +319,7 @@ def _delegate_of(backend: Any) -> str:
 
 
 def read(found: _C.Explanation, delegate: str = "delegate") -> Explanation:
-    """The core's answer, in the units and words of this module. ``delegate`` is what to call one."""
+    """The core's answer, in the units and words of this module. ``delegate`` is the name of a delegate."""
     past = found["past"]
     sequence = past["number"] if past else None
     if found["library"]:
@@ -370,16 +370,16 @@ def _batch(found: _C.Batch) -> Batch:
 
 
 def seconds(nanoseconds: int) -> float | None:
-    """Seconds, or None for 0, which stands for unknown."""
+    """Seconds, or None for 0, which means unknown."""
     return nanoseconds / 1e9 or None
 
 
 def select_all_reduce_algorithm(data_size: int, num_devices: int, topology: TopologyInfo | None = None) -> str:
-    """The start rules for an all_reduce of ``data_size`` bytes over ``num_devices`` devices, where nothing is measured.
+    """The default rules for an all_reduce of ``data_size`` bytes over ``num_devices`` devices, without a measurement.
 
     Below 1 MiB "recursive_doubling" where the number of devices is a power of two, else "ring". From 1 MiB "ring" where
-    all are joined by full NVLink, else "tree". "hierarchical" where they are on several hosts. The cost model, a
-    measured table and rules of the user overrule them; ``explain`` says when and why. A ValueError for a size below 0
+    all are connected by full NVLink, else "tree". "hierarchical" where they are on several hosts. The cost model, a
+    measured table and rules of the user override them; ``explain`` says when and why. A ValueError for a size below 0
     or fewer devices than one.
     """
     topology = TopologyInfo() if topology is None else topology

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 BOUNDS = [1 << power for power in range(10, 36, 2)]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-#: What of a record stands in a trace.
+#: The fields of a record that a trace contains.
 DETAILS = frozenset(
     (
         "number",
@@ -49,7 +49,7 @@ def _label(text: object) -> str:
 
 
 class _Lines:
-    """Metrics in the text format: every name once, with its help and type, its samples behind it."""
+    """Metrics in the text format: every name once, with its help and type, followed by its samples."""
 
     def __init__(self) -> None:
         self.names: dict[str, tuple[str, str, list[str]]] = {}
@@ -80,7 +80,7 @@ SUMS: tuple[tuple[str, stats.Sum, int, str], ...] = (
 def prometheus_text(group: Any = "all") -> str:
     """The statistics of this rank in Prometheus' text format 0.0.4; ``group`` as for ``get_stats``.
 
-    All counters run from the making of the group, or from ``reset_stats``, which a scraper sees as a restart.
+    All counters start when the group is made, or at ``reset_stats``, which a scraper sees as a restart.
     """
     lines = _Lines()
     for member in stats.members(group):
@@ -117,7 +117,7 @@ def _histogram(lines: _Lines, labels: dict[str, object], cells: list[_C.Cell]) -
 
 
 def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
-    """Readers see the old file or the whole new one."""
+    """Writes a file atomically: readers see the old file or the whole new one."""
     target = Path(path)
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
@@ -137,7 +137,7 @@ def write_prometheus(path: str | os.PathLike[str], group: Any = "all") -> None:
 
 
 class Endpoint:
-    """A small HTTP server on a thread of its own; ``close`` ends it, and so does the end of the process."""
+    """A small HTTP server on its own thread; ``close`` ends it, and so does the end of the process."""
 
     def __init__(self, host: str, port: int, text: Callable[[], str]) -> None:
         class Handler(BaseHTTPRequestHandler):
@@ -153,7 +153,7 @@ class Endpoint:
                 self.wfile.write(body)
 
             def log_message(self, format: str, *args: Any) -> None:
-                """Silent: a scrape every few seconds is no news."""
+                """Logs nothing: a scrape every few seconds is not worth a line."""
 
         self._server = ThreadingHTTPServer((host, port), Handler)
         self._server.daemon_threads = True
@@ -179,16 +179,16 @@ class Endpoint:
 def serve_prometheus(port: int = 0, host: str = "127.0.0.1", group: Any = "all") -> Endpoint:
     """Serves ``prometheus_text`` over HTTP at ``/metrics``; port 0 takes a free one, ``Endpoint.port`` says which.
 
-    Anyone who reaches ``host`` may read it; there is no password. OSError where the port is taken.
+    Anyone with access to ``host`` may read it; there is no password. OSError where the port is taken.
     """
     return Endpoint(host, port, lambda: prometheus_text(group))
 
 
 def _events(member: stats.Member, row: int) -> list[dict[str, Any]]:
-    """The group's records as complete events, on as many lanes as ran at once."""
+    """The group's records as complete events, on as many rows as operations ran at once."""
     raw: _C.Stats = member.backend._stats()
     offset, rank = raw["wall"] - raw["now"], raw["rank"]
-    busy: list[int] = []  # for each lane the end of its last operation
+    busy: list[int] = []  # for each row the end of its last operation
     events: list[dict[str, Any]] = []
     records: list[_C.Record] = member.backend._records()
     for record in sorted(records, key=lambda record: record["issued"]):
@@ -225,8 +225,8 @@ def _events(member: stats.Member, row: int) -> list[dict[str, Any]]:
 def write_trace(path: str | os.PathLike[str], group: Any = "all") -> None:
     """Writes the last operations of this rank as Chrome trace JSON, which Perfetto and chrome://tracing open.
 
-    One row a group and as many lanes as operations ran at once; times are of the wall clock, so the files of several
-    ranks of a host lie over one another. ``group`` as for ``get_stats``.
+    One process per group with as many rows as operations ran at once; times are wall-clock, so the files of several
+    ranks of a host line up. ``group`` as for ``get_stats``.
     """
     events: list[dict[str, Any]] = []
     for at, member in enumerate(stats.members(group)):

@@ -1,6 +1,6 @@
 """The last operations of every group in the format of torch's flight recorder, for its analyser.
 
-``python -m torch.distributed.flight_recorder.fr_trace <folder>`` reads one file a rank, whose name ends in the rank.
+``python -m torch.distributed.flight_recorder.fr_trace <folder>`` reads one file per rank; its name ends with the rank.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 #: The version of the format that is written, as torch writes it.
 VERSION = "2.10"
-#: Messages are numbered apart from collectives, because the analyser compares the one with the other.
+#: Messages and collectives have separate numbers, because the analyser compares entries with equal numbers.
 MESSAGES_FROM = 1 << 32
 NO_TYPE = 255
 
 
 class _Group(NamedTuple):
-    """A group's records, and what the analyser must know of it."""
+    """A group's records, and the facts about it that the analyser needs."""
 
     name: str
     desc: str
@@ -90,7 +90,7 @@ def _entries(groups: Iterable[_Group]) -> list[dict[str, Any]]:
         last = 0  # number of the collective before
         for record in group.records:
             if not record["counts"] and record["tensors"] == 0:
-                continue  # a part of a call that has a record of its own
+                continue  # a part of a call that has its own record
             message = record["kind"] in ("send", "recv")
             last = last if message else record["number"]
             inputs, outputs, dtype = _sizes(record)
@@ -120,7 +120,7 @@ def _entries(groups: Iterable[_Group]) -> list[dict[str, Any]]:
                 }
             )
     entries.sort(key=lambda entry: entry["time_created_ns"])
-    # The analyser drops what the rank that forgot most has forgotten: by these ids.
+    # The analyser drops entries that any rank has overwritten, by these ids.
     for at, entry in enumerate(entries):
         entry["record_id"] = lost + at
     return entries
@@ -148,7 +148,7 @@ def dump_flight_record(path: str | os.PathLike[str], group: Any = "all") -> str:
     """Writes this rank's last operations for torch's flight-recorder analyser, and returns the file's path.
 
     ``path`` is a file, whose name must end in the global rank for the analyser to take it, or a folder, in which the
-    file is called ``sagellm_<rank>``. ``group`` as for ``get_stats``. No collective: each rank writes for itself, also
+    file is called ``sagellm_<rank>``. ``group`` as for ``get_stats``. Each rank writes its own file, even
     after a failure, as long as the group is not destroyed.
     """
     import torch.distributed as dist
@@ -161,7 +161,7 @@ def dump_flight_record(path: str | os.PathLike[str], group: Any = "all") -> str:
 
 
 def convert_dumps(folder: str | os.PathLike[str], into: str | os.PathLike[str]) -> list[str]:
-    """Turns what failed groups left in ``SAGELLM_DUMP_DIR`` into files for the analyser, one a rank; their paths.
+    """Converts the files of failed groups in ``SAGELLM_DUMP_DIR`` to files for the analyser, one per rank; their paths.
 
     Needs no process group. ValueError where the folder has no such file.
     """

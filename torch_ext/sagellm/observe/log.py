@@ -1,7 +1,7 @@
-"""What is logged under the name ``sagellm``, and how much of it the core hands over.
+"""The logger ``sagellm``, and the level of the core's log lines.
 
 Without the variable ``SAGELLM_LOG`` the levels of Python's logging decide, which means warnings and errors unless the
-program set up something else. With it, that level holds, and a program that set up no logging sees it on stderr.
+program set up something else. With it, that level applies, and a program without logging gets the lines on stderr.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _handler: logging.Handler | None = None
 
 
 def core_level(python_level: int) -> int:
-    """The core's level that lets through no line that Python's logging would throw away."""
+    """The core's level that drops the lines that Python's logging would drop."""
     for level, core in sorted(LEVELS.values()):
         if python_level <= level:
             return core
@@ -50,7 +50,7 @@ def configure(extension: ModuleType) -> None:
 
 
 def _show(level: int) -> None:
-    """Sets our level, and writes to stderr where nobody else listens."""
+    """Sets our level, and writes to stderr where the program has no handler."""
     global _handler
     logging.addLevelName(TRACE, "TRACE")
     logger.setLevel(level)

@@ -1,4 +1,4 @@
-"""What the groups of this process have done, as plain dicts. The core counts (``src/stats``); here it is read.
+"""Statistics of the groups of this process, as plain dicts. The core counts (``src/stats``); this file reads.
 
 Times are milliseconds unless a name says otherwise, bandwidths GB/s (10^9 bytes), sizes bytes.
 """
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from sagellm import _C
 
 #: Bytes on the bus of a rank for each byte of the tensor, as nccl-tests defines them, by kind and number of ranks;
-#: as many for other kinds. The benchmarks use the same.
+#: 1 for other kinds. The benchmarks use the same.
 BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
@@ -25,7 +25,7 @@ MS = 1e6  # nanoseconds
 
 
 class Latency(TypedDict):
-    """From issue to end. Quantiles are right within an eighth."""
+    """From issue to end. Quantiles are correct within an eighth."""
 
     avg_ms: float
     p50_ms: float
@@ -58,7 +58,7 @@ class SizeStats(OpStats):
 
 
 class Wait(TypedDict):
-    """How this rank waited for one peer."""
+    """The waits of this rank for one peer."""
 
     count: int
     total_ms: float
@@ -66,7 +66,7 @@ class Wait(TypedDict):
 
 
 class Batches(TypedDict):
-    """Operations that travelled together; each tensor of a list counts as one."""
+    """Operations that were fused; each tensor of a list counts as one."""
 
     batches: int
     ops: int
@@ -77,11 +77,11 @@ class Batches(TypedDict):
 class Gathered(TypedDict):
     """The snapshot of all ranks."""
 
-    #: What ``get_stats`` says on each rank.
+    #: The result of ``get_stats`` on each rank.
     ranks: list[dict[str, Any]]
-    #: For each rank the milliseconds that the others waited for it, all of them together.
+    #: For each rank the milliseconds that all others together waited for it.
     waited_for_ms: list[float]
-    #: The rank that was waited for longest; None where nobody waited.
+    #: The rank that was waited for longest; None where no rank waited.
     straggler: int | None
     summary: str
 
@@ -95,7 +95,7 @@ class Member(NamedTuple):
 
 
 def _backend(group: Any) -> Any:
-    """The backend behind a process group, or None where it is another's."""
+    """The backend behind a process group, or None where it is not ours."""
     import torch
 
     from sagellm import _load
@@ -104,13 +104,13 @@ def _backend(group: Any) -> Any:
         backend = group._get_backend(torch.device("cpu"))
     except RuntimeError:
         return None
-    # TORCH_DISTRIBUTED_DEBUG=DETAIL puts a checking group around it.
+    # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it in a checking group.
     backend = getattr(backend, "wrapped_pg", backend)
     return backend if isinstance(backend, _load.extension().SageBackend) else None
 
 
 def members(group: Any = None) -> list[Member]:
-    """The groups that ``group`` means: None the default group, "all" every one of this process that is ours.
+    """The groups that ``group`` means: None the default group, "all" all of ours in this process.
 
     Raises ValueError where the group is not served by this backend, or was destroyed.
     """
@@ -144,7 +144,7 @@ def _quantile(times: Sequence[tuple[int, int]], share: float, longest: int) -> i
 
 
 def merged_times(cells: Iterable[_C.Cell]) -> list[tuple[int, int]]:
-    """The buckets of all cells together: first value behind each in nanoseconds, and how many values it holds."""
+    """The buckets of all cells together: first value beyond each in nanoseconds, and its count."""
     sums: dict[int, int] = {}
     for cell in cells:
         for bound, count in cell["times"]:
@@ -152,12 +152,12 @@ def merged_times(cells: Iterable[_C.Cell]) -> list[tuple[int, int]]:
     return sorted(sums.items())
 
 
-#: What of a cell is added up.
+#: The fields of a cell that are added up.
 Sum = Literal["count", "failed", "tensors", "bytes", "whole", "took", "waiting", "copying", "reducing"]
 
 
 def _sum(cells: Sequence[_C.Cell], ranks: int) -> OpStats:
-    """One row out of cells of one kind."""
+    """One row from the cells of one kind."""
 
     def total(name: Sum) -> int:
         return sum(cell[name] for cell in cells)
@@ -238,11 +238,11 @@ def _snapshot(member: Member) -> dict[str, Any]:
 
 
 def get_stats(group: Any = None) -> dict[str, Any]:
-    """What ``group`` has done on this rank since it was made or ``reset_stats``.
+    """The statistics of ``group`` on this rank since it was made or since ``reset_stats``.
 
     ``group`` is a process group, None for the default one, or "all": then the value is a dict of such dicts by name.
 
-    Keys: ``group``, ``rank``, ``size``; ``seconds`` of counting; for each kind of operation the calls that ended well,
+    Keys: ``group``, ``rank``, ``size``; ``seconds`` of counting; for each kind of operation the calls without an error,
     as ``all_reduce_count`` and so on; ``total_count``, ``failed_count``; ``total_bytes``, the caller's payload;
     ``avg_latency_ms`` of everything; ``fused_batches`` and ``fused_ops``; ``host_staged_count`` and
     ``host_staged_bytes``, those whose tensors were on a device and went through host memory; ``ops``, an ``OpStats`` by
@@ -258,7 +258,7 @@ def get_stats(group: Any = None) -> dict[str, Any]:
 
 
 def reset_stats(group: Any = None) -> None:
-    """Starts counting anew; ``group`` as for ``get_stats``. The ring of the last operations stays."""
+    """Resets all counts; ``group`` as for ``get_stats``. The records of the last operations stay."""
     for member in members(group):
         member.backend._reset_stats()
 
@@ -266,7 +266,7 @@ def reset_stats(group: Any = None) -> None:
 def gather_stats(group: Any = None) -> Gathered:
     """The statistics of all ranks of one group, on every rank. A collective: every rank must call it.
 
-    The snapshot is taken before the ranks talk to one another about it. See ``Gathered``.
+    The snapshot is taken before the ranks exchange it. See ``Gathered``.
     """
     import torch.distributed as dist
 
@@ -278,7 +278,7 @@ def gather_stats(group: Any = None) -> Gathered:
 
 
 def summarise(ranks: list[dict[str, Any]]) -> Gathered:
-    """Who was waited for, from the snapshots of all ranks in their order."""
+    """Finds the straggler from the snapshots of all ranks, in their order."""
     waited_for = [0.0] * len(ranks)
     for each in ranks:
         for peer, wait in each["waits"].items():

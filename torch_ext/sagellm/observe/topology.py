@@ -1,4 +1,4 @@
-"""How this host's GPUs are joined, by NVML where its library is there. Everything else works without it."""
+"""How this host's GPUs are connected, from NVML where it is installed. Everything else works without it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from itertools import combinations
 from typing import Any
 
 LIBRARY = "libnvidia-ml.so.1"
-#: Of nvml.h: the question "is it NVLink that joins them", and the answer yes.
+#: Of nvml.h: the query "are they connected by NVLink", and the answer yes.
 P2P_NVLINK, P2P_OK, SUCCESS = 2, 0, 0
 NAME_BYTES = 96
 
 
 def nvlink() -> tuple[list[str], bool]:
-    """Names of the GPUs, and whether NVLink joins every pair of at least two.
+    """Names of the GPUs, and whether NVLink connects every pair of at least two.
 
-    Without the library, a driver or GPUs the answer is ``([], False)``; a pair that nothing is known about has no link.
+    Without the library, a driver or GPUs the answer is ``([], False)``; an unknown pair counts as not linked.
     """
     try:
         nvml: Any = ctypes.CDLL(LIBRARY)
@@ -28,12 +28,12 @@ def nvlink() -> tuple[list[str], bool]:
             return ask(nvml)
         finally:
             nvml.nvmlShutdown()
-    except AttributeError:  # a library too old to know a function
+    except AttributeError:  # a library that is too old for a function
         return [], False
 
 
 def ask(nvml: Any) -> tuple[list[str], bool]:
-    """As ``nvlink``, of a library that is ready."""
+    """As ``nvlink``, with an initialised library."""
     count = ctypes.c_uint()
     if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != SUCCESS:
         return [], False

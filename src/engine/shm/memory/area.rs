@@ -12,27 +12,27 @@ use super::presence::Presence;
 use super::segment::Segment;
 use crate::engine::shm::protocol::{Mail, Region, Word, Words};
 use crate::op::Op;
-use crate::os::event_count::Bell;
+use crate::os::event_count::WakeWords;
 use crate::os::topology;
 
-/// Control words of a rank beside those of `protocol::Word`, by index of `Layout::control_word`.
+/// Control words of a rank besides those of `protocol::Word`, by index of `Layout::control_word`.
 const DONE: usize = 0;
 const STAGE_READY: usize = 1;
 const STAGE_DRAINED: usize = 2;
 const RESULT_READY: usize = 3;
 const RESULT_DRAINED: usize = 4;
 const DOOR: usize = 5;
-/// Written by its rank when it leaves, read by its peers only when they have waited long.
+/// Written by its rank when it leaves; its peers read it only after they have waited for long.
 const LIFE: usize = 6;
 const MONITOR: usize = 7;
-/// Who has sent to this rank, a bit a sender: set by senders, taken by the rank itself; see `protocol::post`.
+/// The ranks that have sent to this one, a bit each: set by senders, taken by this rank; see `protocol::post`.
 const MAIL: usize = 8;
 
 /// Group words.
 const ABORT: usize = 0;
 const SLEEPERS: usize = 1;
-/// Ranks that left. Added to by whoever leaves, after its own word; read by drivers that find nothing to move
-/// (relaxed: they read the ranks' own words next, and look again).
+/// Number of ranks that left. A leaving rank adds to it after writing its own word; drivers with nothing to move read
+/// it (relaxed: they then read the ranks' own words, and check again).
 const LEAVERS: usize = 2;
 
 pub struct Area {
@@ -41,22 +41,22 @@ pub struct Area {
     pub me: usize,
     pub ranks: usize,
     pub(super) presence: Presence,
-    /// Bytes of memory that may still be used.
+    /// Bytes of memory that this process may still use.
     pub(super) headroom: fn() -> Option<u64>,
 }
 
-/// What a slot's header line says beside its tag.
+/// The contents of a slot's header line besides its tag.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
     pub signature: u64,
     /// Hash of this and all earlier signatures of the group, see `chain`.
     pub chain: u64,
-    /// Bytes of the own block, or the bits of a PREMUL_SUM factor, or whether all_to_all blocks lie in the slot.
+    /// Bytes of this rank's block, or the bits of a PREMUL_SUM factor, or whether all_to_all blocks lie in the slot.
     pub aux: u64,
 }
 
-/// Adds an operation to the chain of the ones before it: its signature, and its list of sizes if it has one. Two ranks with
-/// equal chains have called the same operations, also those in which neither had to look at the other (a broadcast of
+/// Extends the chain by one operation: its signature, and its list of sizes if it has one. Two ranks with equal chains
+/// have called the same operations, including those in which neither had to read the other's header (a broadcast of
 /// which both believe to be the root), so their large operations use the same rounds (`bulk::Bases`).
 pub fn chain(before: u64, op: &Op) -> u64 {
     let mix = |before: u64, word: u64| (before.rotate_left(5) ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
@@ -70,7 +70,7 @@ impl Area {
         Area { segment, layout, me, ranks: layout.ranks, presence, headroom }
     }
 
-    /// As if this process had `headroom` bytes of memory left: for tests.
+    /// Reports `headroom` bytes of free memory for this process: for tests.
     pub fn with_headroom(self, headroom: fn() -> Option<u64>) -> Area {
         Area { headroom, ..self }
     }
@@ -98,17 +98,19 @@ impl Area {
         })
     }
 
-    /// Futex word: rings at `rank`. Added to by whoever rings (release), read before a sleep (acquire).
-    pub fn door_word(&self, rank: usize) -> &AtomicU32 {
+    /// Futex word of `rank`: counts its wake-ups. The waking thread adds to it (release), a thread reads it before it
+    /// sleeps (acquire).
+    pub fn futex_word(&self, rank: usize) -> &AtomicU32 {
         self.word32(self.layout.control_word(rank, DOOR))
     }
-    /// Sleeping threads of `rank`. Added to by them, read by whoever publishes; relaxed, ordered by the fences in signal.rs.
+    /// Sleeping threads of `rank`. They add to it, publishing threads read it; relaxed, ordered by the fences of
+    /// `os/event_count.rs`.
     fn asleep_word(&self, rank: usize) -> &AtomicU32 {
         self.word32(self.layout.control_word(rank, DOOR) + 4)
     }
 
     // Slots. The header is read with relaxed loads after the tag was acquired; a peer that breaks the protocol can make
-    // the values wrong, not the accesses.
+    // the values wrong, but not the accesses invalid.
 
     pub fn write_header(&self, n: u64, header: Header) {
         let at = self.layout.slot(self.me, n);
@@ -126,7 +128,7 @@ impl Area {
         }
     }
 
-    /// Where a slot keeps a payload of `bytes`: in the header line if it fits, else behind it.
+    /// Address of a slot's payload of `bytes`: in the header line if it fits, else behind it.
     pub fn payload(&self, rank: usize, n: u64, bytes: usize) -> *mut u8 {
         assert!(bytes <= SLOT_BYTES, "sagellm: a slot payload of {bytes} bytes");
         let at = self.layout.slot(rank, n);
@@ -158,25 +160,25 @@ impl Area {
         assert!(bytes <= self.layout.eager_bytes, "sagellm: an eager message of {bytes} bytes");
         self.segment.ptr(self.layout.envelope(from, to, number) + self.layout.payload_offset(bytes), bytes)
     }
-    pub fn body(&self, to: usize, lane: usize, round: u64, bytes: usize) -> *mut u8 {
+    pub fn body(&self, to: usize, channel: usize, round: u64, bytes: usize) -> *mut u8 {
         assert!(bytes <= self.layout.body_bytes, "sagellm: a body part of {bytes} bytes");
-        assert!(lane < self.layout.lanes, "sagellm: lane {lane} of {}", self.layout.lanes);
-        self.segment.ptr(self.layout.body(to, lane, round), bytes)
+        assert!(channel < self.layout.channels, "sagellm: channel {channel} of {}", self.layout.channels);
+        self.segment.ptr(self.layout.body(to, channel, round), bytes)
     }
 
-    // Life and faults.
+    // Leaving and faults.
 
     /// Highest number `rank` has published, for stall reports.
     pub fn issued(&self, rank: usize) -> u64 {
         (0..self.layout.depth).map(|n| self.load(Word::Tag { rank, n })).max().unwrap_or(0)
     }
-    /// This rank leaves in order (shutdown or exit): release, after everything it published. Wakes the others.
+    /// This rank leaves in an orderly way (shutdown or exit): release, after everything it published. Wakes the others.
     pub fn leave(&self) {
         self.word64(self.layout.control_word(self.me, LIFE)).store(1, Ordering::Release);
         self.word64(self.layout.group_word(LEAVERS)).fetch_add(1, Ordering::Release);
         crate::os::event_count::announce(self, self.ranks);
     }
-    /// Some rank left: `left` says which.
+    /// True if any rank left; `left` says which.
     pub fn has_leavers(&self) -> bool {
         self.word64(self.layout.group_word(LEAVERS)).load(Ordering::Relaxed) != 0
     }
@@ -184,7 +186,8 @@ impl Area {
         self.word64(self.layout.control_word(rank, LIFE)).load(Ordering::Acquire) != 0
     }
 
-    /// The last operation on a device that this rank launched: its number and kind, for stall reports. Relaxed: a hint.
+    /// Records the last device operation that this rank launched: its number and kind, for stall reports. Relaxed: a
+    /// hint.
     pub fn set_launched(&self, number: u64, kind: u8) {
         let word = number << 8 | u64::from(kind);
         self.word64(self.layout.control_word(self.me, LIFE) + 16).store(word, Ordering::Relaxed);
@@ -194,7 +197,7 @@ impl Area {
         (word >> 8, word as u8)
     }
 
-    /// The core on which this rank last waited for long, for `Driven::shares_core`. Relaxed: a hint.
+    /// Records the core on which this rank last waited for long, for `Driven::shares_core`. Relaxed: a hint.
     pub fn set_cpu(&self, cpu: u32) {
         self.word64(self.layout.control_word(self.me, LIFE) + 8).store(u64::from(cpu) + 1, Ordering::Relaxed);
     }
@@ -203,7 +206,7 @@ impl Area {
         word.checked_sub(1).and_then(|cpu| u32::try_from(cpu).ok())
     }
 
-    /// Monitored barriers: how many this rank has entered, and (rank 0) the outcome of the last eight.
+    /// Monitored barriers: the count that this rank has entered, and (rank 0) the outcomes of the last eight.
     pub fn monitor(&self, rank: usize) -> &AtomicU64 {
         self.word64(self.layout.control_word(rank, MONITOR))
     }
@@ -225,12 +228,12 @@ impl Area {
         }
         self.word64(at).store(end as u64, Ordering::Relaxed);
         let word = (self.me as u64 + 1) | (code as u64) << 32;
-        // Release: the text before the word that leads to it. Only the first of several ranks wins.
+        // Release: the text is written before the word that refers to it. Only the first of several ranks wins.
         let _ =
             self.word64(self.layout.group_word(ABORT)).compare_exchange(0, word, Ordering::AcqRel, Ordering::Acquire);
     }
 
-    /// The group's fault: who reported it, its code, its text.
+    /// The group's fault: the rank that reported it, its code, its text.
     pub fn fault(&self) -> Option<(usize, char, String)> {
         let word = self.word64(self.layout.group_word(ABORT)).load(Ordering::Acquire);
         if word == 0 {
@@ -280,13 +283,13 @@ impl Mail for Area {
     }
 }
 
-impl Bell for Area {
-    fn door(&self, rank: usize) -> u32 {
-        self.door_word(rank).load(Ordering::Acquire)
+impl WakeWords for Area {
+    fn wake_count(&self, rank: usize) -> u32 {
+        self.futex_word(rank).load(Ordering::Acquire)
     }
-    fn ring(&self, rank: usize) {
-        self.door_word(rank).fetch_add(1, Ordering::Release);
-        crate::os::futex::wake_all(self.door_word(rank));
+    fn wake(&self, rank: usize) {
+        self.futex_word(rank).fetch_add(1, Ordering::Release);
+        crate::os::futex::wake_all(self.futex_word(rank));
     }
     fn asleep(&self, rank: usize) -> u32 {
         self.asleep_word(rank).load(Ordering::Relaxed)

@@ -1,4 +1,4 @@
-//! Where everything lies in a group's segment. Pure arithmetic from the rank count; the same on every rank.
+//! Offsets of everything in a group's segment. Pure arithmetic from the rank count; the same on every rank.
 //!
 //! ```text
 //! hello     64 B a rank, rounded up to a page: the handshake that proves the segment is shared (rendezvous)
@@ -8,21 +8,22 @@
 //! stage     per rank: 2 buffers that the rank fills for its peers
 //! result    per rank: 2 buffers that hold the slice the rank has reduced
 //! pairs     per sender, for each of the others: words, grants and a few envelopes of a message each (p2p.rs)
-//! lanes     per receiver: 2 buffers each, through which messages too large for an envelope move (lanes.rs)
+//! channels     per receiver: 2 buffers each, through which messages too large for an envelope move (channels.rs)
 //! ```
 //!
-//! **Memory for messages.** Every ordered pair of ranks has envelopes of its own, so that a message nobody wants holds up
-//! no other pair: this part grows with the square of the ranks, and therefore an envelope is small where they are many.
-//! Large messages need no memory before a receive has matched them, and after that only copying stands in their way: so
-//! a receiver has a few lanes, which it lends to one sender after the other, and none of them can be held for ever.
+//! **Memory for messages.** Every ordered pair of ranks has its own envelopes, so that an unmatched message blocks no
+//! other pair. This part grows with the square of the ranks, so an envelope is small where ranks are many. A large
+//! message needs memory only after a receive has matched it, and from then on nothing but copying delays it: so a
+//! receiver needs only a few channels, which it lends to one sender after the other, and every channel comes back.
 //!
-//! **What every group uses is present when it is made** (`early_ranges`). The rest, most of it, is divided into
-//! parts (`Part`). A part's owner makes it present when an operation first needs it, and no rank touches it before
-//! (`presence.rs`). Filling shared memory past a memory limit kills the process, so the limits are read first (rule 24).
+//! **Memory that every group uses is populated when the group is made** (`early_ranges`). The rest, most of it, is
+//! divided into parts (`Part`). A part's owner populates it when an operation first needs it, and no rank touches it
+//! before (`presence.rs`). Filling shared memory past a memory limit kills the process, so the limits are read first
+//! (rule 24).
 
 use std::ops::Range;
 
-use crate::select::Shape;
+use crate::select::GroupShape;
 
 /// Payload of a slot beyond the header line.
 pub const SLOT_BYTES: usize = 4096;
@@ -33,27 +34,27 @@ pub const PAIR_OF_LINES: usize = 128;
 /// Control words of a rank, each on its own pair of lines.
 pub const CONTROL_WORDS: usize = 9;
 pub const FAULT_BYTES: usize = 1024;
-/// Payload of a message that fits into its envelope's first line, behind tag and size.
+/// Payload that fits into an envelope's first line, behind tag and size.
 pub const SHORT_BYTES: usize = 48;
 /// Most ranks that one segment serves: slot tables hold eight bytes a rank, mail words and `RankSet` a bit.
 pub const MAX_RANKS: usize = 256;
-/// A segment is never larger, unless that left less than `RANK_SHARE` a rank.
+/// Largest segment, unless that would leave less than `RANK_SHARE` per rank.
 pub const CEILING: usize = 64 << 20;
 pub const RANK_SHARE: usize = 512 << 10;
 
 const PAGE: usize = 4096;
 
-/// What of a rank's memory is made present only when an operation needs it.
+/// Parts of a rank's memory that are populated only when an operation needs them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Part {
     /// The buffers that the rank fills in large operations.
     Stage,
-    /// Those into which it reduces.
+    /// The buffers into which the rank reduces.
     Result,
     /// Words, grants and envelopes of its messages to all others.
     Envelopes,
-    /// The buffers of one lane, through which it receives.
-    Lane(usize),
+    /// The buffers of one channel, through which it receives.
+    Channel(usize),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -67,8 +68,8 @@ pub struct Layout {
     pub envelopes: u64,
     /// Largest message that travels inside its envelope.
     pub eager_bytes: usize,
-    /// Senders from which a rank can take in larger messages at once.
-    pub lanes: usize,
+    /// Number of senders whose larger messages a rank can receive at once.
+    pub channels: usize,
     pub body_bytes: usize,
     group: usize,
     control: usize,
@@ -84,26 +85,26 @@ fn up(value: usize, to: usize) -> usize {
     value.div_ceil(to) * to
 }
 
-/// What of a layout depends on the number of ranks alone.
+/// The sizes that follow from the number of ranks alone.
 struct Sizes {
     depth: u64,
     largest_stage: usize,
     envelopes: u64,
     eager_bytes: usize,
-    lanes: usize,
+    channels: usize,
     body_bytes: usize,
 }
 
 impl Sizes {
     fn of(ranks: usize) -> Sizes {
-        let (depth, largest_stage, envelopes, eager_bytes, lanes, body_bytes) = match ranks {
+        let (depth, largest_stage, envelopes, eager_bytes, channels, body_bytes) = match ranks {
             0..=4 => (64, 512 << 10, 32, 4096, ranks.max(2) - 1, 128 << 10),
             5..=8 => (32, 256 << 10, 8, 2048, 2, 64 << 10),
             9..=16 => (32, 256 << 10, 8, 1024, 4, 32 << 10),
             17..=64 => (16, 256 << 10, 8, 256, 4, 16 << 10),
             _ => (16, 256 << 10, 4, SHORT_BYTES, 4, 16 << 10),
         };
-        Sizes { depth, largest_stage, envelopes, eager_bytes, lanes, body_bytes }
+        Sizes { depth, largest_stage, envelopes, eager_bytes, channels, body_bytes }
     }
 }
 
@@ -113,7 +114,7 @@ impl Layout {
         Layout::possible(ranks).find(|layout| layout.total <= budget)
     }
 
-    /// As `new`, within what a segment may take on a host where `headroom` bytes of memory are left: a quarter.
+    /// As `new`, within the share of a host's memory that a segment may take: a quarter of `headroom` bytes.
     pub fn within(ranks: usize, headroom: usize) -> Option<Layout> {
         (1..=MAX_RANKS)
             .contains(&ranks)
@@ -125,12 +126,12 @@ impl Layout {
         Layout::possible(ranks).map(|layout| layout.total).min().unwrap_or(0)
     }
 
-    /// The layout whose segment has exactly `total` bytes: how the ranks agree on the one that was built.
+    /// The layout whose segment has exactly `total` bytes: the ranks derive the layout that was built from its size.
     pub fn of_total(ranks: usize, total: usize) -> Option<Layout> {
         Layout::new(ranks, total).filter(|layout| layout.total == total)
     }
 
-    /// The largest first.
+    /// All layouts, the largest first.
     fn possible(ranks: usize) -> impl Iterator<Item = Layout> {
         let most = Sizes::of(ranks).largest_stage;
         let stages = [512 << 10, 256 << 10, 128 << 10, 64 << 10, 32 << 10].into_iter().filter(move |it| *it <= most);
@@ -138,7 +139,7 @@ impl Layout {
     }
 
     fn with(ranks: usize, stage_bytes: usize) -> Layout {
-        let Sizes { depth, envelopes, eager_bytes, lanes, body_bytes, .. } = Sizes::of(ranks);
+        let Sizes { depth, envelopes, eager_bytes, channels, body_bytes, .. } = Sizes::of(ranks);
         // A slice is a rank's share of a chunk, rounded up to lines; see bulk.rs.
         let result_bytes = up(stage_bytes.div_ceil(ranks) + 64, PAGE);
         let mut layout = Layout {
@@ -148,7 +149,7 @@ impl Layout {
             result_bytes,
             envelopes,
             eager_bytes,
-            lanes,
+            channels,
             body_bytes,
             group: up(64 * ranks, PAGE),
             control: 0,
@@ -165,7 +166,7 @@ impl Layout {
         layout.result = layout.stage + ranks * 2 * stage_bytes;
         layout.pairs = layout.result + ranks * 2 * result_bytes;
         layout.bodies = layout.pairs + ranks * layout.row_bytes();
-        layout.total = layout.bodies + ranks * layout.lanes_bytes();
+        layout.total = layout.bodies + ranks * layout.channels_bytes();
         layout
     }
 
@@ -173,9 +174,10 @@ impl Layout {
         self.total
     }
 
-    /// What the choice needs to know of a group of this layout on one host whose ranks use `cores` cores together.
-    pub fn shape(&self, cores: usize) -> Shape {
-        Shape { ranks: self.ranks, hosts: 1, cores, slot_bytes: SLOT_BYTES, stage_bytes: self.stage_bytes }
+    /// What the algorithm choice needs to know of a group with this layout on one host whose ranks use `cores` cores
+    /// together.
+    pub fn shape(&self, cores: usize) -> GroupShape {
+        GroupShape { ranks: self.ranks, hosts: 1, cores, slot_bytes: SLOT_BYTES, stage_bytes: self.stage_bytes }
     }
 
     fn control_bytes(&self) -> usize {
@@ -187,7 +189,7 @@ impl Layout {
     fn slots_bytes(&self) -> usize {
         up(self.depth as usize * self.slot_stride(), PAGE)
     }
-    /// One line where a payload fits into it, behind tag and size.
+    /// A payload that fits into one line lies there, behind tag and size.
     fn envelope_stride(&self) -> usize {
         64 + if self.eager_bytes <= SHORT_BYTES { 0 } else { up(self.eager_bytes, 64) }
     }
@@ -200,15 +202,15 @@ impl Layout {
     fn pair_bytes(&self) -> usize {
         up(self.envelopes_offset() + self.envelopes as usize * self.envelope_stride(), PAIR_OF_LINES)
     }
-    /// What a sender has for all others.
+    /// Bytes of a sender's envelopes for all peers.
     fn row_bytes(&self) -> usize {
         up((self.ranks - 1) * self.pair_bytes(), PAGE)
     }
-    /// What a receiver has for all others.
-    fn lanes_bytes(&self) -> usize {
-        self.lanes * 2 * self.body_bytes
+    /// Bytes of a receiver's channels.
+    fn channels_bytes(&self) -> usize {
+        self.channels * 2 * self.body_bytes
     }
-    /// A pair's words are apart where there is room; where ranks are many, those of one writer share a pair of lines.
+    /// With few ranks each word of a pair has its own lines; with many, the words of one writer share a pair of lines.
     fn word_stride(&self) -> usize {
         if self.ranks <= 16 { PAIR_OF_LINES } else { 8 }
     }
@@ -241,8 +243,8 @@ impl Layout {
         self.result + (rank * 2 + (round % 2) as usize) * self.result_bytes
     }
 
-    /// True where a receiver learns of every message by its mail words (`protocol::post`); with few ranks of the first
-    /// one of each sender, and then it looks for itself.
+    /// True where a receiver learns of every message by its mail words (`protocol::post`). With few ranks only the
+    /// first message of each sender uses them; then the receiver polls.
     pub fn has_mail(&self) -> bool {
         self.ranks > 16
     }
@@ -259,21 +261,21 @@ impl Layout {
     pub fn grant(&self, from: usize, to: usize, index: u64) -> usize {
         self.pair(from, to) + self.grants_offset() + (index & (self.envelopes - 1)) as usize * 8
     }
-    /// Tag and size; where the payload lies, `payload_offset` says.
+    /// Tag and size of a message; `payload_offset` says where the payload lies.
     pub fn envelope(&self, from: usize, to: usize, number: u64) -> usize {
         let index = (number & (self.envelopes - 1)) as usize;
         self.pair(from, to) + self.envelopes_offset() + index * self.envelope_stride()
     }
-    /// Where a payload of `bytes` begins in its envelope.
+    /// Offset of a payload of `bytes` in its envelope.
     pub fn payload_offset(&self, bytes: usize) -> usize {
         if bytes <= SHORT_BYTES { 64 - SHORT_BYTES } else { 64 }
     }
-    pub fn body(&self, to: usize, lane: usize, round: u64) -> usize {
-        debug_assert!(to < self.ranks && lane < self.lanes);
-        self.bodies + to * self.lanes_bytes() + (lane * 2 + (round % 2) as usize) * self.body_bytes
+    pub fn body(&self, to: usize, channel: usize, round: u64) -> usize {
+        debug_assert!(to < self.ranks && channel < self.channels);
+        self.bodies + to * self.channels_bytes() + (channel * 2 + (round % 2) as usize) * self.body_bytes
     }
 
-    /// What `rank` makes present when the group is made: its words and slots, and on rank 0 those of the group.
+    /// The ranges that `rank` populates when the group is made: its words and slots, and on rank 0 those of the group.
     pub fn early_ranges(&self, rank: usize) -> Vec<Range<usize>> {
         let own = |area: usize, bytes: usize| area + rank * bytes..area + (rank + 1) * bytes;
         let mut ranges = vec![own(self.control, self.control_bytes()), own(self.slots, self.slots_bytes())];
@@ -283,21 +285,21 @@ impl Layout {
         ranges
     }
 
-    /// Where a part of `rank` lies. Each has an owner who makes it present: the rank that writes it, because first touch
-    /// puts it on that rank's NUMA node, and for a lane the one that reads it, because its senders change.
+    /// The range of a part of `rank`. Its owner populates it: the rank that writes it, because the first touch places
+    /// it on that rank's NUMA node; for a channel the rank that reads it, because its senders change.
     pub fn part(&self, rank: usize, part: Part) -> Range<usize> {
         let (start, bytes) = match part {
             Part::Stage => (self.stage(rank, 0), 2 * self.stage_bytes),
             Part::Result => (self.result(rank, 0), 2 * self.result_bytes),
             Part::Envelopes => (self.pairs + rank * self.row_bytes(), self.row_bytes()),
-            Part::Lane(lane) => (self.body(rank, lane, 0), 2 * self.body_bytes),
+            Part::Channel(channel) => (self.body(rank, channel, 0), 2 * self.body_bytes),
         };
         start..start + bytes
     }
 
-    /// All parts that a rank has.
+    /// All parts of a rank.
     pub fn parts(&self) -> impl Iterator<Item = Part> + use<> {
-        [Part::Stage, Part::Result, Part::Envelopes].into_iter().chain((0..self.lanes).map(Part::Lane))
+        [Part::Stage, Part::Result, Part::Envelopes].into_iter().chain((0..self.channels).map(Part::Channel))
     }
 }
 
@@ -305,7 +307,7 @@ impl Layout {
 mod tests {
     use super::*;
 
-    /// Everything that the layout of `l` names, but the hello area: start and length.
+    /// Start and length of every area that layout `l` names, except the hello area.
     fn areas(l: &Layout, senders: &[usize]) -> Vec<(usize, usize)> {
         let mut areas: Vec<(usize, usize)> = (0..3).map(|i| (l.group_word(i), 8)).collect();
         for r in 0..l.ranks {
@@ -315,7 +317,7 @@ mod tests {
             for round in 0..2 {
                 areas.push((l.stage(r, round), l.stage_bytes));
                 areas.push((l.result(r, round), l.result_bytes));
-                areas.extend((0..l.lanes).map(|lane| (l.body(r, lane, round), l.body_bytes)));
+                areas.extend((0..l.channels).map(|channel| (l.body(r, channel, round), l.body_bytes)));
             }
         }
         for from in senders.iter().copied().filter(|from| *from < l.ranks) {
@@ -359,7 +361,8 @@ mod tests {
         }
     }
 
-    /// No page is left for an operation to touch without a look at the limits: its owner could be killed for it.
+    /// Every page that an operation touches is populated under the limits: touching an unpopulated one could kill the
+    /// process.
     #[test]
     fn the_ranges_that_ranks_populate_are_the_whole_segment() {
         for ranks in 2..=MAX_RANKS {
@@ -374,7 +377,7 @@ mod tests {
         }
     }
 
-    /// What docs/design.md says of the memory of a group.
+    /// The memory of a group as docs/design.md states it.
     #[test]
     fn memory_is_bounded_per_rank_and_in_all() {
         for ranks in 2..=MAX_RANKS {

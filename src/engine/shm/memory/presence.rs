@@ -1,22 +1,22 @@
-//! Memory that becomes present when it is first needed: most of a segment, because most groups use little of it.
+//! Memory that is populated when it is first needed: most of a segment, because most groups use little of it.
 //!
-//! **Who makes what present, and who relies on it.** A part belongs to one rank, which makes it present before anybody
-//! touches it; that others do so only afterwards follows from the orders that there are anyway:
+//! **Which rank populates a part, and why its peers may rely on it.** A part belongs to one rank, which populates it
+//! before any rank touches it. The existing release and acquire pairs order the peers' accesses after that:
 //!
-//! | part | made present | others touch it after |
+//! | part | populated | peers touch it after |
 //! | --- | --- | --- |
 //! | stage, result | before the first round that fills them | `Ready` of a round (release, acquire) |
 //! | envelopes of a sender | before its first message | mail (release, acquire): its first message to a rank always brings some |
-//! | lane of a receiver | before it is first lent | the grant (release, acquire) |
+//! | channel of a receiver | before it is first lent | the grant (release, acquire) |
 //!
-//! What ranks use before they know anything of each other, words and slots, is present before a rank says that it has mapped
+//! Words and slots are used before ranks exchange anything, so a rank populates them before it says that it has mapped
 //! the memory, and no rank gets its group before all have said so (`rendezvous`).
 //!
-//! **The limits.** Memory that is filled past the limit of a control group kills the process, and the room that was there
-//! when the group was made may be gone. So the limits are read again, and the operation fails before anything is written
-//! where they leave too little: on this rank with the amounts, on the others with the same text, as for any fault of a group.
-//! A part may take half of what is left, counted for all ranks, because they may all be about to do the same; the other
-//! half is for another group of theirs, and for what their programs do at the same time.
+//! **The limits.** Filling memory past the limit of a control group kills the process, and memory that was free when
+//! the group was made may be gone. So the limits are read again. Where they leave too little, the operation fails
+//! before anything is written: on this rank with the amounts, on the others with the same text, as for any fault of a
+//! group. A part may take half of the free memory, counted for all ranks, because they may all be about to do the same;
+//! the other half is for another group and for what the programs do at the same time.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -25,7 +25,7 @@ use super::layout::Part;
 use super::segment::Backing;
 use crate::error::{Error, Result};
 
-/// The parts of a rank that are present, a bit each. Written and read by the thread that drives the rank's group, under the
+/// The populated parts of a rank, a bit each. The thread that drives the rank's group reads and writes it under the
 /// group's lock (relaxed).
 #[derive(Debug, Default)]
 pub struct Presence(AtomicU32);
@@ -36,7 +36,7 @@ impl Presence {
             Part::Stage => 1,
             Part::Result => 1 << 1,
             Part::Envelopes => 1 << 2,
-            Part::Lane(lane) => 1 << (3 + lane),
+            Part::Channel(channel) => 1 << (3 + channel),
         }
     }
 
@@ -46,8 +46,8 @@ impl Presence {
 }
 
 impl Area {
-    /// Makes parts of this rank's memory present, unless they are. To be called before this rank writes them or lets
-    /// another one do so. The error is that there is no room.
+    /// Populates parts of this rank's memory that are not populated yet. Call it before this rank writes them or lets a
+    /// peer write them. Fails where memory is short.
     pub fn make_present(&self, parts: impl IntoIterator<Item = Part>) -> Result<()> {
         let missing: Vec<Part> = parts.into_iter().filter(|part| !self.presence.has(*part)).collect();
         if missing.is_empty() {

@@ -1,5 +1,5 @@
-//! One piece of memory that all ranks of a group map. It has no name, so nothing is left behind when processes are
-//! killed, and it is sealed, so no peer can shrink it under us.
+//! Memory that all ranks of a group map. It has no name, so nothing is left behind when processes are killed, and it is
+//! sealed, so no peer can shrink it.
 
 #![allow(unsafe_code)] // maps the memory and takes references into it
 
@@ -15,19 +15,19 @@ use crate::error::{Error, Result};
 /// `MADV_POPULATE_WRITE` (Linux 5.14).
 const MADV_POPULATE_WRITE: i32 = 23;
 
-/// Where the memory came from, which decides whether it can be sealed. Travels to the peers as one byte.
+/// The source of the memory, which decides whether it can be sealed. Sent to the peers as one byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Backing {
     Sealed,
-    /// memfd_create was denied: a nameless file in /dev/shm, which cannot be sealed. Same-user peers are trusted
-    /// not to truncate it.
+    /// memfd_create was denied: a nameless file in /dev/shm, which cannot be sealed. Peers run as the same user and are
+    /// trusted not to truncate it.
     Unsealed,
-    /// No descriptor at all: ranks are threads of one process.
+    /// No descriptor: ranks are threads of one process.
     Anonymous,
 }
 
-/// A shared mapping; unmapped on drop. In a forked child its addresses lead to private memory of the child (`Mapped`), so
-/// whatever the child does with objects that it inherited, it cannot write what the parent and its peers share.
+/// A shared mapping; unmapped on drop. In a forked child its addresses map private memory (`Mapped`), so the child
+/// cannot write the memory of its parent and the parent's peers, whatever it does with inherited objects.
 #[derive(Debug)]
 pub struct Segment {
     base: NonNull<u8>,
@@ -36,21 +36,21 @@ pub struct Segment {
     entry: &'static Mapped,
 }
 
-/// One entry of the list of mapped segments, which the handler of a fork reads. Entries are never freed, because the
-/// handler may take no lock; one whose segment was dropped is used again.
+/// An entry of the list of mapped segments, which the fork handler reads. Entries are never freed, because the handler
+/// may take no lock; an entry whose segment was dropped is used again.
 #[derive(Debug)]
 struct Mapped {
-    /// 0 while unused. Written by whoever makes (release, after `len`) and drops a segment, read by the forked child,
-    /// which has no other threads.
+    /// 0 while unused. Written by the thread that makes (release, after `len`) or drops a segment; read by the forked
+    /// child, which has no other threads.
     base: AtomicUsize,
     len: AtomicUsize,
     next: AtomicPtr<Mapped>,
 }
 
-/// First entry of the list: only ever pushed to.
+/// First entry of the list, which only grows.
 static MAPPED: AtomicPtr<Mapped> = AtomicPtr::new(std::ptr::null_mut());
 static FORK_HANDLER: Once = Once::new();
-/// Marks an entry that is being filled in: no mapping begins there, and none has no length.
+/// Marks an entry that is being filled in: no mapping begins at this address.
 const TAKEN: usize = 1;
 
 /// Every entry of the list.
@@ -60,7 +60,7 @@ fn mapped() -> impl Iterator<Item = &'static Mapped> {
     std::iter::successors(entry(MAPPED.load(Ordering::Acquire)), move |one| entry(one.next.load(Ordering::Acquire)))
 }
 
-/// Enters a mapping, so that forked children lose it.
+/// Registers a mapping, so that forked children lose it.
 fn enter(base: NonNull<u8>, len: usize) -> &'static Mapped {
     FORK_HANDLER.call_once(|| {
         // SAFETY: the handler is a plain function that lives for ever.
@@ -75,7 +75,7 @@ fn enter(base: NonNull<u8>, len: usize) -> &'static Mapped {
         let mut first = MAPPED.load(Ordering::Relaxed);
         loop {
             new.next.store(first, Ordering::Relaxed);
-            // Release: the entry before the pointer to it.
+            // Release: the entry is written before the pointer to it.
             match MAPPED.compare_exchange_weak(first, new, Ordering::Release, Ordering::Relaxed) {
                 Ok(_) => return new,
                 Err(other) => first = other,
@@ -87,8 +87,8 @@ fn enter(base: NonNull<u8>, len: usize) -> &'static Mapped {
     entry
 }
 
-/// Runs in the child between fork and its first own instruction: puts private, empty memory in the place of every segment.
-/// Only atomics and system calls, because locks may be held by threads that the child does not have.
+/// Runs in the child between fork and its first own instruction: replaces every segment by private, empty memory. Uses
+/// only atomics and system calls, because a thread that the child does not have may hold a lock.
 extern "C" fn in_forked_child() {
     for one in mapped() {
         let (base, len) = (one.base.load(Ordering::Acquire), one.len.load(Ordering::Relaxed));
@@ -96,7 +96,7 @@ extern "C" fn in_forked_child() {
             continue;
         }
         let flags = libc::MAP_FIXED | libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-        // SAFETY: the range is a mapping of ours, of which the child has a copy of its own; what uses it finds zeros.
+        // SAFETY: the range is a mapping of ours, of which the child has its own copy; later accesses read zeros.
         unsafe {
             if libc::mmap(base as *mut _, len, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0) == libc::MAP_FAILED {
                 libc::munmap(base as *mut _, len);
@@ -105,8 +105,8 @@ extern "C" fn in_forked_child() {
     }
 }
 
-// SAFETY: a segment is an address range that stays mapped for its lifetime. It hands out raw pointers only; who
-// accesses what, and when, is the protocol's duty, whatever thread it runs on.
+// SAFETY: a segment is an address range that stays mapped for its lifetime. It hands out raw pointers only; the
+// protocol orders the accesses, whatever thread makes them.
 unsafe impl Send for Segment {}
 // SAFETY: as above; no method changes the segment itself.
 unsafe impl Sync for Segment {}
@@ -119,7 +119,7 @@ fn descriptor(rc: i64) -> io::Result<OwnedFd> {
     if rc < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the kernel just returned this descriptor to us, so nobody else owns it.
+    // SAFETY: the kernel just returned this descriptor, so this process owns it alone.
     Ok(unsafe { OwnedFd::from_raw_fd(rc as i32) })
 }
 
@@ -129,7 +129,7 @@ fn checked(rc: i32) -> io::Result<()> {
 
 fn memfd() -> io::Result<OwnedFd> {
     let flags = libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING;
-    // Kernels before 6.3 do not know MFD_NOEXEC_SEAL; kernels set to insist on it refuse to go without.
+    // Kernels before 6.3 do not know MFD_NOEXEC_SEAL; kernels configured to require it refuse calls without it.
     let mut result = Err(io::Error::from_raw_os_error(libc::EINVAL));
     for flags in [flags | libc::MFD_NOEXEC_SEAL, flags] {
         // SAFETY: the name ends in NUL; the flags are plain numbers.
@@ -155,8 +155,8 @@ fn sealed_memfd(len: usize) -> io::Result<OwnedFd> {
     Ok(fd)
 }
 
-/// A file in /dev/shm that never has a name. Its pages are reserved now: a full /dev/shm must be an error here and
-/// not a SIGBUS at the first touch.
+/// A file in /dev/shm that never has a name. Its pages are reserved now: a full /dev/shm must be an error here, not a
+/// SIGBUS at the first touch.
 fn nameless_file(len: usize) -> io::Result<OwnedFd> {
     let flags = libc::O_TMPFILE | libc::O_EXCL | libc::O_RDWR | libc::O_CLOEXEC;
     // SAFETY: the path ends in NUL; the rest are plain numbers.
@@ -171,7 +171,7 @@ fn nameless_file(len: usize) -> io::Result<OwnedFd> {
 }
 
 impl Segment {
-    /// Makes a segment of `len` bytes, all zero, and the descriptor that lets others map it.
+    /// Makes a segment of `len` zero bytes, and the descriptor by which others map it.
     pub fn create(len: usize) -> Result<(Segment, OwnedFd)> {
         let (fd, backing) = match sealed_memfd(len) {
             Ok(fd) => (fd, Backing::Sealed),
@@ -191,8 +191,8 @@ impl Segment {
         Ok((Segment { base, len, backing, entry: enter(base, len) }, fd))
     }
 
-    /// Maps a segment that another rank made. The length must be what that rank announced, and must not be able to
-    /// change; `backing` is what it announced too, so that an unsealed descriptor is only taken where expected.
+    /// Maps a segment that another rank made. Its length must be what that rank announced and must be sealed; an
+    /// unsealed descriptor is accepted only where that rank announced one (`backing`).
     pub fn map(fd: BorrowedFd<'_>, expected_len: usize, backing: Backing) -> Result<Segment> {
         if backing == Backing::Sealed {
             // SAFETY: a plain query on an open descriptor.
@@ -238,8 +238,8 @@ impl Segment {
         self.backing
     }
 
-    /// Address of `bytes` bytes at `offset`. Panics when they are not all inside: every offset comes from the layout
-    /// of this group, never from shared memory unchecked, so that is our own bug.
+    /// Address of `bytes` bytes at `offset`. Panics when they are not all inside: offsets come from the layout of this
+    /// group, never unchecked from shared memory, so that would be our own bug.
     #[inline]
     pub fn ptr(&self, offset: usize, bytes: usize) -> *mut u8 {
         assert!(
@@ -251,8 +251,8 @@ impl Segment {
         unsafe { self.base.as_ptr().add(offset) }
     }
 
-    /// Makes the pages of a range present and writable now, so that no access has to. Others may be
-    /// writing to the range meanwhile: nothing is changed.
+    /// Makes the pages of a range present and writable now. Peers may be writing to the range meanwhile: no content
+    /// changes.
     pub fn populate(&self, range: Range<usize>) -> Result<()> {
         let page = page_size();
         let start = range.start / page * page;

@@ -18,7 +18,7 @@ use crate::{acl, trace};
 /// Address and bytes.
 type Buffer = (usize, usize);
 
-struct Asked {
+struct OpDesc {
     name: &'static str,
     sort: Sort,
     comm: usize,
@@ -41,9 +41,9 @@ impl Checked {
 
 const PRODUCT: i32 = 1;
 
-impl Asked {
-    fn new(name: &'static str, comm: usize, stream: usize) -> Asked {
-        Asked { name, sort: Sort::Collective, comm, stream }
+impl OpDesc {
+    fn new(name: &'static str, comm: usize, stream: usize) -> OpDesc {
+        OpDesc { name, sort: Sort::Collective, comm, stream }
     }
 
     fn wrong<T>(&self, code: i32, text: impl std::fmt::Display) -> Result<T, i32> {
@@ -158,7 +158,7 @@ extern "C" fn sim_HcclAllReduce(
     comm: usize,
     stream: usize,
 ) -> i32 {
-    let asked = Asked::new("HcclAllReduce", comm, stream);
+    let asked = OpDesc::new("HcclAllReduce", comm, stream);
     done((|| {
         let checked = asked.check(0)?;
         let (dtype, size) = element(asked.name, number)?;
@@ -173,7 +173,7 @@ extern "C" fn sim_HcclAllReduce(
 
 #[unsafe(no_mangle)]
 extern "C" fn sim_HcclBroadcast(buffer: usize, count: u64, number: i32, root: u32, comm: usize, stream: usize) -> i32 {
-    let asked = Asked::new("HcclBroadcast", comm, stream);
+    let asked = OpDesc::new("HcclBroadcast", comm, stream);
     done((|| {
         let checked = asked.check(root)?;
         let (_, size) = element(asked.name, number)?;
@@ -195,7 +195,7 @@ extern "C" fn sim_HcclReduce(
     comm: usize,
     stream: usize,
 ) -> i32 {
-    let asked = Asked::new("HcclReduce", comm, stream);
+    let asked = OpDesc::new("HcclReduce", comm, stream);
     done((|| {
         let checked = asked.check(root)?;
         let (dtype, size) = element(asked.name, number)?;
@@ -218,7 +218,7 @@ extern "C" fn sim_HcclReduceScatter(
     comm: usize,
     stream: usize,
 ) -> i32 {
-    let asked = Asked::new("HcclReduceScatter", comm, stream);
+    let asked = OpDesc::new("HcclReduceScatter", comm, stream);
     done((|| {
         let checked = asked.check(0)?;
         let (dtype, size) = element(asked.name, number)?;
@@ -234,7 +234,7 @@ extern "C" fn sim_HcclReduceScatter(
 
 #[unsafe(no_mangle)]
 extern "C" fn sim_HcclAllGather(send: usize, recv: usize, count: u64, number: i32, comm: usize, stream: usize) -> i32 {
-    let asked = Asked::new("HcclAllGather", comm, stream);
+    let asked = OpDesc::new("HcclAllGather", comm, stream);
     done((|| {
         let checked = asked.check(0)?;
         let (_, size) = element(asked.name, number)?;
@@ -249,7 +249,7 @@ extern "C" fn sim_HcclAllGather(send: usize, recv: usize, count: u64, number: i3
 
 /// Blocks of one buffer, by counts and displacements in elements: host lists, one entry a rank.
 fn blocks(
-    asked: &Asked,
+    asked: &OpDesc,
     buffer: usize,
     lists: (In<u64>, In<u64>),
     ranks: u32,
@@ -279,7 +279,7 @@ extern "C" fn sim_HcclReduceScatterV(
     comm: usize,
     stream: usize,
 ) -> i32 {
-    let asked = Asked::new("HcclReduceScatterV", comm, stream);
+    let asked = OpDesc::new("HcclReduceScatterV", comm, stream);
     done((|| {
         let checked = asked.check(0)?;
         let (dtype, size) = element(asked.name, number)?;
@@ -310,7 +310,7 @@ extern "C" fn sim_HcclAllGatherV(
     comm: usize,
     stream: usize,
 ) -> i32 {
-    let asked = Asked::new("HcclAllGatherV", comm, stream);
+    let asked = OpDesc::new("HcclAllGatherV", comm, stream);
     done((|| {
         let checked = asked.check(0)?;
         let (_, size) = element(asked.name, number)?;
@@ -337,7 +337,7 @@ extern "C" fn sim_HcclScatter(
     comm: usize,
     stream: usize,
 ) -> i32 {
-    let asked = Asked::new("HcclScatter", comm, stream);
+    let asked = OpDesc::new("HcclScatter", comm, stream);
     done((|| {
         let checked = asked.check(root)?;
         let (_, size) = element(asked.name, number)?;
@@ -351,7 +351,7 @@ extern "C" fn sim_HcclScatter(
 
 fn message(kind: Kind, buffer: usize, count: u64, number: i32, peer: u32, comm: usize, stream: usize) -> i32 {
     let name = if kind == Kind::Send { "HcclSend" } else { "HcclRecv" };
-    let asked = Asked { name, sort: Sort::Message, comm, stream };
+    let asked = OpDesc { name, sort: Sort::Message, comm, stream };
     done((|| {
         let checked = asked.check(peer)?;
         let (_, size) = element(asked.name, number)?;
@@ -385,7 +385,7 @@ extern "C" fn sim_HcclAlltoAll(
     comm: usize,
     stream: usize,
 ) -> i32 {
-    let asked = Asked::new("HcclAlltoAll", comm, stream);
+    let asked = OpDesc::new("HcclAlltoAll", comm, stream);
     done((|| {
         let checked = asked.check(0)?;
         let (_, size) = element(asked.name, send_type)?;
@@ -401,7 +401,7 @@ extern "C" fn sim_HcclAlltoAll(
     })())
 }
 
-fn uneven(asked: &Asked, checked: Checked, send: &[Buffer], recv: &[Buffer]) -> Result<i32, i32> {
+fn uneven(asked: &OpDesc, checked: Checked, send: &[Buffer], recv: &[Buffer]) -> Result<i32, i32> {
     if send.iter().any(|input| recv.iter().any(|output| !apart(*input, *output))) {
         return asked.wrong(PARA, "send and receive buffer overlap");
     }
@@ -421,7 +421,7 @@ extern "C" fn sim_HcclAlltoAllV(
     comm: usize,
     stream: usize,
 ) -> i32 {
-    let asked = Asked::new("HcclAlltoAllV", comm, stream);
+    let asked = OpDesc::new("HcclAlltoAllV", comm, stream);
     done((|| {
         let checked = asked.check(0)?;
         let ((_, of_send), (_, of_recv)) = (element(asked.name, send_type)?, element(asked.name, recv_type)?);
@@ -445,7 +445,7 @@ extern "C" fn sim_HcclAlltoAllVC(
     comm: usize,
     stream: usize,
 ) -> i32 {
-    let asked = Asked::new("HcclAlltoAllVC", comm, stream);
+    let asked = OpDesc::new("HcclAlltoAllVC", comm, stream);
     done((|| {
         let checked = asked.check(0)?;
         let (_, size) = element(asked.name, send_type)?;
@@ -490,7 +490,7 @@ const _: () = assert!(size_of::<Item>() == 32);
 extern "C" fn sim_HcclBatchSendRecv(items: In<Item>, count: u32, comm: usize, stream: usize) -> i32 {
     const SEND: i32 = 0;
     const RECV: i32 = 1;
-    let asked = Asked { name: "HcclBatchSendRecv", sort: Sort::Message, comm, stream };
+    let asked = OpDesc { name: "HcclBatchSendRecv", sort: Sort::Message, comm, stream };
     done((|| {
         let checked = asked.check(0)?;
         if batch::open(Vendor::Hccl) {
@@ -525,7 +525,7 @@ extern "C" fn sim_HcclBatchSendRecv(items: In<Item>, count: u32, comm: usize, st
 
 #[unsafe(no_mangle)]
 extern "C" fn sim_HcclBarrier(comm: usize, stream: usize) -> i32 {
-    let asked = Asked::new("HcclBarrier", comm, stream);
+    let asked = OpDesc::new("HcclBarrier", comm, stream);
     done((|| {
         let checked = asked.check(0)?;
         asked.issue(checked, Call::new(Kind::Barrier, (0, 0), (0, 0)))

@@ -83,7 +83,7 @@ fn read_scalar(dtype: i32) -> fn(usize) -> f64 {
 }
 
 /// One call before it is checked.
-struct Asked {
+struct OpDesc {
     name: &'static str,
     func: i32,
     comm: usize,
@@ -103,7 +103,7 @@ struct Checked {
     dtype: Dtype,
 }
 
-impl Asked {
+impl OpDesc {
     fn check(
         &self,
         send_bytes: impl Fn(&Comm, usize) -> usize,
@@ -217,7 +217,7 @@ pub fn launch(entries: Vec<Entry>) -> i32 {
 }
 
 /// The reduction of a number, which may be a factor of this communicator.
-fn reduction(asked: &Asked, checked: &Checked, op: i32, call: Call) -> Result<Call, i32> {
+fn reduction(asked: &OpDesc, checked: &Checked, op: i32, call: Call) -> Result<Call, i32> {
     let wrong = |text: &str| Err(refuse(INVALID_ARGUMENT, format!("{}: {text} {op}", asked.name)));
     let mut call = call;
     if FLOAT8.contains(&asked.dtype) {
@@ -268,7 +268,7 @@ extern "C" fn sim_ncclAllReduce(
     comm: usize,
     stream: usize,
 ) -> i32 {
-    let asked = Asked { name: "ncclAllReduce", func: 4, comm, stream, send, recv, count, dtype, root: 0 };
+    let asked = OpDesc { name: "ncclAllReduce", func: 4, comm, stream, send, recv, count, dtype, root: 0 };
     done((|| {
         let checked = asked.check(|_, size| count * size, |_, size| count * size)?;
         let bytes = count * checked.size;
@@ -288,7 +288,7 @@ extern "C" fn sim_ncclBroadcast(
     comm: usize,
     stream: usize,
 ) -> i32 {
-    let asked = Asked { name: "ncclBroadcast", func: 0, comm, stream, send, recv, count, dtype, root };
+    let asked = OpDesc { name: "ncclBroadcast", func: 0, comm, stream, send, recv, count, dtype, root };
     done((|| {
         let own = |comm: &Comm, size: usize| if comm.rank as i32 == root { count * size } else { 0 };
         let checked = asked.check(own, |_, size| count * size)?;
@@ -313,7 +313,7 @@ extern "C" fn sim_ncclReduce(
     comm: usize,
     stream: usize,
 ) -> i32 {
-    let asked = Asked { name: "ncclReduce", func: 1, comm, stream, send, recv, count, dtype, root };
+    let asked = OpDesc { name: "ncclReduce", func: 1, comm, stream, send, recv, count, dtype, root };
     done((|| {
         let own = |comm: &Comm, size: usize| if comm.rank as i32 == root { count * size } else { 0 };
         let checked = asked.check(|_, size| count * size, own)?;
@@ -326,7 +326,7 @@ extern "C" fn sim_ncclReduce(
 
 #[unsafe(no_mangle)]
 extern "C" fn sim_ncclAllGather(send: usize, recv: usize, count: usize, dtype: i32, comm: usize, stream: usize) -> i32 {
-    let asked = Asked { name: "ncclAllGather", func: 2, comm, stream, send, recv, count, dtype, root: 0 };
+    let asked = OpDesc { name: "ncclAllGather", func: 2, comm, stream, send, recv, count, dtype, root: 0 };
     done((|| {
         let checked = asked.check(|_, size| count * size, |comm, size| count * size * comm.size as usize)?;
         let (bytes, ranks, rank) = (count * checked.size, checked.comm.size, checked.comm.rank as usize);
@@ -345,7 +345,7 @@ extern "C" fn sim_ncclReduceScatter(
     comm: usize,
     stream: usize,
 ) -> i32 {
-    let asked = Asked { name: "ncclReduceScatter", func: 3, comm, stream, send, recv, count, dtype, root: 0 };
+    let asked = OpDesc { name: "ncclReduceScatter", func: 3, comm, stream, send, recv, count, dtype, root: 0 };
     done((|| {
         let checked = asked.check(|comm, size| count * size * comm.size as usize, |_, size| count * size)?;
         let (bytes, ranks, rank) = (count * checked.size, checked.comm.size, checked.comm.rank as usize);
@@ -357,7 +357,7 @@ extern "C" fn sim_ncclReduceScatter(
 
 #[unsafe(no_mangle)]
 extern "C" fn sim_ncclAlltoAll(send: usize, recv: usize, count: usize, dtype: i32, comm: usize, stream: usize) -> i32 {
-    let asked = Asked { name: "ncclAlltoAll", func: -1, comm, stream, send, recv, count, dtype, root: 0 };
+    let asked = OpDesc { name: "ncclAlltoAll", func: -1, comm, stream, send, recv, count, dtype, root: 0 };
     done((|| {
         let whole = |comm: &Comm, size: usize| count * size * comm.size as usize;
         let checked = asked.check(whole, whole)?;
@@ -378,7 +378,7 @@ extern "C" fn sim_ncclGather(
     comm: usize,
     stream: usize,
 ) -> i32 {
-    let asked = Asked { name: "ncclGather", func: -1, comm, stream, send, recv, count, dtype, root };
+    let asked = OpDesc { name: "ncclGather", func: -1, comm, stream, send, recv, count, dtype, root };
     done((|| {
         let all = |comm: &Comm, size: usize| if comm.rank as i32 == root { count * size } else { 0 };
         let checked = asked.check(|_, size| count * size, all)?;
@@ -398,7 +398,7 @@ extern "C" fn sim_ncclScatter(
     comm: usize,
     stream: usize,
 ) -> i32 {
-    let asked = Asked { name: "ncclScatter", func: -1, comm, stream, send, recv, count, dtype, root };
+    let asked = OpDesc { name: "ncclScatter", func: -1, comm, stream, send, recv, count, dtype, root };
     done((|| {
         let all = |comm: &Comm, size: usize| if comm.rank as i32 == root { count * size } else { 0 };
         let checked = asked.check(all, |_, size| count * size)?;
@@ -410,7 +410,7 @@ extern "C" fn sim_ncclScatter(
 
 fn message(kind: Kind, buffer: usize, count: usize, dtype: i32, peer: i32, comm: usize, stream: usize) -> i32 {
     let name = if kind == Kind::Send { "ncclSend" } else { "ncclRecv" };
-    let asked = Asked { name, func: -1, comm, stream, send: buffer, recv: buffer, count, dtype, root: peer };
+    let asked = OpDesc { name, func: -1, comm, stream, send: buffer, recv: buffer, count, dtype, root: peer };
     done((|| {
         let checked = asked.check(|_, size| count * size, |_, size| count * size)?;
         let call = Call::message(kind, buffer, count * checked.size, peer as u32);

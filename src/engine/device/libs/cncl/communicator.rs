@@ -127,7 +127,7 @@ impl Api for Cncl {
             // SAFETY: the vendor's function; lists of one entry, which live until it returns.
             let code = unsafe { init(&mut comm, 1, &device, &rank, ranks, &id) };
             self.check("cnclInitComms", code)?;
-            let gate = Arc::new(Gate::new(comm as usize));
+            let gate = Arc::new(HandleGuard::new(comm as usize));
             let (rank, ranks, runtime) = (setup.rank, setup.ranks, setup.runtime);
             Ok(Arc::new(CnclComm { api: self, gate, rank, ranks, device, runtime }) as Arc<dyn Communicator>)
         })
@@ -142,7 +142,7 @@ impl Api for Cncl {
 
 struct CnclComm {
     api: Arc<Cncl>,
-    gate: Arc<Gate>,
+    gate: Arc<HandleGuard>,
     rank: u32,
     ranks: u32,
     device: i32,

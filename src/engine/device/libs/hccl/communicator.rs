@@ -112,8 +112,15 @@ impl Hccl {
         Config::new(name, if self.takes_algorithm() { algorithm } else { "" })
     }
 
-    fn make(self: &Arc<Hccl>, comm: Comm, rank: u32, ranks: u32, child: bool, keep: &Keep) -> Arc<dyn Communicator> {
-        let gate = Arc::new(Gate::new(comm as usize));
+    fn make(
+        self: &Arc<Hccl>,
+        comm: Comm,
+        rank: u32,
+        ranks: u32,
+        child: bool,
+        keep: &CommContext,
+    ) -> Arc<dyn Communicator> {
+        let gate = Arc::new(HandleGuard::new(comm as usize));
         Arc::new(HcclComm { api: self.clone(), gate, rank, ranks, child, keep: keep.clone() })
     }
 
@@ -172,7 +179,7 @@ impl Api for Hccl {
                 },
             };
             self.check("HcclCommInitRootInfo", code)?;
-            let keep = Keep { device: setup.device, runtime: setup.runtime.clone() };
+            let keep = CommContext { device: setup.device, runtime: setup.runtime.clone() };
             Ok(self.make(comm, setup.rank, setup.ranks, false, &keep))
         })
     }
@@ -185,19 +192,19 @@ impl Api for Hccl {
 }
 
 #[derive(Clone)]
-struct Keep {
+struct CommContext {
     device: i32,
     runtime: Arc<dyn Runtime>,
 }
 
 struct HcclComm {
     api: Arc<Hccl>,
-    gate: Arc<Gate>,
+    gate: Arc<HandleGuard>,
     rank: u32,
     ranks: u32,
     /// Made out of another, so that none can be made out of it.
     child: bool,
-    keep: Keep,
+    keep: CommContext,
 }
 
 fn dtype(dtype: Dtype) -> Result<c_int> {

@@ -167,8 +167,8 @@ impl Nccl {
         Ok((rank as u32, ranks as u32))
     }
 
-    fn make(self: &Arc<Nccl>, comm: Comm, (rank, ranks): (u32, u32), name: CString, keep: &Keep) -> NcclComm {
-        let handle = Arc::new(Handle { gate: Gate::new(comm as usize), _name: name });
+    fn make(self: &Arc<Nccl>, comm: Comm, (rank, ranks): (u32, u32), name: CString, keep: &CommContext) -> NcclComm {
+        let handle = Arc::new(Handle { gate: HandleGuard::new(comm as usize), _name: name });
         NcclComm { api: self.clone(), handle, rank, ranks, keep: keep.clone() }
     }
 }
@@ -196,7 +196,7 @@ impl Api for Nccl {
         within(setup.deadline, &what, &*go_on, move || {
             setup.runtime.set_device(setup.device)?;
             let (ranks, rank) = (setup.ranks as c_int, setup.rank as c_int);
-            let keep = Keep { device: setup.device, runtime: setup.runtime.clone(), patience: setup.deadline };
+            let keep = CommContext { device: setup.device, runtime: setup.runtime.clone(), patience: setup.deadline };
             let mut comm: Comm = std::ptr::null_mut();
             let name = c_name(&setup.name);
             let mut config = Config::blocking(&name);
@@ -228,7 +228,7 @@ impl Nccl {
         comm: Comm,
         place: (u32, u32),
         name: CString,
-        keep: &Keep,
+        keep: &CommContext,
     ) -> Result<Arc<dyn Communicator>> {
         if code != sys::IN_PROGRESS {
             self.check(what, code, std::ptr::null_mut())?;
@@ -247,7 +247,7 @@ fn c_name(name: &str) -> CString {
 }
 
 #[derive(Clone)]
-struct Keep {
+struct CommContext {
     device: i32,
     runtime: Arc<dyn Runtime>,
     /// How long a call of a communicator that does not block may be in progress.
@@ -256,7 +256,7 @@ struct Keep {
 
 /// What the library knows of a communicator. Kept by threads that end it, too.
 struct Handle {
-    gate: Gate,
+    gate: HandleGuard,
     /// The library reads it as long as the communicator lives.
     _name: CString,
 }
@@ -266,7 +266,7 @@ struct NcclComm {
     handle: Arc<Handle>,
     rank: u32,
     ranks: u32,
-    keep: Keep,
+    keep: CommContext,
 }
 
 fn dtype(dtype: Dtype) -> Result<c_int> {
@@ -417,7 +417,7 @@ impl NcclComm {
         make: impl MakeChild,
     ) -> Result<Option<Arc<dyn Communicator>>> {
         let (api, keep, handle) = (self.api.clone(), self.keep.clone(), self.handle.clone());
-        let keep = Keep { patience: deadline, ..keep };
+        let keep = CommContext { patience: deadline, ..keep };
         let text = format!("{} {what} of rank {} of {}", api.able.name, self.rank, self.ranks);
         within(deadline, &text, &*go_on, move || {
             keep.runtime.set_device(keep.device)?;

@@ -32,7 +32,7 @@ use once_cell::sync::OnceCell;
 
 use crate::algorithms::Algorithm;
 use crate::select::Policy;
-use crate::select::rules::{Rule, Way};
+use crate::select::rules::{AlgorithmChoice, Rule};
 use crate::types::Kind;
 
 /// NCCL_ALGO_*
@@ -53,19 +53,19 @@ fn kind_of(function: c_int) -> Option<Kind> {
 }
 
 /// What the rules, else the table, say to a library about an operation: the first that names an algorithm of libraries.
-pub fn said(policy: &Policy, kind: Kind, bytes: u64) -> Option<Way> {
-    let means = |rule: &&Rule| matches!(rule.way, Way::Start | Way::Hosts { .. });
+pub fn said(policy: &Policy, kind: Kind, bytes: u64) -> Option<AlgorithmChoice> {
+    let means = |rule: &&Rule| matches!(rule.way, AlgorithmChoice::Start | AlgorithmChoice::Hosts { .. });
     let rule = policy.rules.0.iter().filter(|rule| rule.fits(kind, bytes)).find(means);
     let line = || policy.table.as_ref().and_then(|table| table.find(kind, bytes)).map(|line| &line.rule).filter(means);
-    rule.or_else(line).map(|rule| rule.way).filter(|way| *way != Way::Start)
+    rule.or_else(line).map(|rule| rule.way).filter(|way| *way != AlgorithmChoice::Start)
 }
 
 /// NCCL's algorithm for an operation by the first rule that fits, else by the first line of the table; `None` leaves the
 /// choice to NCCL. `bytes` as `select` counts them.
 pub fn algorithm(policy: &Policy, kind: Kind, bytes: u64) -> Option<usize> {
     match said(policy, kind, bytes)? {
-        Way::Hosts { algorithm: Algorithm::Ring, .. } => Some(RING),
-        Way::Hosts { algorithm: Algorithm::DoubleTree | Algorithm::Binomial, .. } => Some(TREE),
+        AlgorithmChoice::Hosts { algorithm: Algorithm::Ring, .. } => Some(RING),
+        AlgorithmChoice::Hosts { algorithm: Algorithm::DoubleTree | Algorithm::Binomial, .. } => Some(TREE),
         _ => None,
     }
 }
@@ -74,7 +74,7 @@ pub fn algorithm(policy: &Policy, kind: Kind, bytes: u64) -> Option<usize> {
 pub fn steers(policy: &Policy) -> bool {
     let lines = policy.table.iter().flat_map(|table| table.lines.iter().map(|line| &line.rule));
     policy.rules.0.iter().chain(lines).any(|rule| {
-        let Way::Hosts { algorithm, .. } = rule.way else { return false };
+        let AlgorithmChoice::Hosts { algorithm, .. } = rule.way else { return false };
         matches!(algorithm, Algorithm::Ring | Algorithm::DoubleTree | Algorithm::Binomial)
     })
 }
@@ -83,8 +83,8 @@ pub fn steers(policy: &Policy) -> bool {
 pub fn algorithm_of_all(policy: &Policy) -> &'static str {
     let all = |rule: &&Rule| rule.kind.is_none() && (rule.from, rule.to) == (0, u64::MAX);
     match policy.rules.0.first().filter(all).map(|rule| rule.way) {
-        Some(Way::Hosts { algorithm: Algorithm::Ring, .. }) => "level0:NA;level1:ring",
-        Some(Way::Hosts { algorithm: Algorithm::Halving, .. }) => "level0:NA;level1:H-D_R",
+        Some(AlgorithmChoice::Hosts { algorithm: Algorithm::Ring, .. }) => "level0:NA;level1:ring",
+        Some(AlgorithmChoice::Hosts { algorithm: Algorithm::Halving, .. }) => "level0:NA;level1:H-D_R",
         _ => "",
     }
 }
@@ -405,8 +405,8 @@ mod tests {
         let policy = |rules: &str| Policy { rules: Rules::parse(rules).unwrap(), ..Policy::default() };
         let rules = policy("*:0-4KiB=slots;all_reduce:0-1KiB=start;*:0-=ring");
         assert_eq!(said(&rules, Kind::AllReduce, 8), None);
-        assert!(matches!(said(&rules, Kind::AllReduce, 2000), Some(Way::Hosts { .. })));
-        assert!(matches!(said(&rules, Kind::Broadcast, 8), Some(Way::Hosts { .. })));
+        assert!(matches!(said(&rules, Kind::AllReduce, 2000), Some(AlgorithmChoice::Hosts { .. })));
+        assert!(matches!(said(&rules, Kind::Broadcast, 8), Some(AlgorithmChoice::Hosts { .. })));
     }
 
     #[test]

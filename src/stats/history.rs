@@ -1,9 +1,9 @@
-//! The last operations of a group, one record each, the oldest overwritten first: what the flight record and the
-//! explanation of a past operation are made of. A record is written at issue and completed at the end.
+//! The last operations of a group, one record each, the oldest overwritten first: the flight record and the
+//! explanations of past operations are made from them. A record is written at issue and completed at the end.
 
 use std::sync::atomic::Ordering::Relaxed;
 
-use crate::op::{Company, NOBODY, Op, Route};
+use crate::op::{FusedWith, NOBODY, Op, Route};
 use crate::os::clock;
 use crate::types::{CallNote, Dtype, Kind};
 
@@ -31,7 +31,7 @@ pub struct Record {
     /// Number in the group, or in the ordered pair of ranks (point to point; 0 for a receive from anyone).
     pub number: u64,
     pub kind: Kind,
-    /// Of a reduction; `Bytes` where data is only moved.
+    /// The element type of a reduction; `Bytes` where data is only moved.
     pub dtype: Dtype,
     /// Reduce op by its code.
     pub op: u8,
@@ -39,7 +39,7 @@ pub struct Record {
     pub state: State,
     /// It had to wait.
     pub blocked: bool,
-    /// Its end was seen.
+    /// The time of its end is known.
     pub timed: bool,
     pub note: CallNote,
     /// Root, or the peer of a message.
@@ -53,7 +53,7 @@ pub struct Record {
     /// `clock::stamp`; `ended` is 0 while it is pending.
     pub issued: u64,
     pub ended: u64,
-    /// Where the time between them went, as far as it was measured.
+    /// Times that were measured in between.
     pub copying: u64,
     pub reducing: u64,
 }
@@ -65,7 +65,7 @@ impl Record {
         kind: Kind::Barrier,
         dtype: Dtype::Bytes,
         op: 0,
-        route: Route { choice: 0, load: 0, company: Company::ALONE },
+        route: Route { choice: 0, load: 0, fused_with: FusedWith::ALONE },
         state: State::Pending,
         blocked: false,
         timed: true,
@@ -81,7 +81,7 @@ impl Record {
         reducing: 0,
     };
 
-    /// Of an operation that was just numbered.
+    /// The record of an operation that was just numbered.
     #[inline(always)]
     pub fn of(op: &Op) -> Record {
         let request = &op.request;
@@ -100,29 +100,29 @@ impl Record {
         }
     }
 
-    /// It ended `at` that stamp. A message waits for its other end.
+    /// Marks it as ended `at` that stamp. A message waits for its peer.
     #[inline]
     pub fn end(&mut self, op: &Op, well: bool, at: u64) {
-        let journey = &op.journey;
+        let timing = &op.timing;
         self.state = if well { State::Done } else { State::Failed };
         self.ended = at;
-        (self.route, self.blocked) = (op.route(), journey.blocked());
+        (self.route, self.blocked) = (op.route(), timing.blocked());
         self.late = match self.kind {
             Kind::Send => self.root,
             Kind::Recv => u32::try_from(op.source()).unwrap_or(self.root),
-            _ => journey.late(),
+            _ => timing.late(),
         };
-        self.copying = journey.copying.load(Relaxed);
-        self.reducing = journey.reducing.load(Relaxed);
+        self.copying = timing.copying.load(Relaxed);
+        self.reducing = timing.reducing.load(Relaxed);
     }
 
-    /// Of an operation that the core does not carry out itself, issued now.
-    pub fn foreign(kind: Kind, choice: u64, number: u64, (root, tag): (u32, u32), note: CallNote) -> Record {
+    /// The record of an operation that the core does not run itself, issued now.
+    pub fn external_op(kind: Kind, choice: u64, number: u64, (root, tag): (u32, u32), note: CallNote) -> Record {
         let route = Route { choice, ..Route::default() };
         Record { number, kind, route, note, root, tag, issued: clock::stamp(), ..Record::EMPTY }
     }
 
-    /// `select`'s one-byte codes, out of the choice.
+    /// The path's one-byte code, from the choice.
     pub fn path(&self) -> u8 {
         self.route.choice as u8
     }
@@ -135,7 +135,7 @@ impl Record {
         self.ended.saturating_sub(self.issued)
     }
 
-    /// What is neither copying nor reducing, where the operation did not end in the pass that issued it.
+    /// The time that was neither copying nor reducing, where the operation did not end in the pass that issued it.
     pub fn waiting(&self) -> u64 {
         if self.blocked { self.took().saturating_sub(self.copying).saturating_sub(self.reducing) } else { 0 }
     }
@@ -152,18 +152,18 @@ impl Record {
 }
 
 #[derive(Clone, Debug)]
-pub struct Ring {
+pub struct History {
     records: Vec<Record>,
     room: usize,
     /// Operations issued so far.
     issued: u64,
 }
 
-impl Ring {
-    /// Of `room` records or, where that is no power of two, the next one. Memory is touched as it is used.
-    pub fn new(room: usize) -> Ring {
+impl History {
+    /// For `room` records, rounded up to a power of two. Memory is touched only as it is used.
+    pub fn new(room: usize) -> History {
         let room = if room == 0 { 0 } else { room.next_power_of_two() };
-        Ring { records: Vec::with_capacity(room), room, issued: 0 }
+        History { records: Vec::with_capacity(room), room, issued: 0 }
     }
 
     pub fn room(&self) -> usize {
@@ -175,7 +175,7 @@ impl Ring {
         self.issued
     }
 
-    /// Gives a record its id and keeps it. `record` is written where it stays, not moved there.
+    /// Gives a record its id and stores it, written in place rather than moved.
     #[inline(always)]
     pub fn push(&mut self, record: Record) -> u64 {
         let id = self.issued;
@@ -190,9 +190,9 @@ impl Ring {
         id
     }
 
-    /// One that has issued as many operations and remembers none.
-    pub fn without_records(&self) -> Ring {
-        Ring { records: Vec::new(), room: 0, issued: self.issued }
+    /// A history with the same number of issued operations and no records.
+    pub fn without_records(&self) -> History {
+        History { records: Vec::new(), room: 0, issued: self.issued }
     }
 
     /// The record that the next push overwrites.
@@ -238,24 +238,24 @@ mod tests {
     use proptest::prelude::*;
 
     fn record(kind: Kind, number: u64, root: u32) -> Record {
-        Record { read: 4, written: 8, ..Record::foreign(kind, 0, number, (root, 0), CallNote::default()) }
+        Record { read: 4, written: 8, ..Record::external_op(kind, 0, number, (root, 0), CallNote::default()) }
     }
 
     proptest! {
         #[test]
         fn it_holds_the_last_ones_in_order(room in 0usize..20, issued in 0u64..60) {
-            let mut ring = Ring::new(room);
+            let mut history = History::new(room);
             for number in 1..=issued {
-                let id = ring.push(record(Kind::Barrier, number, 0));
+                let id = history.push(record(Kind::Barrier, number, 0));
                 prop_assert_eq!(id, number - 1);
             }
-            let kept = issued.min(ring.room() as u64);
-            let ids: Vec<u64> = ring.iter().map(|record| record.id).collect();
+            let kept = issued.min(history.room() as u64);
+            let ids: Vec<u64> = history.iter().map(|record| record.id).collect();
             prop_assert_eq!(ids, (issued - kept..issued).collect::<Vec<_>>());
             for number in 1..=issued {
                 let there = number > issued - kept;
-                prop_assert_eq!(ring.collective(number).is_some(), there);
-                prop_assert_eq!(ring.get_mut(number - 1).is_some(), there);
+                prop_assert_eq!(history.collective(number).is_some(), there);
+                prop_assert_eq!(history.get_mut(number - 1).is_some(), there);
             }
         }
     }
@@ -267,14 +267,14 @@ mod tests {
 
     #[test]
     fn a_collective_is_found_apart_from_messages_with_its_number() {
-        let mut ring = Ring::new(8);
-        ring.push(record(Kind::Send, 1, 2));
-        ring.push(record(Kind::Recv, 1, 2));
-        ring.push(record(Kind::AllReduce, 1, 0));
-        ring.push(record(Kind::Send, 1, 1));
-        assert_eq!(ring.collectives().count(), 1);
-        assert_eq!(ring.collective(1).unwrap().kind, Kind::AllReduce);
-        assert_eq!(ring.collective(1).unwrap().bytes(), 8);
-        assert_eq!(ring.collective(1).unwrap().late(), None);
+        let mut history = History::new(8);
+        history.push(record(Kind::Send, 1, 2));
+        history.push(record(Kind::Recv, 1, 2));
+        history.push(record(Kind::AllReduce, 1, 0));
+        history.push(record(Kind::Send, 1, 1));
+        assert_eq!(history.collectives().count(), 1);
+        assert_eq!(history.collective(1).unwrap().kind, Kind::AllReduce);
+        assert_eq!(history.collective(1).unwrap().bytes(), 8);
+        assert_eq!(history.collective(1).unwrap().late(), None);
     }
 }

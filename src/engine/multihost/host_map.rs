@@ -1,0 +1,100 @@
+//! Maps ranks to hosts, and selects the leaders of hosts. Pure.
+
+/// The same on every rank except for `me` and the fields that follow from it.
+#[derive(Clone, Debug)]
+pub struct HostMap {
+    /// The ranks of each host, ascending.
+    pub hosts: Vec<Vec<usize>>,
+    pub host_of: Vec<usize>,
+    pub me: usize,
+    /// This rank's host, and its position there.
+    pub host: usize,
+    pub local_rank: usize,
+}
+
+impl HostMap {
+    /// `host_of`: each rank's host, numbered without gaps.
+    pub fn new(host_of: Vec<usize>, me: usize) -> HostMap {
+        let count = host_of.iter().max().map_or(0, |last| last + 1);
+        let mut hosts = vec![Vec::new(); count];
+        for (rank, host) in host_of.iter().enumerate() {
+            hosts[*host].push(rank);
+        }
+        let host = host_of[me];
+        let local_rank = hosts[host].iter().position(|rank| *rank == me).expect("a rank lives on its host");
+        HostMap { hosts, host_of, me, host, local_rank }
+    }
+
+    /// As `host_of`, but each rank of a host for which `shares` is false becomes a host of its own.
+    pub fn split_hosts(host_of: &[usize], shares: impl Fn(usize) -> bool) -> Vec<usize> {
+        let mut numbers = std::collections::HashMap::new();
+        let mut next = 0;
+        let mut number = |key| {
+            *numbers.entry(key).or_insert_with(|| {
+                next += 1;
+                next - 1
+            })
+        };
+        host_of
+            .iter()
+            .enumerate()
+            .map(|(rank, host)| number((*host, if shares(*host) { usize::MAX } else { rank })))
+            .collect()
+    }
+
+    pub fn ranks(&self) -> usize {
+        self.host_of.len()
+    }
+
+    /// The ranks of this host.
+    pub fn local_ranks(&self) -> &[usize] {
+        &self.hosts[self.host]
+    }
+
+    /// The smallest number of ranks on a host: the largest number of leaders that every host has.
+    pub fn min_local_size(&self) -> usize {
+        self.hosts.iter().map(Vec::len).min().unwrap_or(1)
+    }
+
+    /// True if all hosts have the same number of ranks.
+    pub fn is_even(&self) -> bool {
+        self.hosts.iter().all(|ranks| ranks.len() == self.hosts[0].len())
+    }
+
+    /// The rank with this local rank, of every host.
+    pub fn leaders(&self, local_rank: usize) -> Vec<usize> {
+        self.hosts.iter().map(|ranks| ranks[local_rank]).collect()
+    }
+
+    /// One rank per host: `root` for its own host, the first for the others.
+    pub fn leaders_with(&self, root: usize) -> Vec<usize> {
+        (0..self.hosts.len()).map(|host| if self.host_of[root] == host { root } else { self.hosts[host][0] }).collect()
+    }
+
+    /// For each local rank that every host has: the ranks with it, one per host (a rail).
+    pub fn rails(&self) -> impl Iterator<Item = Vec<usize>> + '_ {
+        (0..self.min_local_size()).map(|local_rank| self.leaders(local_rank))
+    }
+
+    /// Ranks in the order of their hosts, in which blocks lie while they travel between hosts.
+    pub fn by_host(&self) -> impl Iterator<Item = usize> + '_ {
+        self.hosts.iter().flatten().copied()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_dealt_over_hosts_are_found_again() {
+        let host_map = HostMap::new(vec![0, 1, 0, 1, 1], 3);
+        assert_eq!(host_map.hosts, [vec![0, 2], vec![1, 3, 4]]);
+        assert_eq!((host_map.host, host_map.local_rank, host_map.min_local_size()), (1, 1, 2));
+        assert!(!host_map.is_even() && HostMap::new(vec![1, 0, 0, 1], 0).is_even());
+        assert_eq!(host_map.leaders(1), [2, 3]);
+        assert_eq!(host_map.leaders_with(4), [0, 4]);
+        assert_eq!(host_map.by_host().collect::<Vec<_>>(), [0, 2, 1, 3, 4]);
+        assert_eq!(HostMap::split_hosts(&[0, 1, 0, 1], |host| host == 1), [0, 1, 2, 1]);
+    }
+}
