@@ -1,5 +1,5 @@
 //! Who talks to whom at which step, for one collective: pure arithmetic over rank numbers. No data, no clock, no effect,
-//! so that one schedule can be executed over a link, proved for every rank count (`tests/schedule.rs`), and priced for
+//! so that one schedule can be executed over a link, proved for every rank count (`tests/algorithms.rs`), and priced for
 //! 100,000 ranks (`select/cost.rs`).
 //!
 //! # What a schedule promises to whoever executes it

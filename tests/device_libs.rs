@@ -4,7 +4,7 @@
 
 #[path = "common/device.rs"]
 mod device;
-#[path = "reduce/reference.rs"]
+#[path = "common/reference.rs"]
 mod reference;
 
 use std::collections::HashMap;

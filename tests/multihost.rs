@@ -177,7 +177,7 @@ fn columns_give_the_bits_of_one_leader() {
     }
 }
 
-/// As the program of `collectives.rs`, on several hosts: small operations more often, so that they meet in batches.
+/// As the program of `shm_collectives.rs`, on several hosts: small operations more often, so that they meet in batches.
 fn program(seed: u64, ops: usize, fusion: bool) {
     let mut random = Random::new(seed);
     let place = PLACES[random.below(PLACES.len())];

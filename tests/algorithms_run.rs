@@ -1,5 +1,5 @@
 //! Runs schedules on numbers: ranks are threads, messages pass through channels, results are compared with a plain
-//! one-threaded reference. The symbolic proofs are in `schedule.rs`; this holds that the words of `src/algorithms/mod.rs`
+//! one-threaded reference. The symbolic proofs are in `algorithms.rs`; this holds that the words of `src/algorithms/mod.rs`
 //! are enough to write an executor from.
 
 use std::ops::Range;
