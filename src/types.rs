@@ -35,6 +35,9 @@ impl Kind {
         Kind::Recv,
     ];
 
+    /// All but the messages, which are the last two.
+    pub const COLLECTIVES: [Kind; 9] = *Kind::ALL.first_chunk().unwrap();
+
     pub fn from_u8(value: u8) -> Option<Kind> {
         Kind::ALL.into_iter().find(|kind| *kind as u8 == value)
     }

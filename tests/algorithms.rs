@@ -10,18 +10,6 @@ use proptest::prelude::*;
 use sagellm::algorithms::{Algorithm, How, Schedule, Step, Volume, count, part_range};
 use sagellm::types::Kind;
 
-const KINDS: [Kind; 9] = [
-    Kind::AllReduce,
-    Kind::Broadcast,
-    Kind::Reduce,
-    Kind::AllGather,
-    Kind::Gather,
-    Kind::Scatter,
-    Kind::ReduceScatter,
-    Kind::AllToAll,
-    Kind::Barrier,
-];
-
 /// Values as expressions, each made once, so that equal numbers are equal trees.
 struct Expressions {
     combined: HashMap<(usize, usize), usize>,
@@ -375,7 +363,7 @@ fn roots(kind: Kind, ranks: usize) -> Vec<usize> {
 
 fn prove_all(algorithm: Algorithm) {
     let mut proved = 0;
-    for kind in KINDS.into_iter().filter(|kind| algorithm.serves(*kind)) {
+    for kind in Kind::COLLECTIVES.into_iter().filter(|kind| algorithm.serves(*kind)) {
         let segments: &[usize] = if algorithm.pipelines(kind) { &[1, 2, 3, 8] } else { &[1] };
         for ranks in 1..=64 {
             for root in roots(kind, ranks) {
@@ -479,7 +467,7 @@ proptest! {
 fn the_table_in_the_docs_is_right() {
     let page = include_str!("../docs/algorithms.md");
     let mut rows = 0;
-    for kind in KINDS {
+    for kind in Kind::COLLECTIVES {
         for algorithm in Algorithm::ALL.into_iter().filter(|algorithm| algorithm.serves(kind)) {
             let figures = [8, 6].map(|ranks| {
                 let s = Schedule::new(algorithm, kind, ranks, 0, 4).unwrap();
@@ -497,6 +485,9 @@ fn the_table_in_the_docs_is_right() {
             );
         }
     }
-    let in_page = page.lines().filter(|line| KINDS.iter().any(|kind| line.starts_with(&format!("| {kind} |")))).count();
+    let in_page = page
+        .lines()
+        .filter(|line| Kind::COLLECTIVES.iter().any(|kind| line.starts_with(&format!("| {kind} |"))))
+        .count();
     assert_eq!(in_page, rows, "a row of the table is of no algorithm");
 }

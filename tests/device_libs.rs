@@ -13,7 +13,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use device::{COLLECTIVES, Case, OPS, local, spans};
+use device::{Case, OPS, local, spans};
 use reference::is_defined;
 use sagellm::engine::device::{
     Api, Asked, Communicator, Hints, Job, Local, Message, Runtime, SPARES_CAPTURES, Setup, Split, Stream, Vendor,
@@ -306,7 +306,7 @@ fn collectives() {
         Dtype::C64,
     ];
     let (mut done, mut refused) = (0, 0);
-    for kind in COLLECTIVES {
+    for kind in Kind::COLLECTIVES {
         for dtype in types {
             for op in if kind.reduces() { &OPS[..] } else { &OPS[..1] } {
                 for even in [true, false] {

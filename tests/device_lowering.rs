@@ -6,7 +6,7 @@ mod device;
 #[path = "common/reference.rs"]
 mod reference;
 
-use device::{COLLECTIVES, Case, OPS, data, local, spans};
+use device::{Case, OPS, data, local, spans};
 use reference::{is_defined, reference_all};
 use sagellm::engine::device::lowering::Double;
 use sagellm::engine::device::{Asked, Call, Capabilities, Job, Local, Message, Method, Recipe, Vendor, calls, recipe};
@@ -339,7 +339,7 @@ fn check(asked: Asked, able: &Capabilities) -> Option<Recipe> {
 fn every_recipe_gives_what_torch_defines_or_refuses() {
     let (mut made, mut refused) = (0, 0);
     for able in libraries() {
-        for kind in COLLECTIVES {
+        for kind in Kind::COLLECTIVES {
             for dtype in Dtype::ALL {
                 for op in if kind.reduces() { &OPS[..] } else { &OPS[..1] } {
                     for ranks in [1, 2, 3, 5] {

@@ -1,6 +1,9 @@
 //! The ranks of a group meet, agree, share memory, and learn of each other's end. Ranks are threads here where that is
 //! enough, and processes (this test binary again, in a role) where it is not.
 
+#[path = "common/host.rs"]
+mod host;
+
 use std::collections::HashMap;
 use std::fs;
 use std::os::unix::net::UnixStream;
@@ -11,6 +14,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Barrier, Mutex};
 use std::time::{Duration, Instant};
 
+use host::{Memory, Quiet};
 use proptest::prelude::*;
 use sagellm::config::{Config, Settings};
 use sagellm::engine::shm::memory::segment::Backing;
@@ -21,19 +25,6 @@ use sagellm::os::watch::{End, Source};
 use sagellm::rendezvous::messages::{Answer, Body, Hello, Identity, Mode, Offer, PROTOCOL, Record, Verdict};
 use sagellm::rendezvous::peers::Following;
 use sagellm::rendezvous::{Met, Outcome, hello_bytes, meet, meet_as};
-
-#[derive(Default)]
-struct Memory(Mutex<HashMap<String, Vec<u8>>>);
-
-impl Store for Memory {
-    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
-        self.0.lock().unwrap().insert(key.into(), value.into());
-        Ok(())
-    }
-    fn try_get(&self, key: &str) -> Result<Option<Vec<u8>>> {
-        Ok(self.0.lock().unwrap().get(key).cloned())
-    }
-}
 
 /// A store that processes share: one file a key.
 struct Files(PathBuf);
@@ -59,14 +50,6 @@ impl Store for Files {
     }
     fn try_get(&self, key: &str) -> Result<Option<Vec<u8>>> {
         Ok(fs::read(self.path(key)).ok())
-    }
-}
-
-struct Quiet;
-
-impl Host for Quiet {
-    fn interrupted(&self) -> bool {
-        false
     }
 }
 
