@@ -17,7 +17,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from measure import report
-from measure.stats import format_ratio, format_size, format_time
+from measure.stats import format_ratio, format_time
+
+from sagellm._units import show_size
 
 RUNS = Path(__file__).resolve().parent / "runs"
 PAGE = RUNS.parent.parent / "docs/benchmarks.md"
@@ -97,7 +99,7 @@ def machine_of(run: Run) -> str:
 
 
 def size_of(row: Run) -> str:
-    return format_size(row["size"]) if row["size"] else "-"
+    return show_size(row["size"]) if row["size"] else "-"
 
 
 def median(row: Run, label: str) -> str:
@@ -134,7 +136,7 @@ def goals(runs: list[Run]) -> Table:
             for row in run["results"]:
                 if (layout_of(run), link_of(run), row["op"], row["size"]) == case:
                     found[machine_of(run)] += goal_cell(run, row, factor, rival)
-        what = ", ".join(filter(None, [ranks_of(layout), link, op, format_size(size) if size else ""]))
+        what = ", ".join(filter(None, [ranks_of(layout), link, op, show_size(size) if size else ""]))
         table.append([what, f"{factor:g}x {rival}", *(", ".join(found[column]) or "-" for column in columns)])
     return table
 
@@ -154,7 +156,7 @@ def goal_cell(run: Run, row: Run, factor: float, rival: str) -> list[str]:
 def collectives(runs: list[Run]) -> Table:
     """Median and ratio of every operation, by size."""
     sizes = [8, 4 * KiB, 64 * KiB, MiB, 16 * MiB, 64 * MiB]
-    table = [["ranks", "operation", *map(format_size, sizes)]]
+    table = [["ranks", "operation", *map(show_size, sizes)]]
     for run in runs:
         for op in report.ops_of(run["results"]):
             if op == "all_reduce_x10":
