@@ -29,7 +29,7 @@ ONE_LEADER = "sagellm:*:0-=direct(leaders=1)"
 EPYC_21, EPYC, XEON_21, XEON = (
     f"{date}-{machine}" for machine in ("amd-epyc-2c", "intel-xeon-2c") for date in ("2026-11-21", "2026-11-22")
 )
-CLOSE = [f"{EPYC}/goals-2r", f"{XEON}/lone-2r", f"{EPYC_21}/collectives-4r-float32"]
+CLOSE = [f"{EPYC}/goals-2r", f"{XEON}/lone-2r"]
 COLLECTIVES = [f"{EPYC_21}/collectives-2r-float32", f"{EPYC_21}/collectives-4r-float32"]
 FUSION = [
     f"{EPYC}/fusion-2r", f"{XEON_21}/fusion-2r-floor", f"{XEON_21}/fusion-2r",
@@ -117,6 +117,13 @@ def control(row: Run) -> str:
     return "-" if found is None else f"{found:.2f}"
 
 
+def noted(ratio: float, row: Run, *, control: bool, others: Iterable[str] = ()) -> str:
+    """A ratio, and the control of its row where that is far from 1."""
+    noise = control_of(row) if control else None
+    notes = [*others, *([f"A/A {noise:.2f}"] if noise is not None and not 0.8 <= noise <= 1.25 else [])]
+    return format_ratio(ratio) + (f" ({', '.join(notes)})" if notes else "")
+
+
 def against_unfused(row: Run) -> float | None:
     times = row["times"]
     return times[UNFUSED]["median"] / times[OURS]["median"] if UNFUSED in times else None
@@ -145,11 +152,8 @@ def goal_cell(run: Run, row: Run, factor: float, rival: str) -> list[str]:
     ratio = report.speedups(row)[OURS][0] if rival == "gloo" else against_unfused(row)
     if ratio is None:
         return []
-    notes = ["series"] if run.get("clock") == "series" else []
-    noise = control_of(row)
-    if rival == "gloo" and noise is not None and not 0.8 <= noise <= 1.25:
-        notes.append(f"A/A {noise:.2f}")
-    text = format_ratio(ratio) + (f" ({', '.join(notes)})" if notes else "")
+    series = ["series"] if run.get("clock") == "series" else []
+    text = noted(ratio, row, control=rival == "gloo", others=series)
     return [text if ratio >= factor else f"**{text} missed**"]
 
 
@@ -165,7 +169,7 @@ def collectives(runs: list[Run]) -> Table:
             for row in (r for r in run["results"] if r["op"] == op):
                 # A barrier has no bytes, and an all_gather of four ranks begins at 16.
                 column = row["size"] if row["size"] > 16 else 8
-                cells[column] = f"{median(row, OURS)}, {format_ratio(report.speedups(row)[OURS][0])}"
+                cells[column] = f"{median(row, OURS)}, {noted(report.speedups(row)[OURS][0], row, control=True)}"
             table.append([str(run["ranks"]), op, *(cells.get(size, "-") for size in sizes)])
     return table
 
