@@ -57,9 +57,7 @@ fn rule_17_bits_and_explanations_hold_under_every_policy() {
                     let mut buffers = spec.buffers(me, ranks);
                     let op = groups[me].issue(spec.request(&mut buffers, false), None).unwrap();
                     op.wait(None).unwrap_or_else(|error| panic!("rank {me}: {spec:?}: {error}"));
-                    let found = if buffers.in_place { &buffers.input } else { &buffers.output };
-                    let expected = spec.expected(me, ranks);
-                    assert!(found[..expected.len()] == expected[..], "rank {me} of {ranks}: {spec:?}");
+                    spec.check(&buffers, me, ranks);
                     let explained = op.explain();
                     assert_eq!(explained.choice, op.choice(), "{spec:?}");
                     assert_ne!(explained.choice.reason, Reason::Unknown);
