@@ -14,8 +14,6 @@ import importlib
 import os
 import re
 import shlex
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -27,9 +25,12 @@ import torch
 import torch.distributed as dist
 from measure import clock as clocks
 from measure import machine as machines
+from measure import ranks as processes
 from measure import report
 from measure.cases import DTYPES, FIXED_SIZE, OPS, Case
-from measure.stats import format_size, format_time, parse_size, percentile, slowest_rank, summarize
+from measure.stats import format_time, percentile, slowest_rank, summarize
+
+from sagellm._units import parse_size, show_size
 
 EXAMPLES = """examples:
   python benchmarks/collectives.py --ranks 2 --quick
@@ -231,7 +232,7 @@ def progress(done: int, total: int, case: Case, result: dict[str, Any], begin: f
     ratios = report.speedups(result, reference)
     best = f"  {next(iter(ratios.values()))[0]:.1f}x" if ratios else ""
     left = (time.monotonic() - begin) / done * (total - done)
-    say(f"[{done:3d}/{total}] {case.op:<22} {format_size(case.size):>8}  {'  '.join(parts)}{best}  ({left:.0f} s left)")
+    say(f"[{done:3d}/{total}] {case.op:<22} {show_size(case.size):>8}  {'  '.join(parts)}{best}  ({left:.0f} s left)")
 
 
 def default_name(args: argparse.Namespace, ranks: int) -> str:
@@ -307,7 +308,7 @@ def run_rank(args: argparse.Namespace) -> int:
         for line in report.write(run, folder, args.name or default_name(args, ranks)):
             say(line)
         for op, size, label, error in failures:
-            say(f"FAILED: {label}, {op}, {format_size(size)}: {error}")
+            say(f"FAILED: {label}, {op}, {show_size(size)}: {error}")
     dist.destroy_process_group()
     return 1 if failures else 0
 
@@ -316,13 +317,11 @@ def run_rank(args: argparse.Namespace) -> int:
 
 
 def spawn(args: argparse.Namespace) -> int:
-    """Starts this program once per rank; the first rank that fails ends the others."""
+    """Starts the ranks, on this host or on several that are played."""
     threads = {"OMP_NUM_THREADS": max(1, machines.usable_cores() // args.ranks)}
     if not args.hosts:
-        # The store is in this process, on a port that the system chose, as torchrun's is.
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        return run_children(args, threads | place, [[] for _ in range(args.ranks)])
+        with processes.here() as place:
+            return processes.run(args.ranks, threads | place)
     sys.path.append(str(Path(__file__).resolve().parent.parent / "tests/py"))
     import net
 
@@ -336,36 +335,10 @@ def spawn(args: argparse.Namespace) -> int:
                 "GLOO_SOCKET_IFNAME": net.INTERFACE,
             }
             inside = [["ip", "netns", "exec", network.names[host]] for host in hosts]
-            return run_children(args, threads | place, inside)
+            return processes.run(args.ranks, threads | place, inside)
     except net.Unavailable as reason:
         print(f"hosts cannot be simulated here: {reason}", file=sys.stderr)
         return 1
-
-
-def run_children(args: argparse.Namespace, common: dict[str, Any], prefixes: list[list[str]]) -> int:
-    """One process per rank, each started with the command prefix in `prefixes`."""
-    common = common | {"WORLD_SIZE": args.ranks, "LOCAL_WORLD_SIZE": args.ranks}
-    children = []
-    for rank, prefix in enumerate(prefixes):
-        own = {"RANK": rank, "LOCAL_RANK": rank}
-        environment = os.environ | {key: str(value) for key, value in (common | own).items()}
-        children.append(subprocess.Popen([*prefix, sys.executable, *sys.argv], env=environment))
-    try:
-        while any(child.poll() is None for child in children):
-            if any(child.poll() for child in children):
-                time.sleep(2)  # the others may report the cause
-                break
-            time.sleep(0.1)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    finally:
-        for child in children:
-            if child.poll() is None:
-                child.send_signal(signal.SIGTERM)
-        for child in children:
-            child.wait()
-    return next((abs(child.returncode) for child in children if child.returncode), 0)
 
 
 def parse_args() -> argparse.Namespace:
@@ -449,7 +422,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> int:
     args = parse_args()
-    if "RANK" not in os.environ:
+    if not processes.is_rank():
         return spawn(args)
     try:
         return run_rank(args)

@@ -22,7 +22,8 @@ from collectives import Backend
 from measure import machine as machines
 from measure import report
 from measure.cases import DTYPES, FIXED_SIZE, MANY, OPS, Case
-from measure.stats import format_size, parse_size
+
+from sagellm._units import parse_size, show_size
 
 EXAMPLES = """examples:
   python benchmarks/gpu.py                                 everything, about six minutes
@@ -129,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
         (r["op"], r["size"], who, t["error"]) for r in results + many for who, t in r["times"].items() if "error" in t
     ]
     for op, size, label, error in failed:
-        print(f"FAILED: {label}, {op}, {format_size(size)}: {error}", file=sys.stderr)
+        print(f"FAILED: {label}, {op}, {show_size(size)}: {error}", file=sys.stderr)
     dist.destroy_process_group()
     return 1 if failed else 0
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from measure import ranks as processes
 from measure.stats import format_time, percentile
 
 EXAMPLES = """examples:
@@ -37,10 +38,10 @@ def cost_now() -> torch.Tensor:
     return torch.tensor([len(os.listdir("/proc/self/fd")), address_space, resident])
 
 
-def measure(rank: int, ranks: int, groups: int, backends: list[str], port: int) -> None:
+def measure(groups: int, backends: list[str]) -> None:
     """One rank; rank 0 prints the table."""
-    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, timeout=timedelta(seconds=60))
-    dist.init_process_group(backends[0], store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    dist.init_process_group(backends[0], timeout=timedelta(seconds=60))
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     report = dist.new_group(backend="gloo")
     times: dict[str, list[float]] = {backend: [] for backend in backends}
     used: dict[str, list[float]] = {backend: [] for backend in backends}
@@ -78,8 +79,10 @@ def measure(rank: int, ranks: int, groups: int, backends: list[str], port: int) 
     dist.destroy_process_group()
 
 
-def first(rank: int, ranks: int, backend: str, port: int) -> None:
+def first(backend: str) -> None:
     """One rank's first group; rank 0 prints the parts. Interpreter and torch are loaded already."""
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     parts: dict[str, tuple[float, float]] = {}
 
     def part(name: str, call: Callable[[], Any]) -> Any:
@@ -94,7 +97,7 @@ def first(rank: int, ranks: int, backend: str, port: int) -> None:
         part("load the extension", _load.extension)
     client = part(
         "connect to the store",
-        lambda: dist.TCPStore("127.0.0.1", port, is_master=rank == 0, timeout=timedelta(seconds=60)),
+        lambda: dist.TCPStore(*place, is_master=False, timeout=timedelta(seconds=60)),
     )
     client.set(str(rank), "here")
     client.wait([str(other) for other in range(ranks)])
@@ -114,27 +117,32 @@ def first(rank: int, ranks: int, backend: str, port: int) -> None:
     dist.destroy_process_group()
 
 
-def main() -> None:
-    """Starts the ranks."""
+def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--groups", type=int, default=20)
     parser.add_argument("--backends", default="sagellm,gloo", help="the first one makes the default group")
-    parser.add_argument("--port", type=int, default=29517)
     parser.add_argument("--first", action="store_true", help="the parts of the first group")
     arguments = parser.parse_args()
+    backends = arguments.backends.split(",")
+    if processes.is_rank():
+        if arguments.first:
+            first(backends[0])
+        else:
+            measure(arguments.groups, backends)
+        return 0
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if arguments.first:
-        for number, backend in enumerate(arguments.backends.split(",")):
-            mp.spawn(first, (arguments.ranks, backend, arguments.port + number), nprocs=arguments.ranks)
-        return
-    given = (arguments.ranks, arguments.groups, arguments.backends.split(","), arguments.port)
-    print(f"{arguments.groups} more groups of {arguments.ranks} ranks", flush=True)
-    mp.spawn(measure, given, nprocs=arguments.ranks)
+    if not arguments.first:
+        print(f"{arguments.groups} more groups of {arguments.ranks} ranks", flush=True)
+    for each in backends if arguments.first else [arguments.backends]:
+        with processes.here() as place:
+            if status := processes.run(arguments.ranks, place, words=["--backends", each]):
+                return status
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -17,7 +17,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from measure import report
-from measure.stats import format_ratio, format_size, format_time
+from measure.stats import format_ratio, format_time
+
+from sagellm._units import show_size
 
 RUNS = Path(__file__).resolve().parent / "runs"
 PAGE = RUNS.parent.parent / "docs/benchmarks.md"
@@ -27,7 +29,7 @@ ONE_LEADER = "sagellm:*:0-=direct(leaders=1)"
 EPYC_21, EPYC, XEON_21, XEON = (
     f"{date}-{machine}" for machine in ("amd-epyc-2c", "intel-xeon-2c") for date in ("2026-11-21", "2026-11-22")
 )
-CLOSE = [f"{EPYC}/goals-2r", f"{XEON}/lone-2r", f"{EPYC_21}/collectives-4r-float32"]
+CLOSE = [f"{EPYC}/goals-2r", f"{XEON}/lone-2r"]
 COLLECTIVES = [f"{EPYC_21}/collectives-2r-float32", f"{EPYC_21}/collectives-4r-float32"]
 FUSION = [
     f"{EPYC}/fusion-2r", f"{XEON_21}/fusion-2r-floor", f"{XEON_21}/fusion-2r",
@@ -97,7 +99,7 @@ def machine_of(run: Run) -> str:
 
 
 def size_of(row: Run) -> str:
-    return format_size(row["size"]) if row["size"] else "-"
+    return show_size(row["size"]) if row["size"] else "-"
 
 
 def median(row: Run, label: str) -> str:
@@ -113,6 +115,13 @@ def control_of(row: Run) -> float | None:
 def control(row: Run) -> str:
     found = control_of(row)
     return "-" if found is None else f"{found:.2f}"
+
+
+def noted(ratio: float, row: Run, *, control: bool, others: Iterable[str] = ()) -> str:
+    """A ratio, and the control of its row where that is far from 1."""
+    noise = control_of(row) if control else None
+    notes = [*others, *([f"A/A {noise:.2f}"] if noise is not None and not 0.8 <= noise <= 1.25 else [])]
+    return format_ratio(ratio) + (f" ({', '.join(notes)})" if notes else "")
 
 
 def against_unfused(row: Run) -> float | None:
@@ -134,7 +143,7 @@ def goals(runs: list[Run]) -> Table:
             for row in run["results"]:
                 if (layout_of(run), link_of(run), row["op"], row["size"]) == case:
                     found[machine_of(run)] += goal_cell(run, row, factor, rival)
-        what = ", ".join(filter(None, [ranks_of(layout), link, op, format_size(size) if size else ""]))
+        what = ", ".join(filter(None, [ranks_of(layout), link, op, show_size(size) if size else ""]))
         table.append([what, f"{factor:g}x {rival}", *(", ".join(found[column]) or "-" for column in columns)])
     return table
 
@@ -143,18 +152,15 @@ def goal_cell(run: Run, row: Run, factor: float, rival: str) -> list[str]:
     ratio = report.speedups(row)[OURS][0] if rival == "gloo" else against_unfused(row)
     if ratio is None:
         return []
-    notes = ["series"] if run.get("clock") == "series" else []
-    noise = control_of(row)
-    if rival == "gloo" and noise is not None and not 0.8 <= noise <= 1.25:
-        notes.append(f"A/A {noise:.2f}")
-    text = format_ratio(ratio) + (f" ({', '.join(notes)})" if notes else "")
+    series = ["series"] if run.get("clock") == "series" else []
+    text = noted(ratio, row, control=rival == "gloo", others=series)
     return [text if ratio >= factor else f"**{text} missed**"]
 
 
 def collectives(runs: list[Run]) -> Table:
     """Median and ratio of every operation, by size."""
     sizes = [8, 4 * KiB, 64 * KiB, MiB, 16 * MiB, 64 * MiB]
-    table = [["ranks", "operation", *map(format_size, sizes)]]
+    table = [["ranks", "operation", *map(show_size, sizes)]]
     for run in runs:
         for op in report.ops_of(run["results"]):
             if op == "all_reduce_x10":
@@ -163,7 +169,7 @@ def collectives(runs: list[Run]) -> Table:
             for row in (r for r in run["results"] if r["op"] == op):
                 # A barrier has no bytes, and an all_gather of four ranks begins at 16.
                 column = row["size"] if row["size"] > 16 else 8
-                cells[column] = f"{median(row, OURS)}, {format_ratio(report.speedups(row)[OURS][0])}"
+                cells[column] = f"{median(row, OURS)}, {noted(report.speedups(row)[OURS][0], row, control=True)}"
             table.append([str(run["ranks"]), op, *(cells.get(size, "-") for size in sizes)])
     return table
 

@@ -1,6 +1,6 @@
 //! Holds the direction of the arrows: a file uses only what stands below it, and the floor (docs/design.md); engines know
 //! nothing of each other, and no files use each other in a circle. The list of layers stands in `src/lib.rs`. The same of
-//! the folders of `cpp/`, by their includes, and of the Python package, by its imports.
+//! the folders of `cpp/`, by their includes, and of the Python package, by its imports. And the names of the tests.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -400,4 +400,32 @@ fn the_parts_of_the_python_package_import_only_those_below_them() {
         }
     }
     assert!(wrong.is_empty(), "upward imports:\n{}", wrong.join("\n"));
+}
+
+/// Of no module of `src/`: what the sources look like, orders of shared words, and whether the simulators can be built.
+const OF_NO_MODULE: [&str; 3] = ["layering", "loom", "simulators"];
+
+/// `device_libs_loader.rs` tests `src/engine/device/libs/loader.rs`: its path with `_` for `/` and without `engine/`. Where a
+/// module has several files of tests, what each is about stands behind it.
+#[test]
+fn tests_are_named_after_the_modules_that_they_test() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut all = Vec::new();
+    files(&root.join("src"), &mut all);
+    let module = |path: &PathBuf| {
+        let inside = path.strip_prefix(root.join("src")).unwrap().with_extension("");
+        let name = inside.to_str().unwrap().replace('/', "_");
+        name.trim_start_matches("engine_").trim_end_matches("_mod").to_string()
+    };
+    let modules: BTreeSet<String> = all.iter().map(module).collect();
+    let mut wrong = Vec::new();
+    for entry in std::fs::read_dir(root.join("tests")).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_stem().unwrap().to_str().unwrap().to_string();
+        let of_one = || modules.iter().any(|module| name == *module || name.starts_with(&format!("{module}_")));
+        if path.is_file() && !OF_NO_MODULE.contains(&&*name) && !of_one() {
+            wrong.push(format!("tests/{name}.rs names no module of src/"));
+        }
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}");
 }

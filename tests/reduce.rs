@@ -5,7 +5,7 @@ use sagellm::reduce;
 use sagellm::reduce::{Level, f16_to_f32, f32_to_bf16, f32_to_f16, kernel, kernel_at};
 use sagellm::types::{Dtype, ReduceOp};
 
-#[path = "reduce/reference.rs"]
+#[path = "common/reference.rs"]
 mod reference;
 use reference::{bytes_of, decode_16, is_complex, is_defined, is_float, power_of_two, reference_all};
 

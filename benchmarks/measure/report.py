@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from .stats import busbw, format_bandwidth, format_ratio, format_size, format_time
+from sagellm._units import show_size
+
+from .stats import busbw, format_bandwidth, format_ratio, format_time
 
 Result = dict[str, Any]
 REFERENCE = "gloo"
@@ -114,7 +116,7 @@ def _head(row: Result, run: Result) -> list[str]:
 
 def _row(row: Result, run: Result) -> list[str]:
     labels, ranks, reference = run["labels"], run["ranks"], reference_of(run)
-    cells = [format_size(row["size"]) if row["size"] else "-"]
+    cells = [show_size(row["size"]) if row["size"] else "-"]
     for label in labels:
         timed = row["times"][label]
         cells.append(cell(timed))

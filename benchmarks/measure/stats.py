@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
+from sagellm._units import show_time
 from sagellm.observe.stats import BUS_FACTORS as KINDS
-
-UNITS = {"": 1, "b": 1, "k": 1 << 10, "kib": 1 << 10, "m": 1 << 20, "mib": 1 << 20, "g": 1 << 30, "gib": 1 << 30}
 
 # Share of the payload that crosses the slowest link, as a function of the number of ranks, by the names of the cases:
 # busbw = algbw * factor, which makes numbers of ranks and operations comparable with the hardware.
@@ -90,31 +89,9 @@ def busbw(op: str, size: int, us: float, ranks: int) -> float | None:
     return None if factor is None or size == 0 else algbw(size, us) * factor(ranks)
 
 
-def parse_size(text: str) -> int:
-    """ "8", "4KiB", "64k", "1MiB": bytes."""
-    digits = text.strip().lower().rstrip("kmgib")
-    unit = text.strip().lower()[len(digits) :]
-    if not digits.isdigit() or unit not in UNITS:
-        raise ValueError(f"{text!r} is no size; write bytes or a number with KiB, MiB or GiB, such as 64KiB")
-    return int(digits) * UNITS[unit]
-
-
-def format_size(size: int) -> str:
-    """Bytes with the largest unit that leaves a whole number."""
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if size >= unit and size % unit == 0:
-            return f"{size // unit} {name}"
-    return f"{size} B"
-
-
 def format_time(us: float) -> str:
-    """Three digits and a unit."""
-    for limit, scale, unit in ((1e3, 1.0, "us"), (1e6, 1e3, "ms"), (float("inf"), 1e6, "s")):
-        if us < limit * 0.9995:
-            value = us / scale
-            digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
-            return f"{value:.{digits}f} {unit}"
-    raise AssertionError("unreachable: infinity is the last limit")
+    """Microseconds with three digits and a unit."""
+    return show_time(us * 1e-6)
 
 
 def format_bandwidth(gb: float) -> str:

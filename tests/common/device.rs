@@ -19,18 +19,6 @@ pub const OPS: [ReduceOp; 9] = [
     ReduceOp::PremulSum(2.0),
 ];
 
-pub const COLLECTIVES: [Kind; 9] = [
-    Kind::AllReduce,
-    Kind::Broadcast,
-    Kind::Reduce,
-    Kind::AllGather,
-    Kind::Gather,
-    Kind::Scatter,
-    Kind::ReduceScatter,
-    Kind::AllToAll,
-    Kind::Barrier,
-];
-
 /// The parts of a complex number, or the number itself.
 pub fn part(dtype: Dtype) -> Dtype {
     match dtype {

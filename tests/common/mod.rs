@@ -46,6 +46,12 @@ pub struct Buffers {
     pub pieces: usize,
 }
 
+impl Buffers {
+    pub fn result(&self) -> &[u8] {
+        if self.in_place { &self.input } else { &self.output }
+    }
+}
+
 /// One operation of a program, the same for all ranks.
 #[derive(Clone, Debug)]
 pub struct Spec {
@@ -159,6 +165,15 @@ impl Spec {
             Kind::ReduceScatter => self.fold(&all(me, self.block(0, me))),
             Kind::AllToAll => (0..ranks).flat_map(|q| self.data(q, me, self.block(q, me))).collect(),
             _ => Vec::new(),
+        }
+    }
+
+    /// What an operation has left, against what it must leave, bit for bit.
+    pub fn check(&self, buffers: &Buffers, me: usize, ranks: usize) {
+        let (found, expected) = (buffers.result(), self.expected(me, ranks));
+        if found[..expected.len()] != expected[..] {
+            let at = found.iter().zip(&expected).position(|(a, b)| a != b);
+            panic!("rank {me} of {ranks}: {self:?} differs first at byte {at:?} of {}", expected.len());
         }
     }
 

@@ -49,6 +49,36 @@ def say(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> C
     return line
 
 
+def played(count: int) -> Iterator[list[str]]:
+    """So many hosts, which are network namespaces; without the right to make them the test is skipped."""
+    import net
+
+    try:
+        with net.Network(count) as made:
+            yield made.names
+    except net.Unavailable as reason:
+        pytest.skip(f"network namespaces may not be made here: {reason}")
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[str]]:
+    """Two connected hosts, by name."""
+    yield from played(2)
+
+
+@pytest.fixture
+def three_hosts() -> Iterator[list[str]]:
+    """Three connected hosts, by name."""
+    yield from played(3)
+
+
+@pytest.fixture
+def lone_host() -> Iterator[str]:
+    """A host without neighbours, by name."""
+    for names in played(1):
+        yield names[0]
+
+
 @pytest.fixture(scope="session", autouse=True)
 def end_of_ranks() -> Iterator[None]:
     """Ends the pool and the zygote when the session ends."""

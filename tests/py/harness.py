@@ -553,6 +553,14 @@ def run_script(
     return subprocess.CompletedProcess(arguments, process.returncode, output, "")
 
 
+def in_new_process(code: str, **environment: str) -> dict[str, Any]:
+    """Runs `code` in a fresh interpreter in an unrelated folder; its last line is JSON."""
+    done = run_script(["-c", code], env=environment, cwd="/")
+    assert done.returncode == 0, done.stdout
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
 def torchrun(
     script: str | Path, ranks: int, *args: str, timeout: float = 150.0, env: dict[str, str] | None = None
 ) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -92,16 +92,6 @@ def test_ctrl_c_ends_the_wait_for_a_group_of_torchs() -> None:
     """The delegate's and the link's constructors wait for peers in one call."""
     with launch(built_elsewhere, 1) as job:
         interrupt(job, 0, [])
-
-
-@pytest.fixture
-def hosts() -> Iterator[list[str]]:
-    """Two connected namespaces, by name."""
-    try:
-        with net.Network(2) as made:
-            yield made.names
-    except net.Unavailable as reason:
-        pytest.skip(f"network namespaces may not be made here: {reason}")
 
 
 def on_two_hosts(ctx: Context, names: list[str]) -> None:

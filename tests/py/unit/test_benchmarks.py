@@ -32,9 +32,7 @@ from measure.stats import (  # noqa: E402
     busbw,
     format_bandwidth,
     format_ratio,
-    format_size,
     format_time,
-    parse_size,
     percentile,
     slowest_rank,
     summarize,
@@ -86,21 +84,7 @@ def test_every_operation_that_moves_data_has_a_bandwidth() -> None:
 # ----------------------------------------------------------------------------------------------------- text
 
 
-@pytest.mark.parametrize(
-    ("text", "size"), [("8", 8), ("4KiB", 4096), ("64k", 65536), ("1MiB", 1 << 20), ("2g", 2 << 30), ("16 B", 16)]
-)
-def test_sizes_are_read(text: str, size: int) -> None:
-    assert parse_size(text.replace(" ", "")) == size
-
-
-@pytest.mark.parametrize("text", ["", "KiB", "1.5MiB", "8KB", "-1"])
-def test_a_wrong_size_says_how_to_write_one(text: str) -> None:
-    with pytest.raises(ValueError, match="such as 64KiB"):
-        parse_size(text)
-
-
 def test_numbers_are_written_with_three_digits() -> None:
-    assert [format_size(s) for s in (8, 1000, 4096, 1 << 20, 3 << 30)] == ["8 B", "1000 B", "4 KiB", "1 MiB", "3 GiB"]
     times = [3.456, 12.34, 999.4, 999.9, 12_345.0, 2.5e6]
     assert [format_time(t) for t in times] == ["3.46 us", "12.3 us", "999 us", "1.00 ms", "12.3 ms", "2.50 s"]
     assert [format_bandwidth(b) for b in (0.01234, 1.234, 12.34)] == ["0.012", "1.23", "12.3"]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from pathlib import Path
 
 import pytest
-from harness import IS_GLOO, run_script
+from harness import IS_GLOO, in_new_process, run_script
 
 pytestmark = pytest.mark.skipif(IS_GLOO, reason="gloo: these are tests of the installed package")
 
@@ -41,9 +40,7 @@ print("fine")
 
 def state(**env: str) -> dict[str, object]:
     """What a process looks like after `import torch`."""
-    done = run_script(["-c", STATE], env=env, cwd="/")
-    assert done.returncode == 0, done.stdout
-    return json.loads(done.stdout.splitlines()[-1])
+    return in_new_process(STATE, **env)
 
 
 @pytest.mark.quick

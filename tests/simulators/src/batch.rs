@@ -59,6 +59,24 @@ pub fn end(vendor: Vendor) -> Option<Option<Batch>> {
     })
 }
 
+/// Ends one level and does what was collected, for the vendors whose calls have returned when their group has. `unpaired`
+/// says what is returned where there is none to end.
+pub fn close(vendor: Vendor, unpaired: impl FnOnce() -> i32) -> i32 {
+    let batch = match end(vendor) {
+        None => return unpaired(),
+        Some(None) => return 0,
+        Some(Some(batch)) => batch,
+    };
+    if batch.error != 0 {
+        return batch.error;
+    }
+    let result = if batch.jobs.is_empty() { 0 } else { run_jobs(batch.jobs) };
+    if result == 0 {
+        launch(batch.entries);
+    }
+    result
+}
+
 /// Runs all jobs at the same time; the first result that is not 0.
 pub fn run_jobs(mut jobs: Vec<Job>) -> i32 {
     if jobs.len() == 1 {

@@ -273,19 +273,7 @@ extern "C" fn sim_cnclGroupStart() -> i32 {
 
 #[unsafe(no_mangle)]
 extern "C" fn sim_cnclGroupEnd() -> i32 {
-    let batch = match batch::end(Vendor::Cncl) {
-        None => return refuse(ARGUMENTS, "cnclGroupEnd without cnclGroupStart"),
-        Some(None) => return SUCCESS,
-        Some(Some(batch)) => batch,
-    };
-    if batch.error != SUCCESS {
-        return batch.error;
-    }
-    let result = if batch.jobs.is_empty() { SUCCESS } else { batch::run_jobs(batch.jobs) };
-    if result == SUCCESS {
-        batch::launch(batch.entries);
-    }
-    result
+    batch::close(Vendor::Cncl, || refuse(ARGUMENTS, "cnclGroupEnd without cnclGroupStart"))
 }
 
 /// A buffer: its address, its bytes, and whether it must be there.

@@ -7,13 +7,12 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import subprocess
 import sys
 import time
-from datetime import timedelta
+from collections.abc import Callable
 from typing import Any, NoReturn
 
-from sagellm.cli import simulate, tune
+from sagellm.cli import ranks, simulate, tune
 
 EXAMPLES = """examples:
   python -m sagellm doctor                 facts about this machine, then a short self-test
@@ -23,7 +22,6 @@ EXAMPLES = """examples:
   python -m sagellm table --ranks 4        every choice of a group of 4 ranks, and its source
   python -m sagellm explain all_reduce 1MiB --ranks 4
 """
-LOOPBACK = "127.0.0.1"
 RANKS = 2
 #: The self-test measures for this long; starting two interpreters with torch takes longer than that.
 MEASURE_SECONDS = 2.0
@@ -51,50 +49,26 @@ def facts(extension: Any) -> None:
 
 
 def self_test() -> int:
-    """Starts two ranks of this program on the loopback interface; 0 when both report success."""
-    from torch.distributed import TCPStore
-
-    store = TCPStore(LOOPBACK, 0, None, True, timedelta(seconds=START_SECONDS), wait_for_workers=False)
-    started = time.monotonic()
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-m", "sagellm", "_rank", str(rank), str(store.port)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(RANKS)
-    ]
-    failed = False
-    for rank, child in enumerate(children):
-        try:
-            left = max(1.0, START_SECONDS + MEASURE_SECONDS - (time.monotonic() - started))
-            output, _ = child.communicate(timeout=left)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            output, _ = child.communicate()
-            output += f"rank {rank} did not end within {START_SECONDS + MEASURE_SECONDS:.0f} s and was ended"
-        if child.returncode != 0:
-            failed = True
-            show(f"self-test, rank {rank}", f"FAILED, status {child.returncode}")
-            print(output.rstrip(), flush=True)
-        elif output.strip():
-            print(output.rstrip(), flush=True)
+    """Two ranks of this program meet on the loopback interface; 0 when both report success."""
+    ended, _ = ranks.run("doctor", RANKS, seconds=START_SECONDS + MEASURE_SECONDS)
+    for rank, one in enumerate(ended):
+        if one.failure:
+            show(f"self-test, rank {rank}", f"FAILED, {one.failure}")
+        if one.output.strip():
+            print(one.output.rstrip(), flush=True)
+    failed = any(one.failure for one in ended)
     show("self-test", "FAILED" if failed else f"{RANKS} ranks: passed")
     return 1 if failed else 0
 
 
-def run_rank(rank: int, port: int) -> int:
+def run_rank(rank: int, count: int, port: int) -> int:
     """One rank of the self-test: checks sums, and measures their time. Rank 0 prints."""
     import torch
     import torch.distributed as dist
 
-    timeout = timedelta(seconds=20)
-    store = dist.TCPStore(LOOPBACK, port, None, False, timeout)
-    dist.init_process_group("sagellm", store=store, rank=rank, world_size=RANKS, timeout=timeout)
-    for count, name in ((SMALL, "8 B"), (LARGE, "4 MiB")):
-        tensor = torch.full((count,), float(rank + 1))
+    ranks.join("sagellm", rank, count, port, 20.0)
+    for numbers, name in ((SMALL, "8 B"), (LARGE, "4 MiB")):
+        tensor = torch.full((numbers,), float(rank + 1))
         dist.all_reduce(tensor)
         wanted = float(sum(range(1, RANKS + 1)))
         if not bool((tensor == wanted).all()):
@@ -146,6 +120,18 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
+def _run_rank(command: str, rank: str, count: str, port: str, *words: str) -> int:
+    """One rank of a command."""
+    from sagellm.cli import measure
+
+    bodies: dict[str, Callable[..., int]] = {
+        "doctor": run_rank,
+        "simulate": measure.run_rank,
+        "tune": tune.run_rank,
+    }
+    return bodies[command](int(rank), int(count), int(port), *words)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = Parser(
         prog="sagellm",
@@ -174,15 +160,9 @@ def main(arguments: list[str] | None = None) -> int:
     simulate.add_arguments(simulated)
     _add_choosing(commands)
     given = sys.argv[1:] if arguments is None else arguments
-    # Started by the self-test, tune and `simulate --check`, not by people, so no help lists them.
+    # What `ranks.run` starts: no command for people, so no help lists it.
     if given[:1] == ["_rank"]:
-        return run_rank(int(given[1]), int(given[2]))
-    if given[:1] == ["_simulated_rank"]:
-        from sagellm.cli import measure
-
-        return measure.run_rank(int(given[1]), int(given[2]), int(given[3]), given[4])
-    if given[:1] == ["_tune_rank"]:
-        return tune.run_rank(int(given[1]), int(given[2]), int(given[3]), float(given[4]), int(given[5]))
+        return _run_rank(*given[1:])
     parsed = parser.parse_args(given)
     if parsed.command == "doctor":
         return doctor(with_self_test=not parsed.no_self_test)
@@ -196,28 +176,19 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
 
 
-def _size(text: str) -> int:
-    from sagellm.observe import explain
-
-    try:
-        return explain.parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def _add_choosing(commands: Any) -> None:
     tuned = commands.add_parser("tune", help="measure the fastest algorithm of each operation and save the table")
     tuned.add_argument(
         "--budget", type=float, default=60.0, metavar="SECONDS", help="measure for so long (default: 60)"
     )
     tuned.add_argument(
-        "--max-size", type=_size, default=64 << 20, metavar="BYTES", help="largest size (default: 64MiB)"
+        "--max-size", type=simulate.parse_size, default=64 << 20, metavar="BYTES", help="largest size (default: 64MiB)"
     )
     tuned.add_argument("--dry-run", action="store_true", help="print what would be measured, and exit")
     shown = commands.add_parser("table", help="print every choice of a group, and its source")
     asked = commands.add_parser("explain", help="explain the algorithm choice of an operation")
     asked.add_argument("op", help="all_reduce, broadcast, ...")
-    asked.add_argument("bytes", type=_size, help="bytes that one rank gives: 4096, 64KiB, 1MiB")
+    asked.add_argument("bytes", type=simulate.parse_size, help="bytes that one rank gives: 4096, 64KiB, 1MiB")
     asked.add_argument("--dtype", default="float32", help="element type (default: float32)")
     for command in (tuned, shown, asked):
         command.add_argument("--ranks", type=int, default=2, help="ranks of the group, all on this host (default: 2)")

@@ -4,6 +4,11 @@ Ranks are processes that exchange messages through torch's gloo over loopback. T
 all ranks at once: messages around a ring, small, large, many at once, copied or added at their end. Then they run the
 schedules, check the results, and print the predicted beside the measured time. The executor is simple, in Python:
 its cost is in the measured parameters as well as in the runs.
+
+The core has an executor of its own, `src/engine/multihost`, and links between threads for its tests,
+`src/engine/local.rs`. They cannot take this one's place. Such a link is a copy under a lock inside one process and has
+neither the latency nor the bandwidth that the model is about. Over a real link the engine runs only where ranks are on
+several hosts, and then it agrees on batches and combines inside each host: here a schedule alone is compared.
 """
 
 from __future__ import annotations
@@ -11,20 +16,21 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from sagellm.cli.simulate import TWO_LEVELS, Link, Machine, Prediction, predict, show_size, show_time
+from sagellm._units import show_size, show_time
+from sagellm.cli import ranks as processes
+from sagellm.cli.simulate import TWO_LEVELS, Link, Machine, Prediction, predict
 
-LOOPBACK = "127.0.0.1"
 MOST_RANKS, MOST_BYTES = 8, 16 << 20
 START_SECONDS = 60.0
+#: One schedule at one size takes at most this long, where many ranks share few cores.
+CASE_SECONDS = 60.0
 #: One schedule at one size is repeated for this long, but at least `LEAST_TIMES` times.
 RUN_SECONDS, LEAST_TIMES = 0.2, 5
 BYTES_OF_A_NUMBER = 4
@@ -211,9 +217,7 @@ def run_rank(rank: int, ranks: int, port: int, job: str) -> int:
 
     core = _load.extension()
     torch.set_num_threads(1)
-    timeout = timedelta(seconds=START_SECONDS)
-    store = dist.TCPStore(LOOPBACK, port, None, False, timeout)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
+    processes.join("gloo", rank, ranks, port, START_SECONDS)
     asked = json.loads(job)
     shared: list[Any] = [_measured_machine(rank, ranks)]
     dist.broadcast_object_list(shared, src=0)
@@ -238,32 +242,15 @@ def run_rank(rank: int, ranks: int, port: int, job: str) -> int:
     return 0
 
 
-def _ranks_at_work(ranks: int, job: str) -> dict[str, Any]:
-    """Starts the ranks and returns what rank 0 printed; RuntimeError with their output when one fails."""
-    from torch.distributed import TCPStore
-
-    store = TCPStore(LOOPBACK, 0, None, True, timedelta(seconds=START_SECONDS), wait_for_workers=False)
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-m", "sagellm", "_simulated_rank", str(rank), str(ranks), str(store.port), job],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        outputs = [child.communicate()[0] for child in children]
-    finally:
-        for child in children:
-            if child.poll() is None:
-                child.kill()
-    for rank, (child, output) in enumerate(zip(children, outputs, strict=True)):
-        if child.returncode != 0:
-            raise RuntimeError(f"rank {rank} of {ranks} ended with {child.returncode}: {output.strip()}")
-    found: dict[str, Any] = json.loads(outputs[0].splitlines()[-1])
+def _ranks_at_work(ranks: int, cases: int, job: str) -> dict[str, Any]:
+    """Starts the ranks and returns what rank 0 printed; RuntimeError with their words when one fails."""
+    limit = START_SECONDS + cases * CASE_SECONDS
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ended, _ = processes.run("simulate", ranks, job, seconds=limit, environment=environment)
+    for rank, one in enumerate(ended):
+        if one.failure:
+            raise RuntimeError(f"rank {rank} of {ranks} {one.failure}: {one.output.strip()}")
+    found: dict[str, Any] = json.loads(ended[0].output.splitlines()[-1])
     return found
 
 
@@ -277,7 +264,7 @@ def check(op: str, names: Sequence[str], rank_counts: Sequence[int], sizes: Sequ
     for ranks in counts:
         job = json.dumps({"op": op, "algorithms": list(names), "sizes": fitting})
         try:
-            found = _ranks_at_work(ranks, job)
+            found = _ranks_at_work(ranks, len(names) * len(fitting), job)
         except RuntimeError as error:
             print(f"sagellm simulate: {error}", file=sys.stderr)
             return 1

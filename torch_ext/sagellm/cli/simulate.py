@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sagellm import _units
+from sagellm._units import BINARY, DECIMAL, show_size, show_time
+
 EXAMPLES = """examples:
   python -m sagellm simulate
   python -m sagellm simulate --ranks 4,64,100000 --ranks-per-host 8 --sizes 8,4KiB,16MiB
@@ -29,9 +32,8 @@ links   LATENCY,SPEED[,OVERHEAD]: the time until an empty message has arrived (n
         direction in bytes (10GB) or bits (1Gbit) per second; what each further message sent at the same moment costs.
         Left out, the overhead is 5 us, or the latency where that is less.
 """
-SIZE_UNITS = {"": 1, "B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 TIME_UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
-SPEED_UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+SPEED_UNITS = {name: float(factor) for name, factor in (*DECIMAL, *BINARY)}
 SPEED_UNITS |= {f"{prefix}bit": factor / 8 for prefix, factor in (("k", 1e3), ("M", 1e6), ("G", 1e9))}
 #: The seconds of an overhead that is not given: about the processor time of a send over TCP.
 DEFAULT_OVERHEAD = 5e-6
@@ -82,8 +84,11 @@ def _number(text: str, units: dict[str, float], what: str) -> float:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of ``4KiB``."""
-    return round(_number(text, dict(SIZE_UNITS), "a size"))
+    """Bytes of ``4KiB``, or how argparse wants to be told otherwise."""
+    try:
+        return _units.parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def parse_sizes(text: str) -> list[int]:
@@ -132,23 +137,6 @@ def parse_link(text: str) -> Link:
     alpha = _number(fields[0], dict(TIME_UNITS), "a time")
     overhead = _number(fields[2], dict(TIME_UNITS), "a time") if len(fields) == 3 else min(alpha, DEFAULT_OVERHEAD)
     return Link(alpha, overhead, parse_speed(fields[1]))
-
-
-def _shown(value: float, units: Sequence[tuple[str, float]]) -> str:
-    """Three digits in the largest unit that is not too large; the last unit has no least."""
-    unit, factor = next(((unit, factor) for unit, factor in units if value >= 0.9995 * factor), units[-1])
-    number = value / factor
-    return f"{number:.0f} {unit}" if number >= 999.5 else f"{number:.3g} {unit}"
-
-
-def show_size(size: float) -> str:
-    """Bytes as people write them."""
-    return _shown(size, [("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1)])
-
-
-def show_time(seconds: float) -> str:
-    """Seconds as people write them."""
-    return _shown(seconds, [("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9)])
 
 
 def predict(

@@ -12,19 +12,18 @@ import json
 import math
 import os
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from sagellm._units import parse_size, show_time, size_text
+from sagellm.cli import ranks as processes
 from sagellm.observe import explain
 
 if TYPE_CHECKING:
     from sagellm import _C
 
-LOOPBACK = "127.0.0.1"
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all")
 SIZES = tuple(1 << power for power in range(10, 27, 2))  # 1 KiB to 64 MiB
 START = "start"
@@ -68,7 +67,7 @@ def ways(op: str, nbytes: int, ranks: int) -> tuple[str, list[str]]:
 
 def chunk_of(way: str) -> int:
     """Bytes of ``rounds(64KiB)``."""
-    return explain.parse_size(way.removeprefix("rounds(").removesuffix(")"))
+    return parse_size(way.removeprefix("rounds(").removesuffix(")"))
 
 
 def plan(ranks: int, largest: int) -> list[tuple[str, int, str, list[str]]]:
@@ -88,7 +87,7 @@ def tune(budget: float, ranks: int, dry_run: bool, largest: int = SIZES[-1]) -> 
     if dry_run:
         for op, nbytes, start, rivals in cells:
             others = ", ".join(rivals) or "nothing"
-            print(f"{op:<15} {explain.size_text(nbytes):>8}  {start} against {others}")
+            print(f"{op:<15} {size_text(nbytes):>8}  {start} against {others}")
         print(f"{len(cells)} operations and sizes in about {budget:.0f} s; nothing was measured, nothing was written")
         return 0
     found = _run_ranks(budget, ranks, largest)
@@ -175,41 +174,25 @@ def _show(cells: list[Cell], spread: float) -> None:
         way, start = winner(cell, spread), cell.medians[START]
         median = cell.medians.get(way, start)
         gain = "" if way == cell.start else f", {start / median:.2f}x"
-        size = explain.size_text(cell.nbytes)
-        print(
-            f"{cell.op:<15} {size:>8}  {way} {explain.time_text(median)} "
-            f"(default {cell.start} {explain.time_text(start)}{gain})"
-        )
+        size = size_text(cell.nbytes)
+        print(f"{cell.op:<15} {size:>8}  {way} {show_time(median)} (default {cell.start} {show_time(start)}{gain})")
 
 
 # --------------------------------------------------------------------------------------------- processes and ranks
 
 
 def _run_ranks(budget: float, ranks: int, largest: int) -> list[Cell] | None:
-    from torch.distributed import TCPStore
-
-    limit = timedelta(seconds=SET_UP_SECONDS + 3 * budget)
-    store = TCPStore(LOOPBACK, 0, None, True, limit, wait_for_workers=False)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment.pop("SAGELLM_ALGORITHM", None)
-    words = [str(word) for word in (store.port, ranks, budget, largest)]
-    children = [
-        subprocess.Popen([sys.executable, "-m", "sagellm", "_tune_rank", str(rank), *words], env=environment)
-        for rank in range(ranks)
-    ]
-    deadline = time.monotonic() + limit.total_seconds()
+    limit = SET_UP_SECONDS + 3 * budget
     try:
-        statuses = [child.wait(max(1.0, deadline - time.monotonic())) for child in children]
-    except (subprocess.TimeoutExpired, KeyboardInterrupt) as error:
-        print(f"sagellm tune: {type(error).__name__}; no table was written", file=sys.stderr)
+        ended, store = processes.run("tune", ranks, budget, largest, seconds=limit, environment=environment, shown=True)
+    except KeyboardInterrupt:
+        print("sagellm tune: interrupted; no table was written", file=sys.stderr)
         return None
-    finally:
-        for child in children:
-            if child.poll() is None:
-                child.kill()
-                child.wait()
-    if any(statuses):
-        print(f"sagellm tune: the ranks ended with {statuses}; no table was written", file=sys.stderr)
+    failed = [f"rank {rank} {one.failure}" for rank, one in enumerate(ended) if one.failure]
+    if failed:
+        print(f"sagellm tune: {', '.join(failed)}; no table was written", file=sys.stderr)
         return None
     found = [Cell(**cell) for cell in json.loads(store.get("found"))]
     if not found:
@@ -217,7 +200,7 @@ def _run_ranks(budget: float, ranks: int, largest: int) -> list[Cell] | None:
     return found or None
 
 
-def run_rank(rank: int, port: int, ranks: int, budget: float, largest: int) -> int:
+def run_rank(rank: int, ranks: int, port: int, budget: str, largest: str) -> int:
     """One rank of the measurement; rank 0's clock decides, and it puts the results into the store."""
     import torch
     import torch.distributed as dist
@@ -226,10 +209,8 @@ def run_rank(rank: int, port: int, ranks: int, budget: float, largest: int) -> i
 
     torch.set_num_threads(1)
     options = _load.extension().Options
-    limit = timedelta(seconds=SET_UP_SECONDS)
-    store = dist.TCPStore(LOOPBACK, port, None, False, limit)
     begin = options(algorithm=f"*:0-={START}")
-    dist.init_process_group("sagellm", store=store, rank=rank, world_size=ranks, timeout=limit, pg_options=begin)
+    store = processes.join("sagellm", rank, ranks, port, SET_UP_SECONDS, pg_options=begin)
     groups: dict[str, Any] = {START: dist.group.WORLD}
 
     def group_for(way: str) -> Any:
@@ -238,12 +219,12 @@ def run_rank(rank: int, port: int, ranks: int, budget: float, largest: int) -> i
             groups[way] = dist.new_group(backend="sagellm", pg_options=options(algorithm=f"*:0-={rule}"))
         return groups[way]
 
-    cells = plan(ranks, largest)
+    cells = plan(ranks, int(largest))
     bar = Bar(len(cells), visible=rank == 0)
     found, started = [], time.monotonic()
     for at, (op, nbytes, start, rivals) in enumerate(cells):
-        bar.show(at, f"{op} {explain.size_text(nbytes)}")
-        left = budget - (time.monotonic() - started)
+        bar.show(at, f"{op} {size_text(nbytes)}")
+        left = float(budget) - (time.monotonic() - started)
         share = _agreed(left / (len(cells) - at))
         if share <= 0:
             break
@@ -373,7 +354,7 @@ def show_table(ranks: int) -> int:
     print(f"\n{'op':<15} {'sizes':<20} {'algorithm':<16} {'decided by':<16} measured")
     for row in table["rows"]:
         median = explain.seconds(row["measured_ns"])
-        measured = "-" if median is None else explain.time_text(median)
+        measured = "-" if median is None else show_time(median)
         print(f"{row['kind']:<15} {row['sizes']:<20} {row['way']:<16} {row['reason']:<16} {measured}")
     return 0
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from sagellm._units import show_time, size_text
+
 if TYPE_CHECKING:
     import torch
 
@@ -24,7 +26,6 @@ ALIASES = {
 }
 #: Prefix of the path of tensors on a device.
 STAGED = "staged: from the device to host memory and back"
-UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 
 @dataclass(frozen=True)
@@ -116,9 +117,9 @@ class Explanation:
         if self.batch is not None:
             lines.append(f"  together    {'with ' if self.batch.operations > 1 else ''}{self.batch}")
         if self.measured is not None:
-            lines.append(f"  measured    {time_text(self.measured)}")
+            lines.append(f"  measured    {show_time(self.measured)}")
         if self.predicted is not None:
-            lines.append(f"  predicted   {time_text(self.predicted)}")
+            lines.append(f"  predicted   {show_time(self.predicted)}")
         lines += [f"  overruled   {what}" for what in self.overruled]
         lines += [f"  not taken   {other.way}: {other.why_not}" for other in self.rejected]
         lines.append(f"  table       {self.table}")
@@ -148,32 +149,6 @@ class TopologyInfo:
 
         devices, full = topology.nvlink()
         return cls(hosts=hosts, full_nvlink=full and hosts == 1, devices=tuple(devices))
-
-
-def size_text(nbytes: int) -> str:
-    """``64KiB`` for 65536; exact."""
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if nbytes and nbytes % unit == 0:
-            return f"{nbytes // unit}{name}"
-    return f"{nbytes} bytes"
-
-
-def time_text(seconds: float) -> str:
-    """``3.04 us`` or the like."""
-    for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if seconds >= unit:
-            return f"{seconds / unit:.2f} {name}"
-    return f"{seconds * 1e9:.0f} ns"
-
-
-def parse_size(text: str) -> int:
-    """Bytes of ``4096``, ``64KiB`` or ``1MiB``; a ValueError otherwise."""
-    stripped = text.strip()
-    digits = len(stripped) - len(stripped.lstrip("0123456789"))
-    number, unit = stripped[:digits], stripped[digits:].strip().lower()
-    if not number or unit not in UNITS:
-        raise ValueError(f"{text!r} is no size; expected a whole number, or one with B, KiB, MiB or GiB")
-    return int(number) * UNITS[unit]
 
 
 def kind_name(op: str) -> str:

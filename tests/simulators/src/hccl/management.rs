@@ -319,17 +319,5 @@ extern "C" fn sim_HcclGroupStart() -> i32 {
 
 #[unsafe(no_mangle)]
 extern "C" fn sim_HcclGroupEnd() -> i32 {
-    let batch = match batch::end(Vendor::Hccl) {
-        None => return refuse(PARA, "HcclGroupEnd without HcclGroupStart"),
-        Some(None) => return SUCCESS,
-        Some(Some(batch)) => batch,
-    };
-    if batch.error != SUCCESS {
-        return batch.error;
-    }
-    let result = if batch.jobs.is_empty() { SUCCESS } else { batch::run_jobs(batch.jobs) };
-    if result == SUCCESS {
-        batch::launch(batch.entries);
-    }
-    result
+    batch::close(Vendor::Hccl, || refuse(PARA, "HcclGroupEnd without HcclGroupStart"))
 }

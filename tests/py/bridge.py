@@ -31,8 +31,8 @@ def bridged() -> list[str]:
 
 
 def tests() -> list[str]:
-    """The tests that SEAM.md names, as arguments for pytest."""
-    table = (ROOT / "tests" / "py" / "SEAM.md").read_text()
+    """The tests that BRIDGE.md names, as arguments for pytest."""
+    table = (ROOT / "tests" / "py" / "BRIDGE.md").read_text()
     names = set(re.findall(r"`(test_\w+)`", table))
     files = {path: path.read_text() for path in sorted((ROOT / "tests" / "py").rglob("test_*.py"))}
     return [

@@ -3,10 +3,10 @@
 
 #[path = "common/device.rs"]
 mod device;
-#[path = "reduce/reference.rs"]
+#[path = "common/reference.rs"]
 mod reference;
 
-use device::{COLLECTIVES, Case, OPS, data, local, spans};
+use device::{Case, OPS, data, local, spans};
 use reference::{is_defined, reference_all};
 use sagellm::engine::device::lowering::Double;
 use sagellm::engine::device::{
@@ -341,7 +341,7 @@ fn check(asked: LoweringInput, able: &Capabilities) -> Option<Recipe> {
 fn every_recipe_gives_what_torch_defines_or_refuses() {
     let (mut made, mut refused) = (0, 0);
     for able in libraries() {
-        for kind in COLLECTIVES {
+        for kind in Kind::COLLECTIVES {
             for dtype in Dtype::ALL {
                 for op in if kind.reduces() { &OPS[..] } else { &OPS[..1] } {
                     for ranks in [1, 2, 3, 5] {
@@ -538,12 +538,12 @@ fn say(all: &[(Kind, Dtype, ReduceOp, bool)], able: &Capabilities) -> String {
 fn the_table_of_the_documentation_is_this_one() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/vendors.md");
     let page = std::fs::read_to_string(path).unwrap();
-    let (begin, end) = ("<!-- recipes: tests/vendor_recipe.rs writes this table -->\n", "<!-- end of recipes -->");
+    let (begin, end) = ("<!-- recipes: tests/device_lowering.rs writes this table -->\n", "<!-- end of recipes -->");
     let start = page.find(begin).expect("docs/vendors.md has its mark") + begin.len();
     let stop = page.find(end).expect("docs/vendors.md has its second mark");
     if std::env::var_os("SAGELLM_WRITE_DOCS").is_some() {
         std::fs::write(path, format!("{}{}{}", &page[..start], table(), &page[stop..])).unwrap();
         return;
     }
-    assert_eq!(&page[start..stop], table(), "run SAGELLM_WRITE_DOCS=1 cargo test --test vendor_recipe");
+    assert_eq!(&page[start..stop], table(), "run SAGELLM_WRITE_DOCS=1 cargo test --test device_lowering");
 }

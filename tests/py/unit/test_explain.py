@@ -1,9 +1,7 @@
-"""Choosing without ranks: the default rules, explanations of what might be, rules that are refused, tables on disk,
-tune's arithmetic, the command line."""
+"""Explanations without ranks: the start rules, what might be, rules that are refused, tables on disk."""
 
 from __future__ import annotations
 
-import ctypes
 import subprocess
 import sys
 from pathlib import Path
@@ -15,25 +13,13 @@ from harness import IS_GLOO
 
 import sagellm
 from sagellm import _load
-from sagellm.cli import tune
-from sagellm.observe import explain, stats, topology
+from sagellm.observe import explain, stats
 
-pytestmark = [pytest.mark.quick, pytest.mark.skipif(IS_GLOO, reason="gloo: this is about the package's own choice")]
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache directory, and no rules from outside."""
-    monkeypatch.setenv("SAGELLM_CACHE_DIR", str(tmp_path))
-    monkeypatch.delenv("SAGELLM_ALGORITHM", raising=False)
-    return tmp_path
-
-
-def cli(*words: str) -> subprocess.CompletedProcess[str]:
-    """Runs ``python -m sagellm``."""
-    return subprocess.run(
-        [sys.executable, "-m", "sagellm", *words], capture_output=True, text=True, timeout=100, check=False
-    )
+pytestmark = [
+    pytest.mark.quick,
+    pytest.mark.skipif(IS_GLOO, reason="gloo: this is about the package's own choice"),
+    pytest.mark.usefixtures("cache"),
+]
 
 
 MIB = 1 << 20
@@ -59,41 +45,6 @@ def test_the_start_rules_refuse_nonsense() -> None:
     for size, devices in ((-1, 2), (8, 0)):
         with pytest.raises(ValueError, match="expected 0 or more and 1 or more"):
             sagellm.select_all_reduce_algorithm(size, devices)
-
-
-class Nvml:
-    """A library of two or more GPUs that are joined as told."""
-
-    def __init__(self, devices: int, joined: bool) -> None:
-        self.devices, self.joined = devices, joined
-
-    def nvmlDeviceGetCount_v2(self, count: Any) -> int:
-        ctypes.cast(count, ctypes.POINTER(ctypes.c_uint))[0] = self.devices
-        return 0
-
-    def nvmlDeviceGetHandleByIndex_v2(self, at: Any, device: Any) -> int:
-        return 0
-
-    def nvmlDeviceGetName(self, device: Any, name: Any, size: Any) -> int:
-        name.value = b"a card"
-        return 0
-
-    def nvmlDeviceGetP2PStatus(self, one: Any, other: Any, index: Any, status: Any) -> int:
-        ctypes.cast(status, ctypes.POINTER(ctypes.c_int))[0] = 0 if self.joined else 1
-        return 0
-
-
-def test_nvlink_is_found_only_where_every_pair_has_it() -> None:
-    assert topology.ask(Nvml(4, True)) == (["a card"] * 4, True)
-    assert topology.ask(Nvml(4, False)) == (["a card"] * 4, False)
-    assert topology.ask(Nvml(1, True)) == (["a card"], False)
-    assert topology.ask(Nvml(0, True)) == ([], False)
-
-
-def test_topology_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(topology, "LIBRARY", "libno-such-library.so.9")
-    found = sagellm.TopologyInfo.detect()
-    assert found == sagellm.TopologyInfo() and not found.is_fully_connected_nvlink()
 
 
 def test_an_explanation_of_what_might_be() -> None:
@@ -251,77 +202,6 @@ def test_lines_that_are_no_table_are_not_written(cache: Path) -> None:
     with pytest.raises(ValueError, match="no line of a table"):
         _load.extension().save_table(2, "now", "all_reduce is fast")
     assert not [*cache.iterdir()]
-
-
-def cell(nbytes: int, chosen: str, spread: float = 0.02, op: str = "all_reduce", **medians: float) -> tune.Cell:
-    """A measured cell; keyword r64 stands for rounds(64KiB)."""
-    named = {f"rounds({name[1:]}KiB)": median for name, median in medians.items() if name != "start"}
-    return tune.Cell(op, nbytes, chosen, {"start": medians["start"], **named}, spread)
-
-
-def test_tune_keeps_another_way_only_beyond_the_noise() -> None:
-    assert tune.winner(cell(MIB, "rounds(512KiB)", start=10e-6, r64=9.9e-6), 0.02) == "rounds(512KiB)"
-    assert tune.winner(cell(MIB, "rounds(512KiB)", start=10e-6, r64=9e-6), 0.02) == "rounds(64KiB)"
-    assert tune.winner(cell(MIB, "rounds(512KiB)", spread=0.2, start=10e-6, r64=9e-6), 0.02) == "rounds(512KiB)"
-    assert tune.overall_spread([cell(1, "slots", spread=at / 100, start=1.0) for at in range(10)]) == 0.09
-
-
-def test_tune_writes_lines_that_cover_every_size_once() -> None:
-    cells = [
-        cell(1024, "slots", start=3e-6, r16=5e-6),
-        cell(4096, "slots", start=4e-6, r16=2e-6),
-        cell(16384, "rounds(512KiB)", start=5e-6, r16=4e-6),
-        cell(65536, "rounds(512KiB)", start=6e-6, r16=6e-6),
-        cell(1024, "rounds(512KiB)", op="all_to_all", start=5e-6, r16=4e-6),
-        cell(4096, "rounds(512KiB)", op="all_to_all", start=6e-6, r16=4e-6),
-    ]
-    lines = tune.lines(cells, 0.02, 4096)
-    assert lines == [
-        "all_reduce:0-2048=slots 3000 ns; start 3000 ns",
-        "all_reduce:2049-4096=rounds(16KiB) 2000 ns; start 4000 ns",
-        "all_reduce:4097-32768=rounds(16KiB) 4000 ns; start 5000 ns",
-        "all_reduce:32769-=rounds(512KiB) 6000 ns; start 6000 ns",
-        "all_to_all:0-=rounds(16KiB) 4000 ns; start 6000 ns",
-    ]
-    _load.extension().save_table(2, "now", "\n".join(lines))
-    found = [sagellm.explain("all_reduce", size, ranks=2) for size in (0, 2048, 2049, 4096, 4097, 1 << 30)]
-    assert all(one.reason == "measured" for one in found)
-
-
-def test_what_tune_would_try_can_be_tried() -> None:
-    for op, nbytes, start, rivals in tune.plan(2, 1 << 20):
-        assert start not in rivals and len(set(rivals)) == len(rivals)
-        for way in rivals:
-            rule = f"{op}:0-={way}"
-            answer = _load.extension().explain_without_group(op, nbytes, "float32", 2, rule)
-            assert explain.read(answer).choice == way
-
-
-def test_the_command_line_explains_and_prints_the_table() -> None:
-    done = cli("explain", "all_reduce", "1MiB", "--ranks", "2", "--dtype", "bfloat16")
-    assert done.returncode == 0 and "all_reduce of 1MiB on 2 ranks: rounds(" in done.stdout
-    _load.extension().save_table(2, "2026-11-21", LINES)
-    done = cli("table")
-    assert done.returncode == 0, done.stderr
-    rows = [line.split() for line in done.stdout.splitlines()]
-    assert ["all_reduce", "4097-", "rounds(64KiB)", "measured", "9.00", "us"] in rows
-    assert any(row[:2] == ["broadcast", "0-4KiB"] for row in rows)
-    done = cli("tune", "--dry-run", "--max-size", "4KiB")
-    assert done.returncode == 0 and "nothing was measured" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (("explain", "all_reduce_fast", "8"), "no operation"),
-        (("explain", "all_reduce", "8KB"), "'8KB' is no size"),
-        (("table", "--ranks", "1000"), "up to 256"),
-        (("tune", "--ranks", "1"), "at least 2 ranks"),
-    ],
-)
-def test_the_command_line_says_what_is_wrong(words: tuple[str, ...], expected: str) -> None:
-    done = cli(*words)
-    assert done.returncode == 2 and expected in done.stderr and "Traceback" not in done.stderr
 
 
 def test_an_import_of_the_package_loads_none_of_it() -> None:

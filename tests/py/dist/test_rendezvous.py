@@ -200,23 +200,13 @@ def where_no_name_is_known(ctx: Context, host: str, resolver: str, hosts: str) -
         dist.new_group(list(range(ctx.world_size)))
 
 
-@pytest.fixture
-def namespace() -> Iterator[str]:
-    """A network namespace, by name."""
-    try:
-        with net.Network(1) as made:
-            yield made.names[0]
-    except net.Unavailable as reason:
-        pytest.skip(f"network namespaces may not be made here: {reason}")
-
-
-def test_a_further_group_looks_up_no_name(namespace: str, tmp_path: Path) -> None:
+def test_a_further_group_looks_up_no_name(lone_host: str, tmp_path: Path) -> None:
     """Where the name server answers late, a look-up takes a second here; forty groups of four ranks make none."""
     (tmp_path / "resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:1 attempts:2\n")
     (tmp_path / "hosts").write_text("")
     files = (str(tmp_path / "resolv.conf"), str(tmp_path / "hosts"))
     env = {"RES_OPTIONS": "timeout:1 attempts:2", "GLOO_SOCKET_IFNAME": "lo"}
-    with NameServer(namespace) as names, launch(where_no_name_is_known, 4, namespace, *files, env=env) as job:
+    with NameServer(lone_host) as names, launch(where_no_name_is_known, 4, lone_host, *files, env=env) as job:
         assert [job.hear(rank, 90) for rank in range(4)] == ["first"] * 4
         asked = names.questions
         for rank in range(4):

@@ -25,25 +25,6 @@ from reference import fold, make, same_bits
 ENV = {"GLOO_SOCKET_IFNAME": net.INTERFACE}
 
 
-def network(hosts: int) -> Iterator[list[str]]:
-    try:
-        with net.Network(hosts) as made:
-            yield made.names
-    except net.Unavailable as reason:
-        pytest.skip(f"network namespaces may not be made here: {reason}")
-
-
-@pytest.fixture
-def hosts() -> Iterator[list[str]]:
-    """Two connected namespaces, by name."""
-    yield from network(2)
-
-
-@pytest.fixture
-def three_hosts() -> Iterator[list[str]]:
-    yield from network(3)
-
-
 def on_hosts(ctx: Context, names: list[str]) -> list[float]:
     """Every kind of call on a group that spans the hosts."""
     warnings.simplefilter("ignore", FutureWarning)  # torch's, about its own names

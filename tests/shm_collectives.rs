@@ -14,15 +14,6 @@ fn groups(ranks: usize) -> Vec<Arc<Group>> {
     Group::local(ranks, Duration::from_secs(60)).unwrap()
 }
 
-fn check(spec: &Spec, buffers: &Buffers, me: usize, ranks: usize) {
-    let found = if buffers.in_place { &buffers.input } else { &buffers.output };
-    let expected = spec.expected(me, ranks);
-    if found[..expected.len()] != expected[..] {
-        let at = found.iter().zip(&expected).position(|(a, b)| a != b);
-        panic!("rank {me} of {ranks}: {spec:?} differs first at byte {at:?} of {}", expected.len());
-    }
-}
-
 #[test]
 fn rule_17_every_kind_at_every_boundary() {
     // 8 four-byte elements fit into the header line, 1024 into a slot, 131072 into a stage buffer; the rest lies beside.
@@ -54,7 +45,7 @@ fn rule_17_every_kind_at_every_boundary() {
                         let mut buffers = spec.buffers(me, ranks);
                         let request = spec.request(&mut buffers, true);
                         groups[me].run(request, None).unwrap_or_else(|e| panic!("rank {me}: {spec:?}: {e}"));
-                        check(&spec, &buffers, me, ranks);
+                        spec.check(&buffers, me, ranks);
                     }
                 }
             }
@@ -103,7 +94,7 @@ fn program(seed: u64, ranks: usize, ops: usize) {
         let mut pending: Vec<(Arc<Op>, Spec, Buffers)> = Vec::new();
         let finish = |(op, spec, buffers): (Arc<Op>, Spec, Buffers)| {
             op.wait(None).unwrap_or_else(|e| panic!("seed {seed} rank {me}: {spec:?}: {e}"));
-            check(&spec, &buffers, me, ranks);
+            spec.check(&buffers, me, ranks);
         };
         for (group, spec) in &plan {
             if random.below(20) == 0 {
@@ -115,7 +106,7 @@ fn program(seed: u64, ranks: usize, ops: usize) {
             let request = spec.request(&mut buffers, sync);
             if sync {
                 all[*group][me].run(request, None).unwrap_or_else(|e| panic!("seed {seed} rank {me}: {spec:?}: {e}"));
-                check(spec, &buffers, me, ranks);
+                spec.check(&buffers, me, ranks);
             } else {
                 let op = all[*group][me].issue(request, None).unwrap();
                 pending.push((op, spec.clone(), buffers));
@@ -201,7 +192,7 @@ fn rule_03_issue_never_waits_and_a_burst_beyond_the_credits_completes() {
         }
         for (op, buffers) in &all {
             op.wait(None).unwrap();
-            check(&spec, buffers, me, ranks);
+            spec.check(buffers, me, ranks);
         }
     });
 }
@@ -228,7 +219,7 @@ fn rule_06_an_operation_ends_without_anyone_waiting() {
             assert!(begin.elapsed() < Duration::from_secs(20), "rank {me}: nobody makes progress");
             std::thread::sleep(Duration::from_millis(1));
         }
-        check(&spec, &buffers, me, 2);
+        spec.check(&buffers, me, 2);
     });
 }
 
@@ -257,7 +248,7 @@ fn two_groups_issued_in_different_orders_complete_when_async() {
         }
         for (op, spec, buffers) in &all {
             op.wait(None).unwrap();
-            check(spec, buffers, me, 2);
+            spec.check(buffers, me, 2);
         }
     });
 }

@@ -94,21 +94,10 @@ def every_call_over_hosts(ctx: Context, names: list[str]) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_every_collective_over_hosts(world_size: int) -> None:
-    """Ranks in two network namespaces: the copies go the way of CPU tensors between hosts, with the same bits."""
-    try:
-        with (
-            net.Network(2) as made,
-            launch(
-                every_call_over_hosts,
-                world_size,
-                made.names,
-                env={"GLOO_SOCKET_IFNAME": net.INTERFACE},
-            ) as job,
-        ):
-            job.values(120)
-    except net.Unavailable as reason:
-        pytest.skip(f"network namespaces may not be made here: {reason}")
+def test_every_collective_over_hosts(hosts: list[str], world_size: int) -> None:
+    """The copies go the way of CPU tensors between hosts, with the same bits."""
+    with launch(every_call_over_hosts, world_size, hosts, env={"GLOO_SOCKET_IFNAME": net.INTERFACE}) as job:
+        job.values(120)
 
 
 def messages(ctx: Context, options: dict[str, Any]) -> None:
@@ -308,15 +297,9 @@ def test_rule_04_messages_and_collectives_on_the_same_memory_run_in_order(queue:
         job.values()
 
 
-def test_rule_04_messages_and_collectives_over_hosts() -> None:
-    try:
-        with (
-            net.Network(2) as made,
-            launch(messages_in_order, 2, None, made.names, env={"GLOO_SOCKET_IFNAME": net.INTERFACE}) as job,
-        ):
-            job.values(120)
-    except net.Unavailable as reason:
-        pytest.skip(f"network namespaces may not be made here: {reason}")
+def test_rule_04_messages_and_collectives_over_hosts(hosts: list[str]) -> None:
+    with launch(messages_in_order, 2, None, hosts, env={"GLOO_SOCKET_IFNAME": net.INTERFACE}) as job:
+        job.values(120)
 
 
 def barrier_behind(ctx: Context, asynchronous: bool) -> None:

@@ -101,15 +101,6 @@ def test_every_operation_of_a_run_is_explained_by_its_number(ranks: int) -> None
     assert all(together is None for _, _, _, together in values[0])
 
 
-@pytest.fixture
-def hosts() -> Iterator[list[str]]:
-    try:
-        with net.Network(2) as made:
-            yield made.names
-    except net.Unavailable as reason:
-        pytest.skip(f"network namespaces may not be made here: {reason}")
-
-
 def two_hosts(
     context: Context, names: list[str], place: list[int], options: dict[str, Any]
 ) -> list[tuple[str, str, int, tuple[int, int, int] | None]]:

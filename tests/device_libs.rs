@@ -4,7 +4,7 @@
 
 #[path = "common/device.rs"]
 mod device;
-#[path = "reduce/reference.rs"]
+#[path = "common/reference.rs"]
 mod reference;
 
 use std::collections::HashMap;
@@ -13,7 +13,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use device::{COLLECTIVES, Case, OPS, local, spans};
+use device::{Case, OPS, local, spans};
 use reference::is_defined;
 use sagellm::engine::device::{
     Api, Communicator, Hints, Job, Local, LoweringInput, Message, Runtime, SPARES_CAPTURES, Setup, Split, Stream,
@@ -230,7 +230,7 @@ impl World {
 
     /// One operation as the shim does it; what came out.
     fn one(&self, communicator: &dyn Communicator, case: &Case, stream: Stream) -> Option<Vec<u8>> {
-        let LoweringInput { kind, dtype, ranks, equal_counts: even, .. } = case.asked;
+        let LoweringInput { kind, dtype, ranks, even, .. } = case.asked;
         let recipe = recipe(&case.asked, self.api.capabilities()).ok()?;
         let me = communicator.rank() as usize;
         let mut sent = dtype;
@@ -268,7 +268,7 @@ impl World {
 }
 
 fn asked(kind: Kind, dtype: Dtype, op: ReduceOp, ranks: u32) -> LoweringInput {
-    LoweringInput { kind, dtype, op, ranks: ranks as usize, equal_counts: true, dense: true }
+    LoweringInput { kind, dtype, op, ranks: ranks as usize, even: true, plain: true }
 }
 
 #[test]
@@ -306,15 +306,12 @@ fn collectives() {
         Dtype::C64,
     ];
     let (mut done, mut refused) = (0, 0);
-    for kind in COLLECTIVES {
+    for kind in Kind::COLLECTIVES {
         for dtype in types {
             for op in if kind.reduces() { &OPS[..] } else { &OPS[..1] } {
                 for even in [true, false] {
                     let root = world.ranks as usize - 1;
-                    let case = Case {
-                        asked: LoweringInput { equal_counts: even, ..asked(kind, dtype, *op, world.ranks) },
-                        root,
-                    };
+                    let case = Case { asked: LoweringInput { even, ..asked(kind, dtype, *op, world.ranks) }, root };
                     let Some(result) = world.one(&*communicator, &case, stream) else {
                         assert!(kind.reduces() && !is_defined(dtype, *op) || dtype == Dtype::F64, "{:?}", case.asked);
                         refused += 1;

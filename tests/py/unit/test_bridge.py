@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import bridge
 import pytest
-import seam
 
 HERE = Path(__file__).resolve().parents[1]
 
 
 def rows() -> list[tuple[set[str], list[str]]]:
-    """The table of SEAM.md: functions as `seam.bridged` writes them, and the tests that call them."""
+    """The table of BRIDGE.md: functions as `bridge.bridged` writes them, and the tests that call them."""
     found = []
-    for line in (HERE / "SEAM.md").read_text().splitlines():
+    for line in (HERE / "BRIDGE.md").read_text().splitlines():
         cells = [re.findall(r"`(\w+)`", cell) for cell in line.strip("|").split("|")]
         if len(cells) == 3 and cells[1]:
             types, names, tests = cells
@@ -22,15 +22,15 @@ def rows() -> list[tuple[set[str], list[str]]]:
             for name in names:
                 possible = {f"{of}::{name}" for of in types} or {name}
                 # Of two types it may be that of either; what is of none shall be noticed.
-                functions |= possible & set(seam.bridged()) or possible
+                functions |= possible & set(bridge.bridged()) or possible
             found.append((functions, tests))
     return found
 
 
 @pytest.mark.quick
 def test_every_bridged_function_is_called_by_a_test() -> None:
-    """A function that is added to src/ffi/bridge.rs needs a test, and a row of SEAM.md that names it."""
-    bridged = seam.bridged()
+    """A function that is added to src/ffi/bridge.rs needs a test, and a row of BRIDGE.md that names it."""
+    bridged = bridge.bridged()
     assert len(bridged) == len(set(bridged)) > 40, "the bridge is read wrongly"
     listed = set().union(*(functions for functions, _ in rows()))
     assert sorted(set(bridged) - listed) == [], "no test is named for these"
@@ -50,7 +50,7 @@ def test_the_tests_that_it_names_exist() -> None:
 @pytest.mark.quick
 def test_the_names_of_the_glue_are_those_of_the_source() -> None:
     """For the counters of calls, whose symbols are those of C++ or of the glue."""
-    assert seam.plain("sagellm$cxxbridge1$198$Store$set") == "Store::set"
-    assert seam.plain("sagellm$cxxbridge1$check_interrupt") == "check_interrupt"
-    assert seam.plain("sagellm::RustOp::wait(long) const") == "RustOp::wait"
-    assert seam.plain("sagellm::rendezvous(sagellm::Setup const&, std::shared_ptr<sagellm::Store>)") == "rendezvous"
+    assert bridge.plain("sagellm$cxxbridge1$198$Store$set") == "Store::set"
+    assert bridge.plain("sagellm$cxxbridge1$check_interrupt") == "check_interrupt"
+    assert bridge.plain("sagellm::RustOp::wait(long) const") == "RustOp::wait"
+    assert bridge.plain("sagellm::rendezvous(sagellm::Setup const&, std::shared_ptr<sagellm::Store>)") == "rendezvous"

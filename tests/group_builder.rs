@@ -1,40 +1,21 @@
 //! A group is built of what its ranks decided, whole, or not at all.
 
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex};
+#[path = "common/host.rs"]
+mod host;
+
+use std::sync::Arc;
 use std::time::Duration;
 
+use host::{Memory, Quiet};
 use sagellm::config::{Config, Settings};
 use sagellm::engine::local;
 use sagellm::engine::multihost::host_map::HostMap;
-use sagellm::error::{Error, Result};
+use sagellm::error::Error;
 use sagellm::group::Group;
-use sagellm::host::{Host, Store};
 use sagellm::rendezvous::{Decision, Hosts, Rendezvous};
 use sagellm::types::{Kind, Request};
 
 const TIMEOUT: Duration = Duration::from_secs(30);
-
-#[derive(Default)]
-struct Memory(Mutex<HashMap<String, Vec<u8>>>);
-
-impl Store for Memory {
-    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
-        self.0.lock().unwrap().insert(key.into(), value.into());
-        Ok(())
-    }
-    fn try_get(&self, key: &str) -> Result<Option<Vec<u8>>> {
-        Ok(self.0.lock().unwrap().get(key).cloned())
-    }
-}
-
-struct Quiet;
-
-impl Host for Quiet {
-    fn interrupted(&self) -> bool {
-        false
-    }
-}
 
 /// Two ranks, as threads, that have met and decided.
 fn decided() -> [Rendezvous; 2] {

@@ -1,0 +1,30 @@
+//! What a group asks of the program around it, in memory.
+
+use std::collections::HashMap;
+use std::sync::Mutex;
+
+use sagellm::error::Result;
+use sagellm::host::{Host, Store};
+
+/// A store of this process alone.
+#[derive(Default)]
+pub struct Memory(pub Mutex<HashMap<String, Vec<u8>>>);
+
+impl Store for Memory {
+    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        self.0.lock().unwrap().insert(key.into(), value.into());
+        Ok(())
+    }
+    fn try_get(&self, key: &str) -> Result<Option<Vec<u8>>> {
+        Ok(self.0.lock().unwrap().get(key).cloned())
+    }
+}
+
+/// Nobody presses Ctrl-C.
+pub struct Quiet;
+
+impl Host for Quiet {
+    fn interrupted(&self) -> bool {
+        false
+    }
+}

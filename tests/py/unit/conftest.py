@@ -1,0 +1,15 @@
+"""What tests of the choice start from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache directory, and no rules from outside."""
+    monkeypatch.setenv("SAGELLM_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("SAGELLM_ALGORITHM", raising=False)
+    return tmp_path

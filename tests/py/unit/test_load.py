@@ -1,0 +1,56 @@
+"""The extension is loaded into the torch that it was built for, and into no other."""
+
+from __future__ import annotations
+
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from harness import in_new_process
+
+from sagellm import _load
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.mark.parametrize("running", ["2.11.0+cu130", "2.16.0a0+git1234", "3.15.0"])
+def test_a_build_for_another_minor_version_is_refused_with_the_command_that_mends_it(running: str) -> None:
+    with pytest.raises(ImportError) as error:
+        _load.check("2.15.0", running, "/no/such/folder")
+    text = str(error.value)
+    assert "built for torch 2.15" in text and running in text
+    assert f"{sys.executable} -m pip install --no-build-isolation --force-reinstall --no-deps" in text
+
+
+@pytest.mark.parametrize("running", ["2.15.0", "2.15.1+cpu", "2.15.0+cu132"])
+def test_a_build_for_the_same_minor_version_is_accepted(running: str) -> None:
+    _load.check("2.15.0+cu132", running, "")
+
+
+def test_the_mismatch_is_found_before_the_extension_is_loaded() -> None:
+    code = """
+import json, sys
+import torch
+from sagellm import _build
+_build.TORCH_VERSION = "2.3.0"
+try:
+    torch.distributed.init_process_group("sagellm", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+    text = ""
+except ImportError as error:
+    text = str(error)
+print(json.dumps({"text": text, "extension": "sagellm._C" in sys.modules}))
+"""
+    found = in_new_process(code)
+    assert "built for torch 2.3" in found["text"] and not found["extension"]
+
+
+def test_the_record_of_the_build_belongs_to_the_extension() -> None:
+    from sagellm import _build
+
+    extension = _load.extension()
+    assert extension.torch_version_built == _build.TORCH_VERSION
+    assert Path(_build.SOURCE).joinpath("setup.py").is_file()
+    import sagellm
+
+    assert sagellm.__version__ == _build.VERSION == metadata.version("sagellm")

@@ -1,0 +1,43 @@
+"""Sizes and times as people write and read them: in rules exactly, as the core does, in tables in three digits."""
+
+from __future__ import annotations
+
+import re
+
+BINARY = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+DECIMAL = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
+#: Powers of two in any letters, also as a prefix alone. Powers of ten in theirs only: who writes KB may mean either.
+_ANY_CASE = {"": 1, "b": 1, **{short: factor for name, factor in BINARY for short in (name.lower(), name[0].lower())}}
+_EXACT = dict(DECIMAL)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of ``4096``, ``64KiB`` or ``1.5MB``; a ValueError otherwise."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", text.strip())
+    unit = found and (_EXACT.get(found[2]) or _ANY_CASE.get(found[2].lower()))
+    size = float(found[1]) * unit if found and unit else 0.5
+    if not size.is_integer():
+        raise ValueError(f"{text!r} is no size; expected bytes, or a number with KiB, MiB or GiB, such as 64KiB")
+    return int(size)
+
+
+def size_text(nbytes: int) -> str:
+    """``64KiB`` for 65536, as rules write it; exact."""
+    name, factor = next(((name, factor) for name, factor in BINARY if nbytes and nbytes % factor == 0), (" bytes", 1))
+    return f"{nbytes // factor}{name}"
+
+
+def show_size(size: float) -> str:
+    """``64 KiB``, ``1.43 MiB``: three digits."""
+    name, factor = next(((name, factor) for name, factor in BINARY if size >= 0.9995 * factor), ("B", 1))
+    number = size / factor
+    return f"{number:.0f} {name}" if number >= 999.5 else f"{number:.3g} {name}"
+
+
+def show_time(seconds: float) -> str:
+    """``3.04 us``, ``12.3 ms``: three digits."""
+    for name, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= 0.9995 * factor:
+            number = seconds / factor
+            return f"{number:.{2 if number < 9.995 else 1 if number < 99.95 else 0}f} {name}"
+    return f"{seconds * 1e9:.3g} ns"
