@@ -3,7 +3,7 @@
 // A call on such tensors is lowered like one on the CPU: its pieces are addresses on the device. The core
 // (src/engine/device) knows the communicators, what the library must be asked, and whether a call will end. What is
 // left to do here: where the library must get something else than what lies in the caller's memory (another type,
-// scaled, several tensors behind each other), make it on the communication stream (device/recipe.hpp); keep the
+// scaled, several tensors behind each other), make it on the communication stream (device/prepare.hpp); keep the
 // library's raw stream in order with torch's; and hold the tensors in a Work until the device has come past them.
 #pragma once
 
@@ -20,7 +20,7 @@
 #include <string>
 #include <vector>
 
-#include "device/recipe.hpp"
+#include "device/prepare.hpp"
 #include "device/streams.hpp"
 #include "device/work.hpp"
 #include "lower/plan.hpp"

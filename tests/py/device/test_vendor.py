@@ -63,7 +63,7 @@ def test_every_collective_gives_the_numbers_of_the_cpu(
 def test_every_type_and_op_gives_the_numbers_of_the_cpu(
     vendor: str, world_size: int, libraries: dict[str, Path]
 ) -> None:
-    """What is cast, divided, scaled or combined by each rank; `tests/vendor_recipe.rs` has the same on a model."""
+    """What is cast, divided, scaled or combined by each rank; `tests/vendor_lowering.rs` has the same on a model."""
     without = (torch.float64, torch.complex128) if vendor == "cncl" else ()
     given = (vendor, on_device.every_type, (vendor, without), {})
     run_fresh(on_simulator, world_size, *given, env=environment(vendor, libraries))

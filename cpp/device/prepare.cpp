@@ -1,4 +1,4 @@
-#include "device/recipe.hpp"
+#include "device/prepare.hpp"
 
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>

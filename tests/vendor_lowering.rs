@@ -519,12 +519,12 @@ fn say(all: &[(Kind, Dtype, ReduceOp, bool)], able: &Capabilities) -> String {
 fn the_table_of_the_documentation_is_this_one() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/vendors.md");
     let page = std::fs::read_to_string(path).unwrap();
-    let (begin, end) = ("<!-- recipes: tests/vendor_recipe.rs writes this table -->\n", "<!-- end of recipes -->");
+    let (begin, end) = ("<!-- recipes: tests/vendor_lowering.rs writes this table -->\n", "<!-- end of recipes -->");
     let start = page.find(begin).expect("docs/vendors.md has its mark") + begin.len();
     let stop = page.find(end).expect("docs/vendors.md has its second mark");
     if std::env::var_os("SAGELLM_WRITE_DOCS").is_some() {
         std::fs::write(path, format!("{}{}{}", &page[..start], table(), &page[stop..])).unwrap();
         return;
     }
-    assert_eq!(&page[start..stop], table(), "run SAGELLM_WRITE_DOCS=1 cargo test --test vendor_recipe");
+    assert_eq!(&page[start..stop], table(), "run SAGELLM_WRITE_DOCS=1 cargo test --test vendor_lowering");
 }
