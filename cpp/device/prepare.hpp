@@ -1,11 +1,10 @@
-// Between the caller's memory on a device and what a vendor's library is called with: what a recipe of the core
-// (src/engine/device/lowering.rs) says must be done to tensors before and after. Runs on the current stream, through
-// torch's own operators, and waits for nothing.
+// What is done to tensors on a device beside the call of the vendor's library, as the core says
+// (src/engine/device/lowering.rs and layout.rs). Runs on the current stream, through torch's own operators, and waits
+// for nothing.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
-#include <functional>
 #include <vector>
 
 #include "lower/plan.hpp"
@@ -13,29 +12,36 @@
 
 namespace sagellm {
 
-using Pieces = std::vector<Piece>;
-
-// What the library is given for a call.
-struct Launch {
-  // Where the factor of the library's own PREMUL_SUM lies on the device, or 0.
-  size_t factor = 0;
-  Pieces send;
-  Pieces recv;
-  // Puts what came out where the caller wants it; null where it is there.
-  std::function<void()> after;
-};
-
-// A tensor over memory of a device that somebody else keeps alive.
-at::Tensor at_address(size_t address, at::IntArrayRef sizes, at::ScalarType type, c10::Device device);
-
 // False for memory in a format of its own, which only the device's operators can read.
-bool elements_in_order(const at::Tensor& tensor);
+bool is_dense(const at::Tensor& tensor);
 
-// A call as the core is asked for it. `plain`: its tensors' memory is their elements in order.
-DeviceRequest request(const Plan& plan, bool plain);
+// A call as the core is asked for it. `dense`: of all its tensors.
+DeviceRequest request(const Plan& plan, bool dense);
 
-// Does what comes before the library's call; temporaries are added to `keep`, to live until the device has passed the
-// call.
-Launch prepare(const Plan& plan, const DeviceRecipe& how, int ranks, c10::Device device, std::vector<at::Tensor>& keep);
+// The tensors of one call, between the caller's memory and the library's.
+class Preparation {
+ public:
+  Preparation(const Plan& plan, const DeviceLowering& lowering, int ranks, c10::Device device);
+
+  // Does what comes before the library's call; temporaries are added to `keep`, to live until the device has passed
+  // the call.
+  DevicePlaced prepare(std::vector<at::Tensor>& keep);
+  // Puts what came out where the caller wants it.
+  void store() const;
+
+ private:
+  // `numbers` after the steps. `factor` is undefined where the steps say it.
+  at::Tensor applied(at::Tensor numbers, const rust::Vec<Local>& steps, const at::Tensor& factor = {}) const;
+  at::Tensor gathered() const;
+
+  const Plan& plan_;
+  const DeviceLowering& lowering_;
+  const int ranks_;
+  const c10::Device device_;
+  // Of the caller's tensors.
+  const at::ScalarType type_;
+  // The temporary in which the result arrives; undefined where it arrives in the caller's memory.
+  at::Tensor received_;
+};
 
 }  // namespace sagellm

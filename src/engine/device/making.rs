@@ -5,12 +5,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32};
 use std::time::{Duration, Instant};
 
-use super::Vendor;
 use super::communicator::{Communicator, GoOn, Setup};
 use super::communicators::{DeviceComm, Exchange, Ranks, patience};
-use super::engine::{DeviceEngine, lock};
+use super::engine::DeviceEngine;
 use super::libs::nccl::tuner;
 use super::pairs::Pairs;
+use super::{Vendor, lock};
 use crate::config;
 use crate::error::{Error, Result};
 
@@ -22,7 +22,6 @@ impl DeviceEngine {
         device: i32,
         ranks: Ranks,
         exchange: &dyn Exchange,
-        timeout: Duration,
     ) -> Result<Arc<DeviceComm>> {
         let own = &self.communicators;
         if let Some(found) = own.find(device, ranks) {
@@ -32,7 +31,7 @@ impl DeviceEngine {
         if let Some(found) = own.find(device, ranks) {
             return Ok(found);
         }
-        let me = self.group.rank() as u32;
+        let (me, timeout) = (self.group.rank() as u32, self.group.timeout());
         match ranks {
             Ranks::All => own.add(device, ranks, self.make(device, ranks, exchange, timeout)?),
             Ranks::Way { from, to } => {

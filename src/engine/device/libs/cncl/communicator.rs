@@ -52,7 +52,7 @@ pub fn capabilities() -> Capabilities {
         gather: false,
         scatter: false,
         all_to_all_v: false,
-        reduce_spoils: false,
+        reduce_clobbers_input: false,
         group: true,
         split: false,
         shrink: false,

@@ -1,5 +1,5 @@
 //! HCCL. In CANN 9 two libraries; before, one. It has no groups that would help here (its own may not mix kinds, and not
-//! hold a batch of messages), no abort and no gather: see `recipe` and docs/vendors.md.
+//! hold a batch of messages), no abort and no gather: see `lowering` and docs/vendors.md.
 
 use std::collections::HashMap;
 use std::ffi::{c_int, c_void};
@@ -61,7 +61,7 @@ pub fn capabilities() -> Capabilities {
         gather: false,
         scatter: true,
         all_to_all_v: true,
-        reduce_spoils: true,
+        reduce_clobbers_input: true,
         group: false,
         split: true,
         shrink: false,

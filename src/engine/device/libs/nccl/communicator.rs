@@ -71,7 +71,7 @@ pub fn capabilities() -> Capabilities {
         gather: true,
         scatter: true,
         all_to_all_v: false,
-        reduce_spoils: false,
+        reduce_clobbers_input: false,
         group: true,
         split: true,
         shrink: true,
