@@ -336,7 +336,7 @@ fn check(asked: Asked, able: &Capabilities) -> Option<Lowering> {
 }
 
 #[test]
-fn every_recipe_gives_what_torch_defines_or_refuses() {
+fn every_lowering_gives_what_torch_defines_or_refuses() {
     let (mut made, mut refused) = (0, 0);
     for able in libraries() {
         for kind in COLLECTIVES {
@@ -526,7 +526,7 @@ fn say(all: &[(Kind, Dtype, ReduceOp, bool)], able: &Capabilities) -> String {
 fn the_table_of_the_documentation_is_this_one() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/vendors.md");
     let page = std::fs::read_to_string(path).unwrap();
-    let (begin, end) = ("<!-- recipes: tests/vendor_lowering.rs writes this table -->\n", "<!-- end of recipes -->");
+    let (begin, end) = ("<!-- lowerings: tests/vendor_lowering.rs writes this table -->\n", "<!-- end of lowerings -->");
     let start = page.find(begin).expect("docs/vendors.md has its mark") + begin.len();
     let stop = page.find(end).expect("docs/vendors.md has its second mark");
     if std::env::var_os("SAGELLM_WRITE_DOCS").is_some() {

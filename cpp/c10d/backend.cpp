@@ -264,9 +264,10 @@ std::shared_ptr<VendorDevices> SageBackend::vendor_of(c10::DeviceType type) cons
   std::shared_ptr<VendorDevices> made;
   try {
     auto& self = const_cast<SageBackend&>(*this);
-    DeviceOwner owner{*group_, getRank(), getSize(), events_, store_, [&self](at::Tensor& bytes, int from, int to) {
-                        self.share(bytes, from, to);
-                      }};
+    DeviceOwner owner{*group_,   getRank(),
+                      getSize(), events_,
+                      store_,    [&self](at::Tensor& bytes, int from, int to) {
+                        self.share(bytes, from, to); }};
     made = std::make_shared<VendorDevices>(std::move(owner), type, wanted.substr(0, colon), library,
                                            options_->library_folders);
   } catch (const std::exception& error) {

@@ -120,12 +120,14 @@ at::Tensor folded(const at::Tensor& all, int ranks, ReduceOp op) {
   // Signed numbers compare as unsigned ones do when the highest bit is turned.
   const bool turned = type == at::kUInt64 && (reduce_op == c10d::ReduceOp::MIN || reduce_op == c10d::ReduceOp::MAX);
   const auto turn = [&](const at::Tensor& numbers) { return turned ? at::bitwise_xor(numbers, INT64_MIN) : numbers; };
-  return in_signed(low ? all.to(at::kFloat) : all, [&](const at::Tensor& numbers) {
-           const at::Tensor blocks = turn(numbers).view({ranks, -1});
-           at::Tensor sum = blocks[0];
-           for (int rank = 1; rank < ranks; ++rank) sum = combined(sum, blocks[rank], reduce_op);
-           return turn(sum);
-         }).to(type);
+  return in_signed(low ? all.to(at::kFloat) : all,
+                   [&](const at::Tensor& numbers) {
+                     const at::Tensor blocks = turn(numbers).view({ranks, -1});
+                     at::Tensor sum = blocks[0];
+                     for (int rank = 1; rank < ranks; ++rank) sum = combined(sum, blocks[rank], reduce_op);
+                     return turn(sum);
+                   })
+      .to(type);
 }
 
 at::ScalarType type_of(const Plan& plan) {

@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <numeric>
 #include <thread>
 #include <utility>
 
@@ -152,33 +151,24 @@ std::vector<std::shared_ptr<c10::Event>> VendorDevices::come_behind_all(const c1
 }
 
 c10::intrusive_ptr<DeviceWork> VendorDevices::behind_all(bool by_itself) {
-  std::vector<std::pair<c10::Stream, std::shared_ptr<c10::Event>>> last;
+  decltype(last_) last;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     last = last_;
   }
   if (last.empty()) return nullptr;
-  DeviceWork::Launched made{last[0].first, nullptr, last[0].second, {}};
-  for (size_t i = 1; i < last.size(); ++i) made.earlier.push_back(last[i].second);
+  const auto& [stream, ended] = *last.begin();
+  DeviceWork::Launched made{stream, nullptr, ended, {}};
+  for (auto other = std::next(last.begin()); other != last.end(); ++other) made.earlier.push_back(other->second);
   made.blocks_host = true;
   made.watched.op = "barrier behind the collectives";
-  DeviceBegun begun = devices_->behind(last[0].first.device_index());
+  DeviceBegun begun = devices_->behind(stream.device_index());
   made.watched.timeout = std::chrono::milliseconds(begun.timeout_ms);
   made.call = std::make_shared<OnStream>(std::move(begun.call), nullptr);
   auto work = c10::make_intrusive<DeviceWork>(owner_.rank, c10d::OpType::BARRIER, Tensors(), owner_.events, nullptr,
                                               std::move(made));
   if (by_itself) work->watch();
   return work;
-}
-
-void VendorDevices::is_last(const c10::Stream& stream, const std::shared_ptr<c10::Event>& ended) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  const auto known = std::find_if(last_.begin(), last_.end(), [&](const auto& each) { return each.first == stream; });
-  if (known == last_.end()) {
-    last_.emplace_back(stream, ended);
-  } else {
-    known->second = ended;
-  }
 }
 
 DeviceBegun VendorDevices::begin(c10::ArrayRef<Plan> calls, const Tensors& keep, c10::Device device, bool region,
@@ -228,8 +218,8 @@ std::shared_ptr<c10::Event> VendorDevices::put(c10::ArrayRef<Plan> calls, const 
 c10::intrusive_ptr<DeviceWork> VendorDevices::follow(DeviceWork::Launched made, c10d::OpType type, Tensors outputs,
                                                      std::unique_ptr<Trace> trace, bool captured) {
   const auto call = made.call;
-  auto work = c10::make_intrusive<DeviceWork>(owner_.rank, type, std::move(outputs), owner_.events,
-                                              std::move(trace), std::move(made));
+  auto work = c10::make_intrusive<DeviceWork>(owner_.rank, type, std::move(outputs), owner_.events, std::move(trace),
+                                              std::move(made));
   if (captured) {
     // The graph may be played at any time, and an event in it cannot be asked.
     new auto(call);
@@ -265,7 +255,10 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::submit(c10::ArrayRef<Plan> calls, 
   std::vector<std::shared_ptr<c10::Event>> elsewhere;
   if (barrier) elsewhere = come_behind_all(passage.stream());
   std::shared_ptr<c10::Event> ended = put(calls, begun.lowerings, call, passage, keep, !listened && !capturing);
-  if (!capturing && begun.lane == 0) is_last(passage.stream(), ended);
+  if (!capturing && begun.lane == 0) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    last_.insert_or_assign(passage.stream(), ended);
+  }
 
   // What is given back on the caller's stream is used again behind the call, and a graph owns its memory.
   if (on_callers) keep.clear();

@@ -18,6 +18,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "device/prepare.hpp"
@@ -56,8 +57,8 @@ class VendorDevices final {
   // `region`: all ranks know of the calls, messages among them, so these need no communicator of their own.
   // The pieces of the calls are addresses on the device. Temporaries stand for tensors of the caller that are not
   // contiguous, or that overlap others: they are filled before the call, and copied back after it.
-  c10::intrusive_ptr<DeviceWork> submit(c10::ArrayRef<Plan> calls, const Label& label, Tensors keep,
-                                        Tensors outputs, c10::Device device, bool async, bool region = false);
+  c10::intrusive_ptr<DeviceWork> submit(c10::ArrayRef<Plan> calls, const Label& label, Tensors keep, Tensors outputs,
+                                        c10::Device device, bool async, bool region = false);
   // A work whose `wait` returns when every collective that was issued before has ended; null where none was.
   // `by_itself`: it shall complete without anyone waiting.
   c10::intrusive_ptr<DeviceWork> behind_all(bool by_itself);
@@ -93,8 +94,7 @@ class VendorDevices final {
   // Runs a call of the core that may make communicators.
   template <class Function>
   auto exchanging(Function function);
-  DeviceBegun begin(c10::ArrayRef<Plan> calls, const Tensors& keep, c10::Device device, bool region,
-                    bool capturing);
+  DeviceBegun begin(c10::ArrayRef<Plan> calls, const Tensors& keep, c10::Device device, bool region, bool capturing);
   // Puts the calls and what belongs to them on the stream of `passage`; the event of their end. After an error `keep`
   // and `call` are never let go of.
   std::shared_ptr<c10::Event> put(c10::ArrayRef<Plan> calls, const rust::Vec<DeviceLowering>& lowerings,
@@ -107,7 +107,6 @@ class VendorDevices final {
   // What a barrier on a stream comes behind: the last collective of each other stream. Those of its device are waited
   // for by the stream; those of others are returned.
   std::vector<std::shared_ptr<c10::Event>> come_behind_all(const c10::Stream& stream);
-  void is_last(const c10::Stream& stream, const std::shared_ptr<c10::Event>& ended);
 
   const DeviceOwner owner_;
   const c10::DeviceType type_;
@@ -117,7 +116,7 @@ class VendorDevices final {
   // Guards `last_`, briefly.
   std::mutex mutex_;
   // By stream, the end of the last collective that was put on it.
-  std::vector<std::pair<c10::Stream, std::shared_ptr<c10::Event>>> last_;
+  std::unordered_map<c10::Stream, std::shared_ptr<c10::Event>> last_;
   // Works that are watched and have not ended. Raised by `follow`, lowered by the thread that ends a work, read by
   // `drain`. Shared, because a work may outlive this. A counter alone: nothing is ordered by it.
   const std::shared_ptr<std::atomic<int64_t>> under_way_ = std::make_shared<std::atomic<int64_t>>(0);
