@@ -118,7 +118,12 @@ void Transfer::wait_settled() const {
 }
 
 bool Transfer::precedes(const Transfer& other) const {
-  return memory_meets({written_.data(), written_.size()}, {other.touched_.data(), other.touched_.size()});
+  // The core compares run by run, which is slow and rarely needed.
+  const bool near = std::any_of(written_.begin(), written_.end(), [&](const Strided& mine) {
+    return std::any_of(other.touched_.begin(), other.touched_.end(),
+                       [&](const Strided& theirs) { return overlap(hull(mine), hull(theirs)); });
+  });
+  return near && memory_meets({written_.data(), written_.size()}, {other.touched_.data(), other.touched_.size()});
 }
 
 // ------------------------------------------------------------------------------------------------ the Work
