@@ -127,13 +127,9 @@ void VendorDevices::split(c10::Device device, const std::vector<uint32_t>& ranks
   checked([&] { devices_->split(*made.devices_, child != nullptr, device.index(), slice(ranks)); });
 }
 
-VendorDevices::Retired VendorDevices::retire(c10::Device device, bool drained) {
-  return {device, devices_->retire(device.index(), drained)};
-}
-
-void VendorDevices::Retired::shrink(const std::vector<uint32_t>& excluded, VendorDevices& child) const {
-  const c10::DeviceGuard guard(*device_);
-  checked([&] { (*communicator_)->shrink(*child.devices_, slice(excluded)); });
+void VendorDevices::shrink_from(const RustRetired& old, c10::Device device, const std::vector<uint32_t>& excluded) {
+  const c10::DeviceGuard guard(device);
+  checked([&] { old.shrink(*devices_, slice(excluded)); });
 }
 
 std::vector<std::shared_ptr<c10::Event>> VendorDevices::come_behind_all(const c10::Stream& stream) {

@@ -16,7 +16,6 @@
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -73,8 +72,10 @@ class VendorDevices final {
   void split(c10::Device device, const std::vector<uint32_t>& ranks, VendorDevices* child);
   // The communicator of a group that is about to shrink, which nobody else can use or end any more; it ends with this.
   // `drained`: nothing is under way in it.
-  class Retired;
-  Retired retire(c10::Device device, bool drained);
+  rust::Box<RustRetired> retire(c10::Device device, bool drained) { return devices_->retire(device.index(), drained); }
+  // Makes the communicator of this group, of all ranks but `excluded` of the one that `old` was of; all ranks of this
+  // group call it at once.
+  void shrink_from(const RustRetired& old, c10::Device device, const std::vector<uint32_t>& excluded);
 
   // Unblocks whatever hangs; nothing can be issued afterwards.
   void abort() { devices_->abort(); }
@@ -120,21 +121,6 @@ class VendorDevices final {
   // Works that are watched and have not ended. Raised by `follow`, lowered by the thread that ends a work, read by
   // `drain`. Shared, because a work may outlive this. A counter alone: nothing is ordered by it.
   const std::shared_ptr<std::atomic<int64_t>> under_way_ = std::make_shared<std::atomic<int64_t>>(0);
-};
-
-class VendorDevices::Retired {
- public:
-  Retired() = default;
-  Retired(c10::Device device, rust::Box<RustRetired> communicator)
-      : device_(device), communicator_(std::move(communicator)) {}
-
-  bool can_shrink() const { return communicator_ && (*communicator_)->can_shrink(); }
-  // Makes the communicator of `child`, a group of all ranks but `excluded`; all ranks of that group call it at once.
-  void shrink(const std::vector<uint32_t>& excluded, VendorDevices& child) const;
-
- private:
-  std::optional<c10::Device> device_;
-  std::optional<rust::Box<RustRetired>> communicator_;
 };
 
 }  // namespace sagellm

@@ -99,7 +99,7 @@ impl Communicators {
     }
 }
 
-/// For the making of a communicator. None at all is one of a year: somebody has to look in between.
+/// How long the making of a communicator may take: a year where there is no timeout (zero).
 pub(super) fn patience(timeout: Duration) -> Duration {
     if timeout.is_zero() { Duration::from_secs(365 * 24 * 3600) } else { timeout }
 }
