@@ -526,7 +526,8 @@ fn say(all: &[(Kind, Dtype, ReduceOp, bool)], able: &Capabilities) -> String {
 fn the_table_of_the_documentation_is_this_one() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/vendors.md");
     let page = std::fs::read_to_string(path).unwrap();
-    let (begin, end) = ("<!-- lowerings: tests/vendor_lowering.rs writes this table -->\n", "<!-- end of lowerings -->");
+    let (begin, end) =
+        ("<!-- lowerings: tests/vendor_lowering.rs writes this table -->\n", "<!-- end of lowerings -->");
     let start = page.find(begin).expect("docs/vendors.md has its mark") + begin.len();
     let stop = page.find(end).expect("docs/vendors.md has its second mark");
     if std::env::var_os("SAGELLM_WRITE_DOCS").is_some() {
