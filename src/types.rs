@@ -1,39 +1,61 @@
 //! Plain data that every layer shares: what an operation is, which numbers it carries, where they lie.
-//! Nothing here has an effect; every value is checked where it enters (`bridge.rs`, `group.rs`).
+//! Nothing here has an effect; every value is checked where it enters (`ffi/convert.rs`, `group/check.rs`).
 
 use std::fmt;
 
-/// What a collective or point-to-point call does. The numbers travel in signatures and over the C++ bridge.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[repr(u8)]
-pub enum Kind {
-    AllReduce = 1,
-    Broadcast = 2,
-    Reduce = 3,
-    AllGather = 4,
-    Gather = 5,
-    Scatter = 6,
-    ReduceScatter = 7,
-    AllToAll = 8,
-    Barrier = 9,
-    Send = 10,
-    Recv = 11,
+/// An enum whose variants have a number and a name each: one row a variant, so that none can be left out of `ALL`.
+macro_rules! enumeration {
+    ($(#[$meta:meta])* $name:ident { $($variant:ident = $number:literal, $text:literal;)* }) => {
+        $(#[$meta])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        #[repr(u8)]
+        pub enum $name { $($variant = $number,)* }
+
+        impl $name {
+            pub const ALL: [$name; [$($number),*].len()] = [$($name::$variant),*];
+
+            /// The name in tables, options and messages.
+            pub fn name(self) -> &'static str {
+                match self { $($name::$variant => $text,)* }
+            }
+        }
+    };
+}
+pub(crate) use enumeration;
+
+enumeration! {
+    /// What a collective or point-to-point call does, and the name by which users of torch.distributed know it. The numbers
+    /// travel in signatures and over the C++ bridge.
+    Kind {
+        AllReduce = 1, "all_reduce";
+        Broadcast = 2, "broadcast";
+        Reduce = 3, "reduce";
+        AllGather = 4, "all_gather";
+        Gather = 5, "gather";
+        Scatter = 6, "scatter";
+        ReduceScatter = 7, "reduce_scatter";
+        AllToAll = 8, "all_to_all";
+        Barrier = 9, "barrier";
+        Send = 10, "send";
+        Recv = 11, "recv";
+    }
 }
 
 impl Kind {
-    pub const ALL: [Kind; 11] = [
-        Kind::AllReduce,
-        Kind::Broadcast,
-        Kind::Reduce,
-        Kind::AllGather,
-        Kind::Gather,
-        Kind::Scatter,
-        Kind::ReduceScatter,
-        Kind::AllToAll,
-        Kind::Barrier,
-        Kind::Send,
-        Kind::Recv,
-    ];
+    /// All but the two of messages.
+    pub const COLLECTIVES: [Kind; Kind::ALL.len() - 2] = {
+        let mut found = [Kind::Barrier; Kind::ALL.len() - 2];
+        let (mut at, mut next) = (0, 0);
+        while at < Kind::ALL.len() {
+            if !Kind::ALL[at].is_p2p() {
+                found[next] = Kind::ALL[at];
+                next += 1;
+            }
+            at += 1;
+        }
+        assert!(next == found.len());
+        found
+    };
 
     pub fn from_u8(value: u8) -> Option<Kind> {
         Kind::ALL.into_iter().find(|kind| *kind as u8 == value)
@@ -41,23 +63,6 @@ impl Kind {
 
     pub fn from_name(name: &str) -> Option<Kind> {
         Kind::ALL.into_iter().find(|kind| kind.name() == name)
-    }
-
-    /// The name torch.distributed users know the call by.
-    pub fn name(self) -> &'static str {
-        match self {
-            Kind::AllReduce => "all_reduce",
-            Kind::Broadcast => "broadcast",
-            Kind::Reduce => "reduce",
-            Kind::AllGather => "all_gather",
-            Kind::Gather => "gather",
-            Kind::Scatter => "scatter",
-            Kind::ReduceScatter => "reduce_scatter",
-            Kind::AllToAll => "all_to_all",
-            Kind::Barrier => "barrier",
-            Kind::Send => "send",
-            Kind::Recv => "recv",
-        }
     }
 
     /// True where numbers are combined, so that dtype and reduce op must agree between ranks.
@@ -70,7 +75,7 @@ impl Kind {
         matches!(self, Kind::Broadcast | Kind::Reduce | Kind::Gather | Kind::Scatter)
     }
 
-    pub fn is_p2p(self) -> bool {
+    pub const fn is_p2p(self) -> bool {
         matches!(self, Kind::Send | Kind::Recv)
     }
 }
@@ -234,7 +239,7 @@ impl ReduceOp {
 
 /// A piece of memory by its address: of the caller, in this process or on a device, or of a buffer of ours. A number, not a
 /// pointer, because most who have one only compare it, and addresses on a device may not be followed here; who follows
-/// one (`engine::shm::pieces`, a vendor's library) relies on the promise of `Request::new`.
+/// one (`engine::pieces`, a vendor's library) relies on the promise of `Request::new`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
     pub addr: usize,

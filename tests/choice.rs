@@ -14,24 +14,13 @@ use sagellm::select::table::{Key, Line, Table};
 use sagellm::select::{Path, Policy, Reason};
 use sagellm::types::{Dtype, Kind, ReduceOp};
 
-const KINDS: [Kind; 9] = [
-    Kind::AllReduce,
-    Kind::Broadcast,
-    Kind::Reduce,
-    Kind::AllGather,
-    Kind::Gather,
-    Kind::Scatter,
-    Kind::ReduceScatter,
-    Kind::AllToAll,
-    Kind::Barrier,
-];
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 fn spec(random: &mut Random, ranks: usize) -> Spec {
     let (dtype, op) = random.pick(&[(Dtype::F32, ReduceOp::Sum), (Dtype::Bf16, ReduceOp::Sum)]);
     let most = random.pick(&[20, 2000, 100_000]);
     Spec {
-        kind: random.pick(&KINDS),
+        kind: random.pick(&Kind::COLLECTIVES),
         dtype,
         op,
         root: random.below(ranks),

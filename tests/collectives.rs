@@ -10,18 +10,6 @@ use common::{Buffers, Random, Spec, on_ranks};
 use sagellm::group::{Group, Op};
 use sagellm::types::{Dtype, Kind, ReduceOp};
 
-const KINDS: [Kind; 9] = [
-    Kind::AllReduce,
-    Kind::Broadcast,
-    Kind::Reduce,
-    Kind::AllGather,
-    Kind::Gather,
-    Kind::Scatter,
-    Kind::ReduceScatter,
-    Kind::AllToAll,
-    Kind::Barrier,
-];
-
 fn groups(ranks: usize) -> Vec<Arc<Group>> {
     Group::local(ranks, Duration::from_secs(60)).unwrap()
 }
@@ -43,7 +31,7 @@ fn rule_17_every_kind_at_every_boundary() {
         let counts = [0, 1, 3, 8, 9, 255, 1023, 1024, 1025, 4099, 131_071, 131_073, 300_001];
         on_ranks(ranks, |me| {
             let mut seed = 0;
-            for kind in KINDS {
+            for kind in Kind::COLLECTIVES {
                 for count in counts {
                     for (dtype, op) in
                         [(Dtype::F32, ReduceOp::Sum), (Dtype::Bf16, ReduceOp::Sum), (Dtype::I32, ReduceOp::Max)]
@@ -90,7 +78,7 @@ fn random_spec(random: &mut Random, ranks: usize) -> Spec {
         _ => random.below(200_000),
     };
     Spec {
-        kind: random.pick(&KINDS),
+        kind: random.pick(&Kind::COLLECTIVES),
         dtype,
         op,
         root: random.below(ranks),

@@ -12,20 +12,6 @@ use sagellm::group::Group;
 use sagellm::types::{ANY_RANK, Dtype, Kind, ReduceOp, Request, Span};
 
 const GUARD: usize = 256;
-const KINDS: [Kind; 11] = [
-    Kind::AllReduce,
-    Kind::Broadcast,
-    Kind::Reduce,
-    Kind::AllGather,
-    Kind::Gather,
-    Kind::Scatter,
-    Kind::ReduceScatter,
-    Kind::AllToAll,
-    Kind::Barrier,
-    Kind::Send,
-    Kind::Recv,
-];
-
 /// Memory with bytes before and behind it that must never change.
 struct Guarded(Vec<u8>);
 
@@ -49,7 +35,7 @@ impl Guarded {
 }
 
 fn request(random: &mut Random, me: usize, ranks: usize) -> (Request, Guarded, Guarded) {
-    let kind = random.pick(&KINDS);
+    let kind = random.pick(&Kind::ALL);
     let spec = Spec {
         kind,
         dtype: Dtype::F32,

@@ -14,18 +14,6 @@ use sagellm::select::Policy;
 use sagellm::select::rules::Rules;
 use sagellm::types::{Dtype, Kind, ReduceOp};
 
-const KINDS: [Kind; 9] = [
-    Kind::AllReduce,
-    Kind::Broadcast,
-    Kind::Reduce,
-    Kind::AllGather,
-    Kind::Gather,
-    Kind::Scatter,
-    Kind::ReduceScatter,
-    Kind::AllToAll,
-    Kind::Barrier,
-];
-
 /// Each rank's host: one rank a host, equal and uneven hosts, ranks dealt round-robin, more than a power of two.
 const PLACES: [&[usize]; 8] = [
     &[0, 1],
@@ -91,7 +79,7 @@ fn rule_18_every_kind_on_every_layout_and_strict_gives_the_bits_of_one_host() {
             let groups = groups(place, Settings { strict, ..Settings::default() }, LONG);
             on_ranks(ranks, |me| {
                 let mut seed = 0;
-                for kind in KINDS {
+                for kind in Kind::COLLECTIVES {
                     for count in counts {
                         for (dtype, op) in
                             [(Dtype::F32, ReduceOp::Sum), (Dtype::Bf16, ReduceOp::Sum), (Dtype::I32, ReduceOp::Max)]
@@ -189,7 +177,7 @@ fn program(seed: u64, ops: usize, fusion: bool) {
             let kind = if random.below(3) > 0 {
                 random.pick(&[Kind::AllReduce, Kind::AllGather])
             } else {
-                random.pick(&KINDS)
+                random.pick(&Kind::COLLECTIVES)
             };
             let (dtype, op) = random.pick(&[
                 (Dtype::F32, ReduceOp::Sum),

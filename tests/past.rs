@@ -17,17 +17,6 @@ use sagellm::select::{Asked, Path, Policy, Reason};
 use sagellm::types::{Dtype, Kind, ReduceOp};
 
 const TIMEOUT: Duration = Duration::from_secs(60);
-const KINDS: [Kind; 9] = [
-    Kind::AllReduce,
-    Kind::Broadcast,
-    Kind::Reduce,
-    Kind::AllGather,
-    Kind::Gather,
-    Kind::Scatter,
-    Kind::ReduceScatter,
-    Kind::AllToAll,
-    Kind::Barrier,
-];
 const OPS: usize = 300;
 
 /// Small ones of two kinds in the main, so that they meet in batches; every kind, and some that are cut into segments.
@@ -40,7 +29,7 @@ fn program(seed: u64, ranks: usize) -> Vec<Spec> {
             random.pick(&[(Dtype::F32, ReduceOp::Sum), (Dtype::F32, ReduceOp::Sum), (Dtype::I32, ReduceOp::Sum)]);
         let most = random.pick(&[1, 2000, 40_000, 1_000_000]);
         Spec {
-            kind: if small { run } else { random.pick(&KINDS) },
+            kind: if small { run } else { random.pick(&Kind::COLLECTIVES) },
             dtype,
             op,
             root: random.below(ranks),

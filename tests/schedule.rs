@@ -10,18 +10,6 @@ use proptest::prelude::*;
 use sagellm::algorithms::{Algorithm, How, Schedule, Step, Volume, count, part_range};
 use sagellm::types::Kind;
 
-const KINDS: [Kind; 9] = [
-    Kind::AllReduce,
-    Kind::Broadcast,
-    Kind::Reduce,
-    Kind::AllGather,
-    Kind::Gather,
-    Kind::Scatter,
-    Kind::ReduceScatter,
-    Kind::AllToAll,
-    Kind::Barrier,
-];
-
 /// Values as expressions, each made once, so that equal numbers are equal trees.
 struct Expressions {
     combined: HashMap<(usize, usize), usize>,
@@ -350,6 +338,7 @@ fn prove(s: &Schedule) {
         assert!(ranks.iter().all(|state| state.heard == all), "{s:?}: a rank leaves before another has come");
         return;
     }
+    let mut first = None;
     for part in 0..s.parts() {
         let right = if s.kind.reduces() { documented(s, part, &mut e) } else { origin(s, part) };
         if s.kind.reduces() {
@@ -357,6 +346,11 @@ fn prove(s: &Schedule) {
             e.leaves(right, &mut leaves);
             leaves.sort();
             assert_eq!(leaves, (0..s.ranks).collect::<Vec<_>>(), "{s:?}: the documented order counts each rank once");
+            let same = *first.get_or_insert(right) == right;
+            assert!(
+                same || !s.algorithm.one_order(),
+                "{s:?}: part {part} is added in another order, which batches rely on"
+            );
         }
         for (rank, state) in ranks.iter().enumerate() {
             if wanted(s, rank, part) {
@@ -375,7 +369,7 @@ fn roots(kind: Kind, ranks: usize) -> Vec<usize> {
 
 fn prove_all(algorithm: Algorithm) {
     let mut proved = 0;
-    for kind in KINDS.into_iter().filter(|kind| algorithm.serves(*kind)) {
+    for kind in Kind::COLLECTIVES.into_iter().filter(|kind| algorithm.serves(*kind)) {
         let segments: &[usize] = if algorithm.pipelines(kind) { &[1, 2, 3, 8] } else { &[1] };
         for ranks in 1..=64 {
             for root in roots(kind, ranks) {
@@ -389,54 +383,14 @@ fn prove_all(algorithm: Algorithm) {
     assert!(proved >= 64);
 }
 
+/// One thread each: a failure names the schedule.
 #[test]
-fn ring() {
-    prove_all(Algorithm::Ring);
-}
-
-#[test]
-fn binomial_tree() {
-    prove_all(Algorithm::Binomial);
-}
-
-#[test]
-fn recursive_doubling() {
-    prove_all(Algorithm::Doubling);
-}
-
-#[test]
-fn halving_doubling() {
-    prove_all(Algorithm::Halving);
-}
-
-#[test]
-fn direct() {
-    prove_all(Algorithm::Direct);
-}
-
-#[test]
-fn direct_two_step() {
-    prove_all(Algorithm::TwoStep);
-}
-
-#[test]
-fn dissemination() {
-    prove_all(Algorithm::Dissemination);
-}
-
-#[test]
-fn torus() {
-    prove_all(Algorithm::Torus);
-}
-
-#[test]
-fn double_tree() {
-    prove_all(Algorithm::DoubleTree);
-}
-
-#[test]
-fn bruck() {
-    prove_all(Algorithm::Bruck);
+fn every_algorithm_does_what_its_header_says() {
+    std::thread::scope(|scope| {
+        for algorithm in Algorithm::ALL {
+            scope.spawn(move || prove_all(algorithm));
+        }
+    });
 }
 
 #[test]
@@ -479,7 +433,7 @@ proptest! {
 fn the_table_in_the_docs_is_right() {
     let page = include_str!("../docs/algorithms.md");
     let mut rows = 0;
-    for kind in KINDS {
+    for kind in Kind::COLLECTIVES {
         for algorithm in Algorithm::ALL.into_iter().filter(|algorithm| algorithm.serves(kind)) {
             let figures = [8, 6].map(|ranks| {
                 let s = Schedule::new(algorithm, kind, ranks, 0, 4).unwrap();
@@ -497,6 +451,9 @@ fn the_table_in_the_docs_is_right() {
             );
         }
     }
-    let in_page = page.lines().filter(|line| KINDS.iter().any(|kind| line.starts_with(&format!("| {kind} |")))).count();
+    let in_page = page
+        .lines()
+        .filter(|line| Kind::COLLECTIVES.iter().any(|kind| line.starts_with(&format!("| {kind} |"))))
+        .count();
     assert_eq!(in_page, rows, "a row of the table is of no algorithm");
 }

@@ -194,21 +194,11 @@ fn check<T: Number>(s: &Schedule, elements: usize, uneven: bool) {
     }
 }
 
-const KINDS: [Kind; 8] = [
-    Kind::AllReduce,
-    Kind::Broadcast,
-    Kind::Reduce,
-    Kind::AllGather,
-    Kind::Gather,
-    Kind::Scatter,
-    Kind::ReduceScatter,
-    Kind::AllToAll,
-];
-
 fn check_all<T: Number>() {
     let mut checked = 0;
     for algorithm in Algorithm::ALL {
-        for kind in KINDS.into_iter().filter(|kind| algorithm.serves(*kind)) {
+        let kinds = Kind::COLLECTIVES.into_iter().filter(|kind| *kind != Kind::Barrier);
+        for kind in kinds.filter(|kind| algorithm.serves(*kind)) {
             for ranks in [1, 2, 3, 4, 6, 7, 8, 13] {
                 for elements in [0, 1, 3, 17, 64, 251] {
                     let segments = 1 + elements % 4;

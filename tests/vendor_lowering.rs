@@ -450,8 +450,11 @@ fn table() -> String {
             |able| if able.double == Double::AsFloat { Capabilities { double: Double::Refused, ..able } } else { able },
         )
         .collect();
-    let mut lines =
-        vec!["| operation | types | NCCL | HCCL | CNCL |".to_string(), "| --- | --- | --- | --- | --- |".into()];
+    let titles = Vendor::ALL.map(|vendor| vendor.name().to_uppercase());
+    let mut lines = vec![
+        format!("| operation | types | {} |", titles.join(" | ")),
+        format!("| --- | --- |{}", " --- |".repeat(titles.len())),
+    ];
     for (kind, even, name) in [
         (Kind::Broadcast, true, "broadcast"),
         (Kind::AllGather, true, "all_gather"),

@@ -84,7 +84,7 @@ struct CallDesc {
   CallDesc(const char* op, Kind kind, Label label, std::chrono::milliseconds timeout, bool async)
       : op(op), kind(kind), label(label), timeout(timeout), async(async) {}
 
-  bool is_message() const { return kind >= Kind::kSend; }
+  bool is_message() const { return kind == Kind::kSend || kind == Kind::kRecv; }
   bool has_root() const {
     return kind == Kind::kBroadcast || kind == Kind::kReduce || kind == Kind::kGather || kind == Kind::kScatter;
   }

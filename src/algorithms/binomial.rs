@@ -27,6 +27,10 @@ impl Pattern for Binomial {
         matches!(kind, Broadcast | Reduce | AllReduce | Gather | Scatter | Barrier)
     }
 
+    fn one_order(&self) -> bool {
+        true
+    }
+
     fn cuts(&self, _s: &Schedule) -> usize {
         1
     }

@@ -30,6 +30,10 @@ impl Pattern for Direct {
         !kind.is_p2p()
     }
 
+    fn one_order(&self) -> bool {
+        true
+    }
+
     fn cuts(&self, _s: &Schedule) -> usize {
         1
     }
@@ -53,7 +57,10 @@ impl Pattern for Direct {
                 Kind::Broadcast => from_root(&mut step, s, rank, peer, 0),
                 Kind::Scatter => from_root(&mut step, s, rank, peer, if rank == s.root { peer } else { rank }),
                 Kind::Reduce => to_root(&mut step, s, rank, peer, 0, How::InRankOrder),
-                _ => to_root(&mut step, s, rank, peer, if rank == s.root { peer } else { rank }, How::Copy),
+                Kind::Gather => {
+                    to_root(&mut step, s, rank, peer, if rank == s.root { peer } else { rank }, How::Copy);
+                }
+                Kind::Send | Kind::Recv => unreachable!("`serves` says no"),
             }
         }
         step
@@ -79,6 +86,10 @@ impl Pattern for Direct {
 impl Pattern for TwoStep {
     fn serves(&self, kind: Kind) -> bool {
         matches!(kind, Kind::AllReduce | Kind::Broadcast | Kind::Reduce)
+    }
+
+    fn one_order(&self) -> bool {
+        true
     }
 
     fn cuts(&self, s: &Schedule) -> usize {

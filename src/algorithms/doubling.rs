@@ -25,6 +25,10 @@ impl Pattern for Doubling {
         matches!(kind, Kind::AllReduce | Kind::AllGather | Kind::Barrier)
     }
 
+    fn one_order(&self) -> bool {
+        true
+    }
+
     fn cuts(&self, _s: &Schedule) -> usize {
         1
     }

@@ -29,6 +29,10 @@ impl Pattern for Halving {
         matches!(kind, Kind::AllReduce | Kind::ReduceScatter | Kind::AllGather)
     }
 
+    fn one_order(&self) -> bool {
+        true
+    }
+
     fn cuts(&self, s: &Schedule) -> usize {
         Power::of(s.ranks).size
     }

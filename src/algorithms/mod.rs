@@ -20,7 +20,7 @@
 //! - Every element is combined by one expression, the same wherever it is computed, so that all ranks get equal bits. Which
 //!   expression it is stands in the header of the algorithm.
 //!
-//! To add an algorithm: its file, a line of [`Algorithm`], a line of `Algorithm::pattern`, a row of `docs/algorithms.md`.
+//! How to add an algorithm stands in `CONTRIBUTING.md`.
 
 /// The Rust examples of `docs/algorithms.md` run as tests.
 #[cfg(doctest)]
@@ -40,38 +40,25 @@ mod torus;
 
 use std::ops::Range;
 
-use crate::types::Kind;
+use crate::types::{Kind, enumeration};
 
-/// The numbers are for tables and records; they never change their meaning.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-#[repr(u8)]
-pub enum Algorithm {
-    Ring = 1,
-    Torus = 2,
-    Binomial = 3,
-    DoubleTree = 4,
-    Doubling = 5,
-    Halving = 6,
-    Direct = 7,
-    TwoStep = 8,
-    Bruck = 9,
-    Dissemination = 10,
+enumeration! {
+    /// The numbers are for tables and records; they never change their meaning.
+    Algorithm {
+        Ring = 1, "ring";
+        Torus = 2, "torus";
+        Binomial = 3, "binomial_tree";
+        DoubleTree = 4, "double_tree";
+        Doubling = 5, "recursive_doubling";
+        Halving = 6, "halving_doubling";
+        Direct = 7, "direct";
+        TwoStep = 8, "direct_two_step";
+        Bruck = 9, "bruck";
+        Dissemination = 10, "dissemination";
+    }
 }
 
 impl Algorithm {
-    pub const ALL: [Algorithm; 10] = [
-        Algorithm::Ring,
-        Algorithm::Torus,
-        Algorithm::Binomial,
-        Algorithm::DoubleTree,
-        Algorithm::Doubling,
-        Algorithm::Halving,
-        Algorithm::Direct,
-        Algorithm::TwoStep,
-        Algorithm::Bruck,
-        Algorithm::Dissemination,
-    ];
-
     fn pattern(self) -> &'static dyn Pattern {
         match self {
             Algorithm::Ring => &self::ring::Ring,
@@ -84,22 +71,6 @@ impl Algorithm {
             Algorithm::TwoStep => &self::direct::TwoStep,
             Algorithm::Bruck => &self::bruck::Bruck,
             Algorithm::Dissemination => &self::dissemination::Dissemination,
-        }
-    }
-
-    /// The name in tables, options and messages.
-    pub fn name(self) -> &'static str {
-        match self {
-            Algorithm::Ring => "ring",
-            Algorithm::Torus => "torus",
-            Algorithm::Binomial => "binomial_tree",
-            Algorithm::DoubleTree => "double_tree",
-            Algorithm::Doubling => "recursive_doubling",
-            Algorithm::Halving => "halving_doubling",
-            Algorithm::Direct => "direct",
-            Algorithm::TwoStep => "direct_two_step",
-            Algorithm::Bruck => "bruck",
-            Algorithm::Dissemination => "dissemination",
         }
     }
 
@@ -118,6 +89,12 @@ impl Algorithm {
     /// True where there is a schedule of this algorithm for `kind`, for every rank count.
     pub fn serves(self, kind: Kind) -> bool {
         self.pattern().serves(kind)
+    }
+
+    /// True where every element is added in one order, wherever it stands in the vector. Only such a schedule may carry a
+    /// batch of sums, because otherwise the bits of an operation would depend on its neighbours (rule 18).
+    pub fn one_order(self) -> bool {
+        self.pattern().one_order()
     }
 
     /// True where cutting the vector into more segments lets steps overlap; elsewhere `segments` is always 1.
@@ -186,6 +163,10 @@ pub struct Volume {
 trait Pattern: Sync {
     fn serves(&self, kind: Kind) -> bool;
     fn pipelines(&self, _kind: Kind) -> bool {
+        false
+    }
+    /// What `Algorithm::one_order` says, of all kinds that it serves; a proof in `tests/schedule.rs` holds it.
+    fn one_order(&self) -> bool {
         false
     }
     /// Into how many parts the vector is cut: asked for all_reduce, broadcast and reduce, where the algorithm decides it.

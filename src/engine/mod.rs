@@ -41,6 +41,11 @@ pub trait Engine: Send {
 
     /// Takes an operation that was validated and numbered, and moves what can move. An error concerns the whole group;
     /// the operation is then the engine's to end only where it `holds` it.
+    ///
+    /// Of each operation an engine says what is carried and how (`Op::loads`, `Op::sets_out`: statistics and explanations
+    /// go by these), calls `Op::prepare` before it first reads the inputs and `Op::store_back` after it wrote the last
+    /// output (strided tensors are copied there), calls `Op::release` where it needs the memory no longer although the
+    /// operation goes on, and hands the operation out in `ended`. `solo` is the shortest example.
     fn submit(&mut self, op: Arc<Op>, kernel: Option<Kernel>, ended: &mut Ended) -> Result<()>;
 
     /// True while the engine has this operation and will end it, or give it back in `drain`.

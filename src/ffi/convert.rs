@@ -12,10 +12,12 @@ use crate::types::{CallNote, Dtype, Kind, ReduceOp, Request, Span, Strided};
 /// What crosses to C++: a value, or an error as text.
 pub(super) type Outcome<T> = std::result::Result<T, String>;
 
-/// Fails to compile where an enum of the bridge and one of the core have different numbers.
+/// Fails to compile where an enum of the bridge and one of the core have different numbers, or the core's has a variant
+/// that is not listed.
 macro_rules! same_numbers {
     ($shared:ident, $core:ident: $($theirs:ident = $ours:ident),+) => {
         const _: () = { $(assert!(ffi::$shared::$theirs.repr == $core::$ours as u8);)+ };
+        const _: fn($core) = |ours| match ours { $($core::$ours => (),)+ };
     };
 }
 

@@ -14,10 +14,9 @@ use crate::types::Kind;
 const TWO_LEVELS: &str = "hierarchical";
 
 fn collective_named(name: &str) -> Result<Kind> {
-    let collectives = Kind::ALL.into_iter().filter(|kind| !kind.is_p2p());
-    let known = || collectives.clone().map(Kind::name).collect::<Vec<_>>().join(", ");
+    let known = || Kind::COLLECTIVES.map(Kind::name).join(", ");
     let unknown = || Error::Invalid(format!("sagellm: no collective is called {name:?}; there are {}", known()));
-    collectives.clone().find(|kind| kind.name() == name).ok_or_else(unknown)
+    Kind::COLLECTIVES.into_iter().find(|kind| kind.name() == name).ok_or_else(unknown)
 }
 
 fn algorithm_named(name: &str) -> Result<Algorithm> {

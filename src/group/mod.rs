@@ -1,8 +1,8 @@
 //! One process group: numbers, signatures, deadlines; what happens when something goes wrong; its end.
 //!
 //! `issue` gives an operation the group's next number and hands it to the engine, under the group's lock, which is also
-//! the token of the thread that drives it (`driver`). Operations end outside that lock, because their owners queue work of their
-//! own. The first fault poisons the group, here and on the peers: everything pending and later fails with it.
+//! the token of the thread that drives it (`driver`). Their owners hear of the end of an operation outside that lock, because
+//! they may issue others then. The first fault poisons the group, here and on the peers: everything pending and later fails with it.
 //!
 //! `builder` makes a group, `check` refuses calls that do not fit together, `faults` names missing ranks, `barrier` is the
 //! monitored barrier, `explain` and `report` serve explanations and statistics, `devices` is the group as the engine of its
@@ -67,36 +67,37 @@ impl Peer {
 
 pub struct Group {
     config: Config,
-    /// The rank's groups, which its threads drive together.
+    /// All groups of this rank: a thread that waits drives them together.
     domain: Arc<Domain>,
-    /// Equal on all ranks and of no other attempt to make a group; zeros where they have not met.
+    /// Random, the same on all ranks; zeros where they have not met.
     id: [u8; 16],
-    /// The process (by forks since the first group) that made this group: no other may touch it.
+    /// How often the process had been forked when this group was made: a forked child must not touch it.
     generation: u32,
     patience: Patience,
-    /// The engine's, which needs no lock of the group.
+    /// The engine's part that is used without the group's lock.
     control: Arc<dyn Control>,
-    /// How algorithms are chosen: rank 0's, where ranks met.
+    /// How algorithms are chosen. Where ranks met, it is rank 0's.
     policy: Arc<Policy>,
     host: Arc<dyn Host>,
     peers: Vec<Peer>,
-    /// Some peer is dead: one relaxed load on the way of every pass. Set after the peer's own flag.
+    /// Some peer is dead; spares a pass the look at each. The watch thread sets it (release) after the peer's own flag, drivers
+    /// read it (acquire).
     any_dead: AtomicBool,
     inner: Mutex<Inner>,
-    /// Operations that have not ended. Changed under `inner`; read by anyone as a hint.
+    /// Operations that have not ended. Raised under `inner`, lowered after it; any thread reads it as a hint (relaxed).
     pending: AtomicUsize,
-    /// Last number issued, for readers that do not want the lock.
+    /// Number of the last collective. Written under `inner`, read without it (relaxed: nothing else is read by it).
     last_number: AtomicU64,
-    /// Operations that were launched on devices, which are counted apart (`devices`).
+    /// Operations that were launched on devices, which have numbers of their own (`devices`).
     device_number: AtomicU64,
     timeout_ms: AtomicU64,
     fault: OnceCell<Error>,
-    /// Ranks of the default group, by rank of this one; told after it was made, for records.
+    /// For each rank its rank in the default group, for records; set after the group was made.
     members: OnceCell<Vec<u32>>,
     closed: AtomicBool,
     /// Monitored barriers entered.
     monitored: AtomicU64,
-    /// Tells of peers whose process ended.
+    /// Reports peers whose process ended.
     following: Mutex<Option<Following>>,
     /// Itself, for the operations it hands out.
     this: Weak<Group>,
@@ -148,7 +149,7 @@ impl Group {
     pub fn run(&self, request: Request, completion: Option<Box<dyn Completion>>) -> Result<()> {
         let core = self.start(request, completion)?;
         if core.is_done() {
-            return core.outcome(); // as it is for the rank that comes last; waiting would read the clock
+            return core.outcome(); // usual for the rank that comes last; waiting would read the clock
         }
         let error = match contained(|| Ok(driver::wait_until(self, &*self.host, None, || core.is_done()))) {
             Ok(Outcome::Done) => return core.outcome(),
@@ -202,19 +203,19 @@ impl Group {
         Ok(op)
     }
 
-    /// Enters operations that ended without the lock, and tells their owners.
+    /// Records operations that a thread of the engine has ended, and tells their owners.
     fn finish(&self, ended: Ended) {
         let at = self.lock().close(&ended);
         self.settle(ended, at);
     }
 
-    /// Tells the owners of operations that ended `at` that moment (`Inner::close`). Never under the lock.
+    /// Tells the owners of operations that they ended at the time `at` (`Inner::close`). Never under the lock.
     fn settle(&self, ended: Ended, at: Option<u64>) {
         let Some(at) = at else { return };
         self.pending.fetch_sub(ended.len(), Ordering::Relaxed);
         self.domain.remove_pending(ended.len());
         for (op, outcome) in ended {
-            // One owner's bug must not keep the others from hearing.
+            // A panic in one owner's code must not keep the others from being told.
             let told = contained(|| {
                 op.end(outcome, at);
                 Ok(())
@@ -225,7 +226,7 @@ impl Group {
         self.domain.announce_ended();
     }
 
-    /// What this rank knows already. Takes no lock.
+    /// Fails where the group has failed or was destroyed. Takes no lock.
     fn standing(&self) -> Result<()> {
         if let Some(fault) = self.fault.get() {
             return Err(fault.clone());
@@ -247,18 +248,18 @@ impl Group {
         Ok(())
     }
 
-    /// Whether a new operation may start. Never under the lock: a fault that is noticed here is dealt with here.
+    /// Whether a new operation may start. Never under the lock, because a fault that it finds fails the group.
     fn usable(&self, what: &str) -> Result<()> {
         self.not_forked()?;
         self.standing()?;
         if self.control.is_poisoned() {
-            // A peer found a fault in an operation that had ended legally here.
+            // A peer found a fault in an operation that had ended well here.
             let fault = self.reported(None).unwrap_or_else(|| Error::Aborted("sagellm: the group failed".to_string()));
             self.poison(fault.clone());
             return Err(fault);
         }
         if self.any_dead.load(Ordering::Acquire) {
-            // A peer that died without leaving in order fails every later operation, whoever it concerns.
+            // After a peer died without leaving in order every later operation fails, even one that does not need it.
             if let Some(rank) = self.dead_ranks().next()
                 && !self.control.left(rank)
                 && self.pending.load(Ordering::Relaxed) == 0
@@ -311,7 +312,7 @@ impl Group {
             let driven: Arc<dyn Driven> = driven;
             self.domain.unregister(&driven);
         }
-        // Outside of any lock: where it was the last of its companions' groups, this ends their watch.
+        // Outside of any lock: dropping the last group of a set of processes ends the watch over them.
         let following = self.following.lock().unwrap().take();
         drop(following);
     }
@@ -331,7 +332,7 @@ impl Group {
             log::debug!("group '{}' rank {} failed: {error}", self.config.name, self.config.rank);
             self.control.announce(&error);
         }
-        // Another thread may have been first: everything pending ends with what it found.
+        // Another thread may have been first: everything pending ends with its fault.
         let fault = self.fault.get().unwrap_or(&error);
         self.fail_all(fault);
         if first {
@@ -345,7 +346,7 @@ fn contains(ended: &Ended, op: &Arc<CoreOp>) -> bool {
 }
 
 impl Inner {
-    /// Enters operations that ended into the statistics, before their owners hear of it; gives the time that it was.
+    /// Adds operations that ended to the statistics, before their owners are told; returns the time of their end.
     fn close(&mut self, ended: &Ended) -> Option<u64> {
         if ended.is_empty() {
             return None;
@@ -374,7 +375,7 @@ impl Group {
         if engine.poll(ended)? {
             return Ok(true);
         }
-        // What a peer reported comes first: whoever leaves after it leaves because of it.
+        // A fault that a peer reported comes first: ranks that leave after it leave because of it.
         if self.control.is_poisoned() {
             return self.reported(Some(engine)).map_or(Ok(true), Err);
         }
@@ -396,7 +397,7 @@ impl Group {
     }
 
     /// Waits until no collective that was issued before reads or writes `memory` in a way that a message which is about to
-    /// be handed to the delegate must follow. How those collectives end is told by their own handles.
+    /// be handed to the delegate must follow. Whether those collectives failed is reported by their own handles.
     pub fn wait_for_memory(&self, memory: Span, writes: bool) -> Result<()> {
         let reach = Reach::of_one(memory, writes);
         while let Some(op) = self.control.using(&reach) {
@@ -471,7 +472,7 @@ impl Drop for Group {
         if watch::generation() != self.generation || self.closed.load(Ordering::Acquire) {
             return;
         }
-        // The counts of pending operations and their owners must not be left behind.
+        // Pending operations must not stay in the domain's count, and their owners must be told.
         let dropped = Error::Aborted(format!("sagellm: group '{}' was dropped", self.config.name));
         self.control.leave(&dropped, &|| self.host.interrupted());
         self.fail_all(&dropped);
@@ -522,7 +523,7 @@ impl Op {
         self.core.timeout
     }
 
-    /// Ends it if it is pending. Its peers may have read or may wait for it, so the group fails with it.
+    /// Ends it if it is pending. Peers may have read from it or may wait for it, so the group fails with it.
     pub fn cancel(&self) {
         if !self.core.is_done() {
             self.group.abort(&format!("{} number {} was aborted", self.core.request.kind, self.core.number));
@@ -530,7 +531,7 @@ impl Op {
     }
 }
 
-/// Stops this process's threads of ours; groups that are still open count as left in order.
+/// Stops our threads in this process; groups that are still open leave their peers in order.
 pub fn at_exit() {
     if watch::forked() {
         return; // groups and threads are the parent's

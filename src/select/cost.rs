@@ -257,18 +257,6 @@ impl Levels {
 mod tests {
     use super::*;
 
-    const KINDS: [Kind; 9] = [
-        Kind::AllReduce,
-        Kind::Broadcast,
-        Kind::Reduce,
-        Kind::AllGather,
-        Kind::Gather,
-        Kind::Scatter,
-        Kind::ReduceScatter,
-        Kind::AllToAll,
-        Kind::Barrier,
-    ];
-
     fn link(alpha: f64, beta: f64) -> Link {
         Link { alpha, overhead: alpha / 4.0, beta }
     }
@@ -319,7 +307,7 @@ mod tests {
     #[test]
     fn few_ranks_tell_what_all_tell() {
         let shapes = [(64, 8), (64, 1), (60, 4), (48, 3), (37, 5), (128, 16), (81, 9), (200, 8), (300, 7)];
-        for kind in KINDS {
+        for kind in Kind::COLLECTIVES {
             for algorithm in Algorithm::ALL.into_iter().filter(|algorithm| algorithm.serves(kind)) {
                 for (ranks, per_host) in shapes {
                     for (root, segments) in [(0, 1), (0, 4), (ranks / 3, 16)] {

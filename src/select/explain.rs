@@ -225,8 +225,7 @@ impl Row {
 }
 
 pub fn table(shape: &Shape, policy: &Policy) -> Table {
-    let collectives = Kind::ALL.into_iter().filter(|kind| !kind.is_p2p());
-    let rows = collectives.flat_map(|kind| {
+    let rows = Kind::COLLECTIVES.into_iter().flat_map(|kind| {
         let found = ranges(kind, shape, policy).into_iter();
         found.map(move |(from, to, found)| {
             let (choice, measured_ns) = (found.choice, found.measured_ns);

@@ -87,9 +87,12 @@ pub struct Menu {
 
 impl Menu {
     pub fn new(hosts: usize) -> Menu {
-        let kinds = (1..=u8::MAX).map_while(Kind::from_u8).filter(|kind| !kind.is_p2p());
         let few = if (2..=MOST_PRICED).contains(&hosts) { hosts } else { 2 };
-        let priced = kinds.flat_map(|kind| serving(kind, few)).map(|schedule| Priced::new(schedule, 1)).collect();
+        let priced = Kind::COLLECTIVES
+            .into_iter()
+            .flat_map(|kind| serving(kind, few))
+            .map(|schedule| Priced::new(schedule, 1))
+            .collect();
         Menu { hosts: few, priced }
     }
 }
@@ -166,8 +169,7 @@ pub fn predict(asked: Asked, algorithm: Algorithm, hosts: &Hosts, menu: &Menu) -
 /// Small sums of floats, alone or in a batch, are added in one order whatever the batch holds and whatever the link
 /// measured, so that their bits are the same in every run.
 fn one_order(asked: Asked, batched: bool) -> bool {
-    let ordered = matches!(asked.class, Class::Float | Class::Low);
-    asked.kind == Kind::AllReduce && ordered && (batched || asked.bytes <= SMALL)
+    asked.kind == Kind::AllReduce && order_shows(asked) && (batched || asked.bytes <= SMALL)
 }
 
 /// Whether an operation may go by a schedule: the direct one alone in strict mode, and in a batch only one that adds every
@@ -175,7 +177,7 @@ fn one_order(asked: Asked, batched: bool) -> bool {
 pub fn allowed(algorithm: Algorithm, asked: Asked, batched: bool, hosts: &Hosts) -> bool {
     algorithm.serves(asked.kind)
         && (!hosts.strict || algorithm == Algorithm::Direct)
-        && !(batched && by_position(algorithm, asked))
+        && (!batched || algorithm.one_order() || !order_shows(asked))
 }
 
 /// The rule or line that names the schedule, for `explain`.
@@ -202,10 +204,9 @@ fn said<'a>(asked: Asked, policy: &'a Policy, allowed: &dyn Fn(Algorithm) -> boo
         .map(|rule| (rule, Reason::Measured))
 }
 
-/// True where the place of an element decides in which order it is added up.
-fn by_position(algorithm: Algorithm, asked: Asked) -> bool {
-    let ordered = matches!(asked.class, Class::Float | Class::Low) && asked.kind.reduces();
-    ordered && matches!(algorithm, Algorithm::Ring | Algorithm::Torus | Algorithm::DoubleTree)
+/// True where the order in which numbers are added shows in the bits of the sum.
+fn order_shows(asked: Asked) -> bool {
+    matches!(asked.class, Class::Float | Class::Low) && asked.kind.reduces()
 }
 
 /// Where nothing is measured: few steps for small ones, few bytes for large ones.
@@ -423,7 +424,7 @@ mod tests {
             if hosts.strict {
                 assert_eq!(found.algorithm, Algorithm::Direct);
             }
-            assert!(!(batched && by_position(found.algorithm, asked)), "{found:?}");
+            assert!(!batched || found.algorithm.one_order() || !order_shows(asked), "{found:?}");
         }
     }
 }

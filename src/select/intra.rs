@@ -167,18 +167,6 @@ mod tests {
     use crate::types::Dtype;
 
     const SHAPE: Shape = Shape { ranks: 2, hosts: 1, cores: 2, slot_bytes: 4096, stage_bytes: 512 << 10 };
-    const COLLECTIVES: [Kind; 9] = [
-        Kind::AllReduce,
-        Kind::Broadcast,
-        Kind::Reduce,
-        Kind::AllGather,
-        Kind::Gather,
-        Kind::Scatter,
-        Kind::ReduceScatter,
-        Kind::AllToAll,
-        Kind::Barrier,
-    ];
-
     fn asked(kind: Kind, bytes: u64) -> Asked {
         Asked { kind, bytes, class: Class::of(kind, Dtype::F32) }
     }
@@ -244,7 +232,7 @@ mod tests {
                 slot_bytes: 4096,
                 stage_bytes: 32 << 10 << random.below(5),
             };
-            let kind = COLLECTIVES[random.below(9) as usize];
+            let kind = Kind::COLLECTIVES[random.below(9) as usize];
             let asked = asked(kind, random.next() >> random.below(64));
             let choice = choose(asked, &shape, &policy);
             assert_eq!(choice, choose(asked, &shape, &sent), "rank 0 and the ranks it sent its policy to");

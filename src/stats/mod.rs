@@ -30,8 +30,9 @@ use crate::op::{Company, Op};
 use crate::os::clock;
 use crate::types::Kind;
 
-/// Kinds by number, paths by code and size classes have so many values; `Stats::index` is a table over all three.
-const KINDS: usize = 12;
+/// Kinds by number (0 is none), paths by code and size classes have so many values; `Stats::index` is a table over all
+/// three.
+const KINDS: usize = Kind::ALL.len() + 1;
 const PATHS: usize = 32;
 const CLASSES: usize = 48;
 /// Combinations that get numbers of their own; later ones share those of their kind.

@@ -51,7 +51,7 @@
 //! | `libs/nccl`, `hccl`, `cncl` | each library: `declarations` (NCCL's are the crate `nccl-sys`), `communicator`, `runtime` (streams and events) |
 //! | `libs/nccl/tuner`, `profiler` | what NCCL asks a plugin: which algorithm to take, and what it tells one: which it took |
 //!
-//! To add a vendor: its files and one row of [`Vendor`] (docs/vendors.md).
+//! How to add a vendor stands in `CONTRIBUTING.md`.
 
 mod begin;
 mod call;
@@ -84,24 +84,24 @@ pub use self::lowering::{Asked, Capabilities, Local, Lowering, Method, lower, pa
 pub use self::runtime::{Event, Runtime, SPARES_CAPTURES, Stream, synchronize};
 
 use crate::error::Result;
+use crate::types::enumeration;
 
 /// What a thread that panicked has left is as good as before: each value is whole between two statements.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The libraries this engine knows.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Vendor {
-    Nccl,
-    Hccl,
-    Cncl,
+enumeration! {
+    /// The libraries this engine knows, in the order of `ROWS`.
+    Vendor {
+        Nccl = 0, "nccl";
+        Hccl = 1, "hccl";
+        Cncl = 2, "cncl";
+    }
 }
 
 struct Row {
     vendor: Vendor,
-    /// In the option `vendor` and in messages.
-    name: &'static str,
     /// torch's name of the device type.
     device: &'static str,
     open: fn(&Hints) -> Result<Arc<dyn Api>>,
@@ -112,10 +112,9 @@ struct Row {
     runtime_symbols: &'static [&'static str],
 }
 
-const ROWS: [Row; 3] = [
+const ROWS: [Row; Vendor::ALL.len()] = [
     Row {
         vendor: Vendor::Nccl,
-        name: "nccl",
         device: "cuda",
         open: self::libs::nccl::communicator::Nccl::open,
         open_runtime: self::libs::nccl::runtime::Cuda::open,
@@ -125,7 +124,6 @@ const ROWS: [Row; 3] = [
     },
     Row {
         vendor: Vendor::Hccl,
-        name: "hccl",
         device: "npu",
         open: self::libs::hccl::communicator::Hccl::open,
         open_runtime: self::libs::hccl::runtime::Acl::open,
@@ -135,7 +133,6 @@ const ROWS: [Row; 3] = [
     },
     Row {
         vendor: Vendor::Cncl,
-        name: "cncl",
         device: "mlu",
         open: self::libs::cncl::communicator::Cncl::open,
         open_runtime: self::libs::cncl::runtime::Cnrt::open,
@@ -146,14 +143,8 @@ const ROWS: [Row; 3] = [
 ];
 
 impl Vendor {
-    pub const ALL: [Vendor; 3] = [Vendor::Nccl, Vendor::Hccl, Vendor::Cncl];
-
     fn row(self) -> &'static Row {
         &ROWS[self as usize]
-    }
-
-    pub fn name(self) -> &'static str {
-        self.row().name
     }
 
     pub fn device(self) -> &'static str {
@@ -161,7 +152,7 @@ impl Vendor {
     }
 
     pub fn from_name(name: &str) -> Option<Vendor> {
-        ROWS.iter().find(|row| row.name == name).map(|row| row.vendor)
+        Vendor::ALL.into_iter().find(|vendor| vendor.name() == name)
     }
 
     /// By torch's name of a device type.

@@ -450,8 +450,8 @@ impl Bulk<'_> {
         }
     }
 
-    /// Combines `bytes` of every rank into `to`, in rank order: the own ones from the inputs at `at`, or from the own
-    /// stage buffer where they do not lie in one piece.
+    /// Combines `bytes` of every rank into `to`, in rank order: the own ones from the inputs at `at`. Never from the own
+    /// stage buffer: only the peers hold up this rank's next fill, so it may hold a later round already.
     ///
     /// # Safety
     /// `stage(q)` is ready for `bytes` for every peer; `to` holds `bytes`, and is none of them.

@@ -207,8 +207,11 @@ pub fn finish(area: &Area, op: &Op, kernel: Option<&Kernel>, scratch: &mut Vec<u
     let (me, ranks, n) = (area.me, area.ranks, op.number);
     let outputs = Pieces(request.outputs());
     let total_out = outputs.bytes();
+    if total_out == 0 {
+        return Ok(()); // a barrier, and who gets nothing
+    }
     match request.kind {
-        Kind::AllReduce | Kind::Reduce if total_out > 0 => {
+        Kind::AllReduce | Kind::Reduce => {
             combine(area, op, kernel, (0, total_out, total_out), scratch);
         }
         Kind::ReduceScatter => {
@@ -216,7 +219,7 @@ pub fn finish(area: &Area, op: &Op, kernel: Option<&Kernel>, scratch: &mut Vec<u
             let start = block_start(&request.in_blocks, total, ranks, me);
             combine(area, op, kernel, (start, total_out, total), scratch);
         }
-        Kind::AllGather | Kind::Gather if total_out > 0 => {
+        Kind::AllGather | Kind::Gather => {
             let mut to = 0;
             for q in 0..ranks {
                 let bytes = block(&request.out_blocks, total_out, ranks, q);
@@ -225,7 +228,7 @@ pub fn finish(area: &Area, op: &Op, kernel: Option<&Kernel>, scratch: &mut Vec<u
                 to += bytes;
             }
         }
-        Kind::Broadcast if total_out > 0 => {
+        Kind::Broadcast => {
             let from = area.payload(request.root as usize, n, total_out);
             // SAFETY: as above.
             unsafe { outputs.write(0, from, total_out) };
@@ -236,7 +239,7 @@ pub fn finish(area: &Area, op: &Op, kernel: Option<&Kernel>, scratch: &mut Vec<u
             // SAFETY: as above.
             unsafe { outputs.write(0, from.add(me * total_out), total_out) };
         }
-        _ => (),
+        Kind::AllToAll | Kind::Barrier | Kind::Send | Kind::Recv => unreachable!("never goes by slots with data"),
     }
     Ok(())
 }
