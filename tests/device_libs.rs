@@ -17,7 +17,7 @@ use device::{Case, OPS, local, spans};
 use reference::is_defined;
 use sagellm::engine::device::{
     Api, Communicator, Hints, Job, Local, LoweringInput, Message, Runtime, SPARES_CAPTURES, Setup, Split, Stream,
-    Vendor, always, calls, launch, open, open_runtime, recipe, synchronize,
+    Vendor, always, calls, launch, lower, open, open_runtime, synchronize,
 };
 use sagellm::error::{Error, Result};
 use sagellm::types::{Dtype, Kind, ReduceOp, Span};
@@ -230,12 +230,12 @@ impl World {
 
     /// One operation as the shim does it; what came out.
     fn one(&self, communicator: &dyn Communicator, case: &Case, stream: Stream) -> Option<Vec<u8>> {
-        let LoweringInput { kind, dtype, ranks, even, .. } = case.asked;
-        let recipe = recipe(&case.asked, self.api.capabilities()).ok()?;
+        let LoweringInput { kind, dtype, ranks, equal_counts, .. } = case.asked;
+        let lowering = lower(&case.asked, self.api.capabilities()).ok()?;
         let me = communicator.rank() as usize;
         let mut sent = dtype;
-        let mut input = recipe.before.iter().fold(case.input(me), |data, step| local(*step, &mut sent, data, ranks));
-        let folds = matches!(recipe.after.first(), Some(Local::Fold(_)));
+        let mut input = lowering.before.iter().fold(case.input(me), |data, step| local(*step, &mut sent, data, ranks));
+        let folds = matches!(lowering.after.first(), Some(Local::Fold(_)));
         let scaled = |bytes: usize| bytes / dtype.size() * sent.size();
         let root = kind == Kind::Broadcast && me == case.root;
         let out = if root { 0 } else { scaled(case.expected(me).len()) * if folds { ranks } else { 1 } };
@@ -244,26 +244,34 @@ impl World {
             (input, output) = (vec![0; 4], vec![0; 4]);
         }
         let before = input.clone();
-        let blocks = |sends| (!even).then(|| case.blocks(me, sends).into_iter().map(scaled).collect::<Vec<_>>());
+        let blocks =
+            |sends| (!equal_counts).then(|| case.blocks(me, sends).into_iter().map(scaled).collect::<Vec<_>>());
         let by_send = matches!(kind, Kind::ReduceScatter | Kind::AllToAll).then(|| blocks(true)).flatten();
         let by_recv = matches!(kind, Kind::AllGather | Kind::AllToAll).then(|| blocks(false)).flatten();
         let (send, recv) = (spans(&mut input, by_send), spans(&mut output, by_recv));
         let (rank, root_rank) = (me as u32, case.root as u32);
-        let job =
-            Job { factor: 0, recipe: &recipe, rank, ranks: ranks as u32, root: root_rank, send: &send, recv: &recv };
+        let job = Job {
+            factor: 0,
+            lowering: &lowering,
+            rank,
+            ranks: ranks as u32,
+            root: root_rank,
+            send: &send,
+            recv: &recv,
+        };
         let launched = launch(communicator, &*self.runtime, &job, stream);
-        let launched = launched.unwrap_or_else(|error| panic!("{error}\n{:?}\n{recipe:?}", case.asked));
+        let launched = launched.unwrap_or_else(|error| panic!("{error}\n{:?}\n{lowering:?}", case.asked));
         synchronize(&*self.runtime, stream, MINUTE).unwrap();
         drop(launched);
         communicator.poll().unwrap();
-        if !recipe.clobbers_input && !matches!(kind, Kind::Reduce | Kind::Barrier) {
-            assert!(root || input == before, "an input was changed: {:?} {recipe:?}", case.asked);
+        if !lowering.clobbers_input && !matches!(kind, Kind::Reduce | Kind::Barrier) {
+            assert!(root || input == before, "an input was changed: {:?} {lowering:?}", case.asked);
         }
         if kind == Kind::Barrier {
             return Some(Vec::new());
         }
         let came = if root { input } else { output };
-        Some(recipe.after.iter().fold(came, |data, step| local(*step, &mut sent, data, ranks)))
+        Some(lowering.after.iter().fold(came, |data, step| local(*step, &mut sent, data, ranks)))
     }
 }
 
@@ -309,16 +317,17 @@ fn collectives() {
     for kind in Kind::COLLECTIVES {
         for dtype in types {
             for op in if kind.reduces() { &OPS[..] } else { &OPS[..1] } {
-                for even in [true, false] {
+                for equal_counts in [true, false] {
                     let root = world.ranks as usize - 1;
-                    let case = Case { asked: LoweringInput { even, ..asked(kind, dtype, *op, world.ranks) }, root };
+                    let case =
+                        Case { asked: LoweringInput { equal_counts, ..asked(kind, dtype, *op, world.ranks) }, root };
                     let Some(result) = world.one(&*communicator, &case, stream) else {
                         assert!(kind.reduces() && !is_defined(dtype, *op) || dtype == Dtype::F64, "{:?}", case.asked);
                         refused += 1;
                         continue;
                     };
                     let expected = case.expected_by(world.rank as usize, able);
-                    let made = recipe(&case.asked, able);
+                    let made = lower(&case.asked, able);
                     if !(kind == Kind::Reduce && world.rank as usize != root) {
                         assert_eq!(result, expected, "{:?} on {}: {made:?}", case.asked, able.name);
                     }
@@ -355,14 +364,14 @@ fn messages() {
     others.iter().for_each(|from| assert_eq!(received[*from as usize], vec![(from * 10 + me) as u8; 1000]));
 
     let able = world.api.capabilities();
-    let sum = recipe(&asked(Kind::AllReduce, Dtype::F32, ReduceOp::Sum, ranks), able).unwrap();
+    let sum = lower(&asked(Kind::AllReduce, Dtype::F32, ReduceOp::Sum, ranks), able).unwrap();
     let mut tensors = [vec![1f32; 5], vec![me as f32; 300], vec![2.0; 1]];
     communicator.group_start().unwrap();
     let launched: Vec<_> = tensors
         .iter_mut()
         .map(|tensor| {
             let memory = [Span { addr: tensor.as_mut_ptr() as usize, bytes: tensor.len() * 4 }];
-            let job = Job { factor: 0, recipe: &sum, rank: me, ranks, root: 0, send: &memory, recv: &memory };
+            let job = Job { factor: 0, lowering: &sum, rank: me, ranks, root: 0, send: &memory, recv: &memory };
             launch(&*communicator, &*world.runtime, &job, stream).unwrap()
         })
         .collect();
@@ -373,11 +382,11 @@ fn messages() {
     // One message alone, from the first rank to the last.
     let (kind, root) = if me == 0 { (Kind::Send, ranks - 1) } else { (Kind::Recv, 0) };
     if me == 0 || me == ranks - 1 {
-        let single = recipe(&asked(kind, Dtype::F32, ReduceOp::Sum, ranks), able).unwrap();
+        let single = lower(&asked(kind, Dtype::F32, ReduceOp::Sum, ranks), able).unwrap();
         let mut data = vec![me as f32 + 7.0; 4];
         let memory = [Span { addr: data.as_mut_ptr() as usize, bytes: 16 }];
         let (send, recv) = if me == 0 { (&memory[..], &[][..]) } else { (&[][..], &memory[..]) };
-        let job = Job { factor: 0, recipe: &single, rank: me, ranks, root, send, recv };
+        let job = Job { factor: 0, lowering: &single, rank: me, ranks, root, send, recv };
         let launched = launch(&*communicator, &*world.runtime, &job, stream).unwrap();
         synchronize(&*world.runtime, stream, MINUTE).unwrap();
         drop(launched);
@@ -395,11 +404,11 @@ fn streams() {
     let runtime = &*world.runtime;
     assert!(runtime.device_count().unwrap() >= 2 && !runtime.describe().is_empty());
     let sum = asked(Kind::AllReduce, Dtype::F32, ReduceOp::Sum, world.ranks);
-    let sum = recipe(&sum, world.api.capabilities()).unwrap();
+    let sum = lower(&sum, world.api.capabilities()).unwrap();
     let mut data = vec![1f32; 8];
     let memory = [Span { addr: data.as_mut_ptr() as usize, bytes: 32 }];
     let job =
-        Job { factor: 0, recipe: &sum, rank: world.rank, ranks: world.ranks, root: 0, send: &memory, recv: &memory };
+        Job { factor: 0, lowering: &sum, rank: world.rank, ranks: world.ranks, root: 0, send: &memory, recv: &memory };
     let mut copy = vec![0f32; 8];
     let (done, read) = (runtime.event_create(false).unwrap(), runtime.event_create(false).unwrap());
     let (start, end) = (runtime.event_create(true).unwrap(), runtime.event_create(true).unwrap());
@@ -489,10 +498,10 @@ fn init() {
 
 fn launched(world: &World, communicator: &dyn Communicator, data: &mut [f32], stream: Stream) -> Result<()> {
     let sum = asked(Kind::AllReduce, Dtype::F32, ReduceOp::Sum, world.ranks);
-    let sum = recipe(&sum, world.api.capabilities()).unwrap();
+    let sum = lower(&sum, world.api.capabilities()).unwrap();
     let memory = [Span { addr: data.as_mut_ptr() as usize, bytes: data.len() * 4 }];
     let job =
-        Job { factor: 0, recipe: &sum, rank: world.rank, ranks: world.ranks, root: 0, send: &memory, recv: &memory };
+        Job { factor: 0, lowering: &sum, rank: world.rank, ranks: world.ranks, root: 0, send: &memory, recv: &memory };
     launch(communicator, &*world.runtime, &job, stream).map(drop)
 }
 
@@ -562,7 +571,7 @@ fn dead() {
     let start = Instant::now();
     let _ = communicator.abort();
     assert!(start.elapsed() < MINUTE);
-    let one = recipe(&asked(Kind::Barrier, Dtype::F32, ReduceOp::Sum, 2), world.api.capabilities()).unwrap();
-    let job = Job { factor: 0, recipe: &one, rank: 0, ranks: 2, root: 0, send: &[], recv: &[] };
+    let one = lower(&asked(Kind::Barrier, Dtype::F32, ReduceOp::Sum, 2), world.api.capabilities()).unwrap();
+    let job = Job { factor: 0, lowering: &one, rank: 0, ranks: 2, root: 0, send: &[], recv: &[] };
     assert!(calls(&job, &mut |_| Ok(())).is_ok());
 }

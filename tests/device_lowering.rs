@@ -1,4 +1,4 @@
-//! For every kind, element type, op, vendor and number of ranks: the recipe, carried out on a model of a library in plain
+//! For every kind, element type, op, vendor and number of ranks: the lowering, carried out on a model of a library in plain
 //! memory that can do nothing but what the capabilities say, gives what torch defines; or it is refused with a text.
 
 #[path = "common/device.rs"]
@@ -10,7 +10,7 @@ use device::{Case, OPS, data, local, spans};
 use reference::{is_defined, reference_all};
 use sagellm::engine::device::lowering::Double;
 use sagellm::engine::device::{
-    Call, Capabilities, Job, Local, LoweringInput, Message, Method, Recipe, Vendor, calls, recipe,
+    Call, Capabilities, Job, Local, Lowering, LoweringInput, Message, Method, Vendor, calls, lower,
 };
 use sagellm::types::{Dtype, Kind, ReduceOp, Span};
 
@@ -191,7 +191,7 @@ fn together(able: &Capabilities, heads: &[Option<Owned>]) {
             });
             let result = combine(&sends(count * dtype.size()), dtype, op);
             write(recv_of(&one[root as usize]), &result);
-            let others = (0..ranks).filter(|q| able.reduce_spoils && *q != root as usize);
+            let others = (0..ranks).filter(|q| able.reduce_clobbers_input && *q != root as usize);
             others.for_each(|q| write(recv_of(&one[q]), &vec![0xee; count * dtype.size()]));
         }
         Call::ReduceScatter { count, dtype, op, .. } => {
@@ -247,7 +247,7 @@ fn recv_of(call: &Call<'_>) -> usize {
 }
 
 /// The whole operation on all ranks, as the shim does it.
-fn run(case: &Case, recipe: &Recipe, able: &Capabilities) -> Vec<Vec<u8>> {
+fn run(case: &Case, lowering: &Lowering, able: &Capabilities) -> Vec<Vec<u8>> {
     let LoweringInput { kind, dtype, ranks, .. } = case.asked;
     // What the library's elements are called before and after the local steps.
     let mut sent_type = dtype;
@@ -255,14 +255,14 @@ fn run(case: &Case, recipe: &Recipe, able: &Capabilities) -> Vec<Vec<u8>> {
     for me in 0..ranks {
         sent_type = dtype;
         let input = case.input(me);
-        inputs.push(recipe.before.iter().fold(input, |data, step| local(*step, &mut sent_type, data, ranks)));
+        inputs.push(lowering.before.iter().fold(input, |data, step| local(*step, &mut sent_type, data, ranks)));
     }
     let scaled = |bytes: usize| bytes / dtype.size() * sent_type.size();
     let before: Vec<Vec<u8>> = inputs.clone();
     let mut outputs: Vec<Vec<u8>> = (0..ranks)
         .map(|me| {
             let out = if case.asked.kind == Kind::Broadcast && me == case.root { 0 } else { case.expected(me).len() };
-            let blocks = if matches!(recipe.after.first(), Some(Local::Fold(_))) { ranks } else { 1 };
+            let blocks = if matches!(lowering.after.first(), Some(Local::Fold(_))) { ranks } else { 1 };
             vec![0; scaled(out) * blocks]
         })
         .collect();
@@ -271,8 +271,8 @@ fn run(case: &Case, recipe: &Recipe, able: &Capabilities) -> Vec<Vec<u8>> {
     }
     let lists = (0..ranks)
         .map(|me| {
-            // Where the recipe allows any place, some ranks name blocks one by one and others as a whole.
-            let one_by_one = !case.asked.equal_counts || !recipe.contiguous && me % 2 == 0;
+            // Where the lowering allows any place, some ranks name blocks one by one and others as a whole.
+            let one_by_one = !case.asked.equal_counts || !lowering.contiguous && me % 2 == 0;
             let scale = |blocks: Vec<usize>| blocks.into_iter().map(scaled).collect::<Vec<_>>();
             let sends = matches!(kind, Kind::Scatter | Kind::ReduceScatter | Kind::AllToAll) && one_by_one;
             let recvs = matches!(kind, Kind::Gather | Kind::AllGather | Kind::AllToAll) && one_by_one;
@@ -285,7 +285,7 @@ fn run(case: &Case, recipe: &Recipe, able: &Capabilities) -> Vec<Vec<u8>> {
             let send = spans(&mut inputs[me], send_blocks);
             let recv = spans(&mut outputs[me], recv_blocks);
             let (rank, root) = (me as u32, case.root as u32);
-            let job = Job { factor: 0, recipe, rank, ranks: ranks as u32, root, send: &send, recv: &recv };
+            let job = Job { factor: 0, lowering, rank, ranks: ranks as u32, root, send: &send, recv: &recv };
             collect(&job)
         })
         .collect();
@@ -294,7 +294,7 @@ fn run(case: &Case, recipe: &Recipe, able: &Capabilities) -> Vec<Vec<u8>> {
         return vec![Vec::new(); ranks];
     }
     // What the library may not touch, it has not touched; a reduce off its root is torch's own licence to do so.
-    if !recipe.clobbers_input && kind != Kind::Reduce {
+    if !lowering.clobbers_input && kind != Kind::Reduce {
         assert_eq!(inputs, before, "an input was changed");
     }
     (0..ranks)
@@ -303,19 +303,19 @@ fn run(case: &Case, recipe: &Recipe, able: &Capabilities) -> Vec<Vec<u8>> {
             let output = std::mem::take(&mut outputs[me]);
             if kind == Kind::Broadcast && me == case.root {
                 let data = inputs[me].clone();
-                return recipe.after.iter().fold(data, |data, step| local(*step, &mut result_type, data, ranks));
+                return lowering.after.iter().fold(data, |data, step| local(*step, &mut result_type, data, ranks));
             }
-            recipe.after.iter().fold(output, |data, step| local(*step, &mut result_type, data, ranks))
+            lowering.after.iter().fold(output, |data, step| local(*step, &mut result_type, data, ranks))
         })
         .collect()
 }
 
-fn check(asked: LoweringInput, able: &Capabilities) -> Option<Recipe> {
-    let made = recipe(&asked, able);
+fn check(asked: LoweringInput, able: &Capabilities) -> Option<Lowering> {
+    let made = lower(&asked, able);
     let undefined = asked.kind.reduces() && !is_defined(asked.dtype, asked.op);
     let double = matches!(asked.dtype, Dtype::F64 | Dtype::C128) && able.double == Double::Refused;
-    let recipe = match made {
-        Ok(recipe) => recipe,
+    let lowering = match made {
+        Ok(lowering) => lowering,
         Err(text) => {
             assert!(undefined || double, "{asked:?} on {} is refused: {text}", able.name);
             assert!(
@@ -325,20 +325,20 @@ fn check(asked: LoweringInput, able: &Capabilities) -> Option<Recipe> {
             return None;
         }
     };
-    assert!(!undefined && !double, "{asked:?} on {} is not refused: {recipe:?}", able.name);
+    assert!(!undefined && !double, "{asked:?} on {} is not refused: {lowering:?}", able.name);
     for root in [0, asked.ranks - 1] {
         let case = Case { asked, root };
-        let results = run(&case, &recipe, able);
+        let results = run(&case, &lowering, able);
         for (me, result) in results.into_iter().enumerate() {
             let expected = case.expected_by(me, able);
-            assert_eq!(result, expected, "rank {me}, root {root}, {asked:?} on {}: {recipe:?}", able.name);
+            assert_eq!(result, expected, "rank {me}, root {root}, {asked:?} on {}: {lowering:?}", able.name);
         }
     }
-    Some(recipe)
+    Some(lowering)
 }
 
 #[test]
-fn every_recipe_gives_what_torch_defines_or_refuses() {
+fn every_lowering_gives_what_torch_defines_or_refuses() {
     let (mut made, mut refused) = (0, 0);
     for able in libraries() {
         for kind in Kind::COLLECTIVES {
@@ -371,15 +371,15 @@ fn a_message_goes_from_one_rank_to_another() {
             equal_counts: true,
             dense: true,
         };
-        let (sends, recvs) = (recipe(&asked(Kind::Send), &able).unwrap(), recipe(&asked(Kind::Recv), &able).unwrap());
+        let (sends, recvs) = (lower(&asked(Kind::Send), &able).unwrap(), lower(&asked(Kind::Recv), &able).unwrap());
         assert_eq!((sends.method, sends.why.as_str()), (Method::Exchange, ""));
         let (mut from, mut to) = (data(Dtype::F32, 1, 5), vec![0; 20]);
         let (send, recv) = (spans(&mut from, None), spans(&mut to, None));
         let job =
-            |recipe, rank, root, send, recv| collect(&Job { factor: 0, recipe, rank, ranks: 3, root, send, recv });
+            |lowering, rank, root, send, recv| collect(&Job { factor: 0, lowering, rank, ranks: 3, root, send, recv });
         model(&able, vec![job(&sends, 0, 2, &send, &[]), Vec::new(), job(&recvs, 2, 0, &[], &recv)]);
         assert_eq!(from, to);
-        let oneself = Job { factor: 0, recipe: &sends, rank: 1, ranks: 3, root: 1, send: &send, recv: &[] };
+        let oneself = Job { factor: 0, lowering: &sends, rank: 1, ranks: 3, root: 1, send: &send, recv: &[] };
         assert!(calls(&oneself, &mut |_| Ok(())).unwrap_err().text().contains("its own peer"));
     }
 }
@@ -395,11 +395,11 @@ fn internal_formats_and_impossible_types_are_refused_with_the_fix() {
         equal_counts: true,
         dense: false,
     };
-    let text = recipe(&asked, &able).unwrap_err();
+    let text = lower(&asked, &able).unwrap_err();
     assert!(text.contains("internal format") && text.contains("npu_format_cast(tensor, 2)"), "{text}");
     let able = Capabilities { double: Double::Refused, ..Vendor::Cncl.capabilities() };
     let asked = LoweringInput { kind: Kind::Broadcast, dtype: Dtype::F64, dense: true, ..asked };
-    let text = recipe(&asked, &able).unwrap_err();
+    let text = lower(&asked, &able).unwrap_err();
     assert!(text.contains("no 64-bit floats") && text.contains("SAGELLM_DOUBLE_AS_FLOAT=1"), "{text}");
 }
 
@@ -415,8 +415,8 @@ fn sizes_that_do_not_belong_together_are_found_before_the_library_is_called() {
         (Kind::AllToAll, Dtype::F32, span(15), span(16)),
     ] {
         let asked = LoweringInput { kind, dtype, op: ReduceOp::Sum, ranks: 2, equal_counts: true, dense: true };
-        let recipe = recipe(&asked, &able).unwrap();
-        let job = Job { factor: 0, recipe: &recipe, rank: 0, ranks: 2, root: 0, send: &send, recv: &recv };
+        let lowering = lower(&asked, &able).unwrap();
+        let job = Job { factor: 0, lowering: &lowering, rank: 0, ranks: 2, root: 0, send: &send, recv: &recv };
         let mut called = 0;
         let error = calls(&job, &mut |_| {
             called += 1;
@@ -508,7 +508,7 @@ fn say(all: &[(Kind, Dtype, ReduceOp, bool)], able: &Capabilities) -> String {
         .map(|(kind, dtype, op, even)| {
             let asked =
                 LoweringInput { kind: *kind, dtype: *dtype, op: *op, ranks: 4, equal_counts: *even, dense: true };
-            let Ok(recipe) = recipe(&asked, able) else { return "refused".into() };
+            let Ok(lowering) = lower(&asked, able) else { return "refused".into() };
             let local = |step: &Local| match step {
                 Local::Cast(to) if *to == *dtype => String::new(),
                 Local::Cast(to) => format!("cast to {}", to.name()),
@@ -516,16 +516,16 @@ fn say(all: &[(Kind, Dtype, ReduceOp, bool)], able: &Capabilities) -> String {
                 Local::Divide(_) => "divided".into(),
                 Local::Fold(_) => "combined by each rank".into(),
             };
-            let how = match (recipe.method, recipe.kind == *kind) {
+            let how = match (lowering.method, lowering.kind == *kind) {
                 (Method::Native, true) => String::new(),
-                (Method::Native, false) => recipe.kind.name().into(),
+                (Method::Native, false) => lowering.kind.name().into(),
                 (Method::Exchange, true) => if kind.is_p2p() { "" } else { "sends and receives" }.into(),
-                (Method::Exchange, false) => format!("{} as sends and receives", recipe.kind),
+                (Method::Exchange, false) => format!("{} as sends and receives", lowering.kind),
                 (Method::PerRoot, _) if *kind == Kind::AllGather => "one broadcast a rank".into(),
                 (Method::PerRoot, _) => "one reduce a rank".into(),
             };
             let steps: Vec<String> =
-                recipe.before.iter().map(local).chain([how]).chain(recipe.after.iter().map(local)).collect();
+                lowering.before.iter().map(local).chain([how]).chain(lowering.after.iter().map(local)).collect();
             let steps: Vec<String> = steps.into_iter().filter(|step| !step.is_empty()).collect();
             if steps.is_empty() { "native".into() } else { steps.join(", ") }
         })
@@ -538,7 +538,8 @@ fn say(all: &[(Kind, Dtype, ReduceOp, bool)], able: &Capabilities) -> String {
 fn the_table_of_the_documentation_is_this_one() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/vendors.md");
     let page = std::fs::read_to_string(path).unwrap();
-    let (begin, end) = ("<!-- recipes: tests/device_lowering.rs writes this table -->\n", "<!-- end of recipes -->");
+    let (begin, end) =
+        ("<!-- lowerings: tests/device_lowering.rs writes this table -->\n", "<!-- end of lowerings -->");
     let start = page.find(begin).expect("docs/vendors.md has its mark") + begin.len();
     let stop = page.find(end).expect("docs/vendors.md has its second mark");
     if std::env::var_os("SAGELLM_WRITE_DOCS").is_some() {

@@ -22,7 +22,7 @@ use sagellm::error::{Error, Result};
 use sagellm::host::{Host, Store};
 use sagellm::os::watch;
 use sagellm::os::watch::{End, Source};
-use sagellm::rendezvous::messages::{Answer, Body, Hello, Identity, Mode, Offer, PROTOCOL, Record, Verdict};
+use sagellm::rendezvous::messages::{Answer, Body, DecisionMessage, Hello, Identity, Mode, Offer, PROTOCOL, Record};
 use sagellm::rendezvous::peers::Following;
 use sagellm::rendezvous::{Met, Outcome, hello_bytes, meet, meet_as};
 
@@ -129,7 +129,7 @@ fn assert_one_memory(met: &[Met]) {
     for one in met {
         let seen: Vec<u32> = (0..size).map(|rank| word(one, size, rank).load(Ordering::Relaxed)).collect();
         assert_eq!(seen, (0..size).map(|rank| 100 + rank as u32).collect::<Vec<u32>>());
-        assert_eq!(one.company.places().len(), size);
+        assert_eq!(one.group_peers.places().len(), size);
         assert_eq!(one.local_cores, met[0].local_cores);
         assert_eq!(one.policy, "rank 0's");
     }
@@ -141,7 +141,7 @@ fn ranks_meet_and_see_one_memory() {
         let met: Vec<Met> = run(&Memory::default(), size, |_| ()).into_iter().map(shared).collect();
         assert_one_memory(&met);
         for one in &met {
-            assert!((0..size).all(|rank| one.company.peer(rank).pid == std::process::id() as i32));
+            assert!((0..size).all(|rank| one.group_peers.peer(rank).pid == std::process::id() as i32));
         }
     }
 }
@@ -153,7 +153,7 @@ fn rule_23_keys_of_an_earlier_incarnation_do_no_harm() {
         let met: Vec<Met> = run(&store, 3, |_| ()).into_iter().map(shared).collect();
         assert_one_memory(&met);
     }
-    // Ranks 1 and 2 come after rank 0 has read their old records and published a verdict that names those.
+    // Ranks 1 and 2 come after rank 0 has read their old records and published a decision that names those.
     for late in [1, 2] {
         let outcomes = run(&store, 3, |rank| {
             if rank.config.rank >= late {
@@ -330,10 +330,10 @@ impl Store for Misleading {
     }
     fn try_get(&self, key: &str) -> Result<Option<Vec<u8>>> {
         let value = self.0.try_get(key)?;
-        let verdict = value.as_deref().and_then(Verdict::read).filter(|verdict| verdict.mode == Mode::Share);
-        match verdict {
-            Some(verdict) if std::thread::current().id() == self.1 => {
-                Ok(Some(Verdict { detail: b"sagellm nobody".into(), ..verdict }.write()))
+        let decision = value.as_deref().and_then(DecisionMessage::read).filter(|decision| decision.mode == Mode::Share);
+        match decision {
+            Some(decision) if std::thread::current().id() == self.1 => {
+                Ok(Some(DecisionMessage { detail: b"sagellm nobody".into(), ..decision }.write()))
             }
             _ => Ok(value),
         }
@@ -371,7 +371,7 @@ fn a_rank_that_cannot_connect_makes_all_delegate() {
     assert!(reasons.iter().all(|reason| *reason == reasons[0]), "{reasons:?}");
 }
 
-/// A store in which nobody finds a verdict.
+/// A store in which nobody finds a decision.
 struct Mute(Memory);
 
 impl Store for Mute {
@@ -509,7 +509,7 @@ fn as_another_process() {
         "descriptors" => {
             let one_group = || {
                 let met: Vec<Met> = run(&Memory::default(), 4, |_| ()).into_iter().map(shared).collect();
-                let guards: Vec<_> = met.iter().map(|met| met.company.follow(|_, _| ())).collect();
+                let guards: Vec<_> = met.iter().map(|met| met.group_peers.follow(|_, _| ())).collect();
                 drop(guards);
                 run(&Memory::default(), 2, |rank| rank.config.delegate_reason = Some("no".into()));
             };
@@ -519,7 +519,7 @@ fn as_another_process() {
             assert_eq!(open_descriptors(), before);
             watch::stop();
         }
-        "companions" => companions(&store, rank, size),
+        "known_peers" => known_peers(&store, rank, size),
         "denied" => {
             deny_new_calls();
             let report = sagellm::os::topology::report();
@@ -541,23 +541,23 @@ fn as_another_process() {
 }
 
 /// One of three processes that make many groups of themselves.
-fn companions(files: &Files, rank: usize, size: usize) {
+fn known_peers(files: &Files, rank: usize, size: usize) {
     let group = |name: &str, rank: usize, size: usize| {
         let store = Files(files.0.join(name));
         fs::create_dir_all(&store.0).unwrap();
         shared(meet(&config(rank, size, GENEROUS), &store, &Quiet, &bytes(size)))
     };
     let first = group("first", rank, size);
-    let id = first.company.id();
+    let id = first.group_peers.id();
     let before = open_descriptors();
     // In any order of the ranks, and two at a time on threads that begin with different ones.
     let mut groups: Vec<Met> = Vec::new();
     for turn in 0..20 {
         let member = (rank + turn) % size;
         let met = group(&format!("turned-{turn}"), member, size);
-        assert_eq!(met.company.peer(member).pid, std::process::id() as i32);
+        assert_eq!(met.group_peers.peer(member).pid, std::process::id() as i32);
         let places: Vec<usize> = (0..size).map(|other| (other + size - turn % size) % size).collect();
-        assert_eq!(met.company.places(), places);
+        assert_eq!(met.group_peers.places(), places);
         groups.push(met);
     }
     for turn in 0..10 {
@@ -576,19 +576,19 @@ fn companions(files: &Files, rank: usize, size: usize) {
     if rank > 0 {
         groups.push(group("part", size - 1 - rank, size - 1));
     }
-    assert!(groups.iter().all(|met| met.company.id() == id), "met anew");
+    assert!(groups.iter().all(|met| met.group_peers.id() == id), "met anew");
     assert_eq!(open_descriptors(), before);
     // The first group may go; what it founded stays.
     drop(first);
     groups.push(group("later", rank, size));
-    assert_eq!((groups.last().unwrap().company.id(), open_descriptors()), (id, before));
+    assert_eq!((groups.last().unwrap().group_peers.id(), open_descriptors()), (id, before));
     // One that has left them all knows nobody: the others may not rely on what they know.
     if rank == 1 {
         groups.clear();
         assert!(open_descriptors() < before);
     }
     let anew = group("anew", rank, size);
-    assert_ne!(anew.company.id(), id);
+    assert_ne!(anew.group_peers.id(), id);
     // The oldest that all of them have.
     let again = group("again", rank, size);
     assert_eq!(again.group_peers.id(), anew.group_peers.id());
@@ -604,7 +604,7 @@ fn companions(files: &Files, rank: usize, size: usize) {
 #[test]
 fn rule_25_further_groups_of_the_same_processes_cost_no_descriptor() {
     let store = Files::new();
-    let ranks: Vec<Killed> = (0..3).map(|rank| Killed(process("companions", &store.0, rank, 3))).collect();
+    let ranks: Vec<Killed> = (0..3).map(|rank| Killed(process("known_peers", &store.0, rank, 3))).collect();
     for (rank, mut process) in ranks.into_iter().enumerate() {
         assert!(process.0.wait().unwrap().success(), "rank {rank} says why above");
     }
@@ -657,7 +657,7 @@ fn deaths(met: &Met) -> (Following, Receiver<(usize, &'static str, Instant)>) {
     let (tell, told) = channel();
     let tell = Mutex::new(tell);
     // Nobody listens any more when a test has ended.
-    let following = met.company.follow(move |rank, reason| {
+    let following = met.group_peers.follow(move |rank, reason| {
         let _ = tell.lock().unwrap().send((rank, reason, Instant::now()));
     });
     (following, told)
@@ -682,8 +682,11 @@ fn processes_meet_and_a_killed_one_is_told_of() {
         let met = shared(meet(&config(0, 3, GENEROUS), &store, &Quiet, &bytes(3)));
         for rank in 1..3 {
             assert_eq!(await_word(&met, 3, rank), others[rank - 1].0.id());
-            assert_eq!(met.company.peer(rank).pid as u32, others[rank - 1].0.id());
-            assert_eq!(watch::process_state(met.company.peer(rank).pid).map(|state| "RSD".contains(state)), Some(true));
+            assert_eq!(met.group_peers.peer(rank).pid as u32, others[rank - 1].0.id());
+            assert_eq!(
+                watch::process_state(met.group_peers.peer(rank).pid).map(|state| "RSD".contains(state)),
+                Some(true)
+            );
         }
         let (_guard, told) = deaths(&met);
         let began = Instant::now();
@@ -705,7 +708,7 @@ fn every_rank_learns_of_every_death_not_only_rank_zero() {
     // This process is rank 1: it has no connection to rank 2, only the descriptor that rank 0 passed on.
     let mut others: Vec<Killed> = [0, 2].map(|rank| Killed(process("sleep", &store.0, rank, 3))).into_iter().collect();
     let met = shared(meet(&config(1, 3, GENEROUS), &store, &Quiet, &bytes(3)));
-    assert_eq!(await_word(&met, 3, 2) as i32, met.company.peer(2).pid);
+    assert_eq!(await_word(&met, 3, 2) as i32, met.group_peers.peer(2).pid);
     let (_guard, told) = deaths(&met);
     for (index, rank) in [(1, 2), (0, 0)] {
         others[index].0.kill().unwrap();
@@ -739,8 +742,11 @@ fn ranks_in_different_pid_namespaces_meet_and_watch_each_other() {
         let mut other = Killed(process_under(&starter, "sleep", &store.0, 1 - own, 2));
         let met = shared(meet(&config(own, 2, GENEROUS), &store, &Quiet, &bytes(2)));
         // What it calls itself is not what we must call it.
-        assert_ne!(met.company.peer(1 - own).pid as u32, await_word(&met, 2, 1 - own));
-        assert_eq!(watch::process_state(met.company.peer(1 - own).pid).map(|state| "RSD".contains(state)), Some(true));
+        assert_ne!(met.group_peers.peer(1 - own).pid as u32, await_word(&met, 2, 1 - own));
+        assert_eq!(
+            watch::process_state(met.group_peers.peer(1 - own).pid).map(|state| "RSD".contains(state)),
+            Some(true)
+        );
         let (_guard, told) = deaths(&met);
         other.0.kill().unwrap();
         let (rank, reason, _) = told.recv_timeout(GENEROUS).unwrap();
@@ -893,7 +899,13 @@ fn identity() -> impl Strategy<Value = Identity> {
 }
 
 fn read_all(bytes: &[u8]) {
-    let _ = (Record::read(bytes), Verdict::read(bytes), Answer::read(bytes), Hello::read(bytes), Offer::read(bytes));
+    let _ = (
+        Record::read(bytes),
+        DecisionMessage::read(bytes),
+        Answer::read(bytes),
+        Hello::read(bytes),
+        Offer::read(bytes),
+    );
 }
 
 const MAGICS: [&[u8]; 6] = [b"", b"sgllmREC", b"sgllmVRD", b"sgllmANS", b"sgllmHLO", b"sgllmOFR"];
@@ -915,18 +927,18 @@ proptest! {
 
     #[test]
     fn damaged_messages_are_read_without_panic(id in any::<[u8; 16]>(), ranks in 1..9usize, at in any::<prop::sample::Index>(), value in any::<u8>()) {
-        let verdict = Verdict { id, nonces: vec![id; ranks], mode: Mode::Share, text: "t".into(), detail: b"name".into(), policy: "p\nq".into(), known: (id, vec![2, 0, 1]) };
+        let decision = DecisionMessage { id, nonces: vec![id; ranks], mode: Mode::Share, text: "t".into(), detail: b"name".into(), policy: "p\nq".into(), known: (id, vec![2, 0, 1]) };
         let offer = Offer {
             id, part: 0, parts: 1, segment_len: 1 << 20, backing: Backing::Sealed, local_cores: 2, pidns: 4,
             ranks: vec![(1, "host".into()); ranks], process_of: vec![1, 2],
         };
         let hello = Hello { id, nonce: id, rank: 3 };
         let answer = Answer { id, reason: "because".into() };
-        prop_assert_eq!(Verdict::read(&verdict.write()), Some(verdict.clone()));
+        prop_assert_eq!(DecisionMessage::read(&decision.write()), Some(decision.clone()));
         prop_assert_eq!(Offer::read(&offer.write()), Some(offer.clone()));
         prop_assert_eq!(Hello::read(&hello.write()), Some(hello.clone()));
         prop_assert_eq!(Answer::read(&answer.write()), Some(answer.clone()));
-        for mut bytes in [verdict.write(), offer.write(), hello.write(), answer.write()] {
+        for mut bytes in [decision.write(), offer.write(), hello.write(), answer.write()] {
             let at = at.index(bytes.len());
             bytes[at] = value;
             read_all(&bytes);

@@ -61,7 +61,7 @@ fn rule_17_bits_and_explanations_hold_under_every_policy() {
                     let explained = op.explain();
                     assert_eq!(explained.choice, op.choice(), "{spec:?}");
                     assert_ne!(explained.choice.reason, Reason::Unknown);
-                    let again = groups[me].explain(spec.kind, explained.asked.bytes, spec.dtype);
+                    let again = groups[me].explain(spec.kind, explained.desc.bytes, spec.dtype);
                     assert_eq!(again.choice, op.choice(), "asked for without the operation: {spec:?}");
                     op.choice().code()
                 });
@@ -106,7 +106,7 @@ fn ranks_with_different_policies_find_out_before_data_moves() {
 fn a_group_of_one_and_messages_have_one_way() {
     let alone = Group::local(1, TIMEOUT).unwrap();
     let barrier = alone[0].explain(Kind::Barrier, 8, Dtype::F32);
-    assert_eq!((barrier.choice.path, barrier.asked.bytes), (Path::Alone, 0));
+    assert_eq!((barrier.choice.path, barrier.desc.bytes), (Path::Alone, 0));
     let pair = Group::local(2, TIMEOUT).unwrap();
     assert_eq!(pair[0].explain(Kind::Send, 1 << 20, Dtype::Bytes).choice.path, Path::Message);
 }

@@ -166,7 +166,7 @@ fn rule_24_where_no_room_is_left_the_operation_fails_on_every_rank_before_anythi
     assert_told("a large all_reduce", outcomes.into_iter().map(|(outcome, _)| outcome));
     assert_eq!(of_rank_1(&areas), 0);
 
-    // The sender lacks room for its envelopes, or the receiver for a lane. Rank 2 hears of it in the next call.
+    // The sender lacks room for its envelopes, or the receiver for a channel. Rank 2 hears of it in the next call.
     for (from, to, bytes) in [(1, 0, 10), (0, 1, 1 << 20)] {
         let (areas, groups) = new();
         let mut outcomes = message(&groups, (from, to), from == 1, bytes);

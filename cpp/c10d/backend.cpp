@@ -263,7 +263,12 @@ std::shared_ptr<VendorDevices> SageBackend::vendor_of(c10::DeviceType type) cons
   const std::string library = colon == std::string::npos ? "" : wanted.substr(colon + 1);
   std::shared_ptr<VendorDevices> made;
   try {
-    made = std::make_shared<VendorDevices>(const_cast<SageBackend&>(*this), type, wanted.substr(0, colon), library,
+    auto& self = const_cast<SageBackend&>(*this);
+    DeviceOwner owner{*group_,   getRank(),
+                      getSize(), events_,
+                      store_,    [&self](at::Tensor& bytes, int from, int to) {
+                        self.share(bytes, from, to); }};
+    made = std::make_shared<VendorDevices>(std::move(owner), type, wanted.substr(0, colon), library,
                                            options_->library_folders);
   } catch (const std::exception& error) {
     // Who names a library wants that one.
@@ -286,10 +291,10 @@ void SageBackend::eagerConnectSingleDevice(at::Device device) {
 
 SageBackend::WorkPtr SageBackend::endCoalescing() {
   Region::Content content = region_.end();
-  if (!content.calls.empty()) {
+  if (!content.plans.empty()) {
     try {
       const auto vendor = vendor_of(content.device->type());
-      content.works.push_back(vendor->submit(content.calls, *content.label, std::move(content.keep),
+      content.works.push_back(vendor->submit(content.plans, *content.label, std::move(content.keep),
                                              std::move(content.outputs), *content.device, true, true));
     } catch (const std::exception&) {
       auto failed = c10::make_intrusive<TaskWork>(getRank(), c10d::OpType::COALESCED, Tensors(), events_, nullptr,

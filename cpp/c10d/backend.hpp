@@ -194,7 +194,6 @@ class SageBackend final : public c10d::Backend {
 #endif
 
  private:
-  friend class VendorDevices;
   using TensorView = c10::ArrayRef<at::Tensor>;
 
   // The last step of every override. A synchronous call is finished on this thread and returns no Work: c10d takes that

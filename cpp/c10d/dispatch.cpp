@@ -148,23 +148,20 @@ SageBackend::WorkPtr SageBackend::submit_async(Plans& plans, const CallDesc& cal
 
 SageBackend::WorkPtr SageBackend::by_vendor(const CallDesc& call, c10::Device device, VendorDevices& vendor) {
   Plans plans = lower(call, {getRank(), getSize(), device, true, region_.open()});
-  std::vector<DevicePlan> calls;
-  calls.reserve(plans.size());
   for (const Plan& plan : plans) {
     if (plan.call.root == kAnyRank) {
       value_error(call.op, c10::str("tensors on ", device, " are received by ", vendor.describe(),
                                     ", which cannot receive from any rank; name the source"));
     }
-    calls.push_back({&plan, plan.before, plan.after});
   }
   Tensors outputs = call.outputs.flat();
   Tensors keep = call.inputs.flat();
   keep.insert(keep.end(), outputs.begin(), outputs.end());
   if (region_.open()) {
-    region_.add(std::move(calls), call.label, std::move(keep), std::move(outputs), device);
+    region_.add(plans, call.label, std::move(keep), std::move(outputs), device);
     return nullptr;
   }
-  return vendor.submit(calls, call.label, std::move(keep), std::move(outputs), device, call.async);
+  return vendor.submit(plans, call.label, std::move(keep), std::move(outputs), device, call.async);
 }
 
 // ------------------------------------------------------------------------------------------------ through host memory

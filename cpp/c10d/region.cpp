@@ -18,26 +18,20 @@ void Region::start() {
   open_.store(true, std::memory_order_relaxed);
 }
 
-void Region::add(std::vector<DevicePlan> calls, const Label& label, Tensors keep, Tensors outputs, c10::Device device) {
+void Region::add(c10::ArrayRef<Plan> plans, const Label& label, Tensors keep, Tensors outputs, c10::Device device) {
   if (content_.device.has_value() && *content_.device != device) {
     value_error("coalescing", c10::str("the region has tensors on ", *content_.device, " and on ", device,
                                        ", expected all on one device"));
   }
   content_.device = device;
   if (!content_.label) content_.label = label;
-  for (DevicePlan& call : calls) {
-    // The caller's plan ends with the call.
-    content_.plans.push_back(*call.plan);
-    call.plan = &content_.plans.back();
-    content_.calls.push_back(std::move(call));
-  }
+  content_.plans.insert(content_.plans.end(), plans.begin(), plans.end());
   std::move(keep.begin(), keep.end(), std::back_inserter(content_.keep));
   std::move(outputs.begin(), outputs.end(), std::back_inserter(content_.outputs));
 }
 
 Region::Content Region::end() {
   open_.store(false, std::memory_order_relaxed);
-  // A deque that is moved keeps its elements where they are.
   return std::exchange(content_, Content());
 }
 

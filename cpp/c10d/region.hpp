@@ -4,7 +4,6 @@
 #pragma once
 
 #include <atomic>
-#include <deque>
 #include <mutex>
 #include <optional>
 #include <thread>
@@ -23,9 +22,7 @@ class Region {
 
   // Everything that came since the beginning.
   struct Content {
-    // Plans that the calls point to, which do not move.
-    std::deque<Plan> plans;
-    std::vector<DevicePlan> calls;
+    std::vector<Plan> plans;
     std::optional<Label> label;
     std::optional<c10::Device> device;
     Tensors keep;
@@ -41,7 +38,7 @@ class Region {
   }
   void add(WorkPtr work) { content_.works.push_back(std::move(work)); }
   // All on one device.
-  void add(std::vector<DevicePlan> calls, const Label& label, Tensors keep, Tensors outputs, c10::Device device);
+  void add(c10::ArrayRef<Plan> plans, const Label& label, Tensors keep, Tensors outputs, c10::Device device);
   Content end();
 
  private:

@@ -203,17 +203,17 @@ c10::intrusive_ptr<c10d::Backend> SageBackend::shrink(const std::vector<int64_t>
   }
   const auto vendor = bound_vendor();
   const bool aborts = shrink_flags == kShrinkAbort;
-  VendorDevices::Retired parent;
+  std::optional<rust::Box<RustRetired>> parent;
   // Taken first, so that nobody aborts it who sees the group fail; but what is under way may end before, unless it is
   // to be aborted.
-  if (vendor && (aborts || vendor->drain(options_->timeout))) parent = vendor->retire(*bound_device(), !aborts);
+  if (vendor && (aborts || vendor->drain(options_->timeout))) parent.emplace(vendor->retire(*bound_device(), !aborts));
   if (aborts) abort_for(c10::str("shrink() was called on rank ", getRank()));
   const std::string without = c10::Join(",", ranks_to_exclude);
   auto child = part(c10::str("sagellm/shrink/", c10::Join(",", ranks)), ranks, opts_override,
                     c10::str(options_->group_name, " without ", without));
   if (vendor) {
     const auto own = child->vendor_of(bound_device()->type());
-    if (child->agree(own && parent.can_shrink())) parent.shrink(excluded, *own);
+    if (child->agree(own && parent && (*parent)->can_shrink())) own->shrink_from(**parent, *bound_device(), excluded);
   }
   return child;
 }

@@ -2,7 +2,6 @@
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include <algorithm>
 #include <atomic>
 #include <utility>
 
@@ -43,9 +42,7 @@ void Staging::tell(c10::Device device) {
 }
 
 void Staging::forget_settled() {
-  under_way_.erase(
-      std::remove_if(under_way_.begin(), under_way_.end(), [](const auto& each) { return each->settled(); }),
-      under_way_.end());
+  std::erase_if(under_way_, [](const auto& each) { return each->settled(); });
 }
 
 std::vector<std::shared_ptr<Transfer>> Staging::enter(const std::shared_ptr<Transfer>& transfer) {
@@ -83,7 +80,6 @@ std::shared_ptr<Transfer> Staging::begin(const char* op, c10::Device device, std
   DeferredRelease::instance().release();
   const bool barrier = pairs.empty();
   auto transfer = std::make_shared<Transfer>(device, std::move(pairs), kind, streams_);
-  transfer->begin();
   // A barrier comes behind what this rank's stream holds.
   if (barrier) c10::impl::VirtualGuardImpl(device.type()).synchronizeStream(stream);
   return transfer;

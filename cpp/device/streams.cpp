@@ -6,6 +6,8 @@
 #include <atomic>
 #include <iterator>
 
+#include "host/errors.hpp"
+
 namespace sagellm {
 
 namespace {
@@ -41,35 +43,37 @@ Passage::Passage(DeviceStreams& owner, c10::Stream stream, bool timed, int lane)
   begun_->record(stream_);
 }
 
-void* Passage::enter() {
+size_t Passage::enter() {
   std::unique_lock<std::mutex> lock(owner_.mutex_);
   if (owner_.native_.value_or(true)) {
     try {
-      raw_ = stream_.native_handle();
+      void* const native = stream_.native_handle();
       owner_.native_ = true;
       lock.unlock();
       drain(stream_);
-      return raw_;
+      return reinterpret_cast<size_t>(native);
     } catch (const c10::Error&) {
       if (owner_.native_) throw;
       owner_.native_ = false;
     }
   }
   lock.unlock();
-  own_raw_ = true;
   c10::Event here(stream_.device_type());
   here.record(stream_);
   // Those told before the queue is emptied have left it afterwards.
-  const std::vector<void*> told = owner_.take_told(stream_);
+  const std::vector<size_t> told = owner_.take_told(stream_);
   drain(stream_);
-  raw_ = owner_.raw_->behind(device().index(), lane_, here.eventId(), told);
-  return raw_;
+  own_raw_ = checked([&] {
+    const auto event = reinterpret_cast<size_t>(here.eventId());
+    return owner_.core_->stream_behind(device().index(), lane_, event, {told.data(), told.size()});
+  });
+  return own_raw_;
 }
 
 void Passage::leave() {
-  if (!own_raw_) return;
-  void* event = owner_.raw_->mark(device().index(), raw_);
-  guard_of(device()).block(event, stream_);
+  if (own_raw_ == 0) return;
+  const size_t event = checked([&] { return owner_.core_->mark(device().index(), own_raw_); });
+  guard_of(device()).block(reinterpret_cast<void*>(event), stream_);
   const std::lock_guard<std::mutex> lock(owner_.mutex_);
   owner_.told_.push_back({stream_, event});
 }
@@ -125,11 +129,11 @@ std::shared_ptr<c10::Event> DeviceStreams::asked_only(const c10::Stream& stream)
   return events.back();
 }
 
-std::vector<void*> DeviceStreams::take_told(const c10::Stream& stream) {
+std::vector<size_t> DeviceStreams::take_told(const c10::Stream& stream) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto others =
       std::stable_partition(told_.begin(), told_.end(), [&](const Told& each) { return each.stream != stream; });
-  std::vector<void*> taken;
+  std::vector<size_t> taken;
   std::transform(others, told_.end(), std::back_inserter(taken), [](const Told& each) { return each.event; });
   told_.erase(others, told_.end());
   return taken;

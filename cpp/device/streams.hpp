@@ -1,7 +1,7 @@
 // Streams and events of accelerators, through c10 alone: no vendor's header, so one build serves every device.
 //
 // Two ways to a raw stream that a vendor's library can be called with. Where torch tells the raw handle of its streams,
-// that is it. Where it does not, the core makes a raw stream of its own (`RawStreams`), and order is kept by raw
+// that is it. Where it does not, the core makes a raw stream of its own, and order is kept by raw
 // events: the raw stream waits for one that torch recorded, and torch's stream for one that the core recorded.
 //
 // Some devices have a queue on the host in front of their streams: a record is then only queued, and whoever waits for
@@ -21,21 +21,9 @@
 #include <vector>
 
 #include "compat.hpp"
+#include "sagellm/src/ffi/bridge.rs.h"
 
 namespace sagellm {
-
-// What the runtime behind a device can do with raw handles; the core implements it. Errors are exceptions.
-class RawStreams {
- public:
-  virtual ~RawStreams() = default;
-  // A stream of ours on this device, made when first asked for; each lane has its own. What is put on it from now on
-  // runs after what `event` stands for. Nobody waits any more for the events that were `told`: they may be recorded
-  // again.
-  virtual void* behind(c10::DeviceIndex device, int lane, void* event, const std::vector<void*>& told) const = 0;
-  // An event that stands for all that is on such a stream now; ours until it is told. By the thread that asked for the
-  // stream.
-  virtual void* mark(c10::DeviceIndex device, void* stream) const = 0;
-};
 
 // True for a device whose tensors are not plain host memory.
 inline bool is_accelerator(c10::Device device) {
@@ -59,7 +47,7 @@ class Passage {
   c10::Device device() const { return stream_.device(); }
 
   // A raw stream behind everything on `stream()`. Calls to a library that name it may follow, then `leave`.
-  void* enter();
+  size_t enter();
   // What follows on `stream()` runs behind the raw stream's work.
   void leave();
   // Everything is on its stream. The event stands for its end; `begun` for its start where times are wanted.
@@ -75,16 +63,16 @@ class Passage {
   const c10::Stream stream_;
   const bool timed_;
   const int lane_;
-  void* raw_ = nullptr;
-  bool own_raw_ = false;
+  // The raw stream where it is the core's own, else 0.
+  size_t own_raw_ = 0;
   std::shared_ptr<c10::Event> begun_;
 };
 
 // The streams of one group on all devices of one type.
 class DeviceStreams {
  public:
-  // `raw` may be null where nothing raw is needed: then `Passage::enter` may not be called.
-  explicit DeviceStreams(std::shared_ptr<const RawStreams> raw = nullptr) : raw_(std::move(raw)) {}
+  // `core`, which must outlive this, may be null where nothing raw is needed: then `Passage::enter` may not be called.
+  explicit DeviceStreams(const RustDevices* core = nullptr) : core_(core) {}
 
   // The group's stream on this device, from torch's pool; its default stream where the device has no pool.
   // What may wait for a peer while another may not wait for it has a lane, and so a stream, of its own.
@@ -99,13 +87,13 @@ class DeviceStreams {
   // emptied since: before, the wait may not have reached the device.
   struct Told {
     c10::Stream stream;
-    void* event;
+    size_t event;
   };
-  std::vector<void*> take_told(const c10::Stream& stream);
+  std::vector<size_t> take_told(const c10::Stream& stream);
   // A pooled event that nobody else holds and no stream waits for.
   std::shared_ptr<c10::Event> asked_only(const c10::Stream& stream);
 
-  const std::shared_ptr<const RawStreams> raw_;
+  const RustDevices* const core_;
   std::mutex mutex_;
   std::map<std::pair<c10::DeviceIndex, int>, c10::Stream> side_;
   // Whether torch tells raw handles; unknown before the first try.

@@ -21,15 +21,12 @@ Transfer::Transfer(c10::Device on, std::vector<Pair> pairs, Kind of, std::shared
       pairs_(std::move(pairs)),
       begin_event_(on.type()),
       stored_event_(on.type()) {
+  begin_event_.record(current_stream(device));
   for (const Pair& pair : pairs_) {
     if (pair.device.numel() == 0) continue;
     touched_.push_back(runs_of(pair.device, pair.stored));
     if (pair.stored) written_.push_back(touched_.back());
   }
-}
-
-void Transfer::begin() {
-  begin_event_.record(current_stream(device));
 }
 
 void Transfer::fetch() {
@@ -85,6 +82,7 @@ void Transfer::store_earlier() const {
 
 std::vector<at::Tensor> Transfer::settle() {
   std::vector<at::Tensor> tensors;
+  // Dropped without the lock.
   std::vector<std::shared_ptr<Transfer>> forgotten;
   {
     const std::lock_guard<std::mutex> copying(copy_mutex_);
@@ -120,6 +118,7 @@ void Transfer::wait_settled() const {
 }
 
 bool Transfer::precedes(const Transfer& other) const {
+  // The core compares run by run, which is slow and rarely needed.
   const bool near = std::any_of(written_.begin(), written_.end(), [&](const Strided& mine) {
     return std::any_of(other.touched_.begin(), other.touched_.end(),
                        [&](const Strided& theirs) { return overlap(extent(mine), extent(theirs)); });

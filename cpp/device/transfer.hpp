@@ -30,12 +30,11 @@ class Transfer {
   // Who keeps the call in order with others on the same memory: the core, or, where a delegate carries it, nobody.
   enum class Kind { kCollective, kMessage, kDelegated };
 
+  // What the stream of this thread, the caller's, holds now comes before everything below.
   Transfer(c10::Device device, std::vector<Pair> pairs, Kind kind, std::shared_ptr<DeviceStreams> streams);
 
-  // What the caller's stream holds now comes before everything below. On the caller's thread.
-  void begin();
-  // Copies the inputs, and waits until they are on the host: on this thread's stream, or, after `begin`, on the
-  // group's, behind the results of earlier calls, which have ended.
+  // Copies the inputs, and waits until they are on the host: on this thread's stream, or on the group's, behind the
+  // results of earlier calls, which have ended.
   void fetch();
   void fetch_late();
   // Copies the results and waits until they are on the device. The first caller does it, others wait for that.

@@ -8,11 +8,9 @@
 
 #include <algorithm>
 #include <cstring>
-#include <numeric>
 #include <thread>
 #include <utility>
 
-#include "c10d/backend.hpp"
 #include "host/errors.hpp"
 #include "host/python_host.hpp"
 #include "work/callbacks.hpp"
@@ -31,18 +29,6 @@ rust::Box<RustDevices> open(const RustGroup& group, c10::DeviceType type, const 
   });
 }
 
-bool is(const Plan& plan, Kind kind) {
-  return plan.call.kind == kind;
-}
-
-bool is_message(const Plan& plan) {
-  return is(plan, Kind::kSend) || is(plan, Kind::kRecv);
-}
-
-bool is_single_message(const std::vector<DevicePlan>& calls, bool region) {
-  return !region && is_message(*calls[0].plan);
-}
-
 template <class Item>
 rust::Slice<const Item> slice(const std::vector<Item>& items) {
   return {items.data(), items.size()};
@@ -52,28 +38,26 @@ rust::Slice<const Item> slice(const std::vector<Item>& items) {
 
 class VendorDevices::Exchange final : public IdExchange {
  public:
-  using Share = std::function<void(at::Tensor& bytes, int from, int to)>;
-  Exchange(Share share, c10::intrusive_ptr<c10d::Store> store) : share_(std::move(share)), store_(std::move(store)) {}
+  explicit Exchange(const DeviceOwner& owner) : owner_(owner) {}
 
   void share(rust::Slice<uint8_t> id, int32_t from, int32_t to) const override {
     try {
       at::Tensor bytes = at::empty({static_cast<int64_t>(id.size())}, at::kByte);
       std::memcpy(bytes.data_ptr(), id.data(), id.size());
-      share_(bytes, from, to);
+      owner_.share(bytes, from, to);
       std::memcpy(id.data(), bytes.data_ptr(), id.size());
     } catch (const std::exception&) {
       raised_ = std::current_exception();
       throw;
     }
   }
-  std::shared_ptr<Store> store() const override { return wrap_store(store_); }
+  std::shared_ptr<Store> store() const override { return wrap_store(owner_.store); }
 
   // What `share` threw, which the core only knows as text.
   const std::exception_ptr& raised() const { return raised_; }
 
  private:
-  const Share share_;
-  const c10::intrusive_ptr<c10d::Store> store_;
+  const DeviceOwner& owner_;
   mutable std::exception_ptr raised_;
 };
 
@@ -83,15 +67,8 @@ class VendorDevices::OnStream final : public DeviceCall {
   OnStream(rust::Box<RustCall> core, std::shared_ptr<std::atomic<int64_t>> under_way)
       : core_(std::move(core)), under_way_(std::move(under_way)) {}
 
-  void launch(const std::vector<Launch>& launches, void* stream) const {
-    std::vector<DevicePlaced> placed;
-    Pieces pieces;
-    for (const Launch& each : launches) {
-      placed.push_back({each.factor, each.send.size(), each.recv.size()});
-      pieces.insert(pieces.end(), each.send.begin(), each.send.end());
-      pieces.insert(pieces.end(), each.recv.begin(), each.recv.end());
-    }
-    checked([&] { core_->launch(slice(placed), slice(pieces), reinterpret_cast<size_t>(stream)); });
+  void launch(const std::vector<DevicePlaced>& placed, size_t stream) const {
+    checked([&] { core_->launch(slice(placed), stream); });
   }
 
   std::string poll(const std::function<bool()>& has_passed, bool& passed) override {
@@ -120,34 +97,13 @@ class VendorDevices::OnStream final : public DeviceCall {
   const std::shared_ptr<std::atomic<int64_t>> under_way_;
 };
 
-VendorDevices::VendorDevices(SageBackend& backend, c10::DeviceType type, const std::string& vendor,
+VendorDevices::VendorDevices(DeviceOwner owner, c10::DeviceType type, const std::string& vendor,
                              const std::string& library, const std::vector<std::string>& folders)
-    : backend_(backend),
-      type_(type),
-      devices_(open(*backend.group_, type, vendor, library, folders)),
-      // Not owned: the streams are a member.
-      streams_(std::make_unique<DeviceStreams>(std::shared_ptr<const RawStreams>(std::shared_ptr<void>(), this))) {}
-
-void* VendorDevices::behind(c10::DeviceIndex device, int lane, void* event, const std::vector<void*>& told) const {
-  std::vector<size_t> events;
-  events.reserve(told.size());
-  for (void* each : told) events.push_back(reinterpret_cast<size_t>(each));
-  return reinterpret_cast<void*>(
-      checked([&] { return devices_->stream_behind(device, lane, reinterpret_cast<size_t>(event), slice(events)); }));
-}
-
-void* VendorDevices::mark(c10::DeviceIndex device, void* stream) const {
-  return reinterpret_cast<void*>(checked([&] { return devices_->mark(device, reinterpret_cast<size_t>(stream)); }));
-}
-
-uint64_t VendorDevices::group_timeout() const {
-  return static_cast<uint64_t>(backend_.options_->timeout.count());
-}
+    : owner_(std::move(owner)), type_(type), devices_(open(owner_.group, type, vendor, library, folders)) {}
 
 template <class Function>
 auto VendorDevices::exchanging(Function function) {
-  const Exchange exchange([this](at::Tensor& bytes, int from, int to) { backend_.share(bytes, from, to); },
-                          backend_.store_);
+  const Exchange exchange(owner_);
   try {
     return function(exchange);
   } catch (const rust::Error& error) {
@@ -158,7 +114,7 @@ auto VendorDevices::exchanging(Function function) {
 
 void VendorDevices::connect(c10::Device device) {
   const c10::DeviceGuard guard(device);
-  exchanging([&](const IdExchange& exchange) { devices_->connect(device.index(), group_timeout(), exchange); });
+  exchanging([&](const IdExchange& exchange) { devices_->connect(device.index(), exchange); });
 }
 
 bool VendorDevices::can_split(c10::Device device, const std::vector<uint32_t>& ranks) {
@@ -168,41 +124,12 @@ bool VendorDevices::can_split(c10::Device device, const std::vector<uint32_t>& r
 void VendorDevices::split(c10::Device device, const std::vector<uint32_t>& ranks, VendorDevices* child) {
   const c10::DeviceGuard guard(device);
   VendorDevices& made = child ? *child : *this;
-  checked(
-      [&] { devices_->split(*made.devices_, child != nullptr, device.index(), slice(ranks), made.group_timeout()); });
+  checked([&] { devices_->split(*made.devices_, child != nullptr, device.index(), slice(ranks)); });
 }
 
-VendorDevices::Retired VendorDevices::retire(c10::Device device, bool drained) {
-  return {device, devices_->retire(device.index(), drained)};
-}
-
-void VendorDevices::Retired::shrink(const std::vector<uint32_t>& excluded, VendorDevices& child) const {
-  const c10::DeviceGuard guard(*device_);
-  checked([&] { (*communicator_)->shrink(*child.devices_, slice(excluded), child.group_timeout()); });
-}
-
-void VendorDevices::copy_own_messages(const std::vector<DevicePlan>& calls, const std::vector<Launch>& launches,
-                                      c10::Device device) const {
-  Pieces sent;
-  Pieces received;
-  for (size_t i = 0; i < calls.size(); ++i) {
-    const Plan& plan = *calls[i].plan;
-    if (!is_message(plan) || plan.call.root != static_cast<uint32_t>(backend_.getRank())) continue;
-    sent.insert(sent.end(), launches[i].send.begin(), launches[i].send.end());
-    received.insert(received.end(), launches[i].recv.begin(), launches[i].recv.end());
-  }
-  const auto bytes = [&](const Piece& piece) {
-    return at_address(piece.addr, {static_cast<int64_t>(piece.bytes)}, at::kByte, device);
-  };
-  for (size_t i = 0; i < sent.size(); ++i) copy_no_grad(bytes(received[i]), bytes(sent[i]));
-}
-
-int VendorDevices::lane_of(const Plan& plan, bool region) const {
-  if (region || !is_message(plan)) return 0;
-  const int peer = static_cast<int>(plan.call.root);
-  const int from = is(plan, Kind::kSend) ? backend_.getRank() : peer;
-  const int to = is(plan, Kind::kSend) ? peer : backend_.getRank();
-  return 1 + from * backend_.getSize() + to;
+void VendorDevices::shrink_from(const RustRetired& old, c10::Device device, const std::vector<uint32_t>& excluded) {
+  const c10::DeviceGuard guard(device);
+  checked([&] { old.shrink(*devices_, slice(excluded)); });
 }
 
 std::vector<std::shared_ptr<c10::Event>> VendorDevices::come_behind_all(const c10::Stream& stream) {
@@ -220,75 +147,59 @@ std::vector<std::shared_ptr<c10::Event>> VendorDevices::come_behind_all(const c1
 }
 
 c10::intrusive_ptr<DeviceWork> VendorDevices::behind_all(bool by_itself) {
-  std::vector<std::pair<c10::Stream, std::shared_ptr<c10::Event>>> last;
+  decltype(last_) last;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     last = last_;
   }
   if (last.empty()) return nullptr;
-  DeviceWork::Launched made{last[0].first, nullptr, last[0].second, {}};
-  for (size_t i = 1; i < last.size(); ++i) made.earlier.push_back(last[i].second);
+  const auto& [stream, ended] = *last.begin();
+  DeviceWork::Launched made{stream, nullptr, ended, {}};
+  for (auto other = std::next(last.begin()); other != last.end(); ++other) made.earlier.push_back(other->second);
   made.blocks_host = true;
   made.watched.op = "barrier behind the collectives";
-  made.watched.timeout = backend_.options_->timeout;
-  made.call = std::make_shared<OnStream>(devices_->behind(last[0].first.device_index(), group_timeout()), nullptr);
-  auto work = c10::make_intrusive<DeviceWork>(backend_.getRank(), c10d::OpType::BARRIER, Tensors(), backend_.events_,
-                                              nullptr, std::move(made));
+  DeviceBegun begun = devices_->behind(stream.device_index());
+  made.watched.timeout = std::chrono::milliseconds(begun.timeout_ms);
+  made.call = std::make_shared<OnStream>(std::move(begun.call), nullptr);
+  auto work = c10::make_intrusive<DeviceWork>(owner_.rank, c10d::OpType::BARRIER, Tensors(), owner_.events, nullptr,
+                                              std::move(made));
   if (by_itself) work->watch();
   return work;
 }
 
-void VendorDevices::is_last(const c10::Stream& stream, const std::shared_ptr<c10::Event>& ended) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  const auto known = std::find_if(last_.begin(), last_.end(), [&](const auto& each) { return each.first == stream; });
-  if (known == last_.end()) {
-    last_.emplace_back(stream, ended);
-  } else {
-    known->second = ended;
-  }
-}
-
-DeviceBegun VendorDevices::begin(const std::vector<DevicePlan>& calls, const Tensors& keep, c10::Device device,
-                                 bool region, bool capturing) {
-  const int64_t timeout = calls[0].plan->call.timeout_ms;
-  DeviceTerms terms{};
-  terms.device = device.index();
-  terms.region = region;
-  terms.capturing = capturing;
-  terms.timeout_ms = timeout < 0 ? group_timeout() : static_cast<uint64_t>(timeout);
-  terms.join_timeout_ms = group_timeout();
-  const bool plain = std::all_of(keep.begin(), keep.end(), elements_in_order);
+DeviceBegun VendorDevices::begin(c10::ArrayRef<Plan> calls, const Tensors& keep, c10::Device device, bool region,
+                                 bool capturing) {
+  const DeviceTerms terms{device.index(), region, capturing};
+  const bool dense = std::all_of(keep.begin(), keep.end(), is_dense);
   std::vector<DeviceRequest> requests;
-  requests.reserve(calls.size());
-  for (const DevicePlan& call : calls) requests.push_back(request(*call.plan, plain));
+  for (const Plan& call : calls) requests.push_back(request(call, dense));
   return exchanging([&](const IdExchange& exchange) { return devices_->begin(slice(requests), terms, exchange); });
 }
 
-std::shared_ptr<c10::Event> VendorDevices::put(const std::vector<DevicePlan>& calls,
-                                               const rust::Vec<DeviceRecipe>& recipes,
+std::shared_ptr<c10::Event> VendorDevices::put(c10::ArrayRef<Plan> calls, const rust::Vec<DeviceLowering>& lowerings,
                                                const std::shared_ptr<OnStream>& call, Passage& passage, Tensors& keep,
-                                               bool region, bool asked_only) {
-  const int ranks = is_single_message(calls, region) ? 2 : backend_.getSize();
-  std::vector<Launch> launches;
+                                               bool asked_only) {
+  std::vector<Preparation> prepared;
+  std::vector<DevicePlaced> placed;
   {
     const c10::StreamGuard on(passage.stream());
     for (size_t i = 0; i < calls.size(); ++i) {
       for (const Staged& each : calls[i].before) copy_no_grad(each.temporary, each.tensor);
-      launches.push_back(prepare(*calls[i].plan, recipes[i], ranks, passage.device(), keep));
+      prepared.emplace_back(calls[i], lowerings[i], owner_.size, passage.device());
+      placed.push_back(prepared.back().prepare(keep));
     }
-    if (region) copy_own_messages(calls, launches, passage.device());
   }
-  void* raw = passage.enter();
-  for (const DevicePlan& each : calls) {
+  const size_t raw = passage.enter();
+  for (const Plan& each : calls) {
     for (const Staged& staged : each.before) keep.push_back(staged.temporary);
     for (const Staged& staged : each.after) keep.push_back(staged.temporary);
   }
   try {
-    call->launch(launches, raw);
+    call->launch(placed, raw);
     passage.leave();
     const c10::StreamGuard on(passage.stream());
     for (size_t i = 0; i < calls.size(); ++i) {
-      if (launches[i].after) launches[i].after();
+      prepared[i].store();
       for (const Staged& each : calls[i].after) copy_no_grad(each.tensor, each.temporary);
     }
     return passage.end(asked_only);
@@ -303,8 +214,8 @@ std::shared_ptr<c10::Event> VendorDevices::put(const std::vector<DevicePlan>& ca
 c10::intrusive_ptr<DeviceWork> VendorDevices::follow(DeviceWork::Launched made, c10d::OpType type, Tensors outputs,
                                                      std::unique_ptr<Trace> trace, bool captured) {
   const auto call = made.call;
-  auto work = c10::make_intrusive<DeviceWork>(backend_.getRank(), type, std::move(outputs), backend_.events_,
-                                              std::move(trace), std::move(made));
+  auto work = c10::make_intrusive<DeviceWork>(owner_.rank, type, std::move(outputs), owner_.events, std::move(trace),
+                                              std::move(made));
   if (captured) {
     // The graph may be played at any time, and an event in it cannot be asked.
     new auto(call);
@@ -321,27 +232,29 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::follow(DeviceWork::Launched made, 
   return work;
 }
 
-c10::intrusive_ptr<DeviceWork> VendorDevices::submit(std::vector<DevicePlan>& calls, const Label& label, Tensors keep,
+c10::intrusive_ptr<DeviceWork> VendorDevices::submit(c10::ArrayRef<Plan> calls, const Label& label, Tensors keep,
                                                      Tensors outputs, c10::Device device, bool async, bool region) {
   DeferredRelease::instance().release();
   // For torch's operators and for the library, whose kernels are launched on the thread's device.
   const c10::DeviceGuard guard(device);
   const bool capturing = is_capturing(current_stream(device));
-  const Plan& first = *calls[0].plan;
-  const bool barrier = is(first, Kind::kBarrier);
+  const bool barrier = calls[0].call.kind == Kind::kBarrier;
   DeviceBegun begun = begin(calls, keep, device, region, capturing);
   auto trace = Trace::start(label.title, keep);
   const auto call = std::make_shared<OnStream>(std::move(begun.call), capturing ? nullptr : under_way_);
 
   // A capture is joined before the call returns: what runs beside it would be lost.
   const bool on_callers = !async || capturing;
-  Passage passage = streams_->begin(device, !on_callers, backend_.events_->timing(), lane_of(first, region));
+  Passage passage = streams_.begin(device, !on_callers, owner_.events->timing(), begun.lane);
   // A synchronous call has no Work where nobody listens, so no stream waits for its end but that of a barrier.
-  const bool listened = async || backend_.has_listeners();
+  const bool listened = async || owner_.events->has_work_hook() || owner_.events->has_completion_hooks();
   std::vector<std::shared_ptr<c10::Event>> elsewhere;
   if (barrier) elsewhere = come_behind_all(passage.stream());
-  std::shared_ptr<c10::Event> ended = put(calls, begun.recipes, call, passage, keep, region, !listened && !capturing);
-  if (!capturing && !is_single_message(calls, region)) is_last(passage.stream(), ended);
+  std::shared_ptr<c10::Event> ended = put(calls, begun.lowerings, call, passage, keep, !listened && !capturing);
+  if (!capturing && begun.lane == 0) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    last_.insert_or_assign(passage.stream(), ended);
+  }
 
   // What is given back on the caller's stream is used again behind the call, and a graph owns its memory.
   if (on_callers) keep.clear();
@@ -349,10 +262,9 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::submit(std::vector<DevicePlan>& ca
   DeviceWork::Launched made{passage.stream(), passage.begun(), std::move(ended), std::move(keep)};
   made.blocks_host = barrier;
   made.earlier = std::move(elsewhere);
-  made.watched.op = first.op;
+  made.watched.op = calls[0].op;
   made.watched.number = begun.number;
-  made.watched.timeout =
-      first.call.timeout_ms < 0 ? backend_.options_->timeout : std::chrono::milliseconds(first.call.timeout_ms);
+  made.watched.timeout = std::chrono::milliseconds(begun.timeout_ms);
   made.call = call;
   auto work = follow(std::move(made), label.type, std::move(outputs), std::move(trace), capturing);
   if (listened) return work;

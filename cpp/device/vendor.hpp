@@ -3,7 +3,7 @@
 // A call on such tensors is lowered like one on the CPU: its pieces are addresses on the device. The core
 // (src/engine/device) knows the communicators, what the library must be asked, and whether a call will end. What is
 // left to do here: where the library must get something else than what lies in the caller's memory (another type,
-// scaled, several tensors behind each other), make it on the communication stream (device/recipe.hpp); keep the
+// scaled, several tensors behind each other), make it on the communication stream (device/prepare.hpp); keep the
 // library's raw stream in order with torch's; and hold the tensors in a Work until the device has come past them.
 #pragma once
 
@@ -16,11 +16,11 @@
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
-#include "device/recipe.hpp"
+#include "device/prepare.hpp"
 #include "device/streams.hpp"
 #include "device/work.hpp"
 #include "lower/plan.hpp"
@@ -28,23 +28,24 @@
 
 namespace sagellm {
 
-class SageBackend;
-
-// A call that was lowered: the pieces of `plan` are addresses on the device. Temporaries stand for tensors of the
-// caller that are not contiguous, or that overlap others: filled before the call, copied back after it.
-struct DevicePlan {
-  const Plan* plan;
-  std::vector<Staged> before;
-  std::vector<Staged> after;
+// The group whose tensors these are.
+struct DeviceOwner {
+  const RustGroup& group;
+  int rank;
+  int size;
+  std::shared_ptr<Events> events;
+  c10::intrusive_ptr<c10d::Store> store;
+  // Hands bytes from one rank to all (`from` is -1: from rank 0) or to one, over the CPU. Asked only while a call of
+  // the group is made.
+  std::function<void(at::Tensor& bytes, int from, int to)> share;
 };
 
-class VendorDevices final : public RawStreams, public std::enable_shared_from_this<VendorDevices> {
+class VendorDevices final {
  public:
   using Tensors = std::vector<at::Tensor>;
 
-  // Throws where there is no usable library; the text says why and what to do. `backend` is asked only by calls of its
-  // own.
-  VendorDevices(SageBackend& backend, c10::DeviceType type, const std::string& vendor, const std::string& library,
+  // Throws where there is no usable library; the text says why and what to do.
+  VendorDevices(DeviceOwner owner, c10::DeviceType type, const std::string& vendor, const std::string& library,
                 const std::vector<std::string>& folders);
 
   std::string describe() const { return std::string(devices_->describe()); }
@@ -53,8 +54,10 @@ class VendorDevices final : public RawStreams, public std::enable_shared_from_th
   // first call that needs a communicator, which is made when all its ranks are there, and in a barrier. Null for a
   // synchronous call when nobody listens: the caller's stream holds all of it, and so its tensors.
   // `region`: all ranks know of the calls, messages among them, so these need no communicator of their own.
-  c10::intrusive_ptr<DeviceWork> submit(std::vector<DevicePlan>& calls, const Label& label, Tensors keep,
-                                        Tensors outputs, c10::Device device, bool async, bool region = false);
+  // The pieces of the calls are addresses on the device. Temporaries stand for tensors of the caller that are not
+  // contiguous, or that overlap others: they are filled before the call, and copied back after it.
+  c10::intrusive_ptr<DeviceWork> submit(c10::ArrayRef<Plan> calls, const Label& label, Tensors keep, Tensors outputs,
+                                        c10::Device device, bool async, bool region = false);
   // A work whose `wait` returns when every collective that was issued before has ended; null where none was.
   // `by_itself`: it shall complete without anyone waiting.
   c10::intrusive_ptr<DeviceWork> behind_all(bool by_itself);
@@ -69,8 +72,10 @@ class VendorDevices final : public RawStreams, public std::enable_shared_from_th
   void split(c10::Device device, const std::vector<uint32_t>& ranks, VendorDevices* child);
   // The communicator of a group that is about to shrink, which nobody else can use or end any more; it ends with this.
   // `drained`: nothing is under way in it.
-  class Retired;
-  Retired retire(c10::Device device, bool drained);
+  rust::Box<RustRetired> retire(c10::Device device, bool drained) { return devices_->retire(device.index(), drained); }
+  // Makes the communicator of this group, of all ranks but `excluded` of the one that `old` was of; all ranks of this
+  // group call it at once.
+  void shrink_from(const RustRetired& old, c10::Device device, const std::vector<uint32_t>& excluded);
 
   // Unblocks whatever hangs; nothing can be issued afterwards.
   void abort() { devices_->abort(); }
@@ -78,9 +83,6 @@ class VendorDevices final : public RawStreams, public std::enable_shared_from_th
   // is gone. What does not end is aborted, or left behind with a thread that waits for it. Throws what a signal handler
   // raised.
   void close(std::chrono::milliseconds timeout);
-
-  void* behind(c10::DeviceIndex device, int lane, void* event, const std::vector<void*>& told) const override;
-  void* mark(c10::DeviceIndex device, void* stream) const override;
 
  private:
   // What is left of calls when they are on their stream.
@@ -93,56 +95,32 @@ class VendorDevices final : public RawStreams, public std::enable_shared_from_th
   // Runs a call of the core that may make communicators.
   template <class Function>
   auto exchanging(Function function);
-  DeviceBegun begin(const std::vector<DevicePlan>& calls, const Tensors& keep, c10::Device device, bool region,
-                    bool capturing);
+  DeviceBegun begin(c10::ArrayRef<Plan> calls, const Tensors& keep, c10::Device device, bool region, bool capturing);
   // Puts the calls and what belongs to them on the stream of `passage`; the event of their end. After an error `keep`
   // and `call` are never let go of.
-  std::shared_ptr<c10::Event> put(const std::vector<DevicePlan>& calls, const rust::Vec<DeviceRecipe>& recipes,
-                                  const std::shared_ptr<OnStream>& call, Passage& passage, Tensors& keep, bool region,
+  std::shared_ptr<c10::Event> put(c10::ArrayRef<Plan> calls, const rust::Vec<DeviceLowering>& lowerings,
+                                  const std::shared_ptr<OnStream>& call, Passage& passage, Tensors& keep,
                                   bool asked_only);
   // A work that follows `made`, from now on watched unless it was captured.
   c10::intrusive_ptr<DeviceWork> follow(DeviceWork::Launched made, c10d::OpType type, Tensors outputs,
                                         std::unique_ptr<Trace> trace, bool captured);
-  // Messages of this rank for itself, which no library has to carry: the first sent is the first received.
-  void copy_own_messages(const std::vector<DevicePlan>& calls, const std::vector<Launch>& launches,
-                         c10::Device device) const;
-  // The stream for a message. Each direction between two ranks has its own, so that two ranks that both send first do
-  // not deadlock.
-  int lane_of(const Plan& plan, bool region) const;
-  uint64_t group_timeout() const;
 
   // What a barrier on a stream comes behind: the last collective of each other stream. Those of its device are waited
   // for by the stream; those of others are returned.
   std::vector<std::shared_ptr<c10::Event>> come_behind_all(const c10::Stream& stream);
-  void is_last(const c10::Stream& stream, const std::shared_ptr<c10::Event>& ended);
 
-  SageBackend& backend_;
+  const DeviceOwner owner_;
   const c10::DeviceType type_;
   const pid_t process_ = ::getpid();
   const rust::Box<RustDevices> devices_;
-  std::unique_ptr<DeviceStreams> streams_;
+  DeviceStreams streams_{&*devices_};
   // Guards `last_`, briefly.
   std::mutex mutex_;
   // By stream, the end of the last collective that was put on it.
-  std::vector<std::pair<c10::Stream, std::shared_ptr<c10::Event>>> last_;
+  std::unordered_map<c10::Stream, std::shared_ptr<c10::Event>> last_;
   // Works that are watched and have not ended. Raised by `follow`, lowered by the thread that ends a work, read by
   // `drain`. Shared, because a work may outlive this. A counter alone: nothing is ordered by it.
   const std::shared_ptr<std::atomic<int64_t>> under_way_ = std::make_shared<std::atomic<int64_t>>(0);
-};
-
-class VendorDevices::Retired {
- public:
-  Retired() = default;
-  Retired(c10::Device device, rust::Box<RustRetired> communicator)
-      : device_(device), communicator_(std::move(communicator)) {}
-
-  bool can_shrink() const { return communicator_ && (*communicator_)->can_shrink(); }
-  // Makes the communicator of `child`, a group of all ranks but `excluded`; all ranks of that group call it at once.
-  void shrink(const std::vector<uint32_t>& excluded, VendorDevices& child) const;
-
- private:
-  std::optional<c10::Device> device_;
-  std::optional<rust::Box<RustRetired>> communicator_;
 };
 
 }  // namespace sagellm

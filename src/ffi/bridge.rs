@@ -111,6 +111,7 @@ pub mod ffi {
     }
 
     /// `types::Request` without its lists.
+    #[derive(Clone, Copy)]
     struct Call {
         kind: Kind,
         dtype: Dtype,
@@ -149,51 +150,47 @@ pub mod ffi {
 
     // ----------------------------------------------------------------------------------------------------- devices
 
-    /// `engine::device::DeviceRequest`: one call on a device. The numbers are as in `Call`.
+    /// `engine::device::DeviceRequest`: one call on a device, whose memory is there.
     struct DeviceRequest<'a> {
         name: &'a str,
-        kind: Kind,
-        dtype: Dtype,
-        op: ReduceOp,
-        factor: f64,
-        equal_counts: bool,
+        call: Call,
+        /// The memory of its tensors is their elements in order.
         dense: bool,
-        root: u32,
-        tag: u32,
-        read: u64,
-        written: u64,
-        counts: bool,
-        tensors: u32,
-        element: u8,
-        site: u32,
+        inputs: &'a [Piece],
+        outputs: &'a [Piece],
+        /// Sizes of the ranks' blocks in bytes; empty where all are equal.
+        in_blocks: &'a [usize],
+        out_blocks: &'a [usize],
     }
 
-    /// `engine::device::Terms`: how the calls of one launch are made. Timeouts of 0 are none.
+    /// `engine::device::Terms`: how the calls of one launch are made.
     struct DeviceTerms {
         device: i8,
         region: bool,
         capturing: bool,
-        timeout_ms: u64,
-        join_timeout_ms: u64,
     }
 
     /// Calls that were checked and have their number.
     struct DeviceBegun {
         call: Box<RustCall>,
         number: u64,
+        /// 0: none.
+        timeout_ms: u64,
+        /// 0 for collectives; each direction of messages between two ranks has a stream of its own.
+        lane: i32,
         /// One for each call.
-        recipes: Vec<DeviceRecipe>,
+        lowerings: Vec<DeviceLowering>,
     }
 
-    /// Where the memory of one call lies: so many of the pieces that come with it, those that are sent first.
+    /// `engine::device::Placed`: where on the device the temporaries of one call lie; 0 where it has none.
     struct DevicePlaced {
-        /// Where the factor of the library's own PREMUL_SUM lies on the device, or 0.
+        /// Of the factor of the library's own PREMUL_SUM.
         factor: usize,
-        sends: usize,
-        receives: usize,
+        send: usize,
+        recv: usize,
     }
 
-    /// `recipe::Local`: what the shim does to a tensor beside the library's call.
+    /// `lowering::Local`: what the shim does to a tensor beside the library's call.
     enum LocalStep {
         /// To `dtype`.
         Cast,
@@ -213,18 +210,19 @@ pub mod ffi {
         count: usize,
     }
 
-    /// `lowering::Recipe`, as far as the shim has to know it.
-    struct DeviceRecipe {
-        /// The kind that the library is asked for, and the element type that it is given (for what is only moved, 0).
-        kind: Kind,
+    /// `lowering::Lowering` and `layout::Layout`, as far as the shim has to know them.
+    struct DeviceLowering {
+        /// The element type that the library is given.
         dtype: Dtype,
-        contiguous: bool,
-        out_of_place: bool,
-        clobbers_input: bool,
         /// It is given the factor of its own PREMUL_SUM.
         premul: bool,
-        /// What is done to the tensors before the library's call, and after it.
+        /// A temporary holds the inputs behind each other, after these steps.
+        gathers: bool,
         before: Vec<Local>,
+        /// The result is received in a temporary of so many bytes, or in that of the inputs, and copied to the outputs
+        /// after these steps.
+        receives: usize,
+        in_place: bool,
         after: Vec<Local>,
     }
 
@@ -557,7 +555,7 @@ pub mod ffi {
         /// The library, its version and file.
         fn describe(self: &RustDevices) -> String;
         /// Makes the communicator of all ranks for a device now; returns when all are there.
-        fn connect(self: &RustDevices, device: i32, timeout_ms: u64, exchange: &IdExchange) -> Result<()>;
+        fn connect(self: &RustDevices, device: i32, exchange: &IdExchange) -> Result<()>;
         /// Checks and lowers calls that are one launch, and takes their numbers; an error sent nothing.
         /// Waits for other ranks only where it makes their communicator.
         fn begin(
@@ -567,7 +565,7 @@ pub mod ffi {
             exchange: &IdExchange,
         ) -> Result<DeviceBegun>;
         /// Something that waits for all earlier calls on a device, to be watched as a call is.
-        fn behind(self: &RustDevices, device: i32, timeout_ms: u64) -> Box<RustCall>;
+        fn behind(self: &RustDevices, device: i32) -> DeviceBegun;
         /// Whether what is put on a raw stream is being captured.
         fn capturing(self: &RustDevices, device: i32, stream: usize) -> Result<bool>;
         /// The engine's own raw stream of a lane, behind a raw event; `told` are events of `mark` that nobody waits for any
@@ -579,14 +577,7 @@ pub mod ffi {
         fn can_split(self: &RustDevices, device: i32, members: &[u32]) -> bool;
         /// Makes it, for the group of those ranks; all ranks of this one call at once. A rank that is a member of no new
         /// group (`is_member` false) names itself as `child`, and members as on some rank that is.
-        fn split(
-            self: &RustDevices,
-            child: &RustDevices,
-            is_member: bool,
-            device: i32,
-            members: &[u32],
-            timeout_ms: u64,
-        ) -> Result<()>;
+        fn split(self: &RustDevices, child: &RustDevices, is_member: bool, device: i32, members: &[u32]) -> Result<()>;
         /// Takes the communicator of all ranks out of use; it ends with what this returns. `drained`: nothing is under way.
         fn retire(self: &RustDevices, device: i32, drained: bool) -> Box<RustRetired>;
         /// Unblocks whatever hangs; nothing can be issued afterwards.
@@ -594,9 +585,8 @@ pub mod ffi {
         /// Leaves with the others; false where a signal handler raised meanwhile. `drained` as above.
         fn close(self: &RustDevices, timeout_ms: u64, drained: bool) -> bool;
 
-        /// Puts the calls on a raw stream, as one launch; `pieces` are those of all of them. What the library was given
-        /// stays until this is dropped.
-        fn launch(self: &RustCall, placed: &[DevicePlaced], pieces: &[Piece], stream: usize) -> Result<()>;
+        /// Puts the calls on a raw stream, as one launch. What the library was given stays until this is dropped.
+        fn launch(self: &RustCall, placed: &[DevicePlaced], stream: usize) -> Result<()>;
         /// Until `poll` with what this returns, questions of this thread to the device break no capture of another one.
         fn before_poll(self: &RustCall) -> Result<u32>;
         /// Why they will not end, or ended badly, with its code letter; empty while they run and when they ended well.
@@ -610,7 +600,7 @@ pub mod ffi {
         /// Whether the library can leave ranks out that do not call.
         fn can_shrink(self: &RustRetired) -> bool;
         /// Aborts what is under way, and makes the communicator of all ranks but `excluded`, which do not call.
-        fn shrink(self: &RustRetired, child: &RustDevices, excluded: &[u32], timeout_ms: u64) -> Result<()>;
+        fn shrink(self: &RustRetired, child: &RustDevices, excluded: &[u32]) -> Result<()>;
 
         /// Highest level that is logged: 0 off, 1 error, 2 warn, 3 info, 4 debug, 5 trace.
         fn set_log_level(level: u8);

@@ -1,4 +1,4 @@
-//! Devices of a group over the bridge: plain numbers for handles, lists for recipes.
+//! Devices of a group over the bridge: plain numbers for handles, lists for what is to be done.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -9,12 +9,12 @@ use super::callbacks::StoreHook;
 use super::calls::RustGroup;
 use super::convert::{Outcome, dtype, guarded, kind, spans, unknown};
 use crate::engine::device::{
-    DeviceCall, DeviceEngine, DeviceGroup, DeviceRequest, Event, Exchange, Hints, Local, Lowered, LoweringInput,
-    Placed, Ranks, Recipe, Retired, Stream, Terms,
+    Buffers, DeviceCall, DeviceEngine, DeviceGroup, DeviceRequest, Event, Exchange, Hints, Local, Lowered,
+    LoweringInput, Placed, Ranks, Retired, Stream, Terms,
 };
 use crate::error::{Error, Result};
 use crate::host::Counting;
-use crate::types::{CallNote, Dtype, ReduceOp};
+use crate::types::{CallNote, Dtype, ReduceOp, Span};
 
 pub struct RustDevices(Arc<DeviceEngine>);
 pub struct RustCall(DeviceCall);
@@ -38,10 +38,6 @@ impl Exchange for ExchangeHook<'_> {
     }
 }
 
-fn milliseconds(count: u64) -> Duration {
-    Duration::from_millis(count)
-}
-
 impl RustGroup {
     pub(super) fn open_devices(
         &self,
@@ -59,29 +55,52 @@ impl RustGroup {
     }
 }
 
-fn request<'a>(call: &ffi::DeviceRequest<'a>) -> Result<DeviceRequest<'a>> {
-    let (kind, dtype) = (kind(call.kind)?, dtype(call.dtype)?);
-    let op = ReduceOp::from_u8(call.op.repr, call.factor).ok_or_else(|| unknown("reduce op", call.op.repr))?;
-    let ffi::DeviceRequest { name, root, tag, read, written, equal_counts, dense, .. } = *call;
-    let (counts, tensors, element, site) = (call.counts, call.tensors, call.element, call.site);
-    Ok(DeviceRequest {
-        name,
-        asked: LoweringInput { kind, dtype, op, ranks: 0, equal_counts, dense },
-        root,
-        tag,
-        read,
-        written,
-        note: CallNote { counts, tensors, element, site, host_staged: false },
-    })
+/// A call with its memory, which `buffers` refers to.
+struct Parts {
+    inputs: Vec<Span>,
+    outputs: Vec<Span>,
+}
+
+impl Parts {
+    fn of(call: &ffi::DeviceRequest<'_>) -> Parts {
+        Parts { inputs: spans(call.inputs), outputs: spans(call.outputs) }
+    }
+
+    fn request<'a>(&'a self, asked: &'a ffi::DeviceRequest<'_>) -> Result<DeviceRequest<'a>> {
+        let ffi::DeviceRequest { name, call, dense, in_blocks, out_blocks, .. } = asked;
+        let ffi::Call { root, tag, timeout_ms, counts, tensors, element, site, .. } = *call;
+        let (kind, dtype) = (kind(call.kind)?, dtype(call.dtype)?);
+        let op = ReduceOp::from_u8(call.op.repr, call.factor).ok_or_else(|| unknown("reduce op", call.op.repr))?;
+        let equal_counts = in_blocks.is_empty() && out_blocks.is_empty();
+        Ok(DeviceRequest {
+            name,
+            asked: LoweringInput { kind, dtype, op, ranks: 0, equal_counts, dense: *dense },
+            root,
+            tag,
+            timeout: u64::try_from(timeout_ms).ok().map(Duration::from_millis),
+            buffers: Buffers { inputs: &self.inputs, outputs: &self.outputs, in_blocks, out_blocks },
+            note: CallNote { counts, tensors, element, site, host_staged: false },
+        })
+    }
+}
+
+fn begun(call: DeviceCall) -> ffi::DeviceBegun {
+    ffi::DeviceBegun {
+        number: call.number(),
+        timeout_ms: call.timeout().as_millis() as u64,
+        lane: call.lane(),
+        lowerings: call.calls().iter().map(lowering).collect(),
+        call: Box::new(RustCall(call)),
+    }
 }
 
 impl RustDevices {
     pub(super) fn describe(&self) -> String {
         self.0.describe()
     }
-    pub(super) fn connect(&self, device: i32, timeout_ms: u64, exchange: &ffi::IdExchange) -> Outcome<()> {
+    pub(super) fn connect(&self, device: i32, exchange: &ffi::IdExchange) -> Outcome<()> {
         let exchange = ExchangeHook(exchange);
-        guarded(|| self.0.communicator(device, Ranks::All, &exchange, milliseconds(timeout_ms)).map(drop))
+        guarded(|| self.0.communicator(device, Ranks::All, &exchange).map(drop))
     }
     pub(super) fn begin(
         &self,
@@ -89,18 +108,17 @@ impl RustDevices {
         terms: &ffi::DeviceTerms,
         exchange: &ffi::IdExchange,
     ) -> Outcome<ffi::DeviceBegun> {
-        let ffi::DeviceTerms { device, region, capturing, timeout_ms, join_timeout_ms } = *terms;
-        let (timeout, join_timeout) = (milliseconds(timeout_ms), milliseconds(join_timeout_ms));
-        let terms = Terms { device: device.into(), region, capturing, timeout, join_timeout };
+        let ffi::DeviceTerms { device, region, capturing } = *terms;
+        let terms = Terms { device: device.into(), region, capturing };
         guarded(|| {
-            let calls = calls.iter().map(request).collect::<Result<Vec<_>>>()?;
-            let begun = self.0.begin(&calls, &terms, &ExchangeHook(exchange))?;
-            let recipes = begun.calls().iter().map(lowered).collect();
-            Ok(ffi::DeviceBegun { number: begun.number(), recipes, call: Box::new(RustCall(begun)) })
+            let parts: Vec<Parts> = calls.iter().map(Parts::of).collect();
+            let calls =
+                calls.iter().zip(&parts).map(|(call, parts)| parts.request(call)).collect::<Result<Vec<_>>>()?;
+            Ok(begun(self.0.begin(&calls, &terms, &ExchangeHook(exchange))?))
         })
     }
-    pub(super) fn behind(&self, device: i32, timeout_ms: u64) -> Box<RustCall> {
-        Box::new(RustCall(self.0.behind(device, milliseconds(timeout_ms))))
+    pub(super) fn behind(&self, device: i32) -> ffi::DeviceBegun {
+        begun(self.0.behind(device))
     }
     pub(super) fn capturing(&self, device: i32, stream: usize) -> Outcome<bool> {
         guarded(|| self.0.capturing(device, Stream(stream)))
@@ -115,16 +133,9 @@ impl RustDevices {
     pub(super) fn can_split(&self, device: i32, members: &[u32]) -> bool {
         self.0.can_split(device, members)
     }
-    pub(super) fn split(
-        &self,
-        child: &RustDevices,
-        is_member: bool,
-        device: i32,
-        members: &[u32],
-        timeout_ms: u64,
-    ) -> Outcome<()> {
+    pub(super) fn split(&self, child: &RustDevices, is_member: bool, device: i32, members: &[u32]) -> Outcome<()> {
         let child = is_member.then_some(&*child.0);
-        guarded(|| self.0.split(child, device, members, milliseconds(timeout_ms)))
+        guarded(|| self.0.split(child, device, members))
     }
     pub(super) fn retire(&self, device: i32, drained: bool) -> Box<RustRetired> {
         Box::new(RustRetired(self.0.retire(device, drained)))
@@ -136,7 +147,7 @@ impl RustDevices {
         });
     }
     pub(super) fn close(&self, timeout_ms: u64, drained: bool) -> bool {
-        guarded(|| Ok(self.0.close(milliseconds(timeout_ms), drained))).unwrap_or(true)
+        guarded(|| Ok(self.0.close(Duration::from_millis(timeout_ms), drained))).unwrap_or(true)
     }
 }
 
@@ -156,37 +167,23 @@ fn local(step: &Local) -> ffi::Local {
     }
 }
 
-fn lowered(call: &Lowered) -> ffi::DeviceRecipe {
-    let Recipe { kind, dtype, contiguous, out_of_place, clobbers_input, ref before, ref after, .. } = call.recipe;
-    ffi::DeviceRecipe {
-        kind: ffi::Kind { repr: kind as u8 },
-        dtype: shared_dtype(dtype),
-        contiguous,
-        out_of_place,
-        clobbers_input,
+fn lowering(call: &Lowered) -> ffi::DeviceLowering {
+    let (lowering, layout) = (&call.lowering, &call.layout);
+    ffi::DeviceLowering {
+        dtype: shared_dtype(lowering.dtype),
         premul: call.is_premul(),
-        before: before.iter().map(local).collect(),
-        after: after.iter().map(local).collect(),
+        gathers: layout.send.temporary.is_some(),
+        before: lowering.before.iter().map(local).collect(),
+        receives: layout.recv.temporary.unwrap_or(0),
+        in_place: layout.in_place,
+        after: lowering.after.iter().map(local).collect(),
     }
 }
 
 impl RustCall {
-    pub(super) fn launch(&self, placed: &[ffi::DevicePlaced], pieces: &[ffi::Piece], stream: usize) -> Outcome<()> {
-        guarded(|| {
-            let all = spans(pieces);
-            let mut rest = &all[..];
-            let mut take = |count: usize| {
-                let (taken, left) = rest.split_at_checked(count)?;
-                rest = left;
-                Some(taken)
-            };
-            let placed: Option<Vec<Placed<'_>>> = placed
-                .iter()
-                .map(|one| Some(Placed { factor: one.factor, send: take(one.sends)?, recv: take(one.receives)? }))
-                .collect();
-            let missing = || Error::Bug("sagellm: fewer pieces of memory came over the bridge than were named".into());
-            self.0.launch(&placed.ok_or_else(missing)?, Stream(stream))
-        })
+    pub(super) fn launch(&self, placed: &[ffi::DevicePlaced], stream: usize) -> Outcome<()> {
+        let place = |at: &ffi::DevicePlaced| Placed { factor: at.factor, send: at.send, recv: at.recv };
+        guarded(|| self.0.launch(&placed.iter().map(place).collect::<Vec<_>>(), Stream(stream)))
     }
     pub(super) fn before_poll(&self) -> Outcome<u32> {
         guarded(|| self.0.before_poll())
@@ -221,7 +218,7 @@ impl RustRetired {
     pub(super) fn can_shrink(&self) -> bool {
         self.0.can_shrink()
     }
-    pub(super) fn shrink(&self, child: &RustDevices, excluded: &[u32], timeout_ms: u64) -> Outcome<()> {
-        guarded(|| self.0.shrink(&child.0, excluded, milliseconds(timeout_ms)))
+    pub(super) fn shrink(&self, child: &RustDevices, excluded: &[u32]) -> Outcome<()> {
+        guarded(|| self.0.shrink(&child.0, excluded))
     }
 }

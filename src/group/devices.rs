@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use super::Group;
 use super::report::{Carrier, ExternalOp};
@@ -26,6 +27,9 @@ impl DeviceGroup for Group {
     }
     fn policy(&self) -> &Arc<Policy> {
         &self.policy
+    }
+    fn timeout(&self) -> Duration {
+        Duration::from_millis(self.timeout_ms.load(Ordering::Relaxed))
     }
     fn usable(&self, what: &str) -> Result<()> {
         Group::usable(self, what)
@@ -62,7 +66,7 @@ impl DeviceGroup for Group {
         told.collect()
     }
     fn count(&self, call: &DeviceRequest<'_>) -> Box<dyn Counted> {
-        let (peer, bytes) = ((call.root, call.tag), (call.read, call.written));
+        let (peer, bytes) = ((call.root, call.tag), (call.read(), call.written()));
         Box::new(self.external_op(call.asked.kind, Carrier::Device, peer, bytes, call.note))
     }
 }

@@ -103,9 +103,9 @@ pub fn data(dtype: Dtype, seed: usize, elements: usize) -> Vec<u8> {
 }
 
 /// Elements of the block from one rank to another.
-pub fn block(kind: Kind, even: bool, from: usize, to: usize) -> usize {
+pub fn block(kind: Kind, equal_counts: bool, from: usize, to: usize) -> usize {
     match kind {
-        _ if even => 3,
+        _ if equal_counts => 3,
         Kind::AllGather => from * 2, // the first is empty
         Kind::ReduceScatter => to + 1,
         Kind::AllToAll => (from * 3 + to) % 4,
@@ -120,12 +120,13 @@ pub struct Case {
 
 impl Case {
     pub fn input(&self, me: usize) -> Vec<u8> {
-        let LoweringInput { kind, dtype, ranks, equal_counts: even, .. } = self.asked;
-        let to_all = |me: usize| (0..ranks).flat_map(move |q| data(dtype, me * 100 + q, block(kind, even, me, q)));
+        let LoweringInput { kind, dtype, ranks, equal_counts, .. } = self.asked;
+        let to_all =
+            |me: usize| (0..ranks).flat_map(move |q| data(dtype, me * 100 + q, block(kind, equal_counts, me, q)));
         match kind {
             Kind::AllReduce | Kind::Reduce | Kind::Gather => data(dtype, me, 7),
             Kind::Broadcast if me == self.root => data(dtype, me, 7),
-            Kind::AllGather => data(dtype, me, block(kind, even, me, 0)),
+            Kind::AllGather => data(dtype, me, block(kind, equal_counts, me, 0)),
             Kind::Scatter if me == self.root => to_all(me).collect(),
             Kind::ReduceScatter | Kind::AllToAll => to_all(me).collect(),
             _ => Vec::new(),
@@ -134,9 +135,9 @@ impl Case {
 
     /// Bytes that go to or come from rank `q`, in the caller's type.
     pub fn blocks(&self, me: usize, sends: bool) -> Vec<usize> {
-        let LoweringInput { kind, dtype, ranks, equal_counts: even, .. } = self.asked;
+        let LoweringInput { kind, dtype, ranks, equal_counts, .. } = self.asked;
         (0..ranks)
-            .map(|q| if sends { block(kind, even, me, q) } else { block(kind, even, q, me) } * dtype.size())
+            .map(|q| if sends { block(kind, equal_counts, me, q) } else { block(kind, equal_counts, q, me) } * dtype.size())
             .collect()
     }
 

@@ -1,14 +1,18 @@
 //! Calls on devices that are one launch: onto a raw stream, how they stand, how they travelled.
 
+use std::borrow::Cow;
 use std::sync::{Arc, Mutex};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::communicator::{Call, Message};
 use super::communicators::DeviceComm;
-use super::engine::{Counted, DeviceEngine, lock};
+use super::engine::DeviceEngine;
+use super::group::Counted;
 use super::launch::{Job, Launched, launch};
+use super::layout::Layout;
 use super::libs::nccl::profiler;
-use super::lowering::Recipe;
+use super::lock;
+use super::lowering::Lowering;
 use super::runtime::{SPARES_CAPTURES, Stream};
 use super::watchdog::{Library, Watched};
 use crate::error::{Error, Result};
@@ -18,6 +22,7 @@ use crate::types::{Kind, ReduceOp, Span};
 pub struct DeviceCall {
     pub(super) engine: Arc<DeviceEngine>,
     pub(super) device: i32,
+    pub(super) lane: i32,
     /// `None` where it has ended in order, and its operations before it.
     pub(super) communicator: Option<Arc<DeviceComm>>,
     pub(super) watched: Watched,
@@ -51,20 +56,33 @@ pub struct Lowered {
     pub(super) peer: u32,
     pub(super) tensors: u32,
     pub(super) bytes: u64,
-    pub recipe: Recipe,
+    pub lowering: Lowering,
+    pub layout: Layout,
 }
 
-/// Where the memory of one call lies, after the local steps before it.
+/// Where the temporaries of one call lie that its layout asks for, after the local steps before it; else 0.
 #[derive(Clone, Copy, Debug)]
-pub struct Placed<'a> {
+pub struct Placed {
+    /// Of the factor of the library's own PREMUL_SUM.
     pub factor: usize,
-    pub send: &'a [Span],
-    pub recv: &'a [Span],
+    pub send: usize,
+    pub recv: usize,
 }
 
 impl DeviceCall {
     pub fn number(&self) -> u64 {
         self.watched.number
+    }
+
+    /// Zero: none.
+    pub fn timeout(&self) -> Duration {
+        self.watched.timeout
+    }
+
+    /// Which of the engine's streams of a device it is for, so that calls that may wait for different peers do not wait
+    /// for one another. 0 is that of the collectives.
+    pub fn lane(&self) -> i32 {
+        self.lane
     }
 
     pub fn calls(&self) -> &[Lowered] {
@@ -73,8 +91,12 @@ impl DeviceCall {
 
     /// Puts the calls on a raw stream, as one launch where there are several; what the library was given stays until this
     /// is dropped.
-    pub fn launch(&self, placed: &[Placed<'_>], stream: Stream) -> Result<()> {
+    pub fn launch(&self, placed: &[Placed], stream: Stream) -> Result<()> {
         let communicator = self.communicator.as_ref().ok_or_else(|| Error::Bug("sagellm: nothing to launch".into()))?;
+        if placed.len() != self.calls.len() {
+            let (calls, placed) = (self.calls.len(), placed.len());
+            return Err(Error::Bug(format!("sagellm: {calls} calls are launched, and {placed} were prepared")));
+        }
         self.engine.runtime.set_device(self.device)?;
         if let ([call], [place]) = (&self.calls[..], placed) {
             lock(&self.launched).push(self.one(communicator, call, place, stream)?);
@@ -87,29 +109,38 @@ impl DeviceCall {
         launched.and(ended)
     }
 
-    fn one(&self, communicator: &DeviceComm, call: &Lowered, place: &Placed<'_>, stream: Stream) -> Result<Launched> {
+    fn one(&self, communicator: &DeviceComm, call: &Lowered, place: &Placed, stream: Stream) -> Result<Launched> {
         let library = communicator.library();
-        let Placed { factor, send, recv } = *place;
-        let (recipe, root) = (&call.recipe, call.root);
-        let job = Job { recipe, rank: library.rank(), ranks: library.ranks(), root, factor, send, recv };
+        let (send, recv) = call.memory(place);
+        let (lowering, root, factor) = (&call.lowering, call.root, place.factor);
+        let job =
+            Job { lowering, rank: library.rank(), ranks: library.ranks(), root, factor, send: &send, recv: &recv };
         launch(library, &*self.engine.runtime, &job, stream)
     }
 
-    fn several(&self, communicator: &DeviceComm, placed: &[Placed<'_>], stream: Stream) -> Result<()> {
+    fn several(&self, communicator: &DeviceComm, placed: &[Placed], stream: Stream) -> Result<()> {
         let me = self.engine.group.rank() as u32;
         let mut messages = Vec::new();
+        let (mut sent, mut received) = (Vec::new(), Vec::new());
         for (call, place) in self.calls.iter().zip(placed) {
             if !call.kind.is_p2p() {
                 lock(&self.launched).push(self.one(communicator, call, place, stream)?);
-            } else if call.peer != me {
-                // One to oneself is a copy, which the shim has made.
-                let part = |spans: &[Span], sends: bool| {
-                    let message = |span: &Span| Message { peer: call.root, sends, addr: span.addr, bytes: span.bytes };
-                    spans.iter().filter(|span| span.bytes > 0).map(message).collect::<Vec<Message>>()
-                };
-                messages.extend(part(place.send, true));
-                messages.extend(part(place.recv, false));
+                continue;
             }
+            let (send, recv) = call.memory(place);
+            let own = call.peer == me;
+            for (sends, span) in send.iter().map(|span| (true, span)).chain(recv.iter().map(|span| (false, span))) {
+                match (own, sends) {
+                    _ if span.bytes == 0 => {}
+                    (false, _) => messages.push(Message { peer: call.root, sends, addr: span.addr, bytes: span.bytes }),
+                    (true, true) => sent.push(*span),
+                    (true, false) => received.push(*span),
+                }
+            }
+        }
+        // No library has to carry what a rank sends to itself. The first sent is the first received, as `begin` checked.
+        for (from, to) in sent.iter().zip(&received) {
+            self.engine.runtime.copy(to.addr, from.addr, from.bytes, stream)?;
         }
         // Messages under way together cannot wait for one another, whatever their order on the ranks.
         if !messages.is_empty() {
@@ -154,7 +185,7 @@ impl DeviceCall {
         self.calls
             .iter()
             .map(|call| {
-                let mut why = call.recipe.why.clone();
+                let mut why = call.lowering.why.clone();
                 if why.is_empty() {
                     why = "one call of the library, which chooses the algorithm".to_string();
                 }
@@ -184,8 +215,13 @@ impl DeviceCall {
 }
 
 impl Lowered {
+    /// Where the library sends from and receives to.
+    fn memory(&self, place: &Placed) -> (Cow<'_, [Span]>, Cow<'_, [Span]>) {
+        (self.layout.send.at(place.send), self.layout.received(place.send, place.recv))
+    }
+
     /// The library itself scales by a factor (its PREMUL_SUM), which the launch must pass.
     pub fn is_premul(&self) -> bool {
-        matches!(self.recipe.op, ReduceOp::PremulSum(_))
+        matches!(self.lowering.op, ReduceOp::PremulSum(_))
     }
 }

@@ -312,7 +312,7 @@ pub fn within<T: Send + 'static>(
 }
 
 /// A communicator's handle and who may still use it. A call enters and leaves; whoever ends the communicator shuts the
-/// gate first, so that nobody enters any more, and gives those inside a short time.
+/// guard first, so that nobody enters any more, and gives those inside a short time.
 #[derive(Debug)]
 pub struct HandleGuard {
     handle: usize,
@@ -373,14 +373,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_gate_lets_nobody_in_after_it_was_shut_and_waits_for_those_inside() {
-        let gate = HandleGuard::new(7);
-        assert_eq!(gate.enter("a", Ok), Ok(7));
+    fn a_guard_lets_nobody_in_after_it_was_shut_and_waits_for_those_inside() {
+        let guard = HandleGuard::new(7);
+        assert_eq!(guard.enter("a", Ok), Ok(7));
         std::thread::scope(|scope| {
             let (entered, leave) = (mpsc::channel(), mpsc::channel::<()>());
-            let gate = &gate;
+            let guard = &guard;
             scope.spawn(move || {
-                gate.enter("b", |_| {
+                guard.enter("b", |_| {
                     entered.0.send(()).unwrap();
                     leave.1.recv().unwrap();
                     Ok(())
@@ -388,11 +388,11 @@ mod tests {
             });
             entered.1.recv().unwrap();
             // It hangs: the one who ends it goes on after the grace.
-            assert_eq!(gate.shut("aborted", Duration::from_millis(5)), Some(7));
-            assert_eq!(gate.shut("closed", GRACE), None);
+            assert_eq!(guard.shut("aborted", Duration::from_millis(5)), Some(7));
+            assert_eq!(guard.shut("closed", GRACE), None);
             leave.0.send(()).unwrap();
         });
-        let error = gate.enter("all_reduce", Ok).unwrap_err();
+        let error = guard.enter("all_reduce", Ok).unwrap_err();
         assert_eq!(error, Error::Aborted("sagellm: all_reduce: the communicator was aborted".into()));
     }
 

@@ -1,25 +1,25 @@
-//! From a recipe and the memory of one rank to calls of the library. `calls` is pure, so that tests can run it against a
+//! From a lowering and the memory of one rank to calls of the library. `calls` is pure, so that tests can run it against a
 //! model of a library in plain memory; `launch` puts the calls on a stream.
 
 use super::communicator::{Call, Communicator, Kept, Message};
-use super::lowering::{Method, Recipe};
+use super::lowering::{Lowering, Method};
 use super::runtime::{Runtime, Stream};
 use crate::error::{Error, Result};
 use crate::types::{Kind, Span};
 
-/// One rank's part in an operation. Memory is on the device, in the recipe's wire type, after `before` and before `after`.
+/// One rank's part in an operation. Memory is on the device, in the lowering's wire type, after `before` and before `after`.
 ///
-/// `send` and `recv` are as the table of `types::Request` has them, for the kind that the recipe names: one span a block,
+/// `send` and `recv` are as the table of `types::Request` has them, for the kind that the lowering names: one span a block,
 /// or, where blocks are equal and lie behind each other, a single span for all. Empty where a rank has none.
 #[derive(Clone, Copy, Debug)]
 pub struct Job<'a> {
-    pub recipe: &'a Recipe,
+    pub lowering: &'a Lowering,
     pub rank: u32,
     pub ranks: u32,
     /// The peer of a send or receive.
     pub root: u32,
-    /// Where the factor of a PREMUL_SUM of the library's own lies on the device, in the recipe's wire type; 0 where the
-    /// recipe says it.
+    /// Where the factor of a PREMUL_SUM of the library's own lies on the device, in the lowering's wire type; 0 where the
+    /// lowering says it.
     pub factor: usize,
     pub send: &'a [Span],
     pub recv: &'a [Span],
@@ -59,7 +59,7 @@ pub fn launch(
         launched.keep(kept);
         Ok(())
     };
-    if !job.recipe.grouped {
+    if !job.lowering.grouped {
         calls(job, &mut run)?;
         return Ok(launched);
     }
@@ -72,8 +72,8 @@ pub fn launch(
 
 /// Gives the calls of one rank to `run`, in order, and ends at the first error.
 pub fn calls(job: &Job<'_>, run: &mut dyn FnMut(&Call<'_>) -> Result<()>) -> Result<()> {
-    let recipe = job.recipe;
-    match (recipe.kind, recipe.method) {
+    let lowering = job.lowering;
+    match (lowering.kind, lowering.method) {
         (Kind::AllToAll, Method::Native) => all_to_all(job, run),
         (_, Method::Native) => native(job, run),
         (_, Method::Exchange) => exchange(job, run),
@@ -83,10 +83,10 @@ pub fn calls(job: &Job<'_>, run: &mut dyn FnMut(&Call<'_>) -> Result<()>) -> Res
 
 impl Job<'_> {
     fn wrong(&self, what: &str) -> Error {
-        let Job { recipe, rank, ranks, send, recv, .. } = self;
+        let Job { lowering, rank, ranks, send, recv, .. } = self;
         Error::Bug(format!(
             "sagellm: {} of rank {rank} of {ranks}: {what}; {} and {} spans, {} and {} bytes",
-            recipe.kind,
+            lowering.kind,
             send.len(),
             recv.len(),
             total(send),
@@ -95,11 +95,11 @@ impl Job<'_> {
     }
 
     fn count(&self, bytes: usize) -> Result<usize> {
-        let size = self.recipe.dtype.size();
+        let size = self.lowering.dtype.size();
         if bytes.is_multiple_of(size) {
             Ok(bytes / size)
         } else {
-            Err(self.wrong(&format!("{bytes} bytes are no whole number of {}", self.recipe.dtype.name())))
+            Err(self.wrong(&format!("{bytes} bytes are no whole number of {}", self.lowering.dtype.name())))
         }
     }
 
@@ -117,7 +117,7 @@ impl Job<'_> {
         }
     }
 
-    /// All blocks as one run; a recipe that is `flat` promises it.
+    /// All blocks as one run; a lowering that is `contiguous` promises it.
     fn run(&self, spans: &[Span]) -> Result<Span> {
         let Some(first) = spans.first() else { return Ok(Span { addr: 0, bytes: 0 }) };
         let mut next = first.addr;
@@ -136,7 +136,7 @@ fn total(spans: &[Span]) -> usize {
 }
 
 fn native(job: &Job<'_>, run: &mut dyn FnMut(&Call<'_>) -> Result<()>) -> Result<()> {
-    let Recipe { kind, dtype, op, .. } = *job.recipe;
+    let Lowering { kind, dtype, op, .. } = *job.lowering;
     let (sent, received) = (job.run(job.send)?, job.run(job.recv)?);
     let (send, recv, root) = (sent.addr, received.addr, job.root);
     let at_root = job.rank == root;
@@ -183,7 +183,7 @@ fn all_to_all(job: &Job<'_>, run: &mut dyn FnMut(&Call<'_>) -> Result<()>) -> Re
         recv: received.addr,
         send_counts: &send_counts,
         recv_counts: &recv_counts,
-        dtype: job.recipe.dtype,
+        dtype: job.lowering.dtype,
     })
 }
 
@@ -207,7 +207,7 @@ fn exchange(job: &Job<'_>, run: &mut dyn FnMut(&Call<'_>) -> Result<()>) -> Resu
     };
     let whole = |spans: &[Span]| job.run(spans);
     let mut local = None;
-    match job.recipe.kind {
+    match job.lowering.kind {
         Kind::Send => message(true, job.root, whole(job.send)?),
         Kind::Recv => message(false, job.root, whole(job.recv)?),
         Kind::Gather if me == job.root => {
@@ -234,8 +234,8 @@ fn exchange(job: &Job<'_>, run: &mut dyn FnMut(&Call<'_>) -> Result<()>) -> Resu
             local = Some(Ok((job.block(job.send, me)?, job.block(job.recv, me)?)));
         }
     }
-    if job.recipe.kind.is_p2p() && job.root == me {
-        return Err(Error::Invalid(format!("sagellm: {}: rank {me} is its own peer", job.recipe.kind)));
+    if job.lowering.kind.is_p2p() && job.root == me {
+        return Err(Error::Invalid(format!("sagellm: {}: rank {me} is its own peer", job.lowering.kind)));
     }
     if let Some(pair) = local {
         let (from, to): (Span, Span) = pair?;
@@ -248,7 +248,7 @@ fn exchange(job: &Job<'_>, run: &mut dyn FnMut(&Call<'_>) -> Result<()>) -> Resu
 }
 
 fn per_root(job: &Job<'_>, run: &mut dyn FnMut(&Call<'_>) -> Result<()>) -> Result<()> {
-    let Recipe { kind, dtype, op, .. } = *job.recipe;
+    let Lowering { kind, dtype, op, .. } = *job.lowering;
     if kind == Kind::AllGather {
         // The own block first, into the place that it is sent from.
         let own = job.block(job.recv, job.rank)?;

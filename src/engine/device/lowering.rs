@@ -4,7 +4,7 @@
 //!
 //! Nothing here names a vendor: [`Capabilities`] say what one can do. To add a vendor is to write its capabilities.
 //!
-//! # What a recipe says
+//! # What a [`Lowering`] says
 //! `before` is done to the input on the communication stream, in order, then the library moves and combines `dtype`, then
 //! `after` is done to what came out, in order. Where neither is empty the caller works in temporary memory. `dtype` may
 //! be a view of the tensor's own bytes (complex numbers as pairs, bool as bytes); a change of the bytes is a `Cast`.
@@ -58,7 +58,7 @@ pub enum Double {
     AsFloat,
 }
 
-/// What one library, in the version found, can do. Data, so that the recipe needs no vendor's name.
+/// What one library, in the version found, can do. Data, so that lowering needs no vendor's name.
 #[derive(Clone, Debug)]
 pub struct Capabilities {
     /// For messages, with the version: "NCCL 2.30.7".
@@ -71,7 +71,7 @@ pub struct Capabilities {
     /// all_to_all with a count for every peer, between two contiguous buffers that differ.
     pub all_to_all_v: bool,
     /// A reduce to one root may leave partial sums in the input of the others.
-    pub reduce_spoils: bool,
+    pub reduce_clobbers_input: bool,
     /// Several calls between group start and group end are one launch.
     pub group: bool,
     /// Communicators can be made from a communicator.
@@ -91,7 +91,7 @@ impl Capabilities {
     }
 }
 
-/// An operation, as far as the recipe sees it. All ranks ask the same.
+/// An operation, as far as lowering sees it. All ranks ask the same.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LoweringInput {
     pub kind: Kind,
@@ -130,7 +130,7 @@ pub enum Method {
 }
 
 #[derive(Clone, Debug, PartialEq)]
-pub struct Recipe {
+pub struct Lowering {
     /// What the library does, which may be another kind than was asked for.
     pub kind: Kind,
     pub dtype: Dtype,
@@ -150,6 +150,25 @@ pub struct Recipe {
     pub why: String,
 }
 
+impl Lowering {
+    /// One call of the library's own, on memory as it lies.
+    fn native(kind: Kind, dtype: Dtype, op: ReduceOp) -> Lowering {
+        Lowering {
+            kind,
+            dtype,
+            op,
+            before: Vec::new(),
+            after: Vec::new(),
+            method: Method::Native,
+            contiguous: true,
+            out_of_place: false,
+            clobbers_input: false,
+            grouped: false,
+            why: String::new(),
+        }
+    }
+}
+
 /// Bytes up to which a tensor of a list is packed with others; larger ones are calls of their own in the same launch.
 /// Packing costs four passes over the tensor's memory, a further call in a launch costs host time; where both are equal
 /// was not measured for want of a device, `make bench-gpu` has the rows.
@@ -160,8 +179,8 @@ pub fn packs(bytes: usize) -> bool {
     bytes <= PACK_BYTES
 }
 
-/// The way of an operation, or the reason why there is none and what to do.
-pub fn recipe(asked: &LoweringInput, able: &Capabilities) -> Result<Recipe, String> {
+/// What to ask the library for an operation, or the reason why that cannot be done and what to do.
+pub fn lower(asked: &LoweringInput, able: &Capabilities) -> Result<Lowering, String> {
     let name = &able.name;
     if !asked.dense {
         return Err(format!(
@@ -172,11 +191,11 @@ pub fn recipe(asked: &LoweringInput, able: &Capabilities) -> Result<Recipe, Stri
     }
     match narrow_of(asked.dtype) {
         Some(narrow) if able.double == Double::AsFloat => {
-            let mut recipe = recipe(&LoweringInput { dtype: narrow, ..*asked }, able)?;
-            recipe.before.insert(0, Local::Cast(narrow));
-            recipe.after.push(Local::Cast(asked.dtype));
-            recipe.why = join("64-bit floats travel as 32 bits, as SAGELLM_DOUBLE_AS_FLOAT=1 allows", &recipe.why);
-            Ok(recipe)
+            let mut lowering = lower(&LoweringInput { dtype: narrow, ..*asked }, able)?;
+            lowering.before.insert(0, Local::Cast(narrow));
+            lowering.after.push(Local::Cast(asked.dtype));
+            lowering.why = join("64-bit floats travel as 32 bits, as SAGELLM_DOUBLE_AS_FLOAT=1 allows", &lowering.why);
+            Ok(lowering)
         }
         Some(narrow) if able.double == Double::Refused => Err(format!(
             "sagellm: {} of {}: {name} has no 64-bit floats, and its device keeps such tensors in 32 bits; convert to \
@@ -200,49 +219,37 @@ fn narrow_of(dtype: Dtype) -> Option<Dtype> {
 }
 
 /// Kinds that move bytes and change none.
-fn moved(asked: &LoweringInput, able: &Capabilities) -> Recipe {
-    let LoweringInput { kind, equal_counts: even, .. } = *asked;
-    let plain = Recipe {
-        kind,
-        dtype: Dtype::Bytes,
-        op: ReduceOp::Sum,
-        before: Vec::new(),
-        after: Vec::new(),
-        method: Method::Native,
-        contiguous: true,
-        out_of_place: false,
-        clobbers_input: false,
-        grouped: false,
-        why: String::new(),
-    };
-    let exchange = |why: String| Recipe { method: Method::Exchange, contiguous: false, why, ..plain.clone() };
+fn moved(asked: &LoweringInput, able: &Capabilities) -> Lowering {
+    let LoweringInput { kind, equal_counts, .. } = *asked;
+    let native = Lowering::native(kind, Dtype::Bytes, ReduceOp::Sum);
+    let exchange = |why: String| Lowering { method: Method::Exchange, contiguous: false, why, ..native.clone() };
     let lacks = || format!("{} has no {kind}: sends and receives", able.name);
     match kind {
-        Kind::Barrier => Recipe {
+        Kind::Barrier => Lowering {
             kind: Kind::AllReduce,
             dtype: Dtype::F32,
             why: "a barrier is an all_reduce of one number".into(),
-            ..plain
+            ..native
         },
         Kind::Gather if !able.gather => exchange(lacks()),
         Kind::Scatter if !able.scatter => exchange(lacks()),
         // Which rank has equal blocks is known to that rank alone, so both forms of the call go one way.
-        Kind::AllToAll if able.all_to_all_v => Recipe { out_of_place: true, ..plain },
+        Kind::AllToAll if able.all_to_all_v => Lowering { out_of_place: true, ..native },
         Kind::AllToAll => exchange("all_to_all travels as sends and receives, equal blocks and others alike".into()),
-        Kind::AllGather if !even => Recipe {
+        Kind::AllGather if !equal_counts => Lowering {
             method: Method::PerRoot,
             contiguous: false,
             grouped: able.group,
             why: "blocks differ: one broadcast for each rank".into(),
-            ..plain
+            ..native
         },
         Kind::Send | Kind::Recv => exchange(String::new()),
-        _ => plain,
+        _ => native,
     }
 }
 
 /// Kinds that combine numbers.
-fn combined(asked: &LoweringInput, able: &Capabilities) -> Result<Recipe, String> {
+fn combined(asked: &LoweringInput, able: &Capabilities) -> Result<Lowering, String> {
     let LoweringInput { kind, dtype, op, .. } = *asked;
     let (wire, wire_op) = as_parts(kind, dtype, op)?;
     // torch has no operators for these, so nothing can be composed.
@@ -253,29 +260,17 @@ fn combined(asked: &LoweringInput, able: &Capabilities) -> Result<Recipe, String
             dtype.name()
         ));
     }
-    let base = Recipe {
-        kind,
-        dtype: wire,
-        op: wire_op,
-        before: Vec::new(),
-        after: Vec::new(),
-        method: Method::Native,
-        contiguous: true,
-        out_of_place: false,
-        clobbers_input: false,
-        grouped: false,
-        why: String::new(),
-    };
+    let base = Lowering::native(kind, wire, wire_op);
     let done = numbers(base, dtype, op, asked.ranks, able);
-    let Some(mut recipe) = done else { return folded(asked, able) };
+    let Some(mut lowering) = done else { return folded(asked, able) };
     if kind == Kind::ReduceScatter && !asked.equal_counts {
-        recipe.method = Method::PerRoot;
-        recipe.contiguous = false;
-        recipe.grouped = able.group;
-        recipe.clobbers_input = able.reduce_spoils;
-        recipe.why = join("blocks differ: one reduce for each rank", &recipe.why);
+        lowering.method = Method::PerRoot;
+        lowering.contiguous = false;
+        lowering.grouped = able.group;
+        lowering.clobbers_input = able.reduce_clobbers_input;
+        lowering.why = join("blocks differ: one reduce for each rank", &lowering.why);
     }
-    Ok(recipe)
+    Ok(lowering)
 }
 
 /// The type and op that torch defines the result by: complex numbers by their parts, truth values by their order.
@@ -316,14 +311,14 @@ fn parts_of(dtype: Dtype) -> Dtype {
 }
 
 /// As one call with what the library combines, if that is possible: `None` where all ranks' data must come together.
-fn numbers(base: Recipe, dtype: Dtype, op: ReduceOp, ranks: usize, able: &Capabilities) -> Option<Recipe> {
+fn numbers(base: Lowering, dtype: Dtype, op: ReduceOp, ranks: usize, able: &Capabilities) -> Option<Lowering> {
     let name = &able.name;
     if able.combines(base.dtype, base.op) {
         return Some(base);
     }
     // A truth value is 0 or 1, with or without a sign.
     if dtype == Dtype::Bool && able.combines(Dtype::I8, base.op) {
-        return Some(Recipe { dtype: Dtype::I8, ..base });
+        return Some(Lowering { dtype: Dtype::I8, ..base });
     }
     let (sum, before, after) = match op {
         ReduceOp::Avg => (true, None, Some(Local::Divide(ranks))),
@@ -331,19 +326,19 @@ fn numbers(base: Recipe, dtype: Dtype, op: ReduceOp, ranks: usize, able: &Capabi
         _ => (false, None, None),
     };
     if sum {
-        let mut recipe = numbers(Recipe { op: ReduceOp::Sum, ..base }, dtype, ReduceOp::Sum, ranks, able)?;
+        let mut lowering = numbers(Lowering { op: ReduceOp::Sum, ..base }, dtype, ReduceOp::Sum, ranks, able)?;
         if let Some(before) = before {
-            recipe.before.insert(0, before);
+            lowering.before.insert(0, before);
         }
-        recipe.after.extend(after);
+        lowering.after.extend(after);
         let what = if before.is_some() { "scaled first, then summed" } else { "summed, then divided" };
         let why = format!("{name} has no {} of {}: {what}", ReduceOp::name_of(op.code()), dtype.name());
-        recipe.why = join(&why, &recipe.why);
-        return Some(recipe);
+        lowering.why = join(&why, &lowering.why);
+        return Some(lowering);
     }
     let wide = wider(base.dtype).find(|wide| able.combines(*wide, base.op))?;
     let why = format!("{name} has no {} of {}: as {}", ReduceOp::name_of(op.code()), dtype.name(), wide.name());
-    Some(Recipe { dtype: wide, before: vec![Local::Cast(wide)], after: vec![Local::Cast(dtype)], why, ..base })
+    Some(Lowering { dtype: wide, before: vec![Local::Cast(wide)], after: vec![Local::Cast(dtype)], why, ..base })
 }
 
 /// Types in which SUM, PRODUCT, MIN and MAX of this one give the same after the cast back: integers modulo their width,
@@ -360,7 +355,7 @@ fn wider(dtype: Dtype) -> impl Iterator<Item = Dtype> {
 
 /// Every rank (reduce: the root) gets all the inputs it needs and combines them itself, in the order of the ranks. Costs
 /// as many times the memory and the traffic as there are ranks, and can do everything.
-fn folded(asked: &LoweringInput, able: &Capabilities) -> Result<Recipe, String> {
+fn folded(asked: &LoweringInput, able: &Capabilities) -> Result<Lowering, String> {
     let LoweringInput { kind, dtype, op, .. } = *asked;
     let moves = match kind {
         Kind::AllReduce => Kind::AllGather,
@@ -368,8 +363,8 @@ fn folded(asked: &LoweringInput, able: &Capabilities) -> Result<Recipe, String> 
         _ => Kind::AllToAll,
     };
     // Every rank receives blocks of one size, its own, so they lie behind each other.
-    let even = kind != Kind::ReduceScatter || asked.equal_counts;
-    let mut recipe = moved(&LoweringInput { kind: moves, equal_counts: even, ..*asked }, able);
+    let equal_counts = kind != Kind::ReduceScatter || asked.equal_counts;
+    let mut lowering = moved(&LoweringInput { kind: moves, equal_counts, ..*asked }, able);
     let mut after = vec![Local::Fold(op)];
     let (before, fold) = match op {
         ReduceOp::Avg => (None, ReduceOp::Sum),
@@ -380,17 +375,17 @@ fn folded(asked: &LoweringInput, able: &Capabilities) -> Result<Recipe, String> 
     if op == ReduceOp::Avg {
         after.push(Local::Divide(asked.ranks));
     }
-    recipe.before.extend(before);
-    recipe.after = after;
-    recipe.op = op;
+    lowering.before.extend(before);
+    lowering.after = after;
+    lowering.op = op;
     let why = format!(
         "{} cannot combine {} by {}: every rank gets the others' data ({moves}) and combines it itself",
         able.name,
         dtype.name(),
         ReduceOp::name_of(op.code())
     );
-    recipe.why = join(&why, &recipe.why);
-    Ok(recipe)
+    lowering.why = join(&why, &lowering.why);
+    Ok(lowering)
 }
 
 /// Two reasons as one.

@@ -5,12 +5,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32};
 use std::time::{Duration, Instant};
 
-use super::Vendor;
 use super::communicator::{Communicator, GoOn, Setup};
 use super::communicators::{DeviceComm, Exchange, Ranks, patience};
-use super::engine::{DeviceEngine, lock};
+use super::engine::DeviceEngine;
 use super::libs::nccl::tuner;
 use super::pairs::Pairs;
+use super::{Vendor, lock};
 use crate::config;
 use crate::error::{Error, Result};
 
@@ -22,7 +22,6 @@ impl DeviceEngine {
         device: i32,
         ranks: Ranks,
         exchange: &dyn Exchange,
-        timeout: Duration,
     ) -> Result<Arc<DeviceComm>> {
         let own = &self.communicators;
         if let Some(found) = own.find(device, ranks) {
@@ -32,10 +31,10 @@ impl DeviceEngine {
         if let Some(found) = own.find(device, ranks) {
             return Ok(found);
         }
-        let me = self.group.rank() as u32;
+        let (me, timeout) = (self.group.rank() as u32, self.group.timeout());
         match ranks {
             Ranks::All => own.add(device, ranks, self.make(device, ranks, exchange, timeout)?),
-            Ranks::Way { from, to } => {
+            Ranks::OneDirection { from, to } => {
                 self.make_pair(device, if from == me { to } else { from }, exchange, timeout, &mut pairs)?;
             }
         }
@@ -58,7 +57,7 @@ impl DeviceEngine {
             let next = self.next_pair(peer, &known, (begin, timeout), exchange, pairs)?;
             let (low, high) = (me.min(next), me.max(next));
             // Two ranks may both begin with a send: who makes one way makes the other, the lower rank's sends first.
-            for ranks in [Ranks::Way { from: low, to: high }, Ranks::Way { from: high, to: low }] {
+            for ranks in [Ranks::OneDirection { from: low, to: high }, Ranks::OneDirection { from: high, to: low }] {
                 let made = self.make(device, ranks, exchange, timeout)?;
                 self.communicators.add(device, ranks, made);
             }
@@ -153,7 +152,7 @@ impl DeviceEngine {
         let (me, size) = (self.group.rank() as u32, self.group.size() as u32);
         let (rank, count) = match ranks {
             Ranks::All => (me, size),
-            Ranks::Way { from, to } => (u32::from(me > from.min(to)), 2),
+            Ranks::OneDirection { from, to } => (u32::from(me > from.min(to)), 2),
         };
         // Some libraries make not even an id on a thread without a device.
         self.runtime.set_device(device)?;

@@ -1,7 +1,7 @@
 //! Accelerators through their vendors' libraries, found while the program runs: nothing here needs a header or is linked.
 //!
 //! ```no_run
-//! use sagellm::engine::device::{LoweringInput, always, Hints, Job, Setup, Vendor, launch, open, open_runtime, recipe, synchronize};
+//! use sagellm::engine::device::{LoweringInput, always, Hints, Job, Setup, Vendor, launch, lower, open, open_runtime, synchronize};
 //! # use sagellm::types::{Dtype, Kind, ReduceOp, Span};
 //! # fn main() -> sagellm::error::Result<()> {
 //! # let (rank, ranks, address, minute) = (0, 1, 0x7000_0000, std::time::Duration::from_secs(60));
@@ -24,11 +24,11 @@
 //! let communicator = api.clone().create(setup)?; // when all ranks are there
 //! // What torch asks for, and what this library makes of it, or the reason why it cannot:
 //! let asked = LoweringInput { kind: Kind::AllReduce, dtype: Dtype::F32, op: ReduceOp::Avg, ranks: ranks as usize, equal_counts: true, dense: true };
-//! let recipe = recipe(&asked, api.capabilities()).map_err(sagellm::error::Error::Invalid)?;
-//! // `recipe.before` and `recipe.after` are the caller's, in torch; here they are empty.
+//! let lowering = lower(&asked, api.capabilities()).map_err(sagellm::error::Error::Invalid)?;
+//! // `lowering.before` and `lowering.after` are the caller's, in torch; here they are empty.
 //! let memory = [Span { addr: address, bytes: 4096 }];
 //! let stream = runtime.stream_create()?; // or torch's own, as a number
-//! let job = Job { factor: 0, recipe: &recipe, rank, ranks, root: 0, send: &memory, recv: &memory };
+//! let job = Job { factor: 0, lowering: &lowering, rank, ranks, root: 0, send: &memory, recv: &memory };
 //! let launched = launch(&*communicator, &*runtime, &job, stream)?; // does not wait
 //! communicator.poll()?; // errors that come up later; when a deadline passes: `communicator.abort()`
 //! synchronize(&*runtime, stream, minute)?;
@@ -42,7 +42,9 @@
 //! | `communicator`, `runtime` | what every vendor is used by |
 //! | `lowering` | pure: what a library lacks and how it is composed, or why it is refused |
 //! | `launch` | pure but for its last step: from a lowered operation to calls |
-//! | `engine`, `call` | a group's devices of one type, and its calls on them |
+//! | `layout` | pure: which memory the library is given, and which temporaries that needs |
+//! | `group` | what the engine asks of its group |
+//! | `engine`, `begin`, `call` | a group's devices of one type, and its calls on them |
 //! | `communicators`, `making`, `pairs` | the cache of communicators and their end; how one is made; the order in which pairs of ranks make theirs |
 //! | `watchdog` | whether a call will come to its end |
 //! | `libs/loader` | finds a library and its functions, says what was tried |
@@ -51,31 +53,43 @@
 //!
 //! How to add a vendor stands in `CONTRIBUTING.md`.
 
+mod begin;
 mod call;
 pub mod communicator;
 mod communicators;
 mod engine;
+mod group;
 mod launch;
+mod layout;
 pub mod libs;
+mod lifetime;
 pub mod lowering;
 mod making;
 pub mod pairs;
 mod runtime;
 mod watchdog;
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 pub use self::call::{Carried, DeviceCall, Lowered, Placed};
 pub use self::communicator::{Api, Call, Communicator, GoOn, Message, Setup, Split, always};
-pub use self::communicators::{Exchange, Ranks, Retired};
-pub use self::engine::{Counted, DeviceEngine, DeviceGroup, DeviceRequest, Neighbour, Terms};
+pub use self::communicators::{Exchange, Ranks};
+pub use self::engine::DeviceEngine;
+pub use self::group::{Counted, DeviceGroup, DeviceRequest, Neighbour, Terms};
 pub use self::launch::{Job, Launched, calls, launch};
+pub use self::layout::{Buffers, Layout};
 pub use self::libs::loader::Hints;
-pub use self::lowering::{Capabilities, Local, LoweringInput, Method, Recipe, packs, recipe};
+pub use self::lifetime::Retired;
+pub use self::lowering::{Capabilities, Local, Lowering, LoweringInput, Method, lower, packs};
 pub use self::runtime::{Event, Runtime, SPARES_CAPTURES, Stream, synchronize};
 
 use crate::error::Result;
 use crate::types::enumeration;
+
+/// What a thread that panicked has left is as good as before: each value is whole between two statements.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 enumeration! {
     /// The libraries this engine knows, in the order of `ROWS`.

@@ -7,8 +7,8 @@
 //!
 //! - Nobody waits in a circle: a rank that has accepted begins at once, so the rank it meets is there, or is making a pair
 //!   that it accepted while it waited for this one, which comes before it. Along a circle the pairs would come ever
-//!   earlier. (An inviter whose wait was interrupted is not there. It begins when it next comes to any first message, and
-//!   until then who has accepted waits, at most until its deadline.)
+//!   earlier. (An inviter whose wait was interrupted is not there. The rank that has accepted then waits until the inviter
+//!   comes to its next first message with any rank, at most until its own deadline.)
 //! - Nobody waits for ever, if its peer comes to its own part: of all pairs that are waited for, the first is accepted by
 //!   its other rank, whatever that waits for itself.
 //!

@@ -6,7 +6,7 @@
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::engine::DeviceGroup;
+use super::group::DeviceGroup;
 use crate::error::{Error, Result};
 use crate::types::Kind;
 
@@ -175,7 +175,7 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::engine::device::engine::{Counted, DeviceRequest, Neighbour};
+    use crate::engine::device::group::{Counted, DeviceRequest, Neighbour};
     use crate::select::Policy;
 
     /// Rank 0 of three, of which rank 2 may have ended.
@@ -202,6 +202,9 @@ mod tests {
         }
         fn policy(&self) -> &Arc<Policy> {
             &self.policy
+        }
+        fn timeout(&self) -> Duration {
+            Duration::ZERO
         }
         fn usable(&self, _what: &str) -> Result<()> {
             Ok(())

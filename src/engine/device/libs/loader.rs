@@ -107,6 +107,11 @@ impl Library {
         self.address(name).is_some()
     }
 
+    /// Those of the names that it has not.
+    pub fn missing(&self, names: &[&'static str]) -> Vec<&'static str> {
+        names.iter().copied().filter(|name| !self.has(name)).collect()
+    }
+
     /// That the library is older than what the caller needs.
     pub fn lacks(&self, name: &str) -> Error {
         Error::System(format!(

@@ -8,9 +8,10 @@ use super::declarations as sys;
 use super::declarations::{CliqueId, Comm};
 use crate::config;
 use crate::engine::device::communicator::*;
+use crate::engine::device::libs::common::*;
 use crate::engine::device::libs::loader::{Hints, Known, Library};
 use crate::engine::device::lowering::{Capabilities, Double, Ops};
-use crate::engine::device::runtime::{Runtime, Stream};
+use crate::engine::device::runtime::Stream;
 use crate::error::{Error, Result};
 use crate::types::{Dtype, ReduceOp};
 
@@ -52,7 +53,7 @@ pub fn capabilities() -> Capabilities {
         gather: false,
         scatter: false,
         all_to_all_v: false,
-        reduce_spoils: false,
+        reduce_clobbers_input: false,
         group: true,
         split: false,
         shrink: false,
@@ -80,17 +81,14 @@ impl Cncl {
             name: format!("CNCL {major}.{minor}.{patch}"),
             group: table.group_start.there() && table.group_end.there(),
             abort: table.abort_comm.there(),
-            missing: sys::Table::NAMES.iter().copied().filter(|name| !library.has(name)).collect(),
+            missing: library.missing(sys::Table::NAMES),
             ..capabilities()
         };
         Ok(Arc::new(Cncl { library, table, able }))
     }
 
     fn check(&self, what: &str, code: c_int) -> Result<()> {
-        if code == sys::SUCCESS {
-            return Ok(());
-        }
-        Err(Error::System(format!("sagellm: {} failed in {what}: {}", self.able.name, self.describe_error(code))))
+        if code == sys::SUCCESS { Ok(()) } else { Err(failure(self, what, code, "")) }
     }
 }
 
@@ -112,24 +110,19 @@ impl Api for Cncl {
     }
 
     fn create(self: Arc<Self>, setup: Setup) -> Result<Arc<dyn Communicator>> {
-        let bytes: [u8; sys::ID_BYTES] = setup.id.as_slice().try_into().map_err(|_| wrong_id(&self.able, &setup))?;
-        let (mut data, mut hash) = ([0; 128], [0; 8]);
-        data.copy_from_slice(&bytes[..128]);
-        hash.copy_from_slice(&bytes[128..]);
-        let id = CliqueId { data, hash: u64::from_ne_bytes(hash) };
-        let what = joining(&self.able, &setup);
-        let go_on = setup.go_on.clone();
-        within(setup.deadline, &what, &*go_on, move || {
-            setup.runtime.set_device(setup.device)?;
-            let (device, rank, ranks) = (setup.device, setup.rank as c_int, setup.ranks as c_int);
+        join(&self.able.clone(), setup, move |setup, id: [u8; sys::ID_BYTES]| {
+            let (mut data, mut hash) = ([0; 128], [0; 8]);
+            data.copy_from_slice(&id[..128]);
+            hash.copy_from_slice(&id[128..]);
+            let id = CliqueId { data, hash: u64::from_ne_bytes(hash) };
+            let Setup { rank, ranks, device, runtime, .. } = setup;
             let mut comm: Comm = std::ptr::null_mut();
             let init = self.table.init_comms.of(&self.library)?;
             // SAFETY: the vendor's function; lists of one entry, which live until it returns.
-            let code = unsafe { init(&mut comm, 1, &device, &rank, ranks, &id) };
+            let code = unsafe { init(&mut comm, 1, &device, &(rank as c_int), ranks as c_int, &id) };
             self.check("cnclInitComms", code)?;
-            let gate = Arc::new(HandleGuard::new(comm as usize));
-            let (rank, ranks, runtime) = (setup.rank, setup.ranks, setup.runtime);
-            Ok(Arc::new(CnclComm { api: self, gate, rank, ranks, device, runtime }) as Arc<dyn Communicator>)
+            let guard = HandleGuard::new(comm as usize);
+            Ok(Arc::new(LibraryComm(Arc::new(Joined { api: self, guard, rank, ranks, device, runtime, own: () }))))
         })
     }
 
@@ -140,180 +133,106 @@ impl Api for Cncl {
     }
 }
 
-struct CnclComm {
-    api: Arc<Cncl>,
-    gate: Arc<HandleGuard>,
-    rank: u32,
-    ranks: u32,
-    device: i32,
-    runtime: Arc<dyn Runtime>,
-}
+const NUMBERS: Numbers = Numbers {
+    name: "CNCL",
+    types: &[
+        (Dtype::Bytes, sys::UINT8),
+        (Dtype::U8, sys::UINT8),
+        (Dtype::I8, sys::INT8),
+        (Dtype::U16, sys::UINT16),
+        (Dtype::I16, sys::INT16),
+        (Dtype::U32, sys::UINT32),
+        (Dtype::I32, sys::INT32),
+        (Dtype::U64, sys::UINT64),
+        (Dtype::I64, sys::INT64),
+        (Dtype::F16, sys::FLOAT16),
+        (Dtype::Bf16, sys::BFLOAT16),
+        (Dtype::F32, sys::FLOAT32),
+    ],
+    ops: &[
+        (ReduceOp::Sum, sys::SUM),
+        (ReduceOp::Product, sys::PROD),
+        (ReduceOp::Max, sys::MAX),
+        (ReduceOp::Min, sys::MIN),
+    ],
+};
 
-fn dtype(dtype: Dtype) -> Result<c_int> {
-    Ok(match dtype {
-        Dtype::Bytes | Dtype::U8 => sys::UINT8,
-        Dtype::I8 => sys::INT8,
-        Dtype::U16 => sys::UINT16,
-        Dtype::I16 => sys::INT16,
-        Dtype::U32 => sys::UINT32,
-        Dtype::I32 => sys::INT32,
-        Dtype::U64 => sys::UINT64,
-        Dtype::I64 => sys::INT64,
-        Dtype::F16 => sys::FLOAT16,
-        Dtype::Bf16 => sys::BFLOAT16,
-        Dtype::F32 => sys::FLOAT32,
-        other => return Err(no_type("CNCL", other)),
-    })
-}
-
-fn op(op: ReduceOp) -> Result<c_int> {
-    Ok(match op {
-        ReduceOp::Sum => sys::SUM,
-        ReduceOp::Product => sys::PROD,
-        ReduceOp::Max => sys::MAX,
-        ReduceOp::Min => sys::MIN,
-        other => return Err(no_op("CNCL", other)),
-    })
-}
-
-impl CnclComm {
-    fn one(&self, call: &Call<'_>, comm: Comm, queue: *mut c_void) -> Result<c_int> {
-        let (table, library) = (&self.api.table, &self.api.library);
-        let (to, from) = (|at: usize| at as *mut c_void, |at: usize| at as *const c_void);
-        // SAFETY: each call below is the vendor's own declaration; the caller's addresses are memory of this device for
-        // as many elements as it says, until the queue has passed the call; `comm` lives while the gate is entered.
-        Ok(unsafe {
-            match *call {
-                Call::AllReduce { send, recv, count, dtype: of, op: by } => {
-                    let f = table.all_reduce.of(library)?;
-                    f(from(send), to(recv), count, dtype(of)?, op(by)?, comm, queue)
-                }
-                Call::Reduce { send, recv, count, dtype: of, op: by, root } => {
-                    let f = table.reduce.of(library)?;
-                    // Off the root the library takes no receive buffer, so it cannot write to the input.
-                    let recv = if root == self.rank { to(recv) } else { std::ptr::null_mut() };
-                    f(from(send), recv, count, dtype(of)?, op(by)?, root as c_int, comm, queue)
-                }
-                Call::ReduceScatter { send, recv, count, dtype: of, op: by } => {
-                    let f = table.reduce_scatter.of(library)?;
-                    f(from(send), to(recv), count, dtype(of)?, op(by)?, comm, queue)
-                }
-                Call::Broadcast { buffer, count, dtype: of, root } => {
-                    table.bcast.of(library)?(to(buffer), count, dtype(of)?, root as c_int, comm, queue)
-                }
-                Call::AllGather { send, recv, count, dtype: of } => {
-                    table.all_gather.of(library)?(from(send), to(recv), count, dtype(of)?, comm, queue)
-                }
-                Call::Exchange(messages) => return self.exchange(messages, comm, queue),
-                Call::Gather { .. } | Call::Scatter { .. } | Call::AllToAllV { .. } | Call::Copy { .. } => {
-                    return Err(no_call(&self.api.able, call));
-                }
-            }
-        })
-    }
-
-    fn exchange(&self, messages: &[Message], comm: Comm, queue: *mut c_void) -> Result<c_int> {
-        let (table, library) = (&self.api.table, &self.api.library);
-        let (send, recv) = (table.send.of(library)?, table.recv.of(library)?);
-        self.group_start()?;
-        let mut code = sys::SUCCESS;
-        for message in messages {
+impl Cncl {
+    fn exchange(&self, own: &Joined<Cncl>, messages: &[Message], comm: Comm, queue: *mut c_void) -> Result<()> {
+        let (send, recv) = (self.table.send.of(&self.library)?, self.table.recv.of(&self.library)?);
+        own.exchange(messages, |message| {
             let call = if message.sends { send } else { recv };
-            let at = message.addr as *mut c_void;
-            // SAFETY: as in `one`.
-            code = unsafe { call(at, message.bytes, sys::UINT8, message.peer as c_int, comm, queue) };
-            if code != sys::SUCCESS {
-                break;
-            }
-        }
-        self.group_end().map(|()| code)
+            let (at, peer) = (message.addr as *mut c_void, message.peer as c_int);
+            // SAFETY: as in `put`.
+            let code = unsafe { call(at, message.bytes, sys::UINT8, peer, comm, queue) };
+            self.check("exchange", code)
+        })
     }
 }
 
-impl Communicator for CnclComm {
-    fn api(&self) -> Arc<dyn Api> {
-        self.api.clone()
-    }
-    fn rank(&self) -> u32 {
-        self.rank
-    }
-    fn ranks(&self) -> u32 {
-        self.ranks
-    }
-    fn device(&self) -> i32 {
-        self.device
-    }
+impl Calls for Cncl {
+    type Own = ();
 
-    fn call(&self, call: &Call<'_>, stream: Stream) -> Result<Kept> {
-        self.gate.enter(call.name(), |comm| {
-            let code = self.one(call, comm as Comm, stream.0 as *mut c_void)?;
-            self.api.check(call.name(), code).map(|()| None)
-        })
+    fn put(&self, own: &Joined<Cncl>, handle: usize, call: &Call<'_>, _: usize, stream: Stream) -> Result<Kept> {
+        let (table, library, comm, queue) = (&self.table, &self.library, handle as Comm, stream.0 as *mut c_void);
+        if let Call::Exchange(messages) = call {
+            return self.exchange(own, messages, comm, queue).map(|()| None);
+        }
+        let Arguments { send, recv, count, dtype, op, root } = NUMBERS.arguments(call, None, &self.able)?;
+        // Off the root the library takes no receive buffer, so it cannot write to the input.
+        let at_root = if root == own.rank { recv } else { std::ptr::null_mut() };
+        let root = root as c_int;
+        // SAFETY: each call below is the vendor's own declaration; the caller's addresses are memory of this device for
+        // as many elements as it says, until the queue has passed the call; `comm` lives while the guard is entered.
+        let code = unsafe {
+            match call {
+                Call::AllReduce { .. } => table.all_reduce.of(library)?(send, recv, count, dtype, op, comm, queue),
+                Call::Reduce { .. } => table.reduce.of(library)?(send, at_root, count, dtype, op, root, comm, queue),
+                Call::ReduceScatter { .. } => {
+                    table.reduce_scatter.of(library)?(send, recv, count, dtype, op, comm, queue)
+                }
+                Call::Broadcast { .. } => table.bcast.of(library)?(recv, count, dtype, root, comm, queue),
+                Call::AllGather { .. } => table.all_gather.of(library)?(send, recv, count, dtype, comm, queue),
+                _ => return Err(no_call(&self.able, call)),
+            }
+        };
+        self.check(call.name(), code).map(|()| None)
     }
 
     fn group_start(&self) -> Result<()> {
         // SAFETY: the vendor's function.
-        self.api.check("cnclGroupStart", unsafe { self.api.table.group_start.of(&self.api.library)?() })
+        self.check("cnclGroupStart", unsafe { self.table.group_start.of(&self.library)?() })
     }
 
-    fn group_end(&self) -> Result<()> {
+    fn group_end(&self, _: &Joined<Cncl>) -> Result<()> {
         // SAFETY: the vendor's function.
-        self.api.check("cnclGroupEnd", unsafe { self.api.table.group_end.of(&self.api.library)?() })
+        self.check("cnclGroupEnd", unsafe { self.table.group_end.of(&self.library)?() })
     }
 
-    fn can_split(&self, _: &[u32]) -> bool {
-        false
+    fn poll(&self, handle: usize) -> Result<()> {
+        let Some(get) = self.table.get_comm_async_error.optional() else { return Ok(()) };
+        // SAFETY: the vendor's function; the state is what it returns.
+        match unsafe { get(handle as Comm) } {
+            sys::ASYNC_IN_PROGRESS => Ok(()),
+            state => self.check("an operation that was launched earlier", state),
+        }
     }
 
-    fn split(&self, _: &Split) -> Result<Option<Arc<dyn Communicator>>> {
-        Err(no_split(&self.api.able))
-    }
-
-    fn shrink(&self, _: &[u32], _: Duration, _: GoOn, _: &str) -> Result<Arc<dyn Communicator>> {
-        Err(no_split(&self.api.able))
-    }
-
-    fn poll(&self) -> Result<()> {
-        self.gate.enter("poll", |comm| {
-            let Some(get) = self.api.table.get_comm_async_error.optional() else { return Ok(()) };
-            // SAFETY: the vendor's function; the state is what it returns.
-            match unsafe { get(comm as Comm) } {
-                sys::ASYNC_IN_PROGRESS => Ok(()),
-                state => self.api.check("an operation that was launched earlier", state),
-            }
-        })
-    }
-
-    fn abort(&self) -> Result<()> {
-        let Some(comm) = self.gate.shut("aborted", GRACE) else { return Ok(()) };
-        let call = self.api.table.abort_comm.of(&self.api.library)?;
-        let (api, runtime, device) = (self.api.clone(), self.runtime.clone(), self.device);
-        within(END, "cnclAbortComm", &always, move || {
-            runtime.set_device(device)?;
-            // SAFETY: the gate is shut: the last use of the handle.
-            api.check("cnclAbortComm", unsafe { call(comm as Comm) })
+    fn abort(comm: &Arc<Joined<Cncl>>) -> Result<()> {
+        comm.end(("aborted", GRACE), ("cnclAbortComm", END), |own, handle| {
+            let call = own.api.table.abort_comm.of(&own.api.library)?;
+            // SAFETY: the guard is shut: the last use of the handle.
+            own.api.check("cnclAbortComm", unsafe { call(handle as Comm) })
         })
     }
 
     /// All ranks of a clique must do this together; one that does it alone would wait for the others.
-    fn close(&self, deadline: Duration) -> Result<()> {
-        let Some(comm) = self.gate.shut("closed", deadline) else { return Ok(()) };
-        let destroy = self.api.table.destroy_comms.of(&self.api.library)?;
-        let (api, runtime, device) = (self.api.clone(), self.runtime.clone(), self.device);
-        within(deadline, "the end of a CNCL communicator", &always, move || {
-            runtime.set_device(device)?;
-            let mut comm = comm as Comm;
-            // SAFETY: the gate is shut: the last use of the handle, as a list of one.
-            api.check("cnclDestroyComms", unsafe { destroy(&mut comm, 1) })
+    fn close(comm: &Arc<Joined<Cncl>>, deadline: Duration) -> Result<()> {
+        comm.end(("closed", deadline), ("the end of a CNCL communicator", deadline), |own, handle| {
+            let destroy = own.api.table.destroy_comms.of(&own.api.library)?;
+            let mut comm = handle as Comm;
+            // SAFETY: the guard is shut: the last use of the handle, as a list of one.
+            own.api.check("cnclDestroyComms", unsafe { destroy(&mut comm, 1) })
         })
-    }
-}
-
-impl Drop for CnclComm {
-    /// Only of one that was neither closed nor aborted.
-    fn drop(&mut self) {
-        if let Err(error) = self.abort() {
-            log::warn!("{error}");
-        }
     }
 }

@@ -1,5 +1,5 @@
 //! HCCL. In CANN 9 two libraries; before, one. It has no groups that would help here (its own may not mix kinds, and not
-//! hold a batch of messages), no abort and no gather: see `recipe` and docs/vendors.md.
+//! hold a batch of messages), no abort and no gather: see `lowering` and docs/vendors.md.
 
 use std::collections::HashMap;
 use std::ffi::{c_int, c_void};
@@ -9,10 +9,11 @@ use std::time::{Duration, Instant};
 use super::declarations as sys;
 use super::declarations::{Comm, Config, RootInfo, SendRecvItem};
 use crate::engine::device::communicator::*;
+use crate::engine::device::libs::common::*;
 use crate::engine::device::libs::loader::{Hints, Known, Library};
 use crate::engine::device::lowering::{Capabilities, Double, Ops};
-use crate::engine::device::runtime::{Runtime, Stream};
-use crate::error::{Error, Result};
+use crate::engine::device::runtime::Stream;
+use crate::error::Result;
 use crate::types::{Dtype, ReduceOp};
 
 static KNOWN_HCOMM: Known = Known {
@@ -61,7 +62,7 @@ pub fn capabilities() -> Capabilities {
         gather: false,
         scatter: true,
         all_to_all_v: true,
-        reduce_spoils: true,
+        reduce_clobbers_input: true,
         group: false,
         split: true,
         shrink: false,
@@ -85,7 +86,7 @@ impl Hccl {
             scatter: table.scatter.there(),
             all_to_all_v: table.all_to_all_v.there(),
             split: table.create_sub.there(),
-            missing: sys::Table::NAMES.iter().copied().filter(|name| !library.has(name)).collect(),
+            missing: library.missing(sys::Table::NAMES),
             ..capabilities()
         };
         Ok(Arc::new(Hccl { library, table, able, making: Mutex::default() }))
@@ -95,11 +96,7 @@ impl Hccl {
         if code == sys::SUCCESS {
             return Ok(());
         }
-        Err(Error::System(format!(
-            "sagellm: {} failed in {what}: {}; plog files below ~/ascend/log say more",
-            self.able.name,
-            self.describe_error(code)
-        )))
+        Err(failure(self, what, code, "; plog files below ~/ascend/log say more"))
     }
 
     /// An algorithm can be said where the library takes a config that has one.
@@ -110,18 +107,6 @@ impl Hccl {
 
     fn config(&self, name: &str, algorithm: &str) -> Box<Config> {
         Config::new(name, if self.takes_algorithm() { algorithm } else { "" })
-    }
-
-    fn make(
-        self: &Arc<Hccl>,
-        comm: Comm,
-        rank: u32,
-        ranks: u32,
-        child: bool,
-        keep: &CommContext,
-    ) -> Arc<dyn Communicator> {
-        let gate = Arc::new(HandleGuard::new(comm as usize));
-        Arc::new(HcclComm { api: self.clone(), gate, rank, ranks, child, keep: keep.clone() })
     }
 
     fn alone_on(&self, device: i32) -> Arc<Mutex<()>> {
@@ -161,26 +146,21 @@ impl Api for Hccl {
     }
 
     fn create(self: Arc<Self>, setup: Setup) -> Result<Arc<dyn Communicator>> {
-        let id: [u8; sys::ID_BYTES] = setup.id.as_slice().try_into().map_err(|_| wrong_id(&self.able, &setup))?;
-        let what = joining(&self.able, &setup);
-        let go_on = setup.go_on.clone();
-        within(setup.deadline, &what, &*go_on, move || {
-            setup.runtime.set_device(setup.device)?;
+        join(&self.able.clone(), setup, move |setup, id: [u8; sys::ID_BYTES]| {
             let making = self.alone_on(setup.device);
             let _alone = making.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
             let config = self.config(&setup.name, &setup.algorithm);
+            let Setup { rank, ranks, device, runtime, .. } = setup;
             let mut comm: Comm = std::ptr::null_mut();
             let code = match self.table.init_config.optional() {
                 // SAFETY: the vendor's function; id and config live until it returns, and say their own sizes.
-                Some(init) => unsafe { init(setup.ranks, &RootInfo(id), setup.rank, &*config, &mut comm) },
+                Some(init) => unsafe { init(ranks, &RootInfo(id), rank, &*config, &mut comm) },
                 // SAFETY: the vendor's function.
-                None => unsafe {
-                    self.table.init.of(&self.library)?(setup.ranks, &RootInfo(id), setup.rank, &mut comm)
-                },
+                None => unsafe { self.table.init.of(&self.library)?(ranks, &RootInfo(id), rank, &mut comm) },
             };
             self.check("HcclCommInitRootInfo", code)?;
-            let keep = CommContext { device: setup.device, runtime: setup.runtime.clone() };
-            Ok(self.make(comm, setup.rank, setup.ranks, false, &keep))
+            let (guard, own) = (HandleGuard::new(comm as usize), Own { child: false });
+            Ok(Arc::new(LibraryComm(Arc::new(Joined { api: self.clone(), guard, rank, ranks, device, runtime, own }))))
         })
     }
 
@@ -191,94 +171,58 @@ impl Api for Hccl {
     }
 }
 
-#[derive(Clone)]
-struct CommContext {
-    device: i32,
-    runtime: Arc<dyn Runtime>,
-}
-
-struct HcclComm {
-    api: Arc<Hccl>,
-    gate: Arc<HandleGuard>,
-    rank: u32,
-    ranks: u32,
+pub struct Own {
     /// Made out of another, so that none can be made out of it.
     child: bool,
-    keep: CommContext,
 }
 
-fn dtype(dtype: Dtype) -> Result<c_int> {
-    Ok(match dtype {
-        Dtype::Bytes | Dtype::I8 => sys::INT8,
-        Dtype::I16 => sys::INT16,
-        Dtype::I32 => sys::INT32,
-        Dtype::I64 => sys::INT64,
-        Dtype::F16 => sys::FP16,
-        Dtype::Bf16 => sys::BFP16,
-        Dtype::F32 => sys::FP32,
-        other => return Err(no_type("HCCL", other)),
-    })
-}
+const NUMBERS: Numbers = Numbers {
+    name: "HCCL",
+    types: &[
+        (Dtype::Bytes, sys::INT8),
+        (Dtype::I8, sys::INT8),
+        (Dtype::I16, sys::INT16),
+        (Dtype::I32, sys::INT32),
+        (Dtype::I64, sys::INT64),
+        (Dtype::F16, sys::FP16),
+        (Dtype::Bf16, sys::BFP16),
+        (Dtype::F32, sys::FP32),
+    ],
+    ops: &[
+        (ReduceOp::Sum, sys::SUM),
+        (ReduceOp::Product, sys::PROD),
+        (ReduceOp::Max, sys::MAX),
+        (ReduceOp::Min, sys::MIN),
+    ],
+};
 
-fn op(op: ReduceOp) -> Result<c_int> {
-    Ok(match op {
-        ReduceOp::Sum => sys::SUM,
-        ReduceOp::Product => sys::PROD,
-        ReduceOp::Max => sys::MAX,
-        ReduceOp::Min => sys::MIN,
-        other => return Err(no_op("HCCL", other)),
-    })
-}
-
-impl HcclComm {
-    fn one(&self, call: &Call<'_>, comm: Comm, stream: *mut c_void) -> Result<(c_int, Kept)> {
-        let (table, library) = (&self.api.table, &self.api.library);
-        let at = |addr: usize| addr as *mut c_void;
-        // SAFETY: each call below is the vendor's own declaration; the caller's addresses are memory of this device for
-        // as many elements as it says, until the stream has passed the call; `comm` lives while the gate is entered.
-        let code = unsafe {
-            match *call {
-                Call::AllReduce { send, recv, count, dtype: of, op: by } => {
-                    let f = table.all_reduce.of(library)?;
-                    f(at(send), at(recv), count as u64, dtype(of)?, op(by)?, comm, stream)
-                }
-                Call::Reduce { send, recv, count, dtype: of, op: by, root } => {
-                    let f = table.reduce.of(library)?;
-                    f(at(send), at(recv), count as u64, dtype(of)?, op(by)?, root, comm, stream)
-                }
-                Call::ReduceScatter { send, recv, count, dtype: of, op: by } => {
-                    let f = table.reduce_scatter.of(library)?;
-                    f(at(send), at(recv), count as u64, dtype(of)?, op(by)?, comm, stream)
-                }
-                Call::Broadcast { buffer, count, dtype: of, root } => {
-                    table.broadcast.of(library)?(at(buffer), count as u64, dtype(of)?, root, comm, stream)
-                }
-                Call::AllGather { send, recv, count, dtype: of } => {
-                    table.all_gather.of(library)?(at(send), at(recv), count as u64, dtype(of)?, comm, stream)
-                }
-                Call::Scatter { send, recv, count, dtype: of, root } => {
-                    table.scatter.of(library)?(at(send), at(recv), count as u64, dtype(of)?, root, comm, stream)
-                }
-                Call::AllToAllV { send, recv, send_counts, recv_counts, dtype: of } => {
-                    let (sent, received) = (displacements(send_counts), displacements(recv_counts));
-                    let kept = Box::new([send_counts.to_vec(), sent, recv_counts.to_vec(), received]);
-                    let list = |which: usize| kept[which].as_ptr().cast::<c_void>();
-                    let f = table.all_to_all_v.of(library)?;
-                    let (from, to, of) = (at(send), at(recv), dtype(of)?);
-                    let code = f(from, list(0), list(1), of, to, list(2), list(3), of, comm, stream);
-                    return Ok((code, Some(kept)));
-                }
-                Call::Exchange(messages) => return self.exchange(messages, comm, stream),
-                Call::Gather { .. } | Call::Copy { .. } => return Err(no_call(&self.api.able, call)),
-            }
-        };
-        Ok((code, None))
+impl Hccl {
+    fn all_to_all(
+        &self,
+        Arguments { send, recv, dtype, .. }: &Arguments,
+        (send_counts, recv_counts): (&[u64], &[u64]),
+        comm: Comm,
+        stream: *mut c_void,
+    ) -> Result<(c_int, Kept)> {
+        let (sent, received) = (displacements(send_counts), displacements(recv_counts));
+        let kept = Box::new([send_counts.to_vec(), sent, recv_counts.to_vec(), received]);
+        let list = |which: usize| kept[which].as_ptr().cast::<c_void>();
+        let f = self.table.all_to_all_v.of(&self.library)?;
+        // SAFETY: as in `put`; the lists stay where they are until the stream has passed the call.
+        let code = unsafe { f(*send, list(0), list(1), *dtype, *recv, list(2), list(3), *dtype, comm, stream) };
+        Ok((code, Some(kept)))
     }
 
     /// A send waits on the stream for its receive, so several messages go as one batch; a library without batches gets
     /// them one by one in an order that cannot lock up.
-    fn exchange(&self, messages: &[Message], comm: Comm, stream: *mut c_void) -> Result<(c_int, Kept)> {
-        let (table, library) = (&self.api.table, &self.api.library);
+    fn exchange(
+        &self,
+        own: &Joined<Hccl>,
+        messages: &[Message],
+        comm: Comm,
+        stream: *mut c_void,
+    ) -> Result<(c_int, Kept)> {
+        let (table, library) = (&self.table, &self.library);
         if let (Some(batch), true) = (table.batch_send_recv.optional(), messages.len() > 1) {
             let item = |message: &Message| SendRecvItem {
                 kind: if message.sends { sys::SEND } else { sys::RECV },
@@ -288,14 +232,14 @@ impl HcclComm {
                 peer: message.peer,
             };
             let mut items: Box<Vec<SendRecvItem>> = Box::new(messages.iter().map(item).collect());
-            // SAFETY: as in `one`; the list stays where it is until the stream has passed the call.
+            // SAFETY: as in `put`; the list stays where it is until the stream has passed the call.
             let code = unsafe { batch(items.as_mut_ptr(), items.len() as u32, comm, stream) };
             return Ok((code, Some(items)));
         }
         let (send, recv) = (table.send.of(library)?, table.recv.of(library)?);
-        for message in without_deadlock(messages, self.rank, self.ranks) {
+        for message in without_deadlock(messages, own.rank, own.ranks) {
             let call = if message.sends { send } else { recv };
-            // SAFETY: as in `one`.
+            // SAFETY: as in `put`.
             let code = unsafe {
                 call(message.addr as *mut c_void, message.bytes as u64, sys::INT8, message.peer, comm, stream)
             };
@@ -308,121 +252,123 @@ impl HcclComm {
 
     /// Asks the library to destroy it until it is no longer busy: the only end that HCCL has. It makes operations that
     /// are stuck fail, where it can.
-    fn end(&self, why: &'static str, grace: Duration, deadline: Duration) -> Result<()> {
-        let Some(comm) = self.gate.shut(why, grace) else { return Ok(()) };
-        let destroy = self.api.table.destroy.of(&self.api.library)?;
-        let (api, keep) = (self.api.clone(), self.keep.clone());
-        // The thread itself ends a little before it would be left behind.
-        let end = Instant::now() + deadline;
-        within(deadline + GRACE, "the end of an HCCL communicator", &always, move || {
-            keep.runtime.set_device(keep.device)?;
+    fn destroy(comm: &Arc<Joined<Hccl>>, why: &'static str, grace: Duration, deadline: Duration) -> Result<()> {
+        comm.end((why, grace), ("the end of an HCCL communicator", deadline + GRACE), move |own, handle| {
+            let destroy = own.api.table.destroy.of(&own.api.library)?;
+            // A little before this thread would be left behind.
+            let until = Instant::now() + deadline;
             loop {
-                // SAFETY: the gate is shut: the last use, once the library accepts it.
-                let code = unsafe { destroy(comm as Comm) };
-                if code != sys::AGAIN || Instant::now() >= end {
-                    return api.check("HcclCommDestroy", code);
+                // SAFETY: the guard is shut: the last use, once the library accepts it.
+                let code = unsafe { destroy(handle as Comm) };
+                if code != sys::AGAIN || Instant::now() >= until {
+                    return own.api.check("HcclCommDestroy", code);
                 }
                 std::thread::sleep(Duration::from_millis(2));
             }
         })
     }
+
+    /// As `split`, on a thread of its own, for the device of `own`.
+    fn part(own: &Arc<Joined<Hccl>>, split: Split) -> Result<Option<Arc<dyn Communicator>>> {
+        let (api, device) = (&own.api, own.device);
+        let make = api.table.create_sub.of(&api.library)?;
+        let making = api.alone_on(device);
+        let _alone = making.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        own.guard.enter("split", |parent| {
+            let Split { mut members, number, name, algorithm, .. } = split;
+            let (ranks, place) = (members.len() as u32, members.iter().position(|member| *member == own.rank));
+            let mut config = api.config(&name, &algorithm);
+            let (mut parent, mut comm) = (parent as Comm, std::ptr::null_mut());
+            let (list, number, rank) = match place {
+                Some(place) => (members.as_mut_ptr(), u64::from(number), place as u32),
+                None => (std::ptr::null_mut(), u64::from(u32::MAX), 0),
+            };
+            // SAFETY: the vendor's function; list and config live until it returns.
+            let code = unsafe { make(&mut parent, ranks, list, number, rank, &mut *config, &mut comm) };
+            api.check("HcclCreateSubCommConfig", code)?;
+            let (api, runtime, guard) = (api.clone(), own.runtime.clone(), HandleGuard::new(comm as usize));
+            let joined = Joined { api, guard, rank, ranks, device, runtime, own: Own { child: true } };
+            Ok(place.map(|_| Arc::new(LibraryComm(Arc::new(joined))) as Arc<dyn Communicator>))
+        })
+    }
 }
 
-impl Communicator for HcclComm {
-    fn api(&self) -> Arc<dyn Api> {
-        self.api.clone()
-    }
-    fn rank(&self) -> u32 {
-        self.rank
-    }
-    fn ranks(&self) -> u32 {
-        self.ranks
-    }
-    fn device(&self) -> i32 {
-        self.keep.device
-    }
+impl Calls for Hccl {
+    type Own = Own;
 
-    fn call(&self, call: &Call<'_>, stream: Stream) -> Result<Kept> {
-        self.gate.enter(call.name(), |comm| {
-            let (code, kept) = self.one(call, comm as Comm, stream.0 as *mut c_void)?;
-            self.api.check(call.name(), code).map(|()| kept)
-        })
+    fn put(&self, own: &Joined<Hccl>, handle: usize, call: &Call<'_>, _: usize, stream: Stream) -> Result<Kept> {
+        let (table, library, comm, stream) = (&self.table, &self.library, handle as Comm, stream.0 as *mut c_void);
+        if let Call::Exchange(messages) = call {
+            let (code, kept) = self.exchange(own, messages, comm, stream)?;
+            return self.check(call.name(), code).map(|()| kept);
+        }
+        let arguments = NUMBERS.arguments(call, None, &self.able)?;
+        let Arguments { send, recv, count, dtype, op, root } = arguments;
+        let count = count as u64;
+        // SAFETY: each call below is the vendor's own declaration; the caller's addresses are memory of this device for
+        // as many elements as it says, until the stream has passed the call; `comm` lives while the guard is entered.
+        let code = unsafe {
+            match *call {
+                Call::AllReduce { .. } => table.all_reduce.of(library)?(send, recv, count, dtype, op, comm, stream),
+                Call::Reduce { .. } => table.reduce.of(library)?(send, recv, count, dtype, op, root, comm, stream),
+                Call::ReduceScatter { .. } => {
+                    table.reduce_scatter.of(library)?(send, recv, count, dtype, op, comm, stream)
+                }
+                Call::Broadcast { .. } => table.broadcast.of(library)?(recv, count, dtype, root, comm, stream),
+                Call::AllGather { .. } => table.all_gather.of(library)?(send, recv, count, dtype, comm, stream),
+                Call::Scatter { .. } => table.scatter.of(library)?(send, recv, count, dtype, root, comm, stream),
+                Call::AllToAllV { send_counts, recv_counts, .. } => {
+                    let (code, kept) = self.all_to_all(&arguments, (send_counts, recv_counts), comm, stream)?;
+                    return self.check(call.name(), code).map(|()| kept);
+                }
+                _ => return Err(no_call(&self.able, call)),
+            }
+        };
+        self.check(call.name(), code).map(|()| None)
     }
 
     fn group_start(&self) -> Result<()> {
         Ok(())
     }
 
-    fn group_end(&self) -> Result<()> {
+    fn group_end(&self, _: &Joined<Hccl>) -> Result<()> {
         Ok(())
     }
 
     /// The library wants the members in ascending order, and no communicator made out of one that was made so.
-    fn can_split(&self, members: &[u32]) -> bool {
-        self.api.able.split && !self.child && members.is_sorted()
+    fn can_split(&self, own: &Joined<Hccl>, members: &[u32]) -> bool {
+        self.able.split && !own.own.child && members.is_sorted()
     }
 
-    fn split(&self, split: &Split) -> Result<Option<Arc<dyn Communicator>>> {
-        let make = self.api.table.create_sub.of(&self.api.library)?;
-        if !self.can_split(&split.members) {
-            return Err(no_split(&self.api.able));
+    fn split(&self, own: &Arc<Joined<Hccl>>, split: &Split) -> Result<Option<Arc<dyn Communicator>>> {
+        self.table.create_sub.of(&self.library)?; // or the error names it
+        if !self.can_split(own, &split.members) {
+            return Err(no_split(&self.able));
         }
-        let (api, gate, keep) = (self.api.clone(), self.gate.clone(), self.keep.clone());
-        let (split, rank) = (split.clone(), self.rank);
-        let what = format!("{}: to make a communicator of {} ranks", api.able.name, split.members.len());
-        let go_on = split.go_on.clone();
+        let what = format!("{}: to make a communicator of {} ranks", self.able.name, split.members.len());
+        let (own, split, go_on) = (Arc::clone(own), split.clone(), split.go_on.clone());
         within(split.deadline, &what, &*go_on, move || {
-            keep.runtime.set_device(keep.device)?;
-            let making = api.alone_on(keep.device);
-            let _alone = making.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-            gate.enter("split", |parent| {
-                let Split { mut members, number, name, algorithm, .. } = split;
-                let (count, place) = (members.len() as u32, members.iter().position(|member| *member == rank));
-                let mut config = api.config(&name, &algorithm);
-                let (mut parent, mut comm) = (parent as Comm, std::ptr::null_mut());
-                let (list, number, own) = match place {
-                    Some(place) => (members.as_mut_ptr(), u64::from(number), place as u32),
-                    None => (std::ptr::null_mut(), u64::from(u32::MAX), 0),
-                };
-                // SAFETY: the vendor's function; list and config live until it returns.
-                let code = unsafe { make(&mut parent, count, list, number, own, &mut *config, &mut comm) };
-                api.check("HcclCreateSubCommConfig", code)?;
-                Ok(place.map(|place| api.make(comm, place as u32, count, true, &keep)))
-            })
+            own.runtime.set_device(own.device)?;
+            Hccl::part(&own, split)
         })
     }
 
-    fn shrink(&self, _: &[u32], _: Duration, _: GoOn, _: &str) -> Result<Arc<dyn Communicator>> {
-        Err(no_split(&self.api.able))
-    }
-
-    fn poll(&self) -> Result<()> {
-        self.gate.enter("poll", |comm| {
-            let Some(get) = self.api.table.get_async_error.optional() else { return Ok(()) };
-            let mut state = sys::SUCCESS;
-            // SAFETY: the vendor's function; it writes one int.
-            match unsafe { get(comm as Comm, &mut state) } {
-                sys::NOT_SUPPORT => Ok(()), // this chip has no such query
-                sys::SUCCESS => self.api.check("an operation that was launched earlier", state),
-                code => self.api.check("HcclGetCommAsyncError", code),
-            }
-        })
-    }
-
-    fn abort(&self) -> Result<()> {
-        self.end("aborted", GRACE, Duration::from_secs(2))
-    }
-
-    fn close(&self, deadline: Duration) -> Result<()> {
-        self.end("closed", deadline, deadline)
-    }
-}
-
-impl Drop for HcclComm {
-    /// Only of one that was neither closed nor aborted.
-    fn drop(&mut self) {
-        if let Err(error) = self.abort() {
-            log::warn!("{error}");
+    fn poll(&self, handle: usize) -> Result<()> {
+        let Some(get) = self.table.get_async_error.optional() else { return Ok(()) };
+        let mut state = sys::SUCCESS;
+        // SAFETY: the vendor's function; it writes one int.
+        match unsafe { get(handle as Comm, &mut state) } {
+            sys::NOT_SUPPORT => Ok(()), // this chip has no such query
+            sys::SUCCESS => self.check("an operation that was launched earlier", state),
+            code => self.check("HcclGetCommAsyncError", code),
         }
+    }
+
+    fn abort(comm: &Arc<Joined<Hccl>>) -> Result<()> {
+        Hccl::destroy(comm, "aborted", GRACE, Duration::from_secs(2))
+    }
+
+    fn close(comm: &Arc<Joined<Hccl>>, deadline: Duration) -> Result<()> {
+        Hccl::destroy(comm, "closed", deadline, deadline)
     }
 }

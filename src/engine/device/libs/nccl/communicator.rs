@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::engine::device::communicator::*;
+use crate::engine::device::libs::common::*;
 use crate::engine::device::libs::loader::{Hints, Known, Library, Needed};
 use crate::engine::device::lowering::{Capabilities, Double, Ops};
 use crate::engine::device::runtime::{Runtime, Stream};
@@ -71,7 +72,7 @@ pub fn capabilities() -> Capabilities {
         gather: true,
         scatter: true,
         all_to_all_v: false,
-        reduce_spoils: false,
+        reduce_clobbers_input: false,
         group: true,
         split: true,
         shrink: true,
@@ -111,7 +112,7 @@ impl Nccl {
             split: table.split.there(),
             shrink: table.shrink.there(),
             abort: table.abort.there(),
-            missing: sys::Table::NAMES.iter().copied().filter(|name| !library.has(name)).collect(),
+            missing: library.missing(sys::Table::NAMES),
             ..capabilities()
         };
         Ok(Arc::new(Nccl { library, table, able }))
@@ -152,7 +153,7 @@ impl Nccl {
             text(unsafe { get(comm) })
         });
         let last = last.filter(|last| !last.is_empty()).map(|last| format!("; it says: {last}")).unwrap_or_default();
-        Err(Error::System(format!("sagellm: {} failed in {what}: {}{last}", self.able.name, self.describe_error(code))))
+        Err(failure(self, what, code, &last))
     }
 
     /// Rank and number of ranks, which a new communicator knows.
@@ -165,11 +166,6 @@ impl Nccl {
         let code = unsafe { self.table.comm_count.of(&self.library)?(comm, &mut ranks) };
         self.check("ncclCommCount", code, comm)?;
         Ok((rank as u32, ranks as u32))
-    }
-
-    fn make(self: &Arc<Nccl>, comm: Comm, (rank, ranks): (u32, u32), name: CString, keep: &CommContext) -> NcclComm {
-        let handle = Arc::new(Handle { gate: HandleGuard::new(comm as usize), _name: name });
-        NcclComm { api: self.clone(), handle, rank, ranks, keep: keep.clone() }
     }
 }
 
@@ -191,12 +187,8 @@ impl Api for Nccl {
     }
 
     fn create(self: Arc<Self>, setup: Setup) -> Result<Arc<dyn Communicator>> {
-        let id: [u8; sys::ID_BYTES] = setup.id.as_slice().try_into().map_err(|_| wrong_id(&self.able, &setup))?;
-        let (what, go_on) = (joining(&self.able, &setup), setup.go_on.clone());
-        within(setup.deadline, &what, &*go_on, move || {
-            setup.runtime.set_device(setup.device)?;
+        join(&self.able.clone(), setup, move |setup, id: [u8; sys::ID_BYTES]| {
             let (ranks, rank) = (setup.ranks as c_int, setup.rank as c_int);
-            let keep = CommContext { device: setup.device, runtime: setup.runtime.clone(), patience: setup.deadline };
             let mut comm: Comm = std::ptr::null_mut();
             let name = c_name(&setup.name);
             let mut config = Config::blocking(&name);
@@ -206,7 +198,15 @@ impl Api for Nccl {
                 // SAFETY: the vendor's function.
                 None => unsafe { self.table.init_rank.of(&self.library)?(&mut comm, ranks, UniqueId(id), rank) },
             };
-            self.made("ncclCommInitRankConfig", code, comm, (setup.rank, setup.ranks), name, &keep)
+            let (place, device) = ((setup.rank, setup.ranks), (setup.device, setup.runtime));
+            self.made(
+                "ncclCommInitRankConfig",
+                code,
+                comm,
+                place,
+                device,
+                Own { _name: name, patience: setup.deadline },
+            )
         })
     }
 
@@ -226,17 +226,18 @@ impl Nccl {
         what: &str,
         code: c_int,
         comm: Comm,
-        place: (u32, u32),
-        name: CString,
-        keep: &CommContext,
+        (rank, ranks): (u32, u32),
+        (device, runtime): (i32, Arc<dyn Runtime>),
+        own: Own,
     ) -> Result<Arc<dyn Communicator>> {
         if code != sys::IN_PROGRESS {
             self.check(what, code, std::ptr::null_mut())?;
         }
+        let (guard, patience) = (HandleGuard::new(comm as usize), own.patience);
         // Aborted when it is dropped, also where it does not come to be ready.
-        let made = Arc::new(self.make(comm, place, name, keep));
-        self.settle(what, code, comm, keep.patience)?;
-        Ok(made)
+        let made = LibraryComm(Arc::new(Joined { api: self.clone(), guard, rank, ranks, device, runtime, own }));
+        self.settle(what, code, comm, patience)?;
+        Ok(Arc::new(made))
     }
 }
 
@@ -246,57 +247,38 @@ fn c_name(name: &str) -> CString {
     CString::new(bytes).unwrap_or_default()
 }
 
-#[derive(Clone)]
-struct CommContext {
-    device: i32,
-    runtime: Arc<dyn Runtime>,
+pub struct Own {
+    /// The library reads it as long as the communicator lives.
+    _name: CString,
     /// How long a call of a communicator that does not block may be in progress.
     patience: Duration,
 }
 
-/// What the library knows of a communicator. Kept by threads that end it, too.
-struct Handle {
-    gate: HandleGuard,
-    /// The library reads it as long as the communicator lives.
-    _name: CString,
-}
-
-struct NcclComm {
-    api: Arc<Nccl>,
-    handle: Arc<Handle>,
-    rank: u32,
-    ranks: u32,
-    keep: CommContext,
-}
-
-fn dtype(dtype: Dtype) -> Result<c_int> {
-    Ok(match dtype {
-        Dtype::Bytes | Dtype::U8 => sys::UINT8,
-        Dtype::I8 => sys::INT8,
-        Dtype::U32 => sys::UINT32,
-        Dtype::I32 => sys::INT32,
-        Dtype::U64 => sys::UINT64,
-        Dtype::I64 => sys::INT64,
-        Dtype::F16 => sys::FLOAT16,
-        Dtype::Bf16 => sys::BFLOAT16,
-        Dtype::F32 => sys::FLOAT32,
-        Dtype::F64 => sys::FLOAT64,
-        Dtype::F8E4M3 => sys::FLOAT8E4M3,
-        Dtype::F8E5M2 => sys::FLOAT8E5M2,
-        other => return Err(no_type("NCCL", other)),
-    })
-}
-
-fn op(op: ReduceOp) -> Result<c_int> {
-    Ok(match op {
-        ReduceOp::Sum => sys::SUM,
-        ReduceOp::Product => sys::PROD,
-        ReduceOp::Max => sys::MAX,
-        ReduceOp::Min => sys::MIN,
-        ReduceOp::Avg => sys::AVG,
-        other => return Err(no_op("NCCL", other)),
-    })
-}
+const NUMBERS: Numbers = Numbers {
+    name: "NCCL",
+    types: &[
+        (Dtype::Bytes, sys::UINT8),
+        (Dtype::U8, sys::UINT8),
+        (Dtype::I8, sys::INT8),
+        (Dtype::U32, sys::UINT32),
+        (Dtype::I32, sys::INT32),
+        (Dtype::U64, sys::UINT64),
+        (Dtype::I64, sys::INT64),
+        (Dtype::F16, sys::FLOAT16),
+        (Dtype::Bf16, sys::BFLOAT16),
+        (Dtype::F32, sys::FLOAT32),
+        (Dtype::F64, sys::FLOAT64),
+        (Dtype::F8E4M3, sys::FLOAT8E4M3),
+        (Dtype::F8E5M2, sys::FLOAT8E5M2),
+    ],
+    ops: &[
+        (ReduceOp::Sum, sys::SUM),
+        (ReduceOp::Product, sys::PROD),
+        (ReduceOp::Max, sys::MAX),
+        (ReduceOp::Min, sys::MIN),
+        (ReduceOp::Avg, sys::AVG),
+    ],
+};
 
 /// The factor of a scaled sum in the type of the numbers, little end first.
 fn factor_bytes(dtype: Dtype, factor: f64) -> Result<[u8; 8]> {
@@ -311,199 +293,162 @@ fn factor_bytes(dtype: Dtype, factor: f64) -> Result<[u8; 8]> {
     Ok(bytes)
 }
 
-impl NcclComm {
-    /// Runs `body` with the library's number of the op; a scaled sum is made for the call and given back after it.
-    fn with_op(
-        &self,
-        comm: Comm,
-        kind: Dtype,
-        (wanted, on_device): (ReduceOp, usize),
-        body: impl FnOnce(c_int) -> Result<c_int>,
-    ) -> Result<c_int> {
-        let ReduceOp::PremulSum(factor) = wanted else { return body(op(wanted)?) };
-        let api = &self.api;
-        let mut bytes = factor_bytes(kind, factor)?;
+type DestroyOp = unsafe extern "C" fn(c_int, Comm) -> c_int;
+
+/// The factor of a call's PREMUL_SUM, and the type of its numbers.
+fn premul(call: &Call<'_>) -> Option<(f64, Dtype)> {
+    match *call {
+        Call::AllReduce { op: ReduceOp::PremulSum(factor), dtype, .. }
+        | Call::Reduce { op: ReduceOp::PremulSum(factor), dtype, .. }
+        | Call::ReduceScatter { op: ReduceOp::PremulSum(factor), dtype, .. } => Some((factor, dtype)),
+        _ => None,
+    }
+}
+
+impl Nccl {
+    /// A scaled sum, and what gives it back when it was used. `on_device`: where its factor lies, or 0.
+    fn make_premul(&self, (factor, dtype): (f64, Dtype), on_device: usize, comm: Comm) -> Result<(c_int, DestroyOp)> {
+        let mut bytes = factor_bytes(dtype, factor)?;
         let (scalar, residence) = match on_device {
             0 => (bytes.as_mut_ptr().cast::<c_void>(), sys::SCALAR_HOST),
             address => (address as *mut c_void, sys::SCALAR_DEVICE),
         };
         let mut made: c_int = 0;
-        let create = api.table.create_premul_sum.of(&api.library)?;
-        let destroy = api.table.destroy_op.of(&api.library)?;
+        let create = self.table.create_premul_sum.of(&self.library)?;
+        let destroy = self.table.destroy_op.of(&self.library)?;
         // SAFETY: the vendor's function; it reads a scalar of the host before it returns, and the caller keeps one of the
         // device until the stream has passed the call.
-        let code = unsafe { create(&mut made, scalar, dtype(kind)?, residence, comm) };
-        api.check("ncclRedOpCreatePreMulSum", code, comm)?;
-        let result = body(made);
-        // SAFETY: made above for this communicator; allowed at once after the last call that uses it, also in a group.
-        unsafe { destroy(made, comm) };
-        result
+        let code = unsafe { create(&mut made, scalar, NUMBERS.dtype(dtype)?, residence, comm) };
+        self.check("ncclRedOpCreatePreMulSum", code, comm).map(|()| (made, destroy))
     }
 
-    fn one(&self, call: &Call<'_>, factor: usize, comm: Comm, stream: *mut c_void) -> Result<c_int> {
-        let (table, library) = (&self.api.table, &self.api.library);
-        let (to, from) = (|at: usize| at as *mut c_void, |at: usize| at as *const c_void);
+    /// One call of the library; its result code.
+    fn one(&self, call: &Call<'_>, made: Option<c_int>, comm: Comm, stream: *mut c_void) -> Result<c_int> {
+        let (table, library) = (&self.table, &self.library);
+        let Arguments { send, recv, count, dtype, op, root } = NUMBERS.arguments(call, made, &self.able)?;
+        let root = root as c_int;
         // SAFETY: each call below is the vendor's own declaration; the caller's addresses are memory of this device for
-        // as many elements as it says, until the stream has passed the call; `comm` lives while the gate is entered.
-        unsafe {
-            Ok(match *call {
-                Call::AllReduce { send, recv, count, dtype: of, op } => {
-                    let f = table.all_reduce.of(library)?;
-                    return self.with_op(comm, of, (op, factor), |op| {
-                        Ok(f(from(send), to(recv), count, dtype(of)?, op, comm, stream))
-                    });
+        // as many elements as it says, until the stream has passed the call; `comm` lives while the guard is entered.
+        Ok(unsafe {
+            match call {
+                Call::AllReduce { .. } => table.all_reduce.of(library)?(send, recv, count, dtype, op, comm, stream),
+                Call::Reduce { .. } => table.reduce.of(library)?(send, recv, count, dtype, op, root, comm, stream),
+                Call::ReduceScatter { .. } => {
+                    table.reduce_scatter.of(library)?(send, recv, count, dtype, op, comm, stream)
                 }
-                Call::Reduce { send, recv, count, dtype: of, op, root } => {
-                    let f = table.reduce.of(library)?;
-                    let root = root as c_int;
-                    return self.with_op(comm, of, (op, factor), |op| {
-                        Ok(f(from(send), to(recv), count, dtype(of)?, op, root, comm, stream))
-                    });
-                }
-                Call::ReduceScatter { send, recv, count, dtype: of, op } => {
-                    let f = table.reduce_scatter.of(library)?;
-                    return self.with_op(comm, of, (op, factor), |op| {
-                        Ok(f(from(send), to(recv), count, dtype(of)?, op, comm, stream))
-                    });
-                }
-                Call::Broadcast { buffer, count, dtype: of, root } => {
-                    let f = table.broadcast.of(library)?;
-                    f(from(buffer), to(buffer), count, dtype(of)?, root as c_int, comm, stream)
-                }
-                Call::AllGather { send, recv, count, dtype: of } => {
-                    table.all_gather.of(library)?(from(send), to(recv), count, dtype(of)?, comm, stream)
-                }
-                Call::Gather { send, recv, count, dtype: of, root } => {
-                    let f = table.gather.of(library)?;
-                    f(from(send), to(recv), count, dtype(of)?, root as c_int, comm, stream)
-                }
-                Call::Scatter { send, recv, count, dtype: of, root } => {
-                    let f = table.scatter.of(library)?;
-                    f(from(send), to(recv), count, dtype(of)?, root as c_int, comm, stream)
-                }
-                Call::Exchange(messages) => return self.exchange(messages, comm, stream),
-                Call::AllToAllV { .. } | Call::Copy { .. } => return Err(no_call(&self.api.able, call)),
-            })
-        }
+                Call::Broadcast { .. } => table.broadcast.of(library)?(send, recv, count, dtype, root, comm, stream),
+                Call::AllGather { .. } => table.all_gather.of(library)?(send, recv, count, dtype, comm, stream),
+                Call::Gather { .. } => table.gather.of(library)?(send, recv, count, dtype, root, comm, stream),
+                Call::Scatter { .. } => table.scatter.of(library)?(send, recv, count, dtype, root, comm, stream),
+                _ => return Err(no_call(&self.able, call)),
+            }
+        })
     }
 
-    fn exchange(&self, messages: &[Message], comm: Comm, stream: *mut c_void) -> Result<c_int> {
-        let (table, library) = (&self.api.table, &self.api.library);
-        let (send, recv) = (table.send.of(library)?, table.recv.of(library)?);
-        self.group_start()?;
-        let mut code = sys::SUCCESS;
-        for message in messages {
+    fn exchange(&self, own: &Joined<Nccl>, messages: &[Message], comm: Comm, stream: *mut c_void) -> Result<()> {
+        let (send, recv) = (self.table.send.of(&self.library)?, self.table.recv.of(&self.library)?);
+        own.exchange(messages, |message| {
             let (at, peer) = (message.addr as *mut c_void, message.peer as c_int);
             // SAFETY: as in `one`.
-            code = unsafe {
+            let code = unsafe {
                 if message.sends {
                     send(at, message.bytes, sys::UINT8, peer, comm, stream)
                 } else {
                     recv(at, message.bytes, sys::UINT8, peer, comm, stream)
                 }
             };
-            if code != sys::SUCCESS && code != sys::IN_PROGRESS {
-                break;
-            }
-        }
-        self.group_end().map(|()| code)
+            // What is in progress is done when the group has ended.
+            if code == sys::IN_PROGRESS { Ok(()) } else { self.check("exchange", code, comm) }
+        })
     }
 
+    /// Makes a communicator out of another by `make`; `None` where this rank is in no new one.
     fn child(
-        &self,
+        own: &Arc<Joined<Nccl>>,
         what: &'static str,
         (deadline, go_on): (Duration, GoOn),
         name: CString,
-        make: impl MakeChild,
+        make: impl FnOnce(Comm, &CStr, &mut Comm) -> c_int + Send + 'static,
     ) -> Result<Option<Arc<dyn Communicator>>> {
-        let (api, keep, handle) = (self.api.clone(), self.keep.clone(), self.handle.clone());
-        let keep = CommContext { patience: deadline, ..keep };
-        let text = format!("{} {what} of rank {} of {}", api.able.name, self.rank, self.ranks);
+        let own = Arc::clone(own);
+        let text = format!("{} {what} of rank {} of {}", own.api.able.name, own.rank, own.ranks);
         within(deadline, &text, &*go_on, move || {
-            keep.runtime.set_device(keep.device)?;
-            handle.gate.enter(what, |parent| {
+            own.runtime.set_device(own.device)?;
+            let api = &own.api;
+            own.guard.enter(what, |parent| {
                 let mut comm: Comm = std::ptr::null_mut();
                 let code = make(parent as Comm, &name, &mut comm);
                 if comm.is_null() {
-                    return api.settle(what, code, parent as Comm, keep.patience).map(|()| None);
+                    return api.settle(what, code, parent as Comm, deadline).map(|()| None);
                 }
                 // Its rank is known when it is ready.
-                api.settle(what, code, comm, keep.patience)?;
-                let place = api.place(comm)?;
-                api.made(what, sys::SUCCESS, comm, place, name, &keep).map(Some)
+                api.settle(what, code, comm, deadline)?;
+                let (place, device) = (api.place(comm)?, (own.device, own.runtime.clone()));
+                api.made(what, sys::SUCCESS, comm, place, device, Own { _name: name, patience: deadline }).map(Some)
             })
         })
     }
 }
 
-/// Makes a communicator from its parent, and says how that went.
-trait MakeChild: FnOnce(Comm, &CStr, &mut Comm) -> c_int + Send + 'static {}
-impl<F: FnOnce(Comm, &CStr, &mut Comm) -> c_int + Send + 'static> MakeChild for F {}
+impl Calls for Nccl {
+    type Own = Own;
 
-impl Communicator for NcclComm {
-    fn api(&self) -> Arc<dyn Api> {
-        self.api.clone()
-    }
-    fn rank(&self) -> u32 {
-        self.rank
-    }
-    fn ranks(&self) -> u32 {
-        self.ranks
-    }
-    fn device(&self) -> i32 {
-        self.keep.device
-    }
-
-    fn call(&self, call: &Call<'_>, stream: Stream) -> Result<Kept> {
-        self.call_by_factor(call, 0, stream)
-    }
-
-    fn call_by_factor(&self, call: &Call<'_>, factor: usize, stream: Stream) -> Result<Kept> {
-        self.handle.gate.enter(call.name(), |comm| {
-            let code = self.one(call, factor, comm as Comm, stream.0 as *mut c_void)?;
-            self.api.settle(call.name(), code, comm as Comm, self.keep.patience).map(|()| None)
-        })
+    fn put(&self, own: &Joined<Nccl>, handle: usize, call: &Call<'_>, factor: usize, stream: Stream) -> Result<Kept> {
+        let (comm, stream) = (handle as Comm, stream.0 as *mut c_void);
+        if let Call::Exchange(messages) = call {
+            return self.exchange(own, messages, comm, stream).map(|()| None);
+        }
+        let made = premul(call).map(|premul| self.make_premul(premul, factor, comm)).transpose()?;
+        let code = self.one(call, made.map(|(number, _)| number), comm, stream);
+        if let Some((number, destroy)) = made {
+            // SAFETY: made above for this communicator; allowed at once after the last call that uses it, also in a group.
+            unsafe { destroy(number, comm) };
+        }
+        self.settle(call.name(), code?, comm, own.own.patience).map(|()| None)
     }
 
     fn group_start(&self) -> Result<()> {
         // SAFETY: the vendor's function; state of this thread.
-        let code = unsafe { self.api.table.group_start.of(&self.api.library)?() };
-        self.api.check("ncclGroupStart", code, std::ptr::null_mut())
+        let code = unsafe { self.table.group_start.of(&self.library)?() };
+        self.check("ncclGroupStart", code, std::ptr::null_mut())
     }
 
-    fn group_end(&self) -> Result<()> {
+    fn group_end(&self, own: &Joined<Nccl>) -> Result<()> {
         // SAFETY: the vendor's function; state of this thread.
-        let code = unsafe { self.api.table.group_end.of(&self.api.library)?() };
+        let code = unsafe { self.table.group_end.of(&self.library)?() };
         if code != sys::IN_PROGRESS {
-            return self.api.check("ncclGroupEnd", code, std::ptr::null_mut());
+            return self.check("ncclGroupEnd", code, std::ptr::null_mut());
         }
-        let patience = self.keep.patience;
-        self.handle.gate.enter("group_end", |comm| self.api.settle("ncclGroupEnd", code, comm as Comm, patience))
+        own.guard.enter("group_end", |comm| self.settle("ncclGroupEnd", code, comm as Comm, own.own.patience))
     }
 
-    fn can_split(&self, _: &[u32]) -> bool {
-        self.api.able.split
+    fn can_split(&self, _: &Joined<Nccl>, _: &[u32]) -> bool {
+        self.able.split
     }
 
-    fn split(&self, split: &Split) -> Result<Option<Arc<dyn Communicator>>> {
-        let call = self.api.table.split.of(&self.api.library)?;
-        let place = split.members.iter().position(|member| *member == self.rank);
+    fn split(&self, own: &Arc<Joined<Nccl>>, split: &Split) -> Result<Option<Arc<dyn Communicator>>> {
+        let call = self.table.split.of(&self.library)?;
+        let place = split.members.iter().position(|member| *member == own.rank);
         let (color, key) = (place.map_or(sys::NO_COLOR, |_| split.number as c_int), place.unwrap_or(0) as c_int);
-        let name = c_name(&split.name);
         let waits = (split.deadline, split.go_on.clone());
-        self.child("ncclCommSplit", waits, name, move |parent, name, comm| {
+        Nccl::child(own, "ncclCommSplit", waits, c_name(&split.name), move |parent, name, comm| {
             let mut config = Config::blocking(name);
             // SAFETY: the vendor's function; the config lives until it returns, the name as long as the communicator.
             unsafe { call(parent, color, key, comm, &mut config) }
         })
     }
 
-    fn shrink(&self, exclude: &[u32], deadline: Duration, go_on: GoOn, name: &str) -> Result<Arc<dyn Communicator>> {
-        let call = self.api.table.shrink.of(&self.api.library)?;
+    fn shrink(
+        &self,
+        own: &Arc<Joined<Nccl>>,
+        exclude: &[u32],
+        waits: (Duration, GoOn),
+        name: &str,
+    ) -> Result<Arc<dyn Communicator>> {
+        let call = self.table.shrink.of(&self.library)?;
         let mut exclude: Vec<c_int> = exclude.iter().map(|rank| *rank as c_int).collect();
         exclude.sort_unstable();
-        let name = c_name(name);
-        let made = self.child("ncclCommShrink", (deadline, go_on), name, move |parent, name, comm| {
+        let made = Nccl::child(own, "ncclCommShrink", waits, c_name(name), move |parent, name, comm| {
             let mut config = Config::blocking(name);
             let count = exclude.len() as c_int;
             // SAFETY: the vendor's function; list and config live until it returns, the name as long as the communicator.
@@ -512,56 +457,38 @@ impl Communicator for NcclComm {
         made.ok_or_else(|| Error::Bug("sagellm: ncclCommShrink succeeded and gave no communicator".into()))
     }
 
-    fn poll(&self) -> Result<()> {
-        self.handle.gate.enter("poll", |comm| {
-            let Some(get) = self.api.table.get_async_error.optional() else { return Ok(()) };
-            let mut state = sys::SUCCESS;
-            // SAFETY: the vendor's function; it writes one int and does not wait.
-            let code = unsafe { get(comm as Comm, &mut state) };
-            self.api.check("ncclCommGetAsyncError", code, comm as Comm)?;
-            match state {
-                sys::IN_PROGRESS => Ok(()), // another thread's call, which waits for its end
-                state => self.api.check("an operation that was launched earlier", state, comm as Comm),
-            }
+    fn poll(&self, handle: usize) -> Result<()> {
+        let Some(get) = self.table.get_async_error.optional() else { return Ok(()) };
+        let (comm, mut state) = (handle as Comm, sys::SUCCESS);
+        // SAFETY: the vendor's function; it writes one int and does not wait.
+        let code = unsafe { get(comm, &mut state) };
+        self.check("ncclCommGetAsyncError", code, comm)?;
+        match state {
+            sys::IN_PROGRESS => Ok(()), // another thread's call, which waits for its end
+            state => self.check("an operation that was launched earlier", state, comm),
+        }
+    }
+
+    fn abort(comm: &Arc<Joined<Nccl>>) -> Result<()> {
+        comm.end(("aborted", GRACE), ("ncclCommAbort", END), |own, handle| {
+            let call = own.api.table.abort.of(&own.api.library)?;
+            // SAFETY: the guard is shut, so this is the last use; the library lets abort run beside a call that hangs.
+            let code = unsafe { call(handle as Comm) };
+            own.api.check("ncclCommAbort", code, std::ptr::null_mut())
         })
     }
 
-    fn abort(&self) -> Result<()> {
-        let Some(comm) = self.handle.gate.shut("aborted", GRACE) else { return Ok(()) };
-        let call = self.api.table.abort.of(&self.api.library)?;
-        let (api, keep, handle) = (self.api.clone(), self.keep.clone(), self.handle.clone());
-        within(END, "ncclCommAbort", &always, move || {
-            let _alive = handle;
-            keep.runtime.set_device(keep.device)?;
-            // SAFETY: the gate is shut, so this is the last use; the library lets abort run beside a call that hangs.
-            let code = unsafe { call(comm as Comm) };
-            api.check("ncclCommAbort", code, std::ptr::null_mut())
-        })
-    }
-
-    fn close(&self, deadline: Duration) -> Result<()> {
-        let Some(comm) = self.handle.gate.shut("closed", deadline) else { return Ok(()) };
-        let destroy = self.api.table.destroy.of(&self.api.library)?;
-        let (api, keep, handle) = (self.api.clone(), self.keep.clone(), self.handle.clone());
-        within(deadline, "the end of an NCCL communicator", &always, move || {
-            let _alive = handle;
-            keep.runtime.set_device(keep.device)?;
+    fn close(comm: &Arc<Joined<Nccl>>, deadline: Duration) -> Result<()> {
+        comm.end(("closed", deadline), ("the end of an NCCL communicator", deadline), move |own, handle| {
+            let (api, comm) = (&own.api, handle as Comm);
+            let destroy = api.table.destroy.of(&api.library)?;
             if let Some(finalize) = api.table.finalize.optional() {
-                // SAFETY: the gate is shut: no other use of the handle.
-                let code = unsafe { finalize(comm as Comm) };
-                api.settle("ncclCommFinalize", code, comm as Comm, deadline)?;
+                // SAFETY: the guard is shut: no other use of the handle.
+                let code = unsafe { finalize(comm) };
+                api.settle("ncclCommFinalize", code, comm, deadline)?;
             }
             // SAFETY: as above, and the last use.
-            api.check("ncclCommDestroy", unsafe { destroy(comm as Comm) }, std::ptr::null_mut())
+            api.check("ncclCommDestroy", unsafe { destroy(comm) }, std::ptr::null_mut())
         })
-    }
-}
-
-impl Drop for NcclComm {
-    /// Only of one that was neither closed nor aborted: a leaver who was not waited for must not wait for others.
-    fn drop(&mut self) {
-        if let Err(error) = self.abort() {
-            log::warn!("{error}");
-        }
     }
 }

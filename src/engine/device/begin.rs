@@ -1,0 +1,171 @@
+//! The first step of a call on a device: it is checked, lowered, given its communicator and its number.
+
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+
+use super::call::{DeviceCall, Lowered};
+use super::communicators::{Exchange, Ranks};
+use super::engine::DeviceEngine;
+use super::group::{Counted, DeviceRequest, Terms};
+use super::layout::Layout;
+use super::libs::nccl::tuner;
+use super::lowering::{LoweringInput, lower};
+use super::watchdog::Watched;
+use crate::error::{Error, Result};
+use crate::select::rules::AlgorithmChoice;
+use crate::types::Kind;
+
+impl DeviceEngine {
+    /// Checks and lowers calls that are one launch, finds their communicator, and takes their numbers. Never waits for a
+    /// peer, but for the first call that needs a communicator, which is made when all its ranks are there. After an error
+    /// nothing was sent.
+    pub fn begin(
+        self: &Arc<Self>,
+        calls: &[DeviceRequest<'_>],
+        terms: &Terms,
+        exchange: &dyn Exchange,
+    ) -> Result<DeviceCall> {
+        let first = calls.first().ok_or_else(|| Error::Bug("sagellm: a launch of no calls".into()))?;
+        self.check(calls, terms)?;
+        let ranks = self.ranks_of(first, terms.region);
+        let lowered = calls.iter().map(|call| self.lower(call, ranks)).collect::<Result<Vec<Lowered>>>()?;
+        if terms.capturing && !self.communicators.has(terms.device, ranks) {
+            return Err(Error::Invalid(format!(
+                "sagellm {}: the current stream of {} is being captured into a graph, and the group has no communicator \
+                 for it yet; make one such call before the capture",
+                first.name,
+                self.place(terms.device)
+            )));
+        }
+        let communicator = self.communicator(terms.device, ranks, exchange)?;
+        let (number, notes) = self.count(calls)?;
+        let watched = Watched {
+            op: first.name.to_string(),
+            number,
+            device: self.place(terms.device),
+            peer: first.asked.kind.is_p2p().then_some(first.root),
+            with_peer_alone: ranks != Ranks::All,
+            issued: Instant::now(),
+            timeout: first.timeout.unwrap_or_else(|| self.group.timeout()),
+        };
+        let launched = Mutex::new(Vec::new());
+        let (engine, device, communicator) = (Arc::clone(self), terms.device, Some(communicator));
+        let lane = self.lane_of(ranks);
+        Ok(DeviceCall { engine, device, lane, communicator, watched, calls: lowered, notes, launched })
+    }
+
+    /// What comes behind all collectives that were put on the streams of a device: it has no call of the library, and is
+    /// watched until they have ended.
+    pub fn behind(self: &Arc<Self>, device: i32) -> DeviceCall {
+        DeviceCall {
+            engine: Arc::clone(self),
+            device,
+            lane: 0,
+            communicator: self.communicators.find(device, Ranks::All),
+            watched: Watched {
+                op: "barrier behind the collectives".to_string(),
+                number: self.last_number.load(Ordering::Relaxed),
+                device: self.place(device),
+                peer: None,
+                with_peer_alone: false,
+                issued: Instant::now(),
+                timeout: self.group.timeout(),
+            },
+            calls: Vec::new(),
+            notes: Vec::new(),
+            launched: Mutex::new(Vec::new()),
+        }
+    }
+
+    /// A single message has a communicator for its direction, so that two ranks that both send first do not lock up.
+    fn ranks_of(&self, first: &DeviceRequest<'_>, region: bool) -> Ranks {
+        let me = self.group.rank() as u32;
+        match first.asked.kind {
+            Kind::Send if !region => Ranks::OneDirection { from: me, to: first.root },
+            Kind::Recv if !region => Ranks::OneDirection { from: first.root, to: me },
+            _ => Ranks::All,
+        }
+    }
+
+    /// The stream of a call. Each direction of messages has its own, so that two ranks that both send first do not
+    /// deadlock.
+    fn lane_of(&self, ranks: Ranks) -> i32 {
+        match ranks {
+            Ranks::All => 0,
+            Ranks::OneDirection { from, to } => 1 + from as i32 * self.group.size() as i32 + to as i32,
+        }
+    }
+
+    /// Refuses what no rank shall be sent.
+    fn check(&self, calls: &[DeviceRequest<'_>], terms: &Terms) -> Result<()> {
+        let first = &calls[0];
+        if terms.capturing && first.asked.kind == Kind::Barrier {
+            return Err(Error::Invalid(format!(
+                "sagellm {}: the current stream of {} is being captured into a graph, which cannot hold a barrier: the host \
+                 waits for it; call it outside of the capture",
+                first.name,
+                self.place(terms.device)
+            )));
+        }
+        if !terms.region {
+            return Ok(());
+        }
+        let me = self.group.rank();
+        let own = |kind: Kind| {
+            let own = calls.iter().filter(move |call| call.asked.kind == kind && call.root as usize == me);
+            own.map(move |call| if kind == Kind::Send { call.read() } else { call.written() }).collect::<Vec<u64>>()
+        };
+        let (sent, received) = (own(Kind::Send), own(Kind::Recv));
+        if sent == received {
+            return Ok(());
+        }
+        Err(Error::Invalid(format!(
+            "sagellm batch_isend_irecv: rank {me} sends itself messages of {sent:?} bytes, and receives {received:?} from \
+             itself in the same batch; expected equal lists"
+        )))
+    }
+
+    /// What the library is asked for a call, or the reason why it cannot be done.
+    fn lower(&self, call: &DeviceRequest<'_>, ranks: Ranks) -> Result<Lowered> {
+        let (me, size) = (self.group.rank() as u32, self.group.size());
+        let asked = LoweringInput { ranks: ranks.count(size), ..call.asked };
+        let mut lowering = lower(&asked, self.capabilities()).map_err(Error::Invalid)?;
+        if let Some(AlgorithmChoice::Hosts { algorithm, .. }) =
+            tuner::said(self.group.policy(), asked.kind, call.read())
+            && lowering.why.is_empty()
+        {
+            lowering.why = format!("one call of the library; a rule or line names {}", algorithm.name());
+        }
+        // In a pair the lower rank is 0.
+        let root = if ranks == Ranks::All { call.root } else { u32::from(call.root > me) };
+        Ok(Lowered {
+            name: call.name.to_string(),
+            kind: asked.kind,
+            root,
+            peer: call.root,
+            tensors: call.note.tensors,
+            bytes: call.read().max(call.written()),
+            layout: Layout::of(asked.kind, asked.dtype, asked.ranks, &call.buffers, &lowering),
+            lowering,
+        })
+    }
+
+    /// Takes the numbers of the calls and enters them into the statistics. Messages have none.
+    fn count(&self, calls: &[DeviceRequest<'_>]) -> Result<(u64, Vec<Box<dyn Counted>>)> {
+        let mut number = 0;
+        let mut notes = Vec::with_capacity(calls.len());
+        for call in calls {
+            let kind = call.asked.kind;
+            if call.note.counts || number == 0 {
+                self.group.usable(kind.name())?;
+                number = if kind.is_p2p() { 0 } else { self.group.next_number(kind) };
+            }
+            notes.push(self.group.count(call));
+        }
+        if number != 0 {
+            self.last_number.store(number, Ordering::Relaxed);
+        }
+        Ok((number, notes))
+    }
+}

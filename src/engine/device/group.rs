@@ -1,0 +1,95 @@
+//! What the engine of devices asks of the group that it serves, and what it is asked.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::layout::Buffers;
+use super::lowering::LoweringInput;
+use crate::error::{Error, Result};
+use crate::select::Policy;
+use crate::types::{CallNote, Kind};
+
+/// What the engine asks of the group whose devices it serves.
+pub trait DeviceGroup: Send + Sync {
+    fn name(&self) -> &str;
+    fn rank(&self) -> usize;
+    fn size(&self) -> usize;
+    /// Keeps the group's keys in the store apart from those of any other attempt to make it; `None` where the ranks have
+    /// not met.
+    fn id(&self) -> Option<String>;
+    fn policy(&self) -> &Arc<Policy>;
+    /// For calls that name none, and for the making of communicators; zero: none.
+    fn timeout(&self) -> Duration;
+    /// An error where no operation may start.
+    fn usable(&self, what: &str) -> Result<()>;
+    /// Why the group has failed, here or on a peer that said so.
+    fn fault(&self) -> Option<Error>;
+    /// Fails it, on all ranks; the first error counts.
+    fn fail(&self, error: Error);
+    /// True when a signal handler of the program raised.
+    fn interrupted(&self) -> bool;
+    /// Ranks whose process has ended.
+    fn dead_ranks(&self) -> Vec<usize>;
+    /// Whether a rank has left the group in order.
+    fn left(&self, rank: usize) -> bool;
+    fn death_of(&self, rank: usize, during: &str) -> Error;
+    /// Takes the next number of a collective on a device, and tells the peers on this host.
+    fn next_number(&self, kind: Kind) -> u64;
+    /// The peers on this host.
+    fn neighbours(&self) -> Vec<Neighbour>;
+    /// Enters a call into the statistics, after its number was taken.
+    fn count(&self, call: &DeviceRequest<'_>) -> Box<dyn Counted>;
+}
+
+/// How far a peer on this host has come: its last collective on a device.
+#[derive(Clone, Copy, Debug)]
+pub struct Neighbour {
+    pub rank: usize,
+    pub pid: i32,
+    pub number: u64,
+    pub kind: u8,
+}
+
+/// A call in the statistics; dropped before its end, it failed.
+pub trait Counted: Send + Sync {
+    /// `timed`: this is the moment in which it ended.
+    fn end(&self, well: bool, timed: bool);
+}
+
+/// A call as its caller has it.
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceRequest<'a> {
+    /// The operation's name in messages.
+    pub name: &'a str,
+    /// `ranks` is filled in by the engine.
+    pub asked: LoweringInput,
+    /// Root, or the peer of a message.
+    pub root: u32,
+    pub tag: u32,
+    /// `None`: the group's.
+    pub timeout: Option<Duration>,
+    pub buffers: Buffers<'a>,
+    pub note: CallNote,
+}
+
+impl DeviceRequest<'_> {
+    /// Bytes of the inputs.
+    pub fn read(&self) -> u64 {
+        self.buffers.inputs.iter().map(|span| span.bytes as u64).sum()
+    }
+
+    /// Bytes of the outputs.
+    pub fn written(&self) -> u64 {
+        self.buffers.outputs.iter().map(|span| span.bytes as u64).sum()
+    }
+}
+
+/// How the calls of one launch are made.
+#[derive(Clone, Copy, Debug)]
+pub struct Terms {
+    pub device: i32,
+    /// A coalescing region: all ranks know of its calls, messages among them, so these need no communicator of their own.
+    pub region: bool,
+    /// The caller's stream is being captured into a graph.
+    pub capturing: bool,
+}

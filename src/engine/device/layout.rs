@@ -1,0 +1,275 @@
+//! Which memory the library is given for a call: the caller's own where that serves, else temporaries, which the shim fills
+//! before the call and empties after it. Pure; what a rank decides here, its peers do not notice.
+
+use std::borrow::Cow;
+
+use super::lowering::{Local, Lowering};
+use crate::types::{Dtype, Kind, Span};
+
+/// The memory of a call as its caller has it, in the order of the elements.
+#[derive(Clone, Copy, Debug)]
+pub struct Buffers<'a> {
+    pub inputs: &'a [Span],
+    pub outputs: &'a [Span],
+    /// Bytes of each rank's block; empty where all are equal.
+    pub in_blocks: &'a [usize],
+    pub out_blocks: &'a [usize],
+}
+
+/// One side of a call, as the library is given it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Side {
+    /// Bytes of the temporary in which the spans lie, then as offsets; `None` where they are the caller's own memory.
+    pub temporary: Option<usize>,
+    spans: Vec<Span>,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Layout {
+    /// A temporary holds the inputs behind each other, after the steps before the call.
+    pub send: Side,
+    /// A temporary is copied to the outputs, after the steps after the call.
+    pub recv: Side,
+    /// What is received takes the place of what was sent, in its temporary.
+    pub in_place: bool,
+}
+
+impl Side {
+    fn whole(bytes: usize) -> Side {
+        Side { temporary: Some(bytes), spans: vec![Span { addr: 0, bytes }] }
+    }
+
+    /// A temporary that holds these blocks behind each other.
+    fn of_blocks(blocks: &[usize]) -> Side {
+        let mut bytes = 0;
+        let place = |block: &usize| {
+            let span = Span { addr: bytes, bytes: *block };
+            bytes += block;
+            span
+        };
+        let spans = blocks.iter().map(place).collect();
+        Side { temporary: Some(bytes), spans }
+    }
+
+    /// `base`: where the temporary lies, if there is one.
+    pub fn at(&self, base: usize) -> Cow<'_, [Span]> {
+        match self.temporary {
+            None => Cow::Borrowed(&self.spans),
+            Some(_) => self.spans.iter().map(|span| Span { addr: base + span.addr, bytes: span.bytes }).collect(),
+        }
+    }
+}
+
+impl Layout {
+    /// For a call of `kind` on tensors of `dtype`, among so many ranks.
+    pub fn of(kind: Kind, dtype: Dtype, ranks: usize, buffers: &Buffers<'_>, lowering: &Lowering) -> Layout {
+        if kind == Kind::Barrier {
+            // Some number, which the shim makes.
+            return Layout { send: Side::whole(lowering.dtype.size()), recv: Side::default(), in_place: true };
+        }
+        let call =
+            Placing { kind, ranks, buffers, lowering, item: dtype.size(), wire: wire_type(dtype, lowering).size() };
+        let send = call.send();
+        let gathered = send.temporary.is_some();
+        let in_place = kind == Kind::AllReduce && lowering.kind == kind && gathered && !lowering.out_of_place;
+        let recv = if in_place { Side::default() } else { call.receive(&send) };
+        Layout { send, recv, in_place }
+    }
+
+    /// Where the library receives. `send` and `recv` are where the temporaries lie.
+    pub fn received(&self, send: usize, recv: usize) -> Cow<'_, [Span]> {
+        if self.in_place { self.send.at(send) } else { self.recv.at(recv) }
+    }
+}
+
+/// The type in which the elements travel.
+fn wire_type(dtype: Dtype, lowering: &Lowering) -> Dtype {
+    let cast = lowering.before.iter().rev().find_map(|step| match step {
+        Local::Cast(to) => Some(*to),
+        _ => None,
+    });
+    cast.unwrap_or(dtype)
+}
+
+struct Placing<'a> {
+    kind: Kind,
+    ranks: usize,
+    buffers: &'a Buffers<'a>,
+    lowering: &'a Lowering,
+    /// Bytes of an element of the caller's tensors, and of what travels.
+    item: usize,
+    wire: usize,
+}
+
+impl Placing<'_> {
+    fn on_wire(&self, bytes: usize) -> usize {
+        bytes / self.item * self.wire
+    }
+
+    fn send(&self) -> Side {
+        let Buffers { inputs, in_blocks, .. } = *self.buffers;
+        let cut = matches!(self.kind, Kind::Scatter | Kind::ReduceScatter | Kind::AllToAll);
+        if self.lowering.before.is_empty()
+            && !self.lowering.clobbers_input
+            && let Some(spans) = self.as_they_lie(inputs, in_blocks, cut)
+        {
+            return Side { temporary: None, spans };
+        }
+        if inputs.is_empty() { Side::default() } else { self.temporary(inputs, in_blocks, cut) }
+    }
+
+    fn receive(&self, send: &Side) -> Side {
+        let Buffers { inputs, outputs, out_blocks, .. } = *self.buffers;
+        let (asked, kind) = (self.kind, self.lowering.kind);
+        if outputs.is_empty() && (asked, kind) != (Kind::AllReduce, Kind::AllGather) {
+            return Side::default();
+        }
+        let cut = matches!(asked, Kind::AllGather | Kind::Gather | Kind::AllToAll);
+        let conflict = self.lowering.out_of_place && send.temporary.is_none() && any_overlap(inputs, outputs);
+        if self.lowering.after.is_empty()
+            && !conflict
+            && let Some(spans) = self.as_they_lie(outputs, out_blocks, cut)
+        {
+            return Side { temporary: None, spans };
+        }
+        if kind == asked {
+            return self.temporary(outputs, out_blocks, cut);
+        }
+        // All ranks' data come together here.
+        let each = if kind == Kind::AllToAll { self.on_wire(total(outputs)) } else { total(&send.spans) };
+        Side::of_blocks(&vec![each; self.ranks])
+    }
+
+    fn temporary(&self, spans: &[Span], blocks: &[usize], cut: bool) -> Side {
+        if !cut {
+            return Side::whole(self.on_wire(total(spans)));
+        }
+        let blocks = self.blocks(spans, blocks);
+        Side::of_blocks(&blocks.iter().map(|bytes| self.on_wire(*bytes)).collect::<Vec<_>>())
+    }
+
+    /// Bytes of each rank's block.
+    fn blocks(&self, spans: &[Span], blocks: &[usize]) -> Vec<usize> {
+        if blocks.is_empty() { vec![total(spans) / self.ranks; self.ranks] } else { blocks.to_vec() }
+    }
+
+    /// What the library is given without a temporary, if it can be; `cut`: one block for each rank.
+    fn as_they_lie(&self, spans: &[Span], blocks: &[usize], cut: bool) -> Option<Vec<Span>> {
+        let run = as_run(spans);
+        match run {
+            _ if spans.is_empty() && cut => Some(vec![Span { addr: 0, bytes: 0 }; blocks.len()]),
+            Some(run) if !cut || blocks.is_empty() => Some(run),
+            None if !cut || self.lowering.contiguous => None,
+            _ => per_rank(spans, &self.blocks(spans, blocks)),
+        }
+    }
+}
+
+fn total(spans: &[Span]) -> usize {
+    spans.iter().map(|span| span.bytes).sum()
+}
+
+fn any_overlap(left: &[Span], right: &[Span]) -> bool {
+    let meet = |a: &Span, b: &Span| a.addr.max(b.addr) < (a.addr + a.bytes).min(b.addr + b.bytes);
+    left.iter().any(|a| right.iter().any(|b| meet(a, b)))
+}
+
+/// As one span, where they lie behind each other; none for none.
+fn as_run(spans: &[Span]) -> Option<Vec<Span>> {
+    let behind = spans.windows(2).all(|pair| pair[1].addr == pair[0].addr + pair[0].bytes);
+    behind.then(|| spans.first().map(|first| Span { addr: first.addr, bytes: total(spans) }).into_iter().collect())
+}
+
+/// One span for each block, where each lies in one run.
+fn per_rank(spans: &[Span], blocks: &[usize]) -> Option<Vec<Span>> {
+    let mut rest = spans.iter().copied();
+    let mut left = Span { addr: 0, bytes: 0 };
+    let mut found = Vec::with_capacity(blocks.len());
+    for bytes in blocks {
+        let mut block = Span { addr: 0, bytes: 0 };
+        while block.bytes < *bytes {
+            if left.bytes == 0 {
+                left = rest.next()?;
+            }
+            if block.bytes == 0 {
+                block.addr = left.addr;
+            } else if left.addr != block.addr + block.bytes {
+                return None;
+            }
+            let take = left.bytes.min(bytes - block.bytes);
+            block.bytes += take;
+            left = Span { addr: left.addr + take, bytes: left.bytes - take };
+        }
+        found.push(block);
+    }
+    Some(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::device::Vendor;
+    use crate::engine::device::lowering::{LoweringInput, lower};
+    use crate::types::ReduceOp;
+
+    fn spans(of: &[(usize, usize)]) -> Vec<Span> {
+        of.iter().map(|&(addr, bytes)| Span { addr, bytes }).collect()
+    }
+
+    fn layout(
+        vendor: Vendor,
+        (kind, dtype, op): (Kind, Dtype, ReduceOp),
+        inputs: &[(usize, usize)],
+        outputs: &[(usize, usize)],
+        blocks: &[usize],
+    ) -> Layout {
+        let (inputs, outputs) = (spans(inputs), spans(outputs));
+        let asked = LoweringInput { kind, dtype, op, ranks: 2, equal_counts: blocks.is_empty(), dense: true };
+        let lowering = lower(&asked, &vendor.capabilities()).unwrap();
+        let buffers = Buffers { inputs: &inputs, outputs: &outputs, in_blocks: blocks, out_blocks: blocks };
+        Layout::of(kind, dtype, 2, &buffers, &lowering)
+    }
+
+    const SUM: (Kind, Dtype, ReduceOp) = (Kind::AllReduce, Dtype::F32, ReduceOp::Sum);
+
+    #[test]
+    fn memory_that_serves_is_handed_over_as_it_lies() {
+        let one = layout(Vendor::Nccl, SUM, &[(64, 8), (72, 8)], &[(64, 8), (72, 8)], &[]);
+        assert_eq!((one.send.temporary, one.recv.temporary, one.in_place), (None, None, false));
+        assert_eq!((&*one.send.at(5), &*one.received(5, 7)), (&spans(&[(64, 16)])[..], &spans(&[(64, 16)])[..]));
+        // Blocks that lie anywhere serve where the library is given each by itself.
+        let moved = (Kind::AllToAll, Dtype::F32, ReduceOp::Sum);
+        let parts = [(64, 8), (512, 8)];
+        assert_eq!(*layout(Vendor::Nccl, moved, &parts, &parts, &[]).send.at(0), spans(&parts)[..]);
+        let flat = layout(Vendor::Hccl, moved, &parts, &parts, &[]);
+        assert_eq!((flat.send.temporary, flat.recv.temporary), (Some(16), Some(16)));
+        assert_eq!(*flat.received(100, 200), spans(&[(200, 8), (208, 8)])[..]);
+    }
+
+    #[test]
+    fn tensors_behind_gaps_and_casts_go_through_temporaries_in_the_type_that_travels() {
+        let list = layout(Vendor::Nccl, SUM, &[(64, 8), (128, 8)], &[(64, 8), (128, 8)], &[]);
+        assert_eq!((list.send.temporary, list.in_place), (Some(16), true));
+        assert_eq!(*list.received(1000, 0), spans(&[(1000, 16)])[..]);
+        // NCCL adds no 16-bit integers: they travel as 32 bits.
+        let short = (Kind::ReduceScatter, Dtype::I16, ReduceOp::Sum);
+        let wide = layout(Vendor::Nccl, short, &[(64, 8)], &[(128, 4)], &[]);
+        assert_eq!(*wide.send.at(0), spans(&[(0, 8), (8, 8)])[..]);
+        assert_eq!((wide.recv.temporary, &*wide.received(0, 32)), (Some(8), &spans(&[(32, 8)])[..]));
+        // Composed by what all ranks send.
+        let fold = (Kind::AllReduce, Dtype::I32, ReduceOp::Band);
+        assert_eq!(layout(Vendor::Nccl, fold, &[(64, 8)], &[(64, 8)], &[]).recv.temporary, Some(16));
+    }
+
+    #[test]
+    fn what_a_library_reads_and_writes_at_once_is_kept_apart() {
+        let moved = (Kind::AllToAll, Dtype::U8, ReduceOp::Sum);
+        let apart = layout(Vendor::Hccl, moved, &[(64, 8)], &[(128, 8)], &[]);
+        assert_eq!((apart.send.temporary, apart.recv.temporary), (None, None));
+        assert_eq!(layout(Vendor::Hccl, moved, &[(64, 8)], &[(68, 8)], &[]).recv.temporary, Some(8));
+        let uneven = layout(Vendor::Nccl, moved, &[(64, 8)], &[(128, 8)], &[2, 6]);
+        assert_eq!(*uneven.send.at(0), spans(&[(64, 2), (66, 6)])[..]);
+        // A rank without data has an empty block for each.
+        assert_eq!(layout(Vendor::Nccl, moved, &[], &[], &[0, 0]).send.at(0).len(), 2);
+    }
+}

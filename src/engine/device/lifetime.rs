@@ -1,0 +1,126 @@
+//! What becomes of a group's communicators: others that are made out of them when the group is split or shrinks, and
+//! their ends.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use super::communicators::{DeviceComm, Ranks, patience};
+use super::engine::DeviceEngine;
+use super::lock;
+use super::watchdog::gone;
+use crate::error::{Error, Result};
+
+impl DeviceEngine {
+    /// The communicator of all ranks for a device, if it was made and has not ended.
+    fn living(&self, device: i32) -> Option<Arc<DeviceComm>> {
+        self.communicators.find(device, Ranks::All).filter(|own| !own.ended.load(Ordering::Acquire))
+    }
+
+    /// Whether the library can make the communicator of these of its ranks out of the group's for a device.
+    pub fn can_split(&self, device: i32, members: &[u32]) -> bool {
+        self.living(device).is_some_and(|own| own.communicator.can_split(members))
+    }
+
+    /// Makes it, for the group of `members`, whose devices are `child`; `None` on a rank that is in no new group. All ranks
+    /// of this group call at once; the groups that they make have no rank in common.
+    pub fn split(&self, child: Option<&DeviceEngine>, device: i32, members: &[u32]) -> Result<()> {
+        let own = self
+            .living(device)
+            .ok_or_else(|| Error::Aborted("sagellm split: the communicator of the group was aborted".to_string()))?;
+        self.runtime.set_device(device)?;
+        let Some(child) = child else {
+            let deadline = patience(self.group.timeout());
+            return own.part(members, deadline, self.joining(""), (String::new(), String::new())).map(drop);
+        };
+        let made = child.named("all", device, |name, algorithm| {
+            let deadline = patience(child.group.timeout());
+            let part = own.part(members, deadline, self.joining(&name), (name, algorithm))?;
+            part.ok_or_else(|| Error::Bug("sagellm: a member got no part of a communicator".into()))
+        })?;
+        child.communicators.add(device, Ranks::All, made);
+        Ok(())
+    }
+
+    /// Takes the communicator of all ranks out of use, for a group that is about to shrink; it ends with what this returns.
+    /// `drained`: nothing is under way in it.
+    pub fn retire(self: &Arc<Self>, device: i32, drained: bool) -> Retired {
+        let own = self.living(device).filter(|own| {
+            own.drained.fetch_or(drained, Ordering::Relaxed);
+            !own.ended.swap(true, Ordering::AcqRel)
+        });
+        Retired { engine: Arc::clone(self), device, communicator: own }
+    }
+
+    /// Unblocks whatever hangs; nothing can be issued afterwards.
+    pub fn abort(&self) {
+        let all: Vec<Arc<DeviceComm>> = lock(&self.communicators.known).values().cloned().collect();
+        all.iter().for_each(|each| each.abort());
+    }
+
+    /// Leaves with the other ranks: within the timeout (zero: none) while all of them live, soon where one is gone. What
+    /// does not end is aborted, or left behind with a thread that waits for it. `drained`: nothing is under way. False
+    /// where a signal handler raised meanwhile.
+    pub fn close(&self, timeout: Duration, drained: bool) -> bool {
+        let begin = Instant::now();
+        if !drained || !self.whole("the end of the group") {
+            self.abort();
+        }
+        let all = std::mem::take(&mut *lock(&self.communicators.known));
+        // In one order on all ranks, so that nobody waits in a circle.
+        let mut interrupted = false;
+        for each in all.values() {
+            if interrupted {
+                each.abort();
+            } else if !each.ended.swap(true, Ordering::AcqRel) {
+                let left = patience(timeout).saturating_sub(begin.elapsed()).max(Duration::from_millis(1));
+                interrupted = !each.close(&*self.group, left);
+            }
+        }
+        !interrupted
+    }
+
+    /// True while nobody is gone and the group has not failed; with an error it fails.
+    fn whole(&self, what: &str) -> bool {
+        match gone(&*self.group, what, None) {
+            Some(error) => {
+                self.group.fail(error);
+                false
+            }
+            None => true,
+        }
+    }
+}
+
+/// The communicator of a group that shrinks, which nobody else can use or end any more.
+pub struct Retired {
+    engine: Arc<DeviceEngine>,
+    device: i32,
+    communicator: Option<Arc<DeviceComm>>,
+}
+
+impl Retired {
+    /// Whether there is one, and the library can leave ranks out that do not call.
+    pub fn can_shrink(&self) -> bool {
+        self.communicator.is_some() && self.engine.capabilities().shrink
+    }
+
+    /// Makes the communicator of `child`, a group of all ranks but `excluded`; all ranks of that group call it at once.
+    /// What is under way in the old one is aborted.
+    pub fn shrink(&self, child: &DeviceEngine, excluded: &[u32]) -> Result<()> {
+        let own = self.communicator.as_ref().ok_or_else(|| Error::Bug("sagellm: nothing to shrink".into()))?;
+        let made = child.named("all", self.device, |name, _| {
+            own.communicator.shrink(excluded, patience(child.group.timeout()), child.joining(&name), &name)
+        })?;
+        child.communicators.add(self.device, Ranks::All, made);
+        Ok(())
+    }
+}
+
+impl Drop for Retired {
+    fn drop(&mut self) {
+        if let Some(own) = &self.communicator {
+            own.end();
+        }
+    }
+}
