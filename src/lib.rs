@@ -35,7 +35,7 @@
 //! rendezvous    who is where, and one decision
 //! progress      who moves the groups of a process forward, and who wakes whom
 //! engine        what carries operations: solo, delegate, shm, multihost, device; they know nothing of each other
-//! fusion        which operations make one batch (pure)
+//! fusion        what travels together: lists, batches (pure)
 //! select        which algorithm, and why (pure but for the file of a measured table)
 //! algorithms    who talks to whom at which step, as data (pure)
 //! reduce        the arithmetic
