@@ -105,6 +105,6 @@ def _apart(tensors: list[torch.Tensor]) -> None:
     shared = _extension()._shared(tensors)
     if shared is not None:
         raise ValueError(
-            f"sagellm fused_all_reduce: tensors {shared[0]} and {shared[1]} share memory, which would be reduced twice; "
-            "pass each piece of memory once"
+            f"sagellm fused_all_reduce: tensors {shared[0]} and {shared[1]} share memory, which would be reduced "
+            "twice; pass each piece of memory once"
         )
