@@ -199,7 +199,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         return std::make_tuple(std::move(site.file), site.line, std::move(site.function));
       },
       py::arg("number"));
-  module.def(
-      "_overlapping", [](const std::vector<at::Tensor>& tensors) { return overlapping(tensors); }, py::arg("tensors"));
+  module.def("_shared", [](const std::vector<at::Tensor>& tensors) { return shared(tensors); }, py::arg("tensors"));
   module.def("at_exit", &leave);
 }

@@ -35,7 +35,7 @@
 //! rendezvous    which rank is on which host, and one decision
 //! progress      which thread drives the groups of a process, and which event wakes it
 //! engine        what runs operations: solo, delegate, shm, multihost, device; none uses another
-//! fusion        which operations make one batch (pure)
+//! fusion        what is sent together: lists, batches (pure)
 //! select        which algorithm, and why (pure but for the file of a measured table)
 //! algorithms    schedules of sends and receives, as data (pure)
 //! reduce        the arithmetic

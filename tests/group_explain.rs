@@ -65,7 +65,7 @@ fn run(groups: &[Arc<Group>], program: &[Spec]) -> Vec<Vec<Explanation>> {
             assert_eq!(op.choice(), found.choice);
             assert_ne!(found.choice.reason, Reason::Unknown);
             let request = spec.request(buffers, false);
-            assert_eq!(found.asked, OpDesc::of(&request, ranks), "{spec:?}");
+            assert_eq!(found.desc, OpDesc::of(&request, ranks), "{spec:?}");
             let Batch { count, first, last, .. } = past.batch.expect("it is over");
             assert!((first..=last).contains(&past.number) && count >= 1, "{past:?}");
             found
@@ -89,10 +89,10 @@ fn check_batches(found: &[Vec<Explanation>]) -> u64 {
         let whole = |numbers: Range<u64>| numbers.map(|number| &found[0][number as usize - 1]);
         let members: Vec<&Explanation> = whole(first..last + 1).collect();
         assert!(members.iter().all(|member| batch(member) == batch(one) && member.choice == one.choice));
-        let sum = members.iter().map(|member| member.asked.bytes).sum::<u64>();
+        let sum = members.iter().map(|member| member.desc.bytes).sum::<u64>();
         assert_eq!(bytes, (count > 1).then_some(sum));
         let Path::Hosts { algorithm, .. } = one.choice.path else { panic!("{:?} between hosts", one.choice.path) };
-        assert!(algorithm.serves(one.asked.kind));
+        assert!(algorithm.serves(one.desc.kind));
     }
     found[0].iter().map(|one| batch(one).count).max().unwrap()
 }

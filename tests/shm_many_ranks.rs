@@ -159,7 +159,7 @@ fn more_senders_than_lanes_all_get_through() {
     let ranks = ranks();
     let groups = groups(ranks);
     let layout = Layout::within(ranks, usize::MAX).unwrap();
-    assert!(layout.lanes < ranks - 1);
+    assert!(layout.channels < ranks - 1);
     let count = layout.body_bytes / 4 * 3 + 11;
     on_ranks(ranks, |me| {
         if me != 0 {

@@ -123,30 +123,6 @@ c10::intrusive_ptr<c10d::Backend> SageBackend::delegate() const {
   return delegate_;
 }
 
-std::string SageBackend::describe() const {
-  return std::string(checked([&] { return group_->describe(); }));
-}
-
-Explanation SageBackend::explain(const std::string& kind, uint64_t bytes, const std::string& dtype) const {
-  return checked([&] { return group_->explain(kind, bytes, dtype); });
-}
-
-Explanation SageBackend::explain_number(uint64_t number) const {
-  return checked([&] { return group_->explain_number(number); });
-}
-
-Stats SageBackend::stats() const {
-  return checked([&] { return group_->stats(); });
-}
-
-rust::Vec<Record> SageBackend::records() const {
-  return checked([&] { return group_->records(); });
-}
-
-void SageBackend::reset_stats() {
-  group_->reset_stats();
-}
-
 void SageBackend::setTimeout(std::chrono::milliseconds timeout) {
   if (timeout.count() < 0)
     value_error("set_timeout", c10::str("timeout is ", timeout.count(), " ms, expected 0 or more"));

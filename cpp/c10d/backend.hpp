@@ -37,6 +37,7 @@
 #include "c10d/region.hpp"
 #include "compat.hpp"
 #include "device/staging.hpp"
+#include "host/errors.hpp"
 #include "host/link.hpp"
 #include "lower/call.hpp"
 #include "work/work.hpp"
@@ -97,18 +98,28 @@ class SageBackend final : public c10d::Backend {
   // True when ranks live on several hosts, with shared memory inside each.
   bool spans_hosts() const { return spans_hosts_; }
   // Which engine serves the group and why, in one line.
-  std::string describe() const;
+  std::string describe() const {
+    return std::string(checked([&] { return group_->describe(); }));
+  }
   // How an operation of this kind, size and type (by their names) would travel.
-  Explanation explain(const std::string& kind, uint64_t bytes, const std::string& dtype) const;
-  Explanation explain_number(uint64_t number) const;
+  Explanation explain(const std::string& kind, uint64_t bytes, const std::string& dtype) const {
+    return checked([&] { return group_->explain(kind, bytes, dtype); });
+  }
+  Explanation explain_number(uint64_t number) const {
+    return checked([&] { return group_->explain_number(number); });
+  }
   // Why tensors on devices of this kind travel through host memory.
   std::string device_reason(c10::DeviceType type) const { return staging_.reason(type); }
   // The library that carries tensors on such devices, or empty.
   std::string device_library(c10::DeviceType type) const;
   // What the group has done, and its last operations.
-  Stats stats() const;
-  rust::Vec<Record> records() const;
-  void reset_stats();
+  Stats stats() const {
+    return checked([&] { return group_->stats(); });
+  }
+  rust::Vec<Record> records() const {
+    return checked([&] { return group_->records(); });
+  }
+  void reset_stats() { group_->reset_stats(); }
 
   const std::string getBackendName() const override { return "sagellm"; }
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }
@@ -182,14 +193,27 @@ class SageBackend final : public c10d::Backend {
 #ifdef SAGELLM_HAS_SINGLE_NAMES
   // Their base versions forward as well, but refuse to be entered twice on one thread, which a signal handler that
   // runs while the outer call waits would do.
-  WorkPtr all_gather_single(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) override;
-  WorkPtr all_gather_single_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override;
-  WorkPtr reduce_scatter_single(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr all_gather_single(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) override {
+    return _allgather_base(output, input, opts);
+  }
+  WorkPtr all_gather_single_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override {
+    return allgather_into_tensor_coalesced(outputs, inputs, opts);
+  }
+  WorkPtr reduce_scatter_single(at::Tensor& output, at::Tensor& input,
+                                const c10d::ReduceScatterOptions& opts) override {
+    return _reduce_scatter_base(output, input, opts);
+  }
   WorkPtr reduce_scatter_single_coalesced(Tensors& outputs, Tensors& inputs,
-                                          const c10d::ReduceScatterOptions& opts) override;
+                                          const c10d::ReduceScatterOptions& opts) override {
+    return reduce_scatter_tensor_coalesced(outputs, inputs, opts);
+  }
   WorkPtr all_to_all_single(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
-                            std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& opts) override;
-  WorkPtr gather_single(at::Tensor& output, at::Tensor& input, const c10d::GatherOptions& opts) override;
+                            std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& opts) override {
+    return alltoall_base(output, input, output_splits, input_splits, opts);
+  }
+  WorkPtr gather_single(at::Tensor& output, at::Tensor& input, const c10d::GatherOptions& opts) override {
+    return gather_into_tensor(output, input, opts);
+  }
   WorkPtr gather_into_tensor(at::Tensor& output, at::Tensor& input, const c10d::GatherOptions& opts) override;
 #endif
 
@@ -199,6 +223,17 @@ class SageBackend final : public c10d::Backend {
   // The last step of every override. A synchronous call is finished on this thread and returns no Work: c10d takes that
   // for "done", and it is the cheapest path.
   WorkPtr dispatch(CallDesc& call, CallDesc::Delegate delegate);
+  // The same. A delegate's function is called with the tensors of the description, and with what follows them here.
+  template <class... Params, class... Rest>
+  WorkPtr dispatch(CallDesc& call, WorkPtr (c10d::Backend::*method)(Params...), Rest&... rest) {
+    return dispatch(call, [&](c10d::Backend& other, const CallDesc& with) {
+      if constexpr (sizeof...(Params) == sizeof...(Rest) + 2) {
+        return (other.*method)(with.outputs, with.inputs, rest...);
+      } else {
+        return (other.*method)(with.outputs, rest...);
+      }
+    });
+  }
   // The four ways.
   WorkPtr on_cpu(const CallDesc& call);
   WorkPtr by_vendor(const CallDesc& call, c10::Device device, VendorDevices& vendor);
@@ -212,6 +247,10 @@ class SageBackend final : public c10d::Backend {
   WorkPtr submit_async(Plans& plans, const CallDesc& call, bool async);
   void run(Plan& plan, const Label& label, TensorView inputs);
   void issue(OpWork& work, Plans& plans, Tensors keep);
+  // A call of our own to its end. Neither statistics nor hooks hear of it.
+  void run_own(const CallDesc& call, CallDesc::Delegate delegate);
+  // Issues an operation that is a part of a call; only who has the Work hears of its end.
+  c10::intrusive_ptr<OpWork> issue_part(Plan& plan, c10d::OpType type, Tensors keep) const;
   // `host` is `call` with copies in host memory.
   WorkPtr submit_staged(Plans& plans, const CallDesc& call, const CallDesc& host,
                         const std::shared_ptr<Transfer>& transfer);
@@ -297,9 +336,13 @@ class SageBackend final : public c10d::Backend {
   std::vector<WorkPtr> beside_;
   // Messages of a group over several hosts that may be under way.
   std::vector<DelegatedMessage> messages_;
+  friend struct SparseJob;
   // Numbers the sparse all-reduces of this rank, which gives their messages tags of their own.
   std::atomic<uint32_t> sparse_count_{0};
 };
+
+// What the statistics are told of a call that the core does not carry.
+ExternalOp external_op(const CallDesc& call, bool host_staged);
 
 // The decision of the ranks of a group about what serves it, before the group is built. Dropping it without `build`
 // tells the other ranks that this one leaves.

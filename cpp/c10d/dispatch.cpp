@@ -9,6 +9,7 @@
 #include "device/vendor.hpp"
 #include "host/errors.hpp"
 #include "host/sites.hpp"
+#include "lower/checks.hpp"
 #include "work/callbacks.hpp"
 
 namespace sagellm {
@@ -23,7 +24,8 @@ size_t bytes_of(const Operand& operand) {
   return bytes;
 }
 
-// What the statistics are told of a delegate's call.
+}  // namespace
+
 ExternalOp external_op(const CallDesc& call, bool host_staged) {
   ExternalOp told{};
   told.kind = call.kind;
@@ -44,17 +46,15 @@ ExternalOp external_op(const CallDesc& call, bool host_staged) {
   return told;
 }
 
-}  // namespace
-
 SageBackend::WorkPtr SageBackend::dispatch(CallDesc& call, CallDesc::Delegate delegate) {
   call.delegate = delegate;
-  if (call.coalesced) check_apart(call);
+  if (call.coalesced) check::apart(call);
   const bool barrier = call.kind == Kind::kBarrier;
   if (barrier && !delegated()) {
     if (auto earlier = pending_beside(); !earlier.empty()) return barrier_behind(std::move(earlier), call);
   }
   if (C10_LIKELY(!call.device && !call.on_device())) return on_cpu(call);
-  const c10::Device device = barrier ? *call.device : device_of(call);
+  const c10::Device device = barrier ? *call.device : check::device_of(call);
   // The barrier of a delegated group is the delegate's.
   const auto vendor = barrier && delegated() ? nullptr : vendor_of(device.type());
   return vendor ? by_vendor(call, device, *vendor) : through_host(call, device);
@@ -133,12 +133,20 @@ void SageBackend::issue(OpWork& work, Plans& plans, Tensors keep) {
   work.seal();
 }
 
+c10::intrusive_ptr<OpWork> SageBackend::issue_part(Plan& plan, c10d::OpType type, Tensors keep) const {
+  auto work = c10::make_intrusive<OpWork>(getRank(), type, Tensors(), std::make_shared<Events>(), nullptr);
+  work->add(*group_, plan, std::move(keep));
+  work->seal();
+  return work;
+}
+
 SageBackend::WorkPtr SageBackend::submit_async(Plans& plans, const CallDesc& call, bool async) {
   DeferredRelease::instance().release();
   const TensorView inputs = call.traced();
   auto work = c10::make_intrusive<OpWork>(getRank(), call.label.type, call.outputs.flat(), events_,
                                           Trace::start(call.label.title, inputs));
-  issue(*work, plans, inputs.vec());
+  // What it has as outputs the Work keeps anyway.
+  issue(*work, plans, call.has_one_argument() ? Tensors() : inputs.vec());
   // Returned all the same: who watches works finds this one by it.
   if (!async) work->wait(kNoTimeout);
   return work;

@@ -76,19 +76,8 @@ void check_headers(const at::Tensor& headers, int ranks) {
   }
 }
 
-// Indices and values of one rank.
-struct Part {
-  at::Tensor indices;
-  at::Tensor values;
-};
-
-at::Tensor add_up(const std::vector<Part>& parts, const at::Tensor& like, bool average) {
-  std::vector<at::Tensor> indices;
-  std::vector<at::Tensor> values;
-  for (const Part& part : parts) {
-    indices.push_back(part.indices);
-    values.push_back(part.values);
-  }
+at::Tensor add_up(const std::vector<at::Tensor>& indices, const std::vector<at::Tensor>& values, const at::Tensor& like,
+                  bool average) {
   const at::ScalarType type = like.scalar_type();
   at::Tensor numbers = at::cat(values, 0);
   // Rounded once, at the end.
@@ -96,7 +85,7 @@ at::Tensor add_up(const std::vector<Part>& parts, const at::Tensor& like, bool a
   at::Tensor sum =
       at::sparse_coo_tensor(at::cat(indices, 1), numbers, like.sizes(), like.options().dtype(numbers.scalar_type()))
           .coalesce();
-  if (average) sum._values().div_(static_cast<double>(parts.size()));
+  if (average) sum._values().div_(static_cast<double>(values.size()));
   return sum.to(type);
 }
 
@@ -105,58 +94,49 @@ at::Tensor add_up(const std::vector<Part>& parts, const at::Tensor& like, bool a
 // The job of one call, owned by the callback thread that runs it.
 struct SparseJob {
   c10::intrusive_ptr<SageBackend> backend;
-  const RustGroup* group;
   c10::intrusive_ptr<OpWork> exchange;
   at::Tensor headers;
   at::Tensor tensor;
-  Part own;
+  // This rank's.
+  at::Tensor indices;
+  at::Tensor values;
   bool average;
   uint32_t tag;
   std::chrono::milliseconds timeout;
 
-  c10::intrusive_ptr<OpWork> message(Kind kind, OpType type, int peer, const at::Tensor& memory) const {
+  c10::intrusive_ptr<OpWork> message(Kind kind, int peer, const at::Tensor& memory) const {
+    const bool sends = kind == Kind::kSend;
     Plan plan(kOp, kind, timeout);
     plan.call.root = static_cast<uint32_t>(peer);
     plan.call.tag = tag;
-    plan.call.counts = false;
-    plan.call.tensors = 0;
-    if (kind == Kind::kSend) {
-      plan.read(memory);
-    } else {
-      plan.write(memory);
-    }
-    auto work = c10::make_intrusive<OpWork>(backend->getRank(), type, std::vector<at::Tensor>(),
-                                            std::make_shared<Events>(), nullptr);
-    work->add(*group, plan, {memory});
-    work->seal();
-    return work;
+    plan.uncounted();
+    plan.add(memory, sends ? Role::kRead : Role::kWrite);
+    return backend->issue_part(plan, sends ? OpType::SEND : OpType::RECV, {memory});
   }
 
   void run() const {
     const at::NoGradGuard no_grad;
     exchange->wait(kNoTimeout);
-    const int ranks = backend->getSize();
-    check_headers(headers, ranks);
+    const auto ranks = static_cast<size_t>(backend->getSize());
+    check_headers(headers, backend->getSize());
     std::vector<c10::intrusive_ptr<OpWork>> messages;
-    std::vector<Part> parts(static_cast<size_t>(ranks));
-    for (int rank = 0; rank < ranks; ++rank) {
-      Part& part = parts[static_cast<size_t>(rank)];
-      if (rank == backend->getRank()) {
-        part = own;
-        continue;
-      }
-      messages.push_back(message(Kind::kSend, OpType::SEND, rank, own.indices));
-      messages.push_back(message(Kind::kSend, OpType::SEND, rank, own.values));
-      const int64_t stored = headers.const_data_ptr<int64_t>()[static_cast<size_t>(rank) * kHeader + kStored];
-      auto sizes = own.values.sizes().vec();
+    std::vector<at::Tensor> all_indices(ranks, indices);
+    std::vector<at::Tensor> all_values(ranks, values);
+    for (int rank = 0; rank < backend->getSize(); ++rank) {
+      if (rank == backend->getRank()) continue;
+      const auto place = static_cast<size_t>(rank);
+      const int64_t stored = headers.const_data_ptr<int64_t>()[place * kHeader + kStored];
+      auto sizes = values.sizes().vec();
       sizes[0] = stored;
-      part.indices = at::empty({own.indices.size(0), stored}, at::kLong);
-      part.values = at::empty(sizes, own.values.scalar_type());
-      messages.push_back(message(Kind::kRecv, OpType::RECV, rank, part.indices));
-      messages.push_back(message(Kind::kRecv, OpType::RECV, rank, part.values));
+      all_indices[place] = at::empty({indices.size(0), stored}, at::kLong);
+      all_values[place] = at::empty(sizes, values.scalar_type());
+      messages.push_back(message(Kind::kSend, rank, indices));
+      messages.push_back(message(Kind::kSend, rank, values));
+      messages.push_back(message(Kind::kRecv, rank, all_indices[place]));
+      messages.push_back(message(Kind::kRecv, rank, all_values[place]));
     }
     for (const auto& work : messages) work->wait(kNoTimeout);
-    tensor.copy_(add_up(parts, tensor, average));
+    tensor.copy_(add_up(all_indices, all_values, tensor, average));
   }
 };
 
@@ -170,7 +150,8 @@ SageBackend::WorkPtr SageBackend::allreduce_coo(const CallDesc& call) {
   auto job = std::make_shared<SparseJob>();
   job->headers = at::empty({getSize() * static_cast<int64_t>(kHeader)}, at::kLong);
   job->tensor = tensor;
-  job->own = {coalesced._indices().contiguous(), coalesced._values().contiguous()};
+  job->indices = coalesced._indices().contiguous();
+  job->values = coalesced._values().contiguous();
   job->average = call.reduce_op->op_ == c10d::ReduceOp::AVG;
   job->timeout = call.timeout;
 
@@ -178,25 +159,16 @@ SageBackend::WorkPtr SageBackend::allreduce_coo(const CallDesc& call) {
   plan.read(header);
   plan.write(job->headers);
   // The call is counted once, as what the caller asked for; its parts are not.
-  plan.call.counts = false;
-  plan.call.tensors = 0;
-  ExternalOp told{};
-  told.kind = Kind::kAllReduce;
+  plan.uncounted();
+  ExternalOp told = external_op(call, false);
   told.composed = true;
-  told.read = told.written = job->own.indices.nbytes() + job->own.values.nbytes();
-  told.tensors = 1;
-  told.element = static_cast<uint8_t>(tensor.scalar_type());
-  told.site = plan.call.site;
+  told.read = told.written = job->indices.nbytes() + job->values.nbytes();
   const auto note = std::make_shared<rust::Box<RustExternalOp>>(group_->external_op(told));
   auto trace = Trace::start("sagellm:sparse_all_reduce", tensor);
-  job->exchange =
-      c10::make_intrusive<OpWork>(getRank(), OpType::_ALLREDUCE_SPARSE, Tensors(), std::make_shared<Events>(), nullptr);
-  job->exchange->add(*group_, plan, {header, job->headers});
-  job->exchange->seal();
+  job->exchange = issue_part(plan, OpType::_ALLREDUCE_SPARSE, {header, job->headers});
   // Issued in the same order everywhere, as all collectives of a group are, so the tags of all ranks agree.
   job->tag = kSparseTags | (sparse_count_++ & ~kSparseTags);
   job->backend = c10::intrusive_ptr<SageBackend>::reclaim_copy(this);
-  job->group = &*group_;
 
   const auto timeout = call.timeout.count() < 0 ? options_->timeout : call.timeout;
   auto work = c10::make_intrusive<TaskWork>(getRank(), OpType::_ALLREDUCE_SPARSE, Tensors{tensor}, events_,

@@ -30,55 +30,47 @@ std::vector<uint32_t> unsigned_ranks(const std::vector<int>& ranks) {
 
 }  // namespace
 
-void SageBackend::share(at::Tensor& bytes, int from, int to) {
-  const bool all = from < 0;
-  const bool gives = getRank() == (all ? 0 : from);
-  // No user's message has this tag: c10d's are not negative, and ours are compared as unsigned.
-  constexpr int kTag = std::numeric_limits<int>::max();
-  Tensors tensors{bytes};
-  if (delegated() || (!all && messages_delegated())) {
-    const auto other = delegate();
-    const WorkPtr work = all     ? other->broadcast(tensors, c10d::BroadcastOptions())
-                         : gives ? other->send(tensors, to, kTag)
-                                 : other->recv(tensors, from, kTag);
-    work->wait();
+void SageBackend::run_own(const CallDesc& call, CallDesc::Delegate delegate) {
+  if (is_delegated(call)) {
+    if (const WorkPtr work = delegate(*this->delegate(), call)) work->wait();
     return;
   }
+  Plans plans = lower(call, {getRank(), getSize(), c10::kCPU});
+  plans[0].uncounted();
+  run(plans[0], call.label, call.traced());
+}
+
+void SageBackend::share(at::Tensor& bytes, int from, int to) {
+  using c10d::OpType;
   constexpr const char* kOp = "communicator";
-  Plan plan(kOp, all ? Kind::kBroadcast : gives ? Kind::kSend : Kind::kRecv, options_->timeout);
-  plan.call.root = static_cast<uint32_t>(all ? 0 : gives ? to : from);
-  plan.call.tag = all ? 0 : static_cast<uint32_t>(kTag);
-  // Ours, not the caller's: it is not counted.
-  plan.call.counts = false;
-  plan.call.tensors = 0;
-  if (gives) {
-    plan.read(bytes);
-  } else {
-    plan.write(bytes);
+  constexpr const char* kTitle = "sagellm:communicator";
+  Tensors tensors{bytes};
+  if (from < 0) {
+    const c10d::BroadcastOptions opts;
+    CallDesc call(kOp, Kind::kBroadcast, {kTitle, OpType::BROADCAST}, opts);
+    call.outputs = {tensors, getRank() == 0 ? Role::kRead : Role::kWrite};
+    return run_own(call, [&](c10d::Backend& other, const CallDesc&) { return other.broadcast(tensors, opts); });
   }
-  run(plan,
-      {"sagellm:communicator", all     ? c10d::OpType::BROADCAST
-                               : gives ? c10d::OpType::SEND
-                                       : c10d::OpType::RECV},
-      tensors);
+  // No user's message has this tag: c10d's are not negative, and ours are compared as unsigned.
+  constexpr int kTag = std::numeric_limits<int>::max();
+  const bool gives = getRank() == from;
+  CallDesc call(kOp, gives ? Kind::kSend : Kind::kRecv, {kTitle, gives ? OpType::SEND : OpType::RECV},
+                gives ? to : from, kTag);
+  call.outputs = {tensors, gives ? Role::kRead : Role::kWrite};
+  run_own(call, [&](c10d::Backend& other, const CallDesc&) {
+    return gives ? other.send(tensors, to, kTag) : other.recv(tensors, from, kTag);
+  });
 }
 
 bool SageBackend::agree(bool yes) {
   if (getSize() == 1) return yes;
   at::Tensor vote = at::full({1}, yes ? 1 : 0, at::kByte);
   Tensors tensors{vote};
-  if (delegated()) {
-    c10d::AllreduceOptions options;
-    options.reduceOp = c10d::ReduceOp::MIN;
-    delegate()->allreduce(tensors, options)->wait();
-  } else {
-    Plan plan("agree", Kind::kAllReduce, options_->timeout);
-    plan.combine(vote, c10d::ReduceOp::MIN);
-    plan.call.counts = false;
-    plan.call.tensors = 0;
-    plan.update(vote);
-    run(plan, {"sagellm:agree", c10d::OpType::ALLREDUCE}, tensors);
-  }
+  c10d::AllreduceOptions opts;
+  opts.reduceOp = c10d::ReduceOp::MIN;
+  CallDesc call("agree", Kind::kAllReduce, {"sagellm:agree", c10d::OpType::ALLREDUCE}, opts, &opts.reduceOp);
+  call.outputs = {tensors, Role::kUpdate};
+  run_own(call, [&](c10d::Backend& other, const CallDesc&) { return other.allreduce(tensors, opts); });
   return vote.item<uint8_t>() == 1;
 }
 

@@ -17,9 +17,6 @@
 
 namespace sagellm {
 
-// What a call does with the tensors of an argument.
-enum class Role : uint8_t { kRead, kWrite, kUpdate };
-
 // What belongs to which rank.
 enum class Blocks : uint8_t {
   kOwn,      // each tensor is one block
@@ -33,15 +30,18 @@ class Operand {
  public:
   using Tensors = std::vector<at::Tensor>;
   using Lists = std::vector<Tensors>;
+  using View = c10::ArrayRef<at::Tensor>;
 
   // No argument.
   Operand() = default;
   Operand(at::Tensor& tensor, Role role, Blocks blocks = Blocks::kOwn)
-      : role(role), blocks(blocks), form_(Form::kTensor), argument_(&tensor) {}
+      : role(role), blocks(blocks), form_(Form::kTensor), argument_(&tensor), first_(tensor) {}
   Operand(Tensors& list, Role role, Blocks blocks = Blocks::kOwn)
-      : role(role), blocks(blocks), form_(Form::kList), argument_(&list) {}
+      : role(role), blocks(blocks), form_(Form::kList), argument_(&list), first_(list) {}
   Operand(Lists& lists, Role role, Blocks blocks = Blocks::kOwn)
-      : role(role), blocks(blocks), form_(Form::kLists), argument_(&lists) {}
+      : role(role), blocks(blocks), form_(Form::kLists), argument_(&lists) {
+    if (!lists.empty()) first_ = lists[0];
+  }
 
   bool present() const { return form_ != Form::kNone; }
   bool is_list() const { return form_ == Form::kList; }
@@ -50,11 +50,16 @@ class Operand {
   Tensors& list() const { return *static_cast<Tensors*>(argument_); }
   Lists& lists() const { return *static_cast<Lists*>(argument_); }
 
+  // As the parameter of c10d's that it was: what a delegate is called with.
+  operator at::Tensor&() const { return tensor(); }
+  operator Tensors&() const { return list(); }
+  operator Lists&() const { return lists(); }
+
   // The same, whatever the form: a tensor and a list are one part, of a list of lists each list is one.
-  size_t parts() const { return is_lists() ? lists().size() : present() ? 1 : 0; }
-  c10::ArrayRef<at::Tensor> part(size_t i) const;
+  size_t parts() const { return C10_UNLIKELY(is_lists()) ? lists().size() : present() ? 1 : 0; }
+  View part(size_t i) const { return C10_UNLIKELY(is_lists()) ? View(lists()[i]) : first_; }
   // The first part, or nothing.
-  c10::ArrayRef<at::Tensor> first() const { return parts() == 0 ? c10::ArrayRef<at::Tensor>() : part(0); }
+  View first() const { return first_; }
   Tensors flat() const;
 
   template <class Each>
@@ -71,6 +76,7 @@ class Operand {
   enum class Form : uint8_t { kNone, kTensor, kList, kLists };
   Form form_ = Form::kNone;
   void* argument_ = nullptr;
+  View first_;
 };
 
 struct CallDesc {
@@ -79,10 +85,11 @@ struct CallDesc {
   using Delegate = c10::function_ref<WorkPtr(c10d::Backend&, const CallDesc&)>;
 
   template <class Options>
-  CallDesc(const char* op, Kind kind, Label label, const Options& options)
-      : CallDesc(op, kind, label, options.timeout, options.asyncOp) {}
-  CallDesc(const char* op, Kind kind, Label label, std::chrono::milliseconds timeout, bool async)
-      : op(op), kind(kind), label(label), timeout(timeout), async(async) {}
+  CallDesc(const char* op, Kind kind, Label label, const Options& options, const c10d::ReduceOp* reduce_op = nullptr)
+      : op(op), kind(kind), label(label), reduce_op(reduce_op), timeout(options.timeout), async(options.asyncOp) {}
+  // A message to or from `peer`.
+  CallDesc(const char* op, Kind kind, Label label, int64_t peer, int tag)
+      : op(op), kind(kind), label(label), root(peer), tag(tag), timeout(c10d::kUnsetTimeout), async(true) {}
 
   bool is_message() const { return kind == Kind::kSend || kind == Kind::kRecv; }
   bool has_root() const {
@@ -96,7 +103,13 @@ struct CallDesc {
            outputs.list()[0].is_sparse();
   }
   // Whether some tensor is elsewhere than in the CPU's memory.
-  bool on_device() const;
+  bool on_device() const {
+    bool found = false;
+    const auto look = [&](const at::Tensor& tensor) { found = found || (tensor.defined() && !tensor.is_cpu()); };
+    inputs.for_each(look);
+    outputs.for_each(look);
+    return found;
+  }
   // What the profiler shows as the call's inputs.
   c10::ArrayRef<at::Tensor> traced() const { return has_one_argument() ? outputs.first() : inputs.first(); }
 
@@ -135,16 +148,12 @@ class Replaced {
   const CallDesc& call() const { return call_; }
 
  private:
-  struct Argument {
-    at::Tensor tensor;
-    Operand::Tensors list;
-    Operand::Lists lists;
-  };
-  static Operand copied(const Operand& original, const Replace& replace, Argument& to);
+  static Operand copied(const Operand& original, const Replace& replace, Operand::Lists& to);
 
   CallDesc call_;
-  Argument inputs_;
-  Argument outputs_;
+  // What its arguments refer to.
+  Operand::Lists inputs_;
+  Operand::Lists outputs_;
 };
 
 // Who carries a call, as far as that decides what the call may be.
@@ -158,12 +167,6 @@ struct Carrier {
   // A batch of messages on a device may have some of this rank for itself.
   bool to_itself = false;
 };
-
-// The device of a call that has tensors on one. Throws where they are not all on it, or it cannot use them.
-c10::Device device_of(const CallDesc& call);
-
-// Throws where lists that are carried out together share memory: one after the other would give something else.
-void check_apart(const CallDesc& call);
 
 using Plans = c10::SmallVector<Plan, 1>;
 

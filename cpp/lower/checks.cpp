@@ -3,32 +3,32 @@
 #include <ATen/MemoryOverlap.h>
 
 #include "host/errors.hpp"
-#include "lower/plan.hpp"
 #include "lower/types.hpp"
 
 namespace sagellm::check {
 
-std::string dtype_name(at::ScalarType type) {
-  return std::string(c10::getDtypeNames(type).first);
+namespace {
+
+using View = c10::ArrayRef<at::Tensor>;
+using Tensors = Operand::Tensors;
+
+// Single facts. `op` is the call's name in messages, `what` the argument's ("output tensor", say).
+
+// A list that must hold exactly one item, as all of c10d's single-tensor calls pass it.
+template <class Item>
+const Item& only(const char* op, const char* what, const std::vector<Item>& list) {
+  if (list.size() != 1) value_error(op, c10::str("expected one ", what, ", got ", list.size()));
+  return list[0];
 }
 
-const at::Tensor& only(const char* op, const char* what, const std::vector<at::Tensor>& tensors) {
-  if (tensors.size() != 1) value_error(op, c10::str("expected one ", what, ", got ", tensors.size()));
-  return tensors[0];
-}
-
-const std::vector<at::Tensor>& only(const char* op, const char* what,
-                                    const std::vector<std::vector<at::Tensor>>& lists) {
-  if (lists.size() != 1) value_error(op, c10::str("expected one ", what, ", got ", lists.size()));
-  return lists[0];
-}
-
+// The other way round for calls where only the root passes a list.
 void empty_elsewhere(const char* op, const char* what, const std::vector<std::vector<at::Tensor>>& lists, int64_t root,
                      int rank) {
   if (lists.empty() || (lists.size() == 1 && lists[0].empty())) return;
   value_error(op, c10::str("only the root, rank ", root, ", may pass an ", what, "; this is rank ", rank));
 }
 
+// Defined, on `device`, strided.
 void dense(const char* op, const char* what, const at::Tensor& tensor, c10::Device device) {
   if (!tensor.defined()) value_error(op, c10::str(what, " is undefined"));
   if (tensor.device() != device) {
@@ -39,6 +39,7 @@ void dense(const char* op, const char* what, const at::Tensor& tensor, c10::Devi
   }
 }
 
+// Not expanded: two of its elements may not share memory.
 void apart_in_itself(const char* op, const char* what, const at::Tensor& tensor) {
   if (!tensor.is_contiguous() && at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
     value_error(op, c10::str(what, " of sizes ", tensor.sizes(), " and strides ", tensor.strides(),
@@ -46,11 +47,7 @@ void apart_in_itself(const char* op, const char* what, const at::Tensor& tensor)
   }
 }
 
-void writable(const char* op, const char* what, const at::Tensor& tensor, c10::Device device) {
-  dense(op, what, tensor, device);
-  apart_in_itself(op, what, tensor);
-}
-
+// One of a call's tensors where some are on a device: all must be on `device`, which the first one sets.
 void on_device(const char* op, const at::Tensor& tensor, bool written, std::optional<c10::Device>& device) {
   if (device.has_value() && *device != tensor.device()) {
     value_error(op, c10::str("tensors are on ", *device, " and on ", tensor.device(), ", expected all on one device"));
@@ -74,17 +71,19 @@ void same_dtype(const char* op, const at::Tensor& expected, const at::Tensor& fo
   }
 }
 
-void root(const char* op, int64_t root, int64_t root_tensor, int size) {
-  if (root < 0 || root >= size) {
-    value_error(op, c10::str("root rank is ", root, ", expected 0 to ", size - 1, " (the group has ", size, " ranks)"));
+void in_group(const char* op, const char* what, int64_t rank, int size) {
+  if (rank < 0 || rank >= size) {
+    value_error(op, c10::str(what, " is ", rank, ", expected 0 to ", size - 1, " (the group has ", size, " ranks)"));
   }
+}
+
+void root(const char* op, int64_t root, int64_t root_tensor, int size) {
+  in_group(op, "root rank", root, size);
   if (root_tensor != 0) value_error(op, c10::str("root tensor is ", root_tensor, ", expected 0: there is only one"));
 }
 
 void peer(const char* op, int64_t peer, int rank, int size, bool may_be_oneself) {
-  if (peer < 0 || peer >= size) {
-    value_error(op, c10::str("peer rank is ", peer, ", expected 0 to ", size - 1, " (the group has ", size, " ranks)"));
-  }
+  in_group(op, "peer rank", peer, size);
   if (peer == rank && !may_be_oneself) value_error(op, c10::str("peer rank is ", peer, ", which is this rank itself"));
 }
 
@@ -92,6 +91,7 @@ void tag(const char* op, int tag) {
   if (tag < 0) value_error(op, c10::str("tag is ", tag, ", expected 0 or more"));
 }
 
+// One tensor (or list) a rank.
 void per_rank(const char* op, const char* what, size_t length, int size) {
   if (length != static_cast<size_t>(size)) {
     value_error(op, c10::str(what, " has ", length, " tensors, the group has ", size, " ranks"));
@@ -112,25 +112,29 @@ void elements(const char* op, const char* what, int64_t found, int64_t expected,
   }
 }
 
-void apart(const char* op, const std::vector<at::Tensor>& written, const std::vector<at::Tensor>& read) {
+// For a list whose calls are carried out together: none of `written` may share memory with another, nor with one of
+// `read` at another place of its list. One after the other would give something else. Tensors on any device.
+void apart(const char* op, const std::vector<at::Tensor>& written, const std::vector<at::Tensor>& read = {}) {
   if (written.size() < 2) return;
   std::vector<at::Tensor> all = written;
   all.insert(all.end(), read.begin(), read.end());
   const size_t count = written.size();
-  for (const auto& [one, other] : overlapping(all)) {
-    if (one >= count || other == one + count || !share_memory(all[one], all[other])) continue;
-    if (other < count) {
-      value_error(op,
-                  c10::str("tensors ", one, " and ", other,
-                           " of the list share memory, which would be written twice; pass each piece of memory once"));
-    }
-    value_error(op, c10::str("output tensor ", one, " and input tensor ", other - count,
-                             " share memory; make the calls one after the other, or pass a clone"));
+  const auto found =
+      shared(all, [count](Places pair) { return pair.first >= count || pair.second == pair.first + count; });
+  if (!found) return;
+  const auto [one, other] = *found;
+  if (other < count) {
+    value_error(op,
+                c10::str("tensors ", one, " and ", other,
+                         " of the list share memory, which would be written twice; pass each piece of memory once"));
   }
+  value_error(op, c10::str("output tensor ", one, " and input tensor ", other - count,
+                           " share memory; make the calls one after the other, or pass a clone"));
 }
 
-std::vector<size_t> splits(const char* op, const char* what, const at::Tensor& tensor,
-                           const std::vector<int64_t>& sizes, int size) {
+// Bytes of each rank's part of `tensor`, cut along its first dimension as c10d's split lists say (empty: evenly).
+std::vector<size_t> split(const char* op, const char* what, const at::Tensor& tensor, const std::vector<int64_t>& sizes,
+                          int size) {
   const auto ranks = static_cast<size_t>(size);
   if (tensor.dim() == 0) value_error(op, c10::str(what, " has no dimension to split"));
   const int64_t rows = tensor.size(0);
@@ -163,6 +167,109 @@ std::vector<size_t> splits(const char* op, const char* what, const at::Tensor& t
   return bytes;
 }
 
+// ------------------------------------------------------------------------------------------------ calls
+
+// The lengths of an argument's lists, and each of its tensors by itself.
+void check_argument(const CallDesc& call, const Operand& operand, const Carrier& carrier) {
+  const bool input = &operand == &call.inputs;
+  const char* const name = call.has_one_argument() ? "tensor" : input ? "input tensor" : "output tensor";
+  const char* const list = input ? "input list" : "output list";
+  if (call.coalesced) {
+    if (operand.is_lists()) per_rank(call.op, "list of output lists", operand.parts(), carrier.size);
+  } else if (operand.is_lists()) {
+    // Of a gathering or scattering call only the root has all blocks.
+    const bool rooted = call.kind == Kind::kGather || call.kind == Kind::kScatter;
+    if (rooted && call.root != carrier.rank) {
+      return empty_elsewhere(call.op, list, operand.lists(), call.root, carrier.rank);
+    }
+    per_rank(call.op, list, only(call.op, list, operand.lists()).size(), carrier.size);
+  } else if (operand.is_list()) {
+    if (operand.blocks == Blocks::kPerRank) {
+      per_rank(call.op, list, operand.list().size(), carrier.size);
+    } else {
+      only(call.op, name, operand.list());
+    }
+  }
+  // The tensor of a broadcast or a reduce is written on some rank, and on the CPU all ranks judge it alike.
+  const bool in_place = carrier.device.is_cpu() && (call.kind == Kind::kBroadcast || call.kind == Kind::kReduce);
+  const bool written = operand.role != Role::kRead || in_place;
+  operand.for_each([&](const at::Tensor& tensor) {
+    dense(call.op, name, tensor, carrier.device);
+    if (written) apart_in_itself(call.op, name, tensor);
+  });
+}
+
+// How many elements the blocks of the ranks, `in` or `out`, have beside this rank's own.
+void check_blocks(const CallDesc& call, View in, View out, const Carrier& carrier) {
+  const char* const op = call.op;
+  const auto own = static_cast<size_t>(carrier.rank);
+  const auto each = [&](const char* what, View blocks, int64_t expected, const char* because) {
+    for (const at::Tensor& block : blocks) elements(op, what, block.numel(), expected, because);
+  };
+  switch (call.kind) {
+    case Kind::kAllGather:
+      return elements(op, "this rank's output tensor", out[own].numel(), in[0].numel(), "as many as the input tensor");
+    case Kind::kGather:
+      return each("output tensor", out, in[0].numel(), "as many as the input tensor");
+    case Kind::kScatter:
+      return each("input tensor", in, out[0].numel(), "as many as the output tensor");
+    case Kind::kReduceScatter:
+      return elements(op, "output tensor", out[0].numel(), in[own].numel(), "as many as this rank's input tensor");
+    case Kind::kAllToAll:
+      return elements(op, "this rank's output tensor", out[own].numel(), in[own].numel(),
+                      "as many as its input tensor");
+    default:
+      return;
+  }
+}
+
+// Types and sizes of the inputs against those of the outputs, in a call or in one of a list.
+void check_pair(const CallDesc& call, View in, View out, const Carrier& carrier) {
+  if (in.empty() || out.empty()) return;
+  const bool scatters = call.outputs.blocks == Blocks::kOwn;
+  const at::Tensor& own = scatters ? out[0] : in[0];
+  for (const View tensors : {in, out}) {
+    for (const at::Tensor& tensor : tensors) same_dtype(call.op, own, tensor);
+  }
+  const Operand& blocks = scatters ? call.inputs : call.outputs;
+  if (blocks.blocks == Blocks::kEqual) {
+    elements(call.op, scatters ? "input tensor" : "output tensor", (scatters ? in : out)[0].numel(),
+             own.numel() * carrier.size, "one block per rank");
+  } else if (blocks.blocks == Blocks::kPerRank) {
+    check_blocks(call, in, out, carrier);
+  }
+}
+
+void check_lists(const CallDesc& call, const Carrier& carrier) {
+  const Operand& outputs = call.outputs;
+  const Operand& first = call.has_one_argument() ? outputs : call.inputs;
+  not_empty(call.op, first.list());
+  if (outputs.is_list())
+    same_length(call.op, "the output list", outputs.list().size(), "the input list", first.list().size());
+  check_argument(call, call.inputs, carrier);
+  check_argument(call, outputs, carrier);
+  if (call.has_one_argument()) return;
+  for (size_t part = 0; part < outputs.parts(); ++part) {
+    const View out = outputs.part(part);
+    if (outputs.is_lists()) same_length(call.op, "an output list", out.size(), "the input list", first.list().size());
+    for (size_t i = 0; i < out.size(); ++i) {
+      const at::Tensor& in = call.inputs.list()[i];
+      if (outputs.is_list()) {
+        check_pair(call, in, out[i], carrier);
+        continue;
+      }
+      same_dtype(call.op, in, out[i]);
+      elements(call.op, "output tensor", out[i].numel(), in.numel(), "as many as its input tensor");
+    }
+  }
+}
+
+}  // namespace
+
+std::string dtype_name(at::ScalarType type) {
+  return std::string(c10::getDtypeNames(type).first);
+}
+
 Dtype reducible(const char* op, const at::Tensor& tensor, bool by_vendor) {
   const std::optional<Dtype> dtype = dtype_of(tensor.scalar_type());
   const bool float8 = dtype == Dtype::kF8E4M3 || dtype == Dtype::kF8E5M2;
@@ -170,6 +277,51 @@ Dtype reducible(const char* op, const at::Tensor& tensor, bool by_vendor) {
   if (dtype && (!float8 || by_vendor)) return *dtype;
   value_error(op, c10::str(dtype_name(tensor.scalar_type()),
                            " numbers cannot be combined, only moved; convert them to float16 or wider first"));
+}
+
+void call(const CallDesc& call, const Carrier& carrier) {
+  if (call.coalesced) return check_lists(call, carrier);
+  // First, because it decides who may pass a list.
+  if (call.has_root()) root(call.op, call.root, call.root_tensor, carrier.size);
+  check_argument(call, call.inputs, carrier);
+  check_argument(call, call.outputs, carrier);
+  if (call.is_message()) {
+    if (call.root != kAnyRank) peer(call.op, call.root, carrier.rank, carrier.size, carrier.to_itself);
+    tag(call.op, call.tag);
+  }
+  check_pair(call, call.inputs.first(), call.outputs.first(), carrier);
+}
+
+Splits splits(const CallDesc& call, int size) {
+  const at::Tensor& out = call.outputs.tensor();
+  const at::Tensor& in = call.inputs.tensor();
+  Splits sizes;
+  sizes.outputs = split(call.op, "output", out, *call.output_splits, size);
+  sizes.inputs = split(call.op, "input", in, *call.input_splits, size);
+  if (call.output_splits->empty() && call.input_splits->empty()) {
+    elements(call.op, "output tensor", out.numel(), in.numel(), "as many as the input tensor");
+  }
+  return sizes;
+}
+
+void apart(const CallDesc& call) {
+  const Operand& outputs = call.outputs;
+  if (!outputs.is_lists()) return apart(call.op, outputs.list(), call.inputs.first().vec());
+  if (call.inputs.list().size() < 2) return;
+  apart(call.op, outputs.flat());
+  for (const auto& list : outputs.lists()) apart(call.op, list, call.inputs.list());
+}
+
+c10::Device device_of(const CallDesc& call) {
+  std::optional<c10::Device> device;
+  for (const Operand* operand : {&call.inputs, &call.outputs}) {
+    const bool written = operand->role != Role::kRead;
+    operand->for_each([&](const at::Tensor& tensor) {
+      // An undefined one is refused by its name later.
+      if (tensor.defined()) on_device(call.op, tensor, written, device);
+    });
+  }
+  return *device;
 }
 
 }  // namespace sagellm::check

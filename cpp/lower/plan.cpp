@@ -31,14 +31,6 @@ rust::Slice<const T> slice(const std::vector<T>& list) {
   return {list.data(), list.size()};
 }
 
-void block_sizes(c10::ArrayRef<at::Tensor> tensors, std::vector<size_t>& blocks) {
-  if (tensors.empty()) return;
-  const size_t first = tensors[0].nbytes();
-  if (std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& t) { return t.nbytes() == first; })) return;
-  blocks.reserve(tensors.size());
-  for (const at::Tensor& tensor : tensors) blocks.push_back(tensor.nbytes());
-}
-
 const PremulSupplement& premul(const char* op, const c10d::ReduceOp& reduce_op) {
   const auto* supplement = dynamic_cast<const PremulSupplement*>(reduce_op.supplement_.get());
   if (supplement == nullptr) value_error(op, "PREMUL_SUM came without its factor");
@@ -50,6 +42,16 @@ const PremulSupplement& premul(const char* op, const c10d::ReduceOp& reduce_op) 
 }
 
 }  // namespace
+
+std::vector<size_t> block_sizes(c10::ArrayRef<at::Tensor> blocks, bool always) {
+  const bool equal = std::all_of(blocks.begin(), blocks.end(),
+                                 [&](const at::Tensor& block) { return block.nbytes() == blocks[0].nbytes(); });
+  std::vector<size_t> sizes;
+  if (equal && !always) return sizes;
+  sizes.reserve(blocks.size());
+  for (const at::Tensor& block : blocks) sizes.push_back(block.nbytes());
+  return sizes;
+}
 
 void copy_no_grad(const at::Tensor& to, const at::Tensor& from) {
   // Threads of the core start with grad mode on, and a parameter that requires grad may be an output.
@@ -115,7 +117,10 @@ bool overlap(const at::Tensor& left, const at::Tensor& right) {
   return overlap(extent(left), extent(right));
 }
 
-std::vector<std::pair<size_t, size_t>> overlapping(c10::ArrayRef<at::Tensor> tensors) {
+namespace {
+
+// All pairs of a list for which `overlap` holds, first the lower place; sparse tensors overlap none.
+std::vector<Places> overlapping(c10::ArrayRef<at::Tensor> tensors) {
   struct Reach {
     size_t begin, end, place;
   };
@@ -126,7 +131,7 @@ std::vector<std::pair<size_t, size_t>> overlapping(c10::ArrayRef<at::Tensor> ten
     if (piece.bytes > 0) reaches.push_back({piece.addr, piece.addr + piece.bytes, place});
   }
   std::sort(reaches.begin(), reaches.end(), [](const Reach& a, const Reach& b) { return a.begin < b.begin; });
-  std::vector<std::pair<size_t, size_t>> pairs;
+  std::vector<Places> pairs;
   for (size_t i = 0; i < reaches.size(); ++i) {
     for (size_t j = i + 1; j < reaches.size() && reaches[j].begin < reaches[i].end; ++j) {
       const auto [low, high] = std::minmax(reaches[i].place, reaches[j].place);
@@ -136,8 +141,6 @@ std::vector<std::pair<size_t, size_t>> overlapping(c10::ArrayRef<at::Tensor> ten
   }
   return pairs;
 }
-
-namespace {
 
 // Calls `each` with the address of every element.
 template <class Each>
@@ -149,8 +152,7 @@ void for_elements(const at::Tensor& tensor, int64_t dim, size_t at, Each& each) 
   }
 }
 
-}  // namespace
-
+// True when two tensors whose reaches overlap have a byte in common.
 bool share_memory(const at::Tensor& left, const at::Tensor& right) {
   const Piece a = extent(left);
   const Piece b = extent(right);
@@ -171,6 +173,16 @@ bool share_memory(const at::Tensor& left, const at::Tensor& right) {
   for_elements(left, 0, reinterpret_cast<size_t>(left.const_data_ptr()), take);
   for_elements(right, 0, reinterpret_cast<size_t>(right.const_data_ptr()), look);
   return found;
+}
+
+}  // namespace
+
+std::optional<Places> shared(c10::ArrayRef<at::Tensor> tensors, const std::function<bool(Places)>& allowed) {
+  for (const Places& pair : overlapping(tensors)) {
+    if (allowed && allowed(pair)) continue;
+    if (share_memory(tensors[pair.first], tensors[pair.second])) return pair;
+  }
+  return std::nullopt;
 }
 
 Plan::Plan(const char* op, Kind kind, std::chrono::milliseconds timeout, bool by_vendor)
@@ -244,64 +256,60 @@ void Plan::update(const at::Tensor& tensor) {
   call.element = static_cast<uint8_t>(tensor.scalar_type());
   if (tensor.numel() == 0) return;
   // Writable first: it may give a copy-on-write tensor memory of its own, which is then what is read.
+  const size_t staged = after.size();
   char* memory = writable(tensor, false);
-  if (!is_plain(tensor)) before.push_back(after.back());
+  if (after.size() > staged) before.push_back(after.back());
   const Piece piece{reinterpret_cast<size_t>(memory), tensor.nbytes()};
   inputs_.push_back(piece);
   outputs_.push_back(piece);
 }
 
-void Plan::read_blocks(c10::ArrayRef<at::Tensor> tensors, size_t ranks) {
-  call.element = static_cast<uint8_t>(tensors[0].scalar_type());
-  std::vector<size_t> bases;
-  for (const at::Tensor& tensor : tensors) {
-    bases.push_back(tensor.numel() == 0 ? 0 : reinterpret_cast<size_t>(readable(tensor, false)));
+void Plan::add(const at::Tensor& tensor, Role role) {
+  switch (role) {
+    case Role::kRead:
+      return read(tensor);
+    case Role::kWrite:
+      return write(tensor);
+    case Role::kUpdate:
+      return update(tensor);
   }
+}
+
+void Plan::add_blocks(Pieces& pieces, c10::ArrayRef<at::Tensor> tensors, const std::vector<char*>& bases,
+                      size_t ranks) {
   for (size_t rank = 0; rank < ranks; ++rank) {
     for (size_t i = 0; i < tensors.size(); ++i) {
       const size_t block = tensors[i].nbytes() / ranks;
-      if (block > 0) inputs_.push_back({bases[i] + rank * block, block});
+      if (block > 0) pieces.push_back({reinterpret_cast<size_t>(bases[i]) + rank * block, block});
     }
   }
+}
+
+void Plan::read_blocks(c10::ArrayRef<at::Tensor> tensors, size_t ranks) {
+  call.element = static_cast<uint8_t>(tensors[0].scalar_type());
+  std::vector<char*> bases;
+  for (const at::Tensor& tensor : tensors) bases.push_back(tensor.numel() == 0 ? nullptr : readable(tensor, false));
+  add_blocks(inputs_, tensors, bases, ranks);
 }
 
 void Plan::write_blocks(c10::ArrayRef<at::Tensor> tensors, size_t ranks) {
-  std::vector<size_t> bases;
-  for (const at::Tensor& tensor : tensors) {
-    bases.push_back(tensor.numel() == 0 ? 0 : reinterpret_cast<size_t>(writable(tensor, false)));
-  }
-  for (size_t rank = 0; rank < ranks; ++rank) {
-    for (size_t i = 0; i < tensors.size(); ++i) {
-      const size_t block = tensors[i].nbytes() / ranks;
-      if (block > 0) outputs_.push_back({bases[i] + rank * block, block});
-    }
-  }
-}
-
-void Plan::set_in_blocks(c10::ArrayRef<at::Tensor> tensors) {
-  block_sizes(tensors, in_blocks);
-}
-
-void Plan::set_out_blocks(c10::ArrayRef<at::Tensor> tensors) {
-  block_sizes(tensors, out_blocks);
+  std::vector<char*> bases;
+  for (const at::Tensor& tensor : tensors) bases.push_back(tensor.numel() == 0 ? nullptr : writable(tensor, false));
+  add_blocks(outputs_, tensors, bases, ranks);
 }
 
 rust::Box<RustOp> Plan::issue(const RustGroup& group, std::shared_ptr<Completion> completion) const {
-  try {
+  return checked([&] {
     return group.issue(call, slice(inputs_), slice(outputs_), slice(in_blocks), slice(out_blocks), slice(touched_),
                        std::move(completion));
-  } catch (const rust::Error& error) {
-    raise_coded(error.what());
-  }
+  });
 }
 
 void Plan::run(const RustGroup& group, std::shared_ptr<Completion> completion) const {
-  try {
+  checked([&] {
     group.run(call, slice(inputs_), slice(outputs_), slice(in_blocks), slice(out_blocks), slice(touched_),
               std::move(completion));
-  } catch (const rust::Error& error) {
-    raise_coded(error.what());
-  }
+  });
 }
 
 }  // namespace sagellm

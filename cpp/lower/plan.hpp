@@ -11,6 +11,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -50,12 +51,17 @@ struct Label {
   c10d::OpType type;
 };
 
-// All pairs of a list for which `overlap` holds, first the lower place; sparse tensors overlap none.
-std::vector<std::pair<size_t, size_t>> overlapping(c10::ArrayRef<at::Tensor> tensors);
+// The first two tensors of a list, by their places, that have a byte in common, except for pairs that are `allowed` to.
+// Exact: strided ones, like the columns of a matrix, may lie between each other; then their elements are compared,
+// which is slow and rare. Sparse tensors share with none.
+using Places = std::pair<size_t, size_t>;
+std::optional<Places> shared(c10::ArrayRef<at::Tensor> tensors, const std::function<bool(Places)>& allowed = {});
 
-// True when two tensors have a byte in common. Exact: strided ones, like the columns of a matrix, may lie between each
-// other; then their elements are compared, which is slow and rare.
-bool share_memory(const at::Tensor& left, const at::Tensor& right);
+// What a call does with the tensors of an argument.
+enum class Role : uint8_t { kRead, kWrite, kUpdate };
+
+// The sizes of the ranks' blocks in bytes; none where all are equal, unless they are wanted `always`.
+std::vector<size_t> block_sizes(c10::ArrayRef<at::Tensor> blocks, bool always);
 
 class Plan {
  public:
@@ -74,15 +80,18 @@ class Plan {
   // end, in the order of the list.
   void write_all(c10::ArrayRef<at::Tensor> tensors);
   void update(const at::Tensor& tensor);
+  void add(const at::Tensor& tensor, Role role);
 
   // For coalesced lists, whose pieces interleave: all of the first rank's blocks, then all of the second's, and so on.
   // Every tensor is cut into as many equal blocks as there are ranks.
   void read_blocks(c10::ArrayRef<at::Tensor> tensors, size_t ranks);
   void write_blocks(c10::ArrayRef<at::Tensor> tensors, size_t ranks);
 
-  // Sizes of the ranks' blocks in bytes; left empty where all are equal.
-  void set_in_blocks(c10::ArrayRef<at::Tensor> tensors);
-  void set_out_blocks(c10::ArrayRef<at::Tensor> tensors);
+  // It is an operation of ours, which is part of a call or none: the statistics do not count it as one.
+  void uncounted() {
+    call.counts = false;
+    call.tensors = 0;
+  }
 
   // Notes memory that the operation reads or writes besides its pieces: what touches it earlier or later keeps its
   // order.
@@ -97,6 +106,7 @@ class Plan {
 
   const char* op;
   Call call;
+  // `block_sizes`.
   std::vector<size_t> in_blocks;
   std::vector<size_t> out_blocks;
   // What `Completion::prepare` copies into temporaries, and what `Completion::store_back` copies out of them.
@@ -115,6 +125,9 @@ class Plan {
   // First byte of the contiguous elements of `tensor`, read or written.
   char* readable(const at::Tensor& tensor, bool stage);
   char* writable(const at::Tensor& tensor, bool stage);
+  // Rank by rank the blocks of `tensors`, whose first bytes are `bases`.
+  static void add_blocks(Pieces& pieces, c10::ArrayRef<at::Tensor> tensors, const std::vector<char*>& bases,
+                         size_t ranks);
 
   bool by_vendor_;
   Pieces inputs_;

@@ -4,6 +4,7 @@
 
 #include <c10/core/ScalarType.h>
 
+#include <array>
 #include <cstddef>
 #include <iterator>
 #include <optional>
@@ -26,12 +27,18 @@ constexpr at::ScalarType scalar_type(Dtype dtype) {
   return kScalarTypes[static_cast<size_t>(dtype)];
 }
 
-// None for types that the core does not combine.
-constexpr std::optional<Dtype> dtype_of(at::ScalarType type) {
+// The other way round, by torch's number; kBytes for types that the core does not combine.
+inline constexpr auto kDtypes = [] {
+  std::array<Dtype, static_cast<size_t>(at::ScalarType::NumOptions)> dtypes{};
   for (size_t number = 1; number < std::size(kScalarTypes); ++number) {
-    if (kScalarTypes[number] == type) return static_cast<Dtype>(number);
+    dtypes[static_cast<size_t>(kScalarTypes[number])] = static_cast<Dtype>(number);
   }
-  return std::nullopt;
+  return dtypes;
+}();
+
+constexpr std::optional<Dtype> dtype_of(at::ScalarType type) {
+  const Dtype dtype = kDtypes[static_cast<size_t>(type)];
+  return dtype == Dtype::kBytes ? std::nullopt : std::optional(dtype);
 }
 
 static_assert(std::size(kScalarTypes) == static_cast<size_t>(Dtype::kF8E5M2) + 1);

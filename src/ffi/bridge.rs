@@ -8,8 +8,8 @@
 //! side. This file declares; `convert` translates between these types and the core's, `calls` and `devices` call the core.
 
 use super::calls::{
-    RustExternalOp, RustGroup, RustOp, RustRendezvous, at_exit, build_group, device_packs, doctor,
-    explain_without_group, memory_meets, names, rendezvous, save_table, set_log_level, table_without_group,
+    RustExternalOp, RustGroup, RustOp, RustRendezvous, at_exit, build_group, doctor, explain_without_group,
+    list_operations, memory_meets, names, rendezvous, save_table, set_log_level, table_without_group,
 };
 use super::devices::{RustCall, RustDevices, RustRetired};
 use super::simulate::{predict, program};
@@ -618,8 +618,8 @@ pub mod ffi {
         ) -> Result<Explanation>;
         /// All choices such a group would make.
         fn table_without_group(ranks: usize, algorithm: &str) -> Result<ChoiceTable>;
-        /// Whether a tensor of a list on a device is packed with others (`engine::device::packs`).
-        fn device_packs(bytes: usize) -> bool;
+        /// `fusion::lists::operations`.
+        fn list_operations(kind: Kind, by_vendor: bool, elements: &[u8], bytes: &[usize]) -> Result<Vec<u32>>;
         /// Writes a decision table for `ranks` ranks on this machine; `lines` as in `select/table.rs`. Its path.
         fn save_table(ranks: usize, made: &str, lines: &str) -> Result<String>;
         /// Predicted times at `sizes` in bytes, of one algorithm or, where `algorithm` is empty, of all that have a schedule

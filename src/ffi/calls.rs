@@ -267,8 +267,11 @@ pub(super) fn table_without_group(ranks: usize, algorithm: &str) -> Outcome<ffi:
     guarded(|| Ok(table(group::table_without_group(ranks, algorithm)?)))
 }
 
-pub(super) fn device_packs(bytes: usize) -> bool {
-    crate::engine::device::packs(bytes)
+pub(super) fn list_operations(of: ffi::Kind, by_vendor: bool, elements: &[u8], bytes: &[usize]) -> Outcome<Vec<u32>> {
+    guarded(|| {
+        let list = elements.iter().copied().zip(bytes.iter().copied());
+        Ok(crate::fusion::lists::operations(kind(of)?, by_vendor, list))
+    })
 }
 
 pub(super) fn save_table(ranks: usize, made: &str, lines: &str) -> Outcome<String> {

@@ -27,7 +27,7 @@ impl Exchange for ExchangeHook<'_> {
     fn share(&self, id: &mut [u8], ranks: Ranks) -> Result<()> {
         let (from, to) = match ranks {
             Ranks::All => (-1, -1),
-            Ranks::Way { from, to } => (from.min(to) as i32, from.max(to) as i32),
+            Ranks::OneDirection { from, to } => (from.min(to) as i32, from.max(to) as i32),
         };
         // The shim keeps its exception and raises that one.
         self.0.share(id, from, to).map_err(|error| Error::System(error.what().to_string()))

@@ -68,15 +68,8 @@ def fused_all_reduce(
     options = _named_options(op) if isinstance(op, str) else _options(op)
     if process_group is dist.GroupMember.NON_GROUP_MEMBER:
         return listed
-    # One operation for each run of equal dtypes, so sort: each dtype once, in an order that all ranks share.
-    together = listed
-    if len({tensor.dtype for tensor in listed}) > 1:
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for tensor in listed:
-            by_dtype.setdefault(tensor.dtype, []).append(tensor)
-        together = [tensor for same in by_dtype.values() for tensor in same]
-    if together:
-        work = process_group.allreduce_coalesced(together, options)
+    if listed:
+        work = process_group.allreduce_coalesced(listed, options)
         if work is not None:
             work.wait()
     return listed
@@ -109,27 +102,9 @@ def _extension() -> ModuleType:
 
 def _apart(tensors: list[torch.Tensor]) -> None:
     """Refuses a list in which tensors share memory: its elements would be reduced twice."""
-    for first, second in _extension()._overlapping(tensors):
-        if _same_memory(tensors[first], tensors[second]):
-            raise ValueError(
-                f"sagellm fused_all_reduce: tensors {first} and {second} share memory, which would be reduced twice; "
-                "pass each piece of memory once"
-            )
-
-
-def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors whose extents overlap really have an element in common.
-
-    Strided tensors may interleave, like the columns of a matrix; then their elements are compared, which is slow and
-    rare.
-    """
-    if one.is_contiguous() and other.is_contiguous():
-        return True
-
-    def addresses(tensor: torch.Tensor) -> set[int]:
-        found = {tensor.data_ptr()}
-        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-            found = {at + step * stride * tensor.element_size() for at in found for step in range(size)}
-        return found
-
-    return bool(addresses(one) & addresses(other))
+    shared = _extension()._shared(tensors)
+    if shared is not None:
+        raise ValueError(
+            f"sagellm fused_all_reduce: tensors {shared[0]} and {shared[1]} share memory, which would be reduced "
+            "twice; pass each piece of memory once"
+        )

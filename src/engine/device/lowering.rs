@@ -169,16 +169,6 @@ impl Lowering {
     }
 }
 
-/// Bytes up to which a tensor of a list is packed with others; larger ones are calls of their own in the same launch.
-/// Packing costs four passes over the tensor's memory, a further call in a launch costs host time; where both are equal
-/// was not measured for want of a device, `make bench-gpu` has the rows.
-pub const PACK_BYTES: usize = 1 << 20;
-
-/// Whether a tensor of a list travels in the pack. All ranks ask with the same size.
-pub fn packs(bytes: usize) -> bool {
-    bytes <= PACK_BYTES
-}
-
 /// What to ask the library for an operation, or the reason why that cannot be done and what to do.
 pub fn lower(asked: &LoweringInput, able: &Capabilities) -> Result<Lowering, String> {
     let name = &able.name;

@@ -80,7 +80,7 @@ pub use self::launch::{Job, Launched, calls, launch};
 pub use self::layout::{Buffers, Layout};
 pub use self::libs::loader::Hints;
 pub use self::lifetime::Retired;
-pub use self::lowering::{Capabilities, Local, Lowering, LoweringInput, Method, lower, packs};
+pub use self::lowering::{Capabilities, Local, Lowering, LoweringInput, Method, lower};
 pub use self::runtime::{Event, Runtime, SPARES_CAPTURES, Stream, synchronize};
 
 use crate::error::Result;
