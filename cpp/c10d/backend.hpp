@@ -212,7 +212,7 @@ class SageBackend final : public c10d::Backend {
   WorkPtr submit(Plans& plans, const CallDesc& call);
   WorkPtr submit_async(Plans& plans, const CallDesc& call, bool async);
   void run(Plan& plan, const Label& label, TensorView inputs);
-  void issue(OpWork& work, Plans& plans, Tensors keep);
+  void issue(SageWork& work, Plans& plans, Tensors keep);
   // `host` is `call` with copies in host memory.
   WorkPtr submit_staged(Plans& plans, const CallDesc& call, const CallDesc& host,
                         const std::shared_ptr<Transfer>& transfer);

@@ -5,14 +5,13 @@
 
 #include <atomic>
 #include <deque>
-#include <mutex>
 #include <optional>
 #include <thread>
 #include <vector>
 
 #include "device/vendor.hpp"
 #include "lower/plan.hpp"
-#include "work/work.hpp"
+#include "work/joined.hpp"
 
 namespace sagellm {
 
@@ -49,27 +48,6 @@ class Region {
   std::atomic<bool> open_{false};
   std::thread::id thread_;
   Content content_;
-};
-
-// Several works as one.
-class JoinedWork final : public c10d::Work {
- public:
-  JoinedWork(int rank, std::vector<c10::intrusive_ptr<c10d::Work>> parts);
-
-  bool isCompleted() override;
-  bool isSuccess() const override;
-  std::exception_ptr exception() const override;
-  bool wait(std::chrono::milliseconds timeout) override;
-  void synchronize() override;
-  void abort() override;
-  std::vector<at::Tensor> result() override;
-  // Of all parts' values, one behind the other.
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
-
- private:
-  const std::vector<c10::intrusive_ptr<c10d::Work>> parts_;
-  std::mutex mutex_;
-  c10::intrusive_ptr<c10::ivalue::Future> value_;
 };
 
 }  // namespace sagellm

@@ -106,7 +106,7 @@ at::Tensor add_up(const std::vector<Part>& parts, const at::Tensor& like, bool a
 struct SparseJob {
   c10::intrusive_ptr<SageBackend> backend;
   const RustGroup* group;
-  c10::intrusive_ptr<OpWork> exchange;
+  c10::intrusive_ptr<SageWork> exchange;
   at::Tensor headers;
   at::Tensor tensor;
   Part own;
@@ -114,7 +114,7 @@ struct SparseJob {
   uint32_t tag;
   std::chrono::milliseconds timeout;
 
-  c10::intrusive_ptr<OpWork> message(Kind kind, OpType type, int peer, const at::Tensor& memory) const {
+  c10::intrusive_ptr<SageWork> message(Kind kind, OpType type, int peer, const at::Tensor& memory) const {
     Plan plan(kOp, kind, timeout);
     plan.call.root = static_cast<uint32_t>(peer);
     plan.call.tag = tag;
@@ -125,8 +125,8 @@ struct SparseJob {
     } else {
       plan.write(memory);
     }
-    auto work = c10::make_intrusive<OpWork>(backend->getRank(), type, std::vector<at::Tensor>(),
-                                            std::make_shared<Events>(), nullptr);
+    auto work = c10::make_intrusive<SageWork>(backend->getRank(), type, std::vector<at::Tensor>(),
+                                              std::make_shared<Events>(), nullptr);
     work->add(*group, plan, {memory});
     work->seal();
     return work;
@@ -137,7 +137,7 @@ struct SparseJob {
     exchange->wait(kNoTimeout);
     const int ranks = backend->getSize();
     check_headers(headers, ranks);
-    std::vector<c10::intrusive_ptr<OpWork>> messages;
+    std::vector<c10::intrusive_ptr<SageWork>> messages;
     std::vector<Part> parts(static_cast<size_t>(ranks));
     for (int rank = 0; rank < ranks; ++rank) {
       Part& part = parts[static_cast<size_t>(rank)];
@@ -189,8 +189,8 @@ SageBackend::WorkPtr SageBackend::allreduce_coo(const CallDesc& call) {
   told.site = plan.call.site;
   const auto note = std::make_shared<rust::Box<RustForeign>>(group_->foreign(told));
   auto trace = Trace::start("sagellm:sparse_all_reduce", tensor);
-  job->exchange =
-      c10::make_intrusive<OpWork>(getRank(), OpType::_ALLREDUCE_SPARSE, Tensors(), std::make_shared<Events>(), nullptr);
+  job->exchange = c10::make_intrusive<SageWork>(getRank(), OpType::_ALLREDUCE_SPARSE, Tensors(),
+                                                std::make_shared<Events>(), nullptr);
   job->exchange->add(*group_, plan, {header, job->headers});
   job->exchange->seal();
   // Issued in the same order everywhere, as all collectives of a group are, so the tags of all ranks agree.
@@ -199,15 +199,11 @@ SageBackend::WorkPtr SageBackend::allreduce_coo(const CallDesc& call) {
   job->group = &*group_;
 
   const auto timeout = call.timeout.count() < 0 ? options_->timeout : call.timeout;
-  auto work = c10::make_intrusive<TaskWork>(getRank(), OpType::_ALLREDUCE_SPARSE, Tensors{tensor}, events_,
-                                            std::move(trace), job->exchange->getSequencenumber(), timeout);
+  const SageWork::Known known{job->exchange->getSequencenumber(), timeout};
+  auto work = c10::make_intrusive<SageWork>(getRank(), OpType::_ALLREDUCE_SPARSE, Tensors{tensor}, events_,
+                                            std::move(trace), known);
   CallbackPool::instance().post([job, work, note] {
-    std::exception_ptr failure;
-    try {
-      job->run();
-    } catch (const std::exception&) {
-      failure = std::current_exception();
-    }
+    const std::exception_ptr failure = failure_of([&] { job->run(); });
     (*note)->ended(!failure, true);
     work->end(failure);
   });

@@ -229,8 +229,8 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::behind_all(bool by_itself) {
   DeviceWork::Launched made{last[0].first, nullptr, last[0].second, {}};
   for (size_t i = 1; i < last.size(); ++i) made.earlier.push_back(last[i].second);
   made.blocks_host = true;
-  made.watched.op = "barrier behind the collectives";
-  made.watched.timeout = backend_.options_->timeout;
+  made.op = "barrier behind the collectives";
+  made.known.timeout = backend_.options_->timeout;
   made.call = std::make_shared<OnStream>(devices_->behind(last[0].first.device_index(), group_timeout()), nullptr);
   auto work = c10::make_intrusive<DeviceWork>(backend_.getRank(), c10d::OpType::BARRIER, Tensors(), backend_.events_,
                                               nullptr, std::move(made));
@@ -349,10 +349,9 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::submit(std::vector<DevicePlan>& ca
   DeviceWork::Launched made{passage.stream(), passage.begun(), std::move(ended), std::move(keep)};
   made.blocks_host = barrier;
   made.earlier = std::move(elsewhere);
-  made.watched.op = first.op;
-  made.watched.number = begun.number;
-  made.watched.timeout =
-      first.call.timeout_ms < 0 ? backend_.options_->timeout : std::chrono::milliseconds(first.call.timeout_ms);
+  made.op = first.op;
+  made.known = {begun.number, first.call.timeout_ms < 0 ? backend_.options_->timeout
+                                                        : std::chrono::milliseconds(first.call.timeout_ms)};
   made.call = call;
   auto work = follow(std::move(made), label.type, std::move(outputs), std::move(trace), capturing);
   if (listened) return work;
