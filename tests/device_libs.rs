@@ -276,7 +276,7 @@ impl World {
 }
 
 fn asked(kind: Kind, dtype: Dtype, op: ReduceOp, ranks: u32) -> LoweringInput {
-    LoweringInput { kind, dtype, op, ranks: ranks as usize, even: true, plain: true }
+    LoweringInput { kind, dtype, op, ranks: ranks as usize, equal_counts: true, dense: true }
 }
 
 #[test]

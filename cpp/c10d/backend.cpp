@@ -273,14 +273,14 @@ SageBackend::WorkPtr SageBackend::endCoalescing() {
       content.works.push_back(vendor->submit(content.plans, *content.label, std::move(content.keep),
                                              std::move(content.outputs), *content.device, true, true));
     } catch (const std::exception&) {
-      auto failed = c10::make_intrusive<TaskWork>(getRank(), c10d::OpType::COALESCED, Tensors(), events_, nullptr,
-                                                  group_->sequence(), options_->timeout);
+      auto failed = c10::make_intrusive<SageWork>(getRank(), c10d::OpType::COALESCED, Tensors(), events_, nullptr,
+                                                  SageWork::Known{group_->sequence(), options_->timeout});
       failed->end(std::current_exception());
       content.works.push_back(std::move(failed));
     }
   }
   if (content.works.size() == 1) return content.works[0];
-  return c10::make_intrusive<JoinedWork>(getRank(), std::move(content.works));
+  return c10::make_intrusive<JoinedWork>(getRank(), c10d::OpType::COALESCED, std::move(content.works));
 }
 
 void SageBackend::enableCollectivesTiming() {

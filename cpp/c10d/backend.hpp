@@ -246,11 +246,11 @@ class SageBackend final : public c10d::Backend {
   WorkPtr submit(Plans& plans, const CallDesc& call);
   WorkPtr submit_async(Plans& plans, const CallDesc& call, bool async);
   void run(Plan& plan, const Label& label, TensorView inputs);
-  void issue(OpWork& work, Plans& plans, Tensors keep);
+  void issue(SageWork& work, Plans& plans, Tensors keep);
   // A call of our own to its end. Neither statistics nor hooks hear of it.
   void run_own(const CallDesc& call, CallDesc::Delegate delegate);
   // Issues an operation that is a part of a call; only who has the Work hears of its end.
-  c10::intrusive_ptr<OpWork> issue_part(Plan& plan, c10d::OpType type, Tensors keep) const;
+  c10::intrusive_ptr<SageWork> issue_part(Plan& plan, c10d::OpType type, Tensors keep) const;
   // `host` is `call` with copies in host memory.
   WorkPtr submit_staged(Plans& plans, const CallDesc& call, const CallDesc& host,
                         const std::shared_ptr<Transfer>& transfer);

@@ -14,7 +14,7 @@ namespace sagellm {
 bool SharedMessage::wait(std::chrono::milliseconds timeout) {
   const std::lock_guard<std::mutex> lock(waiting_);
   if (ended()) return true;
-  const bool well = message_->wait(timeout);
+  const bool well = JoinedWork::wait(timeout);
   ended_.store(true, std::memory_order_release);
   return well;
 }
@@ -26,11 +26,7 @@ SageBackend::WorkPtr SageBackend::delegate_message(const CallDesc& call) {
   const Piece memory = extent(tensors[0]);
   const bool writes = call.kind == Kind::kRecv;
   if (memory.bytes > 0) {
-    try {
-      group_->wait_for_memory(memory, writes);
-    } catch (const rust::Error& error) {
-      raise_coded(error.what());
-    }
+    checked([&] { group_->wait_for_memory(memory, writes); });
     follow_messages(memory, writes);
   }
   auto work = c10::make_intrusive<SharedMessage>(getRank(), call.label.type, by_delegate(call));
@@ -51,13 +47,8 @@ void SageBackend::follow_messages(const Piece& memory, bool writes) {
     };
     messages_.erase(std::remove_if(messages_.begin(), messages_.end(), over), messages_.end());
   }
-  for (const auto& work : earlier) {
-    try {
-      work->wait(kNoTimeout);
-    } catch (const std::exception&) {
-      // How it ended is told by its own Work.
-    }
-  }
+  // How they ended is told by their own Works.
+  for (const auto& work : earlier) (void)failure_of([&] { work->wait(kNoTimeout); });
 }
 
 void SageBackend::follow_messages(c10::ArrayRef<Plan> plans) {
@@ -91,28 +82,16 @@ std::vector<SageBackend::WorkPtr> SageBackend::pending_beside() {
 SageBackend::WorkPtr SageBackend::barrier_behind(std::vector<WorkPtr> earlier, const CallDesc& call) {
   Plan plan(call.op, call.kind, call.timeout);
   auto own =
-      c10::make_intrusive<OpWork>(getRank(), c10d::OpType::BARRIER, Tensors(), std::make_shared<Events>(), nullptr);
+      c10::make_intrusive<SageWork>(getRank(), c10d::OpType::BARRIER, Tensors(), std::make_shared<Events>(), nullptr);
   own->add(*group_, plan, {});
   own->seal();
-  const auto timeout = call.timeout.count() < 0 ? options_->timeout : call.timeout;
-  auto work = c10::make_intrusive<TaskWork>(getRank(), c10d::OpType::BARRIER, Tensors(), events_, nullptr,
-                                            own->getSequencenumber(), timeout);
+  const SageWork::Known known{own->getSequencenumber(), call.timeout.count() < 0 ? options_->timeout : call.timeout};
+  auto work = c10::make_intrusive<SageWork>(getRank(), c10d::OpType::BARRIER, Tensors(), events_, nullptr, known);
   CallbackPool::instance().post([own, work, earlier = std::move(earlier), staged = staging_.collectives()] {
     for (const auto& each : staged) each->wait_settled();
-    for (const WorkPtr& each : earlier) {
-      try {
-        each->wait(kNoTimeout);
-      } catch (const std::exception&) {
-        // How it ended is told by its own Work.
-      }
-    }
-    std::exception_ptr failure;
-    try {
-      own->wait(kNoTimeout);
-    } catch (const std::exception&) {
-      failure = std::current_exception();
-    }
-    work->end(failure);
+    // How they ended is told by their own Works.
+    for (const WorkPtr& each : earlier) (void)failure_of([&] { each->wait(kNoTimeout); });
+    work->end(failure_of([&] { own->wait(kNoTimeout); }));
   });
   if (call.async) return work;
   work->wait(kNoTimeout);

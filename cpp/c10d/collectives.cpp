@@ -195,7 +195,7 @@ SageBackend::WorkPtr SageBackend::behind_devices(WorkPtr work, bool async) {
   }
   if (!async || parts.empty()) return work;
   parts.insert(parts.begin(), std::move(work));
-  return c10::make_intrusive<JoinedWork>(getRank(), std::move(parts));
+  return c10::make_intrusive<JoinedWork>(getRank(), OpType::COALESCED, std::move(parts));
 }
 
 void SageBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {

@@ -122,7 +122,7 @@ void SageBackend::run(Plan& plan, const Label& label, TensorView inputs) {
   if (pending && !pending->copy_error().empty()) raise_coded(pending->copy_error());
 }
 
-void SageBackend::issue(OpWork& work, Plans& plans, Tensors keep) {
+void SageBackend::issue(SageWork& work, Plans& plans, Tensors keep) {
   try {
     for (Plan& plan : plans) work.add(*group_, plan, std::exchange(keep, {}));
   } catch (const std::exception&) {
@@ -133,8 +133,8 @@ void SageBackend::issue(OpWork& work, Plans& plans, Tensors keep) {
   work.seal();
 }
 
-c10::intrusive_ptr<OpWork> SageBackend::issue_part(Plan& plan, c10d::OpType type, Tensors keep) const {
-  auto work = c10::make_intrusive<OpWork>(getRank(), type, Tensors(), std::make_shared<Events>(), nullptr);
+c10::intrusive_ptr<SageWork> SageBackend::issue_part(Plan& plan, c10d::OpType type, Tensors keep) const {
+  auto work = c10::make_intrusive<SageWork>(getRank(), type, Tensors(), std::make_shared<Events>(), nullptr);
   work->add(*group_, plan, std::move(keep));
   work->seal();
   return work;
@@ -143,8 +143,8 @@ c10::intrusive_ptr<OpWork> SageBackend::issue_part(Plan& plan, c10d::OpType type
 SageBackend::WorkPtr SageBackend::submit_async(Plans& plans, const CallDesc& call, bool async) {
   DeferredRelease::instance().release();
   const TensorView inputs = call.traced();
-  auto work = c10::make_intrusive<OpWork>(getRank(), call.label.type, call.outputs.flat(), events_,
-                                          Trace::start(call.label.title, inputs));
+  auto work = c10::make_intrusive<SageWork>(getRank(), call.label.type, call.outputs.flat(), events_,
+                                            Trace::start(call.label.title, inputs));
   // What it has as outputs the Work keeps anyway.
   issue(*work, plans, call.has_one_argument() ? Tensors() : inputs.vec());
   // Returned all the same: who watches works finds this one by it.
@@ -221,15 +221,9 @@ SageBackend::WorkPtr SageBackend::submit_staged(Plans& plans, const CallDesc& ca
   auto work = c10::make_intrusive<StagedWork>(getRank(), call.label.type, call.outputs.flat(), events_,
                                               Trace::start(call.label.title, call.traced()), transfer,
                                               call.timeout.count() < 0 ? options_->timeout : call.timeout);
-  // Hooks hear of the whole call, not of its middle.
-  auto inner = c10::make_intrusive<OpWork>(getRank(), call.label.type, Tensors(), std::make_shared<Events>(), nullptr);
-  work->carry(inner);
-  // On a callback thread, when the operation has ended.
-  inner->getFuture()->addCallback(
-      [work](c10::ivalue::Future& future) { work->ended(future.hasError() ? future.exception_ptr() : nullptr); });
   Tensors keep = host.inputs.flat();
   for (const at::Tensor& tensor : host.outputs.flat()) keep.push_back(tensor);
-  issue(*inner, plans, std::move(keep));
+  issue(*work, plans, std::move(keep));
   if (!call.async) work->wait(kNoTimeout);
   return work;
 }
@@ -250,17 +244,7 @@ SageBackend::WorkPtr SageBackend::through_host_by_delegate(const CallDesc& call,
     }
     auto work = c10::make_intrusive<StagedWork>(getRank(), call.label.type, call.outputs.flat(), events_, nullptr,
                                                 transfer, options_->timeout);
-    work->carry(inner);
-    // A thread waits, because some backends give their Works no future, and others complete it on their own threads.
-    CallbackPool::instance().post([work, inner] {
-      std::exception_ptr failure;
-      try {
-        inner->wait(kNoTimeout);
-      } catch (const std::exception&) {
-        failure = std::current_exception();
-      }
-      work->ended(failure);
-    });
+    work->carry(std::move(inner));
     return work;
   } catch (const std::exception&) {
     transfer->settle();

@@ -5,13 +5,14 @@
 
 #include <atomic>
 #include <mutex>
+#include <deque>
 #include <optional>
 #include <thread>
 #include <vector>
 
 #include "device/vendor.hpp"
 #include "lower/plan.hpp"
-#include "work/work.hpp"
+#include "work/joined.hpp"
 
 namespace sagellm {
 
@@ -46,27 +47,6 @@ class Region {
   std::atomic<bool> open_{false};
   std::thread::id thread_;
   Content content_;
-};
-
-// Several works as one.
-class JoinedWork final : public c10d::Work {
- public:
-  JoinedWork(int rank, std::vector<c10::intrusive_ptr<c10d::Work>> parts);
-
-  bool isCompleted() override;
-  bool isSuccess() const override;
-  std::exception_ptr exception() const override;
-  bool wait(std::chrono::milliseconds timeout) override;
-  void synchronize() override;
-  void abort() override;
-  std::vector<at::Tensor> result() override;
-  // Of all parts' values, one behind the other.
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
-
- private:
-  const std::vector<c10::intrusive_ptr<c10d::Work>> parts_;
-  std::mutex mutex_;
-  c10::intrusive_ptr<c10::ivalue::Future> value_;
 };
 
 }  // namespace sagellm

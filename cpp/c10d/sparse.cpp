@@ -94,7 +94,7 @@ at::Tensor add_up(const std::vector<at::Tensor>& indices, const std::vector<at::
 // The job of one call, owned by the callback thread that runs it.
 struct SparseJob {
   c10::intrusive_ptr<SageBackend> backend;
-  c10::intrusive_ptr<OpWork> exchange;
+  c10::intrusive_ptr<SageWork> exchange;
   at::Tensor headers;
   at::Tensor tensor;
   // This rank's.
@@ -104,7 +104,7 @@ struct SparseJob {
   uint32_t tag;
   std::chrono::milliseconds timeout;
 
-  c10::intrusive_ptr<OpWork> message(Kind kind, int peer, const at::Tensor& memory) const {
+  c10::intrusive_ptr<SageWork> message(Kind kind, int peer, const at::Tensor& memory) const {
     const bool sends = kind == Kind::kSend;
     Plan plan(kOp, kind, timeout);
     plan.call.root = static_cast<uint32_t>(peer);
@@ -119,7 +119,7 @@ struct SparseJob {
     exchange->wait(kNoTimeout);
     const auto ranks = static_cast<size_t>(backend->getSize());
     check_headers(headers, backend->getSize());
-    std::vector<c10::intrusive_ptr<OpWork>> messages;
+    std::vector<c10::intrusive_ptr<SageWork>> messages;
     std::vector<at::Tensor> all_indices(ranks, indices);
     std::vector<at::Tensor> all_values(ranks, values);
     for (int rank = 0; rank < backend->getSize(); ++rank) {
@@ -171,15 +171,11 @@ SageBackend::WorkPtr SageBackend::allreduce_coo(const CallDesc& call) {
   job->backend = c10::intrusive_ptr<SageBackend>::reclaim_copy(this);
 
   const auto timeout = call.timeout.count() < 0 ? options_->timeout : call.timeout;
-  auto work = c10::make_intrusive<TaskWork>(getRank(), OpType::_ALLREDUCE_SPARSE, Tensors{tensor}, events_,
-                                            std::move(trace), job->exchange->getSequencenumber(), timeout);
+  const SageWork::Known known{job->exchange->getSequencenumber(), timeout};
+  auto work = c10::make_intrusive<SageWork>(getRank(), OpType::_ALLREDUCE_SPARSE, Tensors{tensor}, events_,
+                                            std::move(trace), known);
   CallbackPool::instance().post([job, work, note] {
-    std::exception_ptr failure;
-    try {
-      job->run();
-    } catch (const std::exception&) {
-      failure = std::current_exception();
-    }
+    const std::exception_ptr failure = failure_of([&] { job->run(); });
     (*note)->ended(!failure, true);
     work->end(failure);
   });

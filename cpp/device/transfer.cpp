@@ -131,93 +131,56 @@ bool Transfer::precedes(const Transfer& other) const {
 StagedWork::StagedWork(int rank, c10d::OpType type, std::vector<at::Tensor> outputs, std::shared_ptr<Events> events,
                        std::unique_ptr<Trace> trace, std::shared_ptr<Transfer> transfer,
                        std::chrono::milliseconds timeout)
-    : SageWork(rank, type, std::move(outputs), std::move(events), std::move(trace)),
-      transfer_(std::move(transfer)),
-      timeout_(timeout) {
+    : SageWork(rank, type, std::move(outputs), std::move(events), std::move(trace), Known{0, timeout}),
+      transfer_(std::move(transfer)) {
   devices_ = {transfer_->device};
 }
 
-void StagedWork::ended(std::exception_ptr failure) {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (taken_) return;
-    taken_ = true;
-  }
-  if (!failure) {
-    try {
+void StagedWork::carry(c10::intrusive_ptr<c10d::Work> inner) {
+  inner_ = std::move(inner);
+  CallbackPool::instance().post([self = c10::intrusive_ptr<StagedWork>::reclaim_copy(this)] {
+    self->store(failure_of([&] { self->inner_->wait(kNoTimeout); }));
+  });
+}
+
+void StagedWork::parts_ended() {
+  CallbackPool::instance().post([self = c10::intrusive_ptr<StagedWork>::reclaim_copy(this)] { self->store(nullptr); });
+}
+
+void StagedWork::store(std::exception_ptr failure) {
+  if (taken_.exchange(true)) return;
+  std::string how = error();
+  if (!failure && how.empty()) {
+    failure = failure_of([this] {
       transfer_->store_earlier();
       transfer_->store();
-    } catch (const std::exception&) {
-      failure = std::current_exception();
-    }
+    });
   }
-  std::string text = own_ ? own_->failure() : std::string();
-  if (failure && text.empty()) text = coded_text(failure);
+  if (failure && how.empty()) how = coded_text(failure);
   auto tensors = transfer_->settle();
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    ended_at_ = std::chrono::steady_clock::now();
-    exception_ = std::move(failure);
-    text_ = text;
-    completed_ = true;
-  }
-  cv_.notify_all();
-  finish(text);
+  end(how, failure);
   DeferredRelease::instance().add(c10::intrusive_ptr<StagedWork>::reclaim_copy(this), std::move(tensors));
 }
 
-bool StagedWork::done() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return completed_;
-}
-
-std::string StagedWork::error() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return text_;
-}
-
-std::exception_ptr StagedWork::exception() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return exception_;
-}
-
-std::chrono::nanoseconds StagedWork::duration() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return ended_at_ - began_;
-}
-
-std::vector<Explanation> StagedWork::explain() const {
-  return own_ ? own_->explain() : std::vector<Explanation>();
+void StagedWork::wait_for_end(const WaitLimit& limit) {
+  if (!ops_.empty() && !has_ended()) {
+    CallbackPool::about_to_block();
+    try {
+      wait_for_core(limit);
+    } catch (const std::exception&) {
+      // An elapsed wait and Python's signals are the caller's alone.
+      if (!core_ended() || error().empty()) throw;
+    }
+    // On this thread, unless a callback thread was faster.
+    store(nullptr);
+  }
+  SageWork::wait_for_end(limit);
 }
 
 void StagedWork::on_result_stream(const std::function<void()>& body) const {
   const c10::DeviceGuard guard(transfer_->device);
   const c10::StreamGuard on(transfer_->side());
   body();
-}
-
-bool StagedWork::wait(std::chrono::milliseconds timeout) {
-  const auto began = std::chrono::steady_clock::now();
-  if (own_ && !done()) {
-    std::exception_ptr failure;
-    try {
-      own_->wait(timeout);
-    } catch (const std::exception&) {
-      // An elapsed wait and Python's signals are the caller's alone.
-      if (!own_->isCompleted() || own_->isSuccess()) throw;
-      failure = std::current_exception();
-    }
-    // On this thread, unless a callback thread was faster.
-    ended(failure);
-  }
-  if (timeout.count() > 0) {
-    const auto passed = std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::steady_clock::now() - began);
-    timeout = std::max(timeout - passed, std::chrono::milliseconds(1));
-  }
-  sleep_until_completed(timeout);
-  transfer_->order(current_stream(transfer_->device));
-  DeferredRelease::instance().release();
-  return true;
 }
 
 }  // namespace sagellm

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
 #include <condition_variable>
 #include <exception>
 #include <functional>
@@ -80,50 +81,38 @@ class Transfer {
   bool settled_ = false;
 };
 
-// The Work of an asynchronous call: that of the call on host memory, and then the way back.
+// The Work of an asynchronous call: it ends when the results of the call on host memory, whose operations it has or
+// whose Work it carries, are on the device.
 class StagedWork final : public SageWork {
  public:
   StagedWork(int rank, c10d::OpType type, std::vector<at::Tensor> outputs, std::shared_ptr<Events> events,
              std::unique_ptr<Trace> trace, std::shared_ptr<Transfer> transfer, std::chrono::milliseconds timeout);
 
-  // The call on host memory, which may have ended already or may be issued yet. A delegate's is waited for by one
-  // thread that calls `ended`: gloo's works take one waiter only.
-  void carry(c10::intrusive_ptr<c10d::Work> inner) {
-    inner_ = std::move(inner);
-    // Not torch's dynamic cast of the pointer, which keeps a reference for ever where it is none.
-    if (auto* const own = dynamic_cast<OpWork*>(inner_.get())) own_ = c10::intrusive_ptr<OpWork>::reclaim_copy(own);
-  }
-  // It has ended. On any thread that may block; the first call counts.
-  void ended(std::exception_ptr failure);
+  // The call on host memory is a delegate's. One thread waits for it, and ends this one: gloo's works take one waiter
+  // only, some backends give theirs no future, and others complete it on their own threads.
+  void carry(c10::intrusive_ptr<c10d::Work> inner);
 
-  bool isCompleted() override { return done(); }
-  bool wait(std::chrono::milliseconds timeout) override;
-  void abort() override { inner_->abort(); }
-  int sourceRank() const override { return inner_->sourceRank(); }
-  std::exception_ptr exception() const override;
-  uint64_t getSequencenumber() const override { return inner_->getSequencenumber(); }
-#ifdef SAGELLM_HAS_WORK_TIMEOUT
-  std::chrono::milliseconds getTimeout() const override { return timeout_; }
-#endif
-  std::vector<Explanation> explain() const override;
+  void abort() override { inner_ ? inner_->abort() : SageWork::abort(); }
+  int sourceRank() const override { return inner_ ? inner_->sourceRank() : SageWork::sourceRank(); }
+  uint64_t getSequencenumber() const override {
+    return inner_ ? inner_->getSequencenumber() : SageWork::getSequencenumber();
+  }
 
  protected:
-  bool done() const override;
-  std::string error() const override;
-  std::chrono::nanoseconds duration() const override;
+  bool told_by_core() const override { return false; }
+  void parts_ended() override;
+  void wait_for_end(const WaitLimit& limit) override;
+  void order() const override { transfer_->order(current_stream(transfer_->device)); }
   void on_result_stream(const std::function<void()>& body) const override;
 
  private:
+  // The call on host memory has ended. On any thread that may block; the first one counts.
+  void store(std::exception_ptr failure);
+
   const std::shared_ptr<Transfer> transfer_;
-  const std::chrono::milliseconds timeout_;
   c10::intrusive_ptr<c10d::Work> inner_;
-  // The same where it is ours, else null.
-  c10::intrusive_ptr<OpWork> own_;
-  const std::chrono::steady_clock::time_point began_ = std::chrono::steady_clock::now();
-  // Guarded by the base's `mutex_`, as are its `completed_` and `exception_`. `taken_`: somebody stores the results.
-  bool taken_ = false;
-  std::chrono::steady_clock::time_point ended_at_;
-  std::string text_;
+  // Taken by the thread that stores the results; nothing is ordered by it.
+  std::atomic<bool> taken_{false};
 };
 
 }  // namespace sagellm

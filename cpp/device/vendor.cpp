@@ -157,9 +157,9 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::behind_all(bool by_itself) {
   DeviceWork::Launched made{stream, nullptr, ended, {}};
   for (auto other = std::next(last.begin()); other != last.end(); ++other) made.earlier.push_back(other->second);
   made.blocks_host = true;
-  made.watched.op = "barrier behind the collectives";
+  made.op = "barrier behind the collectives";
   DeviceBegun begun = devices_->behind(stream.device_index());
-  made.watched.timeout = std::chrono::milliseconds(begun.timeout_ms);
+  made.known.timeout = std::chrono::milliseconds(begun.timeout_ms);
   made.call = std::make_shared<OnStream>(std::move(begun.call), nullptr);
   auto work = c10::make_intrusive<DeviceWork>(owner_.rank, c10d::OpType::BARRIER, Tensors(), owner_.events, nullptr,
                                               std::move(made));
@@ -262,9 +262,8 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::submit(c10::ArrayRef<Plan> calls, 
   DeviceWork::Launched made{passage.stream(), passage.begun(), std::move(ended), std::move(keep)};
   made.blocks_host = barrier;
   made.earlier = std::move(elsewhere);
-  made.watched.op = calls[0].op;
-  made.watched.number = begun.number;
-  made.watched.timeout = std::chrono::milliseconds(begun.timeout_ms);
+  made.op = calls[0].op;
+  made.known = {begun.number, std::chrono::milliseconds(begun.timeout_ms)};
   made.call = call;
   auto work = follow(std::move(made), label.type, std::move(outputs), std::move(trace), capturing);
   if (listened) return work;

@@ -1,32 +1,33 @@
 #include "device/work.hpp"
 
-#include <ATen/core/jit_type.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
 #include <pthread.h>
 
 #include <algorithm>
+#include <iterator>
 #include <thread>
 #include <utility>
 
 #include "host/errors.hpp"
-#include "host/python_host.hpp"
 #include "work/callbacks.hpp"
 
 namespace sagellm {
 
 DeviceWork::DeviceWork(int rank, c10d::OpType type, std::vector<at::Tensor> outputs, std::shared_ptr<Events> events,
                        std::unique_ptr<Trace> trace, Launched launched)
-    : SageWork(rank, type, std::move(outputs), std::move(events), std::move(trace)), launched_(std::move(launched)) {
+    : SageWork(rank, type, std::move(outputs), std::move(events), std::move(trace), launched.known),
+      launched_(std::move(launched)) {
   devices_ = {launched_.stream.device()};
+  value_at_issue_ = true;
 }
 
 void DeviceWork::watch() {
   DeviceWatch::instance().add(c10::intrusive_ptr<DeviceWork>::reclaim_copy(this));
 }
 
-void DeviceWork::fail(const std::string& error, bool idle) {
-  end(error, idle);
+bool DeviceWork::overdue() const {
+  return known_.timeout.count() > 0 && std::chrono::steady_clock::now() - began_ > known_.timeout;
 }
 
 bool DeviceWork::has_passed() const {
@@ -35,7 +36,7 @@ bool DeviceWork::has_passed() const {
 }
 
 bool DeviceWork::poll(std::chrono::microseconds spin) {
-  if (done()) return true;
+  if (has_ended()) return true;
   const c10::DeviceGuard guard(launched_.stream.device());
   const auto query = [&] {
     const auto until = std::chrono::steady_clock::now() + spin;
@@ -46,26 +47,16 @@ bool DeviceWork::poll(std::chrono::microseconds spin) {
   bool passed = false;
   const std::string trouble = launched_.call->poll(query, passed);
   if (!passed && trouble.empty()) return false;
-  end(trouble, passed);
+  end_on_device(trouble, passed);
   return true;
 }
 
 void DeviceWork::abort() {
-  const auto& watched = launched_.watched;
-  end(coded(ErrorKind::kAborted, c10::str("sagellm: ", watched.op, " number ", watched.number, " was aborted")), false);
+  fail(coded(ErrorKind::kAborted, c10::str("sagellm: ", launched_.op, " number ", known_.number, " was aborted")));
 }
 
-void DeviceWork::end(const std::string& error, bool idle) {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (completed_) return;
-    completed_ = true;
-    text_ = error;
-    ended_at_ = std::chrono::steady_clock::now();
-  }
-  cv_.notify_all();
-  launched_.call->ended(error.empty());
-  finish(error);
+void DeviceWork::end_on_device(const std::string& error, bool idle) {
+  if (!end(error)) return;
   std::vector<at::Tensor> tensors = std::move(launched_.keep);
   if (!idle) {
     // The device may still use them, and nobody knows until when.
@@ -76,31 +67,10 @@ void DeviceWork::end(const std::string& error, bool idle) {
   if (!tensors.empty()) DeferredRelease::instance().add(nullptr, std::move(tensors));
 }
 
-bool DeviceWork::done() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return completed_;
-}
-
-std::string DeviceWork::error() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return text_;
-}
-
 std::chrono::nanoseconds DeviceWork::duration() const {
-  if (launched_.begun) {
-    const std::chrono::duration<double, std::milli> took(launched_.begun->elapsedTime(*launched_.ended));
-    return std::chrono::duration_cast<std::chrono::nanoseconds>(took);
-  }
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return ended_at_ - began_;
-}
-
-float DeviceWork::getDuration() const {
-  if (!launched_.begun) {
-    raise(ErrorKind::kBug,
-          "sagellm: durations are measured only for works that were issued after enable_collectives_timing()");
-  }
-  return SageWork::getDuration();
+  if (!launched_.begun) return SageWork::duration();
+  const std::chrono::duration<double, std::milli> took(launched_.begun->elapsedTime(*launched_.ended));
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(took);
 }
 
 void DeviceWork::order() const {
@@ -111,52 +81,23 @@ void DeviceWork::order() const {
   launched_.ended->block(callers);
 }
 
-bool DeviceWork::wait(std::chrono::milliseconds timeout) {
-  const bool bounded = timeout.count() > 0;
-  if (bounded || launched_.blocks_host) {
-    // Going to sleep and waking cost more than a short operation takes.
-    constexpr auto kSpin = std::chrono::microseconds(100);
-    constexpr auto kLongest = std::chrono::milliseconds(1);
-    const auto until = std::chrono::steady_clock::now() + timeout;
-    auto pause = std::chrono::microseconds(20);
-    for (bool ended = poll(kSpin); !ended; ended = poll()) {
-      if (check_interrupt()) std::rethrow_exception(take_interrupt());
-      if (bounded && std::chrono::steady_clock::now() >= until) {
-        raise(ErrorKind::kTimeout, c10::str("sagellm ", c10d::opTypeToString(opType_), ": wait(", timeout.count(),
-                                            " ms) elapsed; the operation goes on"));
-      }
-      std::unique_lock<std::mutex> lock(mutex_);
-      cv_.wait_for(lock, pause, [this] { return completed_; });
-      pause = std::min<std::chrono::microseconds>(pause * 2, kLongest);
-    }
+void DeviceWork::wait_for_end(const WaitLimit& limit) {
+  if (!limit.bounded() && !launched_.blocks_host) return;
+  // Going to sleep and waking cost more than a short operation takes.
+  constexpr auto kSpin = std::chrono::microseconds(100);
+  constexpr auto kLongest = std::chrono::microseconds(1000);
+  auto pause = std::chrono::microseconds(20);
+  for (bool ended = poll(kSpin); !ended; ended = poll()) {
+    check_caller(limit);
+    sleep(pause, limit);
+    pause = std::min(pause * 2, kLongest);
   }
-  const std::string text = error();
-  if (!text.empty()) raise_coded(text);
-  order();
-  DeferredRelease::instance().release();
-  return true;
 }
 
 void DeviceWork::on_result_stream(const std::function<void()>& body) const {
   const c10::DeviceGuard guard(launched_.stream.device());
   const c10::StreamGuard on(launched_.stream);
   body();
-}
-
-c10::intrusive_ptr<c10::ivalue::Future> DeviceWork::getFuture() {
-  std::unique_lock<std::mutex> lock(mutex_);
-  if (value_) return value_;
-  value_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors(), devices_);
-  const auto future = value_;
-  const std::string text = text_;
-  lock.unlock();
-  // It has no callback yet, so this runs none.
-  if (text.empty()) {
-    on_result_stream([&] { future->markCompleted(c10::IValue(outputs_)); });
-  } else {
-    future->setError(to_exception(text));
-  }
-  return future;
 }
 
 void DeviceWatch::add(WorkPtr work) {
@@ -179,12 +120,10 @@ void DeviceWatch::serve() {
   constexpr auto kIdle = std::chrono::seconds(10);
   auto pause = kShort;
   // Leaked with the works that are left when the process ends.
-  auto& queues = *new std::vector<Queue>();
+  auto& works = *new std::vector<WorkPtr>();
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stopped_) {
-    std::vector<WorkPtr> added;
-    added.swap(added_);
-    if (added.empty() && queues.empty()) {
+    if (added_.empty() && works.empty()) {
       idle_ = true;
       const bool called = changed_.wait_for(lock, kIdle, [this] { return stopped_ || !added_.empty(); });
       idle_ = false;
@@ -192,54 +131,41 @@ void DeviceWatch::serve() {
       pause = kShort;
       continue;
     }
+    std::move(added_.begin(), added_.end(), std::back_inserter(works));
+    added_.clear();
     lock.unlock();
-    sort_in(std::move(added), queues);
-    pause = look(queues) ? kShort : std::min(pause * 2, kLong);
+    pause = look(works) ? kShort : std::min(pause * 2, kLong);
     lock.lock();
-    if (!queues.empty()) changed_.wait_for(lock, pause, [this] { return stopped_; });
+    if (!works.empty()) changed_.wait_for(lock, pause, [this] { return stopped_; });
   }
-  if (queues.empty()) delete &queues;
+  if (works.empty()) delete &works;
   running_ = false;
   changed_.notify_all();
 }
 
-void DeviceWatch::sort_in(std::vector<WorkPtr> added, std::vector<Queue>& queues) {
-  for (WorkPtr& work : added) {
-    auto queue =
-        std::find_if(queues.begin(), queues.end(), [&](const Queue& each) { return each.stream == work->stream(); });
-    if (queue == queues.end()) queue = queues.insert(queue, Queue{work->stream(), {}});
-    queue->works.push_back(std::move(work));
-  }
-}
-
-bool DeviceWatch::look(std::vector<Queue>& queues) {
+bool DeviceWatch::look(std::vector<WorkPtr>& works) {
   const auto has_ended = [](DeviceWork& work) {
     try {
       return work.poll();
     } catch (const std::exception& error) {
       work.fail(coded(ErrorKind::kRankFailed,
-                      c10::str("sagellm: the device was asked for the end of an operation: ", error.what())),
-                false);
+                      c10::str("sagellm: the device was asked for the end of an operation: ", error.what())));
       return true;
     }
   };
-  bool any = false;
-  for (Queue& queue : queues) {
-    std::deque<WorkPtr> left;
-    for (WorkPtr& work : queue.works) {
-      const bool asks = left.empty() || work->watched().overdue(std::chrono::steady_clock::now());
-      if (asks && has_ended(*work)) {
-        any = true;
-        DeferredRelease::instance().add(std::move(work), {});
-      } else {
-        left.push_back(std::move(work));
-      }
+  std::vector<c10::Stream> busy;
+  std::vector<WorkPtr> left;
+  for (WorkPtr& work : works) {
+    const bool behind_another = std::find(busy.begin(), busy.end(), work->stream()) != busy.end();
+    if ((!behind_another || work->overdue()) && has_ended(*work)) {
+      DeferredRelease::instance().add(std::move(work), {});
+      continue;
     }
-    queue.works.swap(left);
+    if (!behind_another) busy.push_back(work->stream());
+    left.push_back(std::move(work));
   }
-  queues.erase(std::remove_if(queues.begin(), queues.end(), [](const Queue& queue) { return queue.works.empty(); }),
-               queues.end());
-  return any;
+  works.swap(left);
+  return works.size() < left.size();
 }
 
 void DeviceWatch::stop(std::chrono::milliseconds patience) {

@@ -1,11 +1,10 @@
-// c10d's Work for what runs on a device's stream: the host is not asked to wait, streams are.
+// The Work of what runs on a device's stream: the host is not asked to wait, streams are.
 #pragma once
 
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 
 #include <condition_variable>
-#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -17,19 +16,6 @@
 #include "work/work.hpp"
 
 namespace sagellm {
-
-// What is known of work that has not ended.
-struct Watched {
-  // A literal: the operation's name in messages.
-  const char* op = "operation";
-  uint64_t number = 0;
-  std::chrono::steady_clock::time_point issued = std::chrono::steady_clock::now();
-  std::chrono::milliseconds timeout = kNoTimeout;
-
-  bool overdue(std::chrono::steady_clock::time_point now) const {
-    return timeout.count() > 0 && now - issued > timeout;
-  }
-};
 
 // A call as the core knows it: memory that a library was given, which stays until the stream has come past the call;
 // what is known of it; whether it will ever end.
@@ -62,8 +48,10 @@ class DeviceWork final : public SageWork {
     bool blocks_host = false;
     // On other devices: it is not done before these have come to pass.
     std::vector<std::shared_ptr<c10::Event>> earlier{};
-    Watched watched{};
     std::shared_ptr<DeviceCall> call{};
+    // A literal: the operation's name in messages.
+    const char* op = "operation";
+    Known known{};
   };
 
   DeviceWork(int rank, c10d::OpType type, std::vector<at::Tensor> outputs, std::shared_ptr<Events> events,
@@ -72,48 +60,34 @@ class DeviceWork final : public SageWork {
   // Hands it to the thread that sees its end.
   void watch();
   // It was captured into a graph: it has no end of its own, and nobody may ask for one.
-  void settle() { end({}, true); }
-  const c10::Stream& stream() const { return launched_.stream; }
-  const Watched& watched() const { return launched_.watched; }
-  // It failed, or will never end: whoever waits hears `error` (with its code letter), and the tensors are let go only
-  // where `idle` says that the device has let go of them.
-  void fail(const std::string& error, bool idle);
-  void abort() override;
-  std::vector<Explanation> explain() const override { return launched_.call->explain(); }
+  void settle() { end_on_device({}, true); }
+  // It failed, or will never end: whoever waits hears `error` (with its code letter), and the device may still use the
+  // tensors.
+  void fail(const std::string& error) { end_on_device(error, false); }
   // True when it has ended; then everything that follows from that has been done. Any thread. The device is asked again
   // and again for as long as `spin`.
   bool poll(std::chrono::microseconds spin = std::chrono::microseconds(0));
+  const c10::Stream& stream() const { return launched_.stream; }
+  bool overdue() const;
 
-  bool isCompleted() override { return done(); }
-  // Puts the caller's stream behind the work. A timeout, or `blocks_host`, makes the host wait as well.
-  bool wait(std::chrono::milliseconds timeout) override;
+  void abort() override;
+  std::vector<Explanation> explain() const override { return launched_.call->explain(); }
   void synchronize() override { order(); }
-  void blockCurrentStream() override { order(); }
-  // Complete at once: whoever takes the value is ordered behind it.
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
-  uint64_t getSequencenumber() const override { return launched_.watched.number; }
-  float getDuration() const override;
-#ifdef SAGELLM_HAS_WORK_TIMEOUT
-  std::chrono::milliseconds getTimeout() const override { return launched_.watched.timeout; }
-#endif
 
  protected:
-  bool done() const override;
-  std::string error() const override;
-  std::chrono::nanoseconds duration() const override;
+  // The host waits where there is a timeout, or `blocks_host`.
+  void wait_for_end(const WaitLimit& limit) override;
+  void order() const override;
   void on_result_stream(const std::function<void()>& body) const override;
+  void count(bool well) override { launched_.call->ended(well); }
+  std::chrono::nanoseconds duration() const override;
 
  private:
-  void order() const;
   bool has_passed() const;
-  void end(const std::string& error, bool idle);
+  // `idle`: the device has let go of the tensors.
+  void end_on_device(const std::string& error, bool idle);
 
   Launched launched_;
-  const std::chrono::steady_clock::time_point began_ = std::chrono::steady_clock::now();
-  // Guarded by the base's `mutex_`, as is its `completed_`.
-  std::string text_;
-  std::chrono::steady_clock::time_point ended_at_;
-  c10::intrusive_ptr<c10::ivalue::Future> value_;
 };
 
 // One thread that asks the events of works on devices whether they have come to pass. It exists while there are any. It
@@ -134,17 +108,10 @@ class DeviceWatch {
   void stop(std::chrono::milliseconds patience);
 
  private:
-  // The works of one stream, in the order in which the device comes past them.
-  struct Queue {
-    c10::Stream stream;
-    std::deque<WorkPtr> works;
-  };
-
   void serve();
-  // Puts each behind the others of its stream.
-  static void sort_in(std::vector<WorkPtr> added, std::vector<Queue>& queues);
-  // Asks the first work of each stream, and others whose deadline has passed. True if one has ended.
-  static bool look(std::vector<Queue>& queues);
+  // Asks the first work of each stream, which the device comes past in order, and others whose deadline has passed.
+  // Takes out what has ended; true where something has.
+  static bool look(std::vector<WorkPtr>& works);
 
   std::mutex mutex_;
   std::condition_variable changed_;

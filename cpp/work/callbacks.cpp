@@ -79,15 +79,14 @@ CallbackPool::Clock::time_point CallbackPool::turn_ends() const {
   return turn_began_ + kTurn * std::min(slow_.size() + 1, kLongest);
 }
 
-bool CallbackPool::add_thread() {
+void CallbackPool::add_thread() {
   const BlockSignals block;
   try {
     std::thread([this] { serve(); }).detach();
+    ++threads_;
   } catch (const std::system_error&) {
-    return false;
+    // Those that there are do it, or `post` itself.
   }
-  ++threads_;
-  return true;
 }
 
 void CallbackPool::serve() {

@@ -63,7 +63,7 @@ class CallbackPool {
  private:
   using Clock = std::chrono::steady_clock;
 
-  bool add_thread();
+  void add_thread();
   void serve();
   void run_next(std::unique_lock<std::mutex>& lock);
   // With the lock: makes sure that somebody takes the next job, now or when the turn has lasted too long.

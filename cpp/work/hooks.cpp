@@ -1,0 +1,94 @@
+#include "work/hooks.hpp"
+
+#include <string>
+#include <vector>
+
+#include "host/host.hpp"
+
+namespace sagellm {
+
+std::unique_ptr<Trace> Trace::start(const char* title, c10::ArrayRef<at::Tensor> inputs) {
+  std::optional<at::StepCallbacks> callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
+  if (C10_LIKELY(!callbacks.has_value())) return nullptr;
+  auto trace = std::make_unique<Trace>(std::move(*callbacks));
+  // The end may come on another thread; the profiler tells such events by this mark.
+  trace->record_._setAsync();
+  trace->state_ = c10::ThreadLocalDebugInfo::current();
+  if (trace->record_.needsInputs()) {
+    const std::vector<c10::IValue> values(inputs.begin(), inputs.end());
+    trace->record_.before(title, &values);
+  } else {
+    trace->record_.before(title);
+  }
+  return trace;
+}
+
+void Trace::end() {
+  const c10::DebugInfoGuard state(state_);
+  record_.end();
+}
+
+void Events::call_abort_hooks() {
+  if (abort_hooks_.empty()) return;
+  CallbackPool::instance().post([hooks = abort_hooks_.all()] {
+    for (const auto& entry : *hooks) entry.second();
+  });
+}
+
+void Events::call_completion_hooks(const CompletionHookArgs& args) const {
+  const auto hooks = completion_hooks_.all();
+  for (const auto& entry : *hooks) {
+    try {
+      entry.second(args);
+    } catch (const std::exception& error) {
+      log_line(1, std::string("a completion hook failed: ") + error.what());
+    }
+  }
+}
+
+void Events::set_work_hook(WorkHook hook) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  work_hook_set_ = hook != nullptr;
+  work_hook_ = std::move(hook);
+}
+
+void Events::expect_work() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  ++expected_;
+}
+
+void Events::work_ended(std::shared_ptr<c10d::WorkInfo> info) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    --expected_;
+    if (info) untold_.push_back(std::move(info));
+    if (untold_.empty() || telling_) return all_told_.notify_all();
+    telling_ = true;
+  }
+  CallbackPool::instance().post([self = shared_from_this()] { self->tell_work_hook(); });
+}
+
+void Events::tell_work_hook() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!untold_.empty()) {
+    const std::shared_ptr<c10d::WorkInfo> info = std::move(untold_.front());
+    untold_.pop_front();
+    const WorkHook hook = work_hook_;
+    lock.unlock();
+    try {
+      if (hook) hook(info);
+    } catch (const std::exception& error) {
+      log_line(1, std::string("the hook on completed works failed: ") + error.what());
+    }
+    lock.lock();
+  }
+  telling_ = false;
+  all_told_.notify_all();
+}
+
+bool Events::wait_told(std::chrono::milliseconds slice) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  return all_told_.wait_for(lock, slice, [this] { return expected_ == 0 && untold_.empty() && !telling_; });
+}
+
+}  // namespace sagellm

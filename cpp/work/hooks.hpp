@@ -1,0 +1,126 @@
+// What is told when an operation ends, besides its Work: the profiler's record, and the hooks of c10d.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/record_function.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <utility>
+
+#include "compat.hpp"
+#include "work/callbacks.hpp"
+
+namespace sagellm {
+
+// The profiler's record of one call, ended where the operation ends. Exists only while a profiler is active.
+class Trace {
+ public:
+  // Null, at the price of one look at a thread-local list, when nobody records. `title` must live for ever.
+  static std::unique_ptr<Trace> start(const char* title, c10::ArrayRef<at::Tensor> inputs);
+  explicit Trace(at::StepCallbacks&& callbacks) : record_(std::move(callbacks)) {}
+  // Once, on any thread.
+  void end();
+
+ private:
+  at::RecordFunction record_;
+  // The profiler finds its state through this, on the thread where the record ends.
+  std::shared_ptr<c10::ThreadLocalDebugInfo> state_;
+};
+
+// Hooks of one kind, by the numbers that c10d gives them.
+template <class Hook>
+class HookTable {
+ public:
+  using Hooks = std::map<int64_t, Hook>;
+
+  void add(int64_t id, Hook hook) {
+    edit([&](Hooks& hooks) { hooks[id] = std::move(hook); });
+  }
+  void remove(int64_t id) {
+    edit([&](Hooks& hooks) { hooks.erase(id); });
+  }
+  bool empty() const { return count_.load(std::memory_order_relaxed) == 0; }
+  // To be called without a lock held.
+  std::shared_ptr<const Hooks> all() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return hooks_;
+  }
+
+ private:
+  template <class Edit>
+  void edit(const Edit& change) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    auto hooks = std::make_shared<Hooks>(*hooks_);
+    change(*hooks);
+    count_.store(hooks->size(), std::memory_order_relaxed);
+    hooks_ = std::move(hooks);
+  }
+
+  // A hint, written under the mutex and read by any thread without it; nothing is ordered by it.
+  std::atomic<size_t> count_{0};
+  mutable std::mutex mutex_;
+  // Replaced, never changed, so that a caller keeps what it calls.
+  std::shared_ptr<const Hooks> hooks_ = std::make_shared<const Hooks>();
+};
+
+// Hooks and switches of one backend. Its works share it, since they may outlive the backend. Where somebody listens for
+// the end of works, synchronous calls have a Work, too. No hook is ever called with a lock held, and those that may run
+// long or take the GIL are called on callback threads.
+class Events : public std::enable_shared_from_this<Events> {
+ public:
+  using WorkHook = std::function<void(std::shared_ptr<c10d::WorkInfo>)>;
+
+  // True in a forked child of the process that made this: the threads that end works are the parent's.
+  bool inherited() const { return pool_ != &CallbackPool::instance(); }
+
+  void enable_timing() { timing_ = true; }
+  bool timing() const { return timing_.load(std::memory_order_relaxed); }
+
+  void add_abort_hook(int64_t id, AbortHook hook) { abort_hooks_.add(id, std::move(hook)); }
+  void remove_abort_hook(int64_t id) { abort_hooks_.remove(id); }
+  // Soon, on a callback thread: a hook may take seconds to write a trace, and the error must not wait for that.
+  void call_abort_hooks();
+
+  void add_completion_hook(int64_t id, CompletionHook hook) { completion_hooks_.add(id, std::move(hook)); }
+  void remove_completion_hook(int64_t id) { completion_hooks_.remove(id); }
+  bool has_completion_hooks() const { return !completion_hooks_.empty(); }
+  // On this thread: these are short and never take the GIL, by c10d's contract.
+  void call_completion_hooks(const CompletionHookArgs& args) const;
+
+  void set_work_hook(WorkHook hook);
+  bool has_work_hook() const { return work_hook_set_.load(std::memory_order_relaxed); }
+  // Announces one work, from issue until `work_ended`; null when it failed, which the hook is not told.
+  void expect_work();
+  void work_ended(std::shared_ptr<c10d::WorkInfo> info);
+  // True when the hook has heard of every announced work that ended well, within `slice`.
+  bool wait_told(std::chrono::milliseconds slice);
+
+ private:
+  void tell_work_hook();
+
+  // Only compared.
+  const CallbackPool* const pool_ = &CallbackPool::instance();
+  HookTable<AbortHook> abort_hooks_;
+  HookTable<CompletionHook> completion_hooks_;
+  // Switched by the user's thread, read by all; nothing is ordered by them.
+  std::atomic<bool> timing_{false};
+  std::atomic<bool> work_hook_set_{false};
+
+  // Guards the rest.
+  std::mutex mutex_;
+  WorkHook work_hook_;
+  // Works that ended, in that order; one job at a time tells the hook.
+  std::deque<std::shared_ptr<c10d::WorkInfo>> untold_;
+  size_t expected_ = 0;
+  bool telling_ = false;
+  std::condition_variable all_told_;
+};
+
+}  // namespace sagellm

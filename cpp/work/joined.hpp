@@ -1,0 +1,38 @@
+// Works of any backend as one: everything is asked of them.
+#pragma once
+
+#include <c10/util/intrusive_ptr.h>
+
+#include <chrono>
+#include <mutex>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <vector>
+
+namespace sagellm {
+
+class JoinedWork : public c10d::Work {
+ public:
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+  JoinedWork(int rank, c10d::OpType type, std::vector<WorkPtr> parts);
+
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  std::exception_ptr exception() const override;
+  int sourceRank() const override { return parts_.size() == 1 ? parts_[0]->sourceRank() : Work::sourceRank(); }
+  // One after the other; `timeout` is for all of them together.
+  bool wait(std::chrono::milliseconds timeout) override;
+  void synchronize() override;
+  void abort() override;
+  std::vector<at::Tensor> result() override;
+  // Of all parts' values, one behind the other.
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+
+ private:
+  const std::vector<WorkPtr> parts_;
+  // Guards `value_`.
+  std::mutex value_mutex_;
+  c10::intrusive_ptr<c10::ivalue::Future> value_;
+};
+
+}  // namespace sagellm
