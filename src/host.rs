@@ -1,6 +1,8 @@
 //! What the core asks of its surroundings: a key-value store to meet in, the caller's pending signals, and what to do
 //! when an operation starts and ends. The bridge implements these for torch; tests implement them in memory.
 
+use std::sync::{Mutex, PoisonError};
+
 use crate::error::{Error, Result};
 
 /// The key-value store that the ranks of a group meet through. Keys of an earlier incarnation may still be in it.
@@ -31,4 +33,16 @@ pub trait Completion: Send + Sync {
     fn store_back(&self);
     /// The operation has ended, well (`None`) or not.
     fn ended(&self, error: Option<&Error>);
+}
+
+/// Whether this is the first call in the process that names `what`: for a warning about something that concerns all
+/// groups alike, however many of them a process makes.
+pub fn first_time(what: &'static str) -> bool {
+    static TOLD: Mutex<Vec<&'static str>> = Mutex::new(Vec::new());
+    let mut told = TOLD.lock().unwrap_or_else(PoisonError::into_inner);
+    let first = !told.contains(&what);
+    if first {
+        told.push(what);
+    }
+    first
 }

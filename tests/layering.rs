@@ -93,12 +93,11 @@ const ROOMS_THAT_MAY_USE: [(&str, &[&str], &str); 1] =
 const SHARED_BY_ENGINES: [&str; 1] = ["pieces"];
 
 /// Files that use each other on purpose.
-const ONE_IN_SEVERAL_FILES: [(&[&str], &str); 3] = [
+const ONE_IN_SEVERAL_FILES: [(&[&str], &str); 2] = [
     (
         &["engine/device/call", "engine/device/communicators", "engine/device/engine", "engine/device/watchdog"],
         "one engine: it makes calls and communicators, which keep it and fail it",
     ),
-    (&["engine/shm/memory/area", "engine/shm/memory/presence"], "one type: its words, and how its memory comes to be"),
     (
         &["ffi/bridge", "ffi/callbacks", "ffi/calls", "ffi/convert", "ffi/devices", "ffi/simulate"],
         "one cxx bridge, whose functions are in several files",
