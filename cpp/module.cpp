@@ -82,7 +82,7 @@ void leave() {
   if (::getpid() != process_of_groups) return;
   {
     const py::gil_scoped_release no_gil;
-    at_exit();
+    Core::at_exit();
     DeviceWatch::instance().stop(std::chrono::seconds(1));
     // A trace that torch's flight recorder writes after a failure takes seconds.
     CallbackPool::instance().stop(std::chrono::seconds(5));
@@ -183,7 +183,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("rendezvous", torch::wrap_pybind_function(&meet), py::arg("store"), py::arg("rank"), py::arg("size"),
              py::arg("timeout"), py::arg("group_name") = "", py::arg("global_ranks") = std::vector<int64_t>(),
              py::arg("options") = py::none());
-  module.def("set_log_level", &set_log_level, py::arg("level"));
+  module.def("set_log_level", &Core::set_log_level, py::arg("level"));
   module.def("drain_log", &drain_log);
   module.def(
       "_element",

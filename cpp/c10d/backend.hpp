@@ -332,7 +332,7 @@ class Rendezvous {
   const int size_;
   const c10::intrusive_ptr<SageBackend::Options> options_;
   // Until the group is built.
-  std::optional<rust::Box<RustRendezvous>> decided_;
+  std::optional<Decision> decided_;
   const std::string delegate_reason_;
   const bool spans_hosts_;
 };

@@ -118,7 +118,7 @@ Rendezvous::BackendPtr Rendezvous::group_of_torch(const char* prefix) const {
                    "), and all ranks of the job have to make one of MPI; use torch.distributed.new_group"));
   }
   // Keys of an earlier attempt at the same group may lie in the store, and gloo would believe them.
-  const std::string place = c10::str(prefix, "/", std::string((*decided_)->id()));
+  const std::string place = c10::str(prefix, "/", std::string(decided_->id));
   const py::gil_scoped_acquire gil;
   const py::object build = py::module_::import("sagellm._delegate").attr("build_part");
   const py::object built = build(options_->delegate, place, store_, rank_, size_, options_->timeout,

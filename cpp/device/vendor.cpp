@@ -21,8 +21,8 @@ namespace sagellm {
 
 namespace {
 
-rust::Box<RustDevices> open(const RustGroup& group, c10::DeviceType type, const std::string& vendor,
-                            const std::string& library, const std::vector<std::string>& folders) {
+DevicesOpened open(const RustGroup& group, c10::DeviceType type, const std::string& vendor, const std::string& library,
+                   const std::vector<std::string>& folders) {
   std::vector<rust::String> places;
   places.reserve(folders.size());
   for (const std::string& folder : folders) places.push_back(rust::String::lossy(folder));
@@ -53,7 +53,7 @@ rust::Slice<const Item> slice(const std::vector<Item>& items) {
 class VendorDevices::Exchange final : public IdExchange {
  public:
   using Share = std::function<void(at::Tensor& bytes, int from, int to)>;
-  Exchange(Share share, c10::intrusive_ptr<c10d::Store> store) : share_(std::move(share)), store_(std::move(store)) {}
+  explicit Exchange(Share share) : share_(std::move(share)) {}
 
   void share(rust::Slice<uint8_t> id, int32_t from, int32_t to) const override {
     try {
@@ -66,14 +66,12 @@ class VendorDevices::Exchange final : public IdExchange {
       throw;
     }
   }
-  std::shared_ptr<Store> store() const override { return wrap_store(store_); }
 
   // What `share` threw, which the core only knows as text.
   const std::exception_ptr& raised() const { return raised_; }
 
  private:
   const Share share_;
-  const c10::intrusive_ptr<c10d::Store> store_;
   mutable std::exception_ptr raised_;
 };
 
@@ -124,7 +122,7 @@ VendorDevices::VendorDevices(SageBackend& backend, c10::DeviceType type, const s
                              const std::string& library, const std::vector<std::string>& folders)
     : backend_(backend),
       type_(type),
-      devices_(open(*backend.group_, type, vendor, library, folders)),
+      opened_(open(*backend.group_, type, vendor, library, folders)),
       // Not owned: the streams are a member.
       streams_(std::make_unique<DeviceStreams>(std::shared_ptr<const RawStreams>(std::shared_ptr<void>(), this))) {}
 
@@ -132,12 +130,14 @@ void* VendorDevices::behind(c10::DeviceIndex device, int lane, void* event, cons
   std::vector<size_t> events;
   events.reserve(told.size());
   for (void* each : told) events.push_back(reinterpret_cast<size_t>(each));
-  return reinterpret_cast<void*>(
-      checked([&] { return devices_->stream_behind(device, lane, reinterpret_cast<size_t>(event), slice(events)); }));
+  return reinterpret_cast<void*>(checked([&] {
+    return devices_->raw_stream(RawStep::kBehind, device, reinterpret_cast<size_t>(event), lane, slice(events));
+  }));
 }
 
 void* VendorDevices::mark(c10::DeviceIndex device, void* stream) const {
-  return reinterpret_cast<void*>(checked([&] { return devices_->mark(device, reinterpret_cast<size_t>(stream)); }));
+  return reinterpret_cast<void*>(
+      checked([&] { return devices_->raw_stream(RawStep::kMark, device, reinterpret_cast<size_t>(stream), 0, {}); }));
 }
 
 uint64_t VendorDevices::group_timeout() const {
@@ -146,8 +146,7 @@ uint64_t VendorDevices::group_timeout() const {
 
 template <class Function>
 auto VendorDevices::exchanging(Function function) {
-  const Exchange exchange([this](at::Tensor& bytes, int from, int to) { backend_.share(bytes, from, to); },
-                          backend_.store_);
+  const Exchange exchange([this](at::Tensor& bytes, int from, int to) { backend_.share(bytes, from, to); });
   try {
     return function(exchange);
   } catch (const rust::Error& error) {
@@ -158,18 +157,22 @@ auto VendorDevices::exchanging(Function function) {
 
 void VendorDevices::connect(c10::Device device) {
   const c10::DeviceGuard guard(device);
-  exchanging([&](const IdExchange& exchange) { devices_->connect(device.index(), group_timeout(), exchange); });
+  DeviceTerms terms{};
+  terms.device = device.index();
+  terms.join_timeout_ms = group_timeout();
+  exchanging([&](const IdExchange& exchange) { devices_->begin({}, terms, exchange); });
 }
 
 bool VendorDevices::can_split(c10::Device device, const std::vector<uint32_t>& ranks) {
-  return devices_->can_split(device.index(), slice(ranks));
+  return checked([&] { return devices_->split(true, *devices_, false, device.index(), slice(ranks), 0); });
 }
 
 void VendorDevices::split(c10::Device device, const std::vector<uint32_t>& ranks, VendorDevices* child) {
   const c10::DeviceGuard guard(device);
   VendorDevices& made = child ? *child : *this;
-  checked(
-      [&] { devices_->split(*made.devices_, child != nullptr, device.index(), slice(ranks), made.group_timeout()); });
+  checked([&] {
+    devices_->split(false, *made.devices_, child != nullptr, device.index(), slice(ranks), made.group_timeout());
+  });
 }
 
 VendorDevices::Retired VendorDevices::retire(c10::Device device, bool drained) {
@@ -178,7 +181,7 @@ VendorDevices::Retired VendorDevices::retire(c10::Device device, bool drained) {
 
 void VendorDevices::Retired::shrink(const std::vector<uint32_t>& excluded, VendorDevices& child) const {
   const c10::DeviceGuard guard(*device_);
-  checked([&] { (*communicator_)->shrink(*child.devices_, slice(excluded), child.group_timeout()); });
+  checked([&] { retired_->communicator->shrink(*child.devices_, slice(excluded), child.group_timeout()); });
 }
 
 void VendorDevices::copy_own_messages(const std::vector<DevicePlan>& calls, const std::vector<Launch>& launches,
@@ -370,7 +373,9 @@ bool VendorDevices::is_capturing(const c10::Stream& stream) const {
   } catch (const c10::Error&) {
     return false;  // nothing can be asked
   }
-  return checked([&] { return devices_->capturing(stream.device_index(), reinterpret_cast<size_t>(raw)); });
+  return checked([&] {
+    return devices_->raw_stream(RawStep::kCapturing, stream.device_index(), reinterpret_cast<size_t>(raw), 0, {}) != 0;
+  });
 }
 
 bool VendorDevices::drain(std::chrono::milliseconds timeout) {
@@ -401,7 +406,7 @@ void VendorDevices::close(std::chrono::milliseconds timeout) {
   }
   const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(until - std::chrono::steady_clock::now());
   const int64_t patience = timeout.count() > 0 ? std::max<int64_t>(left.count(), 1) : 0;
-  if (devices_->close(static_cast<uint64_t>(patience), drained)) return;
+  if (devices_->leave(Leave::kInOrder, static_cast<uint64_t>(patience), drained)) return;
   if (const auto raised = take_interrupt()) std::rethrow_exception(raised);
 }
 

@@ -47,7 +47,7 @@ class VendorDevices final : public RawStreams, public std::enable_shared_from_th
   VendorDevices(SageBackend& backend, c10::DeviceType type, const std::string& vendor, const std::string& library,
                 const std::vector<std::string>& folders);
 
-  std::string describe() const { return std::string(devices_->describe()); }
+  std::string describe() const { return std::string(opened_.description); }
 
   // Puts calls on a stream of the device, as one launch where there are several. Never waits for a peer, but for the
   // first call that needs a communicator, which is made when all its ranks are there, and in a barrier. Null for a
@@ -73,7 +73,7 @@ class VendorDevices final : public RawStreams, public std::enable_shared_from_th
   Retired retire(c10::Device device, bool drained);
 
   // Unblocks whatever hangs; nothing can be issued afterwards.
-  void abort() { devices_->abort(); }
+  void abort() { devices_->leave(Leave::kAtOnce, 0, false); }
   // Leaves with the others, when what is under way is done: within the timeout while all of them live, soon where one
   // is gone. What does not end is aborted, or left behind with a thread that waits for it. Throws what a signal handler
   // raised.
@@ -119,7 +119,8 @@ class VendorDevices final : public RawStreams, public std::enable_shared_from_th
   SageBackend& backend_;
   const c10::DeviceType type_;
   const pid_t process_ = ::getpid();
-  const rust::Box<RustDevices> devices_;
+  const DevicesOpened opened_;
+  const rust::Box<RustDevices>& devices_ = opened_.devices;
   std::unique_ptr<DeviceStreams> streams_;
   // Guards `last_`, briefly.
   std::mutex mutex_;
@@ -133,16 +134,15 @@ class VendorDevices final : public RawStreams, public std::enable_shared_from_th
 class VendorDevices::Retired {
  public:
   Retired() = default;
-  Retired(c10::Device device, rust::Box<RustRetired> communicator)
-      : device_(device), communicator_(std::move(communicator)) {}
+  Retired(c10::Device device, DevicesRetired retired) : device_(device), retired_(std::move(retired)) {}
 
-  bool can_shrink() const { return communicator_ && (*communicator_)->can_shrink(); }
+  bool can_shrink() const { return retired_ && retired_->can_shrink; }
   // Makes the communicator of `child`, a group of all ranks but `excluded`; all ranks of that group call it at once.
   void shrink(const std::vector<uint32_t>& excluded, VendorDevices& child) const;
 
  private:
   std::optional<c10::Device> device_;
-  std::optional<rust::Box<RustRetired>> communicator_;
+  std::optional<DevicesRetired> retired_;
 };
 
 }  // namespace sagellm

@@ -28,8 +28,9 @@ std::vector<std::pair<std::string, Costs>> predicted(const std::string& kind, co
                                                      size_t ranks_per_host) {
   const py::gil_scoped_release no_gil;
   const CostModel model{host[0], host[1], host[2], network[0], network[1], network[2], gamma, ranks_per_host};
-  const auto found = checked(
-      [&] { return predict(kind, algorithm, ranks, rust::Slice<const double>(sizes.data(), sizes.size()), model); });
+  const auto found = checked([&] {
+    return Core::predict(kind, algorithm, ranks, rust::Slice<const double>(sizes.data(), sizes.size()), model);
+  });
   std::vector<std::pair<std::string, Costs>> result;
   for (const Prediction& one : found) {
     Costs costs;
@@ -42,7 +43,7 @@ std::vector<std::pair<std::string, Costs>> predicted(const std::string& kind, co
 std::pair<size_t, std::vector<Message>> messages(const std::string& kind, const std::string& algorithm, size_t ranks,
                                                  size_t segments, size_t rank) {
   size_t parts = 0;
-  const auto found = checked([&] { return program(kind, algorithm, ranks, segments, rank, parts); });
+  const auto found = checked([&] { return Core::program(kind, algorithm, ranks, segments, rank, parts); });
   std::vector<Message> result;
   result.reserve(found.size());
   for (const ProgramLine& one : found) {

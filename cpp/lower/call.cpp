@@ -238,7 +238,7 @@ void add_tensor(Plan& plan, const at::Tensor& tensor, Role role) {
 }
 
 // A list whose tensors are combined: one operation has numbers of one type. Which of them travel together is the
-// core's to say; `device_packs` is its answer for a vendor's library.
+// core's to say; `kPackBytes` is its answer for a vendor's library.
 Plans combined_lists(const CallDesc& call, const Carrier& carrier) {
   Plans plans;
   const auto next = [&](const at::Tensor& like) {
@@ -251,7 +251,7 @@ Plans combined_lists(const CallDesc& call, const Carrier& carrier) {
     std::optional<at::ScalarType> type;  // of the plan that takes in more tensors
     size_t open = 0;                     // its place
     for (const at::Tensor& tensor : call.outputs.list()) {
-      const bool alone = carrier.vendor && !device_packs(tensor.nbytes());
+      const bool alone = carrier.vendor && tensor.nbytes() > static_cast<size_t>(DeviceLimit::kPackBytes);
       if (alone || tensor.scalar_type() != type) {
         next(tensor);
         if (!alone) {

@@ -331,7 +331,7 @@ bool OpWork::done() const {
 
 std::string OpWork::error() const {
   for (const auto& op : ops_) {
-    const rust::String text = op->error();
+    const rust::String text = op->facts().error;
     if (!text.empty()) return std::string(text);
   }
   if (!failed_) return {};
@@ -438,13 +438,10 @@ Pending::Pending(c10::intrusive_ptr<OpWork> work, std::vector<at::Tensor> keep, 
       after_(std::move(plan.after)),
       late_(std::move(plan.late)) {}
 
-void Pending::prepare() const {
+void Pending::copy(bool back) const {
+  if (back) return copy(after_, false);
   if (late_) guarded("from a device", late_);
   copy(before_, true);
-}
-
-void Pending::store_back() const {
-  copy(after_, false);
 }
 
 void Pending::copy(const std::vector<Staged>& list, bool into_temporaries) const {

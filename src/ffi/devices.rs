@@ -5,23 +5,18 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::bridge::ffi;
-use super::callbacks::StoreHook;
-use super::calls::RustGroup;
 use super::convert::{Outcome, dtype, guarded, kind, spans, unknown};
+use super::handles::{RustCall, RustDevices, RustGroup, RustRetired, SharedStore};
+use super::observe::ffi as observed;
 use crate::engine::device::{
-    Asked, DeviceCall, DeviceEngine, DeviceGroup, DeviceRequest, Event, Exchange, Hints, Local, Lowered, Placed, Ranks,
-    Recipe, Retired, Stream, Terms,
+    Asked, DeviceEngine, DeviceGroup, DeviceRequest, Event, Exchange, Hints, Local, Lowered, Placed, Ranks, Recipe,
+    Stream, Terms,
 };
 use crate::error::{Error, Result};
-use crate::host::Counting;
 use crate::types::{CallNote, Dtype, ReduceOp};
 
-pub struct RustDevices(Arc<DeviceEngine>);
-pub struct RustCall(DeviceCall);
-pub struct RustRetired(Retired);
-
 /// Answers the engine by the shim's group.
-struct ExchangeHook<'a>(&'a ffi::IdExchange);
+struct ExchangeHook<'a>(&'a ffi::IdExchange, &'a SharedStore);
 
 impl Exchange for ExchangeHook<'_> {
     fn share(&self, id: &mut [u8], ranks: Ranks) -> Result<()> {
@@ -32,9 +27,8 @@ impl Exchange for ExchangeHook<'_> {
         // The shim keeps its exception and raises that one.
         self.0.share(id, from, to).map_err(|error| Error::System(error.what().to_string()))
     }
-    fn store(&self) -> Result<Box<dyn Counting + Send>> {
-        let store = self.0.store().map_err(|error| Error::System(error.what().to_string()))?;
-        Ok(Box::new(StoreHook(store)))
+    fn store(&self) -> SharedStore {
+        Arc::clone(self.1)
     }
 }
 
@@ -49,13 +43,17 @@ impl RustGroup {
         vendor: &str,
         library: &str,
         folders: &[String],
-    ) -> Outcome<Box<RustDevices>> {
+    ) -> Outcome<ffi::DevicesOpened> {
         let hints = Hints {
             path: (!library.is_empty()).then(|| PathBuf::from(library)),
             folders: folders.iter().map(PathBuf::from).collect(),
         };
-        let group: Arc<dyn DeviceGroup> = self.0.clone();
-        guarded(|| Ok(Box::new(RustDevices(Arc::new(DeviceEngine::open(group, device_type, vendor, &hints)?)))))
+        let (group, store): (Arc<dyn DeviceGroup>, _) = (self.group.clone(), self.store.clone());
+        guarded(|| {
+            let engine = Arc::new(DeviceEngine::open(group, device_type, vendor, &hints)?);
+            let description = engine.describe();
+            Ok(ffi::DevicesOpened { devices: Box::new(RustDevices { engine, store }), description })
+        })
     }
 }
 
@@ -76,13 +74,6 @@ fn request<'a>(call: &ffi::DeviceRequest<'a>) -> Result<DeviceRequest<'a>> {
 }
 
 impl RustDevices {
-    pub(super) fn describe(&self) -> String {
-        self.0.describe()
-    }
-    pub(super) fn connect(&self, device: i32, timeout_ms: u64, exchange: &ffi::IdExchange) -> Outcome<()> {
-        let exchange = ExchangeHook(exchange);
-        guarded(|| self.0.communicator(device, Ranks::All, &exchange, milliseconds(timeout_ms)).map(drop))
-    }
     pub(super) fn begin(
         &self,
         calls: &[ffi::DeviceRequest<'_>],
@@ -92,51 +83,70 @@ impl RustDevices {
         let ffi::DeviceTerms { device, region, capturing, timeout_ms, join_timeout_ms } = *terms;
         let (timeout, join_timeout) = (milliseconds(timeout_ms), milliseconds(join_timeout_ms));
         let terms = Terms { device: device.into(), region, capturing, timeout, join_timeout };
+        let exchange = ExchangeHook(exchange, &self.store);
         guarded(|| {
             let calls = calls.iter().map(request).collect::<Result<Vec<_>>>()?;
-            let begun = self.0.begin(&calls, &terms, &ExchangeHook(exchange))?;
+            let begun = if calls.is_empty() {
+                self.engine.communicator(terms.device, Ranks::All, &exchange, join_timeout)?;
+                self.engine.behind(terms.device, timeout)
+            } else {
+                self.engine.begin(&calls, &terms, &exchange)?
+            };
             let recipes = begun.calls().iter().map(lowered).collect();
             Ok(ffi::DeviceBegun { number: begun.number(), recipes, call: Box::new(RustCall(begun)) })
         })
     }
     pub(super) fn behind(&self, device: i32, timeout_ms: u64) -> Box<RustCall> {
-        Box::new(RustCall(self.0.behind(device, milliseconds(timeout_ms))))
+        Box::new(RustCall(self.engine.behind(device, milliseconds(timeout_ms))))
     }
-    pub(super) fn capturing(&self, device: i32, stream: usize) -> Outcome<bool> {
-        guarded(|| self.0.capturing(device, Stream(stream)))
-    }
-    pub(super) fn stream_behind(&self, device: i32, lane: i32, event: usize, told: &[usize]) -> Outcome<usize> {
-        let told: Vec<Event> = told.iter().copied().map(Event).collect();
-        guarded(|| Ok(self.0.stream_behind(device, lane, Event(event), &told)?.0))
-    }
-    pub(super) fn mark(&self, device: i32, stream: usize) -> Outcome<usize> {
-        guarded(|| Ok(self.0.mark(device, Stream(stream))?.0))
-    }
-    pub(super) fn can_split(&self, device: i32, members: &[u32]) -> bool {
-        self.0.can_split(device, members)
+    pub(super) fn raw_stream(
+        &self,
+        step: ffi::RawStep,
+        device: i32,
+        at: usize,
+        lane: i32,
+        told: &[usize],
+    ) -> Outcome<usize> {
+        guarded(|| match step {
+            ffi::RawStep::kCapturing => Ok(self.engine.capturing(device, Stream(at))?.into()),
+            ffi::RawStep::kMark => Ok(self.engine.mark(device, Stream(at))?.0),
+            _ => {
+                let told: Vec<Event> = told.iter().copied().map(Event).collect();
+                Ok(self.engine.stream_behind(device, lane, Event(at), &told)?.0)
+            }
+        })
     }
     pub(super) fn split(
         &self,
+        asks: bool,
         child: &RustDevices,
         is_member: bool,
         device: i32,
         members: &[u32],
         timeout_ms: u64,
-    ) -> Outcome<()> {
-        let child = is_member.then_some(&*child.0);
-        guarded(|| self.0.split(child, device, members, milliseconds(timeout_ms)))
+    ) -> Outcome<bool> {
+        let child = is_member.then_some(&*child.engine);
+        guarded(|| {
+            if asks {
+                return Ok(self.engine.can_split(device, members));
+            }
+            self.engine.split(child, device, members, milliseconds(timeout_ms)).map(|()| true)
+        })
     }
-    pub(super) fn retire(&self, device: i32, drained: bool) -> Box<RustRetired> {
-        Box::new(RustRetired(self.0.retire(device, drained)))
+    pub(super) fn retire(&self, device: i32, drained: bool) -> ffi::DevicesRetired {
+        let retired = self.engine.retire(device, drained);
+        let can_shrink = retired.can_shrink();
+        ffi::DevicesRetired { communicator: Box::new(RustRetired(retired)), can_shrink }
     }
-    pub(super) fn abort(&self) {
-        let _ = guarded(|| {
-            self.0.abort();
-            Ok(())
+    pub(super) fn leave(&self, how: ffi::Leave, timeout_ms: u64, drained: bool) -> bool {
+        let left = guarded(|| match how {
+            ffi::Leave::kInOrder => Ok(self.engine.close(milliseconds(timeout_ms), drained)),
+            _ => {
+                self.engine.abort();
+                Ok(true)
+            }
         });
-    }
-    pub(super) fn close(&self, timeout_ms: u64, drained: bool) -> bool {
-        guarded(|| Ok(self.0.close(milliseconds(timeout_ms), drained))).unwrap_or(true)
+        left.unwrap_or(true)
     }
 }
 
@@ -200,9 +210,9 @@ impl RustCall {
             Ok(())
         });
     }
-    pub(super) fn explain(&self) -> Vec<ffi::Explanation> {
+    pub(super) fn explain(&self) -> Vec<observed::Explanation> {
         let found = self.0.explain().into_iter();
-        let found = found.map(|call| ffi::Explanation {
+        let found = found.map(|call| observed::Explanation {
             kind: call.name,
             bytes: call.bytes,
             ranks: call.ranks,
@@ -218,10 +228,7 @@ impl RustCall {
 }
 
 impl RustRetired {
-    pub(super) fn can_shrink(&self) -> bool {
-        self.0.can_shrink()
-    }
     pub(super) fn shrink(&self, child: &RustDevices, excluded: &[u32], timeout_ms: u64) -> Outcome<()> {
-        guarded(|| self.0.shrink(&child.0, excluded, milliseconds(timeout_ms)))
+        guarded(|| self.0.shrink(&child.engine, excluded, milliseconds(timeout_ms)))
     }
 }

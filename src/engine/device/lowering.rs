@@ -152,13 +152,9 @@ pub struct Recipe {
 
 /// Bytes up to which a tensor of a list is packed with others; larger ones are calls of their own in the same launch.
 /// Packing costs four passes over the tensor's memory, a further call in a launch costs host time; where both are equal
-/// was not measured for want of a device, `make bench-gpu` has the rows.
+/// was not measured for want of a device, `make bench-gpu` has the rows. `cpp/lower/call.cpp` compares: all ranks with the
+/// same size.
 pub const PACK_BYTES: usize = 1 << 20;
-
-/// Whether a tensor of a list travels in the pack. All ranks ask with the same size.
-pub fn packs(bytes: usize) -> bool {
-    bytes <= PACK_BYTES
-}
 
 /// The way of an operation, or the reason why there is none and what to do.
 pub fn recipe(asked: &Asked, able: &Capabilities) -> Result<Recipe, String> {

@@ -71,7 +71,7 @@ pub use self::communicators::{Exchange, Ranks, Retired};
 pub use self::engine::{Counted, DeviceEngine, DeviceGroup, DeviceRequest, Neighbour, Terms};
 pub use self::launch::{Job, Launched, calls, launch};
 pub use self::libs::loader::Hints;
-pub use self::lowering::{Asked, Capabilities, Local, Method, Recipe, packs, recipe};
+pub use self::lowering::{Asked, Capabilities, Local, Method, PACK_BYTES, Recipe, recipe};
 pub use self::runtime::{Event, Runtime, SPARES_CAPTURES, Stream, synchronize};
 
 use crate::error::Result;
