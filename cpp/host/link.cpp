@@ -8,19 +8,11 @@
 #include <utility>
 #include <vector>
 
+#include "host/python_host.hpp"
+
 namespace sagellm {
 
 namespace {
-
-// cxx hands `what()` to Rust and knows only std::exception; torch's text carries a C++ backtrace nobody asked for.
-template <class Body>
-auto plain_errors(const Body& body) {
-  try {
-    return body();
-  } catch (const c10::Error& error) {
-    throw std::runtime_error(error.what_without_backtrace());
-  }
-}
 
 // More would overflow gloo's clock arithmetic.
 constexpr uint64_t kLongest = 1000ULL * 3600 * 24 * 20;
