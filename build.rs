@@ -6,8 +6,9 @@ fn main() {
     #[cfg(feature = "torch")]
     {
         println!("cargo:rerun-if-changed=src/ffi/bridge.rs");
+        println!("cargo:rerun-if-changed=src/ffi/observe.rs");
         println!("cargo:rerun-if-changed=cpp/host/host.hpp");
-        cxx_build::bridge("src/ffi/bridge.rs")
+        cxx_build::bridges(["src/ffi/bridge.rs", "src/ffi/observe.rs"])
             .include("cpp")
             .std("c++17")
             .flag_if_supported("-fvisibility=hidden")

@@ -44,14 +44,17 @@ c10::intrusive_ptr<Options> make_options(Seconds timeout, std::string engine, st
 // The process that made the last group: a forked child that leaves has nothing of its own to end.
 int process_of_groups = 0;
 
-// What `body` returns, which it computes without the GIL; what is logged on the way comes out, also before an error.
+template <class Function>
+auto without_gil(const Function& function) {
+  const py::gil_scoped_release no_gil;
+  return function();
+}
+
+// The same; what is logged on the way comes out, also before an error.
 template <class Body>
 auto told(const Body& body) {
   try {
-    auto made = [&] {
-      const py::gil_scoped_release no_gil;
-      return body();
-    }();
+    auto made = without_gil(body);
     drain_log();
     return made;
   } catch (...) {
@@ -82,7 +85,7 @@ void leave() {
   if (::getpid() != process_of_groups) return;
   {
     const py::gil_scoped_release no_gil;
-    at_exit();
+    Core::at_exit();
     DeviceWatch::instance().stop(std::chrono::seconds(1));
     // A trace that torch's flight recorder writes after a failure takes seconds.
     CallbackPool::instance().stop(std::chrono::seconds(5));
@@ -100,13 +103,13 @@ auto translated(Function function) {
   return torch::wrap_pybind_function(function);
 }
 
-template <class Function>
-auto without_gil(const Function& function) {
-  const py::gil_scoped_release no_gil;
-  return function();
-}
-
 using no_gil = py::call_guard<py::gil_scoped_release>;
+
+// Python names a device by a text, "cuda:0".
+template <std::string (SageBackend::*question)(c10::DeviceType) const>
+std::string of_device(const SageBackend& self, const std::string& device) {
+  return (self.*question)(c10::Device(device).type());
+}
 
 void bind_options(py::module_& module) {
   // The base classes must be known before ours are told of them.
@@ -146,18 +149,8 @@ void bind_backend(py::module_& module) {
       .def("_explain_number",
            translated([](const SageBackend& self, uint64_t number) { return to_dict(self.explain_number(number)); }),
            py::arg("number"))
-      .def(
-          "_device_library",
-          [](const SageBackend& self, const std::string& device) {
-            return self.device_library(c10::Device(device).type());
-          },
-          py::arg("device"))
-      .def(
-          "_device_reason",
-          [](const SageBackend& self, const std::string& device) {
-            return self.device_reason(c10::Device(device).type());
-          },
-          py::arg("device"))
+      .def("_device_library", &of_device<&SageBackend::device_library>, py::arg("device"))
+      .def("_device_reason", &of_device<&SageBackend::device_reason>, py::arg("device"))
       .def("_stats", [](const SageBackend& self) { return to_dict(without_gil([&] { return self.stats(); })); })
       .def("_records", [](const SageBackend& self) { return to_list(without_gil([&] { return self.records(); })); })
       .def("_reset_stats", &SageBackend::reset_stats, no_gil())
@@ -180,10 +173,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_backend(module);
   bind_observation(module);
   bind_simulation(module);
-  module.def("rendezvous", torch::wrap_pybind_function(&meet), py::arg("store"), py::arg("rank"), py::arg("size"),
-             py::arg("timeout"), py::arg("group_name") = "", py::arg("global_ranks") = std::vector<int64_t>(),
+  module.def("rendezvous", translated(&meet), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
+             py::arg("group_name") = "", py::arg("global_ranks") = std::vector<int64_t>(),
              py::arg("options") = py::none());
-  module.def("set_log_level", &set_log_level, py::arg("level"));
+  module.def("set_log_level", &Core::set_log_level, py::arg("level"));
   module.def("drain_log", &drain_log);
   module.def(
       "_element",

@@ -1,6 +1,8 @@
 //! The interfaces that the core needs from its caller: a key-value store for the rendezvous, pending signals, and
 //! completions of operations. The bridge implements them for torch; tests implement them in memory.
 
+use std::sync::{Mutex, PoisonError};
+
 use crate::error::{Error, Result};
 
 /// The key-value store for the rendezvous of a group. Keys of an earlier incarnation may still be in it.
@@ -31,4 +33,16 @@ pub trait Completion: Send + Sync {
     fn store_back(&self);
     /// The operation has ended, with or without (`None`) an error.
     fn ended(&self, error: Option<&Error>);
+}
+
+/// Whether this is the first call in the process that names `what`: for a warning about something that concerns all
+/// groups alike, however many of them a process makes.
+pub fn first_time(what: &'static str) -> bool {
+    static TOLD: Mutex<Vec<&'static str>> = Mutex::new(Vec::new());
+    let mut told = TOLD.lock().unwrap_or_else(PoisonError::into_inner);
+    let first = !told.contains(&what);
+    if first {
+        told.push(what);
+    }
+    first
 }

@@ -93,13 +93,7 @@ const ROOMS_THAT_MAY_USE: [(&str, &[&str], &str); 1] =
 const SHARED_BY_ENGINES: [&str; 1] = ["pieces"];
 
 /// Files that use each other on purpose.
-const ONE_IN_SEVERAL_FILES: [(&[&str], &str); 2] = [
-    (&["engine/shm/memory/area", "engine/shm/memory/presence"], "one type: its words, and how its memory comes to be"),
-    (
-        &["ffi/bridge", "ffi/callbacks", "ffi/calls", "ffi/convert", "ffi/devices", "ffi/simulate"],
-        "one cxx bridge, whose functions are in several files",
-    ),
-];
+const ONE_IN_SEVERAL_FILES: [(&[&str], &str); 0] = [];
 
 /// A module by the names of the folders and the file that it is.
 type Module = Vec<String>;

@@ -6,7 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <numeric>
+#include <limits>
 #include <utility>
 
 #include "device/vendor.hpp"
@@ -24,8 +24,7 @@ std::string first_reason(const SageBackend::Options& options) {
   value_error("init", c10::str("the option engine is \"", options.engine, "\", expected \"auto\" or \"delegate\""));
 }
 
-rust::Box<RustRendezvous> meet(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                               const SageBackend::Options& options) {
+Decision meet(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const SageBackend::Options& options) {
   if (rank < 0 || rank >= size) value_error("init", c10::str("rank is ", rank, " in a group of ", size, " ranks"));
   Setup setup;
   setup.rank = static_cast<uint32_t>(rank);
@@ -37,11 +36,11 @@ rust::Box<RustRendezvous> meet(const c10::intrusive_ptr<c10d::Store>& store, int
   setup.fusion = options.fusion;
   setup.strict = options.strict;
   setup.delegate = rust::String::lossy(options.delegate);
-  try {
-    return rendezvous(setup, wrap_store(store));
-  } catch (const rust::Error& error) {
-    raise_coded(error.what());
+  for (const uint64_t member : options.global_ranks_in_group) setup.members.push_back(static_cast<uint32_t>(member));
+  if (setup.members.empty()) {
+    for (uint32_t member = 0; member < setup.size; ++member) setup.members.push_back(member);
   }
+  return checked([&] { return RustRendezvous::meet(setup, wrap_store(store)); });
 }
 
 }  // namespace
@@ -53,8 +52,8 @@ Rendezvous::Rendezvous(c10::intrusive_ptr<c10d::Store> store, int rank, int size
       size_(size),
       options_(std::move(options)),
       decided_(meet(store_, rank, size, *options_)),
-      delegate_reason_(std::string((*decided_)->delegate_reason())),
-      spans_hosts_((*decided_)->spans_hosts()) {}
+      delegate_reason_(std::string(decided_->delegate_reason)),
+      spans_hosts_(decided_->spans_hosts) {}
 
 c10::intrusive_ptr<SageBackend> Rendezvous::build(BackendPtr delegate, BackendPtr link) {
   const bool delegated = spans_hosts_ || !delegate_reason_.empty();
@@ -64,10 +63,10 @@ c10::intrusive_ptr<SageBackend> Rendezvous::build(BackendPtr delegate, BackendPt
                                   spans_hosts_ ? "needs a link" : "takes no link"));
   }
   auto wrapped = link ? std::make_shared<GlooLink>(std::move(link)) : nullptr;
-  rust::Box<RustRendezvous> decided = std::move(*decided_);
+  rust::Box<RustRendezvous> decided = std::move(decided_->rendezvous);
   decided_.reset();
   try {
-    rust::Box<RustGroup> group = build_group(std::move(decided), wrapped);
+    rust::Box<RustGroup> group = RustGroup::build(std::move(decided), wrapped);
     SageBackend::Others others{std::move(delegate), std::move(wrapped), delegate_reason_, spans_hosts_};
     return c10::make_intrusive<SageBackend>(rank_, size_, options_, std::move(group), store_, std::move(others));
   } catch (const rust::Error& error) {
@@ -88,12 +87,6 @@ SageBackend::SageBackend(int rank, int size, c10::intrusive_ptr<Options> options
       staging_(options_->group_name, options_->vendor),
       delegate_(std::move(others.delegate)),
       link_(std::move(others.link)) {
-  std::vector<uint32_t> members(options_->global_ranks_in_group.begin(), options_->global_ranks_in_group.end());
-  if (members.empty()) {
-    members.resize(static_cast<size_t>(size));
-    std::iota(members.begin(), members.end(), 0U);
-  }
-  group_->set_members({members.data(), members.size()});
   init();
 }
 
@@ -133,12 +126,12 @@ void SageBackend::setTimeout(std::chrono::milliseconds timeout) {
 
 uint64_t SageBackend::getSequenceNumberForGroup() {
   if (delegated()) return delegate()->getSequenceNumberForGroup();
-  return group_->sequence();
+  return group_->state().sequence;
 }
 
 c10d::ErrorType SageBackend::getError() {
   if (delegated()) return delegate()->getError();
-  const rust::String fault = group_->fault();
+  const rust::String fault = group_->state().fault;
   if (fault.empty()) return c10d::ErrorType::SUCCESS;
   switch (fault.data()[0]) {
     case 'T':
@@ -179,7 +172,7 @@ void SageBackend::shutdown() {
       if (!interrupted) interrupted = std::current_exception();
     }
   }
-  group_->shutdown();
+  group_->leave(Leave::kInOrder, {});
   // A signal handler that raised meanwhile made it return early.
   if (const auto raised = take_interrupt()) interrupted = raised;
   c10::intrusive_ptr<c10d::Backend> split;
@@ -211,7 +204,7 @@ void SageBackend::abort() {
 void SageBackend::abort_for(const std::string& reason) {
   if (::getpid() != process_) return;
   events_->call_abort_hooks();
-  group_->abort(reason);
+  group_->leave(Leave::kAtOnce, reason);
   {
     const std::lock_guard<std::mutex> lock(vendor_mutex_);
     for (const auto& each : vendors_) {
@@ -274,7 +267,7 @@ SageBackend::WorkPtr SageBackend::endCoalescing() {
                                              std::move(content.outputs), *content.device, true, true));
     } catch (const std::exception&) {
       auto failed = c10::make_intrusive<SageWork>(getRank(), c10d::OpType::COALESCED, Tensors(), events_, nullptr,
-                                                  SageWork::Known{group_->sequence(), options_->timeout});
+                                                  SageWork::Known{group_->state().sequence, options_->timeout});
       failed->end(std::current_exception());
       content.works.push_back(std::move(failed));
     }

@@ -27,6 +27,7 @@
 #pragma once
 
 #include <functional>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -103,10 +104,11 @@ class SageBackend final : public c10d::Backend {
   }
   // How an operation of this kind, size and type (by their names) would travel.
   Explanation explain(const std::string& kind, uint64_t bytes, const std::string& dtype) const {
-    return checked([&] { return group_->explain(kind, bytes, dtype); });
+    return checked([&] { return group_->explain({-1, kind, bytes, dtype}); });
   }
   Explanation explain_number(uint64_t number) const {
-    return checked([&] { return group_->explain_number(number); });
+    const auto asked = static_cast<int64_t>(std::min<uint64_t>(number, std::numeric_limits<int64_t>::max()));
+    return checked([&] { return group_->explain({asked, {}, 0, {}}); });
   }
   // Why tensors on devices of this kind travel through host memory.
   std::string device_reason(c10::DeviceType type) const { return staging_.reason(type); }
@@ -114,12 +116,14 @@ class SageBackend final : public c10d::Backend {
   std::string device_library(c10::DeviceType type) const;
   // What the group has done, and its last operations.
   Stats stats() const {
-    return checked([&] { return group_->stats(); });
+    return checked([&] { return group_->stats(StatsPart::kCounts); });
   }
   rust::Vec<Record> records() const {
-    return checked([&] { return group_->records(); });
+    return std::move(checked([&] { return group_->stats(StatsPart::kRecords); }).records);
   }
-  void reset_stats() { group_->reset_stats(); }
+  void reset_stats() {
+    (void)checked([&] { return group_->stats(StatsPart::kReset); });
+  }
 
   const std::string getBackendName() const override { return "sagellm"; }
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }
@@ -374,7 +378,7 @@ class Rendezvous {
   const int size_;
   const c10::intrusive_ptr<SageBackend::Options> options_;
   // Until the group is built.
-  std::optional<rust::Box<RustRendezvous>> decided_;
+  std::optional<Decision> decided_;
   const std::string delegate_reason_;
   const bool spans_hosts_;
 };

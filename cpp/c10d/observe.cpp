@@ -67,7 +67,7 @@ py::list explain_work(const c10::intrusive_ptr<c10d::Work>& work) {
 }
 
 py::dict choices(size_t ranks, const std::string& algorithm) {
-  const ChoiceTable table = checked([&] { return table_without_group(ranks, algorithm); });
+  const ChoiceTable table = checked([&] { return Core::choices(ranks, algorithm, {}); });
   py::list rows;
   for (const ChoiceRow& row : table.rows) {
     rows.append(py::dict("kind"_a = text(row.kind), "sizes"_a = text(row.sizes), "way"_a = text(row.way),
@@ -112,25 +112,30 @@ py::list to_list(const rust::Vec<Record>& records) {
 
 void bind_observation(py::module_& module) {
   using Text = const std::string&;
-  const Names known = names();
-  module.attr("KINDS") = py::tuple(texts(known.kinds));
-  module.attr("DTYPES") = py::tuple(texts(known.dtypes));
+  const auto named = [](Facts of) {
+    py::list found;
+    for (const Fact& fact : Core::facts(of)) found.append(text(fact.name));
+    return py::tuple(std::move(found));
+  };
+  module.attr("KINDS") = named(Facts::kKinds);
+  module.attr("DTYPES") = named(Facts::kDtypes);
   module.def("explain_work", torch::wrap_pybind_function(&explain_work), py::arg("work"));
   module.def("explain_without_group",
              torch::wrap_pybind_function([](Text kind, uint64_t bytes, Text dtype, size_t ranks, Text algorithm) {
-               return to_dict(checked([&] { return explain_without_group(kind, bytes, dtype, ranks, algorithm); }));
+               const Asked asked{-1, kind, bytes, dtype};
+               return to_dict(checked([&] { return Core::choices(ranks, algorithm, {&asked, 1}); }).explained[0]);
              }),
              py::arg("kind"), py::arg("bytes"), py::arg("dtype"), py::arg("ranks"), py::arg("algorithm") = "");
   module.def("table_without_group", torch::wrap_pybind_function(&choices), py::arg("ranks"), py::arg("algorithm") = "");
   module.def("save_table", torch::wrap_pybind_function([](size_t ranks, Text made, Text lines) {
-               return text(checked([&] { return save_table(ranks, made, lines); }));
+               return text(checked([&] { return Core::save_table(ranks, made, lines); }));
              }),
              py::arg("ranks"), py::arg("made"), py::arg("lines"));
   module.def("doctor", [] {
     rust::Vec<Fact> facts;
     {
       const py::gil_scoped_release no_gil;
-      facts = doctor();
+      facts = Core::facts(Facts::kMachine);
     }
     py::dict found;
     for (const Fact& fact : facts) found[text(fact.name)] = text(fact.value);

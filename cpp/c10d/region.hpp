@@ -5,7 +5,6 @@
 
 #include <atomic>
 #include <mutex>
-#include <deque>
 #include <optional>
 #include <thread>
 #include <vector>

@@ -110,7 +110,7 @@ Rendezvous::BackendPtr Rendezvous::group_of_torch(const char* prefix) const {
                    "), and all ranks of the job have to make one of MPI; use torch.distributed.new_group"));
   }
   // Keys of an earlier attempt at the same group may lie in the store, and gloo would believe them.
-  const std::string place = c10::str(prefix, "/", std::string((*decided_)->id()));
+  const std::string place = c10::str(prefix, "/", std::string(decided_->id));
   const py::gil_scoped_acquire gil;
   const py::object build = py::module_::import("sagellm._delegate").attr("build_part");
   const py::object built = build(options_->delegate, place, store_, rank_, size_, options_->timeout,
@@ -195,7 +195,7 @@ c10::intrusive_ptr<c10d::Backend> SageBackend::shrink(const std::vector<int64_t>
   }
   const auto vendor = bound_vendor();
   const bool aborts = shrink_flags == kShrinkAbort;
-  std::optional<rust::Box<RustRetired>> parent;
+  std::optional<DevicesRetired> parent;
   // Taken first, so that nobody aborts it who sees the group fail; but what is under way may end before, unless it is
   // to be aborted.
   if (vendor && (aborts || vendor->drain(options_->timeout))) parent.emplace(vendor->retire(*bound_device(), !aborts));
@@ -205,7 +205,8 @@ c10::intrusive_ptr<c10d::Backend> SageBackend::shrink(const std::vector<int64_t>
                     c10::str(options_->group_name, " without ", without));
   if (vendor) {
     const auto own = child->vendor_of(bound_device()->type());
-    if (child->agree(own && parent && (*parent)->can_shrink())) own->shrink_from(**parent, *bound_device(), excluded);
+    if (child->agree(own && parent && parent->can_shrink))
+      own->shrink_from(*parent->communicator, *bound_device(), excluded);
   }
   return child;
 }

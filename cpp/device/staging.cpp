@@ -1,5 +1,6 @@
 #include "device/staging.hpp"
 
+#include <algorithm>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <atomic>
@@ -42,7 +43,9 @@ void Staging::tell(c10::Device device) {
 }
 
 void Staging::forget_settled() {
-  std::erase_if(under_way_, [](const auto& each) { return each->settled(); });
+  under_way_.erase(
+      std::remove_if(under_way_.begin(), under_way_.end(), [](const auto& each) { return each->settled(); }),
+      under_way_.end());
 }
 
 std::vector<std::shared_ptr<Transfer>> Staging::enter(const std::shared_ptr<Transfer>& transfer) {

@@ -65,14 +65,15 @@ size_t Passage::enter() {
   drain(stream_);
   own_raw_ = checked([&] {
     const auto event = reinterpret_cast<size_t>(here.eventId());
-    return owner_.core_->stream_behind(device().index(), lane_, event, {told.data(), told.size()});
+    return owner_.core_->raw_stream(RawStep::kBehind, device().index(), event, lane_, {told.data(), told.size()});
   });
   return own_raw_;
 }
 
 void Passage::leave() {
   if (own_raw_ == 0) return;
-  const size_t event = checked([&] { return owner_.core_->mark(device().index(), own_raw_); });
+  const size_t event =
+      checked([&] { return owner_.core_->raw_stream(RawStep::kMark, device().index(), own_raw_, 0, {}); });
   guard_of(device()).block(reinterpret_cast<void*>(event), stream_);
   const std::lock_guard<std::mutex> lock(owner_.mutex_);
   owner_.told_.push_back({stream_, event});

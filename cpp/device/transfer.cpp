@@ -123,7 +123,8 @@ bool Transfer::precedes(const Transfer& other) const {
     return std::any_of(other.touched_.begin(), other.touched_.end(),
                        [&](const Strided& theirs) { return overlap(extent(mine), extent(theirs)); });
   });
-  return near && memory_meets({written_.data(), written_.size()}, {other.touched_.data(), other.touched_.size()});
+  return near &&
+         RustOp::memory_meets({written_.data(), written_.size()}, {other.touched_.data(), other.touched_.size()});
 }
 
 // ------------------------------------------------------------------------------------------------ the Work

@@ -19,8 +19,8 @@ namespace sagellm {
 
 namespace {
 
-rust::Box<RustDevices> open(const RustGroup& group, c10::DeviceType type, const std::string& vendor,
-                            const std::string& library, const std::vector<std::string>& folders) {
+DevicesOpened open(const RustGroup& group, c10::DeviceType type, const std::string& vendor, const std::string& library,
+                   const std::vector<std::string>& folders) {
   std::vector<rust::String> places;
   places.reserve(folders.size());
   for (const std::string& folder : folders) places.push_back(rust::String::lossy(folder));
@@ -51,7 +51,6 @@ class VendorDevices::Exchange final : public IdExchange {
       throw;
     }
   }
-  std::shared_ptr<Store> store() const override { return wrap_store(owner_.store); }
 
   // What `share` threw, which the core only knows as text.
   const std::exception_ptr& raised() const { return raised_; }
@@ -99,7 +98,7 @@ class VendorDevices::OnStream final : public DeviceCall {
 
 VendorDevices::VendorDevices(DeviceOwner owner, c10::DeviceType type, const std::string& vendor,
                              const std::string& library, const std::vector<std::string>& folders)
-    : owner_(std::move(owner)), type_(type), devices_(open(owner_.group, type, vendor, library, folders)) {}
+    : owner_(std::move(owner)), type_(type), opened_(open(owner_.group, type, vendor, library, folders)) {}
 
 template <class Function>
 auto VendorDevices::exchanging(Function function) {
@@ -114,17 +113,18 @@ auto VendorDevices::exchanging(Function function) {
 
 void VendorDevices::connect(c10::Device device) {
   const c10::DeviceGuard guard(device);
-  exchanging([&](const IdExchange& exchange) { devices_->connect(device.index(), exchange); });
+  const DeviceTerms terms{device.index(), false, false};
+  exchanging([&](const IdExchange& exchange) { return devices_->begin({}, terms, exchange); });
 }
 
 bool VendorDevices::can_split(c10::Device device, const std::vector<uint32_t>& ranks) {
-  return devices_->can_split(device.index(), slice(ranks));
+  return checked([&] { return devices_->split(true, *devices_, false, device.index(), slice(ranks)); });
 }
 
 void VendorDevices::split(c10::Device device, const std::vector<uint32_t>& ranks, VendorDevices* child) {
   const c10::DeviceGuard guard(device);
   VendorDevices& made = child ? *child : *this;
-  checked([&] { devices_->split(*made.devices_, child != nullptr, device.index(), slice(ranks)); });
+  checked([&] { return devices_->split(false, *made.devices_, child != nullptr, device.index(), slice(ranks)); });
 }
 
 void VendorDevices::shrink_from(const RustRetired& old, c10::Device device, const std::vector<uint32_t>& excluded) {
@@ -281,7 +281,9 @@ bool VendorDevices::is_capturing(const c10::Stream& stream) const {
   } catch (const c10::Error&) {
     return false;  // nothing can be asked
   }
-  return checked([&] { return devices_->capturing(stream.device_index(), reinterpret_cast<size_t>(raw)); });
+  return checked([&] {
+    return devices_->raw_stream(RawStep::kCapturing, stream.device_index(), reinterpret_cast<size_t>(raw), 0, {}) != 0;
+  });
 }
 
 bool VendorDevices::drain(std::chrono::milliseconds timeout) {
@@ -312,7 +314,7 @@ void VendorDevices::close(std::chrono::milliseconds timeout) {
   }
   const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(until - std::chrono::steady_clock::now());
   const int64_t patience = timeout.count() > 0 ? std::max<int64_t>(left.count(), 1) : 0;
-  if (devices_->close(static_cast<uint64_t>(patience), drained)) return;
+  if (devices_->leave(Leave::kInOrder, static_cast<uint64_t>(patience), drained)) return;
   if (const auto raised = take_interrupt()) std::rethrow_exception(raised);
 }
 

@@ -48,7 +48,7 @@ class VendorDevices final {
   VendorDevices(DeviceOwner owner, c10::DeviceType type, const std::string& vendor, const std::string& library,
                 const std::vector<std::string>& folders);
 
-  std::string describe() const { return std::string(devices_->describe()); }
+  std::string describe() const { return std::string(opened_.description); }
 
   // Puts calls on a stream of the device, as one launch where there are several. Never waits for a peer, but for the
   // first call that needs a communicator, which is made when all its ranks are there, and in a barrier. Null for a
@@ -72,13 +72,13 @@ class VendorDevices final {
   void split(c10::Device device, const std::vector<uint32_t>& ranks, VendorDevices* child);
   // The communicator of a group that is about to shrink, which nobody else can use or end any more; it ends with this.
   // `drained`: nothing is under way in it.
-  rust::Box<RustRetired> retire(c10::Device device, bool drained) { return devices_->retire(device.index(), drained); }
+  DevicesRetired retire(c10::Device device, bool drained) { return devices_->retire(device.index(), drained); }
   // Makes the communicator of this group, of all ranks but `excluded` of the one that `old` was of; all ranks of this
   // group call it at once.
   void shrink_from(const RustRetired& old, c10::Device device, const std::vector<uint32_t>& excluded);
 
   // Unblocks whatever hangs; nothing can be issued afterwards.
-  void abort() { devices_->abort(); }
+  void abort() { devices_->leave(Leave::kAtOnce, 0, false); }
   // Leaves with the others, when what is under way is done: within the timeout while all of them live, soon where one
   // is gone. What does not end is aborted, or left behind with a thread that waits for it. Throws what a signal handler
   // raised.
@@ -112,7 +112,8 @@ class VendorDevices final {
   const DeviceOwner owner_;
   const c10::DeviceType type_;
   const pid_t process_ = ::getpid();
-  const rust::Box<RustDevices> devices_;
+  const DevicesOpened opened_;
+  const rust::Box<RustDevices>& devices_ = opened_.devices;
   DeviceStreams streams_{&*devices_};
   // Guards `last_`, briefly.
   std::mutex mutex_;

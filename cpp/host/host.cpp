@@ -7,7 +7,6 @@
 #include <deque>
 #include <map>
 #include <mutex>
-#include <stdexcept>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <utility>
@@ -86,8 +85,7 @@ class C10dStore final : public Store {
   }
 
   bool try_get(rust::Str key, rust::Vec<uint8_t>& value) const override {
-    bool found = false;
-    plain_errors([&] {
+    return plain_errors([&] {
       const std::string name = full(key);
       const auto store = this->store();
       std::vector<uint8_t> bytes;
@@ -96,24 +94,21 @@ class C10dStore final : public Store {
         // missing. No rank ever stores the value expected here, so it changes nothing.
         static const std::vector<uint8_t> nothing{'n', 'o', 't', ' ', 's', 'e', 't'};
         bytes = store->compareSet(name, nothing, nothing);
-        found = bytes != nothing;
+        if (bytes == nothing) return false;
       } else {
         // `get` waits for a key that is missing, so ask first. Nobody deletes keys.
-        found = store->check({name});
-        if (found) bytes = store->get(name);
+        if (!store->check({name})) return false;
+        bytes = store->get(name);
       }
-      if (!found) return;
       value.clear();
       value.reserve(bytes.size());
       for (const uint8_t byte : bytes) value.push_back(byte);
+      return true;
     });
-    return found;
   }
 
   int64_t add(rust::Str key, int64_t by) const override {
-    int64_t sum = 0;
-    plain_errors([&] { sum = store()->add(full(key), by); });
-    return sum;
+    return plain_errors([&] { return store()->add(full(key), by); });
   }
 
  private:
@@ -121,29 +116,10 @@ class C10dStore final : public Store {
 
   std::string full(rust::Str key) const { return prefix_ + std::string(key); }
 
-  // cxx hands `what()` to Rust and knows only std::exception; torch's text carries a C++ backtrace nobody asked for.
-  template <class Body>
-  static void plain_errors(const Body& body) {
-    try {
-      body();
-    } catch (const c10::Error& error) {
-      throw std::runtime_error(error.what_without_backtrace());
-    } catch (const std::exception&) {
-      throw;
-    } catch (...) {
-      throw std::runtime_error("unknown error");
-    }
-  }
-
   const c10::intrusive_ptr<c10d::Store> users_;
   // Where the user's is a TCPStore, and what its PrefixStores put before a key, the innermost first.
   std::shared_ptr<Connection> connection_;
   std::string prefix_;
-};
-
-struct Line {
-  uint8_t level;
-  std::string text;
 };
 
 // Lines on their way to Python's logging.
@@ -152,7 +128,7 @@ struct LogQueue {
   static constexpr size_t kMaxLines = 1000;
 
   std::mutex mutex;
-  std::deque<Line> lines;
+  std::deque<std::pair<uint8_t, std::string>> lines;  // with their levels
   size_t dropped = 0;
   // A pending call of the interpreter will drain the queue.
   bool scheduled = false;
@@ -163,24 +139,9 @@ LogQueue& log_queue() {
   return per_process<LogQueue>();
 }
 
-int drain_from_main_loop(void* /*unused*/) {
-  drain_log();
-  return 0;
-}
-
+// From error, 40, to debug, 10; and the package's own for what is below.
 int python_level(uint8_t level) {
-  switch (level) {
-    case 1:
-      return 40;
-    case 2:
-      return 30;
-    case 3:
-      return 20;
-    case 4:
-      return 10;
-    default:
-      return 5;
-  }
+  return level >= 1 && level <= 4 ? 50 - 10 * level : 5;
 }
 
 // The main thread's alone, and never destroyed: an exception of Python may not be let go of after the interpreter's
@@ -231,9 +192,13 @@ void log_line(uint8_t level, rust::Str text) noexcept {
       ++queue.dropped;
       return;
     }
-    queue.lines.push_back({level, std::string(text)});
+    queue.lines.emplace_back(level, std::string(text));
     // Needs no GIL and does not wait; fails when the interpreter's short list is full, then the next line asks again.
-    if (!queue.scheduled) queue.scheduled = Py_AddPendingCall(&drain_from_main_loop, nullptr) == 0;
+    const auto drain = [](void* /*unused*/) {
+      drain_log();
+      return 0;
+    };
+    if (!queue.scheduled) queue.scheduled = Py_AddPendingCall(drain, nullptr) == 0;
   } catch (const std::exception&) {
     // A log line is not worth more than the operation that wrote it.
   }
@@ -241,7 +206,7 @@ void log_line(uint8_t level, rust::Str text) noexcept {
 
 void drain_log() {
   LogQueue& queue = log_queue();
-  std::deque<Line> lines;
+  decltype(queue.lines) lines;
   size_t dropped = 0;
   {
     std::lock_guard<std::mutex> lock(queue.mutex);
@@ -250,12 +215,12 @@ void drain_log() {
     lines.swap(queue.lines);
     dropped = std::exchange(queue.dropped, 0);
   }
-  if (dropped > 0) lines.push_back({2, std::to_string(dropped) + " log lines were dropped, nobody read them in time"});
+  if (dropped > 0) lines.emplace_back(2, std::to_string(dropped) + " log lines were dropped, nobody read them in time");
   // A signal handler or a caller may have an exception in flight; logging must neither see nor replace it.
   const py::error_scope pending;
   try {
     const py::object log = py::module_::import("logging").attr("getLogger")("sagellm").attr("log");
-    for (const Line& line : lines) log(python_level(line.level), "%s", line.text);
+    for (const auto& [level, text] : lines) log(python_level(level), "%s", text);
   } catch (py::error_already_set& error) {
     error.discard_as_unraisable("writing sagellm's log");
   }

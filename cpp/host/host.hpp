@@ -32,8 +32,6 @@ class IdExchange {
   virtual ~IdExchange() = default;
   // Hands an id from rank `from` to rank `to`, or from rank 0 to all where both are negative.
   virtual void share(rust::Slice<uint8_t> id, int32_t from, int32_t to) const = 0;
-  // A connection to the group's store that nobody else uses.
-  virtual std::shared_ptr<Store> store() const = 0;
 };
 
 // A message on its way. Errors are exceptions with a plain text; one thread at a time.
@@ -47,8 +45,8 @@ class InFlight {
 class Link {
  public:
   virtual ~Link() = default;
-  virtual std::unique_ptr<InFlight> receive(uint32_t peer, uint32_t tag, uint8_t* to, size_t bytes) const = 0;
-  virtual std::unique_ptr<InFlight> send(uint32_t peer, uint32_t tag, uint8_t* from, size_t bytes) const = 0;
+  virtual std::unique_ptr<InFlight> transfer(bool sends, uint32_t peer, uint32_t tag, uint8_t* memory,
+                                             size_t bytes) const = 0;
   // Every wait on this rank ends with an error, and so do those of others that wait for this rank.
   virtual void cut() const noexcept = 0;
 };
@@ -57,10 +55,9 @@ class Link {
 class Completion {
  public:
   virtual ~Completion() = default;
-  // Copies strided inputs into their contiguous pieces, right before they are read.
-  virtual void prepare() const = 0;
-  // Copies contiguous results back into strided outputs, before the end is told.
-  virtual void store_back() const = 0;
+  // Copies strided inputs into their contiguous pieces, right before they are read; or, `back`, contiguous results into
+  // strided outputs, before the end is told.
+  virtual void copy(bool back) const = 0;
   // The operation has ended; `error` is empty or begins with its code letter. Runs no Python and does not block.
   virtual void ended(rust::Str error) const = 0;
 };

@@ -8,19 +8,11 @@
 #include <utility>
 #include <vector>
 
+#include "host/python_host.hpp"
+
 namespace sagellm {
 
 namespace {
-
-// cxx hands `what()` to Rust and knows only std::exception; torch's text carries a C++ backtrace nobody asked for.
-template <class Body>
-auto plain_errors(const Body& body) {
-  try {
-    return body();
-  } catch (const c10::Error& error) {
-    throw std::runtime_error(error.what_without_backtrace());
-  }
-}
 
 // More would overflow gloo's clock arithmetic.
 constexpr uint64_t kLongest = 1000ULL * 3600 * 24 * 20;
@@ -43,17 +35,14 @@ class GlooInFlight final : public InFlight {
 
 GlooLink::GlooLink(c10::intrusive_ptr<c10d::Backend> group) : group_(std::move(group)) {}
 
-std::unique_ptr<InFlight> GlooLink::receive(uint32_t peer, uint32_t tag, uint8_t* to, size_t bytes) const {
-  std::vector<at::Tensor> tensors{at::from_blob(to, {static_cast<int64_t>(bytes)}, at::kByte)};
+std::unique_ptr<InFlight> GlooLink::transfer(bool sends, uint32_t peer, uint32_t tag, uint8_t* memory,
+                                             size_t bytes) const {
+  std::vector<at::Tensor> tensors{at::from_blob(memory, {static_cast<int64_t>(bytes)}, at::kByte)};
   return plain_errors([&] {
-    return std::make_unique<GlooInFlight>(group()->recv(tensors, static_cast<int>(peer), static_cast<int>(tag)));
-  });
-}
-
-std::unique_ptr<InFlight> GlooLink::send(uint32_t peer, uint32_t tag, uint8_t* from, size_t bytes) const {
-  std::vector<at::Tensor> tensors{at::from_blob(from, {static_cast<int64_t>(bytes)}, at::kByte)};
-  return plain_errors([&] {
-    return std::make_unique<GlooInFlight>(group()->send(tensors, static_cast<int>(peer), static_cast<int>(tag)));
+    const auto other = static_cast<int>(peer);
+    const auto group = this->group();
+    return std::make_unique<GlooInFlight>(sends ? group->send(tensors, other, static_cast<int>(tag))
+                                                : group->recv(tensors, other, static_cast<int>(tag)));
   });
 }
 

@@ -14,8 +14,8 @@ class GlooLink final : public Link {
   // A gloo group over the same ranks that nobody else uses: its tags are all ours, and it can be cut.
   explicit GlooLink(c10::intrusive_ptr<c10d::Backend> group);
 
-  std::unique_ptr<InFlight> receive(uint32_t peer, uint32_t tag, uint8_t* to, size_t bytes) const override;
-  std::unique_ptr<InFlight> send(uint32_t peer, uint32_t tag, uint8_t* from, size_t bytes) const override;
+  std::unique_ptr<InFlight> transfer(bool sends, uint32_t peer, uint32_t tag, uint8_t* memory,
+                                     size_t bytes) const override;
   void cut() const noexcept override;
 
   // Lets go of the group: one that lives on into the exit of the process is flaky there.

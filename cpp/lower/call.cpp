@@ -104,7 +104,8 @@ void add_combined_list(Plans& plans, const CallDesc& call, const Carrier& carrie
     bytes.push_back(tensor.nbytes());
   }
   const rust::Vec<uint32_t> operations = checked([&] {
-    return list_operations(call.kind, carrier.vendor, {elements.data(), elements.size()}, {bytes.data(), bytes.size()});
+    return RustGroup::list_operations(call.kind, carrier.vendor, {elements.data(), elements.size()},
+                                      {bytes.data(), bytes.size()});
   });
   // Blocks of a reduce_scatter interleave, so all tensors of an operation are needed at once.
   std::vector<Operand::Tensors> blocks;

@@ -109,10 +109,10 @@ class Plan {
   // `block_sizes`.
   std::vector<size_t> in_blocks;
   std::vector<size_t> out_blocks;
-  // What `Completion::prepare` copies into temporaries, and what `Completion::store_back` copies out of them.
+  // What `Completion::copy` copies into temporaries, and what it copies back out of them.
   std::vector<Staged> before;
   std::vector<Staged> after;
-  // What `Completion::prepare` does first, if anything: inputs that could not be fetched at issue.
+  // What `Completion::copy` does first, if anything: inputs that could not be fetched at issue.
   std::function<void()> late;
   // The factor of PREMUL_SUM where it lies on a device, without dimensions; else `call` has it.
   at::Tensor factor;

@@ -170,7 +170,7 @@ bool SageWork::has_ended() const {
 std::string SageWork::error() const {
   // Of the core itself, which may not have told this yet.
   for (const auto& op : ops_) {
-    const rust::String text = op->error();
+    const rust::String text = op->facts().error;
     if (!text.empty()) return std::string(text);
   }
   if (!failed_) return {};
@@ -280,16 +280,15 @@ Pending::Pending(c10::intrusive_ptr<SageWork> work, std::vector<at::Tensor> keep
       after_(std::move(plan.after)),
       late_(std::move(plan.late)) {}
 
-void Pending::prepare() const {
-  if (late_) guarded("from a device", late_);
-  guarded("of a strided tensor", [this] {
-    for (const Staged& staged : before_) copy_no_grad(staged.temporary, staged.tensor);
-  });
-}
-
-void Pending::store_back() const {
-  guarded("of a strided tensor", [this] {
-    for (const Staged& staged : after_) copy_no_grad(staged.tensor, staged.temporary);
+void Pending::copy(bool back) const {
+  if (!back && late_) guarded("from a device", late_);
+  guarded("of a strided tensor", [&] {
+    for (const Staged& staged : before_) {
+      if (!back) copy_no_grad(staged.temporary, staged.tensor);
+    }
+    for (const Staged& staged : after_) {
+      if (back) copy_no_grad(staged.tensor, staged.temporary);
+    }
   });
 }
 

@@ -189,8 +189,7 @@ class Pending final : public Completion {
   // `work` is null for a synchronous call, which waits where it stands and needs to be told nothing.
   Pending(c10::intrusive_ptr<SageWork> work, std::vector<at::Tensor> keep, Plan& plan);
 
-  void prepare() const override;
-  void store_back() const override;
+  void copy(bool back) const override;
   void ended(rust::Str error) const override;
 
   // Why a copy failed, with its code letter, or empty. Read after the operation has ended.
@@ -199,7 +198,7 @@ class Pending final : public Completion {
  private:
   void guarded(const char* what, const std::function<void()>& copies) const;
 
-  // The core promises the order prepare, store_back, ended, each at most once: no lock is needed.
+  // The core promises the order copy, copy back, ended, each at most once: no lock is needed.
   mutable c10::intrusive_ptr<SageWork> work_;
   mutable std::vector<at::Tensor> keep_;
   mutable std::vector<Staged> before_;

@@ -1,18 +1,16 @@
-//! The contract between C++ and Rust: the only cxx bridge. No logic lives here, and no panic crosses it.
+//! The contract between C++ and Rust, but for what explains and counts (`observe`). No logic lives here, and no panic
+//! crosses it.
 //!
-//! C++ -> Rust: `rendezvous` meets the other ranks, `build_group` makes the group, `Group::issue` starts an operation, `Op` answers for it.
+//! C++ -> Rust: `RustRendezvous::meet` meets the other ranks, `RustGroup::build` makes the group, `RustGroup::issue` starts
+//! an operation, `RustOp` answers for it.
 //! Rust -> C++: `Store` (c10d's key-value store), `Completion` (what the shim wants to do when an operation starts and
 //! ends), `Link` (messages to other hosts), `check_interrupt` (Python's pending signals), `log_line` (Python's logging).
 //!
 //! Errors cross as text whose first letter is their `ErrorKind`; `cpp/host/errors.cpp` alone reads and writes it on that
-//! side. This file declares; `convert` translates between these types and the core's, `calls` and `devices` call the core.
+//! side. This file declares; `convert` translates between these types and the core's, `handles` has the objects, `calls`,
+//! `devices` and `simulate` their functions.
 
-use super::calls::{
-    RustExternalOp, RustGroup, RustOp, RustRendezvous, at_exit, build_group, doctor, explain_without_group,
-    list_operations, memory_meets, names, rendezvous, save_table, set_log_level, table_without_group,
-};
-use super::devices::{RustCall, RustDevices, RustRetired};
-use super::simulate::{predict, program};
+use super::handles::{RustCall, RustDevices, RustExternalOp, RustGroup, RustOp, RustRendezvous, RustRetired};
 
 #[allow(clippy::too_many_arguments)] // one parameter a list of the request: cxx cannot pass them inside a struct
 #[cxx::bridge(namespace = "sagellm")]
@@ -124,7 +122,7 @@ pub mod ffi {
         /// Negative: the group's timeout.
         timeout_ms: i64,
         sync: bool,
-        /// `Completion::prepare` must run before the inputs are read, `Completion::store_back` before the end is told.
+        /// `Completion::copy` must run before the inputs are read, and back before the end is told.
         staged: bool,
         /// `types::CallNote`.
         counts: bool,
@@ -161,6 +159,27 @@ pub mod ffi {
         /// Sizes of the ranks' blocks in bytes; empty where all are equal.
         in_blocks: &'a [usize],
         out_blocks: &'a [usize],
+    }
+
+    struct DevicesOpened {
+        devices: Box<RustDevices>,
+        /// The library, its version and file.
+        description: String,
+    }
+
+    struct DevicesRetired {
+        communicator: Box<RustRetired>,
+        /// Whether the library can leave ranks out that do not call.
+        can_shrink: bool,
+    }
+
+    enum RawStep {
+        /// Whether what is put on the stream is being captured.
+        kCapturing,
+        /// The engine's own stream of a lane, behind the event; `told` are events of `kMark` that are not waited for any more.
+        kBehind,
+        /// An event behind all that is on the stream now.
+        kMark,
     }
 
     /// `engine::device::Terms`: how the calls of one launch are made.
@@ -244,169 +263,33 @@ pub mod ffi {
         /// `config::Settings`.
         fusion: bool,
         strict: bool,
+        /// Which ranks of the default group its ranks are, for records.
+        members: Vec<u32>,
     }
 
-    // ------------------------------------------------------------------------------------- explanations, statistics
-
-    /// Names that Python knows the shared numbers by.
-    struct Names {
-        kinds: Vec<String>,
-        /// Of the element types that every engine combines.
-        dtypes: Vec<String>,
+    /// What the ranks decided.
+    struct Decision {
+        rendezvous: Box<RustRendezvous>,
+        /// Equal on all ranks and of no other attempt to make a group; zeros for one rank, or too many.
+        id: String,
+        /// Why the whole group must be served by a delegate (its ranks cannot share memory, say), or empty.
+        delegate_reason: String,
+        /// Ranks live on several hosts and shared memory serves the inside of each: `build` needs a link, and
+        /// point-to-point calls go to a delegate.
+        spans_hosts: bool,
     }
 
-    struct Fact {
-        name: String,
-        value: String,
+    struct GroupState {
+        /// Number of the last collective issued (0 before the first).
+        sequence: u64,
+        /// The group's fault with its code letter, or empty.
+        fault: String,
     }
 
-    /// `select::explain::Explanation`. Nanoseconds are 0 where they are unknown.
-    #[derive(Default)]
-    struct Explanation {
-        kind: String,
-        bytes: u64,
-        ranks: usize,
-        hosts: usize,
-        slot_bytes: usize,
-        choice: String,
-        reason: String,
-        code: u64,
-        /// The library of a device's vendor that carried it, and what that says it ran. Then of the rest only `kind`,
-        /// `bytes`, `ranks`, `number` and `decided` mean something. Empty for what an engine or a delegate carries.
-        library: String,
-        ran: String,
-        decided: String,
-        predicted_ns: u64,
-        measured_ns: u64,
-        table: String,
-        overruled: Vec<String>,
-        rejected: Vec<Alternative>,
-        /// It was called. The rest means nothing otherwise.
-        past: bool,
-        number: u64,
-        host_staged: bool,
-        /// 0 while it has not set out.
-        recorded: u64,
-        batch: Batch,
-    }
-
-    /// A way that was not taken.
-    struct Alternative {
-        way: String,
-        /// 0 where it cannot be taken.
-        predicted_ns: u64,
-        why_not: String,
-    }
-
-    /// `select::explain::Batch`; no operations where it is not known.
-    #[derive(Default)]
-    struct Batch {
-        operations: u64,
-        first: u64,
-        last: u64,
-        /// Bytes of all together where one way was chosen for them, else -1.
-        bytes: i64,
-    }
-
-    /// `select::explain::Table`.
-    struct ChoiceTable {
-        note: String,
-        rules: Vec<String>,
-        rows: Vec<ChoiceRow>,
-    }
-
-    struct ChoiceRow {
-        kind: String,
-        sizes: String,
-        way: String,
-        reason: String,
-        /// 0 where it was not measured.
-        measured_ns: u64,
-    }
-
-    /// `stats::Stats` of a group. Times in nanoseconds.
-    struct Stats {
-        rank: usize,
-        size: usize,
-        /// The moment at which it was read, on the clock of the records and since the epoch.
-        now: u64,
-        wall: u64,
-        /// When counting began.
-        since: u64,
-        /// Operations since the group was made.
-        issued: u64,
-        /// `stats::Fused`.
-        batches: u64,
-        batched_ops: u64,
-        largest_batch: u64,
-        /// `stats::HostStaged`.
-        host_staged_count: u64,
-        host_staged_bytes: u64,
-        /// One a rank.
-        waits: Vec<PeerWait>,
-        cells: Vec<Cell>,
-    }
-
-    /// `stats::Wait`.
-    struct PeerWait {
-        count: u64,
-        total: u64,
-        longest: u64,
-    }
-
-    /// `stats::Cell`.
-    struct Cell {
-        kind: String,
-        path: String,
-        /// -1 where several are mixed.
-        size_class: i32,
-        count: u64,
-        failed: u64,
-        tensors: u64,
-        bytes: u64,
-        whole: u64,
-        took: u64,
-        waiting: u64,
-        copying: u64,
-        reducing: u64,
-        longest: u64,
-        times: Vec<Bucket>,
-    }
-
-    /// The first value behind a bucket of the histogram, and how many values it holds.
-    struct Bucket {
-        bound: u64,
-        count: u64,
-    }
-
-    /// `stats::history::Record`. Ranks are -1 for nobody or anyone.
-    struct Record {
-        id: u64,
-        number: u64,
-        kind: String,
-        dtype: String,
-        op: String,
-        path: String,
-        reason: String,
-        state: String,
-        counts: bool,
-        tensors: u32,
-        element: u8,
-        site: u32,
-        host_staged: bool,
-        root: i64,
-        tag: u32,
-        late: i64,
-        together: u64,
-        first: u64,
-        last: u64,
-        read: u64,
-        written: u64,
-        issued: u64,
-        ended: u64,
-        waiting: u64,
-        copying: u64,
-        reducing: u64,
+    /// How a group ends for this rank.
+    enum Leave {
+        kInOrder,
+        kAtOnce,
     }
 
     /// What is known of an operation under way, or ended.
@@ -418,38 +301,8 @@ pub mod ffi {
         /// Nanoseconds from issue to end, 0 while it runs.
         duration_ns: u64,
         timeout_ms: u64,
-    }
-
-    // --------------------------------------------------------------------------------------------------- simulation
-
-    /// `select::cost::Model`: seconds, and seconds per byte.
-    struct CostModel {
-        host_alpha: f64,
-        host_overhead: f64,
-        host_beta: f64,
-        network_alpha: f64,
-        network_overhead: f64,
-        network_beta: f64,
-        gamma: f64,
-        ranks_per_host: usize,
-    }
-
-    /// The fastest that one algorithm can do at each size, and in how many segments.
-    struct Prediction {
-        algorithm: String,
-        seconds: Vec<f64>,
-        segments: Vec<usize>,
-    }
-
-    /// One message of one rank's schedule.
-    struct ProgramLine {
-        step: usize,
-        sends: bool,
-        peer: usize,
-        /// Part numbers in the order of the message.
-        parts: Vec<usize>,
-        /// For a receive: "copy", "reduce_after", "reduce_before" or "in_rank_order".
-        how: String,
+        /// With its code letter, or empty.
+        error: String,
     }
 
     extern "Rust" {
@@ -462,18 +315,13 @@ pub mod ffi {
         type RustRetired;
 
         /// Meets the other ranks through the store and decides with them what serves the group. Blocks until all came, or
-        /// the timeout. Dropped without `build_group`, it leaves the others in order.
-        fn rendezvous(setup: &Setup, store: SharedPtr<Store>) -> Result<Box<RustRendezvous>>;
-
-        /// Why the whole group must be served by a delegate (its ranks cannot share memory, say), or empty.
-        fn delegate_reason(self: &RustRendezvous) -> String;
-        /// Equal on all ranks and of no other attempt to make a group; zeros for one rank, or too many.
-        fn id(self: &RustRendezvous) -> String;
-        /// True when ranks live on several hosts and shared memory serves the inside of each: `build_group` needs a link, and
-        /// point-to-point calls go to a delegate.
-        fn spans_hosts(self: &RustRendezvous) -> bool;
+        /// the timeout. Dropped without `build`, what was decided leaves the others in order.
+        #[Self = "RustRendezvous"]
+        fn meet(setup: &Setup, store: SharedPtr<Store>) -> Result<Decision>;
         /// Builds the group, whole. `link` is null but where it spans hosts; it is measured with all ranks then.
-        fn build_group(decided: Box<RustRendezvous>, link: SharedPtr<Link>) -> Result<Box<RustGroup>>;
+        #[Self = "RustGroup"]
+        fn build(decided: Box<RustRendezvous>, link: SharedPtr<Link>) -> Result<Box<RustGroup>>;
+
         /// Starts one operation; never waits for a peer. Errors here used no sequence number and sent nothing.
         /// `completion` may be null. Lists as in `types::Request`.
         fn issue(
@@ -498,34 +346,20 @@ pub mod ffi {
             also_touched: &[Strided],
             completion: SharedPtr<Completion>,
         ) -> Result<()>;
-        /// True when one of two operations that touch this memory must wait for the other: see `Reach::meets`.
-        fn memory_meets(one: &[Strided], other: &[Strided]) -> bool;
         /// In a group over several hosts: waits until no collective that was issued before touches `memory`, which a message
         /// that a delegate carries is about to read or (`writes`) write.
         fn wait_for_memory(self: &RustGroup, memory: &Piece, writes: bool) -> Result<()>;
         /// Rank 0 learns who is missing; the others wait for rank 0. Uses no sequence number, poisons nothing.
         fn monitored_barrier(self: &RustGroup, timeout_ms: i64, wait_all_ranks: bool) -> Result<()>;
-        /// Number of the last collective issued (0 before the first).
-        fn sequence(self: &RustGroup) -> u64;
+        fn state(self: &RustGroup) -> GroupState;
         fn set_timeout(self: &RustGroup, timeout_ms: u64);
-        /// Fails everything pending here and on the peers.
-        fn abort(self: &RustGroup, reason: &str);
-        /// Leaves the group in order: pending operations fail, peers still receive what was published.
-        fn shutdown(self: &RustGroup);
-        /// The group's fault with its code letter, or empty.
-        fn fault(self: &RustGroup) -> String;
+        /// In order: pending operations fail, peers still receive what was published. At once: everything pending here and on
+        /// the peers fails, for this reason.
+        fn leave(self: &RustGroup, how: Leave, reason: &str);
         /// Which engine serves it and why, for logs: one line.
         fn describe(self: &RustGroup) -> Result<String>;
-        /// How an operation would travel. `kind` and `dtype` by their names.
-        fn explain(self: &RustGroup, kind: &str, bytes: u64, dtype: &str) -> Result<Explanation>;
-        /// How the collective with this number travels or travelled, and what was recorded.
-        fn explain_number(self: &RustGroup, number: u64) -> Result<Explanation>;
-        fn stats(self: &RustGroup) -> Result<Stats>;
-        /// The last operations, oldest first.
-        fn records(self: &RustGroup) -> Result<Vec<Record>>;
-        fn reset_stats(self: &RustGroup);
-        /// Which ranks of the default group its ranks are, for records.
-        fn set_members(self: &RustGroup, members: &[u32]);
+        fn explain(self: &RustGroup, asked: &OpDesc) -> Result<Explanation>;
+        fn stats(self: &RustGroup, part: StatsPart) -> Result<Stats>;
         /// Counts an operation from now until `ended`; dropped before, it counts as failed.
         fn external_op(self: &RustGroup, call: &ExternalOp) -> Result<Box<RustExternalOp>>;
         /// `timed`: this is the moment it ended. Any thread; a second call does nothing.
@@ -535,11 +369,12 @@ pub mod ffi {
         fn is_done(self: &RustOp) -> bool;
         /// Negative: until the operation's own deadline. Ok: it ended well.
         fn wait(self: &RustOp, timeout_ms: i64) -> Result<()>;
-        /// The error with its code letter, or empty.
-        fn error(self: &RustOp) -> String;
         fn facts(self: &RustOp) -> OpFacts;
         /// How it travels or travelled, and what was recorded, as `RustGroup::explain`.
         fn explain(self: &RustOp) -> Explanation;
+        /// True when one of two operations that touch this memory must wait for the other: see `Reach::meets`.
+        #[Self = "RustOp"]
+        fn memory_meets(one: &[Strided], other: &[Strided]) -> bool;
         /// Cancels a pending operation; a collective poisons its group.
         fn cancel(self: &RustOp);
 
@@ -551,13 +386,9 @@ pub mod ffi {
             vendor: &str,
             library: &str,
             folders: &[String],
-        ) -> Result<Box<RustDevices>>;
-        /// The library, its version and file.
-        fn describe(self: &RustDevices) -> String;
-        /// Makes the communicator of all ranks for a device now; returns when all are there.
-        fn connect(self: &RustDevices, device: i32, exchange: &IdExchange) -> Result<()>;
+        ) -> Result<DevicesOpened>;
         /// Checks and lowers calls that are one launch, and takes their numbers; an error sent nothing.
-        /// Waits for other ranks only where it makes their communicator.
+        /// Waits for other ranks only where it makes their communicator. Without calls it makes that of all ranks.
         fn begin(
             self: &RustDevices,
             calls: &[DeviceRequest],
@@ -566,24 +397,31 @@ pub mod ffi {
         ) -> Result<DeviceBegun>;
         /// Something that waits for all earlier calls on a device, to be watched as a call is.
         fn behind(self: &RustDevices, device: i32) -> DeviceBegun;
-        /// Whether what is put on a raw stream is being captured.
-        fn capturing(self: &RustDevices, device: i32, stream: usize) -> Result<bool>;
-        /// The engine's own raw stream of a lane, behind a raw event; `told` are events of `mark` that nobody waits for any
-        /// more.
-        fn stream_behind(self: &RustDevices, device: i32, lane: i32, event: usize, told: &[usize]) -> Result<usize>;
-        /// A raw event behind all that is on a raw stream now.
-        fn mark(self: &RustDevices, device: i32, stream: usize) -> Result<usize>;
-        /// Whether the library can make the communicator of these ranks out of that of all.
-        fn can_split(self: &RustDevices, device: i32, members: &[u32]) -> bool;
-        /// Makes it, for the group of those ranks; all ranks of this one call at once. A rank that is a member of no new
-        /// group (`is_member` false) names itself as `child`, and members as on some rank that is.
-        fn split(self: &RustDevices, child: &RustDevices, is_member: bool, device: i32, members: &[u32]) -> Result<()>;
+        /// A step with a raw stream or event, `at`; what comes back is another one, or 0 and 1 for no and yes.
+        fn raw_stream(
+            self: &RustDevices,
+            step: RawStep,
+            device: i32,
+            at: usize,
+            lane: i32,
+            told: &[usize],
+        ) -> Result<usize>;
+        /// Makes the communicator of these ranks out of that of all, for the group `child` of those ranks; all ranks of this
+        /// one call at once. A rank that is a member of no new group (`is_member` false) names itself as `child`, and members
+        /// as on some rank that is. With `asks` it only says whether the library can.
+        fn split(
+            self: &RustDevices,
+            asks: bool,
+            child: &RustDevices,
+            is_member: bool,
+            device: i32,
+            members: &[u32],
+        ) -> Result<bool>;
         /// Takes the communicator of all ranks out of use; it ends with what this returns. `drained`: nothing is under way.
-        fn retire(self: &RustDevices, device: i32, drained: bool) -> Box<RustRetired>;
-        /// Unblocks whatever hangs; nothing can be issued afterwards.
-        fn abort(self: &RustDevices);
-        /// Leaves with the others; false where a signal handler raised meanwhile. `drained` as above.
-        fn close(self: &RustDevices, timeout_ms: u64, drained: bool) -> bool;
+        fn retire(self: &RustDevices, device: i32, drained: bool) -> DevicesRetired;
+        /// In order: with the others; false where a signal handler raised meanwhile. `drained` as above. At once: unblocks
+        /// whatever hangs, and nothing can be issued afterwards.
+        fn leave(self: &RustDevices, how: Leave, timeout_ms: u64, drained: bool) -> bool;
 
         /// Puts the calls on a raw stream, as one launch. What the library was given stays until this is dropped.
         fn launch(self: &RustCall, placed: &[DevicePlaced], stream: usize) -> Result<()>;
@@ -597,51 +435,21 @@ pub mod ffi {
         /// How each of the calls travels.
         fn explain(self: &RustCall) -> Vec<Explanation>;
 
-        /// Whether the library can leave ranks out that do not call.
-        fn can_shrink(self: &RustRetired) -> bool;
         /// Aborts what is under way, and makes the communicator of all ranks but `excluded`, which do not call.
         fn shrink(self: &RustRetired, child: &RustDevices, excluded: &[u32]) -> Result<()>;
 
-        /// Highest level that is logged: 0 off, 1 error, 2 warn, 3 info, 4 debug, 5 trace.
-        fn set_log_level(level: u8);
-        fn names() -> Names;
-        /// Facts about this machine (cores, quota, kernel, memory limits).
-        fn doctor() -> Vec<Fact>;
-        /// As `RustGroup::explain` for a group that is not there: `ranks` ranks of this host, with the rules of `algorithm`
-        /// and of the environment, and the table on disk.
-        fn explain_without_group(
-            kind: &str,
-            bytes: u64,
-            dtype: &str,
-            ranks: usize,
-            algorithm: &str,
-        ) -> Result<Explanation>;
-        /// All choices such a group would make.
-        fn table_without_group(ranks: usize, algorithm: &str) -> Result<ChoiceTable>;
         /// `fusion::lists::operations`.
+        #[Self = "RustGroup"]
         fn list_operations(kind: Kind, by_vendor: bool, elements: &[u8], bytes: &[usize]) -> Result<Vec<u32>>;
-        /// Writes a decision table for `ranks` ranks on this machine; `lines` as in `select/table.rs`. Its path.
-        fn save_table(ranks: usize, made: &str, lines: &str) -> Result<String>;
-        /// Predicted times at `sizes` in bytes, of one algorithm or, where `algorithm` is empty, of all that have a schedule
-        /// for the kind. Without sizes their names alone.
-        fn predict(
-            kind: &str,
-            algorithm: &str,
-            ranks: usize,
-            sizes: &[f64],
-            model: &CostModel,
-        ) -> Result<Vec<Prediction>>;
-        /// The messages of one rank, step by step; `parts` is set to the number of parts of the vector.
-        fn program(
-            kind: &str,
-            algorithm: &str,
-            ranks: usize,
-            segments: usize,
-            rank: usize,
-            parts: &mut usize,
-        ) -> Result<Vec<ProgramLine>>;
-        /// Stops this process's threads of ours; called once, from atexit, with the GIL released.
-        fn at_exit();
+    }
+
+    extern "C++" {
+        include!("sagellm/src/ffi/observe.rs.h");
+
+        type OpDesc<'a> = super::super::observe::ffi::OpDesc<'a>;
+        type Explanation = super::super::observe::ffi::Explanation;
+        type Stats = super::super::observe::ffi::Stats;
+        type StatsPart = super::super::observe::ffi::StatsPart;
     }
 
     // SAFETY: the functions below take references and slices that live for the call, throw only where they return a
@@ -658,15 +466,18 @@ pub mod ffi {
         type IdExchange;
         /// Hands an id from rank `from` to rank `to`, or from rank 0 to all where both are negative.
         fn share(self: &IdExchange, id: &mut [u8], from: i32, to: i32) -> Result<()>;
-        /// A connection to the group's store that nobody else uses.
-        fn store(self: &IdExchange) -> Result<SharedPtr<Store>>;
 
         type Link;
-        /// Starts to receive at most `bytes` at `to` from a rank, under a tag. The memory stays valid until the transfer is
-        /// dropped.
-        unsafe fn receive(self: &Link, peer: u32, tag: u32, to: *mut u8, bytes: usize) -> Result<UniquePtr<InFlight>>;
-        /// Starts to send `bytes` at `from`; as above.
-        unsafe fn send(self: &Link, peer: u32, tag: u32, from: *mut u8, bytes: usize) -> Result<UniquePtr<InFlight>>;
+        /// Starts to send `bytes` from `memory` to a rank, under a tag, or to receive at most so many into it. It stays valid
+        /// until the transfer is dropped.
+        unsafe fn transfer(
+            self: &Link,
+            sends: bool,
+            peer: u32,
+            tag: u32,
+            memory: *mut u8,
+            bytes: usize,
+        ) -> Result<UniquePtr<InFlight>>;
         /// Breaks all connections, so that every wait on them ends.
         fn cut(self: &Link);
 
@@ -675,10 +486,9 @@ pub mod ffi {
         fn wait(self: Pin<&mut InFlight>, timeout_ms: u64) -> Result<()>;
 
         type Completion;
-        /// Copies strided inputs into their contiguous pieces. Runs on any thread, without the GIL.
-        fn prepare(self: &Completion);
-        /// Copies contiguous results back into strided outputs. Runs on any thread, without the GIL.
-        fn store_back(self: &Completion);
+        /// Copies strided inputs into their contiguous pieces or, `back`, contiguous results into strided outputs. Runs on
+        /// any thread, without the GIL.
+        fn copy(self: &Completion, back: bool);
         /// The operation has ended; `error` is empty or carries its code letter. Must not run Python nor block: queues.
         fn ended(self: &Completion, error: &str);
 

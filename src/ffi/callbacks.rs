@@ -39,12 +39,12 @@ pub(super) struct CompletionHook {
 impl group::Completion for CompletionHook {
     fn prepare(&self) {
         if self.staged {
-            self.inner.prepare();
+            self.inner.copy(false);
         }
     }
     fn store_back(&self) {
         if self.staged {
-            self.inner.store_back();
+            self.inner.copy(true);
         }
     }
     fn ended(&self, error: Option<&Error>) {
@@ -70,14 +70,14 @@ impl transport::Link for LinkHook {
     ) -> Result<Box<dyn transport::Transfer>> {
         assert!(bytes <= buffer.len(), "a receive of {bytes} bytes into {}", buffer.len());
         // SAFETY: the buffer holds `bytes` and lives, unmoved on the heap, as long as the transfer beside it.
-        let transfer = unsafe { self.0.receive(peer as u32, tag, buffer.as_mut_ptr(), bytes) };
+        let transfer = unsafe { self.0.transfer(false, peer as u32, tag, buffer.as_mut_ptr(), bytes) };
         Ok(Box::new(TransferHook { transfer: transfer.map_err(|e| lost(peer, &e))?, buffer }))
     }
 
     fn send(&self, peer: usize, tag: u32, mut buffer: Vec<u8>, bytes: usize) -> Result<Box<dyn transport::Transfer>> {
         assert!(bytes <= buffer.len(), "a send of {bytes} bytes from {}", buffer.len());
         // SAFETY: as above.
-        let transfer = unsafe { self.0.send(peer as u32, tag, buffer.as_mut_ptr(), bytes) };
+        let transfer = unsafe { self.0.transfer(true, peer as u32, tag, buffer.as_mut_ptr(), bytes) };
         Ok(Box::new(TransferHook { transfer: transfer.map_err(|e| lost(peer, &e))?, buffer }))
     }
 

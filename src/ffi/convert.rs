@@ -1,6 +1,7 @@
 //! Between the bridge's types and the core's. The numbers of the shared enums are checked here, when this is compiled.
 
 use super::bridge::ffi;
+use super::observe::ffi as observed;
 use crate::error::{Error, ErrorKind, Result, contained};
 use crate::group::NAMES;
 use crate::select::explain::{Alternative, Explanation, Table};
@@ -111,20 +112,20 @@ pub(super) fn request(
     Ok(request)
 }
 
-pub(super) fn explanation(found: &Explanation) -> ffi::Explanation {
+pub(super) fn explanation(found: &Explanation) -> observed::Explanation {
     let (desc, shape, past) = (found.desc, found.shape, found.past);
-    let rejected = |other: &Alternative| ffi::Alternative {
+    let rejected = |other: &Alternative| observed::Alternative {
         way: other.way.clone(),
         predicted_ns: other.predicted_ns.unwrap_or(0),
         why_not: other.why_not.clone(),
     };
-    let batch = past.and_then(|past| past.batch).map(|batch| ffi::Batch {
+    let batch = past.and_then(|past| past.batch).map(|batch| observed::Batch {
         operations: batch.count,
         first: batch.first,
         last: batch.last,
         bytes: batch.bytes.map_or(-1, |bytes| bytes as i64),
     });
-    ffi::Explanation {
+    observed::Explanation {
         kind: desc.kind.name().into(),
         bytes: desc.bytes,
         ranks: shape.ranks,
@@ -149,8 +150,8 @@ pub(super) fn explanation(found: &Explanation) -> ffi::Explanation {
     }
 }
 
-pub(super) fn table(found: Table) -> ffi::ChoiceTable {
-    let rows = found.rows.iter().map(|row| ffi::ChoiceRow {
+pub(super) fn table(found: Table) -> observed::ChoiceTable {
+    let rows = found.rows.iter().map(|row| observed::ChoiceRow {
         kind: row.kind.name().into(),
         sizes: row.sizes(),
         way: row.choice.path.to_string(),
@@ -158,13 +159,13 @@ pub(super) fn table(found: Table) -> ffi::ChoiceTable {
         measured_ns: row.measured_ns.unwrap_or(0),
     });
     let rows = rows.collect();
-    ffi::ChoiceTable { note: found.note, rules: found.rules, rows }
+    observed::ChoiceTable { explained: Vec::new(), note: found.note, rules: found.rules, rows }
 }
 
-pub(super) fn stats(stats: &Stats, rank: usize, size: usize, Moment { now, wall }: Moment) -> ffi::Stats {
+pub(super) fn stats(stats: &Stats, rank: usize, size: usize, Moment { now, wall }: Moment) -> observed::Stats {
     let (fused, staged) = (stats.fused(), stats.host_staged());
     let waits = stats.waits().iter();
-    let cells = stats.cells().iter().map(|cell| ffi::Cell {
+    let cells = stats.cells().iter().map(|cell| observed::Cell {
         kind: cell.kind.name().into(),
         path: if cell.path == MIXED { "mixed" } else { (NAMES.path)(cell.path) }.into(),
         size_class: if cell.class == MIXED { -1 } else { i32::from(cell.class) },
@@ -178,9 +179,9 @@ pub(super) fn stats(stats: &Stats, rank: usize, size: usize, Moment { now, wall 
         copying: cell.copying,
         reducing: cell.reducing,
         longest: cell.longest,
-        times: cell.times.filled().map(|(bound, count)| ffi::Bucket { bound, count }).collect(),
+        times: cell.times.filled().map(|(bound, count)| observed::Bucket { bound, count }).collect(),
     });
-    ffi::Stats {
+    observed::Stats {
         rank,
         size,
         now,
@@ -192,15 +193,16 @@ pub(super) fn stats(stats: &Stats, rank: usize, size: usize, Moment { now, wall 
         largest_batch: fused.largest,
         host_staged_count: staged.count,
         host_staged_bytes: staged.bytes,
-        waits: waits.map(|w| ffi::PeerWait { count: w.count, total: w.total, longest: w.longest }).collect(),
+        waits: waits.map(|w| observed::PeerWait { count: w.count, total: w.total, longest: w.longest }).collect(),
         cells: cells.collect(),
+        records: Vec::new(),
     }
 }
 
-pub(super) fn record(record: &Record) -> ffi::Record {
+pub(super) fn record(record: &Record) -> observed::Record {
     let (dtype, op) = export::reduction(record);
     let (first, last) = record.route.fused_with.numbers(record.number);
-    ffi::Record {
+    observed::Record {
         id: record.id,
         number: record.number,
         kind: record.kind.name().into(),

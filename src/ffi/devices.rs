@@ -5,23 +5,18 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::bridge::ffi;
-use super::callbacks::StoreHook;
-use super::calls::RustGroup;
 use super::convert::{Outcome, dtype, guarded, kind, spans, unknown};
+use super::handles::{RustCall, RustDevices, RustGroup, RustRetired, SharedStore};
+use super::observe::ffi as observed;
 use crate::engine::device::{
     Buffers, DeviceCall, DeviceEngine, DeviceGroup, DeviceRequest, Event, Exchange, Hints, Local, Lowered,
-    LoweringInput, Placed, Ranks, Retired, Stream, Terms,
+    LoweringInput, Placed, Ranks, Stream, Terms,
 };
 use crate::error::{Error, Result};
-use crate::host::Counting;
 use crate::types::{CallNote, Dtype, ReduceOp, Span};
 
-pub struct RustDevices(Arc<DeviceEngine>);
-pub struct RustCall(DeviceCall);
-pub struct RustRetired(Retired);
-
 /// Answers the engine by the shim's group.
-struct ExchangeHook<'a>(&'a ffi::IdExchange);
+struct ExchangeHook<'a>(&'a ffi::IdExchange, &'a SharedStore);
 
 impl Exchange for ExchangeHook<'_> {
     fn share(&self, id: &mut [u8], ranks: Ranks) -> Result<()> {
@@ -32,9 +27,8 @@ impl Exchange for ExchangeHook<'_> {
         // The shim keeps its exception and raises that one.
         self.0.share(id, from, to).map_err(|error| Error::System(error.what().to_string()))
     }
-    fn store(&self) -> Result<Box<dyn Counting + Send>> {
-        let store = self.0.store().map_err(|error| Error::System(error.what().to_string()))?;
-        Ok(Box::new(StoreHook(store)))
+    fn store(&self) -> SharedStore {
+        Arc::clone(self.1)
     }
 }
 
@@ -45,13 +39,17 @@ impl RustGroup {
         vendor: &str,
         library: &str,
         folders: &[String],
-    ) -> Outcome<Box<RustDevices>> {
+    ) -> Outcome<ffi::DevicesOpened> {
         let hints = Hints {
             path: (!library.is_empty()).then(|| PathBuf::from(library)),
             folders: folders.iter().map(PathBuf::from).collect(),
         };
-        let group: Arc<dyn DeviceGroup> = self.0.clone();
-        guarded(|| Ok(Box::new(RustDevices(Arc::new(DeviceEngine::open(group, device_type, vendor, &hints)?)))))
+        let (group, store): (Arc<dyn DeviceGroup>, _) = (self.group.clone(), self.store.clone());
+        guarded(|| {
+            let engine = Arc::new(DeviceEngine::open(group, device_type, vendor, &hints)?);
+            let description = engine.describe();
+            Ok(ffi::DevicesOpened { devices: Box::new(RustDevices { engine, store }), description })
+        })
     }
 }
 
@@ -95,13 +93,6 @@ fn begun(call: DeviceCall) -> ffi::DeviceBegun {
 }
 
 impl RustDevices {
-    pub(super) fn describe(&self) -> String {
-        self.0.describe()
-    }
-    pub(super) fn connect(&self, device: i32, exchange: &ffi::IdExchange) -> Outcome<()> {
-        let exchange = ExchangeHook(exchange);
-        guarded(|| self.0.communicator(device, Ranks::All, &exchange).map(drop))
-    }
     pub(super) fn begin(
         &self,
         calls: &[ffi::DeviceRequest<'_>],
@@ -110,44 +101,68 @@ impl RustDevices {
     ) -> Outcome<ffi::DeviceBegun> {
         let ffi::DeviceTerms { device, region, capturing } = *terms;
         let terms = Terms { device: device.into(), region, capturing };
+        let exchange = ExchangeHook(exchange, &self.store);
         guarded(|| {
+            if calls.is_empty() {
+                self.engine.communicator(terms.device, Ranks::All, &exchange)?;
+                return Ok(begun(self.engine.behind(terms.device)));
+            }
             let parts: Vec<Parts> = calls.iter().map(Parts::of).collect();
             let calls =
                 calls.iter().zip(&parts).map(|(call, parts)| parts.request(call)).collect::<Result<Vec<_>>>()?;
-            Ok(begun(self.0.begin(&calls, &terms, &ExchangeHook(exchange))?))
+            Ok(begun(self.engine.begin(&calls, &terms, &exchange)?))
         })
     }
     pub(super) fn behind(&self, device: i32) -> ffi::DeviceBegun {
-        begun(self.0.behind(device))
+        begun(self.engine.behind(device))
     }
-    pub(super) fn capturing(&self, device: i32, stream: usize) -> Outcome<bool> {
-        guarded(|| self.0.capturing(device, Stream(stream)))
+    pub(super) fn raw_stream(
+        &self,
+        step: ffi::RawStep,
+        device: i32,
+        at: usize,
+        lane: i32,
+        told: &[usize],
+    ) -> Outcome<usize> {
+        guarded(|| match step {
+            ffi::RawStep::kCapturing => Ok(self.engine.capturing(device, Stream(at))?.into()),
+            ffi::RawStep::kMark => Ok(self.engine.mark(device, Stream(at))?.0),
+            _ => {
+                let told: Vec<Event> = told.iter().copied().map(Event).collect();
+                Ok(self.engine.stream_behind(device, lane, Event(at), &told)?.0)
+            }
+        })
     }
-    pub(super) fn stream_behind(&self, device: i32, lane: i32, event: usize, told: &[usize]) -> Outcome<usize> {
-        let told: Vec<Event> = told.iter().copied().map(Event).collect();
-        guarded(|| Ok(self.0.stream_behind(device, lane, Event(event), &told)?.0))
+    pub(super) fn split(
+        &self,
+        asks: bool,
+        child: &RustDevices,
+        is_member: bool,
+        device: i32,
+        members: &[u32],
+    ) -> Outcome<bool> {
+        let child = is_member.then_some(&*child.engine);
+        guarded(|| {
+            if asks {
+                return Ok(self.engine.can_split(device, members));
+            }
+            self.engine.split(child, device, members).map(|()| true)
+        })
     }
-    pub(super) fn mark(&self, device: i32, stream: usize) -> Outcome<usize> {
-        guarded(|| Ok(self.0.mark(device, Stream(stream))?.0))
+    pub(super) fn retire(&self, device: i32, drained: bool) -> ffi::DevicesRetired {
+        let retired = self.engine.retire(device, drained);
+        let can_shrink = retired.can_shrink();
+        ffi::DevicesRetired { communicator: Box::new(RustRetired(retired)), can_shrink }
     }
-    pub(super) fn can_split(&self, device: i32, members: &[u32]) -> bool {
-        self.0.can_split(device, members)
-    }
-    pub(super) fn split(&self, child: &RustDevices, is_member: bool, device: i32, members: &[u32]) -> Outcome<()> {
-        let child = is_member.then_some(&*child.0);
-        guarded(|| self.0.split(child, device, members))
-    }
-    pub(super) fn retire(&self, device: i32, drained: bool) -> Box<RustRetired> {
-        Box::new(RustRetired(self.0.retire(device, drained)))
-    }
-    pub(super) fn abort(&self) {
-        let _ = guarded(|| {
-            self.0.abort();
-            Ok(())
+    pub(super) fn leave(&self, how: ffi::Leave, timeout_ms: u64, drained: bool) -> bool {
+        let left = guarded(|| match how {
+            ffi::Leave::kInOrder => Ok(self.engine.close(Duration::from_millis(timeout_ms), drained)),
+            _ => {
+                self.engine.abort();
+                Ok(true)
+            }
         });
-    }
-    pub(super) fn close(&self, timeout_ms: u64, drained: bool) -> bool {
-        guarded(|| Ok(self.0.close(Duration::from_millis(timeout_ms), drained))).unwrap_or(true)
+        left.unwrap_or(true)
     }
 }
 
@@ -197,9 +212,9 @@ impl RustCall {
             Ok(())
         });
     }
-    pub(super) fn explain(&self) -> Vec<ffi::Explanation> {
+    pub(super) fn explain(&self) -> Vec<observed::Explanation> {
         let found = self.0.explain().into_iter();
-        let found = found.map(|call| ffi::Explanation {
+        let found = found.map(|call| observed::Explanation {
             kind: call.name,
             bytes: call.bytes,
             ranks: call.ranks,
@@ -215,10 +230,7 @@ impl RustCall {
 }
 
 impl RustRetired {
-    pub(super) fn can_shrink(&self) -> bool {
-        self.0.can_shrink()
-    }
     pub(super) fn shrink(&self, child: &RustDevices, excluded: &[u32]) -> Outcome<()> {
-        guarded(|| self.0.shrink(&child.0, excluded))
+        guarded(|| self.0.shrink(&child.engine, excluded))
     }
 }

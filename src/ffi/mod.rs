@@ -1,8 +1,10 @@
 #![allow(unsafe_code)] // calls between Rust and C++; what cxx makes of the bridge is unsafe code, too
 
 pub mod bridge;
-pub mod callbacks;
+mod callbacks;
 mod calls;
 mod convert;
-pub mod devices;
-pub mod simulate;
+mod devices;
+mod handles;
+pub mod observe;
+mod simulate;

@@ -12,11 +12,15 @@ use once_cell::sync::Lazy;
 const GAP: u64 = 1_000_000_000;
 
 static START: Lazy<Instant> = Lazy::new(Instant::now);
-/// Last reading, in nanoseconds since START. Relaxed: any thread's reading will do, and the sum below tolerates several
-/// readings at once, because each gap is subtracted at most once (swap).
-static LAST: AtomicU64 = AtomicU64::new(0);
-/// Sum of the gaps.
-static LOST: AtomicU64 = AtomicU64::new(0);
+/// What the clock remembers. Both relaxed: read and written by every thread that reads the clock.
+struct Readings {
+    /// The last reading, in nanoseconds since START: any thread's will do.
+    last: AtomicU64,
+    /// Sum of the gaps. Several readings at once subtract each gap at most once, because it is taken by a swap of `last`.
+    lost: AtomicU64,
+}
+
+static READINGS: Readings = Readings { last: AtomicU64::new(0), lost: AtomicU64::new(0) };
 
 /// Nanoseconds since the first reading in this process, including stops: timestamps for records.
 #[inline]
@@ -31,10 +35,10 @@ pub fn now() -> u64 {
 
 /// As `now`, for a `stamp` that the caller has just taken.
 pub fn at(time: u64) -> u64 {
-    let last = LAST.swap(time, Ordering::Relaxed);
+    let last = READINGS.last.swap(time, Ordering::Relaxed);
     let gap = time.saturating_sub(last);
     if gap > GAP {
-        LOST.fetch_add(gap, Ordering::Relaxed);
+        READINGS.lost.fetch_add(gap, Ordering::Relaxed);
     }
-    time.saturating_sub(LOST.load(Ordering::Relaxed))
+    time.saturating_sub(READINGS.lost.load(Ordering::Relaxed))
 }

@@ -3,8 +3,10 @@
 
 #![allow(unsafe_code)] // a system call that libc has no wrapper for
 
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::AtomicU32;
 use std::time::Duration;
+
+use once_cell::sync::Lazy;
 
 /// Most words one sleep can watch: the kernel's limit for futex_waitv.
 pub const MOST: usize = 128;
@@ -20,8 +22,18 @@ pub fn wake_all(word: &AtomicU32) {
 /// Longest sleep where only the first of several words can be watched.
 const LOOK_AGAIN: Duration = Duration::from_millis(1);
 
-/// The kernel has no futex_waitv (before 5.16) or a seccomp profile denies it. Set once, by the thread that notices.
-static NO_WAITV: AtomicBool = AtomicBool::new(false);
+const SYS_FUTEX_WAITV: libc::c_long = 449;
+
+/// Whether the kernel has futex_waitv (since 5.16) and no seccomp profile denies it: then a call that names no words is
+/// an invalid argument.
+static HAS_WAITV: Lazy<bool> = Lazy::new(has_waitv);
+
+fn has_waitv() -> bool {
+    let nothing = std::ptr::null::<libc::c_void>();
+    // SAFETY: without words it reads nothing.
+    let result = unsafe { libc::syscall(SYS_FUTEX_WAITV, nothing, 0, 0, nothing, 0) };
+    result < 0 && std::io::Error::last_os_error().raw_os_error() == Some(libc::EINVAL)
+}
 
 /// Sleeps until one of `words` differs from its value, is woken, or `timeout` passes. May return early for no reason.
 /// Where the kernel can watch only one word, it watches the first, and the others are checked every millisecond.
@@ -45,7 +57,7 @@ fn wait_one(word: &AtomicU32, value: u32, timeout: Duration) {
 
 /// False when the kernel does not offer it.
 fn wait_many(words: &[(&AtomicU32, u32)], timeout: Duration) -> bool {
-    if NO_WAITV.load(Ordering::Relaxed) {
+    if !*HAS_WAITV {
         return false;
     }
     #[repr(C)]
@@ -55,7 +67,6 @@ fn wait_many(words: &[(&AtomicU32, u32)], timeout: Duration) -> bool {
         flags: u32,
         reserved: u32,
     }
-    const SYS_FUTEX_WAITV: libc::c_long = 449;
     const SIZE_U32: u32 = 2;
     let waiters: Vec<Waiter> = words
         .iter()
@@ -85,19 +96,14 @@ fn wait_many(words: &[(&AtomicU32, u32)], timeout: Duration) -> bool {
             libc::CLOCK_MONOTONIC,
         )
     };
-    match std::io::Error::last_os_error().raw_os_error() {
-        _ if result >= 0 => true,
-        Some(libc::EAGAIN | libc::EINTR | libc::ETIMEDOUT) => true,
-        _ => {
-            NO_WAITV.store(true, Ordering::Relaxed);
-            false
-        }
-    }
+    let error = std::io::Error::last_os_error().raw_os_error();
+    result >= 0 || matches!(error, Some(libc::EAGAIN | libc::EINTR | libc::ETIMEDOUT))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::sync::atomic::Ordering;
     use std::time::Instant;
 
     #[test]
@@ -131,8 +137,10 @@ mod tests {
 
     #[test]
     fn a_profile_that_denies_futex_waitv_costs_a_millisecond_and_no_busy_loop() {
+        Lazy::force(&HAS_WAITV); // the other tests' threads may use it
         std::thread::spawn(|| {
-            deny(449, libc::EPERM);
+            deny(SYS_FUTEX_WAITV, libc::EPERM);
+            assert!(!has_waitv());
             let (a, b) = (AtomicU32::new(1), AtomicU32::new(2));
             let begin = Instant::now();
             (0..20).for_each(|_| wait(&[(&a, 1), (&b, 2)], Duration::from_secs(10)));
@@ -141,7 +149,6 @@ mod tests {
         })
         .join()
         .unwrap();
-        NO_WAITV.store(false, Ordering::Relaxed); // the other tests' threads may use it
     }
 
     #[test]

@@ -10,7 +10,6 @@ use std::io::Read;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
 
 use once_cell::sync::Lazy;
 
@@ -152,10 +151,7 @@ fn headroom(dir: &Path, limit: &str, usage: &str, reclaimable: &str) -> Option<u
 }
 
 /// The directories of this process's control groups.
-#[derive(Clone, Default)]
 struct ControlGroups {
-    /// The contents of `/proc/self/cgroup`.
-    cgroup: String,
     /// (controller, or empty for v2; mount point; directory of this process below it)
     places: Vec<(String, PathBuf, PathBuf)>,
 }
@@ -164,19 +160,12 @@ impl ControlGroups {
     /// Reads the control groups anew, because a process may be moved to another one. The mount points take ten times
     /// longer to find and do not change, so they are kept.
     fn read() -> ControlGroups {
-        static LAST: Mutex<Option<ControlGroups>> = Mutex::new(None);
+        static MOUNTS: Lazy<String> = Lazy::new(|| {
+            let all = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+            all.lines().filter(|line| line.contains(" - cgroup")).collect::<Vec<_>>().join("\n")
+        });
         let cgroup = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
-        // Not `lock`: a forked child may have inherited it locked.
-        let mut last = LAST.try_lock().ok();
-        if let Some(known) = last.as_ref().and_then(|last| last.as_ref()).filter(|known| known.cgroup == cgroup) {
-            return known.clone();
-        }
-        let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
-        let groups = ControlGroups { places: control_group_places(&cgroup, &mounts), cgroup };
-        if let Some(last) = &mut last {
-            **last = Some(groups.clone());
-        }
-        groups
+        ControlGroups { places: control_group_places(&cgroup, &MOUNTS) }
     }
 
     /// The directories of this process's group for one controller, from its own up to the mount point.

@@ -2,7 +2,7 @@
 //! domain; in tests, where ranks are threads of one process, each rank has its own.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
 use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -114,6 +114,9 @@ pub struct Domain {
     pub(crate) thread: Mutex<Option<JoinHandle<()>>>,
     /// Set (release) when the thread was started, read (acquire) by every asynchronous operation, to skip the lock.
     pub(crate) running: AtomicBool,
+    /// When a waiting thread last tried to leave a core that it shares (`clock::now`). Written and read by such threads,
+    /// relaxed: nothing else follows from it.
+    pub(super) dodged: AtomicU64,
 }
 
 static DOMAINS: Lazy<Mutex<HashMap<u64, Arc<Domain>>>> = Lazy::new(Mutex::default);

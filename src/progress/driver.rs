@@ -13,7 +13,7 @@
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -95,7 +95,7 @@ pub fn wait_until(group: &dyn Driven, host: &dyn Host, until: Option<Instant>, d
             continue;
         }
         if idle < spin_policy.spin + spin_policy.yield_for {
-            if spin_policy.own_cores && may_dodge() && group.shares_core() {
+            if spin_policy.own_cores && may_dodge(group.domain()) && group.shares_core() {
                 sleep(group.domain(), Some(group), spin_policy.yield_for, &done);
             } else {
                 std::thread::yield_now();
@@ -112,12 +112,12 @@ pub fn wait_until(group: &dyn Driven, host: &dyn Host, until: Option<Instant>, d
 /// Two ranks that landed on one core stay there as long as they only yield to each other, at 20 us an operation. A real
 /// sleep lets the kernel wake the thread on an idle core. At most one try in five milliseconds: where no core is idle
 /// it does not help.
-fn may_dodge() -> bool {
+fn may_dodge(domain: &Domain) -> bool {
     const EVERY: u64 = 5_000_000;
-    static LAST: AtomicU64 = AtomicU64::new(0);
     let now = crate::os::clock::now();
-    let last = LAST.load(Ordering::Relaxed);
-    now.saturating_sub(last) >= EVERY && LAST.compare_exchange(last, now, Ordering::Relaxed, Ordering::Relaxed).is_ok()
+    let last = domain.dodged.load(Ordering::Relaxed);
+    now.saturating_sub(last) >= EVERY
+        && domain.dodged.compare_exchange(last, now, Ordering::Relaxed, Ordering::Relaxed).is_ok()
 }
 
 fn drive_others(group: &dyn Driven) -> bool {

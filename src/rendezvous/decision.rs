@@ -5,7 +5,6 @@
 //! hosts have it.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use super::messages::Nonce;
@@ -17,7 +16,7 @@ use crate::engine::shm::memory::area::Area;
 use crate::engine::shm::memory::layout::{Layout, MAX_RANKS, SLOT_BYTES};
 use crate::error::{Error, Result};
 use crate::fusion::planner::LANES;
-use crate::host::{Host, Store};
+use crate::host::{Host, Store, first_time};
 use crate::os::{topology, watch};
 use crate::select;
 use crate::select::{GroupShape, Policy};
@@ -270,10 +269,9 @@ fn sharing_hosts(
 
 /// Rank 0's policy, which decides for all. A rank with other rules warns once.
 fn agreed(config: &Config, own: &Policy, sent: &str) -> Result<Policy> {
-    static TOLD: AtomicBool = AtomicBool::new(false);
     let policy =
         Policy::parse(sent).map_err(|what| Error::System(format!("sagellm: group '{}': {what}", config.name)))?;
-    if policy.rules != own.rules && !TOLD.swap(true, Ordering::Relaxed) {
+    if policy.rules != own.rules && first_time("rules unlike those of rank 0") {
         log::warn!(
             "rank {} of group '{}' has the rules \"{}\" (option algorithm, SAGELLM_ALGORITHM) and rank 0 has \"{}\": rank 0's \
              decide for the group. Give every rank the same",

@@ -2,13 +2,12 @@
 //! cache. The rendezvous sends them to the other ranks, and their hash begins the chain of signatures, so that two
 //! ranks with different policies get an error in their first operation.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-
 use super::rules;
 use super::rules::Rules;
 use super::table;
 use super::table::{Found, Table};
 use crate::error::{Error, Result as Outcome};
+use crate::host::first_time;
 use crate::os::topology;
 
 const HEAD: &str = "sagellm policy 1";
@@ -105,20 +104,14 @@ pub fn decide(option: &str, ranks: usize, slot_bytes: usize, leads: bool) -> Out
             Found::Table(table, path) => (Some(table), path.display().to_string()),
             Found::Missing(why) => (None, why),
             Found::Refused(why) => {
-                warn_once(&why);
+                if first_time("a bad decision table") {
+                    log::warn!("the decision table {why}");
+                }
                 (None, why)
             }
         },
     };
     Ok(policy)
-}
-
-/// Warns about a bad table once, however many groups a process makes.
-fn warn_once(why: &str) {
-    static TOLD: AtomicBool = AtomicBool::new(false);
-    if !TOLD.swap(true, Ordering::Relaxed) {
-        log::warn!("the decision table {why}");
-    }
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-"""The functions of the bridge between C++ and Rust (`src/ffi/bridge.rs`), and which of them a run has called.
+"""The functions of the bridge between C++ and Rust (`src/ffi/bridge.rs`, `observe.rs`), and which of them a run called.
 
 `bridged()` reads them from the source. As a program it takes the target folder of a build that counts calls over the
 bridge, and the folder of the counts (`.ci/sanitized` makes both). It fails if a function was not called, and names it.
@@ -15,18 +15,24 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 #: Behind c10d's `Work::abort`, which torch does not bind in Python.
 NOT_FROM_PYTHON = {"RustOp::cancel"}
+#: Each is compiled on its own.
+FILES = ("bridge.rs", "observe.rs")
 BLOCKS = ('extern "Rust"', 'unsafe extern "C++"')
-FUNCTION = re.compile(r"\bfn (\w+)\s*\(\s*(?:self: (?:&|Pin<&mut )(\w+))?")
+#: The type is that of the receiver, or stands in an attribute before the function.
+FUNCTION = re.compile(r'(?:#\[Self = "(\w+)"\]\s*)?\bfn (\w+)\s*\(\s*(?:self: (?:&|Pin<&mut )(\w+))?')
 
 
 def bridged() -> list[str]:
     """Every function that one language calls in the other: `Type::name`, or `name` alone."""
-    source = (ROOT / "src" / "ffi" / "bridge.rs").read_text()
     found = []
-    for block in BLOCKS:
-        start = source.index(f"\n    {block} {{")
-        body = re.sub(r"//.*", "", source[start : source.index("\n    }\n", start)])
-        found += [f"{of}::{name}" if of else name for name, of in FUNCTION.findall(body)]
+    for file in FILES:
+        source = (ROOT / "src" / "ffi" / file).read_text()
+        for block in BLOCKS:
+            start = source.find(f"\n    {block} {{")
+            if start < 0:
+                continue
+            body = re.sub(r"//.*", "", source[start : source.index("\n    }\n", start)])
+            found += [f"{of or to}::{name}" if of or to else name for of, name, to in FUNCTION.findall(body)]
     return found
 
 
@@ -45,16 +51,24 @@ def tests() -> list[str]:
 
 def called(target: Path, counters: Path) -> set[str]:
     """The functions that were called in any process. `target` holds the build, `counters` a folder for each process."""
-    notes = list(target.rglob("*bridge.rs.gcno"))
-    counted = list(counters.rglob("*bridge.rs.gcda"))
-    if len(notes) != 1 or not counted:
-        raise SystemExit(f"{target} has {len(notes)} builds of the bridge that count, {counters} {len(counted)} counts")
+    found: set[str] = set()
+    for name in FILES:
+        notes = list(target.rglob(f"*-{name}.gcno"))
+        counted = list(counters.rglob(f"*-{name}.gcda"))
+        if len(notes) != 1 or not counted:
+            raise SystemExit(f"{target} has {len(notes)} builds of {name} that count, {counters} {len(counted)} counts")
+        found |= called_in(notes[0], counted)
+    return found
+
+
+def called_in(notes: Path, counted: list[Path]) -> set[str]:
+    """Those of one file of the bridge."""
     found: set[str] = set()
     for file in counted:
         # gcov looks for the notes beside the counts.
         beside = file.with_suffix(".gcno")
         if not beside.exists():
-            beside.symlink_to(notes[0].absolute())
+            beside.symlink_to(notes.absolute())
         words = ["gcov", "--json-format", "--stdout", file.name]
         done = subprocess.run(words, cwd=file.parent, capture_output=True, text=True)
         if done.returncode != 0:

@@ -9,7 +9,7 @@ torch_version_built: str
 KINDS: tuple[str, ...]
 DTYPES: tuple[str, ...]
 
-# The structs of the bridge (src/ffi/bridge.rs) are dicts here; times are nanoseconds.
+# The structs of the bridge (src/ffi/observe.rs) are dicts here; times are nanoseconds.
 
 class Alternative(TypedDict):
     way: str

@@ -45,8 +45,8 @@ impl Ranks {
 pub trait Exchange {
     /// Hands the id from the first of its ranks to the others. A rank that does not come is named at the deadline.
     fn share(&self, id: &mut [u8], ranks: Ranks) -> Result<()>;
-    /// A connection to the group's store that nobody else uses.
-    fn store(&self) -> Result<Box<dyn Counting + Send>>;
+    /// The store that the group met in.
+    fn store(&self) -> Arc<dyn Counting + Send + Sync>;
 }
 
 /// One communicator of a group.

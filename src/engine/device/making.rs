@@ -84,7 +84,7 @@ impl DeviceEngine {
             Some(pairs) => pairs,
             None => {
                 let place = format!("pairs/{}/{id}", self.device_type);
-                pairs.insert(Pairs::new(exchange.store()?, place, self.group.rank()))
+                pairs.insert(Pairs::new(exchange.store(), place, self.group.rank()))
             }
         };
         let may_wait = || self.may_wait_for(peer as usize, begin.elapsed(), timeout);

@@ -21,6 +21,7 @@
 //! | `pair/<low>-<high>/<making>` | the invitation to this making was accepted |
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use crate::error::{Error, Result};
 use crate::host::Counting;
@@ -34,7 +35,7 @@ fn pair(a: usize, b: usize) -> Pair {
 
 /// One rank's side. Of its threads one at a time.
 pub struct Pairs {
-    store: Box<dyn Counting + Send>,
+    store: Arc<dyn Counting + Send + Sync>,
     prefix: String,
     rank: usize,
     /// Invitations read from this rank's mail.
@@ -47,7 +48,7 @@ pub struct Pairs {
 }
 
 impl Pairs {
-    pub fn new(store: Box<dyn Counting + Send>, prefix: String, rank: usize) -> Pairs {
+    pub fn new(store: Arc<dyn Counting + Send + Sync>, prefix: String, rank: usize) -> Pairs {
         Pairs { store, prefix, rank, read: 0, invited: BTreeMap::new(), asked: BTreeMap::new() }
     }
 
@@ -125,7 +126,7 @@ impl Pairs {
 #[cfg(test)]
 mod tests {
     use std::collections::{HashMap, HashSet};
-    use std::sync::{Arc, Barrier, Condvar, Mutex};
+    use std::sync::{Barrier, Condvar, Mutex};
     use std::time::{Duration, Instant};
 
     use super::*;
@@ -186,7 +187,7 @@ mod tests {
             for (rank, peers) in wanted.iter().enumerate() {
                 let (store, library, start) = (store.clone(), &library, &start);
                 scope.spawn(move || {
-                    let mut pairs = Pairs::new(Box::new(store), "g".into(), rank);
+                    let mut pairs = Pairs::new(Arc::new(store), "g".into(), rank);
                     let mut known: Vec<u32> = Vec::new();
                     start.wait();
                     for peer in peers {
@@ -238,8 +239,8 @@ mod tests {
     #[test]
     fn a_wait_that_was_interrupted_goes_on_with_its_invitation() {
         let store = Memory::default();
-        let mut low = Pairs::new(Box::new(store.clone()), "g".into(), 0);
-        let mut high = Pairs::new(Box::new(store.clone()), "g".into(), 1);
+        let mut low = Pairs::new(Arc::new(store.clone()), "g".into(), 0);
+        let mut high = Pairs::new(Arc::new(store.clone()), "g".into(), 1);
         let mut stop = || Err(Error::Interrupted("stop".into()));
         for _ in 0..3 {
             assert!(matches!(low.next(1, &[], &mut stop), Err(Error::Interrupted(_))));
@@ -255,7 +256,7 @@ mod tests {
     #[test]
     fn an_interrupted_invitation_is_kept_when_its_inviter_comes_to_another_message() {
         let store = Memory::default();
-        let of = |rank| Pairs::new(Box::new(store.clone()), "g".into(), rank);
+        let of = |rank| Pairs::new(Arc::new(store.clone()), "g".into(), rank);
         let (mut low, mut high, mut last) = (of(0), of(1), of(2));
         let mut stop = || Err(Error::Interrupted("stop".into()));
         assert!(low.next(2, &[], &mut stop).is_err());
@@ -270,7 +271,7 @@ mod tests {
     #[test]
     fn who_has_a_pair_on_its_device_does_not_serve_another_making_of_it() {
         let store = Memory::default();
-        let of = |rank| Pairs::new(Box::new(store.clone()), "g".into(), rank);
+        let of = |rank| Pairs::new(Arc::new(store.clone()), "g".into(), rank);
         let (mut low, mut high, mut last) = (of(0), of(1), of(2));
         let mut stop = || Err(Error::Interrupted("stop".into()));
         assert!(low.next(1, &[], &mut stop).is_err());

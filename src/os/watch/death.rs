@@ -9,11 +9,12 @@ use std::collections::{HashMap, HashSet};
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::ptr;
-use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{JoinHandle, ThreadId};
 use std::time::{Duration, Instant};
 
+use super::PROCESS;
 use crate::error::{Error, Result};
 
 const GRACE: Duration = Duration::from_millis(10);
@@ -59,7 +60,7 @@ struct State {
 }
 
 /// The thread's state. Never freed: a forked child may appear at any moment and gets its own.
-struct Watcher {
+pub(super) struct Watcher {
     epoll: OwnedFd,
     /// Wakes the thread.
     wakeup: OwnedFd,
@@ -68,17 +69,8 @@ struct Watcher {
     idle: Condvar,
 }
 
-static WATCHER: AtomicPtr<Watcher> = AtomicPtr::new(ptr::null_mut());
-
 /// Token of the wakeup descriptor; the others are watch number and index.
 const WAKEUP: u64 = u64::MAX;
-
-/// The child has neither the thread nor the locks that it may have held; a watch made there starts anew. The epoll
-/// instance is shared with the parent and must not be changed, so it is closed only when the process ends.
-pub(super) fn forget_after_fork() {
-    WATCHER.store(ptr::null_mut(), Ordering::Release);
-}
-
 fn refused(what: &str) -> Error {
     Error::System(format!("sagellm: {what}: {}", io::Error::last_os_error()))
 }
@@ -94,13 +86,13 @@ fn descriptor(rc: i32, what: &str) -> Result<OwnedFd> {
 impl Watcher {
     /// The process's watcher, made at the first call.
     fn get() -> Result<&'static Watcher> {
-        let present = WATCHER.load(Ordering::Acquire);
+        let present = PROCESS.watcher.load(Ordering::Acquire);
         if !present.is_null() {
             // SAFETY: a watcher that the pointer once held is never freed.
             return Ok(unsafe { &*present });
         }
         let made = Box::into_raw(Box::new(Watcher::new()?));
-        match WATCHER.compare_exchange(ptr::null_mut(), made, Ordering::AcqRel, Ordering::Acquire) {
+        match PROCESS.watcher.compare_exchange(ptr::null_mut(), made, Ordering::AcqRel, Ordering::Acquire) {
             // SAFETY: published just now, never freed from here on.
             Ok(_) => Ok(unsafe { &*made }),
             Err(winner) => {
@@ -337,7 +329,7 @@ impl Drop for WatchGuard {
 /// Ends the thread, for the end of the process. Watches report nothing afterwards, until a new watch starts the thread
 /// again.
 pub fn stop() {
-    let present = WATCHER.load(Ordering::Acquire);
+    let present = PROCESS.watcher.load(Ordering::Acquire);
     if present.is_null() {
         return;
     }

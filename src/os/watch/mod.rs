@@ -5,25 +5,40 @@
 
 mod death;
 
+use std::ptr;
 use std::sync::Once;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering};
 use std::thread::JoinHandle;
 
+use self::death::Watcher;
 pub use self::death::{End, Source, WatchGuard, stop, watch};
 
-/// Forks between the process that first used this module and this one.
-static GENERATION: AtomicU32 = AtomicU32::new(0);
-static INSTALL: Once = Once::new();
+/// What tells this process from its parent.
+struct Process {
+    /// Forks between the process that first used this module and this one. Written by `in_forked_child` alone, when the
+    /// process has one thread (relaxed).
+    generation: AtomicU32,
+    /// Of the handler that counts them.
+    installed: Once,
+    /// The thread that watches, or null; see `Watcher::get`. Published with release, read with acquire.
+    watcher: AtomicPtr<Watcher>,
+}
+
+static PROCESS: Process =
+    Process { generation: AtomicU32::new(0), installed: Once::new(), watcher: AtomicPtr::new(ptr::null_mut()) };
 
 /// Runs in the child between fork and its first own instruction: only atomics and nothing that may hold a lock.
+///
+/// The child has neither the watcher's thread nor a right to the locks it may have held; a watch made there starts anew.
+/// The epoll instance is shared with the parent and must not be changed, so even closing it is left to the process's end.
 extern "C" fn in_forked_child() {
-    GENERATION.fetch_add(1, Ordering::Relaxed);
-    self::death::forget_after_fork();
+    PROCESS.generation.fetch_add(1, Ordering::Relaxed);
+    PROCESS.watcher.store(ptr::null_mut(), Ordering::Release);
 }
 
 /// Must have run before a fork for [`generation`] to count it. Cheap to repeat; `watch` and the rendezvous call it.
 pub fn install() {
-    INSTALL.call_once(|| {
+    PROCESS.installed.call_once(|| {
         // SAFETY: the handler is a plain function that lives for ever and touches only atomics.
         let rc = unsafe { libc::pthread_atfork(None, None, Some(in_forked_child)) };
         if rc != 0 {
@@ -36,7 +51,7 @@ pub fn install() {
 /// parent and must not be touched here: their threads are not running and their shared memory must not be written.
 #[inline]
 pub fn generation() -> u32 {
-    GENERATION.load(Ordering::Relaxed)
+    PROCESS.generation.load(Ordering::Relaxed)
 }
 
 /// True in a child that was forked after this module was first used.
@@ -57,7 +72,7 @@ pub fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> std::io::Resul
     };
     let thread = std::thread::Builder::new().name(name.into()).spawn(body);
     // SAFETY: restores the previous mask.
-    unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &before, std::ptr::null_mut()) };
+    unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &before, ptr::null_mut()) };
     thread
 }
 

@@ -7,10 +7,11 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
-use super::layout::{INLINE_BYTES, Layout, SLOT_BYTES};
+use super::layout::{INLINE_BYTES, Layout, Part, SLOT_BYTES};
 use super::presence::Presence;
 use super::segment::Segment;
 use crate::engine::shm::protocol::{Mail, Region, Word, Words};
+use crate::error::Result;
 use crate::op::Op;
 use crate::os::event_count::WakeWords;
 use crate::os::topology;
@@ -40,9 +41,7 @@ pub struct Area {
     pub layout: Layout,
     pub me: usize,
     pub ranks: usize,
-    pub(super) presence: Presence,
-    /// Bytes of memory that this process may still use.
-    pub(super) headroom: fn() -> Option<u64>,
+    presence: Presence,
 }
 
 /// The contents of a slot's header line besides its tag.
@@ -66,13 +65,19 @@ pub fn chain(before: u64, op: &Op) -> u64 {
 
 impl Area {
     pub fn new(segment: Arc<Segment>, layout: Layout, me: usize) -> Area {
-        let (presence, headroom) = (Presence::default(), topology::memory_headroom);
-        Area { segment, layout, me, ranks: layout.ranks, presence, headroom }
+        let presence = Presence::new(topology::memory_headroom);
+        Area { segment, layout, me, ranks: layout.ranks, presence }
     }
 
     /// Reports `headroom` bytes of free memory for this process: for tests.
     pub fn with_headroom(self, headroom: fn() -> Option<u64>) -> Area {
-        Area { headroom, ..self }
+        Area { presence: Presence::new(headroom), ..self }
+    }
+
+    /// Makes parts of this rank's memory present, unless they are. To be called before this rank writes them or lets
+    /// another one do so. The error is that there is no room.
+    pub fn make_present(&self, parts: impl IntoIterator<Item = Part>) -> Result<()> {
+        self.presence.make(&self.segment, &self.layout, self.me, parts)
     }
 
     fn word64(&self, offset: usize) -> &AtomicU64 {

@@ -20,17 +20,24 @@
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use super::area::Area;
-use super::layout::Part;
-use super::segment::Backing;
+use super::layout::{Layout, Part};
+use super::segment::{Backing, Segment};
 use crate::error::{Error, Result};
 
-/// The populated parts of a rank, a bit each. The thread that drives the rank's group reads and writes it under the
-/// group's lock (relaxed).
-#[derive(Debug, Default)]
-pub struct Presence(AtomicU32);
+/// The populated parts of a rank.
+#[derive(Debug)]
+pub struct Presence {
+    /// A bit each. The thread that drives the rank's group reads and writes it under the group's lock (relaxed).
+    parts: AtomicU32,
+    /// Bytes of memory that this process may still use.
+    headroom: fn() -> Option<u64>,
+}
 
 impl Presence {
+    pub fn new(headroom: fn() -> Option<u64>) -> Presence {
+        Presence { parts: AtomicU32::new(0), headroom }
+    }
+
     fn bit(part: Part) -> u32 {
         match part {
             Part::Stage => 1,
@@ -40,40 +47,39 @@ impl Presence {
         }
     }
 
-    fn has(&self, part: Part) -> bool {
-        self.0.load(Ordering::Relaxed) & Presence::bit(part) != 0
-    }
-}
-
-impl Area {
-    /// Populates parts of this rank's memory that are not populated yet. Call it before this rank writes them or lets a
-    /// peer write them. Fails where memory is short.
-    pub fn make_present(&self, parts: impl IntoIterator<Item = Part>) -> Result<()> {
-        let missing: Vec<Part> = parts.into_iter().filter(|part| !self.presence.has(*part)).collect();
+    /// `Area::make_present` for the memory of rank `me`.
+    pub fn make(
+        &self,
+        segment: &Segment,
+        layout: &Layout,
+        me: usize,
+        parts: impl IntoIterator<Item = Part>,
+    ) -> Result<()> {
+        let present = self.parts.load(Ordering::Relaxed);
+        let missing: Vec<Part> = parts.into_iter().filter(|part| present & Presence::bit(*part) == 0).collect();
         if missing.is_empty() {
             return Ok(());
         }
-        self.look_for_room(missing.iter().map(|part| self.layout.part(self.me, *part).len()).sum())?;
+        // The pages of a file that is not sealed were taken when it was made.
+        if segment.backing() != Backing::Unsealed {
+            let bytes: usize = missing.iter().map(|part| layout.part(me, *part).len()).sum();
+            self.look_for_room(bytes, me, layout.ranks)?;
+        }
         for part in missing {
-            self.segment().populate(self.layout.part(self.me, part))?;
-            self.presence.0.fetch_or(Presence::bit(part), Ordering::Relaxed);
+            segment.populate(layout.part(me, part))?;
+            self.parts.fetch_or(Presence::bit(part), Ordering::Relaxed);
         }
         Ok(())
     }
 
     /// Fails where the limits leave too little for `bytes` more on every rank.
-    fn look_for_room(&self, bytes: usize) -> Result<()> {
-        if self.segment().backing() == Backing::Unsealed {
-            return Ok(()); // its pages were taken when it was made
-        }
-        let needed = (bytes * self.ranks) as u64;
+    fn look_for_room(&self, bytes: usize, me: usize, ranks: usize) -> Result<()> {
+        let needed = (bytes * ranks) as u64;
         match (self.headroom)() {
             Some(left) if left / 2 < needed => Err(Error::System(format!(
-                "sagellm: rank {} has too little memory for its first large operation or message in this group: the {} ranks \
-                 of this host need {} KiB more of shared memory, and may use half of the {} KiB that their memory limit leaves. \
-                 Raise the limit, or free memory before",
-                self.me,
-                self.ranks,
+                "sagellm: rank {me} has too little memory for its first large operation or message in this group: the {ranks} \
+                 ranks of this host need {} KiB more of shared memory, and may use half of the {} KiB that their memory limit \
+                 leaves. Raise the limit, or free memory before",
                 needed >> 10,
                 left >> 10
             ))),

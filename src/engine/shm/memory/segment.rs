@@ -47,9 +47,16 @@ struct Mapped {
     next: AtomicPtr<Mapped>,
 }
 
-/// First entry of the list, which only grows.
-static MAPPED: AtomicPtr<Mapped> = AtomicPtr::new(std::ptr::null_mut());
-static FORK_HANDLER: Once = Once::new();
+/// All mappings of this process.
+struct Mappings {
+    /// First entry of the list, which only grows: pushed to (release), read where a segment is made and by a forked child
+    /// (acquire).
+    first: AtomicPtr<Mapped>,
+    /// Installs the fork handler.
+    installed: Once,
+}
+
+static MAPPINGS: Mappings = Mappings { first: AtomicPtr::new(std::ptr::null_mut()), installed: Once::new() };
 /// Marks an entry that is being filled in: no mapping begins at this address.
 const TAKEN: usize = 1;
 
@@ -57,12 +64,14 @@ const TAKEN: usize = 1;
 fn mapped() -> impl Iterator<Item = &'static Mapped> {
     // SAFETY: entries are leaked boxes, so a pointer that was pushed stays valid.
     let entry = |at: *mut Mapped| unsafe { at.as_ref() };
-    std::iter::successors(entry(MAPPED.load(Ordering::Acquire)), move |one| entry(one.next.load(Ordering::Acquire)))
+    std::iter::successors(entry(MAPPINGS.first.load(Ordering::Acquire)), move |one| {
+        entry(one.next.load(Ordering::Acquire))
+    })
 }
 
 /// Registers a mapping, so that forked children lose it.
 fn enter(base: NonNull<u8>, len: usize) -> &'static Mapped {
-    FORK_HANDLER.call_once(|| {
+    MAPPINGS.installed.call_once(|| {
         // SAFETY: the handler is a plain function that lives for ever.
         let rc = unsafe { libc::pthread_atfork(None, None, Some(in_forked_child)) };
         if rc != 0 {
@@ -72,11 +81,11 @@ fn enter(base: NonNull<u8>, len: usize) -> &'static Mapped {
     let free = |one: &&Mapped| one.base.compare_exchange(0, TAKEN, Ordering::Acquire, Ordering::Relaxed).is_ok();
     let entry = mapped().find(free).unwrap_or_else(|| {
         let new = Box::leak(Box::new(Mapped { base: TAKEN.into(), len: 0.into(), next: AtomicPtr::default() }));
-        let mut first = MAPPED.load(Ordering::Relaxed);
+        let mut first = MAPPINGS.first.load(Ordering::Relaxed);
         loop {
             new.next.store(first, Ordering::Relaxed);
             // Release: the entry is written before the pointer to it.
-            match MAPPED.compare_exchange_weak(first, new, Ordering::Release, Ordering::Relaxed) {
+            match MAPPINGS.first.compare_exchange_weak(first, new, Ordering::Release, Ordering::Relaxed) {
                 Ok(_) => return new,
                 Err(other) => first = other,
             }

@@ -26,7 +26,7 @@ use std::collections::VecDeque;
 use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_void};
 use std::os::unix::ffi::OsStrExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Mutex, MutexGuard, Once};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use once_cell::sync::OnceCell;
 
@@ -95,13 +95,16 @@ struct Registry {
     policies: Vec<(String, Arc<Policy>)>,
     /// Number and name of the communicators made last; written by the profiler.
     names: VecDeque<(u64, String)>,
+    /// `announce` has run.
+    announced: bool,
 }
 
 /// More communicators than any process has; the oldest are forgotten first.
 const MOST_NAMES: usize = 1024;
 
 fn registry() -> MutexGuard<'static, Registry> {
-    static REGISTRY: Mutex<Registry> = Mutex::new(Registry { policies: Vec::new(), names: VecDeque::new() });
+    static REGISTRY: Mutex<Registry> =
+        Mutex::new(Registry { policies: Vec::new(), names: VecDeque::new(), announced: false });
     REGISTRY.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
@@ -226,18 +229,20 @@ pub static ncclTunerPlugin_v6: TunerV6 =
 /// Tells NCCL where its plugins are: in the file of this code, if that is a library that exports them (the extension
 /// module, and no test program). Variables that the user has set stay. Once a process, before a communicator is made.
 pub fn announce() {
-    static ONCE: Once = Once::new();
-    ONCE.call_once(|| {
-        let Some(file) = own_file() else { return };
-        for variable in ["NCCL_TUNER_PLUGIN", "NCCL_PROFILER_PLUGIN"] {
-            if std::env::var_os(variable).is_none() {
-                // SAFETY: as every change of the environment: no other thread may change or read it meanwhile by its
-                // pointers. That cannot be seen to from here, which is one reason to do it only where the user has asked
-                // for what needs it; who sets the variables before the program starts avoids it.
-                unsafe { std::env::set_var(variable, OsStr::from_bytes(file.to_bytes())) };
-            }
+    // Held to the end: no other thread makes a communicator before NCCL knows.
+    let mut registry = registry();
+    if std::mem::replace(&mut registry.announced, true) {
+        return;
+    }
+    let Some(file) = own_file() else { return };
+    for variable in ["NCCL_TUNER_PLUGIN", "NCCL_PROFILER_PLUGIN"] {
+        if std::env::var_os(variable).is_none() {
+            // SAFETY: as every change of the environment: no other thread may change or read it meanwhile by its
+            // pointers. That cannot be seen to from here, which is one reason to do it only where the user has asked
+            // for what needs it; who sets the variables before the program starts avoids it.
+            unsafe { std::env::set_var(variable, OsStr::from_bytes(file.to_bytes())) };
         }
-    });
+    }
 }
 
 /// The file that this code was loaded from, if NCCL would find the plugins in it.

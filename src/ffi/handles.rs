@@ -1,0 +1,39 @@
+//! The core's objects as C++ holds them. What they do is in `calls`, `devices` and `simulate`.
+
+use std::sync::Arc;
+
+use crate::engine::device::{DeviceCall, DeviceEngine, Retired};
+use crate::group;
+use crate::group::{Group, Op};
+use crate::host::Counting;
+use crate::rendezvous::Rendezvous;
+
+/// The store that the ranks meet in. Whoever keeps it keeps its connection: what is made later over the same store of
+/// the user's talks over that one.
+pub(super) type SharedStore = Arc<dyn Counting + Send + Sync>;
+
+/// For the functions that need no group.
+pub struct Core;
+
+/// What the ranks decided, until the group is built, and which ranks of the default group they are.
+pub struct RustRendezvous {
+    pub(super) decided: Rendezvous,
+    pub(super) store: SharedStore,
+    pub(super) members: Vec<u32>,
+}
+
+pub struct RustGroup {
+    pub(super) group: Arc<Group>,
+    pub(super) store: SharedStore,
+}
+
+pub struct RustOp(pub(super) Arc<Op>);
+pub struct RustExternalOp(pub(super) group::ExternalOp);
+
+pub struct RustDevices {
+    pub(super) engine: Arc<DeviceEngine>,
+    pub(super) store: SharedStore,
+}
+
+pub struct RustCall(pub(super) DeviceCall);
+pub struct RustRetired(pub(super) Retired);

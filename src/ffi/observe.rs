@@ -1,0 +1,263 @@
+//! The part of the contract between C++ and Rust that explains, counts and predicts: the structs, and the functions that
+//! need no group. As `bridge` in all else.
+
+use super::handles::Core;
+
+#[cxx::bridge(namespace = "sagellm")]
+pub mod ffi {
+    enum Facts {
+        /// About this machine: cores, quota, kernel, memory limits.
+        kMachine,
+        /// The names that Python knows the kinds by, without values.
+        kKinds,
+        /// Those of the element types that every engine combines.
+        kDtypes,
+    }
+
+    struct Fact {
+        name: String,
+        value: String,
+    }
+
+    /// What is to be explained: the collective with this number, how it travels or travelled and what was recorded; or,
+    /// where `number` is negative, how an operation of that kind, size and type (by their names) would travel.
+    struct OpDesc<'a> {
+        number: i64,
+        kind: &'a str,
+        bytes: u64,
+        dtype: &'a str,
+    }
+
+    /// `select::explain::Explanation`. Nanoseconds are 0 where they are unknown.
+    #[derive(Default)]
+    struct Explanation {
+        kind: String,
+        bytes: u64,
+        ranks: usize,
+        hosts: usize,
+        slot_bytes: usize,
+        choice: String,
+        reason: String,
+        code: u64,
+        /// The library of a device's vendor that carried it, and what that says it ran. Then of the rest only `kind`,
+        /// `bytes`, `ranks`, `number` and `decided` mean something. Empty for what an engine or a delegate carries.
+        library: String,
+        ran: String,
+        decided: String,
+        predicted_ns: u64,
+        measured_ns: u64,
+        table: String,
+        overruled: Vec<String>,
+        rejected: Vec<Alternative>,
+        /// It was called. The rest means nothing otherwise.
+        past: bool,
+        number: u64,
+        host_staged: bool,
+        /// 0 while it has not set out.
+        recorded: u64,
+        batch: Batch,
+    }
+
+    /// A way that was not taken.
+    struct Alternative {
+        way: String,
+        /// 0 where it cannot be taken.
+        predicted_ns: u64,
+        why_not: String,
+    }
+
+    /// `select::explain::Batch`; no operations where it is not known.
+    #[derive(Default)]
+    struct Batch {
+        operations: u64,
+        first: u64,
+        last: u64,
+        /// Bytes of all together where one way was chosen for them, else -1.
+        bytes: i64,
+    }
+
+    /// `select::explain::Table`, or what was asked.
+    #[derive(Default)]
+    struct ChoiceTable {
+        explained: Vec<Explanation>,
+        note: String,
+        rules: Vec<String>,
+        rows: Vec<ChoiceRow>,
+    }
+
+    struct ChoiceRow {
+        kind: String,
+        sizes: String,
+        way: String,
+        reason: String,
+        /// 0 where it was not measured.
+        measured_ns: u64,
+    }
+
+    /// Of the statistics of a group.
+    enum StatsPart {
+        /// All but the records.
+        kCounts,
+        /// The last operations, oldest first.
+        kRecords,
+        /// None: counting begins anew.
+        kReset,
+    }
+
+    /// `stats::Stats` of a group. Times in nanoseconds.
+    #[derive(Default)]
+    struct Stats {
+        rank: usize,
+        size: usize,
+        /// The moment at which it was read, on the clock of the records and since the epoch.
+        now: u64,
+        wall: u64,
+        /// When counting began.
+        since: u64,
+        /// Operations since the group was made.
+        issued: u64,
+        /// `stats::Fused`.
+        batches: u64,
+        batched_ops: u64,
+        largest_batch: u64,
+        /// `stats::HostStaged`.
+        host_staged_count: u64,
+        host_staged_bytes: u64,
+        /// One a rank.
+        waits: Vec<PeerWait>,
+        cells: Vec<Cell>,
+        records: Vec<Record>,
+    }
+
+    /// `stats::Wait`.
+    struct PeerWait {
+        count: u64,
+        total: u64,
+        longest: u64,
+    }
+
+    /// `stats::Cell`.
+    struct Cell {
+        kind: String,
+        path: String,
+        /// -1 where several are mixed.
+        size_class: i32,
+        count: u64,
+        failed: u64,
+        tensors: u64,
+        bytes: u64,
+        whole: u64,
+        took: u64,
+        waiting: u64,
+        copying: u64,
+        reducing: u64,
+        longest: u64,
+        times: Vec<Bucket>,
+    }
+
+    /// The first value behind a bucket of the histogram, and how many values it holds.
+    struct Bucket {
+        bound: u64,
+        count: u64,
+    }
+
+    /// `stats::ring::Record`. Ranks are -1 for nobody or anyone.
+    struct Record {
+        id: u64,
+        number: u64,
+        kind: String,
+        dtype: String,
+        op: String,
+        path: String,
+        reason: String,
+        state: String,
+        counts: bool,
+        tensors: u32,
+        element: u8,
+        site: u32,
+        host_staged: bool,
+        root: i64,
+        tag: u32,
+        late: i64,
+        together: u64,
+        first: u64,
+        last: u64,
+        read: u64,
+        written: u64,
+        issued: u64,
+        ended: u64,
+        waiting: u64,
+        copying: u64,
+        reducing: u64,
+    }
+
+    /// `select::cost::Model`: seconds, and seconds per byte.
+    struct CostModel {
+        host_alpha: f64,
+        host_overhead: f64,
+        host_beta: f64,
+        network_alpha: f64,
+        network_overhead: f64,
+        network_beta: f64,
+        gamma: f64,
+        ranks_per_host: usize,
+    }
+
+    /// The fastest that one algorithm can do at each size, and in how many segments.
+    struct Prediction {
+        algorithm: String,
+        seconds: Vec<f64>,
+        segments: Vec<usize>,
+    }
+
+    /// One message of one rank's schedule.
+    struct ProgramLine {
+        step: usize,
+        sends: bool,
+        peer: usize,
+        /// Part numbers in the order of the message.
+        parts: Vec<usize>,
+        /// For a receive: "copy", "reduce_after", "reduce_before" or "in_rank_order".
+        how: String,
+    }
+
+    extern "Rust" {
+        type Core;
+
+        /// Highest level that is logged: 0 off, 1 error, 2 warn, 3 info, 4 debug, 5 trace.
+        #[Self = "Core"]
+        fn set_log_level(level: u8);
+        /// Stops this process's threads of ours; called once, from atexit, with the GIL released.
+        #[Self = "Core"]
+        fn at_exit();
+        #[Self = "Core"]
+        fn facts(of: Facts) -> Vec<Fact>;
+        /// As `RustGroup::explain` for a group that is not there: `ranks` ranks of this host, with the rules of `algorithm`
+        /// and of the environment, and the table on disk. Where nothing is asked, all choices it would make.
+        #[Self = "Core"]
+        fn choices(ranks: usize, algorithm: &str, asked: &[OpDesc]) -> Result<ChoiceTable>;
+        /// Writes a decision table for `ranks` ranks on this machine; `lines` as in `select/table.rs`. Its path.
+        #[Self = "Core"]
+        fn save_table(ranks: usize, made: &str, lines: &str) -> Result<String>;
+        /// Predicted times at `sizes` in bytes, of one algorithm or, where `algorithm` is empty, of all that have a schedule
+        /// for the kind. Without sizes their names alone.
+        #[Self = "Core"]
+        fn predict(
+            kind: &str,
+            algorithm: &str,
+            ranks: usize,
+            sizes: &[f64],
+            model: &CostModel,
+        ) -> Result<Vec<Prediction>>;
+        /// The messages of one rank, step by step; `parts` is set to the number of parts of the vector.
+        #[Self = "Core"]
+        fn program(
+            kind: &str,
+            algorithm: &str,
+            ranks: usize,
+            segments: usize,
+            rank: usize,
+            parts: &mut usize,
+        ) -> Result<Vec<ProgramLine>>;
+    }
+}
