@@ -39,7 +39,12 @@ if TYPE_CHECKING:
     from sagellm.observe.stats import gather_stats as gather_stats
     from sagellm.observe.stats import get_stats as get_stats
     from sagellm.observe.stats import reset_stats as reset_stats
+    from sagellm.parallel.context import exchange_tokens as exchange_tokens
+    from sagellm.parallel.context import ring_exchange as ring_exchange
     from sagellm.parallel.groups import ProcessGroupManager as ProcessGroupManager
+    from sagellm.parallel.tensor import TensorParallelLinear as TensorParallelLinear
+    from sagellm.parallel.transfer import recv_tensors as recv_tensors
+    from sagellm.parallel.transfer import send_tensors as send_tensors
     from sagellm.protocols.comm_backend import CommBackendProtocol as CommBackendProtocol
     from sagellm.protocols.comm_backend import CommOp as CommOp
 
@@ -76,6 +81,11 @@ _HOMES = {
     "batch_all_reduce": "buffers",
     "monitor_communication": "buffers",
     "ProcessGroupManager": "parallel.groups",
+    "TensorParallelLinear": "parallel.tensor",
+    "exchange_tokens": "parallel.context",
+    "ring_exchange": "parallel.context",
+    "recv_tensors": "parallel.transfer",
+    "send_tensors": "parallel.transfer",
 }
 __all__ = ["Options", "__version__", *_HOMES]
 
