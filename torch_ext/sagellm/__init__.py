@@ -42,6 +42,11 @@ if TYPE_CHECKING:
     from sagellm.parallel.context import exchange_tokens as exchange_tokens
     from sagellm.parallel.context import ring_exchange as ring_exchange
     from sagellm.parallel.groups import ProcessGroupManager as ProcessGroupManager
+    from sagellm.parallel.moe import MoEDispatcher as MoEDispatcher
+    from sagellm.parallel.moe import Routing as Routing
+    from sagellm.parallel.overlap import OverlapHandle as OverlapHandle
+    from sagellm.parallel.overlap import OverlapReport as OverlapReport
+    from sagellm.parallel.overlap import OverlapScheduler as OverlapScheduler
     from sagellm.parallel.tensor import TensorParallelLinear as TensorParallelLinear
     from sagellm.parallel.transfer import recv_tensors as recv_tensors
     from sagellm.parallel.transfer import send_tensors as send_tensors
@@ -81,6 +86,11 @@ _HOMES = {
     "batch_all_reduce": "buffers",
     "monitor_communication": "buffers",
     "ProcessGroupManager": "parallel.groups",
+    "MoEDispatcher": "parallel.moe",
+    "Routing": "parallel.moe",
+    "OverlapHandle": "parallel.overlap",
+    "OverlapReport": "parallel.overlap",
+    "OverlapScheduler": "parallel.overlap",
     "TensorParallelLinear": "parallel.tensor",
     "exchange_tokens": "parallel.context",
     "ring_exchange": "parallel.context",

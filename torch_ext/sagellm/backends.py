@@ -53,6 +53,10 @@ class CommFuture(torch.futures.Future[torch.Tensor]):  # type: ignore[misc]  # t
         else:
             self.set_result(self._result)
 
+    def done(self) -> bool:
+        """Whether the operation has ended; what ``then`` chained may still run."""
+        return self._work is None or bool(self._work.is_completed())
+
     def wait(self) -> torch.Tensor:
         """The tensor, when the operation has ended; raises what the synchronous form would."""
         if self._work is not None:
