@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from sagellm._fused import fused_all_reduce as fused_all_reduce
     from sagellm.backends import CNCLBackend as CNCLBackend
     from sagellm.backends import CommBackend as CommBackend
+    from sagellm.backends import CommFuture as CommFuture
     from sagellm.backends import CPUBackend as CPUBackend
     from sagellm.backends import GlooBackend as GlooBackend
     from sagellm.backends import HCCLBackend as HCCLBackend
@@ -74,6 +75,7 @@ _HOMES = {
     "CommBackendProtocol": "protocols.comm_backend",
     "CommTimeoutError": "comm_errors",
     "CommBackend": "backends",
+    "CommFuture": "backends",
     "CPUBackend": "backends",
     "NCCLBackend": "backends",
     "HCCLBackend": "backends",
