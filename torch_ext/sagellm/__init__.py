@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sagellm._C import Options as Options
     from sagellm._fused import fused_all_reduce as fused_all_reduce
+    from sagellm._serve_as import serve_as as serve_as
     from sagellm.backends import CNCLBackend as CNCLBackend
     from sagellm.backends import CommBackend as CommBackend
     from sagellm.backends import CommFuture as CommFuture
@@ -60,6 +61,7 @@ _HOMES = {
     "TopologyInfo": "observe.explain",
     "explain": "observe.explain",
     "fused_all_reduce": "_fused",
+    "serve_as": "_serve_as",
     "select_all_reduce_algorithm": "observe.explain",
     "get_stats": "observe.stats",
     "reset_stats": "observe.stats",
