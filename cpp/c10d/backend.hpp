@@ -26,6 +26,7 @@
 // refused: getMemoryStats: there is no memory pool to report on
 #pragma once
 
+#include <algorithm>
 #include <functional>
 #include <limits>
 #include <memory>

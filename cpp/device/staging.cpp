@@ -1,8 +1,8 @@
 #include "device/staging.hpp"
 
-#include <algorithm>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
 #include <atomic>
 #include <utility>
 

@@ -12,6 +12,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sagellm._C import Options as Options
     from sagellm._fused import fused_all_reduce as fused_all_reduce
+    from sagellm._serve_as import serve_as as serve_as
+    from sagellm.backends import CNCLBackend as CNCLBackend
+    from sagellm.backends import CommBackend as CommBackend
+    from sagellm.backends import CommFuture as CommFuture
+    from sagellm.backends import CPUBackend as CPUBackend
+    from sagellm.backends import GlooBackend as GlooBackend
+    from sagellm.backends import HCCLBackend as HCCLBackend
+    from sagellm.backends import NCCLBackend as NCCLBackend
+    from sagellm.backends import create_comm_backend as create_comm_backend
+    from sagellm.buffers import CommFusionBuffer as CommFusionBuffer
+    from sagellm.buffers import CommReport as CommReport
+    from sagellm.buffers import CommunicationBuffer as CommunicationBuffer
+    from sagellm.buffers import batch_all_reduce as batch_all_reduce
+    from sagellm.buffers import monitor_communication as monitor_communication
+    from sagellm.comm_errors import CommTimeoutError as CommTimeoutError
     from sagellm.observe.explain import Explanation as Explanation
     from sagellm.observe.explain import TopologyInfo as TopologyInfo
     from sagellm.observe.explain import explain as explain
@@ -26,6 +41,19 @@ if TYPE_CHECKING:
     from sagellm.observe.stats import gather_stats as gather_stats
     from sagellm.observe.stats import get_stats as get_stats
     from sagellm.observe.stats import reset_stats as reset_stats
+    from sagellm.parallel.context import exchange_tokens as exchange_tokens
+    from sagellm.parallel.context import ring_exchange as ring_exchange
+    from sagellm.parallel.groups import ProcessGroupManager as ProcessGroupManager
+    from sagellm.parallel.moe import MoEDispatcher as MoEDispatcher
+    from sagellm.parallel.moe import Routing as Routing
+    from sagellm.parallel.overlap import OverlapHandle as OverlapHandle
+    from sagellm.parallel.overlap import OverlapReport as OverlapReport
+    from sagellm.parallel.overlap import OverlapScheduler as OverlapScheduler
+    from sagellm.parallel.tensor import TensorParallelLinear as TensorParallelLinear
+    from sagellm.parallel.transfer import recv_tensors as recv_tensors
+    from sagellm.parallel.transfer import send_tensors as send_tensors
+    from sagellm.protocols.comm_backend import CommBackendProtocol as CommBackendProtocol
+    from sagellm.protocols.comm_backend import CommOp as CommOp
 
 #: Where the functions of the package live; their modules are loaded when the first of them is used.
 _HOMES = {
@@ -33,6 +61,7 @@ _HOMES = {
     "TopologyInfo": "observe.explain",
     "explain": "observe.explain",
     "fused_all_reduce": "_fused",
+    "serve_as": "_serve_as",
     "select_all_reduce_algorithm": "observe.explain",
     "get_stats": "observe.stats",
     "reset_stats": "observe.stats",
@@ -44,6 +73,33 @@ _HOMES = {
     "log_to_tensorboard": "observe.export",
     "dump_flight_record": "observe.flight",
     "convert_dumps": "observe.flight",
+    "CommOp": "protocols.comm_backend",
+    "CommBackendProtocol": "protocols.comm_backend",
+    "CommTimeoutError": "comm_errors",
+    "CommBackend": "backends",
+    "CommFuture": "backends",
+    "CPUBackend": "backends",
+    "NCCLBackend": "backends",
+    "HCCLBackend": "backends",
+    "CNCLBackend": "backends",
+    "GlooBackend": "backends",
+    "create_comm_backend": "backends",
+    "CommFusionBuffer": "buffers",
+    "CommReport": "buffers",
+    "CommunicationBuffer": "buffers",
+    "batch_all_reduce": "buffers",
+    "monitor_communication": "buffers",
+    "ProcessGroupManager": "parallel.groups",
+    "MoEDispatcher": "parallel.moe",
+    "Routing": "parallel.moe",
+    "OverlapHandle": "parallel.overlap",
+    "OverlapReport": "parallel.overlap",
+    "OverlapScheduler": "parallel.overlap",
+    "TensorParallelLinear": "parallel.tensor",
+    "exchange_tokens": "parallel.context",
+    "ring_exchange": "parallel.context",
+    "recv_tensors": "parallel.transfer",
+    "send_tensors": "parallel.transfer",
 }
 __all__ = ["Options", "__version__", *_HOMES]
 

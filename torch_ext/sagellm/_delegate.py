@@ -20,7 +20,10 @@ DEFAULT = "gloo"
 
 
 def _gloo(c10d: Any, store: Any, options: Any) -> Any:
-    group = c10d.ProcessGroupGloo(store, options.group_rank, options.group_size, timeout=options.timeout)
+    from sagellm import _serve_as
+
+    # torch's own, also where its name is served by this package.
+    group = _serve_as.real()(store, options.group_rank, options.group_size, timeout=options.timeout)
     # torch sets this on its gloo groups; it appears in messages.
     group.options.global_ranks_in_group = options.global_ranks_in_group
     group.options.group_name = options.group_id

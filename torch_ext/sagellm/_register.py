@@ -60,6 +60,10 @@ def register() -> None:
         backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
         # ... but a group that names sagellm is served on accelerators, too.
         backend.backend_capability[NAME] = Devices()
+        if os.environ.get("SAGELLM_AS"):
+            from sagellm import _serve_as
+
+            _serve_as.from_environment()
 
 
 def create(options: Any, pg_options: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""The pages on fusion and determinism: their examples run as they stand, and the files they describe are there."""
+"""The pages on fusion, determinism and the API: their examples run as they stand, and the files they describe are there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from harness import Context, beyond_gloo, run_fresh
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGES = ["fusion.md", "determinism.md"]
+PAGES = ["fusion.md", "determinism.md", "api.md"]
 
 pytestmark = beyond_gloo("the pages are about this package")
 

@@ -37,13 +37,15 @@ def facts(extension: Any) -> None:
     """Versions, then the core's facts about this machine."""
     import torch
 
-    from sagellm import _load
+    from sagellm import _load, _serve_as
 
     show("sagellm", f"{_load.version()} ({getattr(extension, '__file__', 'built in')})")
     show("torch", f"{torch.__version__}, built for {extension.torch_version_built}")
     show("python", f"{platform.python_version()} ({sys.executable})")
     for name, value in extension.doctor().items():
         show(name, value)
+    if _serve_as.serves():
+        show("groups called gloo", f"are served by sagellm ({_serve_as.VARIABLE})")
     for name in sorted(name for name in os.environ if name.startswith("SAGELLM_")):
         show(name, os.environ[name])
 

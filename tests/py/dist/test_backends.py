@@ -1,0 +1,378 @@
+"""`create_comm_backend` and its objects: every method against plain arithmetic, every refusal, timeouts, reuse."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Context, beyond_gloo, expect_raises, launch, run_ranks
+from limits import patience
+
+pytestmark = beyond_gloo("backends as objects")
+
+
+def numbers(rank: int, rows: int = 4) -> torch.Tensor:
+    return torch.arange(rows * 3, dtype=torch.float64).reshape(rows, 3) + 100 * rank
+
+
+def same(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert found.shape == expected.shape, (found.shape, expected.shape)
+    assert torch.equal(found, expected), (found, expected)
+
+
+def methods(ctx: Context) -> None:
+    import sagellm
+
+    comm = sagellm.create_comm_backend()
+    ranks, me = range(ctx.world_size), ctx.rank
+    assert (comm.rank, comm.world_size, type(comm)) == (me, ctx.world_size, sagellm.CPUBackend)
+    every = [numbers(rank, ctx.world_size) for rank in ranks]
+    total = torch.stack(every).sum(0)
+    mine = every[me].clone()
+    assert comm.all_reduce(mine) is mine
+    same(mine, total)
+    for op, expected in {
+        "avg": total / ctx.world_size,
+        "mean": total / ctx.world_size,
+        "max": every[-1],
+        "min": every[0],
+        "prod": torch.stack(every).prod(0),
+    }.items():
+        torch.testing.assert_close(comm.all_reduce(every[me].clone(), op), expected)
+    same(comm.safe_all_reduce(every[me].clone()), total)
+    given = [every[me].clone(), torch.full((5,), me, dtype=torch.int32)]
+    returned = comm.fused_all_reduce(given)
+    assert all(one is other for one, other in zip(returned, given, strict=True))
+    same(given[0], total)
+    same(given[1], torch.full((5,), sum(ranks), dtype=torch.int32))
+    same(comm.all_gather(every[me]), torch.cat(every))
+    same(comm.all_gather(torch.tensor(float(me))), torch.arange(float(ctx.world_size)))
+    same(comm.all_gather(every[me].t().contiguous().t()), torch.cat(every))
+    place = torch.empty(ctx.world_size * ctx.world_size, 3, dtype=torch.float64)
+    assert comm.all_gather(every[me], place) is place
+    same(comm.reduce_scatter(every[me]), total[me : me + 1])
+    same(comm.broadcast(every[me].clone(), root_rank=1), every[1])
+    reduced = comm.reduce(every[me].clone(), root_rank=1)
+    same(reduced, total if me == 1 else every[me])
+    gathered = comm.gather(every[me], root_rank=1)
+    assert (gathered is None) == (me != 1)
+    if gathered is not None:
+        same(gathered, torch.cat(every))
+    part = torch.empty(1, 3, dtype=torch.float64)
+    assert comm.scatter(every[0] if me == 0 else None, part) is part
+    same(part, every[0][me : me + 1])
+    same(comm.all_to_all(every[me]), torch.stack([each[me] for each in every]))
+    sizes = [rank + 1 for rank in ranks]
+    uneven = torch.full((sum(sizes),), float(me))
+    came = comm.all_to_all(uneven, None, sizes, [me + 1] * ctx.world_size)
+    same(came, torch.arange(float(ctx.world_size)).repeat_interleave(me + 1))
+    comm.barrier()
+    found = comm.explain("all_reduce", 1024)
+    assert found.ranks == ctx.world_size and found.op == "all_reduce"
+    assert comm.explain(sagellm.CommOp.ALL_GATHER, 1024).op == "all_gather"
+    stats = comm.get_stats()
+    assert stats["ops"]["all_reduce"]["count"] >= 6, stats
+    assert comm.stats.keys() == stats.keys() and str(ctx.world_size) in repr(comm)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_method_gives_what_plain_arithmetic_gives(world_size: int) -> None:
+    run_ranks(methods, world_size)
+
+
+def futures(ctx: Context) -> None:
+    import sagellm
+
+    comm = sagellm.create_comm_backend()
+    total = sum(numbers(rank) for rank in range(ctx.world_size))
+    mine = numbers(ctx.rank)
+    future = comm.all_reduce(mine, async_op=True)
+    assert isinstance(future, torch.futures.Future)
+    doubled = future.then(lambda ended: ended.value() * 2)
+    assert future.wait() is mine
+    same(doubled.wait(), 2 * total)
+    same(mine, total)
+    same(comm.all_gather(numbers(ctx.rank), async_op=True).wait()[:4], numbers(0))
+    same(
+        comm.reduce_scatter(numbers(ctx.rank, 2), async_op=True).wait().reshape(3),
+        (numbers(0, 2) + numbers(1, 2))[ctx.rank],
+    )
+    peer = 1 - ctx.rank
+    got = torch.zeros(4, 3, dtype=torch.float64)
+    sent, received = comm.isend(numbers(ctx.rank), peer, tag=7), comm.irecv(got, peer, tag=7)
+    assert received.wait() is got and sent.wait() is not None
+    same(got, numbers(peer))
+    if ctx.rank == 0:
+        comm.send(torch.ones(2), 1)
+    else:
+        same(comm.recv(torch.zeros(2), None), torch.ones(2))
+
+
+@pytest.mark.quick
+def test_asynchronous_forms_give_a_future_of_the_tensor_and_messages_arrive() -> None:
+    run_ranks(futures, 2)
+
+
+def refusals(ctx: Context) -> None:
+    import sagellm
+
+    comm = sagellm.create_comm_backend("cpu")
+    before = dist.group.WORLD._get_sequence_number_for_group()
+    text = expect_raises(ValueError, lambda: sagellm.create_comm_backend("ncl"))
+    assert "auto, cpu, nccl, hccl, cncl, gloo" in text and "'ncl'" in text
+    text = expect_raises(ValueError, lambda: comm.all_reduce(torch.ones(1), "median"))
+    assert "'median'" in text and "sum, avg, mean, max, min, prod" in text
+    expect_raises(ValueError, lambda: comm.fused_all_reduce([torch.ones(1)], "median"))
+    assert "multiple of the 2 ranks" in expect_raises(ValueError, lambda: comm.reduce_scatter(torch.ones(3)))
+    assert "more than 0" in expect_raises(ValueError, lambda: comm.all_reduce(torch.ones(1), timeout=0))
+    assert "rank is 7" in expect_raises(ValueError, lambda: sagellm.create_comm_backend("cpu", rank=7))
+    assert "world_size is 9" in expect_raises(ValueError, lambda: sagellm.CPUBackend(ctx.rank, 9))
+    for name, device in {"nccl": "cuda", "hccl": "npu", "cncl": "mlu"}.items():
+        assert device in expect_raises(RuntimeError, lambda name=name: sagellm.create_comm_backend(name))
+    if ctx.rank == 0:
+        assert "must pass an input" in expect_raises(ValueError, lambda: comm.scatter(None, torch.ones(1)))
+    assert dist.group.WORLD._get_sequence_number_for_group() == before, "nothing was sent"
+    comm.barrier()
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="it names devices that must be missing")
+def test_wrong_input_is_refused_with_the_choices_and_nothing_is_sent() -> None:
+    run_ranks(refusals, 2)
+
+
+def reuse(ctx: Context) -> None:
+    import sagellm
+
+    comm = sagellm.create_comm_backend()
+    assert comm is sagellm.create_comm_backend() and comm.group is dist.group.WORLD
+    assert sagellm.create_comm_backend("gloo").group is dist.group.WORLD, "without a device there is no difference"
+    alone = sagellm.create_comm_backend(fusion=False, timeout=20)
+    assert alone is not comm and alone is sagellm.create_comm_backend(fusion=False, timeout=20)
+    assert alone.group is not dist.group.WORLD
+    same(alone.all_reduce(torch.ones(2)), torch.full((2,), float(ctx.world_size)))
+    ruled = sagellm.create_comm_backend(algorithm="all_reduce:0-=rounds(64KiB)")
+    assert ruled.explain("all_reduce", 64).choice == "rounds(64KiB)"
+    theirs = dist.new_group(backend="gloo")
+    sibling = sagellm.create_comm_backend(group=theirs)
+    assert sibling.group is not theirs and dist.get_backend(sibling.group) == "sagellm"
+    same(sibling.all_reduce(torch.ones(2)), torch.full((2,), float(ctx.world_size)))
+    last = dist.new_group([ctx.world_size - 1])
+    if ctx.rank == ctx.world_size - 1:
+        only = sagellm.create_comm_backend(group=last)
+        assert (only.rank, only.world_size) == (0, 1)
+        same(only.all_reduce(torch.ones(2)), torch.ones(2))
+    dist.destroy_process_group()
+    ctx.init(key=ctx.key + "again")
+    again = sagellm.create_comm_backend()
+    assert again is not comm
+    same(again.all_reduce(torch.ones(2)), torch.full((2,), float(ctx.world_size)))
+    dist.destroy_process_group()
+
+
+def test_equal_arguments_give_the_same_object_and_other_settings_a_group_of_their_own() -> None:
+    run_ranks(reuse, 2)
+
+
+def late(ctx: Context) -> tuple[str, list[int]]:
+    import sagellm
+
+    ctx.init()
+    comm = sagellm.create_comm_backend()
+    comm.barrier()
+    if ctx.rank == 1:
+        ctx.listen()
+        return "", []
+    began = time.monotonic()
+    try:
+        comm.safe_all_reduce(torch.ones(2), timeout=1)
+    except TimeoutError as error:
+        assert isinstance(error, sagellm.CommTimeoutError | dist.DistBackendError)
+        assert time.monotonic() - began < patience(10)
+        ctx.tell("over")
+        return str(error), error.missing_ranks
+    raise AssertionError("nothing was raised")
+
+
+def late_future(ctx: Context) -> tuple[str, list[int]]:
+    import sagellm
+
+    ctx.init()
+    comm = sagellm.create_comm_backend()
+    comm.barrier()
+    if ctx.rank == 1:
+        ctx.listen()
+        return "", []
+    future = comm.all_reduce(torch.ones(2), async_op=True, timeout=1)
+    chained = future.then(lambda ended: ended.value())
+    try:
+        future.wait()
+    except sagellm.CommTimeoutError as error:
+        assert "rank 1" in expect_raises(RuntimeError, chained.wait), "what is chained fails with it"
+        ctx.tell("over")
+        return str(error), error.missing_ranks
+    raise AssertionError("nothing was raised")
+
+
+@pytest.mark.parametrize("fn", [late, late_future])
+def test_a_timeout_is_both_kinds_of_error_and_names_the_missing_rank(fn: Any) -> None:
+    ranks = 3 if fn is late else 2
+    with launch(fn, ranks) as job:
+        for rank in range(ranks):
+            assert rank == 1 or job.hear(rank) == "over"
+        job.say(1, "go")
+        ended = job.wait()
+    for outcome in ended:
+        if outcome.rank != 1:
+            text, missing = outcome.value
+            assert "rank 1" in text and "all_reduce" in text, text
+            assert missing == [1]
+
+
+ALONE = """
+import torch, sagellm, torch.distributed as dist
+comm = sagellm.create_comm_backend()
+assert (comm.rank, comm.world_size) == (0, 1) and dist.is_initialized()
+assert comm.all_reduce(torch.ones(2)).tolist() == [1.0, 1.0]
+assert comm.all_gather(torch.ones(2, 2)).shape == (2, 2) and comm is sagellm.create_comm_backend()
+dist.destroy_process_group()
+"""
+MANY = """
+import torch, sagellm
+comm = sagellm.CPUBackend()
+assert comm.all_reduce(torch.ones(2)).tolist() == [2.0, 2.0]
+torch.distributed.destroy_process_group()
+"""
+FOREIGN = """
+import torch, sagellm
+try:
+    sagellm.CPUBackend(1, 4)
+except RuntimeError as error:
+    assert "torchrun" in str(error) and "MASTER_ADDR" in str(error), error
+else:
+    raise SystemExit("nothing was raised")
+"""
+
+
+@pytest.mark.parametrize("script", [ALONE, FOREIGN])
+def test_without_a_group_and_an_environment_it_is_one_rank(script: str) -> None:
+    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=patience(60), check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_it_starts_the_group_of_torchrun_s_environment(tmp_path: Any) -> None:
+    (tmp_path / "many.py").write_text(MANY)
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "many.py"]
+    done = subprocess.run(
+        run, cwd=tmp_path, capture_output=True, text=True, timeout=patience(90), check=False, env=os.environ
+    )
+    assert done.returncode == 0, done.stderr
+
+
+class Complete:
+    """The five methods, doing nothing."""
+
+    def all_reduce(self, tensor: Any, op: str = "sum", async_op: bool = False) -> Any:
+        return tensor
+
+    def fused_all_reduce(self, tensors: Any, op: str = "sum") -> Any:
+        return list(tensors)
+
+    def all_gather(self, tensor: Any, output: Any = None, async_op: bool = False) -> Any:
+        return tensor
+
+    def reduce_scatter(self, tensor: Any, op: str = "sum", async_op: bool = False) -> Any:
+        return tensor
+
+    def get_stats(self) -> Any:
+        return {}
+
+
+@pytest.mark.quick
+def test_the_abstract_class_wants_exactly_its_five_methods() -> None:
+    from sagellm.protocols.comm_backend import CommBackendProtocol, CommOp
+
+    names = ["all_reduce", "fused_all_reduce", "all_gather", "reduce_scatter", "get_stats"]
+    whole = {name: vars(Complete)[name] for name in names}
+    assert type("Whole", (CommBackendProtocol,), whole)() is not None
+    for name in names:
+        lacking = {other: method for other, method in whole.items() if other != name}
+        with pytest.raises(TypeError, match=name):
+            type("Lacking", (CommBackendProtocol,), lacking)()
+    assert CommOp.ALL_TO_ALL == "all_to_all" and str(CommOp.BARRIER) == "barrier" and len(CommOp) == 11
+
+
+def buffers(ctx: Context) -> None:
+    import sagellm
+
+    comm = sagellm.create_comm_backend()
+    buffer = sagellm.CommFusionBuffer(max_size_mb=0.001)
+    first, second = torch.ones(100), torch.full((50,), 2, dtype=torch.int64)
+    assert buffer.add_tensor(first) and buffer.add_tensor(second)
+    assert not buffer.add_tensor(torch.ones(100)), "400 + 400 + 400 bytes are more than 1000"
+    assert len(buffer) == 2
+    returned = buffer.flush_and_all_reduce(comm)
+    assert returned[0] is first and len(buffer) == 0 and buffer.nbytes == 0
+    same(first, torch.full((100,), float(ctx.world_size)))
+    same(second, torch.full((50,), 2 * ctx.world_size, dtype=torch.int64))
+    assert buffer.flush_and_all_reduce(comm) == []
+    assert buffer.add_tensor(torch.ones(1000)), "a large one travels alone"
+    buffer.reset()
+    assert len(buffer) == 0
+    shared = torch.ones(4)
+    assert buffer.add_tensor(shared) and buffer.add_tensor(shared)
+    expect_raises(ValueError, lambda: buffer.flush_and_all_reduce(comm))
+    assert len(buffer) == 2, "refused, and still there"
+    with sagellm.monitor_communication("step") as report:
+        dist.all_reduce(torch.ones(1000))
+        dist.broadcast(torch.ones(10), 0)
+    assert report.operations == {"all_reduce": 1, "broadcast": 1}, report
+    assert report.nbytes >= 4000 and report.seconds > 0 and "1 all_reduce" in str(report)
+
+    @sagellm.monitor_communication
+    def step(count: int) -> int:
+        """A step."""
+        for _ in range(count):
+            dist.all_reduce(torch.ones(1))
+        return count
+
+    assert step(3) == 3 and step.report.operations == {"all_reduce": 3} and step.__doc__ == "A step."
+
+    @sagellm.monitor_communication("named")
+    def other() -> None:
+        sagellm.batch_all_reduce([torch.ones(2), torch.ones(3)])
+
+    other()
+    assert other.report.operations == {"all_reduce": 1} and str(other.report).startswith("named:")
+
+
+def test_lists_are_collected_and_what_was_sent_is_counted() -> None:
+    run_ranks(buffers, 2)
+
+
+@pytest.mark.quick
+def test_memory_is_lent_to_one_user_at_a_time() -> None:
+    import sagellm
+
+    buffer = sagellm.CommunicationBuffer(1024)
+    assert not buffer.in_use
+    with buffer:
+        part = buffer.get_buffer(512)
+        assert part.shape == (512,) and buffer.in_use
+        with pytest.raises(RuntimeError, match="in use"):
+            buffer.get_buffer(1)
+        with pytest.raises(ValueError, match="Buffer too small"):
+            buffer.get_buffer(2048)
+    assert not buffer.in_use and buffer.get_buffer(0).numel() == 0
+    for wrong in (lambda: sagellm.CommunicationBuffer(0), lambda: sagellm.CommFusionBuffer(0)):
+        with pytest.raises(ValueError):
+            wrong()

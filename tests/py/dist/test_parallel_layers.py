@@ -1,0 +1,193 @@
+"""Layers and helpers of several ranks against the same computation on one: outputs, gradients, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Context, beyond_gloo, expect_raises, run_ranks
+from torch import nn
+
+pytestmark = beyond_gloo("layers over several ranks")
+
+
+def whole_layer(bias: bool) -> nn.Linear:
+    torch.manual_seed(7)
+    return nn.Linear(12, 24, bias=bias, dtype=torch.float64)
+
+
+def data() -> torch.Tensor:
+    torch.manual_seed(8)
+    return torch.randn(2, 5, 12, dtype=torch.float64)
+
+
+def part(tensor: torch.Tensor, ctx: Context, dim: int) -> torch.Tensor:
+    return tensor.chunk(ctx.world_size, dim)[ctx.rank]
+
+
+def close(found: torch.Tensor | None, expected: torch.Tensor | None) -> None:
+    assert found is not None and expected is not None
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def linear(ctx: Context, mode: str, bias: bool) -> None:
+    import sagellm
+
+    whole = whole_layer(bias)
+    layer = sagellm.TensorParallelLinear.from_linear(whole, mode)
+    dim = 0 if mode == "column" else 1
+    close(layer.weight, part(whole.weight, ctx, dim))
+    expected_input, found_input = data().requires_grad_(), data().requires_grad_()
+    expected, found = whole(expected_input), layer(found_input)
+    close(found, expected)
+    weights = torch.arange(float(expected.numel()), dtype=torch.float64).reshape(expected.shape)
+    (expected * weights).sum().backward()
+    (found * weights).sum().backward()
+    close(found_input.grad, expected_input.grad)
+    close(layer.weight.grad, part(whole.weight.grad, ctx, dim))
+    if bias:
+        close(layer.bias.grad, part(whole.bias.grad, ctx, 0) if mode == "column" else whole.bias.grad)
+    fresh = sagellm.TensorParallelLinear(12, 24, ctx.world_size, mode, bias, dtype=torch.float64)
+    every = [torch.empty_like(fresh.weight) for _ in range(ctx.world_size)]
+    dist.all_gather(every, fresh.weight.detach())
+    assert torch.cat(every, dim).shape == (24, 12) and not torch.equal(every[0], every[1])
+    outputs = fresh(data())
+    same = outputs.detach().clone()
+    dist.broadcast(same, 0)
+    assert torch.equal(same, outputs), "every rank has the same outputs"
+    assert mode in repr(fresh)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("mode", ["column", "row"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_parallel_layer_equals_the_whole_layer_forward_and_backward(world_size: int, mode: str, bias: bool) -> None:
+    if world_size > 1:
+        run_ranks(linear, world_size, mode, bias)
+        return
+    import sagellm
+
+    whole = whole_layer(bias)
+    assert torch.equal(sagellm.TensorParallelLinear.from_linear(whole, mode)(data()), whole(data()))
+
+
+def pair_of_layers(ctx: Context) -> None:
+    import sagellm
+
+    torch.manual_seed(3)
+    first, second = nn.Linear(6, 8, dtype=torch.float64), nn.Linear(8, 6, dtype=torch.float64)
+    split_first = sagellm.TensorParallelLinear.from_linear(first, "column", gather_output=False)
+    split_second = sagellm.TensorParallelLinear.from_linear(second, "row", input_is_split=True)
+    torch.manual_seed(4)
+    given = torch.randn(3, 6, dtype=torch.float64).requires_grad_()
+    other = given.detach().clone().requires_grad_()
+    before = dist.group.WORLD._get_sequence_number_for_group()
+    found = split_second(torch.relu(split_first(given)))
+    assert dist.group.WORLD._get_sequence_number_for_group() == before + 1, "one all_reduce for both layers"
+    expected = second(torch.relu(first(other)))
+    close(found, expected)
+    found.square().sum().backward()
+    expected.square().sum().backward()
+    close(given.grad, other.grad)
+    close(split_first.weight.grad, part(first.weight.grad, ctx, 0))
+    close(split_second.weight.grad, part(second.weight.grad, ctx, 1))
+    for wrong, text in {
+        "mode='diagonal'": lambda: sagellm.TensorParallelLinear(4, 4, 2, "diagonal"),
+        "world_size is 3": lambda: sagellm.TensorParallelLinear(6, 6, 3),
+        "out_features is 5": lambda: sagellm.TensorParallelLinear(4, 5, 2),
+        "in_features is 5": lambda: sagellm.TensorParallelLinear(5, 4, 2, "row"),
+    }.items():
+        assert wrong in expect_raises(ValueError, text)
+
+
+def test_a_column_and_a_row_layer_together_need_one_all_reduce() -> None:
+    run_ranks(pair_of_layers, 2)
+
+
+def ring(ctx: Context) -> None:
+    import sagellm
+
+    key, value = torch.full((3, 2), float(ctx.rank)), torch.arange(4, dtype=torch.int64) + 10 * ctx.rank
+    seen = []
+    for source, blocks in sagellm.ring_exchange([key, value]):
+        assert torch.equal(blocks[0], torch.full((3, 2), float(source)))
+        assert torch.equal(blocks[1], torch.arange(4) + 10 * source)
+        seen.append(source)
+    assert seen == [(ctx.rank - step) % ctx.world_size for step in range(ctx.world_size)]
+    tokens, heads = 4 * ctx.world_size, 2 * ctx.world_size
+    whole = torch.arange(float(tokens * heads * 3), dtype=torch.float64).reshape(tokens, heads, 3)
+    mine = part(whole, ctx, 0).clone().requires_grad_()
+    by_heads = sagellm.exchange_tokens(mine, 1, 0)
+    assert torch.equal(by_heads, part(whole, ctx, 1))
+    back = sagellm.exchange_tokens(by_heads, 0, 1)
+    assert torch.equal(back, mine)
+    (by_heads * by_heads).sum().backward()
+    assert torch.equal(mine.grad, 2 * mine.detach()), "gradients travel back"
+    assert "dimension 0 is" in expect_raises(ValueError, lambda: sagellm.exchange_tokens(torch.ones(1, 8), 0, 1))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_blocks_go_around_the_ring_and_tokens_are_traded_for_heads(world_size: int) -> None:
+    run_ranks(ring, world_size)
+
+
+def cache() -> list[torch.Tensor]:
+    torch.manual_seed(5)
+    layers: list[torch.Tensor] = []
+    for layer in range(300):
+        layers.append(torch.randn(layer % 5, 3, dtype=torch.float64))
+        layers.append(torch.arange(layer, dtype=torch.int32).reshape(1, layer))
+    layers.append(torch.randn(300_000))
+    layers.append(torch.randn(8, 8).t())
+    layers.append(torch.tensor(3.5, dtype=torch.bfloat16))
+    return layers
+
+
+def transfer(ctx: Context) -> None:
+    import sagellm
+
+    for window in (1, 1 << 16, 1 << 30):
+        if ctx.rank == 0:
+            sagellm.send_tensors(cache(), 1, window=window)
+            sagellm.send_tensors([], 1)
+            continue
+        found = sagellm.recv_tensors(0, window=window)
+        expected = cache()
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert one.dtype == other.dtype and torch.equal(one, other)
+        assert sagellm.recv_tensors(0) == []
+    given = [torch.ones(3), torch.ones(2, dtype=torch.int64)]
+    if ctx.rank == 0:
+        for _ in range(3):
+            sagellm.send_tensors(given, 1, tag=4)
+        assert "element 0 is a int" in expect_raises(TypeError, lambda: sagellm.send_tensors([3], 1))
+        assert "window is 0" in expect_raises(ValueError, lambda: sagellm.send_tensors(given, 1, window=0))
+        return
+    place = [torch.zeros(3), torch.zeros(2, dtype=torch.int64)]
+    assert sagellm.recv_tensors(0, tag=4, out=place)[0] is place[0] and place[0].tolist() == [1, 1, 1]
+    wrong = [torch.zeros(3), torch.zeros(4, dtype=torch.int64)]
+    text = expect_raises(ValueError, lambda: sagellm.recv_tensors(0, tag=4, out=wrong))
+    assert "tensor 1 is int64 of shape [2], and out has int64 of shape [4]" in text
+    assert sagellm.recv_tensors(0, tag=4, out=place)[1].tolist() == [1, 1], "and the next list arrives"
+
+
+def test_lists_of_tensors_arrive_whatever_their_sizes_and_the_window() -> None:
+    run_ranks(transfer, 2)
+
+
+def held_back(ctx: Context) -> Any:
+    import sagellm
+
+    blocks = [torch.full((1 << 18,), float(number)) for number in range(8)]  # a mebibyte each
+    if ctx.rank == 0:
+        sagellm.send_tensors(blocks, 1, window=2 << 20)
+        return None
+    found = sagellm.recv_tensors(0)
+    return [block[0].item() for block in found]
+
+
+def test_a_small_window_sends_everything() -> None:
+    assert run_ranks(held_back, 2)[1] == [float(number) for number in range(8)]

@@ -1,0 +1,592 @@
+"""Communication backends as objects: what a serving engine or a training framework calls without c10d's argument forms.
+
+Each is a thin layer over one process group of this package; nothing is decided here but which group that is.
+``create_comm_backend`` finds or makes the group and returns the backend of the type that is asked for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from sagellm import _fused, _load
+from sagellm.comm_errors import translated, with_timeouts
+from sagellm.observe import explain as explaining
+from sagellm.observe import log
+from sagellm.observe import stats as statistics
+from sagellm.protocols.comm_backend import CommBackendProtocol
+
+#: What torchrun sets, and what ``init_process_group`` needs of it.
+ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+#: The reduce ops by name.
+OPS = {"sum": "SUM", "avg": "AVG", "mean": "AVG", "max": "MAX", "min": "MIN", "prod": "PRODUCT"}
+Seconds = float | timedelta
+
+
+class CommFuture(torch.futures.Future[torch.Tensor]):  # type: ignore[misc]  # torch has no annotations for mypy
+    """The future of an asynchronous call: ``wait()`` returns its tensor, ``then`` chains what comes after it.
+
+    On a device ``wait()`` makes the current stream wait, as a Work of torch does.
+    """
+
+    def __init__(self, work: Any, result: torch.Tensor) -> None:
+        super().__init__(devices=None if result.is_cpu else [result.device])
+        self._work, self._result = work, result
+        if work is None:  # it has ended
+            self.set_result(result)
+        else:
+            work.get_future().add_done_callback(self._ended)
+
+    def _ended(self, future: torch.futures.Future[Any]) -> None:
+        try:
+            future.value()
+        except Exception as error:  # torch hands on the text of what the operation failed with
+            failure = dist.DistBackendError(str(error))
+            found = translated(failure)
+            self.set_exception(error if found is failure else found)
+        else:
+            self.set_result(self._result)
+
+    def done(self) -> bool:
+        """Whether the operation has ended; what ``then`` chained may still run."""
+        return self._work is None or bool(self._work.is_completed())
+
+    def wait(self) -> torch.Tensor:
+        """The tensor, when the operation has ended; raises what the synchronous form would."""
+        if self._work is not None:
+            with_timeouts(self._work.wait)
+        return self._result
+
+
+class CommBackend(CommBackendProtocol):
+    """Collectives over one process group, with tensors in and tensors out.
+
+    All ranks call the same methods in the same order. Ranks are those of the group, counted from 0. Tensors lie on the
+    CPU or on the device of this process; each call may use another. A call that the backend refuses is a ValueError and
+    nothing was sent; one whose deadline passes is a ``CommTimeoutError``; other failures (a rank that died, ranks that
+    called different operations) are ``torch.distributed.DistBackendError``. After those two the group has failed.
+
+    Asynchronous forms return a ``CommFuture``, a ``torch.futures.Future`` whose ``wait()`` gives what the synchronous
+    form returns.
+
+    Args:
+        rank, world_size: what this process expects to be; they are compared with the group (ValueError), and used
+            where the group is started here. None: whatever the group or torchrun says.
+        group: a process group to work in; None the default group. One of another backend gets a sibling of ours over
+            the same ranks, which all of these must then make, in the same order.
+        algorithm: rules of which algorithm serves which operation and size, see docs/choosing.md.
+        fusion: False to let no operations travel together.
+        timeout: of each operation, in seconds or as timedelta; None: the group's.
+    """
+
+    #: The name in ``create_comm_backend``.
+    backend_type: ClassVar[str]
+    #: The option ``vendor`` of its group; None where any will do.
+    vendor: ClassVar[str | None] = None
+    #: The kind of device that it needs in this process, if it needs one.
+    device_type: ClassVar[str | None] = None
+
+    def __init__(
+        self,
+        rank: int | None = None,
+        world_size: int | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        algorithm: str = "",
+        fusion: bool = True,
+        timeout: Seconds | None = None,
+    ) -> None:
+        self._check_device()
+        settings = _Settings(
+            vendor=self.vendor,
+            algorithm=algorithm,
+            fusion=fusion,
+            timeout=None if timeout is None else _timedelta(timeout),
+        )
+        self.group: Any = _group_for(group, rank, world_size, settings, type(self).__name__)
+        self.rank: int = dist.get_rank(self.group)
+        self.world_size: int = dist.get_world_size(self.group)
+
+    @classmethod
+    def _check_device(cls) -> None:
+        found = torch.accelerator.current_accelerator(check_available=True)
+        named = os.environ.get("SAGELLM_VENDOR", "").partition(":")[0].strip().lower()
+        if cls.device_type is None or (found is not None and (found.type == cls.device_type or named == cls.vendor)):
+            return
+        has = "no accelerator" if found is None else f"a device of type {found.type}"
+        raise RuntimeError(
+            f"sagellm {cls.__name__}: this process has {has}, expected {cls.device_type}. Use "
+            'create_comm_backend("auto"), or "gloo" to carry tensors through host memory'
+        )
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} rank {self.rank} of {self.world_size}: {self.describe()}>"
+
+    def describe(self) -> str:
+        """What serves the group and how it is set up, in one line."""
+        return str(_ours(self.group).describe())
+
+    # ------------------------------------------------------------------------------------------- reductions
+
+    def all_reduce(
+        self,
+        tensor: torch.Tensor,
+        op: str = "sum",
+        async_op: bool = False,
+        timeout: Seconds | None = None,
+    ) -> Any:
+        """Combines ``tensor`` element by element over all ranks, in place, and returns it.
+
+        ``op`` is "sum", "avg" ("mean"), "max", "min" or "prod". ``timeout`` is that of this call alone. Every rank
+        passes the same shape and dtype.
+
+        Example::
+
+            comm = sagellm.create_comm_backend()
+            comm.all_reduce(torch.ones(4))  # four times the number of ranks
+        """
+        options = _reduction("all_reduce", op, async_op)
+        if timeout is not None:
+            options = _copy_of(options, _timedelta(timeout))
+        return self._run(lambda: self.group.allreduce([tensor], options), tensor, async_op)
+
+    def safe_all_reduce(self, tensor: torch.Tensor, op: str = "sum", timeout: Seconds = 30.0) -> torch.Tensor:
+        """``all_reduce`` with a timeout, which raises ``CommTimeoutError`` naming the ranks that are missing."""
+        result: torch.Tensor = self.all_reduce(tensor, op, timeout=timeout)
+        return result
+
+    def fused_all_reduce(self, tensors: Sequence[torch.Tensor], op: str = "sum") -> list[torch.Tensor]:
+        """``all_reduce`` of every tensor of a list, in place, as one operation for each dtype; returns the tensors.
+
+        Any mix of shapes and dtypes; no two tensors may share memory. See ``sagellm.fused_all_reduce``.
+        """
+        _checked_op("fused_all_reduce", op)
+        return with_timeouts(lambda: _fused.fused_all_reduce(tensors, op, group=self.group))
+
+    def reduce(self, tensor: torch.Tensor, root_rank: int = 0, op: str = "sum", async_op: bool = False) -> Any:
+        """Combines ``tensor`` over all ranks into that of ``root_rank``, in place; returns it.
+
+        On the other ranks it is unchanged. torch's order is ``reduce(tensor, dst, op)``, too.
+        """
+        chosen = _reduce_op("reduce", op)
+        return self._run(
+            lambda: dist.reduce(tensor, group_dst=root_rank, op=chosen, group=self.group, async_op=async_op),
+            tensor,
+            async_op,
+        )
+
+    def reduce_scatter(
+        self, tensor: torch.Tensor, op: str = "sum", async_op: bool = False, output: torch.Tensor | None = None
+    ) -> Any:
+        """Combines ``tensor`` over all ranks; returns this rank's slice of it along dimension 0.
+
+        Dimension 0 must be a multiple of the number of ranks (ValueError). ``output``, if given, receives the slice.
+        """
+        chosen = _reduce_op("reduce_scatter", op)
+        rows = self._rows("reduce_scatter", tensor)
+        result = tensor.new_empty((rows, *tensor.shape[1:])) if output is None else output
+        return self._run(
+            lambda: dist.reduce_scatter_tensor(
+                result, tensor.contiguous(), op=chosen, group=self.group, async_op=async_op
+            ),
+            result,
+            async_op,
+        )
+
+    # ------------------------------------------------------------------------------------------- moving data
+
+    def all_gather(self, tensor: torch.Tensor, output: torch.Tensor | None = None, async_op: bool = False) -> Any:
+        """The tensors of all ranks, in the order of the ranks, concatenated along dimension 0.
+
+        Every rank passes the same shape; a scalar counts as one row. ``output``, if given, receives the result.
+        """
+        rows, rest = (tensor.shape[0], tensor.shape[1:]) if tensor.dim() else (1, tensor.shape)
+        result = tensor.new_empty((rows * self.world_size, *rest)) if output is None else output
+        return self._run(
+            lambda: dist.all_gather_into_tensor(result, tensor.contiguous(), group=self.group, async_op=async_op),
+            result,
+            async_op,
+        )
+
+    def broadcast(self, tensor: torch.Tensor, root_rank: int = 0, async_op: bool = False) -> Any:
+        """Writes the tensor of ``root_rank`` into those of the other ranks; returns it."""
+        return self._run(
+            lambda: dist.broadcast(tensor, group_src=root_rank, group=self.group, async_op=async_op), tensor, async_op
+        )
+
+    def gather(self, tensor: torch.Tensor, root_rank: int = 0) -> torch.Tensor | None:
+        """On ``root_rank`` the tensors of all ranks, concatenated along dimension 0; None on the others.
+
+        torch's ``gather(tensor, gather_list, dst)`` fills a list instead.
+        """
+        lists = None
+        result = None
+        if self.rank == root_rank:
+            rows, rest = (tensor.shape[0], tensor.shape[1:]) if tensor.dim() else (1, tensor.shape)
+            result = tensor.new_empty((rows * self.world_size, *rest))
+            lists = [part.view(tensor.shape) for part in result.split(rows)] if rows else [tensor.clone()] * 0
+            if not rows:
+                lists = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        with_timeouts(lambda: dist.gather(tensor, lists, group_dst=root_rank, group=self.group))
+        return result
+
+    def scatter(
+        self, input: torch.Tensor | None, output: torch.Tensor, root_rank: int = 0, async_op: bool = False
+    ) -> Any:
+        """Gives every rank its slice of the ``input`` of ``root_rank`` along dimension 0, in ``output``; returns that.
+
+        The other ranks pass None as ``input``. torch's order is ``scatter(output, scatter_list, src)``.
+        """
+        lists = None
+        if self.rank == root_rank:
+            if input is None:
+                raise ValueError(f"sagellm scatter: rank {root_rank} is the root and must pass an input, not None")
+            rows = self._rows("scatter", input)
+            lists = [part.contiguous() for part in input.split(rows)] if rows else [output] * self.world_size
+        return self._run(
+            lambda: dist.scatter(output, lists, group_src=root_rank, group=self.group, async_op=async_op),
+            output,
+            async_op,
+        )
+
+    def all_to_all(
+        self,
+        input: torch.Tensor,
+        output: torch.Tensor | None = None,
+        input_split_sizes: list[int] | None = None,
+        output_split_sizes: list[int] | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Sends the r-th slice of ``input`` along dimension 0 to rank r, and returns what came, in the order of ranks.
+
+        Slices are equal, or have the rows that the two lists say; without ``output`` one of the right size is made.
+        torch's order is ``all_to_all_single(output, input, output_split_sizes, input_split_sizes)``.
+        """
+        if output is None:
+            rows = input.shape[0] if output_split_sizes is None else sum(output_split_sizes)
+            output = input.new_empty((rows, *input.shape[1:]))
+        result = output
+        return self._run(
+            lambda: dist.all_to_all_single(
+                result,
+                input.contiguous(),
+                output_split_sizes=output_split_sizes,
+                input_split_sizes=input_split_sizes,
+                group=self.group,
+                async_op=async_op,
+            ),
+            result,
+            async_op,
+        )
+
+    # ------------------------------------------------------------------------------------------- messages, barrier
+
+    def send(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> torch.Tensor:
+        """Sends ``tensor`` to rank ``dst`` and returns it when its memory may be used again."""
+        with_timeouts(lambda: dist.send(tensor, group_dst=dst, group=self.group, tag=tag))
+        return tensor
+
+    def recv(self, tensor: torch.Tensor, src: int | None = None, tag: int = 0) -> torch.Tensor:
+        """Receives into ``tensor`` from rank ``src``, or from any rank if that is None; returns it."""
+        with_timeouts(lambda: dist.recv(tensor, group_src=src, group=self.group, tag=tag))
+        return tensor
+
+    def isend(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> CommFuture:
+        """``send`` as a future. ``tensor`` must not change before it has ended."""
+        return CommFuture(dist.isend(tensor, group_dst=dst, group=self.group, tag=tag), tensor)
+
+    def irecv(self, tensor: torch.Tensor, src: int | None = None, tag: int = 0) -> CommFuture:
+        """``recv`` as a future."""
+        return CommFuture(dist.irecv(tensor, group_src=src, group=self.group, tag=tag), tensor)
+
+    def barrier(self, timeout: Seconds | None = None) -> None:
+        """Returns when all ranks have called it."""
+        options = dist.BarrierOptions()
+        if timeout is not None:
+            options.timeout = _timedelta(timeout)
+        if hasattr(options, "asyncOp"):
+            options.asyncOp = False
+
+        def wait() -> None:
+            work = self.group.barrier(options)
+            if work is not None:
+                work.wait()
+
+        with_timeouts(wait)
+
+    # ------------------------------------------------------------------------------------------- looking in
+
+    def get_stats(self) -> dict[str, Any]:
+        """What this group has counted and timed: ``sagellm.get_stats(group=...)``."""
+        return dict(statistics.get_stats(group=self.group))
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """The same as ``get_stats()``."""
+        return self.get_stats()
+
+    def explain(self, what: Any, nbytes: int | None = None, **more: Any) -> explaining.Explanation:
+        """How an operation of ``nbytes`` travels here, and why: ``sagellm.explain(..., group=...)``."""
+        return explaining.explain(str(what) if isinstance(what, str) else what, nbytes, group=self.group, **more)
+
+    # ------------------------------------------------------------------------------------------- helpers
+
+    def _rows(self, what: str, tensor: torch.Tensor) -> int:
+        """Rows of one rank's slice."""
+        rows = tensor.shape[0] if tensor.dim() else 1
+        if tensor.dim() == 0 or rows % self.world_size:
+            raise ValueError(
+                f"sagellm {what}: dimension 0 of the tensor is {rows if tensor.dim() else 'missing'}, expected a "
+                f"multiple of the {self.world_size} ranks"
+            )
+        return rows // self.world_size
+
+    @staticmethod
+    def _run(call: Callable[[], Any], result: torch.Tensor, async_op: bool) -> Any:
+        """Makes a call that returns a Work or None, and returns ``result``, or a future of it."""
+        work = with_timeouts(call)
+        if async_op:
+            return CommFuture(work, result)
+        if work is not None:
+            with_timeouts(work.wait)
+        return result
+
+
+class CPUBackend(CommBackend):
+    """CPU tensors through shared memory on one host, over a link between hosts."""
+
+    backend_type = "cpu"
+
+
+class NCCLBackend(CommBackend):
+    """Tensors on NVIDIA GPUs through NCCL; CPU tensors as ``CPUBackend``."""
+
+    backend_type = "nccl"
+    vendor = "nccl"
+    device_type = "cuda"
+
+
+class HCCLBackend(CommBackend):
+    """Tensors on Ascend NPUs through HCCL; CPU tensors as ``CPUBackend``."""
+
+    backend_type = "hccl"
+    vendor = "hccl"
+    device_type = "npu"
+
+
+class CNCLBackend(CommBackend):
+    """Tensors on Cambricon MLUs through CNCL; CPU tensors as ``CPUBackend``."""
+
+    backend_type = "cncl"
+    vendor = "cncl"
+    device_type = "mlu"
+
+
+class GlooBackend(CommBackend):
+    """CPU tensors as ``CPUBackend``; tensors on a device through host memory, without the library of its vendor."""
+
+    backend_type = "gloo"
+    vendor = "host"
+
+
+BACKENDS: dict[str, type[CommBackend]] = {
+    each.backend_type: each for each in (CPUBackend, NCCLBackend, HCCLBackend, CNCLBackend, GlooBackend)
+}
+#: Which of them serves a kind of device.
+BY_DEVICE = {each.device_type: each.backend_type for each in BACKENDS.values() if each.device_type is not None}
+#: What ``create_comm_backend`` has made, by its arguments.
+_made: dict[Any, CommBackend] = {}
+
+
+def create_comm_backend(
+    backend_type: str = "auto",
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    algorithm: str = "",
+    fusion: bool = True,
+    timeout: Seconds | None = None,
+) -> CommBackend:
+    """A communication backend over the ranks of this job.
+
+    It uses the running process group (or ``group``), a sibling of it over the same ranks where that is of another
+    backend or has other settings, or starts one from the environment that torchrun sets. Without either it is a group
+    of one rank. Equal arguments return the same object, as long as its group lives.
+
+    Args:
+        backend_type: "auto" (the library of this process's accelerator, or "cpu" where there is none; says in the log
+            what it found), "cpu", "nccl", "hccl", "cncl", or "gloo" (tensors on devices through host memory).
+        rank, world_size, group, algorithm, fusion, timeout: see ``CommBackend``.
+
+    Raises:
+        ValueError: the name is unknown, or ``rank`` or ``world_size`` is not what the group says.
+        RuntimeError: the type needs a device that this process has not.
+
+    Example::
+
+        comm = sagellm.create_comm_backend()
+        total = comm.all_reduce(torch.ones(4))
+    """
+    chosen = _auto() if backend_type == "auto" else str(backend_type).lower()
+    if chosen not in BACKENDS:
+        raise ValueError(f"sagellm: backend_type={backend_type!r}, expected one of auto, {', '.join(BACKENDS)}")
+    base = group if group is not None else (dist.group.WORLD if dist.is_initialized() else None)
+    key = (chosen, rank, world_size, base, algorithm, fusion, timeout)
+    known = _made.get(key)
+    if known is not None and _is_alive(known.group):
+        return known
+    made = BACKENDS[chosen](rank, world_size, group=group, algorithm=algorithm, fusion=fusion, timeout=timeout)
+    for stale in [each for each, backend in _made.items() if not _is_alive(backend.group)]:
+        del _made[stale]
+    # A group that was started here is the default group from now on: the next call finds it there.
+    _made[(chosen, rank, world_size, group if group is not None else dist.group.WORLD, *key[4:])] = made
+    return made
+
+
+def _auto() -> str:
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None:
+        chosen, why = "cpu", "this process has no accelerator"
+    elif found.type in BY_DEVICE:
+        chosen, why = BY_DEVICE[found.type], f"this process has a device of type {found.type}"
+    else:
+        chosen, why = "gloo", f"no library is known for devices of type {found.type}: they go through host memory"
+    log.logger.info("backend_type 'auto' is %r: %s", chosen, why)
+    return chosen
+
+
+class _Settings:
+    """What a backend wants of its group beyond the defaults."""
+
+    def __init__(self, vendor: str | None, algorithm: str, fusion: bool, timeout: timedelta | None) -> None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        # Without a device every group carries the same tensors in the same way.
+        self.vendor = vendor if accelerator is not None else None
+        self.algorithm = algorithm
+        self.fusion = fusion
+        self.timeout = timeout
+
+    def hold_for(self, backend: Any) -> bool:
+        """Whether a group has these settings."""
+        options = backend.options
+        return bool(
+            (self.vendor is None or options.vendor.partition(":")[0] in (self.vendor, *self._also()))
+            and (not self.algorithm or options.algorithm == self.algorithm)
+            and options.fusion == self.fusion
+            and (self.timeout is None or options._timeout == self.timeout)
+        )
+
+    def _also(self) -> tuple[str, ...]:
+        # "auto" finds a vendor's library by itself, never the way through host memory.
+        return () if self.vendor == "host" else ("auto",)
+
+    def options(self) -> Any:
+        return _load.extension().Options(
+            fusion=self.fusion, algorithm=self.algorithm, **({} if self.vendor is None else {"vendor": self.vendor})
+        )
+
+
+def _group_for(group: Any, rank: int | None, world_size: int | None, settings: _Settings, who: str) -> Any:
+    """The process group to work in: the one given, the default one, a sibling of it, or one that is started here."""
+    if group is None and not dist.is_initialized():
+        _start(rank, world_size, settings, who)
+    base = group if group is not None else dist.group.WORLD
+    if base is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"sagellm {who}: this process is no member of the group")
+    for name, given, found in (
+        ("rank", rank, dist.get_rank(base)),
+        ("world_size", world_size, dist.get_world_size(base)),
+    ):
+        if given is not None and given != found:
+            raise ValueError(f"sagellm {who}: {name} is {given}, and the process group says {found}")
+    ours = _ours(base)
+    if ours is not None and settings.hold_for(ours):
+        return base
+    why = "is of another backend" if ours is None else "has other settings"
+    log.logger.info("%s makes a group of its own over the same ranks: the running one %s", who, why)
+    return dist.new_group(
+        dist.get_process_group_ranks(base),
+        timeout=settings.timeout,
+        backend="sagellm",
+        pg_options=settings.options(),
+        use_local_synchronization=True,
+    )
+
+
+def _start(rank: int | None, world_size: int | None, settings: _Settings, who: str) -> None:
+    """Starts the default group: from torchrun's environment, or of this process alone."""
+    missing = [name for name in ENVIRONMENT if name not in os.environ]
+    common = {"timeout": settings.timeout, "pg_options": settings.options()}
+    if not missing:
+        dist.init_process_group(
+            "sagellm",
+            rank=-1 if rank is None else rank,
+            world_size=-1 if world_size is None else world_size,
+            **common,
+        )
+        return
+    if (world_size or 1) > 1 or (rank or 0) > 0:
+        raise RuntimeError(
+            f"sagellm {who}: rank {rank} of {world_size} cannot meet the others, because there is no process group and "
+            f"{', '.join(missing)} is not in the environment. Start the program with torchrun, or call "
+            "init_process_group first"
+        )
+    dist.init_process_group("sagellm", store=dist.HashStore(), rank=0, world_size=1, **common)
+
+
+def _ours(group: Any) -> Any:
+    """The backend of this package behind a group, or None."""
+    return statistics._backend(group)
+
+
+def _is_alive(group: Any) -> bool:
+    """Whether the group has not been destroyed."""
+    try:
+        dist.get_world_size(group)
+    except (RuntimeError, ValueError):
+        return False
+    return bool(dist.is_initialized())
+
+
+def _timedelta(seconds: Seconds) -> timedelta:
+    found = seconds if isinstance(seconds, timedelta) else timedelta(seconds=seconds)
+    if found <= timedelta(0):
+        raise ValueError(f"sagellm: timeout is {seconds}, expected more than 0 seconds")
+    return found
+
+
+def _checked_op(what: str, op: str) -> str:
+    name = op.lower() if isinstance(op, str) else op
+    if name not in OPS:
+        raise ValueError(f"sagellm {what}: op={op!r}, expected one of {', '.join(OPS)}")
+    return OPS[name]
+
+
+def _reduce_op(what: str, op: str) -> Any:
+    return getattr(dist.ReduceOp, _checked_op(what, op))
+
+
+@cache
+def _reduction(what: str, op: str, async_op: bool) -> Any:
+    """Options of an all_reduce, made once: making them takes as long as a small operation."""
+    options = dist.AllreduceOptions()
+    options.reduceOp = _reduce_op(what, op)
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = async_op
+    return options
+
+
+def _copy_of(options: Any, timeout: timedelta) -> Any:
+    copy = dist.AllreduceOptions()
+    copy.reduceOp = options.reduceOp
+    copy.timeout = timeout
+    if hasattr(options, "asyncOp"):
+        copy.asyncOp = options.asyncOp
+    return copy

@@ -1,0 +1,1 @@
+"""Groups and layers for tensor, context, pipeline, data and expert parallelism."""

@@ -1,0 +1,205 @@
+"""The groups of a job that splits its work in several dimensions at once."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+#: From the dimension whose neighbours are farthest apart to the one whose neighbours are next to each other.
+DIMENSIONS = ("dp", "pp", "cp", "tp")
+
+
+class ProcessGroupManager:
+    """This rank's groups for tensor (tp), context (cp), pipeline (pp), data (dp) and expert (ep) parallelism.
+
+    The ranks of the default group form a grid. The place along tp varies fastest from rank to rank, then cp, pp and dp,
+    so that the ranks of a tensor-parallel group are neighbours. Each group joins the ranks that differ in the named
+    dimensions only; it is a new group, also where it has all ranks. Experts are spread over ranks that hold the same
+    part of the rest of the model: ep groups are runs of ``ep_size`` ranks of a cp-and-dp group.
+
+    All ranks make it at the same point of the program.
+
+    Args:
+        tp_size, cp_size, pp_size, dp_size: their product is the number of ranks (ValueError).
+        ep_size: divides ``cp_size * dp_size`` (ValueError).
+        backend: of the new groups; None the default group's.
+        timeout: of the new groups, as a timedelta; None the default.
+
+    Example::
+
+        groups = sagellm.ProcessGroupManager(tp_size=2, cp_size=1, pp_size=2, dp_size=2)  # eight ranks
+        dist.all_reduce(partial, group=groups.tp_group)
+    """
+
+    def __init__(
+        self,
+        tp_size: int = 1,
+        cp_size: int = 1,
+        pp_size: int = 1,
+        dp_size: int = 1,
+        ep_size: int = 1,
+        *,
+        backend: str | None = None,
+        timeout: Any = None,
+    ) -> None:
+        if not dist.is_initialized():
+            raise ValueError(
+                "sagellm ProcessGroupManager: there is no default process group; call init_process_group first"
+            )
+        self.tp_size, self.cp_size, self.pp_size, self.dp_size = tp_size, cp_size, pp_size, dp_size
+        self.ep_size = ep_size
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._check()
+        self.grid = torch.arange(self.world_size).view(dp_size, pp_size, cp_size, tp_size)
+        dp, pp, cp, tp = (int(place) for place in (self.grid == self.rank).nonzero()[0])
+        #: This rank's place in each dimension.
+        self.tp_rank, self.cp_rank, self.pp_rank, self.dp_rank = tp, cp, pp, dp
+        self._made: dict[str, Any] = {}
+        for name in ("tp", "cp", "pp", "dp", "cp_dp", "pp_dp", "ep"):
+            self._made[name] = dist.new_group(
+                self.ranks(name),
+                backend=backend,
+                timeout=timeout,
+                use_local_synchronization=True,
+                group_desc=f"sagellm {name}",
+            )
+
+    def _check(self) -> None:
+        sizes = {"tp": self.tp_size, "cp": self.cp_size, "pp": self.pp_size, "dp": self.dp_size, "ep": self.ep_size}
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"sagellm ProcessGroupManager: {name}_size is {size}, expected 1 or more")
+        total = self.tp_size * self.cp_size * self.pp_size * self.dp_size
+        if total != self.world_size:
+            raise ValueError(
+                f"sagellm ProcessGroupManager: tp {self.tp_size} x cp {self.cp_size} x pp {self.pp_size} x dp "
+                f"{self.dp_size} = {total}, expected {self.world_size}, the number of ranks"
+            )
+        if (self.cp_size * self.dp_size) % self.ep_size:
+            raise ValueError(
+                f"sagellm ProcessGroupManager: ep_size is {self.ep_size}, expected a divisor of cp {self.cp_size} x dp "
+                f"{self.dp_size} = {self.cp_size * self.dp_size}"
+            )
+
+    def ranks(self, name: str) -> list[int]:
+        """The ranks (of the default group, ascending) of this rank's group ``name``: "tp", "cp_dp", "ep" and so on."""
+        if name == "ep":
+            over = self.ranks("cp_dp")
+            first = over.index(self.rank) // self.ep_size * self.ep_size
+            return over[first : first + self.ep_size]
+        joined = name.split("_")
+        unknown = [each for each in joined if each not in DIMENSIONS]
+        if unknown:
+            raise ValueError(f"sagellm ProcessGroupManager: {name!r} is no group; dimensions are tp, cp, pp, dp, ep")
+        own = dict(zip(DIMENSIONS, (self.dp_rank, self.pp_rank, self.cp_rank, self.tp_rank), strict=True))
+        places = product(
+            *(
+                range(size) if each in joined else [own[each]]
+                for each, size in zip(DIMENSIONS, self.grid.shape, strict=True)
+            )
+        )
+        return sorted(int(self.grid[place]) for place in places)
+
+    def group(self, name: str) -> Any:
+        """This rank's group by its name, as ``tp_group`` and the others."""
+        return self._made[name]
+
+    @property
+    def tp_group(self) -> Any:
+        """The ranks that hold parts of the same layers."""
+        return self._made["tp"]
+
+    @property
+    def cp_group(self) -> Any:
+        """The ranks that hold parts of the same sequences."""
+        return self._made["cp"]
+
+    @property
+    def pp_group(self) -> Any:
+        """The stages of one pipeline."""
+        return self._made["pp"]
+
+    @property
+    def dp_group(self) -> Any:
+        """The ranks that hold the same part of the model for other samples."""
+        return self._made["dp"]
+
+    @property
+    def ep_group(self) -> Any:
+        """The ranks that hold the experts of the same layers."""
+        return self._made["ep"]
+
+    @property
+    def cp_dp_group(self) -> Any:
+        """The ranks that average the gradients of the same parameters."""
+        return self._made["cp_dp"]
+
+    @property
+    def pp_dp_group(self) -> Any:
+        """All stages of all pipelines with this rank's places along tp and cp."""
+        return self._made["pp_dp"]
+
+    @property
+    def ep_rank(self) -> int:
+        """This rank's place in its ep group."""
+        return self.ranks("ep").index(self.rank)
+
+    # ------------------------------------------------------------------------------------------- neighbours
+
+    @property
+    def pp_is_first_stage(self) -> bool:
+        return self.pp_rank == 0
+
+    @property
+    def pp_is_last_stage(self) -> bool:
+        return self.pp_rank == self.pp_size - 1
+
+    @property
+    def pp_next_rank(self) -> int | None:
+        """The rank (of the default group) with the next stage; None at the last."""
+        return None if self.pp_is_last_stage else self.ranks("pp")[self.pp_rank + 1]
+
+    @property
+    def pp_prev_rank(self) -> int | None:
+        """The rank with the stage before; None at the first."""
+        return None if self.pp_is_first_stage else self.ranks("pp")[self.pp_rank - 1]
+
+    @property
+    def cp_next_rank(self) -> int:
+        """The rank that this one sends to in the ring of its cp group; itself where that has one rank."""
+        return self.ranks("cp")[(self.cp_rank + 1) % self.cp_size]
+
+    @property
+    def cp_prev_rank(self) -> int:
+        """The rank that this one receives from in the ring of its cp group."""
+        return self.ranks("cp")[(self.cp_rank - 1) % self.cp_size]
+
+    @cached_property
+    def mesh(self) -> Any:
+        """The same groups as a ``torch.distributed.device_mesh.DeviceMesh`` with the dimensions dp, pp, cp and tp."""
+        from torch.distributed.device_mesh import DeviceMesh
+
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return DeviceMesh.from_group(
+            [self._made[name] for name in DIMENSIONS],
+            "cpu" if accelerator is None else accelerator.type,
+            mesh=self.grid,
+            mesh_dim_names=DIMENSIONS,
+        )
+
+    def destroy(self) -> None:
+        """Destroys the groups; all ranks call it."""
+        for group in self._made.values():
+            dist.destroy_process_group(group)
+        self._made = {}
+
+    def __repr__(self) -> str:
+        return (
+            f"<ProcessGroupManager rank {self.rank} of {self.world_size}: tp {self.tp_rank}/{self.tp_size}, cp "
+            f"{self.cp_rank}/{self.cp_size}, pp {self.pp_rank}/{self.pp_size}, dp {self.dp_rank}/{self.dp_size}, ep "
+            f"{self.ep_rank}/{self.ep_size}>"
+        )

@@ -1,0 +1,122 @@
+"""Lists of tensors from one rank to another, such as a cache of keys and values between prefill and decode."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+#: Bytes of the first message: the length of the description, and as much of that as fits.
+HEADER_BYTES = 4096
+LENGTH_BYTES = 8
+#: Bytes that are under way at most, unless the caller says otherwise; a larger tensor travels alone.
+WINDOW = 64 << 20
+
+
+def send_tensors(
+    tensors: Sequence[torch.Tensor], dst: int, group: Any = None, *, tag: int = 0, window: int = WINDOW
+) -> None:
+    """Sends a list of tensors of any shapes and dtypes to rank ``dst`` of the group, which calls ``recv_tensors``.
+
+    One header describes all of them; then they follow, at most ``window`` bytes at a time: a receiver that is slow
+    holds the sender back instead of filling memory. Returns when their memory may be used again. All tensors are on one
+    device (ValueError).
+    """
+    listed = [_checked(tensor, number) for number, tensor in enumerate(tensors)]
+    devices = {tensor.device for tensor in listed}
+    if len(devices) > 1:
+        raise ValueError(
+            f"sagellm send_tensors: the tensors are on {', '.join(map(str, devices))}, expected one device"
+        )
+    if window < 1:
+        raise ValueError(f"sagellm send_tensors: window is {window} bytes, expected 1 or more")
+    described = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in listed]
+    text = json.dumps(described, separators=(",", ":")).encode()
+    whole = len(text).to_bytes(LENGTH_BYTES, "little") + text
+    device = next(iter(devices), torch.device("cpu"))
+    _send_bytes(whole[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0"), device, dst, group, tag)
+    if len(whole) > HEADER_BYTES:
+        _send_bytes(whole[HEADER_BYTES:], device, dst, group, tag)
+    sending: deque[tuple[Any, int]] = deque()
+    under_way = 0
+    for tensor in listed:
+        while sending and under_way + tensor.nbytes > window:
+            under_way -= _finish(sending)
+        sending.append((dist.isend(tensor, group_dst=dst, group=group, tag=tag), tensor.nbytes))
+        under_way += tensor.nbytes
+    while sending:
+        _finish(sending)
+
+
+def recv_tensors(
+    src: int,
+    group: Any = None,
+    *,
+    tag: int = 0,
+    device: torch.device | str = "cpu",
+    window: int = WINDOW,
+    out: Sequence[torch.Tensor] | None = None,
+) -> list[torch.Tensor]:
+    """Receives what rank ``src`` sends by ``send_tensors``, in new tensors on ``device`` or in those of ``out``.
+
+    ``device`` is of the kind that the sender's tensors are on. ``out`` must have the shapes and dtypes that come, else
+    a ValueError says which differs; what was sent is then received and dropped, so that later messages arrive.
+    """
+    where = torch.device(device) if out is None or not out else out[0].device
+    first = _recv_bytes(HEADER_BYTES, where, src, group, tag)
+    length = int.from_bytes(first[:LENGTH_BYTES], "little") + LENGTH_BYTES
+    rest = _recv_bytes(length - HEADER_BYTES, where, src, group, tag) if length > HEADER_BYTES else b""
+    described = json.loads((first + rest)[LENGTH_BYTES:length])
+    wrong = _differs(described, out) if out is not None else ""
+    if out is None or wrong:
+        made = [torch.empty(shape, dtype=getattr(torch, dtype), device=where) for dtype, shape in described]
+    else:
+        made = list(out)
+    receiving: deque[tuple[Any, int]] = deque()
+    under_way = 0
+    for tensor in made:
+        while receiving and under_way + tensor.nbytes > window:
+            under_way -= _finish(receiving)
+        receiving.append((dist.irecv(tensor, group_src=src, group=group, tag=tag), tensor.nbytes))
+        under_way += tensor.nbytes
+    while receiving:
+        _finish(receiving)
+    if wrong:
+        raise ValueError(f"sagellm recv_tensors: {wrong}")
+    return made
+
+
+def _finish(works: deque[tuple[Any, int]]) -> int:
+    work, nbytes = works.popleft()
+    work.wait()
+    return nbytes
+
+
+def _checked(tensor: torch.Tensor, number: int) -> torch.Tensor:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"sagellm send_tensors: element {number} is a {type(tensor).__name__}, expected a tensor")
+    return tensor.detach()
+
+
+def _differs(described: list[Any], out: Sequence[torch.Tensor]) -> str:
+    if len(described) != len(out):
+        return f"{len(described)} tensors came, and out has {len(out)}"
+    for number, ((dtype, shape), tensor) in enumerate(zip(described, out, strict=True)):
+        have = [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+        if have != [dtype, shape]:
+            return f"tensor {number} is {dtype} of shape {shape}, and out has {have[0]} of shape {have[1]}"
+    return ""
+
+
+def _send_bytes(data: bytes, device: torch.device, dst: int, group: Any, tag: int) -> None:
+    dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device), group_dst=dst, group=group, tag=tag)
+
+
+def _recv_bytes(count: int, device: torch.device, src: int, group: Any, tag: int) -> bytes:
+    data = torch.empty(count, dtype=torch.uint8, device=device)
+    dist.recv(data, group_src=src, group=group, tag=tag)
+    return bytes(data.tolist())
