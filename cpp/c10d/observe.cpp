@@ -122,7 +122,7 @@ void bind_observation(py::module_& module) {
   module.def("explain_work", torch::wrap_pybind_function(&explain_work), py::arg("work"));
   module.def("explain_without_group",
              torch::wrap_pybind_function([](Text kind, uint64_t bytes, Text dtype, size_t ranks, Text algorithm) {
-               const Asked asked{-1, kind, bytes, dtype};
+               const OpDesc asked{-1, kind, bytes, dtype};
                return to_dict(checked([&] { return Core::choices(ranks, algorithm, {&asked, 1}); }).explained[0]);
              }),
              py::arg("kind"), py::arg("bytes"), py::arg("dtype"), py::arg("ranks"), py::arg("algorithm") = "");
