@@ -105,7 +105,7 @@ auto translated(Function function) {
 
 using no_gil = py::call_guard<py::gil_scoped_release>;
 
-// Python names a device by a text, "cuda:0".
+// Python names a device by a text.
 template <std::string (SageBackend::*question)(c10::DeviceType) const>
 std::string of_device(const SageBackend& self, const std::string& device) {
   return (self.*question)(c10::Device(device).type());

@@ -22,11 +22,15 @@ fn layer(module: &str) -> usize {
 }
 
 fn files(folder: &Path, found: &mut Vec<PathBuf>) {
+    files_that_end(folder, &["rs"], found);
+}
+
+fn files_that_end(folder: &Path, ends: &[&str], found: &mut Vec<PathBuf>) {
     for entry in std::fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
         if path.is_dir() {
-            files(&path, found);
-        } else if path.extension().is_some_and(|e| e == "rs") {
+            files_that_end(&path, ends, found);
+        } else if path.extension().is_some_and(|end| ends.iter().any(|known| end == *known)) {
             found.push(path);
         }
     }
@@ -257,7 +261,7 @@ const NAMES: [&str; 9] = ["nccl", "hccl", "cncl", "cuda", "cambricon", "nvidia",
 const WHOLE: [&str; 3] = ["npu", "mlu", "ascend"];
 
 /// Where such a word may stand outside of `engine/device` and `cpp/compat.hpp`, and what for.
-const NAMED: [(&str, &str); 12] = [
+const NAMED: [(&str, &str); 15] = [
     ("setup.py", "where the crate nccl-sys lies"),
     ("src/engine/shm/small.rs", "a source"),
     ("src/algorithms/ring.rs", "a source"),
@@ -270,6 +274,9 @@ const NAMED: [(&str, &str); 12] = [
     ("src/os/topology.rs", "where a driver lists its cards, for the name of a machine"),
     ("torch_ext/sagellm/_register.py", "the values of the option, and a variable of torch"),
     ("torch_ext/sagellm/_C.pyi", "the values of the option"),
+    ("torch_ext/sagellm/api/backends.py", "the names of backends that users ask for"),
+    ("torch_ext/sagellm/__init__.py", "the names of backends that users ask for"),
+    ("torch_ext/sagellm/_serve_as.py", "an example of a group's names"),
 ];
 
 fn names_a_vendor(text: &str) -> Option<&str> {
@@ -350,10 +357,10 @@ fn the_folders_of_the_cpp_half_include_only_those_below_them() {
 }
 
 /// Parts of the Python package, from top to bottom: the command line, what observes, and what everything needs.
-const PYTHON_LAYERS: [&str; 3] = ["cli", "observe", ""];
+const PYTHON_LAYERS: [&str; 6] = ["cli", "parallel", "api", "observe", "protocols", ""];
 
-/// `_register` sets up the log when the first group is made.
-const PYTHON_UPWARD: [(&str, &str); 1] = [("_register.py", "observe")];
+/// `_register` sets up the log when the first group is made; `_serve_as` writes to it.
+const PYTHON_UPWARD: [(&str, &str); 2] = [("_register.py", "observe"), ("_serve_as.py", "observe")];
 
 #[test]
 fn the_parts_of_the_python_package_import_only_those_below_them() {
@@ -406,4 +413,35 @@ fn tests_are_named_after_the_modules_that_they_test() {
         }
     }
     assert!(wrong.is_empty(), "{wrong:#?}");
+}
+
+/// Comments and documents name files by their name, or by the end of their path: a file that is moved takes them along.
+#[test]
+fn files_that_comments_and_documents_name_are_there() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut all = Vec::new();
+    for folder in
+        ["src", "cpp", "tests", "docs", "nccl-sys/src", "nccl-sys/tests", "torch_ext", "benchmarks", "examples"]
+    {
+        files_that_end(&root.join(folder), &["rs", "cpp", "hpp", "py", "md"], &mut all);
+    }
+    all.extend(["CONTRIBUTING.md", "README.md", "setup.py", "build.rs"].map(|name| root.join(name)));
+    let known: BTreeSet<PathBuf> = all.iter().map(|path| path.strip_prefix(root).unwrap().to_path_buf()).collect();
+    let is_source = |name: &str| [".rs", ".cpp", ".hpp", ".py"].iter().any(|end| name.ends_with(end));
+    let is_name = |name: &str| name.chars().all(|c| c.is_ascii_alphanumeric() || "_./-".contains(c));
+    let mut dead = Vec::new();
+    for path in &all {
+        let document = path.extension().is_some_and(|end| end == "md");
+        if !document && !path.extension().is_some_and(|end| ["rs", "cpp", "hpp"].iter().any(|known| end == *known)) {
+            continue;
+        }
+        let text = std::fs::read_to_string(path).unwrap();
+        for (at, line) in text.lines().enumerate().filter(|(_, line)| document || line.contains("//")) {
+            let named = line.split('`').skip(1).step_by(2).filter(|word| is_source(word) && is_name(word));
+            for name in named.filter(|name| !known.iter().any(|path| path.ends_with(name))) {
+                dead.push(format!("{}:{} names {name}", path.strip_prefix(root).unwrap().display(), at + 1));
+            }
+        }
+    }
+    assert!(dead.is_empty(), "{dead:#?}");
 }

@@ -1,4 +1,4 @@
-//! Every interleaving of the shared-memory protocol, on loom's atomics: the code of `protocol.rs` and `signal.rs` itself.
+//! Every interleaving of the shared-memory protocol, on loom's atomics: the code of `protocol.rs` and `event_count.rs` itself.
 //!
 //! Run with `RUSTFLAGS="--cfg loom" cargo test --release --test loom`. Payloads are loom cells, so a slot or a buffer that
 //! is overwritten while somebody may still read it is reported as a data race.
@@ -304,7 +304,7 @@ fn a_sleeper_never_misses_the_news() {
     });
 }
 
-// Who drives, and who wakes whom: `roles.rs` and `signal.rs` as `driver.rs` calls them. Two groups with a peer each that
+// Who drives, and who wakes whom: `roles.rs` and `event_count.rs` as `driver.rs` calls them. Two groups with a peer each that
 // publishes one piece of news, threads that wait, and the progress thread.
 
 use sagellm::os::event_count::Listening;

@@ -64,7 +64,7 @@ std::string describe(const int64_t* header) {
                   at::IntArrayRef(header + kSizes, dims), " with ", header[kSparseDims], " sparse dimensions");
 }
 
-// All ranks see all headers and come to the same verdict.
+// All ranks see all headers and come to the same decision.
 void check_headers(const at::Tensor& headers, int ranks) {
   const auto* first = headers.const_data_ptr<int64_t>();
   for (int rank = 1; rank < ranks; ++rank) {

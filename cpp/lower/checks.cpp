@@ -273,7 +273,7 @@ std::string dtype_name(at::ScalarType type) {
 Dtype reducible(const char* op, const at::Tensor& tensor, bool by_vendor) {
   const std::optional<Dtype> dtype = dtype_of(tensor.scalar_type());
   const bool float8 = dtype == Dtype::kF8E4M3 || dtype == Dtype::kF8E5M2;
-  // Whether a device's library can combine these is its recipe's to say.
+  // Whether a device's library can combine these is decided by its lowering.
   if (dtype && (!float8 || by_vendor)) return *dtype;
   value_error(op, c10::str(dtype_name(tensor.scalar_type()),
                            " numbers cannot be combined, only moved; convert them to float16 or wider first"));

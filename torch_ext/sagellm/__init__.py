@@ -13,20 +13,20 @@ if TYPE_CHECKING:
     from sagellm._C import Options as Options
     from sagellm._fused import fused_all_reduce as fused_all_reduce
     from sagellm._serve_as import serve_as as serve_as
-    from sagellm.backends import CNCLBackend as CNCLBackend
-    from sagellm.backends import CommBackend as CommBackend
-    from sagellm.backends import CommFuture as CommFuture
-    from sagellm.backends import CPUBackend as CPUBackend
-    from sagellm.backends import GlooBackend as GlooBackend
-    from sagellm.backends import HCCLBackend as HCCLBackend
-    from sagellm.backends import NCCLBackend as NCCLBackend
-    from sagellm.backends import create_comm_backend as create_comm_backend
-    from sagellm.buffers import CommFusionBuffer as CommFusionBuffer
-    from sagellm.buffers import CommReport as CommReport
-    from sagellm.buffers import CommunicationBuffer as CommunicationBuffer
-    from sagellm.buffers import batch_all_reduce as batch_all_reduce
-    from sagellm.buffers import monitor_communication as monitor_communication
-    from sagellm.comm_errors import CommTimeoutError as CommTimeoutError
+    from sagellm.api.backends import CNCLBackend as CNCLBackend
+    from sagellm.api.backends import CommBackend as CommBackend
+    from sagellm.api.backends import CommFuture as CommFuture
+    from sagellm.api.backends import CPUBackend as CPUBackend
+    from sagellm.api.backends import GlooBackend as GlooBackend
+    from sagellm.api.backends import HCCLBackend as HCCLBackend
+    from sagellm.api.backends import NCCLBackend as NCCLBackend
+    from sagellm.api.backends import create_comm_backend as create_comm_backend
+    from sagellm.api.buffers import CommFusionBuffer as CommFusionBuffer
+    from sagellm.api.buffers import CommReport as CommReport
+    from sagellm.api.buffers import CommunicationBuffer as CommunicationBuffer
+    from sagellm.api.buffers import batch_all_reduce as batch_all_reduce
+    from sagellm.api.buffers import monitor_communication as monitor_communication
+    from sagellm.api.errors import CommTimeoutError as CommTimeoutError
     from sagellm.observe.explain import Explanation as Explanation
     from sagellm.observe.explain import TopologyInfo as TopologyInfo
     from sagellm.observe.explain import explain as explain
@@ -75,20 +75,20 @@ _HOMES = {
     "convert_dumps": "observe.flight",
     "CommOp": "protocols.comm_backend",
     "CommBackendProtocol": "protocols.comm_backend",
-    "CommTimeoutError": "comm_errors",
-    "CommBackend": "backends",
-    "CommFuture": "backends",
-    "CPUBackend": "backends",
-    "NCCLBackend": "backends",
-    "HCCLBackend": "backends",
-    "CNCLBackend": "backends",
-    "GlooBackend": "backends",
-    "create_comm_backend": "backends",
-    "CommFusionBuffer": "buffers",
-    "CommReport": "buffers",
-    "CommunicationBuffer": "buffers",
-    "batch_all_reduce": "buffers",
-    "monitor_communication": "buffers",
+    "CommTimeoutError": "api.errors",
+    "CommBackend": "api.backends",
+    "CommFuture": "api.backends",
+    "CPUBackend": "api.backends",
+    "NCCLBackend": "api.backends",
+    "HCCLBackend": "api.backends",
+    "CNCLBackend": "api.backends",
+    "GlooBackend": "api.backends",
+    "create_comm_backend": "api.backends",
+    "CommFusionBuffer": "api.buffers",
+    "CommReport": "api.buffers",
+    "CommunicationBuffer": "api.buffers",
+    "batch_all_reduce": "api.buffers",
+    "monitor_communication": "api.buffers",
     "ProcessGroupManager": "parallel.groups",
     "MoEDispatcher": "parallel.moe",
     "Routing": "parallel.moe",

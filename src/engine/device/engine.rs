@@ -2,12 +2,12 @@
 //! to their end, and the raw streams and events through which torch's streams and the library's work wait for one
 //! another. The group itself is known here as a trait alone ([`DeviceGroup`]).
 //!
-//! A call comes by three times: [`DeviceEngine::begin`] says what must be done to its tensors beside the library and
-//! takes its number, `DeviceCall::launch` puts it on a raw stream, `DeviceCall::poll` says how it stands.
+//! [`DeviceEngine::begin`] says what must be done to the tensors of a call beside the library and takes its number,
+//! `DeviceCall::launch` puts it on a raw stream, `before_poll` and `poll` say how it stands, `ended` tells the statistics.
 //!
 //! Operations on devices have numbers of their own, because those of the CPU's engine index memory that all ranks share
-//! and may have no gaps; c10d sees the sum of both. Nothing here waits for a device. Who makes or ends a communicator
-//! waits for its other ranks.
+//! and may have no gaps; c10d sees the sum of both. Nothing here waits for a device. Making or ending a
+//! communicator waits for its other ranks.
 
 use std::collections::HashMap;
 use std::sync::atomic::AtomicU64;

@@ -28,7 +28,7 @@ pub trait HostGroup: Send + Sync {
     fn process(&self, index: usize) -> String;
 }
 
-/// The algorithm of a batch; the same on every rank (`select::between_hosts`).
+/// The algorithm of a batch; the same on every rank (`select::inter::between_hosts`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ChosenAlgorithm {
     pub algorithm: Algorithm,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from sagellm.backends import CommBackend
+    from sagellm.api.backends import CommBackend
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class OverlapScheduler:
         if depth < 1:
             raise ValueError(f"sagellm OverlapScheduler: depth is {depth}, expected 1 or more")
         if backend is None:
-            from sagellm.backends import create_comm_backend
+            from sagellm.api.backends import create_comm_backend
 
             backend = create_comm_backend()
         self.backend, self.op, self.depth = backend, op, depth

@@ -134,7 +134,7 @@ def batch_all_reduce(
     ``backend`` is the one of ``create_comm_backend()`` if None.
     """
     if backend is None:
-        from sagellm.backends import create_comm_backend
+        from sagellm.api.backends import create_comm_backend
 
         backend = create_comm_backend()
     return backend.fused_all_reduce(tensors, op)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from sagellm import _fused, _load
-from sagellm.comm_errors import translated, with_timeouts
+from sagellm.api.errors import translated, with_timeouts
 from sagellm.observe import explain as explaining
 from sagellm.observe import log
 from sagellm.observe import stats as statistics

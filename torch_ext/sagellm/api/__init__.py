@@ -1,0 +1,1 @@
+"""What programs call directly: backends as objects, lists of tensors, errors."""
