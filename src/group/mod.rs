@@ -194,9 +194,9 @@ impl Group {
                 _ => op.timing.blocks(),
             }
         }
-        let at = inner.close(&ended);
+        let at = inner.record_end(&ended);
         drop(guard);
-        self.settle(ended, at);
+        self.tell_owners(ended, at);
         if let Err(fault) = begun {
             self.poison(fault);
         }
@@ -205,12 +205,12 @@ impl Group {
 
     /// Records operations that a thread of the engine has ended, and tells their owners.
     fn finish(&self, ended: Ended) {
-        let at = self.lock().close(&ended);
-        self.settle(ended, at);
+        let at = self.lock().record_end(&ended);
+        self.tell_owners(ended, at);
     }
 
-    /// Tells the owners of operations that they ended at the time `at` (`Inner::close`). Never under the lock.
-    fn settle(&self, ended: Ended, at: Option<u64>) {
+    /// Tells the owners of operations that they ended at the time `at` (`Inner::record_end`). Never under the lock.
+    fn tell_owners(&self, ended: Ended, at: Option<u64>) {
         let Some(at) = at else { return };
         self.pending.fetch_sub(ended.len(), Ordering::Relaxed);
         self.domain.remove_pending(ended.len());
@@ -320,9 +320,9 @@ impl Group {
     fn fail_all(&self, error: &Error) {
         let mut inner = self.lock();
         let ended: Ended = inner.engine.take_pending(error).into_iter().map(|op| (op, Err(error.clone()))).collect();
-        let at = inner.close(&ended);
+        let at = inner.record_end(&ended);
         drop(inner);
-        self.settle(ended, at);
+        self.tell_owners(ended, at);
     }
 
     /// The first fault wins; it is told to the peers and to everything pending.
@@ -347,7 +347,7 @@ fn contains(ended: &Ended, op: &Arc<CoreOp>) -> bool {
 
 impl Inner {
     /// Adds operations that ended to the statistics, before their owners are told; returns the time of their end.
-    fn close(&mut self, ended: &Ended) -> Option<u64> {
+    fn record_end(&mut self, ended: &Ended) -> Option<u64> {
         if ended.is_empty() {
             return None;
         }
@@ -425,9 +425,9 @@ impl Driven for Group {
         if matches!(moved, Ok(false)) {
             inner.stats.catch_up();
         }
-        let at = inner.close(&ended);
+        let at = inner.record_end(&ended);
         drop(inner);
-        self.settle(ended, at);
+        self.tell_owners(ended, at);
         moved.unwrap_or_else(|fault| {
             self.poison(fault);
             true
@@ -439,9 +439,9 @@ impl Driven for Group {
         let mut inner = self.lock();
         let mut ended = Ended::new();
         let looked = contained(|| self.look_at_peers_and_deadlines(&mut *inner.engine, now, &mut ended));
-        let at = inner.close(&ended);
+        let at = inner.record_end(&ended);
         drop(inner);
-        self.settle(ended, at);
+        self.tell_owners(ended, at);
         if let Err(fault) = looked {
             self.poison(fault);
         }
