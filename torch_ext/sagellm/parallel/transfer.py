@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -41,15 +41,7 @@ def send_tensors(
     _send_bytes(whole[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0"), device, dst, group, tag)
     if len(whole) > HEADER_BYTES:
         _send_bytes(whole[HEADER_BYTES:], device, dst, group, tag)
-    sending: deque[tuple[Any, int]] = deque()
-    under_way = 0
-    for tensor in listed:
-        while sending and under_way + tensor.nbytes > window:
-            under_way -= _finish(sending)
-        sending.append((dist.isend(tensor, group_dst=dst, group=group, tag=tag), tensor.nbytes))
-        under_way += tensor.nbytes
-    while sending:
-        _finish(sending)
+    _in_windows(listed, lambda tensor: dist.isend(tensor, group_dst=dst, group=group, tag=tag), window)
 
 
 def recv_tensors(
@@ -76,24 +68,25 @@ def recv_tensors(
         made = [torch.empty(shape, dtype=getattr(torch, dtype), device=where) for dtype, shape in described]
     else:
         made = list(out)
-    receiving: deque[tuple[Any, int]] = deque()
-    under_way = 0
-    for tensor in made:
-        while receiving and under_way + tensor.nbytes > window:
-            under_way -= _finish(receiving)
-        receiving.append((dist.irecv(tensor, group_src=src, group=group, tag=tag), tensor.nbytes))
-        under_way += tensor.nbytes
-    while receiving:
-        _finish(receiving)
+    _in_windows(made, lambda tensor: dist.irecv(tensor, group_src=src, group=group, tag=tag), window)
     if wrong:
         raise ValueError(f"sagellm recv_tensors: {wrong}")
     return made
 
 
-def _finish(works: deque[tuple[Any, int]]) -> int:
-    work, nbytes = works.popleft()
-    work.wait()
-    return nbytes
+def _in_windows(tensors: Sequence[torch.Tensor], start: Callable[[torch.Tensor], Any], window: int) -> None:
+    """Starts a message for each tensor and waits for all; at most ``window`` bytes, or one tensor, are under way."""
+    works: deque[tuple[Any, int]] = deque()
+    under_way = 0
+    for tensor in tensors:
+        while works and under_way + tensor.nbytes > window:
+            work, nbytes = works.popleft()
+            work.wait()
+            under_way -= nbytes
+        works.append((start(tensor), tensor.nbytes))
+        under_way += tensor.nbytes
+    for work, _ in works:
+        work.wait()
 
 
 def _checked(tensor: torch.Tensor, number: int) -> torch.Tensor:
