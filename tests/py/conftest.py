@@ -73,6 +73,12 @@ def three_hosts() -> Iterator[list[str]]:
 
 
 @pytest.fixture
+def four_hosts() -> Iterator[list[str]]:
+    """Four connected hosts, by name."""
+    yield from played(4)
+
+
+@pytest.fixture
 def lone_host() -> Iterator[str]:
     """A host without neighbours, by name."""
     for names in played(1):

@@ -4,9 +4,7 @@ one of a run, on one host and over several; and statistics and records call the 
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 

@@ -52,7 +52,7 @@ def fused(ctx: Context) -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_rule_17_and_30_fused_all_reduce_gives_the_bits_of_single_calls(world_size: int) -> None:
-    """Rules 17 and 30: fused or not, the same bits and the same numbering by c10d; lists of any dtypes, sizes and strides, also empty."""
+    """Rules 17 and 30: fused or not, the same bits and numbers; lists of any dtypes, sizes and strides, also empty."""
     run_ranks(fused, world_size)
 
 
@@ -69,7 +69,8 @@ def refused(ctx: Context) -> None:
     ]
     for tensors, op, expected in cases:
         said = expect_raises(
-            (ValueError, TypeError, RuntimeError), lambda: sagellm.fused_all_reduce(tensors, op)  # noqa: B023
+            (ValueError, TypeError, RuntimeError),
+            lambda: sagellm.fused_all_reduce(tensors, op),  # noqa: B023
         )
         assert expected in said, said
     dist.all_reduce(whole)  # nothing was sent, so the group goes on

@@ -35,7 +35,10 @@ def permuted(ctx: Context) -> None:
             same_bits(found, make(torch.float32, 700, 10 + root), f"broadcast from {root} in {ranks}")
         found = torch.empty(3)
         dist.scatter(
-            found, [torch.full((3,), float(i)) for i in range(len(ranks))] if me == 0 else None, group=group, group_src=0
+            found,
+            [torch.full((3,), float(i)) for i in range(len(ranks))] if me == 0 else None,
+            group=group,
+            group_src=0,
         )
         assert found.tolist() == [float(me)] * 3
         dist.destroy_process_group(group)

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,7 @@ def limited_group() -> Iterator[tuple[str, str]]:
 
 
 def fill(folder: str, used: str, spare: int) -> list[bytes]:
-    """Joins the control group, and takes memory until `spare` bytes are left in it, pages of files that can go included."""
+    """Joins the control group, and takes memory until `spare` bytes are left in it, counting pages that can go."""
     Path(folder, "cgroup.procs").write_text(str(os.getpid()))
 
     def left() -> int:
@@ -190,7 +191,7 @@ def little_memory(ctx: Context, folder: str, used: str, spare: int) -> tuple[int
 
 @beyond_gloo("maps nothing")
 def test_rule_24_a_control_group_that_is_almost_full_shrinks_the_segment_or_delegates() -> None:
-    """Rule 24: populating memory past such a limit is a kill, so the segment takes a quarter of what is left, or none."""
+    """Rule 24: populating memory past such a limit kills, so the segment takes a quarter of what is left, or none."""
     with limited_group() as (folder, used):
         path = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         past = subprocess.run([sys.executable, "-c", PAST_THE_LIMIT, folder, used], env=path, timeout=60)
@@ -299,5 +300,5 @@ def shares(ctx: Context) -> list[int]:
 def test_rule_25_further_groups_of_the_same_ranks_are_bounded() -> None:
     """Rule 25: each further group of the same ranks maps less than eight mebibytes."""
     for sizes in run_ranks(shares, 2):
-        steps = [after - before for before, after in zip(sizes, sizes[1:], strict=False)]
+        steps = [after - before for before, after in pairwise(sizes)]
         assert max(steps) < 8 << 20, sizes

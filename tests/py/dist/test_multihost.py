@@ -10,7 +10,6 @@ import os
 import signal
 import time
 import warnings
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -171,18 +170,17 @@ def many_small(ctx: Context, names: list[str], fusion: bool, rule: str) -> tuple
 
 
 @pytest.mark.parametrize("rule", ["", "*:0-=recursive_doubling"])
-def test_rule_18_small_sums_have_equal_bits_fused_and_alone(rule: str) -> None:
+def test_rule_18_small_sums_have_equal_bits_fused_and_alone(four_hosts: list[str], rule: str) -> None:
     """As docs/determinism.md says, by default and by one rule for all; with two hosts every order would be the same."""
     if IS_GLOO:
         pytest.skip("gloo has no such options")
-    for names in network(4):
-        with launch(many_small, 4, names, True, rule, env=ENV) as job:
-            fused = job.values(90)
-        with launch(many_small, 4, names, False, rule, env=ENV) as job:
-            alone = job.values(90)
-        assert all(bits == fused[0][0] for bits, _ in [*fused, *alone])
-        assert all(batches > 0 for _, batches in fused)
-        assert all(batches == 0 for _, batches in alone)
+    with launch(many_small, 4, four_hosts, True, rule, env=ENV) as job:
+        fused = job.values(90)
+    with launch(many_small, 4, four_hosts, False, rule, env=ENV) as job:
+        alone = job.values(90)
+    assert all(bits == fused[0][0] for bits, _ in [*fused, *alone])
+    assert all(batches > 0 for _, batches in fused)
+    assert all(batches == 0 for _, batches in alone)
 
 
 def other_call(ctx: Context, names: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""What one rank's own calls owe each other, and what ranks may not disagree on: barriers, lists, messages, shared memory."""
+"""The order of one rank's own calls, and what ranks may not disagree on: barriers, lists, messages, shared memory."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace, TracebackType

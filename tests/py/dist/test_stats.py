@@ -138,7 +138,7 @@ def late_rank(ctx: Context, late: int) -> dict[str, Any]:
 @pytest.mark.quick
 @pytest.mark.parametrize(("world_size", "late"), [(2, 0), (2, 1), (3, 1), (3, 2)])
 def test_the_straggler_is_named(world_size: int, late: int) -> None:
-    """Who sleeps before its calls shows as the others' waiting time, under its rank, for small and for large tensors."""
+    """A rank that sleeps before its calls shows as the others' waiting time, for small and for large tensors."""
     run_ranks(late_rank, world_size, late)
 
 

@@ -1,4 +1,4 @@
-"""Tensors as programs have them: strided, channels-last, transposed, views, sliced, misaligned, large with a tiny result."""
+"""Tensors as programs have them: strided, channels-last, transposed, views, misaligned, large with a tiny result."""
 
 from __future__ import annotations
 

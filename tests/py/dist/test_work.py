@@ -487,7 +487,7 @@ def no_room(ctx: Context) -> str:
 
 @beyond_gloo("uses no memory of this kind")
 def test_rule_24_no_room_gives_a_reason_not_a_kill() -> None:
-    """Rule 24: where the segment cannot be made (a file-size limit here) the group is delegated or refused, with why."""
+    """Rule 24: where the segment cannot be made (a file-size limit) the group is delegated or refused, with why."""
     for text in run_fresh(no_room, 2):
         assert text == "" or "sagellm" in text, text
 
