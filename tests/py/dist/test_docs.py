@@ -1,4 +1,4 @@
-"""The pages on fusion, determinism and the API: their examples run as they stand, and the files that they name exist."""
+"""The pages on fusion, determinism and the API: their examples run as they stand, the files that they name exist."""
 
 from __future__ import annotations
 
