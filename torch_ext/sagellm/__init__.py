@@ -41,6 +41,14 @@ if TYPE_CHECKING:
     from sagellm.observe.stats import gather_stats as gather_stats
     from sagellm.observe.stats import get_stats as get_stats
     from sagellm.observe.stats import reset_stats as reset_stats
+    from sagellm.parallel.compression import Compression as Compression
+    from sagellm.parallel.compression import CompressionHook as CompressionHook
+    from sagellm.parallel.compression import CompressionStats as CompressionStats
+    from sagellm.parallel.compression import Half as Half
+    from sagellm.parallel.compression import Int8 as Int8
+    from sagellm.parallel.compression import PowerSGDHook as PowerSGDHook
+    from sagellm.parallel.compression import TopK as TopK
+    from sagellm.parallel.compression import compressed_all_reduce as compressed_all_reduce
     from sagellm.parallel.context import exchange_tokens as exchange_tokens
     from sagellm.parallel.context import ring_exchange as ring_exchange
     from sagellm.parallel.groups import ProcessGroupManager as ProcessGroupManager
@@ -96,6 +104,14 @@ _HOMES = {
     "OverlapReport": "parallel.overlap",
     "OverlapScheduler": "parallel.overlap",
     "TensorParallelLinear": "parallel.tensor",
+    "CompressionStats": "parallel.compression",
+    "Compression": "parallel.compression",
+    "Half": "parallel.compression",
+    "Int8": "parallel.compression",
+    "TopK": "parallel.compression",
+    "compressed_all_reduce": "parallel.compression",
+    "CompressionHook": "parallel.compression",
+    "PowerSGDHook": "parallel.compression",
     "exchange_tokens": "parallel.context",
     "ring_exchange": "parallel.context",
     "recv_tensors": "parallel.transfer",
