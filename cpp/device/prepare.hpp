@@ -12,7 +12,7 @@
 
 namespace sagellm {
 
-// False for memory in a format of its own, which only the device's operators can read.
+// False where the device stores the tensor in a format that only its own operators can read.
 bool is_dense(const at::Tensor& tensor);
 
 // A call as the core is asked for it. `dense`: of all its tensors.

@@ -1,11 +1,11 @@
 // Streams and events of accelerators, through c10 alone: no vendor's header, so one build serves every device.
 //
-// Two ways to a raw stream that a vendor's library can be called with. Where torch tells the raw handle of its streams,
-// that is it. Where it does not, the core makes a raw stream of its own, and order is kept by raw
-// events: the raw stream waits for one that torch recorded, and torch's stream for one that the core recorded.
+// A vendor's library is called with a raw stream. Where torch gives the raw handle of its stream, that is used. Where
+// it does not, the core creates a raw stream and orders it with torch's by raw events: the raw stream waits for an
+// event that torch recorded, and torch's stream for one that the core recorded.
 //
-// Some devices have a queue on the host in front of their streams: a record is then only queued, and whoever waits for
-// the raw event before it has left the queue waits for nothing. Asking whether a stream is idle empties that queue.
+// Some devices have a queue on the host in front of their streams: a record is then only queued, and a wait for the raw
+// event has no effect until the record has left the queue. Asking whether a stream is idle flushes that queue.
 #pragma once
 
 #include <c10/core/Device.h>

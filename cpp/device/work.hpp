@@ -61,8 +61,7 @@ class DeviceWork final : public SageWork {
   void watch();
   // It was captured into a graph: it has no end of its own, and nobody may ask for one.
   void settle() { end_on_device({}, true); }
-  // It failed, or will never end: whoever waits hears `error` (with its code letter), and the device may still use the
-  // tensors.
+  // It failed, or will never end: waits throw `error` (with its code letter), and the device may still use the tensors.
   void fail(const std::string& error) { end_on_device(error, false); }
   // True when it has ended; then everything that follows from that has been done. Any thread. The device is asked again
   // and again for as long as `spin`.

@@ -85,7 +85,7 @@ void CallbackPool::add_thread() {
     std::thread([this] { serve(); }).detach();
     ++threads_;
   } catch (const std::system_error&) {
-    // Those that there are do it, or `post` itself.
+    // The existing threads run the callbacks; where there is none, `post` runs them.
   }
 }
 

@@ -70,9 +70,9 @@ class HookTable {
   std::shared_ptr<const Hooks> hooks_ = std::make_shared<const Hooks>();
 };
 
-// Hooks and switches of one backend. Its works share it, since they may outlive the backend. Where somebody listens for
-// the end of works, synchronous calls have a Work, too. No hook is ever called with a lock held, and those that may run
-// long or take the GIL are called on callback threads.
+// Hooks and switches of one backend. Its works share it, since they may outlive the backend. While a hook for
+// the end of works is registered, synchronous calls have a Work, too. Hooks are called without locks; hooks that may
+// run long or take the GIL are called on callback threads.
 class Events : public std::enable_shared_from_this<Events> {
  public:
   using WorkHook = std::function<void(std::shared_ptr<c10d::WorkInfo>)>;

@@ -62,7 +62,7 @@ impl Pattern for Bruck {
     }
 }
 
-/// The blocks that `rank` sends in step `k` of all_to_all: those that still have to travel the distance 2^k.
+/// The blocks that `rank` sends in step `k` of all_to_all: those whose distance to their destination has bit k set.
 fn passing(ranks: usize, rank: usize, k: usize) -> Vec<Range<usize>> {
     let mut parts: Vec<Range<usize>> = Vec::new();
     for far in (1..ranks).filter(|far| far >> k & 1 == 1) {

@@ -8,8 +8,8 @@ use crate::group::{Group, Op};
 use crate::host::Counting;
 use crate::rendezvous::Rendezvous;
 
-/// The store that the ranks meet in. Whoever keeps it keeps its connection: what is made later over the same store of
-/// the user's talks over that one.
+/// The store that the ranks meet in. Its connection lives as long as a clone of this: groups that are made later
+/// over the same store of the user's share it.
 pub(super) type SharedStore = Arc<dyn Counting + Send + Sync>;
 
 /// For the functions that need no group.

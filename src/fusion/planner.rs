@@ -1,17 +1,17 @@
-//! What travels together between hosts: which operations make one batch. Pure.
+//! Which operations are sent as one batch between hosts. Pure.
 //!
 //! On one host nothing has to be decided: every operation is published at once, and a reader takes in all that is there
 //! (`engine/shm`). Between hosts a message costs a latency, so small operations that wait anyway share one. All ranks must
 //! cut the same batches, and none may wait for an operation that some rank has not issued (rules 13 and 15):
 //!
 //! - Every batch carries, beside its data, the smallest of the numbers up to which each rank has issued operations that do
-//!   not wait for each other's memory. Whoever has finished
-//!   batch j knows that all ranks have issued the operations up to that number.
+//!   not wait for each other's memory. A rank that has finished batch j knows that all ranks have issued the operations up
+//!   to that number.
 //! - Batch j + 2 ends at the number agreed in batch j, limited by bytes, count and likeness. If that adds nothing, it is
 //!   the next single operation, sent at issue, as without fusion. No timer, no waiting.
 //! - Two batches are on their way at a time, one on each lane; a lane is strictly sequential.
 //!
-//! An operation too large to gain from company is cut into segments instead, and each counts as a batch, so that the
+//! An operation too large to gain from fusion is cut into segments instead, and each counts as a batch, so that the
 //! two lanes work on it in turn: one moves data between hosts while the other combines inside the host.
 //!
 //! Source: the agreement is the one-bit "who is ready" exchange of Horovod's coordinator, here without a coordinator and

@@ -113,7 +113,7 @@ def _tell() -> None:
 
 
 def real() -> Any:
-    """torch's own class, whoever serves its name."""
+    """torch's own class, also while its name is served here."""
     from torch._C import _distributed_c10d
 
     return getattr(_distributed_c10d, CLASS)
@@ -121,12 +121,13 @@ def real() -> Any:
 
 def _create(options: Any, pg_options: Any = None) -> Any:
     """Makes the backend of a group that is asked for as "gloo"; torch calls it."""
-    from sagellm import _delegate, _load, _register
+    from sagellm import _load, _register
     from sagellm.observe import log
 
     if getattr(options, "enable_reconfigure", False):
         log.logger.info("group %s is torch's gloo, because it is asked for with enable_reconfigure", options.group_id)
-        return _delegate.build("gloo", options, prefix="")
+        theirs = next(before for holder, _, before in _replaced if isinstance(holder, dict))
+        return theirs.creator_fn(options, pg_options)
     ours = _load.extension().Options
     if pg_options is not None and not isinstance(pg_options, ours):
         # Devices and threads of gloo: there is nothing here that they could set.

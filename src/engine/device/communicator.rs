@@ -311,13 +311,13 @@ pub fn within<T: Send + 'static>(
     }
 }
 
-/// A communicator's handle and who may still use it. A call enters and leaves; whoever ends the communicator shuts the
-/// guard first, so that nobody enters any more, and gives those inside a short time.
+/// A communicator's handle and the count of calls that use it. A call enters and leaves. The thread that ends the
+/// communicator shuts the guard first, so that no further call enters, and waits a short time for the calls inside.
 #[derive(Debug)]
 pub struct HandleGuard {
     handle: usize,
-    /// Set once, by whoever ends it; read by every call after it has counted itself. Both are sequentially consistent:
-    /// either the caller sees it shut, or the closer sees the caller.
+    /// Set once, by the thread that ends it; read by every call after it has counted itself. Both are sequentially
+    /// consistent: either the call sees it shut, or that thread sees the call.
     shut: AtomicBool,
     inside: AtomicUsize,
     /// How it was ended, for later calls.
@@ -363,7 +363,7 @@ impl HandleGuard {
     }
 }
 
-/// How long whoever aborts lets running calls leave by themselves. Longer ones hang, and are what the abort is for.
+/// How long an abort waits for running calls to return by themselves. Calls that take longer hang, and are aborted.
 pub const GRACE: Duration = Duration::from_millis(50);
 /// How long the end of a communicator may take before its thread is left behind.
 pub const END: Duration = Duration::from_secs(10);

@@ -1,7 +1,7 @@
 //! Two ranks agree to make the communicator of their messages now.
 //!
 //! A vendor's library makes a communicator while both its ranks are in the call, and a rank that is in it serves nobody
-//! else. If ranks simply began, three of which each first sends to the next in a ring would wait in a circle. So whoever
+//! else. If ranks simply began, three of which each first sends to the next in a ring would wait in a circle. So a rank that
 //! needs a communicator invites its peer through the group's store, and begins only when the peer has accepted. While
 //! it waits, it accepts the invitations of others to pairs that come before its own, in one order of all pairs:
 //!

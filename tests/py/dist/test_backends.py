@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Context, beyond_gloo, expect_raises, launch, run_ranks
+from harness import Context, beyond_gloo, expect_raises, launch, run_fresh, run_ranks
 from limits import patience
 
 pytestmark = beyond_gloo("backends as objects")
@@ -64,6 +64,11 @@ def methods(ctx: Context) -> None:
     assert (gathered is None) == (me != 1)
     if gathered is not None:
         same(gathered, torch.cat(every))
+    for shape in ((), (0, 3)):
+        found = comm.gather(torch.full(shape, float(me)), root_rank=0)
+        expected = [torch.full(shape, float(rank)) for rank in ranks]
+        assert me != 0 or torch.equal(found, torch.cat(expected) if shape else torch.stack(expected))
+    assert comm.scatter(torch.ones(0, 3) if me == 0 else None, torch.ones(0, 3)).shape == (0, 3)
     part = torch.empty(1, 3, dtype=torch.float64)
     assert comm.scatter(every[0] if me == 0 else None, part) is part
     same(part, every[0][me : me + 1])
@@ -118,6 +123,26 @@ def futures(ctx: Context) -> None:
 @pytest.mark.quick
 def test_asynchronous_forms_give_a_future_of_the_tensor_and_messages_arrive() -> None:
     run_ranks(futures, 2)
+
+
+def delegated(ctx: Context) -> None:
+    import sagellm
+
+    ctx.init(pg_options=sagellm.Options(engine="delegate"))
+    comm = sagellm.create_comm_backend()
+    peer, got = 1 - ctx.rank, torch.zeros(2)
+    sent, received = comm.isend(torch.full((2,), float(ctx.rank)), peer), comm.irecv(got, peer)
+    doubled = received.then(lambda ended: ended.value() * 2)
+    assert received.wait() is got and sent.wait().tolist() == [ctx.rank] * 2 and received.done()
+    assert got.tolist() == [peer] * 2 and doubled.wait().tolist() == [2 * peer] * 2
+    assert received.wait() is got, "a second time"
+    same(comm.all_reduce(torch.ones(2), async_op=True).wait(), torch.full((2,), 2.0))
+    dist.destroy_process_group()
+
+
+def test_messages_of_a_delegate_have_futures_that_end_with_their_wait() -> None:
+    """gloo's sends and receives have none of torch's; over several hosts all messages are gloo's."""
+    run_fresh(delegated, 2)
 
 
 def refusals(ctx: Context) -> None:

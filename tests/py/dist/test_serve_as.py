@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
@@ -89,6 +90,37 @@ def and_back(ctx: Context) -> None:
 
 def test_the_name_goes_back_to_torch() -> None:
     run_fresh(and_back, 2)
+
+
+def checked_and_changing(ctx: Context) -> None:
+    from sagellm import _serve_as
+
+    with _serve_as.serving():
+        ctx.init(backend="gloo", enable_reconfigure=True)
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+        assert type(backend) is torch._C._distributed_c10d.ProcessGroupGloo, "what we do not offer, torch's own does"
+        dist.destroy_process_group()
+
+
+@pytest.mark.skipif(
+    "enable_reconfigure" not in inspect.signature(dist.init_process_group).parameters,
+    reason="this torch has no groups that change their members",
+)
+def test_a_group_that_changes_its_members_stays_torchs() -> None:
+    run_fresh(checked_and_changing, 2)
+
+
+@pytest.mark.parametrize("level", ["OFF", "DETAIL"])
+def test_the_checking_wrapper_of_torch_goes_around_ours(level: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT.replace("dist.destroy", "dist.all_reduce(torch.ones(2)); dist.destroy")],
+        env={**os.environ, "SAGELLM_AS": "gloo", "TORCH_DISTRIBUTED_DEBUG": level},
+        capture_output=True,
+        text=True,
+        timeout=patience(60),
+        check=False,
+    )
+    assert done.returncode == 0 and done.stdout.startswith("gloo "), done
 
 
 def test_another_name_is_refused() -> None:

@@ -32,20 +32,28 @@ Seconds = float | timedelta
 class CommFuture(torch.futures.Future[torch.Tensor]):  # type: ignore[misc]  # torch has no annotations for mypy
     """The future of an asynchronous call: ``wait()`` returns its tensor, ``then`` chains what comes after it.
 
-    On a device ``wait()`` makes the current stream wait, as a Work of torch does.
+    On a device ``wait()`` makes the current stream wait, as a Work of torch does. Messages that a delegate carries (all
+    of a group over several hosts) have no future of torch's: what ``then`` chains to them runs when ``wait()`` returns.
     """
 
     def __init__(self, work: Any, result: torch.Tensor) -> None:
         super().__init__(devices=None if result.is_cpu else [result.device])
         self._work, self._result = work, result
+        self._ends_with_wait = False
         if work is None:  # it has ended
             self.set_result(result)
-        else:
-            work.get_future().add_done_callback(self._ended)
-
-    def _ended(self, future: torch.futures.Future[Any]) -> None:
+            return
         try:
-            future.value()
+            inner = work.get_future()
+        except RuntimeError:  # gloo's sends and receives have none
+            self._ends_with_wait = True
+        else:
+            inner.add_done_callback(lambda ended: self._end(ended.value))
+
+    def _end(self, value: Callable[[], Any]) -> None:
+        """Ends this future as ``value`` ends, which returns at once."""
+        try:
+            value()
         except Exception as error:  # torch hands on the text of what the operation failed with
             failure = dist.DistBackendError(str(error))
             found = translated(failure)
@@ -59,7 +67,11 @@ class CommFuture(torch.futures.Future[torch.Tensor]):  # type: ignore[misc]  # t
 
     def wait(self) -> torch.Tensor:
         """The tensor, when the operation has ended; raises what the synchronous form would."""
-        if self._work is not None:
+        if self._ends_with_wait:
+            if not super().done():
+                self._end(self._work.wait)
+            super().wait()
+        elif self._work is not None:
             with_timeouts(self._work.wait)
         return self._result
 
@@ -225,15 +237,13 @@ class CommBackend(CommBackendProtocol):
 
         torch's ``gather(tensor, gather_list, dst)`` fills a list instead.
         """
-        lists = None
-        result = None
+        result = parts = None
         if self.rank == root_rank:
-            rows, rest = (tensor.shape[0], tensor.shape[1:]) if tensor.dim() else (1, tensor.shape)
-            result = tensor.new_empty((rows * self.world_size, *rest))
-            lists = [part.view(tensor.shape) for part in result.split(rows)] if rows else [tensor.clone()] * 0
-            if not rows:
-                lists = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        with_timeouts(lambda: dist.gather(tensor, lists, group_dst=root_rank, group=self.group))
+            result = tensor.new_empty((self.world_size, *tensor.shape))
+            parts = list(result.unbind(0))
+        with_timeouts(lambda: dist.gather(tensor, parts, group_dst=root_rank, group=self.group))
+        if result is not None and tensor.dim():
+            result = result.flatten(0, 1)
         return result
 
     def scatter(
@@ -248,7 +258,7 @@ class CommBackend(CommBackendProtocol):
             if input is None:
                 raise ValueError(f"sagellm scatter: rank {root_rank} is the root and must pass an input, not None")
             rows = self._rows("scatter", input)
-            lists = [part.contiguous() for part in input.split(rows)] if rows else [output] * self.world_size
+            lists = list(input.contiguous().view(self.world_size, rows, *input.shape[1:]).unbind(0))
         return self._run(
             lambda: dist.scatter(output, lists, group_src=root_rank, group=self.group, async_op=async_op),
             output,

@@ -192,7 +192,7 @@ def compressed_all_reduce(
 
 
 class CompressionHook:
-    """Averages the gradients of DistributedDataParallel in fewer bytes.
+    """Averages the gradients of DistributedDataParallel on the CPU in fewer bytes.
 
     One thread takes one bucket after the other, in a group of its own: so all ranks call the same collectives in the
     same order, whatever the number of buckets, and the backward pass goes on meanwhile.
@@ -219,6 +219,13 @@ class CompressionHook:
         self.__name__ = self.__qualname__ = f"CompressionHook({self.compression.name})"
 
     def __call__(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        device = bucket.buffer().device
+        if device.type != "cpu":
+            # The thread would have to order its work with the streams of the backward pass, which is not built.
+            raise ValueError(
+                f"sagellm {self.__name__}: the gradients are on {device}, expected cpu; on a device use the hooks of "
+                "torch.distributed.algorithms.ddp_comm_hooks"
+            )
         return self._later(lambda: self._average(bucket))
 
     def _average(self, bucket: Any) -> torch.Tensor:
