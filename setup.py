@@ -170,9 +170,11 @@ def extension() -> Extension:
     plugins = [name for name in re.findall(r"^ +(\w+);", exports.read_text(), re.M) if not name.startswith("PyInit")]
     # Compiled for speed; with SAGELLM_SYMBOLS for tools that name functions and lines.
     symbols = (["-O1", "-g1"], []) if os.environ.get("SAGELLM_SYMBOLS") else (["-O2", "-g0"], ["-Wl,--strip-all"])
+    # module.cpp takes longest to compile: those of cpp/ itself come first.
+    files = [path for pattern in ("*.cpp", "*/*.cpp") for path in sorted((ROOT / "cpp").glob(pattern))]
     return Extension(
         "sagellm._C",
-        sources=sorted(str(path.relative_to(ROOT)) for path in (ROOT / "cpp").rglob("*.cpp")),
+        sources=[str(path.relative_to(ROOT)) for path in files],
         # The generated headers first (`rust/cxx.h`, `sagellm/src/ffi/bridge.rs.h`), then ours.
         include_dirs=[str(headers), str(ROOT / "cpp")],
         extra_objects=[str(library)],

@@ -3,7 +3,7 @@
 // torch 2.11 is compiled as C++17, later ones as C++20: nothing newer than C++17 may be used anywhere in `cpp/`.
 #pragma once
 
-#include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/python_headers.h>
 #include <torch/version.h>
 
 #include <cstdint>

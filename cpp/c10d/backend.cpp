@@ -3,6 +3,7 @@
 #include "c10d/backend.hpp"
 
 #include <ATen/DeviceAccelerator.h>
+#include <torch/csrc/utils/pybind.h>
 #include <unistd.h>
 
 #include <algorithm>

@@ -7,6 +7,7 @@
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 
+#include <torch/csrc/utils/pybind.h>
 #include <algorithm>
 #include <limits>
 #include <map>

@@ -1,5 +1,7 @@
 #include "host/errors.hpp"
 
+#include <torch/csrc/utils/pybind.h>
+
 #include "host/python_host.hpp"
 
 namespace sagellm {

@@ -3,6 +3,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <torch/csrc/utils/pybind.h>
 #include <cstdio>
 #include <deque>
 #include <map>
