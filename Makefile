@@ -2,12 +2,13 @@
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: help demo build test test-quick test-long test-gpu bench-gpu prebuilt built-gpu lint format bench clean
+.PHONY: help demo build test test-quick test-long test-ecosystem test-gpu bench-gpu prebuilt built-gpu lint format bench clean
 
 python := .venv/bin/python
 # Stamps: a second call does only what changed since.
 installed := .venv/.stamp-requirements
 installed_dev := .venv/.stamp-requirements-dev
+installed_ecosystem := .venv-ecosystem/.stamp-requirements
 registered := .venv/.stamp-registered
 built := .venv/.stamp-built
 # torch itself is a source of the build: another version needs another extension.
@@ -39,6 +40,9 @@ test-quick: $(built) $(installed_dev) ## the part for daily work (under 3 minute
 
 test-long: $(built) $(installed_dev) ## the many-times runs
 	@$(python) .ci/totals long
+
+test-ecosystem: $(built) $(installed_ecosystem) ## programs of PyPI under the name gloo (20 minutes on 2 cores, 6 GB of disk)
+	PYTHONPATH=$$PWD/torch_ext .venv-ecosystem/bin/python -m pytest -m long -ra tests/py/ecosystem
 
 test-gpu: built-gpu ## tests on an NVIDIA GPU (under 8 minutes; fails if there is none; see benchmarks/README.md)
 	@$(gpu_run) .ci/totals gpu
@@ -79,6 +83,13 @@ $(installed): requirements.txt .ci/setup
 
 $(installed_dev): requirements-dev.txt requirements.txt .ci/setup
 	@.ci/setup requirements-dev.txt
+	@touch $@
+
+# An environment of its own: these programs bring hundreds of packages. torch is the one that the extension was built for.
+$(installed_ecosystem): requirements-ecosystem.txt $(installed) $(torch)
+	$(python) -m venv .venv-ecosystem
+	.venv-ecosystem/bin/python -m pip install --disable-pip-version-check --quiet \
+	    "torch==$$($(python) -c 'from importlib.metadata import version; print(version("torch"))')" -r requirements-ecosystem.txt
 	@touch $@
 
 # Once, an editable install tells torch the backend's name; afterwards only the extension is built anew. It is built

@@ -1,0 +1,60 @@
+"""transformers' Trainer, data parallel on the CPU: the losses of twenty steps and the weights after them."""
+
+from __future__ import annotations
+
+import tempfile
+
+import torch
+from report import digest, report
+from torch.utils.data import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+
+CONFIG = LlamaConfig(
+    vocab_size=256,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+)
+
+
+class Tokens(Dataset[dict[str, torch.Tensor]]):
+    """Random tokens, the same on every rank and in every run."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = torch.randint(0, 256, (rows, 32), generator=torch.Generator().manual_seed(7))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+
+
+def main() -> None:
+    """Trains and reports."""
+    set_seed(0)
+    model = LlamaForCausalLM(CONFIG)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder,
+            use_cpu=True,
+            ddp_backend="gloo",
+            per_device_train_batch_size=4,
+            max_steps=20,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            seed=0,
+        )
+        trainer = Trainer(model=model, args=arguments, train_dataset=Tokens(400))
+        trainer.train()
+        losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+        report(losses=losses, weights=digest(model.parameters()))
+
+
+if __name__ == "__main__":
+    main()
