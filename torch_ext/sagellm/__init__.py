@@ -27,6 +27,13 @@ if TYPE_CHECKING:
     from sagellm.api.buffers import batch_all_reduce as batch_all_reduce
     from sagellm.api.buffers import monitor_communication as monitor_communication
     from sagellm.api.errors import CommTimeoutError as CommTimeoutError
+    from sagellm.collective_ops import AllGatherOperator as AllGatherOperator
+    from sagellm.collective_ops import AllReduceOperator as AllReduceOperator
+    from sagellm.collective_ops import BenchmarkResult as BenchmarkResult
+    from sagellm.collective_ops import BroadcastOperator as BroadcastOperator
+    from sagellm.collective_ops import DistributedCommunicator as DistributedCommunicator
+    from sagellm.collective_ops import ReduceScatterOperator as ReduceScatterOperator
+    from sagellm.collective_ops import create_ring_topology as create_ring_topology
     from sagellm.observe.explain import Explanation as Explanation
     from sagellm.observe.explain import TopologyInfo as TopologyInfo
     from sagellm.observe.explain import explain as explain
@@ -97,6 +104,13 @@ _HOMES = {
     "CommunicationBuffer": "api.buffers",
     "batch_all_reduce": "api.buffers",
     "monitor_communication": "api.buffers",
+    "AllGatherOperator": "collective_ops",
+    "AllReduceOperator": "collective_ops",
+    "BenchmarkResult": "collective_ops",
+    "BroadcastOperator": "collective_ops",
+    "DistributedCommunicator": "collective_ops",
+    "ReduceScatterOperator": "collective_ops",
+    "create_ring_topology": "collective_ops",
     "ProcessGroupManager": "parallel.groups",
     "MoEDispatcher": "parallel.moe",
     "Routing": "parallel.moe",

@@ -201,7 +201,7 @@ class CommBackend(CommBackendProtocol):
         Dimension 0 must be a multiple of the number of ranks (ValueError). ``output``, if given, receives the slice.
         """
         chosen = _reduce_op("reduce_scatter", op)
-        rows = self._rows("reduce_scatter", tensor)
+        rows = rows_of_slice("reduce_scatter", tensor, self.world_size)
         result = tensor.new_empty((rows, *tensor.shape[1:])) if output is None else output
         return self._run(
             lambda: dist.reduce_scatter_tensor(
@@ -257,7 +257,7 @@ class CommBackend(CommBackendProtocol):
         if self.rank == root_rank:
             if input is None:
                 raise ValueError(f"sagellm scatter: rank {root_rank} is the root and must pass an input, not None")
-            rows = self._rows("scatter", input)
+            rows = rows_of_slice("scatter", input, self.world_size)
             lists = list(input.contiguous().view(self.world_size, rows, *input.shape[1:]).unbind(0))
         return self._run(
             lambda: dist.scatter(output, lists, group_src=root_rank, group=self.group, async_op=async_op),
@@ -346,16 +346,6 @@ class CommBackend(CommBackendProtocol):
         return explaining.explain(str(what) if isinstance(what, str) else what, nbytes, group=self.group, **more)
 
     # ------------------------------------------------------------------------------------------- helpers
-
-    def _rows(self, what: str, tensor: torch.Tensor) -> int:
-        """Rows of one rank's slice."""
-        rows = tensor.shape[0] if tensor.dim() else 1
-        if tensor.dim() == 0 or rows % self.world_size:
-            raise ValueError(
-                f"sagellm {what}: dimension 0 of the tensor is {rows if tensor.dim() else 'missing'}, expected a "
-                f"multiple of the {self.world_size} ranks"
-            )
-        return rows // self.world_size
 
     @staticmethod
     def _run(call: Callable[[], Any], result: torch.Tensor, async_op: bool) -> Any:
@@ -563,6 +553,17 @@ def _is_alive(group: Any) -> bool:
     except (RuntimeError, ValueError):
         return False
     return bool(dist.is_initialized())
+
+
+def rows_of_slice(what: str, tensor: torch.Tensor, world_size: int) -> int:
+    """Rows of one rank's slice of ``tensor`` along dimension 0."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    if tensor.dim() == 0 or rows % world_size:
+        raise ValueError(
+            f"sagellm {what}: dimension 0 of the tensor is {rows if tensor.dim() else 'missing'}, expected a "
+            f"multiple of the {world_size} ranks"
+        )
+    return rows // world_size
 
 
 def _timedelta(seconds: Seconds) -> timedelta:

@@ -1,0 +1,355 @@
+"""Collectives as objects, over ranks that are objects of one process or processes of a real group.
+
+``create_ring_topology`` makes ranks for learning and tests: no second process, no environment, and the core's own
+collectives. The same operators work over the ranks of a job with ``DistributedCommunicator()``.
+
+Example::
+
+    comms = sagellm.create_ring_topology(4)
+    tensors = [torch.full((3,), float(comm.rank)) for comm in comms]
+    for comm, tensor in zip(comms, tensors):
+        sagellm.AllReduceOperator(comm).all_reduce(tensor)
+    print(tensors[0])  # tensor([6., 6., 6.])
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from sagellm.api.backends import CommBackend, create_comm_backend
+from sagellm.api.calls import unset
+from sagellm.api.in_process import Member, Topology
+from sagellm.observe.stats import BUS_FACTORS
+
+if TYPE_CHECKING:
+    from sagellm.api.backends import Seconds
+
+__all__ = [
+    "AllGatherOperator",
+    "AllReduceOperator",
+    "BenchmarkResult",
+    "BroadcastOperator",
+    "DistributedCommunicator",
+    "ReduceScatterOperator",
+    "create_ring_topology",
+]
+
+Shape = int | Sequence[int]
+#: Calls before the first that a benchmark times.
+WARM_UP = 2
+
+
+class DistributedCommunicator:
+    """One rank that talks to the others of its group.
+
+    ``DistributedCommunicator(rank, world_size)`` is a rank of a real group: the running process group, or the one that
+    is started from torchrun's environment, or one rank alone, as in ``create_comm_backend``. ``create_ring_topology``
+    makes ranks of one process.
+
+    All ranks call the same operations in the same order, with equal shapes and dtypes. A message goes to the receive of
+    the same two ranks and the same tag, in the order of the calls. A call with wrong arguments is a ValueError or a
+    TypeError and counts as not made. A call whose deadline passes is a ``CommTimeoutError`` that names the missing
+    ranks; calls that do not fit together are a ``torch.distributed.DistBackendError`` that shows both. After those two
+    the group has failed on all ranks.
+
+    Args:
+        rank, world_size: what this process expects to be; they are compared with the group (ValueError).
+        group: a process group to work in; None the default group.
+        timeout: of each call, in seconds or as timedelta; None: the group's.
+    """
+
+    def __init__(
+        self,
+        rank: int | None = None,
+        world_size: int | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        timeout: Seconds | None = None,
+    ) -> None:
+        try:
+            backend = create_comm_backend(rank=rank, world_size=world_size, group=group, timeout=timeout)
+        except RuntimeError as error:
+            if type(error) is not RuntimeError or dist.is_initialized():
+                raise
+            raise RuntimeError(f"{error}. create_ring_topology makes ranks that need no processes") from error
+        self._member: Member | CommBackend = backend
+
+    @classmethod
+    def from_group(cls, group: dist.ProcessGroup, timeout: Seconds | None = None) -> DistributedCommunicator:
+        """This process's rank of a process group; all ranks of the group call it."""
+        return cls(group=group, timeout=timeout)
+
+    @classmethod
+    def _of(cls, member: Member) -> DistributedCommunicator:
+        made = cls.__new__(cls)
+        made._member = member
+        return made
+
+    @property
+    def rank(self) -> int:
+        """This rank, counted from 0."""
+        return self._member.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return self._member.world_size
+
+    @property
+    def next_rank(self) -> int:
+        """The next rank of the ring."""
+        return (self.rank + 1) % self.world_size
+
+    @property
+    def prev_rank(self) -> int:
+        """The previous rank of the ring."""
+        return (self.rank - 1) % self.world_size
+
+    def __repr__(self) -> str:
+        where = "in this process" if isinstance(self._member, Member) else "of a process group"
+        return f"<DistributedCommunicator rank {self.rank} of {self.world_size}, {where}>"
+
+    def send(self, data: torch.Tensor, dst_rank: int, tag: int = 0) -> None:
+        """Sends a tensor to another rank; when it returns, the tensor may be used again.
+
+        Between ranks of one process it copies the tensor and never waits for the receiver. In a real group a large one
+        waits.
+        """
+        self._member.send(data, dst_rank, tag)
+
+    def recv(
+        self, src_rank: int, shape: Shape, dtype: torch.dtype, tag: int = 0, device: torch.device | str = "cpu"
+    ) -> torch.Tensor:
+        """A new tensor, with what rank ``src_rank`` sends.
+
+        On the thread that made the ranks of one process it returns at once; where the message has not been sent yet,
+        the tensor holds NaN (0 where its dtype has no NaN) until then.
+        """
+        tensor = unset(_tuple(shape), dtype, device)
+        self._member.recv(tensor, src_rank, tag)
+        return tensor
+
+    def barrier(self) -> None:
+        """Returns when all ranks have called it; at once on the thread that made the ranks of one process."""
+        self._member.barrier()
+
+
+def create_ring_topology(world_size: int, timeout: Seconds = 60.0) -> list[DistributedCommunicator]:
+    """``world_size`` ranks of this process that form a group, by rank; for learning, and for tests without processes.
+
+    They are ranks of the core, which meet, share memory and combine numbers as processes of one host do, in the order
+    of the ranks, with the same bits. They take tensors on the CPU.
+
+    On the thread that calls this function, calls of the communicators return at once, because there the other ranks may
+    have their turn only later. So a plain loop over ranks works: results are there when the last rank has called. Until
+    then floating-point and complex tensors that receive a result hold NaN, other tensors in place what they held, and
+    new ones 0. What is given is copied at the call, unless it is such a result itself: then when that is there.
+
+    On any other thread a call returns when it has ended, as in a process of its own.
+
+    Where a call fails, all calls that have not ended fail, tensors in place hold again what they held before, and the
+    ranks take no more calls. Ranks whose communicators are dropped end with their memory, also in the middle of calls.
+
+    Args:
+        world_size: how many ranks, 1 to 256.
+        timeout: how long a call on another thread waits for the other ranks, in seconds or as timedelta.
+    """
+    topology = Topology(world_size, timeout)
+    return [DistributedCommunicator._of(Member(topology, rank)) for rank in range(world_size)]
+
+
+@dataclass(frozen=True)
+class BenchmarkResult:
+    """How long one operation on one shape took, as one rank saw it."""
+
+    #: "all_reduce", "broadcast", "all_gather" or "reduce_scatter".
+    op: str
+    #: Of the tensor that each rank passes.
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    world_size: int
+    #: The size of the operation: of the tensor that a rank passes; of all_gather that of the result.
+    nbytes: int
+    #: Seconds of each trial, from the call until its result is there.
+    seconds: tuple[float, ...]
+
+    @property
+    def num_trials(self) -> int:
+        return len(self.seconds)
+
+    @property
+    def min_seconds(self) -> float:
+        return min(self.seconds)
+
+    @property
+    def median_seconds(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def mean_seconds(self) -> float:
+        return statistics.fmean(self.seconds)
+
+    @property
+    def max_seconds(self) -> float:
+        return max(self.seconds)
+
+    @property
+    def algbw_gbs(self) -> float:
+        """Algorithm bandwidth: ``nbytes`` by the median time, in GB/s (10^9 bytes)."""
+        return self.nbytes / self.median_seconds / 1e9
+
+    @property
+    def busbw_gbs(self) -> float:
+        """Bus bandwidth, as in ``sagellm.get_stats``: what the link of a rank would carry, in GB/s.
+
+        ``algbw_gbs`` times 2(n-1)/n for all_reduce, (n-1)/n for all_gather and reduce_scatter, 1 for broadcast; n is
+        the number of ranks, so it is 0 for one rank, which sends nothing.
+        """
+        factor = BUS_FACTORS.get(self.op)
+        return self.algbw_gbs * (1.0 if factor is None else factor(self.world_size))
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return (
+            f"{self.op} of {dtype} {list(self.shape)}, {self.nbytes} bytes, {self.world_size} ranks: median "
+            f"{self.median_seconds * 1e6:.1f} us of {self.num_trials} (fastest {self.min_seconds * 1e6:.1f}), "
+            f"{self.algbw_gbs:.3f} GB/s, bus {self.busbw_gbs:.3f} GB/s"
+        )
+
+
+class _Operator:
+    """A collective of one communicator."""
+
+    kind: ClassVar[str]
+
+    def __init__(self, comm: DistributedCommunicator) -> None:
+        if not isinstance(comm, DistributedCommunicator):
+            raise TypeError(
+                f"sagellm {type(self).__name__}: got a {type(comm).__name__}, expected a DistributedCommunicator"
+            )
+        self.comm = comm
+
+    @staticmethod
+    def _run(member: Member | CommBackend, tensor: torch.Tensor) -> torch.Tensor:
+        """The collective with its default arguments."""
+        raise NotImplementedError
+
+    def benchmark(
+        self, shapes: Sequence[Shape], num_trials: int = 10, dtype: torch.dtype = torch.float32
+    ) -> list[BenchmarkResult]:
+        """Times the collective with its default arguments on CPU tensors of each shape; one result for each shape.
+
+        All ranks call it with the same arguments. Only on the thread that made the ranks of one process one call is
+        enough, which plays all ranks of it one after the other (RuntimeError where some have called fewer collectives).
+        What is timed there includes collecting the calls and copying their tensors: it shows how sizes compare, and is
+        no measure of ranks that are processes; for those call it in a real group, or ``sagellm bench``.
+        """
+        if num_trials < 1:
+            raise ValueError(f"sagellm benchmark: num_trials is {num_trials}, expected 1 or more")
+        own = self.comm._member
+        members = [own]
+        if isinstance(own, Member) and own.topology.made_here:
+            own.topology.require_equal_counts("benchmark")
+            members = [Member(own.topology, rank) for rank in range(own.world_size)]
+        return [self._measure(members, _tuple(shape), num_trials, dtype) for shape in shapes]
+
+    def _measure(
+        self, members: Sequence[Member | CommBackend], shape: tuple[int, ...], num_trials: int, dtype: torch.dtype
+    ) -> BenchmarkResult:
+        tensors = [torch.ones(shape, dtype=dtype) for _ in members]
+        seconds = []
+        for _ in range(WARM_UP + num_trials):
+            for member, tensor in zip(members, tensors, strict=True):
+                tensor.fill_(1)  # sums in place would grow from trial to trial
+                member.barrier()
+            began = perf_counter()
+            for member, tensor in zip(members, tensors, strict=True):
+                self._run(member, tensor)
+            seconds.append(perf_counter() - began)
+        size, ranks = tensors[0].nbytes, members[0].world_size
+        nbytes = size * ranks if self.kind == "all_gather" else size
+        return BenchmarkResult(self.kind, shape, dtype, ranks, nbytes, tuple(seconds[WARM_UP:]))
+
+
+class AllReduceOperator(_Operator):
+    """Combines the tensors of all ranks, for all ranks."""
+
+    kind = "all_reduce"
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """Combines ``tensor`` element by element over all ranks, in place, and returns it.
+
+        ``op`` is "sum", "avg" ("mean"), "max", "min" or "prod".
+        """
+        result: torch.Tensor = self.comm._member.all_reduce(tensor, op)
+        return result
+
+    @staticmethod
+    def _run(member: Member | CommBackend, tensor: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = member.all_reduce(tensor)
+        return result
+
+
+class BroadcastOperator(_Operator):
+    """Gives the tensor of one rank to all."""
+
+    kind = "broadcast"
+
+    def broadcast(self, tensor: torch.Tensor, root_rank: int = 0) -> torch.Tensor:
+        """Writes the tensor of ``root_rank`` into those of the other ranks, in place; returns it."""
+        result: torch.Tensor = self.comm._member.broadcast(tensor, root_rank)
+        return result
+
+    @staticmethod
+    def _run(member: Member | CommBackend, tensor: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = member.broadcast(tensor)
+        return result
+
+
+class AllGatherOperator(_Operator):
+    """Gives the tensors of all ranks to all."""
+
+    kind = "all_gather"
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A new tensor: those of all ranks, in the order of the ranks, concatenated along dimension 0.
+
+        A scalar counts as one row.
+        """
+        result: torch.Tensor = self.comm._member.all_gather(tensor)
+        return result
+
+    @staticmethod
+    def _run(member: Member | CommBackend, tensor: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = member.all_gather(tensor)
+        return result
+
+
+class ReduceScatterOperator(_Operator):
+    """Combines the tensors of all ranks, and gives each rank a slice."""
+
+    kind = "reduce_scatter"
+
+    def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """A new tensor: this rank's slice, along dimension 0, of the sum (or other ``op``) over all ranks.
+
+        Dimension 0 must be a multiple of the number of ranks (ValueError).
+        """
+        result: torch.Tensor = self.comm._member.reduce_scatter(tensor, op)
+        return result
+
+    @staticmethod
+    def _run(member: Member | CommBackend, tensor: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = member.reduce_scatter(tensor)
+        return result
+
+
+def _tuple(shape: Shape) -> tuple[int, ...]:
+    return (shape,) if isinstance(shape, int) else tuple(shape)
