@@ -409,7 +409,7 @@ fn tests_are_named_after_the_modules_that_they_test() {
         let path = entry.unwrap().path();
         let name = path.file_stem().unwrap().to_str().unwrap().to_string();
         let of_one = || modules.iter().any(|module| name == *module || name.starts_with(&format!("{module}_")));
-        if path.is_file() && !OF_NO_MODULE.contains(&&*name) && !of_one() {
+        if path.extension().is_some_and(|end| end == "rs") && !OF_NO_MODULE.contains(&&*name) && !of_one() {
             wrong.push(format!("tests/{name}.rs names no module of src/"));
         }
     }
