@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import resource
 import sys
 import threading
 import time
@@ -391,6 +392,22 @@ class TestDistributedCommunicator:
     def test_sizes_that_are_refused(self, world_size: Any) -> None:
         with pytest.raises(ValueError, match="expected a number of ranks"):
             create_ring_topology(world_size)
+
+    @pytest.mark.parametrize("world_size", [1, 2, 3, 10])
+    def test_more_ranks_than_open_files_allow(self, world_size: int) -> None:
+        """As many as the limit is enough for can be made; with one more nothing is opened."""
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        used = len(os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + world_size * (world_size + 3), before[1]))
+        try:
+            comms = create_ring_topology(world_size)
+            results = [AllReduceOperator(comm).all_reduce(torch.ones(1)) for comm in comms]
+            del comms
+            with pytest.raises(RuntimeError, match=rf"{world_size + 1} ranks of one process need .* \(ulimit -n\)"):
+                create_ring_topology(world_size + 1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        assert all(each.item() == world_size for each in results)
 
     def test_a_timeout_that_is_refused(self) -> None:
         with pytest.raises(ValueError, match="expected more than 0 seconds"):

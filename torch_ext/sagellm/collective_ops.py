@@ -158,7 +158,8 @@ def create_ring_topology(world_size: int, timeout: Seconds = 60.0) -> list[Distr
     ranks take no more calls. Ranks whose communicators are dropped end with their memory, also in the middle of calls.
 
     Args:
-        world_size: how many ranks, 1 to 256.
+        world_size: how many ranks, 1 to 256 (ValueError). n ranks open n * n files, so the usual limit of 1024 open
+            files is enough for 30 (RuntimeError, which says what is needed).
         timeout: how long a call on another thread waits for the other ranks, in seconds or as timedelta.
     """
     topology = Topology(world_size, timeout)

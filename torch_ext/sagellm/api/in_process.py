@@ -8,18 +8,22 @@ half written. What is done with the data is decided by the core alone.
 
 from __future__ import annotations
 
+import os
+import resource
 import threading
 import time
 from collections import deque
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from sagellm import _delegate, _register
+from sagellm import _load, _register
 from sagellm.api.backends import Seconds, _checked_op, _timedelta, rows_of_slice
 from sagellm.api.calls import ISSUE, Call, Operation, agree, reduction, share_memory, unset
 from sagellm.api.errors import CommTimeoutError, with_timeouts
+from sagellm.observe import log
 
 #: The most ranks that share memory on one host.
 MOST_RANKS = 256
@@ -40,6 +44,7 @@ class Topology:
         self._timeout = _timedelta(timeout)
         #: Calls on this thread return at once.
         self._maker = threading.current_thread()
+        _require_descriptors(world_size)
         self._groups = _meet(world_size, self._timeout)
         #: A group of one rank, where operations change nothing: the core checks each call there when it is made.
         self.alone = _meet(1, self._timeout)[0]
@@ -318,16 +323,37 @@ def _require_dense(kind: str, tensor: object) -> None:
         )
 
 
-def _meet(world_size: int, timeout: Any) -> list[Any]:
+def _require_descriptors(world_size: int) -> None:
+    """RuntimeError where the limit of open files is too low for the ranks, before anything is opened."""
+    # A rank watches each rank by a descriptor. Two more each are open while they meet, and for its memory.
+    needed, used = world_size * (world_size + 3), len(os.listdir("/proc/self/fd"))
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit != resource.RLIM_INFINITY and used + needed > limit:
+        raise RuntimeError(
+            f"sagellm: {world_size} ranks of one process need {needed} file descriptors, and of the {limit} that this "
+            f"process may have {used} are in use; make fewer ranks, or raise the limit (ulimit -n)"
+        )
+
+
+def _meet(world_size: int, timeout: timedelta) -> list[Any]:
     """The groups of ranks that meet over a store in memory, each on its own thread, because it waits for the others."""
+    extension = _load.extension()
+    log.configure(extension)
+    _register._step_at_exit(extension)
+    options = _register._settings(extension, None)
+    options.vendor = "host"  # CPU tensors need no library, and looking for one takes time
     store, ranks = dist.HashStore(), list(range(world_size))
     groups: dict[int, Any] = {}
     errors: dict[int, BaseException] = {}
 
     def meet(rank: int) -> None:
         try:
-            facts = _delegate.Facts(store, rank, world_size, timeout, "in-process", ranks)
-            groups[rank] = _register.create(facts)
+            decided = extension.rendezvous(
+                store, rank, world_size, timeout, group_name="in-process", global_ranks=ranks, options=options
+            )
+            if decided.delegate_reason:
+                raise RuntimeError(f"sagellm: the ranks of this process cannot share memory: {decided.delegate_reason}")
+            groups[rank] = decided.build()
         except BaseException as error:  # it is raised below, on the thread that asked
             errors[rank] = error
 
