@@ -307,8 +307,6 @@ pub struct Request {
     pub tag: u32,
     /// Milliseconds from issue until the operation fails; `None` means the group's timeout.
     pub timeout_ms: Option<u64>,
-    /// The caller waits at once: a local fact that changes nothing for peers.
-    pub sync: bool,
     /// See `Request::new`.
     inputs: Vec<Span>,
     outputs: Vec<Span>,
@@ -322,8 +320,8 @@ pub struct Request {
 }
 
 impl Request {
-    /// A call over caller memory. The other fields get the usual values, which the caller may change: asynchronous,
-    /// bytes that are moved or summed, root 0, tag 0, the group's timeout, equal blocks.
+    /// A call over caller memory. The other fields get the usual values, which the caller may change: bytes
+    /// that are moved or summed, root 0, tag 0, the group's timeout, equal blocks.
     ///
     /// # Safety
     ///
@@ -346,7 +344,6 @@ impl Request {
             root: 0,
             tag: 0,
             timeout_ms: None,
-            sync: false,
             inputs: Vec::new(),
             outputs: Vec::new(),
             in_blocks: Vec::new(),

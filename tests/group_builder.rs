@@ -43,9 +43,7 @@ fn decided() -> [Rendezvous; 2] {
 }
 
 fn barrier() -> Request {
-    let mut barrier = Request::without_memory(Kind::Barrier);
-    barrier.sync = true;
-    barrier
+    Request::without_memory(Kind::Barrier)
 }
 
 #[test]

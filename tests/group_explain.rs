@@ -50,7 +50,7 @@ fn run(groups: &[Arc<Group>], program: &[Spec]) -> Vec<Vec<Explanation>> {
         let mut issued: Vec<(Arc<Op>, Buffers)> = Vec::new();
         for spec in program {
             let mut buffers = spec.buffers(me, ranks);
-            issued.push((groups[me].issue(spec.request(&mut buffers, false), None).unwrap(), buffers));
+            issued.push((groups[me].issue(spec.request(&mut buffers), None).unwrap(), buffers));
             let newest = issued.last().unwrap().0.explain();
             let choice = newest.past.unwrap().choice;
             assert!(choice.is_none_or(|choice| choice == newest.choice), "while it runs: {spec:?}");
@@ -64,7 +64,7 @@ fn run(groups: &[Arc<Group>], program: &[Spec]) -> Vec<Vec<Explanation>> {
             assert_eq!(past.choice, Some(found.choice), "rank {me} of {ranks}: {spec:?}");
             assert_eq!(op.choice(), found.choice);
             assert_ne!(found.choice.reason, Reason::Unknown);
-            let request = spec.request(buffers, false);
+            let request = spec.request(buffers);
             assert_eq!(found.desc, OpDesc::of(&request, ranks), "{spec:?}");
             let Batch { count, first, last, .. } = past.batch.expect("it is over");
             assert!((first..=last).contains(&past.number) && count >= 1, "{past:?}");
@@ -153,7 +153,7 @@ fn on_one_host_those_that_end_in_one_pass_know_of_one_another() {
     let one = Spec { count: 10, ..program(1, 2)[0].clone() };
     let issue = |me: usize| {
         let mut buffers = one.buffers(me, 2);
-        (groups[me].issue(one.request(&mut buffers, true), None).unwrap(), buffers)
+        (groups[me].issue(one.request(&mut buffers), None).unwrap(), buffers)
     };
     let pending: Vec<_> = (0..5).map(|_| issue(0)).collect();
     let running = groups[0].explain_number(3).unwrap();
@@ -173,7 +173,7 @@ fn what_is_forgotten_or_never_was_is_an_error_that_says_so() {
     let one = Spec { count: 1, ..program(1, 1)[0].clone() };
     let mut buffers = one.buffers(0, 1);
     for _ in 0..2000 {
-        groups[0].run(one.request(&mut buffers, true), None).unwrap();
+        groups[0].run(one.request(&mut buffers), None).unwrap();
     }
     let text = |number| groups[0].explain_number(number).unwrap_err().to_string();
     for never in [0, 2001, u64::MAX] {

@@ -88,7 +88,7 @@ fn rule_18_every_kind_on_every_layout_and_strict_gives_the_bits_of_one_host() {
                             }
                             let spec = spec(kind, dtype, op, count, seed, ranks);
                             let mut buffers = spec.buffers(me, ranks);
-                            let request = spec.request(&mut buffers, true);
+                            let request = spec.request(&mut buffers);
                             groups[me].run(request, None).unwrap_or_else(|e| panic!("rank {me}: {spec:?}: {e}"));
                             check(&spec, &buffers, me, ranks, strict);
                         }
@@ -109,7 +109,7 @@ fn results(place: &[usize], rules: &str, specs: &[Spec]) -> Vec<Vec<Vec<u8>>> {
     let found = on_ranks(ranks, |me| {
         let run = |spec: &Spec| {
             let mut buffers = spec.buffers(me, ranks);
-            let request = spec.request(&mut buffers, true);
+            let request = spec.request(&mut buffers);
             groups[me].run(request, None).unwrap_or_else(|e| panic!("rank {me}: {spec:?}: {e}"));
             // The reference knows neither of these.
             if !matches!(spec.op, ReduceOp::Avg | ReduceOp::PremulSum(_)) {
@@ -201,11 +201,11 @@ fn program(seed: u64, ops: usize, fusion: bool) {
                 std::thread::sleep(Duration::from_micros(random.below(1500) as u64));
             }
             let mut buffers = spec.buffers(me, ranks);
-            let sync = random.below(6) == 0;
-            let request = spec.request(&mut buffers, sync);
+            let request = spec.request(&mut buffers);
             let op = all[*group][me].issue(request, None).unwrap();
             pending.push((op, spec.clone(), buffers));
-            while sync && !pending.is_empty() || pending.len() > random.below(400) {
+            let waits_for_all = random.below(6) == 0;
+            while waits_for_all && !pending.is_empty() || pending.len() > random.below(400) {
                 finish(pending.swap_remove(random.below(pending.len())));
             }
         }
@@ -242,7 +242,7 @@ fn rule_04_operations_on_the_same_memory_run_in_order_over_hosts() {
         let mut buffers = spec.buffers(me, place.len());
         buffers.input.fill(0);
         buffers.input[0] = 1;
-        let ops: Vec<_> = (0..10).map(|_| groups[me].issue(spec.request(&mut buffers, false), None).unwrap()).collect();
+        let ops: Vec<_> = (0..10).map(|_| groups[me].issue(spec.request(&mut buffers), None).unwrap()).collect();
         ops.iter().for_each(|op| op.wait(None).unwrap());
         assert_eq!(i32::from_le_bytes(buffers.input[..4].try_into().unwrap()), 3i32.pow(10));
     });
@@ -256,7 +256,7 @@ fn different_calls_on_two_hosts_are_an_error_that_shows_both() {
         let count = if me < 2 { 100 } else { 101 };
         let spec = spec(Kind::AllReduce, Dtype::F32, ReduceOp::Sum, count, 1, place.len());
         let mut buffers = spec.buffers(me, place.len());
-        let request = spec.request(&mut buffers, true);
+        let request = spec.request(&mut buffers);
         groups[me].run(request, None).unwrap_err().to_string()
     });
     for error in errors {
@@ -274,7 +274,7 @@ fn a_rank_that_does_not_come_fails_the_others_at_the_deadline_and_names_somebody
         }
         let spec = spec(Kind::AllReduce, Dtype::F32, ReduceOp::Sum, 10, 1, place.len());
         let mut buffers = spec.buffers(me, place.len());
-        groups[me].run(spec.request(&mut buffers, true), None).unwrap_err().to_string()
+        groups[me].run(spec.request(&mut buffers), None).unwrap_err().to_string()
     });
     for error in &errors[..3] {
         assert!(
@@ -292,7 +292,7 @@ fn an_abort_ends_everything_on_all_hosts() {
         let run = |count: usize| {
             let spec = spec(Kind::AllReduce, Dtype::F32, ReduceOp::Sum, count, 1, place.len());
             let mut buffers = spec.buffers(me, place.len());
-            groups[me].run(spec.request(&mut buffers, true), None)
+            groups[me].run(spec.request(&mut buffers), None)
         };
         run(10).unwrap();
         if me == 3 {

@@ -55,7 +55,7 @@ fn rule_17_bits_and_explanations_hold_under_every_policy() {
             let codes = on_ranks(ranks, |me| {
                 let run = program.iter().map(|spec| {
                     let mut buffers = spec.buffers(me, ranks);
-                    let op = groups[me].issue(spec.request(&mut buffers, false), None).unwrap();
+                    let op = groups[me].issue(spec.request(&mut buffers), None).unwrap();
                     op.wait(None).unwrap_or_else(|error| panic!("rank {me}: {spec:?}: {error}"));
                     spec.check(&buffers, me, ranks);
                     let explained = op.explain();
@@ -89,7 +89,7 @@ fn ranks_with_different_policies_find_out_before_data_moves() {
         };
         let errors = on_ranks(2, |me| {
             let mut buffers = one.buffers(me, 2);
-            let error = groups[me].run(one.request(&mut buffers, true), None).unwrap_err();
+            let error = groups[me].run(one.request(&mut buffers), None).unwrap_err();
             assert!(buffers.output.iter().all(|byte| *byte == buffers.output[0]), "no data was written");
             error
         });

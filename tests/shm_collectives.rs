@@ -43,7 +43,7 @@ fn rule_17_every_kind_at_every_boundary() {
                             seed,
                         };
                         let mut buffers = spec.buffers(me, ranks);
-                        let request = spec.request(&mut buffers, true);
+                        let request = spec.request(&mut buffers);
                         groups[me].run(request, None).unwrap_or_else(|e| panic!("rank {me}: {spec:?}: {e}"));
                         spec.check(&buffers, me, ranks);
                     }
@@ -101,10 +101,9 @@ fn program(seed: u64, ranks: usize, ops: usize) {
                 std::thread::sleep(Duration::from_micros(random.below(800) as u64));
             }
             let mut buffers = spec.buffers(me, ranks);
+            let request = spec.request(&mut buffers);
             // rule 7: whether a rank waits at once is its own affair
-            let sync = random.below(3) == 0;
-            let request = spec.request(&mut buffers, sync);
-            if sync {
+            if random.below(3) == 0 {
                 all[*group][me].run(request, None).unwrap_or_else(|e| panic!("seed {seed} rank {me}: {spec:?}: {e}"));
                 spec.check(&buffers, me, ranks);
             } else {
@@ -150,8 +149,7 @@ fn rule_04_operations_on_the_same_memory_run_in_order() {
             buffers.input.fill(0);
             buffers.input[0] = 1;
             // Each sum reads what the one before it wrote: 3^10 in the end, or less if one read too early.
-            let ops: Vec<_> =
-                (0..10).map(|_| groups[me].issue(spec.request(&mut buffers, false), None).unwrap()).collect();
+            let ops: Vec<_> = (0..10).map(|_| groups[me].issue(spec.request(&mut buffers), None).unwrap()).collect();
             ops.iter().for_each(|op| op.wait(None).unwrap());
             assert_eq!(i32::from_le_bytes(buffers.input[..4].try_into().unwrap()), 3i32.pow(10));
         }
@@ -183,7 +181,7 @@ fn rule_03_issue_never_waits_and_a_burst_beyond_the_credits_completes() {
         let mut all: Vec<(Arc<Op>, Buffers)> = Vec::new();
         for _ in 0..burst {
             let mut buffers = spec.buffers(me, ranks);
-            let op = groups[me].issue(spec.request(&mut buffers, false), None).unwrap();
+            let op = groups[me].issue(spec.request(&mut buffers), None).unwrap();
             all.push((op, buffers));
         }
         if me == 0 {
@@ -213,7 +211,7 @@ fn rule_06_an_operation_ends_without_anyone_waiting() {
             seed: 1,
         };
         let mut buffers = spec.buffers(me, 2);
-        let op = groups[me].issue(spec.request(&mut buffers, false), None).unwrap();
+        let op = groups[me].issue(spec.request(&mut buffers), None).unwrap();
         let begin = std::time::Instant::now();
         while !op.is_done() {
             assert!(begin.elapsed() < Duration::from_secs(20), "rank {me}: nobody makes progress");
@@ -243,7 +241,7 @@ fn two_groups_issued_in_different_orders_complete_when_async() {
         for (groups, seed) in order {
             let spec = spec(seed);
             let mut buffers = spec.buffers(me, 2);
-            let op = groups[me].issue(spec.request(&mut buffers, false), None).unwrap();
+            let op = groups[me].issue(spec.request(&mut buffers), None).unwrap();
             all.push((op, spec, buffers));
         }
         for (op, spec, buffers) in &all {

@@ -50,14 +50,14 @@ fn request(random: &mut Random, me: usize, ranks: usize) -> (Request, Guarded, G
     let peer = if me == 0 { 1 } else { 0 };
     let bytes = spec.count * 4;
     let mut buffers = spec.buffers(me, ranks);
-    let like = spec.request(&mut buffers, true);
+    let like = spec.request(&mut buffers);
     let (mut input, mut output) = match kind {
         Kind::Send => (Guarded::new(bytes), Guarded::new(0)),
         Kind::Recv => (Guarded::new(0), Guarded::new(bytes)),
         _ => (Guarded::new(buffers.input.len()), Guarded::new(buffers.output.len())),
     };
     let mut request = common::plain(like.kind, like.root, input.span(), output.span());
-    (request.dtype, request.op, request.sync) = (like.dtype, like.op, like.sync);
+    (request.dtype, request.op) = (like.dtype, like.op);
     (request.in_blocks, request.out_blocks) = (like.in_blocks, like.out_blocks);
     if kind.is_p2p() {
         request.root = if kind == Kind::Recv && random.below(2) == 0 { ANY_RANK } else { peer };

@@ -43,7 +43,7 @@ impl Numbers {
 fn request(kind: Kind, root: usize, input: &mut Numbers, output: &mut Numbers) -> Request {
     let dtype = if kind.reduces() { Dtype::I32 } else { Dtype::Bytes };
     let mut request = plain(kind, root as u32, cut(&mut input.0, 1, 4), cut(&mut output.0, 1, 4));
-    (request.dtype, request.sync) = (dtype, true);
+    request.dtype = dtype;
     request
 }
 
@@ -114,13 +114,13 @@ fn message(from: usize, to: usize, count: usize) -> Numbers {
 
 fn send(group: &Group, to: usize, tag: u32, memory: &mut Numbers) -> Arc<Op> {
     let mut request = request(Kind::Send, to, memory, &mut Numbers(Vec::new()));
-    (request.tag, request.sync) = (tag, false);
+    request.tag = tag;
     group.issue(request, None).unwrap()
 }
 
 fn receive(group: &Group, from: u32, tag: u32, memory: &mut Numbers) -> Arc<Op> {
     let mut request = request(Kind::Recv, 0, &mut Numbers(Vec::new()), memory);
-    (request.root, request.tag, request.sync) = (from, tag, false);
+    (request.root, request.tag) = (from, tag);
     group.issue(request, None).unwrap()
 }
 

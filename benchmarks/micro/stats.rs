@@ -24,7 +24,7 @@ fn request(memory: &mut [f32]) -> Request {
     let span = Span { addr: memory.as_mut_ptr() as usize, bytes: std::mem::size_of_val(memory) };
     // SAFETY: no operation of this program reaches an engine, so nothing is read or written.
     let mut request = unsafe { Request::new(Kind::AllReduce, vec![span], vec![span]) };
-    (request.dtype, request.sync) = (Dtype::F32, true);
+    request.dtype = Dtype::F32;
     request
 }
 

@@ -108,7 +108,6 @@ void SageBackend::run(Plan& plan, const Label& label, TensorView inputs) {
   DeferredRelease::instance().release();
   CallbackPool::about_to_block();
   const std::unique_ptr<Trace> trace = Trace::start(label.title, inputs);
-  plan.call.sync = true;
   // The caller's frame keeps the tensors; only staged copies need to hear of the operation.
   std::shared_ptr<Pending> pending;
   if (plan.call.staged) pending = std::make_shared<Pending>(nullptr, Tensors(), plan);

@@ -121,7 +121,6 @@ pub mod ffi {
         tag: u32,
         /// Negative: the group's timeout.
         timeout_ms: i64,
-        sync: bool,
         /// `Completion::copy` must run before the inputs are read, and back before the end is told.
         staged: bool,
         /// `types::CallNote`.
@@ -334,7 +333,7 @@ pub mod ffi {
             also_touched: &[Strided],
             completion: SharedPtr<Completion>,
         ) -> Result<Box<RustOp>>;
-        /// Starts one operation and finishes it on this thread (`call.sync`); the cheapest path.
+        /// Starts one operation and finishes it on this thread; the cheapest path.
         /// On any error the group is left in the state the error names; the caller's memory is no longer used.
         fn run(
             self: &RustGroup,

@@ -103,7 +103,6 @@ pub(super) fn request(
     request.root = call.root;
     request.tag = call.tag;
     request.timeout_ms = u64::try_from(call.timeout_ms).ok();
-    request.sync = call.sync;
     request.in_blocks = in_blocks.to_vec();
     request.out_blocks = out_blocks.to_vec();
     request.also_touched = also_touched.iter().map(strided).collect();

@@ -137,9 +137,8 @@ impl Group {
 
     /// Starts an operation; never waits for a peer.
     pub fn issue(&self, request: Request, completion: Option<Box<dyn Completion>>) -> Result<Arc<Op>> {
-        let sync = request.sync;
         let core = self.start(request, completion)?;
-        if !sync && !core.is_done() {
+        if !core.is_done() {
             driver::issued(&self.domain);
         }
         Ok(Arc::new(Op { core, group: self.this.upgrade().expect("a group that is used is alive") }))

@@ -14,7 +14,7 @@ fn request(kind: Kind, read: usize, written: usize) -> Request {
     let spans = |bytes| if bytes == 0 { Vec::new() } else { vec![Span { addr: 64, bytes }] };
     // SAFETY: nothing reads or writes: no operation of this file reaches an engine.
     let mut request = unsafe { Request::new(kind, spans(read), spans(written)) };
-    (request.dtype, request.sync) = (Dtype::F32, true);
+    request.dtype = Dtype::F32;
     request
 }
 

@@ -137,7 +137,7 @@ impl Spec {
         Buffers { input, output, in_blocks, out_blocks, in_place, pieces: self.pieces }
     }
 
-    pub fn request(&self, buffers: &mut Buffers, sync: bool) -> Request {
+    pub fn request(&self, buffers: &mut Buffers) -> Request {
         let size = if self.kind.reduces() { self.dtype.size() } else { 1 };
         let inputs = cut(&mut buffers.input, buffers.pieces, size);
         let outputs = if buffers.in_place { inputs.clone() } else { cut(&mut buffers.output, buffers.pieces, size) };
@@ -145,7 +145,7 @@ impl Spec {
         if self.kind.reduces() {
             request.dtype = self.dtype;
         }
-        (request.op, request.sync) = (self.op, sync);
+        request.op = self.op;
         (request.in_blocks, request.out_blocks) = (buffers.in_blocks.clone(), buffers.out_blocks.clone());
         request
     }

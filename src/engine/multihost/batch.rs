@@ -75,7 +75,6 @@ impl BatchRun<'_> {
         let mut request = unsafe { Request::new(call.kind, call.inputs, call.outputs) };
         (request.dtype, request.op, request.root) = (call.dtype, call.op, call.root as u32);
         request.timeout_ms = Some(left.as_millis() as u64 + 500); // the operation's own deadline is told first
-        request.sync = true;
         (request.in_blocks, request.out_blocks) = (call.in_blocks, call.out_blocks);
         inside.run(request).map_err(|error| match error {
             // The host's group names ranks by its own numbers; the user knows those of the whole group. A report that

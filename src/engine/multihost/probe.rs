@@ -44,7 +44,7 @@ pub fn probe(
         let (inputs, outputs) = if leads { (vec![piece], Vec::new()) } else { (Vec::new(), vec![piece]) };
         // SAFETY: `agreed` outlives the operation, which has ended when `run` returns, and nothing else refers to it.
         let mut request = unsafe { Request::new(Kind::Broadcast, inputs, outputs) };
-        (request.timeout_ms, request.sync) = (Some(timeout.as_millis() as u64), true);
+        request.timeout_ms = Some(timeout.as_millis() as u64);
         inside.run(request)?;
     }
     Ok(facts(&agreed))
