@@ -13,10 +13,9 @@ use crate::engine::shm::memory::segment::{Segment, random};
 use crate::error::{Error, Result};
 use crate::os::topology;
 
-/// The outcome of one published decision.
+/// The outcome of one attempt to share memory.
 pub(super) enum Step {
     Met(Box<Met>),
-    Delegated,
     /// A rank has a new nonce; its record was replaced.
     Changed,
     /// Sharing is impossible, for this reason.
@@ -76,14 +75,10 @@ impl Coordinator<'_, '_> {
             let step = match plan {
                 Err(reason) => {
                     let hosts = if forced.is_none() { hosts(&self.records) } else { None };
-                    match (self.ask(id, &reason, hosts.as_deref().unwrap_or_default())?, hosts) {
-                        (Step::Delegated, None) => return Ok(Outcome::Delegate { reason, id }),
-                        (Step::Delegated, Some(hosts)) => {
-                            let policy = self.session.config.policy.clone();
-                            return Ok(Outcome::Hosts { hosts, id, reason, policy });
-                        }
-                        (step, _) => step,
+                    if self.all_confirm(id, &reason)? {
+                        return self.decide_without_memory(id, reason, hosts);
                     }
+                    Step::Changed
                 }
                 Ok(plan) => self.share(id, plan)?,
             };
@@ -91,7 +86,7 @@ impl Coordinator<'_, '_> {
             match step {
                 Step::Met(met) => return Ok(Outcome::Shared(*met)),
                 // A new process of that rank may succeed, so the next attempt starts without this reason.
-                Step::Changed | Step::Delegated => forced = None,
+                Step::Changed => forced = None,
                 Step::Impossible(reason) => forced = Some(reason),
             }
         }
@@ -107,8 +102,8 @@ impl Coordinator<'_, '_> {
 
     pub(super) fn decision(&self, id: Nonce, mode: Mode, text: &str, detail: &[u8]) -> DecisionMessage {
         let nonces = (0..self.size()).map(|rank| self.nonce(rank)).collect();
-        let decided = matches!(mode, Mode::Share | Mode::Delegate);
-        let policy = if decided { self.session.config.policy.clone() } else { String::new() };
+        let policy =
+            if matches!(mode, Mode::Share | Mode::Hosts) { self.session.config.policy.clone() } else { String::new() };
         DecisionMessage {
             id,
             nonces,
@@ -254,10 +249,9 @@ impl Coordinator<'_, '_> {
         })
     }
 
-    /// Announces that shared memory is impossible. That is final only when every rank has confirmed it under its
-    /// present nonce: a record that is the reason may be of an earlier incarnation. `hosts`: each rank's host, where
-    /// that is the reason.
-    fn ask(&mut self, id: Nonce, reason: &str, hosts: &[usize]) -> Result<Step> {
+    /// Announces that shared memory is impossible, and waits until every rank has confirmed it under its present nonce: a
+    /// record that is the reason may be of an earlier incarnation. False where a rank has a new nonce.
+    fn all_confirm(&mut self, id: Nonce, reason: &str) -> Result<bool> {
         self.publish(&self.decision(id, Mode::Ask, reason, &[]))?;
         let mut missing: Vec<usize> = (1..self.size()).collect();
         loop {
@@ -270,20 +264,33 @@ impl Coordinator<'_, '_> {
                 }
             }
             if missing.is_empty() {
-                one_delegate(&self.records)?;
-                let detail: Vec<u8> = hosts.iter().flat_map(|host| (*host as u16).to_le_bytes()).collect();
-                self.publish(&self.decision(id, Mode::Delegate, reason, &detail))?;
-                return Ok(Step::Delegated);
+                return Ok(true);
             }
             if missing.len() < before {
                 self.session.backoff.refresh();
             }
             for rank in missing.iter().filter(|_| due) {
                 if self.look(*rank)? {
-                    return Ok(Step::Changed);
+                    return Ok(false);
                 }
             }
             self.pause(&missing, "rank 0 waits for the answer in the store", [].into_iter())?;
+        }
+    }
+
+    /// The final decision of ranks that cannot share memory: the group spans `hosts`, or a delegate serves it.
+    fn decide_without_memory(&self, id: Nonce, reason: String, hosts: Option<Vec<usize>>) -> Result<Outcome> {
+        one_delegate(&self.records)?; // messages between hosts go through it, too
+        match hosts {
+            Some(hosts) => {
+                let detail: Vec<u8> = hosts.iter().flat_map(|host| (*host as u16).to_le_bytes()).collect();
+                self.publish(&self.decision(id, Mode::Hosts, &reason, &detail))?;
+                Ok(Outcome::Hosts { hosts, id, reason, policy: self.session.config.policy.clone() })
+            }
+            None => {
+                self.publish(&self.decision(id, Mode::Delegate, &reason, &[]))?;
+                Ok(Outcome::Delegate { reason, id })
+            }
         }
     }
 

@@ -9,7 +9,7 @@ use crate::os::topology;
 use crate::select;
 
 /// Changes whenever the messages or their order change.
-pub const PROTOCOL: u32 = 5;
+pub const PROTOCOL: u32 = 6;
 
 /// Random, new for every attempt: distinguishes live processes from keys of earlier incarnations.
 pub type Nonce = [u8; 16];
@@ -223,10 +223,12 @@ pub enum Mode {
     Share = 1,
     /// Shared memory is impossible, for the reason given. Answer, so that all are known to be alive.
     Ask = 2,
-    /// All have answered: delegate. Final.
+    /// All have answered: a delegate serves the group. Final.
     Delegate = 3,
     /// Rank 0 gave up, with the text of its error. Final.
     Failed = 4,
+    /// All have answered: the group spans the hosts that are given. Final.
+    Hosts = 5,
 }
 
 /// Key `verdict`, written by rank 0 only. Valid only for the ranks whose present nonce it names.
@@ -238,10 +240,10 @@ pub struct DecisionMessage {
     pub mode: Mode,
     /// Reason or error.
     pub text: String,
-    /// `Share`: name of rank 0's socket in the abstract namespace. `Delegate`: the number of each rank's host, two
-    /// bytes each, or nothing where sharing fails for another reason.
+    /// `Share`: name of rank 0's socket in the abstract namespace. `Hosts`: the number of each rank's host, two bytes
+    /// each.
     pub detail: Vec<u8>,
-    /// Rank 0's policy of algorithm choice: `select::Policy` as text. Empty where the mode does not need it.
+    /// `Share` and `Hosts`: rank 0's policy of algorithm choice, `select::Policy` as text. Else empty.
     pub policy: String,
     /// `Share`: the known peers that the ranks belong to, and each rank's place; no place where they meet for the first
     /// time.
@@ -249,18 +251,22 @@ pub struct DecisionMessage {
 }
 
 impl DecisionMessage {
-    /// The hosts in a `Delegate`: one number per rank, no gaps, rank 0 on host 0.
-    pub fn hosts(&self) -> Option<Vec<usize>> {
-        let hosts: Vec<usize> =
-            self.detail.chunks_exact(2).map(|two| usize::from(u16::from_le_bytes([two[0], two[1]]))).collect();
+    /// `Hosts`: the number of each rank's host. Every message that was read has one for each rank, counted from 0 in the
+    /// order of the ranks, and two hosts or more.
+    pub fn hosts(&self) -> Vec<usize> {
+        self.detail.chunks_exact(2).map(|two| usize::from(u16::from_le_bytes([two[0], two[1]]))).collect()
+    }
+
+    fn has_valid_hosts(&self) -> bool {
+        let hosts = self.hosts();
         let mut known = 0;
         for host in &hosts {
             if *host > known {
-                return None;
+                return false;
             }
             known = known.max(*host + 1);
         }
-        (hosts.len() == self.nonces.len() && self.detail.len() == 2 * hosts.len() && known > 1).then_some(hosts)
+        hosts.len() == self.nonces.len() && self.detail.len() == 2 * hosts.len() && known > 1
     }
 
     pub fn write(&self) -> Vec<u8> {
@@ -278,7 +284,7 @@ impl DecisionMessage {
 
     pub fn read(bytes: &[u8]) -> Option<DecisionMessage> {
         let mut from = Reader::new(bytes, DECISION_MAGIC)?;
-        Some(DecisionMessage {
+        let message = DecisionMessage {
             id: from.array()?,
             nonces: from.list(Reader::array)?,
             mode: match from.u8()? {
@@ -286,13 +292,15 @@ impl DecisionMessage {
                 2 => Mode::Ask,
                 3 => Mode::Delegate,
                 4 => Mode::Failed,
+                5 => Mode::Hosts,
                 _ => return None,
             },
             text: from.text()?,
             detail: from.list(Reader::u8)?,
             policy: from.whole(MAX_POLICY)?,
             known: (from.array()?, from.list(Reader::u32)?),
-        })
+        };
+        (message.mode != Mode::Hosts || message.has_valid_hosts()).then_some(message)
     }
 }
 
@@ -382,5 +390,31 @@ impl Offer {
             ranks: from.list(|from| Some((from.u32()? as i32, from.text()?)))?,
             process_of: from.list(Reader::u32)?,
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_list_of_hosts_that_is_no_numbering_of_the_ranks_is_refused() {
+        let message = |mode, hosts: &[u16]| DecisionMessage {
+            id: [1; 16],
+            nonces: vec![[2; 16]; 3],
+            mode,
+            text: "two hosts".into(),
+            detail: hosts.iter().flat_map(|host| host.to_le_bytes()).collect(),
+            policy: String::new(),
+            known: Default::default(),
+        };
+        let read = |mode, hosts: &[u16]| DecisionMessage::read(&message(mode, hosts).write());
+        assert_eq!(read(Mode::Hosts, &[0, 1, 0]).unwrap().hosts(), [0, 1, 0]);
+        for wrong in [&[0, 1][..], &[0, 1, 0, 1], &[0, 0, 0], &[1, 0, 1], &[0, 2, 1], &[]] {
+            assert_eq!(read(Mode::Hosts, wrong), None, "{wrong:?}");
+        }
+        let odd = DecisionMessage { detail: vec![0, 0, 1, 0, 0, 0, 9], ..message(Mode::Hosts, &[]) };
+        assert_eq!(DecisionMessage::read(&odd.write()), None);
+        assert!(read(Mode::Delegate, &[]).is_some(), "a delegate needs no hosts");
     }
 }

@@ -6,12 +6,13 @@
 //!
 //! 1. Each rank sets `r/<rank>`: its nonce and its identity (`messages.rs`).
 //! 2. Rank 0 waits for all records and publishes a decision: come to my socket, or say why not; or: shared memory is
-//!    impossible, confirm. A rank that the decision does not name by its present nonce keeps waiting; rank 0 keeps
-//!    reading the records of ranks that do not react, and publishes a new decision when a nonce has changed.
+//!    impossible, confirm. When all have confirmed that, a last decision says whether the group spans hosts or a delegate
+//!    serves it. A rank that the decision does not name by its present nonce keeps waiting; rank 0 keeps reading the
+//!    records of ranks that do not react, and publishes a new decision when a nonce has changed.
 //! 3. Sharing is proven, never inferred: the others connect, get the memory's descriptor, find rank 0's nonce in the
 //!    page and write theirs beside it. When rank 0 has read all nonces it says "go". Any failure on the way becomes the
-//!    reason of a new decision that delegates, and all ranks return the same outcome. A rank populates the memory that
-//!    every group uses before it writes its nonce, and so before any rank has the group.
+//!    reason why shared memory is impossible, which all confirm; then a delegate serves them. A rank populates the memory
+//!    that every group uses before it writes its nonce, and so before any rank has the group.
 //!
 //! A rank that waits for a decision sleeps on a mailbox whose name is in its record. Rank 0 posts every decision there,
 //! too, so that ranks on its host neither poll the store nor lose a polling interval. Where all ranks have a mailbox,

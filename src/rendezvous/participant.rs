@@ -33,13 +33,10 @@ pub(super) fn join(session: &mut Session) -> Result<Outcome> {
         }
         match next_decision(session)? {
             Some(decision) => match decision.mode {
-                Mode::Delegate => {
-                    return Ok(match decision.hosts() {
-                        Some(hosts) => {
-                            Outcome::Hosts { hosts, id: decision.id, reason: decision.text, policy: decision.policy }
-                        }
-                        None => Outcome::Delegate { reason: decision.text, id: decision.id },
-                    });
+                Mode::Delegate => return Ok(Outcome::Delegate { reason: decision.text, id: decision.id }),
+                Mode::Hosts => {
+                    let (hosts, DecisionMessage { id, text, policy, .. }) = (decision.hosts(), decision);
+                    return Ok(Outcome::Hosts { hosts, id, reason: text, policy });
                 }
                 Mode::Failed => return Err(told(&decision.text)),
                 Mode::Ask if done_with != Some(decision.id) => {
