@@ -25,6 +25,15 @@ pub trait Host: Send + Sync {
     fn interrupted(&self) -> bool;
 }
 
+/// A caller without signals: a rank that is a thread, or a wait that no signal may end.
+pub struct NoSignals;
+
+impl Host for NoSignals {
+    fn interrupted(&self) -> bool {
+        false
+    }
+}
+
 /// The steps of an operation outside the engine. Called on any thread.
 pub trait Completion: Send + Sync {
     /// Before the inputs are read.

@@ -1,4 +1,4 @@
-//! Many ranks on one host: every collective, messages between all pairs, and more senders than a receiver has lanes.
+//! Many ranks on one host: every collective, messages between all pairs, and more senders than a receiver has channels.
 //! Ranks are threads, far more than there are cores. `SAGELLM_TEST_RANKS` (40) says how many.
 
 mod common;
@@ -128,7 +128,7 @@ fn receive(group: &Group, from: u32, tag: u32, memory: &mut Numbers) -> Arc<Op> 
 fn every_pair_of_many_ranks_exchanges_a_message() {
     let ranks = ranks();
     let groups = groups(ranks);
-    let of = |from: usize, to: usize| [2, 12, 13, 200][(from + to) % 4]; // in a line, in an envelope, through a lane
+    let of = |from: usize, to: usize| [2, 12, 13, 200][(from + to) % 4]; // in a line, in an envelope, through a channel
     on_ranks(ranks, |me| {
         let mut sent: Vec<(Arc<Op>, Numbers)> = Vec::new();
         for step in 1..ranks {
@@ -149,10 +149,10 @@ fn every_pair_of_many_ranks_exchanges_a_message() {
     });
 }
 
-/// All send several large messages to rank 0, which has fewer lanes than senders. It wants one of each rank, the last
+/// All send several large messages to rank 0, which has fewer channels than senders. It wants one of each rank, the last
 /// rank first, and in between whatever comes.
 #[test]
-fn more_senders_than_lanes_all_get_through() {
+fn more_senders_than_channels_all_get_through() {
     const EACH: usize = 3;
     const NAMED: u32 = 8;
     const ANY: u32 = 7;

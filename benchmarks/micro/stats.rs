@@ -69,8 +69,8 @@ fn main() {
                     .map(|_| {
                         number += 1;
                         let op = Op::new(request(&mut memory), number, 0, Duration::from_secs(1), None);
-                        op.loads(8);
-                        op.sets_out(1);
+                        op.record_load(8);
+                        op.record_choice(1);
                         [(Arc::new(op), Ok(()))]
                     })
                     .collect();

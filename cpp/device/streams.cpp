@@ -36,8 +36,8 @@ std::optional<bool> capture_of(const c10::Stream& stream) {
   return guard_is_capturing(guard_of(stream.device()), stream, 0);
 }
 
-Passage::Passage(DeviceStreams& owner, c10::Stream stream, bool timed, int lane)
-    : owner_(owner), stream_(stream), timed_(timed), lane_(lane) {
+Passage::Passage(DeviceStreams& owner, c10::Stream stream, bool timed, int stream_key)
+    : owner_(owner), stream_(stream), timed_(timed), stream_key_(stream_key) {
   if (!timed_) return;
   begun_ = std::make_shared<c10::Event>(stream_.device_type(), c10::EventFlag::BACKEND_DEFAULT);
   begun_->record(stream_);
@@ -65,7 +65,7 @@ size_t Passage::enter() {
   drain(stream_);
   own_raw_ = checked([&] {
     const auto event = reinterpret_cast<size_t>(here.eventId());
-    return owner_.core_->raw_stream(RawStep::kBehind, device().index(), event, lane_, {told.data(), told.size()});
+    return owner_.core_->raw_stream(RawStep::kBehind, device().index(), event, stream_key_, {told.data(), told.size()});
   });
   return own_raw_;
 }
@@ -91,9 +91,9 @@ std::shared_ptr<c10::Event> Passage::end(bool asked_only) {
   return ended;
 }
 
-c10::Stream DeviceStreams::side(c10::Device device, int lane) {
+c10::Stream DeviceStreams::side(c10::Device device, int stream_key) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = side_.find({device.index(), lane});
+  const auto found = side_.find({device.index(), stream_key});
   if (found != side_.end()) return found->second;
   c10::Stream made = current_stream(device);
   try {
@@ -101,20 +101,20 @@ c10::Stream DeviceStreams::side(c10::Device device, int lane) {
   } catch (const c10::Error&) {
     made = c10::Stream(c10::Stream::DEFAULT, device);
   }
-  side_.emplace(std::make_pair(device.index(), lane), made);
+  side_.emplace(std::make_pair(device.index(), stream_key), made);
   return made;
 }
 
-Passage DeviceStreams::begin(c10::Device device, bool async, bool timed, int lane) {
+Passage DeviceStreams::begin(c10::Device device, bool async, bool timed, int stream_key) {
   const c10::Stream callers = current_stream(device);
-  if (!async) return Passage(*this, callers, timed, lane);
-  const c10::Stream ours = side(device, lane);
+  if (!async) return Passage(*this, callers, timed, stream_key);
+  const c10::Stream ours = side(device, stream_key);
   if (ours != callers) {
     c10::Event now(device.type());
     now.record(callers);
     now.block(ours);
   }
-  return Passage(*this, ours, timed, lane);
+  return Passage(*this, ours, timed, stream_key);
 }
 
 std::shared_ptr<c10::Event> DeviceStreams::asked_only(const c10::Stream& stream) {

@@ -57,12 +57,12 @@ class Passage {
 
  private:
   friend class DeviceStreams;
-  Passage(class DeviceStreams& owner, c10::Stream stream, bool timed, int lane);
+  Passage(class DeviceStreams& owner, c10::Stream stream, bool timed, int stream_key);
 
   class DeviceStreams& owner_;
   const c10::Stream stream_;
   const bool timed_;
-  const int lane_;
+  const int stream_key_;
   // The raw stream where it is the core's own, else 0.
   size_t own_raw_ = 0;
   std::shared_ptr<c10::Event> begun_;
@@ -75,10 +75,10 @@ class DeviceStreams {
   explicit DeviceStreams(const RustDevices* core = nullptr) : core_(core) {}
 
   // The group's stream on this device, from torch's pool; its default stream where the device has no pool.
-  // What may wait for a peer while another may not wait for it has a lane, and so a stream, of its own.
-  c10::Stream side(c10::Device device, int lane = 0);
+  // What may wait for a peer while another may not wait for it has a stream key, and so a stream, of its own.
+  c10::Stream side(c10::Device device, int stream_key = 0);
   // Begins an operation on the caller's stream, or (`async`) on the group's, behind what the caller's holds now.
-  Passage begin(c10::Device device, bool async, bool timed = false, int lane = 0);
+  Passage begin(c10::Device device, bool async, bool timed = false, int stream_key = 0);
 
  private:
   friend class Passage;

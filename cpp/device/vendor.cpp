@@ -245,13 +245,13 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::submit(c10::ArrayRef<Plan> calls, 
 
   // A capture is joined before the call returns: what runs beside it would be lost.
   const bool on_callers = !async || capturing;
-  Passage passage = streams_.begin(device, !on_callers, owner_.events->timing(), begun.lane);
+  Passage passage = streams_.begin(device, !on_callers, owner_.events->timing(), begun.stream_key);
   // A synchronous call has no Work where nobody listens, so no stream waits for its end but that of a barrier.
   const bool listened = async || owner_.events->has_work_hook() || owner_.events->has_completion_hooks();
   std::vector<std::shared_ptr<c10::Event>> elsewhere;
   if (barrier) elsewhere = come_behind_all(passage.stream());
   std::shared_ptr<c10::Event> ended = put(calls, begun.lowerings, call, passage, keep, !listened && !capturing);
-  if (!capturing && begun.lane == 0) {
+  if (!capturing && begun.stream_key == 0) {
     const std::lock_guard<std::mutex> lock(mutex_);
     last_.insert_or_assign(passage.stream(), ended);
   }

@@ -42,7 +42,7 @@ pub trait Engine: Send {
     /// Takes an operation that was validated and numbered, and advances what can advance. An error concerns the whole
     /// group; then the engine ends the operation only if it `holds` it.
     ///
-    /// For each operation an engine records what is carried and how (`Op::loads`, `Op::sets_out`: statistics and
+    /// For each operation an engine records what is carried and how (`Op::record_load`, `Op::record_choice`: statistics and
     /// explanations use these), calls `Op::prepare` before it first reads the inputs and `Op::store_back` after it wrote
     /// the last output (strided tensors are copied there), calls `Op::release` where it no longer needs the memory although
     /// the operation goes on, and hands the operation out in `ended`. `solo` is the shortest example.

@@ -57,8 +57,8 @@ fn run(op: &Op, kernel: Option<&Kernel>) -> Result<()> {
             request.kind
         )));
     }
-    op.loads(OpDesc::of(request, 1).load());
-    op.sets_out(Choice::ALONE.code());
+    op.record_load(OpDesc::of(request, 1).load());
+    op.record_choice(Choice::ALONE.code());
     op.prepare();
     let (inputs, outputs) = (Pieces(request.inputs()), Pieces(request.outputs()));
     let bytes = inputs.bytes().min(outputs.bytes());

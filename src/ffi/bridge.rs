@@ -175,7 +175,7 @@ pub mod ffi {
     enum RawStep {
         /// Whether what is put on the stream is being captured.
         kCapturing,
-        /// The engine's own stream of a lane, behind the event; `told` are events of `kMark` that are not waited for any more.
+        /// The engine's own stream of a stream key, behind the event; `told` are events of `kMark` that are not waited for any more.
         kBehind,
         /// An event behind all that is on the stream now.
         kMark,
@@ -195,7 +195,7 @@ pub mod ffi {
         /// 0: none.
         timeout_ms: u64,
         /// 0 for collectives; each direction of messages between two ranks has a stream of its own.
-        lane: i32,
+        stream_key: i32,
         /// One for each call.
         lowerings: Vec<DeviceLowering>,
     }
@@ -402,7 +402,7 @@ pub mod ffi {
             step: RawStep,
             device: i32,
             at: usize,
-            lane: i32,
+            stream_key: i32,
             told: &[usize],
         ) -> Result<usize>;
         /// Makes the communicator of these ranks out of that of all, for the group `child` of those ranks; all ranks of this

@@ -86,7 +86,7 @@ fn begun(call: DeviceCall) -> ffi::DeviceBegun {
     ffi::DeviceBegun {
         number: call.number(),
         timeout_ms: call.timeout().as_millis() as u64,
-        lane: call.lane(),
+        stream_key: call.stream_key(),
         lowerings: call.calls().iter().map(lowering).collect(),
         call: Box::new(RustCall(call)),
     }
@@ -121,7 +121,7 @@ impl RustDevices {
         step: ffi::RawStep,
         device: i32,
         at: usize,
-        lane: i32,
+        stream_key: i32,
         told: &[usize],
     ) -> Outcome<usize> {
         guarded(|| match step {
@@ -129,7 +129,7 @@ impl RustDevices {
             ffi::RawStep::kMark => Ok(self.engine.mark(device, Stream(at))?.0),
             _ => {
                 let told: Vec<Event> = told.iter().copied().map(Event).collect();
-                Ok(self.engine.stream_behind(device, lane, Event(at), &told)?.0)
+                Ok(self.engine.stream_behind(device, stream_key, Event(at), &told)?.0)
             }
         })
     }

@@ -26,7 +26,7 @@ pub const LANES: usize = 2;
 
 /// What may share a batch: equal kind and reduce op.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Class {
+pub struct FusionKey {
     pub kind: Kind,
     /// `ReduceOp::code`.
     pub op: u8,
@@ -36,7 +36,7 @@ pub struct Class {
 #[derive(Clone, Copy, Debug)]
 pub struct Item {
     /// `None`: travels alone.
-    pub class: Option<Class>,
+    pub key: Option<FusionKey>,
     /// Bytes that one rank contributes.
     pub bytes: usize,
     /// At least 1; more where it is cut.
@@ -104,7 +104,7 @@ impl Planner {
     }
 
     /// The next batch, if its first operation was issued here.
-    pub fn plan(&mut self) -> Option<Batch> {
+    pub fn next_batch(&mut self) -> Option<Batch> {
         let first = *self.items.front()?;
         let mut batch = Batch {
             index: self.planned,
@@ -134,10 +134,10 @@ impl Planner {
         let first = self.items[0];
         let mut bytes = first.bytes;
         let mut count = 1;
-        while first.class.is_some() && count < self.limits.operations && self.next + (count as u64) <= agreed {
+        while first.key.is_some() && count < self.limits.operations && self.next + (count as u64) <= agreed {
             let Some(item) = self.items.get(count) else { break };
             bytes = bytes.saturating_add(item.bytes);
-            if item.class != first.class || item.segments > 1 || bytes > self.limits.bytes {
+            if item.key != first.key || item.segments > 1 || bytes > self.limits.bytes {
                 break;
             }
             count += 1;
@@ -156,46 +156,46 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    const LIKE: Option<Class> = Some(Class { kind: Kind::AllReduce, op: 0 });
+    const LIKE: Option<FusionKey> = Some(FusionKey { kind: Kind::AllReduce, op: 0 });
 
     fn item(bytes: usize) -> Item {
-        Item { class: LIKE, bytes, segments: 1 }
+        Item { key: LIKE, bytes, segments: 1 }
     }
 
     #[test]
     fn rule_15_a_lone_operation_is_its_own_batch_at_once() {
         let mut planner = Planner::new(Limits { bytes: 100, operations: 10 });
-        assert_eq!(planner.plan(), None);
+        assert_eq!(planner.next_batch(), None);
         planner.push(item(8));
-        let batch = planner.plan().unwrap();
+        let batch = planner.next_batch().unwrap();
         assert_eq!((batch.first, batch.last, batch.lane()), (1, 1, 0));
-        assert_eq!(planner.plan(), None);
+        assert_eq!(planner.next_batch(), None);
     }
 
     #[test]
     fn rule_15_a_batch_ends_at_what_was_agreed_two_batches_before() {
         let mut planner = Planner::new(Limits { bytes: 100, operations: 10 });
         (0..8).for_each(|_| planner.push(item(8)));
-        let (a, b) = (planner.plan().unwrap(), planner.plan().unwrap());
+        let (a, b) = (planner.next_batch().unwrap(), planner.next_batch().unwrap());
         assert_eq!((a.first, a.last, b.first, b.last), (1, 1, 2, 2));
         planner.agree(&a, 6);
-        let c = planner.plan().unwrap();
+        let c = planner.next_batch().unwrap();
         assert_eq!((c.first, c.last), (3, 6));
         planner.agree(&b, 8);
-        let d = planner.plan().unwrap();
+        let d = planner.next_batch().unwrap();
         assert_eq!((d.first, d.last), (7, 8));
     }
 
     #[test]
     fn limits_kinds_and_segments_end_a_batch() {
         let mut planner = Planner::new(Limits { bytes: 20, operations: 3 });
-        let lone = Item { class: None, bytes: 1, segments: 1 };
-        let cut = Item { class: LIKE, bytes: 1000, segments: 3 };
+        let lone = Item { key: None, bytes: 1, segments: 1 };
+        let cut = Item { key: LIKE, bytes: 1000, segments: 3 };
         for next in [item(8), item(8), item(8), item(1), item(1), item(1), item(1), lone, item(1), cut, item(1)] {
             planner.push(next);
         }
         let mut ranges = Vec::new();
-        while let Some(batch) = planner.plan() {
+        while let Some(batch) = planner.next_batch() {
             planner.agree(&batch, 100);
             ranges.push((batch.first, batch.last, batch.segment));
         }
@@ -211,7 +211,7 @@ mod tests {
         let mut planner = Planner::new(Limits { bytes: 20, operations: 10 });
         (0..6).for_each(|_| planner.push(item(8)));
         let mut ranges = Vec::new();
-        while let Some(batch) = planner.plan() {
+        while let Some(batch) = planner.next_batch() {
             planner.agree(&batch, 100);
             ranges.push((batch.first, batch.last));
         }
@@ -227,9 +227,9 @@ mod tests {
             waits in prop::collection::vec(any::<bool>(), 5), order in prop::collection::vec(0usize..1000, 400),
         ) {
             let items: Vec<Item> = sizes.iter().map(|(bytes, what)| match what {
-                0 => Item { class: None, bytes: *bytes, segments: 1 },
-                1 => Item { class: LIKE, bytes: *bytes, segments: 3 },
-                2 => Item { class: Some(Class { kind: Kind::AllReduce, op: 4 }), bytes: *bytes, segments: 1 },
+                0 => Item { key: None, bytes: *bytes, segments: 1 },
+                1 => Item { key: LIKE, bytes: *bytes, segments: 3 },
+                2 => Item { key: Some(FusionKey { kind: Kind::AllReduce, op: 4 }), bytes: *bytes, segments: 1 },
                 _ => item(*bytes),
             }).collect();
             let total = items.len() as u64;
@@ -247,7 +247,7 @@ mod tests {
                 }
                 // A batch runs as soon as every rank can name it.
                 if planners.iter().all(|planner| !planner.items.is_empty()) {
-                    let batches: Vec<Batch> = planners.iter_mut().map(|planner| planner.plan().unwrap()).collect();
+                    let batches: Vec<Batch> = planners.iter_mut().map(|planner| planner.next_batch().unwrap()).collect();
                     prop_assert!(batches.iter().all(|batch| *batch == batches[0]), "ranks cut differently: {:?}", batches);
                     prop_assert!(issued.iter().all(|highest| *highest >= batches[0].last), "a batch holds an unissued op");
                     let agreed = *issued.iter().min().unwrap();

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, Weak};
 use once_cell::sync::OnceCell;
 use std::time::Duration;
 
+use super::lanes::LaneReport;
 use super::{Group, Inner, Peer};
 use crate::config;
 use crate::config::{Config, Settings};
@@ -18,16 +19,15 @@ use crate::engine::multihost::{HostGroup, MultiHost, Opened};
 use crate::engine::shm::Shm;
 use crate::engine::shm::memory::area::Area;
 use crate::engine::solo::Solo;
-use crate::engine::{Ended, Engine, Report};
+use crate::engine::{Engine, Report};
 use crate::error::{Error, Result};
 use crate::fusion::planner::LANES;
-use crate::host::{Host, Store};
-use crate::os::{clock, topology, watch};
+use crate::host::{Host, NoSignals, Store};
+use crate::os::{topology, watch};
 use crate::progress::domain::{Domain, Driven, SpinPolicy};
 use crate::rendezvous::{Decision, Hosts, Rendezvous};
 use crate::select::Policy;
 use crate::stats::Stats;
-use crate::types::Request;
 
 /// The parts of a group besides its engine.
 struct Parts {
@@ -186,7 +186,7 @@ fn local_parts((rank, size): (usize, usize), timeout: Duration, policy: Policy, 
         policy: String::new(),
         settings: Settings::default(),
     };
-    let (policy, host) = (Arc::new(policy), Arc::new(NoHost));
+    let (policy, host) = (Arc::new(policy), Arc::new(NoSignals));
     Parts { config, id: [0; 16], policy, domain, spin_policy: SpinPolicy::none(), peers: Vec::new(), host }
 }
 
@@ -213,7 +213,7 @@ impl Parts {
         let Parts { config, id, policy, domain, spin_policy, peers, host } = self;
         let (ranks, domain) = (config.size, Domain::numbered(domain));
         let group = Arc::new_cyclic(|this| {
-            let engine = engine(Arc::new(Reporter(Weak::clone(this), Arc::clone(&domain))));
+            let engine = engine(Arc::new(LaneReport { group: Weak::clone(this), domain: Arc::clone(&domain) }));
             Group {
                 domain,
                 id,
@@ -248,49 +248,5 @@ impl Parts {
         group.domain.register(&driven);
         log::info!("{}", group.describe());
         group
-    }
-}
-
-/// The process of a rank that is a thread: it has no signals.
-pub(super) struct NoHost;
-impl Host for NoHost {
-    fn interrupted(&self) -> bool {
-        false
-    }
-}
-
-/// A group inside a host, as a group over several hosts uses it for each of its lanes.
-impl HostGroup for Group {
-    fn run(&self, request: Request) -> Result<()> {
-        Group::run(self, request, None)
-    }
-    fn abort(&self, error: &Error) {
-        self.poison(error.clone());
-    }
-    fn leave(&self) {
-        self.shutdown();
-    }
-    fn process(&self, index: usize) -> String {
-        self.peers.get(index).map_or_else(String::new, |peer| format!("pid {}, host {}", peer.pid, peer.host))
-    }
-}
-
-/// Reports from an engine's threads to the group. Weak: the group owns the engine.
-struct Reporter(Weak<Group>, Arc<Domain>);
-
-impl Report for Reporter {
-    fn ended(&self, ended: Ended) {
-        match self.0.upgrade() {
-            Some(group) => group.finish(ended),
-            None => {
-                self.1.remove_pending(ended.len());
-                ended.into_iter().for_each(|(op, outcome)| op.end(outcome, clock::stamp()));
-            }
-        }
-    }
-    fn failed(&self, error: Error) {
-        if let Some(group) = self.0.upgrade() {
-            group.poison(error);
-        }
     }
 }

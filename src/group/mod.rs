@@ -6,7 +6,7 @@
 //!
 //! `builder` makes a group, `check` refuses calls that do not fit together, `faults` names missing ranks, `barrier` is the
 //! monitored barrier, `explain` and `report` serve explanations and statistics, `devices` is the group as the engine of its
-//! devices sees it.
+//! devices sees it, `lanes` as the threads of a group over several hosts see it.
 
 mod barrier;
 mod builder;
@@ -14,6 +14,7 @@ mod check;
 mod devices;
 mod explain;
 mod faults;
+mod lanes;
 mod report;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -22,12 +23,12 @@ use std::time::{Duration, Instant};
 
 use once_cell::sync::OnceCell;
 
-use self::builder::NoHost;
 pub use self::explain::{explain_without_group, table_without_group};
 pub use self::report::{Carrier, ExternalOp, NAMES};
 use crate::config::Config;
 use crate::engine::{Control, Ended, Engine, WakeAddress};
 use crate::error::{Error, Result, contained};
+use crate::host::NoSignals;
 pub use crate::host::{Completion, Host, Store};
 use crate::op;
 pub use crate::op::Op as CoreOp;
@@ -162,7 +163,7 @@ impl Group {
         self.poison(error.clone());
         if self.control.has_threads() {
             // One may be in the middle of a copy; poison has cut what it waits for.
-            driver::wait_until(self, &NoHost, None, || core.is_done());
+            driver::wait_until(self, &NoSignals, None, || core.is_done());
         }
         Err(error)
     }
@@ -190,7 +191,7 @@ impl Group {
             match &begun {
                 // It failed before the engine had it: nobody else would end it.
                 Err(fault) if !inner.engine.holds(&op) => ended.push((Arc::clone(&op), Err(fault.clone()))),
-                _ => op.timing.blocks(),
+                _ => op.timing.set_blocked(),
             }
         }
         let at = inner.record_end(&ended);
@@ -433,7 +434,7 @@ impl Driven for Group {
         })
     }
 
-    fn tick(&self) {
+    fn check_deadlines_and_peers(&self) {
         let now = clock::now();
         let mut inner = self.lock();
         let mut ended = Ended::new();

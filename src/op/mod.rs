@@ -43,14 +43,14 @@ pub struct OpTiming {
 
 impl OpTiming {
     /// It did not end in the pass that issued it.
-    pub fn blocks(&self) {
+    pub fn set_blocked(&self) {
         self.blocked.store(1, Ordering::Relaxed);
     }
     pub fn blocked(&self) -> bool {
         self.blocked.load(Ordering::Relaxed) != 0
     }
 
-    pub fn waits_for(&self, rank: usize) {
+    pub fn set_late(&self, rank: usize) {
         self.late.store(rank as u32 + 1, Ordering::Relaxed);
     }
 
@@ -257,7 +257,7 @@ impl Op {
     }
 
     /// Records `select::OpDesc::load`.
-    pub fn loads(&self, load: u64) {
+    pub fn record_load(&self, load: u64) {
         self.load.store(load, Ordering::Relaxed);
     }
 
@@ -266,7 +266,7 @@ impl Op {
     }
 
     /// Records that it starts, with `select::Choice::code`.
-    pub fn sets_out(&self, choice: u64) {
+    pub fn record_choice(&self, choice: u64) {
         self.choice.store(choice, Ordering::Release);
     }
 

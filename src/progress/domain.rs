@@ -21,7 +21,7 @@ pub trait Driven: Send + Sync {
     /// panics.
     fn drive(&self) -> bool;
     /// Checks deadlines and peers that left; called between sleeps, at least every 50 ms while something is pending.
-    fn tick(&self);
+    fn check_deadlines_and_peers(&self);
     /// Operations that have not ended.
     fn pending(&self) -> usize;
     /// The word on which peers wake this rank, if they can.

@@ -83,9 +83,9 @@ pub fn wait_until(group: &dyn Driven, host: &dyn Host, until: Option<Instant>, d
             if driving.pause(|| host.interrupted()) {
                 return Outcome::Interrupted;
             }
-            group.tick();
+            group.check_deadlines_and_peers();
             // Of the other groups, too: while a thread waits, the progress thread checks no deadlines.
-            group.domain().busy().iter().for_each(|other| other.tick());
+            group.domain().busy().iter().for_each(|other| other.check_deadlines_and_peers());
         }
         if moved {
             continue;
@@ -211,7 +211,7 @@ fn progress(domain: &Arc<Domain>) {
     let look = || {
         if domain.pending() > 0 && looked.get().elapsed() >= POLL_INTERVAL {
             looked.set(Instant::now());
-            domain.busy().iter().for_each(|group| group.tick());
+            domain.busy().iter().for_each(|group| group.check_deadlines_and_peers());
         }
     };
     let sleep_idle = |value| {
@@ -245,7 +245,7 @@ fn drive_while_needed(domain: &Arc<Domain>) {
         let now = Instant::now();
         if now - last_look >= POLL_INTERVAL {
             last_look = now;
-            groups.iter().for_each(|group| group.tick());
+            groups.iter().for_each(|group| group.check_deadlines_and_peers());
         }
         drop(groups);
         if moved {

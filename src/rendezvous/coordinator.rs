@@ -35,8 +35,8 @@ pub(super) struct Coordinator<'t, 'a> {
 /// rank.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// The result of combining all records.
-pub(super) struct Plan {
+/// The memory that rank 0 has made, as all records allow, and what the others need to use it.
+pub(super) struct MemoryToShare {
     pub(super) segment: Segment,
     pub(super) memory: OwnedFd,
     pub(super) local_cores: usize,
@@ -66,13 +66,13 @@ impl Coordinator<'_, '_> {
         let mut forced: Option<String> = None;
         loop {
             let id: Nonce = random()?;
-            let plan = match forced.clone() {
+            let to_share = match forced.clone() {
                 Some(reason) => Err(reason),
-                None => self.plan(segment_bytes)?,
+                None => self.memory_to_share(segment_bytes)?,
             };
             // All ranks report the same reason, so it must fit into the message that the others read.
-            let plan = plan.map_err(|reason| clip(&reason).to_string());
-            let step = match plan {
+            let to_share = to_share.map_err(|reason| clip(&reason).to_string());
+            let step = match to_share {
                 Err(reason) => {
                     let hosts = if forced.is_none() { hosts(&self.records) } else { None };
                     if self.all_confirm(id, &reason)? {
@@ -80,7 +80,7 @@ impl Coordinator<'_, '_> {
                     }
                     Step::Changed
                 }
-                Ok(plan) => self.share(id, plan)?,
+                Ok(to_share) => self.share(id, to_share)?,
             };
             self.session.backoff.refresh();
             match step {
@@ -211,7 +211,7 @@ impl Coordinator<'_, '_> {
     }
 
     /// The memory to share, or the reason why there is none.
-    fn plan(&self, segment_bytes: &SegmentBytes) -> Result<std::result::Result<Plan, String>> {
+    fn memory_to_share(&self, segment_bytes: &SegmentBytes) -> Result<std::result::Result<MemoryToShare, String>> {
         let bodies = match agreeable(&self.records) {
             Ok(bodies) => bodies,
             Err(reason) => return Ok(Err(reason)),
@@ -230,7 +230,7 @@ impl Coordinator<'_, '_> {
         Ok(match Segment::create(bytes) {
             Ok((segment, memory)) => {
                 let local_cores = topology::agreed_cores(&masks, quota);
-                Ok(Plan { segment, memory, local_cores, group_peers: self.group_peers() })
+                Ok(MemoryToShare { segment, memory, local_cores, group_peers: self.group_peers() })
             }
             Err(error) => Err(error.text().trim_start_matches("sagellm: ").to_string()),
         })

@@ -27,27 +27,27 @@ pub enum Decision {
     Alone,
     /// Another backend, for this reason.
     Delegate(String),
-    SharedMemory(Shared),
+    SharedMemory(SharedMemory),
     /// Shared memory inside each host, and a link between them, which the caller must provide.
     Hosts(Hosts),
 }
 
 /// The mapped memory of a group's ranks, and their processes. Dropped before a group was built from it, it tells the
 /// peers that this rank has left.
-pub struct Shared {
+pub struct SharedMemory {
     parts: Option<(Arc<Area>, GroupPeers)>,
     /// Cores that the ranks may use together; the same number on every rank.
     pub cores: usize,
 }
 
-impl Shared {
+impl SharedMemory {
     /// For building a group, which then leaves by itself.
     pub fn into_parts(mut self) -> (Arc<Area>, GroupPeers) {
         self.parts.take().expect("taken once, by value")
     }
 }
 
-impl Drop for Shared {
+impl Drop for SharedMemory {
     fn drop(&mut self) {
         if let Some((area, _)) = &self.parts {
             // The others may have built their groups by now, and nothing else tells them that this rank will not.
@@ -70,7 +70,7 @@ pub struct Rendezvous {
 impl Rendezvous {
     /// Meets the other ranks, until all came or the timeout. Rank 0 warns about a delegate that nobody asked for.
     pub fn new(config: Config, store: &dyn Store, host: Arc<dyn Host>) -> Result<Rendezvous> {
-        let made = Rendezvous::quiet(config, store, host)?;
+        let made = Rendezvous::without_warning(config, store, host)?;
         let config = &made.config;
         if config.rank == 0
             && config.delegate_reason.is_none()
@@ -82,7 +82,7 @@ impl Rendezvous {
     }
 
     /// As `new`, without the warning, for a caller that reports the consequences itself.
-    pub(super) fn quiet(mut config: Config, store: &dyn Store, host: Arc<dyn Host>) -> Result<Rendezvous> {
+    pub(super) fn without_warning(mut config: Config, store: &dyn Store, host: Arc<dyn Host>) -> Result<Rendezvous> {
         watch::install();
         if watch::forked() {
             return Err(Error::Invalid(
@@ -137,7 +137,7 @@ fn decide(config: &Config, own: Policy, store: &dyn Store, host: &Arc<dyn Host>)
             let layout = Layout::of_total(config.size, total)
                 .ok_or_else(|| Error::Bug(format!("sagellm: no layout of {} ranks has {total} bytes", config.size)))?;
             let area = Arc::new(Area::new(Arc::new(segment), layout, config.rank));
-            let shared = Shared { parts: Some((area, group_peers)), cores: local_cores };
+            let shared = SharedMemory { parts: Some((area, group_peers)), cores: local_cores };
             Ok((Decision::SharedMemory(shared), id, agreed(config, &own, &policy)?))
         }
         Outcome::Hosts { reason, id, .. } if config.delegate != Config::LINK => {
@@ -198,7 +198,7 @@ impl Hosts {
                     ..config.clone()
                 };
                 let keys = Prefixed { store, prefix: format!("inside/{id}/{}/{lane}", host_map.host) };
-                let met = Rendezvous::quiet(inner, &keys, Arc::clone(host))?;
+                let met = Rendezvous::without_warning(inner, &keys, Arc::clone(host))?;
                 match &met.decision {
                     Decision::Delegate(reason) => problem.clone_from(reason),
                     _ => *inside = Some(met),

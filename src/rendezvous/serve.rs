@@ -5,7 +5,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Instant;
 
-use super::coordinator::{Coordinator, Plan, Step};
+use super::coordinator::{Coordinator, MemoryToShare, Step};
 use super::messages::{Answer, Hello, Mode, Nonce, Offer, Record};
 use super::peers::{GroupPeers, Process};
 use super::{Met, acquaint, has_signed, make_ready, sign, unix_socket};
@@ -28,19 +28,19 @@ struct Participant {
 
 impl Coordinator<'_, '_> {
     /// Publishes the socket and serves the ranks that connect, until all have signed the memory.
-    pub(super) fn share(&mut self, id: Nonce, plan: Plan) -> Result<Step> {
+    pub(super) fn share(&mut self, id: Nonce, to_share: MemoryToShare) -> Result<Step> {
         let name: Vec<u8> = format!("sagellm-{:032x}", u128::from_le_bytes(random()?)).into_bytes();
         let listener = match unix_socket::listen(&name, self.size()) {
             Ok(listener) => listener,
             Err(error) => return Ok(Step::Impossible(format!("rank 0 cannot open a unix socket ({error})"))),
         };
-        sign(&plan.segment, 0, &self.nonce(0), &id);
+        sign(&to_share.segment, 0, &self.nonce(0), &id);
         let mut participants: Vec<Option<Participant>> = (0..self.size()).map(|_| None).collect();
         let mut strangers: Vec<OwnedFd> = Vec::new();
         let mut came = vec![false; self.size()];
         let mut ready = false;
         let mut decision = self.decision(id, Mode::Share, "", &name);
-        if let Some(group_peers) = &plan.group_peers {
+        if let Some(group_peers) = &to_share.group_peers {
             decision.known = (group_peers.id(), group_peers.places().iter().map(|place| *place as u32).collect());
         }
         let mut stored = !self.post(&decision);
@@ -51,21 +51,21 @@ impl Coordinator<'_, '_> {
         self.looked = Instant::now();
         loop {
             if let Err(reason) =
-                self.welcome((id, plan.group_peers.as_ref()), &listener, &mut strangers, &mut participants)
+                self.welcome((id, to_share.group_peers.as_ref()), &listener, &mut strangers, &mut participants)
             {
                 return Ok(Step::Impossible(reason));
             }
             // Ranks that meet for the first time get the descriptors of all others' processes, known peers only the
             // memory.
             let all_came = participants[1..].iter().all(Option::is_some);
-            if (all_came || plan.group_peers.is_some())
-                && let Err(reason) = self.offer(id, &plan, &mut participants)
+            if (all_came || to_share.group_peers.is_some())
+                && let Err(reason) = self.offer(id, &to_share, &mut participants)
             {
                 return Ok(Step::Impossible(reason));
             }
             // At the same time as the others.
             if all_came && !ready {
-                if let Err(error) = make_ready(&plan.segment, self.size(), 0) {
+                if let Err(error) = make_ready(&to_share.segment, self.size(), 0) {
                     return Ok(Step::Impossible(error.text().trim_start_matches("sagellm: ").to_string()));
                 }
                 ready = true;
@@ -80,7 +80,7 @@ impl Coordinator<'_, '_> {
                 .filter(|rank| participants[*rank].as_ref().is_none_or(|participant| !participant.mapped))
                 .collect();
             if unfinished.is_empty() {
-                return self.conclude(id, plan, participants);
+                return self.conclude(id, to_share, participants);
             }
             if self.due() {
                 // A message to a mailbox was lost, or its owner was replaced or is slow.
@@ -104,7 +104,7 @@ impl Coordinator<'_, '_> {
                 .filter(|participant| !participant.mapped)
                 .map(|participant| &participant.socket);
             let sockets = strangers.iter().chain(open).chain([&listener]);
-            let (missing, waits) = behind(&participants, &came);
+            let (missing, waits) = late_ranks(&participants, &came);
             self.pause(&missing, waits, sockets)?;
         }
     }
@@ -178,16 +178,16 @@ impl Coordinator<'_, '_> {
     fn offer(
         &mut self,
         id: Nonce,
-        plan: &Plan,
+        to_share: &MemoryToShare,
         participants: &mut [Option<Participant>],
     ) -> std::result::Result<(), String> {
         if participants.iter().flatten().all(|participant| participant.parts_sent == usize::MAX) {
             return Ok(());
         }
         // Known peers have the process descriptors already.
-        let passed = plan.group_peers.is_none() && participants.len() <= MAX_PASSED;
+        let passed = to_share.group_peers.is_none() && participants.len() <= MAX_PASSED;
         let own_process = passed.then(|| unix_socket::pidfd_open(std::process::id() as i32).ok()).flatten();
-        let hosts = self.records.iter().filter(|_| plan.group_peers.is_none()).map(hostname);
+        let hosts = self.records.iter().filter(|_| to_share.group_peers.is_none()).map(hostname);
         let ranks: Vec<(i32, String)> = participants
             .iter()
             .zip(hosts)
@@ -208,7 +208,7 @@ impl Coordinator<'_, '_> {
                     Some((other as u32, pidfd?.as_fd()))
                 })
                 .collect();
-            let messages = offers(id, plan, &ranks, self.session.identity().pidns, &processes);
+            let messages = offers(id, to_share, &ranks, self.session.identity().pidns, &processes);
             let Some(participant) = &participants[rank] else { continue };
             let mut sent = participant.parts_sent;
             while let Some((message, descriptors)) = messages.get(sent) {
@@ -235,9 +235,9 @@ impl Coordinator<'_, '_> {
     }
 
     /// All have signed: checks the signatures and says "go".
-    fn conclude(&self, id: Nonce, plan: Plan, participants: Vec<Option<Participant>>) -> Result<Step> {
+    fn conclude(&self, id: Nonce, to_share: MemoryToShare, participants: Vec<Option<Participant>>) -> Result<Step> {
         for rank in 1..self.size() {
-            if !has_signed(&plan.segment, rank, &self.nonce(rank), &id) {
+            if !has_signed(&to_share.segment, rank, &self.nonce(rank), &id) {
                 return Ok(Step::Impossible(format!("rank {rank} does not see the same memory as rank 0")));
             }
         }
@@ -255,12 +255,12 @@ impl Coordinator<'_, '_> {
             peers.push((Process { pid: participant.pid, host }, participant.pidfd));
             sockets.push((rank, participant.socket));
         }
-        let group_peers = match plan.group_peers {
+        let group_peers = match to_share.group_peers {
             Some(group_peers) => group_peers,
             None => acquaint(id, 0, peers, sockets)?,
         };
         let policy = self.session.config.policy.clone();
-        let Plan { segment, local_cores, .. } = plan;
+        let MemoryToShare { segment, local_cores, .. } = to_share;
         Ok(Step::Met(Box::new(Met { segment, group_peers, local_cores, policy, id })))
     }
 }
@@ -274,7 +274,7 @@ fn hostname(record: &Option<Record>) -> String {
 
 /// The ranks that all others wait for, and what for. Left out: ranks that came and wait for the rest, and ranks whose
 /// own deadline passed a moment before ours.
-fn behind(participants: &[Option<Participant>], came: &[bool]) -> (Vec<usize>, &'static str) {
+fn late_ranks(participants: &[Option<Participant>], came: &[bool]) -> (Vec<usize>, &'static str) {
     let others = 1..participants.len();
     let absent: Vec<usize> = others.clone().filter(|rank| !came[*rank]).collect();
     if !absent.is_empty() {
@@ -311,7 +311,7 @@ fn hear(id: Nonce, participants: &mut [Option<Participant>]) -> std::result::Res
 /// The messages of one offer, each with its descriptors.
 fn offers<'f>(
     id: Nonce,
-    plan: &'f Plan,
+    to_share: &'f MemoryToShare,
     ranks: &[(i32, String)],
     pidns: u64,
     processes: &[(u32, BorrowedFd<'f>)],
@@ -325,14 +325,14 @@ fn offers<'f>(
             id,
             part: part as u32,
             parts,
-            segment_len: plan.segment.len() as u64,
-            backing: plan.segment.backing(),
-            local_cores: plan.local_cores as u32,
+            segment_len: to_share.segment.len() as u64,
+            backing: to_share.segment.backing(),
+            local_cores: to_share.local_cores as u32,
             pidns,
             ranks: if part == 0 { ranks.to_vec() } else { Vec::new() },
             process_of: group.iter().map(|(rank, _)| *rank).collect(),
         };
-        let memory = (part == 0).then(|| plan.memory.as_fd());
+        let memory = (part == 0).then(|| to_share.memory.as_fd());
         (offer.write(), memory.into_iter().chain(group.iter().map(|(_, fd)| *fd)).collect())
     };
     groups.into_iter().enumerate().map(message).collect()
@@ -346,9 +346,9 @@ mod tests {
     #[test]
     fn a_long_offer_is_split_and_loses_nothing() {
         let (segment, memory) = Segment::create(4096).unwrap();
-        let plan = Plan { segment, memory, local_cores: 3, group_peers: None };
-        let processes: Vec<(u32, BorrowedFd)> = (0..600).map(|rank| (rank, plan.memory.as_fd())).collect();
-        let messages = offers([7; 16], &plan, &[(5, "host".into())], 9, &processes);
+        let to_share = MemoryToShare { segment, memory, local_cores: 3, group_peers: None };
+        let processes: Vec<(u32, BorrowedFd)> = (0..600).map(|rank| (rank, to_share.memory.as_fd())).collect();
+        let messages = offers([7; 16], &to_share, &[(5, "host".into())], 9, &processes);
         let mut ranks = Vec::new();
         for (part, (bytes, descriptors)) in messages.iter().enumerate() {
             let offer = Offer::read(bytes).unwrap();

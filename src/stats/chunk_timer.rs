@@ -32,7 +32,7 @@ impl ChunkTimer {
             let waited = now - self.rest;
             if waited > self.longest {
                 self.longest = waited;
-                op.timing.waits_for(rank);
+                op.timing.set_late(rank);
             }
         }
         now

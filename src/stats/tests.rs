@@ -40,10 +40,10 @@ fn size_classes_are_powers_of_two() {
 fn a_wait_is_charged_to_the_rank_that_came_last() {
     let mut stats = Stats::new(3, 4);
     let op = issue(&mut stats, request(Kind::AllReduce, 8, 8), 1);
-    op.timing.blocks();
-    op.timing.waits_for(1);
-    op.timing.waits_for(2);
-    op.sets_out(1 | 7 << 8 | 3 << 32);
+    op.timing.set_blocked();
+    op.timing.set_late(1);
+    op.timing.set_late(2);
+    op.record_choice(1 | 7 << 8 | 3 << 32);
     let at = op.issued + 10_000;
     stats.ended(&[(Arc::clone(&op), Ok(()))], at);
     let totals: Vec<u64> = stats.counts().waits().iter().map(|wait| wait.total).collect();
@@ -58,8 +58,8 @@ fn a_wait_is_charged_to_the_rank_that_came_last() {
 fn copying_and_reducing_are_no_waiting() {
     let mut stats = Stats::new(2, 4);
     let op = issue(&mut stats, request(Kind::AllReduce, 8, 8), 1);
-    op.timing.blocks();
-    op.timing.waits_for(1);
+    op.timing.set_blocked();
+    op.timing.set_late(1);
     crate::op::OpTiming::spend(&op.timing.copying, 300);
     crate::op::OpTiming::spend(&op.timing.copying, 200);
     crate::op::OpTiming::spend(&op.timing.reducing, 100);
@@ -191,7 +191,7 @@ proptest! {
             let kind = Kind::ALL[kind];
             let bytes = 1usize << bits;
             let op = issue(&mut stats, request(kind, bytes, 0), number as u64 + 1);
-            op.sets_out(u64::from(path));
+            op.record_choice(u64::from(path));
             let outcome = if well { Ok(()) } else { Err(Error::Aborted(String::new())) };
             stats.ended(&[(op, outcome)], clock::stamp());
             let sums = &mut expected[kind as usize];

@@ -51,8 +51,8 @@ impl DeviceEngine {
         };
         let launched = Mutex::new(Vec::new());
         let (engine, device, communicator) = (Arc::clone(self), terms.device, Some(communicator));
-        let lane = self.lane_of(ranks);
-        Ok(DeviceCall { engine, device, lane, communicator, watched, calls: lowered, notes, launched })
+        let stream_key = self.stream_key_of(ranks);
+        Ok(DeviceCall { engine, device, stream_key, communicator, watched, calls: lowered, notes, launched })
     }
 
     /// What comes behind all collectives that were put on the streams of a device: it has no call of the library, and is
@@ -61,7 +61,7 @@ impl DeviceEngine {
         DeviceCall {
             engine: Arc::clone(self),
             device,
-            lane: 0,
+            stream_key: 0,
             communicator: self.communicators.find(device, Ranks::All),
             watched: Watched {
                 op: "barrier behind the collectives".to_string(),
@@ -90,7 +90,7 @@ impl DeviceEngine {
 
     /// The stream of a call. Each direction of messages has its own, so that two ranks that both send first do not
     /// deadlock.
-    fn lane_of(&self, ranks: Ranks) -> i32 {
+    fn stream_key_of(&self, ranks: Ranks) -> i32 {
         match ranks {
             Ranks::All => 0,
             Ranks::OneDirection { from, to } => 1 + from as i32 * self.group.size() as i32 + to as i32,

@@ -22,7 +22,7 @@ use crate::types::{Kind, ReduceOp, Span};
 pub struct DeviceCall {
     pub(super) engine: Arc<DeviceEngine>,
     pub(super) device: i32,
-    pub(super) lane: i32,
+    pub(super) stream_key: i32,
     /// `None` where it has ended in order, and its operations before it.
     pub(super) communicator: Option<Arc<DeviceComm>>,
     pub(super) watched: Watched,
@@ -81,8 +81,8 @@ impl DeviceCall {
 
     /// Which of the engine's streams of a device it is for, so that calls that may wait for different peers do not wait
     /// for one another. 0 is that of the collectives.
-    pub fn lane(&self) -> i32 {
-        self.lane
+    pub fn stream_key(&self) -> i32 {
+        self.stream_key
     }
 
     pub fn calls(&self) -> &[Lowered] {

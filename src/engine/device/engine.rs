@@ -32,7 +32,7 @@ pub struct DeviceEngine {
     pub(super) api: Arc<dyn Api>,
     pub(super) runtime: Arc<dyn Runtime>,
     pub(super) communicators: Communicators,
-    /// Raw streams of ours by device and lane, where torch hides its own.
+    /// Raw streams of ours by device and stream key, where torch hides its own.
     streams: Mutex<HashMap<(i32, i32), Stream>>,
     /// Events that nobody uses now, by device.
     events: Mutex<HashMap<i32, Vec<Event>>>,
@@ -101,14 +101,14 @@ impl DeviceEngine {
 
     /// Our raw stream on a device, made when first asked for, behind an event. `told` are events of `mark` that nobody
     /// waits for any more.
-    pub fn stream_behind(&self, device: i32, lane: i32, event: Event, told: &[Event]) -> Result<Stream> {
+    pub fn stream_behind(&self, device: i32, stream_key: i32, event: Event, told: &[Event]) -> Result<Stream> {
         self.runtime.set_device(device)?;
         lock(&self.events).entry(device).or_default().extend(told);
         let stream = {
             let mut streams = lock(&self.streams);
-            match streams.get(&(device, lane)) {
+            match streams.get(&(device, stream_key)) {
                 Some(stream) => *stream,
-                None => *streams.entry((device, lane)).or_insert(self.runtime.stream_create()?),
+                None => *streams.entry((device, stream_key)).or_insert(self.runtime.stream_create()?),
             }
         };
         self.runtime.event_wait(stream, event)?;

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use super::communicators::{DeviceComm, Ranks, patience};
 use super::engine::DeviceEngine;
 use super::lock;
-use super::watchdog::gone;
+use super::watchdog::fault_or_death;
 use crate::error::{Error, Result};
 
 impl DeviceEngine {
@@ -82,7 +82,7 @@ impl DeviceEngine {
 
     /// True while nobody is gone and the group has not failed; with an error it fails.
     fn whole(&self, what: &str) -> bool {
-        match gone(&*self.group, what, None) {
+        match fault_or_death(&*self.group, what, None) {
             Some(error) => {
                 self.group.fail(error);
                 false

@@ -80,19 +80,19 @@ impl Watchdog {
         now: Instant,
     ) -> Option<Error> {
         if !passed && !watched.timeout.is_zero() && now.saturating_duration_since(watched.issued) > watched.timeout {
-            return Some(failed(group, stall(group, watched)));
+            return Some(fail_group(group, deadline_passed(group, watched)));
         }
         match library {
             Library::Ended { drained: true } if passed => None,
-            Library::Ended { .. } => Some(match trouble(group, watched) {
-                Some(error) => failed(group, error),
+            Library::Ended { .. } => Some(match fault_or_death_in(group, watched) {
+                Some(error) => fail_group(group, error),
                 None => Error::Aborted(format!("sagellm: {}: the communicator was aborted", watched.what())),
             }),
             // Asked even when the device has passed it: some libraries tell of a failure only then.
-            Library::Lives(Err(bad)) => Some(failed(group, failure(group, watched, &bad))),
+            Library::Lives(Err(bad)) => Some(fail_group(group, library_failed(group, watched, &bad))),
             // A peer that has left since did so after its part.
             Library::Lives(Ok(())) if passed => None,
-            Library::Lives(Ok(())) => self.peers(group, watched, now).map(|error| failed(group, error)),
+            Library::Lives(Ok(())) => self.peers(group, watched, now).map(|error| fail_group(group, error)),
         }
     }
 
@@ -104,26 +104,26 @@ impl Watchdog {
             return None;
         }
         state.asked = Some(now);
-        let error = trouble(group, watched)?;
+        let error = fault_or_death_in(group, watched)?;
         let since = *state.trouble_since.get_or_insert(now);
         (now.saturating_duration_since(since) >= ON_ITS_WAY).then_some(error)
     }
 }
 
 /// The group fails with it, on all ranks.
-fn failed(group: &dyn DeviceGroup, error: Error) -> Error {
+fn fail_group(group: &dyn DeviceGroup, error: Error) -> Error {
     group.fail(error.clone());
     error
 }
 
 /// Why work that is under way will not end: the group has failed, or a peer is gone. Fails nothing.
-fn trouble(group: &dyn DeviceGroup, watched: &Watched) -> Option<Error> {
+fn fault_or_death_in(group: &dyn DeviceGroup, watched: &Watched) -> Option<Error> {
     let only = watched.peer.filter(|_| watched.with_peer_alone).map(|peer| peer as usize);
-    gone(group, &watched.what(), only)
+    fault_or_death(group, &watched.what(), only)
 }
 
-/// As `trouble`. Where the work needs `only` one other rank, the others may leave the group meanwhile.
-pub(super) fn gone(group: &dyn DeviceGroup, what: &str, only: Option<usize>) -> Option<Error> {
+/// As `fault_or_death_in`. Where the work needs `only` one other rank, the others may leave the group meanwhile.
+pub(super) fn fault_or_death(group: &dyn DeviceGroup, what: &str, only: Option<usize>) -> Option<Error> {
     group.fault().or_else(|| {
         let counts = |rank: &usize| only.is_none_or(|only| only == *rank) || !group.left(*rank);
         let rank = group.dead_ranks().into_iter().find(counts)?;
@@ -132,9 +132,9 @@ pub(super) fn gone(group: &dyn DeviceGroup, what: &str, only: Option<usize>) -> 
 }
 
 /// The library told of a failure, once; every later call shall say it. The death of a peer says more.
-fn failure(group: &dyn DeviceGroup, watched: &Watched, bad: &Error) -> Error {
+fn library_failed(group: &dyn DeviceGroup, watched: &Watched, bad: &Error) -> Error {
     for turn in 0..=TURNS {
-        if let Some(error) = trouble(group, watched) {
+        if let Some(error) = fault_or_death_in(group, watched) {
             return error;
         }
         if turn < TURNS {
@@ -145,7 +145,7 @@ fn failure(group: &dyn DeviceGroup, watched: &Watched, bad: &Error) -> Error {
 }
 
 /// The error at the deadline of an operation: it says which ranks of this host have issued it.
-fn stall(group: &dyn DeviceGroup, watched: &Watched) -> Error {
+fn deadline_passed(group: &dyn DeviceGroup, watched: &Watched) -> Error {
     let mut others: Vec<String> = Vec::new();
     for peer in group.neighbours() {
         let (rank, pid, last) = (peer.rank, peer.pid, peer.number);

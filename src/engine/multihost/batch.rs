@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::time::Duration;
 
 use super::host_map::HostMap;
-use super::transport::{Arrived, FrameHeader, Lane};
+use super::transport::{Arrived, FrameHeader, Transport};
 use super::vector::{Vector, span};
 use crate::algorithms::{Algorithm, How, Schedule};
 use crate::error::{Error, Result};
@@ -42,7 +42,7 @@ pub struct BatchRun<'a> {
     pub host_map: &'a HostMap,
     /// None where this rank is alone on its host.
     pub inside: Option<&'a dyn HostGroup>,
-    pub lane: &'a mut Lane,
+    pub transport: &'a mut Transport,
     /// This rank's header of the batch. `issued` falls to the smallest value that a peer reported.
     pub header: FrameHeader,
     /// Factors of PREMUL_SUM by rank, as far as received.
@@ -65,7 +65,7 @@ impl BatchRun<'_> {
 
     /// Runs an operation among the ranks of this host; lists as in `Request`.
     #[allow(unsafe_code)] // makes a call over memory, and waits for its end
-    pub fn run_in_host(&self, call: Inner) -> Result<()> {
+    pub fn run_in_host(&self, call: HostCall) -> Result<()> {
         let Some(inside) = self.inside else {
             return Err(Error::Bug("sagellm: a rank that is alone on its host called its host's group".to_string()));
         };
@@ -127,10 +127,10 @@ impl BatchRun<'_> {
         let own = [signature, chain, number, issued, factor];
         let mine: Vec<u8> = own.iter().flat_map(|word| word.to_le_bytes()).collect();
         let mut all = vec![0u8; mine.len() * self.host_map.local_ranks().len()];
-        self.run_in_host(Inner {
+        self.run_in_host(HostCall {
             inputs: vec![span(&mine)],
             outputs: vec![written(&mut all)],
-            ..Inner::new(Kind::AllGather)
+            ..HostCall::new(Kind::AllGather)
         })?;
         for (rank, theirs) in self.host_map.local_ranks().iter().zip(all.chunks_exact(WORDS * 8)) {
             let word = |at: usize| u64::from_le_bytes(theirs[at * 8..at * 8 + 8].try_into().expect("eight bytes"));
@@ -169,7 +169,7 @@ impl BatchRun<'_> {
         let piece = vec![written(&mut word)];
         let (inputs, outputs) =
             if self.host_map.local_rank == leader { (piece, Vec::new()) } else { (Vec::new(), piece) };
-        self.run_in_host(Inner { root: leader, inputs, outputs, ..Inner::new(Kind::Broadcast) })?;
+        self.run_in_host(HostCall { root: leader, inputs, outputs, ..HostCall::new(Kind::Broadcast) })?;
         self.header.issued = self.header.issued.min(u64::from_le_bytes(word));
         Ok(())
     }
@@ -177,7 +177,7 @@ impl BatchRun<'_> {
     /// Runs the schedule of a collective among `members` (ranks of the group), of which this rank is one. The schedule
     /// works on `memory`, of which `ranges` are the parts; `numbers` says how they are combined, and at which offset of
     /// the vector `memory` begins.
-    pub fn between(
+    pub fn run_schedule(
         &mut self,
         schedule: &Schedule,
         members: &[usize],
@@ -201,7 +201,7 @@ impl BatchRun<'_> {
             let ordered = step.recvs.iter().any(|recv| recv.how == How::InRankOrder);
             let mut kept: Vec<(usize, Vec<u8>)> = Vec::new();
             let cell = std::cell::RefCell::new(&mut *memory);
-            let issued = self.lane.exchange(
+            let issued = self.transport.exchange(
                 self.header,
                 self.deadline,
                 &sends,
@@ -229,7 +229,7 @@ impl BatchRun<'_> {
 }
 
 /// An operation among the ranks of one host; lists that are not given are empty.
-pub struct Inner {
+pub struct HostCall {
     pub kind: Kind,
     pub dtype: Dtype,
     pub op: ReduceOp,
@@ -241,10 +241,10 @@ pub struct Inner {
     pub out_blocks: Vec<usize>,
 }
 
-impl Inner {
-    pub fn new(kind: Kind) -> Inner {
+impl HostCall {
+    pub fn new(kind: Kind) -> HostCall {
         let (inputs, outputs, in_blocks, out_blocks) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-        Inner { kind, dtype: Dtype::Bytes, op: ReduceOp::Sum, root: 0, inputs, outputs, in_blocks, out_blocks }
+        HostCall { kind, dtype: Dtype::Bytes, op: ReduceOp::Sum, root: 0, inputs, outputs, in_blocks, out_blocks }
     }
 }
 

@@ -21,7 +21,7 @@
 
 use std::ops::Range;
 
-use super::batch::{BatchRun, Inner, written};
+use super::batch::{BatchRun, HostCall, written};
 use super::vector::{Vector, copy_in, copy_out, cut, partial, span};
 use crate::algorithms::{Algorithm, Schedule};
 use crate::error::{Error, Result};
@@ -86,12 +86,12 @@ impl BatchRun<'_> {
             if part.start >= part.end {
                 continue;
             }
-            let call = Inner { dtype: run.dtype, op: inside_op(vector), ..Inner::new(Kind::Reduce) };
+            let call = HostCall { dtype: run.dtype, op: inside_op(vector), ..HostCall::new(Kind::Reduce) };
             let inputs = cut(&vector.inputs, &part);
             let at = |range_of: &Range<usize>| range_of.start - range.start..range_of.end - range.start;
             if shares.len() == 1 {
                 let outputs = if index == root { vec![written(&mut memory[at(&part)])] } else { Vec::new() };
-                self.run_in_host(Inner { root, inputs, outputs, ..call })?;
+                self.run_in_host(HostCall { root, inputs, outputs, ..call })?;
             } else {
                 let common = |share: &Range<usize>| {
                     let start = share.start.max(part.start);
@@ -101,7 +101,7 @@ impl BatchRun<'_> {
                 in_blocks.resize(local_ranks, 0);
                 let outputs = shares.get(index).map(|share| written(&mut memory[at(&common(share))]));
                 let outputs = outputs.into_iter().filter(|span| span.bytes > 0).collect();
-                self.run_in_host(Inner { kind: Kind::ReduceScatter, inputs, outputs, in_blocks, ..call })?;
+                self.run_in_host(HostCall { kind: Kind::ReduceScatter, inputs, outputs, in_blocks, ..call })?;
             }
         }
         Ok(())
@@ -127,16 +127,16 @@ impl BatchRun<'_> {
         let mut out_blocks: Vec<usize> = shares.iter().map(ExactSizeIterator::len).collect();
         out_blocks.resize(self.host_map.local_ranks().len(), 0);
         let inputs = own.map(|own| span(&memory[own])).into_iter().filter(|span| span.bytes > 0).collect();
-        self.run_in_host(Inner { inputs, outputs, out_blocks, ..Inner::new(Kind::AllGather) })
+        self.run_in_host(HostCall { inputs, outputs, out_blocks, ..HostCall::new(Kind::AllGather) })
     }
 
     /// Broadcasts the data of local rank `root` (`data` there, None elsewhere) to the outputs of every rank.
     fn broadcast_inside(&mut self, root: usize, data: Option<&[u8]>, outputs: Vec<Span>) -> Result<()> {
         let Some(data) = data else {
-            return self.run_in_host(Inner { root, outputs, ..Inner::new(Kind::Broadcast) });
+            return self.run_in_host(HostCall { root, outputs, ..HostCall::new(Kind::Broadcast) });
         };
         copy_out(&outputs, 0, data);
-        self.run_in_host(Inner { root, inputs: vec![span(data)], ..Inner::new(Kind::Broadcast) })
+        self.run_in_host(HostCall { root, inputs: vec![span(data)], ..HostCall::new(Kind::Broadcast) })
     }
 
     /// all_reduce or reduce among the leaders, over `own`, the bytes `share` of the vector.
@@ -149,13 +149,13 @@ impl BatchRun<'_> {
         root: usize,
         own: &mut [u8],
     ) -> Result<()> {
-        let plan = schedule(self.chosen.algorithm, kind, members.len(), root)?;
-        let parts = plan.parts();
+        let steps = schedule(self.chosen.algorithm, kind, members.len(), root)?;
+        let parts = steps.parts();
         let ranges = |part: usize| {
             let range = vector.part(share, part, parts);
             range.start - share.start..range.end - share.start
         };
-        self.between(&plan, members, own, &ranges, Some((vector, share.start)))
+        self.run_schedule(&steps, members, own, &ranges, Some((vector, share.start)))
     }
 
     /// As `all_reduce`, with the bits of one host.
@@ -228,10 +228,10 @@ impl BatchRun<'_> {
             copy_in(data, 0, &mut memory[..bytes]);
         }
         if self.host_map.local_rank == leader {
-            let plan = schedule(self.chosen.algorithm, Kind::Broadcast, members.len(), self.host_map.host_of[root])?;
-            let parts = plan.parts();
+            let steps = schedule(self.chosen.algorithm, Kind::Broadcast, members.len(), self.host_map.host_of[root])?;
+            let parts = steps.parts();
             let ranges = |part: usize| bytes * part / parts..bytes * (part + 1) / parts;
-            self.between(&plan, &members, &mut memory[..bytes], &ranges, None)?;
+            self.run_schedule(&steps, &members, &mut memory[..bytes], &ranges, None)?;
         }
         let outputs = if self.host_map.me == root { Vec::new() } else { data.to_vec() };
         if self.inside.is_none() {
@@ -241,9 +241,9 @@ impl BatchRun<'_> {
                 copy_out(&outputs, 0, &memory[..bytes]);
             }
             let inputs = vec![span(&memory[..bytes])];
-            self.run_in_host(Inner { root: leader, inputs, ..Inner::new(Kind::Broadcast) })?;
+            self.run_in_host(HostCall { root: leader, inputs, ..HostCall::new(Kind::Broadcast) })?;
         } else {
-            self.run_in_host(Inner { root: leader, outputs, ..Inner::new(Kind::Broadcast) })?;
+            self.run_in_host(HostCall { root: leader, outputs, ..HostCall::new(Kind::Broadcast) })?;
         }
         *self.scratch = memory;
         Ok(())
@@ -262,14 +262,19 @@ impl BatchRun<'_> {
         if self.inside.is_some() {
             let out_blocks = self.host_map.local_ranks().iter().map(|rank| sizes[*rank]).collect();
             let outputs = vec![written(&mut memory[own])];
-            self.run_in_host(Inner { inputs: input.to_vec(), outputs, out_blocks, ..Inner::new(Kind::AllGather) })?;
+            self.run_in_host(HostCall {
+                inputs: input.to_vec(),
+                outputs,
+                out_blocks,
+                ..HostCall::new(Kind::AllGather)
+            })?;
         } else {
             copy_in(input, 0, &mut memory[own]);
         }
         if self.host_map.local_rank == 0 {
             let members = self.host_map.leaders(0);
-            let plan = schedule(self.chosen.algorithm, Kind::AllGather, members.len(), 0)?;
-            self.between(&plan, &members, &mut memory[..total], &|host| hosts[host]..hosts[host + 1], None)?;
+            let steps = schedule(self.chosen.algorithm, Kind::AllGather, members.len(), 0)?;
+            self.run_schedule(&steps, &members, &mut memory[..total], &|host| hosts[host]..hosts[host + 1], None)?;
         }
         let in_order: Vec<Span> = self.host_map.by_host().flat_map(|rank| outputs[rank].iter().copied()).collect();
         if self.inside.is_some() {
@@ -298,9 +303,9 @@ impl BatchRun<'_> {
         self.reduce_inside(vector, &whole, std::slice::from_ref(&whole), 0, &mut memory)?;
         if self.host_map.local_rank == 0 {
             let members = self.host_map.leaders(0);
-            let plan = schedule(self.chosen.algorithm, Kind::ReduceScatter, members.len(), 0)?;
+            let steps = schedule(self.chosen.algorithm, Kind::ReduceScatter, members.len(), 0)?;
             let ranges = |host: usize| hosts[host]..hosts[host + 1];
-            self.between(&plan, &members, &mut memory[..total], &ranges, Some((vector, 0)))?;
+            self.run_schedule(&steps, &members, &mut memory[..total], &ranges, Some((vector, 0)))?;
             vector.finish(own.start, &mut memory[own.clone()]);
         }
         if self.inside.is_none() {
@@ -335,13 +340,18 @@ impl BatchRun<'_> {
             (self.host_map.local_rank == root, local_ranks.windows(2).all(|two| sizes[two[0]] == sizes[two[1]]));
         if equal {
             let inputs = if leads { vec![span(blocks)] } else { Vec::new() };
-            return self.run_in_host(Inner { root, inputs, outputs: output.to_vec(), ..Inner::new(Kind::Scatter) });
+            return self.run_in_host(HostCall {
+                root,
+                inputs,
+                outputs: output.to_vec(),
+                ..HostCall::new(Kind::Scatter)
+            });
         }
         // Shared memory has no scatter of unequal blocks: every rank gets all of them and takes its own.
         let starts = borders(local_ranks.iter().map(|rank| sizes[*rank]));
         let piece = vec![written(blocks)];
         let (inputs, outputs) = if leads { (piece, Vec::new()) } else { (Vec::new(), piece) };
-        self.run_in_host(Inner { root, inputs, outputs, ..Inner::new(Kind::Broadcast) })?;
+        self.run_in_host(HostCall { root, inputs, outputs, ..HostCall::new(Kind::Broadcast) })?;
         copy_out(output, 0, &blocks[starts[self.host_map.local_rank]..starts[self.host_map.local_rank + 1]]);
         Ok(())
     }
@@ -355,14 +365,19 @@ impl BatchRun<'_> {
         if self.inside.is_some() {
             let out_blocks = self.host_map.local_ranks().iter().map(|rank| sizes[*rank]).collect();
             let outputs = vec![written(&mut memory[own])];
-            self.run_in_host(Inner { inputs: input.to_vec(), outputs, out_blocks, ..Inner::new(Kind::AllGather) })?;
+            self.run_in_host(HostCall {
+                inputs: input.to_vec(),
+                outputs,
+                out_blocks,
+                ..HostCall::new(Kind::AllGather)
+            })?;
         } else {
             copy_in(input, 0, &mut memory[own]);
         }
         let members = self.host_map.leaders_with(root);
         if members[self.host_map.host] == self.host_map.me {
-            let plan = schedule(self.chosen.algorithm, Kind::Gather, members.len(), self.host_map.host_of[root])?;
-            self.between(&plan, &members, &mut memory[..total], &|host| hosts[host]..hosts[host + 1], None)?;
+            let steps = schedule(self.chosen.algorithm, Kind::Gather, members.len(), self.host_map.host_of[root])?;
+            self.run_schedule(&steps, &members, &mut memory[..total], &|host| hosts[host]..hosts[host + 1], None)?;
         }
         if self.host_map.me == root {
             let in_order: Vec<Span> = self.host_map.by_host().flat_map(|rank| outputs[rank].iter().copied()).collect();
@@ -385,8 +400,8 @@ impl BatchRun<'_> {
         let members = self.host_map.leaders_with(root);
         let leader = self.leader_position(&members);
         if self.host_map.local_rank == leader {
-            let plan = schedule(self.chosen.algorithm, Kind::Scatter, members.len(), self.host_map.host_of[root])?;
-            self.between(&plan, &members, &mut memory[..total], &|host| hosts[host]..hosts[host + 1], None)?;
+            let steps = schedule(self.chosen.algorithm, Kind::Scatter, members.len(), self.host_map.host_of[root])?;
+            self.run_schedule(&steps, &members, &mut memory[..total], &|host| hosts[host]..hosts[host + 1], None)?;
         }
         if self.inside.is_none() {
             copy_out(output, 0, &memory[own]);
@@ -410,7 +425,7 @@ impl BatchRun<'_> {
         let sends: Vec<(usize, usize)> = others.iter().map(|rank| (*rank, bytes(&inputs[*rank]))).collect();
         let receives: Vec<(usize, usize)> = others.iter().map(|rank| (*rank, bytes(&outputs[*rank]))).collect();
         let mut factors = std::mem::take(&mut self.factors);
-        let issued = self.lane.exchange(
+        let issued = self.transport.exchange(
             self.header,
             self.deadline,
             &sends,
@@ -438,15 +453,15 @@ impl BatchRun<'_> {
             (spans, local_ranks.iter().map(|rank| bytes(&blocks[*rank])).collect())
         };
         let ((inputs, in_blocks), (outputs, out_blocks)) = (list(inputs), list(outputs));
-        self.run_in_host(Inner { inputs, outputs, in_blocks, out_blocks, ..Inner::new(Kind::AllToAll) })
+        self.run_in_host(HostCall { inputs, outputs, in_blocks, out_blocks, ..HostCall::new(Kind::AllToAll) })
     }
 
     /// Moves no data; no rank leaves before all have come.
     pub fn barrier(&mut self) -> Result<()> {
         if self.host_map.local_rank == 0 {
             let members = self.host_map.leaders(0);
-            let plan = schedule(self.chosen.algorithm, Kind::Barrier, members.len(), 0)?;
-            self.between(&plan, &members, &mut [], &|_| 0..0, None)?;
+            let steps = schedule(self.chosen.algorithm, Kind::Barrier, members.len(), 0)?;
+            self.run_schedule(&steps, &members, &mut [], &|_| 0..0, None)?;
         }
         self.share_issued(0)
     }

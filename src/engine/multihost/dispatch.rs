@@ -3,13 +3,13 @@
 use std::sync::Arc;
 
 use super::batch::BatchRun;
-use super::lanes::{Shared, Task};
+use super::lanes::{Lanes, Task};
 use super::vector::{Vector, cut};
 use crate::error::{Error, Result};
 use crate::op::Op;
 use crate::types::{Kind, Span};
 
-impl Shared {
+impl Lanes {
     pub(super) fn dispatch(&self, run: &mut BatchRun, task: &Task) -> Result<()> {
         let request = &task.ops[0].request;
         let ranks = self.host_map.ranks();

@@ -3,21 +3,20 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Arc, Condvar, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::batch::HostGroup;
 use super::host_map::HostMap;
-use super::lanes::{DELIVERY, FAREWELL, Shared};
+use super::lanes::Lanes;
 use super::probe::probe;
 use super::queue::{Entry, State};
-use super::transport::{Lane, Link, NOBODY};
+use super::transport::{Link, NOBODY, Transport};
 use crate::config::Settings;
 use crate::engine::{Control, Ended, Engine, Report};
 use crate::error::{Error, Result};
 use crate::fusion::planner::{LANES, Limits};
 use crate::host::Host;
 use crate::op::Op;
-use crate::op::overlap::Reach;
 use crate::os::watch;
 use crate::reduce::Kernel;
 use crate::select::explain;
@@ -29,8 +28,8 @@ use crate::select::{GroupShape, OpDesc, Policy};
 const BATCH: Limits = Limits { bytes: 1 << 20, operations: 4096 };
 /// A link that was measured with the other hosts, and the groups inside this host, from which `MultiHost` is made.
 pub struct Opened {
-    shared: Shared,
-    lanes: Vec<Lane>,
+    lanes: Lanes,
+    transports: Vec<Transport>,
     reason: String,
 }
 
@@ -49,16 +48,17 @@ impl Opened {
         assert_eq!(insides.len(), LANES, "one group a lane");
         let waiting: Vec<Arc<AtomicUsize>> = (0..LANES).map(|_| Arc::new(AtomicUsize::new(NOBODY))).collect();
         let each = waiting.iter().enumerate();
-        let mut lanes: Vec<Lane> =
-            each.map(|(lane, waiting)| Lane::new(Arc::clone(&link), host_map.me, lane, Arc::clone(waiting))).collect();
+        let mut transports: Vec<Transport> = each
+            .map(|(lane, waiting)| Transport::new(Arc::clone(&link), host_map.me, lane, Arc::clone(waiting)))
+            .collect();
         let chain = policy.hash() ^ (u64::from(settings.fusion) | u64::from(settings.strict) << 1);
-        let facts = probe(&host_map, &mut lanes[0], insides[0].as_ref(), chain, timeout)?;
+        let facts = probe(&host_map, &mut transports[0], insides[0].as_ref(), chain, timeout)?;
         let limits = if settings.fusion { BATCH } else { Limits { operations: 1, ..BATCH } };
         let state = State::new(limits, chain);
         // A fault is sent to these first: the ranks with this rank's local rank on the other hosts.
         let far = host_map.hosts.iter().enumerate().filter(|(host, _)| *host != host_map.host);
-        let known = far.filter_map(|(_, ranks)| ranks.get(host_map.local_rank)).copied().collect();
-        let shared = Shared {
+        let contacted = far.filter_map(|(_, ranks)| ranks.get(host_map.local_rank)).copied().collect();
+        let lanes = Lanes {
             hosts: Hosts {
                 hosts: host_map.hosts.len(),
                 ranks: host_map.ranks(),
@@ -75,9 +75,9 @@ impl Opened {
             state: Mutex::new(state),
             turn: Condvar::new(),
             waiting,
-            known: Mutex::new(known),
+            contacted: Mutex::new(contacted),
         };
-        Ok(Opened { shared, lanes, reason })
+        Ok(Opened { lanes, transports, reason })
     }
 
     /// As `new`, on a separate thread: a wait on the link cannot be interrupted by a signal, and the calling thread
@@ -117,33 +117,33 @@ impl Opened {
 
     /// The measured latency and bandwidth between hosts.
     pub fn link(&self) -> LinkFacts {
-        self.shared.hosts.link
+        self.lanes.hosts.link
     }
 }
 
 /// The group's `Engine`: takes operations and passes them to the threads of the lanes.
 pub struct MultiHost {
-    shared: Arc<Shared>,
+    lanes: Arc<Lanes>,
     report: Arc<dyn Report>,
     /// Held here until their threads start, with the first operation.
-    lanes: Vec<Lane>,
+    transports: Vec<Transport>,
     /// Why the ranks count as several hosts.
     reason: String,
 }
 
 impl MultiHost {
     pub fn new(opened: Opened, report: Arc<dyn Report>) -> MultiHost {
-        let Opened { shared, lanes, reason } = opened;
-        MultiHost { shared: Arc::new(shared), report, lanes, reason }
+        let Opened { lanes, transports, reason } = opened;
+        MultiHost { lanes: Arc::new(lanes), report, transports, reason }
     }
 
     fn start(&mut self) -> Result<()> {
-        for (lane, wires) in std::mem::take(&mut self.lanes).into_iter().enumerate() {
-            let (shared, report) = (Arc::clone(&self.shared), Arc::clone(&self.report));
-            self.shared.lock().running += 1; // before the thread can end and subtract itself
-            let work = move || shared.work(lane, wires, &*report);
+        for (lane, transport) in std::mem::take(&mut self.transports).into_iter().enumerate() {
+            let (lanes, report) = (Arc::clone(&self.lanes), Arc::clone(&self.report));
+            self.lanes.lock().running += 1; // before the thread can end and subtract itself
+            let work = move || lanes.work(lane, transport, &*report);
             watch::spawn(&format!("sagellm-lane-{lane}"), work).map_err(|error| {
-                self.shared.lock().running -= 1;
+                self.lanes.lock().running -= 1;
                 Error::System(format!("sagellm: cannot start a thread for lane {lane}: {error}"))
             })?;
         }
@@ -153,11 +153,11 @@ impl MultiHost {
 
 impl Engine for MultiHost {
     fn control(&self) -> Arc<dyn Control> {
-        Arc::<Shared>::clone(&self.shared)
+        Arc::<Lanes>::clone(&self.lanes)
     }
 
     fn describe(&self) -> String {
-        let Shared { host_map, settings, .. } = &*self.shared;
+        let Lanes { host_map, settings, .. } = &*self.lanes;
         let hosts: Vec<String> = host_map.hosts.iter().map(|ranks| ranks.len().to_string()).collect();
         format!(
             "{} hosts with {} ranks, shared memory inside, a link between them, fusion {}, {} ({})",
@@ -171,11 +171,11 @@ impl Engine for MultiHost {
 
     fn submit(&mut self, op: Arc<Op>, _kernel: Option<Kernel>, _ended: &mut Ended) -> Result<()> {
         self.start()?;
-        let shared = &self.shared;
-        let item = shared.item(&op.request);
+        let lanes = &self.lanes;
+        let item = lanes.item(&op.request);
         // The algorithm is chosen when its batch is made.
-        op.loads(OpDesc::of(&op.request, shared.host_map.ranks()).load());
-        let mut state = shared.lock();
+        op.record_load(OpDesc::of(&op.request, lanes.host_map.ranks()).load());
+        let mut state = lanes.lock();
         if let Some(fault) = &state.fault {
             return Err(fault.clone());
         }
@@ -185,24 +185,24 @@ impl Engine for MultiHost {
         state.issued = op.number;
         state.entries.push_back(Entry { op, left: item.segments, active: 0, prepared: false, done: false });
         state.planner.push(item);
-        state.promise();
+        state.extend_promise();
         drop(state);
-        shared.turn.notify_all();
+        lanes.turn.notify_all();
         Ok(())
     }
 
     fn holds(&self, op: &Arc<Op>) -> bool {
-        self.shared.lock().entries.iter().any(|entry| !entry.done && Arc::ptr_eq(&entry.op, op))
+        self.lanes.lock().entries.iter().any(|entry| !entry.done && Arc::ptr_eq(&entry.op, op))
     }
 
     fn next_deadline(&self) -> Option<Arc<Op>> {
-        let state = self.shared.lock();
+        let state = self.lanes.lock();
         let pending = state.entries.iter().filter(|entry| !entry.done);
         pending.min_by_key(|entry| entry.op.deadline).map(|entry| Arc::clone(&entry.op))
     }
 
     fn missing(&self, _op: &Op, _process: &dyn Fn(usize) -> String) -> String {
-        let each = self.shared.waiting.iter().map(|lane| lane.load(Ordering::Relaxed));
+        let each = self.lanes.waiting.iter().map(|lane| lane.load(Ordering::Relaxed));
         let waiting: Vec<String> = each.filter(|rank| *rank != NOBODY).map(|rank| format!("rank {rank}")).collect();
         let whom = match &waiting[..] {
             [] => "no answer from ranks of its own host".to_string(),
@@ -212,7 +212,7 @@ impl Engine for MultiHost {
     }
 
     fn collective(&self, number: u64) -> Option<Arc<Op>> {
-        let state = self.shared.lock();
+        let state = self.lanes.lock();
         let at = number.checked_sub(state.base)?;
         let entry = state.entries.get(usize::try_from(at).ok()?)?;
         (!entry.done).then(|| Arc::clone(&entry.op))
@@ -220,76 +220,22 @@ impl Engine for MultiHost {
 
     /// Returns the operations that no lane has; a lane ends its own.
     fn take_pending(&mut self, error: &Error) -> Vec<Arc<Op>> {
-        let mut state = self.shared.lock();
+        let mut state = self.lanes.lock();
         // So that no lane takes an operation that is returned here.
         state.fault.get_or_insert_with(|| error.clone());
-        let free = state.take_free();
+        let free = state.take_idle();
         drop(state);
-        self.shared.turn.notify_all();
+        self.lanes.turn.notify_all();
         free
     }
 
     fn explain(&self, desc: OpDesc, batched: bool) -> Explanation {
-        let Shared { host_map, hosts, menu, policy, .. } = &*self.shared;
+        let Lanes { host_map, hosts, menu, policy, .. } = &*self.lanes;
         let shape = GroupShape::without_memory(host_map.ranks());
         if desc.kind.is_p2p() {
             let why = "the ranks live on several hosts, where messages run by the delegate";
             return explain::delegated(desc, &shape, policy, why);
         }
         explain::between(desc, batched, &shape, hosts, menu, policy)
-    }
-}
-
-impl Control for Shared {
-    /// Tells the peers, and ends all waits on the link and inside the host.
-    fn announce(&self, fault: &Error) {
-        let mut state = self.lock();
-        state.fault.get_or_insert_with(|| fault.clone());
-        let stopping = state.stopping;
-        drop(state);
-        self.turn.notify_all();
-        if !stopping {
-            self.tell(fault);
-            self.break_off(fault);
-        }
-    }
-
-    /// Delivers what was sent; then the lanes say goodbye to the hosts they talked to, and end.
-    fn leave(&self, error: &Error, interrupted: &dyn Fn() -> bool) {
-        let mut state = self.lock();
-        let busy = state.entries.iter().any(|entry| entry.active > 0);
-        state.stopping = true;
-        if busy {
-            state.fault.get_or_insert_with(|| error.clone());
-        }
-        drop(state);
-        self.turn.notify_all();
-        if busy {
-            // The callers' memory must not be used after this, so operations in progress are aborted.
-            self.break_off(error);
-        }
-        let until = Instant::now() + DELIVERY + FAREWELL;
-        loop {
-            let state = self.lock();
-            if state.running == 0 || Instant::now() >= until {
-                break;
-            }
-            drop(self.turn.wait_timeout(state, Duration::from_millis(50)));
-            if interrupted() {
-                self.link.cut();
-                break;
-            }
-        }
-        self.insides.iter().flatten().for_each(|inside| inside.leave());
-    }
-
-    fn has_threads(&self) -> bool {
-        true
-    }
-
-    fn using(&self, reach: &Reach) -> Option<Arc<Op>> {
-        let state = self.lock();
-        let found = state.entries.iter().find(|entry| !entry.done && entry.op.reach().conflicts_with(reach));
-        found.map(|entry| Arc::clone(&entry.op))
     }
 }

@@ -3,16 +3,17 @@
 use std::collections::HashSet;
 use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::batch::{BatchRun, ChosenAlgorithm, HostGroup};
 use super::host_map::HostMap;
 use super::queue::State;
-use super::transport::{FrameHeader, Lane, Link, tell_fault};
+use super::transport::{FrameHeader, Link, Transport, tell_fault};
 use crate::config::Settings;
-use crate::engine::{Ended, Report};
+use crate::engine::{Control, Ended, Report};
 use crate::error::{Error, Result, contained};
-use crate::fusion::planner::{Batch, Class, Item, LANES};
+use crate::fusion::planner::{Batch, FusionKey, Item, LANES};
+use crate::op::overlap::Reach;
 use crate::op::{FusedWith, Op};
 use crate::select::inter;
 use crate::select::inter::{Hosts, HostsChoice, Menu};
@@ -20,13 +21,14 @@ use crate::select::{OpDesc, Policy};
 use crate::types::{Kind, ReduceOp, Request, Span};
 
 /// Longest time that a leaving rank waits until its peers have received what it sent.
-pub const DELIVERY: Duration = Duration::from_secs(30);
+const DELIVERY: Duration = Duration::from_secs(30);
 /// After that, the longest time that it waits for its peers' goodbyes.
-pub const FAREWELL: Duration = Duration::from_secs(1);
+const FAREWELL: Duration = Duration::from_secs(1);
 /// A lane frees memory beyond this after the batch.
 const KEPT: usize = 100 << 20;
 
-pub(super) struct Shared {
+/// What the two lanes and the engine share.
+pub(super) struct Lanes {
     pub host_map: HostMap,
     pub link: Arc<dyn Link>,
     pub insides: Vec<Option<Arc<dyn HostGroup>>>,
@@ -42,7 +44,7 @@ pub(super) struct Shared {
     /// deadline passed; relaxed, because it orders nothing.
     pub waiting: Vec<Arc<AtomicUsize>>,
     /// Ranks of other hosts that this rank has exchanged messages with.
-    pub known: Mutex<HashSet<usize>>,
+    pub contacted: Mutex<HashSet<usize>>,
 }
 
 /// A batch that a lane has taken.
@@ -53,7 +55,7 @@ pub(super) struct Task {
     pub choice: HostsChoice,
 }
 
-impl Shared {
+impl Lanes {
     pub fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -61,21 +63,21 @@ impl Shared {
     /// The input of the planner: a function of what all ranks share.
     pub fn item(&self, request: &Request) -> Item {
         let sum = |spans: &[Span]| spans.iter().map(|span| span.bytes).sum::<usize>();
-        let (bytes, class) = match request.kind {
+        let (bytes, key) = match request.kind {
             Kind::AllReduce if !matches!(request.op, ReduceOp::PremulSum(_)) => {
-                (sum(request.inputs()), Some(Class { kind: Kind::AllReduce, op: request.op.code() }))
+                (sum(request.inputs()), Some(FusionKey { kind: Kind::AllReduce, op: request.op.code() }))
             }
             Kind::AllGather if request.out_blocks.is_empty() => {
-                (sum(request.inputs()), Some(Class { kind: Kind::AllGather, op: 0 }))
+                (sum(request.inputs()), Some(FusionKey { kind: Kind::AllGather, op: 0 }))
             }
             Kind::Broadcast => (sum(request.inputs()).max(sum(request.outputs())), None),
             _ => (sum(request.inputs()), None),
         };
-        let class = class.filter(|_| bytes as u64 <= inter::SMALL);
-        let cut = matches!(request.kind, Kind::AllReduce | Kind::Reduce | Kind::Broadcast) && class.is_none();
+        let key = key.filter(|_| bytes as u64 <= inter::SMALL);
+        let cut = matches!(request.kind, Kind::AllReduce | Kind::Reduce | Kind::Broadcast) && key.is_none();
         let alone = || self.choice(OpDesc::of(request, self.host_map.ranks()), false);
         let segments = if cut { alone().segments } else { 1 };
-        Item { class, bytes, segments }
+        Item { key, bytes, segments }
     }
 
     /// Chooses the algorithm of one operation, or of several that are fused: a function of what all ranks share.
@@ -84,16 +86,16 @@ impl Shared {
     }
 
     /// Chooses the algorithm of a batch and records it, and the batch, in each of its operations.
-    fn set_out(&self, batch: &Batch, ops: &[Arc<Op>]) -> HostsChoice {
+    fn choose_for_batch(&self, batch: &Batch, ops: &[Arc<Op>]) -> HostsChoice {
         let ranks = self.host_map.ranks();
         let desc =
             OpDesc::together(ops.iter().map(|op| OpDesc::of(&op.request, ranks))).expect("a batch holds one or more");
         let choice = self.choice(desc, ops.len() > 1);
         if batch.segment == 0 {
             for op in ops {
-                op.loads(desc.load());
+                op.record_load(desc.load());
                 op.set_fused_with(FusedWith::new(op.number, (batch.first, batch.last), ops.len()));
-                op.sets_out(choice.choice().code());
+                op.record_choice(choice.choice().code());
             }
         }
         choice
@@ -107,7 +109,7 @@ impl Shared {
                 return None;
             }
             if state.planner.lane() == lane
-                && let Some(batch) = state.planner.plan()
+                && let Some(batch) = state.planner.next_batch()
             {
                 return self.begin(lane, state, batch);
             }
@@ -119,7 +121,7 @@ impl Shared {
     fn begin(&self, lane: usize, mut state: MutexGuard<'_, State>, batch: Batch) -> Option<Task> {
         let mut ops = Vec::new();
         for number in batch.first..=batch.last {
-            let op = state.take_up(lane, number);
+            let op = state.acquire(lane, number);
             let (signature, lists) = (op.signature, op.lists);
             ops.push(op);
             state.chain = mix(mix(state.chain, signature), lists);
@@ -138,24 +140,24 @@ impl Shared {
             signature: ops[0].signature,
             chain,
             number: batch.first,
-            issued: state.ready.max(batch.last),
+            issued: state.promised.max(batch.last),
             factor: factor.to_bits(),
         };
         drop(state);
-        let choice = self.set_out(&batch, &ops);
+        let choice = self.choose_for_batch(&batch, &ops);
         Some(Task { batch, ops, header, choice })
     }
 
     /// A lane's thread. A panic is a bug of ours: it fails the group, ends what the lane had, and must not become a hang.
-    pub fn work(&self, lane: usize, mut wires: Lane, report: &dyn Report) {
+    pub fn work(&self, lane: usize, mut transport: Transport, report: &dyn Report) {
         let mut scratch = Vec::new();
         while let Some(task) = self.take(lane, report) {
-            let outcome = contained(|| self.carry(lane, &mut wires, &mut scratch, &task))
+            let outcome = contained(|| self.carry(lane, &mut transport, &mut scratch, &task))
                 .and_then(|agreed| contained(|| Ok(self.finish(lane, &task, agreed))));
             if scratch.len() > KEPT {
                 scratch = Vec::new();
             }
-            self.known.lock().unwrap_or_else(PoisonError::into_inner).extend(wires.peers());
+            self.contacted.lock().unwrap_or_else(PoisonError::into_inner).extend(transport.peers());
             match outcome {
                 Ok(ended) => ended.into_iter().for_each(|together| report.ended(together)),
                 Err(error) => {
@@ -167,12 +169,12 @@ impl Shared {
         let orderly = self.lock().fault.is_none();
         if orderly {
             let left = contained(|| {
-                wires.bye(DELIVERY, FAREWELL);
+                transport.bye(DELIVERY, FAREWELL);
                 Ok(())
             });
             left.unwrap_or_else(|error| log::error!("{error}"));
         }
-        drop(wires); // the link's last reference must not fall while the process ends
+        drop(transport); // the link's last reference must not fall while the process ends
         self.lock().running -= 1;
         self.turn.notify_all();
     }
@@ -204,7 +206,7 @@ impl Shared {
         let fault = state.fault.clone();
         for op in &task.ops {
             let first = op.number == state.base;
-            let entry = state.lay_down(lane, op.number);
+            let entry = state.release(lane, op.number);
             let outcome = match &fault {
                 _ if entry.carried() && (first || op.request.kind != Kind::Barrier) => Ok(()),
                 // No lane will take its other segments.
@@ -219,7 +221,7 @@ impl Shared {
         // In lists of their own, because they were not part of the batch.
         let barriers = state.take_barriers().into_iter().map(|op| vec![(op, Ok(()))]);
         let ended = std::iter::once(ended).chain(barriers).collect();
-        state.promise();
+        state.extend_promise();
         drop(state);
         self.turn.notify_all();
         ended
@@ -231,7 +233,7 @@ impl Shared {
         report.failed(error.clone());
         let mut state = self.lock();
         let error = state.fault.clone().unwrap_or(error);
-        let left = state.drop_all(lane);
+        let left = state.release_all(lane);
         drop(state);
         report.ended(left.into_iter().map(|op| (op, Err(error.clone()))).collect());
     }
@@ -244,12 +246,12 @@ impl Shared {
 
     /// Tells the other hosts, on both lanes, why the group fails, within a short time and without a guarantee.
     pub fn tell(&self, error: &Error) {
-        let peers: Vec<usize> = self.known.lock().unwrap_or_else(PoisonError::into_inner).iter().copied().collect();
+        let peers: Vec<usize> = self.contacted.lock().unwrap_or_else(PoisonError::into_inner).iter().copied().collect();
         tell_fault(&*self.link, LANES, &peers, error);
     }
 
     /// Runs one batch. Returns the number that all ranks agreed on, or 0.
-    fn carry(&self, lane: usize, wires: &mut Lane, scratch: &mut Vec<u8>, task: &Task) -> Result<u64> {
+    fn carry(&self, lane: usize, transport: &mut Transport, scratch: &mut Vec<u8>, task: &Task) -> Result<u64> {
         let first = &task.ops[0].request;
         self.prepare(task)?;
         let HostsChoice { algorithm, leaders, .. } = task.choice;
@@ -259,7 +261,7 @@ impl Shared {
         let mut run = BatchRun {
             host_map: &self.host_map,
             inside: self.insides[lane].as_deref(),
-            lane: wires,
+            transport,
             header: task.header,
             factors,
             deadline: task.ops.iter().map(|op| op.deadline).min().unwrap_or(0),
@@ -294,6 +296,60 @@ impl Shared {
             self.turn.notify_all();
         }
         Ok(())
+    }
+}
+
+impl Control for Lanes {
+    /// Tells the peers, and ends all waits on the link and inside the host.
+    fn announce(&self, fault: &Error) {
+        let mut state = self.lock();
+        state.fault.get_or_insert_with(|| fault.clone());
+        let stopping = state.stopping;
+        drop(state);
+        self.turn.notify_all();
+        if !stopping {
+            self.tell(fault);
+            self.break_off(fault);
+        }
+    }
+
+    /// Delivers what was sent; then the lanes say goodbye to the hosts they talked to, and end.
+    fn leave(&self, error: &Error, interrupted: &dyn Fn() -> bool) {
+        let mut state = self.lock();
+        let busy = state.entries.iter().any(|entry| entry.active > 0);
+        state.stopping = true;
+        if busy {
+            state.fault.get_or_insert_with(|| error.clone());
+        }
+        drop(state);
+        self.turn.notify_all();
+        if busy {
+            // The callers' memory must not be used after this, so operations in progress are aborted.
+            self.break_off(error);
+        }
+        let until = Instant::now() + DELIVERY + FAREWELL;
+        loop {
+            let state = self.lock();
+            if state.running == 0 || Instant::now() >= until {
+                break;
+            }
+            drop(self.turn.wait_timeout(state, Duration::from_millis(50)));
+            if interrupted() {
+                self.link.cut();
+                break;
+            }
+        }
+        self.insides.iter().flatten().for_each(|inside| inside.leave());
+    }
+
+    fn has_threads(&self) -> bool {
+        true
+    }
+
+    fn using(&self, reach: &Reach) -> Option<Arc<Op>> {
+        let state = self.lock();
+        let found = state.entries.iter().find(|entry| !entry.done && entry.op.reach().conflicts_with(reach));
+        found.map(|entry| Arc::clone(&entry.op))
     }
 }
 

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use super::batch::{HostGroup, written};
 use super::host_map::HostMap;
-use super::transport::{FrameHeader, Lane};
+use super::transport::{FrameHeader, Transport};
 use super::vector::span;
 use crate::error::{Error, Result};
 use crate::os::clock;
@@ -25,14 +25,14 @@ const LARGE: usize = 320 << 10;
 #[allow(unsafe_code)] // makes a call over a buffer of its own, and waits for its end
 pub fn probe(
     host_map: &HostMap,
-    lane: &mut Lane,
+    transport: &mut Transport,
     inside: Option<&Arc<dyn HostGroup>>,
     chain: u64,
     timeout: Duration,
 ) -> Result<LinkFacts> {
     let mut agreed = [0u8; 16];
     if host_map.local_rank == 0 {
-        let mut probe = Probe { host_map, lane, chain, number: 0, timeout };
+        let mut probe = Probe { host_map, transport, chain, number: 0, timeout };
         let own = probe.measure()?;
         let worst = probe.worst(own)?;
         agreed[..8].copy_from_slice(&worst.alpha_ns.to_le_bytes());
@@ -57,7 +57,7 @@ fn facts(bytes: &[u8]) -> LinkFacts {
 
 struct Probe<'a> {
     host_map: &'a HostMap,
-    lane: &'a mut Lane,
+    transport: &'a mut Transport,
     chain: u64,
     number: u64,
     timeout: Duration,
@@ -72,7 +72,7 @@ impl Probe<'_> {
         let deadline = clock::now().saturating_add(timeout);
         let list = |ranks: &[usize]| ranks.iter().map(|rank| (*rank, data.len())).collect::<Vec<_>>();
         let fill = |_: usize, out: &mut [u8]| out.copy_from_slice(data);
-        let exchanged = self.lane.exchange(header, deadline, &list(to), fill, &list(from), |_, arrived| {
+        let exchanged = self.transport.exchange(header, deadline, &list(to), fill, &list(from), |_, arrived| {
             take(arrived.data);
             Ok(())
         });

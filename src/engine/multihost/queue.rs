@@ -34,7 +34,7 @@ pub(super) struct State {
     pub issued: u64,
     /// All operations up to this number were issued, and none touches the memory of an earlier one that has not ended.
     /// This rank may promise them to its peers (rules 4 and 15).
-    pub ready: u64,
+    pub promised: u64,
     /// Hash of everything that was put into batches.
     pub chain: u64,
     pub fault: Option<Error>,
@@ -52,7 +52,7 @@ impl State {
             entries: VecDeque::new(),
             base: 1,
             issued: 0,
-            ready: 0,
+            promised: 0,
             chain,
             fault: None,
             stopping: false,
@@ -62,7 +62,7 @@ impl State {
     }
 
     /// A lane begins to work on an operation.
-    pub fn take_up(&mut self, lane: usize, number: u64) -> Arc<Op> {
+    pub fn acquire(&mut self, lane: usize, number: u64) -> Arc<Op> {
         let entry = self.entry(number);
         entry.active += 1;
         let op = Arc::clone(&entry.op);
@@ -71,7 +71,7 @@ impl State {
     }
 
     /// The lane has finished its part of it.
-    pub fn lay_down(&mut self, lane: usize, number: u64) -> &mut Entry {
+    pub fn release(&mut self, lane: usize, number: u64) -> &mut Entry {
         self.taken[lane].retain(|taken| *taken != number);
         let entry = self.entry(number);
         entry.active -= 1;
@@ -79,7 +79,7 @@ impl State {
     }
 
     /// The lane ends because of a panic: returns the operations that it alone had, and forgets them.
-    pub fn drop_all(&mut self, lane: usize) -> Vec<Arc<Op>> {
+    pub fn release_all(&mut self, lane: usize) -> Vec<Arc<Op>> {
         let mut left = Vec::new();
         for number in std::mem::take(&mut self.taken[lane]) {
             let entry = self.entry(number);
@@ -96,18 +96,18 @@ impl State {
         &mut self.entries[at]
     }
 
-    /// Raises `ready` as far as memory allows.
-    pub fn promise(&mut self) {
-        while self.ready < self.issued {
-            let next = (self.ready + 1).max(self.base);
+    /// Raises `promised` as far as memory allows.
+    pub fn extend_promise(&mut self) {
+        while self.promised < self.issued {
+            let next = (self.promised + 1).max(self.base);
             if next > self.issued {
-                self.ready = self.issued; // all of them have ended
+                self.promised = self.issued; // all of them have ended
                 return;
             }
             if self.must_follow(next) {
                 return;
             }
-            self.ready = next;
+            self.promised = next;
         }
     }
 
@@ -139,7 +139,7 @@ impl State {
     }
 
     /// Returns the operations that no lane works on, and forgets them.
-    pub fn take_free(&mut self) -> Vec<Arc<Op>> {
+    pub fn take_idle(&mut self) -> Vec<Arc<Op>> {
         let mut free = Vec::new();
         for entry in self.entries.iter_mut().filter(|entry| entry.active == 0 && !entry.done) {
             entry.done = true;
@@ -176,15 +176,15 @@ mod tests {
     fn each_operation_of_a_lane_that_ends_midway_is_given_back_by_somebody() {
         let mut state = issued(5);
         for number in 1..=3 {
-            state.take_up(0, number);
+            state.acquire(0, number);
         }
-        state.take_up(1, 3);
-        state.lay_down(0, 1);
+        state.acquire(1, 3);
+        state.release(0, 1);
         // Lane 0 panics: it had 2 alone, 3 with the other lane, and was through with 1.
-        assert_eq!(numbers(&state.drop_all(0)), [2]);
-        assert_eq!(numbers(&state.take_free()), [1, 4, 5], "what no lane has is the group's to end");
-        assert_eq!(numbers(&state.drop_all(1)), [3]);
+        assert_eq!(numbers(&state.release_all(0)), [2]);
+        assert_eq!(numbers(&state.take_idle()), [1, 4, 5], "what no lane has is the group's to end");
+        assert_eq!(numbers(&state.release_all(1)), [3]);
         assert!(state.entries.iter().all(|entry| entry.done && entry.active == 0));
-        assert!(state.drop_all(0).is_empty() && state.take_free().is_empty(), "nothing is given back twice");
+        assert!(state.release_all(0).is_empty() && state.take_idle().is_empty(), "nothing is given back twice");
     }
 }

@@ -14,7 +14,7 @@
 //! Source: the two-level scheme of hierarchical all-reduces, for instance in Horovod and MVAPICH2, applied to each
 //! kind.
 
-use super::batch::{BatchRun, Inner};
+use super::batch::{BatchRun, HostCall};
 use super::collectives::{borders, schedule};
 use super::vector::{Vector, copy_in, copy_out, span};
 use crate::error::Result;
@@ -40,12 +40,12 @@ impl BatchRun<'_> {
         let block = |host: usize| starts[host]..starts[host + 1];
         let mut memory = self.memory(total);
         copy_in(input, 0, &mut memory[block(self.host_map.host)]);
-        let plan = schedule(self.chosen.algorithm, Kind::AllGather, members.len(), 0)?;
-        self.between(&plan, &members, &mut memory[..total], &block, None)?;
+        let steps = schedule(self.chosen.algorithm, Kind::AllGather, members.len(), 0)?;
+        self.run_schedule(&steps, &members, &mut memory[..total], &block, None)?;
         let out_blocks = self.host_map.rails().map(|ranks| ranks.iter().map(|rank| sizes[*rank]).sum()).collect();
         let outputs = self.host_map.rails().flatten().flat_map(|rank| outputs[rank].iter().copied()).collect();
         let inputs = pieces(&memory[..total]);
-        self.run_in_host(Inner { inputs, outputs, out_blocks, ..Inner::new(Kind::AllGather) })?;
+        self.run_in_host(HostCall { inputs, outputs, out_blocks, ..HostCall::new(Kind::AllGather) })?;
         *self.scratch = memory;
         // Every rank has received the others' issued numbers: those of its host before, those of other hosts over its
         // rail.
@@ -63,8 +63,8 @@ impl BatchRun<'_> {
         let own = &mut memory[mine.clone()];
         let (members, starts) = self.rail_borders(sizes);
         let block = |host: usize| starts[host]..starts[host + 1];
-        let plan = schedule(self.chosen.algorithm, Kind::ReduceScatter, members.len(), 0)?;
-        self.between(&plan, &members, own, &block, Some((vector, mine.start)))?;
+        let steps = schedule(self.chosen.algorithm, Kind::ReduceScatter, members.len(), 0)?;
+        self.run_schedule(&steps, &members, own, &block, Some((vector, mine.start)))?;
         let result = &mut own[block(self.host_map.host)];
         vector.finish(mine.start + starts[self.host_map.host], result);
         copy_out(output, 0, result);
@@ -83,7 +83,7 @@ impl BatchRun<'_> {
             let position = self.leader_position(&self.host_map.leaders_with(root));
             let (inputs, outputs) =
                 if self.host_map.me == root { (data.to_vec(), Vec::new()) } else { (Vec::new(), data.to_vec()) };
-            self.run_in_host(Inner { root: position, inputs, outputs, ..Inner::new(Kind::Broadcast) })?;
+            self.run_in_host(HostCall { root: position, inputs, outputs, ..HostCall::new(Kind::Broadcast) })?;
         }
         if let Some(mine) = &mine {
             let own = &mut memory[..mine.len()];
@@ -91,17 +91,17 @@ impl BatchRun<'_> {
                 copy_in(data, mine.start, own);
             }
             let members = self.host_map.leaders(index);
-            let plan = schedule(self.chosen.algorithm, Kind::Broadcast, members.len(), home)?;
-            let (parts, length) = (plan.parts(), mine.len());
+            let steps = schedule(self.chosen.algorithm, Kind::Broadcast, members.len(), home)?;
+            let (parts, length) = (steps.parts(), mine.len());
             let range = |part: usize| length * part / parts..length * (part + 1) / parts;
-            self.between(&plan, &members, own, &range, None)?;
+            self.run_schedule(&steps, &members, own, &range, None)?;
         }
         if self.host_map.host != home {
             let mut out_blocks: Vec<usize> = (0..rails).map(|rail| share(rail).len()).collect();
             out_blocks.resize(self.host_map.local_ranks().len(), 0);
             let inputs = mine.map_or(Vec::new(), |mine| pieces(&memory[..mine.len()]));
             let outputs = data.to_vec();
-            self.run_in_host(Inner { inputs, outputs, out_blocks, ..Inner::new(Kind::AllGather) })?;
+            self.run_in_host(HostCall { inputs, outputs, out_blocks, ..HostCall::new(Kind::AllGather) })?;
         }
         *self.scratch = memory;
         Ok(())

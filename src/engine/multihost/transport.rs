@@ -102,7 +102,7 @@ struct Wire {
 }
 
 /// The messages of one of a group's lanes, which never match those of the other lane.
-pub struct Lane {
+pub struct Transport {
     link: Arc<dyn Link>,
     me: usize,
     lane: u32,
@@ -121,9 +121,9 @@ pub struct Arrived<'a> {
     pub data: &'a [u8],
 }
 
-impl Lane {
-    pub fn new(link: Arc<dyn Link>, me: usize, lane: usize, waiting_for: Arc<AtomicUsize>) -> Lane {
-        Lane { link, me, lane: lane as u32, wires: HashMap::new(), spare: Vec::new(), waiting_for }
+impl Transport {
+    pub fn new(link: Arc<dyn Link>, me: usize, lane: usize, waiting_for: Arc<AtomicUsize>) -> Transport {
+        Transport { link, me, lane: lane as u32, wires: HashMap::new(), spare: Vec::new(), waiting_for }
     }
 
     fn frame_tag(&self) -> u32 {

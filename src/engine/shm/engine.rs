@@ -41,18 +41,18 @@ struct Entry {
     /// Its position among all operations that this rank issued in this group.
     turn: u64,
     /// Earlier operations on the same memory, which must end first. Filled in when this one is next to be published.
-    behind: Option<Behind>,
+    predecessors: Option<Predecessors>,
 }
 
 /// Earlier operations on the same memory.
-type Behind = Vec<Arc<Op>>;
+type Predecessors = Vec<Arc<Op>>;
 
 /// A message that `p2p` does not have yet: it waits for an earlier operation on its memory, or for an earlier message
 /// that it may not overtake.
 struct Held {
     op: Arc<Op>,
     turn: u64,
-    behind: Behind,
+    predecessors: Predecessors,
 }
 
 pub struct Shm {
@@ -106,44 +106,44 @@ impl Shm {
         self.turns += 1;
         let turn = self.turns;
         if op.request.kind.is_p2p() {
-            op.loads(OpDesc::of(&op.request, self.area.ranks).load());
-            op.sets_out(Choice::MESSAGE.code());
+            op.record_load(OpDesc::of(&op.request, self.area.ranks).load());
+            op.record_choice(Choice::MESSAGE.code());
             let collectives =
                 self.entries.iter().map(|entry| &entry.op).filter(|earlier| op.conflicts_with(earlier)).cloned();
-            let behind: Behind = collectives.collect();
-            let behind = self.messages_before(&op, turn, behind);
-            if behind.is_empty() && !self.held.iter().any(|held| may_not_overtake(&op, &held.op)) {
+            let predecessors: Predecessors = collectives.collect();
+            let predecessors = self.messages_before(&op, turn, predecessors);
+            if predecessors.is_empty() && !self.held.iter().any(|held| may_not_overtake(&op, &held.op)) {
                 return self.hand_over(op, ended);
             }
-            self.held.push(Held { op, turn, behind });
+            self.held.push(Held { op, turn, predecessors });
             return Ok(());
         }
         let desc = OpDesc::of(&op.request, self.area.ranks);
         let choice = select::choose(desc, &self.shape, &self.policy);
-        op.loads(desc.load());
-        op.sets_out(choice.code());
-        self.entries.push_back(Entry { op, kernel, path: choice.path, phase: Phase::Queued, turn, behind: None });
+        op.record_load(desc.load());
+        op.record_choice(choice.code());
+        self.entries.push_back(Entry { op, kernel, path: choice.path, phase: Phase::Queued, turn, predecessors: None });
         self.queued += 1;
         self.publish();
         Ok(())
     }
 
-    /// Adds to `behind` the messages issued before `turn` that `op` must follow. A send that `p2p` already has
+    /// Adds to `predecessors` the messages issued before `turn` that `op` must follow. A send that `p2p` already has
     /// continues from a copy instead, because its peer may receive it only after `op`.
-    fn messages_before(&mut self, op: &Op, turn: u64, mut behind: Behind) -> Behind {
+    fn messages_before(&mut self, op: &Op, turn: u64, mut predecessors: Predecessors) -> Predecessors {
         if !self.messages.is_empty() {
             // A later message on this memory would be held, so all of these are earlier.
             self.messages.retain(|message| !message.is_released());
             for message in self.messages.iter().filter(|message| op.conflicts_with(message)) {
                 match message.request.kind {
                     Kind::Send => copy_inputs(message),
-                    _ => behind.push(Arc::clone(message)),
+                    _ => predecessors.push(Arc::clone(message)),
                 }
             }
         }
         let held = self.held.iter().filter(|held| held.turn < turn && op.conflicts_with(&held.op));
-        behind.extend(held.map(|held| Arc::clone(&held.op)));
-        behind
+        predecessors.extend(held.map(|held| Arc::clone(&held.op)));
+        predecessors
     }
 
     fn hand_over(&mut self, op: Arc<Op>, ended: &mut Ended) -> Result<()> {
@@ -164,8 +164,8 @@ impl Shm {
         while at < self.held.len() {
             let (before, rest) = self.held.split_at_mut(at);
             let held = &mut rest[0];
-            held.behind.retain(|earlier| !earlier.is_released());
-            if held.behind.is_empty() && !before.iter().any(|earlier| may_not_overtake(&held.op, &earlier.op)) {
+            held.predecessors.retain(|earlier| !earlier.is_released());
+            if held.predecessors.is_empty() && !before.iter().any(|earlier| may_not_overtake(&held.op, &earlier.op)) {
                 let held = self.held.remove(at);
                 self.hand_over(held.op, ended)?;
                 moved = true;
@@ -185,7 +185,7 @@ impl Shm {
             Phase::Slots(seen) => {
                 *seen = small::look(area, op, *seen, |q| small::reads_from(&op.request, area.me, q))?;
                 if *seen < area.ranks {
-                    op.timing.waits_for(*seen);
+                    op.timing.set_late(*seen);
                     return Ok((Step::Blocked, false));
                 }
                 // A barrier ends after every earlier collective of this rank, so that the memory they wrote may be used
@@ -250,8 +250,8 @@ impl Shm {
             return false;
         }
         let (op, turn) = (Arc::clone(&self.entries[at].op), self.entries[at].turn);
-        let mut behind = match self.entries[at].behind.take() {
-            Some(behind) => behind,
+        let mut predecessors = match self.entries[at].predecessors.take() {
+            Some(predecessors) => predecessors,
             None => {
                 let earlier =
                     self.entries.range(..at).map(|entry| &entry.op).filter(|earlier| op.conflicts_with(earlier));
@@ -259,9 +259,9 @@ impl Shm {
                 self.messages_before(&op, turn, earlier)
             }
         };
-        behind.retain(|earlier| !earlier.is_released());
-        let waits = !behind.is_empty();
-        self.entries[at].behind = Some(behind);
+        predecessors.retain(|earlier| !earlier.is_released());
+        let waits = !predecessors.is_empty();
+        self.entries[at].predecessors = Some(predecessors);
         waits
     }
 
@@ -279,14 +279,14 @@ impl Shm {
     }
 
     /// The operation on this rank that `op` waits for: an earlier one that has not ended here.
-    fn behind(&self, op: &Op) -> Option<&Arc<Op>> {
+    fn predecessor_of(&self, op: &Op) -> Option<&Arc<Op>> {
         if let Some(held) = self.held.iter().find(|held| std::ptr::eq(&*held.op, op)) {
-            return held.behind.first();
+            return held.predecessors.first();
         }
         let at = self.entries.iter().position(|entry| std::ptr::eq(&*entry.op, op))?;
         let entry = &self.entries[at];
         let queued = matches!(entry.phase, Phase::Queued);
-        let first = entry.behind.as_ref().filter(|_| queued).and_then(|behind| behind.first());
+        let first = entry.predecessors.as_ref().filter(|_| queued).and_then(|predecessors| predecessors.first());
         // A queued operation and a barrier follow all that was issued before.
         first.or_else(|| (at > 0 && (queued || op.request.kind == Kind::Barrier)).then(|| &self.entries[0].op))
     }
@@ -391,7 +391,7 @@ impl Engine for Shm {
             });
         }
         if missing.is_empty() {
-            missing.push(match self.behind(op) {
+            missing.push(match self.predecessor_of(op) {
                 Some(first) => {
                     format!("it must follow {} number {}, which has not ended here", first.request.kind, first.number)
                 }

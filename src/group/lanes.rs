@@ -1,0 +1,51 @@
+//! What the threads of a group over several hosts, its lanes, call while it runs: the group inside this host, in which
+//! they run operations, and the group itself, to which they report.
+
+use std::sync::{Arc, Weak};
+
+use super::Group;
+use crate::engine::multihost::HostGroup;
+use crate::engine::{Ended, Report};
+use crate::error::{Error, Result};
+use crate::os::clock;
+use crate::progress::domain::Domain;
+use crate::types::Request;
+
+/// A group inside a host, as a lane of a group over several hosts uses it.
+impl HostGroup for Group {
+    fn run(&self, request: Request) -> Result<()> {
+        Group::run(self, request, None)
+    }
+    fn abort(&self, error: &Error) {
+        self.poison(error.clone());
+    }
+    fn leave(&self) {
+        self.shutdown();
+    }
+    fn process(&self, index: usize) -> String {
+        self.peers.get(index).map_or_else(String::new, |peer| format!("pid {}, host {}", peer.pid, peer.host))
+    }
+}
+
+/// Reports from a lane's thread to the group. Weak: the group owns the engine, which owns this.
+pub(super) struct LaneReport {
+    pub group: Weak<Group>,
+    pub domain: Arc<Domain>,
+}
+
+impl Report for LaneReport {
+    fn ended(&self, ended: Ended) {
+        match self.group.upgrade() {
+            Some(group) => group.finish(ended),
+            None => {
+                self.domain.remove_pending(ended.len());
+                ended.into_iter().for_each(|(op, outcome)| op.end(outcome, clock::stamp()));
+            }
+        }
+    }
+    fn failed(&self, error: Error) {
+        if let Some(group) = self.group.upgrade() {
+            group.poison(error);
+        }
+    }
+}
