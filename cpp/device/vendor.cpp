@@ -70,15 +70,16 @@ class VendorDevices::OnStream final : public DeviceCall {
     checked([&] { core_->launch(slice(placed), stream); });
   }
 
-  std::string poll(const std::function<bool()>& has_passed, bool& passed) override {
+  State poll(const std::function<bool()>& has_passed) override {
     const uint32_t mode = checked([&] { return core_->before_poll(); });
+    bool passed = false;
     try {
       passed = has_passed();
     } catch (const std::exception&) {
       (void)core_->poll(false, mode);
       throw;
     }
-    return std::string(core_->poll(passed, mode));
+    return {passed, std::string(core_->poll(passed, mode))};
   }
 
   void ended(bool well) override {

@@ -44,10 +44,9 @@ bool DeviceWork::poll(std::chrono::microseconds spin) {
     while (!passed && spin.count() > 0 && std::chrono::steady_clock::now() < until) passed = has_passed();
     return passed;
   };
-  bool passed = false;
-  const std::string trouble = launched_.call->poll(query, passed);
-  if (!passed && trouble.empty()) return false;
-  end_on_device(trouble, passed);
+  const DeviceCall::State state = launched_.call->poll(query);
+  if (!state.passed && state.error.empty()) return false;
+  end_on_device(state.error, state.passed);
   return true;
 }
 

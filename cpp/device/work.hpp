@@ -22,10 +22,15 @@ namespace sagellm {
 class DeviceCall {
  public:
   virtual ~DeviceCall() = default;
-  // Empty, or why it will not end or ended badly, with its code letter; whatever blocks it has been aborted then. Never
-  // waits. `has_passed` asks the device whether it has come past the call, and is called so that no graph that another
-  // thread captures is broken by it; `passed` is set to its answer.
-  virtual std::string poll(const std::function<bool()>& has_passed, bool& passed) = 0;
+  struct State {
+    // The device has come past the call.
+    bool passed;
+    // Empty, or why it will not end or ended badly, with its code letter; whatever blocks it has been aborted then.
+    std::string error;
+  };
+  // Never waits. `has_passed` asks the device, and is called so that no graph that another thread captures is broken by
+  // it.
+  virtual State poll(const std::function<bool()>& has_passed) = 0;
   // Told once, for the statistics. Any thread.
   virtual void ended(bool well) = 0;
   // How it travels, as `SageWork::explain`.

@@ -6,11 +6,15 @@ use crate::reduce;
 use crate::reduce::Kernel;
 use crate::types::{ANY_RANK, Dtype, Kind, Request, Span};
 
+fn wrong(kind: Kind, text: String) -> Error {
+    Error::Invalid(format!("sagellm {kind}: {text}"))
+}
+
 impl Group {
-    /// Refuses what does not fit together, before anything is numbered or sent; finds the kernel of a reduction.
-    pub(super) fn validate(&self, request: &Request) -> Result<Option<Kernel>> {
-        let (kind, ranks) = (request.kind, self.config.size);
-        let wrong = |text: String| Error::Invalid(format!("sagellm {kind}: {text}"));
+    /// Refuses what does not fit together, before anything is numbered or sent.
+    pub(super) fn validate(&self, request: &Request) -> Result<()> {
+        let ranks = self.config.size;
+        let wrong = |text| wrong(request.kind, text);
         self.check_peer(request).map_err(wrong)?;
         for blocks in [&request.in_blocks, &request.out_blocks] {
             if !blocks.is_empty() && blocks.len() != ranks {
@@ -26,14 +30,20 @@ impl Group {
                 request.in_blocks, request.out_blocks, self.config.rank
             )));
         }
-        if !kind.reduces() {
-            return Ok(None);
-        }
-        if request.dtype == Dtype::Bytes || request.inputs().iter().any(|span| span.bytes % request.dtype.size() != 0) {
+        let whole = |span: &Span| span.bytes.is_multiple_of(request.dtype.size());
+        if request.kind.reduces() && (request.dtype == Dtype::Bytes || !request.inputs().iter().all(whole)) {
             return Err(wrong(format!("{bytes_in} bytes are no whole number of {} elements", request.dtype.name())));
         }
-        let kernel = reduce::kernel(request.dtype, request.op, ranks);
-        kernel.map(Some).map_err(|error| wrong(error.text().to_string()))
+        Ok(())
+    }
+
+    /// The kernel of a reduction; refuses types and reduce ops that have none.
+    pub(super) fn kernel(&self, request: &Request) -> Result<Option<Kernel>> {
+        if !request.kind.reduces() {
+            return Ok(None);
+        }
+        let kernel = reduce::kernel(request.dtype, request.op, self.config.size);
+        kernel.map(Some).map_err(|error| wrong(request.kind, error.text().to_string()))
     }
 
     /// The root of a collective, or the other rank of a message.

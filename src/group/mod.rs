@@ -170,7 +170,8 @@ impl Group {
 
     fn start(&self, request: Request, completion: Option<Box<dyn Completion>>) -> Result<Arc<CoreOp>> {
         self.usable(request.kind.name())?;
-        let kernel = self.validate(&request)?;
+        self.validate(&request)?;
+        let kernel = self.kernel(&request)?;
         let timeout =
             Duration::from_millis(request.timeout_ms.unwrap_or_else(|| self.timeout_ms.load(Ordering::Relaxed)));
         let signature = op::signature(&request, self.config.size);

@@ -117,21 +117,12 @@ impl Lanes {
         }
     }
 
-    /// Marks a batch as begun, and waits until earlier operations on the same memory have ended.
+    /// Marks a batch as begun, waits for its memory, and makes its header.
     fn begin(&self, lane: usize, mut state: MutexGuard<'_, State>, batch: Batch) -> Option<Task> {
-        let mut ops = Vec::new();
-        for number in batch.first..=batch.last {
-            let op = state.acquire(lane, number);
-            let (signature, lists) = (op.signature, op.lists);
-            ops.push(op);
-            state.chain = mix(mix(state.chain, signature), lists);
-        }
-        state.chain = mix(state.chain, (ops.len() * 1_000_000 + batch.segment) as u64);
-        let chain = state.chain;
+        let ops: Vec<Arc<Op>> = (batch.first..=batch.last).map(|number| state.acquire(lane, number)).collect();
+        let chain = state.extend_chain(&ops, batch.segment);
         self.turn.notify_all(); // the other lane's turn
-        while (batch.first..=batch.last).any(|number| state.must_follow(number)) && state.fault.is_none() {
-            state = self.turn.wait(state).unwrap_or_else(PoisonError::into_inner);
-        }
+        let state = self.wait_for_memory(state, &batch);
         let factor = match ops[0].request.op {
             ReduceOp::PremulSum(factor) => factor,
             _ => 1.0,
@@ -146,6 +137,14 @@ impl Lanes {
         drop(state);
         let choice = self.choose_for_batch(&batch, &ops);
         Some(Task { batch, ops, header, choice })
+    }
+
+    /// Waits until earlier operations on the memory of a batch have ended, or the group has failed.
+    fn wait_for_memory<'s>(&self, mut state: MutexGuard<'s, State>, batch: &Batch) -> MutexGuard<'s, State> {
+        while (batch.first..=batch.last).any(|number| state.must_follow(number)) && state.fault.is_none() {
+            state = self.turn.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        state
     }
 
     /// A lane's thread. A panic is a bug of ours: it fails the group, ends what the lane had, and must not become a hang.
@@ -191,33 +190,11 @@ impl Lanes {
     fn finish(&self, lane: usize, task: &Task, agreed: u64) -> Vec<Ended> {
         let mut state = self.lock();
         state.planner.agree(&task.batch, agreed);
-        let mut complete = Vec::new();
-        for op in &task.ops {
-            let entry = state.entry(op.number);
-            entry.left -= 1;
-            if entry.left == 0 {
-                complete.push(Arc::clone(op));
-            }
-        }
+        let complete = state.finish_segment(&task.ops);
         drop(state);
         complete.iter().for_each(|op| op.store_back());
         let mut state = self.lock();
-        let mut ended = Vec::new();
-        let fault = state.fault.clone();
-        for op in &task.ops {
-            let first = op.number == state.base;
-            let entry = state.release(lane, op.number);
-            let outcome = match &fault {
-                _ if entry.carried() && (first || op.request.kind != Kind::Barrier) => Ok(()),
-                // No lane will take its other segments.
-                Some(fault) if entry.active == 0 => Err(fault.clone()),
-                _ => continue,
-            };
-            if !std::mem::replace(&mut entry.done, true) {
-                ended.push((Arc::clone(op), outcome));
-            }
-        }
-        state.trim();
+        let ended = state.end_batch(lane, &task.ops);
         // In lists of their own, because they were not part of the batch.
         let barriers = state.take_barriers().into_iter().map(|op| vec![(op, Ok(()))]);
         let ended = std::iter::once(ended).chain(barriers).collect();
@@ -351,8 +328,4 @@ impl Control for Lanes {
         let found = state.entries.iter().find(|entry| !entry.done && entry.op.reach().conflicts_with(reach));
         found.map(|entry| Arc::clone(&entry.op))
     }
-}
-
-fn mix(chain: u64, value: u64) -> u64 {
-    (chain ^ value).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29)
 }

@@ -3,9 +3,11 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+use crate::engine::Ended;
 use crate::error::Error;
 use crate::fusion::planner::{LANES, Limits, Planner};
 use crate::op::Op;
+use crate::types::Kind;
 
 pub(super) struct Entry {
     pub op: Arc<Op>,
@@ -76,6 +78,46 @@ impl State {
         let entry = self.entry(number);
         entry.active -= 1;
         entry
+    }
+
+    /// Adds a batch, or a segment of one, to the hash of all batches, which it returns.
+    pub fn extend_chain(&mut self, ops: &[Arc<Op>], segment: usize) -> u64 {
+        let mix = |chain: u64, value: u64| (chain ^ value).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29);
+        let signed = ops.iter().fold(self.chain, |chain, op| mix(mix(chain, op.signature), op.lists));
+        self.chain = mix(signed, (ops.len() * 1_000_000 + segment) as u64);
+        self.chain
+    }
+
+    /// A lane has run one segment of these operations. Returns those of which it was the last.
+    pub fn finish_segment(&mut self, ops: &[Arc<Op>]) -> Vec<Arc<Op>> {
+        let last = |op: &&Arc<Op>| {
+            let entry = self.entry(op.number);
+            entry.left -= 1;
+            entry.left == 0
+        };
+        ops.iter().filter(last).cloned().collect()
+    }
+
+    /// The lane gives back the operations of a batch. Returns those that have ended with it: a barrier only where all
+    /// before it have ended (`take_barriers`).
+    pub fn end_batch(&mut self, lane: usize, ops: &[Arc<Op>]) -> Ended {
+        let fault = self.fault.clone();
+        let mut ended = Vec::new();
+        for op in ops {
+            let first = op.number == self.base;
+            let entry = self.release(lane, op.number);
+            let outcome = match &fault {
+                _ if entry.carried() && (first || op.request.kind != Kind::Barrier) => Ok(()),
+                // No lane will take its other segments.
+                Some(fault) if entry.active == 0 => Err(fault.clone()),
+                _ => continue,
+            };
+            if !std::mem::replace(&mut entry.done, true) {
+                ended.push((Arc::clone(op), outcome));
+            }
+        }
+        self.trim();
+        ended
     }
 
     /// The lane ends because of a panic: returns the operations that it alone had, and forgets them.
@@ -154,7 +196,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::types::{Kind, Request};
+    use crate::types::Request;
 
     /// Operations 1 to `count`, two segments each.
     fn issued(count: u64) -> State {

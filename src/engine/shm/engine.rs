@@ -101,30 +101,32 @@ impl Shm {
         }
     }
 
-    /// Takes an operation and publishes it if possible; `poll` must follow.
-    fn issue(&mut self, op: Arc<Op>, kernel: Option<Kernel>, ended: &mut Ended) -> Result<()> {
+    /// Chooses the path of a collective and queues it; `publish` goes on with it.
+    fn enqueue(&mut self, op: Arc<Op>, kernel: Option<Kernel>) {
         self.turns += 1;
-        let turn = self.turns;
-        if op.request.kind.is_p2p() {
-            op.record_load(OpDesc::of(&op.request, self.area.ranks).load());
-            op.record_choice(Choice::MESSAGE.code());
-            let collectives =
-                self.entries.iter().map(|entry| &entry.op).filter(|earlier| op.conflicts_with(earlier)).cloned();
-            let predecessors: Predecessors = collectives.collect();
-            let predecessors = self.messages_before(&op, turn, predecessors);
-            if predecessors.is_empty() && !self.held.iter().any(|held| may_not_overtake(&op, &held.op)) {
-                return self.hand_over(op, ended);
-            }
-            self.held.push(Held { op, turn, predecessors });
-            return Ok(());
-        }
         let desc = OpDesc::of(&op.request, self.area.ranks);
         let choice = select::choose(desc, &self.shape, &self.policy);
         op.record_load(desc.load());
         op.record_choice(choice.code());
-        self.entries.push_back(Entry { op, kernel, path: choice.path, phase: Phase::Queued, turn, predecessors: None });
+        let (path, turn) = (choice.path, self.turns);
+        self.entries.push_back(Entry { op, kernel, path, phase: Phase::Queued, turn, predecessors: None });
         self.queued += 1;
-        self.publish();
+    }
+
+    /// Hands a message over to `p2p`, or holds it until the operations that it must follow have ended.
+    fn enqueue_message(&mut self, op: Arc<Op>, ended: &mut Ended) -> Result<()> {
+        self.turns += 1;
+        let turn = self.turns;
+        op.record_load(OpDesc::of(&op.request, self.area.ranks).load());
+        op.record_choice(Choice::MESSAGE.code());
+        let collectives =
+            self.entries.iter().map(|entry| &entry.op).filter(|earlier| op.conflicts_with(earlier)).cloned();
+        let predecessors: Predecessors = collectives.collect();
+        let predecessors = self.messages_before(&op, turn, predecessors);
+        if predecessors.is_empty() && !self.held.iter().any(|held| may_not_overtake(&op, &held.op)) {
+            return self.hand_over(op, ended);
+        }
+        self.held.push(Held { op, turn, predecessors });
         Ok(())
     }
 
@@ -204,7 +206,7 @@ impl Shm {
         }
     }
 
-    /// Publishes queued operations, in order, as far as credits and memory allow.
+    /// Publishes queued operations, in order, as far as credits and memory allow. True if there was one.
     fn publish(&mut self) -> bool {
         let mut moved = false;
         while self.queued > 0 {
@@ -241,6 +243,35 @@ impl Shm {
             event_count::announce(&*self.area, self.area.ranks);
         }
         moved
+    }
+
+    /// Moves the published operations and the messages as far as the peers' data allows. True when something moved.
+    fn advance(&mut self, ended: &mut Ended) -> Result<bool> {
+        let (mut moved, mut large) = (false, false);
+        let mut at = 0;
+        while at < self.entries.len() - self.queued {
+            let (step, is_large) = self.step(at, large)?;
+            if step == Step::Done {
+                // Before it leaves the list, so that `take_pending` still finds it if the copy panics.
+                self.entries[at].op.store_back();
+                let entry = self.entries.remove(at).expect("in range");
+                self.slots.retire(&*self.area, entry.op.number);
+                entry.op.release();
+                ended.push((entry.op, Ok(())));
+            } else {
+                large |= is_large;
+                at += 1;
+            }
+            moved |= step != Step::Blocked;
+        }
+        if !self.held.is_empty() {
+            moved |= self.hand_over_held(ended)?;
+        }
+        moved |= self.p2p.poll(&self.area, ended)?;
+        if moved {
+            event_count::announce(&*self.area, self.area.ranks);
+        }
+        Ok(moved)
     }
 
     /// True while the operation at `at` touches memory that an earlier one has still to read or write: publishing it
@@ -323,8 +354,13 @@ impl Engine for Shm {
     }
 
     fn submit(&mut self, op: Arc<Op>, kernel: Option<Kernel>, ended: &mut Ended) -> Result<()> {
-        self.issue(op, kernel, ended)?;
-        self.poll(ended).map(drop)
+        if op.request.kind.is_p2p() {
+            self.enqueue_message(op, ended)?;
+        } else {
+            self.enqueue(op, kernel);
+        }
+        self.publish();
+        self.advance(ended).map(drop)
     }
 
     fn holds(&self, op: &Arc<Op>) -> bool {
@@ -332,32 +368,8 @@ impl Engine for Shm {
     }
 
     fn poll(&mut self, ended: &mut Ended) -> Result<bool> {
-        let mut moved = self.publish();
-        let mut large = false;
-        let mut at = 0;
-        while at < self.entries.len() - self.queued {
-            let (step, is_large) = self.step(at, large)?;
-            if step == Step::Done {
-                // Before it leaves the list, so that `take_pending` still finds it if the copy panics.
-                self.entries[at].op.store_back();
-                let entry = self.entries.remove(at).expect("in range");
-                self.slots.retire(&*self.area, entry.op.number);
-                entry.op.release();
-                ended.push((entry.op, Ok(())));
-            } else {
-                large |= is_large;
-                at += 1;
-            }
-            moved |= step != Step::Blocked;
-        }
-        if !self.held.is_empty() {
-            moved |= self.hand_over_held(ended)?;
-        }
-        moved |= self.p2p.poll(&self.area, ended)?;
-        if moved {
-            event_count::announce(&*self.area, self.area.ranks);
-        }
-        Ok(moved)
+        let published = self.publish();
+        Ok(self.advance(ended)? || published)
     }
 
     fn has_pending(&self) -> bool {

@@ -1,7 +1,7 @@
 //! Collectives and messages between the processes of one host, over one shared-memory segment per group.
 //!
-//! `Shm` is one rank's engine: a queue of operations in the order of their numbers, each a state machine that `poll`
-//! advances without waiting. Operations are published strictly in order and may end in any order, because each has its
+//! `Shm` is one rank's engine: a queue of operations in the order of their numbers, each a state machine that is advanced
+//! without waiting. `submit` enqueues, publishes and advances; `poll` publishes and advances. Operations are published strictly in order and may end in any order, because each has its
 //! own slot; large ones use the rounds one after the other. Messages are outside that order, but a message waits for an
 //! earlier operation on the same memory, and an operation for an earlier message. The caller holds the group's lock, so
 //! `Shm` is plain single-threaded code.
