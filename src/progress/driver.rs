@@ -77,35 +77,47 @@ pub fn wait_until(group: &dyn Driven, host: &dyn Host, until: Option<Instant>, d
         // and signals.
         if now - last_look >= POLL_INTERVAL {
             last_look = now;
-            // `interrupted` may wait for the interpreter's lock, for seconds: meanwhile this thread drives nothing and
-            // must not count as a driver, so another thread must be able to take over.
-            start_progress(group.domain());
-            if driving.pause(|| host.interrupted()) {
+            if !look_around(group, host, &driving) {
                 return Outcome::Interrupted;
             }
-            group.check_deadlines_and_peers();
-            // Of the other groups, too: while a thread waits, the progress thread checks no deadlines.
-            group.domain().busy().iter().for_each(|other| other.check_deadlines_and_peers());
         }
         if moved {
             continue;
         }
         idle = now - *idle_since.get_or_insert(now);
+        let next_look = POLL_INTERVAL - (now - last_look).min(POLL_INTERVAL);
         if idle < spin_policy.spin {
             continue;
+        } else if idle < spin_policy.spin + spin_policy.yield_for {
+            yield_core(group, &done);
+        } else {
+            let pause = until.map_or(next_look, |until| (until - now).min(next_look));
+            sleep(group.domain(), Some(group), pause.max(Duration::from_micros(50)), &done);
         }
-        if idle < spin_policy.spin + spin_policy.yield_for {
-            if spin_policy.own_cores && may_dodge(group.domain()) && group.shares_core() {
-                sleep(group.domain(), Some(group), spin_policy.yield_for, &done);
-            } else {
-                std::thread::yield_now();
-            }
-            continue;
-        }
-        let pause = until
-            .map_or(POLL_INTERVAL, |until| (until - now).min(POLL_INTERVAL))
-            .min(POLL_INTERVAL - (now - last_look).min(POLL_INTERVAL));
-        sleep(group.domain(), Some(group), pause.max(Duration::from_micros(50)), &done);
+    }
+}
+
+/// Checks signals, and the deadlines and peers of all groups of the process. False when a signal ends the wait.
+fn look_around(group: &dyn Driven, host: &dyn Host, driving: &roles::Driving<'_, Domain>) -> bool {
+    // `interrupted` may wait for the interpreter's lock, for seconds: meanwhile this thread drives nothing and must not
+    // count as a driver, so another thread must be able to take over.
+    start_progress(group.domain());
+    if driving.pause(|| host.interrupted()) {
+        return false;
+    }
+    group.check_deadlines_and_peers();
+    // Of the other groups, too: while a thread waits, the progress thread checks no deadlines.
+    group.domain().busy().iter().for_each(|other| other.check_deadlines_and_peers());
+    true
+}
+
+/// Gives the core to another thread; where it is a peer's, by a short sleep (`may_dodge`).
+fn yield_core(group: &dyn Driven, done: &impl Fn() -> bool) {
+    let spin_policy = group.spin_policy();
+    if spin_policy.own_cores && may_dodge(group.domain()) && group.shares_core() {
+        sleep(group.domain(), Some(group), spin_policy.yield_for, done);
+    } else {
+        std::thread::yield_now();
     }
 }
 

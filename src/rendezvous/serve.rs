@@ -26,6 +26,42 @@ struct Participant {
     mapped: bool,
 }
 
+/// The connections of the ranks while the memory is handed out.
+struct Serving {
+    listener: OwnedFd,
+    /// Connections that have not said whose they are.
+    strangers: Vec<OwnedFd>,
+    /// By rank; `None` at rank 0 and for ranks without a connection.
+    participants: Vec<Option<Participant>>,
+    /// The ranks that have connected at some time.
+    came: Vec<bool>,
+    /// Rank 0 has populated its own part of the memory.
+    ready: bool,
+}
+
+impl Serving {
+    fn new(listener: OwnedFd, size: usize) -> Serving {
+        let participants = (0..size).map(|_| None).collect();
+        Serving { listener, strangers: Vec::new(), participants, came: vec![false; size], ready: false }
+    }
+
+    fn all_came(&self) -> bool {
+        self.participants[1..].iter().all(Option::is_some)
+    }
+
+    /// The ranks that have not signed the memory.
+    fn unfinished(&self) -> Vec<usize> {
+        let signed = |rank: &usize| self.participants[*rank].as_ref().is_some_and(|participant| participant.mapped);
+        (1..self.participants.len()).filter(|rank| !signed(rank)).collect()
+    }
+
+    /// What rank 0 hears of next: a connection, the word of a rank that has none yet, or one that is not finished.
+    fn sockets(&self) -> impl Iterator<Item = &OwnedFd> {
+        let open = self.participants.iter().flatten().filter(|participant| !participant.mapped);
+        self.strangers.iter().chain(open.map(|participant| &participant.socket)).chain([&self.listener])
+    }
+}
+
 impl Coordinator<'_, '_> {
     /// Publishes the socket and serves the ranks that connect, until all have signed the memory.
     pub(super) fn share(&mut self, id: Nonce, to_share: MemoryToShare) -> Result<Step> {
@@ -35,10 +71,7 @@ impl Coordinator<'_, '_> {
             Err(error) => return Ok(Step::Impossible(format!("rank 0 cannot open a unix socket ({error})"))),
         };
         sign(&to_share.segment, 0, &self.nonce(0), &id);
-        let mut participants: Vec<Option<Participant>> = (0..self.size()).map(|_| None).collect();
-        let mut strangers: Vec<OwnedFd> = Vec::new();
-        let mut came = vec![false; self.size()];
-        let mut ready = false;
+        let mut serving = Serving::new(listener, self.size());
         let mut decision = self.decision(id, Mode::Share, "", &name);
         if let Some(group_peers) = &to_share.group_peers {
             decision.known = (group_peers.id(), group_peers.places().iter().map(|place| *place as u32).collect());
@@ -50,63 +83,62 @@ impl Coordinator<'_, '_> {
         // Ranks that start together have connected long before this interval is over.
         self.looked = Instant::now();
         loop {
-            if let Err(reason) =
-                self.welcome((id, to_share.group_peers.as_ref()), &listener, &mut strangers, &mut participants)
-            {
+            if let Err(reason) = self.serve(id, &to_share, &mut serving) {
                 return Ok(Step::Impossible(reason));
             }
-            // Ranks that meet for the first time get the descriptors of all others' processes, known peers only the
-            // memory.
-            let all_came = participants[1..].iter().all(Option::is_some);
-            if (all_came || to_share.group_peers.is_some())
-                && let Err(reason) = self.offer(id, &to_share, &mut participants)
-            {
-                return Ok(Step::Impossible(reason));
-            }
-            // At the same time as the others.
-            if all_came && !ready {
-                if let Err(error) = make_ready(&to_share.segment, self.size(), 0) {
-                    return Ok(Step::Impossible(error.text().trim_start_matches("sagellm: ").to_string()));
-                }
-                ready = true;
-            }
-            if let Err(reason) = hear(id, &mut participants) {
-                return Ok(Step::Impossible(reason));
-            }
-            for (came, participant) in came.iter_mut().zip(&participants) {
-                *came |= participant.is_some();
-            }
-            let unfinished: Vec<usize> = (1..self.size())
-                .filter(|rank| participants[*rank].as_ref().is_none_or(|participant| !participant.mapped))
-                .collect();
+            let unfinished = serving.unfinished();
             if unfinished.is_empty() {
-                return self.conclude(id, to_share, participants);
+                return self.conclude(id, to_share, serving.participants);
             }
             if self.due() {
                 // A message to a mailbox was lost, or its owner was replaced or is slow.
                 if !std::mem::replace(&mut stored, true) {
                     self.store(&decision)?;
                 }
-                for rank in &unfinished {
-                    if self.look(*rank)? {
-                        return Ok(Step::Changed);
-                    }
-                    if let Some(reason) = self.answered(*rank, id)?.filter(|reason| !reason.is_empty()) {
-                        return Ok(Step::Impossible(reason));
-                    }
+                if let Some(step) = self.refused_or_replaced(id, &unfinished)? {
+                    return Ok(step);
                 }
                 // Two store requests per rank: with many ranks, most of the time must remain for those that connect.
                 self.looked = Instant::now();
             }
-            let open = participants
-                .iter()
-                .flatten()
-                .filter(|participant| !participant.mapped)
-                .map(|participant| &participant.socket);
-            let sockets = strangers.iter().chain(open).chain([&listener]);
-            let (missing, waits) = late_ranks(&participants, &came);
-            self.pause(&missing, waits, sockets)?;
+            let (missing, waits) = late_ranks(&serving.participants, &serving.came);
+            self.pause(&missing, waits, serving.sockets())?;
         }
+    }
+
+    /// One pass over the connections: whoever has come gets the memory, and says that it has mapped it. The error is a
+    /// reason not to share.
+    fn serve(&mut self, id: Nonce, to_share: &MemoryToShare, serving: &mut Serving) -> std::result::Result<(), String> {
+        self.welcome((id, to_share.group_peers.as_ref()), serving)?;
+        // Ranks that meet for the first time get the descriptors of all others' processes, known peers only the memory.
+        let all_came = serving.all_came();
+        if all_came || to_share.group_peers.is_some() {
+            self.offer(id, to_share, &mut serving.participants)?;
+        }
+        // At the same time as the others.
+        if all_came && !serving.ready {
+            make_ready(&to_share.segment, self.size(), 0)
+                .map_err(|error| error.text().trim_start_matches("sagellm: ").to_string())?;
+            serving.ready = true;
+        }
+        hear(id, &mut serving.participants)?;
+        for (came, participant) in serving.came.iter_mut().zip(&serving.participants) {
+            *came |= participant.is_some();
+        }
+        Ok(())
+    }
+
+    /// Looks into the store for the ranks that are not finished: whether one has a new nonce, or cannot share.
+    fn refused_or_replaced(&mut self, id: Nonce, unfinished: &[usize]) -> Result<Option<Step>> {
+        for rank in unfinished {
+            if self.look(*rank)? {
+                return Ok(Some(Step::Changed));
+            }
+            if let Some(reason) = self.answered(*rank, id)?.filter(|reason| !reason.is_empty()) {
+                return Ok(Some(Step::Impossible(reason)));
+            }
+        }
+        Ok(None)
     }
 
     /// Accepts connections and identifies them. Any process on this host may connect, so only a rank that shows the
@@ -114,10 +146,9 @@ impl Coordinator<'_, '_> {
     fn welcome(
         &mut self,
         (id, group_peers): (Nonce, Option<&GroupPeers>),
-        listener: &OwnedFd,
-        strangers: &mut Vec<OwnedFd>,
-        participants: &mut [Option<Participant>],
+        serving: &mut Serving,
     ) -> std::result::Result<(), String> {
+        let Serving { listener, strangers, participants, .. } = serving;
         while let Some(socket) =
             unix_socket::accept(listener).map_err(|error| format!("rank 0 cannot accept connections ({error})"))?
         {

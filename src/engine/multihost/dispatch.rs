@@ -7,7 +7,7 @@ use super::lanes::{Lanes, Task};
 use super::vector::{Vector, cut};
 use crate::error::{Error, Result};
 use crate::op::Op;
-use crate::types::{Kind, Span};
+use crate::types::{Kind, Request, Span};
 
 impl Lanes {
     pub(super) fn dispatch(&self, run: &mut BatchRun, task: &Task) -> Result<()> {
@@ -23,14 +23,7 @@ impl Lanes {
                     _ => run.reduce(&vector, &range, root),
                 }
             }
-            Kind::Broadcast => {
-                let data = if self.host_map.me == root { request.inputs() } else { request.outputs() };
-                let total: usize = data.iter().map(|span| span.bytes).sum();
-                let cut_at = |n: usize| total / task.batch.segments * n;
-                let end =
-                    if task.batch.segment + 1 == task.batch.segments { total } else { cut_at(task.batch.segment + 1) };
-                run.broadcast(&cut(data, &(cut_at(task.batch.segment)..end)), root)
-            }
+            Kind::Broadcast => self.broadcast(run, task),
             Kind::AllGather => {
                 let input: Vec<Span> = task.ops.iter().flat_map(|op| op.request.inputs().iter().copied()).collect();
                 let mut outputs = vec![Vec::new(); ranks];
@@ -40,25 +33,7 @@ impl Lanes {
                 }
                 run.all_gather(&input, &outputs)
             }
-            Kind::ReduceScatter => {
-                let blocks = blocks(request.inputs(), &request.in_blocks, ranks);
-                let sizes: Vec<usize> = blocks.iter().map(|block| block.iter().map(|span| span.bytes).sum()).collect();
-                let mut vector = Vector::new(request.op);
-                if self.settings.strict {
-                    vector.push(request.dtype, request.inputs(), &[], ranks)?;
-                    return run.reduce_scatter_strict(&vector, &sizes, request.outputs());
-                }
-                let rails = run.over_rails();
-                let order: Vec<usize> =
-                    if rails { self.host_map.rails().flatten().collect() } else { self.host_map.by_host().collect() };
-                let in_order: Vec<Span> = order.iter().flat_map(|rank| blocks[*rank].iter().copied()).collect();
-                vector.push(request.dtype, &in_order, &[], ranks)?;
-                if rails {
-                    run.reduce_scatter_over_rails(&vector, &sizes, request.outputs())
-                } else {
-                    run.reduce_scatter(&vector, &sizes, request.outputs())
-                }
-            }
+            Kind::ReduceScatter => self.reduce_scatter(run, request),
             Kind::Gather => {
                 let size: usize = request.inputs().iter().map(|span| span.bytes).sum();
                 let outputs = if self.host_map.me == root { blocks(request.outputs(), &[], ranks) } else { Vec::new() };
@@ -75,6 +50,38 @@ impl Lanes {
             }
             Kind::Barrier => run.barrier(),
             Kind::Send | Kind::Recv => Err(Error::Bug("sagellm: a send or receive reached a lane".to_string())),
+        }
+    }
+
+    /// One segment of a broadcast.
+    fn broadcast(&self, run: &mut BatchRun, task: &Task) -> Result<()> {
+        let (request, batch) = (&task.ops[0].request, &task.batch);
+        let root = request.root as usize;
+        let data = if self.host_map.me == root { request.inputs() } else { request.outputs() };
+        let total: usize = data.iter().map(|span| span.bytes).sum();
+        let cut_at = |n: usize| if n == batch.segments { total } else { total / batch.segments * n };
+        run.broadcast(&cut(data, &(cut_at(batch.segment)..cut_at(batch.segment + 1))), root)
+    }
+
+    /// The blocks in the order in which the hosts, or the rails, add them.
+    fn reduce_scatter(&self, run: &mut BatchRun, request: &Request) -> Result<()> {
+        let ranks = self.host_map.ranks();
+        let blocks = blocks(request.inputs(), &request.in_blocks, ranks);
+        let sizes: Vec<usize> = blocks.iter().map(|block| block.iter().map(|span| span.bytes).sum()).collect();
+        let mut vector = Vector::new(request.op);
+        if self.settings.strict {
+            vector.push(request.dtype, request.inputs(), &[], ranks)?;
+            return run.reduce_scatter_strict(&vector, &sizes, request.outputs());
+        }
+        let rails = run.over_rails();
+        let order: Vec<usize> =
+            if rails { self.host_map.rails().flatten().collect() } else { self.host_map.by_host().collect() };
+        let in_order: Vec<Span> = order.iter().flat_map(|rank| blocks[*rank].iter().copied()).collect();
+        vector.push(request.dtype, &in_order, &[], ranks)?;
+        if rails {
+            run.reduce_scatter_over_rails(&vector, &sizes, request.outputs())
+        } else {
+            run.reduce_scatter(&vector, &sizes, request.outputs())
         }
     }
 

@@ -287,6 +287,9 @@ impl Bulk<'_> {
         true
     }
 
+    /// Writes what the peers read in round `g`, the `k`-th of the operation. One function, because it is one table: a short
+    /// arm for each kind that says which bytes go where.
+    ///
     /// # Safety
     /// This rank may write its stage buffer of round `g`.
     unsafe fn fill(&mut self, state: &Rounds, k: u64, g: u64) {
@@ -384,6 +387,8 @@ impl Bulk<'_> {
         true
     }
 
+    /// Reads the peers' stage buffers of round `g`; one table of the kinds, as `fill`.
+    ///
     /// # Safety
     /// The peers' stage buffers of round `g` are ready; this rank may write its result buffer of round `result`.
     unsafe fn take(&mut self, state: &Rounds, k: u64, g: u64, result: u64) {
