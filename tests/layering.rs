@@ -326,6 +326,21 @@ fn vendors_are_named_where_their_code_is() {
     assert!(found.is_empty(), "outside of engine/device, or to be listed with a reason: {found:#?}");
 }
 
+#[test]
+fn the_engine_of_devices_reaches_a_library_by_its_row_alone() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/engine/device");
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() || path.ends_with("mod.rs") {
+            continue;
+        }
+        let text = std::fs::read_to_string(&path).unwrap();
+        for library in ["nccl", "hccl", "cncl"] {
+            assert!(!text.contains(&format!("libs::{library}")), "{} uses {library}'s own files", path.display());
+        }
+    }
+}
+
 /// Folders of `cpp/`, from top to bottom; a file includes headers of its own folder and of those below it. `compat.hpp`,
 /// the conditions on torch, is everybody's.
 const CPP_LAYERS: [&str; 5] = ["c10d", "device", "work", "lower", "host"];

@@ -9,8 +9,8 @@ use super::communicators::{Exchange, Ranks};
 use super::engine::DeviceEngine;
 use super::group::{Counted, DeviceRequest, Terms};
 use super::layout::Layout;
-use super::libs::nccl::tuner;
 use super::lowering::{LoweringInput, lower};
+use super::rules;
 use super::watchdog::Watched;
 use crate::error::{Error, Result};
 use crate::select::rules::AlgorithmChoice;
@@ -132,7 +132,7 @@ impl DeviceEngine {
         let asked = LoweringInput { ranks: ranks.count(size), ..call.asked };
         let mut lowering = lower(&asked, self.capabilities()).map_err(Error::Invalid)?;
         if let Some(AlgorithmChoice::Hosts { algorithm, .. }) =
-            tuner::said(self.group.policy(), asked.kind, call.read())
+            rules::named(self.group.policy(), asked.kind, call.read())
             && lowering.why.is_empty()
         {
             lowering.why = format!("one call of the library; a rule or line names {}", algorithm.name());

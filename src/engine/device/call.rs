@@ -10,7 +10,6 @@ use super::engine::DeviceEngine;
 use super::group::Counted;
 use super::launch::{Job, Launched, launch};
 use super::layout::Layout;
-use super::libs::nccl::profiler;
 use super::lock;
 use super::lowering::Lowering;
 use super::runtime::{SPARES_CAPTURES, Stream};
@@ -195,11 +194,8 @@ impl DeviceCall {
                 if several > 1 {
                     why += &format!("; one of {several} calls issued together");
                 }
-                let ran = self.communicator.as_ref().and_then(|own| profiler::ran(own.name(), call.kind, call.bytes));
-                let ran = ran.map(|ran| {
-                    let (algorithm, protocol) = (ran.algorithm.text(), ran.protocol.text());
-                    format!("{algorithm}, protocol {protocol}, {} channels", ran.channels)
-                });
+                let api = &self.engine.api;
+                let ran = self.communicator.as_ref().and_then(|own| api.ran(own.name(), call.kind, call.bytes));
                 Carried {
                     name: call.name.clone(),
                     bytes: call.bytes,

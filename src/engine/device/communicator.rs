@@ -11,7 +11,8 @@ use super::lowering::Capabilities;
 use super::runtime::{Runtime, Stream};
 use crate::error::{Error, Result};
 use crate::os::watch;
-use crate::types::{Dtype, ReduceOp};
+use crate::select::Policy;
+use crate::types::{Dtype, Kind, ReduceOp};
 
 /// An open vendor library.
 pub trait Api: Send + Sync {
@@ -25,6 +26,30 @@ pub trait Api: Send + Sync {
     fn create(self: Arc<Self>, setup: Setup) -> Result<Arc<dyn Communicator>>;
     /// A result code of the library in words.
     fn describe_error(&self, code: i32) -> String;
+
+    // How the group's rules reach a library, and what it tells of its own choice. The defaults are those of a library that
+    // neither asks nor tells.
+
+    /// The word for `Setup::algorithm`, where the policy names one algorithm for all operations of a communicator.
+    fn algorithm(&self, _policy: &Policy) -> &'static str {
+        ""
+    }
+    /// Lets the library ask the policy about each operation of the communicator of this name, which no other has, as long
+    /// as what is returned lives. Called before it is made.
+    fn steer(&self, _name: &str, _policy: &Arc<Policy>) -> Option<Box<dyn Steering>> {
+        None
+    }
+    /// What the library said that it ran last for operations of this kind and about this size, in communicators of that
+    /// name.
+    fn ran(&self, _name: &str, _kind: Kind, _bytes: u64) -> Option<String> {
+        None
+    }
+}
+
+/// A communicator about which the library asks us.
+pub trait Steering: Send + Sync {
+    /// Asked when the communicator was made: why the library does not ask, where it should.
+    fn problem(&self) -> Option<String>;
 }
 
 /// Asked again and again by a thread that waits for a library; an error ends the wait with it. So a signal or a group

@@ -6,9 +6,8 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
 
-use super::communicator::{Communicator, GoOn, Split};
+use super::communicator::{Communicator, GoOn, Split, Steering};
 use super::group::DeviceGroup;
-use super::libs::nccl::tuner;
 use super::lock;
 use super::pairs::Pairs;
 use super::watchdog::Library;
@@ -60,7 +59,7 @@ pub struct DeviceComm {
     /// It ended when nothing was under way in it: what the device has passed is well. Written before `ended`.
     pub(super) drained: AtomicBool,
     /// A library that asks which algorithm to take is told by our rules while this lives.
-    pub(super) _steered: tuner::Steered,
+    pub(super) _steering: Option<Box<dyn Steering>>,
 }
 
 /// Those of one group.

@@ -28,7 +28,6 @@ pub struct DeviceEngine {
     pub(super) group: Arc<dyn DeviceGroup>,
     /// torch's name of the device type.
     pub(super) device_type: String,
-    pub(super) vendor: Vendor,
     pub(super) api: Arc<dyn Api>,
     pub(super) runtime: Arc<dyn Runtime>,
     pub(super) communicators: Communicators,
@@ -66,7 +65,6 @@ impl DeviceEngine {
         Ok(DeviceEngine {
             group,
             device_type: device_type.to_string(),
-            vendor,
             api,
             runtime,
             communicators: Communicators::default(),

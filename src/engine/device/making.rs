@@ -8,10 +8,8 @@ use std::time::{Duration, Instant};
 use super::communicator::{Communicator, GoOn, Setup};
 use super::communicators::{DeviceComm, Exchange, Ranks, patience};
 use super::engine::DeviceEngine;
-use super::libs::nccl::tuner;
+use super::lock;
 use super::pairs::Pairs;
-use super::{Vendor, lock};
-use crate::config;
 use crate::error::{Error, Result};
 
 impl DeviceEngine {
@@ -191,13 +189,9 @@ impl DeviceEngine {
         let count = lock(made).entry(whose.to_string()).and_modify(|count| *count += 1).or_insert(0).to_owned();
         let group = self.group.name();
         let name = format!("sagellm:{group}:{whose}:{count}");
-        let policy = Arc::clone(self.group.policy());
-        let algorithm = tuner::algorithm_of_all(&policy).to_string();
-        let plugged = self.vendor == Vendor::Nccl && (tuner::steers(&policy) || config::explains_devices());
-        let steered = tuner::steer(&name, policy);
-        if plugged {
-            tuner::announce();
-        }
+        let policy = self.group.policy();
+        let algorithm = self.api.algorithm(policy).to_string();
+        let steering = self.api.steer(&name, policy);
         self.runtime.set_device(device)?;
         let communicator = make(name.clone(), algorithm).inspect_err(|error| {
             // Nobody knows which ranks are in the library still.
@@ -205,18 +199,13 @@ impl DeviceEngine {
                 self.group.fail(error.clone());
             }
         })?;
-        if plugged && !tuner::was_told_of(&name) {
-            log::warn!(
-                "group '{group}': its rules, and SAGELLM_EXPLAIN=1, come too late for NCCL, which looks for plugins with \
-                 the first communicator of a process, or the variable NCCL_PROFILER_PLUGIN names another: set \
-                 NCCL_TUNER_PLUGIN and NCCL_PROFILER_PLUGIN to {} before the program starts",
-                tuner::file()
-            );
+        if let Some(problem) = steering.as_ref().and_then(|steering| steering.problem()) {
+            log::warn!("group '{group}': {problem}");
         }
         let (rank, ranks) = (communicator.rank(), communicator.ranks());
         log::info!("group '{group}': {} {device} is rank {rank} of {ranks} in '{name}'", self.device_type);
         let (ended, drained) = (AtomicBool::new(false), AtomicBool::new(false));
-        Ok(DeviceComm { communicator, name, parts: AtomicU32::new(0), ended, drained, _steered: steered })
+        Ok(DeviceComm { communicator, name, parts: AtomicU32::new(0), ended, drained, _steering: steering })
     }
 
     /// Ends a wait for the other ranks of a communicator when a signal came or the group has failed.

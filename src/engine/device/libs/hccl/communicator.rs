@@ -8,12 +8,16 @@ use std::time::{Duration, Instant};
 
 use super::declarations as sys;
 use super::declarations::{Comm, Config, RootInfo, SendRecvItem};
+use crate::algorithms::Algorithm;
 use crate::engine::device::communicator::*;
 use crate::engine::device::libs::common::*;
 use crate::engine::device::libs::loader::{Hints, Known, Library};
 use crate::engine::device::lowering::{Capabilities, Double, Ops};
+use crate::engine::device::rules;
 use crate::engine::device::runtime::Stream;
 use crate::error::Result;
+use crate::select::Policy;
+use crate::select::rules::AlgorithmChoice;
 use crate::types::{Dtype, ReduceOp};
 
 static KNOWN_HCOMM: Known = Known {
@@ -115,6 +119,15 @@ impl Hccl {
     }
 }
 
+/// The word of the communicator config for an algorithm that holds for every operation and size, else "".
+fn algorithm_word(policy: &Policy) -> &'static str {
+    match rules::named_for_all(policy) {
+        Some(AlgorithmChoice::Hosts { algorithm: Algorithm::Ring, .. }) => "level0:NA;level1:ring",
+        Some(AlgorithmChoice::Hosts { algorithm: Algorithm::Halving, .. }) => "level0:NA;level1:H-D_R",
+        _ => "",
+    }
+}
+
 /// With the version, if the runtime tells it: major * 10^7 + minor * 10^5 + patch * 10^3.
 fn name(table: &sys::Table) -> String {
     let mut number = 0;
@@ -135,6 +148,10 @@ impl Api for Hccl {
 
     fn describe(&self) -> String {
         format!("{} ({})", self.able.name, self.library.path)
+    }
+
+    fn algorithm(&self, policy: &Policy) -> &'static str {
+        algorithm_word(policy)
     }
 
     fn unique_id(&self) -> Result<Vec<u8>> {
@@ -370,5 +387,21 @@ impl Calls for Hccl {
 
     fn close(comm: &Arc<Joined<Hccl>>, deadline: Duration) -> Result<()> {
         Hccl::destroy(comm, "closed", deadline, deadline)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::select::rules::Rules;
+
+    #[test]
+    fn one_algorithm_for_everything_is_a_word_of_the_config() {
+        let of = |rules: &str| algorithm_word(&Policy { rules: Rules::parse(rules).unwrap(), ..Policy::default() });
+        assert_eq!(of("*:0-=ring"), "level0:NA;level1:ring");
+        assert_eq!(of("*:0-=halving_doubling"), "level0:NA;level1:H-D_R");
+        for rules in ["", "*:0-1KiB=ring", "all_reduce:0-=ring", "*:0-=start"] {
+            assert_eq!(of(rules), "");
+        }
     }
 }

@@ -5,6 +5,7 @@ use std::ffi::{CStr, CString, c_int, c_void};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::{profiler, tuner};
 use crate::engine::device::communicator::*;
 use crate::engine::device::libs::common::*;
 use crate::engine::device::libs::loader::{Hints, Known, Library, Needed};
@@ -12,7 +13,8 @@ use crate::engine::device::lowering::{Capabilities, Double, Ops};
 use crate::engine::device::runtime::{Runtime, Stream};
 use crate::error::{Error, Result};
 use crate::reduce::{f32_to_bf16, f32_to_f16};
-use crate::types::{Dtype, ReduceOp};
+use crate::select::Policy;
+use crate::types::{Dtype, Kind, ReduceOp};
 use nccl_sys::{self as sys, Comm, Config, UniqueId};
 
 pub static KNOWN: Known = Known {
@@ -216,6 +218,15 @@ impl Api for Nccl {
             text(unsafe { get(code) })
         });
         format!("{} (ncclResult_t {code})", words.unwrap_or_default())
+    }
+
+    fn steer(&self, name: &str, policy: &Arc<Policy>) -> Option<Box<dyn Steering>> {
+        Some(Box::new(tuner::steer(name, policy)))
+    }
+
+    fn ran(&self, name: &str, kind: Kind, bytes: u64) -> Option<String> {
+        let ran = profiler::ran(name, kind, bytes)?;
+        Some(format!("{}, protocol {}, {} channels", ran.algorithm.text(), ran.protocol.text(), ran.channels))
     }
 }
 

@@ -31,8 +31,11 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use once_cell::sync::OnceCell;
 
 use crate::algorithms::Algorithm;
+use crate::config;
+use crate::engine::device::communicator::Steering;
+use crate::engine::device::rules;
 use crate::select::Policy;
-use crate::select::rules::{AlgorithmChoice, Rule};
+use crate::select::rules::AlgorithmChoice;
 use crate::types::Kind;
 
 /// NCCL_ALGO_*
@@ -52,18 +55,10 @@ fn kind_of(function: c_int) -> Option<Kind> {
     })
 }
 
-/// What the rules, else the table, say to a library about an operation: the first that names an algorithm of libraries.
-pub fn said(policy: &Policy, kind: Kind, bytes: u64) -> Option<AlgorithmChoice> {
-    let means = |rule: &&Rule| matches!(rule.way, AlgorithmChoice::Start | AlgorithmChoice::Hosts { .. });
-    let rule = policy.rules.0.iter().filter(|rule| rule.fits(kind, bytes)).find(means);
-    let line = || policy.table.as_ref().and_then(|table| table.find(kind, bytes)).map(|line| &line.rule).filter(means);
-    rule.or_else(line).map(|rule| rule.way).filter(|way| *way != AlgorithmChoice::Start)
-}
-
 /// NCCL's algorithm for an operation by the first rule that fits, else by the first line of the table; `None` leaves the
 /// choice to NCCL. `bytes` as `select` counts them.
-pub fn algorithm(policy: &Policy, kind: Kind, bytes: u64) -> Option<usize> {
-    match said(policy, kind, bytes)? {
+fn algorithm(policy: &Policy, kind: Kind, bytes: u64) -> Option<usize> {
+    match rules::named(policy, kind, bytes)? {
         AlgorithmChoice::Hosts { algorithm: Algorithm::Ring, .. } => Some(RING),
         AlgorithmChoice::Hosts { algorithm: Algorithm::DoubleTree | Algorithm::Binomial, .. } => Some(TREE),
         _ => None,
@@ -71,22 +66,12 @@ pub fn algorithm(policy: &Policy, kind: Kind, bytes: u64) -> Option<usize> {
 }
 
 /// Whether some rule or line of the policy names an algorithm of NCCL, so that it has to ask.
-pub fn steers(policy: &Policy) -> bool {
+fn steers(policy: &Policy) -> bool {
     let lines = policy.table.iter().flat_map(|table| table.lines.iter().map(|line| &line.rule));
     policy.rules.0.iter().chain(lines).any(|rule| {
         let AlgorithmChoice::Hosts { algorithm, .. } = rule.way else { return false };
         matches!(algorithm, Algorithm::Ring | Algorithm::DoubleTree | Algorithm::Binomial)
     })
-}
-
-/// The word of HCCL's communicator config for a way that holds for every operation and size, else "".
-pub fn algorithm_of_all(policy: &Policy) -> &'static str {
-    let all = |rule: &&Rule| rule.kind.is_none() && (rule.from, rule.to) == (0, u64::MAX);
-    match policy.rules.0.first().filter(all).map(|rule| rule.way) {
-        Some(AlgorithmChoice::Hosts { algorithm: Algorithm::Ring, .. }) => "level0:NA;level1:ring",
-        Some(AlgorithmChoice::Hosts { algorithm: Algorithm::Halving, .. }) => "level0:NA;level1:H-D_R",
-        _ => "",
-    }
 }
 
 /// What is steered, and what NCCL has told of its communicators. Small, and asked once for each communicator.
@@ -109,17 +94,43 @@ fn registry() -> MutexGuard<'static, Registry> {
 }
 
 /// While it lives, communicators of this name go by this policy. All ranks must steer alike, as with every policy.
-pub struct Steered(String);
+pub struct Steered {
+    name: String,
+    /// NCCL shall ask about it.
+    asks: bool,
+}
 
 /// To be called before the communicator of that name is made, with a name that no other has.
-pub fn steer(name: &str, policy: Arc<Policy>) -> Steered {
-    registry().policies.push((name.to_string(), policy));
-    Steered(name.to_string())
+pub fn steer(name: &str, policy: &Arc<Policy>) -> Steered {
+    registry().policies.push((name.to_string(), Arc::clone(policy)));
+    let asks = steers(policy) || config::explains_devices();
+    if asks {
+        announce();
+    }
+    Steered { name: name.to_string(), asks }
 }
 
 impl Drop for Steered {
     fn drop(&mut self) {
-        registry().policies.retain(|(name, _)| *name != self.0);
+        registry().policies.retain(|(name, _)| *name != self.name);
+    }
+}
+
+impl Steering for Steered {
+    fn problem(&self) -> Option<String> {
+        let told = !self.asks || !numbers_of(&self.name).is_empty(); // the profiler is told when one is made
+        let file = || {
+            own_file()
+                .map_or_else(|| "the extension module of sagellm".into(), |file| file.to_string_lossy().into_owned())
+        };
+        (!told).then(|| {
+            format!(
+                "its rules, and SAGELLM_EXPLAIN=1, come too late for NCCL, which looks for plugins with the first \
+                 communicator of a process, or the variable NCCL_PROFILER_PLUGIN names another: set NCCL_TUNER_PLUGIN and \
+                 NCCL_PROFILER_PLUGIN to {} before the program starts",
+                file()
+            )
+        })
     }
 }
 
@@ -136,16 +147,6 @@ pub(super) fn communicator_is(number: u64, name: &str) {
 /// Numbers of the communicators of that name, in this process.
 pub(super) fn numbers_of(name: &str) -> Vec<u64> {
     registry().names.iter().filter(|(_, own)| own == name).map(|(number, _)| *number).collect()
-}
-
-/// Whether NCCL has told the profiler of a communicator of that name, as it does when it is made.
-pub fn was_told_of(name: &str) -> bool {
-    !numbers_of(name).is_empty()
-}
-
-/// The library of the plugins, for messages.
-pub fn file() -> String {
-    own_file().map_or_else(|| "the extension module of sagellm".into(), |file| file.to_string_lossy().into_owned())
 }
 
 fn policy_of(number: u64) -> Option<Arc<Policy>> {
@@ -228,7 +229,7 @@ pub static ncclTunerPlugin_v6: TunerV6 =
 
 /// Tells NCCL where its plugins are: in the file of this code, if that is a library that exports them (the extension
 /// module, and no test program). Variables that the user has set stay. Once a process, before a communicator is made.
-pub fn announce() {
+fn announce() {
     // Held to the end: no other thread makes a communicator before NCCL knows.
     let mut registry = registry();
     if std::mem::replace(&mut registry.announced, true) {
@@ -373,7 +374,7 @@ mod tests {
 
     #[test]
     fn communicators_are_told_apart_and_steered_by_their_own_rules() {
-        let _one = steer("tuner test one", policy());
+        let _one = steer("tuner test one", &policy());
         communicator_is(11, "tuner test one");
         communicator_is(12, "torch's own");
         let v6 = &ncclTunerPlugin_v6;
@@ -398,20 +399,11 @@ mod tests {
         assert_eq!(algorithm(&policy, Kind::AllReduce, 1), Some(TREE));
         assert_eq!(algorithm(&policy, Kind::Reduce, 1), None);
         assert_eq!(algorithm(&policy, Kind::Broadcast, 1), None);
-        let guard = steer("tuner test two", Arc::new(policy));
+        let guard = steer("tuner test two", &Arc::new(policy));
         communicator_is(21, "tuner test two");
         assert!(policy_of(21).is_some());
         drop(guard);
         assert!(policy_of(21).is_none());
-    }
-
-    #[test]
-    fn rules_of_the_cpu_engines_are_passed_over() {
-        let policy = |rules: &str| Policy { rules: Rules::parse(rules).unwrap(), ..Policy::default() };
-        let rules = policy("*:0-4KiB=slots;all_reduce:0-1KiB=start;*:0-=ring");
-        assert_eq!(said(&rules, Kind::AllReduce, 8), None);
-        assert!(matches!(said(&rules, Kind::AllReduce, 2000), Some(AlgorithmChoice::Hosts { .. })));
-        assert!(matches!(said(&rules, Kind::Broadcast, 8), Some(AlgorithmChoice::Hosts { .. })));
     }
 
     #[test]
@@ -429,15 +421,5 @@ mod tests {
             [get_coll_info(null, 4, 1, 1, std::ptr::null_mut(), -1, 3, 0, std::ptr::null_mut()), finalize(null)]
         };
         assert_eq!(codes, [SUCCESS; 2]);
-    }
-
-    #[test]
-    fn one_way_for_everything_is_a_word_of_the_config() {
-        let of = |rules: &str| algorithm_of_all(&Policy { rules: Rules::parse(rules).unwrap(), ..Policy::default() });
-        assert_eq!(of("*:0-=ring"), "level0:NA;level1:ring");
-        assert_eq!(of("*:0-=halving_doubling"), "level0:NA;level1:H-D_R");
-        for rules in ["", "*:0-1KiB=ring", "all_reduce:0-=ring", "*:0-=start"] {
-            assert_eq!(of(rules), "");
-        }
     }
 }
