@@ -257,6 +257,8 @@ pub mod ffi {
         delegate_reason: String,
         /// The option `delegate`.
         delegate: String,
+        /// The option `vendor`, which is only checked here.
+        vendor: String,
         /// The option `algorithm`, in the syntax of `select/rules.rs`.
         algorithm: String,
         /// `config::Settings`.

@@ -12,6 +12,7 @@ use super::convert::{
 use super::handles::{Core, RustExternalOp, RustGroup, RustOp, RustRendezvous};
 use super::observe::ffi as observed;
 use crate::config::{Config, Settings};
+use crate::engine::device::Vendor;
 use crate::engine::multihost::transport::Link;
 use crate::error::Result;
 use crate::group;
@@ -23,6 +24,7 @@ use crate::types::{CallNote, Dtype, Kind};
 impl RustRendezvous {
     pub(super) fn meet(setup: &ffi::Setup, store: cxx::SharedPtr<ffi::Store>) -> Outcome<ffi::Decision> {
         guarded(|| {
+            Vendor::check_option(&setup.vendor)?;
             let config = Config {
                 rank: setup.rank as usize,
                 size: setup.size as usize,

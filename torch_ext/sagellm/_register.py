@@ -13,8 +13,6 @@ from typing import Any
 NAME = "sagellm"
 #: Overrides the option ``vendor`` of every group, which selects the path of tensors on a device, see docs/devices.md.
 VENDOR = "SAGELLM_VENDOR"
-#: Its values: the best available path, through host memory, or a library.
-VENDORS = ("auto", "host", "nccl", "hccl", "cncl")
 
 
 class Devices(list[str]):
@@ -127,15 +125,11 @@ def _settings(extension: ModuleType, given: Any) -> Any:
 
 
 def _vendor(text: str) -> str:
-    """The option ``vendor``, checked before any rank meets another: a name, or a name and the file of its library."""
+    """The option ``vendor`` as the core reads it, which knows the names and checks it before any rank meets another: a
+    name in small letters, which the file of its library may follow.
+    """
     name, colon, library = text.strip().partition(":")
-    name = name.lower()
-    if name not in VENDORS or (colon and name in VENDORS[:2]):
-        raise ValueError(
-            f"sagellm: the option vendor is {name + colon + library!r}, expected one of {', '.join(VENDORS)}, or one "
-            f'of the last {len(VENDORS) - 2} with the file of its library ("{VENDORS[2]}:/path/to/the/library.so")'
-        )
-    return name + colon + library
+    return name.lower() + colon + library
 
 
 def _detach_flight_recorder() -> None:

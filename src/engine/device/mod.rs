@@ -85,7 +85,7 @@ pub use self::lifetime::Retired;
 pub use self::lowering::{Capabilities, Local, Lowering, LoweringInput, Method, lower};
 pub use self::runtime::{Event, Runtime, SPARES_CAPTURES, Stream, synchronize};
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::types::enumeration;
 
 /// What a thread that panicked has left is as good as before: each value is whole between two statements.
@@ -157,6 +157,22 @@ impl Vendor {
         Vendor::ALL.into_iter().find(|vendor| vendor.name() == name)
     }
 
+    /// Refuses what the option vendor cannot be: "auto", "host", or a vendor's name, which the file of its library may follow.
+    pub fn check_option(option: &str) -> Result<()> {
+        let (name, file) = option.split_once(':').map_or((option, None), |(name, file)| (name, Some(file)));
+        let is_vendor = Vendor::from_name(name).is_some();
+        if is_vendor || file.is_none() && ["auto", "host"].contains(&name) {
+            return Ok(());
+        }
+        let names = Vendor::ALL.map(Vendor::name);
+        Err(Error::Invalid(format!(
+            "sagellm: the option vendor is {option:?}, expected auto, host or one of {}, or one of these with the file of its \
+             library (\"{}:/path/to/the/library.so\")",
+            names.join(", "),
+            names[0]
+        )))
+    }
+
     /// By torch's name of a device type.
     pub fn of_device(device: &str) -> Option<Vendor> {
         ROWS.iter().find(|row| row.device == device).map(|row| row.vendor)
@@ -196,5 +212,16 @@ mod tests {
         }
         assert_eq!(Vendor::of_device("cpu"), None);
         assert_eq!(Vendor::ALL.map(|vendor| vendor.capabilities().id_bytes), [128, 4108, 136]);
+    }
+
+    #[test]
+    fn the_option_names_a_vendor_or_none() {
+        for good in ["auto", "host", "nccl", "hccl", "cncl:/opt/libcncl.so", "nccl:"] {
+            assert_eq!(Vendor::check_option(good), Ok(()), "{good}");
+        }
+        for bad in ["", "rccl", "auto:/opt/libnccl.so", "host:", "nccl /opt/libnccl.so", "NCCL"] {
+            let text = Vendor::check_option(bad).unwrap_err().to_string();
+            assert!(text.contains(bad) && text.contains("auto, host or one of nccl, hccl, cncl"), "{text}");
+        }
     }
 }
