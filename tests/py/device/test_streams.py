@@ -240,6 +240,39 @@ def test_futures_order_whoever_takes_the_value(run: Run) -> None:
     run(futures)
 
 
+def child_takes_a_future(ctx: Context) -> None:
+    device = start(ctx, True, None)
+    target = full(9)
+    with device.held():
+        work: Any = copy(full(3), target)
+        assert work.get_future().done(), "the parent's is complete at issue: what the child gets is the fork's doing"
+        read, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            said = []
+            try:
+                for take in (work.get_future, work.get_future_result):
+                    try:
+                        take().wait()
+                        said.append("nothing was raised")
+                    except (ValueError, RuntimeError) as error:
+                        said.append(str(error))
+            finally:
+                os.write(write, "\n".join(said).encode())
+                os._exit(0)
+        os.close(write)
+        texts = os.read(read, 10_000).decode().split("\n")
+        os.waitpid(pid, 0)
+    assert len(texts) == 2 and all("forked child" in text for text in texts), texts
+    work.wait()
+    holds(target, 3)
+
+
+def test_rule_26_a_forked_child_that_waits_for_a_future_of_a_device_is_refused(run: Run) -> None:
+    """Rule 26: the child has neither the device nor the thread that sees the end; the parent's work ends as ever."""
+    run(child_takes_a_future)
+
+
 def host_waits(ctx: Context, native: bool) -> None:
     from datetime import timedelta
 
