@@ -5,11 +5,14 @@
 //!
 //! **A CPU tensor, one host.** `cpp/c10d/collectives.cpp` describes the call, `cpp/c10d/dispatch.cpp` decides which
 //! engine runs it, `cpp/lower/` checks it and turns its tensors into spans of memory. `ffi/calls.rs` passes it on as a
-//! [`crate::types::Request`]; no panic crosses there. [`group`] gives it its sequence number, signature and deadline
-//! and submits it to the group's [`crate::engine::Engine`]. [`crate::engine::shm`] asks [`select`] whether it uses
-//! slots or rounds, publishes it in shared memory (`small.rs`, `bulk.rs`, messages in `p2p.rs`) and combines the ranks'
-//! numbers with [`reduce`], in the order of the ranks. Where a peer has not come yet, [`progress`] drives the groups of
-//! this process: on the thread that waits, or on the progress thread when no thread waits.
+//! [`crate::types::Request`] (`ffi/convert.rs`); no panic crosses there. [`group`] refuses what does not fit together
+//! (`group/check.rs`), gives the rest a sequence number, signature and deadline as an [`op`], and submits it to the group's
+//! [`crate::engine::Engine`]. [`crate::engine::shm`] enqueues it, publishes it and advances it (`engine/shm/engine.rs`): it
+//! asks [`select`] whether it uses slots or rounds, writes its slot in shared memory (`small.rs`, `bulk.rs`, messages in
+//! `p2p.rs`) and combines the ranks' numbers with [`reduce`], in the order of the ranks. On the way back [`group`] records
+//! its end in [`stats`] and tells its owner (`Op::end`). Where a peer has not come yet, [`progress`] drives the groups of
+//! this process: on the thread that waits, or on the progress thread when no thread waits. `docs/design.md` lists every
+//! file of this way in order.
 //!
 //! **A tensor on a device.** `dispatch.cpp` turns the same description into addresses on the device.
 //! [`crate::engine::device`] checks and numbers it, finds or makes the communicator and decides what to call in the
