@@ -86,7 +86,6 @@ SageBackend::SageBackend(int rank, int size, c10::intrusive_ptr<Options> options
       group_(std::move(group)),
       delegate_reason_(std::move(others.delegate_reason)),
       spans_hosts_(others.spans_hosts),
-      staging_(options_->group_name, options_->vendor),
       delegate_(std::move(others.delegate)),
       link_(std::move(others.link)) {
   init();
@@ -151,24 +150,25 @@ void SageBackend::leave_to_parent() {
   new auto(std::move(delegate_));
   new auto(std::move(link_));
   new auto(std::move(beside_));
-  new auto(std::move(messages_));
+  new auto(std::move(delegated_calls_));
 }
 
 void SageBackend::shutdown() {
   if (::getpid() != process_) return leave_to_parent();
-  std::map<c10::DeviceType, std::shared_ptr<VendorDevices>> vendors;
+  decltype(vendors_) vendors;
   {
     const std::lock_guard<std::mutex> lock(vendor_mutex_);
     vendors.swap(vendors_);
   }
   std::exception_ptr interrupted;
   for (const auto& each : vendors) {
-    if (!each.second) continue;
+    const auto& library = each.second.library;
+    if (!library) continue;
     try {
       if (interrupted) {
-        each.second->abort();
+        library->abort();
       } else {
-        each.second->close(options_->timeout);
+        library->close(options_->timeout);
       }
     } catch (const std::exception&) {
       if (!interrupted) interrupted = std::current_exception();
@@ -210,7 +210,7 @@ void SageBackend::abort_for(const std::string& reason) {
   {
     const std::lock_guard<std::mutex> lock(vendor_mutex_);
     for (const auto& each : vendors_) {
-      if (each.second) each.second->abort();
+      if (each.second.library) each.second.library->abort();
     }
   }
   std::lock_guard<std::mutex> lock(delegate_mutex_);
@@ -229,25 +229,24 @@ std::shared_ptr<VendorDevices> SageBackend::vendor_of(c10::DeviceType type) cons
   if (wanted == "host") return nullptr;
   const std::lock_guard<std::mutex> lock(vendor_mutex_);
   const auto found = vendors_.find(type);
-  if (found != vendors_.end()) return found->second;
+  if (found != vendors_.end()) return found->second.library;
   const size_t colon = wanted.find(':');
   const std::string library = colon == std::string::npos ? "" : wanted.substr(colon + 1);
-  std::shared_ptr<VendorDevices> made;
+  VendorFound made;
   try {
     auto& self = const_cast<SageBackend&>(*this);
     DeviceOwner owner{*group_,   getRank(),
                       getSize(), events_,
                       store_,    [&self](at::Tensor& bytes, int from, int to) {
                         self.share(bytes, from, to); }};
-    made = std::make_shared<VendorDevices>(std::move(owner), type, wanted.substr(0, colon), library,
-                                           options_->library_folders);
+    made.library = std::make_shared<VendorDevices>(std::move(owner), type, wanted.substr(0, colon), library,
+                                                   options_->library_folders);
   } catch (const std::exception& error) {
     // Who names a library wants that one.
     if (wanted != "auto") throw;
-    staging_.set_reason(type, error.what());
+    made.missing = error.what();
   }
-  vendors_.emplace(type, made);
-  return made;
+  return vendors_.emplace(type, std::move(made)).first->second.library;
 }
 
 std::string SageBackend::device_library(c10::DeviceType type) const {

@@ -27,6 +27,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <functional>
 #include <limits>
 #include <memory>
@@ -38,7 +39,7 @@
 #include "c10d/beside.hpp"
 #include "c10d/region.hpp"
 #include "compat.hpp"
-#include "device/staging.hpp"
+#include "device/streams.hpp"
 #include "host/errors.hpp"
 #include "host/link.hpp"
 #include "lower/call.hpp"
@@ -112,7 +113,7 @@ class SageBackend final : public c10d::Backend {
     return checked([&] { return group_->explain({asked, {}, 0, {}}); });
   }
   // Why tensors on devices of this kind travel through host memory.
-  std::string device_reason(c10::DeviceType type) const { return staging_.reason(type); }
+  std::string device_reason(c10::DeviceType type) const;
   // The library that carries tensors on such devices, or empty.
   std::string device_library(c10::DeviceType type) const;
   // What the group has done, and its last operations.
@@ -256,11 +257,11 @@ class SageBackend final : public c10d::Backend {
   void run_own(const CallDesc& call, CallDesc::Delegate delegate);
   // Issues an operation that is a part of a call; only who has the Work hears of its end.
   c10::intrusive_ptr<SageWork> issue_part(Plan& plan, c10d::OpType type, Tensors keep) const;
-  // `host` is `call` with copies in host memory.
-  WorkPtr submit_staged(Plans& plans, const CallDesc& call, const CallDesc& host,
-                        const std::shared_ptr<Transfer>& transfer);
-  WorkPtr through_host_by_delegate(const CallDesc& call, const CallDesc& host, c10::Device device,
-                                   std::vector<Transfer::Pair> pairs);
+  WorkPtr through_host_by_delegate(const CallDesc& call, c10::Device device);
+  // Until what the caller's stream holds has run; refuses a stream that is being captured.
+  void wait_for_stream(const char* op, c10::Device device);
+  // The first staged call of a group is told of, that of a process as a warning.
+  void tell_of_staging(c10::Device device);
 
   // Collectives that the core does not know as a whole, or not at all: a barrier ends behind them.
   WorkPtr beside(WorkPtr work);
@@ -268,12 +269,17 @@ class SageBackend final : public c10d::Backend {
   WorkPtr barrier_behind(std::vector<WorkPtr> earlier, const CallDesc& call);
   WorkPtr allreduce_coo(const CallDesc& call);
   // Hands a message to the delegate. In a group over several hosts the lanes, which carry its collectives, do not see
-  // it: it waits for those before it that use its memory, and those after it wait for it (`follow_messages`). Here, at
+  // it: it waits for those before it that use its memory, and those after it wait for it (`follow_delegated`). Here, at
   // issue: the delegate could not be told to begin later.
   WorkPtr delegate_message(const CallDesc& call);
-  void follow_messages(c10::ArrayRef<Plan> plans);
-  // Waits for the messages that read or write `memory`, where either side writes.
-  void follow_messages(const Piece& memory, bool writes);
+  // Waits for the collectives of the engine that read or write this memory, where either side writes.
+  void wait_for_engine(const std::vector<Strided>& touched);
+  // The same for calls that the delegate carries, which `add_delegated` has noted.
+  void follow_delegated(const std::vector<Strided>& touched);
+  void follow_delegated(c10::ArrayRef<Plan> plans);
+  void add_delegated(const WorkPtr& work, std::vector<Strided> touched);
+  // Has a callback thread run `job`, whose end is that of `work`; waits for it unless the call is asynchronous.
+  static WorkPtr in_background(c10::intrusive_ptr<SageWork> work, bool async, std::function<void()> job);
 
   // A barrier also comes behind the collectives of this rank on devices: torch does not say for which device one is
   // meant unless the caller names its number.
@@ -310,11 +316,18 @@ class SageBackend final : public c10d::Backend {
   const std::string delegate_reason_;
   const bool spans_hosts_;
   const std::shared_ptr<Events> events_ = std::make_shared<Events>();
-  mutable Staging staging_;
+  // For the copies through host memory.
+  DeviceStreams staging_streams_;
+  std::atomic<bool> told_of_staging_{false};
   Region region_;
+  // What carries tensors on one kind of device: the library of its vendor, or, where that is null, why there is none.
+  struct VendorFound {
+    std::shared_ptr<VendorDevices> library;
+    std::string missing;
+  };
   // Guards what was found; looking for it waits for nobody.
   mutable std::mutex vendor_mutex_;
-  mutable std::map<c10::DeviceType, std::shared_ptr<VendorDevices>> vendors_;
+  mutable std::map<c10::DeviceType, VendorFound> vendors_;
 
   // torch forgets the device of a group that was split off, as far as its backend is concerned.
   std::optional<c10::Device> parents_device_;
@@ -339,8 +352,7 @@ class SageBackend final : public c10d::Backend {
   // Guards the next two.
   std::mutex beside_mutex_;
   std::vector<WorkPtr> beside_;
-  // Messages of a group over several hosts that may be under way.
-  std::vector<DelegatedMessage> messages_;
+  std::vector<DelegatedCall> delegated_calls_;
   friend struct SparseJob;
   // Numbers the sparse all-reduces of this rank, which gives their messages tags of their own.
   std::atomic<uint32_t> sparse_count_{0};

@@ -1,5 +1,5 @@
 // What goes beside the order of the core, and how it is kept in order with the rest: messages that a delegate carries
-// in a group over several hosts, and sparse all-reduces, which are made of messages.
+// in a group over several hosts, its calls through host memory, and sparse all-reduces, which are made of messages.
 #include "c10d/beside.hpp"
 
 #include <algorithm>
@@ -23,44 +23,61 @@ SageBackend::WorkPtr SageBackend::delegate_message(const CallDesc& call) {
   const Tensors& tensors = call.outputs.list();
   const bool usual = tensors.size() == 1 && tensors[0].defined() && tensors[0].layout() == at::kStrided;
   if (delegated() || !usual) return by_delegate(call);
-  const Piece memory = extent(tensors[0]);
-  const bool writes = call.kind == Kind::kRecv;
-  if (memory.bytes > 0) {
-    checked([&] { group_->wait_for_memory(memory, writes); });
-    follow_messages(memory, writes);
-  }
+  std::vector<Strided> touched;
+  if (tensors[0].numel() > 0) touched.push_back(runs_of(tensors[0], call.kind == Kind::kRecv));
+  wait_for_engine(touched);
+  follow_delegated(touched);
   auto work = c10::make_intrusive<SharedMessage>(getRank(), call.label.type, by_delegate(call));
-  const std::lock_guard<std::mutex> lock(beside_mutex_);
-  messages_.push_back({c10::weak_intrusive_ptr<SharedMessage>(work), memory, writes});
+  add_delegated(work, std::move(touched));
   return work;
 }
 
-void SageBackend::follow_messages(const Piece& memory, bool writes) {
-  std::vector<c10::intrusive_ptr<SharedMessage>> earlier;
-  {
-    const std::lock_guard<std::mutex> lock(beside_mutex_);
-    const auto over = [&](const DelegatedMessage& message) {
-      auto work = message.work.lock();
-      if (!work || work->ended()) return true;
-      if ((writes || message.writes) && overlap(memory, message.memory)) earlier.push_back(std::move(work));
-      return false;
-    };
-    messages_.erase(std::remove_if(messages_.begin(), messages_.end(), over), messages_.end());
-  }
-  // How they ended is told by their own Works.
-  for (const auto& work : earlier) (void)failure_of([&] { work->wait(kNoTimeout); });
+void SageBackend::wait_for_engine(const std::vector<Strided>& touched) {
+  for (const Strided& runs : touched) checked([&] { group_->wait_for_memory(extent(runs), runs.written); });
 }
 
-void SageBackend::follow_messages(c10::ArrayRef<Plan> plans) {
+void SageBackend::add_delegated(const WorkPtr& work, std::vector<Strided> touched) {
+  const std::lock_guard<std::mutex> lock(beside_mutex_);
+  delegated_calls_.push_back({c10::weak_intrusive_ptr<c10d::Work>(work), std::move(touched)});
+}
+
+void SageBackend::follow_delegated(const std::vector<Strided>& touched) {
+  std::vector<WorkPtr> earlier;
   {
     const std::lock_guard<std::mutex> lock(beside_mutex_);
-    if (messages_.empty()) return;
+    const auto over = [&](const DelegatedCall& call) {
+      WorkPtr work = call.work.lock();
+      if (!work || work->isCompleted()) return true;
+      if (conflict(call.touched, touched)) earlier.push_back(std::move(work));
+      return false;
+    };
+    delegated_calls_.erase(std::remove_if(delegated_calls_.begin(), delegated_calls_.end(), over),
+                           delegated_calls_.end());
   }
+  // How they ended is told by their own Works.
+  for (const WorkPtr& work : earlier) (void)failure_of([&] { work->wait(kNoTimeout); });
+}
+
+void SageBackend::follow_delegated(c10::ArrayRef<Plan> plans) {
+  {
+    const std::lock_guard<std::mutex> lock(beside_mutex_);
+    if (delegated_calls_.empty()) return;
+  }
+  std::vector<Strided> touched;
   for (const Plan& plan : plans) {
-    for (const Piece& piece : plan.inputs()) follow_messages(piece, false);
-    for (const Piece& piece : plan.outputs()) follow_messages(piece, true);
-    for (const Strided& runs : plan.touched()) follow_messages(extent(runs), runs.written);
+    for (const Piece& piece : plan.inputs()) touched.push_back(run_of(piece, false));
+    for (const Piece& piece : plan.outputs()) touched.push_back(run_of(piece, true));
+    touched.insert(touched.end(), plan.touched().begin(), plan.touched().end());
   }
+  follow_delegated(touched);
+}
+
+SageBackend::WorkPtr SageBackend::in_background(c10::intrusive_ptr<SageWork> work, bool async,
+                                                std::function<void()> job) {
+  CallbackPool::instance().post([work, job = std::move(job)] { work->end(failure_of(job)); });
+  if (async) return work;
+  work->wait(kNoTimeout);
+  return nullptr;
 }
 
 SageBackend::WorkPtr SageBackend::beside(WorkPtr work) {
@@ -81,21 +98,14 @@ std::vector<SageBackend::WorkPtr> SageBackend::pending_beside() {
 
 SageBackend::WorkPtr SageBackend::barrier_behind(std::vector<WorkPtr> earlier, const CallDesc& call) {
   Plan plan(call.op, call.kind, call.timeout);
-  auto own =
-      c10::make_intrusive<SageWork>(getRank(), c10d::OpType::BARRIER, Tensors(), std::make_shared<Events>(), nullptr);
-  own->add(*group_, plan, {});
-  own->seal();
+  auto own = issue_part(plan, c10d::OpType::BARRIER, {});
   const SageWork::Known known{own->getSequencenumber(), call.timeout.count() < 0 ? options_->timeout : call.timeout};
   auto work = c10::make_intrusive<SageWork>(getRank(), c10d::OpType::BARRIER, Tensors(), events_, nullptr, known);
-  CallbackPool::instance().post([own, work, earlier = std::move(earlier), staged = staging_.collectives()] {
-    for (const auto& each : staged) each->wait_settled();
+  return in_background(std::move(work), call.async, [own, earlier = std::move(earlier)] {
     // How they ended is told by their own Works.
     for (const WorkPtr& each : earlier) (void)failure_of([&] { each->wait(kNoTimeout); });
-    work->end(failure_of([&] { own->wait(kNoTimeout); }));
+    own->wait(kNoTimeout);
   });
-  if (call.async) return work;
-  work->wait(kNoTimeout);
-  return nullptr;
 }
 
 }  // namespace sagellm

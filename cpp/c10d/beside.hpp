@@ -1,4 +1,4 @@
-// What goes beside the order of the core: messages that a delegate carries in a group over several hosts.
+// What goes beside the order of the core: calls that a delegate carries.
 #pragma once
 
 #include <atomic>
@@ -29,11 +29,10 @@ class SharedMessage final : public JoinedWork {
   std::atomic<bool> ended_{false};
 };
 
-// One that may be under way, and what it reads or writes. Its Work is the caller's: who drops that has given it up.
-struct DelegatedMessage {
-  c10::weak_intrusive_ptr<SharedMessage> work;
-  Piece memory;
-  bool writes;
+// A call that may be under way, and what it reads or writes. Its Work is the caller's: who drops that has given it up.
+struct DelegatedCall {
+  c10::weak_intrusive_ptr<c10d::Work> work;
+  std::vector<Strided> touched;
 };
 
 }  // namespace sagellm

@@ -167,10 +167,6 @@ std::optional<c10::Device> named_device(const c10d::BarrierOptions& opts) {
 SageBackend::WorkPtr SageBackend::barrier(const c10d::BarrierOptions& opts) {
   CallDesc call("barrier", Kind::kBarrier, {"sagellm:barrier", OpType::BARRIER}, opts);
   call.device = named_device(opts);
-  if (!call.device) {
-    // One that comes behind collectives through host memory is one of their device.
-    if (const auto staged = staging_.collectives(); !staged.empty()) call.device = staged.back()->device;
-  }
   const bool behind_all = !call.device;
   if (call.device) call.device = with_index(*call.device);
   WorkPtr work = dispatch(call, [&](Other& other, const CallDesc&) { return other.barrier(opts); });
@@ -183,7 +179,7 @@ SageBackend::WorkPtr SageBackend::behind_devices(WorkPtr work, bool async) {
   {
     const std::lock_guard<std::mutex> lock(vendor_mutex_);
     for (const auto& each : vendors_) {
-      if (each.second) vendors.push_back(each.second);
+      if (each.second.library) vendors.push_back(each.second.library);
     }
   }
   std::vector<WorkPtr> parts;

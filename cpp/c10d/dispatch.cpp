@@ -1,7 +1,5 @@
 // Who carries a call: the engine of the CPU, the library of its device's vendor, the engine of the CPU with copies in
 // host memory, or the delegate. Decided once, here; `lower` makes the same requests for each.
-#include <ATen/EmptyTensor.h>
-
 #include <algorithm>
 #include <utility>
 
@@ -92,7 +90,7 @@ SageBackend::WorkPtr SageBackend::by_delegate(const CallDesc& call, bool host_st
 // ------------------------------------------------------------------------------------------------ the CPU's engine
 
 SageBackend::WorkPtr SageBackend::submit(Plans& plans, const CallDesc& call) {
-  if (C10_UNLIKELY(spans_hosts_)) follow_messages(plans);
+  if (C10_UNLIKELY(spans_hosts_)) follow_delegated(plans);
   if (region_.open()) {
     // Not waited for here, whatever the call says.
     WorkPtr work = submit_async(plans, call, true);
@@ -169,86 +167,6 @@ SageBackend::WorkPtr SageBackend::by_vendor(const CallDesc& call, c10::Device de
     return nullptr;
   }
   return vendor.submit(plans, call.label, std::move(keep), std::move(outputs), device, call.async);
-}
-
-// ------------------------------------------------------------------------------------------------ through host memory
-
-SageBackend::WorkPtr SageBackend::through_host(const CallDesc& call, c10::Device device) {
-  std::vector<Transfer::Pair> pairs;
-  const Replaced host(call, [&](const at::Tensor& tensor, Role role) {
-    at::Tensor copy(at::detail::empty_cpu(tensor.sizes(), tensor.scalar_type()));
-    pairs.push_back({tensor, copy, role != Role::kWrite, role != Role::kRead});
-    return copy;
-  });
-  if (is_delegated(call)) return through_host_by_delegate(call, host.call(), device, std::move(pairs));
-  Plans plans = lower(host.call(), {getRank(), getSize(), c10::kCPU});
-  const bool barrier = call.kind == Kind::kBarrier;
-  const auto transfer = staging_.begin(call.op, device, pairs,
-                                       call.is_message() ? Transfer::Kind::kMessage : Transfer::Kind::kCollective);
-  try {
-    auto earlier = barrier ? staging_.collectives() : staging_.enter(transfer);
-    const auto delegated = std::stable_partition(
-        earlier.begin(), earlier.end(), [](const auto& each) { return each->kind != Transfer::Kind::kDelegated; });
-    std::for_each(delegated, earlier.end(), [](const auto& each) { each->wait_settled(); });
-    earlier.erase(delegated, earlier.end());
-    const bool late = !barrier && !earlier.empty();
-    transfer->set_after(std::move(earlier));
-    if (!late) transfer->fetch();
-    for (Plan& plan : plans) {
-      plan.call.host_staged = true;
-      for (const auto& pair : pairs) plan.touch(pair.device, pair.stored);
-    }
-    if (late) {
-      plans[0].call.staged = true;
-      plans[0].late = [transfer] { transfer->fetch_late(); };
-    }
-    if (call.async || plans.size() > 1 || has_listeners()) return submit_staged(plans, call, host.call(), transfer);
-    run(plans[0], call.label, call.traced());
-    transfer->store_earlier();
-    transfer->store();
-    transfer->order(current_stream(device));
-  } catch (const std::exception&) {
-    transfer->settle();
-    throw;
-  }
-  transfer->settle();
-  return nullptr;
-}
-
-SageBackend::WorkPtr SageBackend::submit_staged(Plans& plans, const CallDesc& call, const CallDesc& host,
-                                                const std::shared_ptr<Transfer>& transfer) {
-  auto work = c10::make_intrusive<StagedWork>(getRank(), call.label.type, call.outputs.flat(), events_,
-                                              Trace::start(call.label.title, call.traced()), transfer,
-                                              call.timeout.count() < 0 ? options_->timeout : call.timeout);
-  Tensors keep = host.inputs.flat();
-  for (const at::Tensor& tensor : host.outputs.flat()) keep.push_back(tensor);
-  issue(*work, plans, std::move(keep));
-  if (!call.async) work->wait(kNoTimeout);
-  return work;
-}
-
-SageBackend::WorkPtr SageBackend::through_host_by_delegate(const CallDesc& call, const CallDesc& host,
-                                                           c10::Device device, std::vector<Transfer::Pair> pairs) {
-  const auto transfer = staging_.begin(call.op, device, std::move(pairs), Transfer::Kind::kDelegated);
-  try {
-    // A delegate promises no order between operations on the same memory: what is needed is waited for here.
-    for (const auto& earlier : staging_.enter(transfer)) earlier->wait_settled();
-    transfer->fetch();
-    WorkPtr inner = by_delegate(host, true);
-    if (!inner) {
-      transfer->store();
-      transfer->order(current_stream(device));
-      transfer->settle();
-      return nullptr;
-    }
-    auto work = c10::make_intrusive<StagedWork>(getRank(), call.label.type, call.outputs.flat(), events_, nullptr,
-                                                transfer, options_->timeout);
-    work->carry(std::move(inner));
-    return work;
-  } catch (const std::exception&) {
-    transfer->settle();
-    throw;
-  }
 }
 
 }  // namespace sagellm

@@ -174,14 +174,11 @@ SageBackend::WorkPtr SageBackend::allreduce_coo(const CallDesc& call) {
   const SageWork::Known known{job->exchange->getSequencenumber(), timeout};
   auto work = c10::make_intrusive<SageWork>(getRank(), OpType::_ALLREDUCE_SPARSE, Tensors{tensor}, events_,
                                             std::move(trace), known);
-  CallbackPool::instance().post([job, work, note] {
+  return in_background(std::move(work), call.async, [job, note] {
     const std::exception_ptr failure = failure_of([&] { job->run(); });
     (*note)->ended(!failure, true);
-    work->end(failure);
+    if (failure) std::rethrow_exception(failure);
   });
-  if (call.async) return work;
-  work->wait(kNoTimeout);
-  return nullptr;
 }
 
 }  // namespace sagellm

@@ -185,7 +185,7 @@ std::shared_ptr<c10::Event> VendorDevices::put(c10::ArrayRef<Plan> calls, const 
   {
     const c10::StreamGuard on(passage.stream());
     for (size_t i = 0; i < calls.size(); ++i) {
-      for (const Staged& each : calls[i].before) copy_no_grad(each.temporary, each.tensor);
+      copy_staged(calls[i].before, false);
       prepared.emplace_back(calls[i], lowerings[i], owner_.size, passage.device());
       placed.push_back(prepared.back().prepare(keep));
     }
@@ -201,7 +201,7 @@ std::shared_ptr<c10::Event> VendorDevices::put(c10::ArrayRef<Plan> calls, const 
     const c10::StreamGuard on(passage.stream());
     for (size_t i = 0; i < calls.size(); ++i) {
       prepared[i].store();
-      for (const Staged& each : calls[i].after) copy_no_grad(each.tensor, each.temporary);
+      copy_staged(calls[i].after, true);
     }
     return passage.end(asked_only);
   } catch (const std::exception&) {

@@ -160,7 +160,7 @@ class Replaced {
 struct Carrier {
   int rank;
   int size;
-  // Where its tensors are.
+  // Where the caller's tensors are.
   c10::Device device;
   // The library of the device's vendor, which also combines some 8-bit floats.
   bool vendor = false;

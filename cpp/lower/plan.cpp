@@ -16,11 +16,6 @@ namespace sagellm {
 
 namespace {
 
-// The bytes in memory are the elements, in order.
-bool is_plain(const at::Tensor& tensor) {
-  return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
-}
-
 rust::Slice<const Piece> slice(const c10::SmallVector<Piece, 4>& pieces) {
   return {pieces.data(), pieces.size()};
 }
@@ -58,6 +53,11 @@ void copy_no_grad(const at::Tensor& to, const at::Tensor& from) {
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   to.copy_(from);
+}
+
+void copy_staged(const std::vector<Staged>& list, bool back) {
+  for (const Staged& each : list)
+    copy_no_grad(back ? each.tensor : each.temporary, back ? each.temporary : each.tensor);
 }
 
 Piece extent(const at::Tensor& tensor) {
@@ -107,6 +107,20 @@ Piece extent(const Strided& runs) {
   size_t last = runs.run;
   for (size_t i = 0; i < runs.counts.size(); ++i) last += (runs.counts[i] - 1) * runs.strides[i];
   return {runs.addr, last};
+}
+
+Strided run_of(const Piece& piece, bool written) {
+  return {piece.addr, piece.bytes, {1, 1, 1, 1}, {}, written};
+}
+
+bool conflict(const std::vector<Strided>& one, const std::vector<Strided>& other) {
+  // The core compares run by run, which is slow and rarely needed.
+  const bool near = std::any_of(one.begin(), one.end(), [&](const Strided& mine) {
+    return std::any_of(other.begin(), other.end(), [&](const Strided& theirs) {
+      return (mine.written || theirs.written) && overlap(extent(mine), extent(theirs));
+    });
+  });
+  return near && RustOp::memory_meets(slice(one), slice(other));
 }
 
 bool overlap(const Piece& a, const Piece& b) {
@@ -214,6 +228,11 @@ void Plan::combine(const at::Tensor& tensor, const c10d::ReduceOp& reduce_op) {
   call.factor = on_tensor.defined() ? on_tensor.item<double>() : supplement.double_factor;
 }
 
+bool Plan::is_direct(const at::Tensor& tensor) const {
+  // The bytes in memory are the elements, in order.
+  return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg() && (by_vendor_ || tensor.is_cpu());
+}
+
 at::Tensor Plan::temporary_for(const at::Tensor& tensor, bool written) {
   if (by_vendor_) return at::empty(tensor.sizes(), tensor.options());
   touched_.push_back(runs_of(tensor, written));
@@ -223,13 +242,13 @@ at::Tensor Plan::temporary_for(const at::Tensor& tensor, bool written) {
 
 char* Plan::readable(const at::Tensor& tensor, bool stage) {
   // The core only reads through this pointer; its pieces do not tell inputs from outputs.
-  if (is_plain(tensor) && !stage) return const_cast<char*>(static_cast<const char*>(tensor.const_data_ptr()));
+  if (is_direct(tensor) && !stage) return const_cast<char*>(static_cast<const char*>(tensor.const_data_ptr()));
   before.push_back({temporary_for(tensor, false), tensor});
   return static_cast<char*>(before.back().temporary.mutable_data_ptr());
 }
 
 char* Plan::writable(const at::Tensor& tensor, bool stage) {
-  if (is_plain(tensor) && !stage) return static_cast<char*>(tensor.mutable_data_ptr());
+  if (is_direct(tensor) && !stage) return static_cast<char*>(tensor.mutable_data_ptr());
   after.push_back({temporary_for(tensor, true), tensor});
   return static_cast<char*>(after.back().temporary.mutable_data_ptr());
 }

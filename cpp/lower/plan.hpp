@@ -6,6 +6,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
 #include <c10/util/ArrayRef.h>
 #include <c10/util/SmallVector.h>
 
@@ -26,7 +27,7 @@ constexpr uint32_t kAnyRank = UINT32_MAX;
 // `types::CallNote::NO_TYPE`.
 constexpr uint8_t kNoType = UINT8_MAX;
 
-// A temporary and the strided, conjugate or negated tensor it stands for.
+// A temporary and the tensor it stands for: one that is strided, conjugate or negated, or lies on a device.
 struct Staged {
   at::Tensor temporary;
   at::Tensor tensor;
@@ -34,6 +35,8 @@ struct Staged {
 
 // Copies without autograd, on any thread.
 void copy_no_grad(const at::Tensor& to, const at::Tensor& from);
+// Copies into the temporaries, or, `back`, out of them.
+void copy_staged(const std::vector<Staged>& list, bool back);
 
 // True when some byte belongs to both. Judges strided tensors by the memory between their first and last byte.
 bool overlap(const at::Tensor& left, const at::Tensor& right);
@@ -43,6 +46,9 @@ Piece extent(const at::Tensor& tensor);
 
 // The bytes of a strided tensor; from the first to the last where its layout has too many dimensions.
 Strided runs_of(const at::Tensor& tensor, bool written);
+Strided run_of(const Piece& piece, bool written);
+// True when one of the two lists writes a byte that the other reads or writes, as the core judges it.
+bool conflict(const std::vector<Strided>& one, const std::vector<Strided>& other);
 Piece extent(const Strided& runs);
 
 // What a call is called elsewhere: in the profiler ("sagellm:" and the op) and in c10d's enumeration.
@@ -66,7 +72,8 @@ std::vector<size_t> block_sizes(c10::ArrayRef<at::Tensor> blocks, bool always);
 class Plan {
  public:
   // `op` is torch's name of the call, for messages. `by_vendor`: its tensors are on a device whose vendor's library
-  // carries the call, so temporaries are there, and nothing of them is read now.
+  // carries the call, so temporaries are there, and nothing of them is read now. Otherwise they are in host memory, and
+  // stand for any tensor on a device.
   Plan(const char* op, Kind kind, std::chrono::milliseconds timeout, bool by_vendor = false);
 
   // Makes it a call that combines numbers of the type of `tensor`.
@@ -93,12 +100,9 @@ class Plan {
     call.tensors = 0;
   }
 
-  // Notes memory that the operation reads or writes besides its pieces: what touches it earlier or later keeps its
-  // order.
-  void touch(const at::Tensor& tensor, bool written) { touched_.push_back(runs_of(tensor, written)); }
-
   c10::ArrayRef<Piece> inputs() const { return inputs_; }
   c10::ArrayRef<Piece> outputs() const { return outputs_; }
+  // Memory that the operation reads or writes besides its pieces: what touches it earlier or later keeps its order.
   c10::ArrayRef<Strided> touched() const { return touched_; }
 
   rust::Box<RustOp> issue(const RustGroup& group, std::shared_ptr<Completion> completion) const;
@@ -112,14 +116,16 @@ class Plan {
   // What `Completion::copy` copies into temporaries, and what it copies back out of them.
   std::vector<Staged> before;
   std::vector<Staged> after;
-  // What `Completion::copy` does first, if anything: inputs that could not be fetched at issue.
-  std::function<void()> late;
+  // The stream on which `Completion::copy` copies, where the tensors are on a device and the temporaries are not.
+  std::optional<c10::Stream> copies_on;
   // The factor of PREMUL_SUM where it lies on a device, without dimensions; else `call` has it.
   at::Tensor factor;
 
  private:
   using Pieces = c10::SmallVector<Piece, 4>;
 
+  // True where the core, or the vendor's library, can use the memory of `tensor` as it is.
+  bool is_direct(const at::Tensor& tensor) const;
   // A temporary for `tensor`; the memory behind it is noted as read or `written`.
   at::Tensor temporary_for(const at::Tensor& tensor, bool written);
   // First byte of the contiguous elements of `tensor`, read or written.

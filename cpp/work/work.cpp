@@ -1,6 +1,7 @@
 #include "work/work.hpp"
 
 #include <ATen/core/jit_type.h>
+#include <c10/core/StreamGuard.h>
 
 #include "host/python_host.hpp"
 #include "work/callbacks.hpp"
@@ -41,6 +42,7 @@ SageWork::SageWork(int rank, c10d::OpType type, std::vector<at::Tensor> outputs,
       outputs_(std::move(outputs)),
       known_(known.value_or(Known())),
       began_(known || expected_ ? std::chrono::steady_clock::now() : std::chrono::steady_clock::time_point()) {
+  if (!outputs_.empty() && !outputs_[0].is_cpu()) devices_ = {outputs_[0].device()};
   if (expected_) events_->expect_work();
 }
 
@@ -65,7 +67,7 @@ void SageWork::note_failure(const std::string& error) {
 
 void SageWork::part_ended(const std::string& error) {
   if (!error.empty()) note_failure(error);
-  if (--parts_ == 0) parts_ended();
+  if (--parts_ == 0) end(std::string());
 }
 
 bool SageWork::end(const std::string& error, const std::exception_ptr& failure) {
@@ -278,25 +280,16 @@ Pending::Pending(c10::intrusive_ptr<SageWork> work, std::vector<at::Tensor> keep
       keep_(std::move(keep)),
       before_(std::move(plan.before)),
       after_(std::move(plan.after)),
-      late_(std::move(plan.late)) {}
+      copies_on_(plan.copies_on) {}
 
 void Pending::copy(bool back) const {
-  if (!back && late_) guarded("from a device", late_);
-  guarded("of a strided tensor", [&] {
-    for (const Staged& staged : before_) {
-      if (!back) copy_no_grad(staged.temporary, staged.tensor);
-    }
-    for (const Staged& staged : after_) {
-      if (back) copy_no_grad(staged.tensor, staged.temporary);
-    }
-  });
-}
-
-void Pending::guarded(const char* what, const std::function<void()>& copies) const {
   try {
-    copies();
+    const c10::OptionalStreamGuard on(copies_on_);
+    copy_staged(back ? after_ : before_, back);
   } catch (const std::exception& error) {
-    copy_error_ = coded(ErrorKind::kBug, c10::str("sagellm: a copy ", what, " failed: ", error.what()));
+    const char* const what = copies_on_ ? "between a device and host memory" : "of a strided tensor";
+    const ErrorKind kind = copies_on_ ? ErrorKind::kSystem : ErrorKind::kBug;
+    copy_error_ = coded(kind, c10::str("sagellm: a copy ", what, " failed: ", error.what()));
     if (work_) work_->note_failure(copy_error_);
   }
 }

@@ -3,9 +3,7 @@
 // What differs between Works is how one learns of the end, and what a thread that waits can do for it:
 //   - operations of the core (`add`): the core knows their end, and the waiting thread moves them;
 //   - a thread of ours that calls `end`: the waiting thread sleeps;
-//   - a stream of a device (device/work.hpp): the waiting thread asks it, or puts its own stream behind it;
-//   - copies to a device behind one of the first two (device/transfer.hpp): the waiting thread makes them, if it is the
-//     first.
+//   - a stream of a device (device/work.hpp): the waiting thread asks it, or puts its own stream behind it.
 // Works of other backends are forwarded to instead (work/joined.hpp).
 //
 // Who owns what: the core holds the `Completion` of an operation until it ends; that holds the Work and the input
@@ -117,9 +115,7 @@ class SageWork : public c10d::Work {
   // What differs.
 
   // True where the end of the core's operations is that of the Work. Then the core is asked: it knows before this does.
-  virtual bool told_by_core() const { return !ops_.empty(); }
-  // The last part has ended.
-  virtual void parts_ended() { end(std::string()); }
+  bool told_by_core() const { return !ops_.empty(); }
   // What a thread that waits does until the Work has ended, or streams will wait instead. Raises what concerns this
   // caller alone: that the time has passed, or a signal.
   virtual void wait_for_end(const WaitLimit& limit);
@@ -183,7 +179,8 @@ class SageWork : public c10d::Work {
   FuturePtr code_future_;
 };
 
-// What the core calls for one operation: the copies of its staged tensors, and its end.
+// What the core calls for one operation: the copies of its staged tensors, and its end. A copy from or to a device
+// waits for it, on whatever thread moves the operation.
 class Pending final : public Completion {
  public:
   // `work` is null for a synchronous call, which waits where it stands and needs to be told nothing.
@@ -196,14 +193,12 @@ class Pending final : public Completion {
   const std::string& copy_error() const { return copy_error_; }
 
  private:
-  void guarded(const char* what, const std::function<void()>& copies) const;
-
   // The core promises the order copy, copy back, ended, each at most once: no lock is needed.
   mutable c10::intrusive_ptr<SageWork> work_;
   mutable std::vector<at::Tensor> keep_;
   mutable std::vector<Staged> before_;
   mutable std::vector<Staged> after_;
-  std::function<void()> late_;
+  const std::optional<c10::Stream> copies_on_;
   mutable std::string copy_error_;
 };
 
