@@ -14,7 +14,6 @@
 #include "host/errors.hpp"
 #include "host/python_host.hpp"
 #include "host/simulate.hpp"
-#include "host/sites.hpp"
 #include "work/callbacks.hpp"
 
 namespace sagellm {
@@ -183,13 +182,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       [](int number) {
         const auto type = static_cast<c10::ScalarType>(number);
         return std::make_pair(std::string(c10::toString(type)), c10::elementSize(type));
-      },
-      py::arg("number"));
-  module.def(
-      "_site",
-      [](uint32_t number) {
-        Site site = site_of(number);
-        return std::make_tuple(std::move(site.file), site.line, std::move(site.function));
       },
       py::arg("number"));
   module.def("_shared", [](const std::vector<at::Tensor>& tensors) { return shared(tensors); }, py::arg("tensors"));

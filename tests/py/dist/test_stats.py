@@ -498,12 +498,12 @@ def test_the_ring_keeps_as_many_as_asked(room: int) -> None:
 
 def sited(ctx: Context, folder: str) -> list[Any]:
     import sagellm
-    from sagellm import _load
+    from sagellm.observe import sites
 
     ctx.init()
     dist.all_reduce(torch.ones(1))
     records = dist.group.WORLD._get_backend(torch.device("cpu"))._records()
-    site = _load.extension()._site(records[-1]["site"])
+    site = sites.site_of(records[-1]["site"])
     sagellm.dump_flight_record(folder)
     return [records[-1]["site"], *site]
 
@@ -520,11 +520,11 @@ def test_call_sites_are_looked_up_only_when_asked_for(tmp_path: Path) -> None:
 
 SITED_PROGRAM = """
 import torch, torch.distributed as dist
-from sagellm import _load
+from sagellm.observe import sites
 dist.init_process_group("sagellm", store=dist.HashStore(), rank=0, world_size=1)
 dist.all_reduce(torch.ones(1))
 records = dist.group.WORLD._get_backend(torch.device("cpu"))._records()
-print(_load.extension()._site(records[-1]["site"])[0])
+print(sites.site_of(records[-1]["site"])[0])
 dist.destroy_process_group()
 """
 

@@ -75,9 +75,9 @@ def _title(record: _C.Record, rank: int) -> str:
 
 
 def _frames(record: _C.Record) -> list[dict[str, Any]]:
-    from sagellm import _load
+    from sagellm.observe import sites
 
-    file, line, function = _load.extension()._site(record["site"])
+    file, line, function = sites.site_of(record["site"])
     return [{"name": function, "filename": file, "line": line}] if file else []
 
 
