@@ -13,7 +13,6 @@
 #include "device/work.hpp"
 #include "host/errors.hpp"
 #include "host/python_host.hpp"
-#include "host/simulate.hpp"
 #include "work/callbacks.hpp"
 
 namespace sagellm {
@@ -171,7 +170,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_options(module);
   bind_backend(module);
   bind_observation(module);
-  bind_simulation(module);
   module.def("rendezvous", translated(&meet), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
              py::arg("group_name") = "", py::arg("global_ranks") = std::vector<int64_t>(),
              py::arg("options") = py::none());

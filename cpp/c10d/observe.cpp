@@ -2,8 +2,10 @@
 
 #include <torch/csrc/Exceptions.h>
 
+#include <array>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "host/errors.hpp"
 #include "work/work.hpp"
@@ -13,14 +15,17 @@ namespace sagellm {
 namespace {
 
 using namespace py::literals;  // NOLINT(google-build-using-namespace): "name"_a
+using Text = const std::string&;
 
 py::str text(const rust::String& string) {
   return {string.data(), string.size()};
 }
 
-py::list texts(const rust::Vec<rust::String>& strings) {
+// `convert` of each item.
+template <class Item, class Convert>
+py::list list_of(const rust::Vec<Item>& items, const Convert& convert) {
   py::list found;
-  for (const rust::String& string : strings) found.append(text(string));
+  for (const Item& item : items) found.append(convert(item));
   return found;
 }
 
@@ -36,16 +41,24 @@ py::object past(const Explanation& found) {
                   "batch"_a = std::move(batch));
 }
 
-py::dict to_dict(const Cell& cell) {
-  py::list times;
-  for (const Bucket& bucket : cell.times) times.append(py::make_tuple(bucket.bound, bucket.count));
+py::dict of_alternative(const Alternative& other) {
+  return py::dict("way"_a = text(other.way), "predicted_ns"_a = other.predicted_ns, "why_not"_a = text(other.why_not));
+}
+
+py::dict of_row(const ChoiceRow& row) {
+  return py::dict("kind"_a = text(row.kind), "sizes"_a = text(row.sizes), "way"_a = text(row.way),
+                  "reason"_a = text(row.reason), "measured_ns"_a = row.measured_ns);
+}
+
+py::dict of_cell(const Cell& cell) {
+  const auto bucket = [](const Bucket& each) { return py::make_tuple(each.bound, each.count); };
   return py::dict("kind"_a = text(cell.kind), "path"_a = text(cell.path), "size_class"_a = cell.size_class,
                   "count"_a = cell.count, "failed"_a = cell.failed, "tensors"_a = cell.tensors, "bytes"_a = cell.bytes,
                   "whole"_a = cell.whole, "took"_a = cell.took, "waiting"_a = cell.waiting, "copying"_a = cell.copying,
-                  "reducing"_a = cell.reducing, "longest"_a = cell.longest, "times"_a = std::move(times));
+                  "reducing"_a = cell.reducing, "longest"_a = cell.longest, "times"_a = list_of(cell.times, bucket));
 }
 
-py::dict to_dict(const Record& record) {
+py::dict of_record(const Record& record) {
   return py::dict("id"_a = record.id, "number"_a = record.number, "kind"_a = text(record.kind),
                   "dtype"_a = text(record.dtype), "op"_a = text(record.op), "path"_a = text(record.path),
                   "reason"_a = text(record.reason), "state"_a = text(record.state), "counts"_a = record.counts,
@@ -66,81 +79,103 @@ py::list explain_work(const c10::intrusive_ptr<c10d::Work>& work) {
   return found;
 }
 
-py::dict choices(size_t ranks, const std::string& algorithm) {
+py::dict explain_without_group(Text kind, uint64_t bytes, Text dtype, size_t ranks, Text algorithm) {
+  const OpDesc asked{-1, kind, bytes, dtype};
+  return to_dict(checked([&] { return Core::choices(ranks, algorithm, {&asked, 1}); }).explained[0]);
+}
+
+py::dict choices(size_t ranks, Text algorithm) {
   const ChoiceTable table = checked([&] { return Core::choices(ranks, algorithm, {}); });
-  py::list rows;
-  for (const ChoiceRow& row : table.rows) {
-    rows.append(py::dict("kind"_a = text(row.kind), "sizes"_a = text(row.sizes), "way"_a = text(row.way),
-                         "reason"_a = text(row.reason), "measured_ns"_a = row.measured_ns));
+  return py::dict("note"_a = text(table.note), "rules"_a = list_of(table.rules, text),
+                  "rows"_a = list_of(table.rows, of_row));
+}
+
+py::str save_table(size_t ranks, Text made, Text lines) {
+  return text(checked([&] { return Core::save_table(ranks, made, lines); }));
+}
+
+// By algorithm, seconds and segments at each size. `host` and `network` are alpha, overhead and beta.
+py::list predict(Text kind, Text algorithm, size_t ranks, const std::vector<double>& sizes,
+                 const std::array<double, 3>& host, const std::array<double, 3>& network, double gamma,
+                 size_t ranks_per_host) {
+  const CostModel model{host[0], host[1], host[2], network[0], network[1], network[2], gamma, ranks_per_host};
+  rust::Vec<Prediction> found;
+  {
+    const py::gil_scoped_release no_gil;
+    found = checked([&] { return Core::predict(kind, algorithm, ranks, {sizes.data(), sizes.size()}, model); });
   }
-  return py::dict("note"_a = text(table.note), "rules"_a = texts(table.rules), "rows"_a = std::move(rows));
+  return list_of(found, [](const Prediction& one) {
+    py::list prices;
+    for (size_t at = 0; at < one.seconds.size(); ++at) {
+      prices.append(py::make_tuple(one.seconds[at], one.segments[at]));
+    }
+    return py::make_tuple(text(one.algorithm), std::move(prices));
+  });
+}
+
+// The number of parts, and of each message whether the rank sends it, its peer, its parts, and what becomes of them.
+py::tuple program(Text kind, Text algorithm, size_t ranks, size_t segments, size_t rank) {
+  size_t parts = 0;
+  const auto found = checked([&] { return Core::program(kind, algorithm, ranks, segments, rank, parts); });
+  return py::make_tuple(parts, list_of(found, [](const ProgramLine& one) {
+                          const auto numbers = list_of(one.parts, [](size_t part) { return py::int_(part); });
+                          return py::make_tuple(one.step, one.sends, one.peer, numbers, text(one.how));
+                        }));
+}
+
+py::dict doctor() {
+  rust::Vec<Fact> facts;
+  {
+    const py::gil_scoped_release no_gil;
+    facts = Core::facts(Facts::kMachine);
+  }
+  py::dict found;
+  for (const Fact& fact : facts) found[text(fact.name)] = text(fact.value);
+  return found;
 }
 
 }  // namespace
 
 py::dict to_dict(const Explanation& found) {
-  py::list rejected;
-  for (const Alternative& other : found.rejected) {
-    rejected.append(
-        py::dict("way"_a = text(other.way), "predicted_ns"_a = other.predicted_ns, "why_not"_a = text(other.why_not)));
-  }
   return py::dict("kind"_a = text(found.kind), "bytes"_a = found.bytes, "ranks"_a = found.ranks,
                   "hosts"_a = found.hosts, "slot_bytes"_a = found.slot_bytes, "choice"_a = text(found.choice),
                   "reason"_a = text(found.reason), "code"_a = found.code, "library"_a = text(found.library),
                   "ran"_a = text(found.ran), "decided"_a = text(found.decided), "predicted_ns"_a = found.predicted_ns,
                   "measured_ns"_a = found.measured_ns, "table"_a = text(found.table),
-                  "overruled"_a = texts(found.overruled), "rejected"_a = std::move(rejected), "past"_a = past(found));
+                  "overruled"_a = list_of(found.overruled, text),
+                  "rejected"_a = list_of(found.rejected, of_alternative), "past"_a = past(found));
 }
 
 py::dict to_dict(const Stats& stats) {
-  py::list waits;
-  for (const PeerWait& wait : stats.waits) waits.append(py::make_tuple(wait.count, wait.total, wait.longest));
-  py::list cells;
-  for (const Cell& cell : stats.cells) cells.append(to_dict(cell));
+  const auto wait = [](const PeerWait& each) { return py::make_tuple(each.count, each.total, each.longest); };
   return py::dict("rank"_a = stats.rank, "size"_a = stats.size, "now"_a = stats.now, "wall"_a = stats.wall,
                   "since"_a = stats.since, "issued"_a = stats.issued, "batches"_a = stats.batches,
                   "batched_ops"_a = stats.batched_ops, "largest_batch"_a = stats.largest_batch,
                   "host_staged_count"_a = stats.host_staged_count, "host_staged_bytes"_a = stats.host_staged_bytes,
-                  "waits"_a = std::move(waits), "cells"_a = std::move(cells));
+                  "waits"_a = list_of(stats.waits, wait), "cells"_a = list_of(stats.cells, of_cell));
 }
 
 py::list to_list(const rust::Vec<Record>& records) {
-  py::list found;
-  for (const Record& record : records) found.append(to_dict(record));
-  return found;
+  return list_of(records, of_record);
 }
 
 void bind_observation(py::module_& module) {
-  using Text = const std::string&;
   const auto named = [](Facts of) {
-    py::list found;
-    for (const Fact& fact : Core::facts(of)) found.append(text(fact.name));
-    return py::tuple(std::move(found));
+    return py::tuple(list_of(Core::facts(of), [](const Fact& fact) { return text(fact.name); }));
+  };
+  const auto def = [&](const char* name, auto function, auto... arguments) {
+    module.def(name, torch::wrap_pybind_function(function), arguments...);
   };
   module.attr("KINDS") = named(Facts::kKinds);
   module.attr("DTYPES") = named(Facts::kDtypes);
-  module.def("explain_work", torch::wrap_pybind_function(&explain_work), py::arg("work"));
-  module.def("explain_without_group",
-             torch::wrap_pybind_function([](Text kind, uint64_t bytes, Text dtype, size_t ranks, Text algorithm) {
-               const OpDesc asked{-1, kind, bytes, dtype};
-               return to_dict(checked([&] { return Core::choices(ranks, algorithm, {&asked, 1}); }).explained[0]);
-             }),
-             py::arg("kind"), py::arg("bytes"), py::arg("dtype"), py::arg("ranks"), py::arg("algorithm") = "");
-  module.def("table_without_group", torch::wrap_pybind_function(&choices), py::arg("ranks"), py::arg("algorithm") = "");
-  module.def("save_table", torch::wrap_pybind_function([](size_t ranks, Text made, Text lines) {
-               return text(checked([&] { return Core::save_table(ranks, made, lines); }));
-             }),
-             py::arg("ranks"), py::arg("made"), py::arg("lines"));
-  module.def("doctor", [] {
-    rust::Vec<Fact> facts;
-    {
-      const py::gil_scoped_release no_gil;
-      facts = Core::facts(Facts::kMachine);
-    }
-    py::dict found;
-    for (const Fact& fact : facts) found[text(fact.name)] = text(fact.value);
-    return found;
-  });
+  def("explain_work", &explain_work, "work"_a);
+  def("explain_without_group", &explain_without_group, "kind"_a, "bytes"_a, "dtype"_a, "ranks"_a, "algorithm"_a = "");
+  def("table_without_group", &choices, "ranks"_a, "algorithm"_a = "");
+  def("save_table", &save_table, "ranks"_a, "made"_a, "lines"_a);
+  def("predict", &predict, "kind"_a, "algorithm"_a, "ranks"_a, "sizes"_a, "host"_a, "network"_a, "gamma"_a,
+      "ranks_per_host"_a);
+  def("program", &program, "kind"_a, "algorithm"_a, "ranks"_a, "segments"_a, "rank"_a);
+  def("doctor", &doctor);
 }
 
 }  // namespace sagellm

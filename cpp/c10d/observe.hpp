@@ -1,4 +1,4 @@
-// What explains and counts, for Python: the bridge's structs as dicts, whose keys and types `_C.pyi` names.
+// What explains, counts and predicts, for Python: the bridge's structs as dicts, whose keys and types `_C.pyi` names.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
