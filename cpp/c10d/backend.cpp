@@ -68,9 +68,9 @@ c10::intrusive_ptr<SageBackend> Rendezvous::build(BackendPtr delegate, BackendPt
   rust::Box<RustRendezvous> decided = std::move(decided_->rendezvous);
   decided_.reset();
   try {
-    rust::Box<RustGroup> group = RustGroup::build(std::move(decided), wrapped);
+    Built built = RustGroup::build(std::move(decided), wrapped);
     SageBackend::Others others{std::move(delegate), std::move(wrapped), delegate_reason_, spans_hosts_};
-    return c10::make_intrusive<SageBackend>(rank_, size_, options_, std::move(group), store_, std::move(others));
+    return c10::make_intrusive<SageBackend>(rank_, size_, options_, std::move(built), store_, std::move(others));
   } catch (const rust::Error& error) {
     if (wrapped) wrapped->close();
     if (delegate) delegate->shutdown();
@@ -78,12 +78,13 @@ c10::intrusive_ptr<SageBackend> Rendezvous::build(BackendPtr delegate, BackendPt
   }
 }
 
-SageBackend::SageBackend(int rank, int size, c10::intrusive_ptr<Options> options, rust::Box<RustGroup> group,
+SageBackend::SageBackend(int rank, int size, c10::intrusive_ptr<Options> options, Built built,
                          c10::intrusive_ptr<c10d::Store> store, Others others)
     : Backend(rank, size),
       options_(std::move(options)),
       store_(std::move(store)),
-      group_(std::move(group)),
+      group_(std::move(built.group)),
+      description_(std::string(built.description)),
       delegate_reason_(std::move(others.delegate_reason)),
       spans_hosts_(others.spans_hosts),
       delegate_(std::move(others.delegate)),

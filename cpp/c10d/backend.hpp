@@ -92,7 +92,7 @@ class SageBackend final : public c10d::Backend {
   };
 
   // Made by `Rendezvous::build`.
-  SageBackend(int rank, int size, c10::intrusive_ptr<Options> options, rust::Box<RustGroup> group,
+  SageBackend(int rank, int size, c10::intrusive_ptr<Options> options, Built built,
               c10::intrusive_ptr<c10d::Store> store, Others others);
   ~SageBackend() override;
 
@@ -101,9 +101,7 @@ class SageBackend final : public c10d::Backend {
   // True when ranks live on several hosts, with shared memory inside each.
   bool spans_hosts() const { return spans_hosts_; }
   // Which engine serves the group and why, in one line.
-  std::string describe() const {
-    return std::string(checked([&] { return group_->describe(); }));
-  }
+  const std::string& describe() const { return description_; }
   // How an operation of this kind, size and type (by their names) would travel.
   Explanation explain(const std::string& kind, uint64_t bytes, const std::string& dtype) const {
     return checked([&] { return group_->explain({-1, kind, bytes, dtype}); });
@@ -313,6 +311,7 @@ class SageBackend final : public c10d::Backend {
   const c10::intrusive_ptr<Options> options_;
   const c10::intrusive_ptr<c10d::Store> store_;
   const rust::Box<RustGroup> group_;
+  const std::string description_;
   const std::string delegate_reason_;
   const bool spans_hosts_;
   const std::shared_ptr<Events> events_ = std::make_shared<Events>();

@@ -32,7 +32,6 @@ class CarriedWork final : public SageWork {
       : SageWork(rank, call.label.type, call.outputs.flat(), std::move(events), nullptr, Known{0, timeout}),
         inner_(std::move(inner)) {}
 
-  void abort() override { inner_->abort(); }
   int sourceRank() const override { return inner_->sourceRank(); }
   uint64_t getSequencenumber() const override { return inner_->getSequencenumber(); }
 

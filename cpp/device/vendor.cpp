@@ -62,9 +62,7 @@ class VendorDevices::Exchange final : public IdExchange {
 
 class VendorDevices::OnStream final : public DeviceCall {
  public:
-  // `under_way` counts it from `DeviceWork::watch` on; null for what was captured, whose end nobody sees.
-  OnStream(rust::Box<RustCall> core, std::shared_ptr<std::atomic<int64_t>> under_way)
-      : core_(std::move(core)), under_way_(std::move(under_way)) {}
+  explicit OnStream(rust::Box<RustCall> core) : core_(std::move(core)) {}
 
   void launch(const std::vector<DevicePlaced>& placed, size_t stream) const {
     checked([&] { core_->launch(slice(placed), stream); });
@@ -76,15 +74,10 @@ class VendorDevices::OnStream final : public DeviceCall {
     try {
       passed = has_passed();
     } catch (const std::exception&) {
-      (void)core_->poll(false, mode);
+      (void)core_->poll(DeviceSays::kNothing, mode);
       throw;
     }
-    return {passed, std::string(core_->poll(passed, mode))};
-  }
-
-  void ended(bool well) override {
-    core_->ended(well, under_way_ != nullptr);
-    if (under_way_) under_way_->fetch_sub(1, std::memory_order_relaxed);
+    return {passed, std::string(core_->poll(passed ? DeviceSays::kPassed : DeviceSays::kRunning, mode))};
   }
 
   std::vector<Explanation> explain() const override {
@@ -94,7 +87,6 @@ class VendorDevices::OnStream final : public DeviceCall {
 
  private:
   const rust::Box<RustCall> core_;
-  const std::shared_ptr<std::atomic<int64_t>> under_way_;
 };
 
 VendorDevices::VendorDevices(DeviceOwner owner, c10::DeviceType type, const std::string& vendor,
@@ -114,7 +106,7 @@ auto VendorDevices::exchanging(Function function) {
 
 void VendorDevices::connect(c10::Device device) {
   const c10::DeviceGuard guard(device);
-  const DeviceTerms terms{device.index(), false, false};
+  const DeviceTerms terms{device.index(), false, false, true};
   exchanging([&](const IdExchange& exchange) { return devices_->begin({}, terms, exchange); });
 }
 
@@ -158,10 +150,9 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::behind_all(bool by_itself) {
   DeviceWork::Launched made{stream, nullptr, ended, {}};
   for (auto other = std::next(last.begin()); other != last.end(); ++other) made.earlier.push_back(other->second);
   made.blocks_host = true;
-  made.op = "barrier behind the collectives";
-  DeviceBegun begun = devices_->behind(stream.device_index());
+  DeviceBegun begun = begin({}, {}, stream.device(), false, false);
   made.known.timeout = std::chrono::milliseconds(begun.timeout_ms);
-  made.call = std::make_shared<OnStream>(std::move(begun.call), nullptr);
+  made.call = std::make_shared<OnStream>(std::move(begun.call));
   auto work = c10::make_intrusive<DeviceWork>(owner_.rank, c10d::OpType::BARRIER, Tensors(), owner_.events, nullptr,
                                               std::move(made));
   if (by_itself) work->watch();
@@ -170,7 +161,7 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::behind_all(bool by_itself) {
 
 DeviceBegun VendorDevices::begin(c10::ArrayRef<Plan> calls, const Tensors& keep, c10::Device device, bool region,
                                  bool capturing) {
-  const DeviceTerms terms{device.index(), region, capturing};
+  const DeviceTerms terms{device.index(), region, capturing, false};
   const bool dense = std::all_of(keep.begin(), keep.end(), is_dense);
   std::vector<DeviceRequest> requests;
   for (const Plan& call : calls) requests.push_back(request(call, dense));
@@ -215,6 +206,7 @@ std::shared_ptr<c10::Event> VendorDevices::put(c10::ArrayRef<Plan> calls, const 
 c10::intrusive_ptr<DeviceWork> VendorDevices::follow(DeviceWork::Launched made, c10d::OpType type, Tensors outputs,
                                                      std::unique_ptr<Trace> trace, bool captured) {
   const auto call = made.call;
+  if (!captured) made.under_way = under_way_;
   auto work = c10::make_intrusive<DeviceWork>(owner_.rank, type, std::move(outputs), owner_.events, std::move(trace),
                                               std::move(made));
   if (captured) {
@@ -242,7 +234,7 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::submit(c10::ArrayRef<Plan> calls, 
   const bool barrier = calls[0].call.kind == Kind::kBarrier;
   DeviceBegun begun = begin(calls, keep, device, region, capturing);
   auto trace = Trace::start(label.title, keep);
-  const auto call = std::make_shared<OnStream>(std::move(begun.call), capturing ? nullptr : under_way_);
+  const auto call = std::make_shared<OnStream>(std::move(begun.call));
 
   // A capture is joined before the call returns: what runs beside it would be lost.
   const bool on_callers = !async || capturing;

@@ -50,12 +50,9 @@ bool DeviceWork::poll(std::chrono::microseconds spin) {
   return true;
 }
 
-void DeviceWork::abort() {
-  fail(coded(ErrorKind::kAborted, c10::str("sagellm: ", launched_.op, " number ", known_.number, " was aborted")));
-}
-
 void DeviceWork::end_on_device(const std::string& error, bool idle) {
   if (!end(error)) return;
+  if (launched_.under_way) launched_.under_way->fetch_sub(1, std::memory_order_relaxed);
   std::vector<at::Tensor> tensors = std::move(launched_.keep);
   if (!idle) {
     // The device may still use them, and nobody knows until when.

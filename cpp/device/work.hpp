@@ -4,6 +4,7 @@
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 
+#include <atomic>
 #include <condition_variable>
 #include <functional>
 #include <memory>
@@ -29,10 +30,8 @@ class DeviceCall {
     std::string error;
   };
   // Never waits. `has_passed` asks the device, and is called so that no graph that another thread captures is broken by
-  // it.
+  // it. The statistics hear of the end by this.
   virtual State poll(const std::function<bool()>& has_passed) = 0;
-  // Told once, for the statistics. Any thread.
-  virtual void ended(bool well) = 0;
   // How it travels, as `SageWork::explain`.
   virtual std::vector<Explanation> explain() const = 0;
 };
@@ -54,6 +53,8 @@ class DeviceWork final : public SageWork {
     // On other devices: it is not done before these have come to pass.
     std::vector<std::shared_ptr<c10::Event>> earlier{};
     std::shared_ptr<DeviceCall> call{};
+    // Lowered when the work has ended. Null where nobody counts it.
+    std::shared_ptr<std::atomic<int64_t>> under_way{};
     // A literal: the operation's name in messages.
     const char* op = "operation";
     Known known{};
@@ -74,7 +75,6 @@ class DeviceWork final : public SageWork {
   const c10::Stream& stream() const { return launched_.stream; }
   bool overdue() const;
 
-  void abort() override;
   std::vector<Explanation> explain() const override { return launched_.call->explain(); }
   void synchronize() override { order(); }
 
@@ -83,7 +83,6 @@ class DeviceWork final : public SageWork {
   void wait_for_end(const WaitLimit& limit) override;
   void order() const override;
   void on_result_stream(const std::function<void()>& body) const override;
-  void count(bool well) override { launched_.call->ended(well); }
   std::chrono::nanoseconds duration() const override;
 
  private:

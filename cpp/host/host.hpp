@@ -51,15 +51,16 @@ class Link {
   virtual void cut() const noexcept = 0;
 };
 
-// What one operation does outside the core. None of these may throw: there is nobody to catch it.
+// In the bridge.
+enum class Moment : uint8_t;
+
+// What one operation does outside the core.
 class Completion {
  public:
   virtual ~Completion() = default;
-  // Copies strided inputs into their contiguous pieces, right before they are read; or, `back`, contiguous results into
-  // strided outputs, before the end is told.
-  virtual void copy(bool back) const = 0;
-  // The operation has ended; `error` is empty or begins with its code letter. Runs no Python and does not block.
-  virtual void ended(rust::Str error) const = 0;
+  // May not throw: there is nobody to catch it. `error` is that of the end: empty, or with its code letter. What is
+  // done at the end runs no Python and does not block.
+  virtual void reached(Moment moment, rust::Str error) const = 0;
 };
 
 // True when a Python signal handler raised. The exception is kept for the thread that asked; see `take_interrupt`.

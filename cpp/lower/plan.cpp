@@ -113,16 +113,6 @@ Strided run_of(const Piece& piece, bool written) {
   return {piece.addr, piece.bytes, {1, 1, 1, 1}, {}, written};
 }
 
-bool conflict(const std::vector<Strided>& one, const std::vector<Strided>& other) {
-  // The core compares run by run, which is slow and rarely needed.
-  const bool near = std::any_of(one.begin(), one.end(), [&](const Strided& mine) {
-    return std::any_of(other.begin(), other.end(), [&](const Strided& theirs) {
-      return (mine.written || theirs.written) && overlap(extent(mine), extent(theirs));
-    });
-  });
-  return near && RustOp::memory_meets(slice(one), slice(other));
-}
-
 bool overlap(const Piece& a, const Piece& b) {
   return a.bytes > 0 && b.bytes > 0 && a.addr < b.addr + b.bytes && b.addr < a.addr + a.bytes;
 }
@@ -156,36 +146,31 @@ std::vector<Places> overlapping(c10::ArrayRef<at::Tensor> tensors) {
   return pairs;
 }
 
-// Calls `each` with the address of every element.
+// Calls `each` with the address of every run.
 template <class Each>
-void for_elements(const at::Tensor& tensor, int64_t dim, size_t at, Each& each) {
-  if (dim == tensor.dim()) return each(at);
-  const size_t step = static_cast<size_t>(tensor.stride(dim)) * tensor.itemsize();
-  for (int64_t i = 0; i < tensor.size(dim); ++i) {
-    for_elements(tensor, dim + 1, at + static_cast<size_t>(i) * step, each);
-  }
+void for_runs(const Strided& runs, size_t dim, size_t at, Each& each) {
+  if (dim == runs.counts.size()) return each(at);
+  for (size_t i = 0; i < runs.counts[dim]; ++i) for_runs(runs, dim + 1, at + i * runs.strides[dim], each);
 }
 
-// True when two tensors whose reaches overlap have a byte in common.
-bool share_memory(const at::Tensor& left, const at::Tensor& right) {
+// True when both have a byte in common.
+bool share_memory(const Strided& left, const Strided& right) {
   const Piece a = extent(left);
   const Piece b = extent(right);
   if (!overlap(a, b)) return false;
-  if (left.is_non_overlapping_and_dense() && right.is_non_overlapping_and_dense()) return true;
+  if (a.bytes == left.run && b.bytes == right.run) return true;
   // One flag for each byte that both may have.
   const size_t begin = std::max(a.addr, b.addr);
   const size_t end = std::min(a.addr + a.bytes, b.addr + b.bytes);
   std::vector<bool> taken(end - begin);
+  bool found = false;
   const auto within = [&](size_t at, size_t size, const auto& each) {
     for (size_t byte = std::max(at, begin); byte < std::min(at + size, end); ++byte) each(byte - begin);
   };
-  const auto take = [&](size_t at) { within(at, left.itemsize(), [&](size_t byte) { taken[byte] = true; }); };
-  bool found = false;
-  const auto look = [&](size_t at) {
-    within(at, right.itemsize(), [&](size_t byte) { found = found || taken[byte]; });
-  };
-  for_elements(left, 0, reinterpret_cast<size_t>(left.const_data_ptr()), take);
-  for_elements(right, 0, reinterpret_cast<size_t>(right.const_data_ptr()), look);
+  const auto take = [&](size_t at) { within(at, left.run, [&](size_t byte) { taken[byte] = true; }); };
+  const auto look = [&](size_t at) { within(at, right.run, [&](size_t byte) { found = found || taken[byte]; }); };
+  for_runs(left, 0, left.addr, take);
+  for_runs(right, 0, right.addr, look);
   return found;
 }
 
@@ -194,9 +179,17 @@ bool share_memory(const at::Tensor& left, const at::Tensor& right) {
 std::optional<Places> shared(c10::ArrayRef<at::Tensor> tensors, const std::function<bool(Places)>& allowed) {
   for (const Places& pair : overlapping(tensors)) {
     if (allowed && allowed(pair)) continue;
-    if (share_memory(tensors[pair.first], tensors[pair.second])) return pair;
+    if (share_memory(runs_of(tensors[pair.first], true), runs_of(tensors[pair.second], true))) return pair;
   }
   return std::nullopt;
+}
+
+bool conflict(const std::vector<Strided>& one, const std::vector<Strided>& other) {
+  return std::any_of(one.begin(), one.end(), [&](const Strided& mine) {
+    return std::any_of(other.begin(), other.end(), [&](const Strided& theirs) {
+      return (mine.written || theirs.written) && share_memory(mine, theirs);
+    });
+  });
 }
 
 Plan::Plan(const char* op, Kind kind, std::chrono::milliseconds timeout, bool by_vendor)

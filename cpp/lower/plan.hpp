@@ -47,7 +47,7 @@ Piece extent(const at::Tensor& tensor);
 // The bytes of a strided tensor; from the first to the last where its layout has too many dimensions.
 Strided runs_of(const at::Tensor& tensor, bool written);
 Strided run_of(const Piece& piece, bool written);
-// True when one of the two lists writes a byte that the other reads or writes, as the core judges it.
+// True when one of the two lists writes a byte that the other reads or writes.
 bool conflict(const std::vector<Strided>& one, const std::vector<Strided>& other);
 Piece extent(const Strided& runs);
 
@@ -58,8 +58,8 @@ struct Label {
 };
 
 // The first two tensors of a list, by their places, that have a byte in common, except for pairs that are `allowed` to.
-// Exact: strided ones, like the columns of a matrix, may lie between each other; then their elements are compared,
-// which is slow and rare. Sparse tensors share with none.
+// Strided ones, like the columns of a matrix, may lie between each other; then their runs are compared, which is slow
+// and rare. Sparse tensors share with none.
 using Places = std::pair<size_t, size_t>;
 std::optional<Places> shared(c10::ArrayRef<at::Tensor> tensors, const std::function<bool(Places)>& allowed = {});
 

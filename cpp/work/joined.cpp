@@ -40,10 +40,6 @@ void JoinedWork::synchronize() {
   for (const auto& part : parts_) part->synchronize();
 }
 
-void JoinedWork::abort() {
-  for (const auto& part : parts_) part->abort();
-}
-
 std::vector<at::Tensor> JoinedWork::result() {
   std::vector<at::Tensor> all;
   for (const auto& part : parts_) {

@@ -23,7 +23,6 @@ class JoinedWork : public c10d::Work {
   // One after the other; `timeout` is for all of them together.
   bool wait(std::chrono::milliseconds timeout) override;
   void synchronize() override;
-  void abort() override;
   std::vector<at::Tensor> result() override;
   // Of all parts' values, one behind the other.
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;

@@ -87,7 +87,6 @@ bool SageWork::end(const std::string& error, const std::exception_ptr& failure) 
     code_future = code_future_;
   }
   cv_.notify_all();
-  count(how.empty());
   if (trace_) trace_->end();
   if (future || code_future) {
     auto self = c10::intrusive_ptr<SageWork>::reclaim_copy(this);
@@ -152,15 +151,10 @@ void SageWork::check_caller(const WaitLimit& limit) const {
   }
 }
 
-void SageWork::abort() {
-  if (ops_.empty()) return Work::abort();
-  for (const auto& op : ops_) op->cancel();
-}
-
 // ------------------------------------------------------------------------------------------------ who asks
 
 bool SageWork::core_ended() const {
-  return std::all_of(ops_.begin(), ops_.end(), [](const rust::Box<RustOp>& op) { return op->is_done(); });
+  return std::all_of(ops_.begin(), ops_.end(), [](const rust::Box<RustOp>& op) { return op->facts().done; });
 }
 
 bool SageWork::has_ended() const {
@@ -281,6 +275,10 @@ Pending::Pending(c10::intrusive_ptr<SageWork> work, std::vector<at::Tensor> keep
       before_(std::move(plan.before)),
       after_(std::move(plan.after)),
       copies_on_(plan.copies_on) {}
+
+void Pending::reached(Moment moment, rust::Str error) const {
+  moment == Moment::kEnded ? ended(error) : copy(moment == Moment::kHasResults);
+}
 
 void Pending::copy(bool back) const {
   try {

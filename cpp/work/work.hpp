@@ -6,6 +6,8 @@
 //   - a stream of a device (device/work.hpp): the waiting thread asks it, or puts its own stream behind it.
 // Works of other backends are forwarded to instead (work/joined.hpp).
 //
+// refused: abort: torch has no call for it in Python and never makes it; abort the group
+//
 // Who owns what: the core holds the `Completion` of an operation until it ends; that holds the Work and the input
 // tensors, so a caller may drop everything at once. When the operation has ended the completion gives both to the
 // graveyard, because the thread that ended it may be one of the core's.
@@ -93,7 +95,6 @@ class SageWork : public c10d::Work {
   void synchronize() override { wait(kNoTimeout); }
   // The CPU's stream is the calling thread.
   void blockCurrentStream() override { synchronize(); }
-  void abort() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override;
   float getDuration() const override;
@@ -123,8 +124,6 @@ class SageWork : public c10d::Work {
   virtual void order() const {}
   // Calls `body`, which tells a future of its value; where the results are on a device, on the stream that made them.
   virtual void on_result_stream(const std::function<void()>& body) const { body(); }
-  // For the statistics, before anybody else hears of the end.
-  virtual void count(bool /*well*/) {}
   virtual std::chrono::nanoseconds duration() const;
 
   // Moves the core's operations to their end. Raises what one failed with, too.
@@ -186,14 +185,16 @@ class Pending final : public Completion {
   // `work` is null for a synchronous call, which waits where it stands and needs to be told nothing.
   Pending(c10::intrusive_ptr<SageWork> work, std::vector<at::Tensor> keep, Plan& plan);
 
-  void copy(bool back) const override;
-  void ended(rust::Str error) const override;
+  void reached(Moment moment, rust::Str error) const override;
 
   // Why a copy failed, with its code letter, or empty. Read after the operation has ended.
   const std::string& copy_error() const { return copy_error_; }
 
  private:
-  // The core promises the order copy, copy back, ended, each at most once: no lock is needed.
+  void copy(bool back) const;
+  void ended(rust::Str error) const;
+
+  // The core promises the order of the moments, each at most once: no lock is needed.
   mutable c10::intrusive_ptr<SageWork> work_;
   mutable std::vector<at::Tensor> keep_;
   mutable std::vector<Staged> before_;

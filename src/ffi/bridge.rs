@@ -186,6 +186,16 @@ pub mod ffi {
         device: i8,
         region: bool,
         capturing: bool,
+        /// Without calls: makes the communicator of all ranks.
+        connects: bool,
+    }
+
+    /// What the device says of calls on it.
+    enum DeviceSays {
+        kRunning,
+        kPassed,
+        /// It could not be asked, so they have failed.
+        kNothing,
     }
 
     /// Calls that were checked and have their number.
@@ -280,6 +290,12 @@ pub mod ffi {
         spans_hosts: bool,
     }
 
+    struct Built {
+        group: Box<RustGroup>,
+        /// Which engine serves it and why, for logs: one line.
+        description: String,
+    }
+
     struct GroupState {
         /// Number of the last collective issued (0 before the first).
         sequence: u64,
@@ -295,6 +311,8 @@ pub mod ffi {
 
     /// What is known of an operation under way, or ended.
     struct OpFacts {
+        /// It has ended, well or not.
+        done: bool,
         /// Sequence number within the group (collectives) or the ordered pair (point to point).
         number: u64,
         /// The rank a receive took from, or -1.
@@ -304,6 +322,15 @@ pub mod ffi {
         timeout_ms: u64,
         /// With its code letter, or empty.
         error: String,
+    }
+
+    /// When the core calls `Completion::reached`.
+    enum Moment {
+        /// The inputs are about to be read: strided ones are copied into their contiguous pieces.
+        kBegins,
+        /// The outputs were written: contiguous results are copied into strided tensors.
+        kHasResults,
+        kEnded,
     }
 
     extern "Rust" {
@@ -321,7 +348,7 @@ pub mod ffi {
         fn meet(setup: &Setup, store: SharedPtr<Store>) -> Result<Decision>;
         /// Builds the group, whole. `link` is null but where it spans hosts; it is measured with all ranks then.
         #[Self = "RustGroup"]
-        fn build(decided: Box<RustRendezvous>, link: SharedPtr<Link>) -> Result<Box<RustGroup>>;
+        fn build(decided: Box<RustRendezvous>, link: SharedPtr<Link>) -> Result<Built>;
 
         /// Starts one operation; never waits for a peer. Errors here used no sequence number and sent nothing.
         /// `completion` may be null. Lists as in `types::Request`.
@@ -357,8 +384,6 @@ pub mod ffi {
         /// In order: pending operations fail, peers still receive what was published. At once: everything pending here and on
         /// the peers fails, for this reason.
         fn leave(self: &RustGroup, how: Leave, reason: &str);
-        /// Which engine serves it and why, for logs: one line.
-        fn describe(self: &RustGroup) -> Result<String>;
         fn explain(self: &RustGroup, asked: &OpDesc) -> Result<Explanation>;
         fn stats(self: &RustGroup, part: StatsPart) -> Result<Stats>;
         /// Counts an operation from now until `ended`; dropped before, it counts as failed.
@@ -366,18 +391,11 @@ pub mod ffi {
         /// `timed`: this is the moment it ended. Any thread; a second call does nothing.
         fn ended(self: &RustExternalOp, well: bool, timed: bool);
 
-        /// True when the operation has ended, well or not.
-        fn is_done(self: &RustOp) -> bool;
         /// Negative: until the operation's own deadline. Ok: it ended well.
         fn wait(self: &RustOp, timeout_ms: i64) -> Result<()>;
         fn facts(self: &RustOp) -> OpFacts;
         /// How it travels or travelled, and what was recorded, as `RustGroup::explain`.
         fn explain(self: &RustOp) -> Explanation;
-        /// True when one of two operations that touch this memory must wait for the other: see `Reach::meets`.
-        #[Self = "RustOp"]
-        fn memory_meets(one: &[Strided], other: &[Strided]) -> bool;
-        /// Cancels a pending operation; a collective poisons its group.
-        fn cancel(self: &RustOp);
 
         /// Opens a vendor's libraries for tensors on devices of this type (torch's name); `vendor` is "auto" or a name. An
         /// error says why that cannot be. `library` may be empty, `folders` are looked into.
@@ -389,15 +407,14 @@ pub mod ffi {
             folders: &[String],
         ) -> Result<DevicesOpened>;
         /// Checks and lowers calls that are one launch, and takes their numbers; an error sent nothing.
-        /// Waits for other ranks only where it makes their communicator. Without calls it makes that of all ranks.
+        /// Waits for other ranks only where it makes their communicator. Without calls what it begins waits for all earlier
+        /// ones on the device, to be watched as a call is.
         fn begin(
             self: &RustDevices,
             calls: &[DeviceRequest],
             terms: &DeviceTerms,
             exchange: &IdExchange,
         ) -> Result<DeviceBegun>;
-        /// Something that waits for all earlier calls on a device, to be watched as a call is.
-        fn behind(self: &RustDevices, device: i32) -> DeviceBegun;
         /// A step with a raw stream or event, `at`; what comes back is another one, or 0 and 1 for no and yes.
         fn raw_stream(
             self: &RustDevices,
@@ -424,15 +441,14 @@ pub mod ffi {
         /// whatever hangs, and nothing can be issued afterwards.
         fn leave(self: &RustDevices, how: Leave, timeout_ms: u64, drained: bool) -> bool;
 
-        /// Puts the calls on a raw stream, as one launch. What the library was given stays until this is dropped.
+        /// Puts the calls on a raw stream, as one launch. What the library was given stays until this is dropped. Calls
+        /// that are captured count as ended: nobody will see their end.
         fn launch(self: &RustCall, placed: &[DevicePlaced], stream: usize) -> Result<()>;
         /// Until `poll` with what this returns, questions of this thread to the device break no capture of another one.
         fn before_poll(self: &RustCall) -> Result<u32>;
-        /// Why they will not end, or ended badly, with its code letter; empty while they run and when they ended well.
-        /// `passed`: the device has come past them.
-        fn poll(self: &RustCall, passed: bool, mode: u32) -> String;
-        /// Tells the statistics. `timed`: this is the moment of the end.
-        fn ended(self: &RustCall, well: bool, timed: bool);
+        /// Why they will not end, or ended badly, with its code letter; empty while they run and when they ended well. Their
+        /// end goes into the statistics.
+        fn poll(self: &RustCall, says: DeviceSays, mode: u32) -> String;
         /// How each of the calls travels.
         fn explain(self: &RustCall) -> Vec<Explanation>;
 
@@ -487,11 +503,9 @@ pub mod ffi {
         fn wait(self: Pin<&mut InFlight>, timeout_ms: u64) -> Result<()>;
 
         type Completion;
-        /// Copies strided inputs into their contiguous pieces or, `back`, contiguous results into strided outputs. Runs on
-        /// any thread, without the GIL.
-        fn copy(self: &Completion, back: bool);
-        /// The operation has ended; `error` is empty or carries its code letter. Must not run Python nor block: queues.
-        fn ended(self: &Completion, error: &str);
+        /// A moment of the operation, on any thread, without the GIL. `error` is that of the end: empty, or with its code
+        /// letter. What is done at the end must not run Python nor block: queues.
+        fn reached(self: &Completion, moment: Moment, error: &str);
 
         /// True when a Python signal handler raised; the shim keeps the exception for the thread that asked.
         fn check_interrupt() -> bool;

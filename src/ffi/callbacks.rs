@@ -39,16 +39,16 @@ pub(super) struct CompletionHook {
 impl group::Completion for CompletionHook {
     fn prepare(&self) {
         if self.staged {
-            self.inner.copy(false);
+            self.inner.reached(ffi::Moment::kBegins, "");
         }
     }
     fn store_back(&self) {
         if self.staged {
-            self.inner.copy(true);
+            self.inner.reached(ffi::Moment::kHasResults, "");
         }
     }
     fn ended(&self, error: Option<&Error>) {
-        self.inner.ended(&error.map(coded).unwrap_or_default());
+        self.inner.reached(ffi::Moment::kEnded, &error.map(coded).unwrap_or_default());
     }
 }
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::bridge::ffi;
 use super::callbacks::{CompletionHook, LinkHook, PythonHook, PythonLog, StoreHook};
 use super::convert::{
-    Outcome, coded, dtype_named, explanation, guarded, kind, kind_named, record, request, stats, strided, table,
+    Outcome, coded, dtype_named, explanation, guarded, kind, kind_named, record, request, stats, table,
 };
 use super::handles::{Core, RustExternalOp, RustGroup, RustOp, RustRendezvous};
 use super::observe::ffi as observed;
@@ -17,7 +17,6 @@ use crate::engine::multihost::transport::Link;
 use crate::error::Result;
 use crate::group;
 use crate::group::Group;
-use crate::op::overlap::Reach;
 use crate::rendezvous::Rendezvous;
 use crate::types::{CallNote, Dtype, Kind};
 
@@ -54,13 +53,14 @@ fn hook(call: &ffi::Call, completion: cxx::SharedPtr<ffi::Completion>) -> Option
 }
 
 impl RustGroup {
-    pub(super) fn build(decided: Box<RustRendezvous>, link: cxx::SharedPtr<ffi::Link>) -> Outcome<Box<RustGroup>> {
+    pub(super) fn build(decided: Box<RustRendezvous>, link: cxx::SharedPtr<ffi::Link>) -> Outcome<ffi::Built> {
         guarded(|| {
             let RustRendezvous { decided, store, members } = *decided;
             let link = (!link.is_null()).then(|| Arc::new(LinkHook(link)) as Arc<dyn Link>);
             let group = Group::build(decided, link)?;
             group.set_members(members);
-            Ok(Box::new(RustGroup { group, store }))
+            let description = group.describe();
+            Ok(ffi::Built { group: Box::new(RustGroup { group, store }), description })
         })
     }
 
@@ -125,9 +125,6 @@ impl RustGroup {
             }
             Ok(())
         });
-    }
-    pub(super) fn describe(&self) -> Outcome<String> {
-        guarded(|| self.group.not_forked().map(|()| self.group.describe()))
     }
     pub(super) fn explain(&self, asked: &observed::OpDesc<'_>) -> Outcome<observed::Explanation> {
         guarded(|| {
@@ -194,19 +191,12 @@ impl RustGroup {
 }
 
 impl RustOp {
-    pub(super) fn memory_meets(one: &[ffi::Strided], other: &[ffi::Strided]) -> bool {
-        let reach =
-            |all: &[ffi::Strided]| Reach::of_all(Vec::new(), Vec::new(), &all.iter().map(strided).collect::<Vec<_>>());
-        reach(one).conflicts_with(&reach(other))
-    }
-    pub(super) fn is_done(&self) -> bool {
-        self.0.is_done()
-    }
     pub(super) fn wait(&self, timeout_ms: i64) -> Outcome<()> {
         guarded(|| self.0.wait(u64::try_from(timeout_ms).ok().map(Duration::from_millis)))
     }
     pub(super) fn facts(&self) -> ffi::OpFacts {
         ffi::OpFacts {
+            done: self.0.is_done(),
             number: self.0.number(),
             source: self.0.source(),
             duration_ns: self.0.duration().as_nanos() as u64,
@@ -216,9 +206,6 @@ impl RustOp {
     }
     pub(super) fn explain(&self) -> observed::Explanation {
         explanation(&self.0.explain())
-    }
-    pub(super) fn cancel(&self) {
-        self.0.cancel();
     }
 }
 

@@ -81,7 +81,7 @@ pub(super) fn spans(pieces: &[ffi::Piece]) -> Vec<Span> {
     pieces.iter().map(|piece| Span { addr: piece.addr, bytes: piece.bytes }).collect()
 }
 
-pub(super) fn strided(tensor: &ffi::Strided) -> Strided {
+fn strided(tensor: &ffi::Strided) -> Strided {
     let ffi::Strided { addr, run, counts, strides, written } = *tensor;
     Strided { addr, run, counts, strides, written }
 }

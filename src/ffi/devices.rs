@@ -82,13 +82,13 @@ impl Parts {
     }
 }
 
-fn begun(call: DeviceCall) -> ffi::DeviceBegun {
+fn begun(call: DeviceCall, captured: bool) -> ffi::DeviceBegun {
     ffi::DeviceBegun {
         number: call.number(),
         timeout_ms: call.timeout().as_millis() as u64,
         stream_key: call.stream_key(),
         lowerings: call.calls().iter().map(lowering).collect(),
-        call: Box::new(RustCall(call)),
+        call: Box::new(RustCall { call, captured }),
     }
 }
 
@@ -99,22 +99,21 @@ impl RustDevices {
         terms: &ffi::DeviceTerms,
         exchange: &ffi::IdExchange,
     ) -> Outcome<ffi::DeviceBegun> {
-        let ffi::DeviceTerms { device, region, capturing } = *terms;
+        let ffi::DeviceTerms { device, region, capturing, connects } = *terms;
         let terms = Terms { device: device.into(), region, capturing };
         let exchange = ExchangeHook(exchange, &self.store);
         guarded(|| {
             if calls.is_empty() {
-                self.engine.communicator(terms.device, Ranks::All, &exchange)?;
-                return Ok(begun(self.engine.behind(terms.device)));
+                if connects {
+                    self.engine.communicator(terms.device, Ranks::All, &exchange)?;
+                }
+                return Ok(begun(self.engine.behind(terms.device), false));
             }
             let parts: Vec<Parts> = calls.iter().map(Parts::of).collect();
             let calls =
                 calls.iter().zip(&parts).map(|(call, parts)| parts.request(call)).collect::<Result<Vec<_>>>()?;
-            Ok(begun(self.engine.begin(&calls, &terms, &exchange)?))
+            Ok(begun(self.engine.begin(&calls, &terms, &exchange)?, capturing))
         })
-    }
-    pub(super) fn behind(&self, device: i32) -> ffi::DeviceBegun {
-        begun(self.engine.behind(device))
     }
     pub(super) fn raw_stream(
         &self,
@@ -198,22 +197,30 @@ fn lowering(call: &Lowered) -> ffi::DeviceLowering {
 impl RustCall {
     pub(super) fn launch(&self, placed: &[ffi::DevicePlaced], stream: usize) -> Outcome<()> {
         let place = |at: &ffi::DevicePlaced| Placed { factor: at.factor, send: at.send, recv: at.recv };
-        guarded(|| self.0.launch(&placed.iter().map(place).collect::<Vec<_>>(), Stream(stream)))
+        guarded(|| {
+            self.call.launch(&placed.iter().map(place).collect::<Vec<_>>(), Stream(stream))?;
+            if self.captured {
+                self.call.ended(true, false);
+            }
+            Ok(())
+        })
     }
     pub(super) fn before_poll(&self) -> Outcome<u32> {
-        guarded(|| self.0.before_poll())
+        guarded(|| self.call.before_poll().inspect_err(|_| self.call.ended(false, true)))
     }
-    pub(super) fn poll(&self, passed: bool, mode: u32) -> String {
-        guarded(|| self.0.poll(passed, mode)).err().unwrap_or_default()
-    }
-    pub(super) fn ended(&self, well: bool, timed: bool) {
-        let _ = guarded(|| {
-            self.0.ended(well, timed);
-            Ok(())
+    pub(super) fn poll(&self, says: ffi::DeviceSays, mode: u32) -> String {
+        let passed = says == ffi::DeviceSays::kPassed;
+        let looked = guarded(|| {
+            let found = self.call.poll(passed, mode);
+            if found.is_err() || says != ffi::DeviceSays::kRunning {
+                self.call.ended(passed && found.is_ok(), true);
+            }
+            found
         });
+        looked.err().unwrap_or_default()
     }
     pub(super) fn explain(&self) -> Vec<observed::Explanation> {
-        let found = self.0.explain().into_iter();
+        let found = self.call.explain().into_iter();
         let found = found.map(|call| observed::Explanation {
             kind: call.name,
             bytes: call.bytes,

@@ -35,5 +35,8 @@ pub struct RustDevices {
     pub(super) store: SharedStore,
 }
 
-pub struct RustCall(pub(super) DeviceCall);
+pub struct RustCall {
+    pub(super) call: DeviceCall,
+    pub(super) captured: bool,
+}
 pub struct RustRetired(pub(super) Retired);
