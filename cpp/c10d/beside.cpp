@@ -13,10 +13,11 @@ namespace sagellm {
 
 bool SharedMessage::wait(std::chrono::milliseconds timeout) {
   const std::lock_guard<std::mutex> lock(waiting_);
-  if (ended()) return true;
-  const bool well = JoinedWork::wait(timeout);
-  ended_.store(true, std::memory_order_release);
-  return well;
+  if (!ended()) {
+    well_ = JoinedWork::wait(timeout);
+    ended_.store(true, std::memory_order_release);
+  }
+  return well_;
 }
 
 SageBackend::WorkPtr SageBackend::delegate_message(const CallDesc& call) {

@@ -19,13 +19,14 @@ class SharedMessage final : public JoinedWork {
   bool isCompleted() override { return ended() || JoinedWork::isCompleted(); }
   bool wait(std::chrono::milliseconds timeout) override;
   void synchronize() override { wait(kNoTimeout); }
-  // Waited for, well.
   bool ended() const { return ended_.load(std::memory_order_acquire); }
 
  private:
-  // Held by the one that waits; the others wait for it here.
+  // Held by the one that waits; the others wait for it here. Guards `well_`.
   std::mutex waiting_;
-  // Written under the mutex (release), read by anyone (acquire).
+  // False where it was aborted: then every wait says so, as c10d's contract has it.
+  bool well_ = false;
+  // Somebody's wait for it has returned. Written under the mutex (release), read by anyone (acquire).
   std::atomic<bool> ended_{false};
 };
 

@@ -20,7 +20,7 @@ class JoinedWork : public c10d::Work {
   bool isSuccess() const override;
   std::exception_ptr exception() const override;
   int sourceRank() const override { return parts_.size() == 1 ? parts_[0]->sourceRank() : Work::sourceRank(); }
-  // One after the other; `timeout` is for all of them together.
+  // One after the other; `timeout` is for all of them together. False, as of a part, where one was aborted.
   bool wait(std::chrono::milliseconds timeout) override;
   void synchronize() override;
   std::vector<at::Tensor> result() override;
