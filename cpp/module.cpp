@@ -3,7 +3,9 @@
 #include <torch/csrc/Exceptions.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -101,7 +103,9 @@ auto translated(Function function) {
   return torch::wrap_pybind_function(function);
 }
 
-using no_gil = py::call_guard<py::gil_scoped_release>;
+Stats stats(const SageBackend& self, StatsPart part) {
+  return without_gil([&] { return self.stats(part); });
+}
 
 // Python names a device by a text.
 template <std::string (SageBackend::*question)(c10::DeviceType) const>
@@ -133,6 +137,7 @@ void bind_backend(py::module_& module) {
                                                       "What the ranks of a group decided before it is built.")
       .def_property_readonly("delegate_reason", &Rendezvous::delegate_reason)
       .def_property_readonly("spans_hosts", &Rendezvous::spans_hosts)
+      .def_property_readonly("id", &Rendezvous::id)
       .def("build", translated(&build), py::arg("delegate") = py::none(), py::arg("link") = py::none());
   py::class_<SageBackend, c10d::Backend, c10::intrusive_ptr<SageBackend>>(module, "SageBackend",
                                                                           "One process group of the sagellm backend.")
@@ -141,17 +146,19 @@ void bind_backend(py::module_& module) {
       .def("describe", &SageBackend::describe)
       .def("_explain",
            translated([](const SageBackend& self, const std::string& kind, uint64_t bytes, const std::string& dtype) {
-             return to_dict(self.explain(kind, bytes, dtype));
+             return to_dict(self.explain({-1, kind, bytes, dtype}));
            }),
            py::arg("kind"), py::arg("bytes"), py::arg("dtype"))
-      .def("_explain_number",
-           translated([](const SageBackend& self, uint64_t number) { return to_dict(self.explain_number(number)); }),
+      .def("_explain_number", translated([](const SageBackend& self, uint64_t number) {
+             constexpr uint64_t kMost = std::numeric_limits<int64_t>::max();
+             return to_dict(self.explain({static_cast<int64_t>(std::min(number, kMost)), {}, 0, {}}));
+           }),
            py::arg("number"))
       .def("_device_library", &of_device<&SageBackend::device_library>, py::arg("device"))
       .def("_device_reason", &of_device<&SageBackend::device_reason>, py::arg("device"))
-      .def("_stats", [](const SageBackend& self) { return to_dict(without_gil([&] { return self.stats(); })); })
-      .def("_records", [](const SageBackend& self) { return to_list(without_gil([&] { return self.records(); })); })
-      .def("_reset_stats", &SageBackend::reset_stats, no_gil())
+      .def("_stats", [](const SageBackend& self) { return to_dict(stats(self, StatsPart::kCounts)); })
+      .def("_records", [](const SageBackend& self) { return to_list(stats(self, StatsPart::kRecords).records); })
+      .def("_reset_stats", [](const SageBackend& self) { (void)stats(self, StatsPart::kReset); })
       .def_property_readonly(
           "options",
           [](SageBackend& self) { return c10::static_intrusive_pointer_cast<Options>(self.getBackendOptions()); })

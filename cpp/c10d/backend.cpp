@@ -54,6 +54,7 @@ Rendezvous::Rendezvous(c10::intrusive_ptr<c10d::Store> store, int rank, int size
       size_(size),
       options_(std::move(options)),
       decided_(meet(store_, rank, size, *options_)),
+      id_(std::string(decided_->id)),
       delegate_reason_(std::string(decided_->delegate_reason)),
       spans_hosts_(decided_->spans_hosts) {}
 

@@ -102,27 +102,16 @@ class SageBackend final : public c10d::Backend {
   bool spans_hosts() const { return spans_hosts_; }
   // Which engine serves the group and why, in one line.
   const std::string& describe() const { return description_; }
-  // How an operation of this kind, size and type (by their names) would travel.
-  Explanation explain(const std::string& kind, uint64_t bytes, const std::string& dtype) const {
-    return checked([&] { return group_->explain({-1, kind, bytes, dtype}); });
-  }
-  Explanation explain_number(uint64_t number) const {
-    const auto asked = static_cast<int64_t>(std::min<uint64_t>(number, std::numeric_limits<int64_t>::max()));
-    return checked([&] { return group_->explain({asked, {}, 0, {}}); });
+  Explanation explain(const OpDesc& asked) const {
+    return checked([&] { return group_->explain(asked); });
   }
   // Why tensors on devices of this kind travel through host memory.
   std::string device_reason(c10::DeviceType type) const;
   // The library that carries tensors on such devices, or empty.
   std::string device_library(c10::DeviceType type) const;
-  // What the group has done, and its last operations.
-  Stats stats() const {
-    return checked([&] { return group_->stats(StatsPart::kCounts); });
-  }
-  rust::Vec<Record> records() const {
-    return std::move(checked([&] { return group_->stats(StatsPart::kRecords); }).records);
-  }
-  void reset_stats() {
-    (void)checked([&] { return group_->stats(StatsPart::kReset); });
+  // What the group has done.
+  Stats stats(StatsPart part) const {
+    return checked([&] { return group_->stats(part); });
   }
 
   const std::string getBackendName() const override { return "sagellm"; }
@@ -374,23 +363,21 @@ class Rendezvous {
   const std::string& delegate_reason() const { return delegate_reason_; }
   // True when the group needs a link between hosts, and a delegate for its messages.
   bool spans_hosts() const { return spans_hosts_; }
+  // Equal on all ranks, and of no other attempt to make a group.
+  const std::string& id() const { return id_; }
 
   // Builds the group, once. `delegate` where there is a reason for one or the group spans hosts; `link`, a gloo group
   // that nobody else uses, where it spans hosts: all ranks measure it together. Call without the GIL.
   c10::intrusive_ptr<SageBackend> build(BackendPtr delegate, BackendPtr link);
-  // The same, with a delegate and a link that the Python package makes for a group which torch does not make through
-  // it.
-  c10::intrusive_ptr<SageBackend> build_with_torch();
 
  private:
-  BackendPtr group_of_torch(const char* prefix) const;
-
   const c10::intrusive_ptr<c10d::Store> store_;
   const int rank_;
   const int size_;
   const c10::intrusive_ptr<SageBackend::Options> options_;
   // Until the group is built.
   std::optional<Decision> decided_;
+  const std::string id_;
   const std::string delegate_reason_;
   const bool spans_hosts_;
 };

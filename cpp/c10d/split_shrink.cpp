@@ -90,33 +90,14 @@ c10::intrusive_ptr<SageBackend> SageBackend::part(const std::string& prefix, con
                                                          : all[static_cast<size_t>(rank)]);
   }
   const auto mine = std::find(ranks.begin(), ranks.end(), getRank());
-  auto child = Rendezvous(c10::make_intrusive<c10d::PrefixStore>(prefix, store_),
-                          static_cast<int>(mine - ranks.begin()), static_cast<int>(ranks.size()), options)
-                   .build_with_torch();
+  // In Python, as every group: it may need others of torch's, whose classes have no headers.
+  const py::gil_scoped_acquire gil;
+  const py::object make = py::module_::import("sagellm._register").attr("part");
+  const py::object made =
+      make(options, c10::make_intrusive<c10d::PrefixStore>(prefix, store_), mine - ranks.begin(), ranks.size());
+  auto child = made.cast<c10::intrusive_ptr<SageBackend>>();
   child->parents_device_ = bound_device();
   return child;
-}
-
-c10::intrusive_ptr<SageBackend> Rendezvous::build_with_torch() {
-  const bool delegated = spans_hosts_ || !delegate_reason_.empty();
-  auto delegate = delegated ? group_of_torch("delegate") : nullptr;
-  auto link = spans_hosts_ ? group_of_torch("link") : nullptr;
-  return build(std::move(delegate), std::move(link));
-}
-
-Rendezvous::BackendPtr Rendezvous::group_of_torch(const char* prefix) const {
-  if (options_->delegate == "mpi") {
-    raise(ErrorKind::kSystem,
-          c10::str("sagellm: group '", options_->group_name, "' needs a delegate (", delegate_reason_,
-                   "), and all ranks of the job have to make one of MPI; use torch.distributed.new_group"));
-  }
-  // Keys of an earlier attempt at the same group may lie in the store, and gloo would believe them.
-  const std::string place = c10::str(prefix, "/", std::string(decided_->id));
-  const py::gil_scoped_acquire gil;
-  const py::object build = py::module_::import("sagellm._delegate").attr("build_part");
-  const py::object built = build(options_->delegate, place, store_, rank_, size_, options_->timeout,
-                                 options_->group_name, options_->global_ranks_in_group);
-  return built.cast<c10::intrusive_ptr<c10d::Backend>>();
 }
 
 std::optional<c10::Device> SageBackend::bound_device() const {

@@ -162,6 +162,7 @@ class Options:
     vendor: str
     _library_folders: list[str]
     #: From torch's base class.
+    _timeout: timedelta
     global_ranks_in_group: list[int]
     group_name: str
 
@@ -196,6 +197,9 @@ class Rendezvous:
     #: Ranks are on several hosts: the group needs a delegate for messages, and a link.
     @property
     def spans_hosts(self) -> bool: ...
+    #: Equal on all ranks, and of no other attempt to make a group.
+    @property
+    def id(self) -> str: ...
     def build(self, delegate: Any = None, link: Any = None) -> SageBackend: ...
 
 def rendezvous(

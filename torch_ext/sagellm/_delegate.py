@@ -71,17 +71,10 @@ class Facts:
     global_ranks_in_group: list[int]
 
 
-def build_part(
-    name: str, prefix: str, store: Any, rank: int, size: int, timeout: timedelta, group: str, ranks: list[int]
-) -> Any:
-    """``build`` for a group that C++ made by a split of another one. C++ calls it."""
-    return build(name, Facts(store, rank, size, timeout, group, ranks), prefix)
-
-
-def build(name: str, options: Any, prefix: str = PREFIX) -> Any:
+def build(name: str, options: Any, prefix: str) -> Any:
     """The built-in group ``name`` over the same ranks. Collective: every rank of the group must call it.
 
-    ``prefix`` keeps several groups over one store apart.
+    ``prefix`` keeps several groups over one store apart, and those of different attempts to make a group.
     """
     from torch.distributed import PrefixStore
     from torch.distributed import distributed_c10d as c10d

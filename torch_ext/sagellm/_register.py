@@ -8,7 +8,7 @@ import site
 import threading
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 NAME = "sagellm"
 #: Overrides the option ``vendor`` of every group, which selects the path of tensors on a device, see docs/devices.md.
@@ -84,11 +84,27 @@ def create(options: Any, pg_options: Any = None) -> Any:
     if os.environ.get(log.VARIABLE):
         _log_versions(extension)
     ours = _settings(extension, pg_options)
-    ours.delegate = delegate = _delegate.check(ours.delegate)
+    ours.delegate = _delegate.check(ours.delegate)
     ours.vendor = _vendor(os.environ.get(VENDOR) or ours.vendor or "auto")
     ours._library_folders = site.getsitepackages()
     _step_at_exit(extension)
     _detach_flight_recorder()
+    return _meet(extension, options, ours)
+
+
+def part(ours: Any, store: Any, rank: int, size: int) -> Any:
+    """Makes the backend of a group of some ranks of another one, in a split or a shrink. C++ calls it."""
+    from sagellm import _delegate, _load
+
+    ranks = list(ours.global_ranks_in_group)
+    facts = _delegate.Facts(store, rank, size, ours._timeout, ours.group_name, ranks)
+    return _meet(_load.extension(), facts, ours, is_part=True)
+
+
+def _meet(extension: ModuleType, options: Any, ours: Any, is_part: bool = False) -> Any:
+    """The backend, after the ranks have met, with the groups of torch's that they decided it needs."""
+    from sagellm import _delegate
+
     decided = extension.rendezvous(
         options.store,
         options.group_rank,
@@ -98,13 +114,26 @@ def create(options: Any, pg_options: Any = None) -> Any:
         global_ranks=list(options.global_ranks_in_group or []),
         options=ours,
     )
+    if not decided.delegate_reason and not decided.spans_hosts:
+        return decided.build()
+    if is_part and ours.delegate == "mpi":
+        _refuse_mpi(options.group_id, decided.delegate_reason)
     if decided.delegate_reason:
-        _tell_delegate(delegate, decided.delegate_reason, options)
-        return decided.build(_delegate.build(delegate, options))
-    if decided.spans_hosts:
-        theirs = _delegate.build(delegate, options)
-        return decided.build(theirs, _delegate.build(delegate, options, _delegate.LINK_PREFIX))
-    return decided.build()
+        _tell_delegate(ours.delegate, decided.delegate_reason, options)
+    # Keys of an earlier attempt at the same group may lie in the store, and gloo would believe them.
+    delegate = _delegate.build(ours.delegate, options, f"{_delegate.PREFIX}/{decided.id}")
+    if not decided.spans_hosts:
+        return decided.build(delegate)
+    return decided.build(delegate, _delegate.build(ours.delegate, options, f"{_delegate.LINK_PREFIX}/{decided.id}"))
+
+
+def _refuse_mpi(group: str, reason: str) -> NoReturn:
+    import torch.distributed as dist
+
+    raise dist.DistBackendError(
+        f"sagellm: group '{group}' needs a delegate ({reason}), and all ranks of the job have to make one of MPI; use "
+        "torch.distributed.new_group"
+    )
 
 
 #: Switches for a whole process, see docs/fusion.md and docs/determinism.md: variable, option, its value when set.

@@ -106,9 +106,9 @@ def opens_a_link(ctx: Context, names: list[str], late: int) -> float | None:
 
     ctx_build = _delegate.build
 
-    def build(name: str, options: Any, prefix: str = _delegate.PREFIX) -> Any:
+    def build(name: str, options: Any, prefix: str) -> Any:
         made = ctx_build(name, options, prefix)
-        if ctx.rank == late and prefix == _delegate.LINK_PREFIX:
+        if ctx.rank == late and prefix.startswith(_delegate.LINK_PREFIX):
             ctx.listen(80)
         return made
 
