@@ -53,24 +53,21 @@ Rendezvous::Rendezvous(c10::intrusive_ptr<c10d::Store> store, int rank, int size
       rank_(rank),
       size_(size),
       options_(std::move(options)),
-      decided_(meet(store_, rank, size, *options_)),
-      id_(std::string(decided_->id)),
-      delegate_reason_(std::string(decided_->delegate_reason)),
-      spans_hosts_(decided_->spans_hosts) {}
+      decided_(meet(store_, rank, size, *options_)) {}
 
 c10::intrusive_ptr<SageBackend> Rendezvous::build(BackendPtr delegate, BackendPtr link) {
-  const bool delegated = spans_hosts_ || !delegate_reason_.empty();
-  if (!decided_) value_error("build", "this group was built already");
-  if (delegated != static_cast<bool>(delegate) || spans_hosts_ != static_cast<bool>(link)) {
+  const bool spans_hosts = decided_.spans_hosts;
+  const bool delegated = spans_hosts || !decided_.delegate_reason.empty();
+  if (built_) value_error("build", "this group was built already");
+  if (delegated != static_cast<bool>(delegate) || spans_hosts != static_cast<bool>(link)) {
     value_error("build", c10::str("the group ", delegated ? "needs a delegate" : "takes no delegate", " and ",
-                                  spans_hosts_ ? "needs a link" : "takes no link"));
+                                  spans_hosts ? "needs a link" : "takes no link"));
   }
   auto wrapped = link ? std::make_shared<GlooLink>(std::move(link)) : nullptr;
-  rust::Box<RustRendezvous> decided = std::move(decided_->rendezvous);
-  decided_.reset();
+  built_ = true;
   try {
-    Built built = RustGroup::build(std::move(decided), wrapped);
-    SageBackend::Others others{std::move(delegate), std::move(wrapped), delegate_reason_, spans_hosts_};
+    Built built = RustGroup::build(std::move(decided_.rendezvous), wrapped);
+    SageBackend::Others others{std::move(delegate), std::move(wrapped), delegate_reason(), spans_hosts};
     return c10::make_intrusive<SageBackend>(rank_, size_, options_, std::move(built), store_, std::move(others));
   } catch (const rust::Error& error) {
     if (wrapped) wrapped->close();
@@ -237,10 +234,8 @@ std::shared_ptr<VendorDevices> SageBackend::vendor_of(c10::DeviceType type) cons
   VendorFound made;
   try {
     auto& self = const_cast<SageBackend&>(*this);
-    DeviceOwner owner{*group_,   getRank(),
-                      getSize(), events_,
-                      store_,    [&self](at::Tensor& bytes, int from, int to) {
-                        self.share(bytes, from, to); }};
+    const auto share = [&self](at::Tensor& bytes, int from, int to) { self.share(bytes, from, to); };
+    DeviceOwner owner{*group_, getRank(), getSize(), events_, share};
     made.library = std::make_shared<VendorDevices>(std::move(owner), type, wanted.substr(0, colon), library,
                                                    options_->library_folders);
   } catch (const std::exception& error) {
@@ -301,22 +296,22 @@ void SageBackend::waitForPendingWorks() {
 
 #ifdef SAGELLM_HAS_ABORT_HOOKS
 void SageBackend::registerAbortHook(int64_t id, AbortHook hook) {
-  events_->add_abort_hook(id, std::move(hook));
+  events_->abort_hooks.add(id, std::move(hook));
 }
 
 void SageBackend::unregisterAbortHook(int64_t id) {
-  events_->remove_abort_hook(id);
+  events_->abort_hooks.remove(id);
 }
 #endif
 
 #ifdef SAGELLM_HAS_COMPLETION_HOOKS
 void SageBackend::registerCompletionHook(int64_t id, CompletionHook hook) {
   if (delegated()) value_error("register_completion_hook", "a delegated group does not tell when its works complete");
-  events_->add_completion_hook(id, std::move(hook));
+  events_->completion_hooks.add(id, std::move(hook));
 }
 
 void SageBackend::unregisterCompletionHook(int64_t id) {
-  events_->remove_completion_hook(id);
+  events_->completion_hooks.remove(id);
 }
 #endif
 

@@ -360,11 +360,11 @@ class Rendezvous {
              c10::intrusive_ptr<SageBackend::Options> options);
 
   // Why a delegate must serve the whole group, or empty.
-  const std::string& delegate_reason() const { return delegate_reason_; }
+  std::string delegate_reason() const { return std::string(decided_.delegate_reason); }
   // True when the group needs a link between hosts, and a delegate for its messages.
-  bool spans_hosts() const { return spans_hosts_; }
+  bool spans_hosts() const { return decided_.spans_hosts; }
   // Equal on all ranks, and of no other attempt to make a group.
-  const std::string& id() const { return id_; }
+  std::string id() const { return std::string(decided_.id); }
 
   // Builds the group, once. `delegate` where there is a reason for one or the group spans hosts; `link`, a gloo group
   // that nobody else uses, where it spans hosts: all ranks measure it together. Call without the GIL.
@@ -375,11 +375,9 @@ class Rendezvous {
   const int rank_;
   const int size_;
   const c10::intrusive_ptr<SageBackend::Options> options_;
-  // Until the group is built.
-  std::optional<Decision> decided_;
-  const std::string id_;
-  const std::string delegate_reason_;
-  const bool spans_hosts_;
+  Decision decided_;
+  // Then its `rendezvous` is gone.
+  bool built_ = false;
 };
 
 }  // namespace sagellm

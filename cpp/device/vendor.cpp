@@ -60,35 +60,6 @@ class VendorDevices::Exchange final : public IdExchange {
   mutable std::exception_ptr raised_;
 };
 
-class VendorDevices::OnStream final : public DeviceCall {
- public:
-  explicit OnStream(rust::Box<RustCall> core) : core_(std::move(core)) {}
-
-  void launch(const std::vector<DevicePlaced>& placed, size_t stream) const {
-    checked([&] { core_->launch(slice(placed), stream); });
-  }
-
-  State poll(const std::function<bool()>& has_passed) override {
-    const uint32_t mode = checked([&] { return core_->before_poll(); });
-    bool passed = false;
-    try {
-      passed = has_passed();
-    } catch (const std::exception&) {
-      (void)core_->poll(DeviceSays::kNothing, mode);
-      throw;
-    }
-    return {passed, std::string(core_->poll(passed ? DeviceSays::kPassed : DeviceSays::kRunning, mode))};
-  }
-
-  std::vector<Explanation> explain() const override {
-    const rust::Vec<Explanation> found = core_->explain();
-    return {found.begin(), found.end()};
-  }
-
- private:
-  const rust::Box<RustCall> core_;
-};
-
 VendorDevices::VendorDevices(DeviceOwner owner, c10::DeviceType type, const std::string& vendor,
                              const std::string& library, const std::vector<std::string>& folders)
     : owner_(std::move(owner)), type_(type), opened_(open(owner_.group, type, vendor, library, folders)) {}
@@ -152,7 +123,7 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::behind_all(bool by_itself) {
   made.blocks_host = true;
   DeviceBegun begun = begin({}, {}, stream.device(), false, false);
   made.known.timeout = std::chrono::milliseconds(begun.timeout_ms);
-  made.call = std::make_shared<OnStream>(std::move(begun.call));
+  made.call = std::make_shared<DeviceCall>(std::move(begun.call));
   auto work = c10::make_intrusive<DeviceWork>(owner_.rank, c10d::OpType::BARRIER, Tensors(), owner_.events, nullptr,
                                               std::move(made));
   if (by_itself) work->watch();
@@ -169,7 +140,7 @@ DeviceBegun VendorDevices::begin(c10::ArrayRef<Plan> calls, const Tensors& keep,
 }
 
 std::shared_ptr<c10::Event> VendorDevices::put(c10::ArrayRef<Plan> calls, const rust::Vec<DeviceLowering>& lowerings,
-                                               const std::shared_ptr<OnStream>& call, Passage& passage, Tensors& keep,
+                                               const std::shared_ptr<DeviceCall>& call, Passage& passage, Tensors& keep,
                                                bool asked_only) {
   std::vector<Preparation> prepared;
   std::vector<DevicePlaced> placed;
@@ -234,7 +205,7 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::submit(c10::ArrayRef<Plan> calls, 
   const bool barrier = calls[0].call.kind == Kind::kBarrier;
   DeviceBegun begun = begin(calls, keep, device, region, capturing);
   auto trace = Trace::start(label.title, keep);
-  const auto call = std::make_shared<OnStream>(std::move(begun.call));
+  const auto call = std::make_shared<DeviceCall>(std::move(begun.call));
 
   // A capture is joined before the call returns: what runs beside it would be lost.
   const bool on_callers = !async || capturing;

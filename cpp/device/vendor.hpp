@@ -34,7 +34,6 @@ struct DeviceOwner {
   int rank;
   int size;
   std::shared_ptr<Events> events;
-  c10::intrusive_ptr<c10d::Store> store;
   // Hands bytes from one rank to all (`from` is -1: from rank 0) or to one, over the CPU. Asked only while a call of
   // the group is made.
   std::function<void(at::Tensor& bytes, int from, int to)> share;
@@ -85,8 +84,6 @@ class VendorDevices final {
   void close(std::chrono::milliseconds timeout);
 
  private:
-  // What is left of calls when they are on their stream.
-  class OnStream;
   // How the core reaches the other ranks while it makes a communicator.
   class Exchange;
 
@@ -99,7 +96,7 @@ class VendorDevices final {
   // Puts the calls and what belongs to them on the stream of `passage`; the event of their end. After an error `keep`
   // and `call` are never let go of.
   std::shared_ptr<c10::Event> put(c10::ArrayRef<Plan> calls, const rust::Vec<DeviceLowering>& lowerings,
-                                  const std::shared_ptr<OnStream>& call, Passage& passage, Tensors& keep,
+                                  const std::shared_ptr<DeviceCall>& call, Passage& passage, Tensors& keep,
                                   bool asked_only);
   // A work that follows `made`, from now on watched unless it was captured.
   c10::intrusive_ptr<DeviceWork> follow(DeviceWork::Launched made, c10d::OpType type, Tensors outputs,

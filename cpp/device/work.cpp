@@ -14,6 +14,27 @@
 
 namespace sagellm {
 
+void DeviceCall::launch(const std::vector<DevicePlaced>& placed, size_t stream) const {
+  checked([&] { core_->launch({placed.data(), placed.size()}, stream); });
+}
+
+DeviceCall::State DeviceCall::poll(const std::function<bool()>& has_passed) const {
+  const uint32_t mode = checked([&] { return core_->before_poll(); });
+  bool passed = false;
+  try {
+    passed = has_passed();
+  } catch (const std::exception&) {
+    (void)core_->poll(DeviceSays::kNothing, mode);
+    throw;
+  }
+  return {passed, std::string(core_->poll(passed ? DeviceSays::kPassed : DeviceSays::kRunning, mode))};
+}
+
+std::vector<Explanation> DeviceCall::explain() const {
+  const rust::Vec<Explanation> found = core_->explain();
+  return {found.begin(), found.end()};
+}
+
 DeviceWork::DeviceWork(int rank, c10d::OpType type, std::vector<at::Tensor> outputs, std::shared_ptr<Events> events,
                        std::unique_ptr<Trace> trace, Launched launched)
     : SageWork(rank, type, std::move(outputs), std::move(events), std::move(trace), launched.known),

@@ -22,7 +22,9 @@ namespace sagellm {
 // what is known of it; whether it will ever end.
 class DeviceCall {
  public:
-  virtual ~DeviceCall() = default;
+  explicit DeviceCall(rust::Box<RustCall> core) : core_(std::move(core)) {}
+
+  void launch(const std::vector<DevicePlaced>& placed, size_t stream) const;
   struct State {
     // The device has come past the call.
     bool passed;
@@ -31,9 +33,12 @@ class DeviceCall {
   };
   // Never waits. `has_passed` asks the device, and is called so that no graph that another thread captures is broken by
   // it. The statistics hear of the end by this.
-  virtual State poll(const std::function<bool()>& has_passed) = 0;
+  State poll(const std::function<bool()>& has_passed) const;
   // How it travels, as `SageWork::explain`.
-  virtual std::vector<Explanation> explain() const = 0;
+  std::vector<Explanation> explain() const;
+
+ private:
+  const rust::Box<RustCall> core_;
 };
 
 // Made when everything is on its stream. It ends when the stream has come past it, which a thread of the shim sees. On

@@ -29,14 +29,14 @@ void Trace::end() {
 }
 
 void Events::call_abort_hooks() {
-  if (abort_hooks_.empty()) return;
-  CallbackPool::instance().post([hooks = abort_hooks_.all()] {
+  if (abort_hooks.empty()) return;
+  CallbackPool::instance().post([hooks = abort_hooks.all()] {
     for (const auto& entry : *hooks) entry.second();
   });
 }
 
 void Events::call_completion_hooks(const CompletionHookArgs& args) const {
-  const auto hooks = completion_hooks_.all();
+  const auto hooks = completion_hooks.all();
   for (const auto& entry : *hooks) {
     try {
       entry.second(args);

@@ -83,14 +83,12 @@ class Events : public std::enable_shared_from_this<Events> {
   void enable_timing() { timing_ = true; }
   bool timing() const { return timing_.load(std::memory_order_relaxed); }
 
-  void add_abort_hook(int64_t id, AbortHook hook) { abort_hooks_.add(id, std::move(hook)); }
-  void remove_abort_hook(int64_t id) { abort_hooks_.remove(id); }
+  HookTable<AbortHook> abort_hooks;
   // Soon, on a callback thread: a hook may take seconds to write a trace, and the error must not wait for that.
   void call_abort_hooks();
 
-  void add_completion_hook(int64_t id, CompletionHook hook) { completion_hooks_.add(id, std::move(hook)); }
-  void remove_completion_hook(int64_t id) { completion_hooks_.remove(id); }
-  bool has_completion_hooks() const { return !completion_hooks_.empty(); }
+  HookTable<CompletionHook> completion_hooks;
+  bool has_completion_hooks() const { return !completion_hooks.empty(); }
   // On this thread: these are short and never take the GIL, by c10d's contract.
   void call_completion_hooks(const CompletionHookArgs& args) const;
 
@@ -107,8 +105,6 @@ class Events : public std::enable_shared_from_this<Events> {
 
   // Only compared.
   const CallbackPool* const pool_ = &CallbackPool::instance();
-  HookTable<AbortHook> abort_hooks_;
-  HookTable<CompletionHook> completion_hooks_;
   // Switched by the user's thread, read by all; nothing is ordered by them.
   std::atomic<bool> timing_{false};
   std::atomic<bool> work_hook_set_{false};
