@@ -30,7 +30,7 @@ std::chrono::milliseconds milliseconds(Seconds seconds) {
 }
 
 c10::intrusive_ptr<Options> make_options(Seconds timeout, std::string engine, std::string delegate, bool fusion,
-                                         bool strict, std::string algorithm, std::string vendor) {
+                                         bool strict, std::string algorithm, std::string vendor, std::string topology) {
   auto options = c10::make_intrusive<Options>(milliseconds(timeout));
   options->engine = std::move(engine);
   options->delegate = std::move(delegate);
@@ -38,6 +38,7 @@ c10::intrusive_ptr<Options> make_options(Seconds timeout, std::string engine, st
   options->strict = strict;
   options->algorithm = std::move(algorithm);
   options->vendor = std::move(vendor);
+  options->topology = std::move(topology);
   return options;
 }
 
@@ -120,13 +121,14 @@ void bind_options(py::module_& module) {
       module, "Options", "Options of a sagellm process group, for the argument pg_options.")
       .def(py::init(&make_options), py::arg("timeout") = Seconds(kBackendDefaultTimeout), py::arg("engine") = "auto",
            py::arg("delegate") = "gloo", py::arg("fusion") = true, py::arg("strict") = false, py::arg("algorithm") = "",
-           py::arg("vendor") = "auto")
+           py::arg("vendor") = "auto", py::arg("topology") = "")
       .def_readwrite("engine", &Options::engine)
       .def_readwrite("delegate", &Options::delegate)
       .def_readwrite("fusion", &Options::fusion)
       .def_readwrite("strict", &Options::strict)
       .def_readwrite("algorithm", &Options::algorithm)
       .def_readwrite("vendor", &Options::vendor)
+      .def_readwrite("topology", &Options::topology)
       .def_readwrite("_library_folders", &Options::library_folders)
       .def("__copy__", [](const Options& self) { return self.copy(); })
       .def("__deepcopy__", [](const Options& self, const py::dict&) { return self.copy(); }, py::arg("memo"));

@@ -19,6 +19,8 @@ pub struct Config {
     pub delegate: String,
     /// The option `algorithm`: rules with priority over those of the environment (`select::rules`).
     pub algorithm: String,
+    /// The option `topology`: what the user says about the machines (`select::start::Topology` as text), or empty.
+    pub topology: String,
     /// Rank 0's policy of algorithm choice (`select::policy`), as text; filled when the group is made.
     pub policy: String,
     pub settings: Settings,

@@ -32,6 +32,7 @@ fn decided() -> [Rendezvous; 2] {
                     delegate_reason: None,
                     delegate: Config::LINK.to_string(),
                     algorithm: String::new(),
+                    topology: String::new(),
                     policy: String::new(),
                     settings: Settings::default(),
                 };

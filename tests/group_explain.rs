@@ -13,6 +13,7 @@ use sagellm::engine::local;
 use sagellm::group::{Group, Op};
 use sagellm::select::explain::{Batch, Explanation};
 use sagellm::select::rules::Rules;
+use sagellm::select::start::Topology;
 use sagellm::select::{OpDesc, Path, Policy, Reason};
 use sagellm::types::{Dtype, Kind, ReduceOp};
 
@@ -102,11 +103,12 @@ fn between_hosts_every_operation_is_explained_by_the_batch_it_was_in() {
     let places: [&[usize]; 4] = [&[0, 1], &[0, 0, 1, 1], &[0, 1, 2], &[0, 1, 0, 2, 2]];
     let rules =
         ["", "*:0-=ring", "all_reduce:0-1KiB=recursive_doubling;all_reduce:0-=double_tree(leaders=2,segment=1MiB)"];
-    let mut longest = 0;
+    let (mut longest, topology) = (0, Topology { hosts: 2, full_nvlink: true });
     for (seed, place) in (1..).zip(places) {
         let program = program(seed, place.len());
-        for (strict, text) in rules.into_iter().map(|text| (false, text)).chain([(true, "")]) {
-            let policy = Policy { rules: Rules::parse(text).unwrap(), ..Policy::default() };
+        let ways = rules.into_iter().map(|text| (false, text, None));
+        for (strict, text, topology) in ways.chain([(true, "", None), (false, "", Some(topology))]) {
+            let policy = Policy { rules: Rules::parse(text).unwrap(), topology, ..Policy::default() };
             let settings = Settings { strict, ..Settings::default() };
             let links = local::links(place.len());
             let groups = Group::local_hosts_with(place, TIMEOUT, settings, links, &policy).unwrap();
@@ -114,7 +116,7 @@ fn between_hosts_every_operation_is_explained_by_the_batch_it_was_in() {
             on_ranks(place.len(), |me| groups[me].shutdown());
         }
     }
-    assert!(longest > 2, "in {OPS} operations at once, 16 times, none travelled together");
+    assert!(longest > 2, "in {OPS} operations at once, 20 times, none travelled together");
 }
 
 #[test]

@@ -65,6 +65,7 @@ fn config(rank: usize, size: usize, timeout: Duration) -> Config {
         delegate_reason: None,
         delegate: Config::LINK.to_string(),
         algorithm: String::new(),
+        topology: String::new(),
         policy: format!("rank {rank}'s"),
         settings: Settings::default(),
     }

@@ -6,10 +6,13 @@ mod common;
 use std::time::Duration;
 
 use common::{Random, Spec, on_ranks};
+use sagellm::algorithms::Algorithm;
+use sagellm::config::Settings;
 use sagellm::engine::local;
 use sagellm::error::Error;
 use sagellm::group::Group;
 use sagellm::select::rules::Rules;
+use sagellm::select::start::Topology;
 use sagellm::select::table::{Key, Line, Table};
 use sagellm::select::{Path, Policy, Reason};
 use sagellm::types::{Dtype, Kind, ReduceOp};
@@ -109,4 +112,74 @@ fn a_group_of_one_and_messages_have_one_way() {
     assert_eq!((barrier.choice.path, barrier.desc.bytes), (Path::Alone, 0));
     let pair = Group::local(2, TIMEOUT).unwrap();
     assert_eq!(pair[0].explain(Kind::Send, 1 << 20, Dtype::Bytes).choice.path, Path::Message);
+}
+
+/// An all_reduce of these numbers on ranks that are threads, placed as `place` says: the schedule between the hosts and the
+/// reason, which are the same on all ranks, and what the explanation says decided.
+fn between_hosts(place: &[usize], policy: &Policy, count: usize) -> (Algorithm, Reason, String) {
+    let ranks = place.len();
+    let groups =
+        Group::local_hosts_with(place, TIMEOUT, Settings::default(), local::links(ranks), policy).expect("a group");
+    let one = Spec {
+        kind: Kind::AllReduce,
+        dtype: Dtype::F32,
+        op: ReduceOp::Sum,
+        root: 0,
+        count,
+        skew: 0,
+        in_place: true,
+        pieces: 1,
+        seed: 7,
+    };
+    let found = on_ranks(ranks, |me| {
+        let mut buffers = one.buffers(me, ranks);
+        let op = groups[me].issue(one.request(&mut buffers), None).unwrap();
+        op.wait(None).unwrap();
+        one.check(&buffers, me, ranks);
+        let explained = op.explain();
+        assert_eq!(explained.choice, op.choice(), "what is worked out again is what was recorded");
+        let Path::Hosts { algorithm, .. } = op.choice().path else { panic!("{:?}", op.choice()) };
+        (algorithm, op.choice().reason, explained.decided)
+    });
+    on_ranks(ranks, |me| groups[me].shutdown());
+    assert!(found.windows(2).all(|pair| pair[0] == pair[1]), "all ranks take the same way: {found:?}");
+    found[0].clone()
+}
+
+#[test]
+fn a_topology_changes_what_a_live_group_takes_and_a_rule_comes_before_it() {
+    const SMALL: usize = 100;
+    const LARGE: usize = 1_500_000;
+    let given = |full_nvlink, rules: &str| {
+        let topology = Some(Topology { hosts: 4, full_nvlink });
+        Policy { topology, ..policy(rules, &[]) }
+    };
+    let place = [0, 0, 1, 2, 3];
+    let at = |policy: &Policy, count| between_hosts(&place, policy, count);
+    // Without a topology small sums have one order, and the measured link decides for large ones.
+    let small = at(&policy("", &[]), SMALL);
+    assert_eq!((small.0, small.1), (Algorithm::Direct, Reason::OneOrder));
+    let large = at(&policy("", &[]), LARGE);
+    assert_eq!(large.1, Reason::Model);
+    for (full_nvlink, count, expected) in [
+        (false, SMALL, (Algorithm::Doubling, Reason::FewSteps)),
+        (true, SMALL, (Algorithm::Binomial, Reason::FullNvlink)),
+        (false, LARGE, (Algorithm::Ring, Reason::FewBytes)),
+        (true, LARGE, (Algorithm::Ring, Reason::FewBytes)),
+    ] {
+        let (algorithm, reason, decided) = at(&given(full_nvlink, ""), count);
+        assert_eq!((algorithm, reason), expected);
+        let named = format!("says hosts=4,full_nvlink={full_nvlink}");
+        assert!(decided.starts_with("start rule hierarchical (") && decided.ends_with(&named), "{decided}");
+    }
+    for (rules, count, expected) in [
+        ("all_reduce:0-=torus", LARGE, Algorithm::Torus),
+        ("all_reduce:0-=hierarchical", LARGE, Algorithm::Ring),
+        ("all_reduce:0-=hierarchical", SMALL, Algorithm::Binomial),
+        ("all_reduce:0-=tree", LARGE, Algorithm::Binomial),
+        ("all_reduce:0-=recursive_doubling", LARGE, Algorithm::Doubling),
+    ] {
+        let (algorithm, reason, _) = at(&given(true, rules), count);
+        assert_eq!((algorithm, reason), (expected, Reason::Override), "{rules}");
+    }
 }

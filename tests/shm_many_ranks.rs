@@ -292,6 +292,7 @@ fn rank_0_warns_of_a_delegate_that_nobody_asked_for() {
             delegate_reason: asked,
             delegate: Config::LINK.to_string(),
             algorithm: String::new(),
+            topology: String::new(),
             policy: String::new(),
             settings: Settings::default(),
         };

@@ -34,6 +34,7 @@ Decision meet(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, 
   setup.name = rust::String::lossy(options.group_name);
   setup.delegate_reason = first_reason(options);
   setup.algorithm = rust::String::lossy(options.algorithm);
+  setup.topology = rust::String::lossy(options.topology);
   setup.fusion = options.fusion;
   setup.strict = options.strict;
   setup.delegate = rust::String::lossy(options.delegate);

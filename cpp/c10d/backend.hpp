@@ -69,6 +69,8 @@ class SageBackend final : public c10d::Backend {
     // Rules of which operation goes which way, in the syntax of src/select/rules.rs; they come before those of the
     // environment.
     std::string algorithm;
+    // What is known of the machines, as `Topology` of src/select/start.rs reads it; empty where nothing is.
+    std::string topology;
     // For groups whose ranks live on several hosts: small operations that wait anyway travel together; every element is
     // combined in the order of the ranks, which gives the bits of one host. The same on all ranks.
     bool fusion = true;

@@ -79,13 +79,13 @@ py::list explain_work(const c10::intrusive_ptr<c10d::Work>& work) {
   return found;
 }
 
-py::dict explain_without_group(Text kind, uint64_t bytes, Text dtype, size_t ranks, Text algorithm) {
+py::dict explain_without_group(Text kind, uint64_t bytes, Text dtype, size_t ranks, Text algorithm, Text topology) {
   const OpDesc asked{-1, kind, bytes, dtype};
-  return to_dict(checked([&] { return Core::choices(ranks, algorithm, {&asked, 1}); }).explained[0]);
+  return to_dict(checked([&] { return Core::choices(ranks, algorithm, topology, {&asked, 1}); }).explained[0]);
 }
 
 py::dict choices(size_t ranks, Text algorithm) {
-  const ChoiceTable table = checked([&] { return Core::choices(ranks, algorithm, {}); });
+  const ChoiceTable table = checked([&] { return Core::choices(ranks, algorithm, "", {}); });
   return py::dict("note"_a = text(table.note), "rules"_a = list_of(table.rules, text),
                   "rows"_a = list_of(table.rows, of_row));
 }
@@ -169,7 +169,8 @@ void bind_observation(py::module_& module) {
   module.attr("KINDS") = named(Facts::kKinds);
   module.attr("DTYPES") = named(Facts::kDtypes);
   def("explain_work", &explain_work, "work"_a);
-  def("explain_without_group", &explain_without_group, "kind"_a, "bytes"_a, "dtype"_a, "ranks"_a, "algorithm"_a = "");
+  def("explain_without_group", &explain_without_group, "kind"_a, "bytes"_a, "dtype"_a, "ranks"_a, "algorithm"_a = "",
+      "topology"_a = "");
   def("table_without_group", &choices, "ranks"_a, "algorithm"_a = "");
   def("save_table", &save_table, "ranks"_a, "made"_a, "lines"_a);
   def("predict", &predict, "kind"_a, "algorithm"_a, "ranks"_a, "sizes"_a, "host"_a, "network"_a, "gamma"_a,

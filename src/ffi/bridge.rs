@@ -271,6 +271,8 @@ pub mod ffi {
         vendor: String,
         /// The option `algorithm`, in the syntax of `select/rules.rs`.
         algorithm: String,
+        /// The option `topology`, as `select::start::Topology` reads it.
+        topology: String,
         /// `config::Settings`.
         fusion: bool,
         strict: bool,

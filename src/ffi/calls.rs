@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::bridge::ffi;
 use super::callbacks::{CompletionHook, LinkHook, PythonHook, PythonLog, StoreHook};
 use super::convert::{
-    Outcome, coded, dtype_named, explanation, guarded, kind, kind_named, record, request, stats, table,
+    Outcome, coded, dtype_named, explanation, guarded, kind, kind_named, record, request, start, stats, table,
 };
 use super::handles::{Core, RustExternalOp, RustGroup, RustOp, RustRendezvous};
 use super::observe::ffi as observed;
@@ -32,6 +32,7 @@ impl RustRendezvous {
                 delegate_reason: Some(setup.delegate_reason.clone()).filter(|reason| !reason.is_empty()),
                 delegate: setup.delegate.clone(),
                 algorithm: setup.algorithm.clone(),
+                topology: setup.topology.clone(),
                 policy: String::new(),
                 settings: Settings { fusion: setup.fusion, strict: setup.strict },
             };
@@ -255,6 +256,7 @@ impl Core {
     pub(super) fn choices(
         ranks: usize,
         algorithm: &str,
+        topology: &str,
         asked: &[observed::OpDesc<'_>],
     ) -> Outcome<observed::ChoiceTable> {
         guarded(|| {
@@ -263,6 +265,10 @@ impl Core {
             }
             let explain = |one: &observed::OpDesc<'_>| {
                 let (kind, dtype) = (kind_named(one.kind)?, dtype_named(one.dtype)?);
+                if !topology.is_empty() {
+                    return group::start_rule(kind, one.bytes, ranks, topology)
+                        .map(|found| start(&found, one.bytes, ranks));
+                }
                 group::explain_without_group(kind, one.bytes, dtype, ranks, algorithm).map(|found| explanation(&found))
             };
             Ok(observed::ChoiceTable {

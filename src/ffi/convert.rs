@@ -3,7 +3,7 @@
 use super::bridge::ffi;
 use super::observe::ffi as observed;
 use crate::error::{Error, ErrorKind, Result, contained};
-use crate::group::NAMES;
+use crate::group::{NAMES, StartRule};
 use crate::select::explain::{Alternative, Explanation, Table};
 use crate::stats::export::Moment;
 use crate::stats::history::Record;
@@ -146,6 +146,20 @@ pub(super) fn explanation(found: &Explanation) -> observed::Explanation {
         host_staged: past.is_some_and(|past| past.host_staged),
         recorded: past.and_then(|past| past.choice).map_or(0, |choice| choice.code()),
         batch: batch.unwrap_or_default(),
+    }
+}
+
+/// The answer of the start rules for devices: no engine of ours carries it, so it has no code.
+pub(super) fn start(found: &StartRule, bytes: u64, ranks: usize) -> observed::Explanation {
+    observed::Explanation {
+        kind: Kind::AllReduce.name().into(),
+        bytes,
+        ranks,
+        hosts: found.topology.hosts,
+        choice: found.start.name().into(),
+        reason: found.start.reason.name().into(),
+        decided: found.decided.clone(),
+        ..Default::default()
     }
 }
 

@@ -233,9 +233,10 @@ pub mod ffi {
         #[Self = "Core"]
         fn facts(of: Facts) -> Vec<Fact>;
         /// As `RustGroup::explain` for a group that is not there: `ranks` ranks of this host, with the rules of `algorithm`
-        /// and of the environment, and the table on disk. Where nothing is asked, all choices it would make.
+        /// and of the environment, and the table on disk. Where nothing is asked, all choices it would make. With a
+        /// `topology` what the start rules say for `ranks` devices that are placed so.
         #[Self = "Core"]
-        fn choices(ranks: usize, algorithm: &str, asked: &[OpDesc]) -> Result<ChoiceTable>;
+        fn choices(ranks: usize, algorithm: &str, topology: &str, asked: &[OpDesc]) -> Result<ChoiceTable>;
         /// Writes a decision table for `ranks` ranks on this machine; `lines` as in `select/table.rs`. Its path.
         #[Self = "Core"]
         fn save_table(ranks: usize, made: &str, lines: &str) -> Result<String>;

@@ -183,6 +183,7 @@ fn local_parts((rank, size): (usize, usize), timeout: Duration, policy: Policy, 
         delegate_reason: None,
         delegate: Config::LINK.to_string(),
         algorithm: String::new(),
+        topology: String::new(),
         policy: String::new(),
         settings: Settings::default(),
     };

@@ -6,6 +6,7 @@ use crate::op::Route;
 use crate::rendezvous::decision::on_this_host;
 use crate::select::explain;
 use crate::select::explain::{Batch, Explanation, Past};
+use crate::select::start::{Start, Topology};
 use crate::select::{Choice, Class, OpDesc, Path};
 use crate::stats::history::{History, Record, State};
 use crate::types::{Dtype, Kind};
@@ -21,6 +22,31 @@ pub fn explain_without_group(
     let (shape, policy) = on_this_host(ranks, algorithm)?;
     let desc = OpDesc { kind, bytes, class: Class::of(kind, dtype) }.normal();
     Ok(explain::explain(desc, &shape, &policy))
+}
+
+/// What the start rules say, and why.
+pub struct StartRule {
+    pub start: Start,
+    pub topology: Topology,
+    pub decided: String,
+}
+
+/// The start rules for an operation of `bytes` over `ranks` devices that are placed as `topology` says, as text.
+pub fn start_rule(kind: Kind, bytes: u64, ranks: usize, topology: &str) -> Result<StartRule> {
+    let wrong = |what: String| Err(Error::Invalid(format!("sagellm: {what}")));
+    let topology = match Topology::parse(topology) {
+        Ok(Some(topology)) => topology,
+        Ok(None) => return wrong("a topology is missing".into()),
+        Err(what) => return wrong(format!("the topology is {topology:?}: {what}")),
+    };
+    if kind != Kind::AllReduce {
+        return wrong(format!("the start rules name algorithms of all_reduce, and were asked about {kind}"));
+    }
+    if ranks < topology.hosts {
+        return wrong(format!("{ranks} devices cannot be on the {} hosts of the topology", topology.hosts));
+    }
+    let start = Start::of(bytes, ranks, topology.hosts, topology.full_nvlink);
+    Ok(StartRule { start, topology, decided: explain::by_start_rule(start, Some(topology)) })
 }
 
 /// All choices of such a group.

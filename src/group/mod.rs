@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 
 use once_cell::sync::OnceCell;
 
-pub use self::explain::{explain_without_group, table_without_group};
+pub use self::explain::{StartRule, explain_without_group, start_rule, table_without_group};
 pub use self::report::{Carrier, ExternalOp, NAMES};
 use crate::config::Config;
 use crate::engine::{Control, Ended, Engine, WakeAddress};

@@ -19,6 +19,7 @@ use crate::fusion::planner::LANES;
 use crate::host::{Host, Store, first_time};
 use crate::os::{topology, watch};
 use crate::select;
+use crate::select::start::Topology;
 use crate::select::{GroupShape, Policy};
 
 /// What serves a group; the same on all its ranks.
@@ -95,12 +96,13 @@ impl Rendezvous {
             return Err(Error::Invalid(format!("sagellm: rank {} of a group of {} ranks", config.rank, config.size)));
         }
         // Invalid rules of the user are refused here, before anything is sent.
-        let own = select::policy::decide(&config.algorithm, config.size, SLOT_BYTES, config.rank == 0)?;
+        let own =
+            select::policy::decide(&config.algorithm, &config.topology, config.size, SLOT_BYTES, config.rank == 0)?;
         let unmet = |decision, policy| Ok((decision, [0; 16], policy));
         let (decision, id, policy) = if config.size == 1 {
             unmet(config.delegate_reason.clone().map_or(Decision::Alone, Decision::Delegate), own)
         } else if config.size > MAX_RANKS {
-            unmet(Decision::Delegate(too_many(config.size)), own)
+            unmet(Decision::Delegate(too_many(config.size)), not_exchanged(&config, own))
         } else {
             config.policy = own.text();
             decide(&config, own, store, &host)
@@ -131,7 +133,7 @@ impl Rendezvous {
 fn decide(config: &Config, own: Policy, store: &dyn Store, host: &Arc<dyn Host>) -> Result<(Decision, Nonce, Policy)> {
     let fitting = |headroom: usize| layout_within(config.size, headroom).map(|layout| layout.total());
     match meet(config, store, &**host, &fitting)? {
-        Outcome::Delegate { reason, id } => Ok((Decision::Delegate(reason), id, own)),
+        Outcome::Delegate { reason, id } => Ok((Decision::Delegate(reason), id, not_exchanged(config, own))),
         Outcome::Shared(Met { segment, group_peers, local_cores, policy, id }) => {
             let total = segment.len();
             let layout = Layout::of_total(config.size, total)
@@ -141,7 +143,7 @@ fn decide(config: &Config, own: Policy, store: &dyn Store, host: &Arc<dyn Host>)
             Ok((Decision::SharedMemory(shared), id, agreed(config, &own, &policy)?))
         }
         Outcome::Hosts { reason, id, .. } if config.delegate != Config::LINK => {
-            Ok((Decision::Delegate(reason), id, own))
+            Ok((Decision::Delegate(reason), id, not_exchanged(config, own)))
         }
         Outcome::Hosts { hosts, id, reason, policy } => {
             let policy = agreed(config, &own, &policy)?;
@@ -267,7 +269,21 @@ fn sharing_hosts(
     Ok(shares)
 }
 
-/// Rank 0's policy, which decides for all. A rank with other rules warns once.
+/// A rank's own policy where the ranks exchanged none: without its topology, which each rank may have read on its own
+/// host, so that ranks that steer a vendor's library by different ones would wait for each other.
+fn not_exchanged(config: &Config, own: Policy) -> Policy {
+    if own.topology.is_some() && first_time("a topology that is not used") {
+        log::warn!(
+            "rank {} of group '{}': the option topology is not used, because a delegate serves the group and its ranks do \
+             not exchange their options; name algorithms by the option algorithm, the same on all ranks",
+            config.rank,
+            config.name
+        );
+    }
+    Policy { topology: None, ..own }
+}
+
+/// Rank 0's policy, which decides for all. A rank with other rules, or another topology, warns once.
 fn agreed(config: &Config, own: &Policy, sent: &str) -> Result<Policy> {
     let policy =
         Policy::parse(sent).map_err(|what| Error::System(format!("sagellm: group '{}': {what}", config.name)))?;
@@ -281,13 +297,24 @@ fn agreed(config: &Config, own: &Policy, sent: &str) -> Result<Policy> {
             policy.rules
         );
     }
+    if policy.topology != own.topology && first_time("a topology unlike that of rank 0") {
+        let text = |topology: Option<Topology>| topology.map_or("none".to_string(), |topology| topology.to_string());
+        log::warn!(
+            "rank {} of group '{}' has the topology {} (option topology) and rank 0 has {}: rank 0's decides for the group. \
+             Give every rank the same",
+            config.rank,
+            config.name,
+            text(own.topology),
+            text(policy.topology)
+        );
+    }
     Ok(policy)
 }
 
 /// Shape and policy that a group of `ranks` ranks would have if it were made now on this host, with this process as
 /// rank 0.
 pub fn on_this_host(ranks: usize, algorithm: &str) -> Result<(GroupShape, Policy)> {
-    let policy = select::policy::decide(algorithm, ranks, SLOT_BYTES, true)?;
+    let policy = select::policy::decide(algorithm, "", ranks, SLOT_BYTES, true)?;
     let cores = topology::usable_cores();
     if ranks == 1 {
         return Ok((GroupShape { cores, ..GroupShape::without_memory(ranks) }, policy));

@@ -9,6 +9,7 @@ use super::inter::{Hosts, Menu};
 use super::intra::{self, Decisive, decisive, out_of_cache, possible, start};
 use super::rules::AlgorithmChoice;
 use super::rules::size_text;
+use super::start::{Start, Topology};
 use super::table::Line;
 use super::{Choice, Class, GroupShape, OpDesc, Path, Policy};
 use crate::algorithms::Algorithm;
@@ -101,13 +102,22 @@ pub fn between(
     policy: &Policy,
 ) -> Explanation {
     let found = inter::between_hosts(desc, batched, hosts, menu, policy);
-    let decided = match found.reason {
-        Reason::Override | Reason::Measured => {
-            inter::said_by(desc, batched, hosts, policy).map(|rule| format!(": the rule \"{rule}\""))
+    let ruled = matches!(found.reason, Reason::Override | Reason::Measured);
+    let rule = if ruled { inter::said_by(desc, batched, hosts, policy) } else { None };
+    let decided = match rule {
+        Some(rule) => format!("{}: the rule \"{rule}\"", found.reason.basis()),
+        None if found.reason.is_start_rule() => {
+            let hierarchical = hosts.ranks > hosts.hosts;
+            by_start_rule(Start { hierarchical, algorithm: found.algorithm, reason: found.reason }, policy.topology)
         }
-        _ => None,
+        None => format!("{}: {}", found.reason.basis(), found.reason.text()),
     };
-    let decided = decided.unwrap_or_else(|| format!(": {}", found.reason.text()));
+    let by_topology = !hosts.strict && !ruled && policy.topology.is_some();
+    let overruled = by_topology.then(|| {
+        let (algorithm, reason, ns) = inter::without_rules(desc, batched, hosts, menu, None);
+        let predicted = if ns > 0 { format!(", predicted {} between the hosts", time(ns)) } else { String::new() };
+        format!("{} ({}: {}){predicted}, by the topology", algorithm.name(), reason.basis(), reason.text())
+    });
     let others = Algorithm::ALL.into_iter().filter(|other| *other != found.algorithm && other.serves(desc.kind));
     let rejected = others.map(|other| {
         let time_of = inter::predict(desc, other, hosts, menu);
@@ -119,6 +129,9 @@ pub fn between(
                 "in a batch the order of a sum must not depend on the position of an element".to_string()
             }
             _ if found.reason == Reason::OneOrder => Reason::OneOrder.text().to_string(),
+            (false, Some(against)) if by_topology => {
+                format!("{against}; with a topology the start rules decide, not the measured link")
+            }
             (false, Some(against)) => against,
             (false, None) => found.reason.text().to_string(),
         };
@@ -131,11 +144,21 @@ pub fn between(
         past: None,
         predicted_ns: found.predicted_ns,
         measured_ns: None,
-        decided: format!("{}{decided}", found.reason.basis()),
-        overruled: Vec::new(),
+        decided,
+        overruled: overruled.into_iter().collect(),
         rejected: rejected.collect(),
         table: policy.note.clone(),
     }
+}
+
+/// Why a start rule decides: the rule, and the topology that made it decide.
+pub fn by_start_rule(start: Start, topology: Option<Topology>) -> String {
+    let first = if start.hierarchical { "hosts of several ranks combine inside each host first; " } else { "" };
+    let because = match topology {
+        Some(topology) => format!("the topology that was given says {topology}"),
+        None => "the link was not measured".to_string(),
+    };
+    format!("{} {start}: {first}{}; {because}", start.reason.basis(), start.reason.text())
 }
 
 /// An operation that a delegate serves, for the reason `why`.
@@ -398,6 +421,41 @@ mod tests {
                 assert_eq!(crate::select::choose(desc(bytes), &SHAPE, &policy), found.choice, "{bytes}");
             }
         }
+    }
+
+    #[test]
+    fn a_start_rule_is_named_with_the_topology_that_said_so() {
+        let link = inter::LinkFacts { alpha_ns: 30_000, beta_ps_per_byte: 100 };
+        let hosts = Hosts { hosts: 2, ranks: 4, least_ranks: 2, link, strict: false };
+        let (menu, topology) = (Menu::new(2), Some(Topology { hosts: 2, full_nvlink: false }));
+        let policy = Policy { topology, ..Policy::default() };
+        let large = between(desc(4 << 20), false, &SHAPE, &hosts, &menu, &policy);
+        assert_eq!(
+            large.decided,
+            "start rule hierarchical (ring between the hosts): hosts of several ranks combine inside each host first; from \
+             1,000,000 bytes on the bytes on each link count most: a ring, or from one root a double tree, spreads them \
+             evenly; the topology that was given says hosts=2,full_nvlink=false"
+        );
+        assert!(large.predicted_ns > 0);
+        let [overruled] = &large.overruled[..] else { panic!("{:?}", large.overruled) };
+        assert!(overruled.contains("cost model") && overruled.ends_with("by the topology"), "{overruled}");
+        assert!(large.rejected.iter().any(|other| other.why_not.contains("not the measured link")), "{large:?}");
+        let small = between(desc(8), false, &SHAPE, &hosts, &menu, &policy);
+        assert!(small.decided.starts_with("start rule hierarchical (recursive_doubling between"), "{}", small.decided);
+        assert!(small.overruled[0].starts_with("direct (only choice: small sums of floats"), "{:?}", small.overruled);
+        // Where nothing was measured the rule says so.
+        let unmeasured = Hosts { link: inter::LinkFacts::default(), ranks: 2, least_ranks: 1, ..hosts };
+        let found = between(desc(4 << 20), false, &SHAPE, &unmeasured, &menu, &Policy::default());
+        assert!(found.decided.starts_with("start rule ring: ") && found.decided.ends_with("the link was not measured"));
+        assert_eq!((found.predicted_ns, found.overruled.len()), (0, 0));
+        // A rule comes before the topology, and strict mode before both.
+        let ruled = Policy { rules: Rules::parse("*:0-=hierarchical").unwrap(), ..policy.clone() };
+        let found = between(desc(8), false, &SHAPE, &hosts, &menu, &ruled);
+        assert_eq!(found.decided, "override: the rule \"*:0-=hierarchical\"");
+        assert!(found.overruled.is_empty());
+        let strict = Hosts { strict: true, ..hosts };
+        let found = between(desc(8), false, &SHAPE, &strict, &menu, &policy);
+        assert!(found.decided.contains("strict") && found.overruled.is_empty());
     }
 
     #[test]

@@ -1,12 +1,15 @@
 //! The choice between hosts: the schedule of the leaders of the hosts, the number of leaders, and the segments in which
 //! a large operation overlaps with the work inside the hosts. Pure and total, the same on every rank.
 //!
-//! What decides, from strong to weak: strict mode, the user's rules, the table, the cost model where the link was
-//! measured, the default rules. A batch of operations uses only schedules whose order of summation does not depend on
-//! an element's position in the batch, so that the bits of an operation do not depend on the others.
+//! What decides, from strong to weak: strict mode, the user's rules, the table, the start rules where the user gave a
+//! topology, one order for small sums of floats, the cost model where the link was measured, the start rules. A batch of
+//! operations uses only schedules whose order of summation does not depend on an element's position in the batch, so that
+//! the bits of an operation do not depend on the others.
 
 use super::cost::{Link, Model, Priced};
 use super::rules::{AlgorithmChoice, Rule};
+use super::start;
+use super::start::Topology;
 use super::{Choice, Class, OpDesc, Path, Policy, Reason, WHOLE};
 use crate::algorithms::{Algorithm, Schedule};
 use crate::types::Kind;
@@ -65,8 +68,8 @@ impl HostsChoice {
     }
 }
 
-/// From this size on bytes count more than steps; the public default rules use the same limit.
-pub const LARGE: u64 = 1 << 20;
+/// Above this size kinds that move blocks are split over all ranks of a host (`leaders`).
+const LARGE: u64 = 1 << 20;
 /// Up to this size an operation may share a batch and is never cut, and a second leader would cost more messages than
 /// it saves.
 pub const SMALL: u64 = 64 << 10;
@@ -122,24 +125,17 @@ pub fn between_hosts(desc: OpDesc, batched: bool, hosts: &Hosts, menu: &Menu, po
     }
     let allowed = |algorithm| allowed(algorithm, desc, batched, hosts);
     if !hosts.strict {
-        (choice.algorithm, choice.reason) = default_rule(desc, hosts, &allowed);
+        (choice.algorithm, choice.reason, choice.predicted_ns) =
+            without_rules(desc, batched, hosts, menu, policy.topology);
     }
-    let fastest = fastest(desc.kind, bytes, hosts, menu, &allowed);
-    if let Some((priced, seconds)) = fastest
-        && !hosts.strict
-    {
-        choice.algorithm = priced.schedule.algorithm;
-        choice.predicted_ns = (seconds * 1e9) as u64;
-        choice.reason = Reason::Model;
-    }
-    if !hosts.strict && one_order(desc, batched) {
-        choice.algorithm = if hosts.hosts <= MOST_DIRECT { Algorithm::Direct } else { Algorithm::Doubling };
-        choice.predicted_ns = predict(desc, choice.algorithm, hosts, menu).unwrap_or(0);
-        choice.reason = Reason::OneOrder;
-    }
-    if let Some((rule, reason)) = said(desc, policy, &allowed)
-        && let AlgorithmChoice::Hosts { algorithm, leaders, segment } = rule.way
-    {
+    if let Some((rule, reason)) = said(desc, policy, &allowed) {
+        let (algorithm, leaders, segment) = match rule.way {
+            AlgorithmChoice::Hosts { algorithm, leaders, segment } => (algorithm, leaders, segment),
+            AlgorithmChoice::Hierarchical { leaders, segment } => {
+                (by_start_rules(desc, batched, policy.topology, &allowed).0, leaders, segment)
+            }
+            _ => (choice.algorithm, None, None), // `said` finds no others
+        };
         if !hosts.strict {
             choice.reason = reason;
         }
@@ -159,6 +155,43 @@ pub fn between_hosts(desc: OpDesc, batched: bool, hosts: &Hosts, menu: &Menu, po
         choice.segment_bytes = WHOLE;
     }
     choice
+}
+
+/// The schedule where no rule and no line of the table names one, why, and its predicted time (0 where the link was not
+/// measured); strict mode is not asked. A topology comes before the link, because the user gave it: so all ranks of rank
+/// 0's job decide by it, whatever was measured.
+pub(crate) fn without_rules(
+    desc: OpDesc,
+    batched: bool,
+    hosts: &Hosts,
+    menu: &Menu,
+    topology: Option<Topology>,
+) -> (Algorithm, Reason, u64) {
+    let allowed = |algorithm| allowed(algorithm, desc, batched, hosts);
+    let predicted = |algorithm| predict(desc, algorithm, hosts, menu).unwrap_or(0);
+    if topology.is_none() {
+        if one_order(desc, batched) {
+            let algorithm = if hosts.hosts <= MOST_DIRECT { Algorithm::Direct } else { Algorithm::Doubling };
+            return (algorithm, Reason::OneOrder, predicted(algorithm));
+        }
+        if let Some((priced, seconds)) = fastest(desc.kind, exchanged(desc, hosts), hosts, menu, &allowed) {
+            return (priced.schedule.algorithm, Reason::Model, (seconds * 1e9) as u64);
+        }
+    }
+    let (algorithm, reason) = by_start_rules(desc, batched, topology, &allowed);
+    (algorithm, reason, predicted(algorithm))
+}
+
+/// The start rules for an operation or a batch. A small sum of floats counts as small also in a large batch: alone and in
+/// every batch it is added in one order (rule 18).
+fn by_start_rules(
+    desc: OpDesc,
+    batched: bool,
+    topology: Option<Topology>,
+    allowed: &dyn Fn(Algorithm) -> bool,
+) -> (Algorithm, Reason) {
+    let bytes = if one_order(desc, batched) { 0 } else { desc.bytes };
+    start::schedule(desc, bytes, topology.is_some_and(|topology| topology.full_nvlink), allowed)
 }
 
 /// Predicted time of one schedule for an operation, with the measured link; `None` where it was not measured.
@@ -189,7 +222,11 @@ pub fn said_by(desc: OpDesc, batched: bool, hosts: &Hosts, policy: &Policy) -> O
 
 /// The first rule, or else the line of the table, that names an allowed schedule for this operation.
 fn said<'a>(desc: OpDesc, policy: &'a Policy, allowed: &dyn Fn(Algorithm) -> bool) -> Option<(&'a Rule, Reason)> {
-    let names = |rule: &Rule| matches!(rule.way, AlgorithmChoice::Hosts { algorithm, .. } if allowed(algorithm));
+    let names = |rule: &Rule| match rule.way {
+        AlgorithmChoice::Hosts { algorithm, .. } => allowed(algorithm),
+        AlgorithmChoice::Hierarchical { .. } => true,
+        _ => false,
+    };
     for rule in policy.rules.0.iter().filter(|rule| rule.fits(desc.kind, desc.bytes)) {
         if rule.way == AlgorithmChoice::Start {
             return None;
@@ -205,21 +242,6 @@ fn said<'a>(desc: OpDesc, policy: &'a Policy, allowed: &dyn Fn(Algorithm) -> boo
 /// True where the order of summation shows in the bits of the sum.
 fn order_shows(desc: OpDesc) -> bool {
     matches!(desc.class, Class::Float | Class::Low) && desc.kind.reduces()
-}
-
-/// Where nothing was measured: few steps for small operations, few bytes for large ones.
-fn default_rule(desc: OpDesc, hosts: &Hosts, allowed: &dyn Fn(Algorithm) -> bool) -> (Algorithm, Reason) {
-    use Algorithm::*;
-    let wishes: &[(Algorithm, Reason)] = match (desc.bytes < LARGE, hosts.hosts.is_power_of_two()) {
-        (true, true) => &[(Doubling, Reason::PowerOfTwo)],
-        (true, false) => &[(Ring, Reason::AnyCount)],
-        (false, _) => &[(DoubleTree, Reason::Large), (Binomial, Reason::Large)],
-    };
-    let last = [Dissemination, Bruck, Binomial, Halving].map(|algorithm| (algorithm, Reason::OneSchedule));
-    let all_reduce = desc.kind == Kind::AllReduce;
-    let wishes = wishes.iter().filter(|(algorithm, _)| all_reduce || *algorithm != Ring || desc.bytes >= LARGE);
-    let found = wishes.chain(&last).find(|(algorithm, _)| allowed(*algorithm));
-    found.copied().unwrap_or((Direct, Reason::OneSchedule))
 }
 
 fn fastest<'a>(
@@ -301,17 +323,62 @@ mod tests {
         OpDesc { kind, bytes, class: if kind.reduces() { Class::Float } else { Class::Moved } }.normal()
     }
 
+    fn given(hosts: usize, full_nvlink: bool) -> Policy {
+        Policy { topology: Some(Topology { hosts, full_nvlink }), ..Policy::default() }
+    }
+
     #[test]
     fn the_start_rules_hold_where_no_link_was_measured() {
         let policy = Policy::default();
-        let at = |count, bytes| {
+        let at = |count, kind, bytes| {
             let hosts = hosts(count, LinkFacts::default());
-            let found = between_hosts(desc(Kind::AllReduce, bytes), false, &hosts, &Menu::new(count), &policy);
+            let found = between_hosts(desc(kind, bytes), false, &hosts, &Menu::new(count), &policy);
             (found.algorithm, found.reason)
         };
-        assert_eq!(at(4, LARGE - 1), (Algorithm::Doubling, Reason::PowerOfTwo));
-        assert_eq!(at(3, LARGE - 1), (Algorithm::Ring, Reason::AnyCount));
-        assert_eq!(at(4, LARGE), (Algorithm::DoubleTree, Reason::Large));
+        for count in [2, 3, 4] {
+            assert_eq!(at(count, Kind::AllReduce, 999_999), (Algorithm::Doubling, Reason::FewSteps));
+            assert_eq!(at(count, Kind::AllReduce, 1_000_000), (Algorithm::Ring, Reason::FewBytes));
+        }
+        assert_eq!(at(4, Kind::AllReduce, SMALL), (Algorithm::Direct, Reason::OneOrder));
+        assert_eq!(at(4, Kind::Broadcast, 1_000_000), (Algorithm::DoubleTree, Reason::FewBytes));
+        assert_eq!(at(4, Kind::AllGather, 1_000_000), (Algorithm::Ring, Reason::FewBytes));
+        assert_eq!(at(4, Kind::ReduceScatter, 8), (Algorithm::Halving, Reason::OneSchedule));
+        assert_eq!(at(4, Kind::Barrier, 0), (Algorithm::Dissemination, Reason::OneSchedule));
+    }
+
+    #[test]
+    fn a_topology_makes_the_start_rules_come_before_the_measured_link_and_rules_before_both() {
+        let menu = Menu::new(4);
+        let at = |bytes, policy: &Policy| {
+            let found = between_hosts(desc(Kind::AllReduce, bytes), false, &hosts(4, FAST), &menu, policy);
+            (found.algorithm, found.reason)
+        };
+        let measured = at(4 << 20, &Policy::default());
+        assert_eq!(measured.1, Reason::Model);
+        assert_ne!(measured.0, Algorithm::Ring, "nothing would be seen of the topology");
+        assert_eq!(at(4 << 20, &given(4, false)), (Algorithm::Ring, Reason::FewBytes));
+        assert_eq!(at(8, &given(4, false)), (Algorithm::Doubling, Reason::FewSteps));
+        assert_eq!(at(8, &given(4, true)), (Algorithm::Binomial, Reason::FullNvlink));
+        let ruled = Policy { rules: Rules::parse("*:0-=torus").unwrap(), ..given(4, true) };
+        assert_eq!(at(8, &ruled), (Algorithm::Torus, Reason::Override));
+        let start = Policy { rules: Rules::parse("*:0-=start").unwrap(), ..given(4, true) };
+        assert_eq!(at(8, &start), (Algorithm::Binomial, Reason::FullNvlink));
+    }
+
+    #[test]
+    fn the_rule_hierarchical_takes_the_schedule_of_the_start_rules_and_as_many_leaders_as_it_says() {
+        let menu = Menu::new(2);
+        let even = Hosts { ranks: 8, least_ranks: 4, ..hosts(2, FAST) };
+        let at = |rules: &str, bytes, batched| {
+            let policy = Policy { rules: Rules::parse(rules).unwrap(), ..Policy::default() };
+            let found = between_hosts(desc(Kind::AllReduce, bytes), batched, &even, &menu, &policy);
+            (found.algorithm, found.leaders, found.reason)
+        };
+        assert_eq!(at("*:0-=hierarchical", 8, false), (Algorithm::Doubling, 1, Reason::Override));
+        assert_eq!(at("*:0-=hierarchical", 1_000_000, false), (Algorithm::Ring, 4, Reason::Override));
+        assert_eq!(at("*:0-=hierarchical(leaders=2)", 1_000_000, false), (Algorithm::Ring, 2, Reason::Override));
+        assert_eq!(at("*:0-=hierarchical", 1_000_000, true).0, Algorithm::Doubling, "a batch has one order");
+        assert_eq!(at("all_reduce:0-=tree", 8, false), (Algorithm::Binomial, 1, Reason::Override));
     }
 
     #[test]
@@ -342,17 +409,19 @@ mod tests {
 
     #[test]
     fn rule_18_small_sums_go_one_way_alone_in_a_batch_and_over_any_link() {
-        let policy = Policy::default();
-        for count in [2, 3, 8, 9, 100] {
+        let policies = [Policy::default(), given(1, false), given(1, true)];
+        for (count, policy) in [2, 3, 8, 9, 100].into_iter().flat_map(|count| policies.iter().map(move |p| (count, p)))
+        {
             let menu = Menu::new(count);
             let links = [
+                LinkFacts::default(),
                 LinkFacts { alpha_ns: 50_000, beta_ps_per_byte: 800 },
                 FAST,
                 LinkFacts { alpha_ns: 1_000_000, beta_ps_per_byte: 8000 },
             ];
             let ways = links.map(|link| {
                 [(8, false), (SMALL, false), (1 << 20, true)].map(|(bytes, batched)| {
-                    between_hosts(desc(Kind::AllReduce, bytes), batched, &hosts(count, link), &menu, &policy).algorithm
+                    between_hosts(desc(Kind::AllReduce, bytes), batched, &hosts(count, link), &menu, policy).algorithm
                 })
             });
             assert!(ways.iter().flatten().all(|way| *way == ways[0][0]), "{count} hosts: {ways:?}");
@@ -391,6 +460,7 @@ mod tests {
         let policies = [
             Policy::default(),
             Policy { rules: Rules::parse("*:0-1MiB=bruck;*:0-=ring;*:5-=slots").unwrap(), ..Policy::default() },
+            Policy { rules: Rules::parse("*:5-1MiB=hierarchical(segment=1KiB)").unwrap(), ..given(3, true) },
         ];
         for _ in 0..20_000 {
             let count = next(20) as usize;
@@ -407,7 +477,7 @@ mod tests {
             let bytes = next(u64::MAX) >> next(33);
             let desc =
                 OpDesc { class: [Class::Float, Class::Exact, Class::Low][next(3) as usize], ..desc(kind, bytes) };
-            let (batched, policy) = (next(2) == 0, &policies[next(2) as usize]);
+            let (batched, policy) = (next(2) == 0, &policies[next(3) as usize]);
             let [menu, another] = &menus[count];
             let found = between_hosts(desc, batched, &hosts, menu, policy);
             assert_eq!(found, between_hosts(desc, batched, &hosts, another, policy));

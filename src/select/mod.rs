@@ -2,18 +2,19 @@
 //! enter here: no clock, no queue length, no `sync` flag. Two ranks that chose differently would wait for each other
 //! until the deadline.
 //!
-//! What decides, from strong to weak: the user's rules, a line of the measured table, the defaults. The first two are
-//! rank 0's [`policy`], which every rank of the group has.
+//! What decides, from strong to weak: the user's rules, a line of the measured table, a topology that the user gave, the
+//! defaults. The first three are rank 0's [`policy`], which every rank of the group has.
 //!
 //! | file | |
 //! | --- | --- |
 //! | `mod` | the operation's description, the choice, and its reason in one byte |
 //! | `intra` | the choice inside one host, and predicted times there |
 //! | `inter` | the choice between hosts |
+//! | `start` | the start rules between ranks: what is chosen where nothing was measured |
 //! | `cost` | predicted times of schedules, flat and hierarchical |
 //! | `rules` | the syntax of rules and sizes |
 //! | `table` | the measured table, as text and on disk |
-//! | `policy` | rules and table that rank 0 sends to the others |
+//! | `policy` | rules, table and topology that rank 0 sends to the others |
 //! | `explain` | the choice and its alternatives in words |
 
 pub mod cost;
@@ -22,6 +23,7 @@ pub mod inter;
 pub mod intra;
 pub mod policy;
 pub mod rules;
+pub mod start;
 pub mod table;
 
 use std::fmt;
@@ -320,15 +322,16 @@ pub enum Reason {
     /// Between hosts.
     Strict = 12,
     Model = 13,
-    PowerOfTwo = 14,
-    AnyCount = 15,
-    // 16 and 19 named reasons that no longer occur; records of older versions may hold them.
-    Large = 17,
+    // 14 to 17 and 19 named reasons that no longer occur; records of older versions may hold them.
     OneSchedule = 18,
     Composed = 20,
     OneOrder = 21,
     /// Tensors on a device go to the library of its vendor.
     Vendor = 22,
+    /// The three start rules between ranks (`start`).
+    FewSteps = 23,
+    FullNvlink = 24,
+    FewBytes = 25,
 }
 
 impl Reason {
@@ -347,13 +350,13 @@ impl Reason {
         Reason::NothingToMove,
         Reason::Strict,
         Reason::Model,
-        Reason::PowerOfTwo,
-        Reason::AnyCount,
-        Reason::Large,
         Reason::OneSchedule,
         Reason::Composed,
         Reason::OneOrder,
         Reason::Vendor,
+        Reason::FewSteps,
+        Reason::FullNvlink,
+        Reason::FewBytes,
     ];
 
     pub fn from_u8(value: u8) -> Reason {
@@ -377,14 +380,19 @@ impl Reason {
             Reason::NothingToMove => "nothing_to_move",
             Reason::Strict => "strict",
             Reason::Model => "model",
-            Reason::PowerOfTwo => "power_of_two",
-            Reason::AnyCount => "any_count",
-            Reason::Large => "large",
             Reason::OneSchedule => "one_schedule",
             Reason::Composed => "composed",
             Reason::OneOrder => "one_order",
             Reason::Vendor => "vendor",
+            Reason::FewSteps => "few_steps",
+            Reason::FullNvlink => "full_nvlink",
+            Reason::FewBytes => "few_bytes",
         }
+    }
+
+    /// One of the start rules between ranks.
+    pub fn is_start_rule(self) -> bool {
+        matches!(self, Reason::FewSteps | Reason::FullNvlink | Reason::FewBytes)
     }
 
     /// The kind of source that decided.
@@ -393,7 +401,7 @@ impl Reason {
             Reason::Override => "override",
             Reason::Measured => "measurement",
             Reason::FitsSlot | Reason::InCache | Reason::OutOfCache | Reason::Oversubscribed => "default",
-            Reason::PowerOfTwo | Reason::AnyCount | Reason::Large => "default rule",
+            reason if reason.is_start_rule() => "start rule",
             Reason::Model => "cost model",
             Reason::Unknown => "nothing",
             _ => "only choice",
@@ -421,9 +429,16 @@ impl Reason {
             Reason::Vendor => "the library of the device's vendor carries tensors on a device",
             Reason::Composed => "no single operation does it, so several are composed",
             Reason::Model => "the cost model, with the link as it was measured when the group was made",
-            Reason::PowerOfTwo => "below 1 MiB steps count most, and the count is a power of two",
-            Reason::AnyCount => "below 1 MiB, and the count is no power of two",
-            Reason::Large => "from 1 MiB a pipelined tree needs few steps and loads every link evenly",
+            Reason::FewSteps => {
+                "below 1,000,000 bytes the number of steps counts most, and recursive doubling needs few"
+            }
+            Reason::FullNvlink => {
+                "below 1,000,000 bytes the number of steps counts most, and where NVLink joins all devices a tree needs few"
+            }
+            Reason::FewBytes => {
+                "from 1,000,000 bytes on the bytes on each link count most: a ring, or from one root a double tree, spreads \
+                 them evenly"
+            }
             Reason::OneSchedule => "it is the schedule for this kind that needs the fewest steps",
         }
     }

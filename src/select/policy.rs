@@ -1,16 +1,17 @@
-//! Rank 0's decisions for its group before the first operation: the user's rules, a measured table, and the size of the
-//! cache. The rendezvous sends them to the other ranks, and their hash begins the chain of signatures, so that two
+//! Rank 0's decisions for its group before the first operation: the user's rules, a measured table, the topology that the
+//! user gave, and the size of the cache. The rendezvous sends them to the other ranks, and their hash begins the chain of signatures, so that two
 //! ranks with different policies get an error in their first operation.
 
 use super::rules;
 use super::rules::Rules;
+use super::start::Topology;
 use super::table;
 use super::table::{Found, Table};
 use crate::error::{Error, Result as Outcome};
 use crate::host::first_time;
 use crate::os::topology;
 
-const HEAD: &str = "sagellm policy 1";
+const HEAD: &str = "sagellm policy 2";
 /// Longest policy that is sent.
 pub const MAX_BYTES: usize = rules::MAX_BYTES + table::MAX_BYTES + 2048;
 const MOST_NOTE: usize = 1024;
@@ -22,6 +23,8 @@ pub const RULES_VARIABLE: &str = "SAGELLM_ALGORITHM";
 pub struct Policy {
     pub rules: Rules,
     pub table: Option<Table>,
+    /// What the user says about the machines: then the start rules decide where no rule and no line of the table does.
+    pub topology: Option<Topology>,
     /// The path of the table, or why there is none; for people.
     pub note: String,
     /// The last-level cache that the ranks of a host share.
@@ -34,6 +37,7 @@ impl Default for Policy {
         Policy {
             rules: Rules::default(),
             table: None,
+            topology: None,
             note: "no table was searched for".into(),
             cache_bytes: super::DEFAULT_CACHE_BYTES,
         }
@@ -45,7 +49,13 @@ impl Policy {
         let note: String = self.note.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
         let cut = note.char_indices().map(|(at, _)| at).find(|at| *at >= MOST_NOTE).unwrap_or(note.len());
         let table = self.table.as_ref().map(Table::text).unwrap_or_default();
-        format!("{HEAD}\ncache {}\nrules {}\nnote {}\n{table}", self.cache_bytes, self.rules, &note[..cut])
+        let topology = self.topology.map(|topology| topology.to_string()).unwrap_or_default();
+        format!(
+            "{HEAD}\ncache {}\nrules {}\ntopology {topology}\nnote {}\n{table}",
+            self.cache_bytes,
+            self.rules,
+            &note[..cut]
+        )
     }
 
     /// Reads what rank 0 sent. Checks all of it.
@@ -65,9 +75,11 @@ impl Policy {
         let cache = next("cache ")?;
         let cache_bytes = cache.parse().map_err(|_| format!("rank 0's policy has a cache of {cache:?} bytes"))?;
         let rules = Rules::parse(next("rules ")?)?;
+        let topology = Topology::parse(next("topology ")?)
+            .map_err(|what| format!("rank 0's policy has a wrong topology: {what}"))?;
         let note = next("note ")?.to_string();
         let table = if rest.is_empty() { None } else { Some(Table::parse(rest.as_bytes())?) };
-        Ok(Policy { rules, table, note, cache_bytes })
+        Ok(Policy { rules, table, topology, note, cache_bytes })
     }
 
     /// The beginning of the chain of signatures.
@@ -76,16 +88,17 @@ impl Policy {
     }
 }
 
-/// This rank's own policy: the user's rules, and on rank 0 (`leads`) the table of this machine. The other ranks'
-/// policies are only compared with rank 0's, so they read no file.
-pub fn decide(option: &str, ranks: usize, slot_bytes: usize, leads: bool) -> Outcome<Policy> {
+/// This rank's own policy: the user's rules (the option `algorithm`, and those of the environment) and topology (the option
+/// of that name), and on rank 0 (`leads`) the table of this machine. The other ranks' policies are only compared with rank
+/// 0's, so they read no file.
+pub fn decide(algorithm: &str, topology: &str, ranks: usize, slot_bytes: usize, leads: bool) -> Outcome<Policy> {
     let environment = std::env::var(RULES_VARIABLE).unwrap_or_default();
     let read = |name: &str, text: &str| {
         Rules::parse(text)
             .and_then(|rules| rules.check(slot_bytes).map(|()| rules))
             .map_err(|what| Error::Invalid(format!("sagellm: {name}: {what}")))
     };
-    let mut rules = read("the option algorithm", option)?;
+    let mut rules = read("the option algorithm", algorithm)?;
     rules.0.extend(read(RULES_VARIABLE, &environment)?.0);
     if rules.to_string().len() > rules::MAX_BYTES {
         return Err(Error::Invalid(format!(
@@ -93,7 +106,9 @@ pub fn decide(option: &str, ranks: usize, slot_bytes: usize, leads: bool) -> Out
             rules::MAX_BYTES
         )));
     }
-    let mut policy = Policy { rules, ..Policy::default() };
+    let topology = Topology::parse(topology)
+        .map_err(|what| Error::Invalid(format!("sagellm: the option topology is {topology:?}: {what}")))?;
+    let mut policy = Policy { rules, topology, ..Policy::default() };
     if !leads || ranks < 2 {
         return Ok(policy);
     }
@@ -123,6 +138,7 @@ mod tests {
         Policy {
             rules: Rules::parse("all_reduce:0-4KiB=slots;*:1MiB-=rounds(128KiB)").unwrap(),
             table: Some(example()),
+            topology: Some(Topology { hosts: 2, full_nvlink: true }),
             note: "from /a path/with\nlines".into(),
             cache_bytes: 32 << 20,
         }
@@ -134,12 +150,13 @@ mod tests {
             let text = policy.text();
             let read = Policy::parse(&text).unwrap();
             assert_eq!(
-                (&read.rules, &read.table, read.cache_bytes),
-                (&policy.rules, &policy.table, policy.cache_bytes)
+                (&read.rules, &read.table, read.topology, read.cache_bytes),
+                (&policy.rules, &policy.table, policy.topology, policy.cache_bytes)
             );
             assert_eq!((read.text(), read.hash()), (text, policy.hash()));
         }
         assert_ne!(full().hash(), Policy::default().hash());
+        assert_ne!(full().hash(), Policy { topology: None, ..full() }.hash());
     }
 
     #[test]
@@ -154,7 +171,13 @@ mod tests {
             }
             let _ = Policy::parse(text.get(..at).unwrap_or(""));
         }
-        for wrong in ["", "nonsense", "sagellm policy 2\ncache 1\nrules \nnote \n"] {
+        for wrong in [
+            "",
+            "nonsense",
+            "sagellm policy 1\ncache 1\nrules \nnote \n",
+            "sagellm policy 2\ncache 1\nrules \nnote \n",
+            "sagellm policy 2\ncache 1\nrules \ntopology hosts=0\nnote \n",
+        ] {
             Policy::parse(wrong).unwrap_err();
         }
         Policy::parse(&"a".repeat(MAX_BYTES + 1)).unwrap_err();

@@ -8,12 +8,13 @@
 //! range  = from "-" [ to ]                both ends belong to it; without `to` it has no upper end
 //! algorithm = start                       the default, where no rule applies and nothing is measured
 //!        | slots | rounds "(" chunk ")"   inside one host
-//!        | schedule [ "(" [ "leaders=" count ] [ "," ] [ "segment=" size ] ")" ]      between hosts
+//!        | ( schedule | tree | hierarchical ) [ "(" [ "leaders=" count ] [ "," ] [ "segment=" size ] ")" ]  between hosts
 //! sizes  = whole numbers, or with a unit: 4096, 64KiB, 1MiB
 //! ```
 
 use std::fmt;
 
+use super::start::{HIERARCHICAL, TREE};
 use crate::algorithms::Algorithm;
 use crate::types::Kind;
 
@@ -37,6 +38,11 @@ pub enum AlgorithmChoice {
     /// Between hosts; parameters that are not given keep their defaults.
     Hosts {
         algorithm: Algorithm,
+        leaders: Option<u8>,
+        segment: Option<usize>,
+    },
+    /// Between hosts: the schedule that the start rules name for the size (`start`).
+    Hierarchical {
         leaders: Option<u8>,
         segment: Option<usize>,
     },
@@ -165,8 +171,15 @@ impl AlgorithmChoice {
                 }
             }
             ("rounds", None) => Err("rounds need their chunk, as in rounds(128KiB)".into()),
-            _ => match Algorithm::from_name(name) {
-                Some(algorithm) => parse_between(algorithm, argument.unwrap_or("")),
+            (HIERARCHICAL, _) => {
+                let (leaders, segment) = parse_between(argument.unwrap_or(""))?;
+                Ok(AlgorithmChoice::Hierarchical { leaders, segment })
+            }
+            _ => match schedule_named(name) {
+                Some(algorithm) => {
+                    let (leaders, segment) = parse_between(argument.unwrap_or(""))?;
+                    Ok(AlgorithmChoice::Hosts { algorithm, leaders, segment })
+                }
                 None => Err(format!(
                     "{text:?} is no algorithm; expected start, slots, rounds(CHUNK) or one of {}",
                     algorithms()
@@ -177,11 +190,16 @@ impl AlgorithmChoice {
 }
 
 fn algorithms() -> String {
-    Algorithm::ALL.map(Algorithm::name).join(", ")
+    format!("{}, {TREE}, {HIERARCHICAL}", Algorithm::ALL.map(Algorithm::name).join(", "))
+}
+
+/// `tree` is another name of the binomial tree.
+fn schedule_named(name: &str) -> Option<Algorithm> {
+    if name == TREE { Some(Algorithm::Binomial) } else { Algorithm::from_name(name) }
 }
 
 /// Parses the parameters of a schedule: `leaders=2,segment=1MiB`.
-fn parse_between(algorithm: Algorithm, text: &str) -> Result<AlgorithmChoice, String> {
+fn parse_between(text: &str) -> Result<(Option<u8>, Option<usize>), String> {
     let (mut leaders, mut segment) = (None, None);
     for part in text.split(',').map(str::trim).filter(|part| !part.is_empty()) {
         let wrong = || format!("{part:?} is not leaders=COUNT (1 to 255) or segment=SIZE (1KiB to 1GiB)");
@@ -196,22 +214,24 @@ fn parse_between(algorithm: Algorithm, text: &str) -> Result<AlgorithmChoice, St
             _ => return Err(wrong()),
         }
     }
-    Ok(AlgorithmChoice::Hosts { algorithm, leaders, segment })
+    Ok((leaders, segment))
 }
 
 impl fmt::Display for AlgorithmChoice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
+        let mut between = |name: &str, leaders: Option<u8>, segment: Option<usize>| {
+            let leaders = leaders.map(|count| format!("leaders={count}"));
+            let segment = segment.map(|bytes| format!("segment={}", size_text(bytes as u64)));
+            let parts: Vec<String> = leaders.into_iter().chain(segment).collect();
+            f.write_str(name)?;
+            if parts.is_empty() { Ok(()) } else { write!(f, "({})", parts.join(",")) }
+        };
+        match *self {
             AlgorithmChoice::Start => f.write_str("start"),
             AlgorithmChoice::Slots => f.write_str("slots"),
-            AlgorithmChoice::Rounds { chunk } => write!(f, "rounds({})", size_text(*chunk as u64)),
-            AlgorithmChoice::Hosts { algorithm, leaders, segment } => {
-                let leaders = leaders.map(|count| format!("leaders={count}"));
-                let segment = segment.map(|bytes| format!("segment={}", size_text(bytes as u64)));
-                let parts: Vec<String> = leaders.into_iter().chain(segment).collect();
-                f.write_str(algorithm.name())?;
-                if parts.is_empty() { Ok(()) } else { write!(f, "({})", parts.join(",")) }
-            }
+            AlgorithmChoice::Rounds { chunk } => write!(f, "rounds({})", size_text(chunk as u64)),
+            AlgorithmChoice::Hosts { algorithm, leaders, segment } => between(algorithm.name(), leaders, segment),
+            AlgorithmChoice::Hierarchical { leaders, segment } => between(HIERARCHICAL, leaders, segment),
         }
     }
 }
@@ -265,12 +285,14 @@ mod tests {
     #[test]
     fn rules_are_read_and_written_back() {
         let text = "all_reduce:0-4KiB=slots; *:1MiB-=rounds(128KiB) ;all_to_all:0-=rounds(64KiB);;broadcast:8-16=start;\
-                    *:0-=ring();barrier:0-=dissemination; all_reduce:1MiB-=double_tree( segment=1MiB, leaders=2)";
+                    *:0-=ring();barrier:0-=dissemination; all_reduce:1MiB-=double_tree( segment=1MiB, leaders=2);\
+                    *:0-=hierarchical;*:0-=hierarchical(leaders=2);all_reduce:0-8=tree;*:0-=tree(leaders=1)";
         let rules = Rules::parse(text).unwrap();
         assert_eq!(
             rules.to_string(),
             "all_reduce:0-4KiB=slots;*:1MiB-=rounds(128KiB);all_to_all:0-=rounds(64KiB);broadcast:8-16=start;\
-             *:0-=ring;barrier:0-=dissemination;all_reduce:1MiB-=double_tree(leaders=2,segment=1MiB)"
+             *:0-=ring;barrier:0-=dissemination;all_reduce:1MiB-=double_tree(leaders=2,segment=1MiB);\
+             *:0-=hierarchical;*:0-=hierarchical(leaders=2);all_reduce:0-8=binomial_tree;*:0-=binomial_tree(leaders=1)"
         );
         assert_eq!(Rules::parse(&rules.to_string()).unwrap(), rules);
         assert_eq!(Rules::parse(" ; ").unwrap(), Rules::default());
@@ -298,6 +320,10 @@ mod tests {
             ("all_reduce:1KB-=slots", "\"1KB\" is no size"),
             ("all_reduce:8-4=slots", "ends before it begins"),
             ("all_reduce:0-=fast", "\"fast\" is no algorithm"),
+            ("all_reduce:0-=trees", "or one of ring, torus, binomial_tree, double_tree, recursive_doubling,"),
+            ("all_reduce:0-=trees", "dissemination, tree, hierarchical"),
+            ("all_gather:0-=tree", "no such schedule for all_gather"),
+            ("all_reduce:0-=hierarchical(ring)", "\"ring\" is not leaders=COUNT"),
             ("all_reduce:0-=rounds", "rounds need their chunk"),
             ("all_reduce:0-=rounds(100)", "multiple of 64"),
             ("all_reduce:0-=rounds(64KiB", "lacks its ')'"),

@@ -145,6 +145,7 @@ class Options:
         strict: bool = False,
         algorithm: str = "",
         vendor: str = "auto",
+        topology: str = "",
     ) -> None: ...
     def __copy__(self) -> Options: ...
     #: "auto", or "delegate" to have torch's own backend serve the group even where shared memory could.
@@ -160,6 +161,8 @@ class Options:
     #: The path of tensors on a device: "auto", "host" (through host memory), "nccl", "hccl", "cncl", also with a file
     #: ("nccl:/path"); SAGELLM_VENDOR overrides it; see docs/devices.md.
     vendor: str
+    #: What is known of the machines, as `TopologyInfo.option()` writes it, or ""; see docs/choosing.md.
+    topology: str
     _library_folders: list[str]
     #: From torch's base class.
     _timeout: timedelta
@@ -212,7 +215,12 @@ def rendezvous(
     options: Options | None = None,
 ) -> Rendezvous: ...
 def explain_work(work: Any) -> list[Explanation]: ...
-def explain_without_group(kind: str, bytes: int, dtype: str, ranks: int, algorithm: str = "") -> Explanation: ...
+
+#: With a topology, as an option takes it: the start rules for an all_reduce of `ranks` devices; only kind, bytes,
+#: ranks, hosts, choice, reason and decided are valid then.
+def explain_without_group(
+    kind: str, bytes: int, dtype: str, ranks: int, algorithm: str = "", topology: str = ""
+) -> Explanation: ...
 def table_without_group(ranks: int, algorithm: str = "") -> ChoiceTable: ...
 def save_table(ranks: int, made: str, lines: str) -> str: ...
 def set_log_level(level: int) -> None: ...

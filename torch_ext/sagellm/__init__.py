@@ -35,9 +35,7 @@ if TYPE_CHECKING:
     from sagellm.collective_ops import ReduceScatterOperator as ReduceScatterOperator
     from sagellm.collective_ops import create_ring_topology as create_ring_topology
     from sagellm.observe.explain import Explanation as Explanation
-    from sagellm.observe.explain import TopologyInfo as TopologyInfo
     from sagellm.observe.explain import explain as explain
-    from sagellm.observe.explain import select_all_reduce_algorithm as select_all_reduce_algorithm
     from sagellm.observe.export import log_to_tensorboard as log_to_tensorboard
     from sagellm.observe.export import prometheus_text as prometheus_text
     from sagellm.observe.export import serve_prometheus as serve_prometheus
@@ -69,15 +67,19 @@ if TYPE_CHECKING:
     from sagellm.parallel.transfer import send_tensors as send_tensors
     from sagellm.protocols.comm_backend import CommBackendProtocol as CommBackendProtocol
     from sagellm.protocols.comm_backend import CommOp as CommOp
+    from sagellm.topology import TopologyInfo as TopologyInfo
+    from sagellm.topology import TopologyManager as TopologyManager
+    from sagellm.topology import select_all_reduce_algorithm as select_all_reduce_algorithm
 
 #: Where the functions of the package live; their modules are loaded when the first of them is used.
 _HOMES = {
     "Explanation": "observe.explain",
-    "TopologyInfo": "observe.explain",
     "explain": "observe.explain",
     "fused_all_reduce": "_fused",
     "serve_as": "_serve_as",
-    "select_all_reduce_algorithm": "observe.explain",
+    "TopologyInfo": "topology",
+    "TopologyManager": "topology",
+    "select_all_reduce_algorithm": "topology",
     "get_stats": "observe.stats",
     "reset_stats": "observe.stats",
     "gather_stats": "observe.stats",

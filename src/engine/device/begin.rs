@@ -13,7 +13,6 @@ use super::lowering::{LoweringInput, lower};
 use super::rules;
 use super::watchdog::Watched;
 use crate::error::{Error, Result};
-use crate::select::rules::AlgorithmChoice;
 use crate::types::Kind;
 
 impl DeviceEngine {
@@ -131,11 +130,9 @@ impl DeviceEngine {
         let (me, size) = (self.group.rank() as u32, self.group.size());
         let asked = LoweringInput { ranks: ranks.count(size), ..call.asked };
         let mut lowering = lower(&asked, self.capabilities()).map_err(Error::Invalid)?;
-        if let Some(AlgorithmChoice::Hosts { algorithm, .. }) =
-            rules::named(self.group.policy(), asked.kind, call.read())
-            && lowering.why.is_empty()
-        {
-            lowering.why = format!("one call of the library; a rule or line names {}", algorithm.name());
+        let decides = rules::decides(self.group.policy(), self.api.takes_topologies(), asked.kind, call.read());
+        if lowering.why.is_empty() && !decides.is_empty() {
+            lowering.why = format!("one call of the library; {decides}");
         }
         // In a pair the lower rank is 0.
         let root = if ranks == Ranks::All { call.root } else { u32::from(call.root > me) };

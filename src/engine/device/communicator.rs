@@ -39,6 +39,10 @@ pub trait Api: Send + Sync {
     fn steer(&self, _name: &str, _policy: &Arc<Policy>) -> Option<Box<dyn Steering>> {
         None
     }
+    /// Whether it asks which algorithm a topology stands for that the user gave.
+    fn takes_topologies(&self) -> bool {
+        false
+    }
     /// What the library said that it ran last for operations of this kind and about this size, in communicators of that
     /// name.
     fn ran(&self, _name: &str, _kind: Kind, _bytes: u64) -> Option<String> {

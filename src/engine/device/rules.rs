@@ -7,10 +7,23 @@ use crate::types::Kind;
 /// The algorithm that they name for an operation: that of the first rule, else of the first line, which is for libraries.
 /// Rules of the engines for CPU tensors (`slots`, `rounds`) are passed over. `None` leaves the choice to the library.
 pub fn named(policy: &Policy, kind: Kind, bytes: u64) -> Option<AlgorithmChoice> {
-    let means = |rule: &&Rule| matches!(rule.way, AlgorithmChoice::Start | AlgorithmChoice::Hosts { .. });
+    use AlgorithmChoice::{Hierarchical, Hosts, Start};
+    let means = |rule: &&Rule| matches!(rule.way, Start | Hosts { .. } | Hierarchical { .. });
     let rule = policy.rules.0.iter().filter(|rule| rule.fits(kind, bytes)).find(means);
     let line = || policy.table.as_ref().and_then(|table| table.find(kind, bytes)).map(|line| &line.rule).filter(means);
-    rule.or_else(line).map(|rule| rule.way).filter(|way| *way != AlgorithmChoice::Start)
+    rule.or_else(line).map(|rule| rule.way).filter(|way| *way != Start)
+}
+
+/// What names the algorithm of an operation, for `explain`; empty where the library decides by itself.
+/// `takes_topologies`: it asks us about a topology that the user gave.
+pub fn decides(policy: &Policy, takes_topologies: bool, kind: Kind, bytes: u64) -> String {
+    match (named(policy, kind, bytes), policy.topology) {
+        (Some(way), _) => format!("a rule or line names {way}"),
+        (None, Some(topology)) if takes_topologies && kind == Kind::AllReduce => {
+            format!("the start rules name its algorithm, because a topology was given: {topology}")
+        }
+        _ => String::new(),
+    }
 }
 
 /// The algorithm that the first rule names for every operation and size.
@@ -23,6 +36,7 @@ pub fn named_for_all(policy: &Policy) -> Option<AlgorithmChoice> {
 mod tests {
     use super::*;
     use crate::select::rules::Rules;
+    use crate::select::start::Topology;
 
     #[test]
     fn rules_of_the_cpu_engines_are_passed_over() {
@@ -31,5 +45,19 @@ mod tests {
         assert_eq!(named(&rules, Kind::AllReduce, 8), None);
         assert!(matches!(named(&rules, Kind::AllReduce, 2000), Some(AlgorithmChoice::Hosts { .. })));
         assert!(matches!(named(&rules, Kind::Broadcast, 8), Some(AlgorithmChoice::Hosts { .. })));
+    }
+
+    #[test]
+    fn a_rule_decides_before_a_topology_which_only_some_libraries_are_asked_about() {
+        let given = |rules: &str| Policy {
+            topology: Some(Topology { hosts: 1, full_nvlink: true }),
+            rules: Rules::parse(rules).unwrap(),
+            ..Policy::default()
+        };
+        let found = |rules: &str, takes, kind| decides(&given(rules), takes, kind, 8);
+        assert_eq!(found("*:0-=tree", true, Kind::AllReduce), "a rule or line names binomial_tree");
+        assert!(found("", true, Kind::AllReduce).ends_with("a topology was given: hosts=1,full_nvlink=true"));
+        assert_eq!(found("", true, Kind::Broadcast), "");
+        assert_eq!(found("", false, Kind::AllReduce), "", "HCCL asks no plugin");
     }
 }

@@ -124,6 +124,51 @@ def test_rules_choose_nccls_algorithm_in_their_own_group(
     )
 
 
+#: Numbers whose bytes are beyond 1,000,000, where the start rules say "ring" and the simulated NCCL still takes a tree.
+BETWEEN = 300_000
+
+
+def steered_by_a_topology(ctx: Context, rules: str, expected: dict[int, str]) -> None:
+    name = begin(ctx, "nccl", "")
+    manager = sagellm.TopologyManager.from_json('{"hosts": 1, "full_nvlink": true}')
+    comm = sagellm.create_comm_backend("nccl", topology_manager=manager, algorithm=rules)
+    assert comm.group is not dist.group.WORLD
+    numbers = set()
+    for count, algorithm in expected.items():
+        number, ran, asked, choice = all_reduced(name, count, comm.group)
+        numbers.add(number)
+        assert asked and ran.startswith(f"{algorithm}, ") and f": {ran}, " in choice, (count, ran, choice)
+        work = dist.all_reduce(torch.ones(count, device=name), group=comm.group, async_op=True)
+        assert work is not None
+        work.wait()
+        decided = sagellm.explain(work).decided
+        if rules:
+            assert "a rule or line names hierarchical" in decided, decided
+        else:
+            assert decided.endswith("because a topology was given: hosts=1,full_nvlink=true"), decided
+    # Another group of the process, with the same ranks and without a topology.
+    for count, algorithm in (UNSTEERED | {BETWEEN: "TREE"}).items():
+        number, ran, _, _ = all_reduced(name, count)
+        assert number not in numbers and ran.startswith(f"{algorithm}, "), (count, ran)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "rules,expected",
+    [
+        ("", {SMALL: "TREE", BETWEEN: "RING", LARGE: "RING"}),
+        ("all_reduce:0-=hierarchical", {SMALL: "TREE", LARGE: "TREE"}),
+    ],
+    ids=["topology", "rule"],
+)
+def test_a_topology_manager_steers_nccl_by_the_start_rules(
+    rules: str, expected: dict[int, str], libraries: dict[str, Path], tmp_path: Path
+) -> None:
+    """A ring where the simulated NCCL would take a tree by itself; a rule comes before the topology."""
+    env = environment("nccl", libraries, SAGELLM_SIM_TRACE=str(tmp_path / "trace"), SAGELLM_VENDOR="nccl")
+    run_fresh(steered_by_a_topology, 2, rules, expected, env=env)
+
+
 def plugins_of_the_user(ctx: Context, left: list[str]) -> None:
     """`left` are the variables that the user has not set to "none"."""
     name = begin(ctx, "nccl", "all_reduce:0-1MiB=ring;all_reduce:1MiB-=double_tree")

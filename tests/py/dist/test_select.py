@@ -9,10 +9,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import net
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Context, beyond_gloo, expect_raises, run_fresh, run_ranks
+from harness import Context, beyond_gloo, expect_raises, launch, run_fresh, run_ranks
+from net import enter
 
 pytestmark = beyond_gloo("this is about the package's own choice")
 
@@ -131,6 +133,138 @@ def refused(context: Context) -> str:
 def test_wrong_rules_are_refused_before_anything_is_sent() -> None:
     for text in run_fresh(refused, 2):
         assert "the option algorithm" in text and "all_reduce:0-=teleport" in text and "rounds(CHUNK)" in text
+
+
+TWO_HOSTS = '{"hosts": 2, "full_nvlink": false}'
+#: Numbers of float32: 4 KB, and 4 MB, where the start rules say "ring".
+SMALL, LARGE = 1000, 1_000_000
+
+
+def over_hosts(context: Context, names: list[str], given: list[str]) -> dict[str, Any]:
+    """Two all_reduces in a group over two hosts, made with the topology that this rank gives; what each was."""
+    import logging
+
+    import sagellm
+
+    enter(names[context.rank * len(names) // context.world_size])
+    store = dist.FileStore(f"{context.tmp}/store", context.world_size)
+    context.init(store=store, timeout=timedelta(seconds=60))
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    handler.setLevel(logging.WARNING)
+    logging.getLogger("sagellm").addHandler(handler)
+    text = given[context.rank]
+    manager = sagellm.TopologyManager.from_json(text) if text else None
+    comm = sagellm.create_comm_backend(topology_manager=manager)
+    value: dict[str, Any] = {"heard": heard}
+    for name, count in (("small", SMALL), ("large", LARGE)):
+        tensor = torch.full((count,), float(context.rank + 1))
+        work = dist.all_reduce(tensor, group=comm.group, async_op=True)
+        work.wait()
+        assert tensor[-1] == sum(range(1, context.world_size + 1))
+        found = sagellm.explain(work)
+        assert found.recorded == found.code
+        assert comm.explain("all_reduce", 4 * count).choice == found.choice
+        value[name] = (found.choice.partition("(")[0], found.reason, found.decided, found.overruled)
+    value["counted"] = {each["path"]: each["count"] for each in comm.get_stats()["sizes"] if each["op"] == "all_reduce"}
+    dist.destroy_process_group()
+    return value
+
+
+def test_a_topology_manager_changes_what_a_group_over_hosts_takes(hosts: list[str]) -> None:
+    """Without it the measured link and the one order of small sums decide, with it the start rules, on every rank."""
+    with launch(over_hosts, 4, hosts, [""] * 4, env={"GLOO_SOCKET_IFNAME": net.INTERFACE}) as job:
+        without = job.values(90)
+    for value in without:
+        assert value["small"][:2] == ("direct", "one_order") and value["large"][1] == "model", value
+        assert value["large"][0] != "ring", "by the link; the test needs another size if it ever is"
+        assert value["counted"] == {"direct": 1, value["large"][0]: 1} or value["counted"] == {"direct": 1}
+    with launch(over_hosts, 4, hosts, [TWO_HOSTS] * 4, env={"GLOO_SOCKET_IFNAME": net.INTERFACE}) as job:
+        given = job.values(90)
+    for value in given:
+        assert value["small"][:2] == ("recursive_doubling", "few_steps"), value
+        assert value["large"][:2] == ("ring", "few_bytes"), value
+        assert value["counted"] == {"recursive_doubling": 1, "ring": 1}
+        assert value["heard"] == []
+        for name, between in (("small", "recursive_doubling"), ("large", "ring")):
+            _, _, decided, (overruled,) = value[name]
+            assert decided.startswith(f"start rule hierarchical ({between} between the hosts)")
+            assert decided.endswith("the topology that was given says hosts=2,full_nvlink=false")
+            assert overruled.endswith(", by the topology")
+        assert "cost model" in value["large"][3][0] and "predicted" in value["large"][3][0]
+
+
+def test_rank_0s_topology_holds_for_the_group_and_other_ranks_say_so(hosts: list[str]) -> None:
+    """Rank 2 believes in NVLink, which would mean a tree for the small one: it follows, and warns once."""
+    given = [TWO_HOSTS, TWO_HOSTS, '{"hosts": 2, "full_nvlink": true}', TWO_HOSTS]
+    with launch(over_hosts, 4, hosts, given, env={"GLOO_SOCKET_IFNAME": net.INTERFACE}) as job:
+        values = job.values(90)
+    assert {value["small"][:2] for value in values} == {("recursive_doubling", "few_steps")}
+    assert [len(value["heard"]) for value in values] == [0, 0, 1, 0]
+    (line,) = values[2]["heard"]
+    assert "rank 2" in line and "hosts=2,full_nvlink=true" in line and "rank 0's decides for the group" in line
+
+
+def wrong_topologies(context: Context) -> tuple[str, str]:
+    """Refused before anyone meets; the group then goes on."""
+    import sagellm
+
+    def make(text: str) -> None:
+        dist.new_group(pg_options=sagellm.Options(topology=text), use_local_synchronization=True)
+
+    context.init()
+    expect_raises(TypeError, lambda: sagellm.create_comm_backend(topology_manager="ring"))
+    texts = expect_raises(ValueError, lambda: make("hosts=0")), expect_raises(ValueError, lambda: make("racks=2"))
+    dist.barrier()
+    dist.destroy_process_group()
+    return texts
+
+
+def test_a_wrong_topology_is_refused_before_anything_is_sent() -> None:
+    for field, unknown in run_fresh(wrong_topologies, 2):
+        assert "the option topology" in field and "the field hosts: expected a whole number from 1 on" in field
+        assert '"racks" is no field; expected hosts or full_nvlink' in unknown
+
+
+def on_one_host(context: Context) -> tuple[str, str, bool]:
+    """Inside one host the CPU's own algorithms decide: the start rules are about links between hosts and devices."""
+    import sagellm
+
+    context.init()
+    info = sagellm.TopologyInfo(hosts=1, full_nvlink=True)
+    comm = sagellm.create_comm_backend(topology_manager=sagellm.TopologyManager(info))
+    assert comm is sagellm.create_comm_backend(topology_manager=info), "equal topologies, one group"
+    other = sagellm.create_comm_backend(topology_manager=sagellm.TopologyInfo(hosts=2))
+    assert other is not comm and other.group is not comm.group and comm.group is not dist.group.WORLD
+    found = comm.explain("all_reduce", 8)
+    same = comm.group is sagellm.CPUBackend(group=comm.group, topology_manager=info).group
+    dist.destroy_process_group()
+    return found.choice, found.reason, same
+
+
+def test_a_topology_is_a_setting_of_the_group() -> None:
+    assert run_fresh(on_one_host, 2) == [("slots", "fits_slot", True)] * 2
+
+
+def delegated_with_a_topology(context: Context) -> list[str]:
+    import logging
+
+    import sagellm
+
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("sagellm").addHandler(handler)
+    context.init(pg_options=sagellm.Options(engine="delegate", topology="hosts=1,full_nvlink=true"))
+    dist.all_reduce(torch.ones(2))
+    dist.destroy_process_group()
+    return [line for line in heard if "topology" in line]
+
+
+def test_a_delegated_group_does_not_use_a_topology_and_says_so() -> None:
+    for lines in run_fresh(delegated_with_a_topology, 2):
+        assert len(lines) == 1 and "the option topology is not used" in lines[0]
 
 
 def explain_a_delegated_group(context: Context) -> tuple[str, str, str]:

@@ -25,28 +25,6 @@ pytestmark = [
 MIB = 1 << 20
 
 
-@pytest.mark.parametrize(
-    ("size", "devices", "topology", "expected"),
-    [
-        (MIB - 1, 8, None, "recursive_doubling"),
-        (MIB - 1, 6, None, "ring"),
-        (MIB, 8, sagellm.TopologyInfo(full_nvlink=True), "ring"),
-        (MIB, 8, sagellm.TopologyInfo(), "tree"),
-        (MIB, 8, None, "tree"),
-        (8, 16, sagellm.TopologyInfo(hosts=2), "hierarchical"),
-        (0, 1, None, "recursive_doubling"),
-    ],
-)
-def test_the_start_rules(size: int, devices: int, topology: Any, expected: str) -> None:
-    assert sagellm.select_all_reduce_algorithm(size, devices, topology) == expected
-
-
-def test_the_start_rules_refuse_nonsense() -> None:
-    for size, devices in ((-1, 2), (8, 0)):
-        with pytest.raises(ValueError, match="expected 0 or more and 1 or more"):
-            sagellm.select_all_reduce_algorithm(size, devices)
-
-
 def test_an_explanation_of_what_might_be() -> None:
     small = sagellm.explain("all_reduce", 8, ranks=2)
     assert (small.choice, small.reason, small.recorded) == ("slots", "fits_slot", None)

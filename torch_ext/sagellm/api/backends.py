@@ -21,6 +21,7 @@ from sagellm.observe import explain as explaining
 from sagellm.observe import log
 from sagellm.observe import stats as statistics
 from sagellm.protocols.comm_backend import CommBackendProtocol
+from sagellm.topology import TopologyInfo, TopologyManager, option_of
 
 #: What torchrun sets, and what ``init_process_group`` needs of it.
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -93,6 +94,7 @@ class CommBackend(CommBackendProtocol):
         group: a process group to work in; None the default group. One of another backend gets a sibling of ours over
             the same ranks, which all of these must then make, in the same order.
         algorithm: rules of which algorithm serves which operation and size, see docs/choosing.md.
+        topology_manager: what is known of the machines; with it the start rules choose what no rule and no table names.
         fusion: False to let no operations travel together.
         timeout: of each operation, in seconds or as timedelta; None: the group's.
     """
@@ -111,6 +113,7 @@ class CommBackend(CommBackendProtocol):
         *,
         group: dist.ProcessGroup | None = None,
         algorithm: str = "",
+        topology_manager: TopologyManager | TopologyInfo | None = None,
         fusion: bool = True,
         timeout: Seconds | None = None,
     ) -> None:
@@ -118,6 +121,7 @@ class CommBackend(CommBackendProtocol):
         settings = _Settings(
             vendor=self.vendor,
             algorithm=algorithm,
+            topology=option_of(topology_manager),
             fusion=fusion,
             timeout=None if timeout is None else _timedelta(timeout),
         )
@@ -411,6 +415,7 @@ def create_comm_backend(
     world_size: int | None = None,
     group: dist.ProcessGroup | None = None,
     algorithm: str = "",
+    topology_manager: TopologyManager | TopologyInfo | None = None,
     fusion: bool = True,
     timeout: Seconds | None = None,
 ) -> CommBackend:
@@ -423,7 +428,7 @@ def create_comm_backend(
     Args:
         backend_type: "auto" (the library of this process's accelerator, or "cpu" where there is none; says in the log
             what it found), "cpu", "nccl", "hccl", "cncl", or "gloo" (tensors on devices through host memory).
-        rank, world_size, group, algorithm, fusion, timeout: see ``CommBackend``.
+        rank, world_size, group, algorithm, topology_manager, fusion, timeout: see ``CommBackend``.
 
     Raises:
         ValueError: the name is unknown, or ``rank`` or ``world_size`` is not what the group says.
@@ -438,11 +443,19 @@ def create_comm_backend(
     if chosen not in BACKENDS:
         raise ValueError(f"sagellm: backend_type={backend_type!r}, expected one of auto, {', '.join(BACKENDS)}")
     base = group if group is not None else (dist.group.WORLD if dist.is_initialized() else None)
-    key = (chosen, rank, world_size, base, algorithm, fusion, timeout)
+    key = (chosen, rank, world_size, base, algorithm, option_of(topology_manager), fusion, timeout)
     known = _made.get(key)
     if known is not None and _is_alive(known.group):
         return known
-    made = BACKENDS[chosen](rank, world_size, group=group, algorithm=algorithm, fusion=fusion, timeout=timeout)
+    made = BACKENDS[chosen](
+        rank,
+        world_size,
+        group=group,
+        algorithm=algorithm,
+        topology_manager=topology_manager,
+        fusion=fusion,
+        timeout=timeout,
+    )
     for stale in [each for each, backend in _made.items() if not _is_alive(backend.group)]:
         del _made[stale]
     # A group that was started here is the default group from now on: the next call finds it there.
@@ -465,11 +478,14 @@ def _auto() -> str:
 class _Settings:
     """What a backend wants of its group beyond the defaults."""
 
-    def __init__(self, vendor: str | None, algorithm: str, fusion: bool, timeout: timedelta | None) -> None:
+    def __init__(
+        self, vendor: str | None, algorithm: str, topology: str, fusion: bool, timeout: timedelta | None
+    ) -> None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         # Without a device every group carries the same tensors in the same way.
         self.vendor = vendor if accelerator is not None else None
         self.algorithm = algorithm
+        self.topology = topology
         self.fusion = fusion
         self.timeout = timeout
 
@@ -479,6 +495,7 @@ class _Settings:
         return bool(
             (self.vendor is None or options.vendor.partition(":")[0] in (self.vendor, *self._also()))
             and (not self.algorithm or options.algorithm == self.algorithm)
+            and (not self.topology or options.topology == self.topology)
             and options.fusion == self.fusion
             and (self.timeout is None or options._timeout == self.timeout)
         )
@@ -489,7 +506,10 @@ class _Settings:
 
     def options(self) -> Any:
         return _load.extension().Options(
-            fusion=self.fusion, algorithm=self.algorithm, **({} if self.vendor is None else {"vendor": self.vendor})
+            fusion=self.fusion,
+            algorithm=self.algorithm,
+            topology=self.topology,
+            **({} if self.vendor is None else {"vendor": self.vendor}),
         )
 
 

@@ -1,4 +1,4 @@
-"""Explains the algorithm choice of an operation: ``sagellm.explain`` and the public default rules.
+"""Explains the algorithm choice of an operation: ``sagellm.explain``.
 
 The core chooses and explains; this file makes its answer readable.
 """
@@ -125,30 +125,6 @@ class Explanation:
         lines.append(f"  table       {self.table}")
         lines += [str(part) for part in self.parts]
         return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class TopologyInfo:
-    """The facts about a job's devices that :func:`select_all_reduce_algorithm` uses."""
-
-    #: Hosts that the devices are on.
-    hosts: int = 1
-    #: Every pair of devices is connected by NVLink, directly or through a switch.
-    full_nvlink: bool = False
-    #: Names of the devices, for people.
-    devices: tuple[str, ...] = ()
-
-    def is_fully_connected_nvlink(self) -> bool:
-        """True where no pair of devices communicates through PCIe or a network."""
-        return self.full_nvlink
-
-    @classmethod
-    def detect(cls, hosts: int = 1) -> TopologyInfo:
-        """Asks NVML about this host's GPUs; without a driver it reports no NVLink."""
-        from sagellm.observe import topology
-
-        devices, full = topology.nvlink()
-        return cls(hosts=hosts, full_nvlink=full and hosts == 1, devices=tuple(devices))
 
 
 def kind_name(op: str) -> str:
@@ -347,23 +323,3 @@ def _batch(found: _C.Batch) -> Batch:
 def seconds(nanoseconds: int) -> float | None:
     """Seconds, or None for 0, which means unknown."""
     return nanoseconds / 1e9 or None
-
-
-def select_all_reduce_algorithm(data_size: int, num_devices: int, topology: TopologyInfo | None = None) -> str:
-    """The default rules for an all_reduce of ``data_size`` bytes over ``num_devices`` devices, without a measurement.
-
-    Below 1 MiB "recursive_doubling" where the number of devices is a power of two, else "ring". From 1 MiB "ring" where
-    all are connected by full NVLink, else "tree". "hierarchical" where they are on several hosts. The cost model, a
-    measured table and rules of the user override them; ``explain`` says when and why. A ValueError for a size below 0
-    or fewer devices than one.
-    """
-    topology = TopologyInfo() if topology is None else topology
-    if data_size < 0 or num_devices < 1:
-        raise ValueError(
-            f"sagellm: data_size is {data_size} and num_devices {num_devices}; expected 0 or more and 1 or more"
-        )
-    if topology.hosts > 1:
-        return "hierarchical"
-    if data_size < 1 << 20:
-        return "recursive_doubling" if num_devices & (num_devices - 1) == 0 else "ring"
-    return "ring" if topology.is_fully_connected_nvlink() else "tree"

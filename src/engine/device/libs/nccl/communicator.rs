@@ -224,6 +224,10 @@ impl Api for Nccl {
         Some(Box::new(tuner::steer(name, policy)))
     }
 
+    fn takes_topologies(&self) -> bool {
+        true
+    }
+
     fn ran(&self, name: &str, kind: Kind, bytes: u64) -> Option<String> {
         let ran = profiler::ran(name, kind, bytes)?;
         Some(format!("{}, protocol {}, {} channels", ran.algorithm.text(), ran.protocol.text(), ran.channels))

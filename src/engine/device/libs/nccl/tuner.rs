@@ -2,8 +2,8 @@
 //! that our own library exports under the names `ncclTunerPlugin_v5` and `_v6` (NVIDIA/nccl, src/include/plugin/tuner).
 //!
 //! NCCL is told by the variable `NCCL_TUNER_PLUGIN`, and of the profiler beside this file by `NCCL_PROFILER_PLUGIN`: the
-//! absolute path of our library. They are set before a communicator is made for a group that has a rule or a line for
-//! NCCL, or with `SAGELLM_EXPLAIN=1`, and never else, since every communicator of the process and its children then asks,
+//! absolute path of our library. They are set before a communicator is made for a group that has a topology, a rule or a line
+//! for NCCL, or with `SAGELLM_EXPLAIN=1`, and never else, since every communicator of the process and its children then asks,
 //! also those of others. Ours are told apart by their name, which the profiler is told together with the number
 //! that the tuner knows; for all others, and where no rule or line says anything, nothing is changed.
 //!
@@ -12,8 +12,10 @@
 //! | way | algorithm of NCCL |
 //! | --- | --- |
 //! | `ring` | Ring |
-//! | `double_tree`, `binomial_tree` | Tree |
-//! | any other, `start`, none | NCCL's own choice |
+//! | `double_tree`, `binomial_tree`, `tree`, `hierarchical` | Tree: a chain inside each host, a tree between hosts |
+//! | any other | NCCL's own choice |
+//! | `start`, none: all_reduce of a group with a topology | by the start rules (`select/start.rs`); NCCL's Tree has few steps |
+//! | `start`, none: all else | NCCL's own choice |
 //!
 //! Ways inside a host (`slots`, `rounds`) are not for libraries: rules that name them are passed over.
 //!
@@ -35,7 +37,8 @@ use crate::config;
 use crate::engine::device::communicator::Steering;
 use crate::engine::device::rules;
 use crate::select::Policy;
-use crate::select::rules::AlgorithmChoice;
+use crate::select::rules::{AlgorithmChoice, Rule};
+use crate::select::start::Start;
 use crate::types::Kind;
 
 /// NCCL_ALGO_*
@@ -55,23 +58,33 @@ fn kind_of(function: c_int) -> Option<Kind> {
     })
 }
 
-/// NCCL's algorithm for an operation by the first rule that fits, else by the first line of the table; `None` leaves the
-/// choice to NCCL. `bytes` as `select` counts them.
-fn algorithm(policy: &Policy, kind: Kind, bytes: u64) -> Option<usize> {
-    match rules::named(policy, kind, bytes)? {
-        AlgorithmChoice::Hosts { algorithm: Algorithm::Ring, .. } => Some(RING),
-        AlgorithmChoice::Hosts { algorithm: Algorithm::DoubleTree | Algorithm::Binomial, .. } => Some(TREE),
+/// NCCL's algorithm for an operation by the first rule that fits, else by the first line of the table, else by the start
+/// rules where the user gave a topology; `None` leaves the choice to NCCL. `bytes` as `select` counts them; `nodes` are the
+/// hosts as NCCL counts them.
+fn algorithm(policy: &Policy, kind: Kind, bytes: u64, ranks: usize, nodes: usize) -> Option<usize> {
+    match rules::named(policy, kind, bytes) {
+        Some(AlgorithmChoice::Hosts { algorithm: Algorithm::Ring, .. }) => Some(RING),
+        Some(AlgorithmChoice::Hosts { algorithm: Algorithm::DoubleTree | Algorithm::Binomial, .. }) => Some(TREE),
+        Some(AlgorithmChoice::Hierarchical { .. }) => Some(TREE),
+        None if kind == Kind::AllReduce => policy.topology.map(|topology| {
+            // The user may call several hosts one, which NVLink joins; and a group may be on fewer than the job.
+            let start = Start::of(bytes, ranks, nodes.min(topology.hosts), topology.full_nvlink);
+            if !start.hierarchical && start.algorithm == Algorithm::Ring { RING } else { TREE }
+        }),
         _ => None,
     }
 }
 
-/// Whether some rule or line of the policy names an algorithm of NCCL, so that it has to ask.
+/// Whether the policy may name an algorithm of NCCL, so that it has to ask.
 fn steers(policy: &Policy) -> bool {
     let lines = policy.table.iter().flat_map(|table| table.lines.iter().map(|line| &line.rule));
-    policy.rules.0.iter().chain(lines).any(|rule| {
-        let AlgorithmChoice::Hosts { algorithm, .. } = rule.way else { return false };
-        matches!(algorithm, Algorithm::Ring | Algorithm::DoubleTree | Algorithm::Binomial)
-    })
+    let names = |rule: &Rule| match rule.way {
+        AlgorithmChoice::Hosts { algorithm, .. } => {
+            matches!(algorithm, Algorithm::Ring | Algorithm::DoubleTree | Algorithm::Binomial)
+        }
+        way => matches!(way, AlgorithmChoice::Hierarchical { .. }),
+    };
+    policy.topology.is_some() || policy.rules.0.iter().chain(lines).any(names)
 }
 
 /// What is steered, and what NCCL has told of its communicators. Small, and asked once for each communicator.
@@ -125,7 +138,7 @@ impl Steering for Steered {
         };
         (!told).then(|| {
             format!(
-                "its rules, and SAGELLM_EXPLAIN=1, come too late for NCCL, which looks for plugins with the first \
+                "its rules, its topology, and SAGELLM_EXPLAIN=1, come too late for NCCL, which looks for plugins with the first \
                  communicator of a process, or the variable NCCL_PROFILER_PLUGIN names another: set NCCL_TUNER_PLUGIN and \
                  NCCL_PROFILER_PLUGIN to {} before the program starts",
                 file()
@@ -159,6 +172,8 @@ fn policy_of(number: u64) -> Option<Arc<Policy>> {
 struct Context {
     number: u64,
     ranks: usize,
+    /// Hosts, as NCCL counts them.
+    nodes: usize,
     /// Looked up at the first collective, when the profiler has been told the name for sure.
     policy: OnceCell<Option<Arc<Policy>>>,
 }
@@ -170,7 +185,7 @@ impl Context {
         let (Some(policy), Some(kind)) = (policy, kind_of(function)) else { return };
         // NCCL counts all ranks' blocks of an all_gather, and we one.
         let bytes = if kind == Kind::AllGather { bytes / self.ranks.max(1) } else { bytes };
-        let Some(algorithm) = algorithm(policy, kind, bytes as u64) else { return };
+        let Some(algorithm) = algorithm(policy, kind, bytes as u64, self.ranks, self.nodes) else { return };
         let Some(row) = times.get_mut(algorithm * protocols..(algorithm + 1) * protocols) else { return };
         let possible = row.iter_mut().filter(|time| **time >= 0.0);
         if let Some(best) = possible.min_by(|a, b| a.total_cmp(b)) {
@@ -281,13 +296,13 @@ unsafe extern "C" fn init(
     context: *mut *mut c_void,
     number: u64,
     ranks: usize,
-    _nodes: usize,
+    nodes: usize,
     _logger: *const c_void,
     _domains: *const c_void,
     _constants: *mut c_void,
 ) -> c_int {
     quietly(|| {
-        let own = Box::into_raw(Box::new(Context { number, ranks, policy: OnceCell::new() }));
+        let own = Box::into_raw(Box::new(Context { number, ranks, nodes, policy: OnceCell::new() }));
         // SAFETY: NCCL gives a place for the pointer; `finalize` takes the box back.
         unsafe { *context = own.cast() };
     })
@@ -331,6 +346,7 @@ unsafe extern "C" fn finalize(context: *mut c_void) -> c_int {
 mod tests {
     use super::*;
     use crate::select::rules::Rules;
+    use crate::select::start::Topology;
     use crate::select::table::Line;
 
     const RULES: &str = "all_reduce:0-64KiB=double_tree;all_reduce:1MiB-=ring;all_gather:0-1KiB=ring;reduce:0-=start";
@@ -395,10 +411,11 @@ mod tests {
         let mut table = crate::select::table::tests::example();
         table.lines = vec![line("all_reduce:0-=ring"), line("broadcast:0-=slots")];
         let policy = Policy { table: Some(table), ..(*policy()).clone() };
-        assert_eq!(algorithm(&policy, Kind::AllReduce, 100 << 10), Some(RING));
-        assert_eq!(algorithm(&policy, Kind::AllReduce, 1), Some(TREE));
-        assert_eq!(algorithm(&policy, Kind::Reduce, 1), None);
-        assert_eq!(algorithm(&policy, Kind::Broadcast, 1), None);
+        let named = |kind, bytes| algorithm(&policy, kind, bytes, 8, 1);
+        assert_eq!(named(Kind::AllReduce, 100 << 10), Some(RING));
+        assert_eq!(named(Kind::AllReduce, 1), Some(TREE));
+        assert_eq!(named(Kind::Reduce, 1), None);
+        assert_eq!(named(Kind::Broadcast, 1), None);
         let guard = steer("tuner test two", &Arc::new(policy));
         communicator_is(21, "tuner test two");
         assert!(policy_of(21).is_some());
@@ -407,8 +424,33 @@ mod tests {
     }
 
     #[test]
+    fn a_topology_steers_every_all_reduce_by_the_start_rules() {
+        let given = |hosts, rules: &str| Policy {
+            topology: Some(Topology { hosts, full_nvlink: true }),
+            rules: Rules::parse(rules).unwrap(),
+            ..Policy::default()
+        };
+        let one = given(1, "");
+        assert!(steers(&one) && steers(&given(1, "*:0-=start")) && !steers(&Policy::default()));
+        for (bytes, expected) in [(8, TREE), (999_999, TREE), (1_000_000, RING), (1 << 30, RING)] {
+            assert_eq!(algorithm(&one, Kind::AllReduce, bytes, 8, 1), Some(expected), "{bytes}");
+            assert_eq!(algorithm(&one, Kind::Broadcast, bytes, 8, 1), None);
+            assert_eq!(algorithm(&given(1, "*:0-=start"), Kind::AllReduce, bytes, 8, 1), Some(expected));
+        }
+        // NVLink joins the hosts that NCCL counts; or the group is on one of the hosts of the job.
+        assert_eq!(algorithm(&one, Kind::AllReduce, 1 << 30, 8, 2), Some(RING));
+        assert_eq!(algorithm(&given(2, ""), Kind::AllReduce, 1 << 30, 8, 1), Some(RING));
+        assert_eq!(algorithm(&given(2, ""), Kind::AllReduce, 1 << 30, 8, 2), Some(TREE), "hierarchical");
+        assert_eq!(algorithm(&given(2, ""), Kind::AllReduce, 1 << 30, 2, 2), Some(RING), "one rank on each host");
+        // Rules come first, also one that leaves the choice to NCCL.
+        assert_eq!(algorithm(&given(1, "*:0-=tree"), Kind::AllReduce, 1 << 30, 8, 1), Some(TREE));
+        assert_eq!(algorithm(&given(1, "*:0-=hierarchical"), Kind::AllReduce, 1 << 30, 8, 1), Some(TREE));
+        assert_eq!(algorithm(&given(1, "*:0-=bruck"), Kind::AllReduce, 8, 8, 1), None);
+    }
+
+    #[test]
     fn an_impossible_algorithm_is_not_forced_and_strange_arguments_are_harmless() {
-        let context = Context { number: 0, ranks: 2, policy: OnceCell::from(Some(policy())) };
+        let context = Context { number: 0, ranks: 2, nodes: 1, policy: OnceCell::from(Some(policy())) };
         let mut impossible = [-1.0f32; 21];
         context.choose(4, 1, &mut impossible, 3);
         assert_eq!(impossible, [-1.0; 21]);

@@ -1,0 +1,193 @@
+//! The start rules: the algorithm between ranks where neither a measured link, nor a table, nor a rule of the user says
+//! more. They are those that users of libraries for collectives know:
+//!
+//! - below [`LARGE`] bytes the time is that of the steps: recursive doubling, or a tree where NVLink joins all devices;
+//! - from there on the time is that of the bytes: a ring;
+//! - where hosts have several ranks each, `hierarchical`: the ranks of each host first, then the hosts among each other by
+//!   the two rules above.
+//!
+//! Pure. Three places use them: `inter` for groups over several hosts, NCCL's tuner plugin
+//! (`engine/device/libs/nccl/tuner.rs`), and `select_all_reduce_algorithm` of the Python package.
+
+use std::fmt;
+
+use super::{OpDesc, Reason};
+use crate::algorithms::Algorithm;
+use crate::types::Kind;
+
+/// From this size in bytes on the bytes count most, below it the steps.
+pub const LARGE: u64 = 1_000_000;
+/// The name of two-level algorithms in rules and answers.
+pub const HIERARCHICAL: &str = "hierarchical";
+/// The name of trees in rules and answers.
+pub const TREE: &str = "tree";
+
+/// What the user says about the machines of a group. Rank 0's holds for the whole group (`policy`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Topology {
+    /// Hosts that the ranks are on. A group that knows its own hosts uses those.
+    pub hosts: usize,
+    /// NVLink joins every pair of the ranks' devices.
+    pub full_nvlink: bool,
+}
+
+impl Topology {
+    /// Reads `hosts=2,full_nvlink=true`; the empty text is no topology, and a field that is left out has the value of one
+    /// host without NVLink. The error is a clause that names the field.
+    pub fn parse(text: &str) -> Result<Option<Topology>, String> {
+        if text.trim().is_empty() {
+            return Ok(None);
+        }
+        let mut found = Topology { hosts: 1, full_nvlink: false };
+        for part in text.split(',').map(str::trim) {
+            let (name, value) = part.split_once('=').map_or((part, ""), |(name, value)| (name.trim(), value.trim()));
+            let wrong = |expected: &str| format!("the field {name}: expected {expected}, got {value:?}");
+            match name {
+                "hosts" => {
+                    let count = value.parse().ok().filter(|count| *count > 0);
+                    found.hosts = count.ok_or_else(|| wrong("a whole number from 1 on"))?;
+                }
+                "full_nvlink" => found.full_nvlink = value.parse().map_err(|_| wrong("true or false"))?,
+                _ => return Err(format!("{name:?} is no field; expected hosts or full_nvlink")),
+            }
+        }
+        Ok(Some(found))
+    }
+}
+
+impl fmt::Display for Topology {
+    /// As `parse` reads it.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "hosts={},full_nvlink={}", self.hosts, self.full_nvlink)
+    }
+}
+
+/// The answer of the start rules for an all_reduce.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Start {
+    /// The ranks of each host combine first, and `algorithm` is that between the hosts.
+    pub hierarchical: bool,
+    pub algorithm: Algorithm,
+    pub reason: Reason,
+}
+
+impl Start {
+    /// For an all_reduce of `bytes` over `ranks` ranks on `hosts` hosts.
+    pub fn of(bytes: u64, ranks: usize, hosts: usize, full_nvlink: bool) -> Start {
+        let (algorithm, reason) = by_size(bytes, full_nvlink);
+        Start { hierarchical: hosts > 1 && ranks > hosts, algorithm, reason }
+    }
+
+    /// "ring", "tree", "recursive_doubling" or "hierarchical".
+    pub fn name(self) -> &'static str {
+        if self.hierarchical { HIERARCHICAL } else { public_name(self.algorithm) }
+    }
+}
+
+impl fmt::Display for Start {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.hierarchical {
+            true => write!(f, "{HIERARCHICAL} ({} between the hosts)", public_name(self.algorithm)),
+            false => f.write_str(public_name(self.algorithm)),
+        }
+    }
+}
+
+/// The name under which users know an algorithm of the start rules.
+fn public_name(algorithm: Algorithm) -> &'static str {
+    if algorithm == Algorithm::Binomial { TREE } else { algorithm.name() }
+}
+
+/// The first two rules, for ranks that all reach each other in the same way.
+fn by_size(bytes: u64, full_nvlink: bool) -> (Algorithm, Reason) {
+    match bytes < LARGE {
+        true if full_nvlink => (Algorithm::Binomial, Reason::FullNvlink),
+        true => (Algorithm::Doubling, Reason::FewSteps),
+        false => (Algorithm::Ring, Reason::FewBytes),
+    }
+}
+
+/// The schedule between hosts by the start rules, for every kind. `bytes` are those that decide, which for small sums of
+/// floats are not those of their batch (`inter`). A kind that the rule's algorithm does not serve, or may not use, takes
+/// the one with the fewest steps; a direct exchange serves all.
+pub fn schedule(
+    desc: OpDesc,
+    bytes: u64,
+    full_nvlink: bool,
+    allowed: &dyn Fn(Algorithm) -> bool,
+) -> (Algorithm, Reason) {
+    use Algorithm::*;
+    let (algorithm, reason) = by_size(bytes, full_nvlink);
+    // A chain from one root moves no byte less than a tree and needs more steps; a barrier has no bytes.
+    let wish = match (algorithm, desc.kind) {
+        (Ring, Kind::Broadcast | Kind::Reduce) => DoubleTree,
+        (_, Kind::Barrier) => Dissemination,
+        (algorithm, _) => algorithm,
+    };
+    if wish != Dissemination && allowed(wish) {
+        return (wish, reason);
+    }
+    let last = [Dissemination, Bruck, Binomial, Halving].into_iter().find(|algorithm| allowed(*algorithm));
+    (last.unwrap_or(Direct), Reason::OneSchedule)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::select::Class;
+
+    #[test]
+    fn the_rules_that_users_know() {
+        let name = |bytes, ranks, hosts, full| Start::of(bytes, ranks, hosts, full).name();
+        for ranks in [1, 2, 6, 8] {
+            assert_eq!(name(LARGE - 1, ranks, 1, false), "recursive_doubling");
+            assert_eq!(name(LARGE - 1, ranks, 1, true), "tree");
+            assert_eq!(name(LARGE, ranks, 1, false), "ring");
+            assert_eq!(name(LARGE, ranks, 1, true), "ring");
+        }
+        assert_eq!(name(8, 16, 2, false), "hierarchical");
+        assert_eq!(name(1 << 30, 16, 2, true), "hierarchical");
+        assert_eq!(name(8, 2, 2, false), "recursive_doubling", "one rank on each host");
+        assert_eq!(Start::of(LARGE, 4, 2, false).to_string(), "hierarchical (ring between the hosts)");
+        assert_eq!(Start::of(8, 4, 2, true).to_string(), "hierarchical (tree between the hosts)");
+    }
+
+    #[test]
+    fn recursive_doubling_needs_no_more_steps_than_a_tree_for_any_number_of_ranks() {
+        let steps = |algorithm, ranks| {
+            crate::algorithms::Schedule::new(algorithm, Kind::AllReduce, ranks, 0, 1).unwrap().steps()
+        };
+        for ranks in 2..200 {
+            assert!(steps(Algorithm::Doubling, ranks) <= steps(Algorithm::Binomial, ranks), "{ranks} ranks");
+        }
+    }
+
+    #[test]
+    fn every_kind_has_a_schedule_that_serves_it() {
+        for kind in Kind::COLLECTIVES {
+            for (bytes, full_nvlink) in [(0, false), (0, true), (LARGE, false), (u64::MAX, true)] {
+                let desc = OpDesc { kind, bytes, class: Class::Moved };
+                let (algorithm, _) = schedule(desc, bytes, full_nvlink, &|algorithm| algorithm.serves(kind));
+                assert!(algorithm.serves(kind), "{kind} of {bytes}: {algorithm:?}");
+                assert_eq!(schedule(desc, bytes, full_nvlink, &|_| false).0, Algorithm::Direct);
+            }
+        }
+    }
+
+    #[test]
+    fn a_topology_is_read_and_written_back_and_errors_name_the_field() {
+        let both = Topology { hosts: 2, full_nvlink: true };
+        assert_eq!(Topology::parse(&both.to_string()), Ok(Some(both)));
+        assert_eq!(Topology::parse(" "), Ok(None));
+        assert_eq!(Topology::parse("full_nvlink = true"), Ok(Some(Topology { hosts: 1, ..both })));
+        for (text, expected) in [
+            ("hosts=0", "the field hosts: expected a whole number from 1 on, got \"0\""),
+            ("hosts=two", "the field hosts: expected a whole number from 1 on, got \"two\""),
+            ("hosts", "the field hosts: expected a whole number from 1 on, got \"\""),
+            ("hosts=1,full_nvlink=yes", "the field full_nvlink: expected true or false, got \"yes\""),
+            ("hops=1", "\"hops\" is no field; expected hosts or full_nvlink"),
+        ] {
+            assert_eq!(Topology::parse(text).unwrap_err(), expected);
+        }
+    }
+}
