@@ -197,6 +197,8 @@ impl Hosts {
                     size: host_map.local_ranks().len(),
                     name: format!("{}, host {}, lane {lane}", config.name, host_map.host),
                     delegate_reason: None,
+                    // Says nothing about the inside of a host; the whole group has compared its ranks' already.
+                    topology: String::new(),
                     ..config.clone()
                 };
                 let keys = Prefixed { store, prefix: format!("inside/{id}/{}/{lane}", host_map.host) };

@@ -6,8 +6,8 @@
 //! - where hosts have several ranks each, `hierarchical`: the ranks of each host first, then the hosts among each other by
 //!   the two rules above.
 //!
-//! Pure. Three places use them: `inter` for groups over several hosts, NCCL's tuner plugin
-//! (`engine/device/libs/nccl/tuner.rs`), and `select_all_reduce_algorithm` of the Python package.
+//! Pure. Three places use them: `inter` for groups over several hosts, the plugin that a vendor's library asks
+//! (`tuner.rs` in `engine/device`), and `select_all_reduce_algorithm` of the Python package.
 
 use std::fmt;
 
