@@ -99,8 +99,8 @@ class TopologyManager:
     """The topology of a job, read from this machine or given; ``create_comm_backend(topology_manager=...)`` uses it.
 
     In a group that is made with it the start rules choose the algorithm of what no rule and no table names, also where
-    the link between hosts was measured, and steer the library of a device's vendor. Rank 0's topology holds for the whole
-    group: a rank with another one follows it and warns. See docs/choosing.md.
+    the link between hosts was measured, and steer the library of a device's vendor. Rank 0's topology holds for the
+    whole group: a rank with another one follows it and warns. See docs/choosing.md.
 
     Args:
         topology: the topology; None to read that of this machine (``TopologyInfo.detect``).
