@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from sagellm.observe.stats import gather_stats as gather_stats
     from sagellm.observe.stats import get_stats as get_stats
     from sagellm.observe.stats import reset_stats as reset_stats
+    from sagellm.observe.timeline import merge_traces as merge_traces
     from sagellm.parallel.compression import Compression as Compression
     from sagellm.parallel.compression import CompressionHook as CompressionHook
     from sagellm.parallel.compression import CompressionStats as CompressionStats
@@ -88,6 +89,7 @@ _HOMES = {
     "serve_prometheus": "observe.export",
     "write_trace": "observe.export",
     "log_to_tensorboard": "observe.export",
+    "merge_traces": "observe.timeline",
     "dump_flight_record": "observe.flight",
     "convert_dumps": "observe.flight",
     "CommOp": "protocols.comm_backend",
@@ -164,6 +166,18 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
+def _is_command_line() -> bool:
+    """This process is ``sagellm ...`` or ``python -m sagellm ...``; there the command registers, if it uses torch."""
+    import os
+    import sys
+
+    if sys.argv[:1] == ["-m"]:  # while Python looks for the module that it is to run
+        return sys.orig_argv[sys.orig_argv.index("-m") + 1 :][:1] == ["sagellm"]
+    return os.path.basename(sys.argv[0] if sys.argv else "") == "sagellm"
+
+
 # `import sagellm` registers the backend where torch's autoloading is off. It may import torch, and
-# torch then calls `_autoload` in the middle of this line, so it must be the last one.
-_autoload()
+# torch then calls `_autoload` in the middle of this line, so it must be the last one. The command line does not wait
+# for torch's import where it needs no torch, as in a probe that is run every few seconds.
+if not _is_command_line():
+    _autoload()

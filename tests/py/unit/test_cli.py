@@ -1,15 +1,21 @@
-"""The command line: doctor, tune, table and explain; `simulate` has a file of its own."""
+"""The command line: what all commands share, info, doctor, tune, table and explain; others have files of their own."""
 
 from __future__ import annotations
 
+import io
+import json
+import re
+import shlex
 import subprocess
 import sys
 
 import pytest
+import torch
 from harness import IS_GLOO
 
-from sagellm import _load
-from sagellm.cli.main import main
+from sagellm import _load, _nearest
+from sagellm.cli import show
+from sagellm.cli.main import COMMANDS, WITHOUT_TORCH, _parse, main
 
 pytestmark = [
     pytest.mark.quick,
@@ -42,11 +48,87 @@ def test_doctor_lets_two_ranks_talk() -> None:
     assert "2 ranks: passed" in done.stdout and "all_reduce of 8 B" in done.stdout
 
 
-def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["--help"], ["doctor", "--help"]):
+def test_every_help_has_examples_that_parse(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also those of every command; an example whose options do not exist is wrong."""
+    for name in ("", *COMMANDS):
         with pytest.raises(SystemExit) as end:
-            main(arguments)
-        assert end.value.code == 0 and "examples:" in capsys.readouterr().out
+            main([*([name] if name else []), "--help"])
+        text = capsys.readouterr().out
+        assert end.value.code == 0 and "examples:" in text, name
+        for line in text.partition("examples:")[2].splitlines():
+            words = shlex.split(re.split(r"\s{2,}", line.strip())[0]) if "sagellm" in line and name else []
+            if "sagellm" in words and "COMMAND" not in words:
+                parsed = _parse(words[words.index("sagellm") + 1 :])
+                assert parsed.command in COMMANDS, line
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("doctr",), "did you mean 'doctor'?"),
+        (("doctor", "--no-selftest"), "did you mean '--no-self-test'?"),
+        (("bench", "--op", "allreduce"), "did you mean 'all_reduce'?"),
+        (("bench", "--preset", "quik"), "did you mean 'quick'?"),
+        (("explain", "all_reduce_fast", "8"), "did you mean 'all_reduce'?"),
+        (("explain", "all_reduce", "8", "--dtype", "float23"), "did you mean 'float32'?"),
+        (("simulate", "--algorithms", "rign"), "did you mean 'ring'?"),
+    ],
+)
+def test_a_typo_is_answered_by_the_nearest_word(
+    words: tuple[str, ...], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(list(words))
+    except SystemExit as end:
+        code = end.code
+    said = capsys.readouterr().err
+    assert code == 2 and expected in said and len(said.splitlines()) == 1, said
+
+
+def test_a_word_that_is_near_nothing_gets_no_guess() -> None:
+    assert _nearest.meant("xyzzy", ["all_reduce", "broadcast"]) == ""
+
+
+class Screen(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_colours_appear_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert show.paint("late", "red", io.StringIO()) == "late"
+    assert show.paint("late", "red", Screen()) == "\x1b[31mlate\x1b[0m"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert show.paint("late", "red", Screen()) == "late"
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setenv("TERM", "dumb")
+    assert show.paint("late", "red", Screen()) == "late"
+
+
+def test_info_says_what_serves_what(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["torch"] == torch.__version__ and found["sagellm"].startswith(_load.version())
+    assert "shared memory" in found["cpu tensors, one host"] and "gloo" in found['groups called "gloo"']
+    assert main(["info"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(found) < 40
+
+
+@pytest.mark.parametrize("words", [("--help",), *((name, "--help") for name in WITHOUT_TORCH)])
+def test_commands_that_only_read_files_do_not_import_torch(words: tuple[str, ...]) -> None:
+    code = f"import sys; sys.argv = ['sagellm', *{list(words)}]\nfrom sagellm.cli.main import main\n"
+    code += "try:\n    main()\nexcept SystemExit:\n    pass\nprint('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.endswith("False\n"), done.stdout + done.stderr
+
+
+def test_a_reader_that_has_enough_ends_a_command_quietly() -> None:
+    words = f"{shlex.quote(sys.executable)} -m sagellm --help | head -1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", words], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0 and not done.stderr, done.stderr
 
 
 def test_the_command_line_explains_and_prints_the_table() -> None:

@@ -1,4 +1,4 @@
-"""``python -m sagellm simulate``: predicts the times of the core's schedules on other machines.
+"""``sagellm simulate``: predicts the times of the core's schedules on other machines.
 
 The times are those of ``src/select/cost.rs``, which evaluates the schedules that links execute. This file reads the
 arguments, prints the table and the sizes at which one algorithm overtakes another, and draws them.
@@ -15,15 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sagellm import _units
+from sagellm import _nearest, _units
 from sagellm._units import BINARY, DECIMAL, show_size, show_time
 
+HELP = "predicted times of collectives, by algorithm, size and number of ranks"
+DESCRIPTION = """Prices the schedules of this package under a model of links (latency, time per byte, combining
+numbers) and prints a table of times and the sizes at which one algorithm overtakes another."""
 EXAMPLES = """examples:
-  python -m sagellm simulate
-  python -m sagellm simulate --ranks 4,64,100000 --ranks-per-host 8 --sizes 8,4KiB,16MiB
-  python -m sagellm simulate --op all_gather --link 1ms,1Gbit --host 2us,10GB --reduce 20GB
-  python -m sagellm simulate --algorithms ring,direct --sizes 1KiB..1GiB --plot times.png
-  python -m sagellm simulate --ranks 2,4 --sizes 8,64KiB,1MiB --check
+  sagellm simulate
+  sagellm simulate --ranks 4,64,100000 --ranks-per-host 8 --sizes 8,4KiB,16MiB
+  sagellm simulate --op all_gather --link 1ms,1Gbit --host 2us,10GB --reduce 20GB
+  sagellm simulate --algorithms ring,direct --sizes 1KiB..1GiB --plot times.png
+  sagellm simulate --ranks 2,4 --sizes 8,64KiB,1MiB --check
 
 sizes   8, 4KiB, 16MiB, 1GB; a range 1KiB..1GiB goes in steps of 4, 1KiB..1GiB:2 in steps of 2. Counted are the
         vector of all_reduce, broadcast and reduce; all blocks together of all_gather, reduce_scatter, gather and
@@ -258,7 +261,8 @@ def _chosen(core: Any, op: str, names: str | None) -> list[str]:
     chosen = [name.strip() for name in names.split(",")]
     for name in chosen:
         if name not in serving:
-            raise ValueError(f"{name!r} is no algorithm for {op}; there are {', '.join(serving)}")
+            near = _nearest.meant(name, serving)
+            raise ValueError(f"{name!r} is no algorithm for {op}; there are {', '.join(serving)}{near}")
     return chosen
 
 

@@ -8,6 +8,7 @@ by more.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -15,15 +16,23 @@ import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sagellm._units import parse_size, show_time, size_text
 from sagellm.cli import ranks as processes
+from sagellm.cli.show import Bar
+from sagellm.cli.simulate import parse_size as size_argument
 from sagellm.observe import explain
 
-if TYPE_CHECKING:
-    from sagellm import _C
-
+HELP = "measure the fastest algorithm of each operation and save the table"
+DESCRIPTION = """Starts ranks on this host, measures every algorithm at every size against the default, and writes the
+winners to a table that later groups of as many ranks use. Exits with 1 when nothing was written."""
+EXAMPLES = """examples:
+  sagellm tune --dry-run                   what would be measured
+  sagellm tune --ranks 4                   a minute of measurements for groups of 4 ranks
+  sagellm tune --budget 300 --max-size 16MiB
+  sagellm table --ranks 4                  the table that this wrote
+"""
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all")
 SIZES = tuple(1 << power for power in range(10, 27, 2))  # 1 KiB to 64 MiB
 START = "start"
@@ -76,6 +85,21 @@ def plan(ranks: int, largest: int) -> list[tuple[str, int, str, list[str]]]:
     tops = {"all_gather": largest // 4, "gather": largest // 4}
     cells = [(op, nbytes) for op in OPS for nbytes in SIZES if nbytes <= tops.get(op, largest)]
     return [(op, nbytes, *ways(op, nbytes, ranks)) for op, nbytes in cells]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--budget", type=float, default=60.0, metavar="SECONDS", help="measure for so long (default: 60)"
+    )
+    parser.add_argument(
+        "--max-size", type=size_argument, default=64 << 20, metavar="BYTES", help="largest size (default: 64MiB)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print what would be measured, and exit")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks of the group, all on this host (default: 2)")
+
+
+def run(parsed: argparse.Namespace) -> int:
+    return tune(parsed.budget, parsed.ranks, parsed.dry_run, parsed.max_size)
 
 
 def tune(budget: float, ranks: int, dry_run: bool, largest: int = SIZES[-1]) -> int:
@@ -317,49 +341,3 @@ def _call(op: str, nbytes: int, rank: int, ranks: int) -> Any:
         return lambda group: dist.scatter(part, given, src=0, group=group)
     other = torch.empty_like(whole)
     return lambda group: dist.all_to_all_single(other, whole, group=group)
-
-
-class Bar:
-    """A progress bar on stderr where that is a terminal, and nothing elsewhere."""
-
-    WIDTH = 30
-
-    def __init__(self, total: int, visible: bool) -> None:
-        self.total, self.visible = total, visible and sys.stderr.isatty()
-
-    def show(self, done: int, what: str) -> None:
-        """Redraws it: the number done, and the next one."""
-        if self.visible:
-            full = self.WIDTH * done // max(1, self.total)
-            text = f"[{'#' * full}{'.' * (self.WIDTH - full)}] {done}/{self.total} {what}"
-            print(f"\r{text:<79}", end="", file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        """Clears the line."""
-        if self.visible:
-            print(f"\r{'':<79}\r", end="", file=sys.stderr, flush=True)
-
-
-# --------------------------------------------------------------------------------------------- the other commands
-
-
-def show_table(ranks: int) -> int:
-    """Prints every choice of a group of ``ranks`` ranks of this host."""
-    from sagellm import _load
-
-    table: _C.ChoiceTable = _load.extension().table_without_group(ranks)
-    print(f"measured table: {table['note']}")
-    for rule in table["rules"]:
-        print(f"rule: {rule}")
-    print(f"\n{'op':<15} {'sizes':<20} {'algorithm':<16} {'decided by':<16} measured")
-    for row in table["rows"]:
-        median = explain.seconds(row["measured_ns"])
-        measured = "-" if median is None else show_time(median)
-        print(f"{row['kind']:<15} {row['sizes']:<20} {row['way']:<16} {row['reason']:<16} {measured}")
-    return 0
-
-
-def show_explanation(op: str, nbytes: int, ranks: int, dtype: str) -> int:
-    """Prints the algorithm choice of an operation and its reason."""
-    print(explain.explain(op, nbytes, dtype=dtype, ranks=ranks))
-    return 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from sagellm import _nearest
 from sagellm._units import show_time, size_text
 
 if TYPE_CHECKING:
@@ -133,7 +134,8 @@ def kind_name(op: str) -> str:
 
     name, known = ALIASES.get(op, op), _load.extension().KINDS
     if name not in known:
-        raise ValueError(f"sagellm explain: {op!r} is no operation; expected one of {', '.join(known)}")
+        near = _nearest.meant(op, known)
+        raise ValueError(f"sagellm explain: {op!r} is no operation; expected one of {', '.join(known)}{near}")
     return name
 
 
@@ -143,7 +145,8 @@ def dtype_name(dtype: torch.dtype | str | None) -> str:
 
     name, known = "float32" if dtype is None else str(dtype).removeprefix("torch."), _load.extension().DTYPES
     if name not in known:
-        raise ValueError(f"sagellm explain: dtype={dtype} cannot be combined; expected one of {', '.join(known)}")
+        near = _nearest.meant(name, known)
+        raise ValueError(f"sagellm explain: dtype={dtype} cannot be combined; expected one of {', '.join(known)}{near}")
     return name
 
 

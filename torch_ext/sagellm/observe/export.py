@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from sagellm.observe import stats
+from sagellm.observe import stats, timeline
 
 if TYPE_CHECKING:
     from sagellm import _C
@@ -21,27 +21,6 @@ if TYPE_CHECKING:
 #: Bounds of the exported histogram in nanoseconds, 1 us to 17 s by powers of four; buckets of the core end there.
 BOUNDS = [1 << power for power in range(10, 36, 2)]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-#: The fields of a record that a trace contains.
-DETAILS = frozenset(
-    (
-        "number",
-        "read",
-        "written",
-        "dtype",
-        "op",
-        "path",
-        "reason",
-        "state",
-        "tensors",
-        "root",
-        "tag",
-        "late",
-        "together",
-        "first",
-        "last",
-    )
-)
 
 
 def _label(text: object) -> str:
@@ -184,53 +163,20 @@ def serve_prometheus(port: int = 0, host: str = "127.0.0.1", group: Any = "all")
     return Endpoint(host, port, lambda: prometheus_text(group))
 
 
-def _events(member: stats.Member, row: int) -> list[dict[str, Any]]:
-    """The group's records as complete events, on as many rows as operations ran at once."""
-    raw: _C.Stats = member.backend._stats()
-    offset, rank = raw["wall"] - raw["now"], raw["rank"]
-    busy: list[int] = []  # for each row the end of its last operation
-    events: list[dict[str, Any]] = []
-    records: list[_C.Record] = member.backend._records()
-    for record in sorted(records, key=lambda record: record["issued"]):
-        end = record["ended"] or raw["now"]
-        lane = next((lane for lane, free in enumerate(busy) if free <= record["issued"]), len(busy))
-        if lane == len(busy):
-            busy.append(0)
-        busy[lane] = end
-        events.append(
-            {
-                "ph": "X",
-                "cat": "sagellm",
-                "name": f"sagellm:{record['kind']}",
-                "pid": rank,
-                "tid": row + lane,
-                "ts": (record["issued"] + offset) / 1e3,
-                "dur": max(end - record["issued"], 0) / 1e3,
-                "args": {
-                    **{name: value for name, value in record.items() if name in DETAILS},
-                    "waiting_us": record["waiting"] / 1e3,
-                    "copying_us": record["copying"] / 1e3,
-                    "reducing_us": record["reducing"] / 1e3,
-                },
-            }
-        )
-    named: dict[str, Any] = {"ph": "M", "pid": rank}
-    names = [{**named, "name": "process_name", "args": {"name": f"rank {rank}"}}]
-    for lane in range(len(busy)):
-        title = f"group {member.name}" + (f", {lane + 1}" if lane else "")
-        names.append({**named, "name": "thread_name", "tid": row + lane, "args": {"name": title}})
-    return names + events
-
-
 def write_trace(path: str | os.PathLike[str], group: Any = "all") -> None:
     """Writes the last operations of this rank as Chrome trace JSON, which Perfetto and chrome://tracing open.
 
-    One process per group with as many rows as operations ran at once; times are wall-clock, so the files of several
-    ranks of a host line up. ``group`` as for ``get_stats``.
+    One process for the rank, a row for each group, more where operations ran at once. Times are wall-clock:
+    ``merge_traces`` and ``sagellm trace`` put the files of several ranks together. ``group`` as for ``get_stats``.
     """
-    events: list[dict[str, Any]] = []
-    for at, member in enumerate(stats.members(group)):
-        events += _events(member, at * 1000)
+    import torch.distributed as dist
+
+    slices: list[timeline.Slice] = []
+    for member in stats.members(group):
+        raw: _C.Stats = member.backend._stats()
+        rank = dist.get_process_group_ranks(member.group)[raw["rank"]]
+        slices += timeline.from_records(rank, member.name, member.backend._records(), raw["now"], raw["wall"])
+    events = timeline.events(slices)
     write_atomically(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}).encode())
 
 

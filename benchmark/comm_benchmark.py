@@ -1,0 +1,21 @@
+"""Runs ``sagellm bench``, under the name that older code has for it; without arguments the preset ``quick``.
+
+    python benchmark/comm_benchmark.py
+    python benchmark/comm_benchmark.py --op all_gather --ranks 4 --plot bandwidth.png
+    torchrun --nproc-per-node=2 benchmark/comm_benchmark.py
+
+`benchmarks/` has the measurements that docs/benchmarks.md shows.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+# From a checkout in which the package was built in place; where it is installed, this adds the same.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "torch_ext"))
+
+from sagellm.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main(["bench", *(sys.argv[1:] or ["--preset", "quick"])]))

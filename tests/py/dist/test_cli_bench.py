@@ -1,0 +1,109 @@
+"""`sagellm bench`: what it calls right and wrong, its table, and the ranks that it starts or finds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import Context, beyond_gloo, run_ranks
+
+from sagellm.cli import bench, chart, collectives
+from sagellm.cli.main import main
+
+pytestmark = beyond_gloo("the command compares with it")
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def checked(ctx: Context) -> list[str]:
+    """Every case gives no wrong value; where one element of a result is changed behind the call, exactly one."""
+    found = []
+    for op in collectives.OPS:
+        for dtype, redop in (("float32", "sum"), ("bfloat16", "prod"), ("uint8", "max"), ("int64", "min")):
+            case = collectives.make(op, 100, dtype, redop)
+            if case.wrong(None):
+                found.append(f"{op} {dtype} {redop}")
+            gets = ctx.rank == 0 or op not in ("reduce", "gather")
+            plain = case.call
+
+            def spoilt(group: Any, case: collectives.Case = case, plain: Any = plain) -> None:
+                plain(group)
+                case.taken[-1] += 1
+
+            case.call = spoilt
+            if case.wrong(None) != int(gets):
+                found.append(f"{op} {dtype} {redop}: a wrong element was not seen")
+    return found
+
+
+@pytest.mark.quick
+def test_wrong_values_are_counted_and_right_ones_are_not() -> None:
+    assert run_ranks(checked, 3) == [[]] * 3
+
+
+def test_own_ranks_print_the_table_and_write_the_figures(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    words = ["--op", "all_gather", "--sizes", "12,4KiB", "--iterations", "3", "--compare", "gloo", "--plot", "-"]
+    done = subprocess.run(
+        [sys.executable, "-m", "sagellm", "bench", *words, "--json", str(file)],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [bench.Row(**row) for row in json.loads(file.read_text())]
+    # 12 bytes are three elements; each of two ranks has a block of two.
+    assert [(row.backend, row.size, row.count) for row in rows] == [
+        ("sagellm", 16, 4),
+        ("gloo", 16, 4),
+        ("sagellm", 4096, 1024),
+        ("gloo", 4096, 1024),
+    ]
+    for row in rows:
+        assert row.wrong == 0 and row.seconds > 0 and row.busbw == pytest.approx(row.algbw / 2)
+        assert row.algbw == pytest.approx(row.size / row.seconds / 1e9)
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert any(line[:5] == ["all_gather", "4096", "1024", "float32", "none"] for line in lines), done.stdout
+    assert "busbw in GB/s" in done.stdout and "\x1b" not in done.stdout
+
+
+def test_under_torchrun_it_measures_between_the_ranks_that_are_there() -> None:
+    """By the script that older code names."""
+    words = ["-m", "torch.distributed.run", "--nproc-per-node=2", "benchmark/comm_benchmark.py"]
+    done = subprocess.run(
+        [sys.executable, *words, "--sizes", "64", "--iterations", "2"],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("\n all_reduce ") == 1 and "2 ranks" in done.stdout, done.stdout
+
+
+@pytest.mark.quick
+def test_the_preset_is_three_sizes_that_arguments_override() -> None:
+    from sagellm.cli.main import _parse
+
+    job = bench.job_of(_parse(["bench", "--preset", "quick"]))
+    assert (job.sizes, job.warmup, job.iterations) == ([10**6, 10**7, 10**8], 10, 100)
+    job = bench.job_of(_parse(["bench", "--preset", "quick", "--sizes", "8", "--compare", "gloo", "--op", "all"]))
+    assert (job.sizes, job.iterations, job.backends) == ([8], 100, ["sagellm", "gloo"])
+    assert job.ops == list(collectives.OPS)
+
+
+@pytest.mark.quick
+def test_a_chart_that_cannot_be_drawn_is_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["bench", "--plot", "bandwidth.png"]) == 2
+    assert "pip install matplotlib" in capsys.readouterr().err
+    chart.check("-")
+    lines = chart.bars({"a": [(8, 1.0), (1 << 20, 4.0)], "b": [(8, 2.0)]}, 44)
+    assert [line.count("#") for line in lines] == [0, 5, 10, 19] and lines[0] == "busbw in GB/s, up to 4"

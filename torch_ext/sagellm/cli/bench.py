@@ -1,0 +1,274 @@
+"""``sagellm bench``: times and bandwidths of collectives in the table of nccl-tests.
+
+Every size is checked on known values first. Then all groups (ours, and torch's gloo where it is compared) run it in
+turns, forwards and backwards, so that a slow moment of the machine meets both. A time is that of one call, averaged
+over the iterations, on the slowest rank. `benchmarks/` has the measurements with histories and statistics.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sagellm._units import show_size
+from sagellm.cli import chart, collectives
+from sagellm.cli import ranks as processes
+from sagellm.cli.show import Bar, paint
+from sagellm.cli.simulate import parse_sizes
+
+HELP = "measure collectives: size, time, algbw, busbw, wrong values; compare with gloo"
+DESCRIPTION = """Measures collectives on CPU tensors and prints the table of nccl-tests. Starts its own ranks on this
+host, or measures between those of torchrun where it runs under it. Sizes are those of the whole tensor (the output of
+a gather, the input of a scatter); busbw is the time's share of the bus: algbw times 2(n-1)/n for all_reduce, (n-1)/n
+for all_gather, reduce_scatter, all_to_all, gather and scatter, 1 for the others. Exits with 1 when a value was
+wrong."""
+EXAMPLES = """examples:
+  sagellm bench                                     all_reduce between two ranks, 8 bytes to 64 MiB
+  sagellm bench --preset quick --compare gloo       1, 10 and 100 MB, 10 warm-ups, 100 iterations, beside gloo
+  sagellm bench --op all --ranks 4 --sizes 4KiB..4MiB
+  sagellm bench --plot -                            also draws the bandwidths here; --plot bw.png needs matplotlib
+  torchrun --nproc-per-node=2 -m sagellm bench --op all_gather
+"""
+OURS = "sagellm"
+BACKENDS = ("gloo", "mpi", "ucc")
+#: Seconds after which ranks are ended, so that a hanging measurement ends.
+LIMIT = 3600.0
+SET_UP_SECONDS = 120.0
+
+
+class Preset(NamedTuple):
+    """Sizes in bytes, and calls before and in each measurement."""
+
+    sizes: list[int]
+    warmup: int
+    iterations: int
+
+
+DEFAULT = Preset(parse_sizes("8..64MiB:8"), 5, 20)
+PRESETS = {"quick": Preset([10**6, 10**7, 10**8], 10, 100)}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is measured."""
+
+    ops: list[str]
+    sizes: list[int]
+    dtype: str
+    redop: str
+    warmup: int
+    iterations: int
+    backends: list[str]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One operation at one size on one backend. Seconds of a call on the slowest rank; GB/s are 10^9 bytes."""
+
+    op: str
+    backend: str
+    size: int
+    count: int
+    dtype: str
+    redop: str
+    seconds: float
+    algbw: float
+    busbw: float
+    wrong: int
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+    return int(text)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--op", default="all_reduce", choices=[*collectives.OPS, "all"], help="the collective, or all (all_reduce)"
+    )
+    parser.add_argument("--sizes", type=parse_sizes, help="bytes of the whole tensor: 8,4KiB..16MiB (8..64MiB:8)")
+    parser.add_argument("--dtype", default="float32", choices=collectives.DTYPES, help="element type (float32)")
+    parser.add_argument("--redop", default="sum", choices=list(collectives.REDUCTIONS), help="how to combine (sum)")
+    parser.add_argument("--ranks", type=_positive, default=2, help="ranks to start on this host (2)")
+    parser.add_argument("--warmup", type=_positive, help="calls before the timed ones (5)")
+    parser.add_argument("--iterations", type=_positive, help="timed calls (20)")
+    parser.add_argument("--preset", choices=list(PRESETS), help="quick: 1, 10, 100 MB, 10 warm-ups, 100 iterations")
+    parser.add_argument("--compare", choices=BACKENDS, help="measure this backend of torch as well")
+    parser.add_argument(
+        "--plot", metavar="FILE", help="draw the bandwidths into a picture (.png, .svg), or here with -"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures as JSON")
+
+
+def job_of(parsed: argparse.Namespace) -> Job:
+    """The job that the arguments ask for; they go before a preset's values."""
+    base = PRESETS[parsed.preset] if parsed.preset else DEFAULT
+    return Job(
+        ops=list(collectives.OPS) if parsed.op == "all" else [parsed.op],
+        sizes=parsed.sizes or base.sizes,
+        dtype=parsed.dtype,
+        redop=parsed.redop,
+        warmup=parsed.warmup or base.warmup,
+        iterations=parsed.iterations or base.iterations,
+        backends=[OURS] + ([parsed.compare] if parsed.compare else []),
+    )
+
+
+def run(parsed: argparse.Namespace) -> int:
+    if parsed.plot:
+        chart.check(parsed.plot)
+    if parsed.json and not parsed.json.parent.is_dir():
+        raise ValueError(f"--json {parsed.json}: there is no folder {parsed.json.parent}")
+    job = job_of(parsed)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        rows = _under_a_launcher(job)
+    else:
+        rows = _with_own_ranks(job, parsed.ranks)
+    if rows is None:
+        return 1
+    wrong = sum(row.wrong for row in rows)
+    if int(os.environ.get("RANK", 0)) == 0:
+        if wrong:
+            print(paint(f"# {wrong} wrong values", "red"))
+        if parsed.json:
+            parsed.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+        if parsed.plot:
+            chart.plot(parsed.plot, _series(rows))
+    return 1 if wrong else 0
+
+
+def _series(rows: list[Row]) -> dict[str, list[tuple[int, float]]]:
+    """By name of a line in the chart: size and bus bandwidth."""
+    names = {row.backend for row in rows}
+    found: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        name = f"{row.op}, {row.backend}" if len(names) > 1 else row.op
+        found.setdefault(name, []).append((row.size, row.busbw))
+    return found
+
+
+def _under_a_launcher(job: Job) -> list[Row] | None:
+    """In a rank that torchrun or another launcher has started."""
+    import torch.distributed as dist
+
+    dist.init_process_group(OURS)
+    try:
+        return measure(job)
+    finally:
+        dist.destroy_process_group()
+
+
+def _with_own_ranks(job: Job, count: int) -> list[Row] | None:
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    words = json.dumps(asdict(job))
+    ended, store = processes.run("bench", count, words, seconds=LIMIT, environment=environment, shown=True)
+    failed = [f"rank {rank} {one.failure}" for rank, one in enumerate(ended) if one.failure]
+    if failed:
+        print(f"sagellm bench: {', '.join(failed)}", file=sys.stderr)
+        return None
+    return [Row(**row) for row in json.loads(store.get("rows"))]
+
+
+def run_rank(rank: int, count: int, port: int, words: str) -> int:
+    """One rank of the measurement; rank 0 prints, and leaves its rows in the store."""
+    import torch.distributed as dist
+
+    store = processes.join(OURS, rank, count, port, SET_UP_SECONDS)
+    rows = measure(Job(**json.loads(words)))
+    if rank == 0:
+        store.set("rows", json.dumps([asdict(row) for row in rows]))
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+# ------------------------------------------------------------------------------------------------- inside a rank
+
+
+def measure(job: Job) -> list[Row]:
+    """Measures everything over the default group; rank 0 prints as it goes. The same rows on every rank."""
+    import torch.distributed as dist
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    groups = {name: dist.group.WORLD if name == OURS else dist.new_group(backend=name) for name in job.backends}
+    cells = [(op, size) for op in job.ops for size in job.sizes]
+    bar = Bar(len(cells), visible=rank == 0)
+    rows: list[Row] = []
+    if rank == 0:
+        print("\n".join(_head(job, ranks)), flush=True)
+    for at, (op, size) in enumerate(cells):
+        bar.show(at, f"{op} {show_size(size)}")
+        found = _measure_cell(job, groups, collectives.make(op, size, job.dtype, job.redop))
+        rows += found
+        bar.end()
+        if rank == 0:
+            print(line(found), flush=True)
+    return rows
+
+
+def _measure_cell(job: Job, groups: dict[str, Any], case: collectives.Case) -> list[Row]:
+    import torch
+    import torch.distributed as dist
+
+    wrong, times = dict.fromkeys(groups, 0), dict.fromkeys(groups, 0.0)
+    for name, group in groups.items():
+        wrong[name] = case.wrong(group)
+        for _ in range(job.warmup):
+            case.call(group)
+    first, second = (job.iterations + 1) // 2, job.iterations // 2
+    for name, count in [*((name, first) for name in groups), *((name, second) for name in reversed(list(groups)))]:
+        group = groups[name]
+        dist.barrier(group)
+        began = time.perf_counter()
+        for _ in range(count):
+            case.call(group)
+        times[name] += time.perf_counter() - began
+    slowest = torch.tensor([times[name] / job.iterations for name in groups], dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    all_wrong = torch.tensor([wrong[name] for name in groups])
+    dist.all_reduce(all_wrong)
+    return [
+        _row(case, job, name, seconds, amount)
+        for name, seconds, amount in zip(groups, slowest.tolist(), all_wrong.tolist(), strict=True)
+    ]
+
+
+def _row(case: collectives.Case, job: Job, backend: str, seconds: float, wrong: int) -> Row:
+    algbw = case.size / seconds / 1e9
+    redop = job.redop if case.op in collectives.REDUCING else "none"
+    return Row(
+        case.op, backend, case.size, case.count, job.dtype, redop, seconds, algbw, algbw * case.bus_factor, wrong
+    )
+
+
+def _head(job: Job, ranks: int) -> list[str]:
+    other = job.backends[1:]
+    names = f"{'size':>12} {'count':>12} {'type':>9} {'redop':>6} {'time':>11} {'algbw':>8} {'busbw':>8} {'wrong':>6}"
+    units = f"{'(B)':>12} {'(elements)':>12} {'':>9} {'':>6} {'(us)':>11} {'(GB/s)':>8} {'(GB/s)':>8} {'':>6}"
+    for name in other:
+        names += f" {name + ' time':>11} {'busbw':>8} {'wrong':>6} {'ratio':>7}"
+        units += f" {'(us)':>11} {'(GB/s)':>8} {'':>6} {'':>7}"
+    who = f"# {', '.join(job.ops)}; {ranks} ranks; {job.warmup} warm-ups, {job.iterations} iterations; checked"
+    return [who, f"#{'op':<15}{names}", f"#{'':<15}{units}"]
+
+
+def line(found: list[Row]) -> str:
+    """One line of the table: the first backend's row, and what the other one's adds."""
+    own = found[0]
+    text = f" {own.op:<15}{own.size:>12} {own.count:>12} {own.dtype:>9} {own.redop:>6} {_figures(own)}"
+    for other in found[1:]:
+        text += f" {_figures(other, False)} {other.seconds / own.seconds:>6.2f}x"
+    return text
+
+
+def _figures(row: Row, with_algbw: bool = True) -> str:
+    wrong = paint(f"{row.wrong:>6}", "red" if row.wrong else "")
+    middle = f" {row.algbw:>8.3f}" if with_algbw else ""
+    return f"{row.seconds * 1e6:>11.2f}{middle} {row.busbw:>8.3f} {wrong}"

@@ -1,0 +1,65 @@
+"""What the commands have in common when they print: colours, tables, a progress bar.
+
+Colours and redrawn lines appear on a terminal only; ``NO_COLOR`` switches colours off there, too (https://no-color.org).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import TextIO
+
+COLOURS = {"red": "31", "green": "32", "yellow": "33", "bold": "1", "faint": "2"}
+#: Moves to the upper left corner and clears what is below: the old table is overwritten, and nothing flickers.
+HOME, CLEAR_BELOW = "\x1b[H", "\x1b[J"
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """A person looks on, and the terminal can be redrawn."""
+    return stream.isatty() and os.environ.get("TERM", "") != "dumb"
+
+
+def paint(text: str, colour: str, stream: TextIO | None = None) -> str:
+    """The text in a colour of ``COLOURS``, on a terminal; unchanged elsewhere."""
+    if not colour or os.environ.get("NO_COLOR") or not is_terminal(stream or sys.stdout):
+        return text
+    return f"\x1b[{COLOURS[colour]}m{text}\x1b[0m"
+
+
+def fact(name: str, value: object) -> None:
+    """One line of a list of facts."""
+    print(f"{name:<28} {value}", flush=True)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str] = ()) -> list[str]:
+    """Lines of equal columns; the columns named in ``left`` begin at the same place, the others end there."""
+    widths = [max(len(line[at]) for line in (head, *rows)) for at in range(len(head))]
+    return [
+        "  ".join(
+            f"{cell:<{width}}" if name in left else f"{cell:>{width}}"
+            for name, cell, width in zip(head, line, widths, strict=True)
+        ).rstrip()
+        for line in (head, *rows)
+    ]
+
+
+class Bar:
+    """A progress bar on stderr where that is a terminal, and nothing elsewhere."""
+
+    WIDTH = 30
+
+    def __init__(self, total: int, visible: bool) -> None:
+        self.total, self.visible = total, visible and is_terminal(sys.stderr)
+
+    def show(self, done: int, what: str) -> None:
+        """Redraws it: the number done, and the next one."""
+        if self.visible:
+            full = self.WIDTH * done // max(1, self.total)
+            text = f"[{'#' * full}{'.' * (self.WIDTH - full)}] {done}/{self.total} {what}"
+            print(f"\r{text:<79}", end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Clears the line."""
+        if self.visible:
+            print(f"\r{'':<79}\r", end="", file=sys.stderr, flush=True)
