@@ -146,6 +146,7 @@ void bind_backend(py::module_& module) {
       .def_property_readonly("delegate_reason", &SageBackend::delegate_reason)
       .def_property_readonly("spans_hosts", &SageBackend::spans_hosts)
       .def("describe", &SageBackend::describe)
+      .def_property_readonly("fault", [](const SageBackend& self) { return without_gil([&] { return self.fault(); }); })
       .def("_explain",
            translated([](const SageBackend& self, const std::string& kind, uint64_t bytes, const std::string& dtype) {
              return to_dict(self.explain({-1, kind, bytes, dtype}));
@@ -159,7 +160,10 @@ void bind_backend(py::module_& module) {
       .def("_device_library", &of_device<&SageBackend::device_library>, py::arg("device"))
       .def("_device_reason", &of_device<&SageBackend::device_reason>, py::arg("device"))
       .def("_stats", [](const SageBackend& self) { return to_dict(stats(self, StatsPart::kCounts)); })
-      .def("_records", [](const SageBackend& self) { return to_list(stats(self, StatsPart::kRecords).records); })
+      .def(
+          "_records",
+          [](const SageBackend& self, size_t last) { return to_list(stats(self, StatsPart::kRecords).records, last); },
+          py::arg("last") = std::numeric_limits<size_t>::max())
       .def("_reset_stats", [](const SageBackend& self) { (void)stats(self, StatsPart::kReset); })
       .def_property_readonly(
           "options",

@@ -130,6 +130,11 @@ uint64_t SageBackend::getSequenceNumberForGroup() {
   return group_->state().sequence;
 }
 
+std::string SageBackend::fault() const {
+  const std::string fault(group_->state().fault);
+  return fault.empty() ? fault : fault.substr(1);  // behind the letter of its class
+}
+
 c10d::ErrorType SageBackend::getError() {
   if (delegated()) return delegate()->getError();
   const rust::String fault = group_->state().fault;

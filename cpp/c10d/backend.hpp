@@ -123,6 +123,8 @@ class SageBackend final : public c10d::Backend {
   // Numbers begin at the same value everywhere; there is nothing to agree on.
   void setSequenceNumberForGroup() override {}
   c10d::ErrorType getError() override;
+  // The error with which the whole group failed, or "".
+  std::string fault() const;
   void shutdown() override;
   void abort() override;
 

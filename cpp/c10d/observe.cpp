@@ -2,6 +2,7 @@
 
 #include <torch/csrc/Exceptions.h>
 
+#include <algorithm>
 #include <array>
 #include <string>
 #include <utility>
@@ -155,8 +156,16 @@ py::dict to_dict(const Stats& stats) {
                   "waits"_a = list_of(stats.waits, wait), "cells"_a = list_of(stats.cells, of_cell));
 }
 
-py::list to_list(const rust::Vec<Record>& records) {
-  return list_of(records, of_record);
+py::list to_list(const rust::Vec<Record>& records, size_t last) {
+  py::list found;
+  const size_t skipped = records.size() - std::min(last, records.size());
+  for (size_t at = 0; at < skipped; ++at) {
+    if (records[at].state != "pending") continue;
+    found.append(of_record(records[at]));
+    break;
+  }
+  for (size_t at = skipped; at < records.size(); ++at) found.append(of_record(records[at]));
+  return found;
 }
 
 void bind_observation(py::module_& module) {

@@ -10,7 +10,8 @@ namespace sagellm {
 // All of these need the GIL.
 py::dict to_dict(const Explanation& found);
 py::dict to_dict(const Stats& stats);
-py::list to_list(const rust::Vec<Record>& records);
+// The last ones, so many, and before them the oldest that is pending, if it is older.
+py::list to_list(const rust::Vec<Record>& records, size_t last);
 
 // The functions that need no group, and the tuples `KINDS` and `DTYPES`.
 void bind_observation(py::module_& module);

@@ -15,6 +15,10 @@ NAME = "sagellm"
 VENDOR = "SAGELLM_VENDOR"
 
 
+#: The folder for a file that says what this process does, for `sagellm health` and `sagellm top`.
+STATUS = "SAGELLM_STATUS_DIR"
+
+
 class Devices(list[str]):
     """The kinds of device that ``init_process_group("sagellm")`` serves: the CPU, and this process's accelerator.
 
@@ -83,6 +87,10 @@ def create(options: Any, pg_options: Any = None) -> Any:
     log.configure(extension)
     if os.environ.get(log.VARIABLE):
         _log_versions(extension)
+    if os.environ.get(STATUS):
+        from sagellm.observe import status
+
+        status.start()
     ours = _settings(extension, pg_options)
     ours.delegate = _delegate.check(ours.delegate)
     ours.vendor = _vendor(os.environ.get(VENDOR) or ours.vendor or "auto")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, Protocol
 
 from sagellm import _nearest
-from sagellm.cli import bench, doctor, explain, info, simulate, table, trace, tune
+from sagellm.cli import bench, doctor, explain, health, info, simulate, table, top, trace, tune
 
 
 class Command(Protocol):
@@ -29,6 +29,8 @@ COMMANDS: dict[str, Any] = {
     "info": info,
     "doctor": doctor,
     "bench": bench,
+    "health": health,
+    "top": top,
     "trace": trace,
     "simulate": simulate,
     "tune": tune,
@@ -36,7 +38,7 @@ COMMANDS: dict[str, Any] = {
     "explain": explain,
 }
 #: Commands that only read files: a probe that runs every few seconds must not import torch for that.
-WITHOUT_TORCH = ("trace",)
+WITHOUT_TORCH = ("health", "top", "trace")
 EXAMPLES = """examples:
   sagellm info                      versions, and what serves which tensors
   sagellm doctor                    facts about this machine, what to mend, and a short self-test

@@ -117,7 +117,9 @@ def members(group: Any = None) -> list[Member]:
     from torch.distributed import distributed_c10d as c10d
 
     if isinstance(group, str) and group == "all":
-        every = [Member(c10d._world.pg_names[each], each, _backend(each)) for each in c10d._world.pg_map]
+        # A copy, because another thread may make or destroy a group meanwhile.
+        names = c10d._world.pg_names
+        every = [Member(names.get(each, ""), each, _backend(each)) for each in list(c10d._world.pg_map)]
         return [each for each in every if each.backend is not None]
     if group is None:
         if not c10d.is_initialized():

@@ -1,0 +1,183 @@
+"""Reads the status files of running processes (``status.py`` writes them) and judges them. Needs no torch.
+
+Whether a process lives is told apart from whether its groups work: a probe for the first restarts a process, one for
+the second only keeps work away from it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+#: Names the folder, for the processes that write and for those that read.
+VARIABLE = "SAGELLM_STATUS_DIR"
+FORMAT = 1
+PREFIX = "sagellm-"
+#: A file that is older than so many of its intervals, and than so many seconds, was not refreshed in time.
+INTERVALS, LEAST_SECONDS = 5, 5.0
+RUNNING, STOPPED, SILENT, ENDED = "running", "stopped", "silent", "ended"
+
+
+@dataclass(frozen=True)
+class Here:
+    """Which system's process ids this process sees."""
+
+    boot_id: str
+    pid_namespace: str
+
+
+def here() -> Here:
+    """The facts of this process; empty where the system does not tell them."""
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Here(boot_id, os.readlink("/proc/self/ns/pid"))
+    except OSError:
+        return Here("", "")
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the third on, the state; empty where there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def began(pid: int) -> int:
+    """When a process began, in ticks since the system did: with the id it names a process for good. 0 if unknown."""
+    fields = _stat(pid)
+    return int(fields[19]) if len(fields) > 19 else 0
+
+
+@dataclass(frozen=True)
+class Process:
+    """The last status of one process, and how the process was found."""
+
+    path: Path
+    raw: dict[str, Any]
+    #: RUNNING, STOPPED by a signal or debugger, SILENT (no status in time), or ENDED.
+    condition: str
+    #: Seconds since the status was written.
+    age: float
+
+    @property
+    def rank(self) -> int:
+        """The global rank; -1 while it has none."""
+        return int(self.raw["process"]["rank"])
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """Its groups, as ``status.py`` describes them."""
+        return list(self.raw["groups"])
+
+    def __str__(self) -> str:
+        about = self.raw["process"]
+        who = f"rank {self.rank}" if self.rank >= 0 else "a process without a rank"
+        return f"{who} (process {about['pid']} on {about['host']})"
+
+
+def folder_of(given: str | os.PathLike[str] | None) -> Path:
+    """The folder of the status files; ValueError where neither the argument nor the variable names one."""
+    named = given or os.environ.get(VARIABLE)
+    if not named:
+        raise ValueError(
+            "which folder? Processes write their status into the folder that SAGELLM_STATUS_DIR names when their first "
+            "group is made; set it for the job and here, or pass --dir"
+        )
+    return Path(named)
+
+
+def read(folder: str | os.PathLike[str]) -> list[Process]:
+    """The processes that have a status file, by rank; none where the folder does not exist yet.
+
+    A process that has ended is left out when a later one has its rank: the job was started again.
+    """
+    own, now = here(), time.time()
+    found = []
+    for path in sorted(Path(folder).glob(f"{PREFIX}*.json")):
+        try:
+            raw = json.loads(path.read_text())
+        except FileNotFoundError:
+            continue  # it has just ended in order
+        except (OSError, ValueError):
+            continue  # another program's, or not for us to read
+        if isinstance(raw, dict) and raw.get("format") == FORMAT:
+            age = max(0.0, now - raw["written"])
+            found.append(Process(path, raw, _condition(raw, age, own), age))
+    latest = {each.rank: each.raw["written"] for each in sorted(found, key=lambda each: each.raw["written"])}
+    kept = [each for each in found if each.condition != ENDED or latest[each.rank] == each.raw["written"]]
+    return sorted(kept, key=lambda each: (each.rank, str(each.path)))
+
+
+def _condition(raw: dict[str, Any], age: float, own: Here) -> str:
+    about = raw["process"]
+    if own.boot_id and (about["boot_id"], about["pid_namespace"]) == (own.boot_id, own.pid_namespace):
+        fields = _stat(about["pid"])
+        if not fields or int(fields[19]) != about["began"] or fields[0] in "ZX":
+            return ENDED
+        if fields[0] in "Tt":
+            return STOPPED
+    return SILENT if age > max(INTERVALS * raw["every"], LEAST_SECONDS) else RUNNING
+
+
+# ------------------------------------------------------------------------------------------------- health
+
+#: Exit codes of a probe: 0 is well; 2 is left to wrong arguments.
+READY, NOT_READY, FAULT, DEAD = 0, 1, 3, 4
+NAMES = {READY: "ready", NOT_READY: "not ready", FAULT: "fault", DEAD: "dead"}
+
+
+@dataclass(frozen=True)
+class Health:
+    """The worst of all findings, and each of them in words."""
+
+    code: int
+    findings: list[str]
+
+
+def health(processes: Iterable[Process], expected: int | None = None, stall: float | None = None) -> Health:
+    """Judges processes. ``expected``: so many must be there; ``stall``: no operation may be pending for longer."""
+    every = list(processes)
+    codes, findings = [READY], []
+
+    def find(code: int, text: str) -> None:
+        codes.append(code)
+        findings.append(f"{NAMES[code]}: {text}")
+
+    for each in every:
+        if each.condition != RUNNING:
+            find(DEAD, f"{each} {_why(each)}")
+            continue
+        if not each.groups:
+            find(NOT_READY, f"{each} has no group yet, or none any more")
+        for group in each.groups:
+            pending = group["pending"]
+            if group["fault"]:
+                find(FAULT, f"{each}, group {group['name']}: {group['fault']}")
+            elif stall is not None and pending and each.raw["written"] - pending["since"] > stall:
+                find(FAULT, f"{each}, group {group['name']}: {called(pending, each.raw['written'])}")
+    if not every:
+        find(NOT_READY, "no process has written its status")
+    elif expected is not None and len(every) < expected:
+        find(NOT_READY, f"{len(every)} of {expected} processes have written their status")
+    return Health(max(codes), findings)
+
+
+def _why(process: Process) -> str:
+    if process.condition == ENDED:
+        return "has ended without leaving in order: it was killed, or it crashed"
+    if process.condition == STOPPED:
+        return "is stopped by a signal or a debugger"
+    return f"has not written its status for {process.age:.0f} s: its interpreter does not run, or its host is gone"
+
+
+def called(call: dict[str, Any], now: float) -> str:
+    """One operation in words: what, since when, from where."""
+    where = f", called at {call['site']}" if call["site"] else ""
+    number = f" number {call['number']}" if call["number"] else ""
+    return f"{call['kind']}{number} has been pending for {max(0.0, now - call['since']):.0f} s{where}"
