@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import math
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,16 +16,20 @@ from typing import Any
 
 from sagellm import _nearest, _units
 from sagellm._units import BINARY, DECIMAL, show_size, show_time
+from sagellm.cli.show import Bar
 
 HELP = "predicted times of collectives, by algorithm, size and number of ranks"
 DESCRIPTION = """Prices the schedules of this package under a model of links (latency, time per byte, combining
-numbers) and prints a table of times and the sizes at which one algorithm overtakes another."""
+numbers) and prints a table of times and the sizes at which one algorithm overtakes another. With --strategy it prints
+what a training step of a parallel strategy communicates instead: primitives, bytes of a rank, and predicted times."""
 EXAMPLES = """examples:
   sagellm simulate
   sagellm simulate --ranks 4,64,100000 --ranks-per-host 8 --sizes 8,4KiB,16MiB
   sagellm simulate --op all_gather --link 1ms,1Gbit --host 2us,10GB --reduce 20GB
   sagellm simulate --algorithms ring,direct --sizes 1KiB..1GiB --plot times.png
   sagellm simulate --ranks 2,4 --sizes 8,64KiB,1MiB --check
+  sagellm simulate --strategy fsdp --params 7B --ranks 8,64
+  sagellm simulate --strategy tp --layers 32 --hidden 4096 --sequence 4096 --batch 1
 
 sizes   8, 4KiB, 16MiB, 1GB; a range 1KiB..1GiB goes in steps of 4, 1KiB..1GiB:2 in steps of 2. Counted are the
         vector of all_reduce, broadcast and reduce; all blocks together of all_gather, reduce_scatter, gather and
@@ -232,7 +235,7 @@ def plot(path: Path, op: str, sizes: Sequence[float], all_times: dict[int, dict[
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--op", default="all_reduce", help="the collective (default: all_reduce)")
-    parser.add_argument("--ranks", type=parse_ranks, default=[8, 64, 1024], help="rank counts (default: 8,64,1024)")
+    parser.add_argument("--ranks", type=parse_ranks, help="rank counts (default: 8,64,1024; with --strategy 8)")
     parser.add_argument("--ranks-per-host", type=int, default=8, metavar="N", help="ranks on one host (default: 8)")
     parser.add_argument("--sizes", type=parse_sizes, default=parse_sizes("8..1GiB:8"), help="default: 8..1GiB:8")
     parser.add_argument(
@@ -252,6 +255,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run the schedules on this machine over loopback, at most 8 ranks and 16 MiB, and print the model's error",
     )
 
+    from sagellm.cli import strategies
+
+    strategies.add_arguments(parser)
+
 
 def _chosen(core: Any, op: str, names: str | None) -> list[str]:
     """The algorithms to predict; ValueError, in one line, for an unknown name."""
@@ -267,42 +274,54 @@ def _chosen(core: Any, op: str, names: str | None) -> list[str]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the command; returns 2 for invalid arguments."""
+    """Runs the command; ValueError for arguments that do not fit together."""
     from sagellm import _load
 
-    try:
-        core = _load.extension()
-    except ImportError as error:
-        print(f"sagellm: {error}", file=sys.stderr)
-        return 1
-    try:
-        names = _chosen(core, arguments.op, arguments.algorithms)
-        if arguments.ranks_per_host < 1:
-            raise ValueError(f"--ranks-per-host {arguments.ranks_per_host} must be at least 1")
-        if arguments.plot is not None:
-            _can_plot(arguments.plot)
-    except ValueError as error:
-        print(f"sagellm simulate: {str(error).removeprefix('sagellm: ')}", file=sys.stderr)
-        return 2
+    core = _load.extension()
+    if arguments.ranks_per_host < 1:
+        raise ValueError(f"--ranks-per-host {arguments.ranks_per_host} must be at least 1")
+    machine = Machine(arguments.host, arguments.link, arguments.reduce, arguments.ranks_per_host)
+    if arguments.strategy:
+        from sagellm.cli import strategies
+
+        _show_machine(machine)
+        return strategies.run(core, arguments, arguments.ranks or [8], machine)
+    names = _chosen(core, arguments.op, arguments.algorithms)
+    if arguments.plot is not None:
+        _can_plot(arguments.plot)
+    ranks = arguments.ranks or [8, 64, 1024]
     if arguments.check:
         if names == [TWO_LEVELS]:
-            print(f"sagellm simulate: --check runs single schedules, and {TWO_LEVELS} is several", file=sys.stderr)
-            return 2
+            raise ValueError(f"--check runs single schedules, and {TWO_LEVELS} is several")
         from sagellm.cli import measure
 
-        return measure.check(arguments.op, names, arguments.ranks, arguments.sizes)
-    machine = Machine(arguments.host, arguments.link, arguments.reduce, arguments.ranks_per_host)
-    print(f"inside a host    {machine.host}")
-    print(f"between hosts    {machine.network}")
-    print(f"combining        {1e-9 / machine.gamma:.3g} GB/s")
+        return measure.check(arguments.op, names, ranks, arguments.sizes)
+    _show_machine(machine)
     print(
         "* fastest; (n) segments of a pipeline. Predicted, not measured: --check tells how far off the model is here."
     )
+    _show_times(core, arguments, names, ranks, machine)
+    return 0
+
+
+def _show_machine(machine: Machine) -> None:
+    print(f"inside a host    {machine.host}")
+    print(f"between hosts    {machine.network}")
+    print(f"combining        {1e-9 / machine.gamma:.3g} GB/s")
+
+
+def _show_times(
+    core: Any, arguments: argparse.Namespace, names: Sequence[str], rank_counts: Sequence[int], machine: Machine
+) -> None:
+    """A table and the crossovers for each number of ranks, and the picture."""
     fine = fine_sizes(arguments.sizes)
     drawn: dict[int, dict[str, list[Prediction]]] = {}
-    for ranks in arguments.ranks:
+    bar = Bar(len(rank_counts), visible=True)
+    for at, ranks in enumerate(rank_counts):
+        bar.show(at, f"{arguments.op}, {ranks} ranks")
         # One call for both, because a schedule of many ranks takes a while to evaluate.
         times = predict(core, arguments.op, names, ranks, [*arguments.sizes, *fine], machine)
+        bar.end()
         exact = {name: found[: len(arguments.sizes)] for name, found in times.items()}
         drawn[ranks] = {name: found[len(arguments.sizes) :] for name, found in times.items()}
         hosts = -(-ranks // machine.ranks_per_host)
@@ -313,7 +332,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         plot(arguments.plot, arguments.op, fine, drawn)
         print(f"\nplot in {arguments.plot}")
-    return 0
 
 
 def _can_plot(path: Path) -> None:

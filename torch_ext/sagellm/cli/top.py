@@ -93,7 +93,8 @@ def view(folder: Path, processes: Sequence[watch.Process], now: float) -> list[s
     ]
     rows, colours = [], []
     for process in processes:
-        for group in process.groups or [None]:
+        groups: list[dict[str, Any] | None] = [*process.groups] or [None]
+        for group in groups:
             rows.append(_row(process, group, now))
             failed = bool(group and group["fault"])
             colours.append("red" if failed else COLOURS[process.condition])
