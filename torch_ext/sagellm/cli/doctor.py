@@ -9,8 +9,8 @@ import sys
 import time
 from typing import Any
 
-from sagellm.cli import ranks
-from sagellm.cli.show import fact
+from sagellm.cli import checks, ranks
+from sagellm.cli.show import fact, paint
 
 HELP = "facts about this machine, what to mend, and a self-test of two ranks"
 DESCRIPTION = """Prints versions, usable cores, memory limits and kernel features, judges settings that often go
@@ -20,6 +20,8 @@ Exits with 1 when a finding is an error or the self-test fails; warnings alone l
 EXAMPLES = """examples:
   sagellm doctor                 facts, findings, then a short self-test
   sagellm doctor --no-self-test  without the self-test
+  sagellm doctor --group-timeout 600 --rdzv-conf join_timeout=300 --stall 120
+  torchrun --nproc-per-node=1 -m sagellm doctor --no-self-test   judges what torchrun passes
   SAGELLM_LOG=debug sagellm doctor
 """
 RANKS = 2
@@ -31,13 +33,41 @@ SMALL, LARGE = 2, 1 << 20  # elements of four bytes: 8 B and 4 MiB
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-self-test", action="store_true", help="print the facts and findings, and end")
+    judged = parser.add_argument_group("timeouts to judge, in seconds")
+    judged.add_argument(
+        "--group-timeout", type=float, default=checks.GROUP_TIMEOUT, help="of init_process_group (1800, torch's)"
+    )
+    judged.add_argument(
+        "--rdzv-conf", type=_rendezvous, default={}, metavar="KEY=VALUE,...", help="what torchrun is given"
+    )
+    judged.add_argument("--stall", type=float, help="what `sagellm health --stall` is given")
+
+
+def _rendezvous(text: str) -> dict[str, float]:
+    try:
+        return checks.parse_rendezvous(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def run(parsed: argparse.Namespace) -> int:
     from sagellm import _load
 
-    _facts(_load.extension())
-    return 0 if parsed.no_self_test else self_test()
+    extension = _load.extension()
+    _facts(extension)
+    times = checks.Timeouts(parsed.group_timeout, parsed.rdzv_conf, parsed.stall)
+    found = checks.findings(checks.gather(extension.doctor(), times))
+    _show(found)
+    tested = 0 if parsed.no_self_test else self_test()
+    return 1 if tested or any(each.level == checks.ERROR for each in found) else 0
+
+
+def _show(found: list[checks.Finding]) -> None:
+    for each in found:
+        print(paint(each.level, "red" if each.level == checks.ERROR else "yellow") + f": {each.what}")
+        print(f"  fix: {each.fix}", flush=True)
+    if not found:
+        fact("findings", paint("none", "green"))
 
 
 def _facts(extension: Any) -> None:

@@ -1,0 +1,119 @@
+"""What `sagellm doctor` finds: each check on machines that have the fault and on one that has none."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from harness import IS_GLOO
+
+from sagellm.cli import checks
+from sagellm.cli.checks import Facts, Timeouts
+from sagellm.cli.main import main
+
+pytestmark = [pytest.mark.quick, pytest.mark.skipif(IS_GLOO, reason="gloo: this is about the package's own command")]
+ROOT = Path(__file__).resolve().parents[3]
+MACHINE = {"cores": "8", "affinity": "8 CPUs (0-7)", "quota": "none", "memfd": "available", "pidfd": "available"}
+TWO_HOSTS = {"MASTER_ADDR": "10.0.0.1"}
+WELL = Facts(
+    environment={"MASTER_ADDR": "10.0.0.1", "RANK": "1", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    | {"OMP_NUM_THREADS": "2", "SAGELLM_LOG": "info", "GLOO_SOCKET_IFNAME": "eth0"},
+    machine=MACHINE,
+    interfaces={"lo": True, "eth0": True, "eth1": False},
+    own_address="10.0.0.2",
+    master_address="10.0.0.1",
+    look_up_seconds=0.01,
+)
+
+
+def changed(**environment: str | None) -> Facts:
+    """The well machine with other variables; None removes one."""
+    every = {**WELL.environment, **environment}
+    return replace(WELL, environment={name: value for name, value in every.items() if value is not None})
+
+
+def test_a_machine_without_faults_has_no_findings() -> None:
+    assert checks.findings(WELL) == []
+    # All ranks are on this host, whatever its name leads to.
+    alone = changed(GLOO_SOCKET_IFNAME=None, WORLD_SIZE="4")
+    assert checks.findings(replace(alone, own_address="127.0.1.1", master_address="10.0.0.2")) == []
+
+
+CASES = [
+    (changed(GLOO_SOCKET_IFNAME="eht0"), checks.ERROR, "does not have; did you mean 'eth0'?", "name one of eth0"),
+    (changed(GLOO_SOCKET_IFNAME="eth1"), checks.ERROR, "which is down", "eth0"),
+    (changed(GLOO_SOCKET_IFNAME="lo"), checks.ERROR, "names the loopback interface", "eth0"),
+    (replace(changed(GLOO_SOCKET_IFNAME=None), own_address="127.0.1.1"), checks.ERROR, "leads to 127.0.1.1", "=eth0"),
+    (replace(changed(GLOO_SOCKET_IFNAME=None), own_address=""), checks.ERROR, "leads to no address", "=eth0"),
+    (
+        replace(changed(GLOO_SOCKET_IFNAME=None, MASTER_ADDR="127.0.0.1"), own_address="", master_address="127.0.0.1"),
+        checks.WARNING,
+        "falls back to the loopback",
+        "=eth0",
+    ),
+    (replace(WELL, master_address=""), checks.ERROR, "MASTER_ADDR=10.0.0.1 leads to no address", "correct the name"),
+    (replace(WELL, look_up_seconds=5.0), checks.WARNING, "took 5.0 s", "RES_OPTIONS"),
+    (changed(RANK="one"), checks.ERROR, "RANK='one' is no whole number", "unset RANK"),
+    (changed(RANK="8"), checks.ERROR, "RANK=8 is not below WORLD_SIZE=8", "counted from 0"),
+    (replace(WELL, machine=MACHINE | {"affinity": "1 CPUs (3)"}), checks.WARNING, "may run on 1 CPUs", "taskset"),
+    (replace(WELL, machine=MACHINE | {"cores": "2"}), checks.WARNING, "4 ranks share 2 cores", "start 2 ranks"),
+    (changed(OMP_NUM_THREADS="8"), checks.WARNING, "OMP_NUM_THREADS=8 on each of 4", "export OMP_NUM_THREADS=2"),
+    (changed(OMP_NUM_THREADS=None), checks.WARNING, "OMP_NUM_THREADS is not set", "export OMP_NUM_THREADS=2"),
+    (replace(WELL, machine=MACHINE | {"quota": "2.500 cores"}), checks.WARNING, "gives 2.500 cores", "--cpus"),
+    (replace(WELL, machine=MACHINE | {"memfd": "denied"}), checks.WARNING, "memfd: denied", "seccomp"),
+    (replace(WELL, machine=MACHINE | {"pidfd": "denied"}), checks.WARNING, "pidfd: denied", "seccomp"),
+    (replace(WELL, timeouts=Timeouts(group=5)), checks.WARNING, "timeout of 5 s also limits its start", "seconds=60"),
+    (replace(WELL, timeouts=Timeouts(group=300, stall=300)), checks.WARNING, "--stall of 300 s", "take 75 s"),
+    (
+        replace(WELL, timeouts=Timeouts(rendezvous={"join_timeout": 30, "last_call_timeout": 60})),
+        checks.ERROR,
+        "last_call_timeout of 60 s is not below",
+        "join_timeout=120",
+    ),
+    (
+        replace(WELL, timeouts=Timeouts(rendezvous={"timeout": 40, "keep_alive_interval": 20})),
+        checks.WARNING,
+        "before it notices a dead agent after 60 s",
+        "join_timeout=240",
+    ),
+    (changed(SAGELLM_SOFT_TIMEOUT="3600"), checks.WARNING, "SAGELLM_SOFT_TIMEOUT of 3600 s", "take 450 s"),
+    (changed(TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1"), checks.WARNING, "kills ranks 1 s after", "30 s"),
+    (changed(SAGELLM_ALGORITM="x"), checks.WARNING, "did you mean 'SAGELLM_ALGORITHM'?", "unset SAGELLM_ALGORITM"),
+    (changed(TORCH_DISTRIBUTED_DEBUG="DETAIL"), checks.WARNING, "TORCH_DISTRIBUTED_DEBUG=DETAIL", "unset it"),
+    (changed(SAGELLM_ALGORITHM="all_reduce=fast"), checks.ERROR, "SAGELLM_ALGORITHM=all_reduce=fast", "choosing.md"),
+]
+
+
+@pytest.mark.parametrize(
+    ("facts", "level", "what", "fix"), CASES, ids=lambda each: each if isinstance(each, str) else ""
+)
+def test_each_fault_is_found_with_its_fix(facts: Facts, level: str, what: str, fix: str) -> None:
+    (found,) = checks.findings(facts)
+    assert (found.level, what in found.what, fix in found.fix) == (level, True, True), found
+
+
+def test_errors_come_first_and_decide_the_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SAGELLM_ALGORITM", "x")
+    assert main(["doctor", "--no-self-test"]) == 0
+    assert "fix: unset SAGELLM_ALGORITM" in capsys.readouterr().out
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    assert main(["doctor", "--no-self-test", "--rdzv-conf", "join_timeout=60,is_host=true"]) == 1
+    text = capsys.readouterr().out
+    assert text.index("error: GLOO_SOCKET_IFNAME") < text.index("warning: SAGELLM_ALGORITM")
+    with pytest.raises(SystemExit):
+        main(["doctor", "--rdzv-conf", "join_timeout"])
+
+
+def test_every_variable_that_the_sources_read_is_known() -> None:
+    """Else doctor would call it a typo: add it to `VARIABLES`."""
+    read = set()
+    for folder, ending in (("src", "rs"), ("cpp", "cpp"), ("torch_ext", "py")):
+        for path in (ROOT / folder).rglob(f"*.{ending}"):
+            # In C++ a name in quotation marks may be a macro, and in Rust tests follow the code.
+            found = re.findall(r'"(SAGELLM_[A-Z_]+)"', path.read_text().partition("#[cfg(test)]")[0])
+            read |= {name for name in found if name != "SAGELLM_DOUBLE_AS_FLOAT" and not name.startswith(checks.OTHERS)}
+    assert "SAGELLM_RING" in read and read <= set(checks.VARIABLES), read - set(checks.VARIABLES)
