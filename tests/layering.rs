@@ -261,7 +261,7 @@ const NAMES: [&str; 9] = ["nccl", "hccl", "cncl", "cuda", "cambricon", "nvidia",
 const WHOLE: [&str; 3] = ["npu", "mlu", "ascend"];
 
 /// Where such a word may stand outside of `engine/device` and `cpp/compat.hpp`, and what for.
-const NAMED: [(&str, &str); 15] = [
+const NAMED: [(&str, &str); 20] = [
     ("setup.py", "where the crate nccl-sys lies"),
     ("src/engine/shm/small.rs", "a source"),
     ("src/algorithms/ring.rs", "a source"),
@@ -270,6 +270,11 @@ const NAMED: [(&str, &str); 15] = [
     ("src/stats/mod.rs", "a benchmark whose way to count is followed"),
     ("src/stats/tests.rs", "a benchmark whose way to count is followed"),
     ("torch_ext/sagellm/observe/stats.py", "a benchmark whose way to count is followed"),
+    ("torch_ext/sagellm/observe/inspector.py", "the form of a plugin whose dashboards people have"),
+    ("torch_ext/sagellm/observe/ras.py", "the form of a report that people's tools read"),
+    ("torch_ext/sagellm/cli/top.py", "the form of a report that people's tools read"),
+    ("torch_ext/sagellm/cli/bench.py", "a benchmark whose table is followed"),
+    ("torch_ext/sagellm/cli/checks.py", "the names of variables"),
     ("src/config.rs", "what a variable switches on"),
     ("src/os/topology.rs", "where a driver lists its cards, for the name of a machine"),
     ("torch_ext/sagellm/_register.py", "the values of the option, and a variable of torch"),

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from sagellm.observe.export import write_trace as write_trace
     from sagellm.observe.flight import convert_dumps as convert_dumps
     from sagellm.observe.flight import dump_flight_record as dump_flight_record
+    from sagellm.observe.inspector import write_inspector as write_inspector
+    from sagellm.observe.recorder import debug_handlers as debug_handlers
     from sagellm.observe.stats import gather_stats as gather_stats
     from sagellm.observe.stats import get_stats as get_stats
     from sagellm.observe.stats import reset_stats as reset_stats
@@ -90,6 +92,8 @@ _HOMES = {
     "write_trace": "observe.export",
     "log_to_tensorboard": "observe.export",
     "merge_traces": "observe.timeline",
+    "write_inspector": "observe.inspector",
+    "debug_handlers": "observe.recorder",
     "dump_flight_record": "observe.flight",
     "convert_dumps": "observe.flight",
     "CommOp": "protocols.comm_backend",

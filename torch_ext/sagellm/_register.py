@@ -185,6 +185,10 @@ def _detach_flight_recorder() -> None:
             backends.discard(NAME)
         else:
             backends.add(NAME)
+    if not (size.isdigit() and int(size) > 0):
+        from sagellm.observe import recorder
+
+        recorder.install()
 
 
 def _step_at_exit(extension: ModuleType) -> None:

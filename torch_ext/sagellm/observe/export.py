@@ -27,7 +27,7 @@ def _label(text: object) -> str:
     return str(text).replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
-class _Lines:
+class Lines:
     """Metrics in the text format: every name once, with its help and type, followed by its samples."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ def prometheus_text(group: Any = "all") -> str:
 
     All counters start when the group is made, or at ``reset_stats``, which a scraper sees as a restart.
     """
-    lines = _Lines()
+    lines = Lines()
     for member in stats.members(group):
         raw: _C.Stats = member.backend._stats()
         base: dict[str, object] = {"group": member.name, "rank": raw["rank"]}
@@ -83,7 +83,7 @@ def prometheus_text(group: Any = "all") -> str:
     return lines.text()
 
 
-def _histogram(lines: _Lines, labels: dict[str, object], cells: list[_C.Cell]) -> None:
+def _histogram(lines: Lines, labels: dict[str, object], cells: list[_C.Cell]) -> None:
     name, text = "sagellm_operation_seconds", "Time from issue to end."
     times = stats.merged_times(cells)
     for bound in BOUNDS:

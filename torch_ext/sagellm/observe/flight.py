@@ -126,7 +126,12 @@ def _entries(groups: Iterable[_Group]) -> list[dict[str, Any]]:
     return entries
 
 
-def _file(groups: list[_Group]) -> bytes:
+def snapshot(group: Any = "all") -> dict[str, Any]:
+    """The last operations of live groups as torch's recorder dumps its own; ``group`` as for ``get_stats``."""
+    return _dump([_live(member) for member in stats.members(group)])
+
+
+def _dump(groups: list[_Group]) -> dict[str, Any]:
     config = {
         group.name: {"name": group.name, "desc": group.desc, "ranks": json.dumps(sorted(group.ranks))}
         for group in groups
@@ -140,8 +145,7 @@ def _file(groups: list[_Group]) -> bytes:
         }
         for at, group in enumerate(groups)
     }
-    entries = _entries(groups)
-    return pickle.dumps({"version": VERSION, "pg_config": config, "pg_status": status, "entries": entries})
+    return {"version": VERSION, "pg_config": config, "pg_status": status, "entries": _entries(groups)}
 
 
 def dump_flight_record(path: str | os.PathLike[str], group: Any = "all") -> str:
@@ -156,7 +160,7 @@ def dump_flight_record(path: str | os.PathLike[str], group: Any = "all") -> str:
     target = Path(path)
     if target.is_dir():
         target = target / f"sagellm_{dist.get_rank()}"
-    export.write_atomically(target, _file([_live(member) for member in stats.members(group)]))
+    export.write_atomically(target, pickle.dumps(snapshot(group)))
     return str(target)
 
 
@@ -178,6 +182,6 @@ def convert_dumps(folder: str | os.PathLike[str], into: str | os.PathLike[str]) 
     paths = []
     for rank, groups in sorted(ranks.items()):
         target = Path(into) / f"sagellm_{rank}"
-        export.write_atomically(target, _file(groups))
+        export.write_atomically(target, pickle.dumps(_dump(groups)))
         paths.append(str(target))
     return paths
