@@ -441,9 +441,8 @@ fn tests_are_named_after_the_modules_that_they_test() {
 fn files_that_comments_and_documents_name_are_there() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let mut all = Vec::new();
-    for folder in
-        ["src", "cpp", "tests", "docs", "nccl-sys/src", "nccl-sys/tests", "torch_ext", "benchmarks", "examples"]
-    {
+    let folders = ["src", "cpp", "tests", "docs", "nccl-sys/src", "nccl-sys/tests", "torch_ext", "benchmark"];
+    for folder in folders.into_iter().chain(["benchmarks", "examples"]) {
         files_that_end(&root.join(folder), &["rs", "cpp", "hpp", "py", "md"], &mut all);
     }
     all.extend(["CONTRIBUTING.md", "README.md", "setup.py", "build.rs"].map(|name| root.join(name)));
