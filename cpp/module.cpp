@@ -130,6 +130,8 @@ void bind_options(py::module_& module) {
       .def_readwrite("vendor", &Options::vendor)
       .def_readwrite("topology", &Options::topology)
       .def_readwrite("_library_folders", &Options::library_folders)
+      .def_readwrite("_as_gloo", &Options::as_gloo)
+      .def_readwrite("_attempt", &Options::attempt)
       .def("__copy__", [](const Options& self) { return self.copy(); })
       .def("__deepcopy__", [](const Options& self, const py::dict&) { return self.copy(); }, py::arg("memo"));
 }
@@ -165,6 +167,10 @@ void bind_backend(py::module_& module) {
           [](const SageBackend& self, size_t last) { return to_list(stats(self, StatsPart::kRecords).records, last); },
           py::arg("last") = std::numeric_limits<size_t>::max())
       .def("_reset_stats", [](const SageBackend& self) { (void)stats(self, StatsPart::kReset); })
+      // As the classes of torch's own backends have it.
+      .def("_set_default_timeout", &SageBackend::setTimeout, py::arg("timeout"), no_gil())
+      .def_property_readonly("_store", &SageBackend::store)
+      .def("_watched", &SageBackend::watched, py::arg("gone"), no_gil())
       .def_property_readonly(
           "options",
           [](SageBackend& self) { return c10::static_intrusive_pointer_cast<Options>(self.getBackendOptions()); })

@@ -80,6 +80,10 @@ class SageBackend final : public c10d::Backend {
     std::string vendor = "auto";
     // Where to look for libraries besides the usual places.
     std::vector<std::string> library_folders;
+    // The group was asked for under gloo's name: a list of tensors means what it means there.
+    bool as_gloo = false;
+    // Of the options that a shrink is given: ranks meet only those of the same attempt.
+    std::string attempt;
   };
 
   // Groups of torch's own that were made for this one before it was built.
@@ -103,7 +107,15 @@ class SageBackend final : public c10d::Backend {
   // True when ranks live on several hosts, with shared memory inside each.
   bool spans_hosts() const { return spans_hosts_; }
   // Which engine serves the group and why, in one line.
-  const std::string& describe() const { return description_; }
+  std::string describe() const { return options_->as_gloo ? description_ + ", asked for as gloo" : description_; }
+  // The group's store, for keys beside those of the rendezvous.
+  const c10::intrusive_ptr<c10d::Store>& store() const { return store_; }
+  // The other ranks whose end this rank hears of, or those of them that have ended or left.
+  std::vector<uint32_t> watched(bool gone) const {
+    const GroupState state = group_->state();
+    const auto& ranks = gone ? state.gone : state.watched;
+    return {ranks.begin(), ranks.end()};
+  }
   Explanation explain(const OpDesc& asked) const {
     return checked([&] { return group_->explain(asked); });
   }
@@ -284,6 +296,9 @@ class SageBackend final : public c10d::Backend {
   bool messages_delegated() const { return delegated() || spans_hosts_; }
   bool is_delegated(const CallDesc& call) const { return delegated() || (spans_hosts_ && call.is_message()); }
   bool is_root(const CallDesc& call) const { return call.root == getRank(); }
+  Carrier own_engine(c10::Device device) const {
+    return {getRank(), getSize(), device, false, false, options_->as_gloo};
+  }
   // What carries tensors on such devices, or null where they go through host memory. Looked for once.
   std::shared_ptr<VendorDevices> vendor_of(c10::DeviceType type) const;
   // Hands bytes from one rank to all (`from` is -1: from rank 0) or to one, over the CPU. Collective calls then.

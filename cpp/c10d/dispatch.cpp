@@ -64,7 +64,7 @@ SageBackend::WorkPtr SageBackend::on_cpu(const CallDesc& call) {
     // It is made of messages.
     return beside(spans_hosts_ ? by_delegate(call) : allreduce_coo(call));
   }
-  Plans plans = lower(call, {getRank(), getSize(), c10::kCPU});
+  Plans plans = lower(call, own_engine(c10::kCPU));
   return submit(plans, call);
 }
 

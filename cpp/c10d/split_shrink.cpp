@@ -81,6 +81,7 @@ c10::intrusive_ptr<SageBackend> SageBackend::part(const std::string& prefix, con
   const auto* const ours = dynamic_cast<const Options*>(given.get());
   auto options = ours != nullptr ? ours->copy() : options_->copy();
   if (given) options->timeout = given->timeout;
+  options->as_gloo = options_->as_gloo;
   options->group_name = given && !given->group_name.empty() ? given->group_name : name;
   options->group_desc = given ? given->group_desc : "";
   const std::vector<uint64_t>& all = options_->global_ranks_in_group;
@@ -183,7 +184,9 @@ c10::intrusive_ptr<c10d::Backend> SageBackend::shrink(const std::vector<int64_t>
   if (vendor && (aborts || vendor->drain(options_->timeout))) parent.emplace(vendor->retire(*bound_device(), !aborts));
   if (aborts) abort_for(c10::str("shrink() was called on rank ", getRank()));
   const std::string without = c10::Join(",", ranks_to_exclude);
-  auto child = part(c10::str("sagellm/shrink/", c10::Join(",", ranks)), ranks, opts_override,
+  const auto* const ours = dynamic_cast<const Options*>(opts_override.get());
+  const std::string attempt = ours != nullptr && !ours->attempt.empty() ? "/" + ours->attempt : "";
+  auto child = part(c10::str("sagellm/shrink/", c10::Join(",", ranks), attempt), ranks, opts_override,
                     c10::str(options_->group_name, " without ", without));
   if (vendor) {
     const auto own = child->vendor_of(bound_device()->type());

@@ -79,7 +79,7 @@ void SageBackend::wait_for_stream(const char* op, c10::Device device) {
 
 SageBackend::WorkPtr SageBackend::through_host(const CallDesc& call, c10::Device device) {
   if (is_delegated(call)) return through_host_by_delegate(call, device);
-  Plans plans = lower(call, {getRank(), getSize(), device});
+  Plans plans = lower(call, own_engine(device));
   wait_for_stream(call.op, device);
   for (Plan& plan : plans) {
     plan.call.host_staged = true;

@@ -5,6 +5,7 @@
 
 #include "host/errors.hpp"
 #include "lower/checks.hpp"
+#include "lower/several.hpp"
 #include "sagellm/src/ffi/bridge.rs.h"
 
 namespace sagellm {
@@ -135,8 +136,12 @@ void add_combined_list(Plans& plans, const CallDesc& call, const Carrier& carrie
 }  // namespace
 
 Plans lower(const CallDesc& call, const Carrier& carrier) {
-  check::call(call, carrier);
   Plans plans;
+  if (C10_UNLIKELY(carrier.several) && has_several(call)) {
+    lower_several(add_plan(plans, call, carrier), call, carrier);
+    return plans;
+  }
+  check::call(call, carrier);
   if (call.coalesced && call.reduce_op != nullptr) {
     add_combined_list(plans, call, carrier);
     return plans;

@@ -166,6 +166,8 @@ struct Carrier {
   bool vendor = false;
   // A batch of messages on a device may have some of this rank for itself.
   bool to_itself = false;
+  // Several tensors in an all_reduce, broadcast or all_gather are taken as gloo takes them (lower/several.cpp).
+  bool several = false;
 };
 
 using Plans = c10::SmallVector<Plan, 1>;

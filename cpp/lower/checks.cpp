@@ -292,6 +292,39 @@ void call(const CallDesc& call, const Carrier& carrier) {
   check_pair(call, call.inputs.first(), call.outputs.first(), carrier);
 }
 
+void several(const CallDesc& call, const Carrier& carrier) {
+  const bool gathers = call.kind == Kind::kAllGather;
+  const Tensors& own = gathers ? call.inputs.list() : call.outputs.list();
+  for (const Operand* operand : {&call.inputs, &call.outputs}) {
+    operand->for_each([&](const at::Tensor& tensor) {
+      dense(call.op, "tensor", tensor, carrier.device);
+      if (operand->role != Role::kRead) apart_in_itself(call.op, "tensor", tensor);
+      same_dtype(call.op, own[0], tensor);
+      elements(call.op, "tensor", tensor.numel(), own[0].numel(), "as many as the first of the list");
+    });
+  }
+  if (call.kind == Kind::kBroadcast) {
+    in_group(call.op, "root rank", call.root, carrier.size);
+    const auto count = static_cast<int64_t>(own.size());
+    if (call.root_tensor < 0 || call.root_tensor >= count) {
+      value_error(call.op, c10::str("root tensor is ", call.root_tensor, ", expected 0 to ", count - 1));
+    }
+  } else if (gathers) {
+    same_length(call.op, "the list of output lists", call.outputs.lists().size(), "the input list", own.size());
+    for (const Tensors& list : call.outputs.lists()) {
+      const size_t expected = own.size() * static_cast<size_t>(carrier.size);
+      if (list.size() != expected) {
+        value_error(call.op, c10::str("an output list has ", list.size(), " tensors, expected ", expected, ": ",
+                                      own.size(), " of each of the ", carrier.size, " ranks"));
+      }
+    }
+  } else if (call.reduce_op->op_ >= c10d::ReduceOp::PREMUL_SUM || at::isFloat8Type(own[0].scalar_type()) ||
+             at::isBarebonesUnsignedType(own[0].scalar_type())) {
+    value_error(call.op, c10::str("several tensors of ", dtype_name(own[0].scalar_type()),
+                                  " cannot be combined by this op; pass one tensor, or all_reduce_coalesced"));
+  }
+}
+
 Splits splits(const CallDesc& call, int size) {
   const at::Tensor& out = call.outputs.tensor();
   const at::Tensor& in = call.inputs.tensor();

@@ -14,6 +14,9 @@ namespace sagellm::check {
 // fit.
 void call(const CallDesc& call, const Carrier& carrier);
 
+// The same for one whose lists hold several tensors of this rank (several.hpp).
+void several(const CallDesc& call, const Carrier& carrier);
+
 // That lists which are carried out together share no memory: one after the other would give something else.
 void apart(const CallDesc& call);
 

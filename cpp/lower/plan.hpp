@@ -100,6 +100,9 @@ class Plan {
     call.tensors = 0;
   }
 
+  // Notes memory that the operation reads or writes besides its pieces.
+  void touch(const at::Tensor& tensor, bool written) { touched_.push_back(runs_of(tensor, written)); }
+
   c10::ArrayRef<Piece> inputs() const { return inputs_; }
   c10::ArrayRef<Piece> outputs() const { return outputs_; }
   // Memory that the operation reads or writes besides its pieces: what touches it earlier or later keeps its order.
@@ -116,6 +119,8 @@ class Plan {
   // What `Completion::copy` copies into temporaries, and what it copies back out of them.
   std::vector<Staged> before;
   std::vector<Staged> after;
+  // What `Completion::copy` does before it fills the temporaries; empty in nearly all calls.
+  std::function<void()> prepare;
   // The stream on which `Completion::copy` copies, where the tensors are on a device and the temporaries are not.
   std::optional<c10::Stream> copies_on;
   // The factor of PREMUL_SUM where it lies on a device, without dimensions; else `call` has it.

@@ -274,6 +274,7 @@ Pending::Pending(c10::intrusive_ptr<SageWork> work, std::vector<at::Tensor> keep
       keep_(std::move(keep)),
       before_(std::move(plan.before)),
       after_(std::move(plan.after)),
+      prepare_(std::move(plan.prepare)),
       copies_on_(plan.copies_on) {}
 
 void Pending::reached(Moment moment, rust::Str error) const {
@@ -283,6 +284,7 @@ void Pending::reached(Moment moment, rust::Str error) const {
 void Pending::copy(bool back) const {
   try {
     const c10::OptionalStreamGuard on(copies_on_);
+    if (!back && prepare_) prepare_();
     copy_staged(back ? after_ : before_, back);
   } catch (const std::exception& error) {
     const char* const what = copies_on_ ? "between a device and host memory" : "of a strided tensor";

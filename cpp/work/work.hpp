@@ -199,6 +199,7 @@ class Pending final : public Completion {
   mutable std::vector<at::Tensor> keep_;
   mutable std::vector<Staged> before_;
   mutable std::vector<Staged> after_;
+  const std::function<void()> prepare_;
   const std::optional<c10::Stream> copies_on_;
   mutable std::string copy_error_;
 };

@@ -121,6 +121,11 @@ pub trait Control: Send + Sync {
         false
     }
 
+    /// Other ranks whose end the engine hears of by itself, and whether each has ended or left.
+    fn watched(&self) -> Vec<(usize, bool)> {
+        Vec::new()
+    }
+
     /// Some rank has left in an orderly way.
     fn has_leavers(&self) -> bool {
         false

@@ -303,6 +303,9 @@ pub mod ffi {
         sequence: u64,
         /// The group's fault with its code letter, or empty.
         fault: String,
+        /// The other ranks whose end this rank hears of, and those of them that have ended or left.
+        watched: Vec<u32>,
+        gone: Vec<u32>,
     }
 
     /// How a group ends for this rank.

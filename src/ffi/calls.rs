@@ -113,7 +113,10 @@ impl RustGroup {
 
     pub(super) fn state(&self) -> ffi::GroupState {
         let fault = self.group.fault().as_ref().map(coded).unwrap_or_default();
-        ffi::GroupState { sequence: self.group.sequence(), fault }
+        let watched = self.group.watched();
+        let gone = watched.iter().filter(|(_, gone)| *gone).map(|(rank, _)| *rank as u32).collect();
+        let watched = watched.iter().map(|(rank, _)| *rank as u32).collect();
+        ffi::GroupState { sequence: self.group.sequence(), fault, watched, gone }
     }
     pub(super) fn set_timeout(&self, timeout_ms: u64) {
         self.group.set_timeout(Duration::from_millis(timeout_ms));

@@ -102,6 +102,15 @@ impl Group {
         ))
     }
 
+    /// The other ranks whose end this rank hears of, and whether each has ended or left the group: those on its host.
+    pub fn watched(&self) -> Vec<(usize, bool)> {
+        if self.peers.is_empty() {
+            return self.control.watched();
+        }
+        let others = (0..self.peers.len()).filter(|rank| *rank != self.config.rank);
+        others.map(|rank| (rank, self.is_gone(rank))).collect()
+    }
+
     /// The fault that a peer reported, as this rank's error; `engine` says which operation of this rank it ends.
     pub(super) fn reported(&self, engine: Option<&dyn Engine>) -> Option<Error> {
         let (rank, code, text) = self.control.reported()?;

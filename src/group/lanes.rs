@@ -22,6 +22,9 @@ impl HostGroup for Group {
     fn leave(&self) {
         self.shutdown();
     }
+    fn watched(&self) -> Vec<(usize, bool)> {
+        Group::watched(self)
+    }
     fn process(&self, index: usize) -> String {
         self.peers.get(index).map_or_else(String::new, |peer| format!("pid {}, host {}", peer.pid, peer.host))
     }

@@ -1,14 +1,16 @@
 """The name "gloo", served by this package, for programs that insist on it. All that is patched in torch is here.
 
 torch 2.15 keeps the creators of its own backends in ``Backend._plugins``; 2.11 to 2.13 call the class
-``ProcessGroupGloo`` of ``torch.distributed.distributed_c10d``. Both are replaced where they exist, and so is the name
-in ``torch.distributed``. ``isinstance`` and ``create_device`` of the class go on working. The link between hosts and
-delegates use torch's own gloo (``_delegate``), which is taken from torch's extension module and never patched.
+``ProcessGroupGloo`` of ``torch.distributed.distributed_c10d``, and check that what they get is one. Both are replaced
+where they exist, and so is the name in ``torch.distributed``. For ``isinstance`` our groups are of that class, and
+``create_device`` goes on working. The link between hosts and delegates use torch's own gloo (``_delegate``), which is
+taken from torch's extension module and never patched.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +23,8 @@ NAMES = ("gloo",)
 CLASS = "ProcessGroupGloo"
 #: Attributes of torch that were replaced, with what stood there; empty while nothing is.
 _replaced: list[tuple[Any, str, Any]] = []
+#: Taken once and never released: the log says once per process who serves the name.
+_told = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -43,10 +47,11 @@ def serve_as(name: str = "gloo") -> None:
     who really serves, and ``describe()`` of the backend each time. All ranks of a group must do the same. Groups that
     exist stay what they are. A second call does nothing. ``SAGELLM_AS=gloo`` in the environment does the same.
 
-    A ValueError for another name.
+    A ValueError for another name, a RuntimeError where this torch makes its groups in a way that is not known here.
     """
     if name not in NAMES:
         raise ValueError(f"sagellm serve_as: {name!r} cannot be served, expected one of {', '.join(NAMES)}")
+    import torch
     from torch import distributed
     from torch.distributed import distributed_c10d as c10d
 
@@ -54,17 +59,22 @@ def serve_as(name: str = "gloo") -> None:
         return
     if not distributed.is_gloo_available():
         raise RuntimeError("sagellm serve_as: this torch was built without gloo, whose name is to be served")
+    plugins = getattr(c10d.Backend, "_plugins", {})
+    kept = hasattr(c10d.Backend, "_ensure_backend_registered")
+    if kept:
+        c10d.Backend._ensure_backend_registered(name)  # else torch would put its own in our place later
+    if (kept and name.upper() not in plugins) or not hasattr(c10d, CLASS):
+        raise RuntimeError(
+            f"sagellm serve_as: torch {torch.__version__} has no {CLASS} in torch.distributed.distributed_c10d, or no "
+            f'creator of {name!r} in Backend._plugins, which would be replaced; ask for the backend "sagellm" instead'
+        )
     served = _class()
     for module in (c10d, distributed):
         if hasattr(module, CLASS):
             _replace(module, CLASS, served)
-    plugins = getattr(c10d.Backend, "_plugins", {})
-    if hasattr(c10d.Backend, "_ensure_backend_registered"):
-        c10d.Backend._ensure_backend_registered(name)  # else torch would put its own in our place later
     if name.upper() in plugins:
         _replaced.append((plugins, name.upper(), plugins[name.upper()]))
         plugins[name.upper()] = c10d.Backend._BackendPlugin(_create, True)
-    _tell()
 
 
 def serves() -> bool:
@@ -106,12 +116,6 @@ def _replace(holder: Any, name: str, value: Any) -> None:
     setattr(holder, name, value)
 
 
-def _tell() -> None:
-    from sagellm.observe import log
-
-    log.logger.info("groups called 'gloo' are served by sagellm from now on in this process")
-
-
 def real() -> Any:
     """torch's own class, also while its name is served here."""
     from torch._C import _distributed_c10d
@@ -128,19 +132,34 @@ def _create(options: Any, pg_options: Any = None) -> Any:
         log.logger.info("group %s is torch's gloo, because it is asked for with enable_reconfigure", options.group_id)
         theirs = next(before for holder, _, before in _replaced if isinstance(holder, dict))
         return theirs.creator_fn(options, pg_options)
-    ours = _load.extension().Options
+    extension = _load.extension()
+    log.configure(extension)
+    if _told.acquire(blocking=False):
+        log.logger.info("groups called 'gloo' are served by sagellm in this process")
+    ours = extension.Options
     if pg_options is not None and not isinstance(pg_options, ours):
-        # Devices and threads of gloo: there is nothing here that they could set.
-        log.logger.debug("group %s: options of gloo are not used", options.group_id)
+        log.logger.info(
+            "group %s: the devices and threads in the options of gloo are not used, because ranks of one host share "
+            "memory, and gloo between hosts takes its interface from GLOO_SOCKET_IFNAME",
+            options.group_id,
+        )
         pg_options = None
-    return _register.create(options, pg_options)
+    given = ours() if pg_options is None else pg_options.__copy__()
+    given._as_gloo = True
+    return _register.create(options, given)
 
 
 def _class() -> Any:
     """A subclass of torch's class; calling it makes a group of ours."""
     base = real()
 
-    class ProcessGroupGloo(base):  # type: ignore[misc, valid-type]  # torch's class has no annotations
+    class Meta(type(base)):  # type: ignore[misc]  # torch's class has no annotations
+        def __instancecheck__(cls, instance: Any) -> bool:
+            from sagellm import _load
+
+            return isinstance(instance, (base, _load.extension().SageBackend))
+
+    class ProcessGroupGloo(base, metaclass=Meta):  # type: ignore[misc, valid-type]  # torch's class has no annotations
         """torch's class with our groups: see ``sagellm.serve_as``."""
 
         def __new__(
@@ -157,7 +176,7 @@ def _class() -> Any:
                 from torch.distributed.constants import default_pg_timeout
 
                 timeout = default_pg_timeout
-            return _create(_Facts(store, rank, size, timeout))
+            return _create(_Facts(store, rank, size, timeout), given)
 
     ProcessGroupGloo.__module__ = base.__module__
     ProcessGroupGloo.__qualname__ = CLASS

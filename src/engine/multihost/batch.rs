@@ -24,6 +24,8 @@ pub trait HostGroup: Send + Sync {
     fn abort(&self, error: &Error);
     /// Leaves the group in an orderly way.
     fn leave(&self);
+    /// The other ranks of this host, and whether each has ended or left.
+    fn watched(&self) -> Vec<(usize, bool)>;
     /// The process of a rank of this host, for error texts.
     fn process(&self, index: usize) -> String;
 }

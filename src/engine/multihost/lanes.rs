@@ -319,6 +319,12 @@ impl Control for Lanes {
         self.insides.iter().flatten().for_each(|inside| inside.leave());
     }
 
+    fn watched(&self) -> Vec<(usize, bool)> {
+        // The groups of all lanes watch the same processes.
+        let inside = self.insides.iter().flatten().next().map(|inside| inside.watched()).unwrap_or_default();
+        inside.into_iter().map(|(place, gone)| (self.host_map.local_ranks()[place], gone)).collect()
+    }
+
     fn has_threads(&self) -> bool {
         true
     }

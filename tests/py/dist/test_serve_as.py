@@ -6,12 +6,14 @@ import inspect
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Context, beyond_gloo, expect_raises, run_fresh
+from harness import Context, beyond_gloo, expect_raises, launch, run_fresh
 from limits import patience
 
 pytestmark = beyond_gloo("is about the name of gloo")
@@ -67,11 +69,281 @@ def every_way(ctx: Context) -> None:
     real = _delegate.build("gloo", Options, _delegate.PREFIX)
     assert type(real) is torch._C._distributed_c10d.ProcessGroupGloo, "links and delegates are torch's own"
     assert isinstance(real, torch._C._distributed_c10d.ProcessGroupGloo)
+    real.barrier().wait()  # gloo: a rank that leaves at once makes the other's connecting fail
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_every_way_to_ask_for_gloo_is_served(world_size: int) -> None:
     run_fresh(every_way, world_size)
+
+
+def both(ctx: Context, call: Callable[[Any, int], Any]) -> None:
+    """The same call in a group of torch's own and in one of ours must have the same results, or both must refuse."""
+    import sagellm
+    from sagellm import _serve_as
+
+    sagellm.serve_as("gloo")
+    found = []
+    for name, make in (("real", _serve_as.real()), ("served", dist.ProcessGroupGloo)):
+        group = make(ctx.store(f"{ctx.key}/{name}"), ctx.rank, ctx.world_size, timeout=dist.default_pg_timeout)
+        found.append(call(group, ctx.rank))
+        group.barrier().wait()
+        group.shutdown()
+    for number, (theirs, our) in enumerate(zip(*found, strict=True)):
+        assert theirs == our, f"result {number}: gloo {theirs}, served {our}"
+
+
+def lists_of_tensors(group: Any, rank: int) -> list[Any]:
+    results: list[Any] = []
+
+    def values(count: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+        return [torch.arange(1, 6, dtype=dtype) + 10 * i + 3 * rank for i in range(count)]
+
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT, dist.ReduceOp.BOR):
+        tensors = values(3, torch.int64)
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
+        group.allreduce(tensors, options).wait()
+        results += tensors
+    twice = torch.ones(3)
+    group.allreduce([twice, twice]).wait()
+    empty = [torch.empty(0), torch.empty(0)]
+    group.allreduce(empty).wait()
+    tensors = values(2)
+    work = group.allreduce(tensors)
+    work.wait()
+    results += [twice, *empty, *tensors, *work.get_future().value()]
+    # One rank may bring more than another.
+    tensors = values(1 + rank)
+    group.allreduce(tensors).wait()
+    results += tensors[:1]
+    for root_tensor in (0, 1):
+        tensors = values(2)
+        send = dist.BroadcastOptions()
+        send.rootRank, send.rootTensor = 1, root_tensor
+        group.broadcast(tensors, send).wait()
+        results += tensors
+    inputs = values(2)
+    outputs = [[torch.zeros(5) for _ in range(2 * group.size())] for _ in inputs]
+    group.allgather(outputs, inputs).wait()
+    return [each.tolist() for each in [*results, *outputs[0], *outputs[1]]]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_lists_of_tensors_are_what_they_are_in_gloo(world_size: int) -> None:
+    """Several tensors of a rank count as several ranks."""
+    run_fresh(both, world_size, lists_of_tensors)
+
+
+def what_gloo_gets_wrong(ctx: Context) -> None:
+    """Strided tensors, of which gloo reads others, and operations on one memory, which it does not order."""
+    import sagellm
+
+    sagellm.serve_as("gloo")
+    group = dist.ProcessGroupGloo(ctx.store(ctx.key), ctx.rank, ctx.world_size, timeout=dist.default_pg_timeout)
+    whole = torch.arange(8.0).view(4, 2)
+    columns = [whole[:, 0], whole[:, 1]]
+    group.allreduce(columns).wait()
+    assert all(column.tolist() == [ctx.world_size * each for each in (1.0, 5.0, 9.0, 13.0)] for column in columns)
+    tensors = [torch.full((70_000,), 1.0), torch.full((70_000,), 2.0)]
+    works = [group.allreduce(tensors) for _ in range(4)]
+    works[-1].wait()
+    expected = 3.0 * ctx.world_size * (2 * ctx.world_size) ** 3
+    assert all((tensor == expected).all() for tensor in tensors), (tensors[0][0], expected)
+    option = dist.AllreduceOptions()
+    option.reduceOp = dist.ReduceOp.AVG
+    group.allreduce(tensors, option).wait()
+    assert all((tensor == 2 * expected).all() for tensor in tensors), "over the ranks; gloo divides the first alone"
+    outputs = [[torch.zeros(2, 4).t() for _ in range(2 * ctx.world_size)] for _ in range(2)]
+    inputs = [torch.full((2, 4), float(10 * ctx.rank + i)).t() for i in range(2)]
+    group.allgather(outputs, inputs).wait()
+    for each in outputs:
+        assert [float(tensor[3, 1]) for tensor in each] == [10.0 * r + i for r in range(ctx.world_size) for i in (0, 1)]
+    group.barrier().wait()
+    group.shutdown()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_lists_of_tensors_keep_order_and_layout(world_size: int) -> None:
+    run_fresh(what_gloo_gets_wrong, world_size)
+
+
+def wrong_lists(group: Any, rank: int) -> list[bool]:
+    one, two = torch.ones(2), torch.ones(3)
+    send = dist.BroadcastOptions()
+    send.rootTensor = 2
+    calls: list[Callable[[], Any]] = [
+        lambda: group.allreduce([]),
+        lambda: group.allreduce([one, two]),
+        lambda: group.allreduce([one, one.double()]),
+        lambda: group.broadcast([one, one.clone()], send),
+        lambda: group.allgather([[one] * 4], [one, one]),
+        lambda: group.allgather([[one] * 3, [one] * 4], [one, one]),
+        lambda: group.reduce([one, one.clone()]),
+    ]
+    refused = []
+    for call in calls:
+        try:
+            call().wait()
+        except (RuntimeError, ValueError):
+            refused.append(True)
+        else:
+            refused.append(False)
+    assert all(refused), refused
+    return refused
+
+
+def test_wrong_lists_are_refused_as_in_gloo_and_the_group_goes_on() -> None:
+    run_fresh(both, 2, wrong_lists)
+
+
+def on_hosts(ctx: Context, names: list[str]) -> None:
+    """Lists over two hosts, and the calls of a program that only knows gloo."""
+    from net import enter
+
+    import sagellm
+
+    enter(names[ctx.rank // 2])
+    sagellm.serve_as("gloo")
+    ctx.init(backend="gloo", store=dist.FileStore(f"{ctx.tmp}/store", ctx.world_size))
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    assert backend.spans_hosts and ", asked for as gloo" in backend.describe()
+    tensors = [torch.full((70_000,), float(ctx.rank)), torch.full((70_000,), 1.0)]
+    backend.allreduce(tensors).wait()
+    assert all((each == 10).all() for each in tensors)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_lists_of_tensors_over_hosts(hosts: list[str]) -> None:
+    from test_multihost import ENV
+
+    run_fresh(on_hosts, 4, hosts, env=ENV)
+
+
+def own_name(ctx: Context) -> None:
+    ctx.init()
+    group = dist.group.WORLD
+    text = expect_raises(ValueError, lambda: group.allreduce([torch.ones(2), torch.ones(2)]))
+    assert "expected one tensor, got 2" in text, text
+    dist.barrier()
+
+
+def test_under_our_own_name_a_list_is_still_a_mistake() -> None:
+    """There it would be taken for `all_reduce_coalesced`."""
+    run_fresh(own_name, 2)
+
+
+def settings(ctx: Context) -> None:
+    import sagellm
+
+    sagellm.serve_as("gloo")
+    device = dist.ProcessGroupGloo.create_device(interface="lo")
+    options = dist.ProcessGroupGloo._Options()
+    options._devices, options._threads, options._timeout = [device], 1, timedelta(seconds=47)
+    group = dist.ProcessGroupGloo(ctx.store(ctx.key + "made"), ctx.rank, ctx.world_size, options)
+    assert isinstance(group, dist.ProcessGroupGloo) and ours_itself(group)
+    assert group.options._timeout == timedelta(seconds=47)
+    group._set_default_timeout(timedelta(seconds=33))
+    assert group.options._timeout == timedelta(seconds=33)
+    group.barrier().wait()
+    group.shutdown()
+    ctx.init(backend="gloo", pg_options=options)
+    assert ours() and isinstance(dist.group.WORLD._get_backend(torch.device("cpu")), dist.ProcessGroupGloo)
+    assert not isinstance(dist.group.WORLD, dist.ProcessGroupGloo)
+    part = dist.new_group([0, 1], pg_options=options, timeout=timedelta(seconds=21))
+    if ctx.rank < 2:
+        assert part._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=21)
+    dist.barrier()
+
+
+def ours_itself(backend: Any) -> bool:
+    return type(backend).__name__ == "SageBackend"
+
+
+def test_devices_and_threads_of_gloo_are_ignored_with_a_reason() -> None:
+    with launch(settings, 2, env={"SAGELLM_LOG": "info"}) as job:
+        job.values(60)
+        said = job.ranks[0].output()
+    assert "takes its interface from GLOO_SOCKET_IFNAME" in said, said
+    assert said.count("groups called 'gloo' are served by sagellm") == 1, said
+
+
+def by_default(ctx: Context) -> None:
+    """Calls that name no backend: torch takes gloo for the CPU."""
+    import sagellm
+
+    sagellm.serve_as("gloo")
+    dist.init_process_group(store=ctx.store(), rank=ctx.rank, world_size=ctx.world_size)
+    assert ours() and dist.get_backend_config().startswith("cpu:gloo")
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, ctx.world_size // 2), mesh_dim_names=("dp", "tp"))
+    for name in ("dp", "tp"):
+        assert ours(mesh.get_group(name)) and "cpu:gloo" in dist.get_backend_config(mesh.get_group(name))
+    objects = [{"from": ctx.rank} if ctx.rank == 1 else None]
+    dist.broadcast_object_list(objects, src=1)
+    assert objects == [{"from": 1}]
+    gathered: list[Any] | None = [None] * ctx.world_size if ctx.rank == 0 else None
+    dist.gather_object(ctx.rank, gathered)
+    assert gathered in (None, list(range(ctx.world_size)))
+    mine: list[Any] = [None]
+    dist.scatter_object_list(mine, [10 * rank for rank in range(ctx.world_size)], src=0)
+    assert mine == [10 * ctx.rank]
+    dist.monitored_barrier(timeout=timedelta(seconds=30), wait_all_ranks=True)
+    if ctx.rank != 3:
+        text = expect_raises(RuntimeError, lambda: dist.monitored_barrier(timeout=timedelta(seconds=1)))
+        assert ctx.rank or "rank 3" in text.lower() or "ranks: 3" in text.lower(), text
+    ctx.tell("done")
+    ctx.listen()
+    dist.destroy_process_group()
+
+
+def test_what_names_no_backend_is_served_too() -> None:
+    with launch(by_default, 4) as job:
+        for rank in range(4):
+            assert job.hear(rank) == "done"
+        for rank in range(4):
+            job.say(rank, "end")
+        job.values(60)
+
+
+def test_what_is_patched_is_where_this_torch_looks() -> None:
+    """Fails where a new torch makes its groups in another way: then `_serve_as` has to be looked at again."""
+    from torch.distributed import distributed_c10d as c10d
+
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    source = inspect.getsource(c10d._new_process_group_helper)
+    assert "ProcessGroupGloo" in vars(c10d) and "ProcessGroupGloo" in vars(dist)
+    if version >= (2, 14):
+        c10d.Backend._ensure_backend_registered("gloo")
+        plugin = c10d.Backend._plugins["GLOO"]
+        assert plugin._fields == ("creator_fn", "extended_api") and plugin.extended_api
+        assert "Backend._plugins[backend_str.upper()]" in source and "ProcessGroupGloo" not in source
+    else:
+        assert "GLOO" not in c10d.Backend._plugins
+        assert "backend_class = ProcessGroupGloo(" in source and "isinstance(backend_class, ProcessGroupGloo)" in source
+
+
+def test_what_a_group_of_gloo_offers_is_offered() -> None:
+    """But for what its class makes: devices and options, which are torch's own."""
+    import sagellm
+    from sagellm import _load, _serve_as
+
+    theirs, our = (set(dir(each)) for each in (_serve_as.real(), _load.extension().SageBackend))
+    assert theirs - our <= {"Device", "Options", "_Options", "create_default_device", "create_device"}
+    with _serve_as.serving():
+        assert theirs <= set(dir(dist.ProcessGroupGloo))
+    assert sagellm.serve_as is _serve_as.serve_as
+
+
+def test_a_torch_that_makes_groups_in_another_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed import distributed_c10d as c10d
+
+    import sagellm
+    from sagellm import _serve_as
+
+    monkeypatch.delattr(c10d, "ProcessGroupGloo")
+    assert "which would be replaced" in expect_raises(RuntimeError, sagellm.serve_as)
+    assert not _serve_as.serves()
 
 
 def and_back(ctx: Context) -> None:

@@ -1,0 +1,124 @@
+#include "lower/several.hpp"
+
+#include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+
+#include "host/errors.hpp"
+#include "lower/checks.hpp"
+
+namespace sagellm {
+
+namespace {
+
+using Tensors = Operand::Tensors;
+using Op = c10d::ReduceOp;
+
+// Adds (or whatever `op` says) `from` to `to`.
+void fold(const at::Tensor& to, const at::Tensor& from, Op::RedOpType op) {
+  switch (op) {
+    case Op::SUM:
+    case Op::AVG:  // the core divides the sum by the number of ranks
+      to.add_(from);
+      return;
+    case Op::PRODUCT:
+      to.mul_(from);
+      return;
+    case Op::MIN:
+      to.copy_(at::minimum(to, from));
+      return;
+    case Op::MAX:
+      to.copy_(at::maximum(to, from));
+      return;
+    case Op::BAND:
+      to.bitwise_and_(from);
+      return;
+    case Op::BOR:
+      to.bitwise_or_(from);
+      return;
+    default:
+      to.bitwise_xor_(from);
+  }
+}
+
+// Copies `from` into `to` when the operation has ended.
+void copy_back(Plan& plan, const at::Tensor& from, const at::Tensor& to) {
+  if (to.numel() == 0) return;
+  plan.after.push_back({from, to});
+  plan.touch(to, true);
+  plan.call.staged = true;
+}
+
+void all_reduce(Plan& plan, const CallDesc& call) {
+  const Tensors& tensors = call.outputs.list();
+  const Op::RedOpType op = call.reduce_op->op_;
+  const at::Tensor sum(at::detail::empty_cpu(tensors[0].sizes(), tensors[0].scalar_type()));
+  plan.combine(tensors[0], *call.reduce_op);
+  plan.update(sum);
+  // Not references: the last one must not fall on a thread of the core. `plan.after` keeps the tensors.
+  std::vector<at::TensorImpl*> own;
+  for (const at::Tensor& tensor : tensors) own.push_back(tensor.unsafeGetTensorImpl());
+  // When its turn comes: an operation before it may still write the tensors.
+  plan.prepare = [own, sum, op] {
+    const at::NoGradGuard no_grad;
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const auto tensor = [](at::TensorImpl* it) {
+      return at::Tensor(c10::intrusive_ptr<at::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(it));
+    };
+    sum.copy_(tensor(own[0]));
+    for (size_t i = 1; i < own.size(); ++i) fold(sum, tensor(own[i]).cpu(), op);
+  };
+  for (const at::Tensor& each : tensors) copy_back(plan, sum, each);
+}
+
+void broadcast(Plan& plan, const CallDesc& call) {
+  const Tensors& tensors = call.outputs.list();
+  const auto first = static_cast<size_t>(call.root_tensor);
+  plan.add(tensors[first], call.outputs.role);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (i != first) copy_back(plan, tensors[first], tensors[i]);
+  }
+}
+
+void all_gather(Plan& plan, const CallDesc& call) {
+  const Tensors& inputs = call.inputs.list();
+  const Operand::Lists& lists = call.outputs.lists();
+  plan.call.tensors = static_cast<uint32_t>(inputs.size());
+  const Tensors written = call.outputs.flat();
+  for (const at::Tensor& input : inputs) {
+    const bool aside =
+        std::any_of(written.begin(), written.end(), [&](const at::Tensor& output) { return overlap(input, output); });
+    plan.read(input, aside);
+  }
+  plan.write_all(lists[0]);
+  for (size_t list = 1; list < lists.size(); ++list) {
+    for (size_t i = 0; i < lists[list].size(); ++i) copy_back(plan, lists[0][i], lists[list][i]);
+  }
+}
+
+}  // namespace
+
+bool has_several(const CallDesc& call) {
+  if (call.coalesced) return false;
+  if (call.kind == Kind::kAllReduce || call.kind == Kind::kBroadcast) {
+    return call.outputs.is_list() && call.outputs.list().size() > 1;
+  }
+  return call.kind == Kind::kAllGather && call.inputs.is_list() && call.inputs.list().size() > 1;
+}
+
+void lower_several(Plan& plan, const CallDesc& call, const Carrier& carrier) {
+  check::several(call, carrier);
+  switch (call.kind) {
+    case Kind::kAllReduce:
+      return all_reduce(plan, call);
+    case Kind::kBroadcast:
+      return broadcast(plan, call);
+    default:
+      return all_gather(plan, call);
+  }
+}
+
+}  // namespace sagellm
