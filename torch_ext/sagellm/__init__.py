@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from sagellm.api.buffers import batch_all_reduce as batch_all_reduce
     from sagellm.api.buffers import monitor_communication as monitor_communication
     from sagellm.api.errors import CommTimeoutError as CommTimeoutError
+    from sagellm.api.recovery import recover as recover
     from sagellm.collective_ops import AllGatherOperator as AllGatherOperator
     from sagellm.collective_ops import AllReduceOperator as AllReduceOperator
     from sagellm.collective_ops import BenchmarkResult as BenchmarkResult
@@ -99,6 +100,7 @@ _HOMES = {
     "CommOp": "protocols.comm_backend",
     "CommBackendProtocol": "protocols.comm_backend",
     "CommTimeoutError": "api.errors",
+    "recover": "api.recovery",
     "CommBackend": "api.backends",
     "CommFuture": "api.backends",
     "CPUBackend": "api.backends",

@@ -1,0 +1,391 @@
+"""`sagellm.recover`: the survivors find out who is left, and go on in a group of their own, or all have an error."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Context, Job, beyond_gloo, expect_raises, launch
+from helpers import nothing_left
+from net import enter
+
+pytestmark = beyond_gloo("it cannot recover a group")
+
+#: For what must happen long before it.
+FAR = timedelta(seconds=120)
+
+
+def adds(members: list[int], first: int) -> None:
+    """The default group adds, and makes other groups, over those `members` of the first one; `first` is this rank's."""
+    place = members.index(first)
+    assert (dist.get_world_size(), dist.get_rank()) == (len(members), place)
+    assert dist.get_process_group_ranks(dist.group.WORLD) == list(range(len(members)))
+    value = torch.full((70_000,), float(first + 1))
+    dist.all_reduce(value)
+    assert (value == sum(rank + 1 for rank in members)).all(), (members, value[0])
+    other = dist.new_group(list(range(len(members))))
+    gathered: list[int | None] = [None] * len(members)
+    dist.all_gather_object(gathered, first, group=other)
+    assert gathered == members
+    source = torch.tensor([float(place)])
+    dist.broadcast(source, src=len(members) - 1)
+    assert source.item() == len(members) - 1
+
+
+def until_it_fails() -> str:
+    """Collectives until one fails; its text."""
+    try:
+        while True:
+            dist.all_reduce(torch.ones(1000))
+    except RuntimeError as error:
+        return str(error)
+
+
+def survives(ctx: Context, victims: list[int], engine: str, timeout: float) -> float:
+    """Works until ranks die, recovers, works. Returns the seconds that recovering took."""
+    import sagellm
+
+    ctx.init(timeout=FAR, pg_options=sagellm.Options(engine=engine))
+    ctx.tell("ready")
+    until_it_fails()
+    begin = time.monotonic()
+    new = sagellm.recover(timeout=timeout)
+    took = time.monotonic() - begin
+    assert new is dist.group.WORLD
+    adds([rank for rank in range(ctx.world_size) if rank not in victims], ctx.rank)
+    options = new._get_backend(torch.device("cpu")).options
+    assert options._timeout == FAR, "operations keep the timeout of the old group"
+    dist.barrier()
+    dist.destroy_process_group()
+    return took
+
+
+def kill_them(job: Job, victims: list[int]) -> None:
+    for rank in range(len(job.ranks)):
+        assert job.hear(rank) == "ready"
+    for victim in victims:
+        job.signal(victim, signal.SIGKILL)
+
+
+def end_well(job: Job, ranks: list[int], seconds: float = 90) -> list[Any]:
+    outcomes = [job.wait_rank(rank, seconds) for rank in ranks]
+    assert all(each.code == 0 and each.error is None for each in outcomes), job.report()
+    return [each.value for each in outcomes]
+
+
+@pytest.mark.parametrize("victims", [[2], [0], [1, 3], [0, 1, 2]], ids=str)
+def test_the_survivors_of_kill_9_go_on(victims: list[int]) -> None:
+    """One dead, rank 0, two at once, all but one: at once, not at a deadline."""
+    left = [rank for rank in range(4) if rank not in victims]
+    with launch(survives, 4, victims, "auto", 60.0) as job:
+        kill_them(job, victims)
+        times = end_well(job, left)
+    assert max(times) < 30, f"at a deadline, perhaps: {times} s"
+    nothing_left(each.pid for each in job.ranks)
+
+
+def test_where_a_delegate_serves_the_group_the_silent_are_gone_at_the_deadline() -> None:
+    """Nobody hears of their end."""
+    with launch(survives, 3, [1], "delegate", 4.0) as job:
+        kill_them(job, [1])
+        times = end_well(job, [0, 2])
+    assert min(times) >= 3.9, times
+
+
+def dies_meanwhile(ctx: Context, at: str) -> None:
+    """Rank 1 dies while the survivors of rank 3 recover: `at` says in which step."""
+    import sagellm
+    from sagellm.api import recovery
+
+    ctx.init(timeout=FAR)
+    ctx.tell("ready")
+    until_it_fails()
+    if ctx.rank == 1:
+        holder: Any = recovery._Conversation if at != "built" else recovery._Building
+        name = {"called": "_agree_on_members", "decided": "_build", "built": "take"}[at]
+        setattr(holder, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        if at == "built":  # after its group was made, and before the others know that
+            tell = recovery._Conversation._tell
+
+            def last_word(self: Any, **facts: Any) -> None:
+                if facts.get("built"):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                tell(self, **facts)
+
+            recovery._Conversation._tell = last_word  # type: ignore[method-assign]
+    sagellm.recover(timeout=60)
+    adds([0, 2], ctx.rank)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("at", ["called", "decided", "built"])
+def test_a_second_death_while_the_others_recover(at: str) -> None:
+    """Before it called, after the members were decided with it, and with its new group in hand."""
+    with launch(dies_meanwhile, 4, at) as job:
+        kill_them(job, [3])
+        end_well(job, [0, 2], 60)
+    nothing_left(each.pid for each in job.ranks)
+
+
+def twice(ctx: Context) -> None:
+    """A group that was recovered is recovered again."""
+    import sagellm
+
+    ctx.init(timeout=FAR)
+    members = list(range(ctx.world_size))
+    for victim in (0, 2):
+        ctx.tell("ready")
+        until_it_fails()
+        sagellm.recover(timeout=60)
+        members.remove(victim)
+        adds(members, ctx.rank)
+    ctx.tell("ready")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_recovered_group_is_recovered_again() -> None:
+    with launch(twice, 4) as job:
+        left = [0, 1, 2, 3]
+        for victim in (0, 2):
+            for rank in left:
+                assert job.hear(rank) == "ready"
+            job.signal(victim, signal.SIGKILL)
+            left.remove(victim)
+        end_well(job, left)
+
+
+def healthy(ctx: Context) -> None:
+    import sagellm
+
+    ctx.init()
+    world = dist.group.WORLD
+    for _ in range(3):
+        assert sagellm.recover(timeout=60) is world, "nothing has failed"
+    adds([0, 1, 2], ctx.rank)
+    text = expect_raises(RuntimeError, lambda: dist.all_reduce(torch.ones(2 + (ctx.rank == 1))))
+    assert "all_reduce" in text
+    new = sagellm.recover(timeout=60)
+    assert new is not world and new is dist.group.WORLD
+    adds([0, 1, 2], ctx.rank)
+    expect_raises(ValueError, lambda: sagellm.recover(world))
+    dist.barrier()
+    dist.destroy_process_group()
+    expect_raises(ValueError, sagellm.recover)
+
+
+def test_with_nobody_gone() -> None:
+    """A healthy group is returned as it is; one in which something failed gives way to one of the same ranks."""
+    with launch(healthy, 3) as job:
+        end_well(job, [0, 1, 2])
+
+
+def beside_one_that_is_stopped(ctx: Context) -> None:
+    import sagellm
+
+    ctx.init(timeout=FAR)
+    ctx.tell("ready")
+    if ctx.rank == 1:
+        until_it_fails()
+        sagellm.recover(timeout=60)
+        adds([0, 1, 2], ctx.rank)
+        dist.barrier()
+        dist.destroy_process_group()
+        return
+    ctx.listen()
+    dist.group.WORLD.abort()
+    text = expect_raises(sagellm.CommTimeoutError, lambda: sagellm.recover(timeout=1.5))
+    assert "rank 1 (alive" in text and "rank 2 (" not in text and "rank 0 (" not in text, text
+    ctx.tell(text)
+    ctx.listen()
+    sagellm.recover(timeout=60)
+    adds([0, 1, 2], ctx.rank)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_stopped_rank_is_named_and_never_left_out() -> None:
+    """And when it goes on, all of them recover."""
+    with launch(beside_one_that_is_stopped, 3) as job:
+        for rank in range(3):
+            assert job.hear(rank) == "ready"
+        job.signal(1, signal.SIGSTOP)
+        for rank in (0, 2):
+            job.say(rank, "go")
+        for rank in (0, 2):
+            job.hear(rank)
+        job.signal(1, signal.SIGCONT)
+        for rank in (0, 2):
+            job.say(rank, "again")
+        end_well(job, [0, 1, 2])
+
+
+def left_out(ctx: Context) -> str:
+    """By a delegate's group, whose survivors cannot tell a slow rank from a dead one."""
+    import sagellm
+
+    ctx.init(timeout=FAR, pg_options=sagellm.Options(engine="delegate"))
+    if ctx.rank == 1:
+        ctx.listen()
+        text = expect_raises(dist.DistBackendError, lambda: sagellm.recover(timeout=60))
+        assert "went on without rank 1" in text and "[0, 2]" in text, text
+        os._exit(0)
+    sagellm.recover(timeout=2)
+    adds([0, 2], ctx.rank)
+    ctx.tell("done")
+    dist.destroy_process_group()
+    return ""
+
+
+def test_a_rank_that_was_left_out_is_told_so() -> None:
+    with launch(left_out, 3) as job:
+        for rank in (0, 2):
+            assert job.hear(rank) == "done"
+        job.say(1, "late")
+        end_well(job, [0, 1, 2])
+
+
+def of_some(ctx: Context) -> None:
+    """A group of some ranks, in another order, recovers; the default group stays what it was."""
+    import sagellm
+
+    ctx.init(timeout=FAR)
+    world = dist.group.WORLD
+    some = dist.new_group([3, 1, 2])
+    ctx.tell("ready")
+    if ctx.rank == 0:
+        ctx.listen()
+        return
+    try:
+        while True:
+            dist.all_reduce(torch.ones(1000), group=some)
+    except RuntimeError:
+        pass
+    new = sagellm.recover(some, timeout=60)
+    assert dist.group.WORLD is world and dist.get_process_group_ranks(new) == [1, 3]
+    assert dist.get_rank(new) == [1, 3].index(ctx.rank)
+    value = torch.tensor([float(ctx.rank)])
+    dist.broadcast(value, src=3, group=new)
+    assert value.item() == 3
+    dist.barrier(group=new)
+
+
+def test_a_group_of_some_ranks() -> None:
+    with launch(of_some, 4) as job:
+        kill_them(job, [2])
+        end_well(job, [1, 3])
+        job.say(0, "end")
+
+
+def without_a_store(ctx: Context) -> str:
+    """Rank 0 only serves the store; the two others are the group."""
+    import sagellm
+
+    path = Path(ctx.tmp) / "port"
+    if ctx.rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, 3, is_master=True, wait_for_workers=False)
+        path.with_suffix(".new").write_text(str(store.port))
+        path.with_suffix(".new").rename(path)
+        ctx.tell("ready")
+        ctx.listen()
+        return ""
+    while not path.exists():
+        time.sleep(0.01)
+    store = dist.TCPStore("127.0.0.1", int(path.read_text()), 3, timeout=timedelta(seconds=60))
+    ctx.init(timeout=FAR, store=store, rank=ctx.rank - 1, world_size=2)
+    dist.barrier()
+    ctx.tell("ready")
+    ctx.listen()
+    dist.group.WORLD.abort()
+    begin = time.monotonic()
+    text = expect_raises(dist.DistBackendError, lambda: sagellm.recover(timeout=3))
+    assert time.monotonic() - begin < 20, "not until the timeout of the store"
+    return text
+
+
+@pytest.mark.parametrize(
+    ("number", "words"), [(signal.SIGKILL, "store of the group is gone"), (signal.SIGSTOP, "does not answer")]
+)
+def test_without_a_store_there_is_an_error_that_says_so(number: signal.Signals, words: str) -> None:
+    with launch(without_a_store, 3) as job:
+        for rank in range(3):
+            assert job.hear(rank) == "ready"
+        job.signal(0, number)
+        for rank in (1, 2):
+            job.say(rank, "go")
+        for text in end_well(job, [1, 2]):
+            assert words in text and "torchrun" in text, text
+
+
+def over_hosts(ctx: Context, names: list[str], victims: list[int], timeout: float) -> float:
+    import sagellm
+
+    enter(names[ctx.rank // 2])
+    ctx.init(store=dist.FileStore(f"{ctx.tmp}/store", ctx.world_size), timeout=FAR)
+    assert dist.group.WORLD._get_backend(torch.device("cpu")).spans_hosts
+    ctx.tell("ready")
+    until_it_fails()
+    begin = time.monotonic()
+    sagellm.recover(timeout=timeout)
+    took = time.monotonic() - begin
+    adds([rank for rank in range(ctx.world_size) if rank not in victims], ctx.rank)
+    dist.barrier()
+    dist.destroy_process_group()
+    return took
+
+
+@pytest.mark.parametrize(("victims", "timeout"), [([3], 60.0), ([0, 1], 5.0)], ids=["one of a host", "a whole host"])
+def test_over_two_hosts(hosts: list[str], victims: list[int], timeout: float) -> None:
+    """A rank's end is known to the others of its host; that of a whole host only at the deadline."""
+    with launch(over_hosts, 4, hosts, victims, timeout, env={"GLOO_SOCKET_IFNAME": "eth0"}) as job:
+        kill_them(job, victims)
+        times = end_well(job, [rank for rank in range(4) if rank not in victims])
+    assert max(times) < 45, times
+    if len(victims) == 2:
+        assert min(times) >= 4.9, times
+
+
+def refused(ctx: Context) -> None:
+    import sagellm
+
+    dist.init_process_group("gloo", store=ctx.store(), rank=ctx.rank, world_size=ctx.world_size)
+    cases: list[tuple[str, Callable[[], Any]]] = [
+        ("of backend 'gloo'", sagellm.recover),
+        ("no member", lambda: sagellm.recover(dist.GroupMember.NON_GROUP_MEMBER)),
+    ]
+    for words, call in cases:
+        assert words in expect_raises(ValueError, call)
+    ours = dist.new_group(backend="sagellm")
+    assert "more than 0" in expect_raises(ValueError, lambda: sagellm.recover(ours, timeout=0))
+    dist.barrier(group=ours)
+
+
+def test_wrong_groups_are_refused() -> None:
+    with launch(refused, 2) as job:
+        end_well(job, [0, 1])
+
+
+def test_torchs_part_of_a_shrink_is_what_recover_uses() -> None:
+    """Fails where a new torch takes over a new backend in another way: then `recovery` has to be looked at again."""
+    import inspect
+
+    from torch.distributed import distributed_c10d as c10d
+
+    assert list(inspect.signature(c10d._finalize_shrunk_group).parameters) == [
+        "group_info",
+        "excluded_ranks_set",
+        "new_backend",
+    ]
+    source = inspect.getsource(c10d._finalize_shrunk_group)
+    assert 'group_info["process_group"]' in source and 'group_info["is_default_group"]' in source
+    assert source.count("group_info[") == 2, "it reads nothing else"
+    assert "excluded_ranks_set" in source and "get_process_group_ranks(target_pg)" in source
