@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -320,6 +322,76 @@ class Complete:
 
     def get_stats(self) -> Any:
         return {}
+
+
+def meets_late(ctx: Context, port: int, first: int, retry: int, seconds: float) -> str:
+    """Makes the group from torchrun's environment; rank `first` is there long before the other one."""
+    import sagellm
+    from sagellm.api import backends
+
+    os.environ.update(RANK=str(ctx.rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    backends.FIRST_PAUSE = backends.LONGEST_PAUSE = 0.1
+
+    class Told(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "attempt 2 of" in record.getMessage():
+                ctx.tell(record.getMessage())
+
+    logging.getLogger("sagellm").addHandler(Told())
+    if ctx.rank != first:
+        ctx.listen()
+    try:
+        comm = sagellm.CPUBackend(timeout=seconds, retry=retry)
+    except RuntimeError as error:
+        ctx.tell(f"failed: {error}")
+        return "failed"
+    # By the name that the first attempt would have given it.
+    found = f"{comm.all_reduce(torch.ones(2)).tolist()} in {comm.group.group_name}"
+    assert comm is not sagellm.create_comm_backend("cpu", retry=2), "made by its class"
+    again = sagellm.create_comm_backend("cpu", timeout=seconds)
+    assert again is sagellm.create_comm_backend("cpu", timeout=seconds, retry=3), "retry is no setting of the group"
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_making_the_group_is_tried_again(first: int) -> None:
+    """The store is not there yet (rank 0 starts late), or the other rank is not."""
+    with launch(meets_late, 2, free_port(), first, 100, patience(1.5)) as job:
+        assert "attempt 2 of 101 follows" in job.hear(first, 60)
+        job.say(1 - first, "start")
+        assert job.values(90) == ["[2.0, 2.0] in 0"] * 2
+
+
+def test_without_retry_or_after_the_last_attempt_the_error_is_the_callers() -> None:
+    for retry in (0, 1):
+        with launch(meets_late, 2, free_port(), 0, retry, 0.5) as job:
+            words = [job.hear(0, 60) for _ in range(retry + 1)]
+            assert words[-1].startswith("failed: ") and "rank 1" in words[-1], words
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def fails_once(ctx: Context) -> None:
+    """An operation that fails is not tried again."""
+    import sagellm
+
+    comm = sagellm.create_comm_backend("cpu", retry=5)
+    before = comm.get_stats()["ops"].get("all_reduce", {"count": 0})["count"]
+    expect_raises(RuntimeError, lambda: comm.all_reduce(torch.ones(2 + ctx.rank)))
+    assert comm.get_stats()["ops"]["all_reduce"]["count"] <= before + 1
+    for wrong in (-1, 1.5, "often"):
+        assert "expected a whole number" in expect_raises(
+            ValueError, lambda wrong=wrong: sagellm.CPUBackend(retry=wrong)
+        )
+
+
+def test_operations_are_never_tried_again() -> None:
+    run_ranks(fails_once, 2, fresh_group=True)
 
 
 @pytest.mark.quick

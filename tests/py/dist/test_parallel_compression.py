@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -147,3 +151,133 @@ def test_training_converges_with_several_buckets(how: str) -> None:
         assert plain[-1] < 0.2 * plain[0], "the model learns"
         assert math.isclose(compressed[0], plain[0], rel_tol=1e-3), "the first step begins with the same weights"
         assert compressed[-1] < 1.5 * plain[-1] + 0.02, (how, plain[-1], compressed[-1])
+
+
+def demo() -> tuple[Any, torch.Tensor, nn.Module]:
+    """The program of examples/train_gpt.py, the text it learns, and a small one of its models."""
+    path = Path(__file__).resolve().parents[3] / "examples" / "train_gpt.py"
+    spec = importlib.util.spec_from_file_location("train_gpt", path)
+    assert spec is not None and spec.loader is not None
+    program = sys.modules.setdefault("train_gpt", importlib.util.module_from_spec(spec))
+    if not hasattr(program, "Gpt"):
+        spec.loader.exec_module(program)
+    torch.manual_seed(3)
+    net = program.Gpt(program.Config(layers=2, dim=48, heads=4, context=32))
+    return program, program.read_standard_library(200_000), net
+
+
+STEPS = 40
+
+
+def learn(ctx: Context, how: str) -> list[float]:
+    """Losses of the demo's model, averaged over the ranks. `how` is "", a format for DDP's hook, or "call " and one."""
+    import sagellm
+
+    program, text, net = demo()
+    by_call = how.startswith("call ")
+    hook: sagellm.CompressionHook | None = None
+    comm = sagellm.create_comm_backend("cpu") if by_call else None
+    forward: Any = net
+    if not by_call:
+        forward = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.05)
+        if how == "powersgd":
+            from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+
+            hook = sagellm.PowerSGDHook(PowerSGDState(None, matrix_approximation_rank=8, start_powerSGD_iter=3))
+        elif how:
+            hook = sagellm.CompressionHook(sagellm.TopK(0.2) if how == "topk" else how)
+        if hook is not None:
+            forward.register_comm_hook(None, hook)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
+    losses = []
+    for step in range(STEPS):
+        data, targets = program.draw_batch(text, 8, 32, seed=1000 * step + ctx.rank)
+        optimizer.zero_grad()
+        loss = forward(data, targets)
+        loss.backward()
+        if comm is not None:
+            method = how.removeprefix("call ")
+            gradients = [each.grad for each in net.parameters() if each.grad is not None]
+            futures = [
+                comm.all_reduce(each, "avg", async_op=True, compress=method, key=number)
+                for number, each in enumerate(gradients)
+            ]
+            for future in futures:
+                future.wait()
+        optimizer.step()
+        shown = loss.detach().clone()
+        dist.all_reduce(shown)
+        losses.append(float(shown) / ctx.world_size)
+    for parameter in net.parameters():
+        same = parameter.detach().clone()
+        dist.broadcast(same, 0)
+        assert torch.equal(same, parameter), "the ranks' weights stay equal"
+    if hook is not None:
+        assert hook.stats.calls >= 3 * STEPS, f"several buckets: {hook.stats}"
+        hook.close()
+    return losses
+
+
+def learns(ctx: Context, hows: list[str]) -> dict[str, list[float]]:
+    return {how: learn(ctx, how) for how in hows}
+
+
+def test_the_demo_learns_with_every_wire_format_and_several_buckets() -> None:
+    """As well as without compression, by its loss at the end: bytes of the standard library, from ln(256) on."""
+    hows = ["", "fp16", "bf16", "int8", "topk", "powersgd", "call bf16", "call int8", "call topk"]
+    for found in run_ranks(learns, 2, hows, timeout=180):
+        ends = {how: sum(losses[-5:]) / 5 for how, losses in found.items()}
+        assert ends[""] < 0.65 * found[""][0], f"the model learns: {ends}"
+        for how, end in ends.items():
+            assert math.isclose(found[how][0], found[""][0], rel_tol=1e-4), (
+                "the first step begins with the same weights"
+            )
+            # One percent of its elements is what "topk" sends by its name: it is later, not wrong.
+            assert end < ends[""] + (0.9 if how == "call topk" else 0.15), ends
+
+
+def as_option(ctx: Context) -> None:
+    import sagellm
+
+    comm = sagellm.create_comm_backend("cpu")
+    before = comm.get_stats()["compression"]
+    every = addends(ctx.world_size, 5000)
+    mine = every[ctx.rank]
+    for how in ("bf16", "fp16", "int8", sagellm.Int8(64)):
+        one, later = mine.clone(), mine.clone()
+        assert comm.all_reduce(one, compress=how) is one
+        future = comm.all_reduce(later, "mean", async_op=True, compress=how)
+        # Ranks may go on to other operations meanwhile, each in its own order of events.
+        comm.all_reduce(torch.ones(3))
+        assert future.wait() is later and future.done()
+        plain = sagellm.compressed_all_reduce(mine.clone(), how)
+        assert torch.equal(one, plain) and torch.equal(later, plain / ctx.world_size), how
+    chained = comm.all_reduce(torch.ones(8), async_op=True, compress="fp16").then(lambda ended: ended.value() + 1)
+    assert chained.wait().tolist() == [ctx.world_size + 1.0] * 8
+    counted = comm.get_stats()["compression"]
+    assert counted["calls"] - before["calls"] == 9
+    assert counted["saved_bytes"] == counted["plain_bytes"] - counted["sent_bytes"] > before["saved_bytes"]
+    left = sagellm.TopK(0.25)
+    total = torch.zeros(40)
+    for _ in range(8):
+        total += comm.all_reduce(torch.arange(40.0), compress=left, key="grad")
+    rest = left.residual("grad")
+    assert rest is not None
+    torch.testing.assert_close(total + ctx.world_size * rest, 8.0 * ctx.world_size * torch.arange(40.0))
+    named = torch.zeros(400)
+    for _ in range(300):  # by its name, one hundredth at a time
+        named += comm.all_reduce(torch.ones(400), compress="topk", key="named")
+    assert (named > 0).all(), "what was left out comes later, also where only the name is given"
+    for words, call in {
+        "expected one of fp16": lambda: comm.all_reduce(torch.ones(2), compress="zip"),
+        "op='max'": lambda: comm.all_reduce(torch.ones(2), "max", compress="fp16"),
+        "expected floats": lambda: comm.all_reduce(torch.ones(2).int(), compress="fp16"),
+        "timeout does not go": lambda: comm.all_reduce(torch.ones(2), timeout=1, compress="fp16"),
+    }.items():
+        assert words in expect_raises(ValueError, call)
+    comm.barrier()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_compression_is_an_option_of_all_reduce(world_size: int) -> None:
+    run_ranks(as_option, world_size)

@@ -7,10 +7,12 @@ Each is a thin layer over one process group of this package; nothing is decided 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from datetime import timedelta
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,14 @@ from sagellm.api.errors import translated, with_timeouts
 from sagellm.observe import explain as explaining
 from sagellm.observe import log
 from sagellm.observe import stats as statistics
+from sagellm.parallel.compression import (
+    Compression,
+    CompressionStats,
+    CompressionThread,
+    check_compressible,
+    compressed_all_reduce,
+    compression,
+)
 from sagellm.protocols.comm_backend import CommBackendProtocol
 from sagellm.topology import TopologyInfo, TopologyManager, option_of
 
@@ -27,7 +37,10 @@ from sagellm.topology import TopologyInfo, TopologyManager, option_of
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 #: The reduce ops by name.
 OPS = {"sum": "SUM", "avg": "AVG", "mean": "AVG", "max": "MAX", "min": "MIN", "prod": "PRODUCT"}
+#: Seconds between two attempts to make a group: doubled each time.
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 10.0
 Seconds = float | timedelta
+Result = TypeVar("Result")
 
 
 class CommFuture(torch.futures.Future[torch.Tensor]):  # type: ignore[misc]  # torch has no annotations for mypy
@@ -77,6 +90,15 @@ class CommFuture(torch.futures.Future[torch.Tensor]):  # type: ignore[misc]  # t
         return self._result
 
 
+class _Later:
+    """A future of ours as the Work that ``CommFuture`` takes."""
+
+    def __init__(self, future: torch.futures.Future[torch.Tensor]) -> None:
+        self.get_future = lambda: future
+        self.is_completed = future.done
+        self.wait = future.wait
+
+
 class CommBackend(CommBackendProtocol):
     """Collectives over one process group, with tensors in and tensors out.
 
@@ -97,6 +119,8 @@ class CommBackend(CommBackendProtocol):
         topology_manager: what is known of the machines; with it the start rules choose what no rule and no table names.
         fusion: False to let no operations travel together.
         timeout: of each operation, in seconds or as timedelta; None: the group's.
+        retry: how often making the group is tried again after it failed, because the store was not there yet, or ranks
+            did not come in time; pauses in between grow from 1 to 10 seconds. Operations are never tried again.
     """
 
     #: The name in ``create_comm_backend``.
@@ -116,7 +140,10 @@ class CommBackend(CommBackendProtocol):
         topology_manager: TopologyManager | TopologyInfo | None = None,
         fusion: bool = True,
         timeout: Seconds | None = None,
+        retry: int = 0,
     ) -> None:
+        if not isinstance(retry, int) or retry < 0:
+            raise ValueError(f"sagellm {type(self).__name__}: retry is {retry!r}, expected a whole number from 0 on")
         self._check_device()
         settings = _Settings(
             vendor=self.vendor,
@@ -124,10 +151,15 @@ class CommBackend(CommBackendProtocol):
             topology=option_of(topology_manager),
             fusion=fusion,
             timeout=None if timeout is None else _timedelta(timeout),
+            retry=retry,
         )
         self.group: Any = _group_for(group, rank, world_size, settings, type(self).__name__)
         self.rank: int = dist.get_rank(self.group)
         self.world_size: int = dist.get_world_size(self.group)
+        self._compression = CompressionStats()
+        self._methods: dict[str, Compression] = {}
+        #: Of asynchronous calls with ``compress``; made by the first.
+        self._thread: CompressionThread | None = None
 
     @classmethod
     def _check_device(cls) -> None:
@@ -156,21 +188,57 @@ class CommBackend(CommBackendProtocol):
         op: str = "sum",
         async_op: bool = False,
         timeout: Seconds | None = None,
+        *,
+        compress: str | Compression | None = None,
+        key: Any = None,
     ) -> Any:
         """Combines ``tensor`` element by element over all ranks, in place, and returns it.
 
         ``op`` is "sum", "avg" ("mean"), "max", "min" or "prod". ``timeout`` is that of this call alone. Every rank
         passes the same shape and dtype.
 
+        ``compress`` has fewer bytes sent, with the errors that docs/api.md tells: "fp16", "bf16", "int8", "topk", or an
+        object of ``sagellm.Half``, ``Int8``, ``TopK``. It takes floats, "sum" and "avg"; ``key`` names the tensor for
+        "topk", which keeps what it leaves out (its shape and dtype if None). ``get_stats()["compression"]`` counts the
+        bytes. Several operations make one such call, so it takes no ``timeout``; an asynchronous one runs on a thread,
+        in a group of its own that the first of them makes, for tensors on the CPU.
+
         Example::
 
             comm = sagellm.create_comm_backend()
             comm.all_reduce(torch.ones(4))  # four times the number of ranks
         """
+        if compress is not None:
+            return self._compressed(tensor, op, async_op, timeout, compress, key)
         options = _reduction("all_reduce", op, async_op)
         if timeout is not None:
             options = _copy_of(options, _timedelta(timeout))
         return self._run(lambda: self.group.allreduce([tensor], options), tensor, async_op)
+
+    def _compressed(
+        self, tensor: torch.Tensor, op: str, async_op: bool, timeout: Any, how: str | Compression, key: Any
+    ) -> Any:
+        check_compressible(tensor, op)
+        if timeout is not None:
+            raise ValueError("sagellm all_reduce: timeout does not go with compress, which takes several operations")
+        if async_op and not tensor.is_cpu:
+            raise ValueError(
+                f"sagellm all_reduce: the tensor is on {tensor.device}, expected cpu for compress with async_op"
+            )
+        # By name there is one of each: "topk" remembers what it left out.
+        method = compression(how) if not isinstance(how, str) or how not in self._methods else self._methods[how]
+        if isinstance(how, str):
+            self._methods[how] = method
+
+        def run(group: Any) -> torch.Tensor:
+            return compressed_all_reduce(tensor, method, op=op, group=group, key=key, stats=self._compression)
+
+        if not async_op:
+            return with_timeouts(lambda: run(self.group))
+        if self._thread is None:
+            self._thread = CompressionThread(self.group)
+        thread = self._thread
+        return CommFuture(_Later(thread.later(lambda: run(thread.group))), tensor)
 
     def safe_all_reduce(self, tensor: torch.Tensor, op: str = "sum", timeout: Seconds = 30.0) -> torch.Tensor:
         """``all_reduce`` with a timeout, which raises ``CommTimeoutError`` naming the ranks that are missing."""
@@ -337,8 +405,14 @@ class CommBackend(CommBackendProtocol):
     # ------------------------------------------------------------------------------------------- looking in
 
     def get_stats(self) -> dict[str, Any]:
-        """What this group has counted and timed: ``sagellm.get_stats(group=...)``."""
-        return dict(statistics.get_stats(group=self.group))
+        """What this group has counted and timed: ``sagellm.get_stats(group=...)``.
+
+        Under "compression" the calls with ``compress`` of this object: their number, the bytes that this rank would
+        have given without it, those that it gave, and how many it saved.
+        """
+        counted = self._compression
+        saved = {"saved_bytes": counted.saved_bytes}
+        return {**statistics.get_stats(group=self.group), "compression": {**asdict(counted), **saved}}
 
     @property
     def stats(self) -> dict[str, Any]:
@@ -418,6 +492,7 @@ def create_comm_backend(
     topology_manager: TopologyManager | TopologyInfo | None = None,
     fusion: bool = True,
     timeout: Seconds | None = None,
+    retry: int = 0,
 ) -> CommBackend:
     """A communication backend over the ranks of this job.
 
@@ -428,7 +503,7 @@ def create_comm_backend(
     Args:
         backend_type: "auto" (the library of this process's accelerator, or "cpu" where there is none; says in the log
             what it found), "cpu", "nccl", "hccl", "cncl", or "gloo" (tensors on devices through host memory).
-        rank, world_size, group, algorithm, topology_manager, fusion, timeout: see ``CommBackend``.
+        rank, world_size, group, algorithm, topology_manager, fusion, timeout, retry: see ``CommBackend``.
 
     Raises:
         ValueError: the name is unknown, or ``rank`` or ``world_size`` is not what the group says.
@@ -455,6 +530,7 @@ def create_comm_backend(
         topology_manager=topology_manager,
         fusion=fusion,
         timeout=timeout,
+        retry=retry,
     )
     for stale in [each for each, backend in _made.items() if not _is_alive(backend.group)]:
         del _made[stale]
@@ -479,7 +555,7 @@ class _Settings:
     """What a backend wants of its group beyond the defaults."""
 
     def __init__(
-        self, vendor: str | None, algorithm: str, topology: str, fusion: bool, timeout: timedelta | None
+        self, vendor: str | None, algorithm: str, topology: str, fusion: bool, timeout: timedelta | None, retry: int
     ) -> None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         # Without a device every group carries the same tensors in the same way.
@@ -488,6 +564,7 @@ class _Settings:
         self.topology = topology
         self.fusion = fusion
         self.timeout = timeout
+        self.retry = retry
 
     def hold_for(self, backend: Any) -> bool:
         """Whether a group has these settings."""
@@ -531,13 +608,41 @@ def _group_for(group: Any, rank: int | None, world_size: int | None, settings: _
         return base
     why = "is of another backend" if ours is None else "has other settings"
     log.logger.info("%s makes a group of its own over the same ranks: the running one %s", who, why)
-    return dist.new_group(
-        dist.get_process_group_ranks(base),
-        timeout=settings.timeout,
-        backend="sagellm",
-        pg_options=settings.options(),
-        use_local_synchronization=True,
+    return _tried(
+        settings.retry,
+        who,
+        lambda: dist.new_group(
+            dist.get_process_group_ranks(base),
+            timeout=settings.timeout,
+            backend="sagellm",
+            pg_options=settings.options(),
+            use_local_synchronization=True,
+        ),
     )
+
+
+def _tried(retry: int, who: str, make: Callable[[], Result]) -> Result:
+    """Makes a group, if need be several times. What the ranks have not begun together yet may be begun again."""
+    world = dist.distributed_c10d._world
+    number = world.group_count
+    for attempt in range(retry):
+        try:
+            return make()
+        except RuntimeError as error:  # of torch's store, or of the rendezvous; wrong arguments are ValueErrors
+            pause = min(FIRST_PAUSE * 2**attempt, LONGEST_PAUSE)
+            text = str(error).splitlines()[0] if str(error) else type(error).__name__
+            log.logger.warning(
+                "%s: making the group failed (%s); attempt %d of %d follows in %g s",
+                who,
+                text,
+                attempt + 2,
+                retry + 1,
+                pause,
+            )
+        # torch names groups by a count, which a failed attempt has raised: the ranks would look for different names.
+        world.group_count = number
+        time.sleep(pause)
+    return make()
 
 
 def _start(rank: int | None, world_size: int | None, settings: _Settings, who: str) -> None:
@@ -545,12 +650,16 @@ def _start(rank: int | None, world_size: int | None, settings: _Settings, who: s
     missing = [name for name in ENVIRONMENT if name not in os.environ]
     common = {"timeout": settings.timeout, "pg_options": settings.options()}
     if not missing:
-        dist.init_process_group(
-            "sagellm",
-            rank=-1 if rank is None else rank,
-            world_size=-1 if world_size is None else world_size,
-            **common,
-        )
+
+        def start() -> None:
+            dist.init_process_group(
+                "sagellm",
+                rank=-1 if rank is None else rank,
+                world_size=-1 if world_size is None else world_size,
+                **common,
+            )
+
+        _tried(settings.retry, who, start)
         return
     if (world_size or 1) > 1 or (rank or 0) > 0:
         raise RuntimeError(

@@ -7,6 +7,7 @@ bounds are those of each class below, for one call; what ``TopK`` leaves out is 
 # No annotations from the future here: DistributedDataParallel reads those of a hook, and does not take texts.
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -154,6 +155,14 @@ def compression(how: str | Compression) -> Compression:
     raise ValueError(f"sagellm: compression {how!r}, expected one of fp16, bf16, int8, topk")
 
 
+def check_compressible(tensor: torch.Tensor, op: str) -> None:
+    """A ValueError where there is no compressed sum of this kind."""
+    if op not in ("sum", "avg", "mean"):
+        raise ValueError(f"sagellm compressed_all_reduce: op={op!r}, expected one of sum, avg, mean")
+    if not tensor.is_floating_point():
+        raise ValueError(f"sagellm compressed_all_reduce: the tensor is {tensor.dtype}, expected floats")
+
+
 def compressed_all_reduce(
     tensor: torch.Tensor,
     how: str | Compression,
@@ -169,18 +178,15 @@ def compressed_all_reduce(
         tensor: of floats (ValueError otherwise); every rank passes the same shape and dtype.
         how: "fp16", "bf16", "int8", "topk", or an object of one of the classes, which "topk" needs to remember what it
             left out.
-        op: "sum" or "avg".
+        op: "sum" or "avg" ("mean").
         key: names the tensor for "topk"; its shape and dtype if None.
         stats: counts the bytes, if given.
     """
-    if op not in ("sum", "avg"):
-        raise ValueError(f"sagellm compressed_all_reduce: op={op!r}, expected one of sum, avg")
-    if not tensor.is_floating_point():
-        raise ValueError(f"sagellm compressed_all_reduce: the tensor is {tensor.dtype}, expected floats")
+    check_compressible(tensor, op)
     method = compression(how)
     work = tensor if tensor.is_contiguous() else tensor.contiguous()
     sent = method.all_reduce(work, group, (tuple(tensor.shape), tensor.dtype) if key is None else key)
-    if op == "avg":
+    if op != "sum":
         work /= dist.get_world_size(group)
     if work is not tensor:
         tensor.copy_(work)
@@ -189,6 +195,38 @@ def compressed_all_reduce(
         stats.plain_bytes += tensor.nbytes
         stats.sent_bytes += sent
     return tensor
+
+
+class CompressionThread:
+    """A thread that makes one compressed sum after the other, in a group of its own.
+
+    So all ranks call the same collectives in the same order, whatever else their other threads call.
+
+    Args:
+        group: the ranks; None the default group. All of them make the thread at the same point.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        self.group = _own_group(group)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="sagellm-compression")
+
+    def later(self, work: Callable[[], torch.Tensor]) -> torch.futures.Future[torch.Tensor]:
+        """Has the thread call ``work`` after all earlier ones; the future of what it returns."""
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:  # whoever waits for the future raises it
+                future.set_exception(error)
+
+        self._thread.submit(run)
+        return future
+
+    def close(self) -> None:
+        """Ends the thread and the group; all ranks call it after the last sum."""
+        self._thread.shutdown()
+        dist.destroy_process_group(self.group)
 
 
 class CompressionHook:
@@ -213,8 +251,8 @@ class CompressionHook:
     def __init__(self, how: str | Compression, group: Any = None) -> None:
         self.compression = compression(how)
         self.stats = CompressionStats()
-        self.group = _own_group(group)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="sagellm-compression")
+        self._thread = CompressionThread(group)
+        self.group = self._thread.group
         # DistributedDataParallel asks a hook for its names.
         self.__name__ = self.__qualname__ = f"CompressionHook({self.compression.name})"
 
@@ -226,29 +264,16 @@ class CompressionHook:
                 f"sagellm {self.__name__}: the gradients are on {device}, expected cpu; on a device use the hooks of "
                 "torch.distributed.algorithms.ddp_comm_hooks"
             )
-        return self._later(lambda: self._average(bucket))
+        return self._thread.later(lambda: self._average(bucket))
 
     def _average(self, bucket: Any) -> torch.Tensor:
         return compressed_all_reduce(
             bucket.buffer(), self.compression, op="avg", group=self.group, key=bucket.index(), stats=self.stats
         )
 
-    def _later(self, work: Any) -> torch.futures.Future[torch.Tensor]:
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-
-        def run() -> None:
-            try:
-                future.set_result(work())
-            except BaseException as error:  # the backward pass raises it
-                future.set_exception(error)
-
-        self._thread.submit(run)
-        return future
-
     def close(self) -> None:
         """Ends the thread and the group; all ranks call it after the last step."""
-        self._thread.shutdown()
-        dist.destroy_process_group(self.group)
+        self._thread.close()
 
 
 class PowerSGDHook(CompressionHook):
