@@ -164,6 +164,29 @@ def test_a_recovered_group_is_recovered_again() -> None:
         end_well(job, left)
 
 
+def waits_elsewhere(ctx: Context) -> None:
+    """Rank 2 waits for a message of rank 0, which does not need rank 1: it must hear that the others recover."""
+    import sagellm
+
+    ctx.init(timeout=FAR)
+    dist.barrier()
+    ctx.tell("ready")
+    if ctx.rank == 2:
+        expect_raises(RuntimeError, lambda: dist.recv(torch.ones(4), 0))
+    else:
+        until_it_fails()
+    sagellm.recover(timeout=60)
+    adds([0, 2], ctx.rank)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_rank_that_waits_for_a_survivor_hears_of_it() -> None:
+    with launch(waits_elsewhere, 3) as job:
+        kill_them(job, [1])
+        end_well(job, [0, 2], 60)
+
+
 def healthy(ctx: Context) -> None:
     import sagellm
 
@@ -320,6 +343,8 @@ def test_without_a_store_there_is_an_error_that_says_so(number: signal.Signals, 
         for rank in range(3):
             assert job.hear(rank) == "ready"
         job.signal(0, number)
+        if number == signal.SIGKILL:
+            job.wait_rank(0)
         for rank in (1, 2):
             job.say(rank, "go")
         for text in end_well(job, [1, 2]):

@@ -176,6 +176,7 @@ class _Conversation:
         self.backend, self.requests, self.seconds = backend, requests, seconds
         self.rank = int(backend.rank())
         self.candidates = list(range(backend.size()))
+        self.faulty = _has_failed(backend)
         store = backend._store
         self.store = requests.ask(lambda: _own_connection(store))
         self.round = 0
@@ -186,6 +187,7 @@ class _Conversation:
 
     def run(self) -> tuple[list[int], Any]:
         """The members, as ranks of the old group, and the new backend; None for it where nothing has to be made."""
+        self._end_what_is_under_way()
         self._skip_past_rounds()
         for _ in range(len(self.candidates) + 1):
             self.heard, self.told = _Heard(), {}
@@ -198,6 +200,15 @@ class _Conversation:
             self.candidates = members
             self.round += 1
         raise dist.DistBackendError("sagellm recover: every attempt lost another rank; call it again")
+
+    def _end_what_is_under_way(self) -> None:
+        """Has the others notice: one may wait for this rank in an operation that does not need those that are gone."""
+        if not self.faulty and not self.backend._watched(True):
+            return
+        if self.backend.delegate_reason:
+            self.backend.shutdown()  # gloo cannot abort, but its connections close
+        else:
+            self.backend.abort()
 
     def _skip_past_rounds(self) -> None:
         """Goes to the first round that has not ended, and keeps to the members of those before it."""
@@ -222,11 +233,10 @@ class _Conversation:
 
     def _agree_on_members(self) -> tuple[list[int], bool]:
         """Waits until every candidate has called or is known to be gone; then the first to say so decides for all."""
-        faulty = _has_failed(self.backend)
         end = time.monotonic() + self.seconds
         while True:
             late = time.monotonic() >= end
-            self._tell(called=True, faulty=faulty)
+            self._tell(called=True, faulty=self.faulty)
             self._listen()
             missing = set(self.candidates) - self.heard.called - self.heard.gone
             alive = missing & self.heard.watched
@@ -380,10 +390,9 @@ class _Building:
 
 
 def _has_failed(backend: Any) -> bool:
-    try:
-        return bool(backend.get_error() != ErrorType.SUCCESS)
-    except RuntimeError:  # a delegate of torch 2.11, which cannot say
-        return False
+    if backend.delegate_reason:  # torch's groups forget what failed in them
+        return any(cell["failed"] for cell in backend._stats()["cells"])
+    return bool(backend.get_error() != ErrorType.SUCCESS)
 
 
 def _own_connection(store: Any) -> Any:
