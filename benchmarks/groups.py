@@ -2,7 +2,7 @@
 """The cost of one more process group of the same ranks: time, descriptors, address space, memory.
 
 Backends take turns (A B A B) in the same processes; every group stays until the end. Times are those of the slowest
-rank, for making the group alone and with one small operation, because a backend may defer work until then. `--first`
+rank, for making the group alone and with one operation, because a backend may defer work until then. `--first`
 makes the first group of fresh processes instead and times each step of it.
 """
 
@@ -26,6 +26,7 @@ from measure.stats import format_time, percentile
 EXAMPLES = """examples:
   python benchmarks/groups.py                          20 groups of 2 ranks, sagellm and gloo
   python benchmarks/groups.py --ranks 8 --groups 50
+  python benchmarks/groups.py --large                  the memory of groups that run large operations
   python benchmarks/groups.py --first --ranks 4        the first group, part by part
 """
 
@@ -38,14 +39,15 @@ def cost_now() -> torch.Tensor:
     return torch.tensor([len(os.listdir("/proc/self/fd")), address_space, resident])
 
 
-def measure(groups: int, backends: list[str]) -> None:
-    """One rank; rank 0 prints the table."""
+def measure(groups: int, backends: list[str], elements: int) -> None:
+    """One rank; rank 0 prints the table. The first operation of each group has so many elements."""
     dist.init_process_group(backends[0], timeout=timedelta(seconds=60))
     rank, ranks = dist.get_rank(), dist.get_world_size()
     report = dist.new_group(backend="gloo")
     times: dict[str, list[float]] = {backend: [] for backend in backends}
     used: dict[str, list[float]] = {backend: [] for backend in backends}
     costs: dict[str, torch.Tensor] = {backend: torch.zeros(3, dtype=torch.int64) for backend in backends}
+    payload = torch.ones(elements).zero_()  # made before, so that it is no memory of a group
     for turn in range(groups + 1):
         for backend in backends:
             before = cost_now()
@@ -53,7 +55,7 @@ def measure(groups: int, backends: list[str]) -> None:
             start = time.perf_counter()
             group = dist.new_group(backend=backend)
             made = time.perf_counter()
-            dist.all_reduce(torch.ones(1000), group=group)
+            dist.all_reduce(payload, group=group)
             slowest = torch.tensor([made - start, time.perf_counter() - start], dtype=torch.float64) * 1e6
             cost = cost_now() - before
             dist.all_reduce(slowest, dist.ReduceOp.MAX, group=report)
@@ -125,13 +127,16 @@ def main() -> int:
     parser.add_argument("--groups", type=int, default=20)
     parser.add_argument("--backends", default="sagellm,gloo", help="the first one makes the default group")
     parser.add_argument("--first", action="store_true", help="the parts of the first group")
+    parser.add_argument(
+        "--large", action="store_true", help="a first operation of 4 MiB, for which a group takes all of its memory"
+    )
     arguments = parser.parse_args()
     backends = arguments.backends.split(",")
     if processes.is_rank():
         if arguments.first:
             first(backends[0])
         else:
-            measure(arguments.groups, backends)
+            measure(arguments.groups, backends, 1 << 20 if arguments.large else 1000)
         return 0
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
