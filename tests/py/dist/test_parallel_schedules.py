@@ -6,7 +6,8 @@ import math
 
 import pytest
 import torch
-from harness import Context, beyond_gloo, expect_raises, run_ranks
+import torch.distributed as dist
+from harness import Context, beyond_gloo, expect_raises, run_fresh, run_ranks
 
 pytestmark = beyond_gloo("experts and overlap over several ranks")
 
@@ -82,6 +83,38 @@ def test_tokens_reach_their_experts_and_come_back_as_in_a_loop(
     world_size: int, factor: float | None, pad: bool
 ) -> None:
     run_ranks(experts, world_size, factor, pad)
+
+
+def experts_over_hosts(ctx: Context, names: list[str], place: list[int], two_steps: bool) -> None:
+    from net import enter
+
+    import sagellm
+
+    enter(names[place[ctx.rank]])
+    ctx.init(store=dist.FileStore(f"{ctx.tmp}/store", ctx.world_size))
+    for factor, pad in ((None, False), (1.0, True)):
+        experts(ctx, factor, pad)
+    found = []
+    for hierarchical in (True, False):
+        moe = sagellm.MoEDispatcher(EXPERTS, hierarchical=hierarchical)
+        tokens, chosen, weights = tokens_of(ctx.rank, 25 + 7 * ctx.rank)
+        rows, routing = moe.dispatch(tokens, chosen)
+        found.append((rows, moe.combine(rows * 2, routing, weights)))
+        assert (moe._among is not None) == (two_steps and hierarchical)
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other), "the same rows in the same order"
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("place", "two_steps"), [([0, 0, 1, 1], True), ([0, 1, 0, 1], True), ([0, 0, 1], False)], ids=str
+)
+def test_rows_go_in_two_steps_where_hosts_have_several_ranks(
+    hosts: list[str], place: list[int], two_steps: bool
+) -> None:
+    env = {"GLOO_SOCKET_IFNAME": "eth0"}
+    run_fresh(experts_over_hosts, len(place), hosts, place, two_steps, env=env, timeout=120)
 
 
 def wrong_experts(ctx: Context) -> None:

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sagellm.parallel import hosts
+
 
 def gather_last(tensor: Tensor, group: Any) -> Tensor:
     """The tensors of all ranks side by side along the last dimension."""
@@ -74,18 +76,24 @@ class _Slice(torch.autograd.Function):  # type: ignore[misc]
 
 class _AllToAll(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
-        ctx.sizes = (sent, received, group)
-        came = rows.new_empty((sum(received), *rows.shape[1:]))
-        dist.all_to_all_single(came, rows.contiguous(), received, sent, group=group)
-        return came
+    def forward(
+        ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: Any, among: hosts.Hosts | None
+    ) -> Tensor:
+        ctx.sizes = (sent, received, group, among)
+        return _exchanged(rows, sent, received, group, among)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        sent, received, group = ctx.sizes
-        back = grad.new_empty((sum(sent), *grad.shape[1:]))
-        dist.all_to_all_single(back, grad.contiguous(), sent, received, group=group)
-        return back, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        sent, received, group, among = ctx.sizes
+        return _exchanged(grad, received, sent, group, among), None, None, None, None
+
+
+def _exchanged(rows: Tensor, sent: list[int], received: list[int], group: Any, among: hosts.Hosts | None) -> Tensor:
+    if among is not None:
+        return hosts.exchange(rows, sent, received, among)
+    came = rows.new_empty((sum(received), *rows.shape[1:]))
+    dist.all_to_all_single(came, rows.contiguous(), received, sent, group=group)
+    return came
 
 
 def copy_to_all(tensor: Tensor, group: Any) -> Tensor:
@@ -112,10 +120,12 @@ def slice_of_all(tensor: Tensor, group: Any) -> Tensor:
     return result
 
 
-def exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+def exchange_rows(
+    rows: Tensor, sent: list[int], received: list[int], group: Any, among: hosts.Hosts | None = None
+) -> Tensor:
     """Sends ``sent[r]`` rows to each rank r and returns the ``received[r]`` rows that come, in the order of the ranks.
 
-    Gradients travel the other way.
+    Gradients travel the other way. ``among`` has both go in two steps.
     """
-    result: Tensor = _AllToAll.apply(rows, sent, received, group)
+    result: Tensor = _AllToAll.apply(rows, sent, received, group, among)
     return result

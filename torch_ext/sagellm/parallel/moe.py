@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sagellm.parallel import hosts
 from sagellm.parallel.autograd import exchange_rows
 
 
@@ -43,7 +44,8 @@ class MoEDispatcher:
     """Sends tokens to experts that live on several ranks, and brings the results back.
 
     Experts are numbered over the ranks: with E experts on n ranks, rank r has those from r * E / n on. Tokens travel in
-    one all_to_all each way whose sizes follow the routing. Gradients pass both ways.
+    one all_to_all each way whose sizes follow the routing; where several hosts have the same number of ranks, more than
+    one, in two: first between hosts, then inside them. Gradients pass both ways.
 
     Args:
         num_experts: of all ranks, a multiple of them (ValueError).
@@ -51,6 +53,7 @@ class MoEDispatcher:
         capacity_factor: None: no token is dropped. Otherwise an expert takes from each rank at most ``ceil(factor *
             assignments / num_experts)`` tokens, the first ones; of the others ``combine`` adds nothing.
         pad: every expert gets as many rows as it may take, so that shapes are known before; needs a capacity factor.
+        hierarchical: False to send rows straight to their rank on other hosts, too.
 
     Example::
 
@@ -67,6 +70,7 @@ class MoEDispatcher:
         *,
         capacity_factor: float | None = None,
         pad: bool = False,
+        hierarchical: bool = True,
     ) -> None:
         self.group = group
         self.ranks: int = dist.get_world_size(group)
@@ -80,6 +84,10 @@ class MoEDispatcher:
             raise ValueError("sagellm MoEDispatcher: pad=True needs a capacity_factor, which says how far to pad")
         self.num_experts, self.capacity_factor, self.pad = num_experts, capacity_factor, pad
         self.local_experts = num_experts // self.ranks
+        self.hierarchical = hierarchical
+        #: Where the ranks are, once the first dispatch has found out.
+        self._among: hosts.Hosts | None = None
+        self._looked = not hierarchical
 
     def dispatch(self, tokens: torch.Tensor, experts: torch.Tensor) -> tuple[torch.Tensor, Routing]:
         """Sends each token to its experts; returns the rows for this rank's experts, sorted by expert, and the routing.
@@ -107,7 +115,9 @@ class MoEDispatcher:
         theirs, demand = self._tell(counts, wanted)
         sent = counts.view(self.ranks, self.local_experts).sum(1).tolist()
         received = theirs.sum(1).tolist()
-        came = exchange_rows(rows, sent, received, self.group)
+        if not self._looked:
+            self._among, self._looked = hosts.find(self.group), True
+        came = exchange_rows(rows, sent, received, self.group, self._among)
         # What came is sorted by rank and then by expert; experts want theirs together.
         labels = torch.arange(self.local_experts, device=theirs.device).repeat(self.ranks)
         sorting = torch.argsort(labels.repeat_interleave(theirs.reshape(-1)), stable=True)
@@ -138,7 +148,7 @@ class MoEDispatcher:
             )
         unsorted = torch.empty_like(routing.sorting)
         unsorted[routing.sorting] = torch.arange(len(unsorted), device=unsorted.device)
-        back = exchange_rows(results[unsorted], routing.received, routing.sent, self.group)
+        back = exchange_rows(results[unsorted], routing.received, routing.sent, self.group, self._among)
         order = routing.order
         if routing.padding:
             real = order >= 0

@@ -1,0 +1,83 @@
+"""Rows to other ranks in two steps where hosts have several ranks: first between hosts, then inside each of them.
+
+With H hosts of L ranks each rank sends H - 1 messages between hosts instead of (H - 1) * L: rows for a host go to the
+rank there that has the same place as the sender, which hands them on in shared memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Where the ranks of a group are: the same number of them, more than one, on each of several hosts.
+
+    All lists of ranks are in the order of the groups that are made of them.
+    """
+
+    #: For each rank of the group the ranks of its host, by their place there.
+    host_of: list[list[int]]
+    #: For each place the ranks that have it, one on each host.
+    columns: list[list[int]]
+    #: This rank's place; the ranks that share it, and the ranks of this host, as groups.
+    place: int
+    across: Any
+    inside: Any
+
+
+def find(group: Any) -> Hosts | None:
+    """The hosts of a group; None on one host, and where hosts have one rank or different numbers. Collective."""
+    here = (Path("/proc/sys/kernel/random/boot_id").read_text().strip(), Path("/proc/self/ns/net").readlink().name)
+    where: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(where, here, group=group)
+    members = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+    # torch sorts the ranks of a new group.
+    order = sorted(range(len(members)), key=lambda rank: members[rank])
+    hosts = {name: [rank for rank in order if where[rank] == name] for name in where}
+    here_too = hosts[here]
+    if len(hosts) < 2 or len(here_too) < 2 or any(len(host) != len(here_too) for host in hosts.values()):
+        return None
+    host_of = [hosts[name] for name in where]
+    columns = [[rank for rank in order if host_of[rank][place] == rank] for place in range(len(here_too))]
+    place = here_too.index(dist.get_rank(group))
+
+    def of(ranks: list[int]) -> Any:
+        return dist.new_group([members[rank] for rank in ranks], use_local_synchronization=True)
+
+    return Hosts(host_of, columns, place, across=of(columns[place]), inside=of(here_too))
+
+
+def exchange(rows: Tensor, sent: list[int], received: list[int], hosts: Hosts) -> Tensor:
+    """Sends ``sent[r]`` rows to each rank r, and returns the ``received[r]`` that come, in the order of the ranks."""
+    column = hosts.columns[hosts.place]
+    by_host = [rank for other in column for rank in hosts.host_of[other]]
+    counts = torch.tensor([sent[rank] for rank in by_host], device=rows.device)
+    theirs = torch.empty_like(counts)
+    dist.all_to_all_single(theirs, counts, group=hosts.across)
+    # For each rank of the column the rows that it has for each place of this host.
+    table = theirs.view(len(column), -1).tolist()
+    parts = rows.split(sent)
+    sizes = [sum(sent[rank] for rank in hosts.host_of[other]) for other in column]
+    came = _swap([parts[rank] for rank in by_host], sizes, [sum(line) for line in table], hosts.across)
+    parts = came.split([size for line in table for size in line])
+    places = range(len(hosts.columns))
+    by_place = [parts[line * len(places) + place] for place in places for line in range(len(table))]
+    sizes = [sum(line[place] for line in table) for place in places]
+    arriving = [sum(received[rank] for rank in each) for each in hosts.columns]
+    sources = [rank for each in hosts.columns for rank in each]
+    parts = _swap(by_place, sizes, arriving, hosts.inside).split([received[rank] for rank in sources])
+    return torch.cat([parts[sources.index(rank)] for rank in range(len(received))])
+
+
+def _swap(parts: list[Tensor], sent: list[int], received: list[int], group: Any) -> Tensor:
+    rows = torch.cat(parts)
+    came = rows.new_empty((sum(received), *rows.shape[1:]))
+    dist.all_to_all_single(came, rows, received, sent, group=group)
+    return came
