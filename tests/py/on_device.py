@@ -469,3 +469,29 @@ def trained_as_on_the_cpu(ctx: Context, device: str, program: Callable[..., Trai
     expected, found = program("cpu", ctx.rank, *args), program(device, ctx.rank, *args)
     same_training(found, expected)
     return found[0]
+
+
+def lists_travel(ctx: Context, name: str) -> None:
+    """`send_tensors` and `recv_tensors` with tensors on the device, in several batches, there and back."""
+    import sagellm
+
+    def given() -> list[torch.Tensor]:
+        return [
+            torch.arange(3000.0).reshape(30, 100),
+            torch.tensor(7),
+            torch.ones(0, 4),
+            *(torch.full((50,), float(i)) for i in range(20)),
+            torch.arange(60_000, dtype=torch.int32),
+        ]
+
+    there = [each.to(name) for each in given()]
+    for window in (1000, 64 << 20):
+        if ctx.rank == 0:
+            sagellm.send_tensors(there, 1, window=window)
+            back = sagellm.recv_tensors(1, device=name, window=window)
+        else:
+            back = sagellm.recv_tensors(0, device=name, window=window)
+            sagellm.send_tensors(back, 0, window=window)
+        assert [each.device.type for each in back] == [torch.device(name).type] * len(there)
+        for found, expected in zip(back, given(), strict=True):
+            assert found.dtype == expected.dtype and torch.equal(found.cpu(), expected)

@@ -18,7 +18,7 @@ import simdevice
 import torch
 import torch.distributed as dist
 from harness import Context, expect_raises, launch, run_fresh
-from on_device import LIST, backend_of, calls, ddp, holds, number, same_training
+from on_device import LIST, backend_of, calls, ddp, holds, lists_travel, number, same_training
 
 KERNEL = 0.01  # seconds
 
@@ -39,6 +39,15 @@ def start(ctx: Context, name: str = "npu", queue: float | None = None, delay: fl
 
 
 # ------------------------------------------------------------------------------------------------ every call
+
+
+def tensors_travel(ctx: Context) -> None:
+    start(ctx, delay=0.001)
+    lists_travel(ctx, "npu")
+
+
+def test_lists_of_tensors_travel_from_rank_to_rank() -> None:
+    run_fresh(tensors_travel, 2)
 
 
 def every_call(ctx: Context, queue: float | None, options: dict[str, Any], exact: bool, **init: Any) -> None:

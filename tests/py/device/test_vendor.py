@@ -91,6 +91,11 @@ def test_lists_of_any_length(vendor: str, world_size: int, libraries: dict[str, 
     run_fresh(on_simulator, world_size, vendor, on_device.lists, (), {}, env=environment(vendor, libraries))
 
 
+@pytest.mark.parametrize("vendor", VENDORS)
+def test_lists_of_tensors_travel_from_rank_to_rank(vendor: str, libraries: dict[str, Path]) -> None:
+    run_fresh(on_simulator, 2, vendor, on_device.lists_travel, (), {}, env=environment(vendor, libraries))
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_rule_20_messages_of_both_directions_do_not_wait_for_each_other(

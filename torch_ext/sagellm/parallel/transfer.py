@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,9 +22,9 @@ def send_tensors(
 ) -> None:
     """Sends a list of tensors of any shapes and dtypes to rank ``dst`` of the group, which calls ``recv_tensors``.
 
-    One header describes all of them; then they follow, at most ``window`` bytes at a time: a receiver that is slow
-    holds the sender back instead of filling memory. Returns when their memory may be used again. All tensors are on one
-    device (ValueError).
+    One header describes all of them; then they follow in batches, at most ``window`` bytes at a time: a receiver that
+    is slow holds the sender back instead of filling memory. On a device a batch is one launch. Returns when their
+    memory may be used again. All tensors are on one device (ValueError).
     """
     listed = [_checked(tensor, number) for number, tensor in enumerate(tensors)]
     devices = {tensor.device for tensor in listed}
@@ -41,7 +41,7 @@ def send_tensors(
     _send_bytes(whole[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0"), device, dst, group, tag)
     if len(whole) > HEADER_BYTES:
         _send_bytes(whole[HEADER_BYTES:], device, dst, group, tag)
-    _in_windows(listed, lambda tensor: dist.isend(tensor, group_dst=dst, group=group, tag=tag), window)
+    _in_batches(dist.isend, listed, dst, group, tag, window)
 
 
 def recv_tensors(
@@ -68,24 +68,39 @@ def recv_tensors(
         made = [torch.empty(shape, dtype=getattr(torch, dtype), device=where) for dtype, shape in described]
     else:
         made = list(out)
-    _in_windows(made, lambda tensor: dist.irecv(tensor, group_src=src, group=group, tag=tag), window)
+    _in_batches(dist.irecv, made, src, group, tag, window)
     if wrong:
         raise ValueError(f"sagellm recv_tensors: {wrong}")
     return made
 
 
-def _in_windows(tensors: Sequence[torch.Tensor], start: Callable[[torch.Tensor], Any], window: int) -> None:
-    """Starts a message for each tensor and waits for all; at most ``window`` bytes, or one tensor, are under way."""
-    works: deque[tuple[Any, int]] = deque()
-    under_way = 0
+def _in_batches(start: Any, tensors: Sequence[torch.Tensor], peer: int, group: Any, tag: int, window: int) -> None:
+    """Sends or receives all tensors in batches of at most half of ``window`` bytes (or one tensor), two under way."""
+    under_way: deque[list[Any]] = deque()
+    for batch in _batches(tensors, max(1, window // 2)):
+        if len(under_way) == 2:
+            _wait(under_way.popleft())
+        messages = [dist.P2POp(start, each, group=group, tag=tag, group_peer=peer) for each in batch]
+        under_way.append(dist.batch_isend_irecv(messages))
+    for works in under_way:
+        _wait(works)
+
+
+def _batches(tensors: Sequence[torch.Tensor], most: int) -> Iterator[list[torch.Tensor]]:
+    batch: list[torch.Tensor] = []
+    nbytes = 0
     for tensor in tensors:
-        while works and under_way + tensor.nbytes > window:
-            work, nbytes = works.popleft()
-            work.wait()
-            under_way -= nbytes
-        works.append((start(tensor), tensor.nbytes))
-        under_way += tensor.nbytes
-    for work, _ in works:
+        if batch and nbytes + tensor.nbytes > most:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(tensor)
+        nbytes += tensor.nbytes
+    if batch:
+        yield batch
+
+
+def _wait(works: list[Any]) -> None:
+    for work in works:
         work.wait()
 
 
