@@ -26,6 +26,14 @@ if TYPE_CHECKING:
     from sagellm.api.buffers import CommunicationBuffer as CommunicationBuffer
     from sagellm.api.buffers import batch_all_reduce as batch_all_reduce
     from sagellm.api.buffers import monitor_communication as monitor_communication
+    from sagellm.api.compression import Compression as Compression
+    from sagellm.api.compression import CompressionHook as CompressionHook
+    from sagellm.api.compression import CompressionStats as CompressionStats
+    from sagellm.api.compression import Half as Half
+    from sagellm.api.compression import Int8 as Int8
+    from sagellm.api.compression import PowerSGDHook as PowerSGDHook
+    from sagellm.api.compression import TopK as TopK
+    from sagellm.api.compression import compressed_all_reduce as compressed_all_reduce
     from sagellm.api.errors import CommTimeoutError as CommTimeoutError
     from sagellm.api.recovery import recover as recover
     from sagellm.collective_ops import AllGatherOperator as AllGatherOperator
@@ -50,14 +58,6 @@ if TYPE_CHECKING:
     from sagellm.observe.stats import get_stats as get_stats
     from sagellm.observe.stats import reset_stats as reset_stats
     from sagellm.observe.timeline import merge_traces as merge_traces
-    from sagellm.parallel.compression import Compression as Compression
-    from sagellm.parallel.compression import CompressionHook as CompressionHook
-    from sagellm.parallel.compression import CompressionStats as CompressionStats
-    from sagellm.parallel.compression import Half as Half
-    from sagellm.parallel.compression import Int8 as Int8
-    from sagellm.parallel.compression import PowerSGDHook as PowerSGDHook
-    from sagellm.parallel.compression import TopK as TopK
-    from sagellm.parallel.compression import compressed_all_reduce as compressed_all_reduce
     from sagellm.parallel.context import exchange_tokens as exchange_tokens
     from sagellm.parallel.context import ring_exchange as ring_exchange
     from sagellm.parallel.groups import ProcessGroupManager as ProcessGroupManager
@@ -128,14 +128,14 @@ _HOMES = {
     "OverlapReport": "parallel.overlap",
     "OverlapScheduler": "parallel.overlap",
     "TensorParallelLinear": "parallel.tensor",
-    "CompressionStats": "parallel.compression",
-    "Compression": "parallel.compression",
-    "Half": "parallel.compression",
-    "Int8": "parallel.compression",
-    "TopK": "parallel.compression",
-    "compressed_all_reduce": "parallel.compression",
-    "CompressionHook": "parallel.compression",
-    "PowerSGDHook": "parallel.compression",
+    "CompressionStats": "api.compression",
+    "Compression": "api.compression",
+    "Half": "api.compression",
+    "Int8": "api.compression",
+    "TopK": "api.compression",
+    "compressed_all_reduce": "api.compression",
+    "CompressionHook": "api.compression",
+    "PowerSGDHook": "api.compression",
     "exchange_tokens": "parallel.context",
     "ring_exchange": "parallel.context",
     "recv_tensors": "parallel.transfer",

@@ -18,11 +18,7 @@ import torch
 import torch.distributed as dist
 
 from sagellm import _fused, _load
-from sagellm.api.errors import translated, with_timeouts
-from sagellm.observe import explain as explaining
-from sagellm.observe import log
-from sagellm.observe import stats as statistics
-from sagellm.parallel.compression import (
+from sagellm.api.compression import (
     Compression,
     CompressionStats,
     CompressionThread,
@@ -30,6 +26,10 @@ from sagellm.parallel.compression import (
     compressed_all_reduce,
     compression,
 )
+from sagellm.api.errors import translated, with_timeouts
+from sagellm.observe import explain as explaining
+from sagellm.observe import log
+from sagellm.observe import stats as statistics
 from sagellm.protocols.comm_backend import CommBackendProtocol
 from sagellm.topology import TopologyInfo, TopologyManager, option_of
 
