@@ -1,0 +1,69 @@
+#!/usr/bin/env python3
+"""Data parallel: every rank has the whole model and a part of each batch; torch averages the gradients.
+
+    torchrun --standalone --nproc-per-node=2 examples/01_data_parallel.py
+
+The only line that is about this package is the name in `init_process_group`. The check trains the same model on one
+process with the whole batches: both end with the same parameters.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import sagellm
+
+STEPS = 20
+BATCH = 32  # of one rank
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 1))
+
+
+def batch(step: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The samples of all ranks, the same on every rank, and what the model shall say of them."""
+    inputs = torch.randn(ranks * BATCH, 16, generator=torch.Generator().manual_seed(step))
+    return inputs, inputs.square().sum(1, keepdim=True)
+
+
+def train(model: nn.Module, ranks: int, mine: slice) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(STEPS):
+        inputs, targets = batch(step, ranks)
+        loss = nn.functional.mse_loss(model(inputs[mine]), targets[mine])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def main() -> None:
+    dist.init_process_group("sagellm")
+    torch.set_num_threads(1)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+
+    parallel = DistributedDataParallel(make_model())
+    losses = train(parallel, ranks, slice(rank * BATCH, (rank + 1) * BATCH))
+
+    alone = make_model()
+    train(alone, ranks, slice(None))
+    for ours, theirs in zip(parallel.parameters(), alone.parameters(), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-4), (ours - theirs).abs().max()
+
+    if rank == 0:
+        stats = sagellm.get_stats()
+        print(f"loss of rank 0: {losses[0]:.2f} -> {losses[-1]:.2f} in {STEPS} steps over {ranks} ranks")
+        print(f"{stats['all_reduce_count']} all_reduces, {stats['total_bytes']} bytes in all")
+        print("the parameters are those of one process with the whole batches")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+#!/usr/bin/env python3
+"""Context parallel: each rank has a part of a long sequence; two ways to attention over all of it.
+
+    torchrun --standalone --nproc-per-node=2 examples/05_context.py
+
+In the ring the blocks of keys and values go around while each rank keeps its queries; memory stays that of a part. In
+the exchange of tokens an all_to_all gives each rank all tokens of some of the heads, and another one brings the
+results back. The check is attention over the whole sequence on one process.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+import sagellm
+
+TOKENS = 256  # of one rank
+HEADS = 8
+SIZE = 16
+
+
+def ring_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Causal attention of this rank's queries (tokens, heads, size) over the keys and values of all ranks.
+
+    Each block's scores are combined with those before by their largest score and the sum of the exponentials.
+    """
+    me, scale = dist.get_rank(), 1 / math.sqrt(SIZE)
+    largest = query.new_full((HEADS, TOKENS, 1), -math.inf)
+    total = query.new_zeros(HEADS, TOKENS, 1)
+    result = query.new_zeros(HEADS, TOKENS, SIZE)
+    later = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
+    for source, (keys, values) in sagellm.ring_exchange([key, value]):
+        if source > me:
+            continue  # all of them lie after this rank's tokens
+        scores = torch.einsum("qhs,khs->hqk", query, keys) * scale
+        if source == me:
+            scores = scores.masked_fill(later, -math.inf)
+        new = torch.maximum(largest, scores.amax(2, keepdim=True))
+        weights = (scores - new).exp()
+        before = (largest - new).exp()
+        total = total * before + weights.sum(2, keepdim=True)
+        result = result * before + torch.einsum("hqk,khs->hqs", weights, values)
+        largest = new
+    return (result / total).transpose(0, 1)
+
+
+def exchanged_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """The same, by all tokens of HEADS / ranks of the heads."""
+    some_heads = [sagellm.exchange_tokens(each, split_dim=1, join_dim=0) for each in (query, key, value)]
+    return sagellm.exchange_tokens(plain_attention(*some_heads), split_dim=0, join_dim=1)
+
+
+def plain_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    heads_first = [each.transpose(0, 1) for each in (query, key, value)]
+    return functional.scaled_dot_product_attention(*heads_first, is_causal=True).transpose(0, 1)
+
+
+def main() -> None:
+    dist.init_process_group("sagellm")
+    torch.set_num_threads(1)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(1)
+    whole = [torch.randn(ranks * TOKENS, HEADS, SIZE, generator=generator) for _ in range(3)]
+    mine = [each.chunk(ranks)[rank] for each in whole]
+    expected = plain_attention(*whole).chunk(ranks)[rank]
+
+    for way in (ring_attention, exchanged_attention):
+        sagellm.reset_stats()
+        error = (way(*mine) - expected).abs().max().item()
+        assert error < 1e-5, f"{way.__name__} differs by {error}"
+        stats = sagellm.get_stats()
+        if rank == 0:
+            calls = ", ".join(f"{stats[f'{op}_count']} {op}" for op in ("send", "recv", "all_to_all"))
+            print(f"{way.__name__:<20} {ranks} x {TOKENS} tokens: {calls}; largest difference {error:.1e}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
