@@ -1,4 +1,6 @@
-"""sagellm: a torch.distributed backend. ``init_process_group("sagellm")`` is all a program needs.
+"""One torch.distributed backend over shared memory, NCCL, HCCL and CNCL, with fusion, algorithm choice and statistics.
+
+``init_process_group("sagellm")`` is all that a program needs.
 
 torch imports this file in every process that imports torch (the entry-point group ``torch.backends``), even in those
 that never use the backend. So it loads no extension, starts no thread and opens nothing: it registers the name, and

@@ -1,38 +1,160 @@
-"""The pages on fusion, determinism and the API: their examples run as they stand, the files that they name exist."""
+"""Every snippet of the README and of docs/ runs as it stands, or says why it is not run; what the pages name exists.
+
+How a block is run follows from its language:
+
+- python: on two ranks of a live default group, with ``rank`` defined, all blocks of a page one after the other. A block
+  that calls ``init_process_group`` is a program: torchrun starts it with two ranks.
+- console, bash: line by line, each a command of this package (``sagellm ...``, ``python -m sagellm ...``), with
+  variables before it or without; it must succeed and print something.
+- rust: by rustdoc, where a comment of the crate takes in the page.
+- text: no code, so it is not run.
+
+Before any other block, and before one of these that is not run, a comment gives the reason: ``<!-- not run: ... -->``.
+"""
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from harness import Context, beyond_gloo, run_fresh
+from harness import Context, beyond_gloo, run_fresh, run_script, torchrun
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGES = ["fusion.md", "determinism.md", "api.md"]
+PAGES = ["README.md", "examples/README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"(?:^<!-- not run: ([^\n]*?) *-->\n)?^( *)```([^\n]*)\n(.*?)^\2```$", re.S | re.M)
+#: Folders whose files a page may name in code type.
+NAMED = re.compile(r"`((?:src|cpp|torch_ext|tests|benchmarks|examples|docs)/[\w./-]+)`")
+LINKED = re.compile(r"\]\((?!https?:|#)([^)#]+)(?:#([^)]*))?\)")
+HEADING = re.compile(r"^#+ (.*)$", re.M)
 
 pytestmark = beyond_gloo("the pages are about this package")
 
 
-def example(ctx: Context, page: str, source: str) -> None:
-    ctx.init()
-    exec(compile(source, page, "exec"), {"rank": ctx.rank})
+@dataclass(frozen=True)
+class Block:
+    page: str
+    line: int
+    language: str
+    code: str
+    reason: str | None
+
+    @property
+    def is_program(self) -> bool:
+        return any("init_process_group(" in line.partition("#")[0] for line in self.code.splitlines())
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_the_examples_of_the_page_run(page: str) -> None:
-    """Every Python block, one after the other, on two ranks."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.S)
-    assert blocks
-    run_fresh(example, 2, page, "\n".join(blocks))
+def blocks(page: str, *languages: str) -> list[Block]:
+    """The blocks of a page, of these languages only where any are named."""
+    text = (ROOT / page).read_text()
+    every = [
+        Block(page, text.count("\n", 0, found.start(4)) + 1, found[3], found[4], found[1])
+        for found in BLOCK.finditer(text)
+    ]
+    return [each for each in every if not languages or (each.language in languages and each.reason is None)]
+
+
+def snippets(page: str) -> list[Block]:
+    """Python blocks for ranks of a live group."""
+    return [each for each in blocks(page, "python") if not each.is_program]
+
+
+def programs() -> list[Block]:
+    return [each for page in PAGES for each in blocks(page, "python") if each.is_program]
+
+
+def commands() -> list[tuple[str, str]]:
+    found = [each for page in PAGES for each in blocks(page, "console", "bash")]
+    return [(each.page, line) for each in found for line in each.code.splitlines() if line.strip()]
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("page", PAGES)
-def test_the_files_and_pages_that_it_names_exist(page: str) -> None:
-    text = (ROOT / "docs" / page).read_text()
-    named = re.findall(r"`((?:src|cpp|torch_ext|tests|benchmarks)/[\w./]+)`", text)
-    linked = re.findall(r"\]\(([\w.]+\.md)[)#]", text)
-    assert named and linked
-    assert all((ROOT / name).exists() for name in named), named
-    assert all((ROOT / "docs" / name).is_file() for name in linked), linked
+def test_every_block_is_run_or_says_why_not(page: str) -> None:
+    text = (ROOT / page).read_text()
+    found = blocks(page)
+    assert 2 * len(found) == len(re.findall(r"^ *```", text, re.M)), f"{page}: a block is not closed"
+    assert text.count("<!-- not run:") == sum(1 for each in found if each.reason), f"{page}: a reason without a block"
+    for each in found:
+        if each.reason is not None:
+            assert len(each.reason.split()) > 2, f"{page}: {each.reason!r} is no reason"
+        elif each.language == "rust":
+            sources = "".join(path.read_text() for path in (ROOT / "src").rglob("*.rs"))
+            assert f'/{page}")]' in sources, f"{page}: no comment of the crate takes it in"
+        else:
+            known = ("python", "console", "bash", "text")
+            assert each.language in known, f"{page}: nothing runs a block of {each.language!r}:\n{each.code}"
+
+
+def run_snippets(ctx: Context, page: str, source: str, folder: str) -> None:
+    """Some write files: below `folder`."""
+    os.chdir(folder)
+    ctx.init()
+    exec(compile(source, page, "exec"), {"rank": ctx.rank})
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if snippets(page)])
+def test_the_python_blocks_run_on_two_ranks(page: str, tmp_path: Path) -> None:
+    source = ""
+    for each in snippets(page):
+        source += "\n" * (each.line - 1 - source.count("\n")) + each.code  # a traceback shows the lines of the page
+    run_fresh(run_snippets, 2, str(ROOT / page), source, str(tmp_path))
+
+
+@pytest.mark.parametrize("program", programs(), ids=lambda each: each.page)
+def test_the_programs_run_under_torchrun(program: Block, tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(program.code)
+    torchrun(script, 2)
+
+
+@pytest.mark.parametrize(("page", "line"), commands())
+def test_the_commands_run(page: str, line: str) -> None:
+    words, environment = shlex.split(line), {}
+    while "=" in words[0]:
+        name, _, environment[name] = words.pop(0).partition("=")
+    if words[0] == "sagellm":
+        words = ["python", "-m", *words]
+    assert words[:3] == ["python", "-m", "sagellm"], f"{page}: {line}"
+    done = run_script(words[1:], timeout=100, env=environment)
+    assert done.returncode == 0 and done.stdout.strip(), done.stdout
+
+
+@pytest.mark.quick
+def test_every_description_begins_with_what_the_project_is() -> None:
+    import sagellm
+
+    what = (
+        "One torch.distributed backend over shared memory, NCCL, HCCL and CNCL, with fusion, algorithm choice and "
+        "statistics"
+    )
+    assert (ROOT / "README.md").read_text().replace("`", "").split("\n\n")[1].startswith(what)
+    assert (sagellm.__doc__ or "").startswith(what)
+    for name in ("pyproject.toml", "Cargo.toml"):
+        assert f'\ndescription = "{what}' in (ROOT / name).read_text(), name
+
+
+def anchor(heading: str) -> str:
+    """The name under which a heading is linked, as on the site and on forges."""
+    plain = re.sub(r"[`*]|\[([^]]*)\]\([^)]*\)", r"\1", heading).lower()
+    return re.sub(r"[^\w -]", "", plain).replace(" ", "-")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md"])
+def test_the_files_pages_and_headings_that_it_names_exist(page: str) -> None:
+    text = (ROOT / page).read_text()
+    missing = [name for name in NAMED.findall(text) if not (ROOT / name).exists() and "*" not in name]
+    for name, heading in LINKED.findall(text):
+        other = (ROOT / page).parent / name
+        if not other.exists():
+            missing.append(name)
+        elif heading and heading not in {anchor(each) for each in HEADING.findall(other.read_text())}:
+            missing.append(f"{name}#{heading}")
+    for heading in re.findall(r"\]\(#([^)]*)\)", text):
+        if heading not in {anchor(each) for each in HEADING.findall(text)}:
+            missing.append(f"#{heading}")
+    assert not missing, f"{page} names {missing}"

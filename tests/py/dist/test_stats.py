@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import re
 import time
@@ -556,19 +555,6 @@ def titles(ctx: Context, folder: str) -> None:
 def test_a_profilers_trace_has_titles_and_shapes(tmp_path: Path) -> None:
     """As gloo and nccl give them: "sagellm:all_reduce", with the shape and type of the input."""
     run_ranks(titles, 2, str(tmp_path))
-
-
-def example(ctx: Context, source: str, folder: str) -> None:
-    os.chdir(folder)
-    ctx.init()
-    exec(compile(source, "statistics.md", "exec"), {"rank": ctx.rank})
-
-
-def test_the_examples_of_the_page_run(tmp_path: Path) -> None:
-    """Every Python block of docs/statistics.md, one after the other, on two ranks."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "statistics.md").read_text(), re.S)
-    assert len(blocks) >= 3
-    run_fresh(example, 2, "\n".join(blocks), str(tmp_path))
 
 
 def test_the_page_names_files_that_exist() -> None:
