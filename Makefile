@@ -2,13 +2,14 @@
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: help demo build test test-quick test-long test-ecosystem test-gpu bench-gpu prebuilt built-gpu lint format bench clean
+.PHONY: help demo build test test-quick test-long test-ecosystem test-gpu bench-gpu prebuilt built-gpu lint format bench docs coverage clean
 
 python := .venv/bin/python
 # Stamps: a second call does only what changed since.
 installed := .venv/.stamp-requirements
 installed_dev := .venv/.stamp-requirements-dev
 installed_ecosystem := .venv-ecosystem/.stamp-requirements
+installed_docs := .venv-docs/.stamp-requirements
 registered := .venv/.stamp-registered
 built := .venv/.stamp-built
 # torch itself is a source of the build: another version needs another extension.
@@ -73,6 +74,9 @@ bench: $(built) $(installed_dev) ## collectives against gloo; results below out/
 	$(python) benchmarks/collectives.py --help >/dev/null
 	$(python) benchmarks/collectives.py --out out $(bench_flags)
 
+docs: $(installed_docs) ## the site of the documentation, with the API reference, in build/site; warnings fail it (seconds)
+	@.venv-docs/bin/python .ci/docs
+
 clean: ## remove what was built; .venv stays
 	rm -rf target build dist out torch_ext/sagellm.egg-info torch_ext/sagellm/_build.py
 	rm -f torch_ext/sagellm/*.so $(built) $(built).begun $(registered)
@@ -90,6 +94,12 @@ $(installed_ecosystem): requirements-ecosystem.txt $(installed) $(torch)
 	$(python) -m venv .venv-ecosystem
 	.venv-ecosystem/bin/python -m pip install --disable-pip-version-check --quiet \
 	    "torch==$$($(python) -c 'from importlib.metadata import version; print(version("torch"))')" -r requirements-ecosystem.txt
+	@touch $@
+
+# An environment of its own: the reference is read from the sources, so no torch is needed.
+$(installed_docs): requirements-docs.txt
+	@python=$$(.ci/python) && "$$python" -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --disable-pip-version-check --quiet -r requirements-docs.txt
 	@touch $@
 
 # Once, an editable install tells torch the backend's name; afterwards only the extension is built anew. It is built

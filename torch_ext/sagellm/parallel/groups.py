@@ -152,10 +152,12 @@ class ProcessGroupManager:
 
     @property
     def pp_is_first_stage(self) -> bool:
+        """Whether this rank has the first layers."""
         return self.pp_rank == 0
 
     @property
     def pp_is_last_stage(self) -> bool:
+        """Whether this rank has the last layers."""
         return self.pp_rank == self.pp_size - 1
 
     @property

@@ -1,0 +1,55 @@
+"""The API reference that `make docs` builds has every public name, and the sources say of each what it is."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import inspect
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import sagellm
+
+pytestmark = pytest.mark.quick
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def docs() -> ModuleType:
+    """The script behind `make docs`; what it needs to build the site is imported only then."""
+    path = str(ROOT / ".ci" / "docs")
+    loader = importlib.machinery.SourceFileLoader("sagellm_docs", path)
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("sagellm_docs", loader))  # type: ignore[arg-type]
+    loader.exec_module(module)
+    return module
+
+
+def test_every_public_name_is_in_the_reference_once(docs: ModuleType) -> None:
+    page = docs.reference()
+    asked = re.findall(r"^::: sagellm\.([\w.]+)$", page, re.M)
+    assert sorted(name.rpartition(".")[2] for name in asked) == sorted(set(sagellm.__all__) - {"__version__"})
+    assert "version" in page
+    for name in asked:
+        home, _, last = name.rpartition(".")
+        assert getattr(importlib.import_module(f"sagellm.{home}"), last) is getattr(sagellm, last), name
+
+
+def undocumented(name: str, found: Any) -> list[str]:
+    """What has no docstring: the name itself, or of a class what it defines for its users."""
+    missing = [] if inspect.getdoc(found) else [name]
+    if inspect.isclass(found) and found.__module__.startswith("sagellm"):
+        for each, member in vars(found).items():
+            function = inspect.isfunction(member) or isinstance(member, property | classmethod | staticmethod)
+            if function and not each.startswith("_") and not inspect.getdoc(getattr(found, each)):
+                missing.append(f"{name}.{each}")
+    return missing
+
+
+def test_every_public_name_has_a_docstring() -> None:
+    names = [name for name in sagellm.__all__ if name not in ("Options", "__version__")]
+    missing = [each for name in names for each in undocumented(name, getattr(sagellm, name))]
+    assert not missing, f"without a docstring: {', '.join(missing)}"
