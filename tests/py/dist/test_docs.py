@@ -7,7 +7,7 @@ How a block is run follows from its language:
 - console, bash: line by line, each a command of this package (``sagellm ...``, ``python -m sagellm ...``), with
   variables before it or without; it must succeed and print something.
 - rust: by rustdoc, where a comment of the crate takes in the page.
-- text: no code, so it is not run.
+- text, or none: no code, so it is not run.
 
 Before any other block, and before one of these that is not run, a comment gives the reason: ``<!-- not run: ... -->``.
 """
@@ -28,6 +28,8 @@ PAGES = ["README.md", "examples/README.md", *sorted(f"docs/{path.name}" for path
 BLOCK = re.compile(r"(?:^<!-- not run: ([^\n]*?) *-->\n)?^( *)```([^\n]*)\n(.*?)^\2```$", re.S | re.M)
 #: Folders whose files a page may name in code type.
 NAMED = re.compile(r"`((?:src|cpp|torch_ext|tests|benchmarks|examples|docs)/[\w./-]+)`")
+#: How a line of code begins, in a block that does not say that it is code.
+CODE = re.compile(r"^(?:import|export|pip|python|make|torchrun|cargo|sagellm) ", re.M)
 LINKED = re.compile(r"\]\((?!https?:|#)([^)#]+)(?:#([^)]*))?\)")
 HEADING = re.compile(r"^#+ (.*)$", re.M)
 
@@ -85,8 +87,10 @@ def test_every_block_is_run_or_says_why_not(page: str) -> None:
             sources = "".join(path.read_text() for path in (ROOT / "src").rglob("*.rs"))
             assert f'/{page}")]' in sources, f"{page}: no comment of the crate takes it in"
         else:
-            known = ("python", "console", "bash", "text")
+            known = ("python", "console", "bash", "text", "")
             assert each.language in known, f"{page}: nothing runs a block of {each.language!r}:\n{each.code}"
+            hidden = each.language in ("text", "") and CODE.search(each.code)
+            assert not hidden, f"{page}: this block has code and no language:\n{each.code}"
 
 
 def run_snippets(ctx: Context, page: str, source: str, folder: str) -> None:
