@@ -1,0 +1,171 @@
+"""What a serving engine or a training framework calls, written from the promises of the API and not from its code.
+
+Any number of ranks; torchrun starts it, or a test calls ``collectives`` and ``above`` in a group that is there.
+"""
+
+from __future__ import annotations
+
+import torch
+
+import sagellm
+from sagellm import (
+    CommBackendProtocol,
+    CommFusionBuffer,
+    CommOp,
+    CommunicationBuffer,
+    OverlapScheduler,
+    ProcessGroupManager,
+    TensorParallelLinear,
+    create_comm_backend,
+)
+
+
+def refused(call, words: str) -> None:
+    try:
+        call()
+    except ValueError as error:
+        assert words in str(error), error
+    else:
+        raise AssertionError(f"no ValueError that names {words}")
+
+
+def collectives(backend_type: str = "auto", device: str = "cpu") -> None:
+    """Every method of a backend, on tensors of one device."""
+    comm = create_comm_backend(backend_type)
+    assert comm is create_comm_backend(backend_type)
+    rank, ranks = comm.rank, comm.world_size
+    total = sum(range(ranks))
+
+    def mine(*shape: int) -> torch.Tensor:
+        return torch.full(shape, float(rank), device=device)
+
+    def holds(tensor: torch.Tensor, value: float) -> None:
+        assert bool((tensor.cpu() == value).all()), (tensor, value)
+
+    for op, value in (("sum", total), ("avg", total / ranks), ("mean", total / ranks), ("max", ranks - 1), ("min", 0)):
+        tensor = mine(5)
+        assert comm.all_reduce(tensor, op=op) is tensor
+        holds(tensor, value)
+    holds(comm.all_reduce(mine(2) + 1, "prod"), float(torch.arange(1, ranks + 1).prod()))
+    holds(comm.safe_all_reduce(mine(3), timeout=60), total)
+    future = comm.all_reduce(mine(7), async_op=True)
+    assert isinstance(future, torch.futures.Future)
+    holds(future.wait(), total)
+    refused(lambda: comm.all_reduce(mine(1), op="xor"), "sum, avg")
+
+    pair = [mine(3), torch.full((2, 2), rank, device=device, dtype=torch.int64)]
+    for tensor in comm.fused_all_reduce(pair):
+        holds(tensor, total)
+
+    rows = comm.all_gather(mine(2, 3))
+    assert rows.shape == (2 * ranks, 3)
+    holds(rows[2 * rank : 2 * rank + 2], rank)
+    holds(comm.all_gather(mine(1), async_op=True).wait()[-1], ranks - 1)
+    part = comm.reduce_scatter(torch.arange(float(2 * ranks), device=device))
+    assert part.tolist() == [2.0 * rank * ranks, (2.0 * rank + 1) * ranks]
+    last = ranks - 1
+    holds(comm.broadcast(mine(4), root_rank=last), last)
+    reduced = comm.reduce(mine(4), root_rank=0)
+    holds(reduced, total if rank == 0 else rank)
+    gathered = comm.gather(mine(2), root_rank=0)
+    assert (gathered is None) == (rank != 0)
+    if gathered is not None:
+        assert gathered.tolist() == [float(each) for each in range(ranks) for _ in range(2)]
+    given = torch.arange(float(ranks), device=device) if rank == last else None
+    holds(comm.scatter(given, torch.empty(1, device=device), root_rank=last), rank)
+    came = comm.all_to_all(torch.arange(float(ranks), device=device) + 100 * rank)
+    assert came.tolist() == [100.0 * each + rank for each in range(ranks)]
+
+    following, before = (rank + 1) % ranks, (rank - 1) % ranks
+    received = torch.empty(3, device=device)
+    sending, receiving = comm.isend(mine(3), following), comm.irecv(received, before)
+    holds(receiving.wait(), before)
+    sending.wait()
+    if rank % 2 == 0 and following != 0:
+        comm.send(mine(2), following, tag=3)
+    elif rank % 2 == 1:
+        holds(comm.recv(torch.empty(2, device=device), before, tag=3), before)
+    comm.barrier()
+    stats = comm.get_stats()
+    assert stats["all_reduce_count"] >= 8 and stats["total_bytes"] > 0
+    assert str(comm.explain("all_reduce", 1 << 20))
+
+
+class Mine(CommBackendProtocol):
+    """Somebody's own backend, for one rank."""
+
+    def all_reduce(self, tensor, op="sum", async_op=False, timeout=None):
+        return tensor
+
+    def fused_all_reduce(self, tensors, op="sum"):
+        return tensors
+
+    def all_gather(self, tensor, output=None, async_op=False):
+        return tensor
+
+    def reduce_scatter(self, tensor, op="sum", async_op=False):
+        return tensor
+
+    def get_stats(self):
+        return {}
+
+
+def above() -> None:
+    """What is built on a backend: buffers, groups, layers, overlap, caches."""
+    comm = create_comm_backend()
+    rank, ranks = comm.rank, comm.world_size
+    assert CommOp.ALL_REDUCE.value == "all_reduce" and CommOp("barrier") is CommOp.BARRIER
+    refused(lambda: create_comm_backend("mpi"), "nccl")
+    try:
+        type("Half", (CommBackendProtocol,), {})()
+    except TypeError as error:
+        assert "all_reduce" in str(error)
+    else:
+        raise AssertionError("a backend without its methods was made")
+
+    buffer = CommFusionBuffer(max_size_mb=1)
+    tensors = [torch.ones(1000), torch.ones(10, dtype=torch.int32)]
+    assert all(buffer.add_tensor(tensor) for tensor in tensors)
+    assert not buffer.add_tensor(torch.ones(1_000_000))
+    buffer.flush_and_all_reduce(comm)
+    assert all(bool((tensor == ranks).all()) for tensor in tensors)
+    assert buffer.add_tensor(tensors[0])
+    assert buffer.flush_and_all_reduce(Mine())[0] is tensors[0]
+
+    memory = CommunicationBuffer(100)
+    assert memory.get_buffer(10).shape == (10,) and memory.in_use
+    memory.release()
+    refused(lambda: memory.get_buffer(101), "Buffer too small")
+
+    with sagellm.monitor_communication("list") as report:
+        sagellm.batch_all_reduce([torch.ones(3), torch.ones(4)])
+    assert report.operations == {"all_reduce": 1}
+
+    refused(lambda: ProcessGroupManager(ranks, 2, 1, 1), f"= {2 * ranks}, expected {ranks}")
+    groups = ProcessGroupManager(tp_size=2, cp_size=1, pp_size=ranks // 2, dp_size=1)
+    assert groups.tp_rank == rank % 2 and groups.pp_rank == rank // 2
+    assert groups.pp_is_first_stage == (rank < 2) and groups.pp_is_last_stage == (rank >= ranks - 2)
+    assert groups.pp_next_rank == (None if rank >= ranks - 2 else rank + 2)
+    torch.manual_seed(1)
+    layer = TensorParallelLinear(8, 4, 2, mode="row", group=groups.tp_group)
+    assert layer(torch.ones(3, 8)).shape == (3, 4)
+    groups.destroy()
+
+    scheduler = OverlapScheduler(comm)
+    output, handle = scheduler.schedule_layer(torch.nn.Identity(), torch.full((4,), float(rank)))
+    assert output.tolist() == [float(rank)] * 4 and handle.wait().tolist() == [float(sum(range(ranks)))] * 4
+    assert 0 <= scheduler.report().share <= 1
+
+    if rank == 0:
+        sagellm.send_tensors([torch.ones(2), torch.arange(3)], dst=ranks - 1)
+    elif rank == ranks - 1:
+        assert [tensor.tolist() for tensor in sagellm.recv_tensors(src=0)] == [[1.0, 1.0], [0, 1, 2]]
+    assert sagellm.select_all_reduce_algorithm(8, 8, sagellm.TopologyInfo(hosts=2))
+    assert sagellm.explain("all_reduce", 1 << 20).choice
+
+
+if __name__ == "__main__":
+    collectives()
+    above()
+    torch.distributed.destroy_process_group()
+    print("the front door is open")
