@@ -183,22 +183,27 @@ class BenchmarkResult:
 
     @property
     def num_trials(self) -> int:
+        """How many trials there were."""
         return len(self.seconds)
 
     @property
     def min_seconds(self) -> float:
+        """The fastest trial."""
         return min(self.seconds)
 
     @property
     def median_seconds(self) -> float:
+        """The median of the trials, in seconds."""
         return statistics.median(self.seconds)
 
     @property
     def mean_seconds(self) -> float:
+        """The mean of the trials, in seconds."""
         return statistics.fmean(self.seconds)
 
     @property
     def max_seconds(self) -> float:
+        """The slowest trial."""
         return max(self.seconds)
 
     @property

@@ -29,7 +29,7 @@ BLOCK = re.compile(r"(?:^<!-- not run: ([^\n]*?) *-->\n)?^( *)```([^\n]*)\n(.*?)
 #: Folders whose files a page may name in code type.
 NAMED = re.compile(r"`((?:src|cpp|torch_ext|tests|benchmarks|examples|docs)/[\w./-]+)`")
 #: How a line of code begins, in a block that does not say that it is code.
-CODE = re.compile(r"^(?:import|export|pip|python|make|torchrun|cargo|sagellm) ", re.M)
+CODE = re.compile(r"^(?:[A-Z_]+=\S+ )*(?:import|export|pip|python|make|torchrun|cargo|sagellm) ", re.M)
 LINKED = re.compile(r"\]\((?!https?:|#)([^)#]+)(?:#([^)]*))?\)")
 HEADING = re.compile(r"^#+ (.*)$", re.M)
 
