@@ -55,6 +55,18 @@ pub fn dump_folder() -> Option<&'static str> {
     FOLDER.as_deref()
 }
 
+/// How long an operation may take before its group logs a line and asks the ranks that it waits for what they are doing:
+/// the variable `SAGELLM_SOFT_TIMEOUT` in seconds, 30 if unset or no number. 0: no line; they are asked before the deadline.
+pub fn soft_timeout() -> Duration {
+    const UNSET: f64 = 30.0;
+    static SOFT: Lazy<Duration> = Lazy::new(|| {
+        let given = std::env::var("SAGELLM_SOFT_TIMEOUT").ok().and_then(|text| text.trim().parse().ok());
+        let seconds = given.filter(|seconds: &f64| (0.0..1e9).contains(seconds)).unwrap_or(UNSET);
+        Duration::from_secs_f64(seconds)
+    });
+    *SOFT
+}
+
 /// Smallest number of operations of which each group keeps a record: the variable `SAGELLM_RING`, 1024 if unset or no
 /// number.
 pub fn ring() -> usize {

@@ -23,6 +23,17 @@ pub trait Host: Send + Sync {
     /// True when a signal handler of the caller raised, so that the wait must end with `Error::Interrupted`. Called at
     /// least every 100 ms while waiting, never with a lock held.
     fn interrupted(&self) -> bool;
+
+    /// The place in the program that a thread is at (`os::watch::this_thread`; 0: the main thread), as text. Waits for the
+    /// interpreter's lock, however long native code keeps it. `None` where there is no such place.
+    fn place(&self, _thread: u64) -> Option<String> {
+        None
+    }
+
+    /// The place from which an operation was called, by `CallNote::site`, where those are recorded.
+    fn call_site(&self, _site: u32) -> Option<String> {
+        None
+    }
 }
 
 /// A caller without signals: a rank that is a thread, or a wait that no signal may end.

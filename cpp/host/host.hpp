@@ -66,6 +66,11 @@ class Completion {
 // True when a Python signal handler raised. The exception is kept for the thread that asked; see `take_interrupt`.
 bool check_interrupt() noexcept;
 
+// Where a thread of Python's is, or the place of a call (`call_site`): "FILE:LINE in FUNCTION", of the innermost frame
+// outside torch, this package and Python's library. `thread` is its pthread_self, 0 for the main thread; without a
+// `site` this waits for the GIL. Empty where there is none, and where the interpreter ends.
+rust::String python_place(uint64_t thread, uint32_t site) noexcept;
+
 // Takes one line for Python's logging, under the name `sagellm`. Never runs Python here: the line is queued, and the
 // main thread writes it between two of its bytecodes, or at its next look for signals while it waits in the core.
 void log_line(uint8_t level, rust::Str text) noexcept;

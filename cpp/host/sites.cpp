@@ -1,11 +1,72 @@
 #include "host/sites.hpp"
 
 #include <torch/csrc/utils/pybind.h>
+#include <unistd.h>
 
 #include <cstdlib>
+#include <mutex>
 #include <string>
+#include <unordered_map>
+#include <utility>
+
+#include "compat.hpp"
+#include "host/host.hpp"
 
 namespace sagellm {
+
+namespace {
+
+// The places that `call_site` has seen, as text, for threads that must not wait for the GIL. The lock is held for a
+// look-up only, with or without the GIL.
+struct Places {
+  std::mutex mutex;
+  std::unordered_map<uint32_t, std::string> texts;
+};
+
+Places& places() {
+  static auto* const all = new Places;  // threads may ask while the process ends
+  return *all;
+}
+
+py::object sites(const char* function) {
+  return py::module_::import("sagellm.observe.sites").attr(function);
+}
+
+// The interpreter, when it ends, unwinds a thread that asks for the GIL. No C++ or Rust function below this one could
+// pass that on, so the thread stays here until the process is gone.
+class NeverUnwound {
+ public:
+  NeverUnwound() = default;
+  NeverUnwound(const NeverUnwound&) = delete;
+  NeverUnwound& operator=(const NeverUnwound&) = delete;
+  ~NeverUnwound() {
+    while (!done_) ::pause();
+  }
+  void done() { done_ = true; }
+
+ private:
+  bool done_ = false;
+};
+
+// Where a thread of Python's is, as text.
+std::string place_of_thread(uint64_t thread) {
+  NeverUnwound outside;
+  std::string text;
+  {
+    const py::gil_scoped_acquire gil;
+    NeverUnwound inside;
+    try {
+      text = sites("place_of_thread")(thread).cast<std::string>();
+    } catch (const std::exception&) {
+      // A place that cannot be read is not known.
+    }
+    inside.done();
+  }
+  outside.done();
+  return text;
+}
+
+}  // namespace
 
 uint32_t call_site() {
   static const bool enabled = [] {
@@ -15,7 +76,24 @@ uint32_t call_site() {
   // A thread that Python does not know has no place, and must not ask for the GIL.
   if (!enabled || Py_IsInitialized() == 0 || PyGILState_GetThisThreadState() == nullptr) return 0;
   const py::gil_scoped_acquire gil;
-  return py::module_::import("sagellm.observe.sites").attr("number")().cast<uint32_t>();
+  const auto number = sites("number")().cast<uint32_t>();
+  Places& all = places();
+  {
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    if (number == 0 || all.texts.count(number) > 0) return number;
+  }
+  auto text = sites("text_of")(number).cast<std::string>();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  all.texts.emplace(number, std::move(text));
+  return number;
+}
+
+rust::String python_place(uint64_t thread, uint32_t site) noexcept {
+  if (site == 0) return rust::String::lossy(python_alive() ? place_of_thread(thread) : std::string());
+  Places& all = places();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  const auto found = all.texts.find(site);
+  return rust::String::lossy(found == all.texts.end() ? std::string() : found->second);
 }
 
 }  // namespace sagellm

@@ -75,10 +75,9 @@ pub trait Engine: Send {
         None
     }
 
-    /// The ranks that a pending operation waits for and their last calls, for the error at its deadline. `process`
-    /// gives a rank's process and state.
-    fn missing(&self, _op: &Op, _process: &dyn Fn(usize) -> String) -> String {
-        String::new()
+    /// What a pending operation waits for, for the texts about one that takes long.
+    fn lacks(&self, _op: &Op) -> Lacks {
+        Lacks::Unknown("nothing is known of what it waits for".to_string())
     }
 
     /// The pending collective with this number.
@@ -94,6 +93,36 @@ pub trait Engine: Send {
 
     /// Explains the choice for an operation, alone or `batched` with others.
     fn explain(&self, desc: OpDesc, batched: bool) -> Explanation;
+}
+
+/// What a pending operation waits for.
+pub enum Lacks {
+    /// Other ranks, by rank; never empty.
+    Ranks(Vec<(usize, Standing)>),
+    /// An earlier operation of this rank, which it must follow.
+    Earlier(Arc<Op>),
+    /// Text.
+    Unknown(String),
+}
+
+/// Where a rank stands that a pending operation waits for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Standing {
+    /// It has not entered the operation; this is the last one that it has entered, if any.
+    Before(Option<String>),
+    /// It entered the operation and did not finish its part.
+    Inside,
+    /// Nothing has been heard of it.
+    Unheard,
+    /// It has not taken part in the message; this is its last collective, if any.
+    Silent(Option<String>),
+}
+
+impl Standing {
+    /// The rank has yet to make a call: nothing that this rank does can bring that about.
+    pub fn is_absent(&self) -> bool {
+        !matches!(self, Standing::Inside)
+    }
 }
 
 /// The part of an engine that any thread may use without the group's lock. The defaults are right for an engine that
@@ -156,6 +185,11 @@ pub trait Control: Send + Sync {
         None
     }
 
+    /// The channel on which ranks ask each other what they are doing, where peers can be reached.
+    fn inquiry(&self) -> Option<&dyn Inquiry> {
+        None
+    }
+
     /// Publishes the number and kind of this rank's last operation on a device.
     fn set_launched(&self, _number: u64, _kind: u8) {}
 
@@ -182,6 +216,19 @@ pub trait Monitor {
     fn decide(&self, turn: u64, failed: bool);
     /// The outcome that rank 0 published: whether it failed. None before that.
     fn decision(&self, turn: u64) -> Option<bool>;
+}
+
+/// The channel on which a rank asks another one what its program is doing. Questions are counted, because several ranks
+/// may ask at once and one answer serves them all.
+pub trait Inquiry: Send + Sync {
+    /// Asks a rank, and wakes its thread that answers. Returns the number of the question.
+    fn ask(&self, rank: usize) -> u32;
+    /// The number of the last question to this rank: the word on which its answering thread sleeps.
+    fn question(&self) -> &AtomicU32;
+    /// Publishes this rank's answer. Called by its answering thread alone. Cut where it is too long.
+    fn answer(&self, text: &str);
+    /// What a rank answered last; empty before its first answer.
+    fn heard(&self, rank: usize) -> String;
 }
 
 /// The group, as threads of an engine call it. Never called with a lock of the engine held.

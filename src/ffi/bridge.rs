@@ -4,7 +4,8 @@
 //! C++ -> Rust: `RustRendezvous::meet` meets the other ranks, `RustGroup::build` makes the group, `RustGroup::issue` starts
 //! an operation, `RustOp` answers for it.
 //! Rust -> C++: `Store` (c10d's key-value store), `Completion` (what the shim wants to do when an operation starts and
-//! ends), `Link` (messages to other hosts), `check_interrupt` (Python's pending signals), `log_line` (Python's logging).
+//! ends), `Link` (messages to other hosts), `check_interrupt` (Python's pending signals), `python_place` (where the program
+//! is), `log_line` (Python's logging).
 //!
 //! Errors cross as text whose first letter is their `ErrorKind`; `cpp/host/errors.cpp` alone reads and writes it on that
 //! side. This file declares; `convert` translates between these types and the core's, `handles` has the objects, `calls`,
@@ -514,6 +515,9 @@ pub mod ffi {
 
         /// True when a Python signal handler raised; the shim keeps the exception for the thread that asked.
         fn check_interrupt() -> bool;
+        /// Where a thread of Python's is (by its `pthread_self`; 0: the main thread), or the place `site` of a call: "FILE:LINE
+        /// in FUNCTION". Empty where there is none. Without a site it waits for the GIL.
+        fn python_place(thread: u64, site: u32) -> String;
         /// Hands one line to Python's logging, on a thread where that is safe. Never blocks on the GIL.
         fn log_line(level: u8, text: &str);
     }

@@ -111,6 +111,12 @@ impl group::Host for PythonHook {
     fn interrupted(&self) -> bool {
         ffi::check_interrupt()
     }
+    fn place(&self, thread: u64) -> Option<String> {
+        Some(ffi::python_place(thread, 0)).filter(|place| !place.is_empty())
+    }
+    fn call_site(&self, site: u32) -> Option<String> {
+        (site != 0).then(|| ffi::python_place(0, site)).filter(|place| !place.is_empty())
+    }
 }
 
 pub(super) struct PythonLog;

@@ -60,6 +60,7 @@ impl RustGroup {
             let link = (!link.is_null()).then(|| Arc::new(LinkHook(link)) as Arc<dyn Link>);
             let group = Group::build(decided, link)?;
             group.set_members(members);
+            group.set_board(Arc::clone(&store));
             let description = group.describe();
             Ok(ffi::Built { group: Box::new(RustGroup { group, store }), description })
         })

@@ -1,12 +1,13 @@
 //! Builds a whole group from the decision of its ranks: the one place that knows the engines by name. It also builds
 //! groups whose ranks are threads of one process, for tests and tools.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize};
 use std::sync::{Arc, Mutex, Weak};
 
 use once_cell::sync::OnceCell;
 use std::time::Duration;
 
+use super::hang::Watched;
 use super::lanes::LaneReport;
 use super::{Group, Inner, Peer};
 use crate::config;
@@ -25,6 +26,7 @@ use crate::fusion::planner::LANES;
 use crate::host::{Host, NoSignals, Store};
 use crate::os::{topology, watch};
 use crate::progress::domain::{Domain, Driven, SpinPolicy};
+use crate::progress::inquiry;
 use crate::rendezvous::{Decision, Hosts, Rendezvous};
 use crate::select::Policy;
 use crate::stats::Stats;
@@ -39,6 +41,8 @@ struct Parts {
     domain: u64,
     spin_policy: SpinPolicy,
     peers: Vec<Peer>,
+    /// As `Group::mates`.
+    mates: Vec<(usize, i32)>,
     host: Arc<dyn Host>,
 }
 
@@ -54,7 +58,8 @@ impl Group {
         let Rendezvous { config, decision, id, policy, host } = rendezvous;
         let (policy, ranks) = (Arc::new(policy), config.size);
         let theirs = Arc::clone(&policy);
-        let parts = Parts { config, id, policy, domain: 0, spin_policy: SpinPolicy::none(), peers: Vec::new(), host };
+        let (spin_policy, peers, mates) = (SpinPolicy::none(), Vec::new(), Vec::new());
+        let parts = Parts { config, id, policy, domain: 0, spin_policy, peers, mates, host };
         match (decision, link) {
             (Decision::Alone, None) => Ok(parts.group(|_| Box::new(Solo::new(theirs)))),
             (Decision::Delegate(reason), None) => Ok(parts.group(|_| Box::new(Delegate::new(reason, ranks, theirs)))),
@@ -73,6 +78,7 @@ impl Group {
                     }
                 });
                 *group.following.lock().unwrap() = Some(following);
+                inquiry::start(&group.domain);
                 Ok(group)
             }
             (Decision::Hosts(hosts), Some(link)) => {
@@ -188,7 +194,8 @@ fn local_parts((rank, size): (usize, usize), timeout: Duration, policy: Policy, 
         settings: Settings::default(),
     };
     let (policy, host) = (Arc::new(policy), Arc::new(NoSignals));
-    Parts { config, id: [0; 16], policy, domain, spin_policy: SpinPolicy::none(), peers: Vec::new(), host }
+    let (spin_policy, peers, mates) = (SpinPolicy::none(), Vec::new(), Vec::new());
+    Parts { config, id: [0; 16], policy, domain, spin_policy, peers, mates, host }
 }
 
 /// Opens the link and builds the group from it and the groups inside this host. If that fails, these leave.
@@ -200,6 +207,11 @@ fn over_hosts(
     link: Arc<dyn Link>,
 ) -> Result<Arc<Group>> {
     let theirs = insides.iter().map(|group| group.clone().map(|group| group as Arc<dyn HostGroup>)).collect();
+    let mates = host_map.local_ranks().iter().enumerate().filter_map(|(index, rank)| {
+        let peer = insides.first()?.as_ref()?.peers.get(index)?;
+        (*rank != parts.config.rank).then_some((*rank, peer.pid))
+    });
+    let parts = Parts { mates: mates.collect(), ..parts };
     let Parts { config, policy, host, .. } = &parts;
     let named = (config.settings, reason);
     let opened = Opened::interruptible(host_map, link, theirs, named, Arc::clone(policy), config.timeout, &**host)
@@ -211,7 +223,7 @@ fn over_hosts(
 impl Parts {
     /// The group, with the engine that `engine` makes; the engine's threads call the given `Report`.
     fn group(self, engine: impl FnOnce(Arc<dyn Report>) -> Box<dyn Engine>) -> Arc<Group> {
-        let Parts { config, id, policy, domain, spin_policy, peers, host } = self;
+        let Parts { config, id, policy, domain, spin_policy, peers, mates, host } = self;
         let (ranks, domain) = (config.size, Domain::numbered(domain));
         let group = Arc::new_cyclic(|this| {
             let engine = engine(Arc::new(LaneReport { group: Weak::clone(this), domain: Arc::clone(&domain) }));
@@ -231,6 +243,7 @@ impl Parts {
                     sent: vec![0; ranks],
                     received: vec![0; ranks],
                     stats: Stats::new(ranks, config::ring()),
+                    watched: Watched::default(),
                 }),
                 pending: AtomicUsize::new(0),
                 last_number: AtomicU64::new(0),
@@ -240,6 +253,9 @@ impl Parts {
                 members: OnceCell::new(),
                 closed: AtomicBool::new(false),
                 monitored: AtomicU64::new(0),
+                answered: AtomicU32::new(0),
+                board: OnceCell::new(),
+                mates,
                 following: Mutex::new(None),
                 this: Weak::clone(this),
                 config,

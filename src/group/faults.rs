@@ -1,4 +1,4 @@
-//! Peers that died, left or are late, and the error texts about them.
+//! Peers that died or left, faults that they report, and the error texts about them.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -6,10 +6,7 @@ use std::sync::atomic::Ordering;
 use super::Group;
 use crate::engine::{Ended, Engine};
 use crate::error::Error;
-use crate::op;
 use crate::op::Op;
-use crate::os::watch;
-use crate::types::{ANY_RANK, Kind};
 
 impl Group {
     /// Called by the watch thread.
@@ -43,11 +40,11 @@ impl Group {
     }
 
     /// What this rank was doing when a peer was found missing.
-    pub(super) fn within(op: Option<&Arc<Op>>) -> String {
-        op.map_or_else(
-            || "had nothing pending".to_string(),
-            |op| format!("is in {} number {}", op.request.kind, op.number),
-        )
+    pub(super) fn within(&self, op: Option<&Arc<Op>>) -> String {
+        let Some(op) = op else { return "had nothing pending".to_string() };
+        let called =
+            self.host.call_site(op.request.note.site).map_or(String::new(), |site| format!(", called at {site}"));
+        format!("is in {} number {}{called}", op.request.kind, op.number)
     }
 
     /// Called with the lock held when nothing can advance: fails the group if a rank that ended is still needed.
@@ -66,7 +63,7 @@ impl Group {
                 }
             }
             if let Some(op) = engine.needs(rank, &|rank| self.is_gone(rank)) {
-                return Some(self.death_of(rank, &Group::within(Some(&op))));
+                return Some(self.death_of(rank, &self.within(Some(&op))));
             }
         }
         None
@@ -77,31 +74,6 @@ impl Group {
         self.peers[rank].dead.load(Ordering::Acquire) || self.control.left(rank)
     }
 
-    /// The error text of a deadline that passed: the missing ranks and their last calls.
-    pub(super) fn stall(&self, engine: &dyn Engine, op: &Op) -> Error {
-        let process = |rank: usize| {
-            let pid = self.peers[rank].pid;
-            match watch::process_state(pid) {
-                Some('T' | 't') => format!("pid {pid}, its process is stopped"),
-                _ => format!("pid {pid}"),
-            }
-        };
-        let missing = engine.missing(op, &process);
-        let what = match op.request.kind {
-            Kind::Send => format!("send to rank {} with tag {}", op.request.root, op.request.tag),
-            Kind::Recv if op.request.root == ANY_RANK => format!("recv from any rank with tag {}", op.request.tag),
-            Kind::Recv => format!("recv from rank {} with tag {}", op.request.root, op.request.tag),
-            _ => format!("{} number {}", op::describe(op.signature), op.number),
-        };
-        Error::Timeout(format!(
-            "sagellm: rank {} of group '{}' Timed out after {:.1} s in {what}: {missing}. Every rank must call the same \
-             operations in the same order; where a rank needs longer, pass a larger timeout",
-            self.config.rank,
-            self.config.name,
-            op.timeout.as_secs_f64(),
-        ))
-    }
-
     /// The other ranks whose end this rank hears of, and whether each has ended or left the group: those on its host.
     pub fn watched(&self) -> Vec<(usize, bool)> {
         if self.peers.is_empty() {
@@ -110,7 +82,6 @@ impl Group {
         let others = (0..self.peers.len()).filter(|rank| *rank != self.config.rank);
         others.map(|rank| (rank, self.is_gone(rank))).collect()
     }
-
     /// The fault that a peer reported, as this rank's error; `engine` says which operation of this rank it ends.
     pub(super) fn reported(&self, engine: Option<&dyn Engine>) -> Option<Error> {
         let (rank, code, text) = self.control.reported()?;
@@ -121,7 +92,7 @@ impl Group {
         if let Some(dead) = self.dead_ranks().find(|dead| !self.control.left(*dead)) {
             let op = engine
                 .and_then(|engine| engine.needs(dead, &|rank| self.is_gone(rank)).or_else(|| engine.next_deadline()));
-            return Some(self.death_of(dead, &Group::within(op.as_ref())));
+            return Some(self.death_of(dead, &self.within(op.as_ref())));
         }
         Some(Error::told(code, rank, format!("{text} (reported by rank {rank})")))
     }

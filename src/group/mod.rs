@@ -4,25 +4,30 @@
 //! the token of the thread that drives it (`driver`). Their owners hear of the end of an operation outside that lock, because
 //! they may issue others then. The first fault poisons the group, here and on the peers: everything pending and later fails with it.
 //!
-//! `builder` makes a group, `check` refuses calls that do not fit together, `faults` names missing ranks, `barrier` is the
+//! `builder` makes a group, `check` refuses calls that do not fit together, `faults` names ranks that ended, `hang` those
+//! that are late and what they do (`account`: what a rank says about itself; `board`: over the store), `barrier` is the
 //! monitored barrier, `explain` and `report` serve explanations and statistics, `devices` is the group as the engine of its
 //! devices sees it, `lanes` as the threads of a group over several hosts see it.
 
+mod account;
 mod barrier;
+mod board;
 mod builder;
 mod check;
 mod devices;
 mod explain;
 mod faults;
+mod hang;
 mod lanes;
 mod report;
 
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
 use std::time::{Duration, Instant};
 
 use once_cell::sync::OnceCell;
 
+use self::board::Board;
 pub use self::explain::{StartRule, explain_without_group, start_rule, table_without_group};
 pub use self::report::{Carrier, ExternalOp, NAMES};
 use crate::config::Config;
@@ -37,6 +42,8 @@ use crate::os::{clock, watch};
 use crate::progress::domain::{Domain, Driven, SpinPolicy};
 use crate::progress::driver;
 use crate::progress::driver::Outcome;
+use crate::progress::inquiry;
+use crate::progress::waits::Waits;
 use crate::rendezvous::peers::Following;
 use crate::select::Policy;
 use crate::stats::Stats;
@@ -51,6 +58,7 @@ struct Inner {
     sent: Vec<u64>,
     received: Vec<u64>,
     stats: Stats,
+    watched: hang::Watched,
 }
 
 struct Peer {
@@ -98,6 +106,12 @@ pub struct Group {
     closed: AtomicBool,
     /// Monitored barriers entered.
     monitored: AtomicU64,
+    /// The last question that this rank has answered. Written and read by the thread that answers alone (relaxed).
+    answered: AtomicU32,
+    /// Where the ranks ask each other, if they share no memory; set after the group was made.
+    board: OnceCell<Board>,
+    /// The other ranks of this host, with their processes, in a group over several hosts.
+    mates: Vec<(usize, i32)>,
     /// Reports peers whose process ended.
     following: Mutex<Option<Following>>,
     /// Itself, for the operations it hands out.
@@ -387,14 +401,16 @@ impl Group {
     }
 
     /// With the lock held: fails where a rank that ended is still needed, or a deadline passed.
-    fn look_at_peers_and_deadlines(&self, engine: &mut dyn Engine, now: u64, ended: &mut Ended) -> Result<()> {
+    fn look_at_peers_and_deadlines(&self, inner: &mut Inner, now: u64, ended: &mut Ended) -> Result<()> {
         if !self.control.is_poisoned() {
-            self.check_ended_peers(engine, ended).map_or(Ok(()), Err)?; // a reported fault is left to `drive`
+            self.check_ended_peers(&mut *inner.engine, ended).map_or(Ok(()), Err)?; // a reported fault is left to `drive`
         }
-        match engine.next_deadline().filter(|op| now >= op.deadline) {
-            Some(op) => Err(self.stall(engine, &op)),
-            None => Ok(()),
+        let Some(op) = inner.engine.next_deadline() else { return Ok(()) };
+        if now >= op.deadline {
+            return Err(self.stall(inner, &op, now));
         }
+        self.look_at_long_wait(inner, &op, now);
+        Ok(())
     }
 
     /// Waits until no collective that was issued before reads or writes `memory` in a way that a message which is about to
@@ -439,7 +455,7 @@ impl Driven for Group {
         let now = clock::now();
         let mut inner = self.lock();
         let mut ended = Ended::new();
-        let looked = contained(|| self.look_at_peers_and_deadlines(&mut *inner.engine, now, &mut ended));
+        let looked = contained(|| self.look_at_peers_and_deadlines(&mut inner, now, &mut ended));
         let at = inner.record_end(&ended);
         drop(inner);
         self.tell_owners(ended, at);
@@ -466,6 +482,18 @@ impl Driven for Group {
     fn leave(&self) {
         self.shutdown();
     }
+    fn inquiry(&self) -> Option<Arc<dyn Control>> {
+        self.questions()
+    }
+    fn look_at_board(&self) -> Option<Duration> {
+        self.look_for_questions()
+    }
+    fn answer(&self, question: u32) {
+        self.answer_question(question);
+    }
+    fn waits(&self) -> Option<Waits> {
+        self.awaited()
+    }
 }
 
 impl Drop for Group {
@@ -477,6 +505,7 @@ impl Drop for Group {
         let dropped = Error::Aborted(format!("sagellm: group '{}' was dropped", self.config.name));
         self.control.leave(&dropped, &|| self.host.interrupted());
         self.fail_all(&dropped);
+        self.domain.look_again();
     }
 }
 
@@ -541,6 +570,7 @@ pub fn at_exit() {
         // The last one first: a group over several hosts was made after those that it has inside its host.
         domain.groups().iter().rev().for_each(|group| group.leave());
         driver::stop(&domain);
+        inquiry::stop(&domain);
     }
     watch::stop();
 }

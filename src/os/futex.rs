@@ -35,6 +35,11 @@ fn has_waitv() -> bool {
     result < 0 && std::io::Error::last_os_error().raw_os_error() == Some(libc::EINVAL)
 }
 
+/// Whether one sleep can watch several words.
+pub fn watches_several() -> bool {
+    *HAS_WAITV
+}
+
 /// Sleeps until one of `words` differs from its value, is woken, or `timeout` passes. May return early for no reason.
 /// Where the kernel can watch only one word, it watches the first, and the others are checked every millisecond.
 pub fn wait(words: &[(&AtomicU32, u32)], timeout: Duration) {

@@ -10,7 +10,8 @@ use std::time::Duration;
 use once_cell::sync::Lazy;
 
 use super::roles::Words;
-use crate::engine::WakeAddress;
+use super::waits::{Edge, Waits};
+use crate::engine::{Control, WakeAddress};
 use crate::os::event_count;
 use crate::os::event_count::WakeWords;
 use crate::os::futex;
@@ -34,6 +35,15 @@ pub trait Driven: Send + Sync {
     fn shares_core(&self) -> bool;
     /// The process ends: fails pending operations and tells the peers.
     fn leave(&self);
+    /// Where peers can ask this rank what it is doing: what holds the question.
+    fn inquiry(&self) -> Option<Arc<dyn Control>>;
+    /// Looks for questions, and for answers to its own, in the store, where that is the way to the peers and the time has
+    /// come. Returns when to look next. May wait for the interpreter's lock.
+    fn look_at_board(&self) -> Option<Duration>;
+    /// Answers all questions up to this one, unless that was done. May wait for the interpreter's lock.
+    fn answer(&self, question: u32);
+    /// What a thread that waits in this group waits for.
+    fn waits(&self) -> Option<Waits>;
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -97,6 +107,15 @@ impl WakeWords for EventCount {
     }
 }
 
+/// A thread that has waited for long in a group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LongWait {
+    /// `os::watch::this_thread`.
+    pub thread: u64,
+    /// Address of the group.
+    pub group: usize,
+}
+
 #[derive(Default)]
 pub struct Domain {
     /// Its groups, in the order in which they were made. Weak: a dropped group leaves by itself.
@@ -117,6 +136,15 @@ pub struct Domain {
     /// When a waiting thread last tried to leave a core that it shares (`clock::now`). Written and read by such threads,
     /// relaxed: nothing else follows from it.
     pub(super) dodged: AtomicU64,
+    /// The threads that have waited for long, the first one first.
+    long_waits: Mutex<Vec<LongWait>>,
+    /// Who waits for whom as other ranks have answered, and when that was so (`clock::now`).
+    heard: Mutex<Vec<(Edge, u64)>>,
+    /// Signalled when groups were made or left, or `silent` was set: for the thread that answers (`inquiry`).
+    pub(super) groups_changed: EventCount,
+    pub(super) answering: Mutex<Option<JoinHandle<()>>>,
+    /// Set at the end of the process (release), read by the thread that answers (acquire).
+    pub(super) silent: AtomicBool,
 }
 
 static DOMAINS: Lazy<Mutex<HashMap<u64, Arc<Domain>>>> = Lazy::new(Mutex::default);
@@ -135,11 +163,20 @@ impl Domain {
         let mut groups = self.groups.write().unwrap_or_else(PoisonError::into_inner);
         groups.retain(|weak| weak.strong_count() > 0);
         groups.push(Arc::downgrade(group));
+        drop(groups);
+        self.groups_changed.wake(0);
     }
 
     pub fn unregister(&self, group: &Arc<dyn Driven>) {
         let mut groups = self.groups.write().unwrap_or_else(PoisonError::into_inner);
         groups.retain(|weak| !std::ptr::addr_eq(weak.as_ptr(), Arc::as_ptr(group)));
+        drop(groups);
+        self.look_again();
+    }
+
+    /// Wakes the thread that answers: a group has ended, whose memory it lets go of, or has something to ask.
+    pub fn look_again(&self) {
+        self.groups_changed.wake(0);
     }
 
     pub fn groups(&self) -> Vec<Arc<dyn Driven>> {
@@ -150,6 +187,42 @@ impl Domain {
     pub fn busy(&self) -> Vec<Arc<dyn Driven>> {
         let groups = self.groups.read().unwrap_or_else(PoisonError::into_inner);
         groups.iter().filter_map(Weak::upgrade).filter(|group| group.pending() > 0).collect()
+    }
+
+    pub fn long_waits(&self) -> Vec<LongWait> {
+        self.long_waits.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Counts a thread that has waited for long, or (`more` is false) has stopped waiting.
+    pub(super) fn count_long_wait(&self, wait: LongWait, more: bool) {
+        let mut waits = self.long_waits.lock().unwrap_or_else(PoisonError::into_inner);
+        match waits.iter().position(|one| *one == wait).filter(|_| !more) {
+            Some(at) => drop(waits.remove(at)),
+            None if more => waits.push(wait),
+            None => (),
+        }
+    }
+
+    /// Remembers what `speaker` said about who waits for whom, each with its age in milliseconds, in place of what was
+    /// known of the speaker, and of others where that is older.
+    pub fn hear(&self, speaker: u32, edges: &[(Edge, u64)], now: u64) {
+        let mut heard = self.heard.lock().unwrap_or_else(PoisonError::into_inner);
+        heard.retain(|(known, _)| known.from != speaker);
+        for (edge, age) in edges {
+            let at = now.saturating_sub(age.saturating_mul(1_000_000));
+            if heard.iter().any(|(known, then)| known.from == edge.from && *then > at) {
+                continue;
+            }
+            heard.retain(|(known, then)| known.from != edge.from || *then == at);
+            heard.push((edge.clone(), at));
+        }
+    }
+
+    /// What was so at most `within` nanoseconds ago, with its age in milliseconds.
+    pub fn heard(&self, now: u64, within: u64) -> Vec<(Edge, u64)> {
+        let heard = self.heard.lock().unwrap_or_else(PoisonError::into_inner);
+        let young = heard.iter().filter(|(_, at)| now.saturating_sub(*at) <= within);
+        young.map(|(edge, at)| (edge.clone(), now.saturating_sub(*at) / 1_000_000)).collect()
     }
 
     pub fn pending(&self) -> usize {

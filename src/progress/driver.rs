@@ -17,13 +17,13 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::domain::{Domain, Driven};
+use super::domain::{Domain, Driven, LongWait};
 use super::roles;
 use super::roles::Words;
 use crate::host::Host;
 use crate::os::event_count;
 use crate::os::event_count::{Listening, WakeWords};
-use crate::os::futex;
+use crate::os::{futex, watch};
 
 /// Longest sleep between two checks of deadlines and signals.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
@@ -47,6 +47,7 @@ pub fn wait_until(group: &dyn Driven, host: &dyn Host, until: Option<Instant>, d
     let mut idle = Duration::ZERO;
     let mut last_look = Instant::now();
     let mut turns = 0u32;
+    let mut long_wait: Option<Registered> = None;
     loop {
         if done() {
             return Outcome::Done;
@@ -77,6 +78,7 @@ pub fn wait_until(group: &dyn Driven, host: &dyn Host, until: Option<Instant>, d
         // and signals.
         if now - last_look >= POLL_INTERVAL {
             last_look = now;
+            long_wait.get_or_insert_with(|| Registered::new(group));
             if !look_around(group, host, &driving) {
                 return Outcome::Interrupted;
             }
@@ -118,6 +120,24 @@ fn yield_core(group: &dyn Driven, done: &impl Fn() -> bool) {
         sleep(group.domain(), Some(group), spin_policy.yield_for, done);
     } else {
         std::thread::yield_now();
+    }
+}
+
+/// Tells the domain, as long as it lives, that this thread has waited for long: only then does it cost anything.
+struct Registered(Arc<Domain>, LongWait);
+
+impl Registered {
+    fn new(group: &dyn Driven) -> Registered {
+        let address = std::ptr::from_ref(group).cast::<()>() as usize;
+        let wait = LongWait { thread: watch::this_thread(), group: address };
+        group.domain().count_long_wait(wait, true);
+        Registered(Arc::clone(group.domain()), wait)
+    }
+}
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        self.0.count_long_wait(self.1, false);
     }
 }
 
@@ -189,7 +209,7 @@ fn start_progress(domain: &Arc<Domain>) {
     let mut thread = domain.thread.lock().unwrap_or_else(PoisonError::into_inner);
     if thread.is_none() && !domain.stopping() {
         let theirs = Arc::clone(domain);
-        *thread = crate::os::watch::spawn("sagellm-progress", move || progress(&theirs))
+        *thread = watch::spawn("sagellm-progress", move || progress(&theirs))
             .inspect_err(|error| log::error!("cannot start the progress thread: {error}"))
             .ok();
         domain.running.store(thread.is_some(), Ordering::Release);

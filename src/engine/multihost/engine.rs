@@ -12,7 +12,7 @@ use super::probe::probe;
 use super::queue::{Entry, State};
 use super::transport::{Link, NOBODY, Transport};
 use crate::config::Settings;
-use crate::engine::{Control, Ended, Engine, Report};
+use crate::engine::{Control, Ended, Engine, Lacks, Report};
 use crate::error::{Error, Result};
 use crate::fusion::planner::{LANES, Limits};
 use crate::host::Host;
@@ -201,14 +201,14 @@ impl Engine for MultiHost {
         pending.min_by_key(|entry| entry.op.deadline).map(|entry| Arc::clone(&entry.op))
     }
 
-    fn missing(&self, _op: &Op, _process: &dyn Fn(usize) -> String) -> String {
+    fn lacks(&self, _op: &Op) -> Lacks {
         let each = self.lanes.waiting.iter().map(|lane| lane.load(Ordering::Relaxed));
         let waiting: Vec<String> = each.filter(|rank| *rank != NOBODY).map(|rank| format!("rank {rank}")).collect();
         let whom = match &waiting[..] {
             [] => "no answer from ranks of its own host".to_string(),
             ranks => format!("no answer from {} on another host", ranks.join(" and ")),
         };
-        format!("{whom}: it has not entered it, or cannot be reached")
+        Lacks::Unknown(format!("{whom}: it has not entered it, or cannot be reached"))
     }
 
     fn collective(&self, number: u64) -> Option<Arc<Op>> {

@@ -1,11 +1,11 @@
 //! The part of a shared-memory group that any thread may use without the group's lock.
 
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::memory::area::Area;
-use crate::engine::{Control, Monitor, WakeAddress};
+use crate::engine::{Control, Inquiry, Monitor, WakeAddress};
 use crate::error::Error;
-use crate::os::{event_count, topology};
+use crate::os::{event_count, futex, topology};
 
 impl Control for Area {
     fn is_poisoned(&self) -> bool {
@@ -47,12 +47,37 @@ impl Control for Area {
         Some(self)
     }
 
+    fn inquiry(&self) -> Option<&dyn Inquiry> {
+        Some(self)
+    }
+
     fn set_launched(&self, number: u64, kind: u8) {
         Area::set_launched(self, number, kind);
     }
 
     fn launched(&self, rank: usize) -> Option<(u64, u8)> {
         Some(Area::launched(self, rank))
+    }
+}
+
+impl Inquiry for Area {
+    fn ask(&self, rank: usize) -> u32 {
+        let word = self.question_word(rank);
+        let number = word.fetch_add(1, Ordering::Release).wrapping_add(1);
+        futex::wake_all(word);
+        number
+    }
+
+    fn question(&self) -> &AtomicU32 {
+        self.question_word(self.me)
+    }
+
+    fn answer(&self, text: &str) {
+        self.write_answer(text);
+    }
+
+    fn heard(&self, rank: usize) -> String {
+        self.read_answer(rank)
     }
 }
 

@@ -12,7 +12,7 @@ use super::protocol::Slots;
 use super::small;
 use crate::engine::pieces::Pieces;
 
-use crate::engine::{Control, Ended, Engine};
+use crate::engine::{Control, Ended, Engine, Lacks, Standing};
 use crate::error::{Error, Result};
 use crate::op;
 use crate::op::Op;
@@ -329,12 +329,10 @@ impl Shm {
     }
 
     /// The last call of `peer`, for error texts.
-    fn last_call(&self, peer: usize) -> (u64, String) {
+    fn last_call(&self, peer: usize) -> (u64, Option<String>) {
         let n = self.area.issued(peer);
-        match n {
-            0 => (0, "nothing yet".to_string()),
-            n => (n, format!("{} number {n}", op::describe(self.area.read_header(peer, n).signature))),
-        }
+        let call = || format!("{} number {n}", op::describe(self.area.read_header(peer, n).signature));
+        (n, (n > 0).then(call))
     }
 }
 
@@ -384,8 +382,8 @@ impl Engine for Shm {
         self.operations().min_by_key(|op| op.deadline).cloned()
     }
 
-    fn missing(&self, op: &Op, process: &dyn Fn(usize) -> String) -> String {
-        let mut missing = Vec::new();
+    fn lacks(&self, op: &Op) -> Lacks {
+        let mut ranks = Vec::new();
         for rank in (0..self.area.ranks).filter(|rank| *rank != self.area.me) {
             // A receive from anyone that timed out misses all of them.
             let anyone = op.request.root == ANY_RANK;
@@ -393,24 +391,17 @@ impl Engine for Shm {
                 continue;
             }
             let (last, call) = self.last_call(rank);
-            let message = op.request.kind.is_p2p();
-            missing.push(match process(rank) {
-                process if message => {
-                    format!("rank {rank} ({process}) did not answer, its last collective is {call}")
-                }
-                process if last >= op.number => format!("rank {rank} ({process}) entered it and stopped inside it"),
-                process => format!("rank {rank} ({process}) has not entered it, its last operation is {call}"),
+            ranks.push(match op.request.kind.is_p2p() {
+                true => (rank, Standing::Silent(call)),
+                false if last >= op.number => (rank, Standing::Inside),
+                false => (rank, Standing::Before(call)),
             });
         }
-        if missing.is_empty() {
-            missing.push(match self.predecessor_of(op) {
-                Some(first) => {
-                    format!("it must follow {} number {}, which has not ended here", first.request.kind, first.number)
-                }
-                None => "every rank entered it".to_string(),
-            });
+        match self.predecessor_of(op) {
+            _ if !ranks.is_empty() => Lacks::Ranks(ranks),
+            Some(first) => Lacks::Earlier(Arc::clone(first)),
+            None => Lacks::Unknown("every rank entered it".to_string()),
         }
-        missing.join("; ")
     }
 
     fn collective(&self, number: u64) -> Option<Arc<Op>> {

@@ -1,7 +1,7 @@
 """The texts of errors are golden files: who, what was expected, what came, what to do.
 
-`tests/golden/<name>.txt` holds each text with what differs from run to run written as <pid>, <host> and <time>. To
-accept a changed text: SAGELLM_UPDATE_GOLDEN=1 and look at the difference before it is committed.
+`tests/golden/<name>.txt` holds each text with what differs from run to run written as <pid>, <host>, <path>, <line> and
+<time>. To accept a changed text: SAGELLM_UPDATE_GOLDEN=1 and look at the difference before it is committed.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ def plain(text: str) -> str:
     text = re.sub(r" \(reported by rank \d+\)", "", text)  # whoever saw it first
     text = re.sub(r"(rank 1 called .*?\)), (rank 0 called .*?\))(?=\.)", r"\2, \1", text)
     text = re.sub(r"\bhost [\w.-]+", "host <host>", text)
+    text = re.sub(r"[\w./-]+/(\w+\.py):\d+", r"<path>/\1:<line>", text)
     return re.sub(r"\b\d+(?:\.\d+)? (s|ms)\b", r"<time> \1", text).strip()
 
 
 def timeout(ctx: Context) -> str | None:
-    ctx.init(operations=timedelta(seconds=1))
+    ctx.init(operations=timedelta(seconds=4))  # the other rank is asked at half of it, and needs time to answer
     dist.broadcast(torch.ones(2), 0)
     return expect_raises(PROBLEM, lambda: dist.all_reduce(torch.ones(3))) if ctx.rank == 0 else None
 

@@ -1,12 +1,15 @@
-"""Where in the caller's program calls come from, by number: C++ asks for the number at each call.
+"""Where the caller's program is: at each call, by number, and when another rank asks.
 
-Only with ``SAGELLM_CALL_SITES=1``, because it takes the interpreter's lock for every call.
+C++ asks for the number at each call only with ``SAGELLM_CALL_SITES=1``, because it takes the interpreter's lock.
 """
 
 from __future__ import annotations
 
 import itertools
 import sys
+import sysconfig
+import threading
+from types import FrameType
 
 import torch
 
@@ -21,6 +24,7 @@ MOST = 1 << 16
 #: Frames in these belong to torch or to this package, and are no place that a user would look for. They are written as
 #: the interpreter writes them into the code that it loads from there, so that comparing text is enough.
 _FOLDERS = tuple(folder + "/" for package in (torch, sagellm) for folder in package.__path__)
+_LIBRARY = sysconfig.get_path("stdlib") + "/"
 _numbers: dict[Site, int] = {}
 _sites: dict[int, Site] = {}
 #: Two threads never take the same.
@@ -29,12 +33,9 @@ _next = itertools.count(1)
 
 def number() -> int:
     """A number for the place in the caller's program from which this is called; 0 where there is none."""
-    frame = sys._getframe()
-    while frame.f_code.co_filename.startswith(_FOLDERS):
-        if frame.f_back is None:
-            return 0
-        frame = frame.f_back
-    site = (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+    site = _site(sys._getframe(), past_library=False)
+    if site is None:
+        return 0
     known = _numbers.get(site)
     if known is None and len(_numbers) < MOST:
         known = _numbers.setdefault(site, next(_next))
@@ -45,3 +46,41 @@ def number() -> int:
 def site_of(number: int) -> Site:
     """The place behind a number; empty for 0 and for numbers that were never given out."""
     return _sites.get(number, ("", 0, ""))
+
+
+def text_of(number: int) -> str:
+    """The same as "FILE:LINE in FUNCTION"."""
+    return _text(_sites.get(number))
+
+
+def place_of_thread(thread: int) -> str:
+    """Where a thread is, as "FILE:LINE in FUNCTION", by its ``threading.get_ident``; the main thread for any other.
+
+    Frames of Python's library are passed over where the program is further out: a thread that waits is often in one.
+    """
+    frames = sys._current_frames()
+    frame = frames.get(thread) or frames.get(threading.main_thread().ident or 0)
+    return _text(_site(frame, past_library=True))
+
+
+def _site(frame: FrameType | None, past_library: bool) -> Site | None:
+    """The first place from ``frame`` outwards that is outside torch and this package."""
+    inner = None
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(_FOLDERS):
+            site = (file, frame.f_lineno or 0, frame.f_code.co_name)
+            if not (past_library and _is_library(file)):
+                return site
+            inner = inner or site
+        frame = frame.f_back
+    return inner
+
+
+def _is_library(file: str) -> bool:
+    # Packages that were installed may lie below the library's folder.
+    return file.startswith("<frozen") or (file.startswith(_LIBRARY) and "-packages/" not in file)
+
+
+def _text(site: Site | None) -> str:
+    return f"{site[0]}:{site[1]} in {site[2]}" if site else ""

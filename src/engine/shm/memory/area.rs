@@ -7,7 +7,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
-use super::layout::{INLINE_BYTES, Layout, Part, SLOT_BYTES};
+use super::layout::{ANSWER_BYTES, INLINE_BYTES, Layout, Part, SLOT_BYTES};
 use super::presence::Presence;
 use super::segment::Segment;
 use crate::engine::shm::protocol::{Mail, Region, Word, Words};
@@ -28,6 +28,8 @@ const LIFE: usize = 6;
 const MONITOR: usize = 7;
 /// The ranks that have sent to this one, a bit each: set by senders, taken by this rank; see `protocol::post`.
 const MAIL: usize = 8;
+/// Counts the questions to this rank (`Inquiry`).
+const QUESTION: usize = 9;
 
 /// Group words.
 const ABORT: usize = 0;
@@ -217,6 +219,51 @@ impl Area {
     }
     pub fn monitor_outcome(&self, index: u64) -> &AtomicU64 {
         self.word64(self.layout.control_word(0, MONITOR) + 8 + (index % 8) as usize * 8)
+    }
+
+    /// Questions that were put to `rank`. Asking ranks add to it (release), the rank's answering thread reads it (acquire)
+    /// and sleeps on it.
+    pub fn question_word(&self, rank: usize) -> &AtomicU32 {
+        self.word32(self.layout.control_word(rank, QUESTION))
+    }
+
+    /// Writes this rank's answer; only its answering thread does. The word in front is odd while the text changes: a
+    /// reader takes a text only between two equal, even values of it. Length and text are words, too: relaxed, ordered by
+    /// the fences on both sides.
+    pub fn write_answer(&self, text: &str) {
+        let at = self.layout.answer_text(self.me);
+        let version = self.word64(at).load(Ordering::Relaxed) | 1;
+        self.word64(at).store(version, Ordering::Relaxed);
+        fence(Ordering::Release);
+        let mut end = text.len().min(ANSWER_BYTES - 16);
+        while !text.is_char_boundary(end) {
+            end -= 1;
+        }
+        self.word64(at + 8).store(end as u64, Ordering::Relaxed);
+        for (i, bytes) in text.as_bytes()[..end].chunks(8).enumerate() {
+            let mut word = [0; 8];
+            word[..bytes.len()].copy_from_slice(bytes);
+            self.word64(at + 16 + i * 8).store(u64::from_ne_bytes(word), Ordering::Relaxed);
+        }
+        self.word64(at).store(version.wrapping_add(1), Ordering::Release);
+    }
+
+    /// The answer that `rank` wrote last. Empty before its first one, and where it keeps changing.
+    pub fn read_answer(&self, rank: usize) -> String {
+        let at = self.layout.answer_text(rank);
+        for _ in 0..100 {
+            let version = self.word64(at).load(Ordering::Acquire);
+            let bytes = (self.word64(at + 8).load(Ordering::Relaxed) as usize).min(ANSWER_BYTES - 16);
+            let words = (0..bytes.div_ceil(8)).map(|i| self.word64(at + 16 + i * 8).load(Ordering::Relaxed));
+            let mut text: Vec<u8> = words.flat_map(u64::to_ne_bytes).collect();
+            text.truncate(bytes);
+            fence(Ordering::Acquire);
+            if version.is_multiple_of(2) && self.word64(at).load(Ordering::Relaxed) == version {
+                return String::from_utf8_lossy(&text).into_owned();
+            }
+            std::thread::yield_now();
+        }
+        String::new()
     }
 
     /// Poisons the group for all ranks: the first fault wins. `code` is `Error::code`, `culprit` a rank or none.

@@ -3,7 +3,7 @@
 //! ```text
 //! hello     64 B a rank, rounded up to a page: the handshake that proves the segment is shared (rendezvous)
 //! group     abort word, count of sleepers
-//! control   per rank: the words of `protocol::Word`, each on its own pair of cache lines, and the fault text
+//! control   per rank: the words of `protocol::Word`, each on its own pair of cache lines, the fault text, the answer
 //! slots     per rank: `depth` slots of one header line and SLOT_BYTES of payload
 //! stage     per rank: 2 buffers that the rank fills for its peers
 //! result    per rank: 2 buffers that hold the slice the rank has reduced
@@ -32,8 +32,10 @@ pub const INLINE_BYTES: usize = 32;
 /// Two cache lines: x86 prefetches them in pairs, and aarch64 has lines of this size.
 pub const PAIR_OF_LINES: usize = 128;
 /// Control words of a rank, each on its own pair of lines.
-pub const CONTROL_WORDS: usize = 9;
-pub const FAULT_BYTES: usize = 1024;
+pub const CONTROL_WORDS: usize = 10;
+pub const FAULT_BYTES: usize = 1536;
+/// What a rank says about itself when another one asks. With the words and the fault text it fills a page.
+pub const ANSWER_BYTES: usize = 1280;
 /// Payload that fits into an envelope's first line, behind tag and size.
 pub const SHORT_BYTES: usize = 48;
 /// Most ranks that one segment serves: slot tables hold eight bytes a rank, mail words and `RankSet` a bit.
@@ -181,7 +183,7 @@ impl Layout {
     }
 
     fn control_bytes(&self) -> usize {
-        up(CONTROL_WORDS * PAIR_OF_LINES + FAULT_BYTES, PAGE)
+        up(CONTROL_WORDS * PAIR_OF_LINES + FAULT_BYTES + ANSWER_BYTES, PAGE)
     }
     fn slot_stride(&self) -> usize {
         64 + SLOT_BYTES
@@ -228,6 +230,9 @@ impl Layout {
     }
     pub fn fault_text(&self, rank: usize) -> usize {
         self.control + rank * self.control_bytes() + CONTROL_WORDS * PAIR_OF_LINES
+    }
+    pub fn answer_text(&self, rank: usize) -> usize {
+        self.fault_text(rank) + FAULT_BYTES
     }
     /// Header line of a slot; the payload follows 64 bytes later.
     pub fn slot(&self, rank: usize, n: u64) -> usize {
@@ -313,6 +318,7 @@ mod tests {
         for r in 0..l.ranks {
             areas.extend((0..CONTROL_WORDS).map(|i| (l.control_word(r, i), PAIR_OF_LINES)));
             areas.push((l.fault_text(r), FAULT_BYTES));
+            areas.push((l.answer_text(r), ANSWER_BYTES));
             areas.extend((0..l.depth).map(|n| (l.slot(r, n), 64 + SLOT_BYTES)));
             for round in 0..2 {
                 areas.push((l.stage(r, round), l.stage_bytes));

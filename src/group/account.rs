@@ -1,0 +1,171 @@
+//! What a rank says about itself when another one asks (`engine::Inquiry`), as text: one line a fact, with tabs between
+//! its fields. A reader skips what it does not understand, because the text may be cut, or come from shared memory that
+//! another process wrote.
+
+use crate::progress::waits::{Edge, Waits};
+
+/// Longest place or name in an account; the file's end says more than its beginning.
+const LONGEST: usize = 240;
+
+/// The place in its program that a rank is at.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Place {
+    #[default]
+    Unknown,
+    /// The answering thread waits for the interpreter's lock.
+    Locked,
+    At(String),
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Account {
+    /// Number of the question that it answers.
+    pub question: u32,
+    /// Number of the last collective that the rank issued in the group of the question.
+    pub issued: u64,
+    /// That collective, in words.
+    pub last: Option<String>,
+    /// The rank's process and host.
+    pub who: String,
+    /// Ranks on its host whose processes are stopped.
+    pub stopped: Vec<usize>,
+    /// Since its last operation in that group ended, in milliseconds; None where there was none or one is pending.
+    pub idle: Option<u64>,
+    pub place: Place,
+    /// What a thread of it waits for, in any group; without edges, which stand below.
+    pub waits: Option<Waits>,
+    /// Who waits for whom, as far as the rank knows, itself first; with its age in milliseconds.
+    pub edges: Vec<(Edge, u64)>,
+}
+
+impl Account {
+    pub fn encode(&self) -> String {
+        let mut lines = vec![format!("question\t{}", self.question), format!("issued\t{}", self.issued)];
+        lines.extend(self.last.as_ref().map(|last| format!("last\t{}", field(last))));
+        lines.push(format!("who\t{}", field(&self.who)));
+        lines.extend(self.stopped.iter().map(|rank| format!("stopped\t{rank}")));
+        lines.extend(self.idle.map(|idle| format!("idle\t{idle}")));
+        match &self.place {
+            Place::Unknown => (),
+            Place::Locked => lines.push("locked".to_string()),
+            Place::At(place) => lines.push(format!("at\t{}", field(place))),
+        }
+        if let Some(Waits { group, what, milliseconds, .. }) = &self.waits {
+            lines.push(format!("waits\t{}\t{}\t{milliseconds}", field(group), field(what)));
+        }
+        for (Edge { from, to, group, what }, age) in &self.edges {
+            lines.push(format!("edge\t{from}\t{to}\t{age}\t{}\t{}", field(group), field(what)));
+        }
+        lines.into_iter().map(|line| line + "\n").collect()
+    }
+
+    /// None where the text is no account. A last line without its end was cut.
+    pub fn decode(text: &str) -> Option<Account> {
+        let mut account = Account::default();
+        let mut answers = false;
+        for line in text.split_inclusive('\n').filter_map(|line| line.strip_suffix('\n')) {
+            let fields: Vec<&str> = line.split('\t').collect();
+            match fields[..] {
+                ["question", number] => {
+                    account.question = number.parse().ok()?;
+                    answers = true;
+                }
+                ["issued", number] => account.issued = number.parse().ok()?,
+                ["last", call] => account.last = Some(call.to_string()),
+                ["who", process] => account.who = process.to_string(),
+                ["stopped", rank] => account.stopped.extend(rank.parse::<usize>().ok()),
+                ["idle", time] => account.idle = time.parse().ok(),
+                ["locked"] => account.place = Place::Locked,
+                ["at", place] => account.place = Place::At(place.to_string()),
+                ["waits", group, what, time] => {
+                    let (group, what) = (group.to_string(), what.to_string());
+                    let milliseconds = time.parse().unwrap_or(0);
+                    account.waits = Some(Waits { group, what, milliseconds, edges: Vec::new() });
+                }
+                ["edge", from, to, age, group, what] => {
+                    if let (Ok(from), Ok(to), Ok(age)) = (from.parse(), to.parse(), age.parse()) {
+                        let (group, what) = (group.to_string(), what.to_string());
+                        account.edges.push((Edge { from, to, group, what }, age));
+                    }
+                }
+                _ => (),
+            }
+        }
+        answers.then_some(account)
+    }
+
+    /// Whether it answers this question or a later one. One that waits for the interpreter's lock cannot answer later ones.
+    pub fn answers(&self, question: u32) -> bool {
+        self.place == Place::Locked || self.question.wrapping_sub(question) < u32::MAX / 2
+    }
+}
+
+/// A text as one field: without tabs and ends of lines, and cut at its front.
+fn field(text: &str) -> String {
+    let clean: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
+    if clean.len() <= LONGEST {
+        return clean;
+    }
+    let cut = (clean.len() - LONGEST..).find(|at| clean.is_char_boundary(*at)).unwrap_or(clean.len());
+    format!("...{}", &clean[cut..])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn example() -> Account {
+        let edge = |from, to| (Edge { from, to, group: "tp 1".into(), what: "barrier() number 2".into() }, 70);
+        Account {
+            question: 7,
+            issued: 12,
+            last: Some("barrier number 12".into()),
+            who: "pid 5, host a".into(),
+            stopped: vec![3, 1],
+            idle: Some(3400),
+            place: Place::At("/src/train.py:31 in step".into()),
+            waits: Some(Waits { group: "dp".into(), what: "recv".into(), milliseconds: 5, edges: Vec::new() }),
+            edges: vec![edge(1, 0), edge(2, 1)],
+        }
+    }
+
+    #[test]
+    fn it_is_read_as_it_was_written() {
+        for place in [Place::Unknown, Place::Locked, example().place] {
+            let account = Account { place, ..example() };
+            assert_eq!(Account::decode(&account.encode()), Some(account));
+        }
+        assert_eq!(Account::decode(&Account::default().encode()), Some(Account::default()));
+    }
+
+    #[test]
+    fn a_text_that_was_cut_or_is_none_gives_what_is_whole() {
+        let text = example().encode();
+        for end in 0..text.len() {
+            let Some(read) = Account::decode(&text[..end]) else { continue };
+            assert!(read.question == 7 && read.edges.iter().all(|edge| example().edges.contains(edge)), "{end}");
+        }
+        assert_eq!(Account::decode(&text[..text.len() - 1]).unwrap().edges.len(), 1, "the last line was cut");
+        for text in ["", "\n", "nonsense", "question\tx\n", "issued\t3\n", "\u{0}\u{0}\t\t\n"] {
+            assert_eq!(Account::decode(text), None, "{text:?}");
+        }
+    }
+
+    #[test]
+    fn fields_hold_no_separators_and_keep_their_end() {
+        let long = "ä".repeat(LONGEST) + "/end.py:3";
+        let account = Account { place: Place::At(long), ..example() };
+        let Some(Place::At(read)) = Account::decode(&account.encode()).map(|account| account.place) else { panic!() };
+        assert!(read.starts_with("...") && read.ends_with("/end.py:3") && read.len() <= LONGEST + 3);
+        let account = Account { place: Place::At("a\tb\nc".into()), ..example() };
+        assert_eq!(Account::decode(&account.encode()).unwrap().place, Place::At("a b c".into()));
+    }
+
+    #[test]
+    fn an_answer_to_a_later_question_counts_and_an_earlier_one_does_not() {
+        let account = |question, place| Account { question, place, ..Account::default() };
+        assert!(account(7, Place::Unknown).answers(7) && account(8, Place::Unknown).answers(7));
+        assert!(!account(6, Place::Unknown).answers(7) && account(6, Place::Locked).answers(7));
+        assert!(account(1, Place::Unknown).answers(u32::MAX), "the count goes round");
+    }
+}

@@ -1,0 +1,132 @@
+//! Questions and answers where ranks share no memory, because they are on several hosts: as rare keys in the store that the
+//! ranks met in. `hang` says when to ask and what follows.
+//!
+//! | key | |
+//! | --- | --- |
+//! | `count` | questions so far, a counter |
+//! | `ask` | the number of the last question, which every rank looks at from time to time |
+//! | `said/<rank>` | a rank's last answer (`account`) |
+//! | `found/<question>` | the ranks that are absent, and those that are stopped, as the rank found that asked it |
+//!
+//! A question costs each rank one answer, the rank that asks one look at each answer, and the others that wait one look at
+//! the few answers that matter: in all a number of requests that grows with the ranks and not with their square.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use super::account::Account;
+use crate::error::Result;
+use crate::host::Counting;
+
+pub type SharedStore = Arc<dyn Counting + Send + Sync>;
+
+/// Between two looks at the store: a sixteenth of the group's timeout, within these limits.
+const SHORTEST: Duration = Duration::from_millis(250);
+const LONGEST: Duration = Duration::from_secs(10);
+
+pub fn interval(timeout: Duration) -> Duration {
+    (timeout / 16).clamp(SHORTEST, LONGEST)
+}
+
+/// A question for which answers are being collected.
+pub struct Round {
+    pub question: u32,
+    /// This rank asked, and so reads all answers.
+    pub collects: bool,
+    /// On `clock::stamp`.
+    pub begun: u64,
+    pub done: bool,
+    pub answers: BTreeMap<usize, Account>,
+}
+
+/// What the answers to a question come to.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Found {
+    /// The ranks that have not entered the operation, or said nothing.
+    pub absent: Vec<usize>,
+    /// Those whose processes are stopped, as other ranks of their hosts see.
+    pub stopped: Vec<usize>,
+}
+
+/// Used by the thread that answers alone; the lock is for the compiler.
+#[derive(Default)]
+pub struct State {
+    /// The last question that this rank answered.
+    pub answered: u32,
+    /// When, on `clock::stamp`.
+    pub answered_at: u64,
+    pub round: Option<Round>,
+    /// When to look next, on `clock::stamp`.
+    pub next: u64,
+}
+
+pub struct Board {
+    store: SharedStore,
+    /// In front of all keys.
+    prefix: String,
+    state: Mutex<State>,
+}
+
+impl Board {
+    /// `id`: of this group and no other attempt to make it.
+    pub fn new(store: SharedStore, id: &str) -> Board {
+        Board { store, prefix: format!("hang/{id}"), state: Mutex::default() }
+    }
+
+    pub fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn text(&self, key: &str) -> Result<Option<String>> {
+        let value = self.store.try_get(&format!("{}/{key}", self.prefix))?;
+        Ok(value.map(|bytes| String::from_utf8_lossy(&bytes).into_owned()))
+    }
+
+    fn put(&self, key: &str, text: &str) -> Result<()> {
+        self.store.set(&format!("{}/{key}", self.prefix), text.as_bytes())
+    }
+
+    /// The number of the last question; 0 before the first.
+    pub fn question(&self) -> Result<u32> {
+        Ok(self.text("ask")?.and_then(|text| text.parse().ok()).unwrap_or(0))
+    }
+
+    /// Asks all ranks, and returns the number of the question.
+    pub fn ask(&self) -> Result<u32> {
+        let number = self.store.add(&format!("{}/count", self.prefix), 1)? as u32;
+        self.put("ask", &number.to_string())?;
+        Ok(number)
+    }
+
+    pub fn answer(&self, rank: usize, account: &Account) -> Result<()> {
+        self.put(&format!("said/{rank}"), &account.encode())
+    }
+
+    /// The answers of these ranks to this question or a later one.
+    pub fn answers(&self, question: u32, ranks: impl Iterator<Item = usize>) -> Result<BTreeMap<usize, Account>> {
+        let mut found = BTreeMap::new();
+        for rank in ranks {
+            let text = self.text(&format!("said/{rank}"))?;
+            let account = text.and_then(|text| Account::decode(&text)).filter(|account| account.answers(question));
+            found.extend(account.map(|account| (rank, account)));
+        }
+        Ok(found)
+    }
+
+    /// Tells the ranks that wait as well what was found.
+    pub fn tell(&self, question: u32, found: &Found) -> Result<()> {
+        let list = |ranks: &[usize]| ranks.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ");
+        self.put(&format!("found/{question}"), &format!("{}\n{}", list(&found.absent), list(&found.stopped)))
+    }
+
+    pub fn told(&self, question: u32) -> Result<Option<Found>> {
+        let list = |line: Option<&str>| -> Vec<usize> {
+            line.unwrap_or_default().split_whitespace().filter_map(|rank| rank.parse().ok()).collect()
+        };
+        Ok(self.text(&format!("found/{question}"))?.map(|text| {
+            let mut lines = text.lines();
+            Found { absent: list(lines.next()), stopped: list(lines.next()) }
+        }))
+    }
+}

@@ -1,0 +1,70 @@
+//! The thread that answers for a rank when another rank asks what it is doing (`engine::Inquiry`). It sleeps until then:
+//! a rank whose peers never wait for long never wakes it.
+//!
+//! It is apart from the progress thread because an answer names the line that the program is at, for which it takes the
+//! interpreter's lock, and native code may keep that for minutes. It holds no lock of ours meanwhile, and nothing waits
+//! for it.
+
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::domain::Domain;
+use crate::engine::Control;
+use crate::os::event_count::WakeWords;
+use crate::os::futex;
+
+/// Between two looks at the questions where the kernel cannot watch the words of all groups.
+const LOOK: Duration = Duration::from_millis(250);
+/// How long the end of the process waits for an answer that is being given.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// Starts the thread of a domain, unless it runs. Without it the rank answers nothing, which its peers can live with.
+pub fn start(domain: &Arc<Domain>) {
+    let mut thread = domain.answering.lock().unwrap_or_else(PoisonError::into_inner);
+    if thread.as_ref().is_some_and(|thread| !thread.is_finished()) {
+        return;
+    }
+    domain.silent.store(false, Ordering::Release);
+    let theirs = Arc::clone(domain);
+    *thread = crate::os::watch::spawn("sagellm-answer", move || answer(&theirs))
+        .inspect_err(|error| log::warn!("cannot start the thread that tells other ranks what this one does: {error}"))
+        .ok();
+}
+
+/// Ends the thread, for the end of the process. One that waits for the interpreter's lock is left behind.
+pub fn stop(domain: &Domain) {
+    domain.silent.store(true, Ordering::Release);
+    domain.groups_changed.wake(0);
+    let thread = domain.answering.lock().unwrap_or_else(PoisonError::into_inner).take();
+    let until = Instant::now() + PATIENCE;
+    while thread.as_ref().is_some_and(|thread| !thread.is_finished()) && Instant::now() < until {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn answer(domain: &Arc<Domain>) {
+    loop {
+        let changed = domain.groups_changed.word().load(Ordering::Acquire);
+        if domain.silent.load(Ordering::Acquire) {
+            return;
+        }
+        // The controls and not the groups, so that this thread keeps no group alive while it sleeps.
+        let mut asked: Vec<(Arc<dyn Control>, u32)> = Vec::new();
+        let mut pause = Duration::from_secs(3600);
+        for group in domain.groups() {
+            pause = group.look_at_board().map_or(pause, |next| next.min(pause));
+            let Some(control) = group.inquiry() else { continue };
+            let Some(question) = control.inquiry().map(|inquiry| inquiry.question().load(Ordering::Acquire)) else {
+                continue;
+            };
+            group.answer(question);
+            asked.push((control, question));
+        }
+        let words = asked.iter().filter_map(|(control, seen)| Some((control.inquiry()?.question(), *seen)));
+        let mut words: Vec<_> = std::iter::once((domain.groups_changed.word(), changed)).chain(words).collect();
+        let all = words.len() == 1 || words.len() <= futex::MOST && futex::watches_several();
+        words.truncate(if all { futex::MOST } else { 1 });
+        futex::wait(&words, if all { pause } else { LOOK.min(pause) });
+    }
+}

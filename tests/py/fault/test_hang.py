@@ -1,0 +1,423 @@
+"""An operation that hangs: who is missing, what that rank does and where it is, and who waits for whom.
+
+The texts are golden files, `tests/golden/hang_<case>.txt`: times, process numbers, folders and line numbers stand
+there as <time>, <pid>, <path> and <line>; the lines themselves are compared with marks in this file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import net
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Context, Job, beyond_gloo, expect_raises, launch
+from limits import patience
+
+pytestmark = beyond_gloo("it does not say")
+
+GOLDEN = Path(__file__).resolve().parents[2] / "golden"
+#: Seconds until the operations here fail; the ranks are asked from half of it on.
+TIMEOUT = 4
+HANG = (RuntimeError,)
+
+
+def line_of(mark: str) -> int:
+    """The number of the line in this file that ends with this mark."""
+    lines = Path(__file__).read_text().splitlines()
+    found = [number for number, line in enumerate(lines, 1) if line.endswith(f"# {mark}")]
+    assert len(found) == 1, f"{mark}: {found}"
+    return found[0]
+
+
+def plain(text: str) -> str:
+    """The text without what differs from run to run."""
+    text = re.sub(r" \(reported by rank \d+\)", "", text)
+    text = re.sub(r"\bpid \d+", "pid <pid>", text)
+    text = re.sub(r"[\w./-]+/(\w+\.py):\d+", r"<path>/\1:<line>", text)
+    return re.sub(r"\b\d+(?:\.\d+)? (s|ms)\b", r"<time> \1", text).strip()
+
+
+def compare(case: str, text: str) -> None:
+    """Compares with the golden file, or writes it."""
+    golden = GOLDEN / f"hang_{case}.txt"
+    if os.environ.get("SAGELLM_UPDATE_GOLDEN"):
+        golden.write_text(plain(text) + "\n")
+    assert plain(text) == golden.read_text().strip()
+
+
+def reduce_it(size: int = 3) -> None:
+    dist.all_reduce(torch.ones(size))  # mark: waits here
+
+
+def told(call: Callable[[], Any]) -> tuple[float, str]:
+    """How long a call took that fails, and its text."""
+    begun = time.monotonic()
+    text = expect_raises(HANG, call)
+    return time.monotonic() - begun, text
+
+
+def begin(ctx: Context) -> None:
+    ctx.init(operations=timedelta(seconds=TIMEOUT))
+    dist.broadcast(torch.ones(2), 0)
+    ctx.tell("ready")
+    ctx.listen()
+
+
+# --------------------------------------------------------------------------------------------- what the late rank does
+
+
+def asleep(ctx: Context) -> None:
+    time.sleep(patience(60))  # mark: asleep here
+
+
+def computing(ctx: Context) -> None:
+    end = time.monotonic() + patience(30)
+    while time.monotonic() < end:
+        sum(range(1000))  # mark: computes here
+
+
+def in_native_code(ctx: Context) -> None:
+    # PyDLL, unlike CDLL, keeps the interpreter's lock.
+    ctypes.PyDLL(None).sleep(2 * TIMEOUT)
+
+
+def late(ctx: Context, what: str) -> tuple[float, str] | None:
+    """Rank 1 does something else; rank 0 (and 2) wait for it."""
+    begin(ctx)
+    if ctx.rank == 1:
+        globals()[what](ctx)
+        return None
+    found = told(reduce_it)
+    ctx.tell("done")
+    ctx.listen()
+    return found
+
+
+def start(job: Job) -> None:
+    """All ranks have the group, and go on."""
+    for each in job.ranks:
+        assert job.hear(each.rank) == "ready"
+    for each in job.ranks:
+        job.say(each.rank, "go")
+
+
+def survivors(job: Job, ranks: list[int], deadline: float = TIMEOUT) -> list[str]:
+    """The texts of these ranks, each of which came in time."""
+    for rank in ranks:
+        assert job.hear(rank) == "done"
+    for rank in ranks:
+        job.say(rank, "go")
+    texts = []
+    for rank in ranks:
+        took, text = job.wait_rank(rank, 20).value
+        # On an idle machine within a tenth of the deadline; a busy one needs longer to run the waiting thread.
+        assert deadline * 0.95 < took < deadline * 1.1 + patience(0.5), took
+        texts.append(text)
+    return texts
+
+
+@pytest.mark.parametrize("what", ["asleep", "computing"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_line_that_a_late_rank_is_at_is_named(what: str, ranks: int) -> None:
+    """A rank that is stuck in Python says where, on every rank that waits for it, and they say where they called."""
+    with launch(late, ranks, what) as job:
+        start(job)
+        texts = survivors(job, [rank for rank in range(ranks) if rank != 1])
+    mark = {"asleep": "asleep here", "computing": "computes here"}[what]
+    for text in texts:
+        assert f"{Path(__file__).name}:{line_of('mark: ' + mark)} in {what}" in text, text
+        assert f"{Path(__file__).name}:{line_of('mark: waits here')} in reduce_it" in text, text
+    if ranks == 2:
+        compare(what, texts[0])
+
+
+def test_a_rank_whose_native_code_keeps_the_interpreter_is_named_so() -> None:
+    """Its line cannot be read then; what keeps it from being read can be said."""
+    with launch(late, 2, "in_native_code") as job:
+        start(job)
+        compare("in_native_code", survivors(job, [0])[0])
+
+
+def test_a_stopped_rank_is_named_so() -> None:
+    with launch(late, 2, "asleep") as job:
+        for rank in range(2):
+            assert job.hear(rank) == "ready"
+        job.signal(1, signal.SIGSTOP)
+        job.say(0, "go")
+        compare("stopped", survivors(job, [0])[0])
+
+
+def test_a_rank_that_is_killed_while_others_wait_is_named_at_once() -> None:
+    with launch(late, 2, "asleep") as job:
+        start(job)
+        time.sleep(0.5)
+        job.signal(1, signal.SIGKILL)
+        assert job.hear(0) == "done"
+        job.say(0, "go")
+        took, text = job.wait_rank(0, 20).value
+    assert took < TIMEOUT, took
+    compare("killed", re.sub(r"\bhost [\w.-]+", "host <host>", text))
+
+
+# ------------------------------------------------------------------------------------------------- wrong programs
+
+
+def skipped_call(ctx: Context) -> str | None:
+    """Rank 1 leaves out the second all_reduce, and is the one that is missing in the third."""
+    begin(ctx)
+    for turn in range(3):
+        if ctx.rank == 1 and turn == 1:
+            continue
+        try:
+            reduce_it()
+        except HANG as error:
+            return str(error)
+    time.sleep(patience(60))
+    return None
+
+
+def swapped_calls(ctx: Context) -> str | None:
+    """Rank 1 calls the two in the other order."""
+    begin(ctx)
+    calls: list[Callable[[], Any]] = [reduce_it, lambda: dist.broadcast(torch.ones(4), 1)]
+
+    def both() -> None:
+        calls[ctx.rank]()
+        calls[1 - ctx.rank]()
+
+    text = told(both)[1]
+    ctx.tell("done")
+    ctx.listen()
+    return text
+
+
+def different_shapes(ctx: Context) -> str | None:
+    begin(ctx)
+    text = told(lambda: reduce_it(3 + ctx.rank))[1]
+    ctx.tell("done")
+    ctx.listen()
+    return text
+
+
+def mismatched_groups(ctx: Context) -> str | None:
+    """Every rank waits in a group of its own choice for one that waits in another."""
+    begin(ctx)
+    n = ctx.world_size
+    groups = [dist.new_group([rank, (rank + 1) % n], timeout=timedelta(seconds=TIMEOUT)) for rank in range(n)]
+    text = told(lambda: dist.all_reduce(torch.ones(3), group=groups[ctx.rank]))[1]  # mark: waits in a group
+    ctx.tell("done")
+    ctx.listen()
+    return text
+
+
+def test_a_call_that_one_rank_skips_names_where_that_rank_is() -> None:
+    with launch(skipped_call, 2) as job:
+        start(job)
+        text = job.wait_rank(0, 20).value
+    assert text
+    compare("skipped_call", text)
+
+
+@pytest.mark.parametrize("case", ["swapped_calls", "different_shapes"])
+def test_calls_that_do_not_match_are_shown(case: str) -> None:
+    with launch(globals()[case], 2) as job:
+        start(job)
+        for rank in range(2):
+            job.hear(rank)
+        for rank in range(2):
+            job.say(rank, "go")
+        text = job.wait_rank(0, 20).value
+    calls = re.sub(r"(rank 1 called .*?\)), (rank 0 called .*?\))(?=\.)", r"\2, \1", text)  # whoever saw it first
+    compare(case, calls)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_that_wait_for_each_other_in_different_groups_are_named(ranks: int) -> None:
+    """Rank 0 waits for rank 1 in one group, which waits for the next in another, until the circle is closed."""
+    with launch(mismatched_groups, ranks) as job:
+        start(job)
+        for rank in range(ranks):
+            job.hear(rank)
+        for rank in range(ranks):
+            job.say(rank, "go")
+        texts = [job.wait_rank(rank, 20).value for rank in range(ranks)]
+    circles = [re.search(r"default group wait for each other: (.*?)\. Every", text) for text in texts]
+    assert any(circles), texts
+    for circle in filter(None, circles):
+        steps = re.findall(r"(\d) for (\d) in", circle[1])
+        assert len(steps) == ranks and {a for a, _ in steps} == {str(rank) for rank in range(ranks)}, circle[1]
+        assert all(b == steps[(at + 1) % ranks][0] for at, (_, b) in enumerate(steps)), circle[1]
+    if ranks == 2:
+        compare("mismatched_groups", re.sub(r"group '\d+'", "group '<name>'", texts[0]))
+
+
+# ---------------------------------------------------------------------------------------------------- the soft limit
+
+
+def slow(ctx: Context) -> None:
+    ctx.init()
+    dist.broadcast(torch.ones(2), 0)
+    ctx.tell("ready")
+    if ctx.rank == 1:
+        while not ctx.conn.poll(0):
+            time.sleep(0.01)  # mark: slow here
+    works = [dist.all_reduce(torch.ones(3), async_op=True) for _ in range(5)]
+    for work in works:
+        work.wait()
+    dist.destroy_process_group()
+
+
+def test_one_line_at_the_soft_limit_and_the_operation_goes_on() -> None:
+    """A rank that waits for longer than that logs one line, also where several operations are pending; a rank that is
+    waited for logs none, and nothing fails."""
+    with launch(slow, 2, env={"SAGELLM_SOFT_TIMEOUT": "0.5"}) as job:
+        for rank in range(2):
+            job.hear(rank)
+        end = time.monotonic() + patience(10)
+        while "has waited" not in job.ranks[0].output():
+            assert time.monotonic() < end, job.report()
+            time.sleep(0.05)
+        job.say(1, "go")
+        job.values()
+        lines = [job.ranks[rank].output().splitlines() for rank in range(2)]
+    found = [line for line in lines[0] if "has waited" in line]
+    assert len(found) == 1 and not lines[1], lines
+    assert f":{line_of('mark: slow here')} in slow" in found[0], found
+    compare("soft_limit", found[0])
+
+
+def test_without_a_soft_limit_nothing_is_logged_and_the_error_says_the_same() -> None:
+    with launch(late, 2, "asleep", env={"SAGELLM_SOFT_TIMEOUT": "0"}) as job:
+        start(job)
+        text = survivors(job, [0])[0]
+        assert not job.ranks[0].output(), job.report()
+    compare("asleep", text)
+
+
+def quiet(ctx: Context) -> None:
+    """Operations that end in time, for several times the soft limit of the test."""
+    ctx.init()
+    end = time.monotonic() + 2
+    while True:
+        going = torch.tensor([float(time.monotonic() < end)])
+        dist.broadcast(going, 0)
+        if not going.item():
+            break
+        dist.all_reduce(torch.ones(3))
+    dist.destroy_process_group()
+
+
+def test_operations_that_end_in_time_ask_nobody() -> None:
+    with launch(quiet, 2, env={"SAGELLM_SOFT_TIMEOUT": "0.3"}) as job:
+        job.values()
+        assert not any(each.output() for each in job.ranks), job.report()
+
+
+def recorded(ctx: Context) -> str | None:
+    ctx.init(operations=timedelta(seconds=TIMEOUT))
+    dist.broadcast(torch.ones(2), 0)
+    ctx.tell("ready")
+    if ctx.rank == 1:
+        ctx.listen()
+        return None
+    work: Any = dist.all_reduce(torch.ones(3), async_op=True)  # mark: issued here
+    text = told(lambda: work.wait())[1]  # mark: waited for here
+    ctx.tell("done")
+    ctx.listen()
+    return text
+
+
+def test_with_the_option_the_place_of_the_call_is_named_too() -> None:
+    """SAGELLM_CALL_SITES=1: where an asynchronous operation was called, and where it is waited for."""
+    with launch(recorded, 2, env={"SAGELLM_CALL_SITES": "1"}) as job:
+        for rank in range(2):
+            job.hear(rank)
+        job.hear(0)
+        job.say(0, "go")
+        text = job.wait_rank(0, 20).value
+        job.say(1, "go")
+    called, waits = line_of("mark: issued here"), line_of("mark: waited for here")
+    name = Path(__file__).name
+    assert re.search(rf"called at [^,]*{name}:{called} in recorded, waiting at [^,]*{name}:{waits} in ", text), text
+
+
+def ends(ctx: Context) -> None:
+    """The process ends while a question to it is open and native code has the interpreter's lock."""
+    ctx.init(operations=timedelta(seconds=TIMEOUT))
+    dist.broadcast(torch.ones(2), 0)
+    if ctx.rank == 0:
+        dist.all_reduce(torch.ones(3), async_op=True)
+    ctypes.PyDLL(None).usleep(700_000)
+
+
+def test_a_process_may_end_while_it_is_asked() -> None:
+    """No crash, no hang: the thread that answers asks for the interpreter's lock while the interpreter ends."""
+    with launch(ends, 2, env={"SAGELLM_SOFT_TIMEOUT": "0.2"}) as job:
+        for rank in range(2):
+            assert job.wait_rank(rank, 30).code == 0, job.report()
+
+
+# ------------------------------------------------------------------------------------------------------ over hosts
+
+#: Longer than on one host, because answers come at the ranks' next look at the store.
+HOSTS_TIMEOUT = 8
+ENV = {"GLOO_SOCKET_IFNAME": net.INTERFACE}
+
+
+def late_on_hosts(ctx: Context, names: list[str], what: str, victim: int) -> tuple[float, str] | None:
+    """As `late`, with two hosts that meet in a file."""
+    net.enter(names[ctx.rank * len(names) // ctx.world_size])
+    ctx.init(
+        store=dist.FileStore(f"{ctx.tmp}/store", ctx.world_size),
+        timeout=timedelta(seconds=30),
+        operations=timedelta(seconds=HOSTS_TIMEOUT),
+    )
+    dist.broadcast(torch.ones(2), 0)
+    ctx.tell("ready")
+    ctx.listen()
+    if ctx.rank == victim:
+        globals()[what](ctx)
+        return None
+    found = told(reduce_it)
+    ctx.tell("done")
+    ctx.listen()
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "victim"), [(2, 1), (4, 3), (4, 1)])
+def test_a_late_rank_on_another_host_is_named_with_its_line(hosts: list[str], ranks: int, victim: int) -> None:
+    """Also where it is not the one that its host's other ranks are reached through."""
+    with launch(late_on_hosts, ranks, hosts, "asleep", victim, env=ENV) as job:
+        start(job)
+        texts = survivors(job, [rank for rank in range(ranks) if rank != victim], HOSTS_TIMEOUT)
+    for text in texts:
+        assert f"rank {victim} (" in text and f":{line_of('mark: asleep here')} in asleep" in text, text
+        assert f":{line_of('mark: waits here')} in reduce_it" in text, text
+    if ranks == 2:
+        compare("over_hosts", re.sub(r"\bhost [\w.-]+", "host <host>", texts[0]))
+
+
+def test_a_stopped_rank_on_another_host_is_named_so(hosts: list[str]) -> None:
+    """It says nothing itself; the other rank of its host sees that its process is stopped."""
+    with launch(late_on_hosts, 4, hosts, "asleep", 3, env=ENV) as job:
+        for rank in range(4):
+            assert job.hear(rank) == "ready"
+        job.signal(3, signal.SIGSTOP)
+        for rank in range(3):
+            job.say(rank, "go")
+        texts = survivors(job, [0, 1, 2], HOSTS_TIMEOUT)
+    for text in texts:
+        assert re.search(r"rank 3 \([^)]*its process is stopped", text), text
+    # Whose text it is differs: that of the first rank whose deadline passes. One on the same host knows the process.
+    text = re.sub(r"^sagellm: rank \d", "sagellm: rank <rank>", texts[0])
+    compare("over_hosts_stopped", re.sub(r"rank 3 \((?:on another host|pid \d+),", "rank 3 (<process>,", text))
