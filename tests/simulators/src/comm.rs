@@ -195,6 +195,7 @@ impl Comm {
             delegate_reason: None,
             delegate: String::new(),
             algorithm: String::new(),
+            topology: String::new(),
             policy: String::new(),
             settings: Settings::default(),
         };
