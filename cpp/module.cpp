@@ -168,9 +168,10 @@ void bind_backend(py::module_& module) {
           py::arg("last") = std::numeric_limits<size_t>::max())
       .def("_reset_stats", [](const SageBackend& self) { (void)stats(self, StatsPart::kReset); })
       // As the classes of torch's own backends have it.
-      .def("_set_default_timeout", &SageBackend::setTimeout, py::arg("timeout"), no_gil())
+      .def("_set_default_timeout", &SageBackend::setTimeout, py::arg("timeout"),
+           py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("_store", &SageBackend::store)
-      .def("_watched", &SageBackend::watched, py::arg("gone"), no_gil())
+      .def("_watched", &SageBackend::watched, py::arg("gone"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly(
           "options",
           [](SageBackend& self) { return c10::static_intrusive_pointer_cast<Options>(self.getBackendOptions()); })

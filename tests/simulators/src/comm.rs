@@ -459,8 +459,7 @@ fn exchange(group: &Group, ranks: u32, own: &[u8]) -> Result<Vec<Vec<u8>>> {
     let spans = [span(input.as_mut_ptr() as usize, input.len()), span(all.as_mut_ptr() as usize, all.len())];
     let [inputs, outputs] = spans;
     // SAFETY: both vectors live until `run` has returned.
-    let mut request = unsafe { Request::new(Kind::AllGather, inputs, outputs) };
-    request.sync = true;
+    let request = unsafe { Request::new(Kind::AllGather, inputs, outputs) };
     group.run(request, None)?;
     Ok(all.chunks(own.len()).map(<[u8]>::to_vec).collect())
 }
