@@ -80,6 +80,7 @@ def expert_parallel(ctx: Context) -> None:
     moe = sagellm.MoEDispatcher(MODEL.experts)
     every = torch.arange(MODEL.tokens * MODEL.experts_per_token) % MODEL.experts
     tokens = torch.ones(MODEL.tokens, MODEL.hidden, requires_grad=True)
+    moe.dispatch(tokens, every.view(MODEL.tokens, MODEL.experts_per_token))  # the first looks where the ranks are
     sagellm.reset_stats()
     there = tokens
     for _ in range(MODEL.layers):

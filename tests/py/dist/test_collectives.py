@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import BULK, SIZES, expected_sum, inputs_of, op_of, same_reduced
-from harness import IS_GLOO, Context, beyond_gloo, expect_raises, run_ranks
+from harness import IS_GLOO, Context, beyond_gloo, expect_raises, run_fresh, run_ranks
 from reference import GLOO_REDUCIBLE, MOVABLE, REDUCIBLE, fold, make, ops_of, same_bits
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 WORLDS = [1, 2, 3, 4]
 DTYPES = GLOO_REDUCIBLE if IS_GLOO else REDUCIBLE
@@ -543,7 +544,11 @@ def test_barrier_lets_nobody_leave_before_all_came(world_size: int) -> None:
     run_ranks(barriers, world_size)
 
 
-def barriers_with_ids(ctx: Context) -> None:
+def barriers_with_ids(ctx: Context, after_fakes: bool = False) -> None:
+    if after_fakes:
+        ctx.init()
+        with FakeTensorMode():
+            torch.ones(1)
     dist.barrier(device_ids=[ctx.rank])
     work = dist.barrier(device_ids=[ctx.rank], async_op=True)
     assert work is not None
@@ -557,6 +562,11 @@ def barriers_with_ids(ctx: Context) -> None:
 def test_barrier_takes_ids_of_devices_that_are_not_there() -> None:
     """accelerate passes its local rank to every barrier, on machines without an accelerator, too."""
     run_ranks(barriers_with_ids, 2)
+
+
+def test_fake_tensors_make_no_device_that_a_barrier_could_name() -> None:
+    """They install a guard for CUDA, which counts one device."""
+    run_fresh(barriers_with_ids, 2, True)
 
 
 def monitored(ctx: Context) -> None:

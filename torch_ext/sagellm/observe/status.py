@@ -169,9 +169,9 @@ def _process() -> dict[str, Any]:
 
 def _call(record: _C.Record, offset: int, ranks: list[int]) -> dict[str, Any]:
     """One operation; times are seconds, ``since`` since the epoch. Ranks are global ones."""
-    from sagellm import _load
+    from sagellm.observe import sites
 
-    file, line, _ = _load.extension()._site(record["site"])
+    file, line, _ = sites.site_of(record["site"])
     late = record["late"]
     return {
         "kind": record["kind"],
