@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
 use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use once_cell::sync::Lazy;
 
@@ -15,6 +15,9 @@ use crate::engine::{Control, WakeAddress};
 use crate::os::event_count;
 use crate::os::event_count::WakeWords;
 use crate::os::futex;
+
+/// How long the end of a group waits until the thread that answers has let go of its memory.
+const RELEASE: Duration = Duration::from_millis(50);
 
 /// A group, as its drivers see it.
 pub trait Driven: Send + Sync {
@@ -143,6 +146,12 @@ pub struct Domain {
     /// Signalled when groups were made or left, or `silent` was set: for the thread that answers (`inquiry`).
     pub(super) groups_changed: EventCount,
     pub(super) answering: Mutex<Option<JoinHandle<()>>>,
+    /// Groups that were removed. Raised by `unregister` (release), read by the thread that answers (acquire) before it
+    /// looks at the groups.
+    pub(super) removed: AtomicU64,
+    /// The value of `removed` up to which the thread that answers has let go of those groups' memory. Written by it
+    /// (release), read by `unregister` (acquire).
+    pub(super) released: AtomicU64,
     /// Set at the end of the process (release), read by the thread that answers (acquire).
     pub(super) silent: AtomicBool,
 }
@@ -171,7 +180,19 @@ impl Domain {
         let mut groups = self.groups.write().unwrap_or_else(PoisonError::into_inner);
         groups.retain(|weak| !std::ptr::addr_eq(weak.as_ptr(), Arc::as_ptr(group)));
         drop(groups);
+        let removed = self.removed.fetch_add(1, Ordering::Release) + 1;
         self.look_again();
+        // So that a group's memory is gone when its end returns. An answer that is being given may take longer.
+        let until = Instant::now() + RELEASE;
+        while self.answers() && self.released.load(Ordering::Acquire) < removed && Instant::now() < until {
+            std::thread::sleep(Duration::from_micros(50));
+        }
+    }
+
+    /// Whether the thread that answers runs.
+    fn answers(&self) -> bool {
+        let thread = self.answering.lock().unwrap_or_else(PoisonError::into_inner);
+        thread.as_ref().is_some_and(|thread| !thread.is_finished())
     }
 
     /// Wakes the thread that answers: a group has ended, whose memory it lets go of, or has something to ask.

@@ -46,6 +46,8 @@ pub fn stop(domain: &Domain) {
 fn answer(domain: &Arc<Domain>) {
     loop {
         let changed = domain.groups_changed.word().load(Ordering::Acquire);
+        // What was held in the last turn has been dropped.
+        domain.released.store(domain.removed.load(Ordering::Acquire), Ordering::Release);
         if domain.silent.load(Ordering::Acquire) {
             return;
         }
