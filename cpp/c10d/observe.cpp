@@ -172,7 +172,7 @@ void bind_observation(py::module_& module) {
   const auto named = [](Facts of) {
     return py::tuple(list_of(Core::facts(of), [](const Fact& fact) { return text(fact.name); }));
   };
-  const auto def = [&](const char* name, auto function, auto... arguments) {
+  const auto def = [&](const char* name, auto function, const auto&... arguments) {
     module.def(name, torch::wrap_pybind_function(function), arguments...);
   };
   module.attr("KINDS") = named(Facts::kKinds);

@@ -89,11 +89,15 @@ uint32_t call_site() {
 }
 
 rust::String python_place(uint64_t thread, uint32_t site) noexcept {
-  if (site == 0) return rust::String::lossy(python_alive() ? place_of_thread(thread) : std::string());
-  Places& all = places();
-  const std::lock_guard<std::mutex> lock(all.mutex);
-  const auto found = all.texts.find(site);
-  return rust::String::lossy(found == all.texts.end() ? std::string() : found->second);
+  try {
+    if (site == 0) return rust::String::lossy(python_alive() ? place_of_thread(thread) : std::string());
+    Places& all = places();
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    const auto found = all.texts.find(site);
+    return rust::String::lossy(found == all.texts.end() ? std::string() : found->second);
+  } catch (const std::exception&) {
+    return {};  // a place that cannot be read is not known
+  }
 }
 
 }  // namespace sagellm
