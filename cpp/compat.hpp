@@ -3,6 +3,7 @@
 // torch 2.11 is compiled as C++17, later ones as C++20: nothing newer than C++17 may be used anywhere in `cpp/`.
 #pragma once
 
+#include <ATen/Context.h>
 #include <torch/csrc/python_headers.h>
 #include <torch/version.h>
 
@@ -86,6 +87,12 @@ std::optional<bool> guard_is_capturing(const Guard& guard, const Stream& stream,
 // (undefined, NCHW, NHWC, ND, NDHWC, NCDHW) hold the elements in order, and all others do not.
 constexpr const char* kFormatOperator = "npu::get_npu_format";
 constexpr int64_t kPlainFormats[] = {-1, 0, 1, 2, 27, 30};
+
+// False for a device that this machine cannot have. torch's fake tensors install a guard that counts one CUDA device
+// where there is none.
+inline bool can_exist(const c10::Device& device) {
+  return !device.is_cuda() || at::hasCUDA();
+}
 
 // torch 2.15 keeps the older of its two names as an alias.
 using PremulSupplement = c10d::NCCLPreMulSumSupplement;

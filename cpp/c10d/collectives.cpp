@@ -1,5 +1,4 @@
 // The calls that move data, each as one description (lower/call.hpp); dispatch.cpp decides who carries it.
-#include <ATen/Context.h>
 #include <ATen/DeviceAccelerator.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -159,8 +158,7 @@ std::optional<c10::Device> named_device(const c10d::BarrierOptions& opts) {
       device = c10::Device(*type, static_cast<c10::DeviceIndex>(opts.device_ids[0]));
   }
   if (!device || !is_accelerator(*device)) return std::nullopt;
-  // torch's fake tensors install a guard that counts one device where there is none.
-  if (device->is_cuda() && !at::hasCUDA()) return std::nullopt;
+  if (!can_exist(*device)) return std::nullopt;
   const auto found = c10::impl::VirtualGuardImpl(device->type()).deviceCount();
   return device->index() < found && found > 0 ? device : std::nullopt;
 }
