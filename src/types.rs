@@ -252,6 +252,36 @@ impl Span {
     }
 }
 
+/// The spans on one side of a call. Most calls have one, which needs no allocation.
+#[derive(Clone, Debug)]
+pub enum Spans {
+    One(Span),
+    Many(Vec<Span>),
+}
+
+impl Default for Spans {
+    fn default() -> Spans {
+        Spans::Many(Vec::new())
+    }
+}
+
+impl From<Vec<Span>> for Spans {
+    fn from(spans: Vec<Span>) -> Spans {
+        Spans::Many(spans)
+    }
+}
+
+impl std::ops::Deref for Spans {
+    type Target = [Span];
+
+    fn deref(&self) -> &[Span] {
+        match self {
+            Spans::One(span) => std::slice::from_ref(span),
+            Spans::Many(spans) => spans,
+        }
+    }
+}
+
 /// Caller memory in runs of equal length and distance: a strided tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Strided {
@@ -308,8 +338,8 @@ pub struct Request {
     /// Milliseconds from issue until the operation fails; `None` means the group's timeout.
     pub timeout_ms: Option<u64>,
     /// See `Request::new`.
-    inputs: Vec<Span>,
-    outputs: Vec<Span>,
+    inputs: Spans,
+    outputs: Spans,
     /// Bytes of each rank's block, one entry per rank, or empty where all blocks are equal.
     pub in_blocks: Vec<usize>,
     pub out_blocks: Vec<usize>,
@@ -331,8 +361,8 @@ impl Request {
     /// `issue` refuses the call, the contract ends at once. (Two calls of one group over the same memory are put in
     /// order.)
     #[allow(unsafe_code)] // declares the contract; nothing is read or written here
-    pub unsafe fn new(kind: Kind, inputs: Vec<Span>, outputs: Vec<Span>) -> Request {
-        Request { inputs, outputs, ..Request::without_memory(kind) }
+    pub unsafe fn new(kind: Kind, inputs: impl Into<Spans>, outputs: impl Into<Spans>) -> Request {
+        Request { inputs: inputs.into(), outputs: outputs.into(), ..Request::without_memory(kind) }
     }
 
     /// The same without memory: a barrier, or a call in which this rank neither gives nor receives data.
@@ -344,8 +374,8 @@ impl Request {
             root: 0,
             tag: 0,
             timeout_ms: None,
-            inputs: Vec::new(),
-            outputs: Vec::new(),
+            inputs: Spans::default(),
+            outputs: Spans::default(),
             in_blocks: Vec::new(),
             out_blocks: Vec::new(),
             also_touched: Vec::new(),

@@ -8,7 +8,7 @@ use crate::select::explain::{Alternative, Explanation, Table};
 use crate::stats::export::Moment;
 use crate::stats::history::Record;
 use crate::stats::{MIXED, Stats, export};
-use crate::types::{CallNote, Dtype, Kind, ReduceOp, Request, Span, Strided};
+use crate::types::{CallNote, Dtype, Kind, ReduceOp, Request, Span, Spans, Strided};
 
 /// What crosses to C++: a value, or an error as text.
 pub(super) type Outcome<T> = std::result::Result<T, String>;
@@ -77,8 +77,12 @@ pub(super) fn dtype_named(name: &str) -> Result<Dtype> {
     Dtype::from_name(name).ok_or_else(unknown)
 }
 
-pub(super) fn spans(pieces: &[ffi::Piece]) -> Vec<Span> {
-    pieces.iter().map(|piece| Span { addr: piece.addr, bytes: piece.bytes }).collect()
+pub(super) fn spans(pieces: &[ffi::Piece]) -> Spans {
+    let span = |piece: &ffi::Piece| Span { addr: piece.addr, bytes: piece.bytes };
+    match pieces {
+        [one] => Spans::One(span(one)),
+        many => Spans::Many(many.iter().map(span).collect()),
+    }
 }
 
 fn strided(tensor: &ffi::Strided) -> Strided {

@@ -13,7 +13,7 @@ use crate::engine::device::{
     LoweringInput, Placed, Ranks, Stream, Terms,
 };
 use crate::error::{Error, Result};
-use crate::types::{CallNote, Dtype, ReduceOp, Span};
+use crate::types::{CallNote, Dtype, ReduceOp, Spans};
 
 /// Answers the engine by the shim's group.
 struct ExchangeHook<'a>(&'a ffi::IdExchange, &'a SharedStore);
@@ -55,8 +55,8 @@ impl RustGroup {
 
 /// A call with its memory, which `buffers` refers to.
 struct Parts {
-    inputs: Vec<Span>,
-    outputs: Vec<Span>,
+    inputs: Spans,
+    outputs: Spans,
 }
 
 impl Parts {
