@@ -1,4 +1,4 @@
-// `sagellm._C`: what the Python package sees of the extension. Every function that may wait lets go of the GIL.
+// `sagellm._C`: the extension as the Python package sees it. Every function that may wait releases the GIL.
 #include <pybind11/chrono.h>
 #include <torch/csrc/Exceptions.h>
 #include <unistd.h>
@@ -42,7 +42,7 @@ c10::intrusive_ptr<Options> make_options(Seconds timeout, std::string engine, st
   return options;
 }
 
-// The process that made the last group: a forked child that leaves has nothing of its own to end.
+// The process that made the last group. A forked child that made none has nothing to end at its exit.
 int process_of_groups = 0;
 
 template <class Function>
@@ -51,7 +51,7 @@ auto without_gil(const Function& function) {
   return function();
 }
 
-// The same; what is logged on the way comes out, also before an error.
+// As above, and writes the lines that were logged meanwhile, also before an error is raised.
 template <class Body>
 auto told(const Body& body) {
   try {
@@ -94,7 +94,7 @@ void leave() {
   DeferredRelease::instance().release();
   drain_log();
   close_log();
-  // A signal handler raised while the groups were left, and nobody else will hear of it.
+  // A signal handler raised while the groups were left; no later call would raise its exception.
   if (const auto raised = take_interrupt()) std::rethrow_exception(raised);
 }
 
@@ -115,7 +115,7 @@ std::string of_device(const SageBackend& self, const std::string& device) {
 }
 
 void bind_options(py::module_& module) {
-  // The base classes must be known before ours are told of them.
+  // pybind11 must know the base classes before ours are registered.
   py::module_::import("torch._C._distributed_c10d");
   py::class_<Options, c10d::Backend::Options, c10::intrusive_ptr<Options>>(
       module, "Options", "Options of a sagellm process group, for the argument pg_options.")

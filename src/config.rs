@@ -12,7 +12,7 @@ pub struct Config {
     pub timeout: Duration,
     /// Name in error texts and logs.
     pub name: String,
-    /// Why this group must not use shared memory, if so.
+    /// The reason why this group must not use shared memory, if there is one.
     pub delegate_reason: Option<String>,
     /// The option `delegate`: the backend of torch that serves groups and operations that this engine cannot. Equal on
     /// all ranks.

@@ -30,7 +30,8 @@ pub trait Host: Send + Sync {
         None
     }
 
-    /// The place from which an operation was called, by `CallNote::site`, where those are recorded.
+    /// The place in the program where an operation was called, by its `CallNote::site`; `None` where places are not
+    /// recorded.
     fn call_site(&self, _site: u32) -> Option<String> {
         None
     }

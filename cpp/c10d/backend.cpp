@@ -92,7 +92,8 @@ SageBackend::SageBackend(int rank, int size, c10::intrusive_ptr<Options> options
 }
 
 SageBackend::~SageBackend() {
-  // The last reference may fall with the GIL held, and leaving takes a moment in which others may need it.
+  // The last reference may be dropped with the GIL held. Leaving takes a moment in which other threads may need the
+  // GIL.
   try {
     if (python_alive() && PyGILState_Check() != 0) {
       const py::gil_scoped_release no_gil;
@@ -112,7 +113,7 @@ c10::intrusive_ptr<c10d::Backend> SageBackend::delegate() const {
   std::lock_guard<std::mutex> lock(delegate_mutex_);
   if (!delegate_) {
     raise(ErrorKind::kAborted, c10::str("sagellm: the group needs a delegate (", delegate_reason_,
-                                        "), which it let go of when it was shut down"));
+                                        "), which it released when it was shut down"));
   }
   return delegate_;
 }
@@ -196,7 +197,7 @@ void SageBackend::shutdown() {
     delegate.swap(delegate_);
     link.swap(link_);
   }
-  // Released now: a gloo group that lives on into the exit of the process is flaky there.
+  // Released now: a gloo group that lives into the exit of the process sometimes fails there.
   if (link) link->close();
   if (delegate) delegate->shutdown();
   delegate.reset();
@@ -294,7 +295,7 @@ void SageBackend::registerOnCompletionHook(std::function<void(std::shared_ptr<c1
 
 void SageBackend::waitForPendingWorks() {
   if (delegated()) return delegate()->waitForPendingWorks();
-  // Every operation has a deadline of its own, so this ends.
+  // Every operation has a deadline, so this wait ends.
   while (!events_->wait_told(std::chrono::milliseconds(100))) {
     if (check_interrupt()) std::rethrow_exception(take_interrupt());
   }
@@ -312,7 +313,7 @@ void SageBackend::unregisterAbortHook(int64_t id) {
 
 #ifdef SAGELLM_HAS_COMPLETION_HOOKS
 void SageBackend::registerCompletionHook(int64_t id, CompletionHook hook) {
-  if (delegated()) value_error("register_completion_hook", "a delegated group does not tell when its works complete");
+  if (delegated()) value_error("register_completion_hook", "a delegated group does not report when its works complete");
   events_->completion_hooks.add(id, std::move(hook));
 }
 

@@ -66,32 +66,33 @@ class SageBackend final : public c10d::Backend {
     std::string engine = "auto";
     // The built-in backend that serves what the engine cannot. Read by the Python package, which makes it.
     std::string delegate = "gloo";
-    // Rules of which operation goes which way, in the syntax of src/select/rules.rs; they come before those of the
+    // Rules that assign algorithms to operations, in the syntax of src/select/rules.rs; they come before those of the
     // environment.
     std::string algorithm;
-    // What is known of the machines, as `Topology` of src/select/start.rs reads it; empty where nothing is.
+    // What the user says about the machines, as `Topology` of src/select/start.rs reads it; empty where the user says
+    // nothing.
     std::string topology;
     // For groups whose ranks live on several hosts: small operations that wait anyway travel together; every element is
     // combined in the order of the ranks, which gives the bits of one host. The same on all ranks.
     bool fusion = true;
     bool strict = false;
-    // How tensors on a device travel: "auto"; "host" for the way through host memory; a vendor's library by its name,
+    // What carries tensors on a device: "auto"; "host" for copies through host memory; a vendor's library by its name,
     // or by name and file ("name:/path/to/lib.so").
     std::string vendor = "auto";
     // Where to look for libraries besides the usual places.
     std::vector<std::string> library_folders;
-    // The group was asked for under gloo's name: a list of tensors means what it means there.
+    // The program asked for the group under gloo's name: a list of tensors means what it means in gloo.
     bool as_gloo = false;
-    // Of the options that a shrink is given: ranks meet only those of the same attempt.
+    // Set in the options of a shrink: ranks meet only ranks with the same attempt.
     std::string attempt;
   };
 
-  // Groups of torch's own that were made for this one before it was built.
+  // Groups of torch's backends that were made for this group before it was built.
   struct Others {
-    // Carries all calls of a group with a `delegate_reason`, and the messages of one that `spans_hosts`; null in
-    // others.
+    // Carries all calls of a group with a `delegate_reason`, and the messages of a group that `spans_hosts`; null in
+    // other groups.
     c10::intrusive_ptr<c10d::Backend> delegate;
-    // Between the hosts of one that `spans_hosts`; null in others.
+    // The link between the hosts of a group that `spans_hosts`; null in other groups.
     std::shared_ptr<GlooLink> link;
     std::string delegate_reason;
     bool spans_hosts = false;
@@ -110,7 +111,7 @@ class SageBackend final : public c10d::Backend {
   std::string describe() const { return options_->as_gloo ? description_ + ", asked for as gloo" : description_; }
   // The group's store, for keys beside those of the rendezvous.
   const c10::intrusive_ptr<c10d::Store>& store() const { return store_; }
-  // The other ranks whose end this rank hears of, or those of them that have ended or left.
+  // The other ranks whose end this rank detects, or (`gone`) those of them that have ended or left.
   std::vector<uint32_t> watched(bool gone) const {
     const GroupState state = group_->state();
     const auto& ranks = gone ? state.gone : state.watched;
@@ -123,7 +124,7 @@ class SageBackend final : public c10d::Backend {
   std::string device_reason(c10::DeviceType type) const;
   // The library that carries tensors on such devices, or empty.
   std::string device_library(c10::DeviceType type) const;
-  // What the group has done.
+  // The statistics of the group.
   Stats stats(StatsPart part) const {
     return checked([&] { return group_->stats(part); });
   }
@@ -148,14 +149,15 @@ class SageBackend final : public c10d::Backend {
   // Never throws: a failure is the Work's.
   WorkPtr endCoalescing() override;
   bool supportsSplitting() const override { return true; }
-  // The CPU's ranks have met; those of a vendor's library do so here instead of at their first call.
+  // Makes the communicator of a vendor's library now instead of at the first call. The CPU side is connected already.
   void eagerConnectSingleDevice(at::Device device) override;
-  // All ranks call it, those in no new group as well.
+  // All ranks call it, also ranks that are in no new group.
   c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
                                           const c10::intrusive_ptr<c10d::Backend::Options>& opts) override;
   bool supportsShrinking() const override { return true; }
-  // The ranks that stay call it, whatever has become of the others. This group's communicator of its bound device ends:
-  // when what is under way is done, or at once with the flag to abort, which aborts all that this group does.
+  // The remaining ranks call it; the excluded ones may have ended. It ends this group's communicator of its bound
+  // device: when the operations under way are done, or at once with the flag to abort, which aborts all operations of
+  // this group.
   c10::intrusive_ptr<c10d::Backend> shrink(const std::vector<int64_t>& ranks_to_exclude, int shrink_flags,
                                            const c10::intrusive_ptr<c10d::Backend::Options>& opts_override) override;
 
@@ -168,7 +170,7 @@ class SageBackend final : public c10d::Backend {
 #endif
 #ifdef SAGELLM_HAS_COMPLETION_HOOKS
   bool supportsAbortHooks() const override { return true; }
-  // A delegate's works are its own; nobody would tell their end.
+  // A delegate's works are not ours, so nothing would call our hooks at their end.
   bool supportsCompletionHooks() const override { return !delegated(); }
   void registerCompletionHook(int64_t id, CompletionHook hook) override;
   void unregisterCompletionHook(int64_t id) override;
@@ -200,8 +202,8 @@ class SageBackend final : public c10d::Backend {
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
 
 #ifdef SAGELLM_HAS_SINGLE_NAMES
-  // Their base versions forward as well, but refuse to be entered twice on one thread, which a signal handler that
-  // runs while the outer call waits would do.
+  // The base class forwards these calls as well, but refuses a second one on the same thread while the first one waits;
+  // a signal handler may make such a call.
   WorkPtr all_gather_single(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) override {
     return _allgather_base(output, input, opts);
   }
@@ -243,12 +245,12 @@ class SageBackend final : public c10d::Backend {
       }
     });
   }
-  // The four ways.
+  // The four ways to carry a call.
   WorkPtr on_cpu(const CallDesc& call);
   WorkPtr by_vendor(const CallDesc& call, c10::Device device, VendorDevices& vendor);
   WorkPtr through_host(const CallDesc& call, c10::Device device);
-  // Has the call counted as well: until its future completes, where there is one, which is before anyone who waits goes
-  // on.
+  // Also counts the call in the statistics. Where the delegate's work has a future, the call counts as running until
+  // the future completes, which is before a waiting thread goes on.
   WorkPtr by_delegate(const CallDesc& call, bool host_staged = false);
 
   // Hands the requests of a call to the core. Its inputs are kept alive until an asynchronous call has ended.
@@ -256,41 +258,41 @@ class SageBackend final : public c10d::Backend {
   WorkPtr submit_async(Plans& plans, const CallDesc& call, bool async);
   void run(Plan& plan, const Label& label, TensorView inputs);
   void issue(SageWork& work, Plans& plans, Tensors keep);
-  // A call of our own to its end. Neither statistics nor hooks hear of it.
+  // Runs an internal call to its end. It appears in no statistics and calls no hooks.
   void run_own(const CallDesc& call, CallDesc::Delegate delegate);
-  // Issues an operation that is a part of a call; only who has the Work hears of its end.
+  // Issues an operation that is a part of a call. Only its Work reports its end; no hooks are called.
   c10::intrusive_ptr<SageWork> issue_part(Plan& plan, c10d::OpType type, Tensors keep) const;
   WorkPtr through_host_by_delegate(const CallDesc& call, c10::Device device);
-  // Until what the caller's stream holds has run; refuses a stream that is being captured.
+  // Waits until the work that is now on the caller's stream has run; refuses a stream that is being captured.
   void wait_for_stream(const char* op, c10::Device device);
-  // The first staged call of a group is told of, that of a process as a warning.
+  // Logs the first staged call of a group; the first one of the process is logged as a warning.
   void tell_of_staging(c10::Device device);
 
-  // Collectives that the core does not know as a whole, or not at all: a barrier ends behind them.
+  // Notes a collective that the core runs only in parts, or not at all: a later barrier waits for it.
   WorkPtr beside(WorkPtr work);
   std::vector<WorkPtr> pending_beside();
   WorkPtr barrier_behind(std::vector<WorkPtr> earlier, const CallDesc& call);
   WorkPtr allreduce_coo(const CallDesc& call);
-  // Hands a message to the delegate. In a group over several hosts the lanes, which carry its collectives, do not see
-  // it: it waits for those before it that use its memory, and those after it wait for it (`follow_delegated`). Here, at
-  // issue: the delegate could not be told to begin later.
+  // Hands a message to the delegate. In a group over several hosts the lanes, which carry the collectives, do not see
+  // the message. So at issue it waits for earlier collectives that use its memory, and later collectives on that memory
+  // wait for it (`follow_delegated`). The wait is at issue because the delegate cannot be told to begin later.
   WorkPtr delegate_message(const CallDesc& call);
   // Waits for the collectives of the engine that read or write this memory, where either side writes.
   void wait_for_engine(const std::vector<Strided>& touched);
-  // The same for calls that the delegate carries, which `add_delegated` has noted.
+  // The same for calls that the delegate carries, as `add_delegated` has noted them.
   void follow_delegated(const std::vector<Strided>& touched);
   void follow_delegated(c10::ArrayRef<Plan> plans);
   void add_delegated(const WorkPtr& work, std::vector<Strided> touched);
-  // Has a callback thread run `job`, whose end is that of `work`; waits for it unless the call is asynchronous.
+  // Runs `job` on a callback thread; `work` ends when the job ends. Waits for it unless the call is asynchronous.
   static WorkPtr in_background(c10::intrusive_ptr<SageWork> work, bool async, std::function<void()> job);
 
-  // A barrier also comes behind the collectives of this rank on devices: torch does not say for which device one is
-  // meant unless the caller names its number.
+  // A barrier also waits for the collectives of this rank on devices: torch does not say which device the barrier is
+  // for unless the caller names its number.
   WorkPtr behind_devices(WorkPtr work, bool async);
-  // Somebody listens for the end of works: then synchronous calls have one, too.
+  // A hook wants to see the end of works: then synchronous calls have a Work, too.
   bool has_listeners() const { return events_->has_work_hook() || events_->has_completion_hooks(); }
 
-  // These say who carries tensors in the CPU's memory.
+  // The next three say what carries tensors in the CPU's memory.
   bool delegated() const { return C10_UNLIKELY(!delegate_reason_.empty()); }
   // Messages of a group over several hosts go by the delegate: a receive from anyone cannot watch two transports.
   bool messages_delegated() const { return delegated() || spans_hosts_; }
@@ -299,20 +301,20 @@ class SageBackend final : public c10d::Backend {
   Carrier own_engine(c10::Device device) const {
     return {getRank(), getSize(), device, false, false, options_->as_gloo};
   }
-  // What carries tensors on such devices, or null where they go through host memory. Looked for once.
+  // The library that carries tensors on such devices, or null where they go through host memory. Searched for once.
   std::shared_ptr<VendorDevices> vendor_of(c10::DeviceType type) const;
-  // Hands bytes from one rank to all (`from` is -1: from rank 0) or to one, over the CPU. Collective calls then.
+  // Hands bytes over the CPU side: from rank 0 to all (`from` is -1; all ranks call it), or from one rank to another.
   void share(at::Tensor& bytes, int from, int to);
   c10::intrusive_ptr<c10d::Backend> delegate() const;
 
   void abort_for(const std::string& reason);
-  // Whether all ranks say yes, over the CPU. All call.
+  // True where all ranks pass true. Runs over the CPU side; all ranks call it.
   bool agree(bool yes);
-  // The device that the group is bound to, if any, and what carries tensors on it, or null.
+  // The device that the group is bound to, if any, and the library that carries tensors on it, or null.
   std::optional<c10::Device> bound_device() const;
   std::shared_ptr<VendorDevices> bound_vendor() const;
-  // A group of these ranks of this one, this rank among them, whose keys begin with `prefix`. `given` may be null;
-  // `name` is for a group to which it gives none.
+  // Makes a group of some ranks of this group, this rank among them, whose keys begin with `prefix`. `given` are its
+  // options, or null; `name` is its name where the options have none.
   c10::intrusive_ptr<SageBackend> part(const std::string& prefix, const std::vector<int>& ranks,
                                        const c10::intrusive_ptr<c10d::Backend::Options>& given,
                                        const std::string& name);
@@ -323,34 +325,34 @@ class SageBackend final : public c10d::Backend {
   const std::string delegate_reason_;
   const bool spans_hosts_;
   const std::shared_ptr<Events> events_ = std::make_shared<Events>();
-  // For the copies through host memory.
+  // The streams for copies through host memory.
   DeviceStreams staging_streams_;
   std::atomic<bool> told_of_staging_{false};
   Region region_;
-  // What carries tensors on one kind of device: the library of its vendor, or, where that is null, why there is none.
+  // The carrier of tensors on one kind of device: the library of its vendor, or, where that is null, why there is none.
   struct VendorFound {
     std::shared_ptr<VendorDevices> library;
     std::string missing;
   };
-  // Guards what was found; looking for it waits for nobody.
+  // Guards `vendors_`. It is held while a library is searched for, which waits for no other rank.
   mutable std::mutex vendor_mutex_;
   mutable std::map<c10::DeviceType, VendorFound> vendors_;
 
   // torch forgets the device of a group that was split off, as far as its backend is concerned.
   std::optional<c10::Device> parents_device_;
-  // Guards the next three. The last `split`: torch calls it once for each kind of device that the backend serves (2.15
-  // only on ranks outside of the new group), with one store, and wants one new backend. Let go of in the next one and
-  // in `shutdown`.
+  // Guards the next three, which hold the last `split`. torch calls it once for each kind of device that the backend
+  // serves (2.15 only on ranks outside of the new group), each time with the same store, and expects the same new
+  // backend. Cleared by the next `split` and by `shutdown`.
   std::mutex split_mutex_;
   c10::intrusive_ptr<c10d::Store> split_store_;
   c10::intrusive_ptr<c10d::Backend> split_child_;
-  // How many there were; the same on all ranks.
+  // Number of splits; the same on all ranks.
   uint64_t splits_ = 0;
 
-  // In a forked child: gives up what is the parent's.
+  // In a forked child: leaks everything that belongs to the parent.
   void leave_to_parent();
 
-  // The process that made this group; in a forked child it is only looked at.
+  // The process that made this group. A forked child only compares it.
   const pid_t process_ = ::getpid();
 
   mutable std::mutex delegate_mutex_;
@@ -365,11 +367,11 @@ class SageBackend final : public c10d::Backend {
   std::atomic<uint32_t> sparse_count_{0};
 };
 
-// What the statistics are told of a call that the core does not carry.
+// The record for the statistics of a call that the core does not carry.
 ExternalOp external_op(const CallDesc& call, bool host_staged);
 
-// The decision of the ranks of a group about what serves it, before the group is built. Dropping it without `build`
-// tells the other ranks that this one leaves.
+// The decision of the ranks of a group about the engine that serves it, before the group is built. Dropping it without
+// `build` tells the other ranks that this one leaves.
 class Rendezvous {
  public:
   using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
@@ -382,11 +384,12 @@ class Rendezvous {
   std::string delegate_reason() const { return std::string(decided_.delegate_reason); }
   // True when the group needs a link between hosts, and a delegate for its messages.
   bool spans_hosts() const { return decided_.spans_hosts; }
-  // Equal on all ranks, and of no other attempt to make a group.
+  // Equal on all ranks, and unique to this attempt to make a group.
   std::string id() const { return std::string(decided_.id); }
 
-  // Builds the group, once. `delegate` where there is a reason for one or the group spans hosts; `link`, a gloo group
-  // that nobody else uses, where it spans hosts: all ranks measure it together. Call without the GIL.
+  // Builds the group, once. `delegate` is needed where there is a reason for one or the group spans hosts. `link`, a
+  // gloo group that is used for nothing else, is needed where the group spans hosts: all ranks measure it together.
+  // Call without the GIL.
   c10::intrusive_ptr<SageBackend> build(BackendPtr delegate, BackendPtr link);
 
  private:
@@ -395,7 +398,7 @@ class Rendezvous {
   const int size_;
   const c10::intrusive_ptr<SageBackend::Options> options_;
   Decision decided_;
-  // Then its `rendezvous` is gone.
+  // True once `build` has consumed the decision.
   bool built_ = false;
 };
 

@@ -1,5 +1,6 @@
-// What goes beside the order of the core, and how it is kept in order with the rest: messages that a delegate carries
-// in a group over several hosts, its calls through host memory, and sparse all-reduces, which are made of messages.
+// Calls that the core does not order, and how they are kept in order with the others: messages that a delegate carries
+// in a group over several hosts, a delegate's calls through host memory, and sparse all-reduces, which are made of
+// messages.
 #include "c10d/beside.hpp"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// What goes beside the order of the core: calls that a delegate carries.
+// Calls that the core does not order, because a delegate carries them.
 #pragma once
 
 #include <atomic>
@@ -10,7 +10,7 @@
 
 namespace sagellm {
 
-// A message of a delegate's that several may wait for: gloo's ends the wait of one of them only.
+// A delegate's message for which several threads may wait: gloo's own work ends the wait of one thread only.
 class SharedMessage final : public JoinedWork {
  public:
   SharedMessage(int rank, c10d::OpType type, WorkPtr message)
@@ -22,15 +22,16 @@ class SharedMessage final : public JoinedWork {
   bool ended() const { return ended_.load(std::memory_order_acquire); }
 
  private:
-  // Held by the one that waits; the others wait for it here. Guards `well_`.
+  // Held by the thread that waits for the message; other threads wait for this mutex. Guards `well_`.
   std::mutex waiting_;
-  // False where it was aborted: then every wait says so, as c10d's contract has it.
+  // False where the message was aborted: then every wait returns false, as c10d's contract demands.
   bool well_ = false;
-  // Somebody's wait for it has returned. Written under the mutex (release), read by anyone (acquire).
+  // True once a wait for it has returned. Written under the mutex (release), read by any thread (acquire).
   std::atomic<bool> ended_{false};
 };
 
-// A call that may be under way, and what it reads or writes. Its Work is the caller's: who drops that has given it up.
+// A call that may be under way, and the memory that it reads or writes. Only the caller owns its Work; a caller who
+// drops it no longer waits for the call.
 struct DelegatedCall {
   c10::weak_intrusive_ptr<c10d::Work> work;
   std::vector<Strided> touched;

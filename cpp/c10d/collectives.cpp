@@ -1,4 +1,4 @@
-// The calls that move data, each as one description (lower/call.hpp); dispatch.cpp decides who carries it.
+// The calls that move data, each as one description (lower/call.hpp); dispatch.cpp decides what carries it.
 #include <ATen/DeviceAccelerator.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 

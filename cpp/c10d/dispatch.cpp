@@ -1,5 +1,5 @@
-// Who carries a call: the engine of the CPU, the library of its device's vendor, the engine of the CPU with copies in
-// host memory, or the delegate. Decided once, here; `lower` makes the same requests for each.
+// Decides what carries a call: the engine of the CPU, the library of its device's vendor, the engine of the CPU with
+// copies in host memory, or the delegate. Decided once, here; `lower` makes the same requests for each.
 #include <algorithm>
 #include <utility>
 
@@ -16,7 +16,7 @@ namespace {
 
 size_t bytes_of(const Operand& operand) {
   size_t bytes = 0;
-  // Undefined and sparse ones have no bytes to ask for; the delegate judges them.
+  // Undefined and sparse tensors have no byte count; the delegate checks them.
   operand.for_each(
       [&](const at::Tensor& tensor) { bytes += tensor.defined() && !tensor.is_sparse() ? tensor.nbytes() : 0; });
   return bytes;
@@ -30,7 +30,7 @@ ExternalOp external_op(const CallDesc& call, bool host_staged) {
   told.root = static_cast<uint32_t>(call.root);
   told.tag = static_cast<uint32_t>(call.tag);
   const size_t outputs = bytes_of(call.outputs);
-  // A collective of one argument is told as one that reads and writes it, on every rank.
+  // A collective with one argument is recorded as reading and writing it, on every rank.
   told.read = !call.has_one_argument() ? bytes_of(call.inputs) : call.kind == Kind::kRecv ? 0 : outputs;
   told.written = call.kind == Kind::kSend ? 0 : outputs;
   const auto like = call.traced();
@@ -92,7 +92,7 @@ SageBackend::WorkPtr SageBackend::by_delegate(const CallDesc& call, bool host_st
 SageBackend::WorkPtr SageBackend::submit(Plans& plans, const CallDesc& call) {
   if (C10_UNLIKELY(spans_hosts_)) follow_delegated(plans);
   if (region_.open()) {
-    // Not waited for here, whatever the call says.
+    // Also a synchronous call does not wait inside a region; the Work of the region's end covers it.
     WorkPtr work = submit_async(plans, call, true);
     region_.add(work);
     return call.async ? work : nullptr;
@@ -106,7 +106,7 @@ void SageBackend::run(Plan& plan, const Label& label, TensorView inputs) {
   DeferredRelease::instance().release();
   CallbackPool::about_to_block();
   const std::unique_ptr<Trace> trace = Trace::start(label.title, inputs);
-  // The caller's frame keeps the tensors; only staged copies need to hear of the operation.
+  // The caller's frame keeps the tensors; only staged copies need the callbacks of the operation.
   std::shared_ptr<Pending> pending;
   if (plan.call.staged) pending = std::make_shared<Pending>(nullptr, Tensors(), plan);
   try {
@@ -123,7 +123,8 @@ void SageBackend::issue(SageWork& work, Plans& plans, Tensors keep) {
   try {
     for (Plan& plan : plans) work.add(*group_, plan, std::exchange(keep, {}));
   } catch (const std::exception&) {
-    // What was issued ends by itself, and nobody will wait for it; those who watch works hear of the failure.
+    // The operations that were issued end by themselves, and their Work is not returned; the hooks are told of the
+    // failure.
     work.seal(coded(ErrorKind::kInvalid, "sagellm: the call could not be issued"));
     throw;
   }
@@ -142,9 +143,9 @@ SageBackend::WorkPtr SageBackend::submit_async(Plans& plans, const CallDesc& cal
   const TensorView inputs = call.traced();
   auto work = c10::make_intrusive<SageWork>(getRank(), call.label.type, call.outputs.flat(), events_,
                                             Trace::start(call.label.title, inputs));
-  // What it has as outputs the Work keeps anyway.
+  // The Work keeps its outputs anyway, so they need not be kept twice.
   issue(*work, plans, call.has_one_argument() ? Tensors() : inputs.vec());
-  // Returned all the same: who watches works finds this one by it.
+  // Returned also for a synchronous call, because hooks identify the call by its Work.
   if (!async) work->wait(kNoTimeout);
   return work;
 }

@@ -71,7 +71,7 @@ py::dict of_record(const Record& record) {
                   "copying"_a = record.copying, "reducing"_a = record.reducing);
 }
 
-// None for the work of a delegate, or of what the core has no operation for.
+// None for the work of a delegate, or of a call for which the core has no operation.
 py::list explain_work(const c10::intrusive_ptr<c10d::Work>& work) {
   py::list found;
   const auto* const own = dynamic_cast<const SageWork*>(work.get());
@@ -114,7 +114,8 @@ py::list predict(Text kind, Text algorithm, size_t ranks, const std::vector<doub
   });
 }
 
-// The number of parts, and of each message whether the rank sends it, its peer, its parts, and what becomes of them.
+// The number of parts, and for each message whether the rank sends it, its peer, its parts, and what the receiver does
+// with them.
 py::tuple program(Text kind, Text algorithm, size_t ranks, size_t segments, size_t rank) {
   size_t parts = 0;
   const auto found = checked([&] { return Core::program(kind, algorithm, ranks, segments, rank, parts); });

@@ -1,6 +1,7 @@
-// What happens between startCoalescing and endCoalescing, which torch puts around batches of sends and receives and
-// around the calls of its coalescing manager: calls on a device wait for the end and are one launch of the vendor's
-// library; calls on the CPU are issued at once, as always, and none is waited for inside.
+// A region: the calls between startCoalescing and endCoalescing, which torch puts around batches of sends and receives
+// and around the calls of its coalescing manager. Calls on a device are collected until the end and are one launch of
+// the vendor's library. Calls on the CPU are issued at once, as always, and no call waits inside the region; its end
+// returns a Work of all of them.
 #pragma once
 
 #include <atomic>
@@ -20,7 +21,7 @@ class Region {
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
   using Tensors = std::vector<at::Tensor>;
 
-  // Everything that came since the beginning.
+  // All calls since the beginning of the region.
   struct Content {
     std::vector<Plan> plans;
     std::optional<Label> label;
@@ -30,7 +31,7 @@ class Region {
     std::vector<WorkPtr> works;
   };
 
-  // One at a time, on the thread that will end it.
+  // Opens a region: one at a time, on the thread that will end it.
   void start();
   // True on the thread of an open region. One relaxed load where there is none.
   bool open() const {

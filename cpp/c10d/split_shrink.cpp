@@ -1,9 +1,9 @@
-// Groups made out of this one: of some of its ranks (split), or of those that are left (shrink).
+// Groups made out of this one: of some of its ranks (split), or of all ranks but the excluded ones (shrink).
 //
 // The new group's ranks meet through the store as those of any group do. Where the group is bound to a device, and the
-// vendor's library can make a communicator out of another, the new group gets one at once that is made so, if all ranks
-// that the library waits for agree that they can: one alone would wait in it until the deadline. Otherwise its first
-// call on the device makes one, from an id of its own.
+// vendor's library can make a communicator out of another, the new group gets such a communicator at once, if all ranks
+// that the library waits for agree that they can: a rank alone in the call would wait there until the deadline.
+// Otherwise the first call of the new group on the device makes one, from a new id.
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 
@@ -91,7 +91,7 @@ c10::intrusive_ptr<SageBackend> SageBackend::part(const std::string& prefix, con
                                                          : all[static_cast<size_t>(rank)]);
   }
   const auto mine = std::find(ranks.begin(), ranks.end(), getRank());
-  // In Python, as every group: it may need others of torch's, whose classes have no headers.
+  // Made in Python, as every group: it may need groups of torch's backends, whose classes have no headers.
   const py::gil_scoped_acquire gil;
   const py::object make = py::module_::import("sagellm._register").attr("part");
   const py::object made =
@@ -134,18 +134,19 @@ c10::intrusive_ptr<c10d::Backend> SageBackend::split(const c10::intrusive_ptr<c1
   bool can = false;
   std::exception_ptr failed;
   try {
-    // Not by the new group's name: before torch 2.15 ranks that were outside of an earlier one count names differently.
+    // The prefix does not contain the new group's name: before torch 2.15 ranks that were in no new group of an earlier
+    // split count names differently.
     const std::string prefix = c10::str("sagellm/split/", turn, "/", c10::Join(",", ranks));
     if (member) child = part(prefix, ranks, opts, c10::str(options_->group_name, " split ", turn));
     parents = bound_vendor();
     if (parents && child) childs = child->vendor_of(device->type());
-    // What is under way has to end first.
+    // The operations that are under way have to end first.
     can = parents && (!member || childs) && parents->can_split(*device, members) && parents->drain(options_->timeout);
   } catch (const std::exception&) {
     failed = std::current_exception();
-    if (is_interrupt(failed)) throw;  // Ctrl-C waits for nobody
+    if (is_interrupt(failed)) throw;  // Ctrl-C ends the call without the other ranks
   }
-  // A rank that failed says so: the others wait for its answer.
+  // A rank that failed answers no instead of nothing, because the other ranks wait for its answer.
   if (device && is_accelerator(*device) && agree(can)) parents->split(*device, members, childs.get());
   if (failed) std::rethrow_exception(failed);
   c10::intrusive_ptr<c10d::Backend> before = child;
@@ -179,8 +180,8 @@ c10::intrusive_ptr<c10d::Backend> SageBackend::shrink(const std::vector<int64_t>
   const auto vendor = bound_vendor();
   const bool aborts = shrink_flags == kShrinkAbort;
   std::optional<DevicesRetired> parent;
-  // Taken first, so that nobody aborts it who sees the group fail; but what is under way may end before, unless it is
-  // to be aborted.
+  // The communicator is taken out of use before the group is aborted, so that the code that sees the group fail does
+  // not abort it. Unless the flag asks to abort, operations under way may end before.
   if (vendor && (aborts || vendor->drain(options_->timeout))) parent.emplace(vendor->retire(*bound_device(), !aborts));
   if (aborts) abort_for(c10::str("shrink() was called on rank ", getRank()));
   const std::string without = c10::Join(",", ranks_to_exclude);

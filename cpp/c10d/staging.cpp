@@ -4,12 +4,12 @@
 // For the engine they are tensors whose elements it cannot use where they lie, as strided ones are: temporaries in host
 // memory stand for them (lower/plan.hpp), which are filled and copied back when the core says so. So the core keeps
 // calls on the same memory in order, and a call has ended when its results are on the device. A delegate gets copies in
-// place of the tensors, is waited for by a callback thread, and what is on the same memory by the threads that issue
-// it.
+// place of the tensors, and a callback thread waits for it; a thread that issues a later call on the same memory waits
+// for the earlier call first.
 //
-// What is promised about streams: a call waits for what the caller's stream of this rank holds, never for another rank.
-// So copies may be made later, on a stream of the group's, by whatever thread moves the operation. They wait for the
-// device; what runs behind the end of the call, on whatever stream, finds the results.
+// The promise about streams: a call waits for the work on the caller's stream of this rank, never for another rank. So
+// copies may be made later, on a stream of the group, by any thread that moves the operation. The copies wait for the
+// device, so work that is queued after the end of the call finds the results, on any stream.
 #include <ATen/EmptyTensor.h>
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
@@ -102,7 +102,7 @@ SageBackend::WorkPtr SageBackend::through_host_by_delegate(const CallDesc& call,
   wait_for_stream(call.op, device);
   DeferredRelease::instance().release();
   const c10::Stream side = staging_streams_.side(device);
-  // A delegate promises no order between operations on the same memory: what is needed is waited for here.
+  // A delegate promises no order between operations on the same memory, so this waits for the earlier ones.
   wait_for_engine(touched);
   follow_delegated(touched);
   {
@@ -115,8 +115,8 @@ SageBackend::WorkPtr SageBackend::through_host_by_delegate(const CallDesc& call,
     copy_staged(after, true);
     return nullptr;
   }
-  // One thread waits for it: gloo's works take one waiter only, some backends give theirs no future, and others
-  // complete it on their own threads.
+  // A single thread waits for the delegate's work: gloo's works take one waiter only, the works of some backends have
+  // no future, and others complete the future on their own threads.
   auto work = c10::make_intrusive<CarriedWork>(getRank(), call, events_, options_->timeout, inner);
   add_delegated(work, std::move(touched));
   return in_background(std::move(work), true, [inner, after = std::move(after), side] {

@@ -1,4 +1,4 @@
-// What is done to tensors on a device beside the call of the vendor's library, as the core says
+// The steps on a device's tensors before and after the call of the vendor's library, as the core decides them
 // (src/engine/device/lowering.rs and layout.rs). Runs on the current stream, through torch's own operators, and waits
 // for nothing.
 #pragma once
@@ -15,7 +15,7 @@ namespace sagellm {
 // False where the device stores the tensor in a format that only its own operators can read.
 bool is_dense(const at::Tensor& tensor);
 
-// A call as the core is asked for it. `dense`: of all its tensors.
+// The core's request for a call. `dense`: all tensors of the call are dense.
 DeviceRequest request(const Plan& plan, bool dense);
 
 // The tensors of one call, between the caller's memory and the library's.
@@ -23,14 +23,14 @@ class Preparation {
  public:
   Preparation(const Plan& plan, const DeviceLowering& lowering, int ranks, c10::Device device);
 
-  // Does what comes before the library's call; temporaries are added to `keep`, to live until the device has passed
-  // the call.
+  // Runs the steps before the library's call. Temporaries are added to `keep`, to live until the device has passed the
+  // call.
   DevicePlaced prepare(std::vector<at::Tensor>& keep);
-  // Puts what came out where the caller wants it.
+  // Runs the steps after the library's call and copies the results into the caller's tensors.
   void store() const;
 
  private:
-  // `numbers` after the steps. `factor` is undefined where the steps say it.
+  // `numbers` after the steps. `factor` is undefined where it is in the steps.
   at::Tensor applied(at::Tensor numbers, const rust::Vec<Local>& steps, const at::Tensor& factor = {}) const;
   at::Tensor gathered() const;
 
@@ -38,7 +38,7 @@ class Preparation {
   const DeviceLowering& lowering_;
   const int ranks_;
   const c10::Device device_;
-  // Of the caller's tensors.
+  // The type of the caller's tensors.
   const at::ScalarType type_;
   // The temporary in which the result arrives; undefined where it arrives in the caller's memory.
   at::Tensor received_;

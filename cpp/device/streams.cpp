@@ -16,8 +16,8 @@ c10::impl::VirtualGuardImpl guard_of(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type());
 }
 
-// Empties a queue on the host in front of the stream. A device of torch's own has none, and one whose stream is being
-// captured may not be asked.
+// Empties the queue that some devices have on the host in front of the stream. torch's own devices have none; a stream
+// that is being captured may not be queried.
 void drain(const c10::Stream& stream) {
   if (stream.device_type() == c10::DeviceType::PrivateUse1) (void)guard_of(stream.device()).queryStream(stream);
 }
@@ -60,7 +60,7 @@ size_t Passage::enter() {
   lock.unlock();
   c10::Event here(stream_.device_type());
   here.record(stream_);
-  // Those told before the queue is emptied have left it afterwards.
+  // Waits that were queued before the queue is emptied have reached the device afterwards.
   const std::vector<size_t> told = owner_.take_told(stream_);
   drain(stream_);
   own_raw_ = checked([&] {
@@ -119,11 +119,11 @@ Passage DeviceStreams::begin(c10::Device device, bool async, bool timed, int str
 
 std::shared_ptr<c10::Event> DeviceStreams::asked_only(const c10::Stream& stream) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  // As many operations of a device may be under way before one is asked for again.
+  // Number of events of a device that are given out before the first of them is tried for reuse.
   constexpr size_t kMost = 1024;
   auto& events = asked_only_[stream.device_index()];
   const bool free = !events.empty() && events.front().use_count() == 1;
-  // Pairs with the release by which the last other holder let go of it.
+  // Pairs with the release by which the last other holder dropped its reference.
   if (free) std::atomic_thread_fence(std::memory_order_acquire);
   events.push_back(free ? events.front() : std::make_shared<c10::Event>(stream.device_type()));
   if (free || events.size() > kMost) events.pop_front();

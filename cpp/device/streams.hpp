@@ -32,26 +32,28 @@ inline bool is_accelerator(c10::Device device) {
 
 // Names the current device of its type where no index says which.
 c10::Device with_index(c10::Device device);
-// The stream that this thread works on.
+// The current stream of this thread.
 c10::Stream current_stream(c10::Device device);
-// Whether the stream's work is being recorded into a graph instead of being run; nothing where torch cannot say.
+// Whether the stream's work is being recorded into a graph instead of being run; no value where torch cannot say.
 std::optional<bool> capture_of(const c10::Stream& stream);
 
 // One operation's way onto a device and back, made by `DeviceStreams::begin`. Used by one thread, whose current device
 // is the operation's from `begin` to `end`.
 class Passage {
  public:
-  // Where `at::` operations before and after the raw part belong: the caller's stream for a synchronous operation, the
-  // group's for an asynchronous one. Behind everything that the caller had on its stream at `begin`.
+  // The stream for `at::` operations before and after the raw part: the caller's stream for a synchronous operation,
+  // the group's for an asynchronous one. Its work follows everything that the caller had on its stream at `begin`.
   const c10::Stream& stream() const { return stream_; }
   c10::Device device() const { return stream_.device(); }
 
-  // A raw stream behind everything on `stream()`. Calls to a library that name it may follow, then `leave`.
+  // A raw stream that waits for everything on `stream()`. The caller may now call a library on it, and then calls
+  // `leave`.
   size_t enter();
-  // What follows on `stream()` runs behind the raw stream's work.
+  // Makes later work on `stream()` wait for the raw stream's work.
   void leave();
-  // Everything is on its stream. The event stands for its end; `begun` for its start where times are wanted.
-  // `asked_only`: no stream will wait for it, so that it may be recorded again as soon as nobody holds it.
+  // Call it when all work of the operation is on its stream. Returns the event of its end; `begun` is that of its start
+  // where times are measured. `asked_only`: no stream will wait for the event, so it may be recorded again as soon as
+  // no other code holds it.
   std::shared_ptr<c10::Event> end(bool asked_only = false);
   const std::shared_ptr<c10::Event>& begun() const { return begun_; }
 
@@ -63,7 +65,7 @@ class Passage {
   const c10::Stream stream_;
   const bool timed_;
   const int stream_key_;
-  // The raw stream where it is the core's own, else 0.
+  // The raw stream where the core made it, else 0.
   size_t own_raw_ = 0;
   std::shared_ptr<c10::Event> begun_;
 };
@@ -75,31 +77,34 @@ class DeviceStreams {
   explicit DeviceStreams(const RustDevices* core = nullptr) : core_(core) {}
 
   // The group's stream on this device, from torch's pool; its default stream where the device has no pool.
-  // What may wait for a peer while another may not wait for it has a stream key, and so a stream, of its own.
+  // `stream_key`: operations with different keys get different streams. Collectives have one key and each direction of
+  // messages between two ranks has another, so that an operation that waits for a peer does not hold up operations that
+  // do not need this peer.
   c10::Stream side(c10::Device device, int stream_key = 0);
-  // Begins an operation on the caller's stream, or (`async`) on the group's, behind what the caller's holds now.
+  // Begins an operation on the caller's stream, or (`async`) on the group's stream, which then waits for the work that
+  // is now on the caller's.
   Passage begin(c10::Device device, bool async, bool timed = false, int stream_key = 0);
 
  private:
   friend class Passage;
 
-  // A raw event that a stream of torch was told to wait for. It is released when that stream's host queue has been
-  // emptied since: before, the wait may not have reached the device.
+  // A raw event that a stream of torch was told to wait for. It is released once that stream's host queue has been
+  // emptied after that: until then, the wait may not have reached the device.
   struct Told {
     c10::Stream stream;
     size_t event;
   };
   std::vector<size_t> take_told(const c10::Stream& stream);
-  // A pooled event that nobody else holds and no stream waits for.
+  // A pooled event that no other code holds and no stream waits for.
   std::shared_ptr<c10::Event> asked_only(const c10::Stream& stream);
 
   const RustDevices* const core_;
   std::mutex mutex_;
   std::map<std::pair<c10::DeviceIndex, int>, c10::Stream> side_;
-  // Whether torch tells raw handles; unknown before the first try.
+  // Whether torch gives raw handles of its streams; unknown before the first try.
   std::optional<bool> native_;
   std::vector<Told> told_;
-  // By device, the one that was given out first in front.
+  // By device; the event that was given out first stands in front.
   std::map<c10::DeviceIndex, std::deque<std::shared_ptr<c10::Event>>> asked_only_;
 };
 

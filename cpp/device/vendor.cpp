@@ -52,7 +52,7 @@ class VendorDevices::Exchange final : public IdExchange {
     }
   }
 
-  // What `share` threw, which the core only knows as text.
+  // The exception of `share`, which the core only knows as text.
   const std::exception_ptr& raised() const { return raised_; }
 
  private:
@@ -167,7 +167,7 @@ std::shared_ptr<c10::Event> VendorDevices::put(c10::ArrayRef<Plan> calls, const 
     }
     return passage.end(asked_only);
   } catch (const std::exception&) {
-    // The library may be at work on this memory, and nobody will know when it is done: it is never given back.
+    // The library may still use this memory, and no event says when it is done, so the memory is leaked.
     new Tensors(std::move(keep));
     new auto(call);
     throw;
@@ -181,7 +181,7 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::follow(DeviceWork::Launched made, 
   auto work = c10::make_intrusive<DeviceWork>(owner_.rank, type, std::move(outputs), owner_.events, std::move(trace),
                                               std::move(made));
   if (captured) {
-    // The graph may be played at any time, and an event in it cannot be asked.
+    // The graph may be replayed at any time, and an event in it cannot be queried.
     new auto(call);
     work->settle();
     return work;
@@ -199,7 +199,7 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::follow(DeviceWork::Launched made, 
 c10::intrusive_ptr<DeviceWork> VendorDevices::submit(c10::ArrayRef<Plan> calls, const Label& label, Tensors keep,
                                                      Tensors outputs, c10::Device device, bool async, bool region) {
   DeferredRelease::instance().release();
-  // For torch's operators and for the library, whose kernels are launched on the thread's device.
+  // torch's operators and the library launch their kernels on the thread's current device.
   const c10::DeviceGuard guard(device);
   const bool capturing = is_capturing(current_stream(device));
   const bool barrier = calls[0].call.kind == Kind::kBarrier;
@@ -207,10 +207,10 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::submit(c10::ArrayRef<Plan> calls, 
   auto trace = Trace::start(label.title, keep);
   const auto call = std::make_shared<DeviceCall>(std::move(begun.call));
 
-  // A capture is joined before the call returns: what runs beside it would be lost.
+  // In a capture the call runs on the caller's stream: work on another stream that was not joined again would be lost.
   const bool on_callers = !async || capturing;
   Passage passage = streams_.begin(device, !on_callers, owner_.events->timing(), begun.stream_key);
-  // A synchronous call has no Work where nobody listens, so no stream waits for its end but that of a barrier.
+  // A synchronous call has no Work where no hook is registered, so no stream waits for its end, except for a barrier.
   const bool listened = async || owner_.events->has_work_hook() || owner_.events->has_completion_hooks();
   std::vector<std::shared_ptr<c10::Event>> elsewhere;
   if (barrier) elsewhere = come_behind_all(passage.stream());
@@ -220,7 +220,7 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::submit(c10::ArrayRef<Plan> calls, 
     last_.insert_or_assign(passage.stream(), ended);
   }
 
-  // What is given back on the caller's stream is used again behind the call, and a graph owns its memory.
+  // Memory that is freed on the caller's stream is reused only after the call, and a graph owns its memory.
   if (on_callers) keep.clear();
   if (!listened) outputs.clear();
   DeviceWork::Launched made{passage.stream(), passage.begun(), std::move(ended), std::move(keep)};
@@ -236,14 +236,14 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::submit(c10::ArrayRef<Plan> calls, 
 }
 
 bool VendorDevices::is_capturing(const c10::Stream& stream) const {
-  // The "no" of a device that is not torch's own may only mean that its guard does not say.
+  // For a device that is not torch's own, "no" may only mean that its guard does not implement the query.
   const std::optional<bool> told = capture_of(stream);
   if (told && (*told || type_ != c10::DeviceType::PrivateUse1)) return *told;
   void* raw = nullptr;
   try {
     raw = stream.native_handle();
   } catch (const c10::Error&) {
-    return false;  // nothing can be asked
+    return false;  // there is no raw stream to query
   }
   return checked([&] {
     return devices_->raw_stream(RawStep::kCapturing, stream.device_index(), reinterpret_cast<size_t>(raw), 0, {}) != 0;
@@ -254,7 +254,7 @@ bool VendorDevices::drain(std::chrono::milliseconds timeout) {
   constexpr auto kPause = std::chrono::milliseconds(1);
   const bool bounded = timeout.count() > 0;
   const auto until = std::chrono::steady_clock::now() + timeout;
-  // Each work ends at its deadline at the latest, and soon where a peer is gone; unless nobody looks any more.
+  // Each work ends at its deadline at the latest, and soon where a peer is gone, as long as the watching thread runs.
   bool lost = DeviceWatch::instance().stopped();
   for (int turn = 0; !lost && under_way_->load(std::memory_order_relaxed) > 0; ++turn) {
     std::this_thread::sleep_for(kPause);
@@ -265,10 +265,10 @@ bool VendorDevices::drain(std::chrono::milliseconds timeout) {
 }
 
 void VendorDevices::close(std::chrono::milliseconds timeout) {
-  // A child that was forked has neither the works nor a device.
+  // A forked child has neither the works nor a device.
   if (::getpid() != process_) return;
   const auto until = std::chrono::steady_clock::now() + timeout;
-  // A work whose communicator was shut under it would fail.
+  // A work fails if its communicator is ended before it, so wait for all works first.
   bool drained = false;
   try {
     drained = drain(timeout);

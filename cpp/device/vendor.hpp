@@ -1,10 +1,10 @@
 // Tensors on a device, carried by its vendor's library.
 //
 // A call on such tensors is lowered like one on the CPU: its pieces are addresses on the device. The core
-// (src/engine/device) knows the communicators, what the library must be asked, and whether a call will end. What is
-// left to do here: where the library must get something else than what lies in the caller's memory (another type,
-// scaled, several tensors behind each other), make it on the communication stream (device/prepare.hpp); keep the
-// library's raw stream in order with torch's; and hold the tensors in a Work until the device has come past them.
+// (src/engine/device) has the communicators, decides how the library is called, and detects calls that will never end.
+// This class does the rest: where the library needs other data than the caller's memory holds (another type, scaled,
+// several tensors packed), it prepares that data on the communication stream (device/prepare.hpp); it keeps the
+// library's raw stream in order with torch's; and it holds the tensors in a Work until the device has passed the call.
 #pragma once
 
 #include <unistd.h>
@@ -34,8 +34,8 @@ struct DeviceOwner {
   int rank;
   int size;
   std::shared_ptr<Events> events;
-  // Hands bytes from one rank to all (`from` is -1: from rank 0) or to one, over the CPU. Asked only while a call of
-  // the group is made.
+  // Hands bytes over the CPU side: from rank 0 to all (`from` is -1), or from one rank to another. Called only during a
+  // call of the group.
   std::function<void(at::Tensor& bytes, int from, int to)> share;
 };
 
@@ -49,61 +49,62 @@ class VendorDevices final {
 
   std::string describe() const { return std::string(opened_.description); }
 
-  // Puts calls on a stream of the device, as one launch where there are several. Never waits for a peer, but for the
-  // first call that needs a communicator, which is made when all its ranks are there, and in a barrier. Null for a
-  // synchronous call when nobody listens: the caller's stream holds all of it, and so its tensors.
+  // Puts calls on a stream of the device, as one launch where there are several. Waits for peers only in a barrier, and
+  // in the first call that needs a communicator, until all its ranks have come to make it. Returns null for a
+  // synchronous call without hooks: all its work is on the caller's stream, which keeps its tensors in order.
   // `region`: all ranks know of the calls, messages among them, so these need no communicator of their own.
   // The pieces of the calls are addresses on the device. Temporaries stand for tensors of the caller that are not
   // contiguous, or that overlap others: they are filled before the call, and copied back after it.
   c10::intrusive_ptr<DeviceWork> submit(c10::ArrayRef<Plan> calls, const Label& label, Tensors keep, Tensors outputs,
                                         c10::Device device, bool async, bool region = false);
   // A work whose `wait` returns when every collective that was issued before has ended; null where none was.
-  // `by_itself`: it shall complete without anyone waiting.
+  // `by_itself`: it completes without a waiting thread.
   c10::intrusive_ptr<DeviceWork> behind_all(bool by_itself);
   // Makes the communicator of all ranks now.
   void connect(c10::Device device);
 
   // Whether the library can make the communicator of a new group of `ranks` out of this group's for a device.
   bool can_split(c10::Device device, const std::vector<uint32_t>& ranks);
-  // Waits until what is under way has ended; false where it did not within the timeout, or will not.
+  // Waits until the operations under way have ended; false where they did not end within the timeout, or never will.
   bool drain(std::chrono::milliseconds timeout);
-  // Makes it, where all ranks can; all call it at once. `child` is null on a rank that is in no new group.
+  // Makes that communicator; all ranks call it together, after all have agreed that they can. `child` is null on a rank
+  // that is in no new group.
   void split(c10::Device device, const std::vector<uint32_t>& ranks, VendorDevices* child);
-  // The communicator of a group that is about to shrink, which nobody else can use or end any more; it ends with this.
-  // `drained`: nothing is under way in it.
+  // Takes the communicator of a group that is about to shrink out of use; it ends when the returned object is dropped.
+  // `drained`: no operation is under way in it.
   DevicesRetired retire(c10::Device device, bool drained) { return devices_->retire(device.index(), drained); }
-  // Makes the communicator of this group, of all ranks but `excluded` of the one that `old` was of; all ranks of this
-  // group call it at once.
+  // Makes the communicator of this group, which has all ranks of the group of `old` but `excluded`; all ranks of this
+  // group call it together.
   void shrink_from(const RustRetired& old, c10::Device device, const std::vector<uint32_t>& excluded);
 
-  // Unblocks whatever hangs; nothing can be issued afterwards.
+  // Aborts all communicators, which unblocks operations that hang; no operation can be issued afterwards.
   void abort() { devices_->leave(Leave::kAtOnce, 0, false); }
-  // Leaves with the others, when what is under way is done: within the timeout while all of them live, soon where one
-  // is gone. What does not end is aborted, or left behind with a thread that waits for it. Throws what a signal handler
-  // raised.
+  // Ends the communicators together with the other ranks, when the operations under way are done: within the timeout
+  // while all ranks live, soon where one is gone. A communicator that does not end is aborted, or left to a thread that
+  // goes on waiting for it. Throws the exception that a signal handler raised.
   void close(std::chrono::milliseconds timeout);
 
  private:
   // How the core reaches the other ranks while it makes a communicator.
   class Exchange;
 
-  // Also where torch, or the device's part of it, does not say.
+  // Asks the core where torch, or the device's part of it, does not say.
   bool is_capturing(const c10::Stream& stream) const;
   // Runs a call of the core that may make communicators.
   template <class Function>
   auto exchanging(Function function);
   DeviceBegun begin(c10::ArrayRef<Plan> calls, const Tensors& keep, c10::Device device, bool region, bool capturing);
-  // Puts the calls and what belongs to them on the stream of `passage`; the event of their end. After an error `keep`
-  // and `call` are never let go of.
+  // Puts the calls, with the steps before and after them, on the stream of `passage`. Returns the event of their end.
+  // After an error `keep` and `call` are leaked.
   std::shared_ptr<c10::Event> put(c10::ArrayRef<Plan> calls, const rust::Vec<DeviceLowering>& lowerings,
                                   const std::shared_ptr<DeviceCall>& call, Passage& passage, Tensors& keep,
                                   bool asked_only);
-  // A work that follows `made`, from now on watched unless it was captured.
+  // The work for `made`. The watching thread watches it from now on, unless it was captured.
   c10::intrusive_ptr<DeviceWork> follow(DeviceWork::Launched made, c10d::OpType type, Tensors outputs,
                                         std::unique_ptr<Trace> trace, bool captured);
 
-  // What a barrier on a stream comes behind: the last collective of each other stream. Those of its device are waited
-  // for by the stream; those of others are returned.
+  // Makes a barrier on a stream wait for the last collective of each other stream. The stream itself waits for
+  // collectives of its device; the events of collectives on other devices are returned.
   std::vector<std::shared_ptr<c10::Event>> come_behind_all(const c10::Stream& stream);
 
   const DeviceOwner owner_;

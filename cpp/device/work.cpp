@@ -76,7 +76,7 @@ void DeviceWork::end_on_device(const std::string& error, bool idle) {
   if (launched_.under_way) launched_.under_way->fetch_sub(1, std::memory_order_relaxed);
   std::vector<at::Tensor> tensors = std::move(launched_.keep);
   if (!idle) {
-    // The device may still use them, and nobody knows until when.
+    // The device may still use them, and no event says until when, so they are leaked.
     new std::vector<at::Tensor>(std::move(tensors));
     new std::shared_ptr<DeviceCall>(launched_.call);
     return;
@@ -92,7 +92,7 @@ std::chrono::nanoseconds DeviceWork::duration() const {
 
 void DeviceWork::order() const {
   const c10::Stream callers = current_stream(launched_.stream.device());
-  // It is behind itself.
+  // Work on the same stream is in order already.
   if (callers == launched_.stream) return;
   const c10::DeviceGuard guard(launched_.stream.device());
   launched_.ended->block(callers);
@@ -136,7 +136,7 @@ void DeviceWatch::serve() {
   constexpr auto kLong = std::chrono::microseconds(5000);
   constexpr auto kIdle = std::chrono::seconds(10);
   auto pause = kShort;
-  // Leaked with the works that are left when the process ends.
+  // Leaked, with the works that have not ended, when the process ends.
   auto& works = *new std::vector<WorkPtr>();
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stopped_) {

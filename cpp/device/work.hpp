@@ -1,4 +1,4 @@
-// The Work of what runs on a device's stream: the host is not asked to wait, streams are.
+// The Work of an operation on a device's stream: `wait` makes streams wait, not the host.
 #pragma once
 
 #include <c10/core/Event.h>
@@ -18,49 +18,50 @@
 
 namespace sagellm {
 
-// A call as the core knows it: memory that a library was given, which stays until the stream has come past the call;
-// what is known of it; whether it will ever end.
+// A call as the core knows it: host memory that the library was given, which is kept until the stream has passed the
+// call; its number and timeout; and whether it will ever end.
 class DeviceCall {
  public:
   explicit DeviceCall(rust::Box<RustCall> core) : core_(std::move(core)) {}
 
   void launch(const std::vector<DevicePlaced>& placed, size_t stream) const;
   struct State {
-    // The device has come past the call.
+    // The device has passed the call.
     bool passed;
-    // Empty, or why it will not end or ended badly, with its code letter; whatever blocks it has been aborted then.
+    // Empty, or the error, with its code letter, by which the call failed or will never end; then its communicators
+    // have been aborted.
     std::string error;
   };
-  // Never waits. `has_passed` asks the device, and is called so that no graph that another thread captures is broken by
-  // it. The statistics hear of the end by this.
+  // Never waits. `has_passed` asks the device, and is called in a mode in which it breaks no graph that another thread
+  // captures. Records the end in the statistics.
   State poll(const std::function<bool()>& has_passed) const;
-  // How it travels, as `SageWork::explain`.
+  // How the library runs it, as `SageWork::explain`.
   std::vector<Explanation> explain() const;
 
  private:
   const rust::Box<RustCall> core_;
 };
 
-// Made when everything is on its stream. It ends when the stream has come past it, which a thread of the shim sees. On
-// a stream of its own it holds the tensors until then, so that no allocator has to be told of the stream; on the
-// caller's it holds none, because what is given back there is used again behind it.
+// Made when all work of the operation is on its stream. It ends when the device has passed that work, which a thread of
+// the shim detects. On the group's stream it holds the tensors until then, so that no allocator has to be told of the
+// stream. On the caller's stream it holds none, because memory that is freed there is reused only after this work.
 class DeviceWork final : public SageWork {
  public:
   struct Launched {
     c10::Stream stream;
-    // Null where no times are wanted.
+    // Null where no times are measured.
     std::shared_ptr<c10::Event> begun;
     std::shared_ptr<c10::Event> ended;
-    // What has to stay until the stream has come past it.
+    // Tensors that must be kept until the device has passed the operation.
     std::vector<at::Tensor> keep;
     // `wait` returns when the work is done, as users of a barrier expect.
     bool blocks_host = false;
-    // On other devices: it is not done before these have come to pass.
+    // Events on other devices, which must have passed before it is done.
     std::vector<std::shared_ptr<c10::Event>> earlier{};
     std::shared_ptr<DeviceCall> call{};
-    // Lowered when the work has ended. Null where nobody counts it.
+    // Lowered when the work has ended. Null where it is not counted.
     std::shared_ptr<std::atomic<int64_t>> under_way{};
-    // A literal: the operation's name in messages.
+    // The operation's name in error texts; a string literal.
     const char* op = "operation";
     Known known{};
   };
@@ -68,14 +69,14 @@ class DeviceWork final : public SageWork {
   DeviceWork(int rank, c10d::OpType type, std::vector<at::Tensor> outputs, std::shared_ptr<Events> events,
              std::unique_ptr<Trace> trace, Launched launched);
 
-  // Hands it to the thread that sees its end.
+  // Hands it to the watching thread, which detects its end.
   void watch();
-  // It was captured into a graph: it has no end of its own, and nobody may ask for one.
+  // It was captured into a graph: its event never passes by itself and may not be queried, so the work ends now.
   void settle() { end_on_device({}, true); }
   // It failed, or will never end: waits throw `error` (with its code letter), and the device may still use the tensors.
   void fail(const std::string& error) { end_on_device(error, false); }
-  // True when it has ended; then everything that follows from that has been done. Any thread. The device is asked again
-  // and again for as long as `spin`.
+  // True when it has ended; then futures and hooks have been told. May be called on any thread. Polls the device for up
+  // to `spin`.
   bool poll(std::chrono::microseconds spin = std::chrono::microseconds(0));
   const c10::Stream& stream() const { return launched_.stream; }
   bool overdue() const;
@@ -92,14 +93,14 @@ class DeviceWork final : public SageWork {
 
  private:
   bool has_passed() const;
-  // `idle`: the device has let go of the tensors.
+  // `idle`: the device no longer uses the tensors.
   void end_on_device(const std::string& error, bool idle);
 
   Launched launched_;
 };
 
-// One thread that asks the events of works on devices whether they have come to pass. It exists while there are any. It
-// drops no work: the last reference may take outputs with it that need the interpreter.
+// The watching thread: polls the events of works on devices. It runs while there are such works. It never drops the
+// last reference to a work, because freeing the work's outputs may need the interpreter.
 class DeviceWatch {
  public:
   using WorkPtr = c10::intrusive_ptr<DeviceWork>;
@@ -107,25 +108,25 @@ class DeviceWatch {
   static DeviceWatch& instance() { return per_process<DeviceWatch>(); }
 
   void add(WorkPtr work);
-  // True when nobody will see the end of a work any more.
+  // True when the thread has stopped, so that no further end is detected.
   bool stopped() {
     const std::lock_guard<std::mutex> lock(mutex_);
     return stopped_;
   }
-  // No event is asked from now on; what is left is leaked. Call without the GIL.
+  // Stops the thread: no event is queried from now on, and works that have not ended are leaked. Call without the GIL.
   void stop(std::chrono::milliseconds patience);
 
  private:
   void serve();
-  // Asks the first work of each stream, which the device comes past in order, and others whose deadline has passed.
-  // Takes out what has ended; true where something has.
+  // Polls the first work of each stream, because a stream passes its works in order, and works whose deadline has
+  // passed. Removes the works that have ended; true where there was one.
   static bool look(std::vector<WorkPtr>& works);
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  // Not yet seen by the thread.
+  // Works that the thread has not taken over yet.
   std::vector<WorkPtr> added_;
-  // It sleeps until somebody calls; otherwise it looks by itself soon.
+  // The thread sleeps until `changed_` is notified; otherwise it polls again soon.
   bool idle_ = false;
   bool running_ = false;
   bool stopped_ = false;

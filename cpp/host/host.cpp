@@ -19,8 +19,8 @@ namespace sagellm {
 
 namespace {
 
-// This process's own connection to the server of a TCPStore of the user's: a connection serves one caller at a time,
-// and another thread of the program may be blocked in the user's for minutes. One is enough for all groups, on whatever
+// A connection of ours to the server of the user's TCPStore: a connection serves one caller at a time, and another
+// thread of the program may be blocked in the user's connection for minutes. One is enough for all groups, on whatever
 // threads they are made, because none of our calls waits for another rank.
 class Connection {
  public:
@@ -74,7 +74,7 @@ class C10dStore final : public Store {
       prefix.insert(0, PrefixOf::text(*outer) + "/");
       inner = outer->getUnderlyingStore();
     }
-    // The others let go of their locks while one of their callers waits for a key.
+    // Other stores release their lock while a caller waits for a key, so they need no second connection.
     if (dynamic_cast<c10d::TCPStore*>(inner.get()) != nullptr) {
       connection_ = connection_of(inner);
       prefix_ = std::move(prefix);
@@ -97,7 +97,7 @@ class C10dStore final : public Store {
         bytes = store->compareSet(name, nothing, nothing);
         if (bytes == nothing) return false;
       } else {
-        // `get` waits for a key that is missing, so ask first. Nobody deletes keys.
+        // `get` waits for a missing key, so check first. No rank deletes keys.
         if (!store->check({name})) return false;
         bytes = store->get(name);
       }
@@ -118,14 +118,15 @@ class C10dStore final : public Store {
   std::string full(rust::Str key) const { return prefix_ + std::string(key); }
 
   const c10::intrusive_ptr<c10d::Store> users_;
-  // Where the user's is a TCPStore, and what its PrefixStores put before a key, the innermost first.
+  // Set where the user's store is a TCPStore; `prefix_` is the text that its PrefixStores put before a key, the
+  // innermost first.
   std::shared_ptr<Connection> connection_;
   std::string prefix_;
 };
 
 // Lines on their way to Python's logging.
 struct LogQueue {
-  // More than this is kept from nobody who reads along, and bounds the memory when nobody does.
+  // Bounds the memory where no thread writes the lines. Large enough that no line is dropped while one does.
   static constexpr size_t kMaxLines = 1000;
 
   std::mutex mutex;
@@ -145,7 +146,7 @@ int python_level(uint8_t level) {
   return level >= 1 && level <= 4 ? 50 - 10 * level : 5;
 }
 
-// The main thread's alone, and never destroyed: an exception of Python may not be let go of after the interpreter's
+// Used by the main thread alone, and never destroyed: an exception of Python must not be freed after the interpreter's
 // end.
 std::exception_ptr& kept_interrupt() {
   static auto* const kept = new std::exception_ptr;
@@ -216,7 +217,9 @@ void drain_log() {
     lines.swap(queue.lines);
     dropped = std::exchange(queue.dropped, 0);
   }
-  if (dropped > 0) lines.emplace_back(2, std::to_string(dropped) + " log lines were dropped, nobody read them in time");
+  if (dropped > 0)
+    lines.emplace_back(
+        2, std::to_string(dropped) + " log lines were dropped, because no Python thread wrote them in time");
   // A signal handler or a caller may have an exception in flight; logging must neither see nor replace it.
   const py::error_scope pending;
   try {

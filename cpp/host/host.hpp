@@ -1,6 +1,6 @@
-// What the Rust core may ask of its process: a store to meet the other ranks in, what to do when an operation starts
-// and ends, pending signals, and a log. This header is part of the cxx bridge (`src/ffi/bridge.rs`) and knows no torch,
-// so that the generated glue compiles without it.
+// The interfaces that the Rust core needs from its process: a store to meet the other ranks in, callbacks at the start
+// and end of an operation, pending signals, and a log. This header is part of the cxx bridge (`src/ffi/bridge.rs`) and
+// knows no torch, so that the generated glue compiles without it.
 //
 // Everything declared here may be called from any thread, without the GIL.
 #pragma once
@@ -25,8 +25,8 @@ class Store {
   virtual int64_t add(rust::Str key, int64_t by) const = 0;
 };
 
-// How ranks reach each other before they have a communicator. Errors are exceptions; the one who handed this over sees
-// them themselves, the core their text.
+// How ranks reach each other before they have a communicator. Errors are exceptions: the core sees their text, the
+// caller that passed this object gets the exception itself.
 class IdExchange {
  public:
   virtual ~IdExchange() = default;
@@ -54,12 +54,12 @@ class Link {
 // In the bridge.
 enum class Moment : uint8_t;
 
-// What one operation does outside the core.
+// The callbacks of one operation.
 class Completion {
  public:
   virtual ~Completion() = default;
-  // May not throw: there is nobody to catch it. `error` is that of the end: empty, or with its code letter. What is
-  // done at the end runs no Python and does not block.
+  // May not throw, because no caller catches. `error` is that of the end: empty, or with its code letter. The end runs
+  // no Python and does not block.
   virtual void reached(Moment moment, rust::Str error) const = 0;
 };
 

@@ -12,12 +12,12 @@
 
 namespace sagellm {
 
-// Wraps c10d's store. A TCPStore is talked to over a connection of our own: opened when it is first needed, the same
-// one for all that is made over that store, and closed with the last of what this function gave out.
+// Wraps c10d's store. A TCPStore is used over a connection of our own: opened at first use, shared by everything that
+// is made over that store, and closed when the last object that this function returned is gone.
 std::shared_ptr<Store> wrap_store(const c10::intrusive_ptr<c10d::Store>& store);
 
-// Runs `body` for the core. cxx hands `what()` to Rust and knows only std::exception; torch's text carries a C++
-// backtrace nobody asked for.
+// Runs `body` for the core. cxx hands `what()` to Rust and knows only std::exception; torch's text contains a C++
+// backtrace, which is left out.
 template <class Body>
 auto plain_errors(const Body& body) {
   try {

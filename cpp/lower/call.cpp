@@ -41,7 +41,7 @@ bool overlaps_any(const at::Tensor& tensor, View others) {
 }
 
 // Whether a tensor that is one block needs a temporary, because it overlaps the other argument's blocks elsewhere than
-// in its own. `place` is its place in its list.
+// in its own. `place` is its index in its list.
 bool aside(const CallDesc& call, const at::Tensor& tensor, size_t place, const Operand& other, int rank) {
   const View blocks = other.first();
   if (call.kind == Kind::kAllToAll) return overlaps_any(tensor, blocks);

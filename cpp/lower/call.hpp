@@ -1,6 +1,6 @@
-// One call of c10d as its caller made it, in one description: what is asked, of which tensors. Every override makes one
-// (c10d/collectives.cpp), and whatever carries the call reads it: `lower` makes the requests to the core out of it, a
-// delegate gets it as its own call. It refers to the caller's arguments and lives on the stack.
+// The description of one call of c10d as its caller made it: the operation and its tensors. Every override makes one
+// (c10d/collectives.cpp), and the carrier of the call reads it: `lower` turns it into requests to the core, a delegate
+// gets it as a call of its own. It refers to the caller's arguments and lives on the stack.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,7 +17,7 @@
 
 namespace sagellm {
 
-// What belongs to which rank.
+// Which part of an argument belongs to which rank.
 enum class Blocks : uint8_t {
   kOwn,      // each tensor is one block
   kPerRank,  // a list has one tensor, or one list of tensors, for each rank
@@ -50,12 +50,12 @@ class Operand {
   Tensors& list() const { return *static_cast<Tensors*>(argument_); }
   Lists& lists() const { return *static_cast<Lists*>(argument_); }
 
-  // As the parameter of c10d's that it was: what a delegate is called with.
+  // The argument as c10d passed it, for calling a delegate.
   operator at::Tensor&() const { return tensor(); }
   operator Tensors&() const { return list(); }
   operator Lists&() const { return lists(); }
 
-  // The same, whatever the form: a tensor and a list are one part, of a list of lists each list is one.
+  // The argument in parts, in any form: a tensor or a list is one part; of a list of lists each list is one.
   size_t parts() const { return C10_UNLIKELY(is_lists()) ? lists().size() : present() ? 1 : 0; }
   View part(size_t i) const { return C10_UNLIKELY(is_lists()) ? View(lists()[i]) : first_; }
   // The first part, or nothing.
@@ -95,7 +95,7 @@ struct CallDesc {
   bool has_root() const {
     return kind == Kind::kBroadcast || kind == Kind::kReduce || kind == Kind::kGather || kind == Kind::kScatter;
   }
-  // One argument, which `outputs` is, whatever the call does with it.
+  // True where the call has one argument, which then is `outputs`, also where the call only reads it.
   bool has_one_argument() const { return !inputs.present(); }
   // The all-reduce of one sparse tensor, which is made of several operations.
   bool is_sparse_all_reduce() const {
@@ -110,7 +110,7 @@ struct CallDesc {
     outputs.for_each(look);
     return found;
   }
-  // What the profiler shows as the call's inputs.
+  // The tensors that the profiler shows as the call's inputs.
   c10::ArrayRef<at::Tensor> traced() const { return has_one_argument() ? outputs.first() : inputs.first(); }
 
   // torch's name of the call, for messages.
@@ -131,9 +131,9 @@ struct CallDesc {
   const std::vector<int64_t>* output_splits = nullptr;
   std::chrono::milliseconds timeout;
   bool async;
-  // For a barrier: the device whose stream it comes behind.
+  // For a barrier: the device whose stream it waits for.
   std::optional<c10::Device> device;
-  // Refers to what the override has on its stack.
+  // Refers to objects on the override's stack.
   Delegate delegate;
 };
 
@@ -151,12 +151,12 @@ class Replaced {
   static Operand copied(const Operand& original, const Replace& replace, Operand::Lists& to);
 
   CallDesc call_;
-  // What its arguments refer to.
+  // The lists to which its arguments refer.
   Operand::Lists inputs_;
   Operand::Lists outputs_;
 };
 
-// Who carries a call, as far as that decides what the call may be.
+// The properties of a call's carrier on which the checks depend.
 struct Carrier {
   int rank;
   int size;
@@ -164,7 +164,7 @@ struct Carrier {
   c10::Device device;
   // The library of the device's vendor, which also combines some 8-bit floats.
   bool vendor = false;
-  // A batch of messages on a device may have some of this rank for itself.
+  // A batch of messages on a device may hold messages of this rank to itself.
   bool to_itself = false;
   // Several tensors in an all_reduce, broadcast or all_gather are taken as gloo takes them (lower/several.cpp).
   bool several = false;

@@ -113,7 +113,8 @@ void elements(const char* op, const char* what, int64_t found, int64_t expected,
 }
 
 // For a list whose calls are carried out together: none of `written` may share memory with another, nor with one of
-// `read` at another place of its list. One after the other would give something else. Tensors on any device.
+// `read` at another place of its list: together they would give another result than one after the other. The tensors
+// may be on any device.
 void apart(const char* op, const std::vector<at::Tensor>& written, const std::vector<at::Tensor>& read = {}) {
   if (written.size() < 2) return;
   std::vector<at::Tensor> all = written;

@@ -1,5 +1,5 @@
-// What can be said about a call without asking another rank. Every failed check is a ValueError that names the call,
-// what was expected and what came, before anything is issued: half a collective would hang the group.
+// The checks of a call that need no other rank. Every failed check is a ValueError that names the call, what was
+// expected and what came, before anything is issued: half a collective would hang the group.
 #pragma once
 
 #include <string>
@@ -17,7 +17,8 @@ void call(const CallDesc& call, const Carrier& carrier);
 // The same for one whose lists hold several tensors of this rank (several.hpp).
 void several(const CallDesc& call, const Carrier& carrier);
 
-// That lists which are carried out together share no memory: one after the other would give something else.
+// Checks that lists which are carried out together share no memory: together they would give another result than one
+// after the other.
 void apart(const CallDesc& call);
 
 // The device of a call that has tensors on one: all must be on it, and it must be able to use them.

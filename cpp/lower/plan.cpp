@@ -212,7 +212,7 @@ void Plan::combine(const at::Tensor& tensor, const c10d::ReduceOp& reduce_op) {
   const PremulSupplement& supplement = premul(op, reduce_op);
   const at::Tensor& on_tensor = supplement.tensor_factor;
   if (on_tensor.defined() && !on_tensor.is_cpu() && by_vendor_) {
-    // To read it here would wait for the device, and break a capture.
+    // Reading it here would wait for the device and break a capture.
     factor = on_tensor.detach().reshape({});
     call.factor = 1;
     return;
@@ -267,7 +267,8 @@ void Plan::write_all(c10::ArrayRef<at::Tensor> tensors) {
 void Plan::update(const at::Tensor& tensor) {
   call.element = static_cast<uint8_t>(tensor.scalar_type());
   if (tensor.numel() == 0) return;
-  // Writable first: it may give a copy-on-write tensor memory of its own, which is then what is read.
+  // The writable pointer first: taking it may copy a copy-on-write tensor, and the copy must then be the one that is
+  // read.
   const size_t staged = after.size();
   char* memory = writable(tensor, false);
   if (after.size() > staged) before.push_back(after.back());

@@ -41,7 +41,7 @@ void copy_staged(const std::vector<Staged>& list, bool back);
 // True when some byte belongs to both. Judges strided tensors by the memory between their first and last byte.
 bool overlap(const at::Tensor& left, const at::Tensor& right);
 bool overlap(const Piece& left, const Piece& right);
-// From the first to behind the last byte that belongs to the tensor, at whatever address its device has them.
+// The range from the first byte of the tensor to the end of its last, as addresses on its device.
 Piece extent(const at::Tensor& tensor);
 
 // The bytes of a strided tensor; from the first to the last where its layout has too many dimensions.
@@ -51,15 +51,15 @@ Strided run_of(const Piece& piece, bool written);
 bool conflict(const std::vector<Strided>& one, const std::vector<Strided>& other);
 Piece extent(const Strided& runs);
 
-// What a call is called elsewhere: in the profiler ("sagellm:" and the op) and in c10d's enumeration.
+// The names of a call elsewhere: in the profiler ("sagellm:" and the op) and in c10d's enumeration.
 struct Label {
   const char* title;
   c10d::OpType type;
 };
 
-// The first two tensors of a list, by their places, that have a byte in common, except for pairs that are `allowed` to.
-// Strided ones, like the columns of a matrix, may lie between each other; then their runs are compared, which is slow
-// and rare. Sparse tensors share with none.
+// The indices of the first two tensors of a list that have a byte in common, except for pairs that are `allowed` to.
+// The memory of strided tensors, such as columns of a matrix, may interleave; then their runs are compared, which is
+// slow and rare. Sparse tensors count as sharing no memory.
 using Places = std::pair<size_t, size_t>;
 std::optional<Places> shared(c10::ArrayRef<at::Tensor> tensors, const std::function<bool(Places)>& allowed = {});
 
@@ -72,8 +72,8 @@ std::vector<size_t> block_sizes(c10::ArrayRef<at::Tensor> blocks, bool always);
 class Plan {
  public:
   // `op` is torch's name of the call, for messages. `by_vendor`: its tensors are on a device whose vendor's library
-  // carries the call, so temporaries are there, and nothing of them is read now. Otherwise they are in host memory, and
-  // stand for any tensor on a device.
+  // carries the call, so temporaries are on that device too, and no tensor is read now. Otherwise temporaries are in
+  // host memory, and every tensor on a device gets one.
   Plan(const char* op, Kind kind, std::chrono::milliseconds timeout, bool by_vendor = false);
 
   // Makes it a call that combines numbers of the type of `tensor`.
@@ -83,8 +83,8 @@ class Plan {
   // where the tensor is contiguous, because it overlaps another piece in a way that the core does not allow.
   void read(const at::Tensor& tensor, bool stage = false);
   void write(const at::Tensor& tensor, bool stage = false);
-  // Appends the tensors of a list to the outputs. Where some share memory, they are stored one after the other in the
-  // end, in the order of the list.
+  // Appends the tensors of a list to the outputs. Tensors that share memory are stored at the end one after the other,
+  // in the order of the list.
   void write_all(c10::ArrayRef<at::Tensor> tensors);
   void update(const at::Tensor& tensor);
   void add(const at::Tensor& tensor, Role role);
@@ -94,7 +94,7 @@ class Plan {
   void read_blocks(c10::ArrayRef<at::Tensor> tensors, size_t ranks);
   void write_blocks(c10::ArrayRef<at::Tensor> tensors, size_t ranks);
 
-  // It is an operation of ours, which is part of a call or none: the statistics do not count it as one.
+  // Marks it as an internal operation, or a part of a call: the statistics do not count it as a call.
   void uncounted() {
     call.counts = false;
     call.tensors = 0;
@@ -105,7 +105,7 @@ class Plan {
 
   c10::ArrayRef<Piece> inputs() const { return inputs_; }
   c10::ArrayRef<Piece> outputs() const { return outputs_; }
-  // Memory that the operation reads or writes besides its pieces: what touches it earlier or later keeps its order.
+  // Memory that the operation reads or writes besides its pieces; operations that touch it keep their order.
   c10::ArrayRef<Strided> touched() const { return touched_; }
 
   rust::Box<RustOp> issue(const RustGroup& group, std::shared_ptr<Completion> completion) const;
@@ -116,7 +116,7 @@ class Plan {
   // `block_sizes`.
   std::vector<size_t> in_blocks;
   std::vector<size_t> out_blocks;
-  // What `Completion::copy` copies into temporaries, and what it copies back out of them.
+  // The tensors that `Completion::copy` copies into temporaries, and those that it copies back out of them.
   std::vector<Staged> before;
   std::vector<Staged> after;
   // What `Completion::copy` does before it fills the temporaries; empty in nearly all calls.

@@ -46,7 +46,7 @@ void CallbackPool::post(std::function<void()> job) {
   jobs_.push_back(std::move(job));
   call_a_thread();
   if (threads_ > 0) return;
-  // No thread at all and none to be had: better here, on the wrong thread, than never.
+  // No thread exists and none can be started: the job runs here, on the wrong thread, rather than never.
   job = std::move(jobs_.back());
   jobs_.pop_back();
   lock.unlock();
@@ -126,7 +126,7 @@ void CallbackPool::run_next(std::unique_lock<std::mutex>& lock) {
   // On the heap, because what it owns must not be dropped when the thread is unwound (see `run_logged`).
   auto* job = new std::function<void()>(std::move(jobs_.front()));
   jobs_.pop_front();
-  // Somebody has to see it if this one lasts.
+  // An idle thread must watch the turn in case this job lasts.
   if (!jobs_.empty() && !watched_) call_a_thread();
   lock.unlock();
   // Once the interpreter goes down the job is leaked.
@@ -164,7 +164,7 @@ void DeferredRelease::empty() {
     graves.swap(graves_);
     filled_.store(false, std::memory_order_relaxed);
   }
-  // The references fall here, without the lock: a destructor may come back to us.
+  // The references are dropped here, without the lock, because a destructor may call into this class again.
 }
 
 }  // namespace sagellm

@@ -1,7 +1,7 @@
-// Where user code and Python references go when an operation ends: threads of the core may touch neither.
+// The threads that run user code and drop Python references when an operation ends; threads of the core may do neither.
 //
-// A future's callbacks may issue collectives and block on them, so they need threads that nobody waits for; dropping a
-// tensor can take the GIL, so that is left to threads that came from Python.
+// A future's callbacks may issue collectives and block on them, so they need threads for which no other thread waits.
+// Dropping a tensor can take the GIL, so only threads that came from Python do it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -54,7 +54,7 @@ class CallbackPool {
   // Runs `job` soon on a thread of the pool. Exceptions are logged. After `stop` the job is leaked, not run.
   void post(std::function<void()> job);
 
-  // To be called before a wait for an operation: if this is a thread of the pool, another one takes the next job.
+  // To be called before a wait for an operation: if this is a thread of the pool, another thread takes the next job.
   static void about_to_block();
 
   // No job starts from now on. Waits up to `patience` for running ones. Call without the GIL.
@@ -66,7 +66,7 @@ class CallbackPool {
   void add_thread();
   void serve();
   void run_next(std::unique_lock<std::mutex>& lock);
-  // With the lock: makes sure that somebody takes the next job, now or when the turn has lasted too long.
+  // Call with the lock: makes sure that a thread takes the next job, now or when the turn has lasted too long.
   void call_a_thread();
   void give_turn_away(uint64_t turn);
   Clock::time_point turn_ends() const;
@@ -90,7 +90,8 @@ class CallbackPool {
   bool stopped_ = false;
 };
 
-// What a finished operation held. Filled by any thread, emptied by user calls; leaked when the interpreter is gone.
+// The references that finished operations held. Filled by any thread, emptied by user calls; leaked when the
+// interpreter is gone.
 class DeferredRelease {
  public:
   static DeferredRelease& instance() { return per_process<DeferredRelease>(); }

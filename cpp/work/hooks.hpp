@@ -1,4 +1,4 @@
-// What is told when an operation ends, besides its Work: the profiler's record, and the hooks of c10d.
+// What else is notified when an operation ends, besides its Work: the profiler's record, and the hooks of c10d.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,7 +22,7 @@ namespace sagellm {
 // The profiler's record of one call, ended where the operation ends. Exists only while a profiler is active.
 class Trace {
  public:
-  // Null, at the price of one look at a thread-local list, when nobody records. `title` must live for ever.
+  // Null where no profiler records, which costs one look at a thread-local list. `title` must live for ever.
   static std::unique_ptr<Trace> start(const char* title, c10::ArrayRef<at::Tensor> inputs);
   explicit Trace(at::StepCallbacks&& callbacks) : record_(std::move(callbacks)) {}
   // Once, on any thread.
@@ -94,10 +94,11 @@ class Events : public std::enable_shared_from_this<Events> {
 
   void set_work_hook(WorkHook hook);
   bool has_work_hook() const { return work_hook_set_.load(std::memory_order_relaxed); }
-  // Announces one work, from issue until `work_ended`; null when it failed, which the hook is not told.
+  // Announces one work, from issue until `work_ended`. `info` is null where it failed: the hook is not told of
+  // failures.
   void expect_work();
   void work_ended(std::shared_ptr<c10d::WorkInfo> info);
-  // True when the hook has heard of every announced work that ended well, within `slice`.
+  // True when, within `slice`, the hook has been called for every announced work that ended well.
   bool wait_told(std::chrono::milliseconds slice);
 
  private:

@@ -70,7 +70,7 @@ c10::intrusive_ptr<c10::ivalue::Future> JoinedWork::getFuture() {
       c10::List<at::Tensor> tensors;
       for (const auto& each : values) {
         if (each->hasError()) return all->setError(each->exception_ptr());
-        // Complete already: this puts the current streams behind it.
+        // The future is complete already: this makes the current streams wait for its value.
         each->wait();
         for (const at::Tensor& tensor : each->value().toTensorVector()) tensors.push_back(tensor);
       }

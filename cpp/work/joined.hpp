@@ -1,4 +1,4 @@
-// Works of any backend as one: everything is asked of them.
+// Several works of any backends as one Work, which forwards to them.
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>
@@ -20,11 +20,12 @@ class JoinedWork : public c10d::Work {
   bool isSuccess() const override;
   std::exception_ptr exception() const override;
   int sourceRank() const override { return parts_.size() == 1 ? parts_[0]->sourceRank() : Work::sourceRank(); }
-  // One after the other; `timeout` is for all of them together. False, as of a part, where one was aborted.
+  // Waits for one after the other; `timeout` is for all of them together. False where a part was aborted, as the part's
+  // own wait says.
   bool wait(std::chrono::milliseconds timeout) override;
   void synchronize() override;
   std::vector<at::Tensor> result() override;
-  // Of all parts' values, one behind the other.
+  // The future of the values of all parts, concatenated.
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
  private:

@@ -23,7 +23,7 @@ c10d::WorkResult result_code(const std::string& error) {
   return kind_of(error) == ErrorKind::kTimeout ? c10d::WorkResult::TIMEOUT : c10d::WorkResult::COMM_ERROR;
 }
 
-// What the world did to the group, as against a wrong call: these call the abort hooks.
+// Errors of the group, as opposed to those of a wrong call: they call the abort hooks.
 bool calls_abort_hooks(const std::string& error) {
   const auto kind = kind_of(error);
   return kind == ErrorKind::kTimeout || kind == ErrorKind::kRankFailed || kind == ErrorKind::kMismatch;

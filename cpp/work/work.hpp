@@ -1,6 +1,6 @@
-// c10d's Work for every call of ours: one completion state, one end, and what follows from it.
+// c10d's Work for every call of ours: its completion state, and everything that follows from its end.
 //
-// What differs between Works is how one learns of the end, and what a thread that waits can do for it:
+// Works differ in how their end is detected, and in what a waiting thread does:
 //   - operations of the core (`add`): the core knows their end, and the waiting thread moves them;
 //   - a thread of ours that calls `end`: the waiting thread sleeps;
 //   - a stream of a device (device/work.hpp): the waiting thread asks it, or puts its own stream behind it.
@@ -44,7 +44,7 @@ std::exception_ptr failure_of(const Body& body) {
   }
 }
 
-// How long a caller waits. No time, or c10d's "unset", means the operation's own deadline, which somebody else keeps.
+// How long a caller waits. No time, or c10d's "unset", means until the operation's own deadline, which the core checks.
 struct WaitLimit {
   using Clock = std::chrono::steady_clock;
 
@@ -64,7 +64,7 @@ struct WaitLimit {
 
 class SageWork : public c10d::Work {
  public:
-  // What no operation of the core says.
+  // The facts that no operation of the core provides.
   struct Known {
     uint64_t number = 0;
     std::chrono::milliseconds timeout = kNoTimeout;
@@ -81,7 +81,7 @@ class SageWork : public c10d::Work {
   void seal(const std::string& error = {}) { part_ended(error); }
   // One of the parts (an operation, or the issuing itself) has ended.
   void part_ended(const std::string& error);
-  // It will fail by this, unless it has failed already. Before the last part ends.
+  // Records the error by which it will fail, unless it has one already. Call it before the last part ends.
   void note_failure(const std::string& error);
   // Called by the thread whose job this is, with what the job threw.
   void end(const std::exception_ptr& failure) { end(failure ? coded_text(failure) : std::string(), failure); }
@@ -113,24 +113,25 @@ class SageWork : public c10d::Work {
   // here. `error` has its code letter or is empty; `failure` is its exception, where there is one.
   bool end(const std::string& error, const std::exception_ptr& failure = nullptr);
 
-  // What differs.
+  // The parts that differ between Works.
 
   // True where the end of the core's operations is that of the Work. Then the core is asked: it knows before this does.
   bool told_by_core() const { return !ops_.empty(); }
-  // What a thread that waits does until the Work has ended, or streams will wait instead. Raises what concerns this
-  // caller alone: that the time has passed, or a signal.
+  // Waits until the Work has ended, or until streams will wait in place of this thread. Raises errors of this caller
+  // alone: its time has passed, or a signal handler raised.
   virtual void wait_for_end(const WaitLimit& limit);
-  // Puts the current stream behind the results.
+  // Makes the current stream wait for the results.
   virtual void order() const {}
-  // Calls `body`, which tells a future of its value; where the results are on a device, on the stream that made them.
+  // Calls `body`, which completes a future; where the results are on a device, with the stream that made them as the
+  // current one.
   virtual void on_result_stream(const std::function<void()>& body) const { body(); }
   virtual std::chrono::nanoseconds duration() const;
 
-  // Moves the core's operations to their end. Raises what one failed with, too.
+  // Drives the core's operations to their end. Also raises the error of an operation.
   void wait_for_core(const WaitLimit& limit) const;
-  // Until another thread calls `end`, at most for `slice`; true when it has.
+  // Sleeps until another thread calls `end`, at most for `slice`; true when it has.
   bool sleep(std::chrono::microseconds slice, const WaitLimit& limit);
-  // Raises what Python's signal handlers raised, or that the time has passed.
+  // Raises the exception of Python's signal handlers, or an error where the caller's time has passed.
   void check_caller(const WaitLimit& limit) const;
   bool core_ended() const;
   bool has_ended() const;
@@ -157,17 +158,18 @@ class SageWork : public c10d::Work {
   // Not set for operations of the core, unless the work hook wants to know.
   const std::chrono::steady_clock::time_point began_;
   c10::SmallVector<rust::Box<RustOp>, 1> ops_;
-  // Where the results are, for futures; empty on the CPU. These two are set before anybody else sees the Work.
+  // The devices of the results, for futures; empty on the CPU. This and the next are set before any other thread sees
+  // the Work.
   std::vector<c10::Device> devices_;
-  // The value's future is complete at issue: who takes the value is put behind the results.
+  // The value's future is complete at issue: a stream that takes the value waits for the results.
   bool value_at_issue_ = false;
 
  private:
-  // Operations that have not ended, and one for the issuing. Each part lowers it; the last one sees what all others
-  // left behind.
+  // Operations that have not ended, and one for the issuing. Each part lowers it; the last one sees everything that the
+  // others wrote.
   std::atomic<size_t> parts_{1};
-  // There is an `error_`. Raised under the mutex, read without it by who waits: after the core has told it of the end,
-  // which comes after.
+  // True where there is an `error_`. Set under the mutex, before the core reports the end; a waiting thread reads it
+  // without the mutex, after the core has reported the end.
   std::atomic<bool> failed_{false};
 
   // Guarded by the base's `mutex_`, as are its `completed_` and `exception_` (of a job). `completed_` decides who
@@ -178,11 +180,11 @@ class SageWork : public c10d::Work {
   FuturePtr code_future_;
 };
 
-// What the core calls for one operation: the copies of its staged tensors, and its end. A copy from or to a device
-// waits for it, on whatever thread moves the operation.
+// The callbacks of one operation: the copies of its staged tensors, and its end. A copy from or to a device waits for
+// the device, on the thread that moves the operation.
 class Pending final : public Completion {
  public:
-  // `work` is null for a synchronous call, which waits where it stands and needs to be told nothing.
+  // `work` is null for a synchronous call: its caller waits in the core and needs no notification.
   Pending(c10::intrusive_ptr<SageWork> work, std::vector<at::Tensor> keep, Plan& plan);
 
   void reached(Moment moment, rust::Str error) const override;

@@ -84,8 +84,9 @@ const _: () = {
 };
 
 impl Config {
-    /// A blocking communicator of that name, which shares nothing with its parent; else the library's own values. The name
-    /// must live as long as the communicator: the library keeps the pointer and copies nothing.
+    /// The configuration of a blocking communicator of that name, which shares no resources with its parent; every
+    /// other field has the library's default. The name must live as long as the communicator: the library keeps the
+    /// pointer and copies nothing.
     pub fn blocking(name: &CStr) -> Config {
         Config {
             size: size_of::<Config>(),

@@ -1,5 +1,5 @@
-//! The declarations against an installed `nccl.h`: a C++ program that includes the header says sizes, offsets, values and
-//! how every argument is passed; nothing is linked with NCCL. Where there is no header the test says so and passes.
+//! The declarations against an installed `nccl.h`: a C++ program that includes the header prints sizes, offsets, values
+//! and how every argument is passed; nothing is linked with NCCL. Where there is no header the test says so and passes.
 //!
 //! The header is that of the NCCL wheel beside torch, or in the folders that `NCCL_INCLUDE` names, separated by colons.
 

@@ -64,8 +64,8 @@ pub trait Engine: Send {
         false
     }
 
-    /// A pending operation that cannot end before `rank` does something more; `gone` says which ranks will do nothing
-    /// more.
+    /// A pending operation that cannot end before `rank` makes further progress; `gone` says which ranks will make
+    /// none.
     fn needs(&self, _rank: usize, _gone: &dyn Fn(usize) -> bool) -> Option<Arc<Op>> {
         None
     }
@@ -75,7 +75,7 @@ pub trait Engine: Send {
         None
     }
 
-    /// What a pending operation waits for, for the texts about one that takes long.
+    /// What a pending operation waits for, for error texts and log lines.
     fn lacks(&self, _op: &Op) -> Lacks {
         Lacks::Unknown("nothing is known of what it waits for".to_string())
     }
@@ -105,7 +105,7 @@ pub enum Lacks {
     Unknown(String),
 }
 
-/// Where a rank stands that a pending operation waits for.
+/// How far a rank that a pending operation waits for has come in it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Standing {
     /// It has not entered the operation; this is the last one that it has entered, if any.
@@ -119,7 +119,7 @@ pub enum Standing {
 }
 
 impl Standing {
-    /// The rank has yet to make a call: nothing that this rank does can bring that about.
+    /// True where the rank still has to make a call, which this rank cannot cause.
     pub fn is_absent(&self) -> bool {
         !matches!(self, Standing::Inside)
     }
@@ -150,7 +150,7 @@ pub trait Control: Send + Sync {
         false
     }
 
-    /// Other ranks whose end the engine hears of by itself, and whether each has ended or left.
+    /// Other ranks whose end the engine detects by itself, and whether each has ended or left.
     fn watched(&self) -> Vec<(usize, bool)> {
         Vec::new()
     }
@@ -231,7 +231,7 @@ pub trait Inquiry: Send + Sync {
     fn heard(&self, rank: usize) -> String;
 }
 
-/// The group, as threads of an engine call it. Never called with a lock of the engine held.
+/// The functions of the group that threads of an engine call. Never called with a lock of the engine held.
 pub trait Report: Send + Sync {
     fn ended(&self, ended: Ended);
     /// A thread of the engine found a fault; the group announces it and takes the engine's pending operations.

@@ -1,5 +1,5 @@
-//! The contract between C++ and Rust, but for what explains and counts (`observe`). No logic lives here, and no panic
-//! crosses it.
+//! The contract between C++ and Rust; `observe` has the part for explanations and statistics. No logic lives here, and
+//! no panic crosses it.
 //!
 //! C++ -> Rust: `RustRendezvous::meet` meets the other ranks, `RustGroup::build` makes the group, `RustGroup::issue` starts
 //! an operation, `RustOp` answers for it.
@@ -176,9 +176,10 @@ pub mod ffi {
     enum RawStep {
         /// Whether what is put on the stream is being captured.
         kCapturing,
-        /// The engine's own stream of a stream key, behind the event; `told` are events of `kMark` that are not waited for any more.
+        /// The engine's own stream for a stream key, after it was made to wait for the event; `told` are events of
+        /// `kMark` for which no stream waits any more.
         kBehind,
-        /// An event behind all that is on the stream now.
+        /// An event after all work that is on the stream now.
         kMark,
     }
 
@@ -191,7 +192,7 @@ pub mod ffi {
         connects: bool,
     }
 
-    /// What the device says of calls on it.
+    /// What the shim found when it asked the device about a call.
     enum DeviceSays {
         kRunning,
         kPassed,
@@ -203,23 +204,23 @@ pub mod ffi {
     struct DeviceBegun {
         call: Box<RustCall>,
         number: u64,
-        /// 0: none.
+        /// 0: no timeout.
         timeout_ms: u64,
-        /// 0 for collectives; each direction of messages between two ranks has a stream of its own.
+        /// 0 for collectives; each direction of messages between two ranks has a separate stream.
         stream_key: i32,
         /// One for each call.
         lowerings: Vec<DeviceLowering>,
     }
 
-    /// `engine::device::Placed`: where on the device the temporaries of one call lie; 0 where it has none.
+    /// `engine::device::Placed`: device addresses of the temporaries of one call; 0 where it has none.
     struct DevicePlaced {
-        /// Of the factor of the library's own PREMUL_SUM.
+        /// Address of the factor, where the library itself has PREMUL_SUM.
         factor: usize,
         send: usize,
         recv: usize,
     }
 
-    /// `lowering::Local`: what the shim does to a tensor beside the library's call.
+    /// `lowering::Local`: a step that the shim applies to a tensor before or after the library's call.
     enum LocalStep {
         /// To `dtype`.
         Cast,
@@ -239,11 +240,11 @@ pub mod ffi {
         count: usize,
     }
 
-    /// `lowering::Lowering` and `layout::Layout`, as far as the shim has to know them.
+    /// The part of `lowering::Lowering` and `layout::Layout` that the shim needs.
     struct DeviceLowering {
-        /// The element type that the library is given.
+        /// The element type of the library's call.
         dtype: Dtype,
-        /// It is given the factor of its own PREMUL_SUM.
+        /// The library itself has PREMUL_SUM, and gets the factor.
         premul: bool,
         /// A temporary holds the inputs behind each other, after these steps.
         gathers: bool,
@@ -284,7 +285,8 @@ pub mod ffi {
     /// What the ranks decided.
     struct Decision {
         rendezvous: Box<RustRendezvous>,
-        /// Equal on all ranks and of no other attempt to make a group; zeros for one rank, or too many.
+        /// Equal on all ranks and unique to this attempt to make a group; zeros where the ranks have not met, because
+        /// there is one or too many.
         id: String,
         /// Why the whole group must be served by a delegate (its ranks cannot share memory, say), or empty.
         delegate_reason: String,
@@ -304,7 +306,7 @@ pub mod ffi {
         sequence: u64,
         /// The group's fault with its code letter, or empty.
         fault: String,
-        /// The other ranks whose end this rank hears of, and those of them that have ended or left.
+        /// The other ranks whose end this rank detects, and those of them that have ended or left.
         watched: Vec<u32>,
         gone: Vec<u32>,
     }
@@ -315,7 +317,7 @@ pub mod ffi {
         kAtOnce,
     }
 
-    /// What is known of an operation under way, or ended.
+    /// The state of an operation.
     struct OpFacts {
         /// It has ended, well or not.
         done: bool,
@@ -349,10 +351,10 @@ pub mod ffi {
         type RustRetired;
 
         /// Meets the other ranks through the store and decides with them what serves the group. Blocks until all came, or
-        /// the timeout. Dropped without `build`, what was decided leaves the others in order.
+        /// the timeout. Dropping the result without `build` tells the other ranks that this one leaves.
         #[Self = "RustRendezvous"]
         fn meet(setup: &Setup, store: SharedPtr<Store>) -> Result<Decision>;
-        /// Builds the group, whole. `link` is null but where it spans hosts; it is measured with all ranks then.
+        /// Builds the group, whole. `link` is null unless the group spans hosts; then all ranks measure it together.
         #[Self = "RustGroup"]
         fn build(decided: Box<RustRendezvous>, link: SharedPtr<Link>) -> Result<Built>;
 
@@ -369,7 +371,7 @@ pub mod ffi {
             completion: SharedPtr<Completion>,
         ) -> Result<Box<RustOp>>;
         /// Starts one operation and finishes it on this thread; the cheapest path.
-        /// On any error the group is left in the state the error names; the caller's memory is no longer used.
+        /// After any error the group is in the state that the error names, and no longer uses the caller's memory.
         fn run(
             self: &RustGroup,
             call: &Call,
@@ -380,8 +382,8 @@ pub mod ffi {
             also_touched: &[Strided],
             completion: SharedPtr<Completion>,
         ) -> Result<()>;
-        /// In a group over several hosts: waits until no collective that was issued before touches `memory`, which a message
-        /// that a delegate carries is about to read or (`writes`) write.
+        /// In a group over several hosts: waits until no collective that was issued before touches `memory`. A message
+        /// that a delegate carries is about to read it or (`writes`) write it.
         fn wait_for_memory(self: &RustGroup, memory: &Piece, writes: bool) -> Result<()>;
         /// Rank 0 learns who is missing; the others wait for rank 0. Uses no sequence number, poisons nothing.
         fn monitored_barrier(self: &RustGroup, timeout_ms: i64, wait_all_ranks: bool) -> Result<()>;
@@ -400,7 +402,7 @@ pub mod ffi {
         /// Negative: until the operation's own deadline. Ok: it ended well.
         fn wait(self: &RustOp, timeout_ms: i64) -> Result<()>;
         fn facts(self: &RustOp) -> OpFacts;
-        /// How it travels or travelled, and what was recorded, as `RustGroup::explain`.
+        /// How it is carried out, and what was recorded, as `RustGroup::explain`.
         fn explain(self: &RustOp) -> Explanation;
 
         /// Opens a vendor's libraries for tensors on devices of this type (torch's name); `vendor` is "auto" or a name. An
@@ -413,15 +415,15 @@ pub mod ffi {
             folders: &[String],
         ) -> Result<DevicesOpened>;
         /// Checks and lowers calls that are one launch, and takes their numbers; an error sent nothing.
-        /// Waits for other ranks only where it makes their communicator. Without calls what it begins waits for all earlier
-        /// ones on the device, to be watched as a call is.
+        /// Waits for other ranks only where it makes their communicator. Without calls it begins a barrier after all
+        /// earlier calls on the device, which is watched like a call.
         fn begin(
             self: &RustDevices,
             calls: &[DeviceRequest],
             terms: &DeviceTerms,
             exchange: &IdExchange,
         ) -> Result<DeviceBegun>;
-        /// A step with a raw stream or event, `at`; what comes back is another one, or 0 and 1 for no and yes.
+        /// A step with the raw stream or event `at`. Returns a raw stream or event, or 0 and 1 for no and yes.
         fn raw_stream(
             self: &RustDevices,
             step: RawStep,
@@ -430,9 +432,10 @@ pub mod ffi {
             stream_key: i32,
             told: &[usize],
         ) -> Result<usize>;
-        /// Makes the communicator of these ranks out of that of all, for the group `child` of those ranks; all ranks of this
-        /// one call at once. A rank that is a member of no new group (`is_member` false) names itself as `child`, and members
-        /// as on some rank that is. With `asks` it only says whether the library can.
+        /// Makes the communicator of these ranks, for their group `child`, out of the communicator of all ranks; all
+        /// ranks of this group call it together. A rank that is in no new group (`is_member` false) passes itself as
+        /// `child`, and the same members as a rank that is in one. With `asks` it only says whether the library can do
+        /// this.
         fn split(
             self: &RustDevices,
             asks: bool,
@@ -441,24 +444,28 @@ pub mod ffi {
             device: i32,
             members: &[u32],
         ) -> Result<bool>;
-        /// Takes the communicator of all ranks out of use; it ends with what this returns. `drained`: nothing is under way.
+        /// Takes the communicator of all ranks out of use; it ends when the returned object is dropped. `drained`:
+        /// nothing is under way.
         fn retire(self: &RustDevices, device: i32, drained: bool) -> DevicesRetired;
-        /// In order: with the others; false where a signal handler raised meanwhile. `drained` as above. At once: unblocks
-        /// whatever hangs, and nothing can be issued afterwards.
+        /// In order: ends the communicators together with the other ranks; false where a signal handler raised
+        /// meanwhile. `drained` as above. At once: aborts them, which unblocks operations that hang; no operation can
+        /// be issued afterwards.
         fn leave(self: &RustDevices, how: Leave, timeout_ms: u64, drained: bool) -> bool;
 
-        /// Puts the calls on a raw stream, as one launch. What the library was given stays until this is dropped. Calls
-        /// that are captured count as ended: nobody will see their end.
+        /// Puts the calls on a raw stream, as one launch. Host memory that the library was given is kept until this is
+        /// dropped. Calls that are captured count as ended, because no event reports their end.
         fn launch(self: &RustCall, placed: &[DevicePlaced], stream: usize) -> Result<()>;
-        /// Until `poll` with what this returns, questions of this thread to the device break no capture of another one.
+        /// From here until `poll`, which takes the returned value, queries of this thread to the device break no
+        /// capture of another thread.
         fn before_poll(self: &RustCall) -> Result<u32>;
-        /// Why they will not end, or ended badly, with its code letter; empty while they run and when they ended well. Their
-        /// end goes into the statistics.
+        /// The error, with its code letter, by which the calls failed or will never end; empty while they run and when
+        /// they ended well. Adds their end to the statistics.
         fn poll(self: &RustCall, says: DeviceSays, mode: u32) -> String;
-        /// How each of the calls travels.
+        /// How the library runs each of the calls, for `explain`.
         fn explain(self: &RustCall) -> Vec<Explanation>;
 
-        /// Aborts what is under way, and makes the communicator of all ranks but `excluded`, which do not call.
+        /// Aborts operations that are under way, and makes the communicator of all ranks but `excluded`, which do not
+        /// call this.
         fn shrink(self: &RustRetired, child: &RustDevices, excluded: &[u32]) -> Result<()>;
 
         /// `fusion::lists::operations`.
@@ -510,7 +517,7 @@ pub mod ffi {
 
         type Completion;
         /// A moment of the operation, on any thread, without the GIL. `error` is that of the end: empty, or with its code
-        /// letter. What is done at the end must not run Python nor block: queues.
+        /// letter. The end must run no Python and not block; it may queue work for other threads.
         fn reached(self: &Completion, moment: Moment, error: &str);
 
         /// True when a Python signal handler raised; the shim keeps the exception for the thread that asked.

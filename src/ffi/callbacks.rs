@@ -1,4 +1,5 @@
-//! What the core asks of its surroundings (`host`, `engine::link`), answered by the shim's classes of `cpp/host/host.hpp`.
+//! The core's interfaces to its caller (`host`, `engine::link`), implemented by the shim's classes of
+//! `cpp/host/host.hpp`.
 
 use std::time::Duration;
 

@@ -1,5 +1,5 @@
-//! The functions of the bridge that C++ calls, but for those of devices and simulation: each hands over to the core and
-//! keeps errors and panics from crossing as anything but text.
+//! The functions of the bridge that C++ calls, except those of devices and simulation. Each calls the core, and turns
+//! errors and panics into text.
 
 use std::sync::Arc;
 use std::time::Duration;

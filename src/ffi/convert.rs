@@ -10,7 +10,7 @@ use crate::stats::history::Record;
 use crate::stats::{MIXED, Stats, export};
 use crate::types::{CallNote, Dtype, Kind, ReduceOp, Request, Span, Spans, Strided};
 
-/// What crosses to C++: a value, or an error as text.
+/// A result as it crosses to C++: a value, or an error as text.
 pub(super) type Outcome<T> = std::result::Result<T, String>;
 
 /// Fails to compile where an enum of the bridge and one of the core have different numbers, or the core's has a variant
@@ -100,7 +100,8 @@ pub(super) fn request(
 ) -> Result<Request> {
     let kind = kind(call.kind)?;
     // SAFETY: the pieces are memory of tensors that the shim holds in its `Completion` until `ended` is called, or, of a
-    // call to `run`, on its stack until that returns. That nobody writes them meanwhile is c10d's rule for its callers.
+    // call to `run`, on its stack until that returns. That the program does not write them meanwhile is c10d's rule for
+    // its callers.
     let mut request = unsafe { Request::new(kind, spans(inputs), spans(outputs)) };
     request.dtype = dtype(call.dtype)?;
     request.op = ReduceOp::from_u8(call.op.repr, call.factor).ok_or_else(|| unknown("reduce op", call.op.repr))?;
@@ -153,7 +154,7 @@ pub(super) fn explanation(found: &Explanation) -> observed::Explanation {
     }
 }
 
-/// The answer of the start rules for devices: no engine of ours carries it, so it has no code.
+/// The answer of the start rules for devices; it has no code, because no engine of ours runs it.
 pub(super) fn start(found: &StartRule, bytes: u64, ranks: usize) -> observed::Explanation {
     observed::Explanation {
         kind: Kind::AllReduce.name().into(),

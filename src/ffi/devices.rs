@@ -1,4 +1,4 @@
-//! Devices of a group over the bridge: plain numbers for handles, lists for what is to be done.
+//! Devices of a group over the bridge: handles are plain numbers, the steps of a lowering are lists.
 
 use std::path::PathBuf;
 use std::sync::Arc;

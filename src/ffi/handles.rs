@@ -1,4 +1,4 @@
-//! The core's objects as C++ holds them. What they do is in `calls`, `devices` and `simulate`.
+//! The core's objects as C++ holds them. Their functions are in `calls`, `devices` and `simulate`.
 
 use std::sync::Arc;
 
@@ -8,14 +8,14 @@ use crate::group::{Group, Op};
 use crate::host::Counting;
 use crate::rendezvous::Rendezvous;
 
-/// The store that the ranks meet in. Its connection lives as long as a clone of this: groups that are made later
-/// over the same store of the user's share it.
+/// The store that the ranks meet in. Its connection lives as long as a clone of this; later groups over the same store
+/// of the user share the connection.
 pub(super) type SharedStore = Arc<dyn Counting + Send + Sync>;
 
 /// For the functions that need no group.
 pub struct Core;
 
-/// What the ranks decided, until the group is built, and which ranks of the default group they are.
+/// What the ranks decided, until the group is built, and the ranks' numbers in the default group.
 pub struct RustRendezvous {
     pub(super) decided: Rendezvous,
     pub(super) store: SharedStore,

@@ -1,5 +1,5 @@
-//! The part of the contract between C++ and Rust that explains, counts and predicts: the structs, and the functions that
-//! need no group. As `bridge` in all else.
+//! The part of the contract between C++ and Rust for explanations, statistics and predictions: the structs, and the
+//! functions that need no group. The rules of `bridge` hold here too.
 
 use super::handles::Core;
 
@@ -19,8 +19,9 @@ pub mod ffi {
         value: String,
     }
 
-    /// What is to be explained: the collective with this number, how it travels or travelled and what was recorded; or,
-    /// where `number` is negative, how an operation of that kind, size and type (by their names) would travel.
+    /// The question to `explain`: about the collective with this number, how it is carried out and what was recorded;
+    /// or, where `number` is negative, how an operation of that kind, size and type (by their names) would be carried
+    /// out.
     struct OpDesc<'a> {
         number: i64,
         kind: &'a str,
@@ -39,8 +40,9 @@ pub mod ffi {
         choice: String,
         reason: String,
         code: u64,
-        /// The library of a device's vendor that carried it, and what that says it ran. Then of the rest only `kind`,
-        /// `bytes`, `ranks`, `number` and `decided` mean something. Empty for what an engine or a delegate carries.
+        /// The vendor's library that carried the operation, and the algorithm that it reports. Of the other fields only
+        /// `kind`, `bytes`, `ranks`, `number` and `decided` have a meaning then. Empty for operations that an engine or
+        /// a delegate carries.
         library: String,
         ran: String,
         decided: String,
@@ -49,19 +51,19 @@ pub mod ffi {
         table: String,
         overruled: Vec<String>,
         rejected: Vec<Alternative>,
-        /// It was called. The rest means nothing otherwise.
+        /// The operation was called. Otherwise the other fields have no meaning.
         past: bool,
         number: u64,
         host_staged: bool,
-        /// 0 while it has not set out.
+        /// 0 before it has started.
         recorded: u64,
         batch: Batch,
     }
 
-    /// A way that was not taken.
+    /// An algorithm that was not chosen.
     struct Alternative {
         way: String,
-        /// 0 where it cannot be taken.
+        /// 0 where it cannot run this operation.
         predicted_ns: u64,
         why_not: String,
     }
@@ -72,7 +74,7 @@ pub mod ffi {
         operations: u64,
         first: u64,
         last: u64,
-        /// Bytes of all together where one way was chosen for them, else -1.
+        /// Bytes of all operations together where one algorithm was chosen for them, else -1.
         bytes: i64,
     }
 
@@ -94,13 +96,13 @@ pub mod ffi {
         measured_ns: u64,
     }
 
-    /// Of the statistics of a group.
+    /// Parts of the statistics of a group.
     enum StatsPart {
-        /// All but the records.
+        /// Everything but the records.
         kCounts,
         /// The last operations, oldest first.
         kRecords,
-        /// None: counting begins anew.
+        /// Returns nothing and resets all counts.
         kReset,
     }
 
@@ -161,7 +163,7 @@ pub mod ffi {
         count: u64,
     }
 
-    /// `stats::ring::Record`. Ranks are -1 for nobody or anyone.
+    /// `stats::ring::Record`. Ranks are -1 for no rank or any rank.
     struct Record {
         id: u64,
         number: u64,
@@ -233,8 +235,8 @@ pub mod ffi {
         #[Self = "Core"]
         fn facts(of: Facts) -> Vec<Fact>;
         /// As `RustGroup::explain` for a group that is not there: `ranks` ranks of this host, with the rules of `algorithm`
-        /// and of the environment, and the table on disk. Where nothing is asked, all choices it would make. With a
-        /// `topology` what the start rules say for `ranks` devices that are placed so.
+        /// and of the environment, and the table on disk. Without a question, all choices that such a group would make.
+        /// With a `topology`, what the start rules say for `ranks` devices that are placed so.
         #[Self = "Core"]
         fn choices(ranks: usize, algorithm: &str, topology: &str, asked: &[OpDesc]) -> Result<ChoiceTable>;
         /// Writes a decision table for `ranks` ranks on this machine; `lines` as in `select/table.rs`. Its path.

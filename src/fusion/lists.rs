@@ -1,16 +1,16 @@
-//! What becomes of a list of tensors that one call names together (rules 1 and 16). Pure, and the same on all ranks, which
-//! pass lists of equal types and sizes.
+//! Into which operations the list of tensors of one call is divided (rules 1 and 16). Pure, and the same on all ranks,
+//! which pass lists of equal types and sizes.
 //!
-//! Tensors that are only moved are one operation, whatever their types. One that combines has numbers of one type: so
-//! there is one for each type, in the order in which the types come first. Where a vendor's library carries an
-//! all_reduce, the small tensors of an operation are packed into one buffer, and a large one is an operation of its own
-//! in the same launch.
+//! Tensors that are only moved are one operation, whatever their types. An operation that combines numbers has one
+//! type, so there is one for each type, in the order in which the types first occur. Where a vendor's library carries
+//! an all_reduce, the small tensors of an operation are packed into one buffer, and each large tensor is a separate
+//! operation in the same launch.
 
 use crate::types::Kind;
 
 /// Bytes up to which a tensor of a list is packed with others.
-/// Packing costs four passes over the tensor's memory, a further call in a launch costs host time; where both are equal
-/// was not measured for want of a device, `make bench-gpu` has the rows.
+/// Packing costs four passes over the tensor's memory, a further call in a launch costs host time. The size at which
+/// both are equal was not measured, because no device was at hand; `make bench-gpu` has the rows.
 pub const PACK_BYTES: usize = 1 << 20;
 
 /// For each tensor, by its type and bytes, the operation it belongs to: 0 for the first tensor, and each next one has

@@ -1,4 +1,4 @@
-//! What travels together is decided here, and nowhere else; all of it is pure, and all ranks come to the same answers.
+//! Which operations are sent together is decided here alone; all of it is pure, and all ranks come to the same answers.
 //!
 //! | what | decided | carried out |
 //! | --- | --- | --- |

@@ -1,4 +1,4 @@
-//! Which operations are sent as one batch between hosts. Pure.
+//! Decides which operations are sent as one batch between hosts. Pure.
 //!
 //! On one host nothing has to be decided: every operation is published at once, and a reader takes in all that is there
 //! (`engine/shm`). Between hosts a message costs a latency, so small operations that wait anyway share one. All ranks must
@@ -35,7 +35,7 @@ pub struct FusionKey {
 /// What the planner needs to know of an operation; equal on all ranks.
 #[derive(Clone, Copy, Debug)]
 pub struct Item {
-    /// `None`: travels alone.
+    /// `None`: it shares no batch.
     pub key: Option<FusionKey>,
     /// Bytes that one rank contributes.
     pub bytes: usize,
@@ -73,9 +73,9 @@ pub struct Planner {
     limits: Limits,
     /// Number of the first operation that is in no batch.
     next: u64,
-    /// Segments of it that are.
+    /// Number of its segments that are in a batch already.
     segment: usize,
-    /// From `next` on.
+    /// The operations from `next` on.
     items: VecDeque<Item>,
     planned: u64,
     agreed: [u64; LANES],
@@ -97,8 +97,8 @@ impl Planner {
         (self.planned % LANES as u64) as usize
     }
 
-    /// `batch` has ended, and every rank had issued the operations up to `highest` (0 where it agreed on nothing). To be
-    /// told before the next batch of its lane is asked for.
+    /// `batch` has ended, and every rank had issued the operations up to `highest` (0 where it agreed on nothing). Call
+    /// it before asking for the next batch of the same lane.
     pub fn agree(&mut self, batch: &Batch, highest: u64) {
         self.agreed[batch.lane()] = highest;
     }
@@ -220,9 +220,9 @@ mod tests {
 
     proptest! {
         /// Ranks that issue at random moments, some of them waiting for each operation before the next: all cut the same
-        /// batches, every operation is in exactly one, and nobody waits for what was not issued.
+        /// batches, every operation is in exactly one, and no rank waits for an operation that was not issued.
         #[test]
-        fn rule_13_and_15_all_ranks_cut_alike_and_nobody_waits_for_the_unissued(
+        fn rule_13_and_15_all_ranks_cut_alike_and_no_rank_waits_for_the_unissued(
             ranks in 1usize..5, sizes in prop::collection::vec((1usize..60, 0u8..5), 1..40),
             waits in prop::collection::vec(any::<bool>(), 5), order in prop::collection::vec(0usize..1000, 400),
         ) {

@@ -6,10 +6,10 @@
 //! | `count` | questions so far, a counter |
 //! | `ask` | the number of the last question, which every rank looks at from time to time |
 //! | `said/<rank>` | a rank's last answer (`account`) |
-//! | `found/<question>` | the ranks that are absent, and those that are stopped, as the rank found that asked it |
+//! | `found/<question>` | the absent ranks and the stopped ranks, as found by the rank that asked the question |
 //!
-//! A question costs each rank one answer, the rank that asks one look at each answer, and the others that wait one look at
-//! the few answers that matter: in all a number of requests that grows with the ranks and not with their square.
+//! A question costs each rank one answer, the asking rank one look at each answer, and every other waiting rank one
+//! look at the answers of the ranks found: the number of requests grows with the ranks and not with their square.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -40,12 +40,12 @@ pub struct Round {
     pub answers: BTreeMap<usize, Account>,
 }
 
-/// What the answers to a question come to.
+/// The result of a question, from all its answers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Found {
     /// The ranks that have not entered the operation, or said nothing.
     pub absent: Vec<usize>,
-    /// Those whose processes are stopped, as other ranks of their hosts see.
+    /// The ranks whose processes are stopped, as other ranks of their hosts see.
     pub stopped: Vec<usize>,
 }
 
@@ -54,7 +54,7 @@ pub struct Found {
 pub struct State {
     /// The last question that this rank answered.
     pub answered: u32,
-    /// When, on `clock::stamp`.
+    /// The time of that answer, on `clock::stamp`.
     pub answered_at: u64,
     pub round: Option<Round>,
     /// When to look next, on `clock::stamp`.
@@ -63,13 +63,13 @@ pub struct State {
 
 pub struct Board {
     store: SharedStore,
-    /// In front of all keys.
+    /// Prefix of all keys.
     prefix: String,
     state: Mutex<State>,
 }
 
 impl Board {
-    /// `id`: of this group and no other attempt to make it.
+    /// `id`: unique to this attempt to make the group.
     pub fn new(store: SharedStore, id: &str) -> Board {
         Board { store, prefix: format!("hang/{id}"), state: Mutex::default() }
     }
@@ -114,7 +114,7 @@ impl Board {
         Ok(found)
     }
 
-    /// Tells the ranks that wait as well what was found.
+    /// Publishes the result for the other ranks that wait.
     pub fn tell(&self, question: u32, found: &Found) -> Result<()> {
         let list = |ranks: &[usize]| ranks.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ");
         self.put(&format!("found/{question}"), &format!("{}\n{}", list(&found.absent), list(&found.stopped)))

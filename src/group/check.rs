@@ -11,7 +11,7 @@ fn wrong(kind: Kind, text: String) -> Error {
 }
 
 impl Group {
-    /// Refuses what does not fit together, before anything is numbered or sent.
+    /// Refuses a request whose parts do not fit together, before it is numbered or sent.
     pub(super) fn validate(&self, request: &Request) -> Result<()> {
         let ranks = self.config.size;
         let wrong = |text| wrong(request.kind, text);

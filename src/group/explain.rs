@@ -24,7 +24,7 @@ pub fn explain_without_group(
     Ok(explain::explain(desc, &shape, &policy))
 }
 
-/// What the start rules say, and why.
+/// The algorithm by the start rules, and why.
 pub struct StartRule {
     pub start: Start,
     pub topology: Topology,

@@ -74,7 +74,8 @@ impl Group {
         self.peers[rank].dead.load(Ordering::Acquire) || self.control.left(rank)
     }
 
-    /// The other ranks whose end this rank hears of, and whether each has ended or left the group: those on its host.
+    /// The other ranks whose end this rank detects, which are those on its host, and whether each has ended or left the
+    /// group.
     pub fn watched(&self) -> Vec<(usize, bool)> {
         if self.peers.is_empty() {
             return self.control.watched();

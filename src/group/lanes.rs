@@ -1,5 +1,5 @@
-//! What the threads of a group over several hosts, its lanes, call while it runs: the group inside this host, in which
-//! they run operations, and the group itself, to which they report.
+//! What the lanes (the threads of a group over several hosts) call: the group inside this host, in which they run
+//! operations, and the group over several hosts, to which they report.
 
 use std::sync::{Arc, Weak};
 

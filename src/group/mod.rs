@@ -1,13 +1,14 @@
-//! One process group: numbers, signatures, deadlines; what happens when something goes wrong; its end.
+//! One process group: numbers, signatures, deadlines, faults, and its end.
 //!
 //! `issue` gives an operation the group's next number and hands it to the engine, under the group's lock, which is also
-//! the token of the thread that drives it (`driver`). Their owners hear of the end of an operation outside that lock, because
-//! they may issue others then. The first fault poisons the group, here and on the peers: everything pending and later fails with it.
+//! the token of the thread that drives it (`driver`). Owners are told of the end of their operations outside that lock,
+//! because they may issue others then. The first fault poisons the group, here and on the peers: everything pending and
+//! later fails with it.
 //!
-//! `builder` makes a group, `check` refuses calls that do not fit together, `faults` names ranks that ended, `hang` those
-//! that are late and what they do (`account`: what a rank says about itself; `board`: over the store), `barrier` is the
-//! monitored barrier, `explain` and `report` serve explanations and statistics, `devices` is the group as the engine of its
-//! devices sees it, `lanes` as the threads of a group over several hosts see it.
+//! `builder` makes a group, `check` refuses calls that do not fit together, `faults` names ranks that ended, `hang`
+//! ranks that are late and what they do (`account`: what a rank says about itself; `board`: the same over the store),
+//! `barrier` is the monitored barrier, `explain` and `report` serve explanations and statistics, `devices` is the group
+//! as the engine of its devices sees it, `lanes` as the threads of a group over several hosts see it.
 
 mod account;
 mod barrier;
@@ -89,8 +90,8 @@ pub struct Group {
     policy: Arc<Policy>,
     host: Arc<dyn Host>,
     peers: Vec<Peer>,
-    /// Some peer is dead; spares a pass the look at each. The watch thread sets it (release) after the peer's own flag, drivers
-    /// read it (acquire).
+    /// Some peer is dead; while it is false, a pass need not look at each peer. The watch thread sets it (release)
+    /// after the peer's own flag, drivers read it (acquire).
     any_dead: AtomicBool,
     inner: Mutex<Inner>,
     /// Operations that have not ended. Raised under `inner`, lowered after it; any thread reads it as a hint (relaxed).
@@ -114,11 +115,11 @@ pub struct Group {
     mates: Vec<(usize, i32)>,
     /// Reports peers whose process ended.
     following: Mutex<Option<Following>>,
-    /// Itself, for the operations it hands out.
+    /// A reference to itself, for the operations that it hands out.
     this: Weak<Group>,
 }
 
-/// An operation together with the group it belongs to: what a caller holds.
+/// An operation together with its group, as a caller holds it.
 pub struct Op {
     core: Arc<CoreOp>,
     group: Arc<Group>,
@@ -126,7 +127,7 @@ pub struct Op {
 
 impl Group {
     fn lock(&self) -> MutexGuard<'_, Inner> {
-        // After a panic under the lock the group has failed, and what is left is to end it.
+        // After a panic under the lock the group has failed, and can still be ended.
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -204,7 +205,7 @@ impl Group {
         let begun = contained(|| inner.engine.submit(Arc::clone(&op), kernel, &mut ended));
         if !contains(&ended, &op) {
             match &begun {
-                // It failed before the engine had it: nobody else would end it.
+                // It failed before the engine had it, so the engine will not end it.
                 Err(fault) if !inner.engine.holds(&op) => ended.push((Arc::clone(&op), Err(fault.clone()))),
                 _ => op.timing.set_blocked(),
             }
@@ -430,7 +431,7 @@ impl Driven for Group {
     fn drive(&self) -> bool {
         let mut inner = match self.inner.try_lock() {
             Ok(inner) => inner,
-            // Another thread is driving, or issuing, and will be through in one pass.
+            // Another thread is driving or issuing, and releases the lock after one pass.
             Err(TryLockError::WouldBlock) => return false,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
         };
@@ -567,7 +568,7 @@ pub fn at_exit() {
         return; // groups and threads are the parent's
     }
     for domain in Domain::all() {
-        // The last one first: a group over several hosts was made after those that it has inside its host.
+        // The newest first: a group over several hosts is made after the groups inside its host, which it uses.
         domain.groups().iter().rev().for_each(|group| group.leave());
         driver::stop(&domain);
         inquiry::stop(&domain);

@@ -26,7 +26,7 @@ impl Moment {
     }
 }
 
-/// What runs an operation that the engines do not run.
+/// The carrier of an operation that the engines do not run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Carrier {
     Delegate,
@@ -126,7 +126,7 @@ impl Group {
     pub(super) fn dump_records(&self) {
         let Some(folder) = config::dump_folder() else { return };
         let (rank, name) = (self.config.rank, &self.config.name);
-        // The groups inside a host of a larger group have none: nobody made them by name.
+        // The groups inside a host of a larger group have none, because no program made them.
         let Some(members) = self.members.get() else { return };
         let fault = self.fault().map(|error| error.text().to_string()).unwrap_or_default();
         let text = export::dump(name, &fault, (rank, members), Moment::now(), self.records().iter(), NAMES);

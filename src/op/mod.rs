@@ -65,9 +65,9 @@ impl OpTiming {
     }
 }
 
-/// The operations that one was fused with: those of its batch between hosts, those that ended in the same pass on one
-/// host. One word, so that it is read atomically: the number of others (16 bits), and the distances to the first and
-/// last number (24 each). All zeros, which need not be written, mean that it was alone.
+/// The operations that an operation was fused with: those of its batch between hosts; on one host those that ended in
+/// the same pass. One word, so that it is read atomically: the number of the other operations (16 bits), and the
+/// distances to the first and last number (24 each). All zeros, which need not be written, mean that it was alone.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FusedWith(u64);
 

@@ -403,7 +403,7 @@ fn descriptor(rc: i64) -> Result<OwnedFd, std::io::Error> {
     if rc < 0 {
         return Err(std::io::Error::last_os_error());
     }
-    // SAFETY: the kernel just returned this descriptor to us, so nobody else owns it.
+    // SAFETY: the kernel just returned this descriptor to us, so nothing else owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(rc as i32) })
 }
 

@@ -16,7 +16,7 @@ use crate::os::event_count;
 use crate::os::event_count::WakeWords;
 use crate::os::futex;
 
-/// How long the end of a group waits until the thread that answers has let go of its memory.
+/// How long the end of a group waits until the answering thread has dropped its reference to the group's memory.
 const RELEASE: Duration = Duration::from_millis(50);
 
 /// A group, as its drivers see it.
@@ -67,7 +67,7 @@ impl SpinPolicy {
         }
     }
 
-    /// For a wait that another thread of this process must end: that thread may need this core.
+    /// The budgets of a wait that another thread of this process must end: that thread may need this core.
     pub fn none() -> SpinPolicy {
         SpinPolicy { spin: Duration::ZERO, yield_for: Duration::ZERO, own_cores: false }
     }
@@ -125,7 +125,8 @@ pub struct Domain {
     groups: RwLock<Vec<Weak<dyn Driven>>>,
     /// Operations of all its groups that have not ended. Raised by groups at issue, lowered when they end.
     pending: AtomicUsize,
-    /// Threads in `driver::wait_until`. Changed by them, read by the progress thread and by the last one that leaves.
+    /// Number of threads in `driver::wait_until`. Changed by these threads, read by the progress thread and by the last
+    /// of them that leaves.
     drivers: AtomicUsize,
     /// Signalled when there may be something new to drive.
     pub work: EventCount,
@@ -141,18 +142,18 @@ pub struct Domain {
     pub(super) dodged: AtomicU64,
     /// The threads that have waited for long, the first one first.
     long_waits: Mutex<Vec<LongWait>>,
-    /// Who waits for whom as other ranks have answered, and when that was so (`clock::now`).
+    /// Which rank waits for which, as other ranks have answered, and the time of each answer (`clock::now`).
     heard: Mutex<Vec<(Edge, u64)>>,
-    /// Signalled when groups were made or left, or `silent` was set: for the thread that answers (`inquiry`).
+    /// Signalled when a group was made or has ended, or `silent` was set: wakes the answering thread (`inquiry`).
     pub(super) groups_changed: EventCount,
     pub(super) answering: Mutex<Option<JoinHandle<()>>>,
-    /// Groups that were removed. Raised by `unregister` (release), read by the thread that answers (acquire) before it
+    /// Groups that were removed. Raised by `unregister` (release), read by the answering thread (acquire) before it
     /// looks at the groups.
     pub(super) removed: AtomicU64,
-    /// The value of `removed` up to which the thread that answers has let go of those groups' memory. Written by it
-    /// (release), read by `unregister` (acquire).
+    /// The value of `removed` up to which the answering thread has dropped its references to the removed groups'
+    /// memory. Written by it (release), read by `unregister` (acquire).
     pub(super) released: AtomicU64,
-    /// Set at the end of the process (release), read by the thread that answers (acquire).
+    /// Set at the end of the process (release), read by the answering thread (acquire).
     pub(super) silent: AtomicBool,
 }
 
@@ -182,20 +183,21 @@ impl Domain {
         drop(groups);
         let removed = self.removed.fetch_add(1, Ordering::Release) + 1;
         self.look_again();
-        // So that a group's memory is gone when its end returns. An answer that is being given may take longer.
+        // Waits, so that the memory of a group is unmapped when its end returns. Where the thread is giving an answer,
+        // this may time out.
         let until = Instant::now() + RELEASE;
         while self.answers() && self.released.load(Ordering::Acquire) < removed && Instant::now() < until {
             std::thread::sleep(Duration::from_micros(50));
         }
     }
 
-    /// Whether the thread that answers runs.
+    /// Whether the answering thread runs.
     fn answers(&self) -> bool {
         let thread = self.answering.lock().unwrap_or_else(PoisonError::into_inner);
         thread.as_ref().is_some_and(|thread| !thread.is_finished())
     }
 
-    /// Wakes the thread that answers: a group has ended, whose memory it lets go of, or has something to ask.
+    /// Wakes the answering thread: it must drop the memory of a group that has ended, or a group has a question.
     pub fn look_again(&self) {
         self.groups_changed.wake(0);
     }
@@ -224,8 +226,8 @@ impl Domain {
         }
     }
 
-    /// Remembers what `speaker` said about who waits for whom, each with its age in milliseconds, in place of what was
-    /// known of the speaker, and of others where that is older.
+    /// Stores what `speaker` said about which rank waits for which, each entry with its age in milliseconds. It
+    /// replaces all entries about the speaker, and older entries about other ranks.
     pub fn hear(&self, speaker: u32, edges: &[(Edge, u64)], now: u64) {
         let mut heard = self.heard.lock().unwrap_or_else(PoisonError::into_inner);
         heard.retain(|(known, _)| known.from != speaker);
@@ -239,7 +241,7 @@ impl Domain {
         }
     }
 
-    /// What was so at most `within` nanoseconds ago, with its age in milliseconds.
+    /// The entries that are at most `within` nanoseconds old, with their age in milliseconds.
     pub fn heard(&self, now: u64, within: u64) -> Vec<(Edge, u64)> {
         let heard = self.heard.lock().unwrap_or_else(PoisonError::into_inner);
         let young = heard.iter().filter(|(_, at)| now.saturating_sub(*at) <= within);

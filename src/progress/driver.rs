@@ -27,7 +27,7 @@ use crate::os::{futex, watch};
 
 /// Longest sleep between two checks of deadlines and signals.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
-/// The same where more groups are busy than one sleep can watch.
+/// The longest sleep where more groups are busy than one sleep can watch.
 const SHORT_NAP: Duration = Duration::from_millis(1);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -123,7 +123,7 @@ fn yield_core(group: &dyn Driven, done: &impl Fn() -> bool) {
     }
 }
 
-/// Tells the domain, as long as it lives, that this thread has waited for long: only then does it cost anything.
+/// While it lives, the domain lists this thread as one that has waited for long. Shorter waits do not pay for that.
 struct Registered(Arc<Domain>, LongWait);
 
 impl Registered {

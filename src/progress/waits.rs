@@ -1,4 +1,4 @@
-//! Who waits for whom, over all groups of a job, and the circle in which ranks wait for each other.
+//! Which rank waits for which, over all groups of a job, and the circle in which ranks wait for each other.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -33,8 +33,8 @@ pub fn circle(edges: &[Edge], rank: u32) -> Option<Vec<Edge>> {
     starts.into_iter().find_map(|start| path_back(edges, start))
 }
 
-/// The edge by which each rank is first reached from `start`, nearest ranks first. `start` itself is in it only where a
-/// circle leads back to it.
+/// The edge by which each rank is first reached from `start`, nearest ranks first. The map holds `start` itself only
+/// where a circle leads back to it.
 fn reach(edges: &[Edge], start: u32) -> BTreeMap<u32, &Edge> {
     let mut reached = BTreeMap::new();
     let mut next = VecDeque::from([start]);

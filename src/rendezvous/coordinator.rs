@@ -339,7 +339,7 @@ fn agreeable(records: &[Option<Record>]) -> std::result::Result<Vec<&Body>, Stri
 fn one_delegate(records: &[Option<Record>]) -> Result<()> {
     let named = |record: &Option<Record>| Some(record.as_ref()?.body.as_ref()?.delegate.clone());
     let own = named(&records[0]);
-    // The delegate of another version is unknown; the version mismatch has an error of its own.
+    // The delegate of another version is unknown; the version mismatch is a separate error.
     match records
         .iter()
         .enumerate()

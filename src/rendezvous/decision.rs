@@ -1,5 +1,5 @@
-//! The decision of the ranks of a group before it is built: what serves it, and what each rank has opened for that.
-//! Dropping a decision without building the group tells the peers that this rank leaves.
+//! The decision of the ranks of a group before the group is built: which engine serves it, and the resources that each
+//! rank has opened for that. Dropping a decision without building the group tells the peers that this rank leaves.
 //!
 //! Ranks on several hosts run a second rendezvous inside each host, for the shared memory there; then all learn which
 //! hosts have it.
@@ -22,7 +22,7 @@ use crate::select;
 use crate::select::start::Topology;
 use crate::select::{GroupShape, Policy};
 
-/// What serves a group; the same on all its ranks.
+/// The engine that serves a group; the same on all its ranks.
 pub enum Decision {
     /// A group of one rank.
     Alone,
@@ -51,7 +51,7 @@ impl SharedMemory {
 impl Drop for SharedMemory {
     fn drop(&mut self) {
         if let Some((area, _)) = &self.parts {
-            // The others may have built their groups by now, and nothing else tells them that this rank will not.
+            // The other ranks may have built their groups by now, and learn only here that this rank will not.
             area.leave();
         }
     }
@@ -69,7 +69,8 @@ pub struct Rendezvous {
 }
 
 impl Rendezvous {
-    /// Meets the other ranks, until all came or the timeout. Rank 0 warns about a delegate that nobody asked for.
+    /// Meets the other ranks, until all have come or the timeout. Rank 0 warns about a delegate that the options did
+    /// not ask for.
     pub fn new(config: Config, store: &dyn Store, host: Arc<dyn Host>) -> Result<Rendezvous> {
         let made = Rendezvous::without_warning(config, store, host)?;
         let config = &made.config;

@@ -215,7 +215,7 @@ impl Record {
     }
 }
 
-/// What the named ranks must do.
+/// The instruction to the ranks that the decision names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Mode {

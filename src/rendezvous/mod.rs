@@ -22,8 +22,9 @@
 //! 4. Records name the known peers that a rank has from earlier groups (`peers.rs`). Where all ranks name the same, the
 //!    decision says so: then only the memory is handed over, and the connections are closed afterwards.
 //!
-//! `coordinator.rs` and `serve.rs` are rank 0's part, `participant.rs` that of the others. `decision.rs` is the result:
-//! one decision, the same on all ranks, and what this rank has opened for it, before any rank has a group.
+//! `coordinator.rs` and `serve.rs` are rank 0's part, `participant.rs` that of the others. `decision.rs` has the
+//! result: one decision, the same on all ranks, and the resources that this rank has opened for it, before any rank has
+//! a group.
 
 pub mod coordinator;
 pub mod decision;

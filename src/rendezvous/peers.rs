@@ -73,7 +73,7 @@ impl KnownPeers {
                 known_peers.spread(place, reason);
             }
         })?;
-        // Just made, so nobody else can have set it.
+        // Just made, so no other code can have set it.
         let _ = known_peers.guard.set(guard);
         let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
         known.retain(|weak| weak.strong_count() > 0);
@@ -181,7 +181,7 @@ impl GroupPeers {
     }
 }
 
-/// Keeps known peers, and a wish to be told of their ends. Never drop it with a lock held that the callback takes.
+/// Keeps known peers and the callback for their ends. Never drop it with a lock held that the callback takes.
 pub struct Following {
     known_peers: Arc<KnownPeers>,
     number: u64,

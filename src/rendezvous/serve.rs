@@ -55,7 +55,8 @@ impl Serving {
         (1..self.participants.len()).filter(|rank| !signed(rank)).collect()
     }
 
-    /// What rank 0 hears of next: a connection, the word of a rank that has none yet, or one that is not finished.
+    /// The sockets on which rank 0 waits: the listener, connections that have not said whose they are, and connections
+    /// of ranks that have not mapped the memory.
     fn sockets(&self) -> impl Iterator<Item = &OwnedFd> {
         let open = self.participants.iter().flatten().filter(|participant| !participant.mapped);
         self.strangers.iter().chain(open.map(|participant| &participant.socket)).chain([&self.listener])
@@ -106,8 +107,8 @@ impl Coordinator<'_, '_> {
         }
     }
 
-    /// One pass over the connections: whoever has come gets the memory, and says that it has mapped it. The error is a
-    /// reason not to share.
+    /// One pass over the connections: sends the memory to the ranks that have connected, and reads from them that they
+    /// have mapped it. The error is a reason not to share.
     fn serve(&mut self, id: Nonce, to_share: &MemoryToShare, serving: &mut Serving) -> std::result::Result<(), String> {
         self.welcome((id, to_share.group_peers.as_ref()), serving)?;
         // Ranks that meet for the first time get the descriptors of all others' processes, known peers only the memory.

@@ -16,7 +16,7 @@ fn descriptor(rc: i32) -> io::Result<OwnedFd> {
     if rc < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the kernel just returned this descriptor to us, so nobody else owns it.
+    // SAFETY: the kernel just returned this descriptor to us, so nothing else owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(rc) })
 }
 

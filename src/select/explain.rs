@@ -62,7 +62,7 @@ pub struct Past {
 /// Operations that were fused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Batch {
-    /// Operations, itself included.
+    /// Number of operations, this one included.
     pub count: u64,
     /// First and last number of them.
     pub first: u64,
@@ -192,7 +192,7 @@ fn predicted(desc: OpDesc, way: AlgorithmChoice, shape: &GroupShape, policy: &Po
 }
 
 impl Explanation {
-    /// Fills in the source that decided, and those that it overruled.
+    /// Fills in the source that decided, and the sources that it overruled.
     fn settle(&mut self, policy: &Policy) {
         let (desc, shape) = (self.desc, self.shape);
         let by_start = start(desc, &shape, policy.cache_bytes);
@@ -384,7 +384,7 @@ mod tests {
     }
 
     #[test]
-    fn it_says_who_overruled_whom() {
+    fn it_says_which_source_overruled_which() {
         let mut policy = Policy { table: Some(table::tests::example()), ..Policy::default() };
         let by_table = explain(desc(8192), &SHAPE, &policy);
         assert_eq!((by_table.choice.reason, by_table.measured_ns), (Reason::Measured, Some(4700)));

@@ -485,7 +485,7 @@ mod tests {
     }
 
     #[test]
-    fn a_code_that_nobody_wrote_is_unknown() {
+    fn a_code_that_no_choice_has_is_unknown() {
         assert_eq!(Choice::from_code(0), Choice { path: Path::Unknown, reason: Reason::Unknown });
         assert_eq!(Choice::from_code(u64::MAX).path, Path::Unknown);
     }

@@ -1,5 +1,5 @@
 //! The start rules: the algorithm between ranks where neither a measured link, nor a table, nor a rule of the user says
-//! more. They are those that users of libraries for collectives know:
+//! more. They are the usual rules of libraries for collectives:
 //!
 //! - below [`LARGE`] bytes the time is that of the steps: recursive doubling, or a tree where NVLink joins all devices;
 //! - from there on the time is that of the bytes: a ring;
@@ -107,9 +107,9 @@ fn by_size(bytes: u64, full_nvlink: bool) -> (Algorithm, Reason) {
     }
 }
 
-/// The schedule between hosts by the start rules, for every kind. `bytes` are those that decide, which for small sums of
-/// floats are not those of their batch (`inter`). A kind that the rule's algorithm does not serve, or may not use, takes
-/// the one with the fewest steps; a direct exchange serves all.
+/// The schedule between hosts by the start rules, for every kind. `bytes` is the size that decides; for small sums of
+/// floats this is not the size of their batch (`inter`). A kind that the rule's algorithm does not serve, or may not
+/// use, takes the one with the fewest steps; a direct exchange serves all.
 pub fn schedule(
     desc: OpDesc,
     bytes: u64,

@@ -9,7 +9,7 @@ use super::*;
 use crate::error::Error;
 use crate::types::{ANY_RANK, CallNote, Dtype, Request, Span};
 
-#[allow(unsafe_code)] // memory that nobody uses
+#[allow(unsafe_code)] // memory that no operation uses
 fn request(kind: Kind, read: usize, written: usize) -> Request {
     let spans = |bytes| if bytes == 0 { Vec::new() } else { vec![Span { addr: 64, bytes }] };
     // SAFETY: nothing reads or writes: no operation of this file reaches an engine.
@@ -79,7 +79,7 @@ fn several_in_one_pass_are_one_batch_and_a_list_is_one_too() {
     assert_eq!(stats.fused().batches, 0);
     let failed = (Arc::clone(&ops[1]), Err(Error::Aborted("over".to_string())));
     stats.ended(&[failed, (Arc::clone(&ops[2]), Ok(()))], at);
-    assert_eq!(stats.fused().batches, 0, "one that failed travelled with nobody");
+    assert_eq!(stats.fused().batches, 0, "an operation that failed was fused with no other");
     let list = noted(CallNote { tensors: 5, ..CallNote::default() }, request(Kind::AllReduce, 8, 8));
     let list = issue(&mut stats, list, 4);
     let more = issue(&mut stats, request(Kind::AllReduce, 8, 8), 5);

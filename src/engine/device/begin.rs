@@ -16,8 +16,8 @@ use crate::error::{Error, Result};
 use crate::types::Kind;
 
 impl DeviceEngine {
-    /// Checks and lowers calls that are one launch, finds their communicator, and takes their numbers. Never waits for a
-    /// peer, but for the first call that needs a communicator, which is made when all its ranks are there. After an error
+    /// Checks and lowers the calls of one launch, finds their communicator, and takes their numbers. Waits for peers
+    /// only in the first call that needs a communicator, until all its ranks have come to make it. After an error
     /// nothing was sent.
     pub fn begin(
         self: &Arc<Self>,
@@ -54,8 +54,8 @@ impl DeviceEngine {
         Ok(DeviceCall { engine, device, stream_key, communicator, watched, calls: lowered, notes, launched })
     }
 
-    /// What comes behind all collectives that were put on the streams of a device: it has no call of the library, and is
-    /// watched until they have ended.
+    /// A barrier after all collectives that were put on the streams of a device. It calls nothing in the library, and
+    /// is watched until those collectives have ended.
     pub fn behind(self: &Arc<Self>, device: i32) -> DeviceCall {
         DeviceCall {
             engine: Arc::clone(self),
@@ -96,7 +96,7 @@ impl DeviceEngine {
         }
     }
 
-    /// Refuses what no rank shall be sent.
+    /// Refuses calls that must fail before anything is sent to a rank.
     fn check(&self, calls: &[DeviceRequest<'_>], terms: &Terms) -> Result<()> {
         let first = &calls[0];
         if terms.capturing && first.asked.kind == Kind::Barrier {
@@ -125,7 +125,7 @@ impl DeviceEngine {
         )))
     }
 
-    /// What the library is asked for a call, or the reason why it cannot be done.
+    /// How the library is called for one operation, or the reason why it cannot be done.
     fn lower(&self, call: &DeviceRequest<'_>, ranks: Ranks) -> Result<Lowered> {
         let (me, size) = (self.group.rank() as u32, self.group.size());
         let asked = LoweringInput { ranks: ranks.count(size), ..call.asked };

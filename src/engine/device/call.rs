@@ -1,4 +1,5 @@
-//! Calls on devices that are one launch: onto a raw stream, how they stand, how they travelled.
+//! The calls of one launch on a device: puts them on a raw stream, asks whether they have ended, and reports how the
+//! library ran them.
 
 use std::borrow::Cow;
 use std::sync::{Arc, Mutex};
@@ -17,12 +18,13 @@ use super::watchdog::{Library, Watched};
 use crate::error::{Error, Result};
 use crate::types::{Kind, ReduceOp, Span};
 
-/// Calls that are one launch, from their check to their end.
+/// The calls of one launch, from their check to their end.
 pub struct DeviceCall {
     pub(super) engine: Arc<DeviceEngine>,
     pub(super) device: i32,
     pub(super) stream_key: i32,
-    /// `None` where it has ended in order, and its operations before it.
+    /// `None` for a barrier (`behind`) where the communicator of all ranks has ended in order, after all its
+    /// operations.
     pub(super) communicator: Option<Arc<DeviceComm>>,
     pub(super) watched: Watched,
     pub(super) calls: Vec<Lowered>,
@@ -59,10 +61,11 @@ pub struct Lowered {
     pub layout: Layout,
 }
 
-/// Where the temporaries of one call lie that its layout asks for, after the local steps before it; else 0.
+/// Addresses of the temporaries that the layout of one call asks for, once the local steps before the call have filled
+/// them; 0 where it asks for none.
 #[derive(Clone, Copy, Debug)]
 pub struct Placed {
-    /// Of the factor of the library's own PREMUL_SUM.
+    /// Address of the factor, where the library itself has PREMUL_SUM.
     pub factor: usize,
     pub send: usize,
     pub recv: usize,
@@ -73,13 +76,13 @@ impl DeviceCall {
         self.watched.number
     }
 
-    /// Zero: none.
+    /// Zero: no timeout.
     pub fn timeout(&self) -> Duration {
         self.watched.timeout
     }
 
-    /// Which of the engine's streams of a device it is for, so that calls that may wait for different peers do not wait
-    /// for one another. 0 is that of the collectives.
+    /// Which of the engine's streams of a device runs it. Calls that may wait for different peers have different
+    /// streams, so that they do not wait for one another. 0 is the stream of the collectives.
     pub fn stream_key(&self) -> i32 {
         self.stream_key
     }
@@ -88,8 +91,8 @@ impl DeviceCall {
         &self.calls
     }
 
-    /// Puts the calls on a raw stream, as one launch where there are several; what the library was given stays until this
-    /// is dropped.
+    /// Puts the calls on a raw stream, as one launch where there are several. Host memory that the library was given is
+    /// kept until this is dropped.
     pub fn launch(&self, placed: &[Placed], stream: Stream) -> Result<()> {
         let communicator = self.communicator.as_ref().ok_or_else(|| Error::Bug("sagellm: nothing to launch".into()))?;
         if placed.len() != self.calls.len() {

@@ -1,5 +1,5 @@
-//! What every vendor's library is used by: [`Api`] for an open library, [`Communicator`] for one rank on one device,
-//! [`Call`] for what it is asked. All calls only put work on a stream; none waits for a device.
+//! The interface to every vendor's library: [`Api`] for an open library, [`Communicator`] for one rank on one device,
+//! [`Call`] for an operation. All calls only put work on a stream; none waits for a device.
 
 use std::any::Any;
 use std::ffi::{CStr, c_char};
@@ -27,40 +27,40 @@ pub trait Api: Send + Sync {
     /// A result code of the library in words.
     fn describe_error(&self, code: i32) -> String;
 
-    // How the group's rules reach a library, and what it tells of its own choice. The defaults are those of a library that
-    // neither asks nor tells.
+    // How a library learns the group's rules for algorithms, and how we learn which algorithm it chose. The default
+    // implementations serve a library that takes no rules and reports no choice.
 
-    /// The word for `Setup::algorithm`, where the policy names one algorithm for all operations of a communicator.
+    /// The value of `Setup::algorithm`, where the policy names one algorithm for all operations of a communicator.
     fn algorithm(&self, _policy: &Policy) -> &'static str {
         ""
     }
-    /// Lets the library ask the policy about each operation of the communicator of this name, which no other has, as long
-    /// as what is returned lives. Called before it is made.
+    /// Lets the library ask the policy about each operation of the communicator of this name, as long as the returned
+    /// object lives. Called before the communicator is made; no other communicator has its name.
     fn steer(&self, _name: &str, _policy: &Arc<Policy>) -> Option<Box<dyn Steering>> {
         None
     }
-    /// Whether it asks which algorithm a topology stands for that the user gave.
+    /// Whether the library asks us for the algorithm that follows from a topology given by the user.
     fn takes_topologies(&self) -> bool {
         false
     }
-    /// What the library said that it ran last for operations of this kind and about this size, in communicators of that
-    /// name.
+    /// The algorithm that the library reported last for operations of this kind and about this size, in communicators
+    /// of that name.
     fn ran(&self, _name: &str, _kind: Kind, _bytes: u64) -> Option<String> {
         None
     }
 }
 
-/// A communicator about which the library asks us.
+/// A communicator whose algorithms the library asks us for.
 pub trait Steering: Send + Sync {
-    /// Asked when the communicator was made: why the library does not ask, where it should.
+    /// Called when the communicator was made: why the library does not ask us, although it should.
     fn problem(&self) -> Option<String>;
 }
 
-/// Asked again and again by a thread that waits for a library; an error ends the wait with it. So a signal or a group
-/// that has failed ends it long before its deadline.
+/// Called repeatedly by a thread that waits for a library; an error of it ends the wait with that error. So a signal,
+/// or the failure of the group, ends a wait long before its deadline.
 pub type GoOn = Arc<dyn Fn() -> Result<()> + Send + Sync>;
 
-/// For waits that nothing but their deadline ends.
+/// The `GoOn` of waits that only their deadline ends.
 pub fn always() -> Result<()> {
     Ok(())
 }
@@ -95,7 +95,7 @@ pub struct Split {
     /// Different for each of the communicators that are made by one call; below 2^31.
     pub number: u32,
     pub deadline: Duration,
-    /// These three as in `Setup`.
+    /// The next three are as in `Setup`.
     pub go_on: GoOn,
     pub name: String,
     pub algorithm: String,
@@ -107,14 +107,15 @@ pub trait Communicator: Send + Sync {
     fn rank(&self) -> u32;
     fn ranks(&self) -> u32;
     fn device(&self) -> i32;
-    /// Puts one call on the stream. What it returns must stay until the stream has passed the call.
+    /// Puts one call on the stream. The caller keeps the returned memory until the stream has passed the call.
     fn call(&self, call: &Call<'_>, stream: Stream) -> Result<Kept>;
     /// As `call`, with the factor of its PREMUL_SUM in memory of the device, in the type of the numbers, read when the
     /// stream comes to it. Only where the library has PREMUL_SUM by itself.
     fn call_by_factor(&self, call: &Call<'_>, _factor: usize, stream: Stream) -> Result<Kept> {
         self.call(call, stream)
     }
-    /// Calls of this thread until `group_end` are one launch; nothing happens where the library cannot (`Capabilities`).
+    /// Calls of this thread until `group_end` are one launch. Does nothing where the library has no groups
+    /// (`Capabilities`).
     fn group_start(&self) -> Result<()>;
     fn group_end(&self) -> Result<()>;
     /// Whether `split` can make a communicator of these ranks.
@@ -123,12 +124,13 @@ pub trait Communicator: Send + Sync {
     fn split(&self, split: &Split) -> Result<Option<Arc<dyn Communicator>>>;
     /// A communicator without the ranks in `exclude`, which do not call; pending operations are aborted first.
     fn shrink(&self, exclude: &[u32], deadline: Duration, go_on: GoOn, name: &str) -> Result<Arc<dyn Communicator>>;
-    /// An error that has come up since, in a network or on a device. Never waits.
+    /// An error of the network or the device since the communicator was made. Never waits.
     fn poll(&self) -> Result<()>;
-    /// Ends it although operations hang; they end with whatever result. May be called by any thread, more than once.
+    /// Ends it even while operations hang; these end, and their results are undefined. May be called by any thread,
+    /// more than once.
     fn abort(&self) -> Result<()>;
-    /// Ends it when its operations are done; all ranks call it. What has not ended at the
-    /// deadline is left behind, on a thread that waits for it.
+    /// Ends it when its operations are done; all ranks call it. Where that lasts beyond the deadline, this returns and
+    /// a thread of its own goes on waiting.
     fn close(&self, deadline: Duration) -> Result<()>;
 }
 
@@ -144,7 +146,7 @@ pub struct Message {
     pub bytes: usize,
 }
 
-/// What a library is asked, in counts of elements of `dtype`. Addresses are of the communicator's device.
+/// One operation, in counts of elements of `dtype`. Addresses are of the communicator's device.
 #[derive(Clone, Copy, Debug)]
 pub enum Call<'a> {
     AllReduce {
@@ -208,7 +210,8 @@ pub enum Call<'a> {
         recv_counts: &'a [u64],
         dtype: Dtype,
     },
-    /// All under way together; between two ranks and in one direction in the order of the list. None to oneself.
+    /// All messages are under way together; those from one rank to another match in the order of the list. A rank sends
+    /// none to itself.
     Exchange(&'a [Message]),
     /// Inside the device, by its runtime.
     Copy {
@@ -245,7 +248,7 @@ pub(super) fn text(text: *const c_char) -> String {
     unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
 }
 
-/// What joining is called in messages.
+/// The words for joining in error texts.
 pub(super) fn joining(able: &Capabilities, setup: &Setup) -> String {
     let Setup { rank, ranks, device, .. } = setup;
     format!("{}: to join as rank {rank} of {ranks} with device {device}", able.name)
@@ -292,8 +295,9 @@ pub fn displacements(counts: &[u64]) -> Vec<u64> {
         .collect()
 }
 
-/// Messages in an order that cannot lock up where each waits for its partner: all ranks go through all pairs in one
-/// order (round by round of a tournament, in each pair the lower rank's sends first) and leave out those without them.
+/// Messages in an order that cannot deadlock where each waits for its partner: all ranks go through all pairs in one
+/// order (round by round of a tournament, in each pair the lower rank's sends first) and leave out pairs without
+/// messages.
 pub fn without_deadlock(messages: &[Message], me: u32, ranks: u32) -> Vec<Message> {
     let mut sorted = messages.to_vec();
     sorted.sort_by_key(|message| {
@@ -304,11 +308,11 @@ pub fn without_deadlock(messages: &[Message], me: u32, ranks: u32) -> Vec<Messag
     sorted
 }
 
-/// How long a wait goes on before it asks again whether it shall.
+/// The interval between two calls of `GoOn` during a wait.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// Runs `work` on a thread of its own and waits for it no longer than `deadline`, and no longer than `go_on` allows. Work
-/// that comes too late is dropped by its thread, so what it returns must clean up after itself.
+/// Runs `work` on a new thread and waits for its result until `deadline`, or until `go_on` returns an error. A result
+/// that comes later is dropped by that thread, so its type must clean up on drop.
 pub fn within<T: Send + 'static>(
     deadline: Duration,
     what: &str,
@@ -317,7 +321,7 @@ pub fn within<T: Send + 'static>(
 ) -> Result<T> {
     let (done, result) = mpsc::sync_channel(1);
     let started = watch::spawn("sagellm-vendor", move || {
-        let _ = done.send(work()); // nobody there: the deadline has passed, and the result is dropped here
+        let _ = done.send(work()); // the receiver is gone where the deadline has passed: the result is dropped here
     });
     started.map_err(|error| Error::System(format!("sagellm: no thread for {what}: {error}")))?;
     let begin = Instant::now();
@@ -375,7 +379,8 @@ impl HandleGuard {
         body(self.handle)
     }
 
-    /// The handle for the one who ends it, when nobody is inside or after `grace`; `None` if it was ended before.
+    /// The handle for the thread that ends the communicator, when no call is inside or after `grace`; `None` if it was
+    /// ended before.
     pub fn shut(&self, why: &'static str, grace: Duration) -> Option<usize> {
         {
             let mut own = self.why.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
@@ -402,7 +407,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_guard_lets_nobody_in_after_it_was_shut_and_waits_for_those_inside() {
+    fn a_shut_guard_refuses_new_calls_and_waits_for_running_ones() {
         let guard = HandleGuard::new(7);
         assert_eq!(guard.enter("a", Ok), Ok(7));
         std::thread::scope(|scope| {
@@ -416,7 +421,7 @@ mod tests {
                 })
             });
             entered.1.recv().unwrap();
-            // It hangs: the one who ends it goes on after the grace.
+            // The call hangs: the thread that ends the communicator goes on after the grace.
             assert_eq!(guard.shut("aborted", Duration::from_millis(5)), Some(7));
             assert_eq!(guard.shut("closed", GRACE), None);
             leave.0.send(()).unwrap();

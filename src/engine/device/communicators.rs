@@ -1,5 +1,5 @@
-//! The communicators of a group by device and ranks. `making` is how they come to be, `lifetime` how others are made out
-//! of them and how they end. Who ends one sets `ended` first; nobody uses it from then on.
+//! The communicators of a group by device and ranks. `making` makes them, `lifetime` makes others out of them and ends
+//! them. The thread that ends one sets `ended` first; no thread uses it from then on.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -31,7 +31,7 @@ impl Ranks {
         if self == Ranks::All { size } else { 2 }
     }
 
-    /// Words that are the same on all of its ranks, and on no others of the group.
+    /// A text that is the same on all of its ranks, and differs between the communicators of a group.
     pub(super) fn words(self) -> String {
         match self {
             Ranks::All => "all".to_string(),
@@ -40,7 +40,7 @@ impl Ranks {
     }
 }
 
-/// How the ranks of a communicator reach each other before they have it; answered by the group's CPU side.
+/// How the ranks of a communicator reach each other before it exists; implemented by the group's CPU side.
 pub trait Exchange {
     /// Hands the id from the first of its ranks to the others. A rank that does not come is named at the deadline.
     fn share(&self, id: &mut [u8], ranks: Ranks) -> Result<()>;
@@ -52,21 +52,22 @@ pub trait Exchange {
 pub struct DeviceComm {
     pub(super) communicator: Arc<dyn Communicator>,
     pub(super) name: String,
-    /// How often communicators were made out of it; the same on all its ranks, which do that together.
+    /// Number of times that communicators were made out of it; the same on all its ranks, which make them together.
     pub(super) parts: AtomicU32,
-    /// Set once, by the one who ends it; read by everyone. Acquire and release: who sees it sees `drained`.
+    /// Set once, by the thread that ends it (release); read by every thread (acquire), which then sees `drained`.
     pub(super) ended: AtomicBool,
-    /// It ended when nothing was under way in it: what the device has passed is well. Written before `ended`.
+    /// Nothing was under way in it when it ended, so calls that the device has passed ended well. Written before
+    /// `ended`.
     pub(super) drained: AtomicBool,
-    /// A library that asks which algorithm to take is told by our rules while this lives.
+    /// While this lives, the library gets its algorithms from our rules, if it asks for them.
     pub(super) _steering: Option<Box<dyn Steering>>,
 }
 
-/// Those of one group.
+/// The communicators of one group.
 #[derive(Default)]
 pub(super) struct Communicators {
     pub(super) known: Mutex<BTreeMap<(i32, Ranks), Arc<DeviceComm>>>,
-    /// Held while one is made. Present from the first communicator for messages on.
+    /// Held while one is made. Set when the first communicator for messages is made.
     pub(super) making: Mutex<Option<Pairs>>,
     /// How many of each kind ("all", "0-1") were made so far, for their names.
     pub(super) made: Mutex<HashMap<String, u32>>,
@@ -112,7 +113,7 @@ impl DeviceComm {
         &*self.communicator
     }
 
-    /// How it stands. Never waits.
+    /// Whether it lives, and the error that the library reports. Never waits.
     pub(super) fn state(&self) -> Library {
         if self.ended.load(Ordering::Acquire) {
             return Library::Ended { drained: self.drained.load(Ordering::Relaxed) };
@@ -136,7 +137,7 @@ impl DeviceComm {
         self.communicator.split(&Split { members, number, deadline, go_on, name, algorithm })
     }
 
-    /// Ends it although operations hang, unless it has ended.
+    /// Ends it even while operations hang. Does nothing if it has ended.
     pub(super) fn abort(&self) {
         if !self.ended.swap(true, Ordering::AcqRel) {
             self.end();
@@ -149,16 +150,16 @@ impl DeviceComm {
         }
     }
 
-    /// Ends it together with its other ranks, when its operations are done. They are waited for as long as they live, at
-    /// most until the deadline, and no longer than `ALONE` once one is gone; what has not ended then is left behind on its
-    /// thread. False where a signal handler raised meanwhile.
+    /// Ends it together with its other ranks, when its operations are done. Waits for the ranks as long as all of them
+    /// live, at most until the deadline, and no longer than `ALONE` once one is gone; after that a thread of its own
+    /// goes on waiting. False where a signal handler raised meanwhile.
     pub(super) fn close(&self, group: &dyn DeviceGroup, deadline: Duration) -> bool {
         const ALONE: Duration = Duration::from_secs(5);
         const LOOK: Duration = Duration::from_millis(50);
         let communicator = Arc::clone(&self.communicator);
         let (done, result) = mpsc::channel();
         let started = watch::spawn("sagellm-close", move || {
-            let _ = done.send(communicator.close(deadline)); // nobody there: it was left behind
+            let _ = done.send(communicator.close(deadline)); // the receiver is gone where the caller no longer waits
         });
         if let Err(error) = started {
             log::warn!("{}: no thread to end it: {error}", self.name);

@@ -1,9 +1,10 @@
 //! A group's devices of one type: its communicators over the vendor's library, its calls on them from their first check
-//! to their end, and the raw streams and events through which torch's streams and the library's work wait for one
-//! another. The group itself is known here as a trait alone ([`DeviceGroup`]).
+//! to their end, and the raw streams and events by which torch's streams and the library's work wait for one another.
+//! This layer knows the group only as a trait ([`DeviceGroup`]).
 //!
-//! [`DeviceEngine::begin`] says what must be done to the tensors of a call beside the library and takes its number,
-//! `DeviceCall::launch` puts it on a raw stream, `before_poll` and `poll` say how it stands, `ended` tells the statistics.
+//! [`DeviceEngine::begin`] says what the shim must do to the tensors of a call before and after the library's call, and
+//! takes the call's number; `DeviceCall::launch` puts it on a raw stream, `before_poll` and `poll` say whether it has
+//! ended, `ended` tells the statistics.
 //!
 //! Operations on devices have numbers of their own, because those of the CPU's engine index memory that all ranks share
 //! and may have no gaps; c10d sees the sum of both. Nothing here waits for a device. Making or ending a
@@ -33,9 +34,10 @@ pub struct DeviceEngine {
     pub(super) communicators: Communicators,
     /// Raw streams of ours by device and stream key, where torch hides its own.
     streams: Mutex<HashMap<(i32, i32), Stream>>,
-    /// Events that nobody uses now, by device.
+    /// Events that are free for reuse, by device.
     events: Mutex<HashMap<i32, Vec<Event>>>,
-    /// Of the last call, for messages. Written by `begin`, read by `behind`; relaxed, because nothing is ordered by it.
+    /// Number of the last call, for error texts. Written by `begin`, read by `behind`; relaxed, because nothing is
+    /// ordered by it.
     pub(super) last_number: AtomicU64,
     pub(super) watchdog: Watchdog,
 }
@@ -89,7 +91,7 @@ impl DeviceEngine {
         format!("{}:{device}", self.device_type)
     }
 
-    // What the shim's streams need.
+    // The functions that the shim's streams call.
 
     /// True while what is put on a raw stream is captured for a graph.
     pub fn capturing(&self, device: i32, stream: Stream) -> Result<bool> {
@@ -97,8 +99,8 @@ impl DeviceEngine {
         self.runtime.capturing(stream)
     }
 
-    /// Our raw stream on a device, made when first asked for, behind an event. `told` are events of `mark` that nobody
-    /// waits for any more.
+    /// Our raw stream on a device, made when first asked for, behind an event. `told` are events of `mark` for which no
+    /// stream waits any more.
     pub fn stream_behind(&self, device: i32, stream_key: i32, event: Event, told: &[Event]) -> Result<Stream> {
         self.runtime.set_device(device)?;
         lock(&self.events).entry(device).or_default().extend(told);
@@ -113,7 +115,8 @@ impl DeviceEngine {
         Ok(stream)
     }
 
-    /// An event behind all that is on the stream of `stream_behind` now, on the same thread; the caller's until it hands it to `stream_behind` as told.
+    /// An event after all work that is now on the stream that `stream_behind` gave to this thread. It belongs to the
+    /// caller until `stream_behind` gets it back in `told`.
     pub fn mark(&self, device: i32, stream: Stream) -> Result<Event> {
         let free = lock(&self.events).get_mut(&device).and_then(Vec::pop);
         let event = free.map_or_else(|| self.runtime.event_create(false), Ok)?;

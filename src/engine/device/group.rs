@@ -1,4 +1,4 @@
-//! What the engine of devices asks of the group that it serves, and what it is asked.
+//! The interface between the engine of devices and the group that it serves, in both directions.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::select::Policy;
 use crate::types::{CallNote, Kind};
 
-/// What the engine asks of the group whose devices it serves.
+/// The functions that the engine needs from the group whose devices it serves.
 pub trait DeviceGroup: Send + Sync {
     fn name(&self) -> &str;
     fn rank(&self) -> usize;
@@ -18,11 +18,11 @@ pub trait DeviceGroup: Send + Sync {
     /// not met.
     fn id(&self) -> Option<String>;
     fn policy(&self) -> &Arc<Policy>;
-    /// For calls that name none, and for the making of communicators; zero: none.
+    /// The timeout of calls that name none, and of making communicators; zero: no timeout.
     fn timeout(&self) -> Duration;
     /// An error where no operation may start.
     fn usable(&self, what: &str) -> Result<()>;
-    /// Why the group has failed, here or on a peer that said so.
+    /// Why the group has failed, on this rank or on a peer that reported it.
     fn fault(&self) -> Option<Error>;
     /// Fails it, on all ranks; the first error counts.
     fn fail(&self, error: Error);
@@ -50,13 +50,13 @@ pub struct Neighbour {
     pub kind: u8,
 }
 
-/// A call in the statistics; dropped before its end, it failed.
+/// A call in the statistics. Dropped before `end`, it counts as failed.
 pub trait Counted: Send + Sync {
     /// `timed`: this is the moment in which it ended.
     fn end(&self, well: bool, timed: bool);
 }
 
-/// A call as its caller has it.
+/// A call as its caller passed it.
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceRequest<'a> {
     /// The operation's name in messages.

@@ -18,14 +18,14 @@ pub struct Job<'a> {
     pub ranks: u32,
     /// The peer of a send or receive.
     pub root: u32,
-    /// Where the factor of a PREMUL_SUM of the library's own lies on the device, in the lowering's wire type; 0 where the
-    /// lowering says it.
+    /// Device address of the factor, in the lowering's wire type, where the library itself has PREMUL_SUM; 0 where the
+    /// factor is in the lowering.
     pub factor: usize,
     pub send: &'a [Span],
     pub recv: &'a [Span],
 }
 
-/// Host memory of the calls; to be kept until the stream has passed them.
+/// Host memory that the calls refer to; to be kept until the stream has passed them.
 #[derive(Default)]
 pub struct Launched {
     _kept: Vec<Box<dyn std::any::Any + Send>>,
@@ -225,7 +225,7 @@ fn exchange(job: &Job<'_>, run: &mut dyn FnMut(&Call<'_>) -> Result<()>) -> Resu
         }
         Kind::Scatter => message(false, job.root, whole(job.recv)?),
         _ => {
-            // Each begins with the peer behind itself, so that not all send to rank 0 first.
+            // Each rank begins with the rank after itself, so that not all send to rank 0 first.
             for step in 1..job.ranks {
                 message(true, (me + step) % job.ranks, job.block(job.send, (me + step) % job.ranks)?);
                 let from = (me + job.ranks - step) % job.ranks;

@@ -1,12 +1,12 @@
-//! Which memory the library is given for a call: the caller's own where that serves, else temporaries, which the shim fills
-//! before the call and empties after it. Pure; what a rank decides here, its peers do not notice.
+//! Which memory the library gets for a call: the caller's where the library can use it, else temporaries, which the
+//! shim fills before the call and copies back after it. Pure; peers notice nothing of a rank's decision.
 
 use std::borrow::Cow;
 
 use super::lowering::{Local, Lowering};
 use crate::types::{Dtype, Kind, Span};
 
-/// The memory of a call as its caller has it, in the order of the elements.
+/// The memory of a call as its caller passed it, in the order of the elements.
 #[derive(Clone, Copy, Debug)]
 pub struct Buffers<'a> {
     pub inputs: &'a [Span],
@@ -16,10 +16,11 @@ pub struct Buffers<'a> {
     pub out_blocks: &'a [usize],
 }
 
-/// One side of a call, as the library is given it.
+/// One side of a call, as the library gets it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Side {
-    /// Bytes of the temporary in which the spans lie, then as offsets; `None` where they are the caller's own memory.
+    /// Bytes of the temporary; the spans are offsets into it. `None` where the spans are addresses of the caller's
+    /// memory.
     pub temporary: Option<usize>,
     spans: Vec<Span>,
 }
@@ -30,7 +31,7 @@ pub struct Layout {
     pub send: Side,
     /// A temporary is copied to the outputs, after the steps after the call.
     pub recv: Side,
-    /// What is received takes the place of what was sent, in its temporary.
+    /// The library receives into the temporary that it sends from.
     pub in_place: bool,
 }
 
@@ -64,7 +65,7 @@ impl Layout {
     /// For a call of `kind` on tensors of `dtype`, among so many ranks.
     pub fn of(kind: Kind, dtype: Dtype, ranks: usize, buffers: &Buffers<'_>, lowering: &Lowering) -> Layout {
         if kind == Kind::Barrier {
-            // Some number, which the shim makes.
+            // A barrier sends one number, which the shim makes.
             return Layout { send: Side::whole(lowering.dtype.size()), recv: Side::default(), in_place: true };
         }
         let call =
@@ -153,7 +154,8 @@ impl Placing<'_> {
         if blocks.is_empty() { vec![total(spans) / self.ranks; self.ranks] } else { blocks.to_vec() }
     }
 
-    /// What the library is given without a temporary, if it can be; `cut`: one block for each rank.
+    /// The caller's memory as the library can take it, or `None` where it needs a temporary; `cut`: one block for each
+    /// rank.
     fn as_they_lie(&self, spans: &[Span], blocks: &[usize], cut: bool) -> Option<Vec<Span>> {
         let run = as_run(spans);
         match run {
@@ -174,7 +176,7 @@ fn any_overlap(left: &[Span], right: &[Span]) -> bool {
     left.iter().any(|a| right.iter().any(|b| meet(a, b)))
 }
 
-/// As one span, where they lie behind each other; none for none.
+/// All spans as one, where each begins at the end of the one before it; an empty list gives none.
 fn as_run(spans: &[Span]) -> Option<Vec<Span>> {
     let behind = spans.windows(2).all(|pair| pair[1].addr == pair[0].addr + pair[0].bytes);
     behind.then(|| spans.first().map(|first| Span { addr: first.addr, bytes: total(spans) }).into_iter().collect())
@@ -237,7 +239,7 @@ mod tests {
         let one = layout(Vendor::Nccl, SUM, &[(64, 8), (72, 8)], &[(64, 8), (72, 8)], &[]);
         assert_eq!((one.send.temporary, one.recv.temporary, one.in_place), (None, None, false));
         assert_eq!((&*one.send.at(5), &*one.received(5, 7)), (&spans(&[(64, 16)])[..], &spans(&[(64, 16)])[..]));
-        // Blocks that lie anywhere serve where the library is given each by itself.
+        // Blocks may lie anywhere where the library gets each of them separately.
         let moved = (Kind::AllToAll, Dtype::F32, ReduceOp::Sum);
         let parts = [(64, 8), (512, 8)];
         assert_eq!(*layout(Vendor::Nccl, moved, &parts, &parts, &[]).send.at(0), spans(&parts)[..]);

@@ -1,5 +1,5 @@
-//! What becomes of a group's communicators: others that are made out of them when the group is split or shrinks, and
-//! their ends.
+//! The later life of a group's communicators: others are made out of them when the group is split or shrinks, and all
+//! are ended.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -17,13 +17,13 @@ impl DeviceEngine {
         self.communicators.find(device, Ranks::All).filter(|own| !own.ended.load(Ordering::Acquire))
     }
 
-    /// Whether the library can make the communicator of these of its ranks out of the group's for a device.
+    /// Whether the library can make a communicator of these ranks out of the group's communicator for a device.
     pub fn can_split(&self, device: i32, members: &[u32]) -> bool {
         self.living(device).is_some_and(|own| own.communicator.can_split(members))
     }
 
-    /// Makes it, for the group of `members`, whose devices are `child`; `None` on a rank that is in no new group. All ranks
-    /// of this group call at once; the groups that they make have no rank in common.
+    /// Makes that communicator for `child`, the devices of the group of `members`; `child` is `None` on a rank that is
+    /// in no new group. All ranks of this group call it together; the groups that they make have no rank in common.
     pub fn split(&self, child: Option<&DeviceEngine>, device: i32, members: &[u32]) -> Result<()> {
         let own = self
             .living(device)
@@ -42,8 +42,8 @@ impl DeviceEngine {
         Ok(())
     }
 
-    /// Takes the communicator of all ranks out of use, for a group that is about to shrink; it ends with what this returns.
-    /// `drained`: nothing is under way in it.
+    /// Takes the communicator of all ranks out of use, for a group that is about to shrink; it ends when the returned
+    /// object is dropped. `drained`: nothing is under way in it.
     pub fn retire(self: &Arc<Self>, device: i32, drained: bool) -> Retired {
         let own = self.living(device).filter(|own| {
             own.drained.fetch_or(drained, Ordering::Relaxed);
@@ -52,22 +52,22 @@ impl DeviceEngine {
         Retired { engine: Arc::clone(self), device, communicator: own }
     }
 
-    /// Unblocks whatever hangs; nothing can be issued afterwards.
+    /// Ends all communicators, which unblocks operations that hang; no operation can be issued afterwards.
     pub fn abort(&self) {
         let all: Vec<Arc<DeviceComm>> = lock(&self.communicators.known).values().cloned().collect();
         all.iter().for_each(|each| each.abort());
     }
 
-    /// Leaves with the other ranks: within the timeout (zero: none) while all of them live, soon where one is gone. What
-    /// does not end is aborted, or left behind with a thread that waits for it. `drained`: nothing is under way. False
-    /// where a signal handler raised meanwhile.
+    /// Ends all communicators together with the other ranks: within the timeout (zero: no limit) while all ranks live,
+    /// soon where one is gone. A communicator that does not end is aborted, or left to a thread that goes on waiting
+    /// for it. `drained`: no operation is under way. False where a signal handler raised meanwhile.
     pub fn close(&self, timeout: Duration, drained: bool) -> bool {
         let begin = Instant::now();
         if !drained || !self.whole("the end of the group") {
             self.abort();
         }
         let all = std::mem::take(&mut *lock(&self.communicators.known));
-        // In one order on all ranks, so that nobody waits in a circle.
+        // In one order on all ranks, so that ranks do not wait for each other in a circle.
         let mut interrupted = false;
         for each in all.values() {
             if interrupted {
@@ -92,7 +92,7 @@ impl DeviceEngine {
     }
 }
 
-/// The communicator of a group that shrinks, which nobody else can use or end any more.
+/// The communicator of a group that shrinks. No other code can use or end it any more.
 pub struct Retired {
     engine: Arc<DeviceEngine>,
     device: i32,
@@ -100,13 +100,13 @@ pub struct Retired {
 }
 
 impl Retired {
-    /// Whether there is one, and the library can leave ranks out that do not call.
+    /// Whether there is a communicator, and the library can make one without the ranks that do not call.
     pub fn can_shrink(&self) -> bool {
         self.communicator.is_some() && self.engine.capabilities().shrink
     }
 
     /// Makes the communicator of `child`, a group of all ranks but `excluded`; all ranks of that group call it at once.
-    /// What is under way in the old one is aborted.
+    /// Operations that are under way in the old one are aborted.
     pub fn shrink(&self, child: &DeviceEngine, excluded: &[u32]) -> Result<()> {
         let own = self.communicator.as_ref().ok_or_else(|| Error::Bug("sagellm: nothing to shrink".into()))?;
         let made = child.named("all", self.device, |name, _| {

@@ -1,8 +1,9 @@
-//! What to ask of a library so that the result is the one that torch defines, for an operation the library may not have:
-//! a pure function of facts that all ranks share. Where a library lacks something it is composed; where that would give
-//! another result, it is refused with what to do instead.
+//! How to call a library so that the result is the one that torch defines, also for an operation that the library does
+//! not have: a pure function of facts that all ranks share. A missing operation is composed of others; where that would
+//! give another result, the call is refused with an advice.
 //!
-//! Nothing here names a vendor: [`Capabilities`] say what one can do. To add a vendor is to write its capabilities.
+//! Nothing here names a vendor: [`Capabilities`] say what a library can do. To add a vendor is to write its
+//! capabilities.
 //!
 //! # What a [`Lowering`] says
 //! `before` is done to the input on the communication stream, in order, then the library moves and combines `dtype`, then
@@ -47,10 +48,10 @@ impl Ops {
     }
 }
 
-/// What becomes of 64-bit floats.
+/// How 64-bit floats are treated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Double {
-    /// They are what they are.
+    /// The device has them; they travel unchanged.
     Kept,
     /// The device has none: refused.
     Refused,
@@ -91,7 +92,7 @@ impl Capabilities {
     }
 }
 
-/// An operation, as far as lowering sees it. All ranks ask the same.
+/// An operation, as far as lowering depends on it. The same on all ranks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LoweringInput {
     pub kind: Kind,
@@ -105,7 +106,7 @@ pub struct LoweringInput {
     pub dense: bool,
 }
 
-/// Something done to a tensor beside the library, on the communication stream.
+/// A step that the shim applies to a tensor before or after the library's call, on the communication stream.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Local {
     /// To another type as torch casts; integers wrap.
@@ -131,7 +132,7 @@ pub enum Method {
 
 #[derive(Clone, Debug, PartialEq)]
 pub struct Lowering {
-    /// What the library does, which may be another kind than was asked for.
+    /// What the library does, which may be another kind than the caller's.
     pub kind: Kind,
     pub dtype: Dtype,
     pub op: ReduceOp,
@@ -169,7 +170,7 @@ impl Lowering {
     }
 }
 
-/// What to ask the library for an operation, or the reason why that cannot be done and what to do.
+/// How to call the library for an operation, or why that cannot be done and what to do.
 pub fn lower(asked: &LoweringInput, able: &Capabilities) -> Result<Lowering, String> {
     let name = &able.name;
     if !asked.dense {

@@ -13,8 +13,8 @@ use super::pairs::Pairs;
 use crate::error::{Error, Result};
 
 impl DeviceEngine {
-    /// The communicator of these ranks for a device, which is made here where there is none yet: then this returns when
-    /// all its ranks have come.
+    /// The communicator of these ranks for a device. Makes it where there is none yet, and then returns when all its
+    /// ranks have come.
     pub fn communicator(
         self: &Arc<Self>,
         device: i32,
@@ -39,7 +39,7 @@ impl DeviceEngine {
         own.find(device, ranks).ok_or_else(|| Error::Aborted("sagellm: the group was destroyed meanwhile".into()))
     }
 
-    /// Both ways of messages with a rank.
+    /// The communicators for both directions of messages with a rank.
     fn make_pair(
         self: &Arc<Self>,
         device: i32,
@@ -54,7 +54,7 @@ impl DeviceEngine {
         loop {
             let next = self.next_pair(peer, &known, (begin, timeout), exchange, pairs)?;
             let (low, high) = (me.min(next), me.max(next));
-            // Two ranks may both begin with a send: who makes one way makes the other, the lower rank's sends first.
+            // Two ranks may both begin with a send, so both directions are made together, the lower rank's sends first.
             for ranks in [Ranks::OneDirection { from: low, to: high }, Ranks::OneDirection { from: high, to: low }] {
                 let made = self.make(device, ranks, exchange, timeout)?;
                 self.communicators.add(device, ranks, made);
@@ -96,7 +96,8 @@ impl DeviceEngine {
         match next {
             Ok(next) => Ok(next as u32),
             Err(error @ Error::System(_)) => {
-                // The store may have gone with the rank that served it, of whose end the kernel tells a moment later.
+                // The store may have ended with the rank that served it; the kernel reports that rank's end a moment
+                // later.
                 for _ in 0..50 {
                     may_wait()?;
                     std::thread::sleep(Duration::from_millis(5));
@@ -177,7 +178,7 @@ impl DeviceEngine {
         })
     }
 
-    /// Makes a communicator by a name that tells whose rules hold for it.
+    /// Makes a communicator under a name by which the tuner finds this group's rules.
     pub(super) fn named(
         &self,
         whose: &str,
@@ -194,7 +195,7 @@ impl DeviceEngine {
         let steering = self.api.steer(&name, policy);
         self.runtime.set_device(device)?;
         let communicator = make(name.clone(), algorithm).inspect_err(|error| {
-            // Nobody knows which ranks are in the library still.
+            // It is unknown which ranks are still in the library's call.
             if matches!(error, Error::Timeout(_) | Error::Interrupted(_)) {
                 self.group.fail(error.clone());
             }

@@ -39,18 +39,18 @@
 //!
 //! | file | |
 //! | --- | --- |
-//! | `communicator`, `runtime` | what every vendor is used by |
+//! | `communicator`, `runtime` | the interface to every vendor |
 //! | `lowering` | pure: what a library lacks and how it is composed, or why it is refused |
 //! | `launch` | pure but for its last step: from a lowered operation to calls |
 //! | `layout` | pure: which memory the library is given, and which temporaries that needs |
-//! | `group` | what the engine asks of its group |
+//! | `group` | the interface between the engine and its group |
 //! | `engine`, `begin`, `call` | a group's devices of one type, and its calls on them |
 //! | `communicators`, `making`, `pairs` | the cache of communicators and their end; how one is made; the order in which pairs of ranks make theirs |
 //! | `rules` | pure: what a group's rules and table say to a library |
 //! | `watchdog` | whether a call will come to its end |
 //! | `libs/loader` | finds a library and its functions, says what was tried |
 //! | `libs/nccl`, `hccl`, `cncl` | each library: `declarations` (NCCL's are the crate `nccl-sys`), `communicator`, `runtime` (streams and events) |
-//! | `libs/nccl/tuner`, `profiler` | what NCCL asks a plugin: which algorithm to take, and what it tells one: which it took |
+//! | `libs/nccl/tuner`, `profiler` | NCCL's plugins: the tuner, which NCCL asks for an algorithm, and the profiler, to which it reports the one it ran |
 //!
 //! How to add a vendor stands in `CONTRIBUTING.md`.
 
@@ -88,7 +88,7 @@ pub use self::runtime::{Event, Runtime, SPARES_CAPTURES, Stream, synchronize};
 use crate::error::{Error, Result};
 use crate::types::enumeration;
 
-/// What a thread that panicked has left is as good as before: each value is whole between two statements.
+/// A lock is taken also after a panic under it: no statement leaves a value half written.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -157,7 +157,8 @@ impl Vendor {
         Vendor::ALL.into_iter().find(|vendor| vendor.name() == name)
     }
 
-    /// Refuses what the option vendor cannot be: "auto", "host", or a vendor's name, which the file of its library may follow.
+    /// Refuses a value of the option vendor other than "auto", "host", or a vendor's name, which the file of its
+    /// library may follow.
     pub fn check_option(option: &str) -> Result<()> {
         let (name, file) = option.split_once(':').map_or((option, None), |(name, file)| (name, Some(file)));
         let is_vendor = Vendor::from_name(name).is_some();
@@ -178,7 +179,7 @@ impl Vendor {
         ROWS.iter().find(|row| row.device == device).map(|row| row.vendor)
     }
 
-    /// Of a current version; an open library says what it can do itself.
+    /// The capabilities of a current version; those of an open library follow from the library itself.
     pub fn capabilities(self) -> Capabilities {
         (self.row().capabilities)()
     }

@@ -1,16 +1,18 @@
 //! Two ranks agree to make the communicator of their messages now.
 //!
-//! A vendor's library makes a communicator while both its ranks are in the call, and a rank that is in it serves nobody
-//! else. If ranks simply began, three of which each first sends to the next in a ring would wait in a circle. So a rank that
-//! needs a communicator invites its peer through the group's store, and begins only when the peer has accepted. While
-//! it waits, it accepts the invitations of others to pairs that come before its own, in one order of all pairs:
+//! A vendor's library makes a communicator while both its ranks are in the call, and a rank that is in the call answers
+//! no other rank. If ranks simply began, three ranks of which each first sends to the next in a ring would wait in a
+//! circle. So a rank that needs a communicator invites its peer through the group's store, and begins only when the
+//! peer has accepted. While it waits, it accepts the invitations of others to pairs that come before its own, in one
+//! order of all pairs:
 //!
-//! - Nobody waits in a circle: a rank that has accepted begins at once, so the rank it meets is there, or is making a pair
-//!   that it accepted while it waited for this one, which comes before it. Along a circle the pairs would come ever
-//!   earlier. (An inviter whose wait was interrupted is not there. The rank that has accepted then waits until the inviter
-//!   comes to its next first message with any rank, at most until its own deadline.)
-//! - Nobody waits for ever, if its peer comes to its own part: of all pairs that are waited for, the first is accepted by
-//!   its other rank, whatever that waits for itself.
+//! - Ranks never wait in a circle. A rank that has accepted begins at once. The inviter is then in the call too, or is
+//!   still making a pair that it accepted while it waited, and that pair comes before this one in the order. Along a
+//!   circle of waiting ranks the pairs would come ever earlier, which is impossible. (An inviter whose wait was
+//!   interrupted is not in the call. The rank that has accepted then waits until the inviter comes to its next first
+//!   message with any rank, at most until its own deadline.)
+//! - No rank waits for ever, if its peer calls its own first message too: of all pairs that ranks wait for, the other
+//!   rank of the first one accepts it, whichever pair it waits for itself.
 //!
 //! Keys, all behind a prefix that no other attempt to make this group has:
 //!
@@ -33,17 +35,17 @@ fn pair(a: usize, b: usize) -> Pair {
     (a.min(b), a.max(b))
 }
 
-/// One rank's side. Of its threads one at a time.
+/// The state of one rank. One of its threads at a time uses it.
 pub struct Pairs {
     store: Arc<dyn Counting + Send + Sync>,
     prefix: String,
     rank: usize,
     /// Invitations read from this rank's mail.
     read: i64,
-    /// Those that were not accepted yet: who invites, and to which making.
+    /// Invitations that were not accepted yet: the inviter, and the number of the making.
     invited: BTreeMap<Pair, (usize, i64)>,
-    /// What this rank has asked for and not got: which making, and whether it was the first to ask, who invites. Outlives
-    /// an interrupted wait.
+    /// Pairs that this rank has asked for and not got yet: the number of the making, and whether this rank asked first
+    /// and so is the inviter. Outlives an interrupted wait.
     asked: BTreeMap<Pair, (i64, bool)>,
 }
 
@@ -53,8 +55,8 @@ impl Pairs {
     }
 
     /// The rank with which a communicator is to be made now, by both: `peer`, or another that is served first, after
-    /// which the caller asks again. None of `known`, with whom this rank has one. `pause` is called between two looks; an
-    /// error of it ends the wait.
+    /// which the caller asks again. Never a rank of `known`, with which this rank has one. `pause` is called between
+    /// two looks at the store; an error of it ends the wait.
     pub fn next(&mut self, peer: usize, known: &[u32], pause: &mut dyn FnMut() -> Result<()>) -> Result<usize> {
         let own = pair(self.rank, peer);
         self.ask(own, peer)?;
@@ -223,8 +225,8 @@ mod tests {
         };
         for round in 0..200 {
             let ranks = 2 + round % 6;
-            // Each rank comes to each of its pairs at some time, so everything ends if nobody waits in a circle: a rank
-            // is accepted while its peer waits for another, or when the peer comes to it.
+            // Each rank comes to each of its pairs at some time, so everything ends if ranks do not wait in a circle: a
+            // rank is accepted while its peer waits for another, or when the peer comes to it.
             let wanted: Vec<Vec<usize>> = (0..ranks)
                 .map(|rank| {
                     let mut peers: Vec<usize> = (0..ranks).filter(|peer| *peer != rank).collect();

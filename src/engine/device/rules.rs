@@ -14,8 +14,8 @@ pub fn named(policy: &Policy, kind: Kind, bytes: u64) -> Option<AlgorithmChoice>
     rule.or_else(line).map(|rule| rule.way).filter(|way| *way != Start)
 }
 
-/// What names the algorithm of an operation, for `explain`; empty where the library decides by itself.
-/// `takes_topologies`: it asks us about a topology that the user gave.
+/// Which rule or line names the algorithm of an operation, for `explain`; empty where the library decides by itself.
+/// `takes_topologies`: the library asks us for the algorithm that follows from the user's topology.
 pub fn decides(policy: &Policy, takes_topologies: bool, kind: Kind, bytes: u64) -> String {
     match (named(policy, kind, bytes), policy.topology) {
         (Some(way), _) => format!("a rule or line names {way}"),

@@ -1,5 +1,5 @@
-//! Streams and events of a device, through whichever runtime its vendor has. Needed where the communication stream is
-//! ours: raw streams, and the raw events by which they and torch's streams wait for one another.
+//! Streams and events of a device, through the runtime of its vendor. Used where the communication stream is our own:
+//! raw streams, and the raw events by which they and torch's streams wait for one another.
 
 use std::time::{Duration, Instant};
 
@@ -13,7 +13,7 @@ pub struct Stream(pub usize);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Event(pub usize);
 
-/// The mode in which a thread may ask anything while others capture; CUDA calls it relaxed.
+/// The mode in which a thread may query streams and events while others capture; CUDA calls it relaxed.
 pub const SPARES_CAPTURES: u32 = 2;
 
 /// The calls of a device runtime that the engine needs. Every thread must have called `set_device` before others.
@@ -31,8 +31,8 @@ pub trait Runtime: Send + Sync {
     fn capturing(&self, _stream: Stream) -> Result<bool> {
         Ok(false)
     }
-    /// How this thread's questions affect another thread's capture, as the runtime counts it; the value before. With
-    /// `SPARES_CAPTURES` they break none.
+    /// Sets how queries of this thread affect another thread's capture, in the runtime's numbers; returns the value
+    /// before. With `SPARES_CAPTURES` they break none.
     fn exchange_capture_mode(&self, mode: u32) -> Result<u32> {
         Ok(mode)
     }
@@ -52,7 +52,7 @@ pub trait Runtime: Send + Sync {
     fn copy(&self, to: usize, from: usize, bytes: usize, stream: Stream) -> Result<()>;
 }
 
-/// Waits until the stream's work is done, by asking: the waiting calls of the runtimes know no deadline.
+/// Waits until the stream's work is done, by polling: the runtimes' own waiting calls take no deadline.
 pub fn synchronize(runtime: &dyn Runtime, stream: Stream, deadline: Duration) -> Result<()> {
     let end = Instant::now() + deadline;
     let mut pause = Duration::from_micros(10);

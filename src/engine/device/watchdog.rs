@@ -15,25 +15,25 @@ const ASK_EVERY: Duration = Duration::from_millis(10);
 /// How long what a peer has sent may take to arrive after the peer itself is gone, and how long a library gets to tell
 /// of it in its own words.
 const ON_ITS_WAY: Duration = Duration::from_millis(500);
-/// How often, and after which pause, the group is asked who died when a library has told of a failure: it may notice a
-/// dead peer before the kernel tells of it, and does not know which.
+/// How often, and after which pause, the group is asked for dead ranks when a library has reported a failure: the
+/// library may notice a dead peer before the kernel reports it, and does not know which one died.
 const TURNS: u32 = 50;
 const TURN: Duration = Duration::from_millis(5);
 
 /// What is known of an operation that has not ended.
 #[derive(Clone, Debug)]
 pub struct Watched {
-    /// For messages: the operation's name.
+    /// The operation's name in error texts.
     pub op: String,
     pub number: u64,
     /// "npu:0"
     pub device: String,
     /// The other rank of a message.
     pub peer: Option<u32>,
-    /// Nobody but that rank has a part in it.
+    /// Only this rank and `peer` take part in it.
     pub with_peer_alone: bool,
     pub issued: Instant,
-    /// Zero: none.
+    /// Zero: no timeout.
     pub timeout: Duration,
 }
 
@@ -56,7 +56,7 @@ pub enum Library {
     Ended { drained: bool },
 }
 
-/// One for all operations of a group on its devices.
+/// The watchdog of all operations of a group on its devices.
 #[derive(Default)]
 pub struct Watchdog(Mutex<State>);
 
@@ -90,14 +90,14 @@ impl Watchdog {
             }),
             // Asked even when the device has passed it: some libraries tell of a failure only then.
             Library::Lives(Err(bad)) => Some(fail_group(group, library_failed(group, watched, &bad))),
-            // A peer that has left since did so after its part.
+            // A peer that has left since then left after its part of this operation.
             Library::Lives(Ok(())) if passed => None,
             Library::Lives(Ok(())) => self.peers(group, watched, now).map(|error| fail_group(group, error)),
         }
     }
 
-    /// A peer may leave right after its last operation, and what it has sent is still on its way: so what is seen of
-    /// peers counts only after a while.
+    /// A peer may leave right after its last operation, while its data is still on the way: so the end of a peer counts
+    /// only after `ON_ITS_WAY`.
     fn peers(&self, group: &dyn DeviceGroup, watched: &Watched, now: Instant) -> Option<Error> {
         let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if state.asked.is_some_and(|asked| now.saturating_duration_since(asked) < ASK_EVERY) {
@@ -131,7 +131,8 @@ pub(super) fn fault_or_death(group: &dyn DeviceGroup, what: &str, only: Option<u
     })
 }
 
-/// The library told of a failure, once; every later call shall say it. The death of a peer says more.
+/// The library reports a failure once, so it is kept for every later call. The death of a peer explains more, so that
+/// is reported instead where one is found.
 fn library_failed(group: &dyn DeviceGroup, watched: &Watched, bad: &Error) -> Error {
     for turn in 0..=TURNS {
         if let Some(error) = fault_or_death_in(group, watched) {

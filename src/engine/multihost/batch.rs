@@ -1,8 +1,8 @@
-//! Runs one batch: what the ranks of one host do together and what their leaders do with other hosts. The collectives
+//! Runs one batch: the steps among the ranks of one host, and those of their leaders with other hosts. The collectives
 //! themselves are in `collectives.rs`.
 //!
 //! Every rank of a host takes the same steps with the others of its host, and the leaders (the ranks with one local
-//! rank on every host) run the same schedule with each other, so nobody waits for a message that never comes.
+//! rank on every host) run the same schedule with each other, so no rank waits for a message that never comes.
 
 use std::ops::Range;
 use std::time::Duration;
@@ -76,11 +76,11 @@ impl BatchRun<'_> {
         // which outlive it: `run` returns when the operation has ended.
         let mut request = unsafe { Request::new(call.kind, call.inputs, call.outputs) };
         (request.dtype, request.op, request.root) = (call.dtype, call.op, call.root as u32);
-        request.timeout_ms = Some(left.as_millis() as u64 + 500); // the operation's own deadline is told first
+        request.timeout_ms = Some(left.as_millis() as u64 + 500); // the operation's own deadline is reported first
         (request.in_blocks, request.out_blocks) = (call.in_blocks, call.out_blocks);
         inside.run(request).map_err(|error| match error {
-            // The host's group names ranks by its own numbers; the user knows those of the whole group. A report that
-            // came from another rank of the host names the dead rank in its text alone.
+            // The host's group names ranks by its own numbers; the user knows those of the whole group. Where another
+            // rank of the host reported the death, only the text names the dead rank.
             Error::RankFailed { rank, ref text }
                 if rank < self.host_map.local_ranks().len() && text.contains(&format!("rank {rank} (pid")) =>
             {

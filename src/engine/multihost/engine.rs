@@ -204,11 +204,11 @@ impl Engine for MultiHost {
     fn lacks(&self, _op: &Op) -> Lacks {
         let each = self.lanes.waiting.iter().map(|lane| lane.load(Ordering::Relaxed));
         let waiting: Vec<String> = each.filter(|rank| *rank != NOBODY).map(|rank| format!("rank {rank}")).collect();
-        let whom = match &waiting[..] {
+        let missing = match &waiting[..] {
             [] => "no answer from ranks of its own host".to_string(),
             ranks => format!("no answer from {} on another host", ranks.join(" and ")),
         };
-        Lacks::Unknown(format!("{whom}: it has not entered it, or cannot be reached"))
+        Lacks::Unknown(format!("{missing}: it has not entered it, or cannot be reached"))
     }
 
     fn collective(&self, number: u64) -> Option<Arc<Op>> {
@@ -221,7 +221,7 @@ impl Engine for MultiHost {
     /// Returns the operations that no lane has; a lane ends its own.
     fn take_pending(&mut self, error: &Error) -> Vec<Arc<Op>> {
         let mut state = self.lanes.lock();
-        // So that no lane takes an operation that is returned here.
+        // Set first, so that no lane takes an operation that is returned here.
         state.fault.get_or_insert_with(|| error.clone());
         let free = state.take_idle();
         drop(state);

@@ -33,7 +33,7 @@ pub(super) struct Lanes {
     pub link: Arc<dyn Link>,
     pub insides: Vec<Option<Arc<dyn HostGroup>>>,
     pub settings: Settings,
-    /// The facts for the choice between hosts; the same on every rank.
+    /// The facts from which the algorithm between hosts is chosen; the same on every rank.
     pub hosts: Hosts,
     pub menu: Menu,
     pub policy: Arc<Policy>,
@@ -195,7 +195,7 @@ impl Lanes {
         complete.iter().for_each(|op| op.store_back());
         let mut state = self.lock();
         let ended = state.end_batch(lane, &task.ops);
-        // In lists of their own, because they were not part of the batch.
+        // In separate lists, because they were not part of the batch.
         let barriers = state.take_barriers().into_iter().map(|op| vec![(op, Ok(()))]);
         let ended = std::iter::once(ended).chain(barriers).collect();
         state.extend_promise();
@@ -252,8 +252,8 @@ impl Lanes {
         Ok(if agrees { run.header.issued } else { 0 })
     }
 
-    /// Copies strided inputs to contiguous memory, once for all segments. An error is the group's fault, which may have
-    /// come while the lane waited for its turn.
+    /// Copies strided inputs to contiguous memory, once for all segments. The error, if any, is the fault of the group,
+    /// which may have failed while the lane waited for its turn.
     fn prepare(&self, task: &Task) -> Result<()> {
         let fault = |state: &State| state.fault.clone().map_or(Ok(()), Err);
         fault(&self.lock())?;

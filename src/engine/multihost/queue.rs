@@ -11,7 +11,7 @@ use crate::types::Kind;
 
 pub(super) struct Entry {
     pub op: Arc<Op>,
-    /// Batches it still needs: its segments, or 1.
+    /// Batches that it still has to go through: its segments, or 1.
     pub left: usize,
     /// Lanes that work on it now: as long as there are any, its memory is in use.
     pub active: usize,
@@ -80,7 +80,7 @@ impl State {
         entry
     }
 
-    /// Adds a batch, or a segment of one, to the hash of all batches, which it returns.
+    /// Adds a batch, or a segment of one, to the hash of all batches, and returns the hash.
     pub fn extend_chain(&mut self, ops: &[Arc<Op>], segment: usize) -> u64 {
         let mix = |chain: u64, value: u64| (chain ^ value).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29);
         let signed = ops.iter().fold(self.chain, |chain, op| mix(mix(chain, op.signature), op.lists));
@@ -88,7 +88,7 @@ impl State {
         self.chain
     }
 
-    /// A lane has run one segment of these operations. Returns those of which it was the last.
+    /// A lane has run one segment of these operations. Returns the operations of which it was the last segment.
     pub fn finish_segment(&mut self, ops: &[Arc<Op>]) -> Vec<Arc<Op>> {
         let last = |op: &&Arc<Op>| {
             let entry = self.entry(op.number);
@@ -98,8 +98,8 @@ impl State {
         ops.iter().filter(last).cloned().collect()
     }
 
-    /// The lane gives back the operations of a batch. Returns those that have ended with it: a barrier only where all
-    /// before it have ended (`take_barriers`).
+    /// Takes the operations of a finished batch back from its lane. Returns the operations that this batch ended. A
+    /// barrier ends here only if every operation before it has ended; otherwise `take_barriers` returns it later.
     pub fn end_batch(&mut self, lane: usize, ops: &[Arc<Op>]) -> Ended {
         let fault = self.fault.clone();
         let mut ended = Vec::new();
@@ -120,7 +120,7 @@ impl State {
         ended
     }
 
-    /// The lane ends because of a panic: returns the operations that it alone had, and forgets them.
+    /// The lane ends because of a panic: returns the operations that no other lane works on, and marks them as done.
     pub fn release_all(&mut self, lane: usize) -> Vec<Arc<Op>> {
         let mut left = Vec::new();
         for number in std::mem::take(&mut self.taken[lane]) {
@@ -180,7 +180,7 @@ impl State {
         ended
     }
 
-    /// Returns the operations that no lane works on, and forgets them.
+    /// Returns the operations that no lane works on, and marks them as done.
     pub fn take_idle(&mut self) -> Vec<Arc<Op>> {
         let mut free = Vec::new();
         for entry in self.entries.iter_mut().filter(|entry| entry.active == 0 && !entry.done) {
@@ -222,7 +222,7 @@ mod tests {
         }
         state.acquire(1, 3);
         state.release(0, 1);
-        // Lane 0 panics: it had 2 alone, 3 with the other lane, and was through with 1.
+        // Lane 0 panics: it alone had operation 2, both lanes had 3, and it had finished 1.
         assert_eq!(numbers(&state.release_all(0)), [2]);
         assert_eq!(numbers(&state.take_idle()), [1, 4, 5], "what no lane has is the group's to end");
         assert_eq!(numbers(&state.release_all(1)), [3]);

@@ -108,11 +108,11 @@ pub struct Transport {
     lane: u32,
     wires: HashMap<usize, Wire>,
     spare: Vec<Vec<u8>>,
-    /// The rank that is waited for now, for stall reports.
+    /// The rank that this lane waits for now, for error texts.
     waiting_for: Arc<AtomicUsize>,
 }
 
-/// No rank is waited for.
+/// The lane waits for no rank.
 pub const NOBODY: usize = usize::MAX;
 
 /// A message that arrived from one peer.

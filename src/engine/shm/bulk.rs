@@ -77,14 +77,14 @@ impl Rounds {
         Rounds { chunk, seen: 0, beside: 0, plan: None, fill: 0, take: 0, collect: 0, factors: Vec::new(), chunk_timer }
     }
 
-    /// True while the operation cannot end before `peer` does something more. It checks for the last round the
+    /// True while the operation cannot end before `peer` makes further progress. It checks for the last round the
     /// conditions that `step` checks for the next one.
     pub fn needs(&self, area: &Area, op: &Op, peer: usize) -> bool {
         let bulk = Bulk { area, op, kernel: None, scratch: &mut Vec::new() };
         if self.seen < area.ranks && bulk.verifies(peer) && !Slots::is_published(area, peer, op.number) {
             return true;
         }
-        // Without a plan an earlier operation holds this one up.
+        // Without a plan the operation waits for an earlier one.
         let Some(&Plan { bases, rounds: rounds @ 1.., .. }) = self.plan.as_ref() else { return false };
         let last = rounds - 1;
         self.fill < rounds && bulk.fill_needs(bases, last, peer)
@@ -455,8 +455,9 @@ impl Bulk<'_> {
         }
     }
 
-    /// Combines `bytes` of every rank into `to`, in rank order. This rank's own bytes come from the inputs at `at`, never
-    /// from its stage buffer: only its peers hold up this rank's next fill, so that may hold a later round already.
+    /// Combines `bytes` of every rank into `to`, in rank order. This rank's own bytes come from the inputs at `at`,
+    /// never from its stage buffer: this rank's next fill waits only for its peers, so the buffer may hold a later
+    /// round already.
     ///
     /// # Safety
     /// `stage(q)` is ready for `bytes` for every peer; `to` holds `bytes` and overlaps none of them.

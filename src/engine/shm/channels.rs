@@ -62,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_lane_is_kept_while_nobody_waits_and_then_goes_round() {
+    fn a_channel_is_kept_while_no_sender_waits_and_then_goes_round() {
         let mut channels = Channels::new(1, 4);
         assert_eq!((channels.lend(1), channels.lend(1)), (Some(0), Some(0)));
         assert_eq!((channels.lend(2), channels.lend(3)), (None, None));

@@ -296,8 +296,8 @@ impl Shm {
         waits
     }
 
-    /// The operations that cannot end before `peer` does something more, by the conditions under which they advance;
-    /// `gone` names the ranks that will do nothing more.
+    /// The operations that cannot end before `peer` makes further progress, by the conditions under which they advance;
+    /// `gone` names the ranks that will make none.
     fn blocked_by(&self, peer: usize, gone: &dyn Fn(usize) -> bool) -> impl Iterator<Item = &Arc<Op>> {
         let area = &*self.area;
         let collectives = self.entries.iter().filter(move |entry| match &entry.phase {

@@ -3,7 +3,7 @@
 //! Each ordered pair of ranks has a ring buffer of envelopes. A message of up to `eager_bytes` travels in its envelope,
 //! and its send ends at once. A larger one waits at the sender until the receiver has matched its envelope and granted
 //! it a channel (`channels`); then it moves through the two buffers of that channel, in the order of the grants. Receivers
-//! always move envelopes to a private list, so a message with a tag that nobody has posted blocks none behind it.
+//! always move envelopes to a private list, so a message whose tag no receive has asked for yet blocks none behind it.
 //! Receives match in the order in which they were posted, first in first out per (source, tag); a receive from anyone
 //! takes the message that arrived first.
 //!
@@ -438,7 +438,7 @@ impl P2p {
         true
     }
 
-    /// The operations that cannot end before `peer` does something more. A receive from anyone needs `peer` when no
+    /// The operations that cannot end before `peer` makes further progress. A receive from anyone needs `peer` when no
     /// other rank can still send; `gone` says which ranks cannot.
     pub fn blocked_by(&self, area: &Area, peer: usize, gone: impl Fn(usize) -> bool) -> impl Iterator<Item = &Arc<Op>> {
         let (out, incoming) = (&self.out[peer], &self.incoming[peer]);

@@ -73,7 +73,7 @@ pub fn write_table(area: &Area, op: &Op, chain: u64) {
     let to = area.payload(area.me, op.number, SLOT_BYTES);
     for q in 0..area.ranks {
         let bytes = block(&request.in_blocks, total, area.ranks, q) as u64;
-        // SAFETY: the table lies within the slot (MAX_RANKS * 8 <= SLOT_BYTES), which nobody reads now.
+        // SAFETY: the table lies within the slot (MAX_RANKS * 8 <= SLOT_BYTES), which no peer reads now.
         unsafe { to.add(q * 8).cast::<u64>().write_unaligned(bytes) };
     }
     if inline {
@@ -209,7 +209,7 @@ pub fn finish(area: &Area, op: &Op, kernel: Option<&Kernel>, scratch: &mut Vec<u
     let outputs = Pieces(request.outputs());
     let total_out = outputs.bytes();
     if total_out == 0 {
-        return Ok(()); // a barrier, and who gets nothing
+        return Ok(()); // a barrier, or a rank that gets no data
     }
     match request.kind {
         Kind::AllReduce | Kind::Reduce => {

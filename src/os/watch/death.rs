@@ -79,7 +79,7 @@ fn descriptor(rc: i32, what: &str) -> Result<OwnedFd> {
     if rc < 0 {
         return Err(refused(what));
     }
-    // SAFETY: the kernel just returned this descriptor to us, so nobody else owns it.
+    // SAFETY: the kernel just returned this descriptor to us, so nothing else owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(rc) })
 }
 

@@ -13,12 +13,12 @@ use std::thread::JoinHandle;
 use self::death::Watcher;
 pub use self::death::{End, Source, WatchGuard, stop, watch};
 
-/// What tells this process from its parent.
+/// The state by which a process differs from its parent after a fork.
 struct Process {
     /// Forks between the process that first used this module and this one. Written by `in_forked_child` alone, when the
     /// process has one thread (relaxed).
     generation: AtomicU32,
-    /// Of the handler that counts them.
+    /// Installs the handler that counts forks.
     installed: Once,
     /// The thread that watches, or null; see `Watcher::get`. Published with release, read with acquire.
     watcher: AtomicPtr<Watcher>,

@@ -1,5 +1,6 @@
-//! What is the same in the communicators of all vendors' libraries: who may still use the handle, what a call is in the
-//! library's numbers, on which thread one is joined and ended. The rest each library says by [`Calls`].
+//! What the communicators of all vendors' libraries share: which thread may still use the handle, how a call is written
+//! in the library's numbers, on which thread a communicator is joined and ended. Each library implements the rest as
+//! [`Calls`].
 
 use std::ffi::{c_int, c_void};
 use std::sync::Arc;
@@ -11,7 +12,7 @@ use crate::engine::device::runtime::{Runtime, Stream};
 use crate::error::{Error, Result};
 use crate::types::{Dtype, ReduceOp};
 
-/// What a library numbers element types and ops by.
+/// The numbers that a library has for element types and ops.
 pub struct Numbers {
     /// Of the library, for messages.
     pub name: &'static str,
@@ -19,7 +20,7 @@ pub struct Numbers {
     pub ops: &'static [(ReduceOp, c_int)],
 }
 
-/// A call in the numbers of a library; 0 what it has not.
+/// A call in the numbers of a library; 0 where the call has no such argument.
 pub struct Arguments {
     pub send: *mut c_void,
     pub recv: *mut c_void,
@@ -67,7 +68,7 @@ impl Numbers {
 
 /// The calls of one library. Handles are those of its communicators, as numbers, and live until the call returns.
 pub trait Calls: Api + Sized + 'static {
-    /// What a communicator of this library keeps besides.
+    /// Further state of a communicator of this library.
     type Own: Send + Sync + 'static;
 
     /// Puts one call on the stream. `factor` as in `Communicator::call_by_factor`, or 0.
@@ -80,7 +81,7 @@ pub trait Calls: Api + Sized + 'static {
     fn split(&self, _: &Arc<Joined<Self>>, _: &Split) -> Result<Option<Arc<dyn Communicator>>> {
         Err(no_split(self.capabilities()))
     }
-    /// `waits`: the deadline, and what else may end the wait.
+    /// `waits`: the deadline, and the function that may end the wait earlier.
     fn shrink(
         &self,
         _: &Arc<Joined<Self>>,
@@ -107,8 +108,8 @@ pub struct Joined<L: Calls> {
 }
 
 impl<L: Calls> Joined<L> {
-    /// Ends it by `destroy` on a thread of its own, unless it has ended. Nobody else uses the handle any more then, but
-    /// for those who have not left after `grace`.
+    /// Ends it by `destroy` on a new thread, unless it has ended. By then no other thread uses the handle, except for
+    /// calls that have not returned after `grace`.
     pub fn end(
         self: &Arc<Self>,
         (why, grace): (&'static str, Duration),
@@ -123,7 +124,7 @@ impl<L: Calls> Joined<L> {
         })
     }
 
-    /// Messages as one group of the library's. `one` puts one of them on the stream.
+    /// Messages as one group of the library. `one` puts one of them on the stream.
     pub fn exchange(&self, messages: &[Message], one: impl FnMut(&Message) -> Result<()>) -> Result<()> {
         self.api.group_start()?;
         let called = messages.iter().try_for_each(one);
@@ -133,7 +134,7 @@ impl<L: Calls> Joined<L> {
     }
 }
 
-/// Joins a communicator on a thread of its own, for the device of `setup`.
+/// Joins a communicator on a new thread, which uses the device of `setup`.
 pub fn join<const BYTES: usize>(
     able: &Capabilities,
     setup: Setup,
@@ -147,14 +148,14 @@ pub fn join<const BYTES: usize>(
     })
 }
 
-/// That a call of the library did not succeed; `more` follows its own words.
+/// The error of a failed call of the library; `more` follows the library's own text.
 pub fn failure(api: &dyn Api, what: &str, code: c_int, more: &str) -> Error {
     let name = &api.capabilities().name;
     Error::System(format!("sagellm: {name} failed in {what}: {}{more}", api.describe_error(code)))
 }
 
-/// What the rest of the engine uses. Dropped without `close` or `abort`, it is aborted: to end it in order would wait for
-/// the other ranks, for which its owner has not waited.
+/// The communicator as the rest of the engine uses it. Dropped without `close` or `abort`, it is aborted: ending it in
+/// order would make the drop wait for the other ranks.
 pub struct LibraryComm<L: Calls>(pub Arc<Joined<L>>);
 
 impl<L: Calls> Communicator for LibraryComm<L> {

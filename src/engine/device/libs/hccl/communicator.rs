@@ -103,7 +103,7 @@ impl Hccl {
         Err(failure(self, what, code, "; plog files below ~/ascend/log say more"))
     }
 
-    /// An algorithm can be said where the library takes a config that has one.
+    /// An algorithm can be set where the config of the library has a field for it.
     fn takes_algorithm(&self) -> bool {
         // SAFETY: the vendor's function.
         self.table.config_capability.optional().is_some_and(|ask| unsafe { ask() } > sys::CAN_TAKE_ALGORITHM)
@@ -189,7 +189,7 @@ impl Api for Hccl {
 }
 
 pub struct Own {
-    /// Made out of another, so that none can be made out of it.
+    /// It was made out of another one, so none can be made out of it.
     child: bool,
 }
 
@@ -231,7 +231,7 @@ impl Hccl {
     }
 
     /// A send waits on the stream for its receive, so several messages go as one batch; a library without batches gets
-    /// them one by one in an order that cannot lock up.
+    /// them one by one in an order that cannot deadlock.
     fn exchange(
         &self,
         own: &Joined<Hccl>,
@@ -285,7 +285,7 @@ impl Hccl {
         })
     }
 
-    /// As `split`, on a thread of its own, for the device of `own`.
+    /// As `split`, on a new thread, which uses the device of `own`.
     fn part(own: &Arc<Joined<Hccl>>, split: Split) -> Result<Option<Arc<dyn Communicator>>> {
         let (api, device) = (&own.api, own.device);
         let make = api.table.create_sub.of(&api.library)?;

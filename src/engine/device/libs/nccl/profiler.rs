@@ -1,9 +1,10 @@
-//! What NCCL really did: the profiler plugin that it tells of every collective, exported as `ncclProfiler_v5` and `_v6`
-//! (NVIDIA/nccl, src/include/plugin/profiler). It keeps, by communicator, kind and size class, the algorithm, the protocol
-//! and the channels of the last one and how many there were, in memory of fixed size, so that `explain` can say it.
+//! What NCCL really did: the profiler plugin to which NCCL reports every collective, exported as `ncclProfiler_v5` and
+//! `_v6` (NVIDIA/nccl, src/include/plugin/profiler). It keeps, by communicator, kind and size class, the algorithm, the
+//! protocol and the channels of the last one and how many there were, in memory of fixed size, so that `explain` can
+//! say it.
 //!
-//! It is told of a collective when that is launched, on the thread that launches; it never waits there: where another
-//! thread is writing, one is not counted. It also learns the names of communicators, for the tuner.
+//! NCCL calls it when a collective is launched, on the thread that launches. It never waits there: a collective that is
+//! launched while another thread writes is not counted. It also learns the names of communicators, for the tuner.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::Mutex;
@@ -20,11 +21,11 @@ pub struct Ran {
     /// "LL", "LL128", "SIMPLE".
     pub protocol: Word,
     pub channels: u8,
-    /// Since it took another way or was forgotten.
+    /// Count since the algorithm last changed or the entry was reused.
     pub times: u64,
 }
 
-/// A short word without memory of its own.
+/// A short text stored inline.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Word([u8; 16]);
 
@@ -77,8 +78,8 @@ impl Seen {
     }
 }
 
-/// What ran last for collectives of this kind and about this size, in communicators of that name; `None` if NCCL has told
-/// of none: no plugin, sends and receives, other kernels, or not yet. `bytes` as `select` counts them.
+/// What ran last for collectives of this kind and about this size, in communicators of that name; `None` if NCCL has
+/// reported none: no plugin, sends and receives, other kernels, or not yet. `bytes` as `select` counts them.
 pub fn ran(name: &str, kind: Kind, bytes: u64) -> Option<Ran> {
     let numbers = numbers_of(name);
     let class = stats::class(bytes);
@@ -190,7 +191,7 @@ fn element_bytes(dtype: &str) -> u64 {
     }
 }
 
-/// What NCCL gives back to us with every event.
+/// The pointer of ours that NCCL passes with every event.
 struct Context {
     number: u64,
     ranks: u64,

@@ -3,9 +3,10 @@
 //!
 //! NCCL is told by the variable `NCCL_TUNER_PLUGIN`, and of the profiler beside this file by `NCCL_PROFILER_PLUGIN`: the
 //! absolute path of our library. They are set before a communicator is made for a group that has a topology, a rule or a line
-//! for NCCL, or with `SAGELLM_EXPLAIN=1`, and never else, since every communicator of the process and its children then asks,
-//! also those of others. Ours are told apart by their name, which the profiler is told together with the number
-//! that the tuner knows; for all others, and where no rule or line says anything, nothing is changed.
+//! for NCCL, or with `SAGELLM_EXPLAIN=1`, and never otherwise, because every communicator of the process and its
+//! children then asks, also those that are not ours. Ours are recognized by their name, which NCCL passes to the
+//! profiler together with the number that it passes to the tuner. For all others, and where no rule or line fits,
+//! nothing is changed.
 //!
 //! # From our ways to NCCL's
 //!
@@ -67,7 +68,8 @@ fn algorithm(policy: &Policy, kind: Kind, bytes: u64, ranks: usize, nodes: usize
         Some(AlgorithmChoice::Hosts { algorithm: Algorithm::DoubleTree | Algorithm::Binomial, .. }) => Some(TREE),
         Some(AlgorithmChoice::Hierarchical { .. }) => Some(TREE),
         None if kind == Kind::AllReduce => policy.topology.map(|topology| {
-            // The user may call several hosts one, which NVLink joins; and a group may be on fewer than the job.
+            // The user may count several hosts that NVLink joins as one; and a group may be on fewer hosts than the
+            // job.
             let start = Start::of(bytes, ranks, nodes.min(topology.hosts), topology.full_nvlink);
             if !start.hierarchical && start.algorithm == Algorithm::Ring { RING } else { TREE }
         }),
@@ -87,7 +89,8 @@ fn steers(policy: &Policy) -> bool {
     policy.topology.is_some() || policy.rules.0.iter().chain(lines).any(names)
 }
 
-/// What is steered, and what NCCL has told of its communicators. Small, and asked once for each communicator.
+/// The communicators that we steer, and what NCCL has reported about its communicators. Small, and searched once for
+/// each communicator.
 struct Registry {
     /// By name of the communicator; written by `steer`.
     policies: Vec<(String, Arc<Policy>)>,
@@ -109,7 +112,7 @@ fn registry() -> MutexGuard<'static, Registry> {
 /// While it lives, communicators of this name go by this policy. All ranks must steer alike, as with every policy.
 pub struct Steered {
     name: String,
-    /// NCCL shall ask about it.
+    /// NCCL is expected to ask about it.
     asks: bool,
 }
 
