@@ -211,7 +211,7 @@ def find_ninja() -> str:
 
 
 def write_changed(path: Path, text: str) -> None:
-    """A file that says what it said keeps its time, so that ninja builds nothing anew."""
+    """An unchanged file keeps its time stamp, so that ninja rebuilds nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.is_file() or path.read_text(encoding="utf-8") != text:
         path.write_text(text, encoding="utf-8")
@@ -243,7 +243,7 @@ def compile_all(command: list[str], flags: list[str], sources: list[str], folder
 
 
 def builder() -> type[Any]:
-    """setuptools' build_ext with cargo in front, ninja in the middle and the record of what was built behind."""
+    """setuptools' build_ext: runs cargo, then ninja, then writes the record of the build."""
     from torch import __version__ as torch_version
     from torch.utils.cpp_extension import include_paths, library_paths
 
@@ -269,9 +269,9 @@ def builder() -> type[Any]:
             super().build_extensions()
 
         def _compile(self, sources: list[str], **given: Any) -> list[str]:
-            """Takes the place of the compiler's own `compile`, which knows neither threads nor headers."""
+            """Replaces the compiler's `compile`, which runs no steps in parallel and tracks no headers."""
             command = list(getattr(self.compiler, "compiler_so_cxx", None) or self.compiler.compiler_so)
-            # As for an `include` of a system header: what the compiler thinks of torch's headers is not ours to mend.
+            # torch's folders count as system folders, so that warnings about torch's headers do not appear.
             system = [*include_paths(), *self.compiler.include_dirs, sysconfig.get_path("include")]
             flags = [word for word in command[1:] if word != "-Wstrict-prototypes"]
             flags += [f"-I{folder}" for folder in given["include_dirs"] if folder not in system]
@@ -282,7 +282,7 @@ def builder() -> type[Any]:
             return compile_all(compiler, [*flags, *given["extra_postargs"]], sources, Path(self.build_temp))
 
         def _drop_foreign_paths(self) -> None:
-            """A Python with libraries of its own (pyenv, conda) would write its folder into our library."""
+            """A Python that brings its own libraries (pyenv, conda) would write their folder into our library."""
             for name in ("linker_so", "linker_so_cxx"):
                 words = getattr(self.compiler, name, None)
                 if words:

@@ -1,4 +1,4 @@
-"""For the API reference: what the sources write as comments, and its generator would read only in other forms."""
+"""For the API reference: turns the comment forms of the sources into forms that its generator reads."""
 
 from __future__ import annotations
 

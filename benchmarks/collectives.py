@@ -52,7 +52,7 @@ Calls = Sequence[Callable[[], object]]
 
 
 class Backend:
-    """One column of the tables: a process group under a label."""
+    """One column of the tables: a process group and its label."""
 
     def __init__(self, label: str, group: dist.ProcessGroup, form: str = "") -> None:
         self.label, self.group = label, group
@@ -328,7 +328,7 @@ def spawn(args: argparse.Namespace) -> int:
     hosts = [int(host) for host in args.hosts.split(",")]
     try:
         with net.Network(max(hosts) + 1, args.rate, args.delay_ms) as network:
-            # A network of its own, so any port will do.
+            # Each run has a new network, so any port is free.
             place = {
                 "MASTER_ADDR": network.address(hosts[0]),
                 "MASTER_PORT": 29500,

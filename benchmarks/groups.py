@@ -32,7 +32,7 @@ EXAMPLES = """examples:
 
 
 def cost_now() -> torch.Tensor:
-    """Of this process: open descriptors, bytes of addresses, resident bytes (of shared memory its share)."""
+    """Figures of this process: open descriptors, bytes of addresses, resident bytes (its share of shared memory)."""
     address_space = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     proportional = re.search(r"^Pss:\s+(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.MULTILINE)
     resident = int(proportional.group(1)) * 1024 if proportional else 0

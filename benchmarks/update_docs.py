@@ -44,7 +44,8 @@ HOSTS = [
 LEADERS = [f"{EPYC}/columns-0011-10gbit-direct", f"{EPYC}/columns-0011-1gbit-direct"]
 
 KiB, MiB = 1 << 10, 1 << 20
-# (each rank's host or the number of ranks, link, operation, bytes): how many times faster, by the median, than what.
+# (each rank's host or the number of ranks, link, operation, bytes): how many times faster, by the median, and than
+# which backend.
 GOALS: dict[tuple[str, str, str, int], tuple[float, str]] = {
     ("2", "", "all_reduce", 8): (30, "gloo"),
     ("2", "", "all_reduce", 4 * KiB): (30, "gloo"),
@@ -133,7 +134,7 @@ def against_unfused(row: Run) -> float | None:
 
 
 def goals(runs: list[Run]) -> Table:
-    """Every run of every goal, so that none stands for another; a goal that was not measured keeps its row."""
+    """Every run of every goal, so that no run hides another; a goal that was not measured keeps its row."""
     columns = list(dict.fromkeys(map(machine_of, sorted(runs, key=lambda r: (machine_of(r), r["date"])))))
     table = [["what", "goal", *columns]]
     for case, (factor, rival) in GOALS.items():

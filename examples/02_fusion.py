@@ -22,7 +22,7 @@ ROUNDS = 50
 
 
 def tensors_of(rank: int) -> list[torch.Tensor]:
-    """Of several sizes and two dtypes."""
+    """Tensors of several sizes and two dtypes."""
     return [
         torch.full((512 + number,), float(rank + number), dtype=torch.float32 if number % 2 else torch.float64)
         for number in range(COUNT)
@@ -44,7 +44,7 @@ def as_a_list(tensors: list[torch.Tensor]) -> None:
 
 
 def with_a_buffer(tensors: list[torch.Tensor]) -> None:
-    """For programs that meet their tensors one after the other."""
+    """Through a buffer, for programs that produce their tensors one after the other."""
     comm = sagellm.create_comm_backend()
     buffer = sagellm.CommFusionBuffer(max_size_mb=1)
     for tensor in tensors:

@@ -27,7 +27,7 @@ PROMPT = b"import os\n\n\ndef read_lines(path):\n"
 class ParallelBlock(nn.Module):
     """A layer of the demo's model of which each rank computes some of the heads and some of the hidden features.
 
-    Two all_reduces a layer: the row layers sum what the ranks computed behind the column layers.
+    Two all_reduces for each layer: the row layers sum the ranks' results of the column layers.
     """
 
     def __init__(self, block: Block) -> None:
@@ -55,7 +55,7 @@ class ParallelBlock(nn.Module):
 
 
 def parallel_form(model: Gpt, config: Config) -> Gpt:
-    """The same model with its layers over the ranks; embeddings and norms are whole on every rank."""
+    """The same model with its layers split over the ranks; embeddings and norms are whole on every rank."""
     made = Gpt(config)
     made.load_state_dict(model.state_dict())
     made.blocks = nn.ModuleList(ParallelBlock(block) for block in model.blocks)
@@ -64,7 +64,7 @@ def parallel_form(model: Gpt, config: Config) -> Gpt:
 
 @torch.no_grad()
 def generate(model: Gpt, count: int, context: int) -> tuple[bytes, torch.Tensor]:
-    """The most probable bytes behind the prompt, one by one, and the last logits."""
+    """The most probable bytes after the prompt, one by one, and the last logits."""
     text = torch.tensor([list(PROMPT)])
     logits = torch.empty(0)
     for _ in range(count):

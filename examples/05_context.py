@@ -49,7 +49,7 @@ def ring_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) 
 
 
 def exchanged_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """The same, by all tokens of HEADS / ranks of the heads."""
+    """The same result, computed from all tokens of HEADS / ranks of the heads."""
     some_heads = [sagellm.exchange_tokens(each, split_dim=1, join_dim=0) for each in (query, key, value)]
     return sagellm.exchange_tokens(plain_attention(*some_heads), split_dim=0, join_dim=1)
 

@@ -4,7 +4,7 @@
     torchrun --standalone --nproc-per-node=2 examples/06_moe.py
 
 A token goes to its two best experts. Without a capacity factor nothing is dropped; with one an expert takes no more
-than its share from each rank. The check has all experts on one process.
+than its share from each rank. The check runs all experts on one process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def forward(
 
 
 def plain(experts: list[nn.Module], tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """The same with all experts here: each computes all tokens, those that did not choose it weigh nothing."""
+    """The same layer with all experts on this rank: every expert computes all tokens, and a token that did not choose
+    it has weight 0."""
     weights, chosen = scores.softmax(1).topk(CHOICES)
     table = torch.zeros_like(scores).scatter(1, chosen, weights)
     return sum(table[:, [number]] * expert(tokens) for number, expert in enumerate(experts))

@@ -3,9 +3,9 @@
 
     torchrun --standalone --nproc-per-node=2 examples/07_overlap_compression.py
 
-First one scheduler: the output of each layer is summed over the ranks while the next layer computes. Then training by
-DistributedDataParallel with hooks that compress its buckets. The checks: the sums against gathered outputs, the errors
-against the bounds of docs/api.md, and the losses against training without compression.
+The first part uses a scheduler: the output of each layer is summed over the ranks while the next layer computes. The
+second part trains with DistributedDataParallel and hooks that compress its buckets. The checks: the sums against
+gathered outputs, the errors against the bounds of docs/api.md, and the losses against training without compression.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def error_of_one_call(rank: int, ranks: int) -> None:
     sagellm.compressed_all_reduce(packed, "int8")
     largest = numbers.view(-1, 256).abs().amax(1)
     dist.all_reduce(largest)  # the sum over the ranks of each block's largest number
-    bound = (largest + largest) / 254 * 1.01  # the largest of the sum is at most the sum of the largest, rounding apart
+    bound = (largest + largest) / 254 * 1.01  # the largest number of a sum is at most this, apart from rounding
     error = (packed - exact).view(-1, 256).abs().amax(1)
     assert (error <= bound).all(), (error / bound).max()
     if rank == 0:

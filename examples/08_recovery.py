@@ -7,7 +7,7 @@ A killed process ends the operations that need it on all other ranks in under a 
 same processes, copy the state of the lowest of them, and repeat the step. The check computes all steps on one process.
 
 torchrun itself ends all ranks as soon as one of its processes fails. So each process that it starts runs its rank as a
-child, and takes the one that is killed for ended well.
+child process, and reports success also where that child was killed on purpose.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ VICTIM = 1
 
 
 def gradient(weights: torch.Tensor, step: int, worker: int) -> torch.Tensor:
-    """Of one worker's samples in one step."""
+    """The gradient of one worker's samples in one step."""
     inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(1000 * step + worker))
     return inputs.T @ (inputs @ weights - inputs.sum(1)) / len(inputs)
 
 
 def plain(workers: int) -> torch.Tensor:
-    """All steps on one process: from the failure on without the gradients of the rank that was killed."""
+    """All steps on one process; from the failure on it leaves out the gradients of the killed rank."""
     weights = torch.zeros(8)
     for step in range(STEPS):
         live = [worker for worker in range(workers) if step < FAILS_IN or worker != VICTIM]
@@ -54,7 +54,7 @@ def train(worker: int) -> torch.Tensor:
         except dist.DistBackendError as error:
             print(f"worker {worker}, after {time.monotonic() - began:.2f} s: {str(error).splitlines()[0]}", flush=True)
             dist.shrink_group([VICTIM])
-            # Whoever had gone further or less far: all continue from the same state.
+            # Ranks may have finished different steps when the failure came, so all continue from the state of one rank.
             state = torch.cat([weights, torch.tensor([float(step)])])
             dist.broadcast(state, 0)
             weights, step = state[:-1].clone(), int(state[-1])

@@ -268,7 +268,7 @@ class Trainer:
             bar.advance(self)
 
     def profiled_steps(self, count: int, bar: Bar) -> None:
-        """A few steps under the profiler; the records are boiled down at once, so memory stays small."""
+        """A few steps under the profiler; the records are reduced to sums at once, so memory stays small."""
         dist.barrier(group=self.group)
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
             for _ in range(count):

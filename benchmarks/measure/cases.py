@@ -229,7 +229,7 @@ def burst(parts: tuple[torch.Tensor, ...], group: dist.ProcessGroup) -> None:
 
 
 def region(parts: tuple[torch.Tensor, ...], group: dist.ProcessGroup) -> None:
-    """The same, told to torch beforehand."""
+    """The same, within torch's coalescing manager."""
     with dist._coalescing_manager(group=group):
         for part in parts:
             dist.all_reduce(part, group=group)

@@ -62,7 +62,7 @@ def device(calls: Calls, count: int, start: int) -> list[float]:
     return series(calls, count, start, torch.accelerator.synchronize)
 
 
-#: By the name that a result has. "alone" waits for the device before every call: for those that are many calls.
+#: By the clock's name in a result. "alone" waits for the device before every call; it is for cases of many calls each.
 CLOCKS: dict[str, Clock] = {
     "call": each,
     "issue": issue,

@@ -21,7 +21,7 @@ def is_rank() -> bool:
 
 @contextmanager
 def here() -> Iterator[dict[str, Any]]:
-    """The store of ranks on this host, in this process, and what tells them of it."""
+    """The store of the ranks on this host, served by this process, and the environment by which they find it."""
     # On a port that the system chose, as torchrun's: no guess at a free port.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": "True"}

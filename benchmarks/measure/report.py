@@ -22,7 +22,8 @@ def ops_of(results: Iterable[Result]) -> list[str]:
 
 
 def speedups(result: Result, reference: str = REFERENCE) -> dict[str, tuple[float, float]]:
-    """Per backend: the reference's p10 over its median, and over its p10. The first asks more of the backend."""
+    """Per backend: the reference's p10 over the backend's median, and over its p10. The first comparison is the harder
+    one for the backend."""
     times = {label: t for label, t in result["times"].items() if "p10" in t}
     if reference not in times:
         return {}
@@ -43,7 +44,7 @@ def is_control(label: str, reference: str = REFERENCE) -> bool:
 
 
 def reference_of(run: Result) -> str:
-    """Against what a run compares: gloo, but for runs on devices."""
+    """The backend that a run compares with: gloo, except for runs on devices."""
     return str(run.get("reference", REFERENCE))
 
 
@@ -75,7 +76,7 @@ def markdown(run: Result) -> str:
 
 
 def _what(run: Result) -> str:
-    """The device and what was timed, where that is not a call on tensors in host memory."""
+    """The device and the timed interval, where that is not a call on tensors in host memory."""
     clocks = {
         "call": "A time is that of the host, from the call to its return. ",
         "issue": "A time is that of the host, from the call to its return, beside a device that has little to do. ",
@@ -96,7 +97,7 @@ def _where(run: Result) -> str:
 
 
 def _has_bandwidth(row: Result, run: Result, label: str) -> bool:
-    """Nothing moved, or the host did not wait until it had: then there is none."""
+    """No bandwidth is given where no data moved, or the host did not wait for the data."""
     return bool(row["size"]) and label != FLOOR and run.get("clock") != "issue"
 
 

@@ -22,7 +22,7 @@ DEFAULT = "gloo"
 def _gloo(c10d: Any, store: Any, options: Any) -> Any:
     from sagellm import _serve_as
 
-    # torch's own, also where its name is served by this package.
+    # torch's own gloo, also where this package serves its name.
     group = _serve_as.real()(store, options.group_rank, options.group_size, timeout=options.timeout)
     # torch sets this on its gloo groups; it appears in messages.
     group.options.global_ranks_in_group = options.global_ranks_in_group
@@ -61,7 +61,7 @@ def check(name: str) -> str:
 
 @dataclass(frozen=True)
 class Facts:
-    """The fields that are used of torch's struct of facts about a group."""
+    """The fields that this package uses of torch's struct of facts about a group."""
 
     store: Any
     group_rank: int

@@ -1,4 +1,4 @@
-"""The known word that somebody who mistyped one probably meant."""
+"""The known word nearest to a mistyped one."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def register() -> None:
 
 
 def create(options: Any, pg_options: Any = None) -> Any:
-    """Makes the backend of one group in a rendezvous with its other ranks. torch calls it.
+    """Makes the backend of one group, after a rendezvous with its other ranks. torch calls it.
 
     ``options`` is torch's struct of facts about the group. Of its newer fields, which 2.11 does not have,
     ``process_group`` and ``split_from`` are not read. ``pg_options`` are the user's, if any: ours, or the
@@ -110,7 +110,7 @@ def part(ours: Any, store: Any, rank: int, size: int) -> Any:
 
 
 def _meet(extension: ModuleType, options: Any, ours: Any, is_part: bool = False) -> Any:
-    """The backend, after the ranks have met, with the groups of torch's that they decided it needs."""
+    """The backend, after the ranks have met, with the delegate and the link if the ranks decided that it needs them."""
     from sagellm import _delegate
 
     decided = extension.rendezvous(

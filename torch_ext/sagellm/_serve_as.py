@@ -21,15 +21,15 @@ from typing import Any
 VARIABLE = "SAGELLM_AS"
 NAMES = ("gloo",)
 CLASS = "ProcessGroupGloo"
-#: Attributes of torch that were replaced, with what stood there; empty while nothing is.
+#: Attributes of torch that were replaced, with their original values; empty while none is replaced.
 _replaced: list[tuple[Any, str, Any]] = []
-#: Taken once and never released: the log says once per process who serves the name.
+#: Taken once and never released: the log says once per process that sagellm serves the name.
 _told = threading.Lock()
 
 
 @dataclass(frozen=True)
 class _Facts:
-    """What the creator of a group reads, for a group that is made by calling the class."""
+    """The facts that the creator of a group reads, for a group that is made by calling the class."""
 
     store: Any
     group_rank: int
@@ -44,8 +44,8 @@ def serve_as(name: str = "gloo") -> None:
 
     That holds for ``init_process_group``, ``new_group``, ``DeviceMesh``, "cpu:gloo,cuda:nccl" and calls of the class
     ``ProcessGroupGloo``. ``get_backend()`` goes on saying "gloo", so that programs' own checks hold; the log says once
-    who really serves, and ``describe()`` of the backend each time. All ranks of a group must do the same. Groups that
-    exist stay what they are. A second call does nothing. ``SAGELLM_AS=gloo`` in the environment does the same.
+    that sagellm serves them, and ``describe()`` of each backend says so too. All ranks of a group must do the same.
+    Existing groups do not change. A second call does nothing. ``SAGELLM_AS=gloo`` in the environment does the same.
 
     A ValueError for another name, a RuntimeError where this torch makes its groups in a way that is not known here.
     """
@@ -62,7 +62,7 @@ def serve_as(name: str = "gloo") -> None:
     plugins = getattr(c10d.Backend, "_plugins", {})
     kept = hasattr(c10d.Backend, "_ensure_backend_registered")
     if kept:
-        c10d.Backend._ensure_backend_registered(name)  # else torch would put its own in our place later
+        c10d.Backend._ensure_backend_registered(name)  # otherwise torch would later replace our creator by its own
     if (kept and name.upper() not in plugins) or not hasattr(c10d, CLASS):
         raise RuntimeError(
             f"sagellm serve_as: torch {torch.__version__} has no {CLASS} in torch.distributed.distributed_c10d, or no "
@@ -83,7 +83,7 @@ def serves() -> bool:
 
 
 def stop() -> None:
-    """Gives the name back to torch; groups that exist stay what they are."""
+    """Gives the name back to torch; existing groups do not change."""
     while _replaced:
         holder, name, before = _replaced.pop()
         if isinstance(holder, dict):

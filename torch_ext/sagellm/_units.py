@@ -6,7 +6,8 @@ import re
 
 BINARY = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 DECIMAL = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
-#: Powers of two in any letters, also as a prefix alone. Powers of ten in theirs only: who writes KB may mean either.
+#: Powers of two in any letters, also as a prefix alone. Powers of ten only in their exact spelling, because KB may mean
+#: either.
 _ANY_CASE = {"": 1, "b": 1, **{short: factor for name, factor in BINARY for short in (name.lower(), name[0].lower())}}
 _EXACT = dict(DECIMAL)
 

@@ -127,7 +127,7 @@ class DistributedCommunicator:
     def recv(
         self, src_rank: int, shape: Shape, dtype: torch.dtype, tag: int = 0, device: torch.device | str = "cpu"
     ) -> torch.Tensor:
-        """A new tensor, with what rank ``src_rank`` sends.
+        """A new tensor with the data that rank ``src_rank`` sends.
 
         On the thread that made the ranks of one process it returns at once; where the message has not been sent yet,
         the tensor holds NaN (0 where its dtype has no NaN) until then.
@@ -150,9 +150,10 @@ def create_ring_topology(world_size: int, timeout: Seconds = 60.0) -> list[Distr
     On the thread that calls this function, calls of the communicators return at once, because there the other ranks may
     have their turn only later. So a plain loop over ranks works: results are there when the last rank has called. Until
     then floating-point and complex tensors that receive a result hold NaN, other tensors in place what they held, and
-    new ones 0. What is given is copied at the call, unless it is such a result itself: then when that is there.
+    new ones 0. Inputs are copied at the call, unless an input is itself such a result: then it is copied when the
+    result is there.
 
-    On any other thread a call returns when it has ended, as in a process of its own.
+    On any other thread a call returns when it has ended, as between processes.
 
     Where a call fails, all calls that have not ended fail, tensors in place hold again what they held before, and the
     ranks take no more calls. Ranks whose communicators are dropped end with their memory, also in the middle of calls.
@@ -168,11 +169,11 @@ def create_ring_topology(world_size: int, timeout: Seconds = 60.0) -> list[Distr
 
 @dataclass(frozen=True)
 class BenchmarkResult:
-    """How long one operation on one shape took, as one rank saw it."""
+    """The times of one operation on one shape, measured on one rank."""
 
     #: "all_reduce", "broadcast", "all_gather" or "reduce_scatter".
     op: str
-    #: Of the tensor that each rank passes.
+    #: The shape of the tensor that each rank passes.
     shape: tuple[int, ...]
     dtype: torch.dtype
     world_size: int
@@ -252,10 +253,11 @@ class _Operator:
     ) -> list[BenchmarkResult]:
         """Times the collective with its default arguments on CPU tensors of each shape; one result for each shape.
 
-        All ranks call it with the same arguments. Only on the thread that made the ranks of one process one call is
-        enough, which plays all ranks of it one after the other (RuntimeError where some have called fewer collectives).
-        What is timed there includes collecting the calls and copying their tensors: it shows how sizes compare, and is
-        no measure of ranks that are processes; for those call it in a real group, or ``sagellm bench``.
+        All ranks call it with the same arguments. On the thread that made the ranks of one process a single call is
+        enough: it makes the calls of all ranks one after the other (RuntimeError where some ranks have called fewer
+        collectives). The times there include collecting the calls and copying their tensors: they show how sizes
+        compare, but not how fast ranks in separate processes are; for that call it in a real group, or run ``sagellm
+        bench``.
         """
         if num_trials < 1:
             raise ValueError(f"sagellm benchmark: num_trials is {num_trials}, expected 1 or more")

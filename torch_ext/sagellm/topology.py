@@ -1,4 +1,4 @@
-"""What a job knows of its machines: ``TopologyInfo``, and ``TopologyManager``, which reads it or is given it.
+"""The machines of a job: ``TopologyInfo`` has the facts, ``TopologyManager`` reads them or takes them from the user.
 
 A topology decides nothing here: the core's start rules (src/select/start.rs) choose by it, in groups that are made with
 it and in ``select_all_reduce_algorithm``.
@@ -57,7 +57,7 @@ class TopologyInfo:
         return self.full_nvlink
 
     def option(self) -> str:
-        """What decides, as the option ``topology`` of ``sagellm.Options`` takes it: "hosts=2,full_nvlink=false"."""
+        """The fields that decide, in the form of the option ``topology``: "hosts=2,full_nvlink=false"."""
         return f"hosts={self.hosts},full_nvlink={str(self.full_nvlink).lower()}"
 
     @classmethod
@@ -98,9 +98,9 @@ class TopologyInfo:
 class TopologyManager:
     """The topology of a job, read from this machine or given; ``create_comm_backend(topology_manager=...)`` uses it.
 
-    In a group that is made with it the start rules choose the algorithm of what no rule and no table names, also where
-    the link between hosts was measured, and steer the library of a device's vendor. Rank 0's topology holds for the
-    whole group: a rank with another one follows it and warns. See docs/choosing.md.
+    In a group that is made with it the start rules choose the algorithm of every operation that no rule and no table
+    names, also where the link between hosts was measured, and steer the library of a device's vendor. Rank 0's topology
+    holds for the whole group: a rank with another one follows it and warns. See docs/choosing.md.
 
     Args:
         topology: the topology; None to read that of this machine (``TopologyInfo.detect``).
@@ -115,7 +115,7 @@ class TopologyManager:
     def __init__(self, topology: TopologyInfo | None = None) -> None:
         if topology is not None and not isinstance(topology, TopologyInfo):
             raise TypeError(f"sagellm TopologyManager: topology is {topology!r}, expected a TopologyInfo or None")
-        #: What holds, and where it is from.
+        #: The topology, and its source.
         self.topology: TopologyInfo = TopologyInfo.detect() if topology is None else topology
         self.source = "read from this machine" if topology is None else "given"
 
@@ -163,11 +163,12 @@ class TopologyManager:
 def select_all_reduce_algorithm(
     data_size: int, num_devices: int, topology: TopologyInfo | TopologyManager | None = None
 ) -> str:
-    """What the core's start rules choose for an all_reduce of ``data_size`` bytes over ``num_devices`` devices.
+    """The start rules' algorithm for an all_reduce of ``data_size`` bytes over ``num_devices`` devices.
 
     "hierarchical" where there are several hosts with several devices. Else below 1,000,000 bytes "recursive_doubling",
     or "tree" where NVLink connects all devices, and from there on "ring". Without a topology: one host, no full NVLink.
-    In a group rules of the user, a measured table and a measured link come before them; ``explain`` says what decided.
+    In a group, the user's rules, a measured table and a measured link have priority over the start rules; ``explain``
+    says which source decided.
 
     Raises:
         ValueError: the size is below 0, or there are fewer devices than one, or than hosts.
@@ -189,7 +190,7 @@ def select_all_reduce_algorithm(
 
 
 def option_of(given: TopologyManager | TopologyInfo | None) -> str:
-    """The option ``topology`` of a group for what a user gave as ``topology_manager``."""
+    """The option ``topology`` of a group, from the argument ``topology_manager``."""
     if given is None:
         return ""
     topology = given.topology if isinstance(given, TopologyManager) else given
@@ -203,7 +204,7 @@ def _wrong(name: str, expected: str, got: Any) -> ValueError:
 
 
 def _hosts_of_the_job() -> int:
-    """Hosts by what torchrun sets; 1 where it did not start this process."""
+    """The number of hosts, from torchrun's environment; 1 where torchrun did not start this process."""
     world, local = (os.environ.get(name, "") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     if not (world.isdigit() and local.isdigit() and int(world) and int(local)):
         return 1

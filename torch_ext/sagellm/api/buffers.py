@@ -1,4 +1,4 @@
-"""Lists of tensors that are reduced together, memory that is used again, and a look at what a block of code sends."""
+"""Lists of tensors that are reduced together, memory that is used again, and a report of what a block of code sends."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class CommunicationBuffer:
         return self._memory[:size]
 
     def release(self) -> None:
-        """Ends the use of what ``get_buffer`` returned."""
+        """Ends the use of the tensor that ``get_buffer`` returned."""
         self._in_use = False
 
     def __enter__(self) -> CommunicationBuffer:
@@ -142,14 +142,14 @@ def batch_all_reduce(
 
 @dataclass
 class CommReport:
-    """What the groups of this process did between two moments."""
+    """The communication of this process's groups between two moments."""
 
     name: str
     #: Wall time in seconds.
     seconds: float = 0.0
     #: Operations that ended, by kind: how many.
     operations: dict[str, int] = field(default_factory=dict)
-    #: Bytes that this rank gave to them or got from them, whichever is more.
+    #: Bytes that this rank passed to these operations or got from them, whichever is more.
     nbytes: int = 0
     #: Seconds that operations of this rank waited for other ranks, all of them together.
     waiting: float = 0.0
@@ -161,7 +161,7 @@ class CommReport:
 
 
 class monitor_communication:  # in the spelling of a function, because it is used as one
-    """Counts what the groups of this process send while a block or a function runs; logs it at level "info".
+    """Counts the communication of this process's groups while a block or a function runs; logs it at level "info".
 
     As a context it gives a ``CommReport``, which is filled at the end of the block; as a decorator it keeps the report
     of the last call in the function's attribute ``report``.

@@ -1,4 +1,4 @@
-"""Calls of ranks that are objects of one process: what must agree, which memory they use, how they are issued."""
+"""Calls of ranks that are objects of one process: what must agree, which memory a call uses, how it is issued."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 
 def unset(shape: Any, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-    """A tensor whose values are still to come: NaN, or 0 where the dtype has no NaN."""
+    """A tensor whose values do not exist yet: NaN, or 0 where the dtype has no NaN."""
     return _hide(torch.zeros(shape, dtype=dtype, device=device))
 
 
@@ -35,7 +35,7 @@ class Call:
     #: The caller's tensors: the one that is read, and the one that receives the result.
     source: torch.Tensor | None = None
     result: torch.Tensor | None = None
-    #: Copies: of what is read, for the core, and of what ``result`` held before.
+    #: Copies: of the input, for the core, and of the values that ``result`` held before.
     given: torch.Tensor | None = None
     before: torch.Tensor | None = None
     #: Earlier calls of the same rank that write what this one reads or writes, so they must end first.
@@ -49,11 +49,11 @@ class Call:
 
     @property
     def released(self) -> bool:
-        """Whether the caller may go on: at the end, or, with a message, when the sender's tensor was copied."""
+        """Whether the caller may go on: when the call has ended, or, for a send, when the tensor was copied."""
         return self.done or (self.kind == "send" and self.taken)
 
     def take(self) -> None:
-        """Copies what is read and what will be overwritten; that holds NaN from now on."""
+        """Copies the input, and the memory that will be overwritten, which holds NaN from now on."""
         self.taken = True
         if self.source is not None:
             plain = self.source.resolve_conj().resolve_neg()  # the core reads memory as it lies
@@ -67,9 +67,9 @@ class Call:
 class Operation:
     """The calls of several ranks that belong together."""
 
-    #: In errors: " as collective 3", and nothing of a message.
+    #: For error texts: " as collective 3"; empty for a message.
     place: str
-    #: The ranks that must call it; of a message the sender and the receiver.
+    #: The ranks that must call it; for a message the sender and the receiver.
     ranks: tuple[int, ...]
     calls: dict[int, Call] = field(default_factory=dict)
 
@@ -120,7 +120,8 @@ def _issue_recv(group: Any, call: Call) -> tuple[Any, Any]:
     return group.recv([result], *call.option), result
 
 
-#: How one rank issues its call to the core: a Work or None, and the tensor that holds the result when that has ended.
+#: Issues the call of one rank to the core: returns a Work or None, and the tensor that holds the result when that Work
+#: has ended.
 ISSUE: dict[str, Callable[[Any, Call], tuple[Any, Any]]] = {
     "all_reduce": _issue_all_reduce,
     "broadcast": _issue_broadcast,

@@ -1,7 +1,7 @@
 """Sums in fewer bytes: 16 bits, whole numbers of eight bits with a scale per block, or the largest elements only.
 
-``compressed_all_reduce`` is one call; ``CompressionHook`` is the same for the buckets of DistributedDataParallel. Error
-bounds are those of each class below, for one call; what ``TopK`` leaves out is added to the next call.
+``compressed_all_reduce`` is one call; ``CompressionHook`` is the same for the buckets of DistributedDataParallel. Each
+class below states its error bound for one call; the elements that ``TopK`` leaves out are added to the next call.
 """
 
 # No annotations from the future here: DistributedDataParallel reads those of a hook, and does not take texts.
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 @dataclass
 class CompressionStats:
-    """Bytes that this rank would have given to an all_reduce, and those that it gave instead."""
+    """The bytes that this rank would have passed to an all_reduce, and the bytes that it passed instead."""
 
     calls: int = 0
     plain_bytes: int = 0
@@ -26,7 +26,7 @@ class CompressionStats:
 
     @property
     def saved_bytes(self) -> int:
-        """How many bytes less were given; negative where compression cost more than it saved."""
+        """The bytes saved; negative where compression cost more than it saved."""
         return self.plain_bytes - self.sent_bytes
 
 
@@ -38,9 +38,9 @@ class Compression(ABC):
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, group: Any, key: Any = None) -> int:
-        """Sums a contiguous float tensor over the ranks of ``group``, in place; returns the bytes that were given.
+        """Sums a contiguous float tensor over the ranks of ``group``, in place; returns the bytes that it passed on.
 
-        ``key`` names the tensor where something of it is kept from call to call.
+        ``key`` names the tensor for compressions that keep a remainder from call to call.
         """
 
 
@@ -116,7 +116,7 @@ class TopK(Compression):
         self._left: dict[Any, torch.Tensor] = {}
 
     def residual(self, key: Any) -> torch.Tensor | None:
-        """What this rank has not sent yet of a tensor."""
+        """The part of a tensor that this rank has not sent yet."""
         return self._left.get(key)
 
     def all_reduce(self, tensor: torch.Tensor, group: Any, key: Any = None) -> int:
@@ -211,13 +211,13 @@ class CompressionThread:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sagellm-compression")
 
     def later(self, work: Callable[[], torch.Tensor]) -> torch.futures.Future[torch.Tensor]:
-        """Has the thread call ``work`` after all earlier ones; the future of what it returns."""
+        """Makes the thread call ``work`` after all earlier calls; returns the future of its result."""
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
 
         def run() -> None:
             try:
                 future.set_result(work())
-            except BaseException as error:  # whoever waits for the future raises it
+            except BaseException as error:  # a wait for the future raises it
                 future.set_exception(error)
 
         self._thread.submit(run)

@@ -10,9 +10,9 @@ from torch.distributed import DistBackendError
 
 Result = TypeVar("Result")
 
-#: How the core tells that the deadline of an operation passed (tests/golden/timeout.txt).
+#: The form in which the core reports that the deadline of an operation passed (tests/golden/timeout.txt).
 _TIMED_OUT = re.compile(r"\bTimed out after\b")
-#: The ranks that it then names; the first "rank N" of the text is the rank that reports.
+#: Finds the ranks that such a text names; the first "rank N" is the rank that reports.
 _RANK = re.compile(r"\brank (\d+) \(")
 
 
@@ -39,7 +39,7 @@ def translated(error: DistBackendError) -> DistBackendError:
 
 
 def with_timeouts(call: Callable[[], Result]) -> Result:
-    """What ``call`` returns; a deadline that passes in it is a ``CommTimeoutError``."""
+    """Returns the result of ``call``; raises a ``CommTimeoutError`` where a deadline passes in it."""
     try:
         return call()
     except DistBackendError as error:

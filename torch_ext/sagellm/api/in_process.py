@@ -3,7 +3,7 @@
 The ranks of a ``Topology`` meet over a store in memory and share memory, as processes of one host do. Their calls are
 collected here, because a loop over ranks makes them one after the other: when the last rank has made a call, the
 operation is issued on all ranks at once. The core is given copies, so that an operation that fails leaves no tensor
-half written. What is done with the data is decided by the core alone.
+half written. The core alone decides how data is moved and combined.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Topology:
 
     Args:
         world_size: how many ranks, 1 to 256.
-        timeout: how long a call on another thread than this one waits, in seconds or as timedelta.
+        timeout: how long a call waits for the other ranks on any thread but the one that made the topology, in seconds
+        or as timedelta.
     """
 
     def __init__(self, world_size: int, timeout: Seconds) -> None:
@@ -59,7 +60,7 @@ class Topology:
         self._complete: list[Operation] = []
         #: Calls that have not ended, in the order in which they were made.
         self._pending: list[Call] = []
-        #: Why no call is taken any more, as class and text: the error itself would keep its stack alive.
+        #: Why no further call is accepted, as class and text: the error itself would keep its stack alive.
         self._failure: tuple[type[dist.DistBackendError], str] | None = None
 
     @property
@@ -144,7 +145,7 @@ class Topology:
             self._complete.append(operation)
 
     def _go_on(self, call: Call, operation: Operation) -> None:
-        """Runs what can run, and waits for the call to end, unless this is the thread that may not wait."""
+        """Runs what can run, and waits for the call to end, except on the thread that made the topology."""
         while (ready := next((each for each in self._complete if not each.unfinished()), None)) is not None:
             self._complete.remove(ready)
             self._run(ready)
@@ -161,7 +162,7 @@ class Topology:
             raise self._told(call)
 
     def _overdue(self, call: Call, operation: Operation) -> str:
-        """Which ranks have not called what this call waits for."""
+        """The error at the deadline: names the ranks that have not made the call that this one waits for."""
         head = f"sagellm: rank {call.rank} Timed out after {self._timeout.total_seconds():g} s in {call}"
         seen = [operation]
         while not (missing := operation.missing()):
@@ -187,7 +188,7 @@ class Topology:
     # ------------------------------------------------------------------------------------------- operations run
 
     def _run(self, operation: Operation) -> None:
-        """Runs an operation on all its ranks and stores its results; whatever fails there fails all ranks."""
+        """Runs an operation on all its ranks and stores its results; any failure fails all ranks."""
         calls = [operation.calls[rank] for rank in operation.ranks]
         try:
             issued = [ISSUE[call.kind](self._groups[call.rank], call) for call in calls]
@@ -217,7 +218,7 @@ class Topology:
             if call.result is not None and call.before is not None:
                 call.result.copy_(call.before)
         self._pending, self._complete, self._collectives, self._messages = [], [], {}, {}
-        # What the core still had of a failed operation ends with its group.
+        # Parts of a failed operation that the core still has end with its group.
         self._groups = []
         self.changed.notify_all()
 
@@ -308,7 +309,7 @@ class Member:
 
     def _require_movable(self, kind: str, tensor: torch.Tensor, written: bool) -> None:
         _require_dense(kind, tensor)
-        # What is only read may share memory between its elements.
+        # An input may share memory between its elements.
         with self.topology.changed:
             self.topology.alone.broadcast([tensor if written else tensor.new_zeros(1)], dist.BroadcastOptions())
 

@@ -260,7 +260,7 @@ def _head(job: Job, ranks: int) -> list[str]:
 
 
 def line(found: list[Row]) -> str:
-    """One line of the table: the first backend's row, and what the other one's adds."""
+    """One line of the table: the first backend's row, and the columns of the other backend."""
     own = found[0]
     text = f" {own.op:<15}{own.size:>12} {own.count:>12} {own.dtype:>9} {own.redop:>6} {_figures(own)}"
     for other in found[1:]:

@@ -1,4 +1,4 @@
-"""What ``sagellm doctor`` judges: settings that often go wrong, each with its fix.
+"""The checks of ``sagellm doctor``: settings that often go wrong, each with its fix.
 
 Every check is a function of ``Facts`` alone, so that tests can give it any machine.
 """
@@ -46,9 +46,9 @@ SLOW_NAME, NAME_LIMIT = 1.0, 10.0
 #: Seconds that torch and torchrun take where nothing else is said.
 GROUP_TIMEOUT, JOIN, LAST_CALL, SHUTDOWN = 1800.0, 600.0, 30.0, 30.0
 KEEP_ALIVE, ATTEMPTS = 5.0, 3.0
-#: Starting interpreters and importing torch on many ranks differs by as much.
+#: The time to start the interpreter and import torch differs by this much between ranks.
 LEAST_GROUP_TIMEOUT = 60.0
-#: What a rank needs to write the records of a failed group and to leave.
+#: Seconds that a rank needs to write the records of a failed group and to leave.
 LEAST_SHUTDOWN = 5.0
 
 
@@ -76,13 +76,13 @@ class Facts:
     """What the checks look at."""
 
     environment: Mapping[str, str]
-    #: What the core says of this machine.
+    #: The core's facts about this machine.
     machine: Mapping[str, str]
     #: Network interfaces, and whether each is up.
     interfaces: Mapping[str, bool]
-    #: The address that this host's name leads to, or "".
+    #: The address that this host's name resolves to, or "".
     own_address: str
-    #: The address of MASTER_ADDR, or "" where it leads nowhere or is not set, and the seconds of the look-up.
+    #: The address of MASTER_ADDR, or "" where it does not resolve or is not set, and the seconds of the look-up.
     master_address: str
     look_up_seconds: float
     timeouts: Timeouts = Timeouts()
@@ -111,9 +111,9 @@ def _address(name: str) -> str:
         try:
             found.append(str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]))
         except OSError:
-            pass  # the answer is that there is none
+            pass  # the name does not resolve
 
-    # The call has no deadline of its own; the thread ends when it returns.
+    # The call takes no timeout; the thread ends when it returns.
     thread = threading.Thread(target=look_up, daemon=True)
     thread.start()
     thread.join(NAME_LIMIT)
@@ -141,7 +141,7 @@ def findings(facts: Facts) -> list[Finding]:
 
 
 def interface(facts: Facts) -> Iterator[Finding]:
-    """Which interface gloo binds to: that of the variable, else that of the host's name."""
+    """Checks the interface that gloo binds to: that of the variable, else that of the host's name."""
     alone = facts.number("WORLD_SIZE") is not None and facts.number("WORLD_SIZE") == facts.number("LOCAL_WORLD_SIZE")
     several = bool(facts.master_address) and not _is_loopback(facts.master_address) and not alone
     up = ", ".join(name for name, is_up in facts.interfaces.items() if is_up and name != "lo") or "lo"
@@ -174,7 +174,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def names(facts: Facts) -> Iterator[Finding]:
-    """MASTER_ADDR is found, and quickly."""
+    """Checks that MASTER_ADDR resolves, and quickly."""
     master = facts.environment.get("MASTER_ADDR", "")
     if master and not facts.master_address:
         what = f"MASTER_ADDR={master} leads to no address"
@@ -189,7 +189,7 @@ def names(facts: Facts) -> Iterator[Finding]:
 
 
 def launcher(facts: Facts) -> Iterator[Finding]:
-    """The numbers that a launcher passes fit together."""
+    """Checks that the numbers that a launcher passes fit together."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "OMP_NUM_THREADS"):
         text = facts.environment.get(name)
         if text is not None and facts.number(name) is None:
@@ -201,7 +201,7 @@ def launcher(facts: Facts) -> Iterator[Finding]:
 
 
 def affinity(facts: Facts) -> Iterator[Finding]:
-    """Ranks and their threads have cores."""
+    """Checks that there are enough cores for the ranks and their threads."""
     cores = int(facts.machine.get("cores", "0") or 0)
     ranks = facts.number("LOCAL_WORLD_SIZE") or 1
     threads = facts.number("OMP_NUM_THREADS")
@@ -225,7 +225,7 @@ def affinity(facts: Facts) -> Iterator[Finding]:
 
 
 def kernel(facts: Facts) -> Iterator[Finding]:
-    """Features without which something falls back."""
+    """Checks kernel features whose absence causes a fallback."""
     if not facts.machine.get("memfd", "available").startswith("available"):
         what = f"memfd: {facts.machine['memfd']}"
         yield Finding(WARNING, what, "allow memfd_create in the container's seccomp profile; until then see /dev/shm")
@@ -235,7 +235,7 @@ def kernel(facts: Facts) -> Iterator[Finding]:
 
 
 def timeouts(facts: Facts) -> Iterator[Finding]:
-    """What must notice first has the shortest timeout: rendezvous, probe, group, end of the job."""
+    """Checks that timeouts grow in this order: rendezvous, probe, group, end of the job."""
     times = facts.timeouts
     conf = times.rendezvous
     join, last_call = conf.get("join_timeout", conf.get("timeout", JOIN)), conf.get("last_call_timeout", LAST_CALL)
@@ -272,7 +272,7 @@ def _seconds(facts: Facts) -> float | None:
 
 
 def variables(facts: Facts) -> Iterator[Finding]:
-    """Variables of this package that nobody reads, and torch's that cost time."""
+    """Finds variables of this package that no code reads, and variables of torch that cost time."""
     for name in sorted(facts.environment):
         if name.startswith("SAGELLM_") and name not in VARIABLES and not name.startswith(OTHERS):
             near = _nearest.meant(name, VARIABLES)
@@ -285,7 +285,7 @@ def variables(facts: Facts) -> Iterator[Finding]:
 
 
 def rules(facts: Facts) -> Iterator[Finding]:
-    """SAGELLM_ALGORITHM can be read."""
+    """Checks that the rules of SAGELLM_ALGORITHM can be read."""
     text = facts.environment.get("SAGELLM_ALGORITHM", "")
     if not text:
         return

@@ -1,4 +1,4 @@
-"""The collectives that ``sagellm bench`` measures: how each is called, and what must come out.
+"""The collectives that ``sagellm bench`` measures: how each is called, and its expected result.
 
 Every case owns its tensors. Checked calls work on small whole numbers that differ by rank and place, so that results
 are exact in every type; timed calls on zeros, so that sums in place stay finite.
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all")
 REDUCING = ("all_reduce", "reduce_scatter", "reduce")
-#: Whose tensor consists of a block for each rank.
+#: Collectives whose tensor consists of a block for each rank.
 BLOCKS = ("all_gather", "reduce_scatter", "gather", "scatter", "all_to_all")
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64", "uint8")
 #: By the name in the arguments, that of torch.
@@ -45,7 +45,7 @@ class Case:
         self.size = self.count * item
         factor = BUS_FACTORS.get(op)
         self.bus_factor: float = factor(self.ranks) if factor else 1.0
-        #: What a rank gives and gets; the same tensor where the operation works in place.
+        #: The input and the output of this rank; the same tensor where the operation works in place.
         self.given = self._zeros(self.block if op in ("all_gather", "gather") else self.count)
         in_place = op in ("all_reduce", "broadcast", "reduce")
         self.taken = self.given if in_place else self._zeros(self._result_count())
@@ -81,7 +81,7 @@ class Case:
         return lambda group: dist.scatter(taken, pieces, src=0, group=group)
 
     def _values(self, rank: int, count: int) -> torch.Tensor:
-        """What a rank gives to a checked call: numbers so small that every sum and product is exact in 16 bits, too."""
+        """A rank's input in a checked call: numbers so small that every sum and product is exact also in 16 bits."""
         import torch
 
         if self.op in REDUCING and rank >= ADDENDS[self.redop]:
@@ -99,7 +99,7 @@ class Case:
         return result
 
     def _expected(self) -> torch.Tensor | None:
-        """What this rank must get; None where it gets nothing."""
+        """The expected output of this rank; None where it gets nothing."""
         import torch
 
         every, block = range(self.ranks), slice(self.rank * self.block, (self.rank + 1) * self.block)

@@ -1,4 +1,4 @@
-"""``sagellm info``: versions, what serves which tensors, and how the package was built. Short, for a bug report."""
+"""``sagellm info``: versions, which engine serves which tensors, how the package was built; for a bug report."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def facts() -> dict[str, str]:
-    """What is printed, by name."""
+    """The printed facts, by name."""
     import torch
 
     from sagellm import _build, _load, _serve_as
@@ -59,7 +59,7 @@ def facts() -> dict[str, str]:
 
 
 def served(extension: Any) -> dict[str, str]:
-    """What would serve tensors of a group that is made now, by where they are."""
+    """By the place of the tensors, the engine or library that would serve them in a group that is made now."""
     import torch
 
     machine = extension.doctor()
@@ -75,7 +75,7 @@ def served(extension: Any) -> dict[str, str]:
 
 
 def _on_device(device: str) -> str:
-    """Asked of a group of one rank, because only a group decides."""
+    """Makes a group of one rank and asks it, because only a group decides this."""
     import torch.distributed as dist
 
     from sagellm.observe import explain

@@ -1,4 +1,4 @@
-"""The command line. Each command has a module of its own in this folder: its words, ``add_arguments`` and ``run``."""
+"""The command line. Each command has its own module in this folder: its texts, ``add_arguments`` and ``run``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sagellm.cli import bench, doctor, explain, health, info, simulate, table, t
 
 
 class Command(Protocol):
-    """What the module of a command defines."""
+    """The names that the module of a command defines."""
 
     #: One line, one paragraph, and lines of "examples:".
     HELP: str
@@ -51,7 +51,7 @@ EXAMPLES = """examples:
 
 
 class Parser(argparse.ArgumentParser):
-    """Prints an error in one line, with the word that was probably meant; the usage is in the help."""
+    """Prints an error in one line, with the nearest known word; the usage is in the help."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
@@ -117,7 +117,7 @@ def _run_rank(command: str, rank: str, count: str, port: str, *words: str) -> in
 
 
 def _prepare(command: str) -> None:
-    """What commands need that use torch: the backend's name, and the level of the log."""
+    """Sets up commands that use torch: registers the backend's name, and sets the level of the log."""
     if command in WITHOUT_TORCH:
         return
     import sagellm
@@ -129,9 +129,9 @@ def _prepare(command: str) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs a command and returns its exit code: 0 well, 2 for wrong arguments, else what the command says."""
+    """Runs a command; returns its exit code: 0 for success, 2 for wrong arguments, others as its help says."""
     given = sys.argv[1:] if arguments is None else arguments
-    # What `ranks.run` starts: no command for people, so no help lists it.
+    # The command that `ranks.run` starts; no help lists it, because it is not for users.
     if given[:1] == ["_rank"]:
         _prepare("_rank")
         return _run_rank(*given[1:])

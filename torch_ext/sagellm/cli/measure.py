@@ -5,10 +5,10 @@ all ranks at once: messages around a ring, small, large, many at once, copied or
 schedules, check the results, and print the predicted beside the measured time. The executor is simple, in Python:
 its cost is in the measured parameters as well as in the runs.
 
-The core has an executor of its own, `src/engine/multihost`, and links between threads for its tests,
-`src/engine/local.rs`. They cannot take this one's place. Such a link is a copy under a lock inside one process and has
-neither the latency nor the bandwidth that the model is about. Over a real link the engine runs only where ranks are on
-several hosts, and then it agrees on batches and combines inside each host: here a schedule alone is compared.
+The core has another executor, `src/engine/multihost`, and links between threads for its tests, `src/engine/local.rs`.
+They cannot take this one's place. Such a link is a copy under a lock inside one process and has neither the latency nor
+the bandwidth of the links in the model. Over a real link the engine runs only where ranks are on several hosts, and
+then it agrees on batches and combines inside each host: here a schedule alone is compared.
 """
 
 from __future__ import annotations

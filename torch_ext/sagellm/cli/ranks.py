@@ -16,7 +16,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass
 class Ended:
-    """A rank that has ended: what it printed, and what went wrong, or nothing."""
+    """A rank that has ended: its output, and its failure, or an empty text."""
 
     output: str
     failure: str
@@ -30,7 +30,7 @@ def run(
     environment: Mapping[str, str] | None = None,
     shown: bool = False,
 ) -> tuple[list[Ended], Any]:
-    """Runs `run_rank(rank, count, port, *words)` of a command on every rank, and ends those that last too long.
+    """Runs `run_rank(rank, count, port, *words)` of a command on every rank, and ends ranks that take too long.
 
     Returns how they ended, and the store in which they met. `shown` lets them print where this process does.
     """

@@ -1,4 +1,4 @@
-"""What the commands have in common when they print: colours, tables, a progress bar.
+"""Shared output functions of the commands: colours, tables, a progress bar.
 
 Colours and redrawn lines appear on a terminal only; ``NO_COLOR`` switches colours off there, too (https://no-color.org).
 """
@@ -16,7 +16,7 @@ HOME, CLEAR_BELOW = "\x1b[H", "\x1b[J"
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """A person looks on, and the terminal can be redrawn."""
+    """True where the output is a terminal that can be redrawn."""
     return stream.isatty() and os.environ.get("TERM", "") != "dumb"
 
 

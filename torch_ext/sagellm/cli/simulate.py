@@ -90,7 +90,7 @@ def _number(text: str, units: dict[str, float], what: str) -> float:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of ``4KiB``, or how argparse wants to be told otherwise."""
+    """Bytes of ``4KiB``; the error is the one that argparse expects."""
     try:
         return _units.parse_size(text)
     except ValueError as error:

@@ -84,7 +84,7 @@ class Explanation:
     reason: str
     #: The rule, measurement or default that decided.
     decided: str
-    #: What runs it, in words: shared memory of one host, a link between hosts, a local copy, a delegate.
+    #: What carries it, in words: shared memory of one host, a link between hosts, a local copy, a delegate.
     path: str
     #: Seconds by the cost model, or None where there is no model of it.
     predicted: float | None
@@ -180,7 +180,7 @@ def explain(
     """Explains the algorithm choice of an operation.
 
     ``explain("all_reduce", nbytes, dtype=torch.float32, group=None)`` explains a hypothetical operation, in the
-    default group or another one, or with ``ranks=`` for a group of that many ranks of this host that need not exist.
+    default group or another one, or with ``ranks=`` for a group of that many ranks of this host, which need not exist.
     ``nbytes`` are the bytes of one rank; ``device=`` is the device of the tensors. ``explain(work)`` explains
     an operation that was called, by its Work, and ``explain(sequence=17, group=None)`` for a collective by its number
     in the group, as long as it is among the last that the group remembers (1024 operations, or ``SAGELLM_RING``).

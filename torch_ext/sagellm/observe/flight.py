@@ -87,7 +87,7 @@ def _entries(groups: Iterable[_Group]) -> list[dict[str, Any]]:
     lost = 0
     for at, group in enumerate(groups):
         lost += group.records[0]["id"] if group.records else 0
-        last = 0  # number of the collective before
+        last = 0  # number of the collective before it
         for record in group.records:
             if not record["counts"] and record["tensors"] == 0:
                 continue  # a part of a call that has its own record

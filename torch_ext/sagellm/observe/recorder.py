@@ -1,9 +1,10 @@
 """torch's own views of the flight recorder show our operations, filled from our ring when they are asked for.
 
-torch's recorder costs 1.5 us a call and is off for our groups (design rule 29), so its dump would be empty. What is
-replaced in torch is here: ``_dump_fr_trace`` and ``_dump_fr_trace_json`` of ``torch._C._distributed_c10d``, when the
-first group is made. They answer for the backend "sagellm" from our ring, and where no backend is named add it to what
-torch has recorded. With ``TORCH_FR_BUFFER_SIZE`` set torch's recorder records our groups, and nothing is replaced.
+torch's recorder costs 1.5 us a call and is off for our groups (design rule 29), so its dump would be empty. This file
+replaces two functions of torch, ``_dump_fr_trace`` and ``_dump_fr_trace_json`` of ``torch._C._distributed_c10d``, when
+the first group is made. The replacements answer for the backend "sagellm" from our ring; where no backend is named they
+add our records to those of torch. With ``TORCH_FR_BUFFER_SIZE`` set torch's recorder records our groups, and nothing is
+replaced.
 
 The debug server of torch asks a process by the name of a handler; ours is ``sagellm_fr_trace_json``. ``debug_handlers``
 registers it and gives the server its page.
@@ -58,7 +59,7 @@ def trace(collectives: bool = True, stacks: bool = True, active: bool = False) -
 
 
 def _asked(name: str, *arguments: Any, **named: Any) -> bytes:
-    """One of torch's functions, for whom torch has recorded, and for us."""
+    """One of torch's functions, extended: its dump has the records of torch and ours."""
     given = dict(zip(ARGUMENTS[name], arguments, strict=False)) | named
     load: Callable[[bytes], Any] = pickle.loads if name == DUMP else json.loads
     store: Callable[[Any], bytes] = pickle.dumps if name == DUMP else _as_json
@@ -120,8 +121,8 @@ def debug_handlers() -> list[Any] | None:
     if not hasattr(module, "_register_handler"):
         raise ImportError("sagellm debug_handlers: this torch has no debug server")
     if HANDLER not in module._get_handler_names():
-        # torch lets go of a handler when the interpreter is gone already. A function that was freed then would abort
-        # the process (seen), so this reference is never given back.
+        # torch drops a handler only after the interpreter has ended. Freeing a Python function then aborts the process
+        # (seen), so this reference is never dropped.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(_answer))
         module._register_handler(HANDLER, _answer)
     if (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))) != 0:

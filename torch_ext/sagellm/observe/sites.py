@@ -1,4 +1,4 @@
-"""Where the caller's program is: at each call, by number, and when another rank asks.
+"""The place in the caller's program: of each call, by a number, and of a thread when another rank asks for it.
 
 C++ asks for the number at each call only with ``SAGELLM_CALL_SITES=1``, because it takes the interpreter's lock.
 """
@@ -21,13 +21,14 @@ Site = tuple[str, int, str]
 #: Programs call from few places; later ones are not told apart any more.
 MOST = 1 << 16
 
-#: Frames in these belong to torch or to this package, and are no place that a user would look for. They are written as
-#: the interpreter writes them into the code that it loads from there, so that comparing text is enough.
+#: Frames of files in these folders belong to torch or to this package, and are not places in the user's program. The
+#: folders are spelled as the interpreter spells them in the code that it loads from there, so that comparing text is
+#: enough.
 _FOLDERS = tuple(folder + "/" for package in (torch, sagellm) for folder in package.__path__)
 _LIBRARY = sysconfig.get_path("stdlib") + "/"
 _numbers: dict[Site, int] = {}
 _sites: dict[int, Site] = {}
-#: Two threads never take the same.
+#: Two threads never get the same number.
 _next = itertools.count(1)
 
 

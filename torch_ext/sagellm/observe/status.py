@@ -1,8 +1,8 @@
-"""What this process tells those who look from outside: a small file, replaced once a second where it is asked for.
+"""The status file of this process: small, replaced once a second, and written only if the environment asks for it.
 
 Nothing happens unless ``SAGELLM_STATUS_DIR`` names a folder when the first group is made. Then one Python thread
-writes ``sagellm-<host>-<pid>.json`` there; ``watch.py`` reads it. docs/design.md, section 8, says what that costs and
-what becomes of the file.
+writes ``sagellm-<host>-<pid>.json`` there; ``watch.py`` reads it. docs/design.md, section 8, states its cost and when
+the file is removed.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ _writer: Writer | None = None
 def start() -> None:
     """Starts this process's writer where the variable asks for it; later calls do nothing. Called when a group is made.
 
-    A folder that does not exist is made for this user alone. What goes wrong is logged once and never raised: the job
-    matters more than those who watch it.
+    A folder that does not exist is made for this user alone. A failure is logged once and never raised: the job matters
+    more than its observers.
     """
     global _writer
     folder = os.environ.get(watch.VARIABLE, "")
     if not folder:
         return
     with _lock:
-        # A forked child has its parent's object and no thread; it writes a file of its own.
+        # A forked child has its parent's object and no thread; it starts its own writer and file.
         if _writer is not None and _writer.pid == os.getpid():
             return
         try:
@@ -90,7 +90,7 @@ class Writer:
             self._warned = True
 
     def snapshot(self) -> dict[str, Any]:
-        """What the file holds."""
+        """The content of the file."""
         import torch.distributed as dist
 
         rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else _from_launcher()
@@ -155,7 +155,7 @@ def _from_launcher() -> tuple[int, int]:
 
 
 def _process() -> dict[str, Any]:
-    """Facts that stay: by them a reader knows whether this process still lives."""
+    """Facts that do not change, by which a reader finds out whether this process still lives."""
     here = watch.here()
     return {
         "pid": os.getpid(),

@@ -25,7 +25,7 @@ RUNNING, STOPPED, SILENT, ENDED = "running", "stopped", "silent", "ended"
 
 @dataclass(frozen=True)
 class Here:
-    """Which system's process ids this process sees."""
+    """Identifies the system and the namespace whose process ids this process sees."""
 
     boot_id: str
     pid_namespace: str
@@ -105,7 +105,7 @@ def read(folder: str | os.PathLike[str]) -> list[Process]:
         except FileNotFoundError:
             continue  # it has just ended in order
         except (OSError, ValueError):
-            continue  # another program's, or not for us to read
+            continue  # a file of another program, or one that this user may not read
         if isinstance(raw, dict) and raw.get("format") == FORMAT:
             age = max(0.0, now - raw["written"])
             found.append(Process(path, raw, _condition(raw, age, own), age))

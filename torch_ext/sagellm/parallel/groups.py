@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-#: From the dimension whose neighbours are farthest apart to the one whose neighbours are next to each other.
+#: The dimensions, from the one along which neighbours have the most distant ranks to the one along which they have
+#: consecutive ranks.
 DIMENSIONS = ("dp", "pp", "cp", "tp")
 
 

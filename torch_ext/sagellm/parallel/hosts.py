@@ -1,7 +1,7 @@
 """Rows to other ranks in two steps where hosts have several ranks: first between hosts, then inside each of them.
 
 With H hosts of L ranks each rank sends H - 1 messages between hosts instead of (H - 1) * L: rows for a host go to the
-rank there that has the same place as the sender, which hands them on in shared memory.
+rank there that has the same place as the sender; that rank passes them on in shared memory.
 """
 
 from __future__ import annotations

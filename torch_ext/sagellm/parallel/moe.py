@@ -15,7 +15,7 @@ from sagellm.parallel.autograd import exchange_rows
 
 @dataclass(frozen=True)
 class Routing:
-    """Where the tokens of one call went: what ``combine`` needs, and figures of the call.
+    """Where the tokens of one call went: the data that ``combine`` needs, and figures of the call.
 
     A token that is sent to k experts counts as k assignments.
     """
@@ -36,7 +36,7 @@ class Routing:
     dropped: int
     #: Rows that were sent empty, so that all experts get as many.
     padding: int
-    #: The most assignments of one expert over the mean of all experts, as all ranks' tokens asked for them; 1 is even.
+    #: The most assignments to one expert divided by the mean over all experts, before any is dropped; 1 is even.
     imbalance: float
 
 
@@ -85,7 +85,7 @@ class MoEDispatcher:
         self.num_experts, self.capacity_factor, self.pad = num_experts, capacity_factor, pad
         self.local_experts = num_experts // self.ranks
         self.hierarchical = hierarchical
-        #: Where the ranks are, once the first dispatch has found out.
+        #: The hosts of the ranks, which the first dispatch finds out.
         self._among: hosts.Hosts | None = None
         self._looked = not hierarchical
 

@@ -21,12 +21,12 @@ class OverlapReport:
     operations: int
     #: From the issue of each operation to its end, all of them together.
     communication: float
-    #: What the caller waited for them.
+    #: How long the caller waited for them.
     waiting: float
 
     @property
     def overlapped(self) -> float:
-        """Communication that nobody waited for."""
+        """The part of the communication during which the caller did not wait."""
         return max(self.communication - self.waiting, 0.0)
 
     @property
@@ -71,10 +71,10 @@ class OverlapHandle:
 
 
 class OverlapScheduler:
-    """Runs layers, and combines what they give over the ranks while the caller computes on.
+    """Runs layers, and combines their outputs over the ranks while the caller goes on computing.
 
     Args:
-        backend: of ``create_comm_backend``, which is also what is used if None.
+        backend: a backend of ``create_comm_backend``; None: the one that it returns without arguments.
         op: how the results are combined: "sum", "avg", ...
         depth: operations that are under way at most; where there are as many, the oldest is waited for first.
 
@@ -122,11 +122,11 @@ class OverlapScheduler:
         return handle
 
     def report(self) -> OverlapReport:
-        """Of all operations that were waited for, since the beginning or ``reset``."""
+        """The report of all operations that the caller has waited for, since the beginning or ``reset``."""
         return OverlapReport(self._operations, self._communication, self._waiting)
 
     def reset(self) -> None:
-        """Begins to count anew."""
+        """Resets the report."""
         self._operations, self._communication, self._waiting = 0, 0.0, 0.0
 
     def _add(self, communication: float, waiting: float) -> None:

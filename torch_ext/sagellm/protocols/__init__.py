@@ -1,1 +1,1 @@
-"""What a communication backend has to offer, apart from how this package does it."""
+"""The interface of a communication backend, without the implementation of this package."""
