@@ -64,7 +64,7 @@ fn numbers(parts: &[Range<usize>]) -> impl Iterator<Item = usize> + '_ {
     parts.iter().cloned().flatten()
 }
 
-/// Where a part starts: the rank whose input it is, for kinds that only move data.
+/// The rank whose input a part is, for kinds that only move data.
 fn origin(s: &Schedule, part: usize) -> usize {
     match s.kind {
         Kind::AllGather | Kind::Gather => part,
@@ -217,7 +217,7 @@ fn execute(s: &Schedule, e: &mut Expressions) -> Vec<Rank> {
         .collect();
     let (mut sent, mut received) = (vec![0; s.ranks], vec![0; s.ranks]);
     let mut last = 0;
-    // Ranks that may have something to do: who has just entered a step.
+    // Ranks that may be able to go on: those that have just entered a step.
     let mut ready: Vec<usize> = (0..s.ranks).collect();
     for rank in 0..s.ranks {
         enter(s, rank, &mut ranks[rank]);
@@ -409,7 +409,7 @@ fn what_cannot_be_is_no_schedule() {
     assert_eq!(Schedule::new(Algorithm::Ring, Kind::Broadcast, 4, 4, 1), None);
     assert_eq!(Schedule::new(Algorithm::Ring, Kind::Broadcast, 0, 0, 1), None);
     assert_eq!(Schedule::new(Algorithm::Direct, Kind::Send, 2, 0, 1), None);
-    // What counts for nothing is put into one form, so that equal programs are equal.
+    // Details without effect are put into one form, so that equal programs are equal.
     let plain = Schedule::new(Algorithm::Ring, Kind::AllReduce, 4, 0, 1);
     assert_eq!(Schedule::new(Algorithm::Ring, Kind::AllReduce, 4, 3, 7), plain);
 }

@@ -1,6 +1,6 @@
 //! Runs schedules on numbers: ranks are threads, messages pass through channels, results are compared with a plain
-//! one-threaded reference. The symbolic proofs are in `algorithms.rs`; this holds that the words of `src/algorithms/mod.rs`
-//! are enough to write an executor from.
+//! one-threaded reference. The symbolic proofs are in `algorithms.rs`; this test shows that the description in
+//! `src/algorithms/mod.rs` is enough to write an executor from.
 
 use std::ops::Range;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -8,7 +8,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use sagellm::algorithms::{Algorithm, How, Recv, Schedule, part_range};
 use sagellm::types::Kind;
 
-/// What is summed: integers exactly, floats by the schedule's order.
+/// The summed numbers: integers exactly, floats in the schedule's order.
 trait Number: Copy + Default + PartialEq + std::fmt::Debug + std::marker::Send + 'static {
     fn plus(self, other: Self) -> Self;
     fn any(seed: u64) -> Self;
@@ -137,7 +137,7 @@ fn check<T: Number>(s: &Schedule, elements: usize, uneven: bool) {
             let mut data = vec![T::any(u64::MAX); total];
             for (part, range) in layout.iter().enumerate().filter(|(part, _)| holds(s, rank, *part)) {
                 for i in range.clone() {
-                    // What only moves has one owner; what is summed differs by rank.
+                    // A part that is only moved has one owner; numbers that are summed differ by rank.
                     let whose = if s.kind.reduces() { rank } else { s.ranks + part };
                     data[i] = T::any((whose * 1_000_003 + i) as u64);
                 }

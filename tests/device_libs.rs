@@ -1,6 +1,6 @@
-//! The communicators and runtimes of all vendors, end to end: two and three processes, each a rank with a device of its
-//! own, over the ABI simulators of `tests/simulators`. Every collective, every vendor, HCCL in its three forms; a dead peer, a
-//! hang, an error that comes late, an initialisation that never ends.
+//! The communicators and runtimes of all vendors, end to end: two and three processes, each a rank with its own device,
+//! over the ABI simulators of `tests/simulators`. Every collective, every vendor, HCCL in its three forms; a dead peer,
+//! a hang, an error that comes late, an initialisation that never ends.
 
 #[path = "common/device.rs"]
 mod device;
@@ -61,7 +61,7 @@ fn simulators() -> &'static HashMap<String, PathBuf> {
     })
 }
 
-/// A process that is ended with its owner.
+/// A process that ends when its owner is dropped.
 struct Rank(Child);
 
 impl Drop for Rank {
@@ -187,7 +187,7 @@ impl World {
         }
     }
 
-    /// What the store of a group does: rank 0 gives bytes to the others.
+    /// Stands for a group's store: rank 0 gives bytes to the others.
     fn shared(&self, name: &str, make: impl FnOnce() -> Vec<u8>) -> Vec<u8> {
         let file = self.folder.join(name);
         if self.rank == 0 {
@@ -203,7 +203,7 @@ impl World {
     fn wait_for(&self, file: &Path) {
         let end = Instant::now() + MINUTE;
         while !file.exists() {
-            assert!(Instant::now() < end, "nobody wrote {}", file.display());
+            assert!(Instant::now() < end, "no rank wrote {}", file.display());
             std::thread::sleep(Duration::from_millis(2));
         }
     }
@@ -228,7 +228,7 @@ impl World {
         self.runtime.stream_create().unwrap()
     }
 
-    /// One operation as the shim does it; what came out.
+    /// Runs one operation as the shim does; returns its result.
     fn one(&self, communicator: &dyn Communicator, case: &Case, stream: Stream) -> Option<Vec<u8>> {
         let LoweringInput { kind, dtype, ranks, equal_counts, .. } = case.asked;
         let lowering = lower(&case.asked, self.api.capabilities()).ok()?;
@@ -480,7 +480,7 @@ fn split() {
         check(&*part);
         part.close(MINUTE).unwrap();
     }
-    // All ranks at once, whoever was a member.
+    // All ranks at once, members and others.
     std::fs::write(world.folder.join(format!("done-{}", world.rank)), "").unwrap();
     (0..world.ranks).for_each(|rank| world.wait_for(&world.folder.join(format!("done-{rank}"))));
     communicator.abort().unwrap();
@@ -563,7 +563,7 @@ fn dead() {
     }
     let stream = world.stream();
     let data = vec![1f32; 4].leak();
-    // The library notices or not: nobody waits longer than the deadline, and the end does not hang either.
+    // Whether the library notices or not, no rank waits longer than the deadline, and the end does not hang either.
     let noticed = launched(&world, &*communicator, data, stream)
         .and_then(|()| synchronize(&*world.runtime, stream, Duration::from_millis(500)))
         .and_then(|()| communicator.poll());

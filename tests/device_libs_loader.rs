@@ -1,4 +1,4 @@
-//! How libraries are found and what is said when they are not: against small C libraries that the tests build, and against
+//! How libraries are found, and the errors when they are not: with small C libraries that the tests build, and against
 //! the real NCCL that a PyTorch with CUDA brings, which can be loaded without a GPU.
 //!
 //! Environment variables belong to the process, so a test that sets one runs in a child of this program.
@@ -137,7 +137,7 @@ fn ids_have_the_vendors_own_length() {
     assert_eq!(api.capabilities().name, "CNCL 1.25.0");
 }
 
-/// Runs one test of this program again in a process of its own, with these variables.
+/// Runs one test of this program again in a new process, with these variables.
 fn in_child(test: &str, variables: &[(&str, &Path)]) {
     let mut child = Command::new(std::env::current_exe().unwrap());
     child.args([test, "--exact", "--include-ignored", "--nocapture"]).env("SAGELLM_TEST_CHILD", "1");
@@ -202,7 +202,7 @@ fn without(file: &str) {
     eprintln!("nothing tested: no {file} in .venv or VIRTUAL_ENV, whose PyTorch is for CPUs alone");
 }
 
-/// Loads 250 MB, which takes seconds: in a process of its own, so that it is loaded once and never beside a simulator.
+/// Loads 250 MB, which takes seconds: in a separate process, so that it is loaded once and never beside a simulator.
 #[test]
 fn the_real_nccl_of_torch_has_everything_that_is_used() {
     let Some(packages) = site_packages() else {

@@ -1,5 +1,6 @@
-//! For every kind, element type, op, vendor and number of ranks: the lowering, carried out on a model of a library in plain
-//! memory that can do nothing but what the capabilities say, gives what torch defines; or it is refused with a text.
+//! For every kind, element type, op, vendor and number of ranks: the lowering gives the result that torch defines, or
+//! is refused with a text. It runs on a model of a library in plain memory, which has the stated capabilities and no
+//! others.
 
 #[path = "common/device.rs"]
 mod device;
@@ -14,7 +15,7 @@ use sagellm::engine::device::{
 };
 use sagellm::types::{Dtype, Kind, ReduceOp, Span};
 
-/// The vendors as they are, and with what an older library may lack.
+/// The vendors' current libraries, and ones without the functions that older ones lack.
 fn libraries() -> Vec<Capabilities> {
     let mut all: Vec<Capabilities> = Vendor::ALL.iter().map(|vendor| vendor.capabilities()).collect();
     for vendor in Vendor::ALL {
@@ -32,7 +33,7 @@ fn libraries() -> Vec<Capabilities> {
     all
 }
 
-/// A call with memory of its own.
+/// A call that owns its memory.
 #[derive(Clone, Debug)]
 enum Owned {
     One(Call<'static>),
@@ -85,8 +86,8 @@ fn write(addr: usize, data: &[u8]) {
     unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), addr as *mut u8, data.len()) }
 }
 
-/// What the library does, for all ranks at once, step by step. A call that it has not, or ranks that do not ask the same,
-/// end the test.
+/// Plays the library for all ranks at once, step by step. A call that it lacks, or different calls on the ranks, fail
+/// the test.
 fn model(able: &Capabilities, mut lists: Vec<Vec<Owned>>) {
     lists.iter_mut().for_each(|list| list.reverse());
     loop {
@@ -249,7 +250,7 @@ fn recv_of(call: &Call<'_>) -> usize {
 /// The whole operation on all ranks, as the shim does it.
 fn run(case: &Case, lowering: &Lowering, able: &Capabilities) -> Vec<Vec<u8>> {
     let LoweringInput { kind, dtype, ranks, .. } = case.asked;
-    // What the library's elements are called before and after the local steps.
+    // The element types before and after the local steps.
     let mut sent_type = dtype;
     let mut inputs: Vec<Vec<u8>> = Vec::new();
     for me in 0..ranks {
@@ -293,7 +294,7 @@ fn run(case: &Case, lowering: &Lowering, able: &Capabilities) -> Vec<Vec<u8>> {
     if kind == Kind::Barrier {
         return vec![Vec::new(); ranks];
     }
-    // What the library may not touch, it has not touched; a reduce off its root is torch's own licence to do so.
+    // The library must not have changed the inputs, except in a reduce off its root, where torch allows it.
     if !lowering.clobbers_input && kind != Kind::Reduce {
         assert_eq!(inputs, before, "an input was changed");
     }

@@ -1,4 +1,4 @@
-//! A group is built of what its ranks decided, whole, or not at all.
+//! A group is built whole from the decision of its ranks, or not at all.
 
 #[path = "common/host.rs"]
 mod host;

@@ -1,5 +1,5 @@
-//! What is said of operations that are over: for every one of a run the explanation that is worked out again is what was
-//! recorded, on one host and between hosts, alone and in batches, and by number the same as by the operation.
+//! Explanations of past operations: for every operation of a run the recomputed explanation equals the record, on one
+//! host and between hosts, alone and in batches; and it is the same by number and by operation.
 
 mod common;
 
@@ -20,7 +20,8 @@ use sagellm::types::{Dtype, Kind, ReduceOp};
 const TIMEOUT: Duration = Duration::from_secs(60);
 const OPS: usize = 300;
 
-/// Small ones of two kinds in the main, so that they meet in batches; every kind, and some that are cut into segments.
+/// Mostly small operations of two kinds, so that they form batches; also every other kind, and some that are cut into
+/// segments.
 fn program(seed: u64, ranks: usize) -> Vec<Spec> {
     let mut random = Random::new(seed);
     let mut one = |at: usize| {
@@ -44,7 +45,7 @@ fn program(seed: u64, ranks: usize) -> Vec<Spec> {
     (0..OPS).map(&mut one).collect()
 }
 
-/// Issues all, then waits for all; what is said about each by its number, on each rank.
+/// Issues all, then waits for all; returns the explanation of each by its number, on each rank.
 fn run(groups: &[Arc<Group>], program: &[Spec]) -> Vec<Vec<Explanation>> {
     let ranks = groups.len();
     on_ranks(ranks, |me| {
@@ -127,7 +128,8 @@ fn without_fusion_each_is_alone() {
     on_ranks(3, |me| groups[me].shutdown());
 }
 
-/// Of operations on one host: as many say that they ended in one pass as each of them says.
+/// For operations on one host: the size of the batch that each one reports is the number of operations that report this
+/// batch.
 fn check_passes(found: &[Explanation]) {
     for one in found {
         let Batch { count, first, last, bytes } = batch(one);

@@ -64,7 +64,7 @@ fn a_panic(at: At, bytes: usize) {
     let ops: Vec<_> = own.iter_mut().zip(planted).map(|(memory, at)| issue(&groups[0], memory, at)).collect();
     let others: Vec<_> = theirs.iter_mut().map(|memory| issue(&groups[1], memory, At::Nowhere)).collect();
     let all: Vec<Arc<Op>> = ops.iter().chain(&others).filter_map(|op| op.clone().ok()).collect();
-    // Nobody waits: the progress threads end all of them, the one whose hook panicked and those behind it too.
+    // No thread waits, so the progress threads end all operations, also the one whose hook panicked and the later ones.
     until(&format!("{at:?} with {bytes} bytes: an operation never ended"), || all.iter().all(|op| op.is_done()));
     let issued = all.len() as u32;
     until("an owner was never told", || ended.load(Ordering::Relaxed) >= issued);
@@ -77,7 +77,7 @@ fn a_panic(at: At, bytes: usize) {
         let refused = groups[0].issue(all_reduce(&mut [0u8; 8]), None).map(|_| ());
         assert!(matches!(refused, Err(Error::Bug(_))), "{refused:?}");
     }
-    // Nothing is left that could still be moved: the memory may go.
+    // No operation is left that could still use the memory, so it may be freed.
     drop(memory);
     let other = Group::local(2, Duration::from_secs(30)).unwrap();
     let mut numbers = [[1u8; 8], [2u8; 8]];

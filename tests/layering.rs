@@ -89,11 +89,12 @@ fn no_module_uses_one_above_it() {
     assert!(wrong.is_empty(), "upward arrows:\n{}", wrong.join("\n"));
 }
 
-/// The rooms of `engine/` know nothing of each other: what several of them need stands in `engine/` itself. But for these.
+/// The folders of `engine/` do not use each other: code that several of them need stands in `engine/` itself. These are
+/// the exceptions.
 const ROOMS_THAT_MAY_USE: [(&str, &[&str], &str); 1] =
     [("local", &["multihost", "shm"], "plays the memory and the link of ranks that are threads")];
 
-/// Files of `engine/` for all of its rooms.
+/// Files of `engine/` that all of its folders may use.
 const SHARED_BY_ENGINES: [&str; 1] = ["pieces"];
 
 /// Files that use each other on purpose.
@@ -175,7 +176,7 @@ fn engines_know_nothing_of_each_other() {
             }
         }
     }
-    assert!(wrong.is_empty(), "between the rooms of engine/:\n{}", wrong.join("\n"));
+    assert!(wrong.is_empty(), "between the folders of engine/:\n{}", wrong.join("\n"));
     let listed: usize = ROOMS_THAT_MAY_USE.iter().map(|(_, rooms, _)| rooms.len()).sum();
     assert_eq!(used.len(), listed, "listed, and not needed any more: only {used:?} are used");
 }
@@ -183,7 +184,7 @@ fn engines_know_nothing_of_each_other() {
 #[test]
 fn no_files_use_each_other_in_a_circle() {
     let uses = named_files();
-    // Whom each one reaches, one step more in each pass.
+    // The files that each file reaches, one step more in each pass.
     let mut reached = uses.clone();
     loop {
         let mut more = reached.clone();
@@ -201,11 +202,11 @@ fn no_files_use_each_other_in_a_circle() {
         reached.iter().filter(|(me, found)| found.contains(*me)).map(|(me, _)| me.join("/")).collect();
     let listed: BTreeSet<String> =
         ONE_IN_SEVERAL_FILES.iter().flat_map(|(files, _)| files.iter().map(ToString::to_string)).collect();
-    assert_eq!(round, listed, "files in circles, and those that may be");
+    assert_eq!(round, listed, "files that use each other in a circle, found and listed");
 }
 
-/// Files that may hold unsafe code, in themselves or (a `mod.rs`) in their folder: who touches bytes, or calls the system
-/// or a library. Nowhere else does it compile.
+/// Files that may hold unsafe code, in themselves or (a `mod.rs`) in their folder, because they touch bytes, or call
+/// the system or a library. Everywhere else unsafe code does not compile.
 const UNSAFE: [&str; 22] = [
     "engine/device/communicator.rs",
     "engine/device/libs/mod.rs",
@@ -255,12 +256,12 @@ fn unsafe_code_is_allowed_where_the_list_says_and_with_a_reason() {
     assert_eq!(found, UNSAFE);
 }
 
-/// Words that name a vendor or something of its own.
+/// Words that name a vendor or one of its products.
 const NAMES: [&str; 9] = ["nccl", "hccl", "cncl", "cuda", "cambricon", "nvidia", "npu", "mlu", "ascend"];
 /// The last ones are beginnings of other words, too.
 const WHOLE: [&str; 3] = ["npu", "mlu", "ascend"];
 
-/// Where such a word may stand outside of `engine/device` and `cpp/compat.hpp`, and what for.
+/// The files outside of `engine/device` and `cpp/compat.hpp` in which such a word may stand, with the reason.
 const NAMED: [(&str, &str); 20] = [
     ("setup.py", "where the crate nccl-sys lies"),
     ("src/engine/shm/small.rs", "a source"),
@@ -346,8 +347,8 @@ fn the_engine_of_devices_reaches_a_library_by_its_row_alone() {
     }
 }
 
-/// Folders of `cpp/`, from top to bottom; a file includes headers of its own folder and of those below it. `compat.hpp`,
-/// the conditions on torch, is everybody's.
+/// Folders of `cpp/`, from top to bottom; a file includes headers of its own folder and of those below it. Every folder
+/// may include `compat.hpp`, the conditions on torch.
 const CPP_LAYERS: [&str; 5] = ["c10d", "device", "work", "lower", "host"];
 
 #[test]

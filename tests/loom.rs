@@ -1,7 +1,7 @@
 //! Every interleaving of the shared-memory protocol, on loom's atomics: the code of `protocol.rs` and `event_count.rs` itself.
 //!
-//! Run with `RUSTFLAGS="--cfg loom" cargo test --release --test loom`. Payloads are loom cells, so a slot or a buffer that
-//! is overwritten while somebody may still read it is reported as a data race.
+//! Run with `RUSTFLAGS="--cfg loom" cargo test --release --test loom`. Payloads are loom cells, so a slot or a buffer
+//! that is overwritten while a rank may still read it is reported as a data race.
 #![cfg(loom)]
 
 use loom::cell::UnsafeCell;
@@ -94,7 +94,7 @@ fn some_times(times: usize, mut condition: impl FnMut() -> bool) -> bool {
 }
 
 fn write(cell: &UnsafeCell<u64>, value: u64) {
-    // SAFETY: the protocol says that nobody else accesses the cell now; loom checks exactly that.
+    // SAFETY: the protocol says that no other thread accesses the cell now; loom checks exactly that.
     cell.with_mut(|p| unsafe { *p = value });
 }
 
@@ -103,7 +103,7 @@ fn read(cell: &UnsafeCell<u64>) -> u64 {
     cell.with(|p| unsafe { *p })
 }
 
-/// What a rank does in operation `n`: all exchange, or rank 0 only writes (a broadcast).
+/// The part of a rank in operation `n`: all exchange, or rank 0 only writes (a broadcast).
 fn slots_program(memory: &Memory, me: usize, rooted: &[bool]) {
     let mut slots = Slots::new(me, memory.ranks, memory.depth);
     for (i, rooted) in rooted.iter().enumerate() {
@@ -304,8 +304,8 @@ fn a_sleeper_never_misses_the_news() {
     });
 }
 
-// Who drives, and who wakes whom: `roles.rs` and `event_count.rs` as `driver.rs` calls them. Two groups with a peer each that
-// publishes one piece of news, threads that wait, and the progress thread.
+// Which thread drives, and which event wakes which thread: `roles.rs` and `event_count.rs` as `driver.rs` calls them.
+// Two groups with a peer each that publishes one piece of news, threads that wait, and the progress thread.
 
 use sagellm::os::event_count::Listening;
 use sagellm::progress::roles;
@@ -353,7 +353,7 @@ impl WakeWords for Count {
     }
 }
 
-/// A group with one operation: issued here, published by a peer, moved by one who drives.
+/// A group with one operation: issued here, published by a peer, advanced by the driving thread.
 struct Party {
     wake_count: Count,
     issued: AtomicU32,
@@ -419,7 +419,7 @@ impl Rank {
         }
     }
 
-    /// What a peer does.
+    /// The part of a peer.
     fn publish(&self, group: usize) {
         self.groups[group].published.store(1, Release);
         event_count::announce(&self.groups[group].wake_count, 1);
@@ -537,7 +537,8 @@ fn two_threads_that_wait_in_two_groups_both_end() {
 
 #[test]
 fn the_progress_thread_takes_over_when_the_last_thread_leaves() {
-    // Group 0 is waited for, group 1 by nobody: whoever leaves last hands it over.
+    // A thread waits for group 0 and none for group 1: the last waiting thread hands group 1 over to the progress
+    // thread.
     model(2, |rank| {
         let progress = spawn(&rank, Rank::progress);
         rank.issue(1, true);
@@ -554,7 +555,7 @@ fn the_progress_thread_takes_over_when_the_last_thread_leaves() {
 }
 
 #[test]
-fn a_thread_that_asks_for_the_interpreters_lock_holds_up_nobody() {
+fn a_thread_that_asks_for_the_interpreters_lock_holds_up_no_other() {
     // The thread that waits pauses until its own operation has ended: only the progress thread can end it.
     model(1, |rank| {
         let progress = spawn(&rank, Rank::progress);
@@ -573,7 +574,7 @@ fn a_thread_that_asks_for_the_interpreters_lock_holds_up_nobody() {
     });
 }
 
-/// What two senders and a receiver with one channel share. Sender `s` is rank `s + 1`.
+/// The memory that two senders and a receiver with one channel share. Sender `s` is rank `s + 1`.
 struct Letters {
     grants: [AtomicU64; 2],
     ready: [AtomicU64; 2],
@@ -643,7 +644,7 @@ fn a_lane_passes_from_sender_to_sender_without_mixing_messages() {
     });
 }
 
-/// Mail words of one receiver, and what two senders put beside them.
+/// The mail words of one receiver, and the messages of two senders.
 struct Mailbox {
     bits: AtomicU64,
     sent: [AtomicU64; 2],

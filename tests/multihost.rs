@@ -1,5 +1,5 @@
 //! Groups whose ranks live on several hosts, played by threads: every collective against a one-threaded reference, with
-//! and without fusion, in the strict way bit for bit; what a fault on one host does to the others.
+//! and without fusion, in strict mode bit for bit; and the effect of a fault on one host on the others.
 
 mod common;
 
@@ -32,7 +32,8 @@ fn groups(place: &[usize], settings: Settings, timeout: Duration) -> Vec<Arc<Gro
 
 const LONG: Duration = Duration::from_secs(60);
 
-/// Without the strict way sums of f32 and bf16 may round elsewhere, but not by much; everything else is exact.
+/// Without strict mode sums of f32 and bf16 may be rounded at other places and so differ a little; everything else is
+/// exact.
 fn check(spec: &Spec, buffers: &Buffers, me: usize, ranks: usize, strict: bool) {
     if strict || !spec.kind.reduces() || spec.dtype == Dtype::I32 || spec.op == ReduceOp::Max {
         return spec.check(buffers, me, ranks);

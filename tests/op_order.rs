@@ -1,4 +1,4 @@
-//! What ranks may disagree on, and what one rank's own operations owe each other: a barrier ends last, lists of sizes are
+//! Disagreements between ranks, and the order of one rank's own operations: a barrier ends last, lists of sizes are
 //! signed, messages and collectives on the same memory keep the order of issue (rules 4, 5, 33).
 
 mod common;
@@ -98,7 +98,7 @@ fn rule_33_a_barrier_fails_with_the_collective_before_it() {
     }
 }
 
-/// What each rank passes as its list, and what it must be told.
+/// The list that each rank passes, and the error that it must get.
 fn lists_must_agree(groups: &[Arc<Group>], kind: Kind, lists: &[Vec<usize>]) {
     let ranks = groups.len();
     let sync = std::sync::Barrier::new(ranks);
@@ -161,8 +161,8 @@ fn rule_05_lists_of_sizes_that_differ_are_found_over_hosts() {
     }
 }
 
-/// Two ranks each believe to be the root of a large broadcast, of different sizes: neither waits for anything that the
-/// other would bring, and one would never be read to the end.
+/// Two ranks each call a large broadcast with themselves as the root, of different sizes: neither waits for data of the
+/// other, and the data of one would never be read to the end.
 #[test]
 fn rule_05_two_roots_of_a_large_broadcast_learn_it_at_once() {
     let groups = groups(2);
@@ -176,7 +176,8 @@ fn rule_05_two_roots_of_a_large_broadcast_learn_it_at_once() {
     });
 }
 
-/// A disagreement that nobody could see at once shifts no later operation: the next one fails on every rank that takes.
+/// A disagreement that no rank could see at once shifts no later operation: the next one fails on every rank that takes
+/// data in it.
 #[test]
 fn rule_05_a_disagreement_between_two_roots_never_shifts_a_later_operation() {
     let groups = groups(3);
@@ -295,7 +296,7 @@ fn rule_04_messages_on_the_same_memory_run_in_order() {
     }
 }
 
-/// What a send that is held back reads is sent before later sends of its tag, and after those of another.
+/// A send that is held back comes before later sends of its tag, but later sends of another tag may pass it.
 #[test]
 fn rule_04_a_message_that_waits_is_overtaken_by_no_other_of_its_tag() {
     for bytes in SIZES {

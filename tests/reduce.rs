@@ -277,7 +277,7 @@ fn conversions_are_exact_and_round_to_nearest_even() {
 #[test]
 fn halfway_cases_go_to_the_even_neighbour() {
     let neighbours = |number: f32| [f32::from_bits(number.to_bits() - 1), number, f32::from_bits(number.to_bits() + 1)];
-    // Up to and including the step from the largest finite number to what would be the next: infinity.
+    // Up to and including the step from the largest finite number to infinity.
     for bits in 0..0x7c00u16 {
         let next = if bits == 0x7bff { 65536.0 } else { f16_to_f32(bits + 1) };
         let middle = (f16_to_f32(bits) + next) / 2.0;

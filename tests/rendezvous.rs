@@ -56,7 +56,7 @@ impl Store for Files {
 const GENEROUS: Duration = Duration::from_secs(30);
 
 fn config(rank: usize, size: usize, timeout: Duration) -> Config {
-    // The fields that do not matter here are the defaults of a group without wishes.
+    // Fields that do not matter here have the defaults of a group without options.
     Config {
         rank,
         size,
@@ -75,7 +75,7 @@ fn bytes(size: usize) -> impl Fn(usize) -> std::result::Result<usize, String> {
     move |_| Ok(hello_bytes(size) + 4096)
 }
 
-/// What one rank of a run by threads does differently.
+/// The deviations of one rank in a run by threads.
 struct Rank {
     config: Config,
     identity: Identity,
@@ -306,7 +306,7 @@ fn ranks_that_would_go_to_different_delegates_are_told_so_on_every_rank() {
         assert!(matches!(error, Error::Invalid(_)), "{error:?}");
         assert!(error.text().contains("'gloo' on rank 0 and 'mpi' on rank 1"), "{error}");
     }
-    // Where nobody needs one, it does not matter.
+    // Where no rank needs a delegate, the difference does not matter.
     assert_one_memory(
         &run(&Memory::default(), 2, |rank| rank.config.delegate = rank.config.rank.to_string())
             .into_iter()
@@ -315,7 +315,7 @@ fn ranks_that_would_go_to_different_delegates_are_told_so_on_every_rank() {
     );
 }
 
-/// Shows rank 2 a socket that nobody listens on.
+/// Gives rank 2 the name of a socket on which no process listens.
 struct Misleading(Memory, std::thread::ThreadId);
 
 impl Store for Misleading {
@@ -372,7 +372,7 @@ fn a_rank_that_cannot_connect_makes_all_delegate() {
     assert!(reasons.iter().all(|reason| *reason == reasons[0]), "{reasons:?}");
 }
 
-/// A store in which nobody finds a decision.
+/// A store in which no rank finds a decision.
 struct Mute(Memory);
 
 impl Store for Mute {
@@ -583,14 +583,14 @@ fn known_peers(files: &Files, rank: usize, size: usize) {
     drop(first);
     groups.push(group("later", rank, size));
     assert_eq!((groups.last().unwrap().group_peers.id(), open_descriptors()), (id, before));
-    // One that has left them all knows nobody: the others may not rely on what they know.
+    // A rank that has left all groups has no known peers any more, so the others must not use theirs.
     if rank == 1 {
         groups.clear();
         assert!(open_descriptors() < before);
     }
     let anew = group("anew", rank, size);
     assert_ne!(anew.group_peers.id(), id);
-    // The oldest that all of them have.
+    // The oldest known peers that all of them have.
     let again = group("again", rank, size);
     assert_eq!(again.group_peers.id(), anew.group_peers.id());
     // No rank ends before all are done: that would be the end of a known peer.
@@ -657,7 +657,7 @@ impl Drop for Killed {
 fn deaths(met: &Met) -> (Following, Receiver<(usize, &'static str, Instant)>) {
     let (tell, told) = channel();
     let tell = Mutex::new(tell);
-    // Nobody listens any more when a test has ended.
+    // When a test has ended, no thread receives any more.
     let following = met.group_peers.follow(move |rank, reason| {
         let _ = tell.lock().unwrap().send((rank, reason, Instant::now()));
     });
@@ -742,7 +742,7 @@ fn ranks_in_different_pid_namespaces_meet_and_watch_each_other() {
         let store = Files::new();
         let mut other = Killed(process_under(&starter, "sleep", &store.0, 1 - own, 2));
         let met = shared(meet(&config(own, 2, GENEROUS), &store, &Quiet, &bytes(2)));
-        // What it calls itself is not what we must call it.
+        // The pid in its own namespace is not its pid in ours.
         assert_ne!(met.group_peers.peer(1 - own).pid as u32, await_word(&met, 2, 1 - own));
         assert_eq!(
             watch::process_state(met.group_peers.peer(1 - own).pid).map(|state| "RSD".contains(state)),

@@ -1,5 +1,5 @@
-//! The choice inside live groups: whatever the rules say, the results stay the same, every rank takes the same way, and
-//! the explanation worked out afterwards is what was recorded.
+//! The choice inside live groups: under any rules the results stay the same, every rank chooses the same algorithm, and
+//! the explanation computed afterwards equals the record.
 
 mod common;
 

@@ -175,7 +175,7 @@ fn rule_03_issue_never_waits_and_a_burst_beyond_the_credits_completes() {
             seed: 9,
         };
         if me == 1 {
-            barrier.wait(); // rank 0 has issued all of its operations by then, although nobody answered
+            barrier.wait(); // rank 0 has issued all of its operations by then, although no rank answered
             assert!(first_done.load(std::sync::atomic::Ordering::SeqCst));
         }
         let mut all: Vec<(Arc<Op>, Buffers)> = Vec::new();
@@ -214,7 +214,7 @@ fn rule_06_an_operation_ends_without_anyone_waiting() {
         let op = groups[me].issue(spec.request(&mut buffers), None).unwrap();
         let begin = std::time::Instant::now();
         while !op.is_done() {
-            assert!(begin.elapsed() < Duration::from_secs(20), "rank {me}: nobody makes progress");
+            assert!(begin.elapsed() < Duration::from_secs(20), "rank {me}: no rank makes progress");
             std::thread::sleep(Duration::from_millis(1));
         }
         spec.check(&buffers, me, 2);

@@ -83,7 +83,7 @@ fn flipped_bytes_give_wrong_numbers_or_errors_and_nothing_worse() {
         let areas = local::areas(ranks).unwrap();
         let total = areas[0].layout.total();
         let base = areas[0].segment().ptr(0, total) as usize;
-        // Half of the rounds aim at the words that steer; the other half at everything.
+        // Half of the rounds flip bytes of the control words; the other half flip any byte.
         let aim = (round % 2 == 0).then_some(areas[0].layout.slot(0, 0) + 3 * 4160);
         let groups = Group::over(areas, Duration::from_millis(200));
         let stop = AtomicBool::new(false);

@@ -216,7 +216,7 @@ fn rule_20_large_messages_that_nobody_wants_yet_hold_up_no_others() {
 fn random_messages_of_every_size_keep_their_order() {
     let ranks = ranks();
     let groups = groups(ranks);
-    // Known to all: who sends how much to whom, in which order.
+    // The plan that all ranks know: which rank sends how much to which, in which order.
     let mut random = Random::new(20);
     let plan: Vec<(usize, usize, usize)> = (0..10 * ranks)
         .map(|_| {
@@ -260,7 +260,7 @@ impl log::Log for Kept {
     fn flush(&self) {}
 }
 
-/// Nobody else is there.
+/// There is no other rank.
 struct Nobody;
 
 impl Store for Nobody {

@@ -1,5 +1,5 @@
-//! Memory that becomes present when it is first needed: which parts that is after which operation, that nobody touches
-//! others, and what all ranks are told where there is no room (rule 24).
+//! Memory that becomes present when it is first needed: which parts are present after which operation, that no rank
+//! touches other parts, and the error on all ranks where there is no room (rule 24).
 
 mod common;
 
@@ -37,7 +37,7 @@ fn collective(groups: &[Arc<Group>], kind: Kind, root: u32, bytes: usize) -> Vec
     })
 }
 
-/// A message from `from` to `to`, who may name its sender or not.
+/// A message from `from` to `to`; the receiver may name the sender or not.
 fn message(groups: &[Arc<Group>], (from, to): (usize, usize), named: bool, bytes: usize) -> Vec<Result<()>> {
     let root = if named { from as u32 } else { ANY_RANK };
     on_ranks(groups.len(), |me| {
@@ -53,7 +53,8 @@ fn message(groups: &[Arc<Group>], (from, to): (usize, usize), named: bool, bytes
     })
 }
 
-/// The parts that are present, by rank. A part of which only some pages are was touched by somebody who may not.
+/// The parts that are present, by rank. A part with only some pages present was touched by a rank that may not touch
+/// it.
 fn present(areas: &[Arc<Area>]) -> Vec<(usize, Part)> {
     let (segment, layout) = (areas[0].segment(), &areas[0].layout);
     let mut pages = vec![0u8; segment.len().div_ceil(page_size())];
@@ -95,7 +96,7 @@ fn a_part_is_present_when_an_operation_has_needed_it_and_nobody_touches_it_befor
         }
         check("small collectives", &[]);
 
-        // Receives that nobody answers yet, looked at by those who wait for them and for peers that may have gone.
+        // Receives without a message yet: threads wait for them and check for peers that may have gone.
         let last = ranks - 1;
         let mut room = [vec![0; 3 * layout.body_bytes], vec![0; 10]];
         let (large, small) = room.split_at_mut(1);

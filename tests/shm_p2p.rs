@@ -1,4 +1,5 @@
-//! Send and receive: tags, order, sizes, wildcards (rules 1, 3, 20); and what every rank learns when something is wrong.
+//! Send and receive: tags, order, sizes, wildcards (rules 1, 3, 20); and the error on every rank when something is
+//! wrong.
 
 mod common;
 

@@ -1,4 +1,4 @@
-"""Ranks of one process: what their operators and messages give, when, and how they fail.
+"""Ranks of one process: the results of their operators and messages, when these are there, and how calls fail.
 
 Every result is compared, bit for bit, with what one plain thread computes from the inputs in the order of the ranks
 (`tests/py/dist/reference.py`). Over processes the same classes are tested by `tests/py/dist/test_collective_ops.py`.
@@ -46,7 +46,7 @@ Comms = list[DistributedCommunicator]
 
 
 def on_threads(comms: Comms, body: Callable[[DistributedCommunicator], Any], seconds: float = 60) -> list[Any]:
-    """What ``body`` returns or raises on each rank, each on a thread of its own."""
+    """What ``body`` returns or raises on each rank, each on a separate thread."""
     found: list[Any] = [None] * len(comms)
 
     def run(comm: DistributedCommunicator) -> None:
@@ -444,7 +444,7 @@ class TestDistributedCommunicator:
         assert [comm.recv(1 - comm.rank, (1,), torch.int64).item() for comm in comms] == [1, 0]
 
     def test_a_ring_of_threads(self) -> None:
-        """Everyone sends first, which a copy makes possible for any size."""
+        """Every rank sends first, which a copy makes possible for any size."""
 
         def body(comm: DistributedCommunicator) -> float:
             passed, total = torch.full((100_000,), float(comm.rank)), 0.0
@@ -485,7 +485,7 @@ class TestDistributedCommunicator:
         for _ in range(2):
             for comm in comms:
                 comm.barrier()
-        comms[1].barrier()  # nobody follows, and nothing hangs
+        comms[1].barrier()  # no other rank calls, and nothing hangs
 
     def test_the_same_over_one_rank_without_processes(self) -> None:
         (comm,) = create_ring_topology(1)
@@ -697,7 +697,7 @@ class TestMemory:
 
 @dataclass
 class Planned:
-    """One collective or message that all ranks know, with every rank's input and result."""
+    """One collective or message, with every rank's input and result."""
 
     kind: str
     #: The op, the root, or source, destination and tag.

@@ -1,4 +1,5 @@
-//! Operations on devices as the tests have them: their data, what must come out, and what the shim does beside the library.
+//! Operations on devices for the tests: their data, the expected results, and the shim's steps before and after the
+//! library's call.
 #![allow(dead_code)] // each test file uses a part of it
 
 use sagellm::engine::device::lowering::Double;

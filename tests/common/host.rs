@@ -1,4 +1,4 @@
-//! What a group asks of the program around it, in memory.
+//! In-memory implementations of the interfaces that a group needs from its program.
 
 use std::collections::HashMap;
 use std::sync::Mutex;
@@ -20,7 +20,7 @@ impl Store for Memory {
     }
 }
 
-/// Nobody presses Ctrl-C.
+/// A host without signals.
 pub struct Quiet;
 
 impl Host for Quiet {

@@ -1,4 +1,4 @@
-//! What the tests share: requests over plain vectors, random numbers, and a reference that knows nothing of the engine.
+//! Shared by the tests: requests over plain vectors, random numbers, and a reference that uses no code of the engine.
 #![allow(dead_code)] // each test file uses a part of it
 
 use std::io::Write as _;
@@ -34,7 +34,7 @@ impl Random {
     }
 }
 
-/// One rank's memory for one operation: whatever the kind needs.
+/// One rank's memory for one operation: the inputs and outputs that the kind needs.
 pub struct Buffers {
     pub input: Vec<u8>,
     pub output: Vec<u8>,
@@ -150,7 +150,7 @@ impl Spec {
         request
     }
 
-    /// What rank `me` must have in the end, computed by one thread in the plainest way.
+    /// The expected result of rank `me`, computed by one thread in the plainest way.
     pub fn expected(&self, me: usize, ranks: usize) -> Vec<u8> {
         let root = me == self.root;
         let tensor = self.count * self.dtype.size();
@@ -168,7 +168,7 @@ impl Spec {
         }
     }
 
-    /// What an operation has left, against what it must leave, bit for bit.
+    /// Compares the memory after an operation with the expected one, bit for bit.
     pub fn check(&self, buffers: &Buffers, me: usize, ranks: usize) {
         let (found, expected) = (buffers.result(), self.expected(me, ranks));
         if found[..expected.len()] != expected[..] {
@@ -232,7 +232,7 @@ pub fn cut(memory: &mut [u8], pieces: usize, size: usize) -> Vec<Span> {
     (0..bytes).step_by(each).map(|start| Span { addr: addr + start, bytes: each.min(bytes - start) }).collect()
 }
 
-/// An asynchronous call with whatever most tests leave as it is: sums of bytes, tag 0, no blocks.
+/// An asynchronous call with the usual values of most tests: sums of bytes, tag 0, no blocks.
 pub fn plain(kind: Kind, root: u32, inputs: Vec<Span>, outputs: Vec<Span>) -> Request {
     // SAFETY: every test keeps the memory of a call until it has ended, and looks at it only then.
     let mut request = unsafe { Request::new(kind, inputs, outputs) };

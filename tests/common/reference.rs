@@ -1,4 +1,4 @@
-//! What the kernels must give: one element at a time, arithmetic spelled out, nothing shared with the kernels.
+//! The expected results of the kernels: one element at a time, arithmetic spelled out, no code shared with the kernels.
 
 use sagellm::types::{Dtype, ReduceOp};
 
@@ -10,7 +10,7 @@ pub fn is_float(dtype: Dtype) -> bool {
     matches!(dtype, Dtype::F16 | Dtype::Bf16 | Dtype::F32 | Dtype::F64)
 }
 
-/// What torch and this project define.
+/// The reductions that torch and this project define.
 pub fn is_defined(dtype: Dtype, op: ReduceOp) -> bool {
     match op {
         ReduceOp::Sum | ReduceOp::Product => dtype != Dtype::Bytes,

@@ -9,7 +9,7 @@ use std::process::Command;
 /// wait for it, and where nothing has changed it takes a tenth of a second.
 ///
 /// # Panics
-/// With what the compiler said, if they cannot be built.
+/// With the compiler's output, if they cannot be built.
 pub fn simulators() -> HashMap<String, PathBuf> {
     listed(&[])
 }

@@ -80,7 +80,7 @@ def called_in(notes: Path, counted: list[Path]) -> set[str]:
 
 
 def plain(symbol: str) -> str:
-    """What the source calls it: `RustOp::wait` of `sagellm::RustOp::wait(long) const`, the glue's `$` alike."""
+    """The name in the source: `RustOp::wait` for `sagellm::RustOp::wait(long) const`, the glue's `$` alike."""
     if "$cxxbridge" in symbol:
         return re.sub(r"^.*\$cxxbridge\d+\$(\d+\$)?", "", symbol).replace("$", "::")
     return symbol.split("(")[0].removeprefix("sagellm::")

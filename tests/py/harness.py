@@ -1,4 +1,4 @@
-"""Runs test functions on several ranks, each a real process, and brings back what happened on every one of them.
+"""Runs test functions on several ranks, each a real process, and returns the result of every one of them.
 
 `run_ranks(fn, 2, ...)` calls `fn(context, ...)` on two ranks of a live default group and returns their values.
 Ordinary tests share one pool of processes. `launch(fn, 3, ...)` makes fresh processes (tests that kill, stop or exit)
@@ -44,7 +44,7 @@ GROUP_TIMEOUT = timedelta(seconds=30)
 
 
 def beyond_gloo(reason: str) -> pytest.MarkDecorator:
-    """Marks what the backend must do and gloo does not, so that the suite can be validated with gloo."""
+    """Marks a test of something that gloo does not do, so that the suite can be validated with gloo."""
     return pytest.mark.skipif(IS_GLOO, reason=f"gloo: {reason}")
 
 
@@ -183,7 +183,7 @@ class Zygote:
             return self._reply()
 
     def next_key(self) -> str:
-        """A prefix in the store that nobody used."""
+        """A new prefix in the store."""
         with self.lock:
             self.jobs += 1
             return f"job{self.jobs}"

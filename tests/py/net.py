@@ -34,7 +34,7 @@ TUN_MTU = 9000
 
 
 class Unavailable(RuntimeError):
-    """This machine does not allow what a network needs; the text says what."""
+    """This machine lacks something that a network needs; the text says what."""
 
 
 def run(*words: str) -> None:

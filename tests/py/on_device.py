@@ -1,4 +1,4 @@
-"""What is run on a device, whichever it is: by `tests/py/device` on a simulated one, by `tests/py/gpu` on a card.
+"""Test bodies for any device: `tests/py/device` runs them on a simulated one, `tests/py/gpu` on a card.
 
 A body takes the context and torch's name of the device, and finds a default group that serves it. A simulated device's
 kernels are slow by themselves; a card's stream is made late by `late`. The bodies of host staging, which need the
@@ -28,7 +28,7 @@ LATE = 60_000_000
 
 
 def late(device: str) -> None:
-    """Keeps the current stream busy for a while, so that what is not ordered behind it is seen."""
+    """Keeps the current stream busy for a while, so that missing order shows."""
     if device == "cuda":
         torch.cuda._sleep(LATE)
 
@@ -349,7 +349,7 @@ def order(ctx: Context, device: str) -> None:
     late(device)
     value = torch.empty(500, device=device).fill_(rank + 1)
     work = dist.all_reduce(value, async_op=True)
-    # The tensor is let go at once: its memory, which the device gives out again, must stay the operation's.
+    # The tensor is dropped at once: the device must not give its memory out again while the operation uses it.
     kept = value.data_ptr()
     del value
     again = torch.empty(500, device=device)

@@ -26,7 +26,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def describe_error(error: BaseException) -> dict[str, str]:
-    """What a rank reports of an exception that ended its function."""
+    """A rank's report of the exception that ended its function."""
     return {
         "type": type(error).__name__,
         "text": str(error),

@@ -89,7 +89,7 @@ class Rank:
 
 
 def until(look: Callable[[], Any], what: str = "it", limit: float = SOON) -> Any:
-    """Looks until it gives something that is not None or False."""
+    """Polls until the function returns something other than None or False."""
     deadline = time.monotonic() + limit
     while time.monotonic() < deadline:
         found = look()
@@ -161,7 +161,7 @@ class Job:
         return outcome["value"]
 
     def results(self, limit: float = 90.0) -> list[Any]:
-        """What all ranks returned. The first that fails is told, not those that then wait for it."""
+        """The values of all ranks. Reports the first rank that failed, not those that then waited for it."""
         deadline = time.monotonic() + limit
         left = set(range(self.size))
         while left and time.monotonic() < deadline:

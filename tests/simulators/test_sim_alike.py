@@ -1,4 +1,4 @@
-"""What every simulated library must do alike: numbers, order, faults; each vendor with 1 to 3 processes."""
+"""The behaviour that all simulated libraries share: numbers, order, faults; each vendor with 1 to 3 processes."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def around_a_ring(rank: Rank, vendor: str, count: int) -> None:
         ok(v.group_end())
         ok(v.sync())
         assert result.tobytes() == numbers(left, count, "i4", turn).tobytes()
-    # Without a group: somebody must receive first.
+    # Without a group one of them must receive first.
     mine, result = numbers(rank.rank, count, "i4", 9), np.zeros(count, "i4")
     if rank.rank == 0:
         ok(v.send(mine, count, v.types["i4"], 1))
@@ -381,7 +381,7 @@ def deadlock(rank: Rank, vendor: str) -> int:
     ok(v.send(mine, 1, v.types["f4"], 1 - rank.rank))
     ok(v.recv(result, 1, v.types["f4"], 1 - rank.rank))
     time.sleep(0.5)
-    assert not v.is_idle(v.stream), "both send first and nobody receives"
+    assert not v.is_idle(v.stream), "both send first and neither receives"
     code: int = v.sync()
     assert (result == 0).all()
     return code

@@ -1,4 +1,4 @@
-"""What only the simulated CNCL and CNRT do."""
+"""Behaviour of the simulated CNCL and CNRT alone."""
 
 from __future__ import annotations
 

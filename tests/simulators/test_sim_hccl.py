@@ -1,4 +1,5 @@
-"""What only the simulated HCCL and AscendCL do: the limits of the hardware, configurations, parts, two libraries."""
+"""Behaviour of the simulated HCCL and AscendCL alone: the limits of the hardware, configurations, parts, two
+libraries."""
 
 from __future__ import annotations
 

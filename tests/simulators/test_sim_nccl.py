@@ -1,4 +1,4 @@
-"""What only the simulated NCCL and CUDA driver do: configurations, splitting, plug-ins, capture."""
+"""Behaviour of the simulated NCCL and CUDA driver alone: configurations, splitting, plug-ins, capture."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class Device:
         self.library.sim_set_host_delay(-1 if seconds is None else int(seconds * 1e6))
 
     def native_handles(self, on: bool) -> None:
-        """Whether torch's streams tell their raw handle."""
+        """Whether torch's streams give their raw handle."""
         self.library.sim_set_native_handles(int(on))
 
     def use_library(self, path: str | Path, flavour: str) -> None:
@@ -85,7 +85,7 @@ class Device:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """No kernel begins within the block: whoever waits for one there waits for ever."""
+        """No kernel begins within the block, so a wait for one there never ends."""
         self.library.sim_hold(1)
         try:
             yield
@@ -108,7 +108,7 @@ class Device:
             self.library.sim_set_capturing(0, 1)
 
     def blocks(self) -> int:
-        """Pieces of the device's memory that somebody holds."""
+        """Pieces of the device's memory that are in use."""
         return int(self.library.sim_blocks())
 
     def kernels(self) -> int:
@@ -134,7 +134,7 @@ def install(name: str = "simdev") -> Device:
 
 
 def _module(name: str, library: ctypes.CDLL) -> types.ModuleType:
-    """`torch.<name>`: what torch.distributed, DDP and autograd ask of a device's module."""
+    """`torch.<name>`: the functions of a device's module that torch.distributed, DDP and autograd call."""
     module: Any = types.ModuleType(f"torch.{name}")
 
     def index(device: Any = None) -> int:

@@ -12,7 +12,7 @@ from harness import Context, run_fresh
 from on_device import counted
 from simulated import environment, start
 
-#: The first test builds the simulators, which takes minutes on a busy machine; every job has a deadline of its own.
+#: The first test builds the simulators, which takes minutes on a busy machine; every job has its own deadline.
 pytestmark = pytest.mark.timeout(900)
 
 

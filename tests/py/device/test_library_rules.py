@@ -20,7 +20,7 @@ from simulated import environment, start
 import sagellm
 from sagellm import _load
 
-#: The first test builds the simulators, which takes minutes on a busy machine; every job has a deadline of its own.
+#: The first test builds the simulators, which takes minutes on a busy machine; every job has its own deadline.
 pytestmark = pytest.mark.timeout(900)
 
 PLUGINS = {"NCCL_TUNER_PLUGIN": "ncclTunerPlugin", "NCCL_PROFILER_PLUGIN": "ncclProfiler"}
@@ -30,13 +30,13 @@ UNSTEERED = {SMALL: "TREE", LARGE: "RING"}
 
 
 def trace_lines() -> list[str]:
-    """What the simulator has written of this process so far."""
+    """The lines that the simulator has written for this process so far."""
     path = Path(f"{os.environ['SAGELLM_SIM_TRACE']}.{os.getpid()}")
     return path.read_text().splitlines() if path.exists() else []
 
 
 def told(variable: str) -> str | None:
-    """A variable of the environment as C code sees it; Python keeps a copy of its own."""
+    """A variable of the environment as C code sees it; Python keeps its own copy."""
     getenv = ctypes.CDLL(None).getenv
     getenv.restype = ctypes.c_char_p
     value = getenv(variable.encode())
@@ -77,7 +77,7 @@ def all_reduced(name: str, count: int, group: dist.ProcessGroup | None = None) -
 def steered(ctx: Context, rules: str, expected: dict[int, str]) -> None:
     name = begin(ctx, "nccl", rules)
     for variable in PLUGINS:
-        assert variable not in os.environ and told(variable) is None, "nobody has set it before"
+        assert variable not in os.environ and told(variable) is None, "no code has set it before"
     numbers = set()
     for count, algorithm in expected.items():
         number, ran, asked, choice = all_reduced(name, count)
@@ -174,7 +174,7 @@ def plugins_of_the_user(ctx: Context, left: list[str]) -> None:
     name = begin(ctx, "nccl", "all_reduce:0-1MiB=ring;all_reduce:1MiB-=double_tree")
     for count, algorithm in UNSTEERED.items():
         _, ran, asked, choice = all_reduced(name, count)
-        # Without the profiler nobody tells the tuner whose communicator it is.
+        # Without the profiler the tuner does not learn whose communicator it is.
         assert ran.startswith(f"{algorithm}, "), (count, ran)
         assert asked == ("NCCL_TUNER_PLUGIN" in left), trace_lines()
         assert (f": {ran}, " in choice) == ("NCCL_PROFILER_PLUGIN" in left), choice
@@ -208,7 +208,7 @@ def configured(ctx: Context, rules: str, word: str) -> None:
     holds(value, ctx.world_size)
     first = words()
     assert first and set(first) == {word}, trace_lines()
-    # A group without rules has a communicator of its own, for which nothing is asked.
+    # A group without rules has a separate communicator, for which NCCL asks nothing.
     free = dist.new_group(pg_options=sagellm.Options(vendor="auto"))
     dist.all_reduce(value, group=free)
     holds(value, ctx.world_size**2)

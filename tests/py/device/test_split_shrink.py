@@ -15,7 +15,7 @@ from harness import Context, expect_raises, launch, run_fresh
 from on_device import backend_of, holds
 from simulated import VENDORS, environment, exit_code, start
 
-#: The first test builds the simulators, which takes minutes on a busy machine; every job has a deadline of its own.
+#: The first test builds the simulators, which takes minutes on a busy machine; every job has its own deadline.
 pytestmark = pytest.mark.timeout(900)
 
 splitting = pytest.mark.skipif(
@@ -23,7 +23,7 @@ splitting = pytest.mark.skipif(
     reason="split_group of older torch needs a cuda device",
 )
 
-#: What makes a communicator out of another, and from an id; nothing where the library has no such function.
+#: The functions that make a communicator out of another, and from an id; none where the library has no such function.
 SPLITS = {"nccl": "ncclCommSplit", "hccl": "HcclCreateSubCommConfig", "cncl": None}
 SHRINKS = {"nccl": "ncclCommShrink", "hccl": None, "cncl": None}
 
@@ -89,7 +89,8 @@ def splits(ctx: Context, vendor: str) -> None:
 def test_split_makes_the_communicator_out_of_the_parents_where_the_library_can(
     vendor: str, libraries: dict[str, Path], tmp_path: Path
 ) -> None:
-    """With a rank outside of all new groups; by another id where it cannot; `new_group` asks nobody outside."""
+    """With a rank outside of all new groups; from a new id where the library cannot split; `new_group` involves no rank
+    outside."""
     run_fresh(splits, 3, vendor, env=environment(vendor, libraries, SAGELLM_SIM_TRACE=str(tmp_path / "trace")))
 
 

@@ -67,7 +67,7 @@ def every_call(ctx: Context, queue: float | None, options: dict[str, Any], exact
                     work.wait()
                 expected.append([each.clone() for each in results])
         except RuntimeError:
-            # What gloo refuses on the CPU it refuses here, before anything is sent.
+            # Calls that gloo refuses on the CPU are refused here too, before anything is sent.
             assert not exact, name
             expect_raises(RuntimeError, lambda call=on_device[name]: call(False))
             continue
@@ -191,7 +191,7 @@ def late_kernels(ctx: Context, queue: float | None) -> None:
 
 @pytest.mark.parametrize("queue", [None, 0.005])
 def test_rule_32_kernels_of_both_sides_keep_their_order(queue: float | None) -> None:
-    """Rule 32: what is late on the caller's stream is neither missed nor overtaken."""
+    """Rule 32: late work on the caller's stream is neither missed nor overtaken."""
     run_fresh(late_kernels, 2, queue)
 
 
@@ -365,7 +365,8 @@ def completes_alone(ctx: Context) -> None:
 
 
 def test_pitfall_06_work_and_future_complete_without_wait() -> None:
-    """Pitfall 6: results are stored although nobody waits; futures carry the device, callbacks may go on from there."""
+    """Pitfall 6: results are stored although no thread waits; futures carry the device, callbacks may go on from
+    there."""
     run_fresh(completes_alone, 2)
 
 
@@ -388,7 +389,7 @@ def dropped(ctx: Context) -> None:
 
 
 def test_rule_10_works_and_tensors_dropped_at_once() -> None:
-    """Rule 10: nobody keeps the Work or the tensors, and the results are there all the same."""
+    """Rule 10: the program keeps neither the Work nor the tensors, and the results are there all the same."""
     run_fresh(dropped, 2)
 
 
@@ -510,7 +511,7 @@ def leaves(ctx: Context, orderly: bool) -> None:
     for _ in range(10):
         dist.all_reduce(torch.empty(1000, device="npu").fill_(1), async_op=True)
     if ctx.rank == 0:
-        dist.all_reduce(torch.empty(10, device="npu"), async_op=True)  # nobody joins this one
+        dist.all_reduce(torch.empty(10, device="npu"), async_op=True)  # the program never waits for this one
     if orderly:
         dist.destroy_process_group()
 

@@ -1,7 +1,7 @@
 """Order between a vendor's library and torch's streams: a group of one rank over simulated HCCL.
 
 Every combination of two facts of a device: whether torch's streams tell their raw handle, and whether a queue on the
-host stands in front of the streams. Kernels and collectives take their time, so what is not ordered is seen.
+host stands in front of the streams. Kernels and collectives are slow, so missing order shows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WAYS = [(native, queue) for native in (True, False) for queue in (None, 0.003)]
 ways = pytest.mark.parametrize("native,queue", WAYS, ids=lambda each: str(each))
 
 
-#: The first test builds the simulators, which takes minutes on a busy machine; every job has a deadline of its own.
+#: The first test builds the simulators, which takes minutes on a busy machine; every job has its own deadline.
 pytestmark = pytest.mark.timeout(900)
 #: How the tests run their bodies: on one rank, over the simulators.
 Run = Callable[..., Any]
@@ -89,7 +89,8 @@ def asynchronous(ctx: Context, native: bool, queue: float | None) -> None:
 
 @ways
 def test_rule_32_streams_are_ordered_both_ways(native: bool, queue: float | None, run: Run) -> None:
-    """Rule 32: behind what the caller's stream held, and before what it holds after wait(), which blocks no host."""
+    """Rule 32: after the work that the caller's stream held, and before its work after wait(), which does not block the
+    host."""
     run(asynchronous, native, queue)
 
 
@@ -106,7 +107,8 @@ def without_wait(ctx: Context) -> None:
 
 
 def test_rule_32_the_device_shows_what_is_not_ordered(run: Run) -> None:
-    """The control: who does not wait reads the old numbers. Otherwise the tests of this file would prove nothing."""
+    """The control: code that does not wait reads the old numbers. Otherwise the tests of this file would prove
+    nothing."""
     run(without_wait, slow=0.5)
 
 
@@ -184,7 +186,9 @@ def many(ctx: Context, native: bool, queue: float | None) -> None:
 
 
 @ways
-def test_raw_events_are_used_again_only_when_nobody_waits_for_them(native: bool, queue: float | None, run: Run) -> None:
+def test_raw_events_are_used_again_only_when_no_stream_waits_for_them(
+    native: bool, queue: float | None, run: Run
+) -> None:
     """An event that is recorded anew while a wait for it is still in the host queue would let the wait pass."""
     run(many, native, queue)
 
@@ -235,7 +239,7 @@ def futures(ctx: Context) -> None:
     assert work.get_future() is not None and work.result()[0].data_ptr() == target.data_ptr()
 
 
-def test_futures_order_whoever_takes_the_value(run: Run) -> None:
+def test_futures_order_the_stream_that_takes_the_value(run: Run) -> None:
     """The value is a list of tensors; wait() and callbacks put their stream behind it."""
     run(futures)
 

@@ -10,7 +10,7 @@ from harness import torchrun
 from simulated import VENDORS, environment
 from training_script import STEPS
 
-#: The first test builds the simulators, which takes minutes on a busy machine; every run has a deadline of its own.
+#: The first test builds the simulators, which takes minutes on a busy machine; every run has its own deadline.
 pytestmark = pytest.mark.timeout(900)
 
 SCRIPT = Path(__file__).with_name("training_script.py")

@@ -26,14 +26,14 @@ from on_device import backend_of, holds
 from simulated import VENDORS, environment, exit_code, start
 
 ROOT = Path(__file__).resolve().parents[3]
-#: The first test builds the simulators, which takes minutes on a busy machine; every job has a deadline of its own.
+#: The first test builds the simulators, which takes minutes on a busy machine; every job has its own deadline.
 pytestmark = pytest.mark.timeout(900)
 
 
 def on_simulator(
     ctx: Context, vendor: str, body: Callable[..., Any], args: tuple[Any, ...], how: dict[str, Any]
 ) -> Any:
-    """A body of `on_device`, in a group of its own."""
+    """A body of `on_device`, in a new group."""
     _, name = start(ctx, vendor, **how)
     value = body(ctx, name, *args)
     dist.destroy_process_group()
@@ -63,7 +63,8 @@ def test_every_collective_gives_the_numbers_of_the_cpu(
 def test_every_type_and_op_gives_the_numbers_of_the_cpu(
     vendor: str, world_size: int, libraries: dict[str, Path]
 ) -> None:
-    """What is cast, divided, scaled or combined by each rank; `tests/device_lowering.rs` has the same on a model."""
+    """Operations that are cast, divided, scaled or combined by each rank; `tests/device_lowering.rs` runs the same on a
+    model."""
     without = (torch.float64, torch.complex128) if vendor == "cncl" else ()
     given = (vendor, on_device.every_type, (vendor, without), {})
     run_fresh(on_simulator, world_size, *given, env=environment(vendor, libraries))
@@ -138,7 +139,7 @@ def lists(ctx: Context, vendor: str) -> None:
     from sagellm import explain
 
     _, name = start(ctx, vendor)
-    # Whoever is larger than the limit of the pack is a call of its own; all are one launch.
+    # A tensor above the size limit for packing is a separate call; all are one launch.
     parts = [torch.full((n,), ctx.rank + 1.0, device=name) for n in (10, 300_000, 5, 0, 270_000, 7)]
     asked = dist.AllreduceCoalescedOptions()
     asked.asyncOp = True
@@ -204,7 +205,7 @@ def test_internal_formats_are_refused_with_the_fix(libraries: dict[str, Path]) -
 def test_rule_32_kernels_of_both_sides_keep_their_order(
     vendor: str, queue: float | None, native: bool, libraries: dict[str, Path]
 ) -> None:
-    """Rule 32: a late kernel is not overtaken, and memory that was let go early is not used again too soon."""
+    """Rule 32: a late kernel is not overtaken, and memory that is freed early is not reused too soon."""
     how = {"queue": queue, "delay": 0.05, "native": native}
     run_fresh(on_simulator, 2, vendor, on_device.order, (), how, env=environment(vendor, libraries))
 
@@ -367,7 +368,7 @@ def test_a_dead_peer_ends_what_waits_for_it(vendor: str, libraries: dict[str, Pa
 
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_a_missing_rank_is_named_at_the_deadline(vendor: str, libraries: dict[str, Path]) -> None:
-    """The stalled operation fails with its number and with who has not issued it."""
+    """The stalled operation fails with its number and the rank that has not issued it."""
     with launch(hangs, 2, vendor, env=environment(vendor, libraries)) as job:
         text = job.hear(0)
         assert "Timed out after 3.0 s in all_reduce number 2" in text, text
@@ -375,7 +376,7 @@ def test_a_missing_rank_is_named_at_the_deadline(vendor: str, libraries: dict[st
         job.say(1, "go")
 
 
-def nobody_answers(ctx: Context, vendor: str) -> None:
+def first_message_without_a_receive(ctx: Context, vendor: str) -> None:
     """A first message to rank 1, which dies or does not receive."""
     from datetime import timedelta
 
@@ -393,9 +394,9 @@ def nobody_answers(ctx: Context, vendor: str) -> None:
 
 
 @pytest.mark.parametrize("vendor", VENDORS)
-def test_a_first_message_that_nobody_receives_ends_at_the_deadline(vendor: str, libraries: dict[str, Path]) -> None:
+def test_a_first_message_without_a_receive_ends_at_the_deadline(vendor: str, libraries: dict[str, Path]) -> None:
     """Both must come to make the communicator of their messages; the error names the one that has not."""
-    with launch(nobody_answers, 2, vendor, env=environment(vendor, libraries)) as job:
+    with launch(first_message_without_a_receive, 2, vendor, env=environment(vendor, libraries)) as job:
         text = job.hear(0)
         assert text.count("Timed out after 3.0 s in its first message with rank 1") == 2, text
         job.say(1, "go")
@@ -404,7 +405,7 @@ def test_a_first_message_that_nobody_receives_ends_at_the_deadline(vendor: str, 
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_a_first_message_to_a_rank_that_dies_ends_at_once(vendor: str, libraries: dict[str, Path]) -> None:
     """Long before the deadline, with its pid."""
-    with launch(nobody_answers, 2, vendor, env=environment(vendor, libraries)) as job:
+    with launch(first_message_without_a_receive, 2, vendor, env=environment(vendor, libraries)) as job:
         assert job.hear(1) == "ready"
         job.say(1, "die")
         text = job.hear(0)
@@ -448,7 +449,7 @@ def test_leaving_does_not_wait_for_a_dead_peer(vendor: str, libraries: dict[str,
 
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_leaving_waits_for_a_peer_that_lives(vendor: str, libraries: dict[str, Path]) -> None:
-    """What was sent arrives although the receiver comes long after the sender called `destroy_process_group`."""
+    """A message arrives although the receiver comes long after the sender called `destroy_process_group`."""
     patient = environment(vendor, libraries, SAGELLM_SIM_TIMEOUT_MS="300000")
     with launch(leaves_first, 2, vendor, env=patient) as job:
         assert job.hear(1) == "idle"
@@ -601,7 +602,7 @@ def named_library(ctx: Context) -> None:
 
 
 def test_a_library_that_is_named_and_missing_is_an_error() -> None:
-    """Who names a library wants that one."""
+    """A user who names a library gets that one or an error."""
     run_fresh(named_library, 2)
 
 

@@ -1,4 +1,4 @@
-"""What a call leaves behind and relies on: the thread's device, memory, names, captures, signals, messages to oneself.
+"""Side effects and requirements of a call: the thread's device, memory, names, captures, signals, messages to oneself.
 
 Over the simulators, which refuse what a library would only be hurt by; nothing here says anything about real hardware.
 """
@@ -24,7 +24,7 @@ from harness import Context, expect_raises, launch, run_fresh
 from on_device import backend_of, counted, holds, total
 from simulated import VENDORS, environment, exit_code, start
 
-#: The first test builds the simulators, which takes minutes on a busy machine; every job has a deadline of its own.
+#: The first test builds the simulators, which takes minutes on a busy machine; every job has its own deadline.
 pytestmark = pytest.mark.timeout(900)
 
 
@@ -94,7 +94,7 @@ def synchronous_memory(ctx: Context, vendor: str, native: bool) -> None:
 def test_a_synchronous_call_holds_no_memory_when_it_has_returned(
     vendor: str, native: bool, libraries: dict[str, Path]
 ) -> None:
-    """What is given back on the caller's stream is used again behind the call; nobody else has to keep it."""
+    """Memory that is freed on the caller's stream is reused only after the call, so the call need not keep it."""
     run_fresh(synchronous_memory, 2, vendor, native, env=environment(vendor, libraries))
 
 
@@ -170,7 +170,8 @@ def captured_statistics(ctx: Context, asynchronous: bool) -> None:
 def test_a_captured_call_is_counted_as_well_and_a_barrier_is_refused(
     asynchronous: bool, libraries: dict[str, Path]
 ) -> None:
-    """A captured call has no end of its own: it is settled at once. A barrier uses no number and breaks no capture."""
+    """The event of a captured call never passes, so its Work ends at once. A barrier uses no number and breaks no
+    capture."""
     run_fresh(captured_statistics, 2, asynchronous, env=environment("nccl", libraries))
 
 
@@ -212,7 +213,7 @@ def barrier_behind_all(ctx: Context, vendor: str, asynchronous: bool, named: boo
 def test_a_barrier_comes_behind_every_earlier_collective(
     vendor: str, asynchronous: bool, named: bool, libraries: dict[str, Path]
 ) -> None:
-    """Also those whose works nobody holds, and those on other streams of the user."""
+    """Also collectives whose Works were dropped, and those on other streams of the user."""
     run_fresh(barrier_behind_all, 2, vendor, asynchronous, named, env=environment(vendor, libraries))
 
 

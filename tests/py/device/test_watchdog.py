@@ -19,7 +19,7 @@ from harness import Context, expect_raises, launch, run_fresh
 from on_device import backend_of, holds
 from simulated import VENDORS, environment, exit_code, start
 
-#: The first test builds the simulators, which takes minutes on a busy machine; every job has a deadline of its own.
+#: The first test builds the simulators, which takes minutes on a busy machine; every job has its own deadline.
 pytestmark = pytest.mark.timeout(900)
 
 #: Works are waited for on the host no longer than this, in seconds; a test that comes near it has failed.
@@ -27,7 +27,7 @@ PATIENCE = 40
 
 
 def error_of(work: Any) -> tuple[str, float]:
-    """The text of the error with which a work ends, and after how many seconds."""
+    """The text of the error with which a work ends, and the seconds until then."""
     begin = time.monotonic()
     text = expect_raises(RuntimeError, lambda: work.wait(timedelta(seconds=PATIENCE)))
     return text, time.monotonic() - begin

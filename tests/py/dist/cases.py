@@ -15,12 +15,12 @@ BULK = [262_144 + 3, 1_310_720]  # float32 elements: 1 MiB and a bit, 5 MiB
 
 
 def inputs_of(ranks: int, dtype: torch.dtype, count: int, seed: int = 0) -> list[torch.Tensor]:
-    """What every rank of the group gives; any rank can compute all of it."""
+    """The inputs of every rank of the group; any rank can compute all of them."""
     return [make(dtype, count, 1000 * seed + rank) for rank in range(ranks)]
 
 
 def same_reduced(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    """Bit equality; gloo, which promises an order to nobody, is allowed rounding."""
+    """Bit equality; gloo, which promises no order, is allowed rounding."""
     if IS_GLOO and expected.dtype.is_floating_point:
         torch.testing.assert_close(found, expected, rtol=5e-2, atol=0.5, msg=lambda text: f"{what}: {text}")
         return

@@ -1,4 +1,4 @@
-"""What a reduction must give, bit for bit, computed from every rank's input in rank order by one plain thread.
+"""The expected result of a reduction, bit for bit, computed from every rank's input in rank order by one plain thread.
 
 Low precision is widened to float32, combined there and rounded once; integers wrap; AVG divides the sum once and
 truncates integers towards zero; PREMUL_SUM multiplies every rank's numbers by that rank's factor first.
@@ -41,7 +41,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def same_bits(found: torch.Tensor, expected: torch.Tensor, what: str = "") -> None:
-    """Fails unless shape, dtype and every bit agree; says where they part."""
+    """Fails unless shape, dtype and every bit agree; says where they differ first."""
     assert found.dtype == expected.dtype, f"{what}: dtype {found.dtype}, expected {expected.dtype}"
     assert tuple(found.shape) == tuple(expected.shape), f"{what}: shape {found.shape}, expected {expected.shape}"
     left, right = bits(found), bits(expected)

@@ -139,7 +139,7 @@ NAMES = [
 
 
 def wrong_call(ctx: Context, name: str) -> str:
-    """Both ranks make the wrong call; afterwards the group counts and works as if nobody had."""
+    """Both ranks make the wrong call; afterwards the group counts and works as if no rank had made it."""
     call, words = table(ctx.world_size)[name]
     backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
     before = backend._get_sequence_number_for_group()
@@ -198,5 +198,5 @@ def refused_features(ctx: Context) -> None:
 
 @beyond_gloo("reconfigures")
 def test_reconfigure_and_windows_are_refused_clearly() -> None:
-    """What the backend does not do it says so, and goes on."""
+    """Calls that the backend does not offer are refused, and the group goes on."""
     run_ranks(refused_features, 2)

@@ -1,4 +1,4 @@
-"""`sagellm simulate --strategy`: its bytes are those that real layers count, its times those of the cost model."""
+"""`sagellm simulate --strategy`: its bytes equal the counts of real layers, its times those of the cost model."""
 
 from __future__ import annotations
 

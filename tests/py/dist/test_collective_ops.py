@@ -107,7 +107,7 @@ def late(ctx: Context) -> list[int]:
         comm.recv(1, (2,), torch.float32)
     except sagellm.CommTimeoutError as error:
         return error.missing_ranks
-    raise AssertionError("nobody sent anything")
+    raise AssertionError("no rank sent anything")
 
 
 def test_a_rank_that_does_not_come_is_named_over_processes_too() -> None:

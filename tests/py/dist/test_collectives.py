@@ -518,7 +518,7 @@ def uneven_all_to_all(ctx: Context) -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_all_to_all_of_uneven_splits(world_size: int) -> None:
-    """Rule 5: each pair has a size of its own, empty ones among them; both forms."""
+    """Rule 5: each pair has a different size, empty ones among them; both forms."""
     run_ranks(uneven_all_to_all, world_size)
 
 
@@ -539,7 +539,7 @@ def barriers(ctx: Context) -> None:
 
 @pytest.mark.quick
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_barrier_lets_nobody_leave_before_all_came(world_size: int) -> None:
+def test_barrier_lets_no_rank_leave_before_all_came(world_size: int) -> None:
     """On one host all ranks read one clock."""
     run_ranks(barriers, world_size)
 

@@ -1,4 +1,5 @@
-"""Every snippet of the README and of docs/ runs as it stands, or says why it is not run; what the pages name exists.
+"""Every snippet of the README and of docs/ runs as it stands, or says why it is not run; files and names on the pages
+exist.
 
 How a block is run follows from its language:
 

@@ -1,5 +1,5 @@
-"""Operations that are over, by their number: the explanation that is worked out again is what was recorded, for every
-one of a run, on one host and over several; and statistics and records call the way by the same name.
+"""Past operations by their number: the recomputed explanation equals the record, for every operation of a run, on one
+host and over several; and statistics and records give the algorithm the same name.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def mixed(context: Context, group: Any) -> None:
 
 
 def explained(group: Any) -> list[tuple[str, str, int, tuple[int, int, int] | None]]:
-    """What is said of each collective of a group; what its record says must agree."""
+    """The explanation of each collective of a group, which must agree with its record."""
     import sagellm
     from sagellm.observe import explain
 

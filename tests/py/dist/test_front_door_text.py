@@ -1,7 +1,7 @@
-"""Scripts as a person writes them who has read the list of the names, and neither the code nor docs/api.md.
+"""Scripts as a user writes them who has read the list of the API's names, but neither the code nor docs/api.md.
 
 Each uses the names, the order of arguments and the defaults of that list, with tensors whose results are known.
-What a script here expects is a promise to users; the details are tested beside each module.
+The expectations of these scripts are promises to users; the details are tested beside each module.
 """
 
 from __future__ import annotations

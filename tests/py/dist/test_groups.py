@@ -302,7 +302,7 @@ def test_rule_01_mixed_kinds_keep_one_order(world_size: int) -> None:
 def dropped(ctx: Context) -> None:
     found = [torch.full((10,), float(i + ctx.rank)) for i in range(50)]
     for each in found:
-        dist.all_reduce(each, async_op=True)  # nobody holds the Work, nobody waits
+        dist.all_reduce(each, async_op=True)  # the Work is dropped, and no thread waits
     dist.barrier()
     last = torch.ones(1)
     dist.all_reduce(last)
@@ -354,7 +354,7 @@ def split(ctx: Context) -> None:
     dist.all_reduce(found, group=again)
     dist.destroy_process_group(again)
     dist.destroy_process_group(child)
-    # What a delegate serves, and the same ranks again.
+    # A group that a delegate serves, and the same ranks again.
     parent = dist.new_group(range(n), pg_options=sagellm.Options(engine="delegate"))
     for _ in range(2):
         child = dist.split_group(parent, split_ranks=[[*range(n)]])

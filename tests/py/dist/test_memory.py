@@ -153,7 +153,7 @@ def fill(folder: str, used: str, spare: int) -> list[bytes]:
     return taken
 
 
-#: What the engine must not do: with 4 MiB left, populate 16 MiB of a memfd.
+#: The control, a program that does what the engine must not do: with 4 MiB left it populates 16 MiB of a memfd.
 PAST_THE_LIMIT = """
 import mmap, os, sys
 from test_memory import fill
@@ -170,7 +170,7 @@ def little_memory(ctx: Context, folder: str, used: str, spare: int) -> tuple[int
     """Rank 0 has `spare` bytes left when the group is made, and more of them afterwards."""
     import sagellm
 
-    # What is imported and mapped on the way takes memory of its own.
+    # Modules that are imported and files that are mapped on the way take memory too.
     for engine in ("delegate", "auto"):
         ctx.init(key=f"{ctx.key}-{engine}", pg_options=sagellm.Options(engine=engine))
         dist.all_reduce(torch.ones(10))

@@ -1,4 +1,4 @@
-"""The order of one rank's own calls, and what ranks may not disagree on: barriers, lists, messages, shared memory."""
+"""The order of one rank's own calls, and disagreements between ranks: barriers, lists, messages, shared memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def barrier_implies_wait(ctx: Context, size: int, how: str) -> None:
 @pytest.mark.parametrize("how", ["sync", "async"])
 @pytest.mark.parametrize("size", SIZES)
 def test_rule_33_a_barrier_ends_behind_every_earlier_collective(size: int, how: str) -> None:
-    """Rule 33, as gloo and, by the order of its stream, nccl: what was issued before a barrier has ended behind it."""
+    """Rule 33, as with gloo and, by the order of its stream, nccl: operations issued before a barrier have ended when
+    it ends."""
     run_ranks(barrier_implies_wait, 3, size, how)
 
 
@@ -248,7 +249,7 @@ def test_lists_that_share_memory_are_refused_at_every_size(size: int) -> None:
 
 
 def outputs_that_share_memory(ctx: Context, size: int) -> None:
-    """Somebody who does not want the results passes one tensor for all: the last one stays, as with gloo."""
+    """A program that does not need the results may pass one tensor for all: the last result stays, as with gloo."""
     n = ctx.world_size
     out = torch.empty(size)
     dist.all_gather([out] * n, torch.full((size,), float(ctx.rank)))

@@ -79,7 +79,7 @@ def test_rule_20_tags_out_of_order(count: int) -> None:
 
 def unposted_tag(ctx: Context) -> None:
     if ctx.rank == 0:
-        big = dist.isend(torch.full((4_000_000,), 1.0), 1, tag=1)  # 16 MB that nobody has posted
+        big = dist.isend(torch.full((4_000_000,), 1.0), 1, tag=1)  # 16 MB without a receive
         small = dist.isend(torch.full((10,), 2.0), 1, tag=2)
         small.wait(timedelta(seconds=10))
         total = torch.ones(3)
@@ -98,7 +98,7 @@ def unposted_tag(ctx: Context) -> None:
 
 
 @pytest.mark.quick
-def test_rule_20_an_unposted_tag_blocks_nobody() -> None:
+def test_rule_20_a_tag_without_a_receive_blocks_no_other() -> None:
     """Rules 1 and 20: 16 MB of tag 1 wait at the sender; tag 2 and a collective pass."""
     run_ranks(unposted_tag, 2)
 

@@ -1,4 +1,4 @@
-"""Making groups: what a further one costs the store, whose connection it uses, and what is refused."""
+"""Making groups: the store requests of a further group, the connection it uses, and refused options."""
 
 from __future__ import annotations
 

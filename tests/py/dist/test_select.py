@@ -1,4 +1,4 @@
-"""Choosing in live groups: one table and one set of rules for all ranks, and explanations that are what happened."""
+"""Choosing in live groups: one table and one set of rules for all ranks, and explanations that match what happened."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_ranks_with_other_rules_follow_rank_0_and_say_so() -> None:
 
 
 def refused(context: Context) -> str:
-    """Wrong rules on every rank: refused before anyone meets."""
+    """Wrong rules on every rank: refused before the ranks meet."""
     import sagellm
 
     def init(algorithm: str) -> None:
@@ -207,7 +207,7 @@ def test_rank_0s_topology_holds_for_the_group_and_other_ranks_say_so(hosts: list
 
 
 def wrong_topologies(context: Context) -> tuple[str, str]:
-    """Refused before anyone meets; the group then goes on."""
+    """Refused before the ranks meet; the group then goes on."""
     import sagellm
 
     def make(text: str) -> None:

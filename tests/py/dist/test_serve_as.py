@@ -1,4 +1,5 @@
-"""The name "gloo" served by this package: who serves each way to ask for it, what the link uses, and the way back."""
+"""The name "gloo" served by this package: which backend serves each way to ask for it, which gloo the link uses, and
+the way back."""
 
 from __future__ import annotations
 

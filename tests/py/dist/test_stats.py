@@ -1,4 +1,5 @@
-"""Statistics: what was issued is what is counted, on every rank; who is waited for; the formats of other programs."""
+"""Statistics: counts match the issued calls on every rank; the ranks that were waited for; the formats of other
+programs."""
 
 from __future__ import annotations
 
@@ -348,7 +349,7 @@ def check_trace(ctx: Context, path: Path) -> None:
 
 @pytest.mark.quick
 def test_prometheus_and_trace_files(tmp_path: Path) -> None:
-    """Both formats parse and say what was done; the endpoint answers while it is open, on the loopback address."""
+    """Both formats parse and match the calls; the endpoint answers while it is open, on the loopback address."""
     run_ranks(exports, 2, str(tmp_path))
 
 

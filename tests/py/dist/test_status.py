@@ -1,4 +1,4 @@
-"""Looking into a running job from outside: each process's file, and what health, top and the RAS report make of it."""
+"""Looking into a running job from outside: each process's file, and the output of health, top and the RAS report."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def completes_alone(ctx: Context) -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_pitfall_06_work_completes_without_wait(world_size: int) -> None:
-    """Pitfall 6: pollers see the end although nobody waits."""
+    """Pitfall 6: polling threads see the end although no thread waits."""
     run_ranks(completes_alone, world_size)
 
 
@@ -550,7 +550,7 @@ def test_pitfall_12_profiler_titles() -> None:
 
 
 def _hold_the_interpreters_lock(seconds: float) -> None:
-    """In C, without letting go, as a long call of an extension does."""
+    """In C, without releasing the lock, as a long call of an extension does."""
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
 
@@ -598,5 +598,5 @@ def lock_is_taken(ctx: Context) -> None:
 
 @pytest.mark.quick
 def test_rule_08_a_thread_that_keeps_the_interpreters_lock_stalls_no_peer() -> None:
-    """Rule 8: who waits for the lock drives nothing, so somebody else must."""
+    """Rule 8: a thread that waits for the lock drives nothing, so another thread must."""
     run_ranks(lock_is_taken, 2)

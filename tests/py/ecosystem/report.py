@@ -1,6 +1,7 @@
-"""What a program of this folder hands to its test: numbers, and how many operations the groups of sagellm counted.
+"""The report of a program of this folder to its test: its numbers, and how many operations the groups of sagellm
+counted.
 
-Each rank writes a file of its own, ``$ECOSYSTEM_REPORT.<rank>``: the test compares all of them.
+Each rank writes its own file, ``$ECOSYSTEM_REPORT.<rank>``: the test compares all of them.
 """
 
 from __future__ import annotations

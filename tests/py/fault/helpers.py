@@ -1,4 +1,4 @@
-"""Helpers of the fault tests: what is left on the machine, long runs, waiting for a moment."""
+"""Helpers of the fault tests: leftovers on the machine, long runs, waiting for a condition."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def nothing_left(pids: Iterable[int]) -> None:
 
 
 def shm_files_of(pid: int) -> set[str]:
-    """Names in /dev/shm of what a process has open or mapped; what never had one, or has none any more, is left out."""
+    """Names in /dev/shm of the files that a process has open or mapped; files without a name there are left out."""
     maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
     targets = [line.split(maxsplit=5)[5] for line in maps if "/dev/shm/" in line]
     for fd in Path(f"/proc/{pid}/fd").iterdir():

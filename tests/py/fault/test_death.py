@@ -1,4 +1,4 @@
-"""A rank is killed, stopped, missing or calls something else: the others learn who, soon, and can go on."""
+"""A rank is killed, stopped, missing or calls something else: the others soon learn which rank it is, and can go on."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def killed_in_the_middle(ctx: Context, victim: int, kind: str) -> Told | None:
             time.sleep(60)
         works: list[Any] = [dist.all_reduce(torch.ones(100 * i + 1), async_op=True) for i in range(20)]
         end = time.monotonic() + 30
-        while not all(work.is_completed() for work in works):  # nobody waits: must fail by themselves
+        while not all(work.is_completed() for work in works):  # no thread waits: they must fail by themselves
             assert time.monotonic() < end, "pending operations did not end"
             time.sleep(0.002)
         text = expect_raises(RuntimeError, works[-1].wait)
@@ -313,7 +313,7 @@ def different(ctx: Context, pair: str) -> str:
 
     def wrong() -> None:
         calls[pair][min(ctx.rank, 1)]()
-        dist.all_reduce(torch.ones(1))  # who could finish legally (a root only sends) learns it here
+        dist.all_reduce(torch.ones(1))  # a rank whose part was legal (a root only sends) learns it here
 
     text = expect_raises(RuntimeError, wrong)
     assert time.monotonic() - start < patience(4), "waited for the deadline"
@@ -371,7 +371,7 @@ def legal_finisher(ctx: Context) -> str:
 
 @beyond_gloo("sees no mismatch")
 def test_rule_05_a_rank_that_finished_legally_learns_it_at_its_next_call() -> None:
-    """Rule 5: the discoverer poisons the group; everyone's text shows both calls."""
+    """Rule 5: the rank that finds the mismatch poisons the group; the text on every rank shows both calls."""
     with launch(legal_finisher, 2) as job:
         for text in job.values():
             assert "broadcast" in text and "all_reduce" in text, text
@@ -392,7 +392,7 @@ def leaves_after_last(ctx: Context, turns: int) -> None:
 
 @beyond_gloo("loses this race")
 def test_rule_21_destroy_right_after_the_last_collective() -> None:
-    """Rule 21 and pitfall 10: the peers still receive the tail, whoever leaves first."""
+    """Rule 21 and pitfall 10: the peers still receive the last messages, whichever rank leaves first."""
     with launch(leaves_after_last, 3, 20) as job:
         job.values(90)
 
@@ -421,7 +421,7 @@ def dies_after_last(ctx: Context) -> float:
 @beyond_gloo("its sockets are gone with the process")
 @pytest.mark.quick
 def test_rule_21_what_a_dead_rank_has_published_is_completed() -> None:
-    """Rule 21: data that was published before the death is delivered; only what needs more fails."""
+    """Rule 21: data that was published before the death is delivered; only operations that need more data fail."""
     with launch(dies_after_last, 2) as job:
         assert job.wait_rank(0, 20).code == 0, job.report()
 

@@ -26,9 +26,9 @@ PROBLEM = (RuntimeError, ValueError)
 
 
 def plain(text: str) -> str:
-    """The text without what differs from run to run."""
+    """The text without the parts that differ from run to run."""
     text = re.sub(r"\bpid \d+", "pid <pid>", text)
-    text = re.sub(r" \(reported by rank \d+\)", "", text)  # whoever saw it first
+    text = re.sub(r" \(reported by rank \d+\)", "", text)  # whichever rank saw it first
     text = re.sub(r"(rank 1 called .*?\)), (rank 0 called .*?\))(?=\.)", r"\2, \1", text)
     text = re.sub(r"\bhost [\w.-]+", "host <host>", text)
     text = re.sub(r"[\w./-]+/(\w+\.py):\d+", r"<path>/\1:<line>", text)

@@ -118,7 +118,7 @@ def child_uses_what_it_inherited(ctx: Context) -> None:
     pid = os.fork()
     if pid == 0:
         said = []
-        os.kill(os.getppid(), signal.SIGSTOP)  # nobody but the child could move the operation now
+        os.kill(os.getppid(), signal.SIGSTOP)  # only the child could move the operation now
         try:
             ctx.tell("forked")  # rank 1 comes, so that there would be something to move
             waits = [lambda: work.get_future().wait(), lambda: work.get_future_result().wait(), sparse.wait]
@@ -146,7 +146,7 @@ def child_uses_what_it_inherited(ctx: Context) -> None:
 
 @beyond_gloo("the child uses its parent's connections")
 def test_rule_26_a_forked_child_cannot_move_what_its_parent_has_pending() -> None:
-    """Rule 26: neither wait, abort nor shutdown of what a child inherited reaches the parent's memory."""
+    """Rule 26: neither wait, abort nor shutdown of a child's inherited objects reaches the parent's memory."""
     with launch(child_uses_what_it_inherited, 2) as job:
         assert job.hear(0) == "forked"
         job.say(1, "go on")

@@ -1,4 +1,4 @@
-"""A rank that leaves in order fails only what still needs it (rule 21)."""
+"""A rank that leaves in order fails only the operations that still need it (rule 21)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def receive_from_anyone(ctx: Context) -> None:
     except RuntimeError as error:
         assert "left the group" in str(error), error
     else:
-        raise AssertionError("nobody is left who could send")
+        raise AssertionError("no rank is left that could send")
 
 
 def _run(job: Job) -> None:

@@ -69,7 +69,8 @@ def messages(n: int, me: int, count: int) -> None:
 
 
 def work_of_many(ctx: Context, victim: int) -> tuple[str, float, str]:
-    """What all do; `victim` is killed in the end. Returns what served the group, when the death was told, and how."""
+    """The part of every rank; `victim` is killed in the end. Returns the engine's description, the time at which the
+    death was reported, and the text."""
     began = time.monotonic()
     ctx.init(timeout=timedelta(seconds=120))
     made = time.monotonic() - began

@@ -1,4 +1,4 @@
-"""Rule 25: groups of the same processes share what tells of each other's end, and nothing else."""
+"""Rule 25: groups of the same processes share the descriptors that report each other's end, and nothing else."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = beyond_gloo("each group has connections of its own")
 
 
 def descriptors() -> list[str]:
-    """What this process has open."""
+    """The descriptors that this process has open."""
     found = []
     for fd in os.listdir("/proc/self/fd"):
         try:

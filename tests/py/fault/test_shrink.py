@@ -1,4 +1,4 @@
-"""`torch.distributed.shrink_group`: those that are left go on together, whatever has become of the others."""
+"""`torch.distributed.shrink_group`: the remaining ranks go on together, whether the excluded ones live or not."""
 
 from __future__ import annotations
 

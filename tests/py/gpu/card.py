@@ -1,4 +1,4 @@
-"""The NVIDIA card of these tests: whether there is one, why not, and how bodies of `on_device` are run on it."""
+"""The NVIDIA card of these tests: whether there is one, why there is none, and how bodies of `on_device` run on it."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ needs_shared_rival = pytest.mark.skipif(bool(rival_not_shared()), reason=rival_n
 
 
 def in_group(ctx: Context, body: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """On a rank: the body in a group of its own."""
+    """On a rank: the body in a new group."""
     torch.cuda.set_device(0)
     ctx.init(timeout=PATIENCE, **options)
     value = body(ctx, "cuda", *args)

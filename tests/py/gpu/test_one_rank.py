@@ -26,7 +26,7 @@ def test_every_type_and_op_gives_the_numbers_of_the_cpu() -> None:
 
 
 def test_rule_32_kernels_of_both_sides_keep_their_order() -> None:
-    """Behind a late kernel, on a side stream, by the future; memory that was let go is not given out."""
+    """Behind a late kernel, on a side stream, by the future; freed memory is not given out too early."""
     on_card(1, on_device.order)
 
 

@@ -1,4 +1,5 @@
-"""What a serving engine or a training framework calls, written from the promises of the API and not from its code.
+"""The calls of a serving engine or a training framework, written from the documentation of the API and not from its
+code.
 
 Any number of ranks; torchrun starts it, or a test calls ``collectives`` and ``above`` in a group that is there.
 """
@@ -92,7 +93,7 @@ def collectives(backend_type: str = "auto", device: str = "cpu") -> None:
 
 
 class Mine(CommBackendProtocol):
-    """Somebody's own backend, for one rank."""
+    """A backend of another package, for one rank."""
 
     def all_reduce(self, tensor, op="sum", async_op=False, timeout=None):
         return tensor

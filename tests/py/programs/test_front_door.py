@@ -1,4 +1,5 @@
-"""The calls of the Python API by someone who knows its promises alone; `tests/py/device/test_api.py` has devices."""
+"""The calls of the Python API by a program that knows only its documentation; `tests/py/device/test_api.py` has
+devices."""
 
 from __future__ import annotations
 

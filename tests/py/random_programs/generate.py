@@ -29,7 +29,8 @@ from random_programs.program import (
 #: Bytes of the largest tensor, by how often such a program is drawn.
 SCALES = {"tiny": (30, 200), "border": (45, 4400), "medium": (18, 90_000), "large": (6, 3 << 20)}
 BORDERS = [0, 1, 4, 8, 60, 512, 4095, 4096, 4097, 8192, 65_536, 65_540, 1 << 20, (1 << 20) + 8, 3 << 20]
-#: Calls that a rank may make in place of another and be found out; members of a list look alike on the wire.
+#: Calls that a rank may make in place of another so that the difference is detected; calls in one list have equal
+#: signatures.
 UNLIKE = ["all_reduce", "broadcast", "reduce", "all_gather_into", "reduce_scatter_into", "gather", "scatter", "barrier"]
 ONE_PIECE = {"all_gather_into", "reduce_scatter_into", "all_to_all_single", "gather_list", "scatter_list"}
 
@@ -63,7 +64,7 @@ class Taste:
     delegated: bool = False
 
 
-#: For programs of which a rank is struck down: nothing but calls that succeed when it is not.
+#: For programs in which a rank is killed: only calls that succeed when it is not.
 STRUCK = Taste(forks=False, endings=False, leave=False, large=False)
 #: Over several hosts, where torch's gloo group carries messages: contiguous tensors, and Works that must be waited for.
 HOSTS = Taste(delegated=True, mixed=False, large=False, drop_messages=False)

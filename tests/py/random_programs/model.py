@@ -3,8 +3,8 @@
 An operation happens here when all who take part have issued it, every earlier collective of its group has happened, and
 so has every earlier operation of one of its ranks on the same memory; its rank's memory then holds exactly what the
 order of issue says. That is the latest moment that any backend may choose, so a program that comes to its end here ends
-everywhere. Illegal is what torch's rules leave open: a rank that waits for what cannot happen yet, memory in use by two
-groups at a time, and the program itself writing memory that an operation still needs.
+everywhere. A program is illegal where torch's rules define no result: a rank waits for something that cannot happen
+yet, two groups use memory at the same time, or the program itself writes memory that an operation still needs.
 
 A rank knows that an operation has ended when it waited for it, when it was synchronous, when an operation on the same
 memory that had to come after it has ended (but not a send, which may go on from a copy), and when a barrier has:
@@ -60,7 +60,7 @@ def fold(red: str, parts: list[torch.Tensor]) -> torch.Tensor:
 
 @dataclass(eq=False)
 class Node:
-    """One operation: who must issue it, who has, what it must come after."""
+    """One operation: the ranks that must issue it, those that have, and the operations that it must follow."""
 
     key: Any
     step: Step
@@ -72,7 +72,7 @@ class Node:
     #: By rank: earlier operations on the same memory, which have ended there when this one has.
     same_memory: dict[int, set[Node]] = field(default_factory=dict)
     touched: dict[int, list[tuple[View, bool]]] = field(default_factory=dict)
-    #: Of a message: who sends from and receives into what.
+    #: For a message: the memory that it is sent from and received into, by rank.
     halves: dict[str, tuple[int, View]] = field(default_factory=dict)
     #: Of a barrier: the messages that its members had received when they came to it.
     received: set[Node] = field(default_factory=set)

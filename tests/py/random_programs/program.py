@@ -1,4 +1,4 @@
-"""What a program is: ranks, buffers, groups, and a list of steps, all of it plain data that JSON can hold.
+"""The form of a program: ranks, buffers, groups, and a list of steps, all of it plain data that JSON can hold.
 
 Every rank has the same buffers; a tensor of a step is a view of one: `[buffer, offset, sizes, strides]`. A rank's own
 program is the steps that name it, in their order. The steps, by `do`:

@@ -124,7 +124,7 @@ def by_vendor(seeds: range, say: Say | None) -> None:
 
 
 def struck(number: int, seeds: range, say: Say | None) -> None:
-    """A rank is struck down at some moment: the others come to their end, or say whose fault it is."""
+    """A rank is killed at some moment: the others come to their end, or their error names it."""
     with closing(Ranks()) as ranks:
         for seed in seeds:
             rng, program = random.Random(f"strike {seed}"), generate(seed, STRUCK)
@@ -299,7 +299,7 @@ def test_views_that_interleave_share_nothing() -> None:
 
 @pytest.mark.timeout(300)
 def test_the_shrinker_keeps_what_a_defect_needs() -> None:
-    """A planted one: it shows when a broadcast comes after an all_reduce that somebody dropped."""
+    """A planted failure: it appears when a broadcast comes after an all_reduce whose Work a rank dropped."""
 
     def fails(program: Program) -> bool:
         dropped = [at for at, s in enumerate(program.steps) if s["do"] == "all_reduce" and "drop" in s["how"]]

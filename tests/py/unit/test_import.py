@@ -1,4 +1,4 @@
-"""What importing costs and does: nothing that a program which never uses the backend could notice."""
+"""The cost and the effects of importing: nothing that a program which never uses the backend could notice."""
 
 from __future__ import annotations
 

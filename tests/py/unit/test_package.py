@@ -1,4 +1,4 @@
-"""How torch finds the package, and what it leaves as it was. No ranks."""
+"""How torch finds the package, and the state that it must not change. No ranks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What is known of the machines: as a library of NVIDIA's and the kernel say it, as a user gives it, and what the start
-rules make of it."""
+"""Topologies: read from NVIDIA's library and the kernel, or given by a user, and the choice of the start rules for
+them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of torch's own suite cannot pass with a backend of this name, and why. Nothing else may fail.
+"""The tests of torch's own suite that cannot pass with a backend of this name, and why. No other test may fail.
 
 Every entry is a test of `torch.testing._internal.distributed.distributed_test` under a reason. A test that is listed
 and passes is reported too, so that the list stays true.

@@ -1,5 +1,5 @@
 // A device for tests, as torch's PrivateUse1: its memory is host memory, its streams are truly asynchronous, and its
-// kernels take their time. Whoever forgets to order two streams, or lets memory go too early, gets wrong numbers.
+// kernels are slow. Code that does not order two streams, or frees memory too early, gets wrong numbers.
 //
 // - `copy_` between two of its tensors, `fill_`, `zero_`, `add_`, `mul_`, `div_` are kernels: they are put on the
 // current
@@ -390,7 +390,7 @@ class Memory final : public c10::Allocator {
     return {block->address, block, &release, where};
   }
 
-  // Blocks that somebody holds.
+  // Blocks that are in use.
   int64_t given_out() {
     std::lock_guard<std::mutex> lock(mutex_);
     return given_out_;

@@ -1,5 +1,5 @@
-// What the test device's streams and events are made of: one table of functions, filled either by threads of its own or
-// by the C library of a simulated vendor, whose raw handles are then those that torch's streams carry.
+// The streams and events of the test device: one table of functions, implemented either by the device's own threads or
+// by the C library of a simulated vendor, whose raw handles torch's streams then carry.
 #pragma once
 
 #include <dlfcn.h>

@@ -1,4 +1,4 @@
-//! One operation as the core runs it: what the vendor's call said, with device memory as addresses.
+//! One operation as the core runs it: the arguments of the vendor's call, with device memory as addresses.
 //!
 //! Its input is read when its turn on the stream comes and its output is written when it has ended, in private memory
 //! between: what a device would do, too, so work that overtakes it, or memory that is used again too early, shows.

@@ -76,7 +76,7 @@ impl Fault {
     }
 }
 
-/// What a rank tells the others when they meet.
+/// The record that a rank gives to the others when they meet.
 #[derive(Clone, Copy)]
 pub struct Peer {
     pub server: Name,
@@ -261,7 +261,7 @@ impl Comm {
         Some(self.place.derive(leader, format!("{what} {members:?}").as_bytes()))
     }
 
-    /// What every rank gave, by rank: a host call that waits, in its turn.
+    /// Exchanges a value of every rank, by rank: a host call that waits for its turn.
     pub fn exchange(&self, own: &[u8]) -> Result<Vec<Vec<u8>>> {
         let ticket = self.ticket();
         let outcome = match self.wait_turn(ticket) {
@@ -297,7 +297,8 @@ impl Comm {
             group.shutdown();
         }
         self.turned.notify_all();
-        // What runs sees it within LOOK; what waits behind other work of its stream ends when it gets there.
+        // A running operation sees it within LOOK; one that waits behind other work of its stream ends when its turn
+        // comes.
         let deadline = Instant::now() + 20 * LOOK;
         while self.running() > 0 && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(1));
@@ -419,7 +420,7 @@ impl Comm {
                 break;
             }
         }
-        // Each has ended when this loop is through, well or not, so nobody uses their memory any more.
+        // Each operation has ended when this loop ends, well or not, so none uses its memory any more.
         for op in running.iter().flat_map(Running::ops) {
             let ended = loop {
                 match op.wait(Some(LOOK)) {

@@ -1,4 +1,4 @@
-//! What no vendor has: every simulated runtime exports it, for devices of tests.
+//! A function that no vendor has: every simulated runtime exports it, for devices of tests.
 
 use std::time::Duration;
 

@@ -76,7 +76,7 @@ pub struct Stream {
 
 pub static STREAMS: Table<Stream> = Table::new(1);
 
-/// A stream that nobody creates: the one that all threads share on a device, or this thread's own.
+/// A stream that exists without being created: the one that all threads share on a device, or this thread's own.
 pub fn default_stream(runtime: Runtime, device: i32, own: bool) -> Option<Arc<Stream>> {
     type Key = (Runtime, i32, Option<ThreadId>);
     static DEFAULTS: Mutex<Option<HashMap<Key, Arc<Stream>>>> = Mutex::new(None);
@@ -143,7 +143,7 @@ impl Stream {
         }
     }
 
-    /// Issues what others wait for. Not through the host queue, and never captured.
+    /// Issues work that other streams wait for. Not through the host queue, and never captured.
     pub fn push_always(&self, task: Task) {
         let mut inner = self.inner.lock().unwrap();
         inner.queue.push_back(Issued { task, always: true });

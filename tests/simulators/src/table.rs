@@ -1,5 +1,5 @@
-//! Handles: numbers that look like pointers to whoever holds them, and can be checked by us. A handle that was never
-//! given out, or was destroyed, is refused instead of followed; none is given out twice.
+//! Handles: numbers that look like pointers to their holder, and that we can check. A handle that was never given out,
+//! or was destroyed, is refused instead of followed; none is given out twice.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};

@@ -1,4 +1,4 @@
-//! Who called what: a line per call in the file of `SAGELLM_SIM_TRACE`, and the text of the last error.
+//! The trace of calls: a line per call in the file of `SAGELLM_SIM_TRACE`; and the text of the last error.
 
 use std::cell::RefCell;
 use std::fs::{File, OpenOptions};
@@ -19,7 +19,7 @@ thread_local! {
     static LAST: RefCell<String> = const { RefCell::new(String::new()) };
 }
 
-/// One line: the vendor's name of the call, then `key=value` pairs. The text is made only if somebody wants it.
+/// One line: the vendor's name of the call, then `key=value` pairs. The text is made only if the trace is on.
 pub fn call(line: impl FnOnce() -> String) {
     if let Some(file) = FILE.as_ref() {
         let line = line() + "\n";
