@@ -96,6 +96,20 @@ def consistent(operator: Any, results: list[BenchmarkResult], shapes: list[tuple
         assert each.op in str(each) and "GB/s" in str(each)
 
 
+SHAPES = [(16,), (64, 64)]
+
+
+def repeats_and_measures(operators: Sequence[Any], call: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+    """``call`` on the operators of all ranks gives the same bits every time, and their benchmark fits together."""
+    repeats(
+        lambda: [
+            call(operator, each)
+            for operator, each in zip(operators, inputs_of(len(operators), shape=(1000,)), strict=True)
+        ]
+    )
+    consistent(operators[0], operators[0].benchmark(SHAPES, num_trials=3), SHAPES, 3)
+
+
 def repeats(make_results: Callable[[], list[torch.Tensor]], times: int = 5) -> None:
     """The same inputs give the same bits every time."""
     first = [bits(each) for each in make_results()]
@@ -263,15 +277,8 @@ class TestBroadcastOperator:
             BroadcastOperator(create_ring_topology(2)[0]).broadcast(torch.ones(2), 2)
 
     def test_performance_consistency(self) -> None:
-        comms = create_ring_topology(4)
-
-        def once() -> list[torch.Tensor]:
-            tensors = inputs_of(4, shape=(1000,))
-            return [BroadcastOperator(comm).broadcast(each, 2) for comm, each in zip(comms, tensors, strict=True)]
-
-        repeats(once)
-        operator = BroadcastOperator(comms[0])
-        consistent(operator, operator.benchmark([(16,), (64, 64)], num_trials=3), [(16,), (64, 64)], 3)
+        operators = [BroadcastOperator(comm) for comm in create_ring_topology(4)]
+        repeats_and_measures(operators, lambda operator, each: operator.broadcast(each, 2))
 
 
 class TestAllGatherOperator:
@@ -310,15 +317,8 @@ class TestAllGatherOperator:
             assert each.tolist() == [1 - 2j, 1 - 2j]
 
     def test_performance_consistency(self) -> None:
-        comms = create_ring_topology(4)
-
-        def once() -> list[torch.Tensor]:
-            tensors = inputs_of(4, shape=(1000,))
-            return [AllGatherOperator(comm).all_gather(each) for comm, each in zip(comms, tensors, strict=True)]
-
-        repeats(once)
-        operator = AllGatherOperator(comms[0])
-        consistent(operator, operator.benchmark([(16,), (64, 64)], num_trials=3), [(16,), (64, 64)], 3)
+        operators = [AllGatherOperator(comm) for comm in create_ring_topology(4)]
+        repeats_and_measures(operators, lambda operator, each: operator.all_gather(each))
 
 
 class TestReduceScatterOperator:
@@ -344,15 +344,8 @@ class TestReduceScatterOperator:
             operator.reduce_scatter(torch.ones(2, dtype=torch.bool), "avg")
 
     def test_performance_consistency(self) -> None:
-        comms = create_ring_topology(4)
-
-        def once() -> list[torch.Tensor]:
-            tensors = inputs_of(4, shape=(1000,))
-            return [ReduceScatterOperator(comm).reduce_scatter(each) for comm, each in zip(comms, tensors, strict=True)]
-
-        repeats(once)
-        operator = ReduceScatterOperator(comms[0])
-        consistent(operator, operator.benchmark([(16,), (64, 64)], num_trials=3), [(16,), (64, 64)], 3)
+        operators = [ReduceScatterOperator(comm) for comm in create_ring_topology(4)]
+        repeats_and_measures(operators, lambda operator, each: operator.reduce_scatter(each))
 
 
 class TestBenchmark:

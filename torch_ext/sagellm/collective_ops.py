@@ -234,6 +234,7 @@ class BenchmarkResult:
 class _Operator:
     """A collective of one communicator."""
 
+    #: The collective's name, which is also that of the method of a communicator.
     kind: ClassVar[str]
 
     def __init__(self, comm: DistributedCommunicator) -> None:
@@ -242,11 +243,6 @@ class _Operator:
                 f"sagellm {type(self).__name__}: got a {type(comm).__name__}, expected a DistributedCommunicator"
             )
         self.comm = comm
-
-    @staticmethod
-    def _run(member: Member | CommBackend, tensor: torch.Tensor) -> torch.Tensor:
-        """The collective with its default arguments."""
-        raise NotImplementedError
 
     def benchmark(
         self, shapes: Sequence[Shape], num_trials: int = 10, dtype: torch.dtype = torch.float32
@@ -279,7 +275,7 @@ class _Operator:
                 member.barrier()
             began = perf_counter()
             for member, tensor in zip(members, tensors, strict=True):
-                self._run(member, tensor)
+                getattr(member, self.kind)(tensor)
             seconds.append(perf_counter() - began)
         size, ranks = tensors[0].nbytes, members[0].world_size
         nbytes = size * ranks if self.kind == "all_gather" else size
@@ -299,11 +295,6 @@ class AllReduceOperator(_Operator):
         result: torch.Tensor = self.comm._member.all_reduce(tensor, op)
         return result
 
-    @staticmethod
-    def _run(member: Member | CommBackend, tensor: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = member.all_reduce(tensor)
-        return result
-
 
 class BroadcastOperator(_Operator):
     """Gives the tensor of one rank to all."""
@@ -313,11 +304,6 @@ class BroadcastOperator(_Operator):
     def broadcast(self, tensor: torch.Tensor, root_rank: int = 0) -> torch.Tensor:
         """Writes the tensor of ``root_rank`` into those of the other ranks, in place; returns it."""
         result: torch.Tensor = self.comm._member.broadcast(tensor, root_rank)
-        return result
-
-    @staticmethod
-    def _run(member: Member | CommBackend, tensor: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = member.broadcast(tensor)
         return result
 
 
@@ -334,11 +320,6 @@ class AllGatherOperator(_Operator):
         result: torch.Tensor = self.comm._member.all_gather(tensor)
         return result
 
-    @staticmethod
-    def _run(member: Member | CommBackend, tensor: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = member.all_gather(tensor)
-        return result
-
 
 class ReduceScatterOperator(_Operator):
     """Combines the tensors of all ranks, and gives each rank a slice."""
@@ -351,11 +332,6 @@ class ReduceScatterOperator(_Operator):
         Dimension 0 must be a multiple of the number of ranks (ValueError).
         """
         result: torch.Tensor = self.comm._member.reduce_scatter(tensor, op)
-        return result
-
-    @staticmethod
-    def _run(member: Member | CommBackend, tensor: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = member.reduce_scatter(tensor)
         return result
 
 

@@ -305,25 +305,6 @@ def test_it_starts_the_group_of_torchrun_s_environment(tmp_path: Any) -> None:
     assert done.returncode == 0, done.stderr
 
 
-class Complete:
-    """The five methods, doing nothing."""
-
-    def all_reduce(self, tensor: Any, op: str = "sum", async_op: bool = False) -> Any:
-        return tensor
-
-    def fused_all_reduce(self, tensors: Any, op: str = "sum") -> Any:
-        return list(tensors)
-
-    def all_gather(self, tensor: Any, output: Any = None, async_op: bool = False) -> Any:
-        return tensor
-
-    def reduce_scatter(self, tensor: Any, op: str = "sum", async_op: bool = False) -> Any:
-        return tensor
-
-    def get_stats(self) -> Any:
-        return {}
-
-
 def meets_late(ctx: Context, port: int, first: int, retry: int, seconds: float) -> str:
     """Makes the group from torchrun's environment; rank `first` is there long before the other one."""
     import sagellm
@@ -392,20 +373,6 @@ def fails_once(ctx: Context) -> None:
 
 def test_operations_are_never_tried_again() -> None:
     run_ranks(fails_once, 2, fresh_group=True)
-
-
-@pytest.mark.quick
-def test_the_abstract_class_wants_exactly_its_five_methods() -> None:
-    from sagellm.protocols.comm_backend import CommBackendProtocol, CommOp
-
-    names = ["all_reduce", "fused_all_reduce", "all_gather", "reduce_scatter", "get_stats"]
-    whole = {name: vars(Complete)[name] for name in names}
-    assert type("Whole", (CommBackendProtocol,), whole)() is not None
-    for name in names:
-        lacking = {other: method for other, method in whole.items() if other != name}
-        with pytest.raises(TypeError, match=name):
-            type("Lacking", (CommBackendProtocol,), lacking)()
-    assert CommOp.ALL_TO_ALL == "all_to_all" and str(CommOp.BARRIER) == "barrier" and len(CommOp) == 11
 
 
 def buffers(ctx: Context) -> None:

@@ -103,6 +103,21 @@ def model() -> nn.Module:
     )
 
 
+def mean_over_ranks(loss: torch.Tensor) -> float:
+    """The mean of all ranks' losses, summed without compression."""
+    shown = loss.detach().clone()
+    dist.all_reduce(shown)
+    return float(shown) / dist.get_world_size()
+
+
+def weights_are_equal(net: nn.Module) -> None:
+    """Compares this rank's weights with those of rank 0, bit for bit."""
+    for parameter in net.parameters():
+        same = parameter.detach().clone()
+        dist.broadcast(same, 0)
+        assert torch.equal(same, parameter), "the ranks' weights stay equal"
+
+
 def train(ctx: Context, how: str) -> list[float]:
     import sagellm
 
@@ -127,13 +142,8 @@ def train(ctx: Context, how: str) -> list[float]:
         loss = (net(inputs[mine]) - targets[mine]).square().mean()
         loss.backward()
         optimizer.step()
-        shown = loss.detach().clone()
-        dist.all_reduce(shown)
-        losses.append(float(shown) / ctx.world_size)
-    for parameter in net.parameters():
-        same = parameter.detach().clone()
-        dist.broadcast(same, 0)
-        assert torch.equal(same, parameter), "the ranks' weights stay equal"
+        losses.append(mean_over_ranks(loss))
+    weights_are_equal(net)
     if hook is not None:
         assert hook.stats.calls > 60 * 2, hook.stats
         assert how in ("powersgd",) or hook.stats.saved_bytes > 0
@@ -205,13 +215,8 @@ def learn(ctx: Context, how: str) -> list[float]:
             for future in futures:
                 future.wait()
         optimizer.step()
-        shown = loss.detach().clone()
-        dist.all_reduce(shown)
-        losses.append(float(shown) / ctx.world_size)
-    for parameter in net.parameters():
-        same = parameter.detach().clone()
-        dist.broadcast(same, 0)
-        assert torch.equal(same, parameter), "the ranks' weights stay equal"
+        losses.append(mean_over_ranks(loss))
+    weights_are_equal(net)
     if hook is not None:
         assert hook.stats.calls >= 3 * STEPS, f"several buckets: {hook.stats}"
         hook.close()

@@ -43,6 +43,7 @@ def test_operations_by_name_and_backends_of_other_people() -> None:
         "BARRIER": "barrier",
     }
     assert {op.name: op.value for op in CommOp} == values and CommOp("all_reduce") is CommOp.ALL_REDUCE
+    assert str(CommOp.BARRIER) == "barrier"
 
     class Mine(CommBackendProtocol):
         def all_reduce(self, tensor: Any, op: str = "sum", async_op: bool = False) -> Any:

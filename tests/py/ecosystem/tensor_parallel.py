@@ -7,18 +7,9 @@ import tempfile
 
 import torch
 import torch.distributed as dist
+from llama import small_llama
 from report import report
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-
-CONFIG = LlamaConfig(
-    vocab_size=256,
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=128,
-)
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 
 def main() -> None:
@@ -29,7 +20,7 @@ def main() -> None:
     folder = str(place[0])
     if dist.get_rank() == 0:
         torch.manual_seed(0)
-        LlamaForCausalLM(CONFIG).save_pretrained(folder)
+        LlamaForCausalLM(small_llama(layers=4, positions=128)).save_pretrained(folder)
     dist.barrier()
     model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", device_map=None)
     prompt = torch.arange(1, 9)[None]

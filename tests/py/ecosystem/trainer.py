@@ -5,19 +5,10 @@ from __future__ import annotations
 import tempfile
 
 import torch
+from llama import small_llama
 from report import digest, report
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
-
-CONFIG = LlamaConfig(
-    vocab_size=256,
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-)
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
 
 class Tokens(Dataset[dict[str, torch.Tensor]]):
@@ -36,7 +27,7 @@ class Tokens(Dataset[dict[str, torch.Tensor]]):
 def main() -> None:
     """Trains and reports."""
     set_seed(0)
-    model = LlamaForCausalLM(CONFIG)
+    model = LlamaForCausalLM(small_llama(layers=2, positions=64))
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
