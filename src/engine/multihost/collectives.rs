@@ -259,18 +259,7 @@ impl BatchRun<'_> {
         let total = *hosts.last().expect("at least one host");
         let own = hosts[self.host_map.host]..hosts[self.host_map.host + 1];
         let mut memory = self.memory(total);
-        if self.inside.is_some() {
-            let out_blocks = self.host_map.local_ranks().iter().map(|rank| sizes[*rank]).collect();
-            let outputs = vec![written(&mut memory[own])];
-            self.run_in_host(HostCall {
-                inputs: input.to_vec(),
-                outputs,
-                out_blocks,
-                ..HostCall::new(Kind::AllGather)
-            })?;
-        } else {
-            copy_in(input, 0, &mut memory[own]);
-        }
+        self.gather_inside(input, &sizes, &mut memory[own])?;
         if self.host_map.local_rank == 0 {
             let members = self.host_map.leaders(0);
             let steps = schedule(self.chosen.algorithm, Kind::AllGather, members.len(), 0)?;
@@ -285,6 +274,19 @@ impl BatchRun<'_> {
         }
         *self.scratch = memory;
         self.share_issued(0)
+    }
+
+    /// Gathers the blocks of this host's ranks, in the order of the ranks, into `memory` of every one of them. `sizes` by
+    /// rank of the group.
+    fn gather_inside(&mut self, input: &[Span], sizes: &[usize], memory: &mut [u8]) -> Result<()> {
+        if self.inside.is_none() {
+            copy_in(input, 0, memory);
+            return Ok(());
+        }
+        let out_blocks = self.host_map.local_ranks().iter().map(|rank| sizes[*rank]).collect();
+        let outputs = vec![written(memory)];
+        let gathered = HostCall { inputs: input.to_vec(), outputs, out_blocks, ..HostCall::new(Kind::AllGather) };
+        self.run_in_host(gathered)
     }
 
     /// Offset of each host's blocks when the ranks' blocks are in the order of the hosts.
@@ -362,18 +364,7 @@ impl BatchRun<'_> {
         let total = *hosts.last().expect("at least one host");
         let own = hosts[self.host_map.host]..hosts[self.host_map.host + 1];
         let mut memory = self.memory(total);
-        if self.inside.is_some() {
-            let out_blocks = self.host_map.local_ranks().iter().map(|rank| sizes[*rank]).collect();
-            let outputs = vec![written(&mut memory[own])];
-            self.run_in_host(HostCall {
-                inputs: input.to_vec(),
-                outputs,
-                out_blocks,
-                ..HostCall::new(Kind::AllGather)
-            })?;
-        } else {
-            copy_in(input, 0, &mut memory[own]);
-        }
+        self.gather_inside(input, sizes, &mut memory[own])?;
         let members = self.host_map.leaders_with(root);
         if members[self.host_map.host] == self.host_map.me {
             let steps = schedule(self.chosen.algorithm, Kind::Gather, members.len(), self.host_map.host_of[root])?;
