@@ -398,25 +398,3 @@ fn rule_04_a_message_that_waits_fails_with_what_it_waits_for() {
         assert!(sum.wait(None).is_err());
     });
 }
-
-#[test]
-fn an_operation_that_is_cancelled_fails_its_group_and_one_that_has_ended_stays_ended() {
-    for groups in [groups(2), on_hosts(&[0, 1])] {
-        let mut memory = [[1u8; 16], [2u8; 16], [1u8; 16]];
-        let [own, theirs, late] = &mut memory;
-        let ended = [issue(&groups[0], all_reduce(own)), issue(&groups[1], all_reduce(theirs))];
-        ended.iter().for_each(|op| op.wait(Some(LIMIT)).unwrap());
-        ended.iter().for_each(|op| op.cancel());
-        assert!(ended.iter().all(|op| op.error().is_none()), "what has ended is not cancelled");
-        let pending = issue(&groups[0], all_reduce(late));
-        pending.cancel();
-        let failed = pending.wait(Some(LIMIT)).unwrap_err();
-        assert!(matches!(&failed, Error::Aborted(text) if text.contains("all_reduce number 2")), "{failed:?}");
-        assert!(groups[0].issue(barrier(), None).is_err(), "the group goes on without an operation of its own");
-        // The peer may find what it needs for the same call; the next one tells it.
-        let same = groups[1].run(all_reduce(&mut [2u8; 16]), None);
-        assert!(matches!(same, Ok(()) | Err(Error::Aborted(_))), "{same:?}");
-        let told = groups[1].run(barrier(), None).unwrap_err();
-        assert!(matches!(told, Error::Aborted(_)), "{told:?}");
-    }
-}

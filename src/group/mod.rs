@@ -553,13 +553,6 @@ impl Op {
     pub fn timeout(&self) -> Duration {
         self.core.timeout
     }
-
-    /// Ends it if it is pending. Peers may have read from it or may wait for it, so the group fails with it.
-    pub fn cancel(&self) {
-        if !self.core.is_done() {
-            self.group.abort(&format!("{} number {} was aborted", self.core.request.kind, self.core.number));
-        }
-    }
 }
 
 /// Stops our threads in this process; groups that are still open leave their peers in order.

@@ -100,7 +100,7 @@ def test_rule_26_a_forked_child_that_ends_normally_harms_nobody() -> None:
 
 
 def child_uses_what_it_inherited(ctx: Context) -> None:
-    """The child tries to drive, cancel and abort what its parent has pending, while the parent is stopped."""
+    """The child tries to drive and abort the pending operations of its parent, while the parent is stopped."""
     ctx.init()
     numbers = torch.arange(4 << 20, dtype=torch.float32) % 1000
     mine = numbers * (ctx.rank + 1)
