@@ -5,10 +5,11 @@
 //! because they may issue others then. The first fault poisons the group, here and on the peers: everything pending and
 //! later fails with it.
 //!
-//! `builder` makes a group, `check` refuses calls that do not fit together, `faults` names ranks that ended, `hang`
-//! ranks that are late and what they do (`account`: what a rank says about itself; `board`: the same over the store),
-//! `barrier` is the monitored barrier, `explain` and `report` serve explanations and statistics, `devices` is the group
-//! as the engine of its devices sees it, `lanes` as the threads of a group over several hosts see it.
+//! `builder` makes a group, `handle` is an operation as its caller holds it, `check` refuses calls that do not fit
+//! together, `faults` names ranks that ended, `hang` ranks that are late and what they do (`account`: what a rank says
+//! about itself; `board`: the same over the store), `barrier` is the monitored barrier, `explain` and `report` serve
+//! explanations and statistics, `devices` is the group as the engine of its devices sees it, `lanes` as the threads of
+//! a group over several hosts see it.
 
 mod account;
 mod barrier;
@@ -18,18 +19,20 @@ mod check;
 mod devices;
 mod explain;
 mod faults;
+mod handle;
 mod hang;
 mod lanes;
 mod report;
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use once_cell::sync::OnceCell;
 
 use self::board::Board;
 pub use self::explain::{StartRule, explain_without_group, start_rule, table_without_group};
+pub use self::handle::Op;
 pub use self::report::{Carrier, ExternalOp, NAMES};
 use crate::config::Config;
 use crate::engine::{Control, Ended, Engine, WakeAddress};
@@ -117,12 +120,6 @@ pub struct Group {
     following: Mutex<Option<Following>>,
     /// A reference to itself, for the operations that it hands out.
     this: Weak<Group>,
-}
-
-/// An operation together with its group, as a caller holds it.
-pub struct Op {
-    core: Arc<CoreOp>,
-    group: Arc<Group>,
 }
 
 impl Group {
@@ -507,51 +504,6 @@ impl Drop for Group {
         self.control.leave(&dropped, &|| self.host.interrupted());
         self.fail_all(&dropped);
         self.domain.look_again();
-    }
-}
-
-impl Op {
-    pub fn is_done(&self) -> bool {
-        self.core.is_done()
-    }
-
-    /// Waits until it ends, or `timeout` passes, which leaves it running.
-    pub fn wait(&self, timeout: Option<Duration>) -> Result<()> {
-        if self.core.is_done() {
-            return self.core.outcome();
-        }
-        let group = &self.group;
-        group.not_forked()?;
-        let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
-        let waited = contained(|| Ok(driver::wait_until(&**group, &*group.host, until, || self.core.is_done())));
-        match waited.inspect_err(|bug| group.poison(bug.clone()))? {
-            Outcome::Done => self.core.outcome(),
-            Outcome::Elapsed => Err(Error::WaitElapsed(format!(
-                "sagellm: wait({:.3} s) elapsed before {} number {} of group '{}' ended on rank {}; it is still running",
-                timeout.unwrap_or_default().as_secs_f64(),
-                self.core.request.kind,
-                self.core.number,
-                group.config.name,
-                group.config.rank
-            ))),
-            Outcome::Interrupted => Err(Error::Interrupted("sagellm: the wait was interrupted".to_string())),
-        }
-    }
-
-    pub fn error(&self) -> Option<&Error> {
-        self.core.error()
-    }
-    pub fn number(&self) -> u64 {
-        self.core.number
-    }
-    pub fn source(&self) -> i32 {
-        self.core.source()
-    }
-    pub fn duration(&self) -> Duration {
-        self.core.duration()
-    }
-    pub fn timeout(&self) -> Duration {
-        self.core.timeout
     }
 }
 
