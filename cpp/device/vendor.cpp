@@ -196,42 +196,49 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::follow(DeviceWork::Launched made, 
   return work;
 }
 
+DeviceWork::Launched VendorDevices::launch(c10::ArrayRef<Plan> calls, DeviceBegun begun, c10::Device device,
+                                           Tensors keep, const Terms& terms) {
+  const auto call = std::make_shared<DeviceCall>(std::move(begun.call));
+  // In a capture the call runs on the caller's stream: work on another stream that was not joined again would be lost.
+  const bool on_callers = !terms.async || terms.capturing;
+  Passage passage = streams_.begin(device, !on_callers, owner_.events->timing(), begun.stream_key);
+  std::vector<std::shared_ptr<c10::Event>> elsewhere;
+  if (terms.barrier) elsewhere = come_behind_all(passage.stream());
+  // A synchronous call has no Work where no hook is registered, so no stream waits for its end, except for a barrier.
+  std::shared_ptr<c10::Event> ended =
+      put(calls, begun.lowerings, call, passage, keep, !terms.listened && !terms.capturing);
+  if (!terms.capturing && begun.stream_key == 0) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    last_.insert_or_assign(passage.stream(), ended);
+  }
+  // Memory that is freed on the caller's stream is reused only after the call, and a graph owns its memory.
+  if (on_callers) keep.clear();
+  DeviceWork::Launched made{passage.stream(), passage.begun(), std::move(ended), std::move(keep)};
+  made.blocks_host = terms.barrier;
+  made.earlier = std::move(elsewhere);
+  made.op = calls[0].op;
+  made.known = {begun.number, std::chrono::milliseconds(begun.timeout_ms)};
+  made.call = call;
+  return made;
+}
+
 c10::intrusive_ptr<DeviceWork> VendorDevices::submit(c10::ArrayRef<Plan> calls, const Label& label, Tensors keep,
                                                      Tensors outputs, c10::Device device, bool async, bool region) {
   DeferredRelease::instance().release();
   // torch's operators and the library launch their kernels on the thread's current device.
   const c10::DeviceGuard guard(device);
-  const bool capturing = is_capturing(current_stream(device));
-  const bool barrier = calls[0].call.kind == Kind::kBarrier;
-  DeviceBegun begun = begin(calls, keep, device, region, capturing);
+  Terms terms;
+  terms.async = async;
+  terms.capturing = is_capturing(current_stream(device));
+  terms.barrier = calls[0].call.kind == Kind::kBarrier;
+  terms.listened = async || owner_.events->has_work_hook() || owner_.events->has_completion_hooks();
+  DeviceBegun begun = begin(calls, keep, device, region, terms.capturing);
   auto trace = Trace::start(label.title, keep);
-  const auto call = std::make_shared<DeviceCall>(std::move(begun.call));
-
-  // In a capture the call runs on the caller's stream: work on another stream that was not joined again would be lost.
-  const bool on_callers = !async || capturing;
-  Passage passage = streams_.begin(device, !on_callers, owner_.events->timing(), begun.stream_key);
-  // A synchronous call has no Work where no hook is registered, so no stream waits for its end, except for a barrier.
-  const bool listened = async || owner_.events->has_work_hook() || owner_.events->has_completion_hooks();
-  std::vector<std::shared_ptr<c10::Event>> elsewhere;
-  if (barrier) elsewhere = come_behind_all(passage.stream());
-  std::shared_ptr<c10::Event> ended = put(calls, begun.lowerings, call, passage, keep, !listened && !capturing);
-  if (!capturing && begun.stream_key == 0) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    last_.insert_or_assign(passage.stream(), ended);
-  }
-
-  // Memory that is freed on the caller's stream is reused only after the call, and a graph owns its memory.
-  if (on_callers) keep.clear();
-  if (!listened) outputs.clear();
-  DeviceWork::Launched made{passage.stream(), passage.begun(), std::move(ended), std::move(keep)};
-  made.blocks_host = barrier;
-  made.earlier = std::move(elsewhere);
-  made.op = calls[0].op;
-  made.known = {begun.number, std::chrono::milliseconds(begun.timeout_ms)};
-  made.call = call;
-  auto work = follow(std::move(made), label.type, std::move(outputs), std::move(trace), capturing);
-  if (listened) return work;
-  if (barrier && !capturing) work->wait(kNoTimeout);
+  DeviceWork::Launched made = launch(calls, std::move(begun), device, std::move(keep), terms);
+  if (!terms.listened) outputs.clear();
+  auto work = follow(std::move(made), label.type, std::move(outputs), std::move(trace), terms.capturing);
+  if (terms.listened) return work;
+  if (terms.barrier && !terms.capturing) work->wait(kNoTimeout);
   return nullptr;
 }
 

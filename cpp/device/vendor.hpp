@@ -99,6 +99,18 @@ class VendorDevices final {
   std::shared_ptr<c10::Event> put(c10::ArrayRef<Plan> calls, const rust::Vec<DeviceLowering>& lowerings,
                                   const std::shared_ptr<DeviceCall>& call, Passage& passage, Tensors& keep,
                                   bool asked_only);
+  // How a call is launched.
+  struct Terms {
+    bool async = false;
+    // The caller's stream is being captured into a graph.
+    bool capturing = false;
+    bool barrier = false;
+    // The caller or a hook sees the Work of the call.
+    bool listened = false;
+  };
+  // Launches calls that `begin` has checked, on the caller's stream or the group's. Returns what their work needs.
+  DeviceWork::Launched launch(c10::ArrayRef<Plan> calls, DeviceBegun begun, c10::Device device, Tensors keep,
+                              const Terms& terms);
   // The work for `made`. The watching thread watches it from now on, unless it was captured.
   c10::intrusive_ptr<DeviceWork> follow(DeviceWork::Launched made, c10d::OpType type, Tensors outputs,
                                         std::unique_ptr<Trace> trace, bool captured);
