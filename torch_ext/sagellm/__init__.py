@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from sagellm._fused import fused_all_reduce as fused_all_reduce
     from sagellm._serve_as import serve_as as serve_as
     from sagellm.api.backends import CNCLBackend as CNCLBackend
-    from sagellm.api.backends import CommBackend as CommBackend
-    from sagellm.api.backends import CommFuture as CommFuture
     from sagellm.api.backends import CPUBackend as CPUBackend
     from sagellm.api.backends import GlooBackend as GlooBackend
     from sagellm.api.backends import HCCLBackend as HCCLBackend
@@ -28,6 +26,8 @@ if TYPE_CHECKING:
     from sagellm.api.buffers import CommunicationBuffer as CommunicationBuffer
     from sagellm.api.buffers import batch_all_reduce as batch_all_reduce
     from sagellm.api.buffers import monitor_communication as monitor_communication
+    from sagellm.api.comm_backend import CommBackend as CommBackend
+    from sagellm.api.comm_backend import CommFuture as CommFuture
     from sagellm.api.compression import Compression as Compression
     from sagellm.api.compression import CompressionHook as CompressionHook
     from sagellm.api.compression import CompressionStats as CompressionStats
@@ -103,8 +103,8 @@ _HOMES = {
     "CommBackendProtocol": "protocols.comm_backend",
     "CommTimeoutError": "api.errors",
     "recover": "api.recovery",
-    "CommBackend": "api.backends",
-    "CommFuture": "api.backends",
+    "CommBackend": "api.comm_backend",
+    "CommFuture": "api.comm_backend",
     "CPUBackend": "api.backends",
     "NCCLBackend": "api.backends",
     "HCCLBackend": "api.backends",

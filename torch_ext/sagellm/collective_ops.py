@@ -23,13 +23,14 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 import torch.distributed as dist
 
-from sagellm.api.backends import CommBackend, create_comm_backend
+from sagellm.api.backends import create_comm_backend
 from sagellm.api.calls import unset
+from sagellm.api.comm_backend import CommBackend
 from sagellm.api.in_process import Member, Topology
 from sagellm.observe.stats import BUS_FACTORS
 
 if TYPE_CHECKING:
-    from sagellm.api.backends import Seconds
+    from sagellm.api.arguments import Seconds
 
 __all__ = [
     "AllGatherOperator",

@@ -308,10 +308,10 @@ def test_it_starts_the_group_of_torchrun_s_environment(tmp_path: Any) -> None:
 def meets_late(ctx: Context, port: int, first: int, retry: int, seconds: float) -> str:
     """Makes the group from torchrun's environment; rank `first` is there long before the other one."""
     import sagellm
-    from sagellm.api import backends
+    from sagellm.api import group_choice
 
     os.environ.update(RANK=str(ctx.rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    backends.FIRST_PAUSE = backends.LONGEST_PAUSE = 0.1
+    group_choice.FIRST_PAUSE = group_choice.LONGEST_PAUSE = 0.1
 
     class Told(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from sagellm import _load, _register
-from sagellm.api.backends import Seconds, _checked_op, _timedelta, rows_of_slice
+from sagellm.api.arguments import Seconds, _checked_op, _timedelta, rows_of_slice
 from sagellm.api.calls import ISSUE, Call, Operation, agree, reduction, share_memory, unset
 from sagellm.api.errors import CommTimeoutError, with_timeouts
 from sagellm.observe import log

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from sagellm.api.backends import CommBackend
+    from sagellm.api.comm_backend import CommBackend
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,36 @@
+"""Arguments that backends and ranks of one process take alike: reduce ops, timeouts, and the rows of a slice."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+
+#: The reduce ops by name.
+OPS = {"sum": "SUM", "avg": "AVG", "mean": "AVG", "max": "MAX", "min": "MIN", "prod": "PRODUCT"}
+Seconds = float | timedelta
+
+
+def rows_of_slice(what: str, tensor: torch.Tensor, world_size: int) -> int:
+    """Rows of one rank's slice of ``tensor`` along dimension 0."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    if tensor.dim() == 0 or rows % world_size:
+        raise ValueError(
+            f"sagellm {what}: dimension 0 of the tensor is {rows if tensor.dim() else 'missing'}, expected a "
+            f"multiple of the {world_size} ranks"
+        )
+    return rows // world_size
+
+
+def _timedelta(seconds: Seconds) -> timedelta:
+    found = seconds if isinstance(seconds, timedelta) else timedelta(seconds=seconds)
+    if found <= timedelta(0):
+        raise ValueError(f"sagellm: timeout is {seconds}, expected more than 0 seconds")
+    return found
+
+
+def _checked_op(what: str, op: str) -> str:
+    name = op.lower() if isinstance(op, str) else op
+    if name not in OPS:
+        raise ValueError(f"sagellm {what}: op={op!r}, expected one of {', '.join(OPS)}")
+    return OPS[name]

@@ -1,0 +1,446 @@
+"""The class of all backends, with a method for each collective, and the future of an asynchronous call."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from sagellm import _fused
+from sagellm.api.arguments import Seconds, _checked_op, _timedelta, rows_of_slice
+from sagellm.api.compression import (
+    Compression,
+    CompressionStats,
+    CompressionThread,
+    check_compressible,
+    compressed_all_reduce,
+    compression,
+)
+from sagellm.api.errors import translated, with_timeouts
+from sagellm.api.group_choice import _group_for, _ours, _Settings
+from sagellm.observe import explain as explaining
+from sagellm.observe import stats as statistics
+from sagellm.protocols.comm_backend import CommBackendProtocol
+from sagellm.topology import TopologyInfo, TopologyManager, option_of
+
+
+class CommFuture(torch.futures.Future[torch.Tensor]):  # type: ignore[misc]  # torch has no annotations for mypy
+    """The future of an asynchronous call: ``wait()`` returns its tensor, ``then`` chains what comes after it.
+
+    On a device ``wait()`` makes the current stream wait, as a Work of torch does. Messages that a delegate carries (all
+    of a group over several hosts) have no future of torch's: what ``then`` chains to them runs when ``wait()`` returns.
+    """
+
+    def __init__(self, work: Any, result: torch.Tensor) -> None:
+        super().__init__(devices=None if result.is_cpu else [result.device])
+        self._work, self._result = work, result
+        self._ends_with_wait = False
+        if work is None:  # it has ended
+            self.set_result(result)
+            return
+        try:
+            inner = work.get_future()
+        except RuntimeError:  # gloo's sends and receives have none
+            self._ends_with_wait = True
+        else:
+            inner.add_done_callback(lambda ended: self._end(ended.value))
+
+    def _end(self, value: Callable[[], Any]) -> None:
+        """Ends this future as ``value`` ends, which returns at once."""
+        try:
+            value()
+        except Exception as error:  # torch hands on the text of what the operation failed with
+            failure = dist.DistBackendError(str(error))
+            found = translated(failure)
+            self.set_exception(error if found is failure else found)
+        else:
+            self.set_result(self._result)
+
+    def done(self) -> bool:
+        """Whether the operation has ended; what ``then`` chained may still run."""
+        return self._work is None or bool(self._work.is_completed())
+
+    def wait(self) -> torch.Tensor:
+        """The tensor, when the operation has ended; raises what the synchronous form would."""
+        if self._ends_with_wait:
+            if not super().done():
+                self._end(self._work.wait)
+            super().wait()
+        elif self._work is not None:
+            with_timeouts(self._work.wait)
+        return self._result
+
+
+class _Later:
+    """A future of ours as the Work that ``CommFuture`` takes."""
+
+    def __init__(self, future: torch.futures.Future[torch.Tensor]) -> None:
+        self.get_future = lambda: future
+        self.is_completed = future.done
+        self.wait = future.wait
+
+
+class CommBackend(CommBackendProtocol):
+    """Collectives over one process group, with tensors in and tensors out.
+
+    All ranks call the same methods in the same order. Ranks are those of the group, counted from 0. Tensors lie on the
+    CPU or on the device of this process; each call may use another. A call that the backend refuses is a ValueError and
+    nothing was sent; one whose deadline passes is a ``CommTimeoutError``; other failures (a rank that died, ranks that
+    called different operations) are ``torch.distributed.DistBackendError``. After those two the group has failed.
+
+    Asynchronous forms return a ``CommFuture``, a ``torch.futures.Future`` whose ``wait()`` gives what the synchronous
+    form returns.
+
+    Args:
+        rank, world_size: what this process expects to be; they are compared with the group (ValueError), and used
+            where the group is started here. None: whatever the group or torchrun says.
+        group: a process group to work in; None the default group. One of another backend gets a sibling of ours over
+            the same ranks, which all of these must then make, in the same order.
+        algorithm: rules of which algorithm serves which operation and size, see docs/choosing.md.
+        topology_manager: what is known of the machines; with it the start rules choose what no rule and no table names.
+        fusion: False to let no operations travel together.
+        timeout: of each operation, in seconds or as timedelta; None: the group's.
+        retry: how often making the group is tried again after it failed, because the store was not there yet, or ranks
+            did not come in time; pauses in between grow from 1 to 10 seconds. Operations are never tried again.
+    """
+
+    #: The name in ``create_comm_backend``.
+    backend_type: ClassVar[str]
+    #: The option ``vendor`` of its group; None where any will do.
+    vendor: ClassVar[str | None] = None
+    #: The kind of device that it needs in this process, if it needs one.
+    device_type: ClassVar[str | None] = None
+
+    def __init__(
+        self,
+        rank: int | None = None,
+        world_size: int | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        algorithm: str = "",
+        topology_manager: TopologyManager | TopologyInfo | None = None,
+        fusion: bool = True,
+        timeout: Seconds | None = None,
+        retry: int = 0,
+    ) -> None:
+        if not isinstance(retry, int) or retry < 0:
+            raise ValueError(f"sagellm {type(self).__name__}: retry is {retry!r}, expected a whole number from 0 on")
+        self._check_device()
+        settings = _Settings(
+            vendor=self.vendor,
+            algorithm=algorithm,
+            topology=option_of(topology_manager),
+            fusion=fusion,
+            timeout=None if timeout is None else _timedelta(timeout),
+            retry=retry,
+        )
+        self.group: Any = _group_for(group, rank, world_size, settings, type(self).__name__)
+        self.rank: int = dist.get_rank(self.group)
+        self.world_size: int = dist.get_world_size(self.group)
+        self._compression = CompressionStats()
+        self._methods: dict[str, Compression] = {}
+        #: Of asynchronous calls with ``compress``; made by the first.
+        self._thread: CompressionThread | None = None
+
+    @classmethod
+    def _check_device(cls) -> None:
+        found = torch.accelerator.current_accelerator(check_available=True)
+        named = os.environ.get("SAGELLM_VENDOR", "").partition(":")[0].strip().lower()
+        if cls.device_type is None or (found is not None and (found.type == cls.device_type or named == cls.vendor)):
+            return
+        has = "no accelerator" if found is None else f"a device of type {found.type}"
+        raise RuntimeError(
+            f"sagellm {cls.__name__}: this process has {has}, expected {cls.device_type}. Use "
+            'create_comm_backend("auto"), or "gloo" to carry tensors through host memory'
+        )
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} rank {self.rank} of {self.world_size}: {self.describe()}>"
+
+    def describe(self) -> str:
+        """What serves the group and how it is set up, in one line."""
+        return str(_ours(self.group).describe())
+
+    # ------------------------------------------------------------------------------------------- reductions
+
+    def all_reduce(
+        self,
+        tensor: torch.Tensor,
+        op: str = "sum",
+        async_op: bool = False,
+        timeout: Seconds | None = None,
+        *,
+        compress: str | Compression | None = None,
+        key: Any = None,
+    ) -> Any:
+        """Combines ``tensor`` element by element over all ranks, in place, and returns it.
+
+        ``op`` is "sum", "avg" ("mean"), "max", "min" or "prod". ``timeout`` is that of this call alone. Every rank
+        passes the same shape and dtype.
+
+        ``compress`` has fewer bytes sent, with the errors that docs/api.md tells: "fp16", "bf16", "int8", "topk", or an
+        object of ``sagellm.Half``, ``Int8``, ``TopK``. It takes floats, "sum" and "avg"; ``key`` names the tensor for
+        "topk", which keeps what it leaves out (its shape and dtype if None). ``get_stats()["compression"]`` counts the
+        bytes. Several operations make one such call, so it takes no ``timeout``; an asynchronous one runs on a thread,
+        in a group of its own that the first of them makes, for tensors on the CPU.
+
+        Example::
+
+            comm = sagellm.create_comm_backend()
+            comm.all_reduce(torch.ones(4))  # four times the number of ranks
+        """
+        if compress is not None:
+            return self._compressed(tensor, op, async_op, timeout, compress, key)
+        options = _reduction("all_reduce", op, async_op)
+        if timeout is not None:
+            options = _copy_of(options, _timedelta(timeout))
+        return self._run(lambda: self.group.allreduce([tensor], options), tensor, async_op)
+
+    def _compressed(
+        self, tensor: torch.Tensor, op: str, async_op: bool, timeout: Any, how: str | Compression, key: Any
+    ) -> Any:
+        check_compressible(tensor, op)
+        if timeout is not None:
+            raise ValueError("sagellm all_reduce: timeout does not go with compress, which takes several operations")
+        if async_op and not tensor.is_cpu:
+            raise ValueError(
+                f"sagellm all_reduce: the tensor is on {tensor.device}, expected cpu for compress with async_op"
+            )
+        # By name there is one of each: "topk" remembers what it left out.
+        method = compression(how) if not isinstance(how, str) or how not in self._methods else self._methods[how]
+        if isinstance(how, str):
+            self._methods[how] = method
+
+        def run(group: Any) -> torch.Tensor:
+            return compressed_all_reduce(tensor, method, op=op, group=group, key=key, stats=self._compression)
+
+        if not async_op:
+            return with_timeouts(lambda: run(self.group))
+        if self._thread is None:
+            self._thread = CompressionThread(self.group)
+        thread = self._thread
+        return CommFuture(_Later(thread.later(lambda: run(thread.group))), tensor)
+
+    def safe_all_reduce(self, tensor: torch.Tensor, op: str = "sum", timeout: Seconds = 30.0) -> torch.Tensor:
+        """``all_reduce`` with a timeout, which raises ``CommTimeoutError`` naming the ranks that are missing."""
+        result: torch.Tensor = self.all_reduce(tensor, op, timeout=timeout)
+        return result
+
+    def fused_all_reduce(self, tensors: Sequence[torch.Tensor], op: str = "sum") -> list[torch.Tensor]:
+        """``all_reduce`` of every tensor of a list, in place, as one operation for each dtype; returns the tensors.
+
+        Any mix of shapes and dtypes; no two tensors may share memory. See ``sagellm.fused_all_reduce``.
+        """
+        _checked_op("fused_all_reduce", op)
+        return with_timeouts(lambda: _fused.fused_all_reduce(tensors, op, group=self.group))
+
+    def reduce(self, tensor: torch.Tensor, root_rank: int = 0, op: str = "sum", async_op: bool = False) -> Any:
+        """Combines ``tensor`` over all ranks into that of ``root_rank``, in place; returns it.
+
+        On the other ranks it is unchanged. torch's order is ``reduce(tensor, dst, op)``, too.
+        """
+        chosen = _reduce_op("reduce", op)
+        return self._run(
+            lambda: dist.reduce(tensor, group_dst=root_rank, op=chosen, group=self.group, async_op=async_op),
+            tensor,
+            async_op,
+        )
+
+    def reduce_scatter(
+        self, tensor: torch.Tensor, op: str = "sum", async_op: bool = False, output: torch.Tensor | None = None
+    ) -> Any:
+        """Combines ``tensor`` over all ranks; returns this rank's slice of it along dimension 0.
+
+        Dimension 0 must be a multiple of the number of ranks (ValueError). ``output``, if given, receives the slice.
+        """
+        chosen = _reduce_op("reduce_scatter", op)
+        rows = rows_of_slice("reduce_scatter", tensor, self.world_size)
+        result = tensor.new_empty((rows, *tensor.shape[1:])) if output is None else output
+        return self._run(
+            lambda: dist.reduce_scatter_tensor(
+                result, tensor.contiguous(), op=chosen, group=self.group, async_op=async_op
+            ),
+            result,
+            async_op,
+        )
+
+    # ------------------------------------------------------------------------------------------- moving data
+
+    def all_gather(self, tensor: torch.Tensor, output: torch.Tensor | None = None, async_op: bool = False) -> Any:
+        """The tensors of all ranks, in the order of the ranks, concatenated along dimension 0.
+
+        Every rank passes the same shape; a scalar counts as one row. ``output``, if given, receives the result.
+        """
+        rows, rest = (tensor.shape[0], tensor.shape[1:]) if tensor.dim() else (1, tensor.shape)
+        result = tensor.new_empty((rows * self.world_size, *rest)) if output is None else output
+        return self._run(
+            lambda: dist.all_gather_into_tensor(result, tensor.contiguous(), group=self.group, async_op=async_op),
+            result,
+            async_op,
+        )
+
+    def broadcast(self, tensor: torch.Tensor, root_rank: int = 0, async_op: bool = False) -> Any:
+        """Writes the tensor of ``root_rank`` into those of the other ranks; returns it."""
+        return self._run(
+            lambda: dist.broadcast(tensor, group_src=root_rank, group=self.group, async_op=async_op), tensor, async_op
+        )
+
+    def gather(self, tensor: torch.Tensor, root_rank: int = 0) -> torch.Tensor | None:
+        """On ``root_rank`` the tensors of all ranks, concatenated along dimension 0; None on the others.
+
+        torch's ``gather(tensor, gather_list, dst)`` fills a list instead.
+        """
+        result = parts = None
+        if self.rank == root_rank:
+            result = tensor.new_empty((self.world_size, *tensor.shape))
+            parts = list(result.unbind(0))
+        with_timeouts(lambda: dist.gather(tensor, parts, group_dst=root_rank, group=self.group))
+        if result is not None and tensor.dim():
+            result = result.flatten(0, 1)
+        return result
+
+    def scatter(
+        self, input: torch.Tensor | None, output: torch.Tensor, root_rank: int = 0, async_op: bool = False
+    ) -> Any:
+        """Gives every rank its slice of the ``input`` of ``root_rank`` along dimension 0, in ``output``; returns that.
+
+        The other ranks pass None as ``input``. torch's order is ``scatter(output, scatter_list, src)``.
+        """
+        lists = None
+        if self.rank == root_rank:
+            if input is None:
+                raise ValueError(f"sagellm scatter: rank {root_rank} is the root and must pass an input, not None")
+            rows = rows_of_slice("scatter", input, self.world_size)
+            lists = list(input.contiguous().view(self.world_size, rows, *input.shape[1:]).unbind(0))
+        return self._run(
+            lambda: dist.scatter(output, lists, group_src=root_rank, group=self.group, async_op=async_op),
+            output,
+            async_op,
+        )
+
+    def all_to_all(
+        self,
+        input: torch.Tensor,
+        output: torch.Tensor | None = None,
+        input_split_sizes: list[int] | None = None,
+        output_split_sizes: list[int] | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Sends the r-th slice of ``input`` along dimension 0 to rank r, and returns what came, in the order of ranks.
+
+        Slices are equal, or have the rows that the two lists say; without ``output`` one of the right size is made.
+        torch's order is ``all_to_all_single(output, input, output_split_sizes, input_split_sizes)``.
+        """
+        if output is None:
+            rows = input.shape[0] if output_split_sizes is None else sum(output_split_sizes)
+            output = input.new_empty((rows, *input.shape[1:]))
+        result = output
+        return self._run(
+            lambda: dist.all_to_all_single(
+                result,
+                input.contiguous(),
+                output_split_sizes=output_split_sizes,
+                input_split_sizes=input_split_sizes,
+                group=self.group,
+                async_op=async_op,
+            ),
+            result,
+            async_op,
+        )
+
+    # ------------------------------------------------------------------------------------------- messages, barrier
+
+    def send(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> torch.Tensor:
+        """Sends ``tensor`` to rank ``dst`` and returns it when its memory may be used again."""
+        with_timeouts(lambda: dist.send(tensor, group_dst=dst, group=self.group, tag=tag))
+        return tensor
+
+    def recv(self, tensor: torch.Tensor, src: int | None = None, tag: int = 0) -> torch.Tensor:
+        """Receives into ``tensor`` from rank ``src``, or from any rank if that is None; returns it."""
+        with_timeouts(lambda: dist.recv(tensor, group_src=src, group=self.group, tag=tag))
+        return tensor
+
+    def isend(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> CommFuture:
+        """``send`` as a future. ``tensor`` must not change before it has ended."""
+        return CommFuture(dist.isend(tensor, group_dst=dst, group=self.group, tag=tag), tensor)
+
+    def irecv(self, tensor: torch.Tensor, src: int | None = None, tag: int = 0) -> CommFuture:
+        """``recv`` as a future."""
+        return CommFuture(dist.irecv(tensor, group_src=src, group=self.group, tag=tag), tensor)
+
+    def barrier(self, timeout: Seconds | None = None) -> None:
+        """Returns when all ranks have called it."""
+        options = dist.BarrierOptions()
+        if timeout is not None:
+            options.timeout = _timedelta(timeout)
+        if hasattr(options, "asyncOp"):
+            options.asyncOp = False
+
+        def wait() -> None:
+            work = self.group.barrier(options)
+            if work is not None:
+                work.wait()
+
+        with_timeouts(wait)
+
+    # ------------------------------------------------------------------------------------------- looking in
+
+    def get_stats(self) -> dict[str, Any]:
+        """What this group has counted and timed: ``sagellm.get_stats(group=...)``.
+
+        Under "compression" the calls with ``compress`` of this object: their number, the bytes that this rank would
+        have given without it, those that it gave, and how many it saved.
+        """
+        counted = self._compression
+        saved = {"saved_bytes": counted.saved_bytes}
+        return {**statistics.get_stats(group=self.group), "compression": {**asdict(counted), **saved}}
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """The same as ``get_stats()``."""
+        return self.get_stats()
+
+    def explain(self, what: Any, nbytes: int | None = None, **more: Any) -> explaining.Explanation:
+        """How an operation of ``nbytes`` travels here, and why: ``sagellm.explain(..., group=...)``."""
+        return explaining.explain(str(what) if isinstance(what, str) else what, nbytes, group=self.group, **more)
+
+    # ------------------------------------------------------------------------------------------- helpers
+
+    @staticmethod
+    def _run(call: Callable[[], Any], result: torch.Tensor, async_op: bool) -> Any:
+        """Makes a call that returns a Work or None, and returns ``result``, or a future of it."""
+        work = with_timeouts(call)
+        if async_op:
+            return CommFuture(work, result)
+        if work is not None:
+            with_timeouts(work.wait)
+        return result
+
+
+def _reduce_op(what: str, op: str) -> Any:
+    return getattr(dist.ReduceOp, _checked_op(what, op))
+
+
+@cache
+def _reduction(what: str, op: str, async_op: bool) -> Any:
+    """Options of an all_reduce, made once: making them takes as long as a small operation."""
+    options = dist.AllreduceOptions()
+    options.reduceOp = _reduce_op(what, op)
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = async_op
+    return options
+
+
+def _copy_of(options: Any, timeout: timedelta) -> Any:
+    copy = dist.AllreduceOptions()
+    copy.reduceOp = options.reduceOp
+    copy.timeout = timeout
+    if hasattr(options, "asyncOp"):
+        copy.asyncOp = options.asyncOp
+    return copy
