@@ -242,7 +242,7 @@ fn a_missing_rank_zero_is_named() {
     let Err(Error::Timeout(text)) =
         meet(&config(1, 2, Duration::from_millis(100)), &Memory::default(), &Quiet, &bytes(2))
     else {
-        panic!("met nobody")
+        panic!("met no rank")
     };
     assert!(text.contains("rank 0 has not come within 0.1 s"), "{text}");
 }
@@ -483,7 +483,7 @@ fn open_descriptors() -> usize {
 }
 
 #[test]
-#[ignore = "what other tests run as a process of its own"]
+#[ignore = "other tests run it as a separate process"]
 fn as_another_process() {
     let Ok(role) = std::env::var("SAGELLM_TEST_ROLE") else { return };
     let store = Files(std::env::var("SAGELLM_TEST_DIR").unwrap().into());
@@ -836,7 +836,7 @@ fn after_its_guard_is_dropped_a_callback_does_not_run() {
 }
 
 #[test]
-fn a_guard_may_be_dropped_by_its_own_callback_and_a_panic_harms_nobody() {
+fn a_guard_may_be_dropped_by_its_own_callback_and_a_panic_harms_no_other() {
     let place: Arc<Mutex<Option<watch::WatchGuard>>> = Arc::default();
     let (tell, told) = channel();
     let tell = Mutex::new(tell);

@@ -82,7 +82,7 @@ fn random_spec(random: &mut Random, ranks: usize) -> Spec {
 }
 
 /// A random program: the same operations in the same order on every rank, in several groups, each rank issuing up to
-/// `depth` of them before it waits, with delays of its own.
+/// `depth` of them before it waits, with random delays.
 fn program(seed: u64, ranks: usize, ops: usize) {
     let mut random = Random::new(seed);
     let how_many = 1 + random.below(3);

@@ -188,7 +188,7 @@ fn more_senders_than_channels_all_get_through() {
 /// Rule 20 where a sender has something large for everyone and each takes it only after the next rank has: no message
 /// that waits to be matched may keep memory that another one needs.
 #[test]
-fn rule_20_large_messages_that_nobody_wants_yet_hold_up_no_others() {
+fn rule_20_large_messages_without_a_receive_hold_up_no_others() {
     let ranks = ranks();
     let groups = groups(ranks);
     let count = 20_000;
@@ -261,9 +261,9 @@ impl log::Log for Kept {
 }
 
 /// There is no other rank.
-struct Nobody;
+struct Alone;
 
-impl Store for Nobody {
+impl Store for Alone {
     fn set(&self, _: &str, _: &[u8]) -> Result<()> {
         Ok(())
     }
@@ -272,14 +272,14 @@ impl Store for Nobody {
     }
 }
 
-impl Host for Nobody {
+impl Host for Alone {
     fn interrupted(&self) -> bool {
         false
     }
 }
 
 #[test]
-fn rank_0_warns_of_a_delegate_that_nobody_asked_for() {
+fn rank_0_warns_of_a_delegate_that_no_option_asked_for() {
     static WARNINGS: Kept = Kept(Mutex::new(Vec::new()));
     log::set_logger(&WARNINGS).unwrap();
     log::set_max_level(log::LevelFilter::Warn);
@@ -296,7 +296,7 @@ fn rank_0_warns_of_a_delegate_that_nobody_asked_for() {
             policy: String::new(),
             settings: Settings::default(),
         };
-        let group = Group::connect(config, &Nobody, Arc::new(Nobody)).unwrap();
+        let group = Group::connect(config, &Alone, Arc::new(Alone)).unwrap();
         assert!(group.delegate_reason().unwrap().contains("serves up to 256"));
     }
     let warnings = WARNINGS.0.lock().unwrap();

@@ -78,7 +78,7 @@ fn all_of(ranks: usize, parts: &[Part]) -> Vec<(usize, Part)> {
 
 /// With mail for each message and without.
 #[test]
-fn a_part_is_present_when_an_operation_has_needed_it_and_nobody_touches_it_before() {
+fn a_part_is_present_when_an_operation_has_needed_it_and_no_rank_touches_it_before() {
     for ranks in [2, 3, 17] {
         let areas = local::areas(ranks).unwrap();
         let groups = Group::over(areas.clone(), TIMEOUT);

@@ -48,7 +48,7 @@ fn bytes(n: usize, seed: u64) -> Vec<u8> {
 }
 
 #[test]
-fn rule_20_an_unposted_tag_blocks_nobody_behind_it() {
+fn rule_20_a_tag_without_a_receive_blocks_no_later_message() {
     let groups = groups(2, 30);
     on_ranks(2, |me| {
         if me == 0 {

@@ -179,7 +179,7 @@ impl Store for Prefixed<'_> {
 
 impl Hosts {
     /// Meets the ranks of this host. Every rank learns which hosts can share memory; each rank of a host that cannot
-    /// counts as a host of its own. `id` is new for every attempt, so keys of an earlier attempt are never read.
+    /// counts as a separate host. `id` is new for every attempt, so keys of an earlier attempt are never read.
     pub fn decide(
         config: &Config,
         host_of: &[usize],

@@ -1,10 +1,9 @@
 """Several hosts on one machine: network namespaces, with a link whose bandwidth or latency is chosen.
 
 Bandwidth is shaped by a token bucket (tbf) at each host's cable into a common switch. Latency comes from a relay in
-user space, a process of its own that hands packets from one host's tun device to the other's after a delay, because a
-kernel without netem has nothing for that. Both need root and the programs `ip` and `tc`; `Network` raises
-`Unavailable` with the reason where something is missing. Nothing leaves the namespaces, and they go with the `with`
-block.
+user space, a separate process that passes packets from one host's tun device to the other's after a delay, because a
+kernel without netem has nothing for that. Both need root and the programs `ip` and `tc`; `Network` raises `Unavailable`
+with the reason where something is missing. Nothing leaves the namespaces, and they go with the `with` block.
 """
 
 from __future__ import annotations

@@ -369,7 +369,7 @@ def order(ctx: Context, device: str) -> None:
         second = torch.empty(500, device=device).fill_(2 * rank + 2)
         dist.all_reduce(second)
         holds(second, 2 * total(n))
-    # A value that nobody waited for on the host, by the future.
+    # A value that the host has not waited for, by the future.
     late(device)
     value = torch.empty(500, device=device).fill_(rank + 1)
     (found,) = dist.all_reduce(value, async_op=True).get_future().wait()

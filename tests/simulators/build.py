@@ -119,7 +119,7 @@ def build_core(output: Path) -> None:
 
 
 def link(output: Path, name: str, form: Form, built: dict[str, Path]) -> Path:
-    """One library of jumps, in a folder of its own below ``output``."""
+    """One library of jumps, in its own folder below ``output``."""
     machine = platform.machine()
     if machine not in JUMPS:
         raise RuntimeError(f"simulators are built for {', '.join(JUMPS)}, not for {machine}")

@@ -76,7 +76,7 @@ def abort_while_meeting(rank: Rank) -> None:
     assert v.lib.ncclCommInitRankConfig(ref(comm), 2, data, 0, config(at16=0)) == IN_PROGRESS
     v.comm = comm.value
     time.sleep(0.2)
-    assert v.state() == IN_PROGRESS, "nobody else comes"
+    assert v.state() == IN_PROGRESS, "no other rank comes"
     ok(v.abort())
 
 

@@ -104,7 +104,7 @@ class Stats(TypedDict):
     cells: list[Cell]
 
 class Record(TypedDict):
-    """One of the last operations: src/stats/history.rs. Ranks are -1 for nobody or anyone."""
+    """One of the last operations: src/stats/history.rs. Ranks are -1 for no rank or any rank."""
 
     id: int
     number: int

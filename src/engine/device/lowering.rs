@@ -122,7 +122,7 @@ pub enum Local {
 /// How the library is called.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Method {
-    /// One call of its own for this kind.
+    /// One call of the library for this kind.
     Native,
     /// Sends and receives that are under way together, and a local copy of the own block.
     Exchange,

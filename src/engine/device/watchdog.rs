@@ -262,7 +262,7 @@ mod tests {
         let begin = work.issued;
         assert_eq!(dog.look(&group, &work, WELL, false, begin), None);
         assert_eq!(dog.look(&group, &work, WELL, false, begin + ON_ITS_WAY / 2), None);
-        assert_eq!(group.fault(), None, "the library may have a word of its own, or the work may end");
+        assert_eq!(group.fault(), None, "the library may report an error itself, or the work may end");
         assert_eq!(dog.look(&group, &work, WELL, true, begin + ON_ITS_WAY / 2), None);
         assert_eq!(group.fault(), None, "it ended well");
         let late = dog.look(&group, &work, WELL, false, begin + ON_ITS_WAY);

@@ -25,7 +25,7 @@ impl HostMap {
         HostMap { hosts, host_of, me, host, local_rank }
     }
 
-    /// As `host_of`, but each rank of a host for which `shares` is false becomes a host of its own.
+    /// As `host_of`, but each rank of a host for which `shares` is false becomes a separate host.
     pub fn split_hosts(host_of: &[usize], shares: impl Fn(usize) -> bool) -> Vec<usize> {
         let mut numbers = std::collections::HashMap::new();
         let mut next = 0;

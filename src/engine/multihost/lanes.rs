@@ -186,7 +186,8 @@ impl Lanes {
         })
     }
 
-    /// Marks a batch as ended. Returns the operations that ended with it, and then each barrier that waited for them.
+    /// Marks a batch as ended. Returns the operations that this batch ended, and then each barrier that waited for
+    /// them.
     fn finish(&self, lane: usize, task: &Task, agreed: u64) -> Vec<Ended> {
         let mut state = self.lock();
         state.planner.agree(&task.batch, agreed);

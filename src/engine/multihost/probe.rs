@@ -22,7 +22,7 @@ const LARGE: usize = 320 << 10;
 
 /// `chain`: a hash of the options and everything else that all ranks must agree on. Blocks until all hosts have called
 /// it.
-#[allow(unsafe_code)] // makes a call over a buffer of its own, and waits for its end
+#[allow(unsafe_code)] // makes a call over its own buffer, and waits for its end
 pub fn probe(
     host_map: &HostMap,
     transport: &mut Transport,

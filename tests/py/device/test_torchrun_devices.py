@@ -30,7 +30,7 @@ def losses_of_the_cpu() -> dict[int, str]:
     assert sorted(found) == list(range(RANKS)), output
     values = [[float.fromhex(each) for each in found[rank].split()] for rank in found]
     assert all(len(each) == STEPS and each[-1] < each[0] for each in values), values
-    assert values[0] != values[1], "each rank has numbers of its own"
+    assert values[0] != values[1], "each rank has different numbers"
     return found
 
 

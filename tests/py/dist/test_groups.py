@@ -458,7 +458,7 @@ def alone(ctx: Context) -> str:
     return text
 
 
-@beyond_gloo("names nobody")
+@beyond_gloo("names no rank")
 def test_rule_23_creation_without_the_others_ends_at_the_timeout() -> None:
     """A rank that never comes is named when the group's timeout has passed."""
     (text,) = run_fresh(alone, 1)

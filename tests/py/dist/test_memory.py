@@ -205,7 +205,7 @@ def test_rule_24_a_control_group_that_is_almost_full_shrinks_the_segment_or_dele
 def filled_afterwards(ctx: Context, folder: str, used: str) -> str:
     """There is room when the group is made, and 5 MiB are left when its ranks first need memory for a large operation.
 
-    That takes 3 MiB. The rest is for the way to the exception, which touches memory of its own.
+    That takes 3 MiB. The rest is for raising the exception, which takes memory too.
     """
     tensor = torch.ones(3_000_000)
     ctx.init()

@@ -60,7 +60,7 @@ def run(program: Program, folder: Path, served: bool) -> list[dict[str, Any]]:
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     if served:
         environment["SAGELLM_AS"] = "gloo"
-    # A session of its own, so that the ranks end with it whatever happens.
+    # A new session, so that the ranks can be ended with it in any case.
     with subprocess.Popen(
         [sys.executable, *program.launcher, str(HERE / program.script), *program.arguments],
         env=environment,

@@ -214,7 +214,7 @@ def missing(ctx: Context, call: str) -> str:
     return text
 
 
-@beyond_gloo("names nobody")
+@beyond_gloo("names no rank")
 @pytest.mark.parametrize("call", ["all_reduce", "barrier", "all_gather", "all_reduce, large"])
 def test_missing_ranks_are_named_with_their_last_operation(call: str) -> None:
     """Two of four do not call: the error has `rank 1`, `rank 2` and what they did last."""

@@ -120,7 +120,7 @@ def live_group_object(ctx: Context) -> None:
 
 
 def thread_in_a_wait(ctx: Context) -> None:
-    """A daemon thread hangs in a collective that nobody joins when the interpreter ends."""
+    """A daemon thread that is never joined hangs in a collective when the interpreter ends."""
     ctx.init()
     dist.all_reduce(torch.ones(3))
     if ctx.rank == 0:

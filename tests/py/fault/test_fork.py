@@ -94,7 +94,7 @@ def child_exits(ctx: Context) -> None:
 
 
 @beyond_gloo("its destructor may hang in the child")
-def test_rule_26_a_forked_child_that_ends_normally_harms_nobody() -> None:
+def test_rule_26_a_forked_child_that_ends_normally_harms_no_rank() -> None:
     """The child runs atexit and destructors over a copy of the group; the parent's ranks go on."""
     run_fresh(child_exits, 2)
 

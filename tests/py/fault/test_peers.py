@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from harness import Context, beyond_gloo, expect_raises, launch, run_fresh
 
-pytestmark = beyond_gloo("each group has connections of its own")
+pytestmark = beyond_gloo("each group has its own connections")
 
 
 def descriptors() -> list[str]:
@@ -85,7 +85,7 @@ def one_dies(ctx: Context, victim: int) -> dict[str, str]:
         if name != "others"
     }
     said = {name: expect_raises(RuntimeError, work.wait) for name, work in pending.items()}
-    sums_up(groups["others"])  # it has lost nobody
+    sums_up(groups["others"])  # it has lost no rank
     return said
 
 

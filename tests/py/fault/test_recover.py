@@ -93,7 +93,7 @@ def test_the_survivors_of_kill_9_go_on(victims: list[int]) -> None:
 
 
 def test_where_a_delegate_serves_the_group_the_silent_are_gone_at_the_deadline() -> None:
-    """Nobody hears of their end."""
+    """No rank detects their end."""
     with launch(survives, 3, [1], "delegate", 4.0) as job:
         kill_them(job, [1])
         times = end_well(job, [0, 2])
@@ -206,7 +206,7 @@ def healthy(ctx: Context) -> None:
     expect_raises(ValueError, sagellm.recover)
 
 
-def test_with_nobody_gone() -> None:
+def test_with_no_rank_gone() -> None:
     """A healthy group is returned as it is; one in which something failed gives way to one of the same ranks."""
     with launch(healthy, 3) as job:
         end_well(job, [0, 1, 2])

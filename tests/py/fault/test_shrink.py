@@ -173,7 +173,7 @@ def missing_at_first(ctx: Context) -> None:
 
 
 def test_shrinking_may_be_tried_again() -> None:
-    """With the same ranks: what the first attempt left in the store misleads nobody, the delegate included."""
+    """With the same ranks: keys of the first attempt in the store mislead no rank, the delegate included."""
     with launch(missing_at_first, 3) as job:
         for rank in (0, 1):
             assert job.hear(rank) == "ready"

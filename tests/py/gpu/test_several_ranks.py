@@ -21,7 +21,7 @@ both = pytest.mark.parametrize("ranks", [2, 4])
 
 @both
 def test_every_collective_gives_the_numbers_of_the_cpu(ranks: int) -> None:
-    """Bit for bit with two ranks; with four the library adds them in an order of its own."""
+    """Bit for bit with two ranks; with four the library adds them in its own order."""
     on_card(ranks, on_device.every_call, (), ranks == 2)
 
 

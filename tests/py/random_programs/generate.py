@@ -434,7 +434,7 @@ class Draw:
         return True
 
     def batch(self) -> bool:
-        """Everybody sends to the next, or random messages, each rank all of its own at once."""
+        """Every rank sends to the next, or random messages, each rank all of its messages at once."""
         rng, groups = self.rng, self.groups(2)
         if not groups:
             return False

@@ -256,7 +256,7 @@ class Model:
         return node
 
     def _anyone(self, rank: int, at: int, step: Step) -> Node:
-        """Everyone stays until the last message has come; the receiver has memory of its own for them."""
+        """Every rank stays until the last message has come; the receiver has separate memory for them."""
         node = self.nodes.get(step["id"])
         if node is None:
             members = involved(step, self.program)

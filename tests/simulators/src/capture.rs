@@ -17,7 +17,7 @@ pub struct Capture {
     pub mode: u32,
     /// The stream in which it began, and must end.
     origin: Arc<Stream>,
-    /// Cleared when the capture has ended (release), read by whoever joins (acquire).
+    /// Cleared when the capture has ended (release), read by a stream that joins (acquire).
     active: AtomicBool,
     /// Set by a forbidden call (release), read when the capture ends (acquire).
     invalid: AtomicBool,

@@ -136,7 +136,7 @@ fn set_up(comm: &Arc<Comm>) -> i32 {
     }
 }
 
-/// Gives out a handle and makes its communicator: now, at the end of the group, or on a thread of its own.
+/// Gives out a handle and makes its communicator: now, at the end of the group, or on a new thread.
 fn make(out: Out<usize>, config: Config, comm: impl FnOnce() -> Result<Arc<Comm>, i32> + Send + 'static) -> i32 {
     let blocking = config.blocking;
     let slot = Arc::new(Slot { comm: OnceLock::new(), failed: AtomicI32::new(SUCCESS), config });

@@ -1,4 +1,4 @@
-"""Arguments that backends and ranks of one process take alike: reduce ops, timeouts, and the rows of a slice."""
+"""Checks of arguments, shared by backends and ranks of one process: reduce ops, timeouts, and the rows of a slice."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ def rows_of_slice(what: str, tensor: torch.Tensor, world_size: int) -> int:
     return rows // world_size
 
 
-def _timedelta(seconds: Seconds) -> timedelta:
+def as_timedelta(seconds: Seconds) -> timedelta:
+    """A timeout as a timedelta; a ValueError where it is not more than 0."""
     found = seconds if isinstance(seconds, timedelta) else timedelta(seconds=seconds)
     if found <= timedelta(0):
         raise ValueError(f"sagellm: timeout is {seconds}, expected more than 0 seconds")
     return found
 
 
-def _checked_op(what: str, op: str) -> str:
+def checked_op(what: str, op: str) -> str:
+    """torch's name of a reduce op; a ValueError, for the call ``what``, where it is unknown."""
     name = op.lower() if isinstance(op, str) else op
     if name not in OPS:
         raise ValueError(f"sagellm {what}: op={op!r}, expected one of {', '.join(OPS)}")

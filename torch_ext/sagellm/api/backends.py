@@ -1,7 +1,7 @@
-"""Communication backends as objects: what a serving engine or a training framework calls without c10d's argument forms.
+"""Communication backends as objects, for serving engines and training frameworks, without c10d's argument forms.
 
-Each is a thin layer over one process group of this package; nothing is decided here but which group that is.
-``create_comm_backend`` finds or makes the group and returns the backend of the type that is asked for.
+Each is a thin layer over one process group of this package (``group_choice`` finds or makes the group, ``comm_backend``
+has the methods). ``create_comm_backend`` returns the backend of a type.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from sagellm.api.arguments import Seconds
 from sagellm.api.comm_backend import CommBackend
-from sagellm.api.group_choice import _is_alive
+from sagellm.api.group_choice import is_alive
 from sagellm.observe import log
 from sagellm.topology import TopologyInfo, TopologyManager, option_of
 
@@ -58,9 +58,9 @@ class GlooBackend(CommBackend):
 BACKENDS: dict[str, type[CommBackend]] = {
     each.backend_type: each for each in (CPUBackend, NCCLBackend, HCCLBackend, CNCLBackend, GlooBackend)
 }
-#: Which of them serves a kind of device.
+#: The type of backend for each kind of device.
 BY_DEVICE = {each.device_type: each.backend_type for each in BACKENDS.values() if each.device_type is not None}
-#: What ``create_comm_backend`` has made, by its arguments.
+#: The backends that ``create_comm_backend`` has made, by its arguments.
 _made: dict[Any, CommBackend] = {}
 
 
@@ -102,7 +102,7 @@ def create_comm_backend(
     base = group if group is not None else (dist.group.WORLD if dist.is_initialized() else None)
     key = (chosen, rank, world_size, base, algorithm, option_of(topology_manager), fusion, timeout)
     known = _made.get(key)
-    if known is not None and _is_alive(known.group):
+    if known is not None and is_alive(known.group):
         return known
     made = BACKENDS[chosen](
         rank,
@@ -114,7 +114,7 @@ def create_comm_backend(
         timeout=timeout,
         retry=retry,
     )
-    for stale in [each for each, backend in _made.items() if not _is_alive(backend.group)]:
+    for stale in [each for each, backend in _made.items() if not is_alive(backend.group)]:
         del _made[stale]
     # A group that was started here is the default group from now on: the next call finds it there.
     _made[(chosen, rank, world_size, group if group is not None else dist.group.WORLD, *key[4:])] = made

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from sagellm import _fused
-from sagellm.api.arguments import Seconds, _checked_op, _timedelta, rows_of_slice
+from sagellm.api.arguments import Seconds, as_timedelta, checked_op, rows_of_slice
 from sagellm.api.compression import (
     Compression,
     CompressionStats,
@@ -23,7 +23,7 @@ from sagellm.api.compression import (
     compression,
 )
 from sagellm.api.errors import translated, with_timeouts
-from sagellm.api.group_choice import _group_for, _ours, _Settings
+from sagellm.api.group_choice import GroupSettings, group_for, our_backend
 from sagellm.observe import explain as explaining
 from sagellm.observe import stats as statistics
 from sagellm.protocols.comm_backend import CommBackendProtocol
@@ -34,7 +34,8 @@ class CommFuture(torch.futures.Future[torch.Tensor]):  # type: ignore[misc]  # t
     """The future of an asynchronous call: ``wait()`` returns its tensor, ``then`` chains what comes after it.
 
     On a device ``wait()`` makes the current stream wait, as a Work of torch does. Messages that a delegate carries (all
-    of a group over several hosts) have no future of torch's: what ``then`` chains to them runs when ``wait()`` returns.
+    of a group over several hosts) have no future of torch: functions that ``then`` chains to them run when ``wait()``
+    returns.
     """
 
     def __init__(self, work: Any, result: torch.Tensor) -> None:
@@ -52,10 +53,10 @@ class CommFuture(torch.futures.Future[torch.Tensor]):  # type: ignore[misc]  # t
             inner.add_done_callback(lambda ended: self._end(ended.value))
 
     def _end(self, value: Callable[[], Any]) -> None:
-        """Ends this future as ``value`` ends, which returns at once."""
+        """Ends this future with the result or the error of ``value``, which returns at once."""
         try:
             value()
-        except Exception as error:  # torch hands on the text of what the operation failed with
+        except Exception as error:  # torch passes on only the text of the operation's error
             failure = dist.DistBackendError(str(error))
             found = translated(failure)
             self.set_exception(error if found is failure else found)
@@ -63,7 +64,7 @@ class CommFuture(torch.futures.Future[torch.Tensor]):  # type: ignore[misc]  # t
             self.set_result(self._result)
 
     def done(self) -> bool:
-        """Whether the operation has ended; what ``then`` chained may still run."""
+        """Whether the operation has ended; functions chained by ``then`` may still run."""
         return self._work is None or bool(self._work.is_completed())
 
     def wait(self) -> torch.Tensor:
@@ -78,7 +79,7 @@ class CommFuture(torch.futures.Future[torch.Tensor]):  # type: ignore[misc]  # t
 
 
 class _Later:
-    """A future of ours as the Work that ``CommFuture`` takes."""
+    """Gives a future of ours the methods of a Work, for ``CommFuture``."""
 
     def __init__(self, future: torch.futures.Future[torch.Tensor]) -> None:
         self.get_future = lambda: future
@@ -98,13 +99,13 @@ class CommBackend(CommBackendProtocol):
     form returns.
 
     Args:
-        rank, world_size: what this process expects to be; they are compared with the group (ValueError), and used
-            where the group is started here. None: whatever the group or torchrun says.
+        rank, world_size: the expected values; they are compared with the group (ValueError), and used where the group
+            is started here. None: those of the group or of torchrun.
         group: a process group to work in; None the default group. One of another backend gets a sibling of ours over
             the same ranks, which all of these must then make, in the same order.
-        algorithm: rules of which algorithm serves which operation and size, see docs/choosing.md.
-        topology_manager: what is known of the machines; with it the start rules choose what no rule and no table names.
-        fusion: False to let no operations travel together.
+        algorithm: rules that assign algorithms to operations and sizes, see docs/choosing.md.
+        topology_manager: the machines of the job; with it the start rules choose where no rule and no table names an
+        algorithm. fusion: False to fuse no operations.
         timeout: of each operation, in seconds or as timedelta; None: the group's.
         retry: how often making the group is tried again after it failed, because the store was not there yet, or ranks
             did not come in time; pauses in between grow from 1 to 10 seconds. Operations are never tried again.
@@ -132,20 +133,20 @@ class CommBackend(CommBackendProtocol):
         if not isinstance(retry, int) or retry < 0:
             raise ValueError(f"sagellm {type(self).__name__}: retry is {retry!r}, expected a whole number from 0 on")
         self._check_device()
-        settings = _Settings(
+        settings = GroupSettings(
             vendor=self.vendor,
             algorithm=algorithm,
             topology=option_of(topology_manager),
             fusion=fusion,
-            timeout=None if timeout is None else _timedelta(timeout),
+            timeout=None if timeout is None else as_timedelta(timeout),
             retry=retry,
         )
-        self.group: Any = _group_for(group, rank, world_size, settings, type(self).__name__)
+        self.group: Any = group_for(group, rank, world_size, settings, type(self).__name__)
         self.rank: int = dist.get_rank(self.group)
         self.world_size: int = dist.get_world_size(self.group)
         self._compression = CompressionStats()
         self._methods: dict[str, Compression] = {}
-        #: Of asynchronous calls with ``compress``; made by the first.
+        #: The thread of asynchronous calls with ``compress``; made by the first of them.
         self._thread: CompressionThread | None = None
 
     @classmethod
@@ -164,8 +165,8 @@ class CommBackend(CommBackendProtocol):
         return f"<{type(self).__name__} rank {self.rank} of {self.world_size}: {self.describe()}>"
 
     def describe(self) -> str:
-        """What serves the group and how it is set up, in one line."""
-        return str(_ours(self.group).describe())
+        """The engine that serves the group and how it is set up, in one line."""
+        return str(our_backend(self.group).describe())
 
     # ------------------------------------------------------------------------------------------- reductions
 
@@ -184,11 +185,11 @@ class CommBackend(CommBackendProtocol):
         ``op`` is "sum", "avg" ("mean"), "max", "min" or "prod". ``timeout`` is that of this call alone. Every rank
         passes the same shape and dtype.
 
-        ``compress`` has fewer bytes sent, with the errors that docs/api.md tells: "fp16", "bf16", "int8", "topk", or an
+        ``compress`` sends fewer bytes, with the errors that docs/api.md states: "fp16", "bf16", "int8", "topk", or an
         object of ``sagellm.Half``, ``Int8``, ``TopK``. It takes floats, "sum" and "avg"; ``key`` names the tensor for
         "topk", which keeps what it leaves out (its shape and dtype if None). ``get_stats()["compression"]`` counts the
         bytes. Several operations make one such call, so it takes no ``timeout``; an asynchronous one runs on a thread,
-        in a group of its own that the first of them makes, for tensors on the CPU.
+        in a separate group that the first of them makes, for tensors on the CPU.
 
         Example::
 
@@ -199,7 +200,7 @@ class CommBackend(CommBackendProtocol):
             return self._compressed(tensor, op, async_op, timeout, compress, key)
         options = _reduction("all_reduce", op, async_op)
         if timeout is not None:
-            options = _copy_of(options, _timedelta(timeout))
+            options = _copy_of(options, as_timedelta(timeout))
         return self._run(lambda: self.group.allreduce([tensor], options), tensor, async_op)
 
     def _compressed(
@@ -212,7 +213,7 @@ class CommBackend(CommBackendProtocol):
             raise ValueError(
                 f"sagellm all_reduce: the tensor is on {tensor.device}, expected cpu for compress with async_op"
             )
-        # By name there is one of each: "topk" remembers what it left out.
+        # One object for each name, because "topk" keeps the elements that it left out.
         method = compression(how) if not isinstance(how, str) or how not in self._methods else self._methods[how]
         if isinstance(how, str):
             self._methods[how] = method
@@ -237,7 +238,7 @@ class CommBackend(CommBackendProtocol):
 
         Any mix of shapes and dtypes; no two tensors may share memory. See ``sagellm.fused_all_reduce``.
         """
-        _checked_op("fused_all_reduce", op)
+        checked_op("fused_all_reduce", op)
         return with_timeouts(lambda: _fused.fused_all_reduce(tensors, op, group=self.group))
 
     def reduce(self, tensor: torch.Tensor, root_rank: int = 0, op: str = "sum", async_op: bool = False) -> Any:
@@ -332,7 +333,8 @@ class CommBackend(CommBackendProtocol):
         output_split_sizes: list[int] | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Sends the r-th slice of ``input`` along dimension 0 to rank r, and returns what came, in the order of ranks.
+        """Sends the r-th slice of ``input`` along dimension 0 to rank r, and returns the received slices, in the order
+        of the ranks.
 
         Slices are equal, or have the rows that the two lists say; without ``output`` one of the right size is made.
         torch's order is ``all_to_all_single(output, input, output_split_sizes, input_split_sizes)``.
@@ -378,7 +380,7 @@ class CommBackend(CommBackendProtocol):
         """Returns when all ranks have called it."""
         options = dist.BarrierOptions()
         if timeout is not None:
-            options.timeout = _timedelta(timeout)
+            options.timeout = as_timedelta(timeout)
         if hasattr(options, "asyncOp"):
             options.asyncOp = False
 
@@ -392,10 +394,10 @@ class CommBackend(CommBackendProtocol):
     # ------------------------------------------------------------------------------------------- looking in
 
     def get_stats(self) -> dict[str, Any]:
-        """What this group has counted and timed: ``sagellm.get_stats(group=...)``.
+        """The statistics of this group: ``sagellm.get_stats(group=...)``.
 
         Under "compression" the calls with ``compress`` of this object: their number, the bytes that this rank would
-        have given without it, those that it gave, and how many it saved.
+        have sent without it, the bytes that it sent, and how many it saved.
         """
         counted = self._compression
         saved = {"saved_bytes": counted.saved_bytes}
@@ -407,7 +409,7 @@ class CommBackend(CommBackendProtocol):
         return self.get_stats()
 
     def explain(self, what: Any, nbytes: int | None = None, **more: Any) -> explaining.Explanation:
-        """How an operation of ``nbytes`` travels here, and why: ``sagellm.explain(..., group=...)``."""
+        """The algorithm of an operation of ``nbytes`` in this group, and why: ``sagellm.explain(..., group=...)``."""
         return explaining.explain(str(what) if isinstance(what, str) else what, nbytes, group=self.group, **more)
 
     # ------------------------------------------------------------------------------------------- helpers
@@ -424,7 +426,7 @@ class CommBackend(CommBackendProtocol):
 
 
 def _reduce_op(what: str, op: str) -> Any:
-    return getattr(dist.ReduceOp, _checked_op(what, op))
+    return getattr(dist.ReduceOp, checked_op(what, op))
 
 
 @cache

@@ -198,7 +198,7 @@ def compressed_all_reduce(
 
 
 class CompressionThread:
-    """A thread that makes one compressed sum after the other, in a group of its own.
+    """A thread that makes one compressed sum after the other, in a separate group.
 
     So all ranks call the same collectives in the same order, whatever else their other threads call.
 
@@ -232,8 +232,8 @@ class CompressionThread:
 class CompressionHook:
     """Averages the gradients of DistributedDataParallel on the CPU in fewer bytes.
 
-    One thread takes one bucket after the other, in a group of its own: so all ranks call the same collectives in the
-    same order, whatever the number of buckets, and the backward pass goes on meanwhile.
+    One thread takes one bucket after the other, in a separate group: so all ranks call the same collectives in the same
+    order, whatever the number of buckets, and the backward pass goes on meanwhile.
 
     Args:
         how: as in ``compressed_all_reduce``.
@@ -284,7 +284,7 @@ class PowerSGDHook(CompressionHook):
 
     Args:
         state: a ``PowerSGDState`` of ``torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook``; its group is
-            replaced by one of its own.
+            replaced by a separate one.
     """
 
     def __init__(self, state: Any, group: Any = None) -> None:

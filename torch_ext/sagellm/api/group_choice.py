@@ -15,15 +15,15 @@ from sagellm import _load
 from sagellm.observe import log
 from sagellm.observe import stats as statistics
 
-#: What torchrun sets, and what ``init_process_group`` needs of it.
+#: The variables of torchrun's environment that ``init_process_group`` needs.
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 #: Seconds between two attempts to make a group: doubled each time.
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 10.0
 Result = TypeVar("Result")
 
 
-class _Settings:
-    """What a backend wants of its group beyond the defaults."""
+class GroupSettings:
+    """The settings that a backend needs its group to have."""
 
     def __init__(
         self, vendor: str | None, algorithm: str, topology: str, fusion: bool, timeout: timedelta | None, retry: int
@@ -61,7 +61,7 @@ class _Settings:
         )
 
 
-def _group_for(group: Any, rank: int | None, world_size: int | None, settings: _Settings, who: str) -> Any:
+def group_for(group: Any, rank: int | None, world_size: int | None, settings: GroupSettings, who: str) -> Any:
     """The process group to work in: the one given, the default one, a sibling of it, or one that is started here."""
     if group is None and not dist.is_initialized():
         _start(rank, world_size, settings, who)
@@ -74,11 +74,11 @@ def _group_for(group: Any, rank: int | None, world_size: int | None, settings: _
     ):
         if given is not None and given != found:
             raise ValueError(f"sagellm {who}: {name} is {given}, and the process group says {found}")
-    ours = _ours(base)
+    ours = our_backend(base)
     if ours is not None and settings.hold_for(ours):
         return base
     why = "is of another backend" if ours is None else "has other settings"
-    log.logger.info("%s makes a group of its own over the same ranks: the running one %s", who, why)
+    log.logger.info("%s makes a new group over the same ranks: the running one %s", who, why)
     return _tried(
         settings.retry,
         who,
@@ -93,7 +93,7 @@ def _group_for(group: Any, rank: int | None, world_size: int | None, settings: _
 
 
 def _tried(retry: int, who: str, make: Callable[[], Result]) -> Result:
-    """Makes a group, if need be several times. What the ranks have not begun together yet may be begun again."""
+    """Makes a group, in several attempts if needed. A further attempt is safe, because no rank has the group yet."""
     world = dist.distributed_c10d._world
     number = world.group_count
     for attempt in range(retry):
@@ -116,7 +116,7 @@ def _tried(retry: int, who: str, make: Callable[[], Result]) -> Result:
     return make()
 
 
-def _start(rank: int | None, world_size: int | None, settings: _Settings, who: str) -> None:
+def _start(rank: int | None, world_size: int | None, settings: GroupSettings, who: str) -> None:
     """Starts the default group: from torchrun's environment, or of this process alone."""
     missing = [name for name in ENVIRONMENT if name not in os.environ]
     common = {"timeout": settings.timeout, "pg_options": settings.options()}
@@ -141,12 +141,12 @@ def _start(rank: int | None, world_size: int | None, settings: _Settings, who: s
     dist.init_process_group("sagellm", store=dist.HashStore(), rank=0, world_size=1, **common)
 
 
-def _ours(group: Any) -> Any:
+def our_backend(group: Any) -> Any:
     """The backend of this package behind a group, or None."""
     return statistics._backend(group)
 
 
-def _is_alive(group: Any) -> bool:
+def is_alive(group: Any) -> bool:
     """Whether the group has not been destroyed."""
     try:
         dist.get_world_size(group)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from sagellm import _load, _register
-from sagellm.api.arguments import Seconds, _checked_op, _timedelta, rows_of_slice
+from sagellm.api.arguments import Seconds, as_timedelta, checked_op, rows_of_slice
 from sagellm.api.calls import ISSUE, Call, Operation, agree, reduction, share_memory, unset
 from sagellm.api.errors import CommTimeoutError, with_timeouts
 from sagellm.observe import log
@@ -42,7 +42,7 @@ class Topology:
         if isinstance(world_size, bool) or not isinstance(world_size, int) or not 1 <= world_size <= MOST_RANKS:
             raise ValueError(f"sagellm: world_size is {world_size!r}, expected a number of ranks, 1 to {MOST_RANKS}")
         self.world_size = world_size
-        self._timeout = _timedelta(timeout)
+        self._timeout = as_timedelta(timeout)
         #: Calls on this thread return at once.
         self._maker = threading.current_thread()
         _require_descriptors(world_size)
@@ -242,7 +242,7 @@ class Member:
         self.world_size = topology.world_size
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        name = _checked_op("all_reduce", op)
+        name = checked_op("all_reduce", op)
         _require_dense("all_reduce", tensor)
         with self.topology.changed:
             self.topology.alone.allreduce([tensor], reduction(dist.AllreduceOptions(), name))
@@ -264,7 +264,7 @@ class Member:
         return result
 
     def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        name = _checked_op("reduce_scatter", op)
+        name = checked_op("reduce_scatter", op)
         _require_dense("reduce_scatter", tensor)
         rows = rows_of_slice("reduce_scatter", tensor, self.world_size)
         one = tensor.new_zeros(1)  # the op and the dtype are what the core can refuse here

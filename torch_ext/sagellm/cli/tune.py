@@ -1,8 +1,8 @@
 """``sagellm tune``: measures the fastest algorithm of each operation on this machine, and writes a table of them.
 
-It starts its own ranks on this host. Every algorithm has a group of its own that uses only this algorithm; at each size
-the groups take turns, forwards and backwards, so that other load on the machine affects all of them. Two groups use
-the defaults: their difference is the noise (A/A), and another algorithm is kept only where it is better
+It starts its own ranks on this host. Every algorithm has a separate group that uses only this algorithm; at each size
+the groups take turns, forwards and backwards, so that other load on the machine affects all of them. Two groups use the
+defaults: their difference is the noise (A/A), and another algorithm is kept only where it is better
 by more.
 """
 

@@ -292,7 +292,7 @@ def summarise(ranks: list[dict[str, Any]]) -> Gathered:
     ]
     straggler = max(range(len(ranks)), key=waited_for.__getitem__) if total > 0 else None
     if straggler is None:
-        lines.append("nobody waited")
+        lines.append("no rank waited")
     else:
         lines.append(
             f"rank {straggler} was waited for longest: the others waited {waited_for[straggler]:.1f} ms for it, "

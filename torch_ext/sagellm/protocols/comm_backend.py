@@ -31,7 +31,7 @@ class CommOp(str, Enum):
 
 
 class CommBackendProtocol(ABC):
-    """The least that a program may expect of a communication backend.
+    """The methods that every communication backend has.
 
     The backends of this package implement it (``sagellm.create_comm_backend`` makes them), and so may others: a program
     written against these five methods runs over any of them. A subclass that lacks one cannot be instantiated
@@ -64,4 +64,4 @@ class CommBackendProtocol(ABC):
 
     @abstractmethod
     def get_stats(self) -> Any:
-        """What the backend has counted and timed."""
+        """The statistics of the backend."""
