@@ -102,7 +102,7 @@ SageBackend::~SageBackend() {
       shutdown();
     }
   } catch (const py::error_already_set&) {
-    // A signal handler raised, and nothing may be thrown from here: it is told as an interrupt.
+    // A signal handler raised, but a destructor may not throw, so the exception is reported as an interrupt.
     if (python_alive()) PyErr_SetInterrupt();
   } catch (const std::exception& error) {
     log_line(1, std::string("the end of a group failed: ") + error.what());
@@ -246,7 +246,7 @@ std::shared_ptr<VendorDevices> SageBackend::vendor_of(c10::DeviceType type) cons
     made.library = std::make_shared<VendorDevices>(std::move(owner), type, wanted.substr(0, colon), library,
                                                    options_->library_folders);
   } catch (const std::exception& error) {
-    // Who names a library wants that one.
+    // A user who names a library gets that one or an error.
     if (wanted != "auto") throw;
     made.missing = error.what();
   }

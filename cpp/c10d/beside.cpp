@@ -56,7 +56,7 @@ void SageBackend::follow_delegated(const std::vector<Strided>& touched) {
     delegated_calls_.erase(std::remove_if(delegated_calls_.begin(), delegated_calls_.end(), over),
                            delegated_calls_.end());
   }
-  // How they ended is told by their own Works.
+  // Their own Works report how they ended.
   for (const WorkPtr& work : earlier) (void)failure_of([&] { work->wait(kNoTimeout); });
 }
 
@@ -104,7 +104,7 @@ SageBackend::WorkPtr SageBackend::barrier_behind(std::vector<WorkPtr> earlier, c
   const SageWork::Known known{own->getSequencenumber(), call.timeout.count() < 0 ? options_->timeout : call.timeout};
   auto work = c10::make_intrusive<SageWork>(getRank(), c10d::OpType::BARRIER, Tensors(), events_, nullptr, known);
   return in_background(std::move(work), call.async, [own, earlier = std::move(earlier)] {
-    // How they ended is told by their own Works.
+    // Their own Works report how they ended.
     for (const WorkPtr& each : earlier) (void)failure_of([&] { each->wait(kNoTimeout); });
     own->wait(kNoTimeout);
   });

@@ -25,7 +25,7 @@ constexpr const char* kOp = "sparse all_reduce";
 // Users' tags end where this bit begins (c10d's are non-negative ints).
 constexpr uint32_t kSparseTags = 1U << 31;
 
-// What a rank tells the others: numbers stored, the two dimension counts, type, then the sizes.
+// The header that a rank sends to the others: numbers stored, the two dimension counts, type, then the sizes.
 constexpr size_t kMaxDims = 16;
 constexpr size_t kHeader = 4 + kMaxDims;
 enum : size_t { kStored = 0, kSparseDims = 1, kDenseDims = 2, kType = 3, kSizes = 4 };
@@ -158,7 +158,7 @@ SageBackend::WorkPtr SageBackend::allreduce_coo(const CallDesc& call) {
   Plan plan(kOp, Kind::kAllGather, call.timeout);
   plan.read(header);
   plan.write(job->headers);
-  // The call is counted once, as what the caller asked for; its parts are not.
+  // The statistics count the caller's call once, and none of its parts.
   plan.uncounted();
   ExternalOp told = external_op(call, false);
   told.composed = true;

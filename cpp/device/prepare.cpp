@@ -51,8 +51,8 @@ size_t address(const at::Tensor& tensor) {
   return reinterpret_cast<size_t>(tensor.data_ptr());
 }
 
-// torch has few operators for unsigned types of more than a byte. Two and four bytes fit into eight, and what is cast
-// back wraps; eight bytes are the same bits for sums, products and whatever works bit by bit.
+// torch has few operators for unsigned types of more than a byte. Two and four bytes fit into eight, and the cast back
+// wraps; eight bytes are the same bits for sums, products and whatever works bit by bit.
 template <class Body>
 at::Tensor in_signed(const at::Tensor& numbers, const Body& body) {
   const at::ScalarType type = numbers.scalar_type();
@@ -175,7 +175,7 @@ Preparation::Preparation(const Plan& plan, const DeviceLowering& lowering, int r
     : plan_(plan), lowering_(lowering), ranks_(ranks), device_(device), type_(type_of(plan)) {}
 
 at::Tensor Preparation::gathered() const {
-  // What a barrier sends and receives.
+  // The number that a barrier sends and receives.
   if (plan_.call.kind == Kind::kBarrier) return at::zeros({1}, on(device_, scalar_type(lowering_.dtype)));
   const auto parts = tensors_over(plan_.inputs(), type_, device_);
   int64_t elements = 0;

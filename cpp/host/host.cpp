@@ -60,7 +60,7 @@ std::shared_ptr<Connection> connection_of(const c10::intrusive_ptr<c10d::Store>&
   return connection;
 }
 
-// What a PrefixStore puts before a key. Only a derived class may name the member.
+// The prefix that a PrefixStore puts before a key. Only a derived class may name the member.
 struct PrefixOf : c10d::PrefixStore {
   static const std::string& text(const c10d::PrefixStore& store) { return store.*(&PrefixOf::prefix_); }
 };
@@ -141,7 +141,7 @@ LogQueue& log_queue() {
   return per_process<LogQueue>();
 }
 
-// From error, 40, to debug, 10; and the package's own for what is below.
+// From error, 40, to debug, 10; lower levels have the package's own number.
 int python_level(uint8_t level) {
   return level >= 1 && level <= 4 ? 50 - 10 * level : 5;
 }

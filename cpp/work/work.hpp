@@ -105,7 +105,7 @@ class SageWork : public c10d::Work {
 #ifdef SAGELLM_HAS_COMPLETION_HOOKS
   uint64_t getCompletionKey() const override { return key_; }
 #endif
-  // For each operation of the core that it consists of, how it travels and what was recorded.
+  // For each of its operations in the core: the algorithm and the record.
   virtual std::vector<Explanation> explain() const;
 
  protected:
@@ -115,7 +115,8 @@ class SageWork : public c10d::Work {
 
   // The parts that differ between Works.
 
-  // True where the end of the core's operations is that of the Work. Then the core is asked: it knows before this does.
+  // True where the Work ends with its operations in the core. Then completion is read from the core, which learns of it
+  // first.
   bool told_by_core() const { return !ops_.empty(); }
   // Waits until the Work has ended, or until streams will wait in place of this thread. Raises errors of this caller
   // alone: its time has passed, or a signal handler raised.

@@ -137,7 +137,7 @@ pub struct Recv {
     pub how: How,
 }
 
-/// What is done with received parts.
+/// How received parts are used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum How {
     /// own = theirs

@@ -1,4 +1,4 @@
-//! Operations go in by hand; what comes out must be exactly what went in.
+//! Operations are entered by hand; the counts must match them exactly.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -161,7 +161,7 @@ class Options:
     #: The path of tensors on a device: "auto", "host" (through host memory), "nccl", "hccl", "cncl", also with a file
     #: ("nccl:/path"); SAGELLM_VENDOR overrides it; see docs/devices.md.
     vendor: str
-    #: What is known of the machines, as `TopologyInfo.option()` writes it, or ""; see docs/choosing.md.
+    #: The topology, as `TopologyInfo.option()` writes it, or ""; see docs/choosing.md.
     topology: str
     _library_folders: list[str]
     #: Lists of tensors mean what they mean in gloo: ``serve_as``.
@@ -197,7 +197,7 @@ class SageBackend:
     def _set_default_timeout(self, timeout: timedelta) -> None: ...
     @property
     def _store(self) -> Any: ...
-    #: The other ranks whose end this rank hears of, or (``gone``) those of them that have ended or left.
+    #: The other ranks whose end this rank detects, or (``gone``) those of them that have ended or left.
     def _watched(self, gone: bool) -> list[int]: ...
     @property
     def options(self) -> Options: ...

@@ -15,7 +15,7 @@ NAME = "sagellm"
 VENDOR = "SAGELLM_VENDOR"
 
 
-#: The folder for a file that says what this process does, for `sagellm health` and `sagellm top`.
+#: The folder for the status file of this process, for `sagellm health` and `sagellm top`.
 STATUS = "SAGELLM_STATUS_DIR"
 
 

@@ -61,7 +61,7 @@ class DistributedCommunicator:
     the group has failed on all ranks.
 
     Args:
-        rank, world_size: what this process expects to be; they are compared with the group (ValueError).
+        rank, world_size: the expected values; they are compared with the group (ValueError).
         group: a process group to work in; None the default group.
         timeout: of each call, in seconds or as timedelta; None: the group's.
     """
@@ -215,7 +215,7 @@ class BenchmarkResult:
 
     @property
     def busbw_gbs(self) -> float:
-        """Bus bandwidth, as in ``sagellm.get_stats``: what the link of a rank would carry, in GB/s.
+        """Bus bandwidth, as in ``sagellm.get_stats``: the traffic on the link of a rank, in GB/s.
 
         ``algbw_gbs`` times 2(n-1)/n for all_reduce, (n-1)/n for all_gather and reduce_scatter, 1 for broadcast; n is
         the number of ranks, so it is 0 for one rank, which sends nothing.

@@ -43,7 +43,7 @@ pub struct Carried {
     /// The library, its version and file.
     pub library: String,
     pub why: String,
-    /// What the library says that it ran; empty where it does not say.
+    /// The algorithm that the library reports; empty where it reports none.
     pub ran: String,
 }
 
@@ -140,7 +140,8 @@ impl DeviceCall {
                 }
             }
         }
-        // No library has to carry what a rank sends to itself. The first sent is the first received, as `begin` checked.
+        // Messages of a rank to itself do not go through the library. The first send matches the first receive, as
+        // `begin` checked.
         for (from, to) in sent.iter().zip(&received) {
             self.engine.runtime.copy(to.addr, from.addr, from.bytes, stream)?;
         }
@@ -152,7 +153,8 @@ impl DeviceCall {
         Ok(())
     }
 
-    /// Makes this thread ask its device without breaking another thread's capture, until `poll` with what this returns.
+    /// From here until `poll`, which takes the returned value, this thread's queries to its device break no capture of
+    /// another thread.
     pub fn before_poll(&self) -> Result<u32> {
         self.engine.runtime.set_device(self.device)?;
         self.engine.runtime.exchange_capture_mode(SPARES_CAPTURES)

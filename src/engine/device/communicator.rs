@@ -65,7 +65,7 @@ pub fn always() -> Result<()> {
     Ok(())
 }
 
-/// What one rank needs to join.
+/// The arguments with which one rank joins a communicator.
 #[derive(Clone)]
 pub struct Setup {
     pub id: Vec<u8>,
@@ -73,7 +73,8 @@ pub struct Setup {
     pub ranks: u32,
     /// Number of the device in this process.
     pub device: i32,
-    /// Until all ranks must be there; also what a call may block inside the library, where it can be limited.
+    /// The time within which all ranks must come; also the limit of a call that blocks inside the library, where the
+    /// library takes one.
     pub deadline: Duration,
     pub go_on: GoOn,
     /// For the library's own messages and tools; at most `NAME_BYTES` of it are used.

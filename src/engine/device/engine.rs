@@ -6,9 +6,9 @@
 //! takes the call's number; `DeviceCall::launch` puts it on a raw stream, `before_poll` and `poll` say whether it has
 //! ended, `ended` tells the statistics.
 //!
-//! Operations on devices have numbers of their own, because those of the CPU's engine index memory that all ranks share
-//! and may have no gaps; c10d sees the sum of both. Nothing here waits for a device. Making or ending a
-//! communicator waits for its other ranks.
+//! Operations on devices are numbered separately, because the numbers of the CPU's engine index shared memory and may
+//! have no gaps; c10d sees the sum of both. Nothing here waits for a device. Making or ending a communicator waits for
+//! its other ranks.
 
 use std::collections::HashMap;
 use std::sync::atomic::AtomicU64;

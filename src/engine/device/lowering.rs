@@ -7,8 +7,8 @@
 //!
 //! # What a [`Lowering`] says
 //! `before` is done to the input on the communication stream, in order, then the library moves and combines `dtype`, then
-//! `after` is done to what came out, in order. Where neither is empty the caller works in temporary memory. `dtype` may
-//! be a view of the tensor's own bytes (complex numbers as pairs, bool as bytes); a change of the bytes is a `Cast`.
+//! `after` is done to the result, in order. Where neither is empty the caller works in temporary memory. `dtype` may be
+//! a view of the tensor's own bytes (complex numbers as pairs, bool as bytes); a change of the bytes is a `Cast`.
 
 use crate::types::{Dtype, Kind, ReduceOp};
 
@@ -59,7 +59,7 @@ pub enum Double {
     AsFloat,
 }
 
-/// What one library, in the version found, can do. Data, so that lowering needs no vendor's name.
+/// The capabilities of one library, in the version found. Data, so that lowering needs no vendor's name.
 #[derive(Clone, Debug)]
 pub struct Capabilities {
     /// For messages, with the version: "NCCL 2.30.7".
@@ -82,7 +82,7 @@ pub struct Capabilities {
     pub abort: bool,
     /// Bytes of the id that rank 0 makes.
     pub id_bytes: usize,
-    /// Symbols that are missing, of those that would be used.
+    /// Functions that would be used and that the library lacks.
     pub missing: Vec<&'static str>,
 }
 
@@ -141,7 +141,7 @@ pub struct Lowering {
     pub method: Method,
     /// Blocks must lie behind each other in one buffer; otherwise each may lie anywhere.
     pub contiguous: bool,
-    /// What is sent and what is received must be different memory.
+    /// The library must send from and receive into different memory.
     pub out_of_place: bool,
     /// The input may be overwritten: hand over a copy where it must stay.
     pub clobbers_input: bool,

@@ -46,7 +46,7 @@
 //! | `group` | the interface between the engine and its group |
 //! | `engine`, `begin`, `call` | a group's devices of one type, and its calls on them |
 //! | `communicators`, `making`, `pairs` | the cache of communicators and their end; how one is made; the order in which pairs of ranks make theirs |
-//! | `rules` | pure: what a group's rules and table say to a library |
+//! | `rules` | pure: a group's rules and table, as a library is told them |
 //! | `watchdog` | whether a call will come to its end |
 //! | `libs/loader` | finds a library and its functions, says what was tried |
 //! | `libs/nccl`, `hccl`, `cncl` | each library: `declarations` (NCCL's are the crate `nccl-sys`), `communicator`, `runtime` (streams and events) |

@@ -1,4 +1,4 @@
-//! What the rules and the table of a group say to a vendor's library. Pure.
+//! The part of a group's rules and table that concerns a vendor's library. Pure.
 
 use crate::select::Policy;
 use crate::select::rules::{AlgorithmChoice, Rule};

@@ -12,8 +12,8 @@ use crate::types::Kind;
 
 /// How often the group is asked for dead peers while operations are under way.
 const ASK_EVERY: Duration = Duration::from_millis(10);
-/// How long what a peer has sent may take to arrive after the peer itself is gone, and how long a library gets to tell
-/// of it in its own words.
+/// How long a peer's data may take to arrive after the peer itself is gone, and how long a library gets to report that
+/// peer's end itself.
 const ON_ITS_WAY: Duration = Duration::from_millis(500);
 /// How often, and after which pause, the group is asked for dead ranks when a library has reported a failure: the
 /// library may notice a dead peer before the kernel reports it, and does not know which one died.

@@ -101,10 +101,10 @@ class Int8(Compression):
 
 
 class TopK(Compression):
-    """The share ``ratio`` of the elements, those of largest magnitude; what is left out is added to the next call's.
+    """The share ``ratio`` of the elements, those of largest magnitude; the others are added to the next call's.
 
-    Nothing is lost for good, it comes later: the sum over all calls is that of plain calls but for what is left at the
-    end, which ``residual(key)`` shows. A tensor is known by its ``key``.
+    No element is lost, it only comes later: the sum over all calls is that of plain calls, except for the remainder at
+    the end, which ``residual(key)`` shows. A tensor is known by its ``key``.
     """
 
     name = "topk"

@@ -204,7 +204,7 @@ class Topology:
         for call in calls:
             call.done = True
             self._pending.remove(call)
-        # In the order in which they were made, so that each finds what the calls before it have left.
+        # In the order in which they were made, so that each sees the results of the calls before it.
         for call in self._pending:
             if not call.taken and all(earlier.done for earlier in call.after):
                 call.take()

@@ -56,7 +56,7 @@ PRESETS = {"quick": Preset([10**6, 10**7, 10**8], 10, 100)}
 
 @dataclass(frozen=True)
 class Job:
-    """What is measured."""
+    """The measurement that the arguments ask for."""
 
     ops: list[str]
     sizes: list[int]

@@ -38,7 +38,7 @@ VARIABLES = (
     "SAGELLM_VENDOR",
     "SAGELLM_VENDOR_DIR",
 )
-#: Those of builds and of the package's own tests.
+#: Variables of builds and of the package's own tests.
 OTHERS = ("SAGELLM_PREBUILT", "SAGELLM_TEST_", "SAGELLM_UPDATE_GOLDEN", "SAGELLM_WRITE_DOCS")
 INTERFACE = "GLOO_SOCKET_IFNAME"
 #: A look-up of a name that takes longer costs every start of a job as much; name servers that are gone take 5 s.
@@ -73,7 +73,7 @@ class Timeouts:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the checks look at."""
+    """The facts that the checks examine."""
 
     environment: Mapping[str, str]
     #: The core's facts about this machine.

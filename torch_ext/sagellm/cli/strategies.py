@@ -26,7 +26,7 @@ MULTIPLES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 @dataclass(frozen=True)
 class Model:
-    """What is trained. Bytes of a number hold for parameters, gradients and activations alike."""
+    """The model that is trained. Parameters, gradients and activations have numbers of the same size."""
 
     parameters: int
     layers: int

@@ -14,7 +14,7 @@ def ring_exchange(tensors: Sequence[torch.Tensor], group: Any = None) -> Iterato
 
     Yields, in as many steps as there are ranks, the rank whose blocks these are and the blocks, beginning with this
     rank's own. The blocks of the next step travel meanwhile. Every rank passes as many tensors of the same shapes and
-    dtypes, and takes all steps. What is yielded must not be changed, and is valid until the next step.
+    dtypes, and takes all steps. The yielded blocks must not be changed, and are valid until the next step.
 
     Example::
 

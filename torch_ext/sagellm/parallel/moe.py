@@ -118,7 +118,7 @@ class MoEDispatcher:
         if not self._looked:
             self._among, self._looked = hosts.find(self.group), True
         came = exchange_rows(rows, sent, received, self.group, self._among)
-        # What came is sorted by rank and then by expert; experts want theirs together.
+        # The received rows are sorted by rank and then by expert; each expert needs its rows together.
         labels = torch.arange(self.local_experts, device=theirs.device).repeat(self.ranks)
         sorting = torch.argsort(labels.repeat_interleave(theirs.reshape(-1)), stable=True)
         mean = demand.float().mean().item()

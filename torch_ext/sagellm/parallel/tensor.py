@@ -22,8 +22,8 @@ class TensorParallelLinear(nn.Module):  # type: ignore[misc]  # torch has no ann
     followed by a row layer with ``input_is_split=True`` needs one all_reduce for both.
 
     Args:
-        in_features, out_features: of the whole layer. What is split is a multiple of ``world_size`` (ValueError).
-        world_size: ranks of the group (ValueError where the group says otherwise).
+        in_features, out_features: of the whole layer. The one that is split must be a multiple of ``world_size``
+        (ValueError). world_size: ranks of the group (ValueError where the group says otherwise).
         mode: "column" or "row".
         bias: whether there is one. In mode "row" every rank holds it whole.
         group: of the ranks; None the default group.

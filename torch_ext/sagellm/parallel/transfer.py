@@ -56,7 +56,7 @@ def recv_tensors(
     """Receives what rank ``src`` sends by ``send_tensors``, in new tensors on ``device`` or in those of ``out``.
 
     ``device`` is of the kind that the sender's tensors are on. ``out`` must have the shapes and dtypes that come, else
-    a ValueError says which differs; what was sent is then received and dropped, so that later messages arrive.
+    a ValueError says which differs; the tensors are then received and dropped, so that later messages arrive.
     """
     where = torch.device(device) if out is None or not out else out[0].device
     first = _recv_bytes(HEADER_BYTES, where, src, group, tag)

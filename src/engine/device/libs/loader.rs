@@ -1,8 +1,9 @@
 //! One way to find any vendor's library while the program runs, and to take functions from it.
 //!
-//! Where is looked, in this order; the first that opens is taken, and what was tried stands in the error:
+//! The places that are searched, in this order. The first file that opens is taken; the error lists every file that was
+//! tried:
 //! 1. the path that the user names (option `vendor`, else the variable `SAGELLM_<KEY>_LIBRARY`). If it does not open,
-//!    nothing else is tried: who names a library wants that one;
+//!    no other is tried, because the user wants that one;
 //! 2. the copy that this process has already loaded, usually torch's own, so that there are never two;
 //! 3. the folders of the hints (the `site-packages` of Python) and of `SAGELLM_VENDOR_DIR`;
 //! 4. the bare name, as the loader finds it.
@@ -32,7 +33,7 @@ pub struct Known {
     pub fix: &'static str,
 }
 
-/// What the caller knows about places.
+/// Places to search that the caller knows.
 #[derive(Clone, Debug, Default)]
 pub struct Hints {
     /// A path or a name that is the only one to try.
@@ -107,12 +108,12 @@ impl Library {
         self.address(name).is_some()
     }
 
-    /// Those of the names that it has not.
+    /// The names that the library lacks.
     pub fn missing(&self, names: &[&'static str]) -> Vec<&'static str> {
         names.iter().copied().filter(|name| !self.has(name)).collect()
     }
 
-    /// That the library is older than what the caller needs.
+    /// The error for a library that is older than the caller needs.
     pub fn lacks(&self, name: &str) -> Error {
         Error::System(format!(
             "sagellm: {} ({}) has no {name}; a newer version of the library has it",
@@ -193,7 +194,8 @@ fn search(known: &'static Known, hints: &Hints, tried: &mut Vec<String>) -> Opti
     known.names.iter().find_map(|name| open(name.as_bytes(), false, tried))
 }
 
-/// Beside a library that was named, only what is named too or lies in the same folder: never one of another installation.
+/// Beside a library that the user named, only a companion that is named too or lies in the same folder: never one of
+/// another installation.
 fn open_companion(known: &'static Known, beside: Option<&Path>, hints: &Hints) -> Option<Handle> {
     let mut tried = Vec::new();
     match (config::library(known.key), beside) {

@@ -44,7 +44,7 @@ pub struct Cncl {
     able: Capabilities,
 }
 
-/// What a current version can do, for documents and tests that have no library.
+/// The capabilities of a current version, for documents and tests that have no library.
 pub fn capabilities() -> Capabilities {
     Capabilities {
         name: "CNCL".into(),

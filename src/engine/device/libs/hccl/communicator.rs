@@ -57,7 +57,7 @@ pub struct Hccl {
     making: Mutex<HashMap<i32, Arc<Mutex<()>>>>,
 }
 
-/// What a current version can do, for documents and tests that have no library.
+/// The capabilities of a current version, for documents and tests that have no library.
 pub fn capabilities() -> Capabilities {
     Capabilities {
         name: "HCCL".into(),

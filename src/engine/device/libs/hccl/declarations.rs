@@ -63,8 +63,8 @@ const ALGORITHM_BYTES: usize = 1600;
 const CONFIG_MAGIC: u32 = 0xf0f0_f0f0;
 const NOT_SET: u32 = u32::MAX;
 
-/// HcclCommConfig, as of version 8. What is sent is version 2, which ends behind the name, unless the library says that
-/// it takes an algorithm. Never version 10, which has two layouts.
+/// HcclCommConfig, as of version 8. We pass version 2, which ends after the name, unless the library reports that it
+/// takes an algorithm. Never version 10, which has two layouts.
 #[repr(C)]
 pub struct Config {
     size: usize,

@@ -65,7 +65,7 @@ pub struct Nccl {
     able: Capabilities,
 }
 
-/// What a current version can do, for documents and tests that have no library.
+/// The capabilities of a current version, for documents and tests that have no library.
 pub fn capabilities() -> Capabilities {
     Capabilities {
         name: "NCCL".into(),
@@ -372,7 +372,7 @@ impl Nccl {
                     recv(at, message.bytes, sys::UINT8, peer, comm, stream)
                 }
             };
-            // What is in progress is done when the group has ended.
+            // Calls in progress are done when the group has ended.
             if code == sys::IN_PROGRESS { Ok(()) } else { self.check("exchange", code, comm) }
         })
     }

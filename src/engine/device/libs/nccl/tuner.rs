@@ -171,7 +171,7 @@ fn policy_of(number: u64) -> Option<Arc<Policy>> {
     registry.policies.iter().find(|(own, _)| own == name).map(|(_, policy)| policy.clone())
 }
 
-/// What the tuner keeps of one communicator.
+/// The tuner's state of one communicator.
 struct Context {
     number: u64,
     ranks: usize,
