@@ -92,12 +92,17 @@ def cargo_target() -> Path:
     return Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")).resolve()
 
 
+def cargo_profile() -> str:
+    """`edit` (Cargo.toml) builds in seconds after an edit; what it builds is slower."""
+    return "edit" if os.environ.get("SAGELLM_EDIT") else "release"
+
+
 def core_places() -> tuple[Path, Path]:
     """Where the static library and the generated headers are, or will be."""
     given = os.environ.get(PREBUILT)
     if given:
         return Path(given).resolve() / CORE, Path(given).resolve() / HEADERS
-    return cargo_target() / "release" / CORE, cargo_target() / HEADERS
+    return cargo_target() / cargo_profile() / CORE, cargo_target() / HEADERS
 
 
 def core_digest() -> str:
@@ -153,7 +158,7 @@ def run_cargo() -> None:
     if found is None or (int(found.group(1)), int(found.group(2))) < MINIMUM_RUST:
         wanted = ".".join(map(str, MINIMUM_RUST))
         fail(f"{cargo} is older than {wanted} or does not run; update Rust with: rustup update stable")
-    command = [cargo, "build", "--release", "--features", "torch", "--lib"]
+    command = [cargo, "build", "--profile", cargo_profile(), "--features", "torch", "--lib"]
     if os.environ.get("MAX_JOBS"):
         command += ["-j", os.environ["MAX_JOBS"]]
     print("sagellm:", " ".join(command), flush=True)
