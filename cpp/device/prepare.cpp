@@ -156,17 +156,10 @@ bool is_dense(const at::Tensor& tensor) {
 }
 
 DeviceRequest request(const Plan& plan, bool dense) {
-  const auto slice = [](const auto& items) { return rust::Slice(items.data(), items.size()); };
-  DeviceRequest found{plan.op,
-                      plan.call,
-                      dense,
-                      slice(plan.inputs()),
-                      slice(plan.outputs()),
-                      slice(plan.in_blocks),
-                      slice(plan.out_blocks)};
+  DeviceRequest found{plan.op, plan.request(), dense};
   // Where data is only moved, the core is told bytes, and a device may have no room for them all the same.
   if (plan.call.dtype == Dtype::kBytes && plan.call.element != kNoType) {
-    found.call.dtype = dtype_of(type_of(plan)).value_or(Dtype::kBytes);
+    found.request.call.dtype = dtype_of(type_of(plan)).value_or(Dtype::kBytes);
   }
   return found;
 }

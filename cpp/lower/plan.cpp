@@ -311,18 +311,16 @@ void Plan::write_blocks(c10::ArrayRef<at::Tensor> tensors, size_t ranks) {
   add_blocks(outputs_, tensors, bases, ranks);
 }
 
+Request Plan::request() const {
+  return {call, slice(inputs_), slice(outputs_), slice(in_blocks), slice(out_blocks), slice(touched_)};
+}
+
 rust::Box<RustOp> Plan::issue(const RustGroup& group, std::shared_ptr<Completion> completion) const {
-  return checked([&] {
-    return group.issue(call, slice(inputs_), slice(outputs_), slice(in_blocks), slice(out_blocks), slice(touched_),
-                       std::move(completion));
-  });
+  return checked([&] { return group.issue(request(), std::move(completion)); });
 }
 
 void Plan::run(const RustGroup& group, std::shared_ptr<Completion> completion) const {
-  checked([&] {
-    group.run(call, slice(inputs_), slice(outputs_), slice(in_blocks), slice(out_blocks), slice(touched_),
-              std::move(completion));
-  });
+  checked([&] { group.run(request(), std::move(completion)); });
 }
 
 }  // namespace sagellm

@@ -108,6 +108,8 @@ class Plan {
   // Memory that the operation reads or writes besides its pieces; operations that touch it keep their order.
   c10::ArrayRef<Strided> touched() const { return touched_; }
 
+  // For the core; it refers to the lists of this plan.
+  Request request() const;
   rust::Box<RustOp> issue(const RustGroup& group, std::shared_ptr<Completion> completion) const;
   void run(const RustGroup& group, std::shared_ptr<Completion> completion) const;
 

@@ -13,7 +13,6 @@
 
 use super::handles::{RustCall, RustDevices, RustExternalOp, RustGroup, RustOp, RustRendezvous, RustRetired};
 
-#[allow(clippy::too_many_arguments)] // one parameter a list of the request: cxx cannot pass them inside a struct
 #[cxx::bridge(namespace = "sagellm")]
 pub mod ffi {
     // ---------------------------------------------------------------------------------------------- shared numbers
@@ -109,7 +108,7 @@ pub mod ffi {
         written: bool,
     }
 
-    /// `types::Request` without its lists.
+    /// `types::Request` without its memory.
     #[derive(Clone, Copy)]
     struct Call {
         kind: Kind,
@@ -132,6 +131,17 @@ pub mod ffi {
         host_staged: bool,
     }
 
+    /// `types::Request`.
+    struct Request<'a> {
+        call: Call,
+        inputs: &'a [Piece],
+        outputs: &'a [Piece],
+        /// Sizes of the ranks' blocks in bytes; empty where all are equal.
+        in_blocks: &'a [usize],
+        out_blocks: &'a [usize],
+        also_touched: &'a [Strided],
+    }
+
     /// An operation that the core only counts: a delegate's, or one that the shim makes of several.
     struct ExternalOp {
         kind: Kind,
@@ -151,14 +161,9 @@ pub mod ffi {
     /// `engine::device::DeviceRequest`: one call on a device, whose memory is there.
     struct DeviceRequest<'a> {
         name: &'a str,
-        call: Call,
+        request: Request<'a>,
         /// The memory of its tensors is their elements in order.
         dense: bool,
-        inputs: &'a [Piece],
-        outputs: &'a [Piece],
-        /// Sizes of the ranks' blocks in bytes; empty where all are equal.
-        in_blocks: &'a [usize],
-        out_blocks: &'a [usize],
     }
 
     struct DevicesOpened {
@@ -359,29 +364,11 @@ pub mod ffi {
         fn build(decided: Box<RustRendezvous>, link: SharedPtr<Link>) -> Result<Built>;
 
         /// Starts one operation; never waits for a peer. Errors here used no sequence number and sent nothing.
-        /// `completion` may be null. Lists as in `types::Request`.
-        fn issue(
-            self: &RustGroup,
-            call: &Call,
-            inputs: &[Piece],
-            outputs: &[Piece],
-            in_blocks: &[usize],
-            out_blocks: &[usize],
-            also_touched: &[Strided],
-            completion: SharedPtr<Completion>,
-        ) -> Result<Box<RustOp>>;
+        /// `completion` may be null.
+        fn issue(self: &RustGroup, request: &Request, completion: SharedPtr<Completion>) -> Result<Box<RustOp>>;
         /// Starts one operation and finishes it on this thread; the cheapest path.
         /// After any error the group is in the state that the error names, and no longer uses the caller's memory.
-        fn run(
-            self: &RustGroup,
-            call: &Call,
-            inputs: &[Piece],
-            outputs: &[Piece],
-            in_blocks: &[usize],
-            out_blocks: &[usize],
-            also_touched: &[Strided],
-            completion: SharedPtr<Completion>,
-        ) -> Result<()>;
+        fn run(self: &RustGroup, request: &Request, completion: SharedPtr<Completion>) -> Result<()>;
         /// In a group over several hosts: waits until no collective that was issued before touches `memory`. A message
         /// that a delegate carries is about to read it or (`writes`) write it.
         fn wait_for_memory(self: &RustGroup, memory: &Piece, writes: bool) -> Result<()>;

@@ -48,9 +48,9 @@ impl RustRendezvous {
     }
 }
 
-fn hook(call: &ffi::Call, completion: cxx::SharedPtr<ffi::Completion>) -> Option<Box<dyn group::Completion>> {
-    (!completion.is_null())
-        .then(|| Box::new(CompletionHook { inner: completion, staged: call.staged }) as Box<dyn group::Completion>)
+fn hook(request: &ffi::Request<'_>, inner: cxx::SharedPtr<ffi::Completion>) -> Option<Box<dyn group::Completion>> {
+    let staged = request.call.staged;
+    (!inner.is_null()).then(|| Box::new(CompletionHook { inner, staged }) as Box<dyn group::Completion>)
 }
 
 impl RustGroup {
@@ -71,38 +71,16 @@ impl RustGroup {
         guarded(|| self.group.wait_for_memory(span, writes))
     }
 
-    #[allow(clippy::too_many_arguments)] // as above
     pub(super) fn issue(
         &self,
-        call: &ffi::Call,
-        inputs: &[ffi::Piece],
-        outputs: &[ffi::Piece],
-        in_blocks: &[usize],
-        out_blocks: &[usize],
-        also_touched: &[ffi::Strided],
+        asked: &ffi::Request<'_>,
         completion: cxx::SharedPtr<ffi::Completion>,
     ) -> Outcome<Box<RustOp>> {
-        guarded(|| {
-            let request = request(call, inputs, outputs, in_blocks, out_blocks, also_touched)?;
-            Ok(Box::new(RustOp(self.group.issue(request, hook(call, completion))?)))
-        })
+        guarded(|| Ok(Box::new(RustOp(self.group.issue(request(asked)?, hook(asked, completion))?))))
     }
 
-    #[allow(clippy::too_many_arguments)] // as above
-    pub(super) fn run(
-        &self,
-        call: &ffi::Call,
-        inputs: &[ffi::Piece],
-        outputs: &[ffi::Piece],
-        in_blocks: &[usize],
-        out_blocks: &[usize],
-        also_touched: &[ffi::Strided],
-        completion: cxx::SharedPtr<ffi::Completion>,
-    ) -> Outcome<()> {
-        guarded(|| {
-            let request = request(call, inputs, outputs, in_blocks, out_blocks, also_touched)?;
-            self.group.run(request, hook(call, completion))
-        })
+    pub(super) fn run(&self, asked: &ffi::Request<'_>, completion: cxx::SharedPtr<ffi::Completion>) -> Outcome<()> {
+        guarded(|| self.group.run(request(asked)?, hook(asked, completion)))
     }
 
     pub(super) fn monitored_barrier(&self, timeout_ms: i64, wait_all_ranks: bool) -> Outcome<()> {

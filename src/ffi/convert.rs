@@ -90,14 +90,8 @@ fn strided(tensor: &ffi::Strided) -> Strided {
     Strided { addr, run, counts, strides, written }
 }
 
-pub(super) fn request(
-    call: &ffi::Call,
-    inputs: &[ffi::Piece],
-    outputs: &[ffi::Piece],
-    in_blocks: &[usize],
-    out_blocks: &[usize],
-    also_touched: &[ffi::Strided],
-) -> Result<Request> {
+pub(super) fn request(asked: &ffi::Request<'_>) -> Result<Request> {
+    let ffi::Request { call, inputs, outputs, in_blocks, out_blocks, also_touched } = *asked;
     let kind = kind(call.kind)?;
     // SAFETY: the pieces are memory of tensors that the shim holds in its `Completion` until `ended` is called, or, of a
     // call to `run`, on its stack until that returns. That the program does not write them meanwhile is c10d's rule for
@@ -111,7 +105,7 @@ pub(super) fn request(
     request.in_blocks = in_blocks.to_vec();
     request.out_blocks = out_blocks.to_vec();
     request.also_touched = also_touched.iter().map(strided).collect();
-    let ffi::Call { counts, tensors, element, site, host_staged, .. } = *call;
+    let ffi::Call { counts, tensors, element, site, host_staged, .. } = call;
     request.note = CallNote { counts, tensors, element, site, host_staged };
     Ok(request)
 }

@@ -61,11 +61,11 @@ struct Parts {
 
 impl Parts {
     fn of(call: &ffi::DeviceRequest<'_>) -> Parts {
-        Parts { inputs: spans(call.inputs), outputs: spans(call.outputs) }
+        Parts { inputs: spans(call.request.inputs), outputs: spans(call.request.outputs) }
     }
 
     fn request<'a>(&'a self, asked: &'a ffi::DeviceRequest<'_>) -> Result<DeviceRequest<'a>> {
-        let ffi::DeviceRequest { name, call, dense, in_blocks, out_blocks, .. } = asked;
+        let ffi::DeviceRequest { name, request: ffi::Request { call, in_blocks, out_blocks, .. }, dense } = asked;
         let ffi::Call { root, tag, timeout_ms, counts, tensors, element, site, .. } = *call;
         let (kind, dtype) = (kind(call.kind)?, dtype(call.dtype)?);
         let op = ReduceOp::from_u8(call.op.repr, call.factor).ok_or_else(|| unknown("reduce op", call.op.repr))?;
