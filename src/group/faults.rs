@@ -49,10 +49,11 @@ impl Group {
 
     /// Called with the lock held when nothing can advance: fails the group if a rank that ended is still needed.
     pub(super) fn check_ended_peers(&self, engine: &mut dyn Engine, ended: &mut Ended) -> Option<Error> {
-        for rank in (0..self.peers.len()).filter(|rank| *rank != self.config.rank) {
-            if !self.is_gone(rank) {
-                continue;
-            }
+        let others = || (0..self.peers.len()).filter(|rank| *rank != self.config.rank);
+        // Ranks that died come first: where one died and another left, a receive from anyone lacks the message of the dead one.
+        let died = others().filter(|rank| !self.control.left(*rank));
+        let left = others().filter(|rank| self.control.left(*rank));
+        for rank in died.chain(left).filter(|rank| self.is_gone(*rank)) {
             // Its last data may have come after our last pass: complete what they satisfy. They fit into the shared
             // memory, so a bounded number of passes is enough.
             for _ in 0..1024 {

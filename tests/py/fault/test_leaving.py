@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Context, Job, beyond_gloo, launch
+from harness import Context, Job, beyond_gloo, expect_raises, launch
 
 
 def receive_from_anyone(ctx: Context) -> None:
@@ -53,6 +54,33 @@ def test_rule_21_a_receive_from_anyone_lives_while_anyone_can_still_send() -> No
     """One rank has left, another has not; with the last one it fails and says so."""
     with launch(receive_from_anyone, 3) as job:
         _run(job)
+
+
+def wait_for_a_dead_rank(ctx: Context) -> str | None:
+    ctx.init()
+    dist.all_reduce(torch.ones(1))
+    if ctx.rank == 0:
+        dist.destroy_process_group()
+        ctx.tell("left")
+        return None
+    if ctx.rank == 1:
+        ctx.listen()  # until it is killed
+        return None
+    work: Any = dist.irecv(torch.zeros(1))
+    ctx.tell("waiting")
+    return expect_raises(RuntimeError, work.wait)
+
+
+@beyond_gloo("ends the receive with an error of its sockets")
+@pytest.mark.quick
+def test_rule_21_a_receive_from_anyone_names_the_rank_that_died_not_the_one_that_left() -> None:
+    with launch(wait_for_a_dead_rank, 3) as job:
+        assert job.hear(0) == "left"
+        assert job.hear(2) == "waiting"
+        job.signal(1, signal.SIGKILL)
+        outcome = job.wait_rank(2, 20)
+        assert outcome.code == 0, job.report()
+        assert "rank 1 (" in outcome.value and "ended (killed" in outcome.value, outcome.value
 
 
 def queued_behind_another(ctx: Context, same: bool) -> None:
