@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from sagellm.api.backends import HCCLBackend as HCCLBackend
     from sagellm.api.backends import NCCLBackend as NCCLBackend
     from sagellm.api.backends import create_comm_backend as create_comm_backend
+    from sagellm.api.backends import safe_all_reduce as safe_all_reduce
     from sagellm.api.buffers import CommFusionBuffer as CommFusionBuffer
     from sagellm.api.buffers import CommReport as CommReport
     from sagellm.api.buffers import CommunicationBuffer as CommunicationBuffer
@@ -111,6 +112,7 @@ _HOMES = {
     "CNCLBackend": "api.backends",
     "GlooBackend": "api.backends",
     "create_comm_backend": "api.backends",
+    "safe_all_reduce": "api.backends",
     "CommFusionBuffer": "api.buffers",
     "CommReport": "api.buffers",
     "CommunicationBuffer": "api.buffers",
@@ -172,6 +174,13 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+def _public(module: str, name: str) -> Any:
+    """A public name that older code imports from ``module``, whichever module of this package it lives in."""
+    if name in __all__ and _HOMES.get(name) != module.removeprefix("sagellm."):
+        return __getattr__(name)
+    raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
 
 def _is_command_line() -> bool:

@@ -18,7 +18,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -338,3 +338,10 @@ class ReduceScatterOperator(_Operator):
 
 def _tuple(shape: Shape) -> tuple[int, ...]:
     return (shape,) if isinstance(shape, int) else tuple(shape)
+
+
+def __getattr__(name: str) -> Any:
+    """Older code imports other public names from here as well."""
+    import sagellm
+
+    return sagellm._public(__name__, name)

@@ -253,3 +253,10 @@ def _joined(nvml: Any, one: Any, other: Any) -> bool:
     status = ctypes.c_int(-1)
     found = nvml.nvmlDeviceGetP2PStatus(one, other, ctypes.c_int(P2P_NVLINK), ctypes.byref(status))
     return bool(found == SUCCESS and status.value == P2P_OK)
+
+
+def __getattr__(name: str) -> Any:
+    """Older code imports other public names from here as well."""
+    import sagellm
+
+    return sagellm._public(__name__, name)

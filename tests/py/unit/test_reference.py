@@ -1,4 +1,4 @@
-"""The API reference that `make docs` builds has every public name, and the sources say of each what it is."""
+"""The API reference that `make docs` builds and docs/api.md have every public name, and the sources say what it is."""
 
 from __future__ import annotations
 
@@ -36,6 +36,12 @@ def test_every_public_name_is_in_the_reference_once(docs: ModuleType) -> None:
     for name in asked:
         home, _, last = name.rpartition(".")
         assert getattr(importlib.import_module(f"sagellm.{home}"), last) is getattr(sagellm, last), name
+
+
+def test_every_public_name_stands_on_the_page_that_introduces_the_api() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    missing = [name for name in sagellm.__all__ if not re.search(rf"\b{name}\b", page) and name != "__version__"]
+    assert not missing, f"docs/api.md does not name {', '.join(missing)}"
 
 
 def undocumented(name: str, found: Any) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from sagellm.api.arguments import Seconds
-from sagellm.api.comm_backend import CommBackend
+from sagellm.api.comm_backend import CommBackend, named_vendor
 from sagellm.api.group_choice import is_alive
 from sagellm.observe import log
 from sagellm.topology import TopologyInfo, TopologyManager, option_of
@@ -121,10 +121,35 @@ def create_comm_backend(
     return made
 
 
+def safe_all_reduce(
+    tensor: torch.Tensor, op: str = "sum", timeout: Seconds = 30.0, backend: CommBackend | None = None
+) -> torch.Tensor:
+    """Combines ``tensor`` over all ranks, in place, and returns it; never waits longer than ``timeout``.
+
+    Args:
+        tensor: of the same shape and dtype on every rank.
+        op: "sum", "avg" ("mean"), "max", "min" or "prod".
+        timeout: in seconds, or as timedelta.
+        backend: the one of ``create_comm_backend()`` if None.
+
+    Raises:
+        CommTimeoutError: the deadline has passed; it names the ranks that are missing.
+        ValueError: the op is unknown. Nothing was sent.
+
+    Example::
+
+        sagellm.safe_all_reduce(torch.ones(4), timeout=5)  # four times the number of ranks
+    """
+    return (create_comm_backend() if backend is None else backend).safe_all_reduce(tensor, op, timeout)
+
+
 def _auto() -> str:
     found = torch.accelerator.current_accelerator(check_available=True)
+    named = named_vendor()
     if found is None:
         chosen, why = "cpu", "this process has no accelerator"
+    elif named in BY_DEVICE.values():
+        chosen, why = named, f"SAGELLM_VENDOR names it for devices of type {found.type}"
     elif found.type in BY_DEVICE:
         chosen, why = BY_DEVICE[found.type], f"this process has a device of type {found.type}"
     else:

@@ -152,8 +152,9 @@ class CommBackend(CommBackendProtocol):
     @classmethod
     def _check_device(cls) -> None:
         found = torch.accelerator.current_accelerator(check_available=True)
-        named = os.environ.get("SAGELLM_VENDOR", "").partition(":")[0].strip().lower()
-        if cls.device_type is None or (found is not None and (found.type == cls.device_type or named == cls.vendor)):
+        if cls.device_type is None or (
+            found is not None and (found.type == cls.device_type or named_vendor() == cls.vendor)
+        ):
             return
         has = "no accelerator" if found is None else f"a device of type {found.type}"
         raise RuntimeError(
@@ -423,6 +424,11 @@ class CommBackend(CommBackendProtocol):
         if work is not None:
             with_timeouts(work.wait)
         return result
+
+
+def named_vendor() -> str:
+    """What SAGELLM_VENDOR names, which comes before every option; "" where it is not set."""
+    return os.environ.get("SAGELLM_VENDOR", "").partition(":")[0].strip().lower()
 
 
 def _reduce_op(what: str, op: str) -> Any:

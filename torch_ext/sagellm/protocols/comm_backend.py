@@ -65,3 +65,10 @@ class CommBackendProtocol(ABC):
     @abstractmethod
     def get_stats(self) -> Any:
         """The statistics of the backend."""
+
+
+def __getattr__(name: str) -> Any:
+    """Older code imports other public names from here as well."""
+    import sagellm
+
+    return sagellm._public(__name__, name)
