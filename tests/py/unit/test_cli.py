@@ -48,6 +48,18 @@ def test_doctor_lets_two_ranks_talk() -> None:
     assert "2 ranks: passed" in done.stdout and "all_reduce of 8 B" in done.stdout
 
 
+def test_without_a_command_all_are_named_and_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([])
+    assert end.value.code == 2 and f"which command? One of {', '.join(COMMANDS)}" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0 and capsys.readouterr().out == f"sagellm {_load.version()}\n"
+    with pytest.raises(SystemExit) as end:
+        main(["--verson"])
+    assert end.value.code == 2 and "did you mean '--version'?" in capsys.readouterr().err
+
+
 def test_every_help_has_examples_that_parse(capsys: pytest.CaptureFixture[str]) -> None:
     """Also those of every command; an example whose options do not exist is wrong."""
     for name in ("", *COMMANDS):

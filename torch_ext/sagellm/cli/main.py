@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, Protocol
 
-from sagellm import _nearest
+from sagellm import _load, _nearest
 from sagellm.cli import bench, doctor, explain, health, info, simulate, table, top, trace, tune
 
 
@@ -75,7 +75,8 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
+    parser.add_argument("--version", action="version", version=f"sagellm {_load.version()}")
+    commands = parser.add_subparsers(dest="command", metavar="command")
     each: dict[str, Parser] = {}
     for name, module in COMMANDS.items():
         each[name] = commands.add_parser(
@@ -92,8 +93,10 @@ def _parsers() -> tuple[Parser, dict[str, Parser]]:
 def _parse(given: Sequence[str]) -> argparse.Namespace:
     parser, commands = _parsers()
     parsed, unknown = parser.parse_known_args(given)
+    if parsed.command is None and not unknown:
+        parser.error(f"which command? One of {', '.join(COMMANDS)}")
     if unknown:
-        command = commands[parsed.command]
+        command = commands.get(parsed.command, parser)
         near = _nearest.meant(unknown[0].partition("=")[0], _long(command.options()))
         command.error(f"there is no {'option' if unknown[0].startswith('-') else 'argument'} {unknown[0]!r}{near}")
     return parsed
@@ -121,7 +124,6 @@ def _prepare(command: str) -> None:
     if command in WITHOUT_TORCH:
         return
     import sagellm
-    from sagellm import _load
     from sagellm.observe import log
 
     sagellm._autoload()
