@@ -123,7 +123,8 @@ class Explanation:
             lines.append(f"  predicted   {show_time(self.predicted)}")
         lines += [f"  overruled   {what}" for what in self.overruled]
         lines += [f"  not taken   {other.way}: {other.why_not}" for other in self.rejected]
-        lines.append(f"  table       {self.table}")
+        if self.table:
+            lines.append(f"  table       {self.table}")
         lines += [str(part) for part in self.parts]
         return "\n".join(lines)
 
