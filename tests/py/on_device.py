@@ -472,12 +472,27 @@ def trained_as_on_the_cpu(ctx: Context, device: str, program: Callable[..., Trai
     return found[0]
 
 
+def lists_of_two(ctx: Context, name: str) -> None:
+    """The first and the last rank send lists to each other before any call in which the others take part."""
+    import sagellm
+
+    last = ctx.world_size - 1
+    if ctx.rank == 0:
+        sagellm.send_tensors([torch.ones(3, device=name), torch.full((2, 2), 4, device=name)[:, :1]], last)
+    elif ctx.rank == last:
+        out = [torch.zeros(6, device=name)[::2], torch.zeros(2, 1, dtype=torch.int64, device=name)]
+        sagellm.recv_tensors(0, device=name, out=out)
+        holds(out[0], 1)
+        holds(out[1], 4)
+
+
 def lists_travel(ctx: Context, name: str) -> None:
     """`send_tensors` and `recv_tensors` with tensors on the device, in several batches, there and back."""
     import sagellm
 
     def given() -> list[torch.Tensor]:
         return [
+            torch.ones(3, dtype=torch.int8),  # what follows does not begin at a multiple of its size
             torch.arange(3000.0).reshape(30, 100),
             torch.tensor(7),
             torch.ones(0, 4),

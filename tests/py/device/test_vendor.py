@@ -97,6 +97,12 @@ def test_lists_of_tensors_travel_from_rank_to_rank(vendor: str, libraries: dict[
     run_fresh(on_simulator, 2, vendor, on_device.lists_travel, (), {}, env=environment(vendor, libraries))
 
 
+@pytest.mark.parametrize("vendor", VENDORS)
+def test_lists_of_tensors_need_no_rank_but_their_two(vendor: str, libraries: dict[str, Path]) -> None:
+    """Even as the first call of the group on its device."""
+    run_fresh(on_simulator, 3, vendor, on_device.lists_of_two, (), {}, env=environment(vendor, libraries))
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_rule_20_messages_of_both_directions_do_not_wait_for_each_other(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,8 +23,9 @@ def send_tensors(
     """Sends a list of tensors of any shapes and dtypes to rank ``dst`` of the group, which calls ``recv_tensors``.
 
     One header describes all of them; then they follow in batches, at most ``window`` bytes at a time: a receiver that
-    is slow holds the sender back instead of filling memory. On a device a batch is one launch. Returns when their
-    memory may be used again. All tensors are on one device (ValueError).
+    is slow holds the sender back instead of filling memory. On a device the tensors of a batch are packed into one
+    message, of which only the two ranks take part. Returns when their memory may be used again. All tensors are on one
+    device (ValueError).
     """
     listed = [_checked(tensor, number) for number, tensor in enumerate(tensors)]
     devices = {tensor.device for tensor in listed}
@@ -35,7 +36,7 @@ def send_tensors(
     if window < 1:
         raise ValueError(f"sagellm send_tensors: window is {window} bytes, expected 1 or more")
     described = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in listed]
-    text = json.dumps(described, separators=(",", ":")).encode()
+    text = json.dumps([window, described], separators=(",", ":")).encode()
     whole = len(text).to_bytes(LENGTH_BYTES, "little") + text
     device = next(iter(devices), torch.device("cpu"))
     _send_bytes(whole[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0"), device, dst, group, tag)
@@ -56,19 +57,20 @@ def recv_tensors(
     """Receives what rank ``src`` sends by ``send_tensors``, in new tensors on ``device`` or in those of ``out``.
 
     ``device`` is of the kind that the sender's tensors are on. ``out`` must have the shapes and dtypes that come, else
-    a ValueError says which differs; the tensors are then received and dropped, so that later messages arrive.
+    a ValueError says which differs; the tensors are then received and dropped, so that later messages arrive. On a
+    device the sender's ``window`` applies: the sender has packed the messages by it.
     """
     where = torch.device(device) if out is None or not out else out[0].device
     first = _recv_bytes(HEADER_BYTES, where, src, group, tag)
     length = int.from_bytes(first[:LENGTH_BYTES], "little") + LENGTH_BYTES
     rest = _recv_bytes(length - HEADER_BYTES, where, src, group, tag) if length > HEADER_BYTES else b""
-    described = json.loads((first + rest)[LENGTH_BYTES:length])
+    packed_by, described = json.loads((first + rest)[LENGTH_BYTES:length])
     wrong = _differs(described, out) if out is not None else ""
     if out is None or wrong:
         made = [torch.empty(shape, dtype=getattr(torch, dtype), device=where) for dtype, shape in described]
     else:
         made = list(out)
-    _in_batches(dist.irecv, made, src, group, tag, window)
+    _in_batches(dist.irecv, made, src, group, tag, window if where.type == "cpu" else packed_by)
     if wrong:
         raise ValueError(f"sagellm recv_tensors: {wrong}")
     return made
@@ -76,14 +78,55 @@ def recv_tensors(
 
 def _in_batches(start: Any, tensors: Sequence[torch.Tensor], peer: int, group: Any, tag: int, window: int) -> None:
     """Sends or receives all tensors in batches of at most half of ``window`` bytes (or one tensor), two under way."""
-    under_way: deque[list[Any]] = deque()
-    for batch in _batches(tensors, max(1, window // 2)):
+    under_way: deque[Callable[[], None]] = deque()
+    filled = [tensor for tensor in tensors if tensor.nbytes]  # the others are whole without a message
+    for batch in _batches(filled, max(1, window // 2)):
         if len(under_way) == 2:
-            _wait(under_way.popleft())
-        messages = [dist.P2POp(start, each, group=group, tag=tag, group_peer=peer) for each in batch]
-        under_way.append(dist.batch_isend_irecv(messages))
-    for works in under_way:
-        _wait(works)
+            under_way.popleft()()
+        begin = _one_by_one if batch[0].is_cpu else _packed
+        under_way.append(begin(start, batch, peer, group, tag))
+    for end in under_way:
+        end()
+
+
+def _one_by_one(start: Any, batch: list[torch.Tensor], peer: int, group: Any, tag: int) -> Callable[[], None]:
+    """Begins a message for each tensor; returns what waits for all."""
+    messages = [dist.P2POp(start, each, group=group, tag=tag, group_peer=peer) for each in batch]
+    works = dist.batch_isend_irecv(messages)
+
+    def end() -> None:
+        for work in works:
+            work.wait()
+
+    return end
+
+
+def _packed(start: Any, batch: list[torch.Tensor], peer: int, group: Any, tag: int) -> Callable[[], None]:
+    """Begins one message with all tensors, on a device; returns what waits for it and unpacks what came.
+
+    ``batch_isend_irecv`` would travel by the communicator of all ranks, which the first call makes once all have come;
+    a single message needs no rank but its two.
+    """
+    sends = start is dist.isend
+    if len(batch) == 1:
+        whole = batch[0]
+    elif sends:
+        whole = torch.cat([each.contiguous().view(-1).view(torch.uint8) for each in batch])
+    else:
+        whole = torch.empty(sum(each.nbytes for each in batch), dtype=torch.uint8, device=batch[0].device)
+    work = start(whole, **{"group_dst" if sends else "group_src": peer}, group=group, tag=tag)
+
+    def end() -> None:
+        work.wait()
+        if whole is batch[0] or sends:
+            return
+        for each, part in zip(batch, whole.split([each.nbytes for each in batch]), strict=True):
+            dense = each if each.is_contiguous() else torch.empty(each.shape, dtype=each.dtype, device=each.device)
+            dense.view(-1).view(torch.uint8).copy_(part)
+            if dense is not each:
+                each.copy_(dense)
+
+    return end
 
 
 def _batches(tensors: Sequence[torch.Tensor], most: int) -> Iterator[list[torch.Tensor]]:
@@ -97,11 +140,6 @@ def _batches(tensors: Sequence[torch.Tensor], most: int) -> Iterator[list[torch.
         nbytes += tensor.nbytes
     if batch:
         yield batch
-
-
-def _wait(works: list[Any]) -> None:
-    for work in works:
-        work.wait()
 
 
 def _checked(tensor: torch.Tensor, number: int) -> torch.Tensor:
