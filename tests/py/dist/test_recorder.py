@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import pickle
+import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Context, beyond_gloo, run_fresh, run_script
+from harness import Context, beyond_gloo, run_fresh, run_script, torchrun
 from torch._C import _distributed_c10d as c10d
 
 pytestmark = [
@@ -101,6 +104,64 @@ def test_the_debug_server_shows_our_operations() -> None:
         ["sagellm:all_reduce"],
         ["sagellm:all_reduce"],
     ], done.stdout
+
+
+BROWSED = """
+import sys, time, urllib.request, torch, torch.distributed as dist
+import sagellm
+from torch.distributed.debug import start_debug_server, stop_debug_server
+dist.init_process_group("sagellm")
+dist.all_reduce(torch.ones(8))
+port = int(sys.argv[1])
+start_debug_server(port=port, handlers=sagellm.debug_handlers())
+if dist.get_rank() == 0:
+    until = time.monotonic() + 40
+    while True:
+        try:
+            page = urllib.request.urlopen(f"http://127.0.0.1:{port}/sagellm_fr_trace", timeout=20).read().decode()
+            break
+        except OSError:  # it does not listen yet
+            assert time.monotonic() < until
+            time.sleep(0.2)
+    index = urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=20).read().decode()
+    print("linked" if 'href="/sagellm_fr_trace"' in index else index)
+    print("shown" if "sagellm:all_reduce" in page and "completed" in page else page)
+    stop_debug_server()
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(not hasattr(c10d, "_register_handler"), reason="this torch has no handlers in Python")
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(each) is None for each in ("jinja2", "aiohttp", "tabulate")),
+    reason="torch's debug server needs jinja2, aiohttp and tabulate",
+)
+def test_a_browser_sees_the_operations_of_all_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "browsed.py"
+    script.write_text(BROWSED)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    printed = torchrun(script, 2, str(port), timeout=100)
+    assert "linked" in printed.splitlines() and "shown" in printed.splitlines(), printed
+
+
+LACKING = """
+import sys
+sys.modules["tabulate"] = None  # as where it is not installed
+import sagellm
+try:
+    sagellm.debug_handlers()
+except ImportError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(not hasattr(c10d, "_register_handler"), reason="this torch has no handlers in Python")
+def test_a_package_that_the_debug_server_lacks_is_named() -> None:
+    done = run_script(["-c", LACKING])
+    assert done.returncode == 0 and "needs tabulate" in done.stdout and "pip install" in done.stdout, done.stdout
 
 
 RECORDED = """

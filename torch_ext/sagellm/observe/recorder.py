@@ -127,7 +127,13 @@ def debug_handlers() -> list[Any] | None:
         module._register_handler(HANDLER, _answer)
     if (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))) != 0:
         return None
-    from torch.distributed.debug import _debug_handlers as pages
+    try:
+        from torch.distributed.debug import _debug_handlers as pages
+    except ModuleNotFoundError as missing:
+        raise ImportError(
+            f"sagellm debug_handlers: torch's debug server needs {missing.name}, which is not installed: "
+            "pip install jinja2 aiohttp tabulate"
+        ) from missing
 
     class Page(pages.FlightRecorderHandler):  # type: ignore[misc]  # torch has no annotations for mypy
         """As torch's page of the recorder, with the answers of our handler."""
