@@ -51,6 +51,11 @@ def fused_all_reduce(
     On one host, and in strict mode on several, the bits are those of one ``all_reduce`` per tensor; docs/determinism.md
     says what holds otherwise. The list is not packed into a buffer: its tensors are read and written in place, so
     there is no limit on its size.
+
+    Example::
+
+        gradients = [torch.ones(512), torch.ones(3, 4, dtype=torch.float64)]
+        sagellm.fused_all_reduce(gradients, op="avg")
     """
     import torch
     import torch.distributed as dist

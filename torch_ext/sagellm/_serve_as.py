@@ -48,6 +48,11 @@ def serve_as(name: str = "gloo") -> None:
     Existing groups do not change. A second call does nothing. ``SAGELLM_AS=gloo`` in the environment does the same.
 
     A ValueError for another name, a RuntimeError where this torch makes its groups in a way that is not known here.
+
+    Example::
+
+        sagellm.serve_as("gloo")  # before the program makes its groups
+        assert dist.get_backend(dist.new_group(backend="gloo")) == "gloo"  # served by this package
     """
     if name not in NAMES:
         raise ValueError(f"sagellm serve_as: {name!r} cannot be served, expected one of {', '.join(NAMES)}")

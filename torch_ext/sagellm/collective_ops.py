@@ -64,6 +64,11 @@ class DistributedCommunicator:
         rank, world_size: the expected values; they are compared with the group (ValueError).
         group: a process group to work in; None the default group.
         timeout: of each call, in seconds or as timedelta; None: the group's.
+
+    Example::
+
+        comm = sagellm.DistributedCommunicator()  # this rank of the job
+        comm.barrier()
     """
 
     def __init__(
@@ -163,6 +168,12 @@ def create_ring_topology(world_size: int, timeout: Seconds = 60.0) -> list[Distr
         world_size: how many ranks, 1 to 256 (ValueError). n ranks open n * n files, so the usual limit of 1024 open
             files is enough for 30 (RuntimeError, which says what is needed).
         timeout: how long a call on another thread waits for the other ranks, in seconds or as timedelta.
+
+    Example::
+
+        left, right = sagellm.create_ring_topology(2)
+        left.send(torch.ones(3), dst_rank=1)
+        assert right.recv(src_rank=0, shape=(3,), dtype=torch.float32).tolist() == [1.0] * 3
     """
     topology = Topology(world_size, timeout)
     return [DistributedCommunicator._of(Member(topology, rank)) for rank in range(world_size)]
@@ -284,7 +295,13 @@ class _Operator:
 
 
 class AllReduceOperator(_Operator):
-    """Combines the tensors of all ranks, for all ranks."""
+    """Combines the tensors of all ranks, for all ranks.
+
+    Example::
+
+        for comm in sagellm.create_ring_topology(2):
+            sagellm.AllReduceOperator(comm).all_reduce(torch.ones(4), op="sum")
+    """
 
     kind = "all_reduce"
 
@@ -298,7 +315,13 @@ class AllReduceOperator(_Operator):
 
 
 class BroadcastOperator(_Operator):
-    """Gives the tensor of one rank to all."""
+    """Gives the tensor of one rank to all.
+
+    Example::
+
+        for comm in sagellm.create_ring_topology(2):
+            sagellm.BroadcastOperator(comm).broadcast(torch.tensor([comm.rank]), root_rank=1)
+    """
 
     kind = "broadcast"
 
@@ -309,7 +332,13 @@ class BroadcastOperator(_Operator):
 
 
 class AllGatherOperator(_Operator):
-    """Gives the tensors of all ranks to all."""
+    """Gives the tensors of all ranks to all.
+
+    Example::
+
+        rows = [sagellm.AllGatherOperator(comm).all_gather(torch.ones(3)) for comm in sagellm.create_ring_topology(2)]
+        assert rows[0].shape == (6,)
+    """
 
     kind = "all_gather"
 
@@ -323,7 +352,14 @@ class AllGatherOperator(_Operator):
 
 
 class ReduceScatterOperator(_Operator):
-    """Combines the tensors of all ranks, and gives each rank a slice."""
+    """Combines the tensors of all ranks, and gives each rank a slice.
+
+    Example::
+
+        ring = sagellm.create_ring_topology(2)
+        parts = [sagellm.ReduceScatterOperator(comm).reduce_scatter(torch.ones(6)) for comm in ring]
+        assert parts[0].tolist() == [2.0] * 3
+    """
 
     kind = "reduce_scatter"
 

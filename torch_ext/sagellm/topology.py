@@ -27,6 +27,11 @@ class TopologyInfo:
 
     Only ``hosts`` and ``full_nvlink`` decide; the others are for people. A wrong value is a ValueError that names the
     field, what it takes and what came.
+
+    Example::
+
+        pair = sagellm.TopologyInfo(hosts=2, full_nvlink=True)
+        assert pair.is_fully_connected_nvlink()
     """
 
     #: Hosts that the devices are on. A group that knows its own hosts uses those.
@@ -172,6 +177,11 @@ def select_all_reduce_algorithm(
 
     Raises:
         ValueError: the size is below 0, or there are fewer devices than one, or than hosts.
+
+    Example::
+
+        assert sagellm.select_all_reduce_algorithm(64 * 1024, 8) == "recursive_doubling"
+        assert sagellm.select_all_reduce_algorithm(64 << 20, 8, sagellm.TopologyInfo()) == "ring"
     """
     from sagellm import _load
 

@@ -1,5 +1,4 @@
-"""Every snippet of the README and of docs/ runs as it stands, or says why it is not run; files and names on the pages
-exist.
+"""Every snippet of the README, docs/ and docstrings runs as it stands, or says why not; what the pages name exists.
 
 How a block is run follows from its language:
 
@@ -15,14 +14,18 @@ Before any other block, and before one of these that is not run, a comment gives
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import shlex
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from harness import Context, beyond_gloo, run_fresh, run_script, torchrun
+
+import sagellm
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = ["README.md", "examples/README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
@@ -107,6 +110,26 @@ def test_the_python_blocks_run_on_two_ranks(page: str, tmp_path: Path) -> None:
     for each in snippets(page):
         source += "\n" * (each.line - 1 - source.count("\n")) + each.code  # a traceback shows the lines of the page
     run_fresh(run_snippets, 2, str(ROOT / page), source, str(tmp_path))
+
+
+#: Examples of docstrings that are fragments: they use names of a program that stands around them.
+FRAGMENTS = {
+    "recover", "CommFusionBuffer", "monitor_communication", "ProcessGroupManager", "MoEDispatcher", "OverlapScheduler",
+    "CompressionHook", "ring_exchange",
+}  # fmt: skip
+EXAMPLE = re.compile(r"^Example::\n\n((?:    .*\n?|\n)+)", re.M)
+
+
+def test_the_examples_of_docstrings_run_on_two_ranks(tmp_path: Path) -> None:
+    found = {}
+    for name in sagellm.__all__:
+        example = EXAMPLE.search(inspect.getdoc(getattr(sagellm, name)) or "")
+        if example and name not in FRAGMENTS:
+            found[name] = f"# {name}\n{textwrap.dedent(example[1])}"
+    assert len(found) > 30 and "all_gather" in found["CommBackend"]
+    source = "import torch\nimport torch.distributed as dist\n\nimport sagellm\n\n" + "\n".join(found.values())
+    (tmp_path / "examples.py").write_text(source)  # a traceback shows its lines
+    run_fresh(run_snippets, 2, str(tmp_path / "examples.py"), source, str(tmp_path))
 
 
 @pytest.mark.parametrize("program", programs(), ids=lambda each: each.page)

@@ -59,3 +59,18 @@ def test_every_public_name_has_a_docstring() -> None:
     names = [name for name in sagellm.__all__ if name not in ("Options", "__version__")]
     missing = [each for name in names for each in undocumented(name, getattr(sagellm, name))]
     assert not missing, f"without a docstring: {', '.join(missing)}"
+
+
+#: What a user is given and does not make, or makes as its neighbours, whose examples say it.
+WITHOUT_EXAMPLE = {
+    "Options", "__version__", "CommOp", "Explanation", "CommReport", "BenchmarkResult", "Routing", "OverlapHandle",
+    "OverlapReport", "Compression", "CompressionStats", "NCCLBackend", "HCCLBackend", "CNCLBackend",
+    "debug_handlers", "convert_dumps",
+}  # fmt: skip
+
+
+def test_every_function_and_class_that_a_program_calls_shows_an_example() -> None:
+    """`tests/py/dist/test_docs.py` runs them."""
+    asked = [name for name in sagellm.__all__ if name not in WITHOUT_EXAMPLE]
+    missing = [name for name in asked if "Example::\n\n    " not in (inspect.getdoc(getattr(sagellm, name)) or "")]
+    assert not missing, f"without an example: {', '.join(missing)}"

@@ -19,7 +19,12 @@ from sagellm.topology import TopologyInfo, TopologyManager, option_of
 
 
 class CPUBackend(CommBackend):
-    """CPU tensors through shared memory on one host, over a link between hosts."""
+    """CPU tensors through shared memory on one host, over a link between hosts.
+
+    Example::
+
+        sagellm.CPUBackend(dist.get_rank(), dist.get_world_size()).all_reduce(torch.ones(4))
+    """
 
     backend_type = "cpu"
 
@@ -49,7 +54,12 @@ class CNCLBackend(CommBackend):
 
 
 class GlooBackend(CommBackend):
-    """CPU tensors as ``CPUBackend``; tensors on a device through host memory, without the library of its vendor."""
+    """CPU tensors as ``CPUBackend``; tensors on a device through host memory, without the library of its vendor.
+
+    Example::
+
+        sagellm.GlooBackend(dist.get_rank(), dist.get_world_size()).all_reduce(torch.ones(4))
+    """
 
     backend_type = "gloo"
     vendor = "host"

@@ -132,6 +132,10 @@ def batch_all_reduce(
     """Reduces every tensor of a list over all ranks, in place, in one go; returns the tensors.
 
     ``backend`` is the one of ``create_comm_backend()`` if None.
+
+    Example::
+
+        sagellm.batch_all_reduce([torch.ones(3), torch.ones(2, 2, dtype=torch.int64)], op="max")
     """
     if backend is None:
         from sagellm.api.backends import create_comm_backend

@@ -36,6 +36,11 @@ class CommFuture(torch.futures.Future[torch.Tensor]):  # type: ignore[misc]  # t
     On a device ``wait()`` makes the current stream wait, as a Work of torch does. Messages that a delegate carries (all
     of a group over several hosts) have no future of torch: functions that ``then`` chains to them run when ``wait()``
     returns.
+
+    Example::
+
+        future = sagellm.create_comm_backend().all_reduce(torch.ones(4), async_op=True)
+        total = future.wait()
     """
 
     def __init__(self, work: Any, result: torch.Tensor) -> None:
@@ -105,10 +110,17 @@ class CommBackend(CommBackendProtocol):
             the same ranks, which all of these must then make, in the same order.
         algorithm: rules that assign algorithms to operations and sizes, see docs/choosing.md.
         topology_manager: the machines of the job; with it the start rules choose where no rule and no table names an
-        algorithm. fusion: False to fuse no operations.
+            algorithm.
+        fusion: False to fuse no operations.
         timeout: of each operation, in seconds or as timedelta; None: the group's.
         retry: how often making the group is tried again after it failed, because the store was not there yet, or ranks
             did not come in time; pauses in between grow from 1 to 10 seconds. Operations are never tried again.
+
+    Example::
+
+        comm = sagellm.CPUBackend()
+        rows = comm.all_gather(torch.full((1, 3), float(comm.rank)))
+        assert rows.shape == (comm.world_size, 3)
     """
 
     #: The name in ``create_comm_backend``.

@@ -49,6 +49,10 @@ class Half(Compression):
 
     The relative error of each addend and of the sum is at most 2^-11 for float16 (whose largest number is 65,504) and
     2^-8 for bfloat16.
+
+    Example::
+
+        sagellm.compressed_all_reduce(torch.ones(512), sagellm.Half(torch.bfloat16))
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -67,6 +71,10 @@ class Int8(Compression):
 
     Every rank adds one part: it gets that of all ranks by an all_to_all, and all get the sums by an all_gather. With m
     the largest magnitude of a block, an addend is off by at most m / 254, and so is the sum once more, by its own m.
+
+    Example::
+
+        sagellm.compressed_all_reduce(torch.ones(512), sagellm.Int8())
     """
 
     name = "int8"
@@ -105,6 +113,11 @@ class TopK(Compression):
 
     No element is lost, it only comes later: the sum over all calls is that of plain calls, except for the remainder at
     the end, which ``residual(key)`` shows. A tensor is known by its ``key``.
+
+    Example::
+
+        remembering = sagellm.TopK(0.25)
+        sagellm.compressed_all_reduce(torch.ones(512), remembering, key="gradient")
     """
 
     name = "topk"
@@ -181,6 +194,10 @@ def compressed_all_reduce(
         op: "sum" or "avg" ("mean").
         key: names the tensor for "topk"; its shape and dtype if None.
         stats: counts the bytes, if given.
+
+    Example::
+
+        gradient = sagellm.compressed_all_reduce(torch.ones(512), "int8", op="avg")
     """
     check_compressible(tensor, op)
     method = compression(how)
@@ -285,6 +302,13 @@ class PowerSGDHook(CompressionHook):
     Args:
         state: a ``PowerSGDState`` of ``torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook``; its group is
             replaced by a separate one.
+
+    Example::
+
+        from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
+        model.register_comm_hook(None, sagellm.PowerSGDHook(PowerSGDState(None, start_powerSGD_iter=2)))
     """
 
     def __init__(self, state: Any, group: Any = None) -> None:

@@ -22,6 +22,13 @@ class CommTimeoutError(DistBackendError, TimeoutError):  # type: ignore[misc]  #
     It is a ``torch.distributed.DistBackendError``, which programs for torch catch, and a ``TimeoutError``. The text
     says in which operation, how long it took, and what each missing rank does. The group has failed on every rank: its
     other operations end with an error, and a new group is needed to go on.
+
+    Example::
+
+        try:
+            sagellm.safe_all_reduce(torch.ones(4), timeout=60)
+        except sagellm.CommTimeoutError as error:
+            print("no answer from ranks", error.missing_ranks)
     """
 
     @property

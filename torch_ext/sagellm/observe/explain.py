@@ -187,6 +187,13 @@ def explain(
     in the group, as long as it is among the last that the group remembers (1024 operations, or ``SAGELLM_RING``).
 
     Raises ValueError where the operation, the type or the group is unknown, and where no operation has that number.
+
+    Example::
+
+        print(sagellm.explain("all_reduce", 1 << 20))  # what a call of so many bytes would do, and why
+        work = dist.all_reduce(torch.ones(4), async_op=True)
+        work.wait()
+        assert sagellm.explain(work).op == "all_reduce"  # what it did
     """
     from sagellm import _load
 

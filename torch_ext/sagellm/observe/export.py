@@ -60,6 +60,10 @@ def prometheus_text(group: Any = "all") -> str:
     """The statistics of this rank in Prometheus' text format 0.0.4; ``group`` as for ``get_stats``.
 
     All counters start when the group is made, or at ``reset_stats``, which a scraper sees as a restart.
+
+    Example::
+
+        print(sagellm.prometheus_text())
     """
     lines = Lines()
     for member in stats.members(group):
@@ -111,7 +115,12 @@ def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def write_prometheus(path: str | os.PathLike[str], group: Any = "all") -> None:
-    """Writes ``prometheus_text`` to a file at once, as a node exporter's textfile collector needs it."""
+    """Writes ``prometheus_text`` to a file at once, as a node exporter's textfile collector needs it.
+
+    Example::
+
+        sagellm.write_prometheus("sagellm.prom")  # in the folder of a textfile collector
+    """
     write_atomically(path, prometheus_text(group).encode())
 
 
@@ -159,6 +168,12 @@ def serve_prometheus(port: int = 0, host: str = "127.0.0.1", group: Any = "all")
     """Serves ``prometheus_text`` over HTTP at ``/metrics``; port 0 takes a free one, ``Endpoint.port`` says which.
 
     Anyone with access to ``host`` may read it; there is no password. OSError where the port is taken.
+
+    Example::
+
+        server = sagellm.serve_prometheus(0)  # 0: a port that is free
+        print(server.port)
+        server.close()
     """
     return Endpoint(host, port, lambda: prometheus_text(group))
 
@@ -168,6 +183,10 @@ def write_trace(path: str | os.PathLike[str], group: Any = "all") -> None:
 
     One process for the rank, a row for each group, more where operations ran at once. Times are wall-clock:
     ``merge_traces`` and ``sagellm trace`` put the files of several ranks together. ``group`` as for ``get_stats``.
+
+    Example::
+
+        sagellm.write_trace(f"trace-{dist.get_rank()}.json")  # then: sagellm trace . -o job.json
     """
     import torch.distributed as dist
 
@@ -184,6 +203,14 @@ def log_to_tensorboard(writer: Any, step: int, group: Any = "all") -> None:
     """Adds the statistics of this rank to a ``torch.utils.tensorboard.SummaryWriter`` as scalars of this step.
 
     Only ``writer.add_scalar(name, value, step)`` is used. Kinds that were never called are left out.
+
+    Example::
+
+        class Writer:
+            def add_scalar(self, name, value, step):
+                print(step, name, value)
+
+        sagellm.log_to_tensorboard(Writer(), step=100)
     """
     for member in stats.members(group):
         told = stats.get_stats(member.group)

@@ -154,6 +154,10 @@ def dump_flight_record(path: str | os.PathLike[str], group: Any = "all") -> str:
     ``path`` is a file, whose name must end in the global rank for the analyser to take it, or a folder, in which the
     file is called ``sagellm_<rank>``. ``group`` as for ``get_stats``. Each rank writes its own file, even
     after a failure, as long as the group is not destroyed.
+
+    Example::
+
+        sagellm.dump_flight_record(".")  # then: torchfrtrace .
     """
     import torch.distributed as dist
 

@@ -77,6 +77,10 @@ def write_inspector(folder: str | os.PathLike[str], group: Any = "all") -> str:
 
     ``folder`` is that of a node exporter's textfile collector; the file ``nccl_inspector_metrics_<host>_<pid>.prom``
     there is replaced at once. ``group`` as for ``get_stats``. Call it as often as Prometheus should see new values.
+
+    Example::
+
+        sagellm.write_inspector(".")  # as often as the values should be new
     """
     lines = export.Lines()
     for member in stats.members(group):

@@ -252,6 +252,11 @@ def get_stats(group: Any = None) -> dict[str, Any]:
     ``Wait`` by peer.
 
     Raises ValueError where this backend does not serve the group.
+
+    Example::
+
+        dist.all_reduce(torch.ones(1000))
+        assert sagellm.get_stats()["total_bytes"] >= 4000
     """
     found = [_snapshot(member) for member in members(group)]
     if isinstance(group, str):
@@ -260,7 +265,13 @@ def get_stats(group: Any = None) -> dict[str, Any]:
 
 
 def reset_stats(group: Any = None) -> None:
-    """Resets all counts; ``group`` as for ``get_stats``. The records of the last operations stay."""
+    """Resets all counts; ``group`` as for ``get_stats``. The records of the last operations stay.
+
+    Example::
+
+        sagellm.reset_stats()
+        assert sagellm.get_stats()["total_count"] == 0
+    """
     for member in members(group):
         member.backend._reset_stats()
 
@@ -269,6 +280,11 @@ def gather_stats(group: Any = None) -> Gathered:
     """The statistics of all ranks of one group, on every rank. A collective: every rank must call it.
 
     The snapshot is taken before the ranks exchange it. See ``Gathered``.
+
+    Example::
+
+        everyone = sagellm.gather_stats()  # a call of all ranks
+        print(everyone["straggler"])
     """
     import torch.distributed as dist
 

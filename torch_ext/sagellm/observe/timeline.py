@@ -287,6 +287,13 @@ def merge_traces(
     ``align`` shifts every rank so that collectives end together, for hosts whose clocks differ.
 
     Needs no process group. ValueError names the file that is none of these, and folders without files.
+
+    Example::
+
+        sagellm.write_trace(f"rank-{dist.get_rank()}.json")
+        dist.barrier()  # every file is there
+        if dist.get_rank() == 0:
+            sagellm.merge_traces([f"rank-{rank}.json" for rank in range(dist.get_world_size())], "job.json")
     """
     from sagellm.observe import export
 

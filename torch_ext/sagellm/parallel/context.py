@@ -64,6 +64,10 @@ def exchange_tokens(tensor: torch.Tensor, split_dim: int, join_dim: int, group: 
     With a tensor (tokens / ranks, heads, size) on each rank, ``exchange_tokens(tensor, 1, 0)`` gives (tokens, heads /
     ranks, size): all tokens for some of the heads, as attention needs them; ``exchange_tokens(tensor, 0, 1)`` leads
     back. Gradients pass. ``split_dim`` must be a multiple of the ranks (ValueError).
+
+    Example::
+
+        heads = sagellm.exchange_tokens(torch.ones(4, 2, 8), split_dim=1, join_dim=0)
     """
     ranks = dist.get_world_size(group)
     if tensor.shape[split_dim] % ranks:

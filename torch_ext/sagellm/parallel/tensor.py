@@ -34,6 +34,11 @@ class TensorParallelLinear(nn.Module):  # type: ignore[misc]  # torch has no ann
     Rank 0 of the group makes the initial weights, as ``torch.nn.Linear`` does, and sends each rank its part.
 
     Shapes: input ``(*, in_features)``, output ``(*, out_features)``, where split with 1 / world_size of the features.
+
+    Example::
+
+        layer = sagellm.TensorParallelLinear(8, 6, dist.get_world_size(), mode="column")
+        assert layer(torch.ones(3, 8)).shape == (3, 6)
     """
 
     def __init__(

@@ -26,6 +26,13 @@ def send_tensors(
     is slow holds the sender back instead of filling memory. On a device the tensors of a batch are packed into one
     message, of which only the two ranks take part. Returns when their memory may be used again. All tensors are on one
     device (ValueError).
+
+    Example::
+
+        if dist.get_rank() == 0:
+            sagellm.send_tensors([torch.ones(2, 3), torch.arange(5)], dst=1)
+        elif dist.get_rank() == 1:
+            keys, numbers = sagellm.recv_tensors(src=0)
     """
     listed = [_checked(tensor, number) for number, tensor in enumerate(tensors)]
     devices = {tensor.device for tensor in listed}
@@ -59,6 +66,13 @@ def recv_tensors(
     ``device`` is of the kind that the sender's tensors are on. ``out`` must have the shapes and dtypes that come, else
     a ValueError says which differs; the tensors are then received and dropped, so that later messages arrive. On a
     device the sender's ``window`` applies: the sender has packed the messages by it.
+
+    Example::
+
+        if dist.get_rank() == 0:
+            sagellm.send_tensors([torch.ones(2, 3)], dst=1)
+        elif dist.get_rank() == 1:
+            sagellm.recv_tensors(src=0, out=[torch.empty(2, 3)])
     """
     where = torch.device(device) if out is None or not out else out[0].device
     first = _recv_bytes(HEADER_BYTES, where, src, group, tag)
