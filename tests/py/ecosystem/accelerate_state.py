@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list, gather_object, set_seed
-from report import digest, report
+from report import digest, report, step
 from torch.utils.data import DataLoader, TensorDataset
 
 
@@ -16,7 +16,7 @@ def main() -> None:
     assert state.num_processes == dist.get_world_size() and state.backend == "gloo", state
     set_seed(0)
     accelerator = Accelerator(cpu=True)
-    data = torch.randn(128, 8, generator=torch.Generator().manual_seed(3))
+    data = torch.randn(640, 8, generator=torch.Generator().manual_seed(3))
     model = torch.nn.Linear(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     loader = DataLoader(TensorDataset(data, data.sum(1, keepdim=True)), batch_size=8)
@@ -28,6 +28,7 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(accelerator.reduce(loss.detach(), "mean").item())
+        step()
     everyone = accelerator.gather(torch.full((2,), float(state.process_index))).tolist()
     names = gather_object([f"rank {state.process_index}"])
     told = broadcast_object_list([state.process_index])

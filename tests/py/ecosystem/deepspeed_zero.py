@@ -10,7 +10,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import deepspeed
 import torch
 import torch.distributed as dist
-from report import report
+from report import report, step
 
 
 def main() -> None:
@@ -29,12 +29,13 @@ def main() -> None:
     engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config, dist_init_required=False)
     source = torch.Generator().manual_seed(11 + dist.get_rank())
     losses = []
-    for _ in range(10):
+    for _ in range(40):
         inputs = torch.randn(4, 16, generator=source)
         loss = engine(inputs).pow(2).mean()
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
+        step()
     report(losses=losses)
     dist.barrier()
     dist.destroy_process_group()

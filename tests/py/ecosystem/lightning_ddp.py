@@ -9,7 +9,7 @@ import lightning
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
-from report import digest, report
+from report import digest, report, step
 from torch.utils.data import DataLoader, TensorDataset
 
 
@@ -25,6 +25,7 @@ class Model(lightning.LightningModule):
         loss = torch.nn.functional.mse_loss(self.net(batch[0]), batch[1])
         self.log("loss", loss, sync_dist=True)
         self.losses.append(loss.item())
+        step()
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -38,7 +39,7 @@ def main() -> None:
     """Trains; the model reports while its group exists."""
     warnings.filterwarnings("ignore")
     lightning.seed_everything(0)
-    data = torch.randn(256, 8, generator=torch.Generator().manual_seed(5))
+    data = torch.randn(640, 8, generator=torch.Generator().manual_seed(5))
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=2,

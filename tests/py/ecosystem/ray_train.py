@@ -19,19 +19,20 @@ def train(_: dict[str, Any]) -> None:
     sys.path.insert(0, HERE)
     import torch
     import torch.distributed as dist
-    from report import digest, report
+    from report import digest, report, step
 
     torch.manual_seed(0)
     net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(16, 4))
     optimizer = torch.optim.SGD(net.parameters(), 0.05)
     source = torch.Generator().manual_seed(11 + dist.get_rank())
     losses = []
-    for _step in range(10):
+    for _step in range(40):
         optimizer.zero_grad()
         loss = net(torch.randn(8, 16, generator=source)).pow(2).mean()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
+        step()
     report(losses=losses, weights=digest(net.parameters()))
     dist.barrier()
 

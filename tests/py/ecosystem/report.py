@@ -1,7 +1,8 @@
 """The report of a program of this folder to its test: its numbers, and how many operations the groups of sagellm
 counted.
 
-Each rank writes its own file, ``$ECOSYSTEM_REPORT.<rank>``: the test compares all of them.
+Each rank writes its own file, ``$ECOSYSTEM_REPORT.<rank>``: the test compares all of them. Beside the numbers that are
+compared it holds the time of a step, for ``speed.py``.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import statistics
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,9 @@ import torch
 import torch.distributed as dist
 
 VARIABLE = "ECOSYSTEM_REPORT"
+#: Steps at the beginning that are not timed: buckets are laid out anew, memory is allocated.
+WARMING = 4
+_ended: list[float] = []
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
@@ -34,9 +40,22 @@ def operations() -> int:
     return sum(group["total_count"] for group in sagellm.get_stats("all").values())
 
 
-def report(rank: int | None = None, **found: Any) -> None:
-    """Writes this rank's file. Call it while the groups still exist."""
+def step() -> None:
+    """Call it at the end of each step."""
+    _ended.append(time.perf_counter())
+
+
+def step_ms() -> float | None:
+    """The median time of a step in milliseconds, None where too few were counted."""
+    times = [1e3 * (end - begin) for begin, end in zip(_ended[WARMING:], _ended[WARMING + 1 :], strict=False)]
+    return statistics.median(times) if times else None
+
+
+def report(rank: int | None = None, milliseconds: float | None = None, **found: Any) -> None:
+    """Writes this rank's file. Call it while the groups still exist. ``milliseconds`` is the time of a step where the
+    program timed it itself."""
     if rank is None:
         rank = dist.get_rank()
+    told = {"name": dist.get_backend(), "operations": operations(), "found": found, "ms": milliseconds or step_ms()}
     path = Path(f"{os.environ[VARIABLE]}.{rank}")
-    path.write_text(json.dumps({"name": dist.get_backend(), "operations": operations(), "found": found}))
+    path.write_text(json.dumps(told))

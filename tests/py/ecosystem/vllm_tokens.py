@@ -3,6 +3,7 @@
     python vllm_tokens.py tensor|pipeline
 
 With ``ECOSYSTEM_PRIVATE_PATH=1`` vLLM keeps its path of its own over shared memory; else its groups carry the tensors.
+With ``ECOSYSTEM_HOST=0|1`` and ``ECOSYSTEM_MASTER=<address>`` each rank has a host of its own, which runs this script.
 """
 
 from __future__ import annotations
@@ -55,25 +56,54 @@ def generate(llm: LLM) -> list[int]:
     return list(llm.generate([prompt], settings, use_tqdm=False)[0].outputs[0].token_ids)
 
 
-def main(split: str) -> None:
+def between_hosts() -> dict[str, Any]:
+    """What vLLM is told where each rank has a host of its own."""
+    if "ECOSYSTEM_HOST" not in os.environ:
+        return {}
+    host = int(os.environ["ECOSYSTEM_HOST"])
+    return {
+        "distributed_executor_backend": "mp",
+        "nnodes": 2,
+        "node_rank": host,
+        "master_addr": os.environ["ECOSYSTEM_MASTER"],
+    }
+
+
+def lead(arguments: dict[str, Any]) -> None:
     """Generates twice and reports; the second time is timed."""
+    llm = LLM(**arguments)
+    first = generate(llm)
+    begin = time.perf_counter()
+    second = generate(llm)
+    milliseconds = 1e3 * (time.perf_counter() - begin) / TOKENS
+    llm.collective_rpc("tell", args=(milliseconds, {"tokens": [first, second]}))
+
+
+def follow(arguments: dict[str, Any]) -> None:
+    """Runs the worker of a further host, as ``vllm serve --headless`` does, until it ends or this process is ended."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    config = EngineArgs(**arguments).create_engine_config(headless=True)
+    MultiprocExecutor(config, monitor_workers=False).start_worker_monitor(inline=True)
+
+
+def main(split: str) -> None:
+    """Makes the model and does this host's part."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(CONFIG))
-        llm = LLM(
-            folder,
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            max_model_len=256,
-            dtype="float32",
-            seed=0,
-            worker_extension_cls="vllm_workers.Reporting",
+        arguments = {
+            "model": folder,
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "max_model_len": 256,
+            "dtype": "float32",
+            "seed": 0,
+            "worker_extension_cls": "vllm_workers.Reporting",
             **SPLITS[split],
-        )
-        first = generate(llm)
-        begin = time.perf_counter()
-        second = generate(llm)
-        print(f"tokens/s {TOKENS / (time.perf_counter() - begin):.1f}", flush=True)
-        llm.collective_rpc("tell", args=({"tokens": [first, second]},))
+            **between_hosts(),
+        }
+        (follow if arguments.get("node_rank") else lead)(arguments)
 
 
 if __name__ == "__main__":

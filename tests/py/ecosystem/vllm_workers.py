@@ -23,6 +23,6 @@ class Reporting:
 
     rank: int
 
-    def tell(self, found: dict[str, Any]) -> None:
+    def tell(self, milliseconds: float, found: dict[str, Any]) -> None:
         """Writes this rank's report."""
-        report(rank=self.rank, **found)
+        report(self.rank, milliseconds, **found)

@@ -1,0 +1,54 @@
+"""The time of a step of these programs under torch's gloo and under ours, for docs/programs.md.
+
+    python tests/py/ecosystem/speed.py vllm_tokens.py tensor --starts 9
+
+Run it in the environment that has the program, on a machine that does nothing else. One start of each rival after the
+other, so that drift meets all. gloo runs twice: what its two rows differ by is what the comparison cannot see. vLLM has
+a further rival, its own path over shared memory, with the groups of sagellm beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from test_ecosystem import PROGRAMS, Program, run
+
+#: Name, whether sagellm serves, and the variables of a rival.
+RIVALS = {"gloo": (False, {}), "sagellm": (True, {}), "gloo again": (False, {})}
+PRIVATE = {"its own path": (True, {"ECOSYSTEM_PRIVATE_PATH": "1"})}
+
+
+def start(program: Program, rival: tuple[bool, dict[str, str]]) -> float:
+    """Milliseconds of a step, of the slowest rank."""
+    served, variables = rival
+    with tempfile.TemporaryDirectory() as folder:
+        return max(rank["ms"] for rank in run(program, Path(folder) / "run", served, **variables))
+
+
+def main() -> None:
+    """Prints each start as it ends, and the summary last."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("script", choices=sorted({program.script for program in PROGRAMS}))
+    parser.add_argument("arguments", nargs="*")
+    parser.add_argument("--starts", type=int, default=3, help="of each rival")
+    given = parser.parse_args()
+    program = next(p for p in PROGRAMS if (p.script, list(p.arguments)) == (given.script, given.arguments))
+    rivals = {**RIVALS, **(PRIVATE if program.needs == "vllm" else {})}
+    found: dict[str, list[float]] = {name: [] for name in rivals}
+    for number in range(given.starts):
+        for name, rival in rivals.items():
+            found[name].append(start(program, rival))
+            print(f"start {number + 1}, {name}: {found[name][-1]:.3f} ms", flush=True)
+    for name, times in found.items():
+        listed = " ".join(f"{time:.3f}" for time in sorted(times))
+        print(f"{program.name}, {name}: median {statistics.median(times):.3f} ms, best {min(times):.3f} ms of {listed}")
+
+
+if __name__ == "__main__":
+    main()
