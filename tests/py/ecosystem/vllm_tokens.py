@@ -49,11 +49,11 @@ SPLITS: dict[str, dict[str, Any]] = {
 }
 
 
-def generate(llm: LLM) -> list[int]:
-    """The tokens after the prompt."""
-    settings = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+def generate(llm: LLM, logprobs: int | None = None) -> Any:
+    """What follows the prompt: tokens, and with `logprobs` how probable each was."""
+    settings = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=logprobs)
     prompt: Any = {"prompt_token_ids": PROMPT}
-    return list(llm.generate([prompt], settings, use_tqdm=False)[0].outputs[0].token_ids)
+    return llm.generate([prompt], settings, use_tqdm=False)[0].outputs[0]
 
 
 def between_hosts() -> dict[str, Any]:
@@ -70,13 +70,15 @@ def between_hosts() -> dict[str, Any]:
 
 
 def lead(arguments: dict[str, Any]) -> None:
-    """Generates twice and reports; the second time is timed."""
+    """Generates twice and reports; the second time is timed. The tokens of a random model repeat, logprobs do not."""
     llm = LLM(**arguments)
-    first = generate(llm)
+    first = generate(llm, logprobs=1)
+    logprobs = [choice[token].logprob for token, choice in zip(first.token_ids, first.logprobs, strict=True)]
     begin = time.perf_counter()
     second = generate(llm)
     milliseconds = 1e3 * (time.perf_counter() - begin) / TOKENS
-    llm.collective_rpc("tell", args=(milliseconds, {"tokens": [first, second]}))
+    found = {"tokens": [list(first.token_ids), list(second.token_ids)], "logprobs": logprobs}
+    llm.collective_rpc("tell", args=(milliseconds, found))
 
 
 def follow(arguments: dict[str, Any]) -> None:
