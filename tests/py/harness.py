@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from limits import patience
 
@@ -41,6 +42,20 @@ POOL_SIZE = 4
 # not cost five seconds each time.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 GROUP_TIMEOUT = timedelta(seconds=30)
+
+
+def torch_at_least(major: int, minor: int) -> bool:
+    """For what older versions do in another way, or not at all."""
+    return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (major, minor)
+
+
+def monitored_barrier(timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+    """`dist.monitored_barrier` on the default group. Older torch lets only gloo groups call it: the group is asked."""
+    if torch_at_least(2, 15) or IS_GLOO:
+        dist.monitored_barrier(timeout=timeout, wait_all_ranks=wait_all_ranks)
+    else:
+        group = dist.distributed_c10d._get_default_group()
+        group.monitored_barrier(GROUP_TIMEOUT if timeout is None else timeout, wait_all_ranks)
 
 
 def beyond_gloo(reason: str) -> pytest.MarkDecorator:

@@ -11,17 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Context, expect_raises, launch, run_fresh
+from harness import Context, expect_raises, launch, run_fresh, torch_at_least
 from on_device import backend_of, holds
 from simulated import VENDORS, environment, exit_code, start
 
 #: The first test builds the simulators, which takes minutes on a busy machine; every job has its own deadline.
 pytestmark = pytest.mark.timeout(900)
 
-splitting = pytest.mark.skipif(
-    tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13),
-    reason="split_group of older torch needs a cuda device",
-)
+splitting = pytest.mark.skipif(not torch_at_least(2, 13), reason="split_group of older torch needs a cuda device")
 
 #: The functions that make a communicator out of another, and from an id; none where the library has no such function.
 SPLITS = {"nccl": "ncclCommSplit", "hccl": "HcclCreateSubCommConfig", "cncl": None}

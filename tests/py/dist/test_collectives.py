@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import BULK, SIZES, expected_sum, inputs_of, op_of, same_reduced
-from harness import IS_GLOO, Context, beyond_gloo, expect_raises, run_fresh, run_ranks
+from harness import IS_GLOO, Context, beyond_gloo, expect_raises, monitored_barrier, run_fresh, run_ranks
 from reference import GLOO_REDUCIBLE, MOVABLE, REDUCIBLE, fold, make, ops_of, same_bits
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -570,8 +570,8 @@ def test_fake_tensors_make_no_device_that_a_barrier_could_name() -> None:
 
 
 def monitored(ctx: Context) -> None:
-    dist.monitored_barrier()
-    dist.monitored_barrier(wait_all_ranks=True)
+    monitored_barrier()
+    monitored_barrier(wait_all_ranks=True)
     total = torch.ones(3)
     dist.all_reduce(total)
     same_bits(total, torch.full((3,), float(ctx.world_size)), "after monitored_barrier")

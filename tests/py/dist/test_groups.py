@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import inputs_of, members, same_reduced
-from harness import IS_GLOO, Context, beyond_gloo, run_fresh, run_ranks
+from harness import IS_GLOO, Context, beyond_gloo, run_fresh, run_ranks, torch_at_least
 from reference import fold, make, same_bits
 
 
@@ -364,11 +364,7 @@ def split(ctx: Context) -> None:
     dist.destroy_process_group(parent)
 
 
-def _torch_at_least(major: int, minor: int) -> bool:
-    return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (major, minor)
-
-
-@pytest.mark.skipif(not _torch_at_least(2, 13), reason="split_group of older torch needs a cuda device")
+@pytest.mark.skipif(not torch_at_least(2, 15), reason="split_group of older torch needs a device")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_split_group(world_size: int) -> None:
     """Children from split, one after the other."""

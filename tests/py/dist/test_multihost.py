@@ -17,7 +17,7 @@ import net
 import pytest
 import torch
 import torch.distributed as dist
-from harness import IS_GLOO, Context, beyond_gloo, expect_raises, launch, run_fresh
+from harness import IS_GLOO, Context, beyond_gloo, expect_raises, launch, monitored_barrier, run_fresh
 from net import enter
 from reference import fold, make, same_bits
 
@@ -115,8 +115,7 @@ def on_place(ctx: Context, names: list[str], place: list[int], options: dict[str
     sparse = torch.eye(4).to_sparse()
     dist.all_reduce(sparse)
     assert sparse.to_dense().tolist() == (n * torch.eye(4)).tolist()
-    # torch 2.11 refuses `dist.monitored_barrier` for whatever is not called gloo; the group's own call is not asked.
-    dist.distributed_c10d._get_default_group().monitored_barrier(timedelta(seconds=30))
+    monitored_barrier(timedelta(seconds=30))
     dist.destroy_process_group()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Context, beyond_gloo, expect_raises, run_ranks
+from harness import Context, beyond_gloo, expect_raises, monitored_barrier, run_ranks
 from reference import MOVABLE, make, same_bits
 
 SIZES = [0, 1, 7, 512, 1023, 1024, 1025, 5000, 300_001]
@@ -322,7 +322,7 @@ def numbers_apart(ctx: Context) -> None:
     dist.all_reduce(torch.ones(2))
     dist.all_reduce_coalesced([torch.ones(2), torch.ones(3)])
     assert backend._get_sequence_number_for_group() == before + 2
-    dist.monitored_barrier()
+    monitored_barrier()
     assert backend._get_sequence_number_for_group() == before + 2
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Context, beyond_gloo, run_fresh, run_script, torchrun
+from harness import Context, beyond_gloo, run_fresh, run_script, torch_at_least, torchrun
 from torch._C import _distributed_c10d as c10d
 
 pytestmark = [
@@ -41,7 +41,8 @@ def dumped(ctx: Context) -> None:
     assert titles(active) == (["sagellm:broadcast"] if ctx.rank == 1 else [])
     assert "entries" not in pickle.loads(c10d._dump_fr_trace(includeCollectives=False, backend="sagellm"))
     # Named, a backend is answered alone; unnamed, both stand in the order of their times, with groups of their own.
-    assert all(title.startswith("gloo:") for title in titles(pickle.loads(c10d._dump_fr_trace(backend="gloo"))))
+    if torch_at_least(2, 15):  # older torch cannot be asked for one of its own
+        assert all(title.startswith("gloo:") for title in titles(pickle.loads(c10d._dump_fr_trace(backend="gloo"))))
     for both in (pickle.loads(c10d._dump_fr_trace()), json.loads(c10d._dump_fr_trace_json(True, False))):
         found = titles(both)
         assert found.index("sagellm:all_reduce") < found.index("gloo:all_reduce")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Context, beyond_gloo, expect_raises, launch, run_fresh
+from harness import Context, beyond_gloo, expect_raises, launch, monitored_barrier, run_fresh, torch_at_least
 from limits import patience
 
 pytestmark = beyond_gloo("is about the name of gloo")
@@ -289,9 +289,9 @@ def by_default(ctx: Context) -> None:
     mine: list[Any] = [None]
     dist.scatter_object_list(mine, [10 * rank for rank in range(ctx.world_size)], src=0)
     assert mine == [10 * ctx.rank]
-    dist.monitored_barrier(timeout=timedelta(seconds=30), wait_all_ranks=True)
+    monitored_barrier(timeout=timedelta(seconds=30), wait_all_ranks=True)
     if ctx.rank != 3:
-        text = expect_raises(RuntimeError, lambda: dist.monitored_barrier(timeout=timedelta(seconds=1)))
+        text = expect_raises(RuntimeError, lambda: monitored_barrier(timeout=timedelta(seconds=1)))
         assert ctx.rank or "rank 3" in text.lower() or "ranks: 3" in text.lower(), text
     ctx.tell("done")
     ctx.listen()
@@ -311,10 +311,9 @@ def test_what_is_patched_is_where_this_torch_looks() -> None:
     """Fails where a new torch makes its groups in another way: then `_serve_as` has to be looked at again."""
     from torch.distributed import distributed_c10d as c10d
 
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     source = inspect.getsource(c10d._new_process_group_helper)
     assert "ProcessGroupGloo" in vars(c10d) and "ProcessGroupGloo" in vars(dist)
-    if version >= (2, 14):
+    if torch_at_least(2, 14):
         c10d.Backend._ensure_backend_registered("gloo")
         plugin = c10d.Backend._plugins["GLOO"]
         assert plugin._fields == ("creator_fn", "extended_api") and plugin.extended_api

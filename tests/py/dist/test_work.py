@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import members
-from harness import Context, beyond_gloo, expect_raises, launch, run_fresh, run_ranks
+from harness import Context, beyond_gloo, expect_raises, launch, run_fresh, run_ranks, torch_at_least
 from limits import patience
 
 CPU = torch.device("cpu")
@@ -196,7 +196,8 @@ def sequence(ctx: Context) -> None:
     group = dist.distributed_c10d._get_default_group()
     backend = _backend()
     start = backend._get_sequence_number_for_group()
-    assert group._get_sequence_number_for_group() == start
+    if torch_at_least(2, 15):  # older torch answers for its own backends alone
+        assert group._get_sequence_number_for_group() == start
     for turn in range(1, 6):
         dist.all_reduce(torch.ones(2), async_op=bool(turn % 2))
         assert backend._get_sequence_number_for_group() == start + turn
@@ -204,8 +205,10 @@ def sequence(ctx: Context) -> None:
     dist.broadcast(torch.ones(1), 0)
     assert backend._get_sequence_number_for_group() == start + 7
     work: Any = dist.all_reduce(torch.ones(2), async_op=True)
-    assert work._get_sequence_number() == start + 8
+    if torch_at_least(2, 15):
+        assert work._get_sequence_number() == start + 8
     work.wait()
+    assert backend._get_sequence_number_for_group() == start + 8
 
 
 @beyond_gloo("its Work numbers another way")

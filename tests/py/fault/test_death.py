@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import IS_GLOO, Context, beyond_gloo, expect_raises, launch
+from harness import IS_GLOO, Context, beyond_gloo, expect_raises, launch, monitored_barrier
 from helpers import alive, nothing_left, shm_files_of, sockets_of, unix_sockets, until, work_for_ever
 from limits import patience
 
@@ -234,7 +234,7 @@ def monitored(ctx: Context, wait_all_ranks: bool) -> str:
     text = ""
     if ctx.rank not in (1, 2):
         text = expect_raises(
-            RuntimeError, lambda: dist.monitored_barrier(timeout=timedelta(seconds=1), wait_all_ranks=wait_all_ranks)
+            RuntimeError, lambda: monitored_barrier(timeout=timedelta(seconds=1), wait_all_ranks=wait_all_ranks)
         )
     ctx.tell("done")
     ctx.listen()
@@ -267,7 +267,7 @@ def monitored_zero(ctx: Context) -> str:
     text = ""
     if ctx.rank == 0:
         start = time.monotonic()
-        text = expect_raises(RuntimeError, lambda: dist.monitored_barrier(timeout=timedelta(seconds=0)))
+        text = expect_raises(RuntimeError, lambda: monitored_barrier(timeout=timedelta(seconds=0)))
         assert time.monotonic() - start < patience(1.0)
     ctx.tell("done")
     ctx.listen()

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Context, beyond_gloo, expect_raises, launch
+from harness import Context, beyond_gloo, expect_raises, launch, monitored_barrier
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden"
 PROBLEM = (RuntimeError, ValueError)
@@ -86,7 +86,7 @@ def monitored(ctx: Context) -> str | None:
     ctx.init()
     if ctx.rank:
         return None
-    return expect_raises(PROBLEM, lambda: dist.monitored_barrier(timeout=timedelta(milliseconds=200)))
+    return expect_raises(PROBLEM, lambda: monitored_barrier(timeout=timedelta(milliseconds=200)))
 
 
 def aborted(ctx: Context) -> str | None:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import IS_GLOO, in_new_process, run_script
+from harness import IS_GLOO, in_new_process, run_script, torch_at_least
 
 pytestmark = pytest.mark.skipif(IS_GLOO, reason="gloo: these are tests of the installed package")
 
@@ -57,10 +57,7 @@ def test_pitfall_11_import_torch_starts_nothing_and_opens_nothing() -> None:
 @pytest.mark.parametrize("autoload", ["1", "0"])
 def test_the_name_works_without_an_import_of_ours(autoload: str, tmp_path: Path) -> None:
     """In an unrelated directory, through either entry point; older torch needs `import sagellm` where one is off."""
-    import torch
-
-    old = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 14)
-    prelude = "import sagellm" if old and autoload == "0" else ""
+    prelude = "import sagellm" if autoload == "0" and not torch_at_least(2, 14) else ""
     done = run_script(
         ["-c", ONE_RANK.format(prelude=prelude)], env={"TORCH_DEVICE_BACKEND_AUTOLOAD": autoload}, cwd=tmp_path
     )
