@@ -79,7 +79,8 @@ bench: $(built) $(installed_dev) ## collectives against gloo; results below out/
 	$(python) benchmarks/collectives.py --help >/dev/null
 	$(python) benchmarks/collectives.py --out out $(bench_flags)
 
-coverage: $(built) $(installed_dev) ## line coverage of the package and of the Rust core, at least 85 % each (half an hour)
+coverage: $(installed_dev) ## line coverage of the package and of the Rust core, at least 85 % each (half an hour)
+	@.ci/prerequisites
 	@$(python) .ci/coverage
 
 docs: $(installed_docs) ## the site of the documentation, with the API reference, in build/site; warnings fail it (seconds)
