@@ -49,6 +49,9 @@ def recover(group: Any = None, timeout: float | timedelta = 30.0) -> Any:
       that all members have, such as the last step or a checkpoint.
     - On a group in which nothing has failed, and nobody is gone, it returns ``group`` itself. If something has failed,
       but nobody is gone (a timeout, different calls), it returns a new group of the same ranks.
+    - The new group serves the devices that the old one served. On those that a vendor's library carries it makes a new
+      communicator at its first call there: the failure has ended the old one, which the library could shrink otherwise
+      (``dist.shrink_group``).
     - Alone it returns a group of one rank.
     - A rank that is alive and does not call (because it is stopped, or busy elsewhere) is never left out: after
       ``timeout`` all others get a ``CommTimeoutError`` that names it, and may call again.
@@ -94,16 +97,20 @@ def recover(group: Any = None, timeout: float | timedelta = 30.0) -> Any:
         members, made = _Conversation(backend, requests, seconds).run()
     if made is None:
         return base
-    return _take_over(base, members, made)
+    return _take_over(base, backend, members, made)
 
 
-def _take_over(base: Any, members: list[int], made: Any) -> Any:
+def _take_over(base: Any, backend: Any, members: list[int], made: Any) -> Any:
     """Puts the new backend into torch's place of the old group, as ``shrink_group`` does; local."""
     of_default = base is c10d._get_default_group()
     ranks = dist.get_process_group_ranks(base)
     gone = {ranks[place] for place in range(len(ranks)) if place not in members}
+    served = [kind for kind in base._device_types if statistics._own(base._get_backend(kind)) is backend]
     info: Any = {"process_group": base, "is_default_group": of_default}
     new = c10d._finalize_shrunk_group(info, gone, made)
+    for kind in served:
+        if kind not in new._device_types:  # torch puts it in place for one kind of device alone
+            new._register_backend(kind, dist.ProcessGroup.BackendType.CUSTOM, made)
     if of_default:
         # torch keeps the old global ranks beside the new numbers; later groups are asked for by the new ones.
         c10d._world.pg_group_ranks[new] = {rank: rank for rank in range(made.size())}

@@ -98,12 +98,16 @@ def _backend(group: Any) -> Any:
     """The backend behind a process group, or None where it is not ours."""
     import torch
 
-    from sagellm import _load
-
     try:
-        backend = group._get_backend(torch.device("cpu"))
+        return _own(group._get_backend(torch.device("cpu")))
     except RuntimeError:
         return None
+
+
+def _own(backend: Any) -> Any:
+    """What torch has as the backend of a group, without what it put around it; None where it is not ours."""
+    from sagellm import _load
+
     # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it in a checking group.
     backend = getattr(backend, "wrapped_pg", backend)
     return backend if isinstance(backend, _load.extension().SageBackend) else None
