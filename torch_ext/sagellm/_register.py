@@ -110,8 +110,13 @@ def part(ours: Any, store: Any, rank: int, size: int) -> Any:
 
 
 def _meet(extension: ModuleType, options: Any, ours: Any, is_part: bool = False) -> Any:
+<<<<<<< HEAD
     """The backend, after the ranks have met, with the delegate and the link if the ranks decided that it needs them."""
     from sagellm import _delegate
+=======
+    """The backend, after the ranks have met, with the groups of torch's that they decided it needs."""
+    from sagellm import _alive, _delegate
+>>>>>>> bac31a6 (recover: killed ranks of other hosts are found at once, and stopped ones are not left out)
 
     decided = extension.rendezvous(
         options.store,
@@ -128,6 +133,8 @@ def _meet(extension: ModuleType, options: Any, ours: Any, is_part: bool = False)
         _refuse_mpi(options.group_id, decided.delegate_reason)
     if decided.delegate_reason:
         _tell_delegate(ours.delegate, decided.delegate_reason, options)
+    if ours.delegate == _delegate.DEFAULT:
+        _alive.announce(options.store, options.group_rank)
     # Keys of an earlier attempt at the same group may lie in the store, and gloo would believe them.
     delegate = _delegate.build(ours.delegate, options, f"{_delegate.PREFIX}/{decided.id}")
     if not decided.spans_hosts:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
 from torch.distributed import distributed_c10d as c10d
 
+from sagellm import _alive
 from sagellm.api.errors import CommTimeoutError
 from sagellm.observe import log
 from sagellm.observe import stats as statistics
@@ -31,8 +32,10 @@ Result = TypeVar("Result")
 ABORT = 1
 #: Seconds between two looks at the store.
 PAUSE = 0.02
-#: Seconds after which the end of a process on this host is known for sure.
+#: Seconds after which the end of a process is known for sure, unless its host is silent.
 NOTICED = 2.0
+#: Seconds after which the hosts of ranks that have not called are asked for them; most ranks call within that time.
+QUIET = 0.2
 PREFIX = "sagellm/recover"
 
 
@@ -55,9 +58,12 @@ def recover(group: Any = None, timeout: float | timedelta = 30.0) -> Any:
     - Alone it returns a group of one rank.
     - A rank that is alive and does not call (because it is stopped, or busy elsewhere) is never left out: after
       ``timeout`` all others get a ``CommTimeoutError`` that names it, and may call again.
-    - Whether a rank is alive is known on its own host, to the ranks of a group over shared memory. Of a rank on another
-      host none of whose ranks calls, and of every rank of a group that a delegate serves, nobody can tell; such a rank
-      counts as gone if it has not called within ``timeout``.
+    - Whether the process of a rank is there is known at once on its own host, and to other hosts by a port that each
+      process of a group over several hosts opens for that. So ranks that were killed are found within a second, also
+      where they are all of a host. A host that has gone away without a word (its power, its network) is not told from a
+      slow one: if none of its ranks has called within ``timeout``, they count as gone. So does every silent rank of a
+      group that a delegate other than gloo serves, or whose hosts have no address but that of the loopback. A rank of
+      another host that has left the group, and whose process goes on, is one that is alive and does not call.
     - A rank that was left out and calls later gets an error.
 
     The store of the group must still be there: with torchrun it is, in the launcher; a store that lived in a rank's
@@ -94,10 +100,15 @@ def recover(group: Any = None, timeout: float | timedelta = 30.0) -> Any:
     if seconds <= 0:
         raise ValueError(f"sagellm recover: timeout is {timeout}, expected more than 0 seconds")
     with _Requests(seconds) as requests:
-        members, made = _Conversation(backend, requests, seconds).run()
+        members, made = _converse(backend, requests, seconds)
     if made is None:
         return base
     return _take_over(base, backend, members, made)
+
+
+def _converse(backend: Any, requests: _Requests, seconds: float) -> tuple[list[int], Any]:
+    with _alive.Watch() as watch:
+        return _Conversation(backend, requests, watch, seconds).run()
 
 
 def _take_over(base: Any, backend: Any, members: list[int], made: Any) -> Any:
@@ -167,20 +178,24 @@ class _Heard:
     #: The ranks that called, and those that built their group.
     called: set[int] = field(default_factory=set)
     built: set[int] = field(default_factory=set)
-    #: Ranks that some rank knows to be gone, and those whose end some rank would hear of.
+    #: Ranks that some rank knows to be gone; by rank, those whose process it sees to be there.
     gone: set[int] = field(default_factory=set)
-    watched: set[int] = field(default_factory=set)
+    sees: dict[int, set[int]] = field(default_factory=dict)
     #: Some rank's group has failed.
     faulty: bool = False
     #: Why a rank could not build its group.
     failed: dict[int, str] = field(default_factory=dict)
 
+    def alive(self) -> set[int]:
+        """Ranks whose process is there, as one says that is there itself."""
+        return {seen for rank, seen_by in self.sees.items() if rank not in self.gone for seen in seen_by}
+
 
 class _Conversation:
     """One rank's part of a recovery."""
 
-    def __init__(self, backend: Any, requests: _Requests, seconds: float) -> None:
-        self.backend, self.requests, self.seconds = backend, requests, seconds
+    def __init__(self, backend: Any, requests: _Requests, watch: _alive.Watch, seconds: float) -> None:
+        self.backend, self.requests, self.watch, self.seconds = backend, requests, watch, seconds
         self.rank = int(backend.rank())
         self.candidates = list(range(backend.size()))
         self.faulty = _has_failed(backend)
@@ -240,13 +255,14 @@ class _Conversation:
 
     def _agree_on_members(self) -> tuple[list[int], bool]:
         """Waits until every candidate has called or is known to be gone; then the first to say so decides for all."""
-        end = time.monotonic() + self.seconds
+        begin = time.monotonic()
         while True:
-            late = time.monotonic() >= end
+            late = time.monotonic() >= begin + self.seconds
+            self._look(set(self.candidates) - self.heard.called, begin)
             self._tell(called=True, faulty=self.faulty)
             self._listen()
             missing = set(self.candidates) - self.heard.called - self.heard.gone
-            alive = missing & self.heard.watched
+            alive = missing & self.heard.alive()
             if late and alive:
                 raise CommTimeoutError(self._silent(sorted(alive), "called sagellm.recover()"))
             if late or not missing:
@@ -261,9 +277,10 @@ class _Conversation:
     def _build(self, members: list[int]) -> Any:
         """The new backend when every member has it; None if one died meanwhile, and an error if it cannot be made."""
         building = _Building(self.backend, members, self.seconds, self.round)
-        end = time.monotonic() + self.seconds
+        begin = time.monotonic()
         failing = None
         while True:
+            self._look(set(members) - self.heard.built, begin)
             self._tell(built=building.done() and building.error is None, failed=building.failure())
             self._listen()
             outcome = self._read("outcome")
@@ -276,7 +293,7 @@ class _Conversation:
                 outcome = self._decide("outcome", f"sagellm recover: rank {rank} could not make the new group: {text}")
             elif outcome is None and self.heard.built >= set(members):
                 outcome = self._decide("outcome", "all")
-            elif outcome is None and time.monotonic() >= end:
+            elif outcome is None and time.monotonic() >= begin + self.seconds:
                 silent = [rank for rank in members if rank not in self.heard.built]
                 outcome = self._decide("outcome", self._silent(silent, "built the new group"))
             if outcome == "all":
@@ -287,6 +304,15 @@ class _Conversation:
                 kind = CommTimeoutError if "Timed out after" in outcome else dist.DistBackendError
                 raise kind(outcome)
             building.wait(PAUSE)
+
+    def _look(self, waited_for: set[int], since: float) -> None:
+        """Asks the hosts of ranks that are waited for, and are not on this one, whether their processes are there."""
+        if time.monotonic() >= since + QUIET:
+            here = {self.rank, *self.backend._watched(True), *self.backend._watched(False)}
+            for rank in waited_for - here - self.heard.gone:
+                if self.watch.asks(rank):
+                    self.watch.follow(rank, self._get(f"{_alive.PREFIX}/{rank}") or "")
+        self.watch.look()
 
     def _silent(self, ranks: list[int], what: str) -> str:
         who = ", ".join(f"rank {rank} (alive, or not known to be gone)" for rank in ranks)
@@ -302,8 +328,9 @@ class _Conversation:
         return f"{PREFIX}/{self.round}/{name}"
 
     def _read(self, name: str) -> str | None:
-        key = self._key(name)
+        return self._get(self._key(name))
 
+    def _get(self, key: str) -> str | None:
         def read() -> str | None:
             return self.store.get(key).decode() if self.store.check([key]) else None
 
@@ -316,8 +343,9 @@ class _Conversation:
 
     def _tell(self, **facts: Any) -> None:
         """Tells the others, where it has changed: what this rank did, and whom it sees."""
-        gone, watched = self.backend._watched(True), self.backend._watched(False)
-        news = {"rank": self.rank, "gone": sorted(gone), "watched": sorted(watched), **facts}
+        gone = self.watch.gone.union(self.backend._watched(True))
+        sees = self.watch.alive.union(self.backend._watched(False))
+        news = {"rank": self.rank, "gone": sorted(gone), "sees": sorted(sees), **facts}
         if news == self.told:
             return
         self.told = news
@@ -345,7 +373,7 @@ class _Conversation:
         rank = news["rank"]
         self.heard.faulty |= bool(news.get("faulty"))
         self.heard.gone.update(news["gone"])
-        self.heard.watched.update(news["watched"])
+        self.heard.sees[rank] = set(news["sees"])
         if news.get("called"):
             self.heard.called.add(rank)
         if news.get("built"):
