@@ -110,13 +110,8 @@ def part(ours: Any, store: Any, rank: int, size: int) -> Any:
 
 
 def _meet(extension: ModuleType, options: Any, ours: Any, is_part: bool = False) -> Any:
-<<<<<<< HEAD
     """The backend, after the ranks have met, with the delegate and the link if the ranks decided that it needs them."""
-    from sagellm import _delegate
-=======
-    """The backend, after the ranks have met, with the groups of torch's that they decided it needs."""
     from sagellm import _alive, _delegate
->>>>>>> bac31a6 (recover: killed ranks of other hosts are found at once, and stopped ones are not left out)
 
     decided = extension.rendezvous(
         options.store,

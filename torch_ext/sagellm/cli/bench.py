@@ -23,7 +23,8 @@ from sagellm.cli.show import Bar, paint
 from sagellm.cli.simulate import parse_sizes
 
 HELP = "measure collectives: size, time, algbw, busbw, wrong values; compare with gloo"
-DESCRIPTION = """Measures collectives on CPU tensors and prints the table of nccl-tests. Starts its own ranks on this
+DESCRIPTION = """Measures collectives and prints the table of nccl-tests, on CPU tensors or with --device on those of an
+accelerator; the head says what carried them, and each row whether that was a simulator. Starts its own ranks on this
 host, or measures between those of torchrun where it runs under it. Sizes are those of the whole tensor (the output of
 a gather, the input of a scatter); busbw is the time's share of the bus: algbw times 2(n-1)/n for all_reduce, (n-1)/n
 for all_gather, reduce_scatter, all_to_all, gather and scatter, 1 for the others. Exits with 1 when a value was
@@ -33,8 +34,12 @@ EXAMPLES = """examples:
   sagellm bench --preset quick --compare gloo       1, 10 and 100 MB, 10 warm-ups, 100 iterations, beside gloo
   sagellm bench --op all --ranks 4 --sizes 4KiB..4MiB
   sagellm bench --plot -                            also draws the bandwidths here; --plot bw.png needs matplotlib
+  sagellm bench --device cuda --ranks 4             each rank on the device of its number
   torchrun --nproc-per-node=2 -m sagellm bench --op all_gather
 """
+CPU = "cpu"
+#: In the names of the libraries that tests/simulators builds.
+SIMULATOR = "libsagellm_sim_"
 OURS = "sagellm"
 BACKENDS = ("gloo", "mpi", "ucc")
 #: Seconds after which ranks are ended, so that a hanging measurement ends.
@@ -65,11 +70,17 @@ class Job:
     warmup: int
     iterations: int
     backends: list[str]
+    #: "cpu", or torch's name of the accelerator.
+    device: str
 
 
 @dataclass(frozen=True)
 class Row:
-    """One operation at one size on one backend. Seconds of a call on the slowest rank; GB/s are 10^9 bytes."""
+    """One operation at one size on one backend. Seconds of a call on the slowest rank; GB/s are 10^9 bytes.
+
+    ``carrier`` says what carried tensors of a device; empty on the CPU. ``simulated``: figures of a simulator, which
+    say nothing about a device.
+    """
 
     op: str
     backend: str
@@ -81,6 +92,9 @@ class Row:
     algbw: float
     busbw: float
     wrong: int
+    device: str = CPU
+    carrier: str = ""
+    simulated: bool = False
 
 
 def _positive(text: str) -> int:
@@ -96,6 +110,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", type=parse_sizes, help="bytes of the whole tensor: 8,4KiB..16MiB (8..64MiB:8)")
     parser.add_argument("--dtype", default="float32", choices=collectives.DTYPES, help="element type (float32)")
     parser.add_argument("--redop", default="sum", choices=list(collectives.REDUCTIONS), help="how to combine (sum)")
+    parser.add_argument(
+        "--device", default=CPU, help="where the tensors are: cpu, or cuda, npu, mlu as torch names it (cpu)"
+    )
     parser.add_argument("--ranks", type=_positive, default=2, help="ranks to start on this host (2)")
     parser.add_argument("--warmup", type=_positive, help="calls before the timed ones (5)")
     parser.add_argument("--iterations", type=_positive, help="timed calls (20)")
@@ -118,6 +135,7 @@ def job_of(parsed: argparse.Namespace) -> Job:
         warmup=parsed.warmup or base.warmup,
         iterations=parsed.iterations or base.iterations,
         backends=[OURS] + ([parsed.compare] if parsed.compare else []),
+        device=parsed.device,
     )
 
 
@@ -127,6 +145,7 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.json and not parsed.json.parent.is_dir():
         raise ValueError(f"--json {parsed.json}: there is no folder {parsed.json.parent}")
     job = job_of(parsed)
+    _check_device(job)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         rows = _under_a_launcher(job)
     else:
@@ -144,6 +163,22 @@ def run(parsed: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
+def _check_device(job: Job) -> None:
+    """Before anything is started."""
+    import torch
+
+    if job.device == CPU:
+        return
+    if len(job.backends) > 1:
+        raise ValueError(f"--compare {job.backends[1]}: it is compared on CPU tensors only, without --device")
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or found.type != job.device:
+        sees = "no accelerator" if found is None else f"the accelerator {found.type}"
+        raise ValueError(
+            f"--device {job.device}: torch sees {sees} here; expected cpu, or the name of one that it sees"
+        )
+
+
 def _series(rows: list[Row]) -> dict[str, list[tuple[int, float]]]:
     """By name of a line in the chart: size and bus bandwidth."""
     names = {row.backend for row in rows}
@@ -158,6 +193,8 @@ def _under_a_launcher(job: Job) -> list[Row] | None:
     """In a rank that torchrun or another launcher has started."""
     import torch.distributed as dist
 
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    _choose_device(job, local)
     dist.init_process_group(OURS)
     try:
         return measure(job)
@@ -180,8 +217,10 @@ def run_rank(rank: int, count: int, port: int, words: str) -> int:
     """One rank of the measurement; rank 0 prints, and leaves its rows in the store."""
     import torch.distributed as dist
 
+    job = Job(**json.loads(words))
+    _choose_device(job, rank)
     store = processes.join(OURS, rank, count, port, SET_UP_SECONDS)
-    rows = measure(Job(**json.loads(words)))
+    rows = measure(job)
     if rank == 0:
         store.set("rows", json.dumps([asdict(row) for row in rows]))
     dist.barrier()
@@ -190,6 +229,29 @@ def run_rank(rank: int, count: int, port: int, words: str) -> int:
 
 
 # ------------------------------------------------------------------------------------------------- inside a rank
+
+
+def _choose_device(job: Job, place: int) -> None:
+    """Makes the device of this rank's number on its host current; where there are fewer, ranks share them."""
+    import torch
+
+    if job.device != CPU:
+        torch.accelerator.set_device_index(place % torch.accelerator.device_count())
+
+
+def _carrier(job: Job) -> str:
+    """What carries tensors of the device in the default group; empty on the CPU."""
+    from sagellm.observe import explain
+
+    return "" if job.device == CPU else explain.carrier(explain.backend_of(), job.device)
+
+
+def _come_to_an_end(job: Job) -> None:
+    """Waits for the calls that are under way on the device."""
+    import torch
+
+    if job.device != CPU:
+        torch.accelerator.synchronize()
 
 
 def measure(job: Job) -> list[Row]:
@@ -201,11 +263,12 @@ def measure(job: Job) -> list[Row]:
     cells = [(op, size) for op in job.ops for size in job.sizes]
     bar = Bar(len(cells), visible=rank == 0)
     rows: list[Row] = []
+    carrier = _carrier(job)
     if rank == 0:
-        print("\n".join(_head(job, ranks)), flush=True)
+        print("\n".join(_head(job, ranks, carrier)), flush=True)
     for at, (op, size) in enumerate(cells):
         bar.show(at, f"{op} {show_size(size)}")
-        found = _measure_cell(job, groups, collectives.make(op, size, job.dtype, job.redop))
+        found = _measure_cell(job, groups, collectives.make(op, size, job.dtype, job.redop, job.device), carrier)
         rows += found
         bar.end()
         if rank == 0:
@@ -213,7 +276,7 @@ def measure(job: Job) -> list[Row]:
     return rows
 
 
-def _measure_cell(job: Job, groups: dict[str, Any], case: collectives.Case) -> list[Row]:
+def _measure_cell(job: Job, groups: dict[str, Any], case: collectives.Case, carrier: str) -> list[Row]:
     import torch
     import torch.distributed as dist
 
@@ -225,30 +288,32 @@ def _measure_cell(job: Job, groups: dict[str, Any], case: collectives.Case) -> l
     first, second = (job.iterations + 1) // 2, job.iterations // 2
     for name, count in [*((name, first) for name in groups), *((name, second) for name in reversed(list(groups)))]:
         group = groups[name]
+        _come_to_an_end(job)
         dist.barrier(group)
         began = time.perf_counter()
         for _ in range(count):
             case.call(group)
+        _come_to_an_end(job)
         times[name] += time.perf_counter() - began
     slowest = torch.tensor([times[name] / job.iterations for name in groups], dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     all_wrong = torch.tensor([wrong[name] for name in groups])
     dist.all_reduce(all_wrong)
     return [
-        _row(case, job, name, seconds, amount)
+        _row(case, job, name, seconds, amount, carrier)
         for name, seconds, amount in zip(groups, slowest.tolist(), all_wrong.tolist(), strict=True)
     ]
 
 
-def _row(case: collectives.Case, job: Job, backend: str, seconds: float, wrong: int) -> Row:
+def _row(case: collectives.Case, job: Job, backend: str, seconds: float, wrong: int, carrier: str) -> Row:
     algbw = case.size / seconds / 1e9
     redop = job.redop if case.op in collectives.REDUCING else "none"
-    return Row(
-        case.op, backend, case.size, case.count, job.dtype, redop, seconds, algbw, algbw * case.bus_factor, wrong
-    )
+    busbw, simulated = algbw * case.bus_factor, SIMULATOR in carrier
+    figures = (seconds, algbw, busbw, wrong)
+    return Row(case.op, backend, case.size, case.count, job.dtype, redop, *figures, job.device, carrier, simulated)
 
 
-def _head(job: Job, ranks: int) -> list[str]:
+def _head(job: Job, ranks: int, carrier: str) -> list[str]:
     other = job.backends[1:]
     names = f"{'size':>12} {'count':>12} {'type':>9} {'redop':>6} {'time':>11} {'algbw':>8} {'busbw':>8} {'wrong':>6}"
     units = f"{'(B)':>12} {'(elements)':>12} {'':>9} {'':>6} {'(us)':>11} {'(GB/s)':>8} {'(GB/s)':>8} {'':>6}"
@@ -256,7 +321,12 @@ def _head(job: Job, ranks: int) -> list[str]:
         names += f" {name + ' time':>11} {'busbw':>8} {'wrong':>6} {'ratio':>7}"
         units += f" {'(us)':>11} {'(GB/s)':>8} {'':>6} {'':>7}"
     who = f"# {', '.join(job.ops)}; {ranks} ranks; {job.warmup} warm-ups, {job.iterations} iterations; checked"
-    return [who, f"#{'op':<15}{names}", f"#{'':<15}{units}"]
+    heads = [who, f"#{'op':<15}{names}", f"#{'':<15}{units}"]
+    if job.device != CPU:
+        heads.insert(1, f"# {job.device} tensors {carrier}")
+    if SIMULATOR in carrier:
+        heads.insert(2, "# by a SIMULATOR of the library: the times are those of this program, not of any device")
+    return heads
 
 
 def line(found: list[Row]) -> str:
@@ -265,7 +335,7 @@ def line(found: list[Row]) -> str:
     text = f" {own.op:<15}{own.size:>12} {own.count:>12} {own.dtype:>9} {own.redop:>6} {_figures(own)}"
     for other in found[1:]:
         text += f" {_figures(other, False)} {other.seconds / own.seconds:>6.2f}x"
-    return text
+    return text + ("  simulator" if own.simulated else "")
 
 
 def _figures(row: Row, with_algbw: bool = True) -> str:

@@ -32,11 +32,11 @@ class Case:
     ``size`` are the bytes of the whole tensor and ``count`` its elements, rounded up so that every rank has a block.
     """
 
-    def __init__(self, op: str, size: int, dtype: str, redop: str) -> None:
+    def __init__(self, op: str, size: int, dtype: str, redop: str, device: str) -> None:
         import torch
         import torch.distributed as dist
 
-        self.op, self.redop, self.dtype = op, redop, getattr(torch, dtype)
+        self.op, self.redop, self.dtype, self.device = op, redop, getattr(torch, dtype), torch.device(device)
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         item: int = torch.empty(0, dtype=self.dtype).element_size()
         blocks = self.ranks if op in BLOCKS else 1
@@ -54,7 +54,7 @@ class Case:
     def _zeros(self, count: int) -> torch.Tensor:
         import torch
 
-        return torch.zeros(count, dtype=self.dtype)
+        return torch.zeros(count, dtype=self.dtype, device=self.device)
 
     def _result_count(self) -> int:
         return self.block if self.op in ("reduce_scatter", "scatter") else self.count
@@ -123,12 +123,12 @@ class Case:
         self.given.copy_(self._values(self.rank, self.given.numel()))
         self.call(group)
         expected = self._expected()
-        found = 0 if expected is None else int((self.taken != expected).sum().item())
+        found = 0 if expected is None else int((self.taken.cpu() != expected).sum().item())
         self.given.zero_()
         self.taken.zero_()
         return found
 
 
-def make(op: str, size: int, dtype: str, redop: str) -> Case:
-    """A case over the ranks of the default group."""
-    return Case(op, size, dtype, redop)
+def make(op: str, size: int, dtype: str, redop: str, device: str = "cpu") -> Case:
+    """A case over the ranks of the default group, with its tensors on a device."""
+    return Case(op, size, dtype, redop, device)

@@ -82,8 +82,6 @@ def _on_device(device: str) -> str:
 
     dist.init_process_group("sagellm", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        backend = explain.backend_of()
-        library: str = backend._device_library(device)
-        return f"by {library}" if library else f"through host memory: {backend._device_reason(device)}"
+        return explain.carrier(explain.backend_of(), device)
     finally:
         dist.destroy_process_group()

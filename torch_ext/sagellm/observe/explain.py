@@ -232,6 +232,12 @@ def explain(
     return _explain_work(what)
 
 
+def carrier(backend: Any, device: str) -> str:
+    """What carries tensors on devices of that type in a group: "by" a library, or "through host memory" and why."""
+    library: str = backend._device_library(device)
+    return f"by {library}" if library else f"through host memory: {backend._device_reason(device)}"
+
+
 def _by_library(
     op: str, nbytes: int, ranks: int, library: str, decided: str = "", sequence: int | None = None, ran: str = ""
 ) -> Explanation:

@@ -1,0 +1,17 @@
+"""`sagellm bench` for torchrun on a simulated device, which is installed first, as a vendor's package does."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import simdevice
+
+from sagellm.cli.main import main
+
+if __name__ == "__main__":
+    name, flavour, *words = sys.argv[1:]
+    device = simdevice.install(name)
+    if flavour != "host":
+        device.use_library(os.environ["SAGELLM_TEST_RUNTIME"], flavour)
+    sys.exit(main(["bench", "--device", name, *words]))
