@@ -34,6 +34,9 @@ pub struct Settings {
     pub fusion: bool,
     /// Gives the bits of one host: every element is combined in the order of the ranks.
     pub strict: bool,
+    /// Measures the link between hosts when the group is made; if not, the start rules decide (`select::start`). Rank 0's
+    /// holds for the group, by its policy.
+    pub measure_link: bool,
 }
 
 impl Config {
@@ -44,7 +47,7 @@ impl Config {
 
 impl Default for Settings {
     fn default() -> Settings {
-        Settings { fusion: true, strict: false }
+        Settings { fusion: true, strict: false, measure_link: true }
     }
 }
 

@@ -165,7 +165,7 @@ fn program(seed: u64, ops: usize, fusion: bool) {
     let mut random = Random::new(seed);
     let place = PLACES[random.below(PLACES.len())];
     let ranks = place.len();
-    let settings = Settings { fusion, strict: true };
+    let settings = Settings { fusion, strict: true, ..Settings::default() };
     let all: Vec<Vec<Arc<Group>>> = (0..1 + random.below(2)).map(|_| groups(place, settings, LONG)).collect();
     let plan: Vec<(usize, Spec)> = (0..ops)
         .map(|_| {

@@ -37,6 +37,7 @@ Decision meet(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, 
   setup.topology = rust::String::lossy(options.topology);
   setup.fusion = options.fusion;
   setup.strict = options.strict;
+  setup.measure_link = options.measure_link;
   setup.delegate = rust::String::lossy(options.delegate);
   setup.vendor = rust::String::lossy(options.vendor);
   for (const uint64_t member : options.global_ranks_in_group) setup.members.push_back(static_cast<uint32_t>(member));

@@ -76,6 +76,9 @@ class SageBackend final : public c10d::Backend {
     // combined in the order of the ranks, which gives the bits of one host. The same on all ranks.
     bool fusion = true;
     bool strict = false;
+    // Whether the link between hosts is measured when the group is made; if not, the start rules of src/select/start.rs
+    // choose the algorithms between them. Rank 0's value holds for the group.
+    bool measure_link = true;
     // What carries tensors on a device: "auto"; "host" for copies through host memory; a vendor's library by its name,
     // or by name and file ("name:/path/to/lib.so").
     std::string vendor = "auto";

@@ -283,6 +283,7 @@ pub mod ffi {
         /// `config::Settings`.
         fusion: bool,
         strict: bool,
+        measure_link: bool,
         /// Which ranks of the default group its ranks are, for records.
         members: Vec<u32>,
     }

@@ -34,7 +34,7 @@ impl RustRendezvous {
                 algorithm: setup.algorithm.clone(),
                 topology: setup.topology.clone(),
                 policy: String::new(),
-                settings: Settings { fusion: setup.fusion, strict: setup.strict },
+                settings: Settings { fusion: setup.fusion, strict: setup.strict, measure_link: setup.measure_link },
             };
             let store = Arc::new(StoreHook(store));
             let decided = Rendezvous::new(config, &*store, Arc::new(PythonHook))?;

@@ -7,7 +7,7 @@ use crate::rendezvous::decision::on_this_host;
 use crate::select::explain;
 use crate::select::explain::{Batch, Explanation, Past};
 use crate::select::start::{Start, Topology};
-use crate::select::{Choice, Class, OpDesc, Path};
+use crate::select::{Choice, Class, OpDesc, Path, Policy};
 use crate::stats::history::{History, Record, State};
 use crate::types::{Dtype, Kind};
 
@@ -46,7 +46,8 @@ pub fn start_rule(kind: Kind, bytes: u64, ranks: usize, topology: &str) -> Resul
         return wrong(format!("{ranks} devices cannot be on the {} hosts of the topology", topology.hosts));
     }
     let start = Start::of(bytes, ranks, topology.hosts, topology.full_nvlink);
-    Ok(StartRule { start, topology, decided: explain::by_start_rule(start, Some(topology)) })
+    let policy = Policy { topology: Some(topology), ..Policy::default() };
+    Ok(StartRule { start, topology, decided: explain::by_start_rule(start, &policy) })
 }
 
 /// All choices of such a group.

@@ -84,7 +84,7 @@ impl Rendezvous {
     }
 
     /// As `new`, without the warning, for a caller that reports the consequences itself.
-    pub(super) fn without_warning(mut config: Config, store: &dyn Store, host: Arc<dyn Host>) -> Result<Rendezvous> {
+    pub(super) fn without_warning(config: Config, store: &dyn Store, host: Arc<dyn Host>) -> Result<Rendezvous> {
         watch::install();
         if watch::forked() {
             return Err(Error::Invalid(
@@ -97,8 +97,13 @@ impl Rendezvous {
             return Err(Error::Invalid(format!("sagellm: rank {} of a group of {} ranks", config.rank, config.size)));
         }
         // Invalid rules of the user are refused here, before anything is sent.
-        let own =
-            select::policy::decide(&config.algorithm, &config.topology, config.size, SLOT_BYTES, config.rank == 0)?;
+        let said = (&*config.algorithm, &*config.topology, config.settings.measure_link);
+        let own = select::policy::decide(said, config.size, SLOT_BYTES, config.rank == 0)?;
+        Rendezvous::with_policy(config, own, store, host)
+    }
+
+    /// `own`: this rank's policy.
+    fn with_policy(mut config: Config, own: Policy, store: &dyn Store, host: Arc<dyn Host>) -> Result<Rendezvous> {
         let unmet = |decision, policy| Ok((decision, [0; 16], policy));
         let (decision, id, policy) = if config.size == 1 {
             unmet(config.delegate_reason.clone().map_or(Decision::Alone, Decision::Delegate), own)
@@ -148,7 +153,8 @@ fn decide(config: &Config, own: Policy, store: &dyn Store, host: &Arc<dyn Host>)
         }
         Outcome::Hosts { hosts, id, reason, policy } => {
             let policy = agreed(config, &own, &policy)?;
-            Ok((Decision::Hosts(Hosts::decide(config, &hosts, (id, reason), store, host)?), id, policy))
+            let hosts = Hosts::decide(config, &policy, &hosts, (id, reason), store, host)?;
+            Ok((Decision::Hosts(hosts), id, policy))
         }
     }
 }
@@ -179,9 +185,11 @@ impl Store for Prefixed<'_> {
 
 impl Hosts {
     /// Meets the ranks of this host. Every rank learns which hosts can share memory; each rank of a host that cannot
-    /// counts as a separate host. `id` is new for every attempt, so keys of an earlier attempt are never read.
+    /// counts as a separate host. `id` is new for every attempt, so keys of an earlier attempt are never read. `policy`
+    /// is that of the whole group.
     pub fn decide(
         config: &Config,
+        policy: &Policy,
         host_of: &[usize],
         (id, reason): (Nonce, String),
         store: &dyn Store,
@@ -198,12 +206,15 @@ impl Hosts {
                     size: host_map.local_ranks().len(),
                     name: format!("{}, host {}, lane {lane}", config.name, host_map.host),
                     delegate_reason: None,
-                    // Says nothing about the inside of a host; the whole group has compared its ranks' already.
-                    topology: String::new(),
                     ..config.clone()
                 };
+                // The rules are those of the whole group, whatever this host's ranks were given, and were compared already;
+                // the table is this host's. A topology says nothing about the inside of a host.
+                let (size, leads) = (inner.size, inner.rank == 0);
+                let tabled = select::policy::decide(("", "", policy.measure_link), size, SLOT_BYTES, leads)?;
+                let own = Policy { rules: policy.rules.clone(), ..tabled };
                 let keys = Prefixed { store, prefix: format!("inside/{id}/{}/{lane}", host_map.host) };
-                let met = Rendezvous::without_warning(inner, &keys, Arc::clone(host))?;
+                let met = Rendezvous::with_policy(inner, own, &keys, Arc::clone(host))?;
                 match &met.decision {
                     Decision::Delegate(reason) => problem.clone_from(reason),
                     _ => *inside = Some(met),
@@ -286,7 +297,8 @@ fn not_exchanged(config: &Config, own: Policy) -> Policy {
     Policy { topology: None, ..own }
 }
 
-/// Rank 0's policy, which decides for all. A rank with other rules, or another topology, warns once.
+/// Rank 0's policy, which decides for all. A rank with other rules, another topology, or another wish about the link, warns
+/// once.
 fn agreed(config: &Config, own: &Policy, sent: &str) -> Result<Policy> {
     let policy =
         Policy::parse(sent).map_err(|what| Error::System(format!("sagellm: group '{}': {what}", config.name)))?;
@@ -311,13 +323,24 @@ fn agreed(config: &Config, own: &Policy, sent: &str) -> Result<Policy> {
             text(policy.topology)
         );
     }
+    if policy.measure_link != own.measure_link && first_time("another wish about the link than that of rank 0") {
+        let text = |measures: bool| if measures { "measures the link" } else { "leaves the link unmeasured" };
+        log::warn!(
+            "rank {} of group '{}' {} between hosts (option measure_link, SAGELLM_MEASURE_LINK) and rank 0 {}: rank 0's decides \
+             for the group. Give every rank the same",
+            config.rank,
+            config.name,
+            text(own.measure_link),
+            text(policy.measure_link)
+        );
+    }
     Ok(policy)
 }
 
 /// Shape and policy that a group of `ranks` ranks would have if it were made now on this host, with this process as
 /// rank 0.
 pub fn on_this_host(ranks: usize, algorithm: &str) -> Result<(GroupShape, Policy)> {
-    let policy = select::policy::decide(algorithm, "", ranks, SLOT_BYTES, true)?;
+    let policy = select::policy::decide((algorithm, "", true), ranks, SLOT_BYTES, true)?;
     let cores = topology::usable_cores();
     if ranks == 1 {
         return Ok((GroupShape { cores, ..GroupShape::without_memory(ranks) }, policy));

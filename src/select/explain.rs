@@ -9,7 +9,7 @@ use super::inter::{Hosts, Menu};
 use super::intra::{self, Decisive, decisive, out_of_cache, possible, start};
 use super::rules::AlgorithmChoice;
 use super::rules::size_text;
-use super::start::{Start, Topology};
+use super::start::Start;
 use super::table::Line;
 use super::{Choice, Class, GroupShape, OpDesc, Path, Policy};
 use crate::algorithms::Algorithm;
@@ -108,13 +108,14 @@ pub fn between(
         Some(rule) => format!("{}: the rule \"{rule}\"", found.reason.basis()),
         None if found.reason.is_start_rule() => {
             let hierarchical = hosts.ranks > hosts.hosts;
-            by_start_rule(Start { hierarchical, algorithm: found.algorithm, reason: found.reason }, policy.topology)
+            by_start_rule(Start { hierarchical, algorithm: found.algorithm, reason: found.reason }, policy)
         }
         None => format!("{}: {}", found.reason.basis(), found.reason.text()),
     };
     let by_topology = !hosts.strict && !ruled && policy.topology.is_some();
     let overruled = by_topology.then(|| {
-        let (algorithm, reason, ns) = inter::without_rules(desc, batched, hosts, menu, None);
+        let (algorithm, reason, ns) =
+            inter::without_rules(desc, batched, hosts, menu, &Policy { topology: None, ..policy.clone() });
         let predicted = if ns > 0 { format!(", predicted {} between the hosts", time(ns)) } else { String::new() };
         format!("{} ({}: {}){predicted}, by the topology", algorithm.name(), reason.basis(), reason.text())
     });
@@ -151,11 +152,14 @@ pub fn between(
     }
 }
 
-/// Why a start rule decides: the rule, and the topology that made it decide.
-pub fn by_start_rule(start: Start, topology: Option<Topology>) -> String {
+/// Why a start rule decides: the rule, and the topology, or the lack of a measurement, that made it decide.
+pub fn by_start_rule(start: Start, policy: &Policy) -> String {
     let first = if start.hierarchical { "hosts of several ranks combine inside each host first; " } else { "" };
-    let because = match topology {
+    let because = match policy.topology {
         Some(topology) => format!("the topology that was given says {topology}"),
+        None if !policy.measure_link => {
+            "the link was not measured, as the option measure_link or SAGELLM_MEASURE_LINK asks".to_string()
+        }
         None => "the link was not measured".to_string(),
     };
     format!("{} {start}: {first}{}; {because}", start.reason.basis(), start.reason.text())
@@ -355,6 +359,7 @@ fn impossible(desc: OpDesc, shape: &GroupShape) -> String {
 mod tests {
     use super::*;
     use crate::select::rules::Rules;
+    use crate::select::start::Topology;
     use crate::select::table;
 
     const SHAPE: GroupShape = GroupShape { ranks: 2, hosts: 1, cores: 2, slot_bytes: 4096, stage_bytes: 512 << 10 };
@@ -448,6 +453,14 @@ mod tests {
         let found = between(desc(4 << 20), false, &SHAPE, &unmeasured, &menu, &Policy::default());
         assert!(found.decided.starts_with("start rule ring: ") && found.decided.ends_with("the link was not measured"));
         assert_eq!((found.predicted_ns, found.overruled.len()), (0, 0));
+        let asked = Policy { measure_link: false, ..Policy::default() };
+        let found = between(desc(8), false, &SHAPE, &unmeasured, &menu, &asked);
+        assert!(found.decided.starts_with("start rule recursive_doubling: "), "{}", found.decided);
+        assert!(
+            found.decided.ends_with("as the option measure_link or SAGELLM_MEASURE_LINK asks"),
+            "{}",
+            found.decided
+        );
         // A rule comes before the topology, and strict mode before both.
         let ruled = Policy { rules: Rules::parse("*:0-=hierarchical").unwrap(), ..policy.clone() };
         let found = between(desc(8), false, &SHAPE, &hosts, &menu, &ruled);

@@ -2,9 +2,9 @@
 //! a large operation overlaps with the work inside the hosts. Pure and total, the same on every rank.
 //!
 //! What decides, from strong to weak: strict mode, the user's rules, the table, the start rules where the user gave a
-//! topology, one order for small sums of floats, the cost model where the link was measured, the start rules. A batch of
-//! operations uses only schedules whose order of summation does not depend on an element's position in the batch, so that
-//! the bits of an operation do not depend on the others.
+//! topology or has left the link unmeasured, one order for small sums of floats, the cost model where the link was
+//! measured, the start rules. A batch of operations uses only schedules whose order of summation does not depend on an
+//! element's position in the batch, so that the bits of an operation do not depend on the others.
 
 use super::cost::{Link, Model, Priced};
 use super::rules::{AlgorithmChoice, Rule};
@@ -24,6 +24,9 @@ pub struct LinkFacts {
 
 impl std::fmt::Display for LinkFacts {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        if !self.known() {
+            return f.write_str("the link was not measured");
+        }
         let rate = 8e3 / self.beta_ps_per_byte.max(1) as f64;
         write!(f, "a message takes {:.0} us, {rate:.2} Gbit/s", self.alpha_ns as f64 / 1e3)
     }
@@ -125,8 +128,7 @@ pub fn between_hosts(desc: OpDesc, batched: bool, hosts: &Hosts, menu: &Menu, po
     }
     let allowed = |algorithm| allowed(algorithm, desc, batched, hosts);
     if !hosts.strict {
-        (choice.algorithm, choice.reason, choice.predicted_ns) =
-            without_rules(desc, batched, hosts, menu, policy.topology);
+        (choice.algorithm, choice.reason, choice.predicted_ns) = without_rules(desc, batched, hosts, menu, policy);
     }
     if let Some((rule, reason)) = said(desc, policy, &allowed) {
         let (algorithm, leaders, segment) = match rule.way {
@@ -159,17 +161,17 @@ pub fn between_hosts(desc: OpDesc, batched: bool, hosts: &Hosts, menu: &Menu, po
 
 /// The schedule where no rule and no line of the table names one, why, and its predicted time (0 where the link was not
 /// measured); strict mode is not asked. A topology comes before the link, because the user gave it: so all ranks of rank
-/// 0's job decide by it, whatever was measured.
+/// 0's job decide by it, whatever was measured. So does the user's word that the link shall not be measured.
 pub(crate) fn without_rules(
     desc: OpDesc,
     batched: bool,
     hosts: &Hosts,
     menu: &Menu,
-    topology: Option<Topology>,
+    policy: &Policy,
 ) -> (Algorithm, Reason, u64) {
     let allowed = |algorithm| allowed(algorithm, desc, batched, hosts);
     let predicted = |algorithm| predict(desc, algorithm, hosts, menu).unwrap_or(0);
-    if topology.is_none() {
+    if policy.topology.is_none() && policy.measure_link {
         if one_order(desc, batched) {
             let algorithm = if hosts.hosts <= MOST_DIRECT { Algorithm::Direct } else { Algorithm::Doubling };
             return (algorithm, Reason::OneOrder, predicted(algorithm));
@@ -178,7 +180,7 @@ pub(crate) fn without_rules(
             return (priced.schedule.algorithm, Reason::Model, (seconds * 1e9) as u64);
         }
     }
-    let (algorithm, reason) = by_start_rules(desc, batched, topology, &allowed);
+    let (algorithm, reason) = by_start_rules(desc, batched, policy.topology, &allowed);
     (algorithm, reason, predicted(algorithm))
 }
 
@@ -339,11 +341,28 @@ mod tests {
             assert_eq!(at(count, Kind::AllReduce, 999_999), (Algorithm::Doubling, Reason::FewSteps));
             assert_eq!(at(count, Kind::AllReduce, 1_000_000), (Algorithm::Ring, Reason::FewBytes));
         }
-        assert_eq!(at(4, Kind::AllReduce, SMALL), (Algorithm::Direct, Reason::OneOrder));
+        assert_eq!(at(4, Kind::AllReduce, SMALL), (Algorithm::Direct, Reason::OneOrder), "in a group of threads");
         assert_eq!(at(4, Kind::Broadcast, 1_000_000), (Algorithm::DoubleTree, Reason::FewBytes));
         assert_eq!(at(4, Kind::AllGather, 1_000_000), (Algorithm::Ring, Reason::FewBytes));
         assert_eq!(at(4, Kind::ReduceScatter, 8), (Algorithm::Halving, Reason::OneSchedule));
         assert_eq!(at(4, Kind::Barrier, 0), (Algorithm::Dissemination, Reason::OneSchedule));
+    }
+
+    #[test]
+    fn a_link_that_shall_not_be_measured_leaves_all_to_the_start_rules_and_small_sums_in_one_order() {
+        let policy = Policy { measure_link: false, ..Policy::default() };
+        for count in [2, 3, 16] {
+            let at = |bytes, batched| {
+                let hosts = hosts(count, LinkFacts::default());
+                let found = between_hosts(desc(Kind::AllReduce, bytes), batched, &hosts, &Menu::new(count), &policy);
+                (found.algorithm, found.reason)
+            };
+            for (bytes, batched) in [(8, false), (8, true), (SMALL, false), (SMALL, true), (999_999, false)] {
+                assert_eq!(at(bytes, batched), (Algorithm::Doubling, Reason::FewSteps), "{bytes} {batched}");
+            }
+            assert_eq!(at(1_000_000, false), (Algorithm::Ring, Reason::FewBytes));
+            assert_eq!(at(2_000_000, true), (Algorithm::Doubling, Reason::FewSteps), "a batch of small sums");
+        }
     }
 
     #[test]

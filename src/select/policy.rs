@@ -1,5 +1,5 @@
 //! Rank 0's decisions for its group before the first operation: the user's rules, a measured table, the topology that the
-//! user gave, and the size of the cache. The rendezvous sends them to the other ranks, and their hash begins the chain of signatures, so that two
+//! user gave, whether the link is measured, and the size of the cache. The rendezvous sends them to the other ranks, and their hash begins the chain of signatures, so that two
 //! ranks with different policies get an error in their first operation.
 
 use super::rules;
@@ -11,7 +11,7 @@ use crate::error::{Error, Result as Outcome};
 use crate::host::first_time;
 use crate::os::topology;
 
-const HEAD: &str = "sagellm policy 2";
+const HEAD: &str = "sagellm policy 3";
 /// Longest policy that is sent.
 pub const MAX_BYTES: usize = rules::MAX_BYTES + table::MAX_BYTES + 2048;
 const MOST_NOTE: usize = 1024;
@@ -25,6 +25,8 @@ pub struct Policy {
     pub table: Option<Table>,
     /// What the user says about the machines: then the start rules decide where no rule and no line of the table does.
     pub topology: Option<Topology>,
+    /// Whether the link between hosts is measured: if not, the start rules decide there as well.
+    pub measure_link: bool,
     /// The path of the table, or why there is none; for people.
     pub note: String,
     /// The last-level cache that the ranks of a host share.
@@ -38,6 +40,7 @@ impl Default for Policy {
             rules: Rules::default(),
             table: None,
             topology: None,
+            measure_link: true,
             note: "no table was searched for".into(),
             cache_bytes: super::DEFAULT_CACHE_BYTES,
         }
@@ -51,9 +54,10 @@ impl Policy {
         let table = self.table.as_ref().map(Table::text).unwrap_or_default();
         let topology = self.topology.map(|topology| topology.to_string()).unwrap_or_default();
         format!(
-            "{HEAD}\ncache {}\nrules {}\ntopology {topology}\nnote {}\n{table}",
+            "{HEAD}\ncache {}\nrules {}\ntopology {topology}\nmeasure link {}\nnote {}\n{table}",
             self.cache_bytes,
             self.rules,
+            self.measure_link,
             &note[..cut]
         )
     }
@@ -77,9 +81,12 @@ impl Policy {
         let rules = Rules::parse(next("rules ")?)?;
         let topology = Topology::parse(next("topology ")?)
             .map_err(|what| format!("rank 0's policy has a wrong topology: {what}"))?;
+        let measure = next("measure link ")?;
+        let measure_link =
+            measure.parse().map_err(|_| format!("rank 0's policy says {measure:?} of measuring the link"))?;
         let note = next("note ")?.to_string();
         let table = if rest.is_empty() { None } else { Some(Table::parse(rest.as_bytes())?) };
-        Ok(Policy { rules, table, topology, note, cache_bytes })
+        Ok(Policy { rules, table, topology, measure_link, note, cache_bytes })
     }
 
     /// The beginning of the chain of signatures.
@@ -89,9 +96,14 @@ impl Policy {
 }
 
 /// This rank's own policy: the user's rules (the option `algorithm`, and those of the environment) and topology (the option
-/// of that name), and on rank 0 (`leads`) the table of this machine. The other ranks' policies are only compared with rank
+/// of that name), whether it measures the link, and on rank 0 (`leads`) the table of this machine. The other ranks' policies are only compared with rank
 /// 0's, so they read no file.
-pub fn decide(algorithm: &str, topology: &str, ranks: usize, slot_bytes: usize, leads: bool) -> Outcome<Policy> {
+pub fn decide(
+    (algorithm, topology, measure_link): (&str, &str, bool),
+    ranks: usize,
+    slot_bytes: usize,
+    leads: bool,
+) -> Outcome<Policy> {
     let environment = std::env::var(RULES_VARIABLE).unwrap_or_default();
     let read = |name: &str, text: &str| {
         Rules::parse(text)
@@ -108,7 +120,7 @@ pub fn decide(algorithm: &str, topology: &str, ranks: usize, slot_bytes: usize, 
     }
     let topology = Topology::parse(topology)
         .map_err(|what| Error::Invalid(format!("sagellm: the option topology is {topology:?}: {what}")))?;
-    let mut policy = Policy { rules, topology, ..Policy::default() };
+    let mut policy = Policy { rules, topology, measure_link, ..Policy::default() };
     if !leads || ranks < 2 {
         return Ok(policy);
     }
@@ -139,6 +151,7 @@ mod tests {
             rules: Rules::parse("all_reduce:0-4KiB=slots;*:1MiB-=rounds(128KiB)").unwrap(),
             table: Some(example()),
             topology: Some(Topology { hosts: 2, full_nvlink: true }),
+            measure_link: false,
             note: "from /a path/with\nlines".into(),
             cache_bytes: 32 << 20,
         }
@@ -150,13 +163,14 @@ mod tests {
             let text = policy.text();
             let read = Policy::parse(&text).unwrap();
             assert_eq!(
-                (&read.rules, &read.table, read.topology, read.cache_bytes),
-                (&policy.rules, &policy.table, policy.topology, policy.cache_bytes)
+                (&read.rules, &read.table, read.topology, read.measure_link, read.cache_bytes),
+                (&policy.rules, &policy.table, policy.topology, policy.measure_link, policy.cache_bytes)
             );
             assert_eq!((read.text(), read.hash()), (text, policy.hash()));
         }
         assert_ne!(full().hash(), Policy::default().hash());
         assert_ne!(full().hash(), Policy { topology: None, ..full() }.hash());
+        assert_ne!(full().hash(), Policy { measure_link: true, ..full() }.hash());
     }
 
     #[test]
@@ -175,8 +189,10 @@ mod tests {
             "",
             "nonsense",
             "sagellm policy 1\ncache 1\nrules \nnote \n",
-            "sagellm policy 2\ncache 1\nrules \nnote \n",
-            "sagellm policy 2\ncache 1\nrules \ntopology hosts=0\nnote \n",
+            "sagellm policy 2\ncache 1\nrules \ntopology \nnote \n",
+            "sagellm policy 3\ncache 1\nrules \ntopology \nnote \n",
+            "sagellm policy 3\ncache 1\nrules \ntopology hosts=0\nmeasure link true\nnote \n",
+            "sagellm policy 3\ncache 1\nrules \ntopology \nmeasure link yes\nnote \n",
         ] {
             Policy::parse(wrong).unwrap_err();
         }

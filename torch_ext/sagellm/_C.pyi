@@ -146,6 +146,7 @@ class Options:
         algorithm: str = "",
         vendor: str = "auto",
         topology: str = "",
+        measure_link: bool = True,
     ) -> None: ...
     def __copy__(self) -> Options: ...
     #: "auto", or "delegate" to have torch's own backend serve the group even where shared memory could.
@@ -163,6 +164,9 @@ class Options:
     vendor: str
     #: The topology, as `TopologyInfo.option()` writes it, or ""; see docs/choosing.md.
     topology: str
+    #: Measures the link between hosts when the group is made, by which algorithms are chosen there; if False, the start
+    #: rules choose them. Rank 0's holds for the group; SAGELLM_MEASURE_LINK overrides it; see docs/choosing.md.
+    measure_link: bool
     _library_folders: list[str]
     #: Lists of tensors mean what they mean in gloo: ``serve_as``.
     _as_gloo: bool

@@ -146,8 +146,8 @@ def _refuse_mpi(group: str, reason: str) -> NoReturn:
     )
 
 
-#: Switches for a whole process, see docs/fusion.md and docs/determinism.md: variable, option, its value when set.
-SWITCHES = {"SAGELLM_FUSION": "fusion", "SAGELLM_STRICT": "strict"}
+#: Switches for a whole process, see docs/fusion.md, determinism.md and choosing.md: variable and option.
+SWITCHES = {"SAGELLM_FUSION": "fusion", "SAGELLM_STRICT": "strict", "SAGELLM_MEASURE_LINK": "measure_link"}
 _BOOLEANS = {"0": False, "off": False, "false": False, "no": False, "1": True, "on": True, "true": True, "yes": True}
 
 

@@ -8,7 +8,7 @@ use std::time::Duration;
 use super::batch::HostGroup;
 use super::host_map::HostMap;
 use super::lanes::Lanes;
-use super::probe::probe;
+use super::probe::{Opening, probe};
 use super::queue::{Entry, State};
 use super::transport::{Link, NOBODY, Transport};
 use crate::config::Settings;
@@ -35,8 +35,8 @@ pub struct Opened {
 
 impl Opened {
     /// `insides`: one group of this host's ranks for each lane, or none where this rank is alone; `reason`: why the
-    /// ranks count as several hosts. Measures the link with the other hosts, so every rank must call it; takes at most
-    /// `timeout`.
+    /// ranks count as several hosts. Exchanges messages with the other hosts, so every rank must call it; takes at
+    /// most `timeout`.
     pub fn new(
         host_map: HostMap,
         link: Arc<dyn Link>,
@@ -52,7 +52,8 @@ impl Opened {
             .map(|(lane, waiting)| Transport::new(Arc::clone(&link), host_map.me, lane, Arc::clone(waiting)))
             .collect();
         let chain = policy.hash() ^ (u64::from(settings.fusion) | u64::from(settings.strict) << 1);
-        let facts = probe(&host_map, &mut transports[0], insides[0].as_ref(), chain, timeout)?;
+        let opening = Opening { chain, measures: policy.measure_link, timeout };
+        let facts = probe(&host_map, &mut transports[0], insides[0].as_ref(), opening)?;
         let limits = if settings.fusion { BATCH } else { Limits { operations: 1, ..BATCH } };
         let state = State::new(limits, chain);
         // A fault is sent to these first: the ranks with this rank's local rank on the other hosts.

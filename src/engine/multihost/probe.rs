@@ -1,4 +1,5 @@
-//! Measures how long a message takes between hosts: once when the group is made, agreed between all ranks.
+//! Measures how long a message takes between hosts: once when the group is made, agreed between all ranks. Where rank 0
+//! says that nothing is measured, one message is exchanged, which compares the options of the group.
 //!
 //! The first rank of each host exchanges messages with those of the next and the previous host: some without data, for
 //! the latency, and two sizes with data; their difference is the time of the bytes alone. Every host uses the worst
@@ -20,21 +21,27 @@ const TIMES: usize = 3;
 const SMALL: usize = 64 << 10;
 const LARGE: usize = 320 << 10;
 
-/// `chain`: a hash of the options and everything else that all ranks must agree on. Blocks until all hosts have called
-/// it.
+pub struct Opening {
+    /// A hash of the options and everything else that all ranks must agree on.
+    pub chain: u64,
+    /// Whether the link is measured; else its facts are unknown. The same on all ranks.
+    pub measures: bool,
+    pub timeout: Duration,
+}
+
+/// Blocks until all hosts have called it.
 #[allow(unsafe_code)] // makes a call over its own buffer, and waits for its end
 pub fn probe(
     host_map: &HostMap,
     transport: &mut Transport,
     inside: Option<&Arc<dyn HostGroup>>,
-    chain: u64,
-    timeout: Duration,
+    Opening { chain, measures, timeout }: Opening,
 ) -> Result<LinkFacts> {
     let mut agreed = [0u8; 16];
     if host_map.local_rank == 0 {
         let mut probe = Probe { host_map, transport, chain, number: 0, timeout };
-        let own = probe.measure()?;
-        let worst = probe.worst(own)?;
+        probe.quickest(0, 1)?; // makes the connections and posts receives
+        let worst = if measures { probe.measure().and_then(|own| probe.worst(own))? } else { LinkFacts::default() };
         agreed[..8].copy_from_slice(&worst.alpha_ns.to_le_bytes());
         agreed[8..].copy_from_slice(&worst.beta_ps_per_byte.to_le_bytes());
     }
@@ -87,13 +94,13 @@ impl Probe<'_> {
         }
     }
 
-    /// Nanoseconds of the fastest of a few exchanges of `bytes` with the next and previous host.
-    fn quickest(&mut self, bytes: usize) -> Result<u64> {
+    /// Nanoseconds of the fastest of some exchanges of `bytes` with the next and previous host.
+    fn quickest(&mut self, bytes: usize, times: usize) -> Result<u64> {
         let (hosts, host) = (&self.host_map.hosts, self.host_map.host);
         let (next, previous) = (hosts[(host + 1) % hosts.len()][0], hosts[(host + hosts.len() - 1) % hosts.len()][0]);
         let data = vec![1; bytes];
         let mut best = u64::MAX;
-        for _ in 0..TIMES {
+        for _ in 0..times {
             let begin = Instant::now();
             self.exchange(&[next], &[previous], &data, |_| ())?;
             best = best.min(begin.elapsed().as_nanos() as u64);
@@ -102,9 +109,8 @@ impl Probe<'_> {
     }
 
     fn measure(&mut self) -> Result<LinkFacts> {
-        self.quickest(0)?; // makes the connections and posts receives
-        let alpha_ns = self.quickest(0)?.max(1);
-        let (small, large) = (self.quickest(SMALL)?, self.quickest(LARGE)?);
+        let alpha_ns = self.quickest(0, TIMES)?.max(1);
+        let (small, large) = (self.quickest(SMALL, TIMES)?, self.quickest(LARGE, TIMES)?);
         let beta = large.saturating_sub(small).max(1) as f64 / (LARGE - SMALL) as f64;
         Ok(LinkFacts { alpha_ns, beta_ps_per_byte: (beta * 1000.0).max(1.0) as u64 })
     }

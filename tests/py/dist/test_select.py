@@ -206,6 +206,74 @@ def test_rank_0s_topology_holds_for_the_group_and_other_ranks_say_so(hosts: list
     assert "rank 2" in line and "hosts=2,full_nvlink=true" in line and "rank 0's decides for the group" in line
 
 
+def with_options(context: Context, names: list[str], given: list[dict[str, Any]]) -> dict[str, Any]:
+    """The same two all_reduces, in a default group that is made with the options that this rank gives."""
+    import logging
+
+    import sagellm
+
+    enter(names[context.rank * len(names) // context.world_size])
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    handler.setLevel(logging.WARNING)
+    logging.getLogger("sagellm").addHandler(handler)
+    store = dist.FileStore(f"{context.tmp}/store", context.world_size)
+    options = sagellm.Options(**given[context.rank])
+    context.init(store=store, timeout=timedelta(seconds=60), pg_options=options)
+    value: dict[str, Any] = {"heard": heard}
+    for name, count in (("small", SMALL), ("large", LARGE)):
+        tensor = torch.full((count,), float(context.rank + 1))
+        work = dist.all_reduce(tensor, async_op=True)
+        assert work is not None
+        work.wait()
+        assert tensor[-1] == sum(range(1, context.world_size + 1))
+        found = sagellm.explain(work)
+        value[name] = (found.choice.partition("(")[0], found.reason, found.decided)
+    dist.destroy_process_group()
+    return value
+
+
+@pytest.mark.parametrize("by_variable", [False, True])
+def test_a_link_that_is_not_measured_leaves_the_choice_to_the_start_rules(hosts: list[str], by_variable: bool) -> None:
+    """Without a topology, on every rank, and explained so; the variable goes before the option."""
+    options: dict[str, Any] = {"measure_link": by_variable}
+    env = {"GLOO_SOCKET_IFNAME": net.INTERFACE} | ({"SAGELLM_MEASURE_LINK": "off"} if by_variable else {})
+    with launch(with_options, 4, hosts, [options] * 4, env=env) as job:
+        values = job.values(90)
+    for value in values:
+        assert value["heard"] == []
+        for name, way, reason in (("small", "recursive_doubling", "few_steps"), ("large", "ring", "few_bytes")):
+            assert value[name][:2] == (way, reason), value
+            decided = value[name][2]
+            assert decided.startswith(f"start rule hierarchical ({way} between the hosts)"), decided
+            assert decided.endswith("as the option measure_link or SAGELLM_MEASURE_LINK asks"), decided
+
+
+def test_rank_0_says_for_all_whether_the_link_is_measured(hosts: list[str]) -> None:
+    """Ranks that wish otherwise follow, and warn once each."""
+    given: list[dict[str, Any]] = [{"measure_link": False}, {"measure_link": False}, {}, {"measure_link": False}]
+    with launch(with_options, 4, hosts, given, env={"GLOO_SOCKET_IFNAME": net.INTERFACE}) as job:
+        values = job.values(90)
+    assert {value["small"][:2] for value in values} == {("recursive_doubling", "few_steps")}
+    assert [len(value["heard"]) for value in values] == [0, 0, 1, 0]
+    (line,) = values[2]["heard"]
+    assert (
+        "rank 2" in line and "measures the link between hosts" in line and "rank 0 leaves the link unmeasured" in line
+    )
+
+
+def test_a_rank_with_other_rules_over_hosts_warns_once_and_no_other_does(hosts: list[str]) -> None:
+    """Rank 2 leads its host, where rank 3 has the rules of rank 0, and those hold: nothing to warn rank 3 of."""
+    rules = {"algorithm": "all_reduce:0-=ring"}
+    given: list[dict[str, Any]] = [rules, rules, {"algorithm": "all_reduce:0-=double_tree"}, rules]
+    with launch(with_options, 4, hosts, given, env={"GLOO_SOCKET_IFNAME": net.INTERFACE}) as job:
+        values = job.values(90)
+    assert {value["small"][:2] for value in values} == {("ring", "override")}
+    assert [len(value["heard"]) for value in values] == [0, 0, 1, 0], [value["heard"] for value in values]
+    assert "rank 2" in values[2]["heard"][0] and "lane" not in values[2]["heard"][0]
+
+
 def wrong_topologies(context: Context) -> tuple[str, str]:
     """Refused before the ranks meet; the group then goes on."""
     import sagellm
