@@ -135,10 +135,20 @@ impl Rendezvous {
     }
 }
 
+/// In the reasons of ranks that have no descriptor left: in the text of EMFILE and ENFILE, and in that of a message whose
+/// descriptors did not come (`unix_socket`).
+const OPEN_FILES: &str = "open files";
+
 /// Meets the others and decides with them.
 fn decide(config: &Config, own: Policy, store: &dyn Store, host: &Arc<dyn Host>) -> Result<(Decision, Nonce, Policy)> {
     let fitting = |headroom: usize| layout_within(config.size, headroom).map(|layout| layout.total());
     match meet(config, store, &**host, &fitting)? {
+        // gloo would need more of them, and where its thread cannot accept a connection it ends the process (seen).
+        Outcome::Delegate { reason, .. } if reason.contains(OPEN_FILES) => Err(Error::System(format!(
+            "sagellm: group '{}' cannot be made: {reason}. Raise the limit of open files of every rank (ulimit -n); a delegate \
+             would need more of them than shared memory does",
+            config.name
+        ))),
         Outcome::Delegate { reason, id } => Ok((Decision::Delegate(reason), id, not_exchanged(config, own))),
         Outcome::Shared(Met { segment, group_peers, local_cores, policy, id }) => {
             let total = segment.len();

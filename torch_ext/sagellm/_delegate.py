@@ -6,7 +6,9 @@ calls them as c10d backends, and releases them in shutdown.
 
 from __future__ import annotations
 
+import os
 import queue
+import resource
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,12 +24,31 @@ DEFAULT = "gloo"
 def _gloo(c10d: Any, store: Any, options: Any) -> Any:
     from sagellm import _serve_as
 
+    _require_descriptors(options)
     # torch's own gloo, also where this package serves its name.
     group = _serve_as.real()(store, options.group_rank, options.group_size, timeout=options.timeout)
     # torch sets this on its gloo groups; it appears in messages.
     group.options.global_ranks_in_group = options.global_ranks_in_group
     group.options.group_name = options.group_id
     return group
+
+
+def _require_descriptors(options: Any) -> None:
+    """DistBackendError where too few are left for a group of gloo: its thread ends the process when it gets none."""
+    from torch.distributed import DistBackendError
+
+    # A connection to each other rank; its own port and loop, and what it opens meanwhile.
+    needed = options.group_size + 8
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        used = len(os.listdir("/proc/self/fd"))
+    except OSError:  # it opens one itself
+        used = limit
+    if limit != resource.RLIM_INFINITY and used + needed > limit:
+        raise DistBackendError(
+            f"sagellm: group {options.group_id!r} needs a gloo group, which opens about {needed} files, and of the "
+            f"{limit} that this process may open {used} are in use; raise the limit (ulimit -n)"
+        )
 
 
 def _mpi(c10d: Any, store: Any, options: Any) -> Any:

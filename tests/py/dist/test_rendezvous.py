@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import inspect
+import os
+import resource
 import selectors
 import socket
 import threading
@@ -214,6 +216,42 @@ def test_a_further_group_looks_up_no_name(lone_host: str, tmp_path: Path) -> Non
         assert names.questions == asked
     if asked == 0:
         pytest.skip("this torch's store looks up no names")
+
+
+def without_descriptors(ctx: Context, left: int) -> str:
+    """Rank 1 may open no more files than that when a second group is made; the first one goes on."""
+    ctx.init(timeout=timedelta(seconds=30))
+    dist.barrier()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if ctx.rank == 1:
+        used = len(os.listdir("/proc/self/fd")) - 1
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + left, hard))
+    try:
+        return expect_raises(dist.DistBackendError, lambda: dist.new_group([1, 0]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        dist.barrier()
+
+
+@beyond_gloo("ends the process")
+@pytest.mark.parametrize("left", [0, 2])
+def test_a_rank_without_descriptors_has_the_group_refused_on_all(left: int) -> None:
+    """Its socket, or the memory that comes through it, needs one; gloo, which would need more, is not asked."""
+    for text in run_fresh(without_descriptors, 2, left):
+        assert "cannot be made" in text and "rank 1" in text and "open files" in text and "ulimit -n" in text, text
+
+
+def test_a_gloo_group_is_refused_where_too_few_descriptors_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It opens one for each other rank, and its thread ends the process when it gets none."""
+    from sagellm import _delegate
+
+    facts = _delegate.Facts(None, 0, 64, timedelta(seconds=1), "7", list(range(64)))
+    used = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (used + 80, used + 80))
+    _delegate._require_descriptors(facts)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (used + 50, used + 50))
+    text = expect_raises(dist.DistBackendError, lambda: _delegate._require_descriptors(facts))
+    assert "opens about 72 files" in text and f"of the {used + 50} that" in text and "ulimit -n" in text, text
 
 
 def asks_to_be_reconfigured(ctx: Context) -> str:
