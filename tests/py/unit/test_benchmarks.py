@@ -20,6 +20,7 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
 
 import collectives  # noqa: E402
 import gpu  # noqa: E402
+import overlap  # noqa: E402
 import train_gpt  # noqa: E402
 import update_docs  # noqa: E402
 from measure import clock as clocks  # noqa: E402
@@ -356,3 +357,18 @@ def test_a_series_is_one_sample_of_calls_one_after_the_other() -> None:
     assert len(taken) == 2 and all(each > 0 for each in taken)
     whole = ["finish", *["call"] * clocks.TOGETHER, "finish"]
     assert made == [*whole, "finish", *["call"] * 3, "finish"]
+
+
+def test_the_picture_of_overlap_is_to_scale_and_operations_at_once_have_lanes_of_their_own() -> None:
+    from xml.etree import ElementTree
+
+    spans = [("compute", 0.0, 4.0), ("all_reduce", 4.0, 8.0), ("all_reduce", 5.0, 9.0), ("all_reduce", 8.0, 10.0)]
+    assert overlap.in_lanes(spans[1:]) == [0, 1, 0]
+    picture = ElementTree.fromstring(overlap.picture((20.0, spans[:2]), (10.0, spans), "a machine"))
+    bars = [each for each in picture.iter() if each.tag.endswith("rect") and len(each)]
+    widths = [round(float(each.get("width", "0"))) for each in bars]
+    assert widths == [128, 128, 128, 128, 128, 64], "640 points for the 20 ms of the longer way"
+    heights = [each.get("height") for each in bars]
+    assert heights == ["30.0", "30.0", "30.0", "15.0", "15.0", "15.0"]
+    texts = [each.text for each in picture.iter() if each.tag.endswith("text")]
+    assert "one after the other: 20.0 ms" in texts and "OverlapScheduler: 10.0 ms" in texts and "a machine" in texts
