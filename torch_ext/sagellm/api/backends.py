@@ -136,6 +136,9 @@ def safe_all_reduce(
 ) -> torch.Tensor:
     """Combines ``tensor`` over all ranks, in place, and returns it; never waits longer than ``timeout``.
 
+    On a device the call returns when it is queued, as every call of torch does there; where the deadline passes, the
+    next call in the group raises the error.
+
     Args:
         tensor: of the same shape and dtype on every rank.
         op: "sum", "avg" ("mean"), "max", "min" or "prod".
