@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import inputs_of, members, same_reduced
+from cases import inputs_of, members, needs_order_given, same_reduced
 from harness import IS_GLOO, Context, beyond_gloo, run_fresh, run_ranks, torch_at_least
 from reference import fold, make, same_bits
 
@@ -45,6 +45,7 @@ def permuted(ctx: Context) -> None:
 
 
 @pytest.mark.quick
+@needs_order_given
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_groups_in_every_order_of_ranks(world_size: int) -> None:
     """Pitfall 8: roots are group ranks on the wire and global ranks in the call; rank order is the group's."""

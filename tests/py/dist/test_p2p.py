@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cases import IN_ORDER_GIVEN, needs_order_given
 from harness import Context, beyond_gloo, expect_raises, monitored_barrier, run_ranks
 from reference import MOVABLE, make, same_bits
 
@@ -205,7 +206,7 @@ def test_rule_20_recv_from_anyone_reports_the_source(world_size: int) -> None:
 
 
 def any_source_in_group(ctx: Context) -> None:
-    group = dist.new_group([2, 0, 1], sort_ranks=False)
+    group = dist.new_group([2, 0, 1], **IN_ORDER_GIVEN)
     if ctx.rank == 0:
         for _ in range(2):
             found = torch.empty(2)
@@ -217,6 +218,7 @@ def any_source_in_group(ctx: Context) -> None:
     dist.destroy_process_group(group)
 
 
+@needs_order_given
 def test_pitfall_08_recv_from_anyone_in_a_permuted_group() -> None:
     """Pitfall 8: the source is a group rank on the wire and a global rank for the caller."""
     run_ranks(any_source_in_group, 3)

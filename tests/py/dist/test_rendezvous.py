@@ -19,6 +19,7 @@ import net
 import pytest
 import torch
 import torch.distributed as dist
+from cases import IN_ORDER_GIVEN
 from harness import Context, beyond_gloo, expect_raises, launch, run_fresh
 from net import enter
 
@@ -83,7 +84,7 @@ def forty_more(ctx: Context, port: int) -> None:
     ctx.listen()
     everyone = list(range(ctx.world_size))
     for turn in range(40):
-        group = dist.new_group(everyone if turn % 2 else everyone[::-1], sort_ranks=False)
+        group = dist.new_group(everyone if turn % 2 else everyone[::-1], **IN_ORDER_GIVEN)
         found = torch.ones(3)
         dist.all_reduce(found, group=group)
         assert found.tolist() == [ctx.world_size] * 3
