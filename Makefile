@@ -79,7 +79,7 @@ bench: $(built) $(installed_dev) ## collectives against gloo; results below out/
 	$(python) benchmarks/collectives.py --help >/dev/null
 	$(python) benchmarks/collectives.py --out out $(bench_flags)
 
-coverage: $(installed_dev) ## line coverage of the package and of the Rust core, at least 85 % each (half an hour)
+coverage: $(installed_dev) ## line coverage of the package and of the Rust core, at least 85 % each
 	@.ci/prerequisites
 	@$(python) .ci/coverage
 
