@@ -31,7 +31,7 @@ std::chrono::milliseconds milliseconds(Seconds seconds) {
 
 c10::intrusive_ptr<Options> make_options(Seconds timeout, std::string engine, std::string delegate, bool fusion,
                                          bool strict, std::string algorithm, std::string vendor, std::string topology,
-                                         bool measure_link) {
+                                         bool measure_link, std::optional<double> soft_timeout) {
   auto options = c10::make_intrusive<Options>(milliseconds(timeout));
   options->engine = std::move(engine);
   options->delegate = std::move(delegate);
@@ -41,6 +41,7 @@ c10::intrusive_ptr<Options> make_options(Seconds timeout, std::string engine, st
   options->vendor = std::move(vendor);
   options->topology = std::move(topology);
   options->measure_link = measure_link;
+  options->soft_timeout = soft_timeout;
   return options;
 }
 
@@ -123,7 +124,8 @@ void bind_options(py::module_& module) {
       module, "Options", "Options of a sagellm process group, for the argument pg_options.")
       .def(py::init(&make_options), py::arg("timeout") = Seconds(kBackendDefaultTimeout), py::arg("engine") = "auto",
            py::arg("delegate") = "gloo", py::arg("fusion") = true, py::arg("strict") = false, py::arg("algorithm") = "",
-           py::arg("vendor") = "auto", py::arg("topology") = "", py::arg("measure_link") = true)
+           py::arg("vendor") = "auto", py::arg("topology") = "", py::arg("measure_link") = true,
+           py::arg("soft_timeout") = py::none())
       .def_readwrite("engine", &Options::engine)
       .def_readwrite("delegate", &Options::delegate)
       .def_readwrite("fusion", &Options::fusion)
@@ -132,6 +134,7 @@ void bind_options(py::module_& module) {
       .def_readwrite("vendor", &Options::vendor)
       .def_readwrite("topology", &Options::topology)
       .def_readwrite("measure_link", &Options::measure_link)
+      .def_readwrite("soft_timeout", &Options::soft_timeout)
       .def_readwrite("_library_folders", &Options::library_folders)
       .def_readwrite("_as_gloo", &Options::as_gloo)
       .def_readwrite("_attempt", &Options::attempt)

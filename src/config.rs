@@ -24,6 +24,8 @@ pub struct Config {
     /// Rank 0's policy of algorithm choice (`select::policy`), as text; filled when the group is made.
     pub policy: String,
     pub settings: Settings,
+    /// The option `soft_timeout`; none: that of the process (`soft_timeout`).
+    pub soft_timeout: Option<Duration>,
 }
 
 /// Options on which all ranks of a group must agree. Between hosts a difference is reported as a mismatch; inside one

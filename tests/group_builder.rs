@@ -35,6 +35,7 @@ fn decided() -> [Rendezvous; 2] {
                     topology: String::new(),
                     policy: String::new(),
                     settings: Settings::default(),
+                    soft_timeout: None,
                 };
                 Rendezvous::new(config, store, Arc::new(Quiet)).unwrap()
             })

@@ -68,6 +68,7 @@ fn config(rank: usize, size: usize, timeout: Duration) -> Config {
         topology: String::new(),
         policy: format!("rank {rank}'s"),
         settings: Settings::default(),
+        soft_timeout: None,
     }
 }
 

@@ -25,6 +25,16 @@ std::string first_reason(const SageBackend::Options& options) {
   value_error("init", c10::str("the option engine is \"", options.engine, "\", expected \"auto\" or \"delegate\""));
 }
 
+int64_t soft_timeout_ms(const SageBackend::Options& options) {
+  if (!options.soft_timeout) return -1;
+  const double seconds = *options.soft_timeout;
+  constexpr double kMost = 1e9;
+  if (!(seconds >= 0 && seconds < kMost)) {
+    value_error("init", c10::str("the option soft_timeout is ", seconds, " s, expected 0 (none) or more"));
+  }
+  return static_cast<int64_t>(seconds * 1e3);
+}
+
 Decision meet(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const SageBackend::Options& options) {
   if (rank < 0 || rank >= size) value_error("init", c10::str("rank is ", rank, " in a group of ", size, " ranks"));
   Setup setup;
@@ -35,6 +45,7 @@ Decision meet(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, 
   setup.delegate_reason = first_reason(options);
   setup.algorithm = rust::String::lossy(options.algorithm);
   setup.topology = rust::String::lossy(options.topology);
+  setup.soft_timeout_ms = soft_timeout_ms(options);
   setup.fusion = options.fusion;
   setup.strict = options.strict;
   setup.measure_link = options.measure_link;

@@ -86,6 +86,9 @@ class SageBackend final : public c10d::Backend {
     std::vector<std::string> library_folders;
     // The program asked for the group under gloo's name: a list of tensors means what it means in gloo.
     bool as_gloo = false;
+    // Seconds after which a line of the log reports a pending operation, 0 for none; without a value that of the process.
+    // Local to this rank.
+    std::optional<double> soft_timeout;
     // Set in the options of a shrink: ranks meet only ranks with the same attempt.
     std::string attempt;
   };
@@ -252,8 +255,7 @@ class SageBackend final : public c10d::Backend {
   WorkPtr on_cpu(const CallDesc& call);
   WorkPtr by_vendor(const CallDesc& call, c10::Device device, VendorDevices& vendor);
   WorkPtr through_host(const CallDesc& call, c10::Device device);
-  // Also counts the call in the statistics. Where the delegate's work has a future, the call counts as running until
-  // the future completes, which is before a waiting thread goes on.
+  // Also counts the call in the statistics and watches it.
   WorkPtr by_delegate(const CallDesc& call, bool host_staged = false);
 
   // Hands the requests of a call to the core. Its inputs are kept alive until an asynchronous call has ended.

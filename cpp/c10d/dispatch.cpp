@@ -9,6 +9,7 @@
 #include "host/sites.hpp"
 #include "lower/checks.hpp"
 #include "work/callbacks.hpp"
+#include "work/delegated.hpp"
 
 namespace sagellm {
 
@@ -41,6 +42,7 @@ ExternalOp external_op(const CallDesc& call, bool host_staged) {
   }
   told.site = call_site();
   told.host_staged = host_staged;
+  told.timeout_ms = call.timeout.count();
   return told;
 }
 
@@ -70,21 +72,13 @@ SageBackend::WorkPtr SageBackend::on_cpu(const CallDesc& call) {
 
 SageBackend::WorkPtr SageBackend::by_delegate(const CallDesc& call, bool host_staged) {
   const auto other = delegate();
-  // Shared because the future's callback must be copyable.
   const auto note = std::make_shared<rust::Box<RustExternalOp>>(group_->external_op(external_op(call, host_staged)));
   WorkPtr work = call.delegate(*other, call);
-  c10::intrusive_ptr<c10::ivalue::Future> future;
-  try {
-    if (work) future = work->getFuture();
-  } catch (const std::exception&) {
-    // Not every work of every backend has one: gloo's sends and receives do not.
-  }
-  if (!future) {
-    (*note)->ended(true, false);
+  if (!work) {
+    (*note)->reached(ExternalStage::kUntimed, {});
     return work;
   }
-  future->addCallback([note](c10::ivalue::Future& ended) { (*note)->ended(!ended.hasError(), true); });
-  return work;
+  return c10::make_intrusive<DelegatedWork>(getRank(), call.label.type, std::move(work), note, options_->timeout);
 }
 
 // ------------------------------------------------------------------------------------------------ the CPU's engine

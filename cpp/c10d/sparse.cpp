@@ -176,7 +176,7 @@ SageBackend::WorkPtr SageBackend::allreduce_coo(const CallDesc& call) {
                                             std::move(trace), known);
   return in_background(std::move(work), call.async, [job, note] {
     const std::exception_ptr failure = failure_of([&] { job->run(); });
-    (*note)->ended(!failure, true);
+    (*note)->reached(failure ? ExternalStage::kFailed : ExternalStage::kDone, {});
     if (failure) std::rethrow_exception(failure);
   });
 }

@@ -154,6 +154,20 @@ pub mod ffi {
         element: u8,
         site: u32,
         host_staged: bool,
+        /// Negative: the group's timeout.
+        timeout_ms: i64,
+    }
+
+    /// What becomes of an operation that the core only counts.
+    enum ExternalStage {
+        /// A thread of the program begins to wait for it, this one; it ends to wait.
+        kAwaited,
+        kLeft,
+        /// It has ended well, or nobody will see its end: it was issued.
+        kUntimed,
+        /// It has just ended well.
+        kDone,
+        kFailed,
     }
 
     // ----------------------------------------------------------------------------------------------------- devices
@@ -280,6 +294,8 @@ pub mod ffi {
         algorithm: String,
         /// The option `topology`, as `select::start::Topology` reads it.
         topology: String,
+        /// The option `soft_timeout`; negative: that of the process.
+        soft_timeout_ms: i64,
         /// `config::Settings`.
         fusion: bool,
         strict: bool,
@@ -382,10 +398,11 @@ pub mod ffi {
         fn leave(self: &RustGroup, how: Leave, reason: &str);
         fn explain(self: &RustGroup, asked: &OpDesc) -> Result<Explanation>;
         fn stats(self: &RustGroup, part: StatsPart) -> Result<Stats>;
-        /// Counts an operation from now until `ended`; dropped before, it counts as failed.
+        /// Counts an operation from now until its end; dropped before, it counts as failed.
         fn external_op(self: &RustGroup, call: &ExternalOp) -> Result<Box<RustExternalOp>>;
-        /// `timed`: this is the moment it ended. Any thread; a second call does nothing.
-        fn ended(self: &RustExternalOp, well: bool, timed: bool);
+        /// Any thread; a second end does nothing. `words`: the error with which it failed. Returns the error to report in its
+        /// place, with its code letter, where the group knows more; the same each time.
+        fn reached(self: &RustExternalOp, stage: ExternalStage, words: &str) -> String;
 
         /// Negative: until the operation's own deadline. Ok: it ended well.
         fn wait(self: &RustOp, timeout_ms: i64) -> Result<()>;

@@ -35,6 +35,7 @@ impl RustRendezvous {
                 topology: setup.topology.clone(),
                 policy: String::new(),
                 settings: Settings { fusion: setup.fusion, strict: setup.strict, measure_link: setup.measure_link },
+                soft_timeout: u64::try_from(setup.soft_timeout_ms).ok().map(Duration::from_millis),
             };
             let store = Arc::new(StoreHook(store));
             let decided = Rendezvous::new(config, &*store, Arc::new(PythonHook))?;
@@ -154,7 +155,8 @@ impl RustGroup {
             };
             let (peer, bytes) = ((call.root, call.tag), (call.read, call.written));
             let carrier = if call.composed { group::Carrier::Composed } else { group::Carrier::Delegate };
-            Ok(Box::new(RustExternalOp(self.group.external_op(kind, carrier, peer, bytes, note))))
+            let timeout = u64::try_from(call.timeout_ms).ok().map(Duration::from_millis);
+            Ok(Box::new(RustExternalOp(self.group.external_op(kind, carrier, peer, bytes, note, timeout))))
         })
     }
 }
@@ -193,11 +195,18 @@ impl RustOp {
 }
 
 impl RustExternalOp {
-    pub(super) fn ended(&self, well: bool, timed: bool) {
-        let _ = guarded(|| {
-            self.0.end(well, timed);
-            Ok(())
+    pub(super) fn reached(&self, stage: ffi::ExternalStage, words: &str) -> String {
+        let failure = guarded(|| {
+            match stage {
+                ffi::ExternalStage::kAwaited => self.0.awaited(true),
+                ffi::ExternalStage::kLeft => self.0.awaited(false),
+                ffi::ExternalStage::kUntimed => self.0.end(true, false),
+                ffi::ExternalStage::kDone => self.0.end(true, true),
+                _ => return Ok(self.0.fail(words).as_ref().map(coded)),
+            }
+            Ok(None)
         });
+        failure.ok().flatten().unwrap_or_default()
     }
 }
 

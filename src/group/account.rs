@@ -25,6 +25,9 @@ pub struct Account {
     pub issued: u64,
     /// That collective, in words.
     pub last: Option<String>,
+    /// The same of its collectives on devices, which have numbers of their own.
+    pub launched: u64,
+    pub launched_last: Option<String>,
     /// The rank's process and host.
     pub who: String,
     /// Ranks on its host whose processes are stopped.
@@ -42,6 +45,9 @@ impl Account {
     pub fn encode(&self) -> String {
         let mut lines = vec![format!("question\t{}", self.question), format!("issued\t{}", self.issued)];
         lines.extend(self.last.as_ref().map(|last| format!("last\t{}", field(last))));
+        if let Some(last) = &self.launched_last {
+            lines.push(format!("launched\t{}\t{}", self.launched, field(last)));
+        }
         lines.push(format!("who\t{}", field(&self.who)));
         lines.extend(self.stopped.iter().map(|rank| format!("stopped\t{rank}")));
         lines.extend(self.idle.map(|idle| format!("idle\t{idle}")));
@@ -72,6 +78,10 @@ impl Account {
                 }
                 ["issued", number] => account.issued = number.parse().ok()?,
                 ["last", call] => account.last = Some(call.to_string()),
+                ["launched", number, call] => {
+                    account.launched = number.parse().ok()?;
+                    account.launched_last = Some(call.to_string());
+                }
                 ["who", process] => account.who = process.to_string(),
                 ["stopped", rank] => account.stopped.extend(rank.parse::<usize>().ok()),
                 ["idle", time] => account.idle = time.parse().ok(),
@@ -120,6 +130,8 @@ mod tests {
             question: 7,
             issued: 12,
             last: Some("barrier number 12".into()),
+            launched: 3,
+            launched_last: Some("all_reduce number 3 on a device".into()),
             who: "pid 5, host a".into(),
             stopped: vec![3, 1],
             idle: Some(3400),

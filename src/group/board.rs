@@ -5,6 +5,7 @@
 //! | --- | --- |
 //! | `count` | questions so far, a counter |
 //! | `ask` | the number of the last question, which every rank looks at from time to time |
+//! | `who/<rank>` | a rank's process, which it sets when it first looks, for the case that it says nothing more |
 //! | `said/<rank>` | a rank's last answer (`account`) |
 //! | `found/<question>` | the absent ranks and the stopped ranks, as found by the rank that asked the question |
 //!
@@ -18,6 +19,7 @@ use std::time::Duration;
 use super::account::Account;
 use crate::error::Result;
 use crate::host::Counting;
+use crate::os::topology;
 
 pub type SharedStore = Arc<dyn Counting + Send + Sync>;
 
@@ -40,10 +42,44 @@ pub struct Round {
     pub answers: BTreeMap<usize, Account>,
 }
 
+/// A rank's process, and where its number is valid.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Process {
+    pid: i32,
+    /// The boot of the machine and the namespace of process numbers.
+    place: String,
+    /// In words.
+    pub who: String,
+}
+
+impl Process {
+    pub fn own() -> Process {
+        let place = format!("{}/{}", topology::boot_id(), topology::pidns());
+        let pid = std::process::id();
+        Process { pid: pid as i32, place, who: format!("pid {pid}, host {}", topology::hostname()) }
+    }
+
+    /// Its number, where that names the same process here.
+    pub fn local_pid(&self) -> Option<i32> {
+        let here = Process::own();
+        (self.place == here.place && !topology::boot_id().is_empty()).then_some(self.pid)
+    }
+
+    fn encode(&self) -> String {
+        format!("{}\t{}\t{}", self.pid, self.place, self.who)
+    }
+
+    fn decode(text: &str) -> Option<Process> {
+        let fields: Vec<&str> = text.split('\t').collect();
+        let [pid, place, who] = fields[..] else { return None };
+        Some(Process { pid: pid.parse().ok()?, place: place.to_string(), who: who.to_string() })
+    }
+}
+
 /// The result of a question, from all its answers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Found {
-    /// The ranks that have not entered the operation, or said nothing.
+    /// The ranks that have come less far than others, or said nothing.
     pub absent: Vec<usize>,
     /// The ranks whose processes are stopped, as other ranks of their hosts see.
     pub stopped: Vec<usize>,
@@ -57,6 +93,8 @@ pub struct State {
     /// The time of that answer, on `clock::stamp`.
     pub answered_at: u64,
     pub round: Option<Round>,
+    /// The others can read which process this rank is.
+    pub introduced: bool,
     /// When to look next, on `clock::stamp`.
     pub next: u64,
 }
@@ -99,6 +137,20 @@ impl Board {
         Ok(number)
     }
 
+    pub fn introduce(&self, rank: usize) -> Result<()> {
+        self.put(&format!("who/{rank}"), &Process::own().encode())
+    }
+
+    /// The processes of these ranks, as far as they have introduced themselves.
+    pub fn processes(&self, ranks: impl Iterator<Item = usize>) -> Result<BTreeMap<usize, Process>> {
+        let mut found = BTreeMap::new();
+        for rank in ranks {
+            let process = self.text(&format!("who/{rank}"))?.and_then(|text| Process::decode(&text));
+            found.extend(process.map(|process| (rank, process)));
+        }
+        Ok(found)
+    }
+
     pub fn answer(&self, rank: usize, account: &Account) -> Result<()> {
         self.put(&format!("said/{rank}"), &account.encode())
     }
@@ -128,5 +180,23 @@ impl Board {
             let mut lines = text.lines();
             Found { absent: list(lines.next()), stopped: list(lines.next()) }
         }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_is_read_as_it_was_written_and_known_here_by_its_place() {
+        let own = Process::own();
+        let read = Process::decode(&own.encode()).unwrap();
+        assert_eq!(read, own);
+        assert_eq!(read.local_pid(), Some(std::process::id() as i32));
+        let far = Process { place: "another boot/4026531836".into(), ..own };
+        assert_eq!(Process::decode(&far.encode()).unwrap().local_pid(), None);
+        for text in ["", "7", "x\tplace\twho", "7\tplace"] {
+            assert_eq!(Process::decode(text), None, "{text:?}");
+        }
     }
 }

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use super::hang::Watched;
 use super::lanes::LaneReport;
+use super::outside::Outsiders;
 use super::{Group, Inner, Peer};
 use crate::config;
 use crate::config::{Config, Settings};
@@ -192,6 +193,7 @@ fn local_parts((rank, size): (usize, usize), timeout: Duration, policy: Policy, 
         topology: String::new(),
         policy: String::new(),
         settings: Settings::default(),
+        soft_timeout: None,
     };
     let (policy, host) = (Arc::new(policy), Arc::new(NoSignals));
     let (spin_policy, peers, mates) = (SpinPolicy::none(), Vec::new(), Vec::new());
@@ -244,6 +246,7 @@ impl Parts {
                     received: vec![0; ranks],
                     stats: Stats::new(ranks, config::ring()),
                     watched: Watched::default(),
+                    outside: Outsiders::default(),
                 }),
                 pending: AtomicUsize::new(0),
                 last_number: AtomicU64::new(0),

@@ -5,9 +5,11 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::Group;
-use super::report::{Carrier, ExternalOp};
-use crate::engine::device::{Counted, DeviceGroup, DeviceRequest, Neighbour};
+use super::hang::{Pending, timed_out};
+use super::outside::{Carrier, ExternalOp, Outside};
+use crate::engine::device::{Counted, DeviceGroup, DeviceRequest, Watched};
 use crate::error::{Error, Result};
+use crate::os::clock;
 use crate::select::Policy;
 use crate::types::Kind;
 
@@ -57,17 +59,30 @@ impl DeviceGroup for Group {
         self.control.set_launched(number, kind as u8);
         number
     }
-    fn neighbours(&self) -> Vec<Neighbour> {
-        let others = (0..self.peers.len()).filter(|rank| *rank != self.config.rank);
-        let told = others.filter_map(|rank| {
-            let (number, kind) = self.control.launched(rank)?;
-            Some(Neighbour { rank, pid: self.peers[rank].pid, number, kind })
+    fn look_at_long_waits(&self) {
+        self.look_outside();
+    }
+    fn deadline_passed(&self, watched: &Watched) -> Error {
+        let (kind, peer) = (watched.kind, watched.peer);
+        let inner = self.lock();
+        let pending = inner.outside.on_device(watched.number, peer).cloned().unwrap_or(Outside {
+            id: Outside::NO_RECORD,
+            kind,
+            number: watched.number,
+            root: peer.unwrap_or(0),
+            tag: 0,
+            bytes: 0,
+            site: 0,
+            on_device: true,
+            begun: None,
+            timeout: watched.timeout,
         });
-        told.collect()
+        let (pending, now) = (Pending::Outside(pending), clock::now());
+        Error::Timeout(self.story(&inner, &pending, &watched.what(), &timed_out(watched.timeout), now))
     }
     fn count(&self, call: &DeviceRequest<'_>) -> Box<dyn Counted> {
         let (peer, bytes) = ((call.root, call.tag), (call.read(), call.written()));
-        Box::new(self.external_op(call.asked.kind, Carrier::Device, peer, bytes, call.note))
+        Box::new(self.external_op(call.asked.kind, Carrier::Device, peer, bytes, call.note, call.timeout))
     }
 }
 

@@ -1,46 +1,143 @@
 //! An operation that takes long: its rank asks those that it waits for what they are doing, logs one line when the soft
-//! limit has passed, and names them in the error at the deadline. And the other side: what this rank answers.
+//! limit has passed, and names them in the error at the deadline. `answer` is the other side.
 //!
 //! Nothing here runs for an operation that ends before the first look at deadlines (`driver`).
 
 use std::collections::BTreeMap;
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use super::account::{Account, Place};
 use super::board;
-use super::board::{Board, Found, Round, SharedStore, State as BoardState};
+use super::board::{Found, Process};
+use super::outside::Outside;
 use super::{Group, Inner};
 use crate::config;
-use crate::engine::{Control, Inquiry, Lacks, Standing};
-use crate::error::{Error, Result};
+use crate::engine::{Inquiry, Lacks, Standing};
+use crate::error::Error;
 use crate::op;
 use crate::op::Op;
-use crate::os::{clock, topology, watch};
-use crate::progress::domain::Driven;
-use crate::progress::inquiry;
+use crate::os::{clock, watch};
 use crate::progress::waits;
 use crate::progress::waits::{Edge, Waits};
-use crate::stats::history::State;
 use crate::types::{ANY_RANK, Kind};
 
 /// Most ranks that are asked and described; of more, their numbers must do.
-const MOST: usize = 6;
+pub(super) const MOST: usize = 6;
 /// Between two questions to a rank: at most once in the shorter time, at least once in the longer one.
-const SHORTEST: Duration = Duration::from_millis(250);
+pub(super) const SHORTEST: Duration = Duration::from_millis(250);
 const LONGEST: Duration = Duration::from_secs(10);
 /// So long before the deadline everyone is asked a last time, or a tenth of the timeout where that is less.
 const LAST: Duration = Duration::from_millis(500);
 /// After so long without an answer the text says that there was none.
-const SILENCE: Duration = Duration::from_secs(1);
+pub(super) const SILENCE: Duration = Duration::from_secs(1);
 /// What ranks said about who waits for whom counts for so long; it goes one rank further with each question.
-const YOUNG: Duration = Duration::from_secs(30);
+pub(super) const YOUNG: Duration = Duration::from_secs(30);
+
+/// An operation that is pending, whoever runs it.
+#[derive(Clone)]
+pub(super) enum Pending {
+    Own(Arc<Op>),
+    Outside(Outside),
+}
+
+impl Pending {
+    pub fn kind(&self) -> Kind {
+        match self {
+            Pending::Own(op) => op.request.kind,
+            Pending::Outside(outside) => outside.kind,
+        }
+    }
+
+    /// The root, or the peer of a message.
+    pub fn root(&self) -> u32 {
+        match self {
+            Pending::Own(op) => op.request.root,
+            Pending::Outside(outside) => outside.root,
+        }
+    }
+
+    fn site(&self) -> u32 {
+        match self {
+            Pending::Own(op) => op.request.note.site,
+            Pending::Outside(outside) => outside.site,
+        }
+    }
+
+    /// Zero: none.
+    fn timeout(&self) -> Duration {
+        match self {
+            Pending::Own(op) => op.timeout,
+            Pending::Outside(outside) => outside.timeout,
+        }
+    }
+
+    /// For how long its timeout has run, in nanoseconds.
+    pub fn age(&self, now: u64) -> u64 {
+        match self {
+            Pending::Own(op) => now.saturating_sub(op.deadline.saturating_sub(nanoseconds(op.timeout))),
+            Pending::Outside(outside) => clock::stamp().saturating_sub(outside.begun.unwrap_or(u64::MAX)),
+        }
+    }
+
+    /// The operation as its rank called it, and its number.
+    pub fn what(&self) -> String {
+        match self {
+            Pending::Own(op) => what(op.request.kind, op.request.root, op.request.tag, || {
+                format!("{} number {}", op::describe(op.signature), op.number)
+            }),
+            Pending::Outside(Outside { kind, number, root, tag, bytes, on_device, .. }) => {
+                let text = what(*kind, *root, *tag, || match *kind {
+                    Kind::Barrier => format!("{kind} number {number}"),
+                    _ => format!("{kind}({bytes} bytes) number {number}"),
+                });
+                if *on_device { format!("{text} on a device") } else { text }
+            }
+        }
+    }
+
+    pub fn on_device(&self) -> bool {
+        matches!(self, Pending::Outside(outside) if outside.on_device)
+    }
+
+    /// The last operation of the same kind of numbers that a rank has told of.
+    fn last_of(&self, account: &Account) -> Option<String> {
+        match self {
+            Pending::Outside(outside) if outside.on_device => account.launched_last.clone(),
+            _ => account.last.clone(),
+        }
+    }
+
+    /// Whether a rank that has said this has made the same call; for a collective.
+    fn is_entered_by(&self, account: &Account) -> bool {
+        match self {
+            Pending::Outside(outside) if outside.on_device => account.launched >= outside.number,
+            Pending::Outside(outside) => account.issued >= outside.number,
+            Pending::Own(op) => account.issued >= op.number,
+        }
+    }
+
+    /// When ranks are first asked: at the soft limit, but early enough for the deadline.
+    fn patience(&self, soft: Duration) -> u64 {
+        let half = if self.timeout().is_zero() { Duration::MAX } else { self.timeout() / 2 };
+        nanoseconds(if soft.is_zero() { half } else { soft.min(half) })
+    }
+}
+
+/// Which one is watched.
+#[derive(Default)]
+enum Subject {
+    #[default]
+    None,
+    Own(Weak<Op>),
+    /// By its record.
+    Outside(u64),
+}
 
 /// The operation that has been pending longest, once it has been so for long. Used under the group's lock.
 #[derive(Default)]
 pub(super) struct Watched {
-    op: Weak<Op>,
+    subject: Subject,
     /// The ranks that were asked, this one included, with the numbers of their first questions.
     asked: Vec<(usize, u32)>,
     /// When they were asked first and last, and when they will be asked next, on `clock::now`.
@@ -49,28 +146,59 @@ pub(super) struct Watched {
     next: u64,
     told: bool,
     /// Over the store: what was heard of the ranks that matter, and what all answers come to; whether that is so.
-    heard: BTreeMap<usize, Account>,
-    found: Found,
-    collected: bool,
+    pub heard: BTreeMap<usize, Account>,
+    pub found: Found,
+    pub collected: bool,
+    /// The processes of ranks that have said nothing, as far as those are known.
+    pub silent: BTreeMap<usize, Process>,
     /// When the last line was logged.
     line: Option<u64>,
 }
 
 impl Watched {
-    fn is(&self, op: &Arc<Op>) -> bool {
-        std::ptr::eq(self.op.as_ptr(), Arc::as_ptr(op))
+    pub fn is(&self, pending: &Pending) -> bool {
+        match (&self.subject, pending) {
+            (Subject::Own(op), Pending::Own(other)) => std::ptr::eq(op.as_ptr(), Arc::as_ptr(other)),
+            (Subject::Outside(id), Pending::Outside(other)) => *id == other.id,
+            _ => false,
+        }
     }
 }
 
-fn nanoseconds(time: Duration) -> u64 {
-    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+impl Inner {
+    pub(super) fn watched(&mut self, pending: &Pending) -> &mut Watched {
+        match pending {
+            Pending::Own(_) => &mut self.watched,
+            Pending::Outside(_) => &mut self.outside.watched,
+        }
+    }
+
+    fn watched_of(&self, pending: &Pending) -> &Watched {
+        match pending {
+            Pending::Own(_) => &self.watched,
+            Pending::Outside(_) => &self.outside.watched,
+        }
+    }
+
+    /// What has been pending for long, and still is.
+    pub(super) fn long_pending(&self) -> impl Iterator<Item = Pending> + '_ {
+        let own = match &self.watched.subject {
+            Subject::Own(op) => op.upgrade().filter(|op| !op.is_done()).map(Pending::Own),
+            _ => None,
+        };
+        own.into_iter().chain(self.long_outside())
+    }
+
+    pub(super) fn long_outside(&self) -> Option<Pending> {
+        match &self.outside.watched.subject {
+            Subject::Outside(id) => self.outside.get(*id).cloned().map(Pending::Outside),
+            _ => None,
+        }
+    }
 }
 
-/// When ranks are first asked, after its issue: at the soft limit, but early enough for the deadline.
-fn patience(op: &Op) -> Duration {
-    let half = op.timeout / 2;
-    let soft = config::soft_timeout();
-    if soft.is_zero() { half } else { soft.min(half) }
+pub(super) fn nanoseconds(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
 /// The texts about what a pending operation waits for.
@@ -82,86 +210,136 @@ struct Findings {
 }
 
 impl Group {
-    /// With the lock held: asks about the operation with the earliest deadline once it has been pending for long.
-    pub(super) fn look_at_long_wait(&self, inner: &mut Inner, op: &Arc<Op>, now: u64) {
+    /// With the lock held: asks about an operation once it has been pending for long.
+    pub(super) fn look_at_long_wait(&self, inner: &mut Inner, pending: &Pending, now: u64) {
         if self.members.get().is_none() {
             return; // a group inside a host of a larger one, which does this
         }
-        let timeout = nanoseconds(op.timeout);
-        let begun = op.deadline.saturating_sub(timeout);
-        if now.saturating_sub(begun) < nanoseconds(patience(op)) {
+        let (age, timeout, soft) = (pending.age(now), pending.timeout(), self.soft_timeout());
+        if age < pending.patience(soft) {
             return;
         }
-        if !inner.watched.is(op) {
-            let line = inner.watched.line;
-            inner.watched = Watched { op: Arc::downgrade(op), since: now, line, ..Watched::default() };
+        let watched = inner.watched(pending);
+        if !watched.is(pending) {
+            let subject = match pending {
+                Pending::Own(op) => Subject::Own(Arc::downgrade(op)),
+                Pending::Outside(outside) => Subject::Outside(outside.id),
+            };
+            *watched = Watched { subject, since: now, line: watched.line, ..Watched::default() };
             if self.board.get().is_some() {
                 self.domain.look_again();
             }
         }
-        if now >= inner.watched.next {
-            self.listen(&inner.watched, now);
-            self.ask(inner, op);
-            inner.watched.last = now;
-            let interval = (op.timeout / 16).clamp(SHORTEST, LONGEST);
-            let last = op.deadline.saturating_sub(nanoseconds(LAST.min(op.timeout / 10)));
-            let next = now.saturating_add(nanoseconds(interval));
-            inner.watched.next = if now >= last { u64::MAX } else { next.min(last) };
+        if now >= inner.watched_of(pending).next {
+            self.listen(inner.watched_of(pending), now);
+            self.ask(inner, pending);
+            let watched = inner.watched(pending);
+            watched.last = now;
+            watched.next = next_question(now, age, timeout);
         }
-        let soft = nanoseconds(config::soft_timeout());
         let enough = match self.board.get() {
-            None => LAST.min(op.timeout / 10),
-            Some(_) => board::interval(op.timeout) * 2 + SILENCE,
+            None if timeout.is_zero() => LAST,
+            None => LAST.min(timeout / 10),
+            Some(_) => board::interval(timeout) * 2 + SILENCE,
         };
-        let heard = now - inner.watched.since >= nanoseconds(enough) || self.all_answered(inner);
-        if soft == 0 || inner.watched.told || !heard {
+        let watched = inner.watched_of(pending);
+        let heard = now - watched.since >= nanoseconds(enough) || self.all_answered(watched);
+        if soft.is_zero() || watched.told || !heard {
             return;
         }
-        inner.watched.told = true;
+        let watched = inner.watched(pending);
+        watched.told = true;
         // One line in that time, however many operations are pending.
-        if inner.watched.line.is_some_and(|line| now.saturating_sub(line) < soft) {
+        if watched.line.is_some_and(|line| now.saturating_sub(line) < nanoseconds(soft)) {
             return;
         }
-        inner.watched.line = Some(now);
-        self.listen(&inner.watched, now);
-        let Findings { here, missing, circle } = self.findings(inner, op, now);
+        watched.line = Some(now);
+        self.listen(inner.watched_of(pending), now);
+        let Findings { here, missing, circle } = self.findings(inner, pending, now);
+        let end = if timeout.is_zero() {
+            "It has no timeout".to_string()
+        } else {
+            format!("It fails after {}", seconds(timeout.as_millis() as u64))
+        };
         log::warn!(
-            "rank {} of group '{}' has waited {} in {}{here}: {missing}.{circle} It fails after {}",
+            "rank {} of group '{}' has waited {} in {}{here}: {missing}.{circle} {end}",
             self.config.rank,
             self.config.name,
-            seconds((now - begun) / 1_000_000),
-            what(op),
-            seconds(timeout / 1_000_000),
+            seconds(age / 1_000_000),
+            pending.what(),
         );
+    }
+
+    /// The soft limit: the group's, or that of the process.
+    fn soft_timeout(&self) -> Duration {
+        self.config.soft_timeout.unwrap_or_else(config::soft_timeout)
     }
 
     /// The error text of a deadline that passed: the missing ranks, what they do, and where.
     pub(super) fn stall(&self, inner: &Inner, op: &Arc<Op>, now: u64) -> Error {
+        let pending = Pending::Own(Arc::clone(op));
         self.listen(&inner.watched, now);
-        let Findings { here, missing, circle } = self.findings(inner, op, now);
-        Error::Timeout(format!(
-            "sagellm: rank {} of group '{}' Timed out after {} in {}{here}: {missing}.{circle} Every rank must call the same \
+        Error::Timeout(self.story(inner, &pending, &pending.what(), &timed_out(op.timeout), now))
+    }
+
+    /// The text of an operation that ended badly: `how` it ended, what the missing ranks do, and where. `what` is the
+    /// operation in words.
+    pub(super) fn story(&self, inner: &Inner, pending: &Pending, what: &str, how: &str, now: u64) -> String {
+        let Findings { here, missing, circle } = self.findings(inner, pending, now);
+        format!(
+            "sagellm: rank {} of group '{}' {how} in {what}{here}: {missing}.{circle} Every rank must call the same \
              operations in the same order; where a rank needs longer, pass a larger timeout",
-            self.config.rank,
-            self.config.name,
-            seconds(op.timeout.as_millis() as u64),
-            what(op),
-        ))
+            self.config.rank, self.config.name,
+        )
+    }
+
+    /// With the lock held: the error of an operation of a delegate, whose words about it are `words`; none where nothing
+    /// more is known.
+    pub(super) fn failure_outside(&self, inner: &Inner, outside: &Outside, words: &str) -> Option<Error> {
+        self.standing().ok()?; // an abort ends operations, too
+        let now = clock::now();
+        let pending = Pending::Outside(outside.clone());
+        let age = Duration::from_nanos(pending.age(now));
+        let words = words.lines().next().unwrap_or_default();
+        let small = words.to_lowercase();
+        // Where another rank's deadline came first, a delegate tells of a lost connection in place of a deadline.
+        let is_late = small.contains("timed out") || age > outside.timeout * 9 / 10;
+        if inner.outside.watched.is(&pending) && inner.outside.watched.collected {
+            let how = if is_late { timed_out(age) } else { format!("failed after {}", in_seconds(age)) };
+            let text = self.story(inner, &pending, &pending.what(), &how, now);
+            let text = format!("{text}. The delegate says: {words}");
+            return Some(if is_late { Error::Timeout(text) } else { Error::System(text) });
+        }
+        let is_lost = ["connection", "broken pipe", "by peer"].iter().any(|sign| small.contains(sign));
+        let names_a_peer = outside.kind.is_p2p() && outside.root != ANY_RANK;
+        (is_lost && !is_late && names_a_peer).then(|| {
+            let rank = outside.root as usize;
+            let (process, _) = self.process_of(&inner.outside.watched, rank, None);
+            let (me, name, what) = (self.config.rank, &self.config.name, pending.what());
+            let text = format!(
+                "sagellm: rank {me} of group '{name}' lost rank {rank}{process} after {} in {what}: its process ended, an \
+                 operation of it failed, or so did the network between them. Make a new group to go on. The delegate says: \
+                 {words}",
+                in_seconds(age)
+            );
+            Error::RankFailed { rank, text }
+        })
     }
 
     /// Asks this rank and those that the operation waits for.
-    fn ask(&self, inner: &mut Inner, op: &Op) {
+    fn ask(&self, inner: &mut Inner, pending: &Pending) {
         let Some(inquiry) = self.control.inquiry() else { return };
-        let missing = match inner.engine.lacks(op) {
+        let missing = match self.lacks(inner, pending) {
             Lacks::Ranks(ranks) => ranks,
             _ => Vec::new(),
         };
         let missing = missing.into_iter().map(|(rank, _)| rank).take(MOST);
         for rank in std::iter::once(self.config.rank).chain(missing) {
             let question = inquiry.ask(rank);
+            let asked = &mut inner.watched(pending).asked;
             // An answer to any question since the first is one about this operation.
-            if !inner.watched.asked.iter().any(|(asked, _)| *asked == rank) {
-                inner.watched.asked.push((rank, question));
+            if !asked.iter().any(|(asked, _)| *asked == rank) {
+                asked.push((rank, question));
             }
         }
     }
@@ -176,43 +354,95 @@ impl Group {
         }
     }
 
-    fn all_answered(&self, inner: &Inner) -> bool {
+    fn all_answered(&self, watched: &Watched) -> bool {
         let Some(inquiry) = self.control.inquiry() else {
-            return self.board.get().is_none() || inner.watched.collected;
+            return self.board.get().is_none() || watched.collected;
         };
-        inner.watched.asked.iter().all(|(rank, question)| {
+        watched.asked.iter().all(|(rank, question)| {
             answer_of(inquiry, *rank, *question).is_some_and(|account| account.place != Place::Locked)
         })
     }
 
-    /// What is known of a rank that was asked about `op`.
-    fn account_of(&self, watched: &Watched, op: &Arc<Op>, rank: usize) -> Option<Account> {
+    /// What is known of a rank that was asked about the operation.
+    fn account_of(&self, watched: &Watched, pending: &Pending, rank: usize) -> Option<Account> {
         if self.board.get().is_some() {
-            return watched.heard.get(&rank).filter(|_| watched.is(op)).cloned();
+            return watched.heard.get(&rank).filter(|_| watched.is(pending)).cloned();
         }
-        let (_, question) = watched.asked.iter().find(|(asked, _)| watched.is(op) && *asked == rank)?;
+        let (_, question) = watched.asked.iter().find(|(asked, _)| watched.is(pending) && *asked == rank)?;
         answer_of(self.control.inquiry()?, rank, *question)
     }
 
     /// What the operation waits for: as the engine sees it or, over the store, by what the ranks have said.
-    fn lacks(&self, inner: &Inner, op: &Arc<Op>) -> Lacks {
-        let (lacks, watched) = (inner.engine.lacks(op), &inner.watched);
-        if !watched.is(op) || !matches!(lacks, Lacks::Unknown(_)) {
+    pub(super) fn lacks(&self, inner: &Inner, pending: &Pending) -> Lacks {
+        let watched = inner.watched_of(pending);
+        let lacks = match pending {
+            Pending::Own(op) => inner.engine.lacks(op),
+            Pending::Outside(outside) => self.lacks_outside(watched, outside),
+        };
+        if !matches!(lacks, Lacks::Unknown(_)) || !(watched.is(pending) || pending.kind().is_p2p()) {
             return lacks;
         }
-        let late =
-            watched.heard.iter().filter(|(rank, account)| account.issued < op.number && **rank != self.config.rank);
-        let late = late.map(|(rank, account)| (*rank, Standing::Before(account.last.clone())));
-        let unheard = watched.found.absent.iter().filter(|rank| !watched.heard.contains_key(rank));
-        let ranks: Vec<_> = late.chain(unheard.map(|rank| (*rank, Standing::Unheard))).collect();
+        let ranks: Vec<_> = if pending.kind().is_p2p() {
+            let standing = |rank: usize| match watched.heard.get(&rank).filter(|_| watched.is(pending)) {
+                Some(account) => Standing::Silent(account.last.clone()),
+                None => Standing::Unheard,
+            };
+            self.peers_of(pending).map(|rank| (rank, standing(rank))).collect()
+        } else {
+            let others = watched.heard.iter().filter(|(rank, _)| **rank != self.config.rank);
+            let late = others.filter(|(_, account)| !pending.is_entered_by(account));
+            let late = late.map(|(rank, account)| (*rank, Standing::Before(pending.last_of(account))));
+            let others = watched.found.absent.iter().filter(|rank| **rank != self.config.rank);
+            let unheard = others.filter(|rank| !watched.heard.contains_key(rank));
+            late.chain(unheard.map(|rank| (*rank, Standing::Unheard))).collect()
+        };
         if ranks.is_empty() { lacks } else { Lacks::Ranks(ranks) }
     }
 
-    fn findings(&self, inner: &Inner, op: &Arc<Op>, now: u64) -> Findings {
-        let watched = &inner.watched;
-        let ago = |then: u64| Duration::from_nanos(if watched.is(op) { now.saturating_sub(then) } else { 0 });
+    /// The ranks that a message may come from or go to.
+    pub(super) fn peers_of(&self, pending: &Pending) -> impl Iterator<Item = usize> + use<'_> {
+        let (is_message, root) = (pending.kind().is_p2p(), pending.root());
+        let others = (0..self.config.size).filter(|rank| *rank != self.config.rank);
+        others.filter(move |rank| is_message && (root == ANY_RANK || *rank == root as usize))
+    }
+
+    /// What one waits for that no engine runs, as far as that is seen without asking.
+    fn lacks_outside(&self, watched: &Watched, outside: &Outside) -> Lacks {
+        let pending = Pending::Outside(outside.clone());
+        if self.control.inquiry().is_none() {
+            let heard = watched.is(&pending) && watched.collected;
+            let text = if heard { "no rank is known to be missing" } else { "the ranks have not said what they do" };
+            return Lacks::Unknown(text.to_string());
+        }
+        // Their last collectives on devices stand in the memory that the ranks share.
+        let described = |number: u64, kind: u8| {
+            let kind = Kind::from_u8(kind).filter(|_| number > 0);
+            kind.map(|kind| format!("{kind} number {number} on a device"))
+        };
+        let others = (0..self.config.size).filter(|rank| *rank != self.config.rank);
+        let others = others.filter_map(|rank| Some((rank, self.control.launched(rank)?)));
+        if outside.kind.is_p2p() {
+            let peers = others.filter(|(rank, _)| *rank == outside.root as usize);
+            let peers = peers.map(|(rank, (number, kind))| (rank, Standing::Silent(described(number, kind))));
+            return Lacks::Ranks(peers.collect());
+        }
+        let (late, entered): (Vec<_>, Vec<_>) = others.partition(|(_, (number, _))| *number < outside.number);
+        if late.is_empty() {
+            let each = entered.iter().take(MOST).map(|(rank, _)| {
+                let (process, _) = self.process_of(watched, *rank, None);
+                format!("rank {rank}{process} has issued it")
+            });
+            return Lacks::Unknown(each.collect::<Vec<_>>().join("; "));
+        }
+        let late = late.into_iter().map(|(rank, (number, kind))| (rank, Standing::Before(described(number, kind))));
+        Lacks::Ranks(late.collect())
+    }
+
+    fn findings(&self, inner: &Inner, pending: &Pending, now: u64) -> Findings {
+        let watched = inner.watched_of(pending);
+        let ago = |then: u64| Duration::from_nanos(if watched.is(pending) { now.saturating_sub(then) } else { 0 });
         let (asked_for, since_last) = (ago(watched.since), ago(watched.last));
-        let lacks = self.lacks(inner, op);
+        let lacks = self.lacks(inner, pending);
         let missing = match &lacks {
             Lacks::Ranks(ranks) => {
                 let each = ranks.iter().take(MOST).map(|(rank, standing)| {
@@ -220,7 +450,7 @@ impl Group {
                         watched,
                         *rank,
                         standing,
-                        self.account_of(watched, op, *rank).as_ref(),
+                        self.account_of(watched, pending, *rank).as_ref(),
                         (asked_for, since_last),
                     )
                 });
@@ -236,17 +466,18 @@ impl Group {
             }
             Lacks::Unknown(text) => text.clone(),
         };
-        let own = self.account_of(watched, op, self.config.rank);
-        Findings { here: self.here(op, own.as_ref()), missing, circle: self.circle(&lacks, op, now) }
+        let own = self.account_of(watched, pending, self.config.rank);
+        Findings { here: self.here(pending, own.as_ref()), missing, circle: self.circle(&lacks, pending, now) }
     }
 
     /// Where the operation was called, and where this rank is now.
-    fn here(&self, op: &Op, own: Option<&Account>) -> String {
-        let called = self.host.call_site(op.request.note.site);
+    fn here(&self, pending: &Pending, own: Option<&Account>) -> String {
+        let called = self.host.call_site(pending.site());
         let text = called.as_ref().map_or_else(String::new, |site| format!(", called at {site}"));
         match own {
             Some(Account { place: Place::At(place), waits, .. }) if called.as_ref() != Some(place) => {
-                let how = if waits.is_some() { "waiting" } else { "while its program is" };
+                // A device waits, and its program may do something else.
+                let how = if waits.is_some() && !pending.on_device() { "waiting" } else { "while its program is" };
                 format!("{text}, {how} at {place}")
             }
             _ => text,
@@ -262,20 +493,10 @@ impl Group {
         account: Option<&Account>,
         (asked_for, since_last): (Duration, Duration),
     ) -> String {
-        let mate = self.mates.iter().find(|(mate, _)| *mate == rank).map(|(_, pid)| *pid);
-        let pid = self.peers.get(rank).map(|peer| peer.pid).or(mate);
-        let is_stopped = watched.found.stopped.contains(&rank) || pid.is_some_and(is_stopped);
-        let mut process = match (pid, account) {
-            (None, Some(account)) => account.who.clone(),
-            (None, None) => "on another host".to_string(),
-            (Some(pid), _) => format!("pid {pid}"),
-        };
-        if is_stopped {
-            process.push_str(", its process is stopped");
-        }
+        let (process, state) = self.process_of(watched, rank, account);
         let idle = account.and_then(|account| account.idle).map(seconds);
         let stands = match (standing, idle) {
-            (Standing::Unheard, _) if is_stopped => "has said nothing".to_string(),
+            (Standing::Unheard, _) if state.is_some() => "has said nothing".to_string(),
             (Standing::Unheard, _) => {
                 "has said nothing: its process is stopped, or the store cannot be reached".to_string()
             }
@@ -292,7 +513,7 @@ impl Group {
             }
         };
         let now = match account {
-            _ if is_stopped => String::new(),
+            _ if state.is_some() => String::new(),
             None if asked_for < SILENCE || *standing == Standing::Unheard => String::new(),
             None => format!(", and it has not said what it does for {}", seconds(asked_for.as_millis() as u64)),
             Some(Account { place, waits: Some(Waits { group, what, milliseconds, .. }), .. }) => {
@@ -309,12 +530,38 @@ impl Group {
             }
             Some(_) => String::new(),
         };
-        format!("rank {rank} ({process}) {stands}{now}")
+        format!("rank {rank}{process} {stands}{now}")
+    }
+
+    /// A rank's process as text, and what is wrong with it, where that is seen.
+    fn process_of(&self, watched: &Watched, rank: usize, account: Option<&Account>) -> (String, Option<Life>) {
+        let mate = self.mates.iter().find(|(mate, _)| *mate == rank).map(|(_, pid)| *pid);
+        let silent = watched.silent.get(&rank);
+        let pid = self.peers.get(rank).map(|peer| peer.pid).or(mate);
+        let who = match (pid, account, silent) {
+            (Some(pid), ..) => format!("pid {pid}"),
+            (None, Some(account), _) => account.who.clone(),
+            (None, None, Some(process)) => process.who.clone(),
+            (None, None, None) if self.mates.is_empty() && !self.control.has_threads() => {
+                "its process is not known".to_string()
+            }
+            (None, None, None) => "on another host".to_string(),
+        };
+        let life = if watched.found.stopped.contains(&rank) {
+            Some(Life::Stopped)
+        } else {
+            pid.or_else(|| silent?.local_pid()).and_then(life_of)
+        };
+        match life {
+            Some(Life::Stopped) => (format!(" ({who}, its process is stopped)"), life),
+            Some(Life::Ended) => (format!(" ({who}, its process has ended)"), life),
+            None => (format!(" ({who})"), life),
+        }
     }
 
     /// The ranks that wait for each other, where this one is among them or waits for them.
-    fn circle(&self, lacks: &Lacks, op: &Op, now: u64) -> String {
-        let mut edges = self.edges_of(lacks, op);
+    fn circle(&self, lacks: &Lacks, pending: &Pending, now: u64) -> String {
+        let mut edges = self.edges_of(lacks, pending);
         let me = self.global(self.config.rank);
         let known = self.domain.heard(now, nanoseconds(YOUNG)).into_iter().map(|(edge, _)| edge);
         edges.extend(known.filter(|edge| edge.from != me));
@@ -325,207 +572,51 @@ impl Group {
     }
 
     /// The rank of the default group that a rank of this one is.
-    fn global(&self, rank: usize) -> u32 {
+    pub(super) fn global(&self, rank: usize) -> u32 {
         self.members.get().and_then(|members| members.get(rank).copied()).unwrap_or(rank as u32)
     }
 
-    fn edges_of(&self, lacks: &Lacks, op: &Op) -> Vec<Edge> {
+    pub(super) fn edges_of(&self, lacks: &Lacks, pending: &Pending) -> Vec<Edge> {
         // A receive from anyone waits for none of them in particular.
         let Lacks::Ranks(ranks) = lacks else { return Vec::new() };
-        let anyone = op.request.kind == Kind::Recv && op.request.root == ANY_RANK;
+        let anyone = pending.kind() == Kind::Recv && pending.root() == ANY_RANK;
         let absent = ranks.iter().filter(|(_, standing)| standing.is_absent() && !anyone);
         let edge = |(rank, _): &(usize, Standing)| Edge {
             from: self.global(self.config.rank),
             to: self.global(*rank),
             group: self.config.name.clone(),
-            what: what(op),
+            what: pending.what(),
         };
         absent.take(MOST).map(edge).collect()
     }
+}
 
-    // ---------------------------------------------------------------------------------------------- the other side
+/// What is wrong with a process.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Life {
+    Stopped,
+    Ended,
+}
 
-    /// What holds the questions to this rank.
-    pub(super) fn questions(&self) -> Option<Arc<dyn Control>> {
-        self.control.inquiry().is_some().then(|| Arc::clone(&self.control))
-    }
-
-    /// Answers as far as it can without the interpreter, and then with the place that the program is at.
-    pub(super) fn answer_question(&self, question: u32) {
-        let Some(inquiry) = self.control.inquiry() else { return };
-        if self.answered.swap(question, Ordering::Relaxed) == question {
-            return;
-        }
-        let _ = self.give_account(question, |account| {
-            inquiry.answer(&account.encode());
-            Ok(())
-        });
-    }
-
-    /// Hands out what this rank says about itself: as far as it can without the interpreter, and then with the place that
-    /// the program is at.
-    fn give_account(&self, question: u32, publish: impl Fn(&Account) -> Result<()>) -> Result<()> {
-        let address = |group: &Arc<dyn Driven>| Arc::as_ptr(group).cast::<()>() as usize;
-        let groups = self.domain.groups();
-        let own = std::ptr::from_ref(self).cast::<()>() as usize;
-        let mut long_waits = self.domain.long_waits();
-        long_waits.sort_by_key(|wait| wait.group != own); // one in this group first
-        let waits = long_waits.iter().find_map(|wait| {
-            let group = groups.iter().find(|group| address(group) == wait.group)?;
-            Some((wait.thread, group.waits()?))
-        });
-        let thread = waits.as_ref().map_or(0, |(thread, _)| *thread);
-        let mut account = self.account(question, waits.map(|(_, waits)| waits));
-        drop(groups);
-        account.place = Place::Locked;
-        publish(&account)?;
-        account.place = self.host.place(thread).map_or(Place::Unknown, Place::At);
-        publish(&account)
-    }
-
-    /// What this rank says about itself; a thread of it waits, or none.
-    fn account(&self, question: u32, mut waits: Option<Waits>) -> Account {
-        let inner = self.lock();
-        let newest = inner.stats.history().iter().next_back().filter(|last| last.state != State::Pending);
-        let idle = newest.map(|last| clock::stamp().saturating_sub(last.ended) / 1_000_000);
-        let last = inner.stats.history().collectives().next();
-        let last = last.map(|last| format!("{} number {}", last.kind, last.number));
-        let issued = inner.number;
-        drop(inner);
-        let who = format!("pid {}, host {}", std::process::id(), topology::hostname());
-        let stopped = self.mates.iter().filter(|(_, pid)| is_stopped(*pid)).map(|(rank, _)| *rank).collect();
-        let own = waits.as_mut().map(|waits| std::mem::take(&mut waits.edges)).unwrap_or_default();
-        let me = self.global(self.config.rank);
-        let known = self.domain.heard(clock::now(), nanoseconds(YOUNG));
-        let known = known.into_iter().filter(|(edge, _)| edge.from != me);
-        let edges = own.into_iter().map(|edge| (edge, 0)).chain(known).collect();
-        Account { question, issued, last, who, stopped, idle, place: Place::Unknown, waits, edges }
-    }
-
-    /// What a thread that waits in this group waits for.
-    pub(super) fn awaited(&self) -> Option<Waits> {
-        let inner = self.lock();
-        self.members.get()?; // a group inside a host of a larger one waits for it
-        let op = inner.engine.next_deadline()?;
-        let edges = self.edges_of(&self.lacks(&inner, &op), &op);
-        let milliseconds = clock::stamp().saturating_sub(op.issued) / 1_000_000;
-        Some(Waits { group: self.config.name.clone(), what: what(&op), milliseconds, edges })
+pub(super) fn life_of(pid: i32) -> Option<Life> {
+    match watch::process_state(pid) {
+        Some('T' | 't') => Some(Life::Stopped),
+        None | Some('Z' | 'X') if pid > 0 => Some(Life::Ended),
+        _ => None,
     }
 }
 
-// -------------------------------------------------------------------------------------------------- over the store
-
-impl Group {
-    /// Lets the ranks ask each other over this store, where they share no memory.
-    pub fn set_board(&self, store: SharedStore) {
-        if self.config.size > 1 && self.control.has_threads() && self.board.set(Board::new(store, &self.id())).is_ok() {
-            inquiry::start(&self.domain);
-            self.domain.look_again(); // the thread may have looked before there was a board
-        }
+/// When to ask next, on `clock::now`, of an operation that has been pending for `age`: at times, and a last time before its
+/// deadline.
+fn next_question(now: u64, age: u64, timeout: Duration) -> u64 {
+    let interval = (timeout / 16).clamp(SHORTEST, LONGEST);
+    let next = now.saturating_add(nanoseconds(interval));
+    if timeout.is_zero() {
+        return next;
     }
-
-    /// As `Driven::look_at_board`. An error of the store ends it: the ranks do without.
-    pub(super) fn look_for_questions(&self) -> Option<Duration> {
-        let board = self.board.get().filter(|_| self.standing().is_ok())?;
-        let pause = board::interval(Duration::from_millis(self.timeout_ms.load(Ordering::Relaxed)));
-        let mut state = board.state();
-        let (now, op) = (clock::stamp(), self.watched_op());
-        if now < state.next && op.is_none() {
-            return Some(Duration::from_nanos(state.next - now));
-        }
-        let looked = self.look_once(board, &mut state, op, pause);
-        let next = looked.inspect_err(|error| log::debug!("no questions over the store any more: {error}")).ok()?;
-        state.next = clock::stamp() + nanoseconds(next);
-        Some(next)
-    }
-
-    /// The operation that has been pending for long, if it still is.
-    fn watched_op(&self) -> Option<Arc<Op>> {
-        self.lock().watched.op.upgrade().filter(|op| !op.is_done())
-    }
-
-    /// Answers, asks where an operation has been pending for long, and collects answers. Returns when to look next.
-    fn look_once(
-        &self,
-        board: &Board,
-        state: &mut BoardState,
-        op: Option<Arc<Op>>,
-        pause: Duration,
-    ) -> Result<Duration> {
-        let now = clock::stamp();
-        let mut question = board.question()?;
-        if question != state.answered {
-            (state.answered, state.answered_at) = (question, now);
-            self.give_account(question, |account| board.answer(self.config.rank, account))?;
-        }
-        let Some(op) = op else {
-            state.round = None;
-            return Ok(pause);
-        };
-        let old = |begun: u64| now.saturating_sub(begun) >= nanoseconds(pause * 2);
-        if state.round.as_ref().is_none_or(|round| round.done && old(round.begun)) {
-            // What another rank has just asked serves as well.
-            let collects = question == 0
-                || old(state.answered_at)
-                || state.round.as_ref().is_some_and(|round| round.question == question);
-            if collects {
-                question = board.ask()?;
-                (state.answered, state.answered_at) = (question, now);
-                self.give_account(question, |account| board.answer(self.config.rank, account))?;
-            }
-            state.round = Some(Round { question, collects, begun: now, done: false, answers: BTreeMap::new() });
-        }
-        let round = state.round.as_mut().expect("set above");
-        if !round.done {
-            self.collect_answers(board, round, &op, pause)?;
-        }
-        Ok(if round.done { pause } else { SHORTEST / 2 })
-    }
-
-    /// Reads the answers that have come. The rank that asked reads all, the others those that it found to matter.
-    fn collect_answers(&self, board: &Board, round: &mut Round, op: &Arc<Op>, pause: Duration) -> Result<()> {
-        let (me, ranks) = (self.config.rank, self.config.size);
-        let limit = nanoseconds(pause + SILENCE);
-        let waited = clock::stamp().saturating_sub(round.begun);
-        let found = if round.collects {
-            let whole = |account: &Account| account.place != Place::Locked;
-            let open = (0..ranks).filter(|rank| !round.answers.get(rank).is_some_and(whole));
-            let answers = board.answers(round.question, open)?;
-            round.answers.extend(answers);
-            if waited < limit && (0..ranks).any(|rank| !round.answers.get(&rank).is_some_and(whole)) {
-                return Ok(());
-            }
-            let late = |rank: &usize| round.answers.get(rank).is_none_or(|account| account.issued < op.number);
-            let absent: Vec<usize> = (0..ranks).filter(|rank| *rank != me).filter(late).collect();
-            let mut stopped: Vec<usize> = round.answers.values().flat_map(|account| account.stopped.clone()).collect();
-            stopped.sort_unstable();
-            stopped.dedup();
-            let found = Found { absent, stopped };
-            board.tell(round.question, &found)?;
-            found
-        } else if let Some(found) = board.told(round.question)? {
-            round.answers = board.answers(round.question, found.absent.iter().copied().take(MOST).chain([me]))?;
-            found
-        } else {
-            round.collects = waited > 2 * limit; // the rank that asked is gone, or stopped itself
-            return Ok(());
-        };
-        round.done = true;
-        for (rank, account) in &round.answers {
-            self.domain.hear(self.global(*rank), &account.edges, clock::now());
-        }
-        let mut inner = self.lock();
-        if inner.watched.is(op) {
-            inner.watched.found = found;
-            inner.watched.heard = round.answers.clone();
-            inner.watched.collected = true;
-        }
-        Ok(())
-    }
-}
-
-fn is_stopped(pid: i32) -> bool {
-    matches!(watch::process_state(pid), Some('T' | 't'))
+    let deadline = now.saturating_add(nanoseconds(timeout).saturating_sub(age));
+    let last = deadline.saturating_sub(nanoseconds(LAST.min(timeout / 10)));
+    if now >= last { u64::MAX } else { next.min(last) }
 }
 
 /// The answer of a rank to this question or a later one.
@@ -533,16 +624,43 @@ fn answer_of(inquiry: &dyn Inquiry, rank: usize, question: u32) -> Option<Accoun
     Account::decode(&inquiry.heard(rank)).filter(|account| account.answers(question))
 }
 
-/// The operation as its rank called it, and its number.
-fn what(op: &Op) -> String {
-    match op.request.kind {
-        Kind::Send => format!("send to rank {} with tag {}", op.request.root, op.request.tag),
-        Kind::Recv if op.request.root == ANY_RANK => format!("recv from any rank with tag {}", op.request.tag),
-        Kind::Recv => format!("recv from rank {} with tag {}", op.request.root, op.request.tag),
-        _ => format!("{} number {}", op::describe(op.signature), op.number),
+/// A message in words; another operation by `collective`.
+fn what(kind: Kind, root: u32, tag: u32, collective: impl FnOnce() -> String) -> String {
+    match kind {
+        Kind::Send => format!("send to rank {root} with tag {tag}"),
+        Kind::Recv if root == ANY_RANK => format!("recv from any rank with tag {tag}"),
+        Kind::Recv => format!("recv from rank {root} with tag {tag}"),
+        _ => collective(),
     }
+}
+
+pub(super) fn timed_out(after: Duration) -> String {
+    format!("Timed out after {}", in_seconds(after))
+}
+
+fn in_seconds(time: Duration) -> String {
+    seconds(time.as_millis() as u64)
 }
 
 fn seconds(milliseconds: u64) -> String {
     format!("{:.1} s", milliseconds as f64 / 1e3)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_are_asked_at_times_and_a_last_time_before_the_deadline() {
+        let second = 1_000_000_000;
+        let at = |now: u64, age: u64| next_question(now * second, age * second, Duration::from_secs(16));
+        assert_eq!(at(100, 8), 101 * second, "a sixteenth of the timeout");
+        assert_eq!(at(107, 15), 107 * second + second / 2, "half a second before the deadline at 108");
+        assert_eq!(
+            next_question(108 * second - 1, 16 * second - 1, Duration::from_secs(16)),
+            u64::MAX,
+            "that was the last"
+        );
+        assert_eq!(next_question(second, 5 * second, Duration::ZERO), second + second / 4, "without a deadline");
+    }
 }

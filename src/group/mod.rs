@@ -6,12 +6,13 @@
 //! later fails with it.
 //!
 //! `builder` makes a group, `handle` is an operation as its caller holds it, `check` refuses calls that do not fit
-//! together, `faults` names ranks that ended, `hang` ranks that are late and what they do (`account`: what a rank says
-//! about itself; `board`: the same over the store), `barrier` is the monitored barrier, `explain` and `report` serve
-//! explanations and statistics, `devices` is the group as the engine of its devices sees it, `lanes` as the threads of
-//! a group over several hosts see it.
+//! together, `faults` names ranks that ended, `hang` ranks that are late and what they do (`answer`: what this rank says
+//! about itself; `account`: that as text; `board`: over the store), `outside` has the operations that no engine runs,
+//! `barrier` is the monitored barrier, `explain` and `report` serve explanations and statistics, `devices` is the group
+//! as the engine of its devices sees it, `lanes` as the threads of a group over several hosts see it.
 
 mod account;
+mod answer;
 mod barrier;
 mod board;
 mod builder;
@@ -22,6 +23,7 @@ mod faults;
 mod handle;
 mod hang;
 mod lanes;
+mod outside;
 mod report;
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
@@ -33,7 +35,10 @@ use once_cell::sync::OnceCell;
 use self::board::Board;
 pub use self::explain::{StartRule, explain_without_group, start_rule, table_without_group};
 pub use self::handle::Op;
-pub use self::report::{Carrier, ExternalOp, NAMES};
+use self::hang::Pending;
+use self::outside::Outsiders;
+pub use self::outside::{Carrier, ExternalOp};
+pub use self::report::NAMES;
 use crate::config::Config;
 use crate::engine::{Control, Ended, Engine, WakeAddress};
 use crate::error::{Error, Result, contained};
@@ -43,7 +48,7 @@ use crate::op;
 pub use crate::op::Op as CoreOp;
 use crate::op::overlap::Reach;
 use crate::os::{clock, watch};
-use crate::progress::domain::{Domain, Driven, SpinPolicy};
+use crate::progress::domain::{Domain, Driven, LongWait, SpinPolicy};
 use crate::progress::driver;
 use crate::progress::driver::Outcome;
 use crate::progress::inquiry;
@@ -63,6 +68,7 @@ struct Inner {
     received: Vec<u64>,
     stats: Stats,
     watched: hang::Watched,
+    outside: Outsiders,
 }
 
 struct Peer {
@@ -407,7 +413,7 @@ impl Group {
         if now >= op.deadline {
             return Err(self.stall(inner, &op, now));
         }
-        self.look_at_long_wait(inner, &op, now);
+        self.look_at_long_wait(inner, &Pending::Own(op), now);
         Ok(())
     }
 
@@ -489,8 +495,8 @@ impl Driven for Group {
     fn answer(&self, question: u32) {
         self.answer_question(question);
     }
-    fn waits(&self) -> Option<Waits> {
-        self.awaited()
+    fn waits(&self, wait: Option<&LongWait>) -> Option<Waits> {
+        self.awaited(wait)
     }
 }
 

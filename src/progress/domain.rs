@@ -45,8 +45,8 @@ pub trait Driven: Send + Sync {
     fn look_at_board(&self) -> Option<Duration>;
     /// Answers all questions up to this one, unless that was done. May wait for the interpreter's lock.
     fn answer(&self, question: u32);
-    /// What a thread that waits in this group waits for.
-    fn waits(&self) -> Option<Waits>;
+    /// What a thread waits for in this group or, for none, a device that has been at it for long.
+    fn waits(&self, wait: Option<&LongWait>) -> Option<Waits>;
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -110,13 +110,15 @@ impl WakeWords for EventCount {
     }
 }
 
-/// A thread that has waited for long in a group.
+/// A thread that has waited for long in a group, or waits there for what no engine runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LongWait {
     /// `os::watch::this_thread`.
     pub thread: u64,
     /// Address of the group.
     pub group: usize,
+    /// The record of what it waits for, where no engine runs that.
+    pub outside: Option<u64>,
 }
 
 #[derive(Default)]
@@ -217,7 +219,7 @@ impl Domain {
     }
 
     /// Counts a thread that has waited for long, or (`more` is false) has stopped waiting.
-    pub(super) fn count_long_wait(&self, wait: LongWait, more: bool) {
+    pub fn count_long_wait(&self, wait: LongWait, more: bool) {
         let mut waits = self.long_waits.lock().unwrap_or_else(PoisonError::into_inner);
         match waits.iter().position(|one| *one == wait).filter(|_| !more) {
             Some(at) => drop(waits.remove(at)),

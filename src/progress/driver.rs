@@ -129,7 +129,7 @@ struct Registered(Arc<Domain>, LongWait);
 impl Registered {
     fn new(group: &dyn Driven) -> Registered {
         let address = std::ptr::from_ref(group).cast::<()>() as usize;
-        let wait = LongWait { thread: watch::this_thread(), group: address };
+        let wait = LongWait { thread: watch::this_thread(), group: address, outside: None };
         group.domain().count_long_wait(wait, true);
         Registered(Arc::clone(group.domain()), wait)
     }

@@ -147,6 +147,7 @@ class Options:
         vendor: str = "auto",
         topology: str = "",
         measure_link: bool = True,
+        soft_timeout: float | None = None,
     ) -> None: ...
     def __copy__(self) -> Options: ...
     #: "auto", or "delegate" to have torch's own backend serve the group even where shared memory could.
@@ -167,6 +168,9 @@ class Options:
     #: Measures the link between hosts when the group is made, by which algorithms are chosen there; if False, the start
     #: rules choose them. Rank 0's holds for the group; SAGELLM_MEASURE_LINK overrides it; see docs/choosing.md.
     measure_link: bool
+    #: Seconds after which one line of the log reports a pending operation, 0: never; None: by SAGELLM_SOFT_TIMEOUT.
+    #: Local to a rank; see docs/hangs.md.
+    soft_timeout: float | None
     _library_folders: list[str]
     #: Lists of tensors mean what they mean in gloo: ``serve_as``.
     _as_gloo: bool

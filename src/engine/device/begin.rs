@@ -41,6 +41,7 @@ impl DeviceEngine {
         let (number, notes) = self.count(calls)?;
         let watched = Watched {
             op: first.name.to_string(),
+            kind: first.asked.kind,
             number,
             device: self.place(terms.device),
             peer: first.asked.kind.is_p2p().then_some(first.root),
@@ -64,6 +65,7 @@ impl DeviceEngine {
             communicator: self.communicators.find(device, Ranks::All),
             watched: Watched {
                 op: "barrier behind the collectives".to_string(),
+                kind: Kind::Barrier,
                 number: self.last_number.load(Ordering::Relaxed),
                 device: self.place(device),
                 peer: None,

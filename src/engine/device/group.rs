@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use super::layout::Buffers;
 use super::lowering::LoweringInput;
+use super::watchdog::Watched;
 use crate::error::{Error, Result};
 use crate::select::Policy;
 use crate::types::{CallNote, Kind};
@@ -35,19 +36,12 @@ pub trait DeviceGroup: Send + Sync {
     fn death_of(&self, rank: usize, during: &str) -> Error;
     /// Takes the next number of a collective on a device, and tells the peers on this host.
     fn next_number(&self, kind: Kind) -> u64;
-    /// The peers on this host.
-    fn neighbours(&self) -> Vec<Neighbour>;
+    /// Asks the ranks that an operation waits for what they do, once it has been under way for long. Cheap before that.
+    fn look_at_long_waits(&self);
+    /// The error at the deadline of an operation: the ranks that have not issued it, what they do, and where.
+    fn deadline_passed(&self, watched: &Watched) -> Error;
     /// Enters a call into the statistics, after its number was taken.
     fn count(&self, call: &DeviceRequest<'_>) -> Box<dyn Counted>;
-}
-
-/// How far a peer on this host has come: its last collective on a device.
-#[derive(Clone, Copy, Debug)]
-pub struct Neighbour {
-    pub rank: usize,
-    pub pid: i32,
-    pub number: u64,
-    pub kind: u8,
 }
 
 /// A call in the statistics. Dropped before `end`, it counts as failed.

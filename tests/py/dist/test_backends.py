@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -160,6 +161,8 @@ def refusals(ctx: Context) -> None:
     expect_raises(ValueError, lambda: comm.fused_all_reduce([torch.ones(1)], "median"))
     assert "multiple of the 2 ranks" in expect_raises(ValueError, lambda: comm.reduce_scatter(torch.ones(3)))
     assert "more than 0" in expect_raises(ValueError, lambda: comm.all_reduce(torch.ones(1), timeout=0))
+    text = expect_raises(ValueError, lambda: sagellm.create_comm_backend(soft_timeout=-1))
+    assert "soft_timeout is -1, expected 0 seconds (no line) or more" in text
     assert "rank is 7" in expect_raises(ValueError, lambda: sagellm.create_comm_backend("cpu", rank=7))
     assert "world_size is 9" in expect_raises(ValueError, lambda: sagellm.CPUBackend(ctx.rank, 9))
     for name, device in {"nccl": "cuda", "hccl": "npu", "cncl": "mlu"}.items():
@@ -187,6 +190,9 @@ def reuse(ctx: Context) -> None:
     same(alone.all_reduce(torch.ones(2)), torch.full((2,), float(ctx.world_size)))
     ruled = sagellm.create_comm_backend(algorithm="all_reduce:0-=rounds(64KiB)")
     assert ruled.explain("all_reduce", 64).choice == "rounds(64KiB)"
+    told = sagellm.create_comm_backend(soft_timeout=timedelta(seconds=90))
+    assert told.group is not comm.group and told is sagellm.create_comm_backend(soft_timeout=timedelta(seconds=90))
+    assert told.group._get_backend(torch.device("cpu")).options.soft_timeout == 90
     theirs = dist.new_group(backend="gloo")
     sibling = sagellm.create_comm_backend(group=theirs)
     assert sibling.group is not theirs and dist.get_backend(sibling.group) == "sagellm"

@@ -198,6 +198,7 @@ impl Comm {
             topology: String::new(),
             policy: String::new(),
             settings: Settings::default(),
+            soft_timeout: None,
         };
         let host = Arc::new(Interrupt(Arc::downgrade(self)));
         let group = Group::connect(config, &self.place.connect()?, host)?;

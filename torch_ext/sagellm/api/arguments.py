@@ -30,6 +30,14 @@ def as_timedelta(seconds: Seconds) -> timedelta:
     return found
 
 
+def soft_seconds(seconds: Seconds | None) -> float | None:
+    """A soft timeout in seconds; a ValueError where it is less than 0."""
+    found = seconds.total_seconds() if isinstance(seconds, timedelta) else seconds
+    if found is not None and not found >= 0:
+        raise ValueError(f"sagellm: soft_timeout is {seconds}, expected 0 seconds (no line) or more")
+    return found
+
+
 def checked_op(what: str, op: str) -> str:
     """torch's name of a reduce op; a ValueError, for the call ``what``, where it is unknown."""
     name = op.lower() if isinstance(op, str) else op

@@ -84,6 +84,7 @@ def create_comm_backend(
     topology_manager: TopologyManager | TopologyInfo | None = None,
     fusion: bool = True,
     timeout: Seconds | None = None,
+    soft_timeout: Seconds | None = None,
     retry: int = 0,
 ) -> CommBackend:
     """A communication backend over the ranks of this job.
@@ -95,7 +96,8 @@ def create_comm_backend(
     Args:
         backend_type: "auto" (the library of this process's accelerator, or "cpu" where there is none; says in the log
             what it found), "cpu", "nccl", "hccl", "cncl", or "gloo" (tensors on devices through host memory).
-        rank, world_size, group, algorithm, topology_manager, fusion, timeout, retry: see ``CommBackend``.
+        rank, world_size, group, algorithm, topology_manager, fusion, timeout, soft_timeout, retry: see
+            ``CommBackend``.
 
     Raises:
         ValueError: the name is unknown, or ``rank`` or ``world_size`` is not what the group says.
@@ -110,7 +112,7 @@ def create_comm_backend(
     if chosen not in BACKENDS:
         raise ValueError(f"sagellm: backend_type={backend_type!r}, expected one of auto, {', '.join(BACKENDS)}")
     base = group if group is not None else (dist.group.WORLD if dist.is_initialized() else None)
-    key = (chosen, rank, world_size, base, algorithm, option_of(topology_manager), fusion, timeout)
+    key = (chosen, rank, world_size, base, algorithm, option_of(topology_manager), fusion, timeout, soft_timeout)
     known = _made.get(key)
     if known is not None and is_alive(known.group):
         return known
@@ -122,6 +124,7 @@ def create_comm_backend(
         topology_manager=topology_manager,
         fusion=fusion,
         timeout=timeout,
+        soft_timeout=soft_timeout,
         retry=retry,
     )
     for stale in [each for each, backend in _made.items() if not is_alive(backend.group)]:

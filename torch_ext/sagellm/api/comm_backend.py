@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from sagellm import _fused
-from sagellm.api.arguments import Seconds, as_timedelta, checked_op, rows_of_slice
+from sagellm.api.arguments import Seconds, as_timedelta, checked_op, rows_of_slice, soft_seconds
 from sagellm.api.compression import (
     Compression,
     CompressionStats,
@@ -113,6 +113,8 @@ class CommBackend(CommBackendProtocol):
             algorithm.
         fusion: False to fuse no operations.
         timeout: of each operation, in seconds or as timedelta; None: the group's.
+        soft_timeout: an operation that is pending for longer (seconds or timedelta) gets one line in the log, see
+            docs/hangs.md; 0 for no line, None: the value of ``SAGELLM_SOFT_TIMEOUT``.
         retry: how often making the group is tried again after it failed, because the store was not there yet, or ranks
             did not come in time; pauses in between grow from 1 to 10 seconds. Operations are never tried again.
 
@@ -140,6 +142,7 @@ class CommBackend(CommBackendProtocol):
         topology_manager: TopologyManager | TopologyInfo | None = None,
         fusion: bool = True,
         timeout: Seconds | None = None,
+        soft_timeout: Seconds | None = None,
         retry: int = 0,
     ) -> None:
         if not isinstance(retry, int) or retry < 0:
@@ -151,6 +154,7 @@ class CommBackend(CommBackendProtocol):
             topology=option_of(topology_manager),
             fusion=fusion,
             timeout=None if timeout is None else as_timedelta(timeout),
+            soft_timeout=soft_seconds(soft_timeout),
             retry=retry,
         )
         self.group: Any = group_for(group, rank, world_size, settings, type(self).__name__)

@@ -26,7 +26,14 @@ class GroupSettings:
     """The settings that a backend needs its group to have."""
 
     def __init__(
-        self, vendor: str | None, algorithm: str, topology: str, fusion: bool, timeout: timedelta | None, retry: int
+        self,
+        vendor: str | None,
+        algorithm: str,
+        topology: str,
+        fusion: bool,
+        timeout: timedelta | None,
+        soft_timeout: float | None,
+        retry: int,
     ) -> None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         # Without a device every group carries the same tensors in the same way.
@@ -35,6 +42,7 @@ class GroupSettings:
         self.topology = topology
         self.fusion = fusion
         self.timeout = timeout
+        self.soft_timeout = soft_timeout
         self.retry = retry
 
     def hold_for(self, backend: Any) -> bool:
@@ -46,6 +54,7 @@ class GroupSettings:
             and (not self.topology or options.topology == self.topology)
             and options.fusion == self.fusion
             and (self.timeout is None or options._timeout == self.timeout)
+            and (self.soft_timeout is None or options.soft_timeout == self.soft_timeout)
         )
 
     def _also(self) -> tuple[str, ...]:
@@ -57,6 +66,7 @@ class GroupSettings:
             fusion=self.fusion,
             algorithm=self.algorithm,
             topology=self.topology,
+            soft_timeout=self.soft_timeout,
             **({} if self.vendor is None else {"vendor": self.vendor}),
         )
 

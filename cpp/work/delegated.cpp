@@ -1,0 +1,92 @@
+#include "work/delegated.hpp"
+
+#include <string>
+#include <utility>
+
+#include "host/errors.hpp"
+
+namespace sagellm {
+
+namespace {
+
+// The error to report: the core's, where that knows what the call waited for, otherwise the delegate's own.
+std::exception_ptr told(const DelegatedWork::Note& note, const std::exception_ptr& failure) {
+  // Behind the letter of its class.
+  const std::string words = coded_text(failure).substr(1);
+  const rust::String more = (*note)->reached(ExternalStage::kFailed, rust::String::lossy(words));
+  return more.empty() ? failure : to_exception(std::string(more));
+}
+
+// While it exists, this thread is known to wait.
+class Waiting {
+ public:
+  explicit Waiting(const DelegatedWork::Note& note) : note_(note) { (*note_)->reached(ExternalStage::kAwaited, {}); }
+  Waiting(const Waiting&) = delete;
+  Waiting& operator=(const Waiting&) = delete;
+  ~Waiting() { (*note_)->reached(ExternalStage::kLeft, {}); }
+
+ private:
+  const DelegatedWork::Note& note_;
+};
+
+}  // namespace
+
+DelegatedWork::DelegatedWork(int rank, c10d::OpType type, WorkPtr work, Note note, std::chrono::milliseconds timeout)
+    : JoinedWork(rank, type, std::vector<WorkPtr>{work}),
+      work_(std::move(work)),
+      note_(std::move(note)),
+      timeout_(timeout) {
+  try {
+    inner_ = work_->getFuture();
+  } catch (const std::exception&) {
+    // Not every work of every backend has one: gloo's sends and receives do not.
+  }
+  if (!inner_) return;
+  inner_->addCallback([note = note_](c10::ivalue::Future& ended) {
+    if (ended.hasError()) {
+      told(note, ended.exception_ptr());
+    } else {
+      (*note)->reached(ExternalStage::kDone, {});
+    }
+  });
+}
+
+DelegatedWork::~DelegatedWork() {
+  // Dropped before anybody waited for it; who has the future still hears of the end.
+  if (!inner_) (*note_)->reached(ExternalStage::kUntimed, {});
+}
+
+std::exception_ptr DelegatedWork::exception() const {
+  const std::exception_ptr failure = work_->exception();
+  return failure ? told(note_, failure) : nullptr;
+}
+
+bool DelegatedWork::wait(std::chrono::milliseconds timeout) {
+  if (inner_ && inner_->completed() && !inner_->hasError()) return work_->wait(timeout);
+  const Waiting waiting(note_);
+  try {
+    const bool well = work_->wait(!inner_ && timeout == kNoTimeout && timeout_.count() > 0 ? timeout_ : timeout);
+    // It may have ended long before this wait.
+    if (!inner_) (*note_)->reached(ExternalStage::kUntimed, {});
+    return well;
+  } catch (const std::exception&) {
+    const std::exception_ptr failure = std::current_exception();
+    // A wait that elapsed leaves the call running, where the delegate can tell the two apart.
+    if (is_interrupt(failure) || (inner_ && !inner_->completed())) throw;
+    std::rethrow_exception(told(note_, failure));
+  }
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> DelegatedWork::getFuture() {
+  if (!inner_) return work_->getFuture();
+  const std::lock_guard<std::mutex> lock(future_mutex_);
+  if (outer_) return outer_;
+  outer_ = c10::make_intrusive<c10::ivalue::Future>(inner_->elementType(), inner_->devices());
+  inner_->addCallback([note = note_, outer = outer_](c10::ivalue::Future& ended) {
+    if (ended.hasError()) return outer->setError(told(note, ended.exception_ptr()));
+    outer->markCompleted(ended.value(), ended.storages());
+  });
+  return outer_;
+}
+
+}  // namespace sagellm

@@ -1,0 +1,45 @@
+// A Work of a delegate's: the core counts it, watches over it while it is pending, and says more about its failure.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "compat.hpp"
+#include "sagellm/src/ffi/bridge.rs.h"
+#include "work/joined.hpp"
+
+namespace sagellm {
+
+class DelegatedWork final : public JoinedWork {
+ public:
+  using Note = std::shared_ptr<rust::Box<RustExternalOp>>;
+
+  // `note` as the core counts it. It ends with the delegate's future or, where there is none, with the wait, which has
+  // this timeout: gloo's own for messages stays what it was when the group was made.
+  DelegatedWork(int rank, c10d::OpType type, WorkPtr work, Note note, std::chrono::milliseconds timeout);
+  ~DelegatedWork() override;
+
+  std::exception_ptr exception() const override;
+  bool wait(std::chrono::milliseconds timeout) override;
+  void abort() override { work_->abort(); }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override { return work_->getFutureResult(); }
+  float getDuration() const override { return work_->getDuration(); }
+  uint64_t getSequencenumber() const override { return work_->getSequencenumber(); }
+#ifdef SAGELLM_HAS_WORK_TIMEOUT
+  std::chrono::milliseconds getTimeout() const override { return work_->getTimeout(); }
+#endif
+
+ private:
+  const WorkPtr work_;
+  const Note note_;
+  const std::chrono::milliseconds timeout_;
+  // The delegate's; null where it gives none, as gloo does for messages.
+  c10::intrusive_ptr<c10::ivalue::Future> inner_;
+  // Guards `outer_`.
+  std::mutex future_mutex_;
+  c10::intrusive_ptr<c10::ivalue::Future> outer_;
+};
+
+}  // namespace sagellm

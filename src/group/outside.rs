@@ -1,0 +1,210 @@
+//! Operations that the engines do not run: a delegate's, those on devices, those that the shim makes of several. The group
+//! counts them and knows which are pending, so that it can say what one that takes long waits for (`hang`).
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use once_cell::sync::OnceCell;
+
+use super::hang::{Pending, Watched};
+use super::{Group, Inner};
+use crate::error::Error;
+use crate::os::{clock, watch};
+use crate::progress::domain::LongWait;
+use crate::select::Choice;
+use crate::stats::history::{Record, State};
+use crate::types::{ANY_RANK, CallNote, Kind};
+
+/// What runs an operation that the engines do not run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Carrier {
+    Delegate,
+    /// The shim composes it from several operations.
+    Composed,
+    /// The library of a device's vendor (`devices`).
+    Device,
+}
+
+/// A pending operation of a delegate or on a device.
+#[derive(Clone, Debug)]
+pub(super) struct Outside {
+    /// Of its record.
+    pub id: u64,
+    pub kind: Kind,
+    pub number: u64,
+    /// Root, or the peer of a message.
+    pub root: u32,
+    pub tag: u32,
+    pub bytes: u64,
+    pub site: u32,
+    pub on_device: bool,
+    /// Since when its timeout runs, on `clock::stamp`: its issue, but for a delegate's message the time at which a thread began
+    /// to wait for it, and none before that.
+    pub begun: Option<u64>,
+    /// Zero: none.
+    pub timeout: Duration,
+}
+
+impl Outside {
+    /// Of no record: for texts about an operation that has ended meanwhile.
+    pub const NO_RECORD: u64 = u64::MAX;
+
+    fn deadline(&self) -> u64 {
+        let timeout = if self.timeout.is_zero() { u64::MAX } else { self.timeout.as_nanos() as u64 };
+        self.begun.unwrap_or(u64::MAX).saturating_add(timeout)
+    }
+}
+
+/// The pending ones of a group, in the order of their issue, and what is known of the one that has taken longest. Used
+/// under the group's lock.
+#[derive(Default)]
+pub(super) struct Outsiders {
+    pending: VecDeque<Outside>,
+    pub watched: Watched,
+}
+
+impl Outsiders {
+    pub fn get(&self, id: u64) -> Option<&Outside> {
+        self.pending.iter().find(|outside| outside.id == id)
+    }
+
+    fn remove(&mut self, id: u64) -> Option<Outside> {
+        // They end about in the order of their issue, so this looks at few and moves few.
+        let at = self.pending.iter().position(|outside| outside.id == id)?;
+        self.pending.remove(at)
+    }
+
+    /// The one whose deadline is the earliest.
+    pub fn most_urgent(&self) -> Option<&Outside> {
+        self.pending.iter().filter(|outside| outside.begun.is_some()).min_by_key(|outside| outside.deadline())
+    }
+
+    /// The one on a device that is meant.
+    pub fn on_device(&self, number: u64, peer: Option<u32>) -> Option<&Outside> {
+        let is_meant = |outside: &&Outside| {
+            outside.on_device
+                && match peer {
+                    Some(peer) => outside.kind.is_p2p() && outside.root == peer,
+                    None => !outside.kind.is_p2p() && outside.number == number,
+                }
+        };
+        self.pending.iter().find(is_meant)
+    }
+}
+
+/// An operation that the core does not run itself, until it ends; dropping it counts as a failure.
+pub struct ExternalOp {
+    group: Arc<Group>,
+    record: Record,
+    /// Set by the one that ends it (relaxed: what it leaves behind is under the group's lock, or in `failure`).
+    ended: AtomicBool,
+    /// How it failed, where more is known than the one who carried it has said.
+    failure: OnceCell<Error>,
+}
+
+impl ExternalOp {
+    /// Marks it as ended; a second call does nothing. `timed` is false where only its issue was seen.
+    pub fn end(&self, well: bool, timed: bool) {
+        self.end_with(well, timed, |_, _| None);
+    }
+
+    /// Marks it as failed, with the words of the one who carried it. Returns the error to report in their place, where the
+    /// group knows what it waited for; the same in every call.
+    pub fn fail(&self, words: &str) -> Option<Error> {
+        self.end_with(false, true, |inner, outside| self.group.failure_outside(inner, outside, words));
+        self.failure.get().cloned()
+    }
+
+    fn end_with(&self, well: bool, timed: bool, failure: impl FnOnce(&Inner, &Outside) -> Option<Error>) {
+        // A thread of the parent may have held the lock when this child was forked.
+        if self.group.not_forked().is_err() || self.ended.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        let state = if well { State::Done } else { State::Failed };
+        let record = Record { state, timed, ended: clock::stamp(), ..self.record };
+        let mut inner = self.group.lock();
+        inner.stats.external_ended(record);
+        let outside = inner.outside.remove(record.id);
+        if let Some(error) = outside.and_then(|outside| failure(&inner, &outside)) {
+            let _ = self.failure.set(error);
+        }
+    }
+
+    /// A thread of the program begins (`more`) or ends to wait for it, this one.
+    pub fn awaited(&self, more: bool) {
+        if self.group.not_forked().is_err() || more && self.ended.load(Ordering::Relaxed) {
+            return;
+        }
+        let id = self.record.id;
+        let group = Arc::as_ptr(&self.group).cast::<()>() as usize;
+        let wait = LongWait { thread: watch::this_thread(), group, outside: Some(id) };
+        self.group.domain.count_long_wait(wait, more);
+        if self.record.kind.is_p2p() {
+            let begun = more.then(clock::stamp);
+            let mut inner = self.group.lock();
+            if let Some(outside) = inner.outside.pending.iter_mut().find(|outside| outside.id == id) {
+                outside.begun = begun;
+            }
+        }
+    }
+}
+
+impl Drop for ExternalOp {
+    fn drop(&mut self) {
+        self.end(false, false);
+    }
+}
+
+impl Group {
+    /// Records an operation that `carrier` runs. `root` as in a request; `bytes` are read and written. `timeout`: the
+    /// group's where there is none.
+    pub fn external_op(
+        &self,
+        kind: Kind,
+        carrier: Carrier,
+        (root, tag): (u32, u32),
+        (read, written): (u64, u64),
+        note: CallNote,
+        timeout: Option<Duration>,
+    ) -> ExternalOp {
+        let timeout = timeout.unwrap_or_else(|| Duration::from_millis(self.timeout_ms.load(Ordering::Relaxed)));
+        let mut inner = self.lock();
+        let whole = inner.engine.delegate_reason().is_some();
+        let number = match kind {
+            _ if carrier == Carrier::Composed => inner.number + 1, // that of its first operation, which follows
+            _ if carrier == Carrier::Device => self.device_number.load(Ordering::Relaxed), // taken before
+            Kind::Send | Kind::Recv if root as usize >= self.config.size && root != ANY_RANK => 0,
+            Kind::Send | Kind::Recv => inner.number_for(kind, root),
+            _ if whole => inner.number_for(kind, root),
+            _ => inner.number, // our engine's numbers have no gaps
+        };
+        let choice = match carrier {
+            Carrier::Delegate => Choice::DELEGATE,
+            Carrier::Composed => Choice::COMPOSED,
+            Carrier::Device => Choice::DEVICE,
+        };
+        let choice = choice.code();
+        let mut record = Record { read, written, ..Record::external_op(kind, choice, number, (root, tag), note) };
+        record.id = inner.stats.external_issued(record);
+        if carrier != Carrier::Composed {
+            let on_device = carrier == Carrier::Device;
+            let waits_later = kind.is_p2p() && !on_device;
+            let begun = (!waits_later).then_some(record.issued);
+            let (id, bytes, site) = (record.id, record.bytes(), note.site);
+            let outside = Outside { id, kind, number, root, tag, bytes, site, on_device, begun, timeout };
+            inner.outside.pending.push_back(outside);
+        }
+        let group = self.this.upgrade().expect("a group that is used is alive");
+        ExternalOp { group, record, ended: AtomicBool::new(false), failure: OnceCell::new() }
+    }
+
+    /// Looks at the one that has taken longest, as threads that wait in an engine do at theirs.
+    pub(super) fn look_outside(&self) {
+        let mut inner = self.lock();
+        if let Some(outside) = inner.outside.most_urgent().cloned() {
+            self.look_at_long_wait(&mut inner, &Pending::Outside(outside), clock::now());
+        }
+    }
+}
