@@ -246,6 +246,7 @@ impl Parts {
                     received: vec![0; ranks],
                     stats: Stats::new(ranks, config::ring()),
                     watched: Watched::default(),
+                    watched_outside: Watched::default(),
                     outside: Outsiders::default(),
                 }),
                 pending: AtomicUsize::new(0),

@@ -169,14 +169,14 @@ impl Inner {
     pub(super) fn watched(&mut self, pending: &Pending) -> &mut Watched {
         match pending {
             Pending::Own(_) => &mut self.watched,
-            Pending::Outside(_) => &mut self.outside.watched,
+            Pending::Outside(_) => &mut self.watched_outside,
         }
     }
 
     fn watched_of(&self, pending: &Pending) -> &Watched {
         match pending {
             Pending::Own(_) => &self.watched,
-            Pending::Outside(_) => &self.outside.watched,
+            Pending::Outside(_) => &self.watched_outside,
         }
     }
 
@@ -190,7 +190,7 @@ impl Inner {
     }
 
     pub(super) fn long_outside(&self) -> Option<Pending> {
-        match &self.outside.watched.subject {
+        match &self.watched_outside.subject {
             Subject::Outside(id) => self.outside.get(*id).cloned().map(Pending::Outside),
             _ => None,
         }
@@ -293,6 +293,14 @@ impl Group {
         )
     }
 
+    /// Looks at the one that has taken longest, as threads that wait in an engine do at theirs.
+    pub(super) fn look_outside(&self) {
+        let mut inner = self.lock();
+        if let Some(outside) = inner.outside.most_urgent().cloned() {
+            self.look_at_long_wait(&mut inner, &Pending::Outside(outside), clock::now());
+        }
+    }
+
     /// With the lock held: the error of an operation of a delegate, whose words about it are `words`; none where nothing
     /// more is known.
     pub(super) fn failure_outside(&self, inner: &Inner, outside: &Outside, words: &str) -> Option<Error> {
@@ -304,7 +312,7 @@ impl Group {
         let small = words.to_lowercase();
         // Where another rank's deadline came first, a delegate tells of a lost connection in place of a deadline.
         let is_late = small.contains("timed out") || age > outside.timeout * 9 / 10;
-        if inner.outside.watched.is(&pending) && inner.outside.watched.collected {
+        if inner.watched_outside.is(&pending) && inner.watched_outside.collected {
             let how = if is_late { timed_out(age) } else { format!("failed after {}", in_seconds(age)) };
             let text = self.story(inner, &pending, &pending.what(), &how, now);
             let text = format!("{text}. The delegate says: {words}");
@@ -314,7 +322,7 @@ impl Group {
         let names_a_peer = outside.kind.is_p2p() && outside.root != ANY_RANK;
         (is_lost && !is_late && names_a_peer).then(|| {
             let rank = outside.root as usize;
-            let (process, _) = self.process_of(&inner.outside.watched, rank, None);
+            let (process, _) = self.process_of(&inner.watched_outside, rank, None);
             let (me, name, what) = (self.config.rank, &self.config.name, pending.what());
             let text = format!(
                 "sagellm: rank {me} of group '{name}' lost rank {rank}{process} after {} in {what}: its process ended, an \

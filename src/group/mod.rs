@@ -67,7 +67,9 @@ struct Inner {
     sent: Vec<u64>,
     received: Vec<u64>,
     stats: Stats,
+    /// What is known of the longest pending operation, of the engine and of `outside`.
     watched: hang::Watched,
+    watched_outside: hang::Watched,
     outside: Outsiders,
 }
 

@@ -8,7 +8,6 @@ use std::time::Duration;
 
 use once_cell::sync::OnceCell;
 
-use super::hang::{Pending, Watched};
 use super::{Group, Inner};
 use crate::error::Error;
 use crate::os::{clock, watch};
@@ -57,12 +56,10 @@ impl Outside {
     }
 }
 
-/// The pending ones of a group, in the order of their issue, and what is known of the one that has taken longest. Used
-/// under the group's lock.
+/// The pending ones of a group, in the order of their issue. Used under the group's lock.
 #[derive(Default)]
 pub(super) struct Outsiders {
     pending: VecDeque<Outside>,
-    pub watched: Watched,
 }
 
 impl Outsiders {
@@ -198,13 +195,5 @@ impl Group {
         }
         let group = self.this.upgrade().expect("a group that is used is alive");
         ExternalOp { group, record, ended: AtomicBool::new(false), failure: OnceCell::new() }
-    }
-
-    /// Looks at the one that has taken longest, as threads that wait in an engine do at theirs.
-    pub(super) fn look_outside(&self) {
-        let mut inner = self.lock();
-        if let Some(outside) = inner.outside.most_urgent().cloned() {
-            self.look_at_long_wait(&mut inner, &Pending::Outside(outside), clock::now());
-        }
     }
 }

@@ -7,11 +7,10 @@ use std::time::Instant;
 use super::call::{DeviceCall, Lowered};
 use super::communicators::{Exchange, Ranks};
 use super::engine::DeviceEngine;
-use super::group::{Counted, DeviceRequest, Terms};
+use super::group::{Counted, DeviceRequest, Terms, Watched};
 use super::layout::Layout;
 use super::lowering::{LoweringInput, lower};
 use super::rules;
-use super::watchdog::Watched;
 use crate::error::{Error, Result};
 use crate::types::Kind;
 

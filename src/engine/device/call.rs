@@ -8,13 +8,13 @@ use std::time::{Duration, Instant};
 use super::communicator::{Call, Message};
 use super::communicators::DeviceComm;
 use super::engine::DeviceEngine;
-use super::group::Counted;
+use super::group::{Counted, Watched};
 use super::launch::{Job, Launched, launch};
 use super::layout::Layout;
 use super::lock;
 use super::lowering::Lowering;
 use super::runtime::{SPARES_CAPTURES, Stream};
-use super::watchdog::{Library, Watched};
+use super::watchdog::Library;
 use crate::error::{Error, Result};
 use crate::types::{Kind, ReduceOp, Span};
 

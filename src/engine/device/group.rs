@@ -1,11 +1,10 @@
 //! The interface between the engine of devices and the group that it serves, in both directions.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::layout::Buffers;
 use super::lowering::LoweringInput;
-use super::watchdog::Watched;
 use crate::error::{Error, Result};
 use crate::select::Policy;
 use crate::types::{CallNote, Kind};
@@ -48,6 +47,35 @@ pub trait DeviceGroup: Send + Sync {
 pub trait Counted: Send + Sync {
     /// `timed`: this is the moment in which it ended.
     fn end(&self, well: bool, timed: bool);
+}
+
+/// What is known of an operation that has not ended.
+#[derive(Clone, Debug)]
+pub struct Watched {
+    /// The operation's name in error texts.
+    pub op: String,
+    pub kind: Kind,
+    pub number: u64,
+    /// "npu:0"
+    pub device: String,
+    /// The other rank of a message.
+    pub peer: Option<u32>,
+    /// Only this rank and `peer` take part in it.
+    pub with_peer_alone: bool,
+    pub issued: Instant,
+    /// Zero: no timeout.
+    pub timeout: Duration,
+}
+
+impl Watched {
+    /// "all_reduce number 7 on npu:0"
+    pub fn what(&self) -> String {
+        let Watched { op, number, device, .. } = self;
+        match self.peer {
+            Some(peer) => format!("{op} with rank {peer} on {device}"),
+            None => format!("{op} number {number} on {device}"),
+        }
+    }
 }
 
 /// A call as its caller passed it.

@@ -77,14 +77,13 @@ pub use self::call::{Carried, DeviceCall, Lowered, Placed};
 pub use self::communicator::{Api, Call, Communicator, GoOn, Message, Setup, Split, always};
 pub use self::communicators::{Exchange, Ranks};
 pub use self::engine::DeviceEngine;
-pub use self::group::{Counted, DeviceGroup, DeviceRequest, Terms};
+pub use self::group::{Counted, DeviceGroup, DeviceRequest, Terms, Watched};
 pub use self::launch::{Job, Launched, calls, launch};
 pub use self::layout::{Buffers, Layout};
 pub use self::libs::loader::Hints;
 pub use self::lifetime::Retired;
 pub use self::lowering::{Capabilities, Local, Lowering, LoweringInput, Method, lower};
 pub use self::runtime::{Event, Runtime, SPARES_CAPTURES, Stream, synchronize};
-pub use self::watchdog::Watched;
 
 use crate::error::{Error, Result};
 use crate::types::enumeration;

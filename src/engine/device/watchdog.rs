@@ -6,9 +6,8 @@
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::group::DeviceGroup;
+use super::group::{DeviceGroup, Watched};
 use crate::error::{Error, Result};
-use crate::types::Kind;
 
 /// How often the group is asked for dead peers while operations are under way.
 const ASK_EVERY: Duration = Duration::from_millis(10);
@@ -21,35 +20,6 @@ const ON_ITS_WAY: Duration = Duration::from_millis(500);
 /// library may notice a dead peer before the kernel reports it, and does not know which one died.
 const TURNS: u32 = 50;
 const TURN: Duration = Duration::from_millis(5);
-
-/// What is known of an operation that has not ended.
-#[derive(Clone, Debug)]
-pub struct Watched {
-    /// The operation's name in error texts.
-    pub op: String,
-    pub kind: Kind,
-    pub number: u64,
-    /// "npu:0"
-    pub device: String,
-    /// The other rank of a message.
-    pub peer: Option<u32>,
-    /// Only this rank and `peer` take part in it.
-    pub with_peer_alone: bool,
-    pub issued: Instant,
-    /// Zero: no timeout.
-    pub timeout: Duration,
-}
-
-impl Watched {
-    /// "all_reduce number 7 on npu:0"
-    pub fn what(&self) -> String {
-        let Watched { op, number, device, .. } = self;
-        match self.peer {
-            Some(peer) => format!("{op} with rank {peer} on {device}"),
-            None => format!("{op} number {number} on {device}"),
-        }
-    }
-}
 
 /// What is known of the communicator that an operation is on.
 pub enum Library {
@@ -158,6 +128,7 @@ mod tests {
     use super::*;
     use crate::engine::device::group::{Counted, DeviceRequest};
     use crate::select::Policy;
+    use crate::types::Kind;
 
     /// Rank 0 of three, of which rank 2 may have ended.
     #[derive(Default)]
