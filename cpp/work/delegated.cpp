@@ -52,7 +52,7 @@ DelegatedWork::DelegatedWork(int rank, c10d::OpType type, WorkPtr work, Note not
 }
 
 DelegatedWork::~DelegatedWork() {
-  // Dropped before anybody waited for it; who has the future still hears of the end.
+  // Dropped before a thread waited for it. A holder of the future still learns of the end.
   if (!inner_) (*note_)->reached(ExternalStage::kUntimed, {});
 }
 

@@ -1,4 +1,5 @@
-// A Work of a delegate's: the core counts it, watches over it while it is pending, and says more about its failure.
+// The Work of a delegate, wrapped: the core counts it, watches it while it is pending, and names the ranks that it
+// lacked when it fails.
 #pragma once
 
 #include <memory>
@@ -15,8 +16,8 @@ class DelegatedWork final : public JoinedWork {
  public:
   using Note = std::shared_ptr<rust::Box<RustExternalOp>>;
 
-  // `note` as the core counts it. It ends with the delegate's future or, where there is none, with the wait, which has
-  // this timeout: gloo's own for messages stays what it was when the group was made.
+  // `note` is the core's record of it. It ends with the delegate's future or, where there is none, with the wait, which
+  // has this timeout: gloo keeps, for messages, the timeout from when its group was made.
   DelegatedWork(int rank, c10d::OpType type, WorkPtr work, Note note, std::chrono::milliseconds timeout);
   ~DelegatedWork() override;
 

@@ -168,7 +168,7 @@ impl Group {
         Ok(if round.done { pause } else { SHORTEST / 2 })
     }
 
-    /// Reads the answers that have come. The rank that asked reads all, the others those that matter.
+    /// Reads the answers that have come. The rank that asked reads all, other ranks only those of the ranks found.
     fn collect_answers(&self, board: &Board, round: &mut Round, pause: Duration) -> Result<()> {
         let (me, ranks) = (self.config.rank, self.config.size);
         let limit = nanoseconds(pause + SILENCE);
@@ -214,7 +214,7 @@ impl Group {
     }
 }
 
-/// What the answers come to, for all ranks alike: a rank is absent where another one has issued more in the group.
+/// The result of the answers, the same on all ranks: a rank is absent where another one has issued more in the group.
 fn found_by(ranks: usize, answers: &BTreeMap<usize, Account>) -> Found {
     let most = |count: fn(&Account) -> u64| answers.values().map(count).max().unwrap_or(0);
     let (issued, launched) = (most(|account| account.issued), most(|account| account.launched));

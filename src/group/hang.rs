@@ -1,5 +1,5 @@
-//! An operation that takes long: its rank asks those that it waits for what they are doing, logs one line when the soft
-//! limit has passed, and names them in the error at the deadline. `answer` is the other side.
+//! An operation that takes long: its rank asks the ranks that it waits for what they are doing, logs one line when the soft
+//! limit has passed, and names them in the error at the deadline. `answer` builds this rank's own answers.
 //!
 //! Nothing here runs for an operation that ends before the first look at deadlines (`driver`).
 
@@ -22,19 +22,20 @@ use crate::progress::waits;
 use crate::progress::waits::{Edge, Waits};
 use crate::types::{ANY_RANK, Kind};
 
-/// Most ranks that are asked and described; of more, their numbers must do.
+/// How many ranks are asked and described at most; further ones are listed by number.
 pub(super) const MOST: usize = 6;
 /// Between two questions to a rank: at most once in the shorter time, at least once in the longer one.
 pub(super) const SHORTEST: Duration = Duration::from_millis(250);
 const LONGEST: Duration = Duration::from_secs(10);
-/// So long before the deadline everyone is asked a last time, or a tenth of the timeout where that is less.
+/// All of them are asked a last time this long before the deadline, or a tenth of the timeout where that is less.
 const LAST: Duration = Duration::from_millis(500);
-/// After so long without an answer the text says that there was none.
+/// A rank that has not answered for this long is reported as silent.
 pub(super) const SILENCE: Duration = Duration::from_secs(1);
-/// What ranks said about who waits for whom counts for so long; it goes one rank further with each question.
+/// The age up to which statements about which rank waits for which are used; they travel one rank further with each
+/// question.
 pub(super) const YOUNG: Duration = Duration::from_secs(30);
 
-/// An operation that is pending, whoever runs it.
+/// A pending operation, of the engine or of another carrier.
 #[derive(Clone)]
 pub(super) enum Pending {
     Own(Arc<Op>),
@@ -100,7 +101,7 @@ impl Pending {
         matches!(self, Pending::Outside(outside) if outside.on_device)
     }
 
-    /// The last operation of the same kind of numbers that a rank has told of.
+    /// The last operation, in the same sequence of numbers, that a rank reported.
     fn last_of(&self, account: &Account) -> Option<String> {
         match self {
             Pending::Outside(outside) if outside.on_device => account.launched_last.clone(),
@@ -145,7 +146,7 @@ pub(super) struct Watched {
     last: u64,
     next: u64,
     told: bool,
-    /// Over the store: what was heard of the ranks that matter, and what all answers come to; whether that is so.
+    /// Over the store: the answers of the ranks that matter, the result of all answers, and whether that result is complete.
     pub heard: BTreeMap<usize, Account>,
     pub found: Found,
     pub collected: bool,
@@ -293,7 +294,7 @@ impl Group {
         )
     }
 
-    /// Looks at the one that has taken longest, as threads that wait in an engine do at theirs.
+    /// Looks at the operation of `outside` with the earliest deadline, as threads that wait in an engine do for theirs.
     pub(super) fn look_outside(&self) {
         let mut inner = self.lock();
         if let Some(outside) = inner.outside.most_urgent().cloned() {
@@ -334,7 +335,7 @@ impl Group {
         })
     }
 
-    /// Asks this rank and those that the operation waits for.
+    /// Asks this rank and the ranks that the operation waits for.
     fn ask(&self, inner: &mut Inner, pending: &Pending) {
         let Some(inquiry) = self.control.inquiry() else { return };
         let missing = match self.lacks(inner, pending) {
@@ -352,7 +353,7 @@ impl Group {
         }
     }
 
-    /// Remembers who waits for whom, from the answers that have come.
+    /// Remembers which rank waits for which, from the answers that have come.
     fn listen(&self, watched: &Watched, now: u64) {
         let Some(inquiry) = self.control.inquiry() else { return };
         for (rank, question) in watched.asked.iter().filter(|(rank, _)| *rank != self.config.rank) {

@@ -1,5 +1,5 @@
-//! Operations that the engines do not run: a delegate's, those on devices, those that the shim makes of several. The group
-//! counts them and knows which are pending, so that it can say what one that takes long waits for (`hang`).
+//! Operations that the engines do not run: operations of a delegate, on devices, and composed by the shim from several.
+//! The group counts them and knows which are pending, so that `hang` can name what a slow one waits for.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use crate::select::Choice;
 use crate::stats::history::{Record, State};
 use crate::types::{ANY_RANK, CallNote, Kind};
 
-/// What runs an operation that the engines do not run.
+/// The carrier of an operation that the engines do not run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Carrier {
     Delegate,
@@ -39,8 +39,8 @@ pub(super) struct Outside {
     pub bytes: u64,
     pub site: u32,
     pub on_device: bool,
-    /// Since when its timeout runs, on `clock::stamp`: its issue, but for a delegate's message the time at which a thread began
-    /// to wait for it, and none before that.
+    /// When its timeout began, on `clock::stamp`: at its issue; for a delegate's message when a thread began to wait for it,
+    /// `None` before that.
     pub begun: Option<u64>,
     /// Zero: none.
     pub timeout: Duration,
@@ -78,7 +78,7 @@ impl Outsiders {
         self.pending.iter().filter(|outside| outside.begun.is_some()).min_by_key(|outside| outside.deadline())
     }
 
-    /// The one on a device that is meant.
+    /// The operation on a device with this number, or the message with this peer.
     pub fn on_device(&self, number: u64, peer: Option<u32>) -> Option<&Outside> {
         let is_meant = |outside: &&Outside| {
             outside.on_device
@@ -91,13 +91,13 @@ impl Outsiders {
     }
 }
 
-/// An operation that the core does not run itself, until it ends; dropping it counts as a failure.
+/// An operation that the core does not run itself, until it ends. Dropped before, it counts as failed.
 pub struct ExternalOp {
     group: Arc<Group>,
     record: Record,
-    /// Set by the one that ends it (relaxed: what it leaves behind is under the group's lock, or in `failure`).
+    /// Set by the thread that ends it. Relaxed: its other results are under the group's lock, or in `failure`.
     ended: AtomicBool,
-    /// How it failed, where more is known than the one who carried it has said.
+    /// The error to report, where the group knows more than the carrier.
     failure: OnceCell<Error>,
 }
 
@@ -107,8 +107,8 @@ impl ExternalOp {
         self.end_with(well, timed, |_, _| None);
     }
 
-    /// Marks it as failed, with the words of the one who carried it. Returns the error to report in their place, where the
-    /// group knows what it waited for; the same in every call.
+    /// Marks it as failed, with the error text of its carrier. Returns the error to report instead where the group knows what
+    /// it waited for; the same in every call.
     pub fn fail(&self, words: &str) -> Option<Error> {
         self.end_with(false, true, |inner, outside| self.group.failure_outside(inner, outside, words));
         self.failure.get().cloned()
@@ -129,7 +129,7 @@ impl ExternalOp {
         }
     }
 
-    /// A thread of the program begins (`more`) or ends to wait for it, this one.
+    /// This thread of the program begins (`more`) or stops waiting for it.
     pub fn awaited(&self, more: bool) {
         if self.group.not_forked().is_err() || more && self.ended.load(Ordering::Relaxed) {
             return;

@@ -47,11 +47,11 @@ def recover(group: Any = None, timeout: float | timedelta = 30.0) -> Any:
 
     - Ranks are counted anew, from 0, in the old order. If ``group`` is the default group, the new one takes its place:
       ``get_rank()`` and ``get_world_size()`` tell the new numbers, and torch ends all other groups, which are made
-      again by ``new_group``. Otherwise the new group has the old group's global ranks without those that are gone.
-    - Tensors are as the failed operation left them: those that it was to write may hold anything. Go on from a state
+      again by ``new_group``. Otherwise the new group has the old group's global ranks without the ranks that are gone.
+    - Tensors are as the failed operation left them: its outputs may hold anything. Go on from a state
       that all members have, such as the last step or a checkpoint.
-    - On a group in which nothing has failed, and nobody is gone, it returns ``group`` itself. If something has failed,
-      but nobody is gone (a timeout, different calls), it returns a new group of the same ranks.
+    - On a group in which nothing has failed, and no rank is gone, it returns ``group`` itself. If something has failed,
+      but no rank is gone (a timeout, different calls), it returns a new group of the same ranks.
     - The new group serves the devices that the old one served. On those that a vendor's library carries it makes a new
       communicator at its first call there: the failure has ended the old one, which the library could shrink otherwise
       (``dist.shrink_group``).
@@ -224,7 +224,7 @@ class _Conversation:
         raise dist.DistBackendError("sagellm recover: every attempt lost another rank; call it again")
 
     def _end_what_is_under_way(self) -> None:
-        """Has the others notice: one may wait for this rank in an operation that does not need those that are gone."""
+        """Notifies the others: one may wait for this rank in an operation that does not need the dead ranks."""
         if not self.faulty and not self.backend._watched(True):
             return
         if self.backend.delegate_reason:
@@ -437,6 +437,6 @@ def _own_connection(store: Any) -> Any:
         inner = inner.underlying_store
     if not isinstance(inner, dist.TCPStore):
         return store
-    # Where nobody listens any more, torch would try to connect until the timeout of the store.
+    # Where the server has ended, torch would try to connect until the timeout of the store.
     socket.create_connection((inner.host, inner.port)).close()
     return store.clone() if hasattr(store, "clone") else store
