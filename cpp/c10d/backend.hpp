@@ -86,8 +86,8 @@ class SageBackend final : public c10d::Backend {
     std::vector<std::string> library_folders;
     // The program asked for the group under gloo's name: a list of tensors means what it means in gloo.
     bool as_gloo = false;
-    // Seconds after which a line of the log reports a pending operation, 0 for none; without a value that of the process.
-    // Local to this rank.
+    // Seconds after which a line of the log reports a pending operation, 0 for none; without a value that of the
+    // process. Local to this rank.
     std::optional<double> soft_timeout;
     // Set in the options of a shrink: ranks meet only ranks with the same attempt.
     std::string attempt;
