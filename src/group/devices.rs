@@ -5,8 +5,9 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::Group;
-use super::hang::{Pending, timed_out};
+use super::hang::timed_out;
 use super::outside::{Carrier, ExternalOp, Outside};
+use super::pending::Pending;
 use crate::engine::device::{Counted, DeviceGroup, DeviceRequest, Watched};
 use crate::error::{Error, Result};
 use crate::os::clock;

@@ -11,11 +11,11 @@ use super::account::{Account, Place};
 use super::board;
 use super::board::{Found, Process};
 use super::outside::Outside;
+use super::pending::{Pending, nanoseconds};
 use super::{Group, Inner};
 use crate::config;
 use crate::engine::{Inquiry, Lacks, Standing};
 use crate::error::Error;
-use crate::op;
 use crate::op::Op;
 use crate::os::{clock, watch};
 use crate::progress::waits;
@@ -34,96 +34,6 @@ pub(super) const SILENCE: Duration = Duration::from_secs(1);
 /// The age up to which statements about which rank waits for which are used; they travel one rank further with each
 /// question.
 pub(super) const YOUNG: Duration = Duration::from_secs(30);
-
-/// A pending operation, of the engine or of another carrier.
-#[derive(Clone)]
-pub(super) enum Pending {
-    Own(Arc<Op>),
-    Outside(Outside),
-}
-
-impl Pending {
-    pub fn kind(&self) -> Kind {
-        match self {
-            Pending::Own(op) => op.request.kind,
-            Pending::Outside(outside) => outside.kind,
-        }
-    }
-
-    /// The root, or the peer of a message.
-    pub fn root(&self) -> u32 {
-        match self {
-            Pending::Own(op) => op.request.root,
-            Pending::Outside(outside) => outside.root,
-        }
-    }
-
-    fn site(&self) -> u32 {
-        match self {
-            Pending::Own(op) => op.request.note.site,
-            Pending::Outside(outside) => outside.site,
-        }
-    }
-
-    /// Zero: none.
-    fn timeout(&self) -> Duration {
-        match self {
-            Pending::Own(op) => op.timeout,
-            Pending::Outside(outside) => outside.timeout,
-        }
-    }
-
-    /// For how long its timeout has run, in nanoseconds.
-    pub fn age(&self, now: u64) -> u64 {
-        match self {
-            Pending::Own(op) => now.saturating_sub(op.deadline.saturating_sub(nanoseconds(op.timeout))),
-            Pending::Outside(outside) => clock::stamp().saturating_sub(outside.begun.unwrap_or(u64::MAX)),
-        }
-    }
-
-    /// The operation as its rank called it, and its number.
-    pub fn what(&self) -> String {
-        match self {
-            Pending::Own(op) => what(op.request.kind, op.request.root, op.request.tag, || {
-                format!("{} number {}", op::describe(op.signature), op.number)
-            }),
-            Pending::Outside(Outside { kind, number, root, tag, bytes, on_device, .. }) => {
-                let text = what(*kind, *root, *tag, || match *kind {
-                    Kind::Barrier => format!("{kind} number {number}"),
-                    _ => format!("{kind}({bytes} bytes) number {number}"),
-                });
-                if *on_device { format!("{text} on a device") } else { text }
-            }
-        }
-    }
-
-    pub fn on_device(&self) -> bool {
-        matches!(self, Pending::Outside(outside) if outside.on_device)
-    }
-
-    /// The last operation, in the same sequence of numbers, that a rank reported.
-    fn last_of(&self, account: &Account) -> Option<String> {
-        match self {
-            Pending::Outside(outside) if outside.on_device => account.launched_last.clone(),
-            _ => account.last.clone(),
-        }
-    }
-
-    /// Whether a rank that has said this has made the same call; for a collective.
-    fn is_entered_by(&self, account: &Account) -> bool {
-        match self {
-            Pending::Outside(outside) if outside.on_device => account.launched >= outside.number,
-            Pending::Outside(outside) => account.issued >= outside.number,
-            Pending::Own(op) => account.issued >= op.number,
-        }
-    }
-
-    /// When ranks are first asked: at the soft limit, but early enough for the deadline.
-    fn patience(&self, soft: Duration) -> u64 {
-        let half = if self.timeout().is_zero() { Duration::MAX } else { self.timeout() / 2 };
-        nanoseconds(if soft.is_zero() { half } else { soft.min(half) })
-    }
-}
 
 /// Which one is watched.
 #[derive(Default)]
@@ -196,10 +106,6 @@ impl Inner {
             _ => None,
         }
     }
-}
-
-pub(super) fn nanoseconds(time: Duration) -> u64 {
-    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
 /// The texts about what a pending operation waits for.
@@ -631,16 +537,6 @@ fn next_question(now: u64, age: u64, timeout: Duration) -> u64 {
 /// The answer of a rank to this question or a later one.
 fn answer_of(inquiry: &dyn Inquiry, rank: usize, question: u32) -> Option<Account> {
     Account::decode(&inquiry.heard(rank)).filter(|account| account.answers(question))
-}
-
-/// A message in words; another operation by `collective`.
-fn what(kind: Kind, root: u32, tag: u32, collective: impl FnOnce() -> String) -> String {
-    match kind {
-        Kind::Send => format!("send to rank {root} with tag {tag}"),
-        Kind::Recv if root == ANY_RANK => format!("recv from any rank with tag {tag}"),
-        Kind::Recv => format!("recv from rank {root} with tag {tag}"),
-        _ => collective(),
-    }
 }
 
 pub(super) fn timed_out(after: Duration) -> String {

@@ -7,7 +7,8 @@
 //!
 //! `builder` makes a group, `handle` is an operation as its caller holds it, `check` refuses calls that do not fit
 //! together, `faults` names ranks that ended, `hang` ranks that are late and what they do (`answer`: what this rank says
-//! about itself; `account`: that as text; `board`: over the store), `outside` has the operations that no engine runs,
+//! about itself; `account`: that as text; `board`: over the store; `pending`: the operation in question), `outside` has the
+//! operations that no engine runs,
 //! `barrier` is the monitored barrier, `explain` and `report` serve explanations and statistics, `devices` is the group
 //! as the engine of its devices sees it, `lanes` as the threads of a group over several hosts see it.
 
@@ -24,6 +25,7 @@ mod handle;
 mod hang;
 mod lanes;
 mod outside;
+mod pending;
 mod report;
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
@@ -35,9 +37,9 @@ use once_cell::sync::OnceCell;
 use self::board::Board;
 pub use self::explain::{StartRule, explain_without_group, start_rule, table_without_group};
 pub use self::handle::Op;
-use self::hang::Pending;
 use self::outside::Outsiders;
 pub use self::outside::{Carrier, ExternalOp};
+use self::pending::Pending;
 pub use self::report::NAMES;
 use crate::config::Config;
 use crate::engine::{Control, Ended, Engine, WakeAddress};
