@@ -217,7 +217,7 @@ fn execute(s: &Schedule, e: &mut Expressions) -> Vec<Rank> {
         .collect();
     let (mut sent, mut received) = (vec![0; s.ranks], vec![0; s.ranks]);
     let mut last = 0;
-    // Ranks that may be able to go on: those that have just entered a step.
+    // Ranks that have just entered a step: they may be able to go on.
     let mut ready: Vec<usize> = (0..s.ranks).collect();
     for rank in 0..s.ranks {
         enter(s, rank, &mut ranks[rank]);

@@ -347,7 +347,7 @@ fn the_engine_of_devices_reaches_a_library_by_its_row_alone() {
     }
 }
 
-/// Folders of `cpp/`, from top to bottom; a file includes headers of its own folder and of those below it. Every folder
+/// Folders of `cpp/`, from top to bottom; a file includes headers of its folder and of the folders below. Every folder
 /// may include `compat.hpp`, the conditions on torch.
 const CPP_LAYERS: [&str; 5] = ["c10d", "device", "work", "lower", "host"];
 

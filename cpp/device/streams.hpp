@@ -51,9 +51,9 @@ class Passage {
   size_t enter();
   // Makes later work on `stream()` wait for the raw stream's work.
   void leave();
-  // Call it when all work of the operation is on its stream. Returns the event of its end; `begun` is that of its start
-  // where times are measured. `asked_only`: no stream will wait for the event, so it may be recorded again as soon as
-  // no other code holds it.
+  // Call this when all work of the operation is on its stream. Returns the event that marks its end; `begun` marks its
+  // start where times are measured. `asked_only`: no stream will wait for the event, so it may be recorded again as
+  // soon as no other code holds it.
   std::shared_ptr<c10::Event> end(bool asked_only = false);
   const std::shared_ptr<c10::Event>& begun() const { return begun_; }
 

@@ -1,6 +1,6 @@
 // The description of one call of c10d as its caller made it: the operation and its tensors. Every override makes one
 // (c10d/collectives.cpp), and the carrier of the call reads it: `lower` turns it into requests to the core, a delegate
-// gets it as a call of its own. It refers to the caller's arguments and lives on the stack.
+// is called with the same arguments. It refers to the caller's arguments and lives on the stack.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -118,7 +118,7 @@ class Plan {
   // `block_sizes`.
   std::vector<size_t> in_blocks;
   std::vector<size_t> out_blocks;
-  // The tensors that `Completion::copy` copies into temporaries, and those that it copies back out of them.
+  // The tensors that `Completion::copy` copies into temporaries, and the tensors that it copies back from temporaries.
   std::vector<Staged> before;
   std::vector<Staged> after;
   // What `Completion::copy` does before it fills the temporaries; empty in nearly all calls.

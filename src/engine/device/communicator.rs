@@ -131,7 +131,7 @@ pub trait Communicator: Send + Sync {
     /// more than once.
     fn abort(&self) -> Result<()>;
     /// Ends it when its operations are done; all ranks call it. Where that lasts beyond the deadline, this returns and
-    /// a thread of its own goes on waiting.
+    /// a background thread goes on waiting.
     fn close(&self, deadline: Duration) -> Result<()>;
 }
 

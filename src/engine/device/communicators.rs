@@ -151,7 +151,7 @@ impl DeviceComm {
     }
 
     /// Ends it together with its other ranks, when its operations are done. Waits for the ranks as long as all of them
-    /// live, at most until the deadline, and no longer than `ALONE` once one is gone; after that a thread of its own
+    /// live, at most until the deadline, and no longer than `ALONE` once one is gone; after that a background thread
     /// goes on waiting. False where a signal handler raised meanwhile.
     pub(super) fn close(&self, group: &dyn DeviceGroup, deadline: Duration) -> bool {
         const ALONE: Duration = Duration::from_secs(5);

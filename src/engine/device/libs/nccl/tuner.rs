@@ -4,7 +4,7 @@
 //! NCCL is told by the variable `NCCL_TUNER_PLUGIN`, and of the profiler beside this file by `NCCL_PROFILER_PLUGIN`: the
 //! absolute path of our library. They are set before a communicator is made for a group that has a topology, a rule or a line
 //! for NCCL, or with `SAGELLM_EXPLAIN=1`, and never otherwise, because every communicator of the process and its
-//! children then asks, also those that are not ours. Ours are recognized by their name, which NCCL passes to the
+//! children then calls the plugin, also communicators that are not ours. Ours are recognized by their name, which NCCL passes to the
 //! profiler together with the number that it passes to the tuner. For all others, and where no rule or line fits,
 //! nothing is changed.
 //!
