@@ -36,4 +36,5 @@ def compare(case: str, text: str) -> None:
     golden = GOLDEN / f"hang_{case}.txt"
     if os.environ.get("SAGELLM_UPDATE_GOLDEN"):
         golden.write_text(plain(text) + "\n")
-    assert plain(text) == golden.read_text().strip()
+    found, expected = plain(text), golden.read_text().strip()
+    assert found == expected, f"{golden.name}:\n  expected: {expected}\n  found:    {found}"
