@@ -1,5 +1,5 @@
-// The c10d backend: each override describes its call; dispatch.cpp checks it, lowers it to one plain request and
-// hands it to the engine or delegate that carries it.
+// The c10d backend: each override describes its call; dispatch.cpp checks it, lowers it to plain requests (several
+// for a list of several types) and hands them to the engine that carries them, or hands the call to a delegate.
 //
 // The overrides carry c10d's old names, which every supported torch has; where the newer ones exist they forward here.
 // What a virtual function of c10d::Backend does that is not overridden below (a test reads these lines):
@@ -237,8 +237,8 @@ class SageBackend final : public c10d::Backend {
  private:
   using TensorView = c10::ArrayRef<at::Tensor>;
 
-  // The last step of every override. A synchronous call is finished on this thread and returns no Work: c10d takes that
-  // for "done", and it is the cheapest path.
+  // Called at the end of every override. A synchronous call is finished on this thread and returns no Work where no
+  // hook listens and it is one request: c10d takes that for "done", and it is the cheapest path.
   WorkPtr dispatch(CallDesc& call, CallDesc::Delegate delegate);
   // The same. A delegate's function is called with the tensors of the description, and with what follows them here.
   template <class... Params, class... Rest>

@@ -1,5 +1,6 @@
 // Decides what carries a call: the engine of the CPU, the library of its device's vendor, the engine of the CPU with
-// copies in host memory, or the delegate. Decided once, here; `lower` makes the same requests for each.
+// copies in host memory, or the delegate. Decided once, here; `lower` makes the same requests for each
+// engine, a delegate gets the tensors themselves.
 #include <algorithm>
 #include <utility>
 

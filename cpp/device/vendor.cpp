@@ -204,7 +204,8 @@ DeviceWork::Launched VendorDevices::launch(c10::ArrayRef<Plan> calls, DeviceBegu
   Passage passage = streams_.begin(device, !on_callers, owner_.events->timing(), begun.stream_key);
   std::vector<std::shared_ptr<c10::Event>> elsewhere;
   if (terms.barrier) elsewhere = come_behind_all(passage.stream());
-  // A synchronous call has no Work where no hook is registered, so no stream waits for its end, except for a barrier.
+  // A synchronous call returns no Work where no hook is registered, so no stream waits for its end, except for a
+  // barrier.
   std::shared_ptr<c10::Event> ended =
       put(calls, begun.lowerings, call, passage, keep, !terms.listened && !terms.capturing);
   if (!terms.capturing && begun.stream_key == 0) {

@@ -67,8 +67,8 @@ class VendorDevices final {
   bool can_split(c10::Device device, const std::vector<uint32_t>& ranks);
   // Waits until the operations under way have ended; false where they did not end within the timeout, or never will.
   bool drain(std::chrono::milliseconds timeout);
-  // Makes that communicator; all ranks call it together, after all have agreed that they can. `child` is null on a rank
-  // that is in no new group.
+  // Makes the communicator that `can_split` asked about; all ranks call it together, after all have agreed that they
+  // can. `child` is null on a rank that is in no new group.
   void split(c10::Device device, const std::vector<uint32_t>& ranks, VendorDevices* child);
   // Takes the communicator of a group that is about to shrink out of use; it ends when the returned object is dropped.
   // `drained`: no operation is under way in it.

@@ -1,5 +1,5 @@
 // From errors of the core, and the shim's own, to C++ exceptions that torch turns into Python's. Between the two an
-// error is a text whose first letter is its `ErrorKind`; only this file and the core's `ffi/convert.rs` know that.
+// error is a text whose first letter is its `ErrorKind`; in C++ only this file knows that.
 #pragma once
 
 #include <c10/util/Exception.h>

@@ -21,7 +21,7 @@ const Item& only(const char* op, const char* what, const std::vector<Item>& list
   return list[0];
 }
 
-// The other way round for calls where only the root passes a list.
+// On ranks other than the root the list must be empty.
 void empty_elsewhere(const char* op, const char* what, const std::vector<std::vector<at::Tensor>>& lists, int64_t root,
                      int rank) {
   if (lists.empty() || (lists.size() == 1 && lists[0].empty())) return;

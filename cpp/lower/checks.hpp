@@ -10,8 +10,8 @@
 
 namespace sagellm::check {
 
-// The arguments of a call: that they are there, tensors of the kind that its carrier takes, of types and sizes that
-// fit.
+// Checks the arguments of a call: each is there, is a tensor that the call's carrier takes, and has a type and size
+// that fit the others.
 void call(const CallDesc& call, const Carrier& carrier);
 
 // The same for one whose lists hold several tensors of this rank (several.hpp).

@@ -1,8 +1,7 @@
 // One call on its way to the core: tensors become contiguous pieces of memory, by pointer where they are contiguous,
 // through temporaries where they are not. The table in `src/types.rs` says which pieces each kind of call has.
 //
-// Always the logical order of the elements: raw memory order would be right only if the strides of all ranks agreed,
-// which no rank can know.
+// Elements are passed in their logical order, because no rank knows the strides of the others.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -118,12 +117,12 @@ class Plan {
   // `block_sizes`.
   std::vector<size_t> in_blocks;
   std::vector<size_t> out_blocks;
-  // The tensors that `Completion::copy` copies into temporaries, and the tensors that it copies back from temporaries.
+  // The tensors that `Pending::copy` copies into temporaries, and the tensors that it copies back from temporaries.
   std::vector<Staged> before;
   std::vector<Staged> after;
-  // What `Completion::copy` does before it fills the temporaries; empty in nearly all calls.
+  // What `Pending::copy` does before it fills the temporaries; empty in nearly all calls.
   std::function<void()> prepare;
-  // The stream on which `Completion::copy` copies, where the tensors are on a device and the temporaries are not.
+  // The stream on which `Pending::copy` copies, where the tensors are on a device and the temporaries are not.
   std::optional<c10::Stream> copies_on;
   // The factor of PREMUL_SUM where it lies on a device, without dimensions; else `call` has it.
   at::Tensor factor;

@@ -40,7 +40,7 @@ pub trait Engine: Send {
     }
 
     /// Takes an operation that was validated and numbered, and advances what can advance. An error concerns the whole
-    /// group; then the engine ends the operation only if it `holds` it.
+    /// group; after it the group ends the operation, unless the engine `holds` it.
     ///
     /// For each operation an engine records what is carried and how (`Op::record_load`, `Op::record_choice`: statistics and
     /// explanations use these), calls `Op::prepare` before it first reads the inputs and `Op::store_back` after it wrote

@@ -1,10 +1,11 @@
 //! The contract between C++ and Rust; `observe` has the part for explanations and statistics. No logic lives here, and
 //! no panic crosses it.
 //!
-//! C++ -> Rust: `RustRendezvous::meet` meets the other ranks, `RustGroup::build` makes the group, `RustGroup::issue` starts
-//! an operation, `RustOp` answers for it.
+//! C++ -> Rust: `RustRendezvous::meet` meets the other ranks, `RustGroup::build` makes the group, `RustGroup::run`
+//! runs an operation, `RustGroup::issue` starts one and `RustOp` answers for it. `RustDevices` makes a `RustCall` of each
+//! call on a device.
 //! Rust -> C++: `Store` (c10d's key-value store), `Completion` (what the shim wants to do when an operation starts and
-//! ends), `Link` (messages to other hosts), `check_interrupt` (Python's pending signals), `python_place` (where the program
+//! ends), `Link` (messages to other hosts), `IdExchange` (ids of a vendor's communicators), `check_interrupt` (Python's pending signals), `python_place` (where the program
 //! is), `log_line` (Python's logging).
 //!
 //! Errors cross as text whose first letter is their `ErrorKind`; `cpp/host/errors.cpp` alone reads and writes it on that
@@ -121,7 +122,7 @@ pub mod ffi {
         tag: u32,
         /// Negative: the group's timeout.
         timeout_ms: i64,
-        /// `Completion::copy` must run before the inputs are read, and back before the end is told.
+        /// `Completion::reached` copies: with `kBegins` before the inputs are read, with `kHasResults` before the end is told.
         staged: bool,
         /// `types::CallNote`.
         counts: bool,

@@ -1,4 +1,4 @@
-//! The core's interfaces to its caller (`host`, `engine::link`), implemented by the shim's classes of
+//! The core's interfaces to its caller (`host`, `multihost::transport`), implemented by the shim's classes of
 //! `cpp/host/host.hpp`.
 
 use std::time::Duration;

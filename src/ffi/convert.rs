@@ -93,7 +93,7 @@ fn strided(tensor: &ffi::Strided) -> Strided {
 pub(super) fn request(asked: &ffi::Request<'_>) -> Result<Request> {
     let ffi::Request { call, inputs, outputs, in_blocks, out_blocks, also_touched } = *asked;
     let kind = kind(call.kind)?;
-    // SAFETY: the pieces are memory of tensors that the shim holds in its `Completion` until `ended` is called, or, of a
+    // SAFETY: the pieces are memory of tensors that the shim holds in its `Completion` until the last `reached`, or, of a
     // call to `run`, on its stack until that returns. That the program does not write them meanwhile is c10d's rule for
     // its callers.
     let mut request = unsafe { Request::new(kind, spans(inputs), spans(outputs)) };

@@ -1,7 +1,7 @@
 //! One process group: numbers, signatures, deadlines, faults, and its end.
 //!
-//! `issue` gives an operation the group's next number and hands it to the engine, under the group's lock, which is also
-//! the token of the thread that drives it (`driver`). Owners are told of the end of their operations outside that lock,
+//! `start`, of both `run` and `issue`, checks an operation, gives it the group's next number and hands it to the engine.
+//! The thread that holds the group's lock also drives the engine (`progress::driver`). Owners are told of the end of their operations outside that lock,
 //! because they may issue others then. The first fault poisons the group, here and on the peers: everything pending and
 //! later fails with it.
 //!
@@ -421,8 +421,8 @@ impl Group {
         Ok(())
     }
 
-    /// Waits until no collective that was issued before reads or writes `memory` in a way that a message which is about to
-    /// be handed to the delegate must follow. Whether those collectives failed is reported by their own handles.
+    /// Waits for earlier collectives whose memory conflicts with a message that the delegate is about to carry. Their
+    /// own handles report whether they failed.
     pub fn wait_for_memory(&self, memory: Span, writes: bool) -> Result<()> {
         let reach = Reach::of_one(memory, writes);
         while let Some(op) = self.control.using(&reach) {

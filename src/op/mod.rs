@@ -26,8 +26,8 @@ pub const NOBODY: u32 = u32::MAX;
 
 /// Where an operation's time went, for the statistics.
 ///
-/// Read and written only with the group's lock held, which orders all accesses: all are relaxed. All zeros at first, in
-/// whole words: an operation is moved once, and bytes written one by one would stall that copy.
+/// Read and written only with the group's lock held, which orders all accesses: all are relaxed. Every field
+/// is a whole word and starts as zero: single bytes written shortly before the operation is copied would stall the copy.
 #[derive(Debug, Default)]
 pub struct OpTiming {
     /// Index of its record in the statistics.
@@ -384,7 +384,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn company_keeps_its_numbers() {
+    fn the_operations_fused_with_one_keep_their_numbers() {
         for (number, first, last, count) in [(5, 1, 5, 5), (17, 17, 42, 26), (1 << 40, 1 << 40, (1 << 40) + 4095, 4096)]
         {
             let fused_with = FusedWith::new(number, (first, last), count);

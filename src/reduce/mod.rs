@@ -13,7 +13,8 @@
 //! One source alone is copied, bit for bit (PREMUL_SUM scales it).
 //!
 //! `number` says how numbers are stored and combined, `scalar` has the one loop, `x86` compiles it for wider vectors,
-//! `float` converts f16 and bf16. To add an operation: `Op` in `scalar.rs`, a line in `choose`.
+//! `float` converts f16 and bf16. To add an operation: an `Op` in `scalar.rs`, and a line in each of
+//! `bits`, `integer`, `real` and `complex` whose types it is for.
 
 #![allow(unsafe_code)] // loops over raw pointers, and instructions that the processor must have
 

@@ -160,7 +160,7 @@ impl DeviceCall {
         self.engine.runtime.exchange_capture_mode(SPARES_CAPTURES)
     }
 
-    /// Why the calls will not end, or ended badly; `None` while they run and when they ended well. `passed`: the device
+    /// An error says why the calls will not end, or ended badly; `Ok` while they run and when they ended well. `passed`: the device
     /// has executed them. On an error all communicators of the group are aborted, which unblocks calls that hang.
     pub fn poll(&self, passed: bool, mode: u32) -> Result<()> {
         self.engine.runtime.exchange_capture_mode(mode)?;

@@ -3,8 +3,8 @@
 //! This layer knows the group only as a trait ([`DeviceGroup`]).
 //!
 //! [`DeviceEngine::begin`] says what the shim must do to the tensors of a call before and after the library's call, and
-//! takes the call's number; `DeviceCall::launch` puts it on a raw stream, `before_poll` and `poll` say whether it has
-//! ended, `ended` tells the statistics.
+//! takes the call's number; `DeviceCall::launch` puts it on a raw stream, `before_poll` and `poll` say whether it
+//! failed, while C++ asks the device whether it has passed; `ended` tells the statistics.
 //!
 //! Operations on devices are numbered separately, because the numbers of the CPU's engine index shared memory and may
 //! have no gaps; c10d sees the sum of both. Nothing here waits for a device. Making or ending a communicator waits for

@@ -18,6 +18,7 @@
 //! | `dispatch` | maps the requests of a batch to the collective that runs it |
 //! | `collectives` | each collective: steps inside the hosts and a schedule between them |
 //! | `rails` | the same for large ones, where several ranks of a host talk to other hosts |
+//! | `transport` | the steps of a schedule as frames on the link |
 
 pub mod batch;
 mod collectives;

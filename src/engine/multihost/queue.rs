@@ -120,7 +120,7 @@ impl State {
         ended
     }
 
-    /// The lane ends because of a panic: returns the operations that no other lane works on, and marks them as done.
+    /// The lane ends because of an error: returns the operations that no other lane works on, and marks them as done.
     pub fn release_all(&mut self, lane: usize) -> Vec<Arc<Op>> {
         let mut left = Vec::new();
         for number in std::mem::take(&mut self.taken[lane]) {

@@ -25,9 +25,9 @@ use crate::select::{Choice, GroupShape, OpDesc, Path, Policy};
 use crate::types::{ANY_RANK, Kind};
 
 enum Phase {
-    /// Not published: it waits for credits, or for an earlier operation on the same memory.
+    /// Not published: a peer may still read the slot that it needs, or an earlier operation uses the same memory.
     Queued,
-    /// Published in its slot; the headers of all ranks below this number have been seen.
+    /// Published in its slot; the headers of the ranks below this one have been checked.
     Slots(usize),
     /// Its header is published, its data travels in rounds.
     Rounds(Rounds),
@@ -178,7 +178,8 @@ impl Shm {
         Ok(moved)
     }
 
-    /// Advances the published operation at `at`; a large one only while no earlier one is large (`large`).
+    /// Advances the published operation at `at`. One in rounds waits for an earlier one in rounds (`large`: there is one),
+    /// because all use the same stage.
     fn step(&mut self, at: usize, large: bool) -> Result<(Step, bool)> {
         let area = &*self.area;
         let Entry { op, kernel, phase, .. } = &mut self.entries[at];
@@ -206,7 +207,7 @@ impl Shm {
         }
     }
 
-    /// Publishes queued operations, in order, as far as credits and memory allow. True if there was one.
+    /// Publishes queued operations, in order, as far as free slots and their memory allow. True if there was one.
     fn publish(&mut self) -> bool {
         let mut moved = false;
         while self.queued > 0 {

@@ -1,20 +1,20 @@
 //! Collectives and messages between the processes of one host, over one shared-memory segment per group.
 //!
 //! `Shm` is one rank's engine: a queue of operations in the order of their numbers, each a state machine that is advanced
-//! without waiting. `submit` enqueues, publishes and advances; `poll` publishes and advances. Operations are published strictly in order and may end in any order, because each has its
-//! own slot; large ones use the rounds one after the other. Messages are outside that order, but a message waits for an
-//! earlier operation on the same memory, and an operation for an earlier message. The caller holds the group's lock, so
-//! `Shm` is plain single-threaded code.
+//! without waiting. `submit` enqueues, publishes and advances; `poll` publishes and advances. Operations are published
+//! strictly in order and may end in any order, because each has its own slot; large ones use the rounds one after the
+//! other. Messages are outside that order, but a message waits for an earlier operation on the same memory, and an
+//! operation for an earlier message. The caller holds the group's lock, so `Shm` is plain single-threaded code.
 //!
 //! | file | |
 //! | --- | --- |
-//! | `layout` | offsets of everything in the segment |
+//! | `memory/layout` | offsets of everything in the segment |
 //! | `protocol` | who may write what, and when (generic: loom runs it) |
-//! | `area` | typed access to the segment |
+//! | `memory/area` | typed access to the segment |
 //! | `small`, `bulk`, `p2p` | the three ways to move data |
 //! | `channels`, `rank_set` | which sender uses which buffers of a receiver; sets of ranks |
-//! | `presence` | memory that is populated when it is first needed |
-//! | `segment` | the memory itself |
+//! | `memory/presence` | memory that is populated when it is first needed |
+//! | `memory/segment` | the memory itself |
 //! | `engine` | the queue: `Shm`, the group's `Engine` |
 //! | `control` | what any thread may use without the group's lock |
 

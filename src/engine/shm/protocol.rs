@@ -1,7 +1,7 @@
-//! The protocol of the shared memory: which rank may write which word, and when. It has no access to memory and no side
-//! effects.
+//! The protocol of the shared memory: which rank may write which word, and when. It has no access to memory:
+//! it loads and stores through [`Words`].
 //!
-//! Everything here is generic over [`Words`], so that the same code runs on the mapped segment and, in `tests/loom.rs`,
+//! Everything here is generic over them, so that the same code runs on the mapped segment and, in `tests/loom.rs`,
 //! on loom's atomics, which try every interleaving.
 //!
 //! **Slots.** Operation `n` of a group uses slot `n mod depth` of each rank. A rank writes the payload, then stores the

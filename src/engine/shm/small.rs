@@ -118,7 +118,7 @@ pub fn look(area: &Area, op: &Op, mut seen: usize, needed: impl Fn(usize) -> boo
             if theirs.signature != op.signature {
                 return Err(mismatch(op.number, area.me, op.signature, seen, theirs.signature));
             }
-            // Rank `peer` must bring as many bytes as this rank's list has for it.
+            // Rank `seen` must bring as many bytes as this rank's list has for it.
             if matches!(op.request.kind, Kind::AllGather | Kind::Gather) {
                 let expected = op.request.out_blocks.get(seen).map_or(own.aux, |bytes| *bytes as u64);
                 if theirs.aux != expected {

@@ -266,7 +266,7 @@ impl Area {
         String::new()
     }
 
-    /// Poisons the group for all ranks: the first fault wins. `code` is `Error::code`, `culprit` a rank or none.
+    /// Poisons the group for all ranks: the first fault wins. `code` is `Error::code`.
     pub fn poison(&self, code: char, text: &str) {
         const ROOM: usize = super::layout::FAULT_BYTES - 8;
         let mut end = text.len().min(ROOM);

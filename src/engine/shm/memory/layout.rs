@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! hello     64 B a rank, rounded up to a page: the handshake that proves the segment is shared (rendezvous)
-//! group     abort word, count of sleepers
+//! group     abort word, count of sleepers, count of leavers
 //! control   per rank: the words of `protocol::Word`, each on its own pair of cache lines, the fault text, the answer
 //! slots     per rank: `depth` slots of one header line and SLOT_BYTES of payload
 //! stage     per rank: 2 buffers that the rank fills for its peers
