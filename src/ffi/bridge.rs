@@ -5,8 +5,8 @@
 //! runs an operation, `RustGroup::issue` starts one and `RustOp` answers for it. `RustDevices` makes a `RustCall` of each
 //! call on a device.
 //! Rust -> C++: `Store` (c10d's key-value store), `Completion` (what the shim wants to do when an operation starts and
-//! ends), `Link` (messages to other hosts), `IdExchange` (ids of a vendor's communicators), `check_interrupt` (Python's pending signals), `python_place` (where the program
-//! is), `log_line` (Python's logging).
+//! ends), `Link` (messages to other hosts), `IdExchange` (ids of a vendor's communicators),
+//! `check_interrupt` (Python's pending signals), `python_place` (where the program is), `log_line` (Python's logging).
 //!
 //! Errors cross as text whose first letter is their `ErrorKind`; `cpp/host/errors.cpp` alone reads and writes it on that
 //! side. This file declares; `convert` translates between these types and the core's, `handles` has the objects, `calls`,
@@ -122,7 +122,8 @@ pub mod ffi {
         tag: u32,
         /// Negative: the group's timeout.
         timeout_ms: i64,
-        /// `Completion::reached` copies: with `kBegins` before the inputs are read, with `kHasResults` before the end is told.
+        /// `Completion::reached` copies: with `kBegins` before the inputs are read, with `kHasResults` before the end
+        /// is told.
         staged: bool,
         /// `types::CallNote`.
         counts: bool,

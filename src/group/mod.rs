@@ -1,9 +1,9 @@
 //! One process group: numbers, signatures, deadlines, faults, and its end.
 //!
 //! `start`, of both `run` and `issue`, checks an operation, gives it the group's next number and hands it to the engine.
-//! The thread that holds the group's lock also drives the engine (`progress::driver`). Owners are told of the end of their operations outside that lock,
-//! because they may issue others then. The first fault poisons the group, here and on the peers: everything pending and
-//! later fails with it.
+//! The thread that holds the group's lock also drives the engine (`progress::driver`). Owners are told of the end
+//! of their operations outside that lock, because they may issue others then. The first fault poisons the group, here
+//! and on the peers: everything pending and later fails with it.
 //!
 //! `builder` makes a group, `handle` is an operation as its caller holds it, `check` refuses calls that do not fit
 //! together, `faults` names ranks that ended, `hang` ranks that are late and what they do (`answer`: what this rank

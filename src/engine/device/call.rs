@@ -160,8 +160,8 @@ impl DeviceCall {
         self.engine.runtime.exchange_capture_mode(SPARES_CAPTURES)
     }
 
-    /// An error says why the calls will not end, or ended badly; `Ok` while they run and when they ended well. `passed`: the device
-    /// has executed them. On an error all communicators of the group are aborted, which unblocks calls that hang.
+    /// An error says why the calls will not end, or ended badly; `Ok` while they run and when they ended well.
+    /// `passed`: the device has executed them. On an error all communicators of the group are aborted, which unblocks calls that hang.
     pub fn poll(&self, passed: bool, mode: u32) -> Result<()> {
         self.engine.runtime.exchange_capture_mode(mode)?;
         let engine = &self.engine;
