@@ -151,11 +151,11 @@ impl Group {
     pub fn describe(&self) -> String {
         let (rank, size, name) = (self.config.rank, self.config.size, &self.config.name);
         let engine = self.lock().engine.describe();
-        let spin_policy = match self.control.wake_address() {
-            Some(_) => format!(", spin_policy {:?}", self.spin_policy),
+        let waits = match self.control.wake_address() {
+            Some(_) => format!(", {}", self.spin_policy),
             None => String::new(),
         };
-        format!("group '{name}' rank {rank} of {size}: {engine}{spin_policy}")
+        format!("group '{name}' rank {rank} of {size}: {engine}{waits}")
     }
 
     /// Starts an operation; never waits for a peer.

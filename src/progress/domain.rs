@@ -2,6 +2,7 @@
 //! domain; in tests, where ranks are threads of one process, each rank has its own.
 
 use std::collections::HashMap;
+use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
 use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
 use std::thread::JoinHandle;
@@ -70,6 +71,13 @@ impl SpinPolicy {
     /// The budgets of a wait that another thread of this process must end: that thread may need this core.
     pub fn none() -> SpinPolicy {
         SpinPolicy { spin: Duration::ZERO, yield_for: Duration::ZERO, own_cores: false }
+    }
+}
+
+impl fmt::Display for SpinPolicy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (spin, yield_for) = (self.spin.as_micros(), self.yield_for.as_micros());
+        write!(f, "a wait spins {spin} us, yields its core for {yield_for} us, then sleeps")
     }
 }
 
