@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from sagellm.api.buffers import batch_all_reduce as batch_all_reduce
     from sagellm.api.buffers import monitor_communication as monitor_communication
     from sagellm.api.comm_backend import CommBackend as CommBackend
-    from sagellm.api.comm_backend import CommFuture as CommFuture
     from sagellm.api.compression import Compression as Compression
     from sagellm.api.compression import CompressionHook as CompressionHook
     from sagellm.api.compression import CompressionStats as CompressionStats
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from sagellm.api.compression import TopK as TopK
     from sagellm.api.compression import compressed_all_reduce as compressed_all_reduce
     from sagellm.api.errors import CommTimeoutError as CommTimeoutError
+    from sagellm.api.futures import CommFuture as CommFuture
     from sagellm.api.recovery import recover as recover
     from sagellm.collective_ops import AllGatherOperator as AllGatherOperator
     from sagellm.collective_ops import AllReduceOperator as AllReduceOperator
@@ -105,7 +105,7 @@ _HOMES = {
     "CommTimeoutError": "api.errors",
     "recover": "api.recovery",
     "CommBackend": "api.comm_backend",
-    "CommFuture": "api.comm_backend",
+    "CommFuture": "api.futures",
     "CPUBackend": "api.backends",
     "NCCLBackend": "api.backends",
     "HCCLBackend": "api.backends",

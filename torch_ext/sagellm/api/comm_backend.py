@@ -1,4 +1,4 @@
-"""The class of all backends, with a method for each collective, and the future of an asynchronous call."""
+"""The class of all backends, with a method for each collective."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -22,74 +22,13 @@ from sagellm.api.compression import (
     compressed_all_reduce,
     compression,
 )
-from sagellm.api.errors import translated, with_timeouts
+from sagellm.api.errors import with_timeouts
+from sagellm.api.futures import CommFuture, Later
 from sagellm.api.group_choice import GroupSettings, group_for, our_backend
 from sagellm.observe import explain as explaining
 from sagellm.observe import stats as statistics
 from sagellm.protocols.comm_backend import CommBackendProtocol
 from sagellm.topology import TopologyInfo, TopologyManager, option_of
-
-
-class CommFuture(torch.futures.Future[torch.Tensor]):  # type: ignore[misc]  # torch has no annotations for mypy
-    """The future of an asynchronous call: ``wait()`` returns its tensor, ``then`` chains what comes after it.
-
-    On a device ``wait()`` makes the current stream wait, as a Work of torch does. Messages that a delegate carries (all
-    of a group over several hosts) have no future of torch: functions that ``then`` chains to them run when ``wait()``
-    returns.
-
-    Example::
-
-        future = sagellm.create_comm_backend().all_reduce(torch.ones(4), async_op=True)
-        total = future.wait()
-    """
-
-    def __init__(self, work: Any, result: torch.Tensor) -> None:
-        super().__init__(devices=None if result.is_cpu else [result.device])
-        self._work, self._result = work, result
-        self._ends_with_wait = False
-        if work is None:  # it has ended
-            self.set_result(result)
-            return
-        try:
-            inner = work.get_future()
-        except RuntimeError:  # gloo's sends and receives have none
-            self._ends_with_wait = True
-        else:
-            inner.add_done_callback(lambda ended: self._end(ended.value))
-
-    def _end(self, value: Callable[[], Any]) -> None:
-        """Ends this future with the result or the error of ``value``, which returns at once."""
-        try:
-            value()
-        except Exception as error:  # torch passes on only the text of the operation's error
-            failure = dist.DistBackendError(str(error))
-            found = translated(failure)
-            self.set_exception(error if found is failure else found)
-        else:
-            self.set_result(self._result)
-
-    def done(self) -> bool:
-        """Whether the operation has ended; functions chained by ``then`` may still run."""
-        return self._work is None or bool(self._work.is_completed())
-
-    def wait(self) -> torch.Tensor:
-        """The tensor, when the operation has ended; raises what the synchronous form would."""
-        if self._ends_with_wait:
-            if not super().done():
-                self._end(self._work.wait)
-            super().wait()
-        elif self._work is not None:
-            with_timeouts(self._work.wait)
-        return self._result
-
-
-class _Later:
-    """Gives a future of ours the methods of a Work, for ``CommFuture``."""
-
-    def __init__(self, future: torch.futures.Future[torch.Tensor]) -> None:
-        self.get_future = lambda: future
-        self.is_completed = future.done
-        self.wait = future.wait
 
 
 class CommBackend(CommBackendProtocol):
@@ -187,6 +126,29 @@ class CommBackend(CommBackendProtocol):
 
     # ------------------------------------------------------------------------------------------- reductions
 
+    @overload
+    def all_reduce(
+        self,
+        tensor: torch.Tensor,
+        op: str = "sum",
+        async_op: Literal[False] = False,
+        timeout: Seconds | None = None,
+        *,
+        compress: str | Compression | None = None,
+        key: Any = None,
+    ) -> torch.Tensor: ...
+    @overload
+    def all_reduce(
+        self,
+        tensor: torch.Tensor,
+        op: str = "sum",
+        *,
+        async_op: Literal[True],
+        timeout: Seconds | None = None,
+        compress: str | Compression | None = None,
+        key: Any = None,
+    ) -> CommFuture: ...
+    @overload
     def all_reduce(
         self,
         tensor: torch.Tensor,
@@ -196,7 +158,17 @@ class CommBackend(CommBackendProtocol):
         *,
         compress: str | Compression | None = None,
         key: Any = None,
-    ) -> Any:
+    ) -> torch.Tensor | CommFuture: ...
+    def all_reduce(
+        self,
+        tensor: torch.Tensor,
+        op: str = "sum",
+        async_op: bool = False,
+        timeout: Seconds | None = None,
+        *,
+        compress: str | Compression | None = None,
+        key: Any = None,
+    ) -> torch.Tensor | CommFuture:
         """Combines ``tensor`` element by element over all ranks, in place, and returns it.
 
         ``op`` is "sum", "avg" ("mean"), "max", "min" or "prod". ``timeout`` is that of this call alone. Every rank
@@ -222,7 +194,7 @@ class CommBackend(CommBackendProtocol):
 
     def _compressed(
         self, tensor: torch.Tensor, op: str, async_op: bool, timeout: Any, how: str | Compression, key: Any
-    ) -> Any:
+    ) -> torch.Tensor | CommFuture:
         check_compressible(tensor, op)
         if timeout is not None:
             raise ValueError("sagellm all_reduce: timeout does not go with compress, which takes several operations")
@@ -243,7 +215,7 @@ class CommBackend(CommBackendProtocol):
         if self._thread is None:
             self._thread = CompressionThread(self.group)
         thread = self._thread
-        return CommFuture(_Later(thread.later(lambda: run(thread.group))), tensor)
+        return CommFuture(Later(thread.later(lambda: run(thread.group))), tensor)
 
     def safe_all_reduce(self, tensor: torch.Tensor, op: str = "sum", timeout: Seconds = 30.0) -> torch.Tensor:
         """``all_reduce`` with a timeout, which raises ``CommTimeoutError`` naming the ranks that are missing."""
@@ -258,7 +230,21 @@ class CommBackend(CommBackendProtocol):
         checked_op("fused_all_reduce", op)
         return with_timeouts(lambda: _fused.fused_all_reduce(tensors, op, group=self.group))
 
-    def reduce(self, tensor: torch.Tensor, root_rank: int = 0, op: str = "sum", async_op: bool = False) -> Any:
+    @overload
+    def reduce(
+        self, tensor: torch.Tensor, root_rank: int = 0, op: str = "sum", async_op: Literal[False] = False
+    ) -> torch.Tensor: ...
+    @overload
+    def reduce(
+        self, tensor: torch.Tensor, root_rank: int = 0, op: str = "sum", *, async_op: Literal[True]
+    ) -> CommFuture: ...
+    @overload
+    def reduce(
+        self, tensor: torch.Tensor, root_rank: int = 0, op: str = "sum", async_op: bool = False
+    ) -> torch.Tensor | CommFuture: ...
+    def reduce(
+        self, tensor: torch.Tensor, root_rank: int = 0, op: str = "sum", async_op: bool = False
+    ) -> torch.Tensor | CommFuture:
         """Combines ``tensor`` over all ranks into that of ``root_rank``, in place; returns it.
 
         On the other ranks it is unchanged. torch's order is ``reduce(tensor, dst, op)``, too.
@@ -270,9 +256,25 @@ class CommBackend(CommBackendProtocol):
             async_op,
         )
 
+    @overload
+    def reduce_scatter(
+        self,
+        tensor: torch.Tensor,
+        op: str = "sum",
+        async_op: Literal[False] = False,
+        output: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
+    @overload
+    def reduce_scatter(
+        self, tensor: torch.Tensor, op: str = "sum", *, async_op: Literal[True], output: torch.Tensor | None = None
+    ) -> CommFuture: ...
+    @overload
     def reduce_scatter(
         self, tensor: torch.Tensor, op: str = "sum", async_op: bool = False, output: torch.Tensor | None = None
-    ) -> Any:
+    ) -> torch.Tensor | CommFuture: ...
+    def reduce_scatter(
+        self, tensor: torch.Tensor, op: str = "sum", async_op: bool = False, output: torch.Tensor | None = None
+    ) -> torch.Tensor | CommFuture:
         """Combines ``tensor`` over all ranks; returns this rank's slice of it along dimension 0.
 
         Dimension 0 must be a multiple of the number of ranks (ValueError). ``output``, if given, receives the slice.
@@ -290,7 +292,21 @@ class CommBackend(CommBackendProtocol):
 
     # ------------------------------------------------------------------------------------------- moving data
 
-    def all_gather(self, tensor: torch.Tensor, output: torch.Tensor | None = None, async_op: bool = False) -> Any:
+    @overload
+    def all_gather(
+        self, tensor: torch.Tensor, output: torch.Tensor | None = None, async_op: Literal[False] = False
+    ) -> torch.Tensor: ...
+    @overload
+    def all_gather(
+        self, tensor: torch.Tensor, output: torch.Tensor | None = None, *, async_op: Literal[True]
+    ) -> CommFuture: ...
+    @overload
+    def all_gather(
+        self, tensor: torch.Tensor, output: torch.Tensor | None = None, async_op: bool = False
+    ) -> torch.Tensor | CommFuture: ...
+    def all_gather(
+        self, tensor: torch.Tensor, output: torch.Tensor | None = None, async_op: bool = False
+    ) -> torch.Tensor | CommFuture:
         """The tensors of all ranks, in the order of the ranks, concatenated along dimension 0.
 
         Every rank passes the same shape; a scalar counts as one row. ``output``, if given, receives the result.
@@ -303,7 +319,15 @@ class CommBackend(CommBackendProtocol):
             async_op,
         )
 
-    def broadcast(self, tensor: torch.Tensor, root_rank: int = 0, async_op: bool = False) -> Any:
+    @overload
+    def broadcast(self, tensor: torch.Tensor, root_rank: int = 0, async_op: Literal[False] = False) -> torch.Tensor: ...
+    @overload
+    def broadcast(self, tensor: torch.Tensor, root_rank: int = 0, *, async_op: Literal[True]) -> CommFuture: ...
+    @overload
+    def broadcast(
+        self, tensor: torch.Tensor, root_rank: int = 0, async_op: bool = False
+    ) -> torch.Tensor | CommFuture: ...
+    def broadcast(self, tensor: torch.Tensor, root_rank: int = 0, async_op: bool = False) -> torch.Tensor | CommFuture:
         """Writes the tensor of ``root_rank`` into those of the other ranks; returns it."""
         return self._run(
             lambda: dist.broadcast(tensor, group_src=root_rank, group=self.group, async_op=async_op), tensor, async_op
@@ -323,9 +347,21 @@ class CommBackend(CommBackendProtocol):
             result = result.flatten(0, 1)
         return result
 
+    @overload
+    def scatter(
+        self, input: torch.Tensor | None, output: torch.Tensor, root_rank: int = 0, async_op: Literal[False] = False
+    ) -> torch.Tensor: ...
+    @overload
+    def scatter(
+        self, input: torch.Tensor | None, output: torch.Tensor, root_rank: int = 0, *, async_op: Literal[True]
+    ) -> CommFuture: ...
+    @overload
     def scatter(
         self, input: torch.Tensor | None, output: torch.Tensor, root_rank: int = 0, async_op: bool = False
-    ) -> Any:
+    ) -> torch.Tensor | CommFuture: ...
+    def scatter(
+        self, input: torch.Tensor | None, output: torch.Tensor, root_rank: int = 0, async_op: bool = False
+    ) -> torch.Tensor | CommFuture:
         """Gives every rank its slice of the ``input`` of ``root_rank`` along dimension 0, in ``output``; returns that.
 
         The other ranks pass None as ``input``. torch's order is ``scatter(output, scatter_list, src)``.
@@ -342,6 +378,26 @@ class CommBackend(CommBackendProtocol):
             async_op,
         )
 
+    @overload
+    def all_to_all(
+        self,
+        input: torch.Tensor,
+        output: torch.Tensor | None = None,
+        input_split_sizes: list[int] | None = None,
+        output_split_sizes: list[int] | None = None,
+        async_op: Literal[False] = False,
+    ) -> torch.Tensor: ...
+    @overload
+    def all_to_all(
+        self,
+        input: torch.Tensor,
+        output: torch.Tensor | None = None,
+        input_split_sizes: list[int] | None = None,
+        output_split_sizes: list[int] | None = None,
+        *,
+        async_op: Literal[True],
+    ) -> CommFuture: ...
+    @overload
     def all_to_all(
         self,
         input: torch.Tensor,
@@ -349,7 +405,15 @@ class CommBackend(CommBackendProtocol):
         input_split_sizes: list[int] | None = None,
         output_split_sizes: list[int] | None = None,
         async_op: bool = False,
-    ) -> Any:
+    ) -> torch.Tensor | CommFuture: ...
+    def all_to_all(
+        self,
+        input: torch.Tensor,
+        output: torch.Tensor | None = None,
+        input_split_sizes: list[int] | None = None,
+        output_split_sizes: list[int] | None = None,
+        async_op: bool = False,
+    ) -> torch.Tensor | CommFuture:
         """Sends the r-th slice of ``input`` along dimension 0 to rank r, and returns the received slices, in the order
         of the ranks.
 
@@ -432,7 +496,7 @@ class CommBackend(CommBackendProtocol):
     # ------------------------------------------------------------------------------------------- helpers
 
     @staticmethod
-    def _run(call: Callable[[], Any], result: torch.Tensor, async_op: bool) -> Any:
+    def _run(call: Callable[[], Any], result: torch.Tensor, async_op: bool) -> torch.Tensor | CommFuture:
         """Makes a call that returns a Work or None, and returns ``result``, or a future of it."""
         work = with_timeouts(call)
         if async_op:

@@ -39,7 +39,7 @@ QUIET = 0.2
 PREFIX = "sagellm/recover"
 
 
-def recover(group: Any = None, timeout: float | timedelta = 30.0) -> Any:
+def recover(group: Any = None, timeout: float | timedelta = 30.0) -> dist.ProcessGroup:
     """Makes a group of the ranks that are left, after a rank died or an operation failed. Survivors call it together.
 
     Every rank of ``group`` that is alive calls it, usually where it catches the error of an operation. They agree on

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from functools import cached_property
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 #: The dimensions, from the one along which neighbours have the most distant ranks to the one along which they have
 #: consecutive ranks.
@@ -59,7 +62,7 @@ class ProcessGroupManager:
         dp, pp, cp, tp = (int(place) for place in (self.grid == self.rank).nonzero()[0])
         #: This rank's place in each dimension.
         self.tp_rank, self.cp_rank, self.pp_rank, self.dp_rank = tp, cp, pp, dp
-        self._made: dict[str, Any] = {}
+        self._made: dict[str, dist.ProcessGroup] = {}
         for name in ("tp", "cp", "pp", "dp", "cp_dp", "pp_dp", "ep"):
             self._made[name] = dist.new_group(
                 self.ranks(name),
@@ -105,42 +108,42 @@ class ProcessGroupManager:
         )
         return sorted(int(self.grid[place]) for place in places)
 
-    def group(self, name: str) -> Any:
+    def group(self, name: str) -> dist.ProcessGroup:
         """This rank's group by its name, as ``tp_group`` and the others."""
         return self._made[name]
 
     @property
-    def tp_group(self) -> Any:
+    def tp_group(self) -> dist.ProcessGroup:
         """The ranks that hold parts of the same layers."""
         return self._made["tp"]
 
     @property
-    def cp_group(self) -> Any:
+    def cp_group(self) -> dist.ProcessGroup:
         """The ranks that hold parts of the same sequences."""
         return self._made["cp"]
 
     @property
-    def pp_group(self) -> Any:
+    def pp_group(self) -> dist.ProcessGroup:
         """The stages of one pipeline."""
         return self._made["pp"]
 
     @property
-    def dp_group(self) -> Any:
+    def dp_group(self) -> dist.ProcessGroup:
         """The ranks that hold the same part of the model for other samples."""
         return self._made["dp"]
 
     @property
-    def ep_group(self) -> Any:
+    def ep_group(self) -> dist.ProcessGroup:
         """The ranks that hold the experts of the same layers."""
         return self._made["ep"]
 
     @property
-    def cp_dp_group(self) -> Any:
+    def cp_dp_group(self) -> dist.ProcessGroup:
         """The ranks that average the gradients of the same parameters."""
         return self._made["cp_dp"]
 
     @property
-    def pp_dp_group(self) -> Any:
+    def pp_dp_group(self) -> dist.ProcessGroup:
         """All stages of all pipelines with this rank's places along tp and cp."""
         return self._made["pp_dp"]
 
@@ -182,7 +185,7 @@ class ProcessGroupManager:
         return self.ranks("cp")[(self.cp_rank - 1) % self.cp_size]
 
     @cached_property
-    def mesh(self) -> Any:
+    def mesh(self) -> DeviceMesh:
         """The same groups as a ``torch.distributed.device_mesh.DeviceMesh`` with the dimensions dp, pp, cp and tp."""
         from torch.distributed.device_mesh import DeviceMesh
 

@@ -92,7 +92,9 @@ class TensorParallelLinear(nn.Module):  # type: ignore[misc]  # torch has no ann
         self._take(whole)
 
     @classmethod
-    def from_linear(cls, layer: nn.Linear, mode: str = "column", *, group: Any = None, **more: Any) -> Any:
+    def from_linear(
+        cls, layer: nn.Linear, mode: str = "column", *, group: Any = None, **more: Any
+    ) -> TensorParallelLinear:
         """The parallel form of a layer: rank 0's weights are spread over the ranks. All ranks call it."""
         made = cls(
             layer.in_features,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +44,9 @@ class CommBackendProtocol(ABC):
     """
 
     @abstractmethod
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum", async_op: bool = False) -> Any:
+    def all_reduce(
+        self, tensor: torch.Tensor, op: str = "sum", async_op: bool = False
+    ) -> torch.Tensor | torch.futures.Future[torch.Tensor]:
         """Combines ``tensor`` element by element over all ranks, in place, and returns it.
 
         With ``async_op`` a ``torch.futures.Future`` whose ``wait()`` gives the tensor.
@@ -55,15 +57,19 @@ class CommBackendProtocol(ABC):
         """``all_reduce`` of each tensor of a list, in place and in one go; returns the tensors."""
 
     @abstractmethod
-    def all_gather(self, tensor: torch.Tensor, output: torch.Tensor | None = None, async_op: bool = False) -> Any:
+    def all_gather(
+        self, tensor: torch.Tensor, output: torch.Tensor | None = None, async_op: bool = False
+    ) -> torch.Tensor | torch.futures.Future[torch.Tensor]:
         """The tensors of all ranks, in the order of the ranks, concatenated along dimension 0."""
 
     @abstractmethod
-    def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum", async_op: bool = False) -> Any:
+    def reduce_scatter(
+        self, tensor: torch.Tensor, op: str = "sum", async_op: bool = False
+    ) -> torch.Tensor | torch.futures.Future[torch.Tensor]:
         """Combines ``tensor`` over all ranks and returns this rank's slice along dimension 0."""
 
     @abstractmethod
-    def get_stats(self) -> Any:
+    def get_stats(self) -> Mapping[str, Any]:
         """The statistics of the backend."""
 
 

@@ -1,0 +1,81 @@
+"""What the public functions and methods say that they return."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import typing
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import sagellm
+from sagellm.api.arguments import Seconds
+
+pytestmark = pytest.mark.quick
+
+#: Names that annotations use and modules import for type checkers only.
+NAMES = {
+    "torch": torch,
+    "dist": torch.distributed,
+    "Seconds": Seconds,
+    "CommBackend": sagellm.CommBackend,
+    "CommBackendProtocol": sagellm.CommBackendProtocol,
+    "DeviceMesh": torch.distributed.device_mesh.DeviceMesh,
+}
+#: What may return anything, and why.
+ANYTHING = {"monitor_communication.__call__": "returns what the decorated function returns"}
+
+
+def public_calls() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Every exported function, and every public method and property of the exported classes."""
+    for name in sagellm.__all__:
+        found = getattr(sagellm, name)
+        if inspect.isfunction(found):
+            yield name, found
+        if not inspect.isclass(found):
+            continue
+        for owner in (each for each in found.__mro__ if each.__module__.startswith("sagellm.")):
+            for member, value in vars(owner).items():
+                if member.startswith("_") and member not in ("__call__", "__enter__"):
+                    continue
+                if isinstance(value, property):
+                    value = value.fget
+                elif isinstance(value, functools.cached_property):
+                    value = value.func
+                elif isinstance(value, classmethod | staticmethod):
+                    value = value.__func__
+                if inspect.isfunction(value):
+                    yield f"{owner.__name__}.{member}", value
+
+
+def returned(function: Callable[..., Any]) -> Any:
+    return typing.get_type_hints(function, localns=NAMES)["return"]
+
+
+def test_every_public_function_says_what_it_returns() -> None:
+    found = {name: returned(function) for name, function in public_calls()}
+    assert len(found) > 120 and "CommBackend.all_reduce" in found and "ProcessGroupManager.mesh" in found
+    assert {name for name, result in found.items() if result is Any} == set(ANYTHING)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="typing.get_overloads came with Python 3.11")
+def test_a_call_that_may_be_asynchronous_returns_a_tensor_or_a_future_by_its_argument() -> None:
+    seen = set()
+    for name, function in vars(sagellm.CommBackend).items():
+        if name.startswith("_") or not inspect.isfunction(function):
+            continue
+        if "async_op" not in inspect.signature(function).parameters:
+            continue
+        seen.add(name)
+        hints = [typing.get_type_hints(each) for each in typing.get_overloads(function)]
+        by_argument = {each["async_op"]: each["return"] for each in hints}
+        assert by_argument == {
+            typing.Literal[False]: torch.Tensor,
+            typing.Literal[True]: sagellm.CommFuture,
+            bool: torch.Tensor | sagellm.CommFuture,
+        }, name
+    assert seen == {"all_reduce", "reduce", "reduce_scatter", "all_gather", "broadcast", "scatter", "all_to_all"}
