@@ -46,8 +46,11 @@ if TYPE_CHECKING:
     from sagellm.collective_ops import DistributedCommunicator as DistributedCommunicator
     from sagellm.collective_ops import ReduceScatterOperator as ReduceScatterOperator
     from sagellm.collective_ops import create_ring_topology as create_ring_topology
+    from sagellm.observe.explain import Alternative as Alternative
+    from sagellm.observe.explain import Batch as Batch
     from sagellm.observe.explain import Explanation as Explanation
     from sagellm.observe.explain import explain as explain
+    from sagellm.observe.export import Endpoint as Endpoint
     from sagellm.observe.export import log_to_tensorboard as log_to_tensorboard
     from sagellm.observe.export import prometheus_text as prometheus_text
     from sagellm.observe.export import serve_prometheus as serve_prometheus
@@ -57,9 +60,11 @@ if TYPE_CHECKING:
     from sagellm.observe.flight import dump_flight_record as dump_flight_record
     from sagellm.observe.inspector import write_inspector as write_inspector
     from sagellm.observe.recorder import debug_handlers as debug_handlers
+    from sagellm.observe.stats import Gathered as Gathered
     from sagellm.observe.stats import gather_stats as gather_stats
     from sagellm.observe.stats import get_stats as get_stats
     from sagellm.observe.stats import reset_stats as reset_stats
+    from sagellm.observe.timeline import Merged as Merged
     from sagellm.observe.timeline import merge_traces as merge_traces
     from sagellm.parallel.context import exchange_tokens as exchange_tokens
     from sagellm.parallel.context import ring_exchange as ring_exchange
@@ -80,6 +85,8 @@ if TYPE_CHECKING:
 
 #: Where the functions of the package live; their modules are loaded when the first of them is used.
 _HOMES = {
+    "Alternative": "observe.explain",
+    "Batch": "observe.explain",
     "Explanation": "observe.explain",
     "explain": "observe.explain",
     "fused_all_reduce": "_fused",
@@ -90,12 +97,15 @@ _HOMES = {
     "get_stats": "observe.stats",
     "reset_stats": "observe.stats",
     "gather_stats": "observe.stats",
+    "Gathered": "observe.stats",
     "prometheus_text": "observe.export",
     "write_prometheus": "observe.export",
     "serve_prometheus": "observe.export",
+    "Endpoint": "observe.export",
     "write_trace": "observe.export",
     "log_to_tensorboard": "observe.export",
     "merge_traces": "observe.timeline",
+    "Merged": "observe.timeline",
     "write_inspector": "observe.inspector",
     "debug_handlers": "observe.recorder",
     "dump_flight_record": "observe.flight",

@@ -62,6 +62,26 @@ def test_every_public_function_says_what_it_returns() -> None:
     assert {name for name, result in found.items() if result is Any} == set(ANYTHING)
 
 
+def classes(annotation: Any) -> Iterator[type]:
+    """The classes of this package in an annotation, also those of its parts."""
+    if inspect.isclass(annotation) and annotation.__module__.startswith("sagellm."):
+        yield annotation
+    for part in typing.get_args(annotation):
+        yield from classes(part)
+
+
+def test_the_classes_of_what_a_program_is_given_are_exported() -> None:
+    """What public calls return, and the fields of exported classes."""
+    given = [(name, returned(function)) for name, function in public_calls()]
+    for name in sagellm.__all__:
+        found = getattr(sagellm, name)
+        if inspect.isclass(found) and found.__module__.startswith("sagellm.") and found is not sagellm.Options:
+            given += [(f"{name}.{field}", hint) for field, hint in typing.get_type_hints(found, localns=NAMES).items()]
+    exported = {id(getattr(sagellm, name)) for name in sagellm.__all__}
+    hidden = [(name, each.__name__) for name, hint in given for each in classes(hint) if id(each) not in exported]
+    assert not hidden
+
+
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="typing.get_overloads came with Python 3.11")
 def test_a_call_that_may_be_asynchronous_returns_a_tensor_or_a_future_by_its_argument() -> None:
     seen = set()

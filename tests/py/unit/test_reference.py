@@ -63,7 +63,7 @@ def test_every_public_name_has_a_docstring() -> None:
 
 #: What a user is given and does not make, or makes as its neighbours, whose examples say it.
 WITHOUT_EXAMPLE = {
-    "Options", "__version__", "CommOp", "Explanation", "CommReport", "BenchmarkResult", "Routing", "OverlapHandle",
+    "Options", "__version__", "CommOp", "CommReport", "BenchmarkResult", "Routing", "OverlapHandle",
     "OverlapReport", "Compression", "CompressionStats", "NCCLBackend", "HCCLBackend", "CNCLBackend",
     "debug_handlers", "convert_dumps",
 }  # fmt: skip

@@ -31,7 +31,13 @@ STAGED = "staged: from the device to host memory and back"
 
 @dataclass(frozen=True)
 class Alternative:
-    """An algorithm that was not chosen."""
+    """An algorithm that was not chosen.
+
+    Example::
+
+        for other in sagellm.explain("all_reduce", 1 << 20).rejected:
+            print(other.way, other.predicted, other.why_not)
+    """
 
     #: As rules name it: "slots", "rounds(128KiB)".
     way: str
@@ -42,7 +48,15 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Batch:
-    """The operations that were fused."""
+    """The operations that were fused.
+
+    Example::
+
+        work = dist.all_reduce(torch.ones(4), async_op=True)
+        work.wait()
+        together = sagellm.explain(work).batch
+        print(together)  # "alone", or with which others
+    """
 
     #: Number of operations, this one included; 1 where it was not fused.
     operations: int
@@ -69,7 +83,13 @@ class Batch:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The algorithm choice of one operation, and its reason. ``str()`` of it is readable text."""
+    """The algorithm choice of one operation, and its reason. ``str()`` of it is readable text.
+
+    Example::
+
+        found = sagellm.explain("all_reduce", 1 << 20)
+        print(found.choice, found.reason, found.predicted)
+    """
 
     #: "all_reduce", "broadcast", ...
     op: str

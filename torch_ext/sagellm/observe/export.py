@@ -125,7 +125,13 @@ def write_prometheus(path: str | os.PathLike[str], group: Any = "all") -> None:
 
 
 class Endpoint:
-    """A small HTTP server on its own thread; ``close`` ends it, and so does the end of the process."""
+    """A small HTTP server on its own thread; ``close`` ends it, and so does the end of the process.
+
+    Example::
+
+        with sagellm.serve_prometheus() as server:
+            print(server.url)  # or server.host and server.port
+    """
 
     def __init__(self, host: str, port: int, text: Callable[[], str]) -> None:
         class Handler(BaseHTTPRequestHandler):

@@ -75,7 +75,14 @@ class Batches(TypedDict):
 
 
 class Gathered(TypedDict):
-    """The snapshot of all ranks."""
+    """The snapshot of all ranks.
+
+    Example::
+
+        everyone = sagellm.gather_stats()  # a call of all ranks
+        if everyone["straggler"] is not None:
+            print(everyone["waited_for_ms"][everyone["straggler"]])
+    """
 
     #: The result of ``get_stats`` on each rank.
     ranks: list[dict[str, Any]]

@@ -153,7 +153,15 @@ def _arrows(placed: Sequence[tuple[Slice, int]]) -> list[dict[str, Any]]:
 
 
 class Merged(NamedTuple):
-    """What ``merge_traces`` made."""
+    """What ``merge_traces`` made.
+
+    Example::
+
+        own = f"own-{dist.get_rank()}.json"
+        sagellm.write_trace(own)
+        merged = sagellm.merge_traces([own], f"merged-{dist.get_rank()}.json")
+        print(merged.ranks, merged.operations, merged.shifts)
+    """
 
     ranks: list[int]
     operations: int
