@@ -181,7 +181,13 @@ def create_ring_topology(world_size: int, timeout: Seconds = 60.0) -> list[Distr
 
 @dataclass(frozen=True)
 class BenchmarkResult:
-    """The times of one operation on one shape, measured on one rank."""
+    """The times of one operation on one shape, measured on one rank.
+
+    Example::
+
+        (result,) = sagellm.AllReduceOperator(sagellm.DistributedCommunicator()).benchmark([(1024,)], num_trials=3)
+        print(result.median_seconds, result.busbw_gbs)
+    """
 
     #: "all_reduce", "broadcast", "all_gather" or "reduce_scatter".
     op: str

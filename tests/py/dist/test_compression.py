@@ -87,6 +87,7 @@ def kept(ctx: Context) -> None:
         "expected floats": lambda: sagellm.compressed_all_reduce(torch.ones(1, dtype=torch.int32), "fp16"),
         "ratio is 0": lambda: sagellm.TopK(0),
         "block is 0": lambda: sagellm.Int8(0),
+        "dtype is torch.float32": lambda: sagellm.Half(torch.float32),
     }.items():
         assert text in expect_raises(ValueError, call)
 
@@ -161,6 +162,27 @@ def test_training_converges_with_several_buckets(how: str) -> None:
         assert plain[-1] < 0.2 * plain[0], "the model learns"
         assert math.isclose(compressed[0], plain[0], rel_tol=1e-3), "the first step begins with the same weights"
         assert compressed[-1] < 1.5 * plain[-1] + 0.02, (how, plain[-1], compressed[-1])
+
+
+class BucketOnADevice:
+    def buffer(self) -> torch.Tensor:
+        return torch.empty(4, device="meta")
+
+
+def on_a_device(ctx: Context) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+
+    import sagellm
+
+    for hook in (sagellm.CompressionHook("fp16"), sagellm.PowerSGDHook(PowerSGDState(None))):
+        text = expect_raises(ValueError, lambda hook=hook: hook(None, BucketOnADevice()))
+        assert hook.__name__ in text and "the gradients are on meta, expected cpu" in text
+        assert hook.stats.calls == 0
+        hook.close()
+
+
+def test_gradients_on_a_device_are_refused() -> None:
+    run_ranks(on_a_device, 2)
 
 
 def demo() -> tuple[Any, torch.Tensor, nn.Module]:

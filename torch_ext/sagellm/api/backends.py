@@ -30,7 +30,17 @@ class CPUBackend(CommBackend):
 
 
 class NCCLBackend(CommBackend):
-    """Tensors on NVIDIA GPUs through NCCL; CPU tensors as ``CPUBackend``."""
+    """Tensors on NVIDIA GPUs through NCCL; CPU tensors as ``CPUBackend``.
+
+    Raises:
+        RuntimeError: this process has no device of type cuda. ``SAGELLM_VENDOR=nccl`` lets a device of another
+            type count as one.
+
+    Example::
+
+        comm = sagellm.NCCLBackend(dist.get_rank(), dist.get_world_size())
+        comm.all_reduce(torch.ones(4, device="cuda"))
+    """
 
     backend_type = "nccl"
     vendor = "nccl"
@@ -38,7 +48,17 @@ class NCCLBackend(CommBackend):
 
 
 class HCCLBackend(CommBackend):
-    """Tensors on Ascend NPUs through HCCL; CPU tensors as ``CPUBackend``."""
+    """Tensors on Ascend NPUs through HCCL; CPU tensors as ``CPUBackend``.
+
+    Raises:
+        RuntimeError: this process has no device of type npu. ``SAGELLM_VENDOR=hccl`` lets a device of another
+            type count as one.
+
+    Example::
+
+        comm = sagellm.HCCLBackend(dist.get_rank(), dist.get_world_size())
+        comm.all_reduce(torch.ones(4, device="npu"))
+    """
 
     backend_type = "hccl"
     vendor = "hccl"
@@ -46,7 +66,17 @@ class HCCLBackend(CommBackend):
 
 
 class CNCLBackend(CommBackend):
-    """Tensors on Cambricon MLUs through CNCL; CPU tensors as ``CPUBackend``."""
+    """Tensors on Cambricon MLUs through CNCL; CPU tensors as ``CPUBackend``.
+
+    Raises:
+        RuntimeError: this process has no device of type mlu. ``SAGELLM_VENDOR=cncl`` lets a device of another
+            type count as one.
+
+    Example::
+
+        comm = sagellm.CNCLBackend(dist.get_rank(), dist.get_world_size())
+        comm.all_reduce(torch.ones(4, device="mlu"))
+    """
 
     backend_type = "cncl"
     vendor = "cncl"

@@ -30,8 +30,13 @@ class CommFusionBuffer:
     Args:
         max_size_mb: how much it takes, in millions of bytes.
 
+    Raises:
+        ValueError: ``max_size_mb`` is not more than 0.
+
     Example::
 
+        comm = sagellm.create_comm_backend()
+        gradients = [torch.ones(1000), torch.ones(10, dtype=torch.float64)]
         buffer = sagellm.CommFusionBuffer(max_size_mb=25)
         for gradient in gradients:
             if not buffer.add_tensor(gradient):
@@ -53,7 +58,8 @@ class CommFusionBuffer:
     def add_tensor(self, tensor: torch.Tensor) -> bool:
         """Takes a tensor, or returns False where it does not fit any more.
 
-        A tensor that is larger than the whole buffer is taken where the buffer is empty: it then travels alone.
+        A tensor that is larger than the whole buffer is taken where the buffer is empty: it then travels alone. A
+        TypeError where it is no tensor.
         """
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"sagellm CommFusionBuffer: got a {type(tensor).__name__}, expected a tensor")
@@ -85,6 +91,9 @@ class CommunicationBuffer:
         max_size: how many elements it holds.
         dtype, device: of the elements.
 
+    Raises:
+        ValueError: ``max_size`` is less than 1.
+
     Example::
 
         buffer = sagellm.CommunicationBuffer(1 << 20)
@@ -105,7 +114,12 @@ class CommunicationBuffer:
         return self._in_use
 
     def get_buffer(self, size: int) -> torch.Tensor:
-        """The first ``size`` elements, not set to anything. A RuntimeError while another user has it."""
+        """The first ``size`` elements, not set to anything.
+
+        Raises:
+            ValueError: "Buffer too small", where ``size`` is more than ``max_size`` or less than 0.
+            RuntimeError: another user has it, until ``release``.
+        """
         if not 0 <= size <= self.max_size:
             raise ValueError(f"Buffer too small: {size} elements are asked for, and it holds {self.max_size}")
         if self._in_use:
@@ -146,7 +160,14 @@ def batch_all_reduce(
 
 @dataclass
 class CommReport:
-    """The communication of this process's groups between two moments."""
+    """The communication of this process's groups between two moments.
+
+    Example::
+
+        with sagellm.monitor_communication("one call") as report:
+            dist.all_reduce(torch.ones(4))
+        print(report.operations, report.nbytes, report.waiting)
+    """
 
     name: str
     #: Wall time in seconds.
@@ -172,12 +193,17 @@ class monitor_communication:  # in the spelling of a function, because it is use
 
     Example::
 
-        with sagellm.monitor_communication("step") as report:
-            train_step()
+        with sagellm.monitor_communication("two calls") as report:
+            dist.all_reduce(torch.ones(4))
+            dist.barrier()
         print(report)
 
         @sagellm.monitor_communication
-        def step(): ...
+        def step():
+            dist.all_reduce(torch.ones(4))
+
+        step()
+        print(step.report)
     """
 
     def __init__(self, what: str | Callable[..., Any] = "communication") -> None:

@@ -18,7 +18,14 @@ import torch.distributed as dist
 
 @dataclass
 class CompressionStats:
-    """The bytes that this rank would have passed to an all_reduce, and the bytes that it passed instead."""
+    """The bytes that this rank would have passed to an all_reduce, and the bytes that it passed instead.
+
+    Example::
+
+        stats = sagellm.CompressionStats()
+        sagellm.compressed_all_reduce(torch.ones(4096), "fp16", stats=stats)
+        assert stats.saved_bytes == stats.plain_bytes // 2
+    """
 
     calls: int = 0
     plain_bytes: int = 0
@@ -31,7 +38,19 @@ class CompressionStats:
 
 
 class Compression(ABC):
-    """A way to sum a tensor over ranks in fewer bytes."""
+    """A way to sum a tensor over ranks in fewer bytes.
+
+    Example::
+
+        class Plain(sagellm.Compression):
+            name = "plain"
+
+            def all_reduce(self, tensor, group, key=None):
+                dist.all_reduce(tensor, group=group)
+                return tensor.nbytes
+
+        sagellm.compressed_all_reduce(torch.ones(4), Plain())
+    """
 
     #: Its name in ``compressed_all_reduce``.
     name: str
@@ -50,14 +69,20 @@ class Half(Compression):
     The relative error of each addend and of the sum is at most 2^-11 for float16 (whose largest number is 65,504) and
     2^-8 for bfloat16.
 
+    Args:
+        dtype: ``torch.float16`` or ``torch.bfloat16`` (ValueError otherwise).
+
     Example::
 
         sagellm.compressed_all_reduce(torch.ones(512), sagellm.Half(torch.bfloat16))
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
+        names = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+        if dtype not in names:
+            raise ValueError(f"sagellm Half: dtype is {dtype}, expected one of {', '.join(map(str, names))}")
         self.dtype = dtype
-        self.name = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
+        self.name = names[dtype]
 
     def all_reduce(self, tensor: torch.Tensor, group: Any, key: Any = None) -> int:
         half = tensor.to(self.dtype)
@@ -71,6 +96,9 @@ class Int8(Compression):
 
     Every rank adds one part: it gets that of all ranks by an all_to_all, and all get the sums by an all_gather. With m
     the largest magnitude of a block, an addend is off by at most m / 254, and so is the sum once more, by its own m.
+
+    Args:
+        block: elements that share a scale, 1 or more (ValueError).
 
     Example::
 
@@ -113,6 +141,9 @@ class TopK(Compression):
 
     No element is lost, it only comes later: the sum over all calls is that of plain calls, except for the remainder at
     the end, which ``residual(key)`` shows. A tensor is known by its ``key``.
+
+    Args:
+        ratio: more than 0 and at most 1 (ValueError).
 
     Example::
 
@@ -195,6 +226,9 @@ def compressed_all_reduce(
         key: names the tensor for "topk"; its shape and dtype if None.
         stats: counts the bytes, if given.
 
+    Raises:
+        ValueError: the compression or the op is unknown, or the tensor has no floats. Nothing was sent.
+
     Example::
 
         gradient = sagellm.compressed_all_reduce(torch.ones(512), "int8", op="avg")
@@ -256,11 +290,16 @@ class CompressionHook:
         how: as in ``compressed_all_reduce``.
         group: the ranks of the model; None the default group. All of them make the hook at the same point.
 
+    Raises:
+        ValueError: the compression is unknown. From the backward pass, before anything is sent: the gradients are on a
+            device; torch's own hooks serve those.
+
     Example::
 
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
         hook = sagellm.CompressionHook("int8")
         model.register_comm_hook(None, hook)
-        ...
+        model(torch.ones(2, 64)).sum().backward()
         print(hook.stats.saved_bytes)
         hook.close()
     """
@@ -302,6 +341,10 @@ class PowerSGDHook(CompressionHook):
     Args:
         state: a ``PowerSGDState`` of ``torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook``; its group is
             replaced by a separate one.
+        group: as for ``CompressionHook``.
+
+    Raises:
+        ValueError: as for ``CompressionHook``, from the backward pass.
 
     Example::
 

@@ -172,6 +172,10 @@ def convert_dumps(folder: str | os.PathLike[str], into: str | os.PathLike[str]) 
     """Converts the files of failed groups in ``SAGELLM_DUMP_DIR`` to files for the analyser, one per rank; their paths.
 
     Needs no process group. ValueError where the folder has no such file.
+
+    Example::
+
+        sagellm.convert_dumps("dumps", "analysed")  # SAGELLM_DUMP_DIR was "dumps" when the group failed
     """
     ranks: dict[int, list[_Group]] = {}
     for source in sorted(Path(folder).glob("sagellm-*.json")):

@@ -113,6 +113,12 @@ def debug_handlers() -> list[Any] | None:
     Every rank calls it, because every rank answers for itself. On rank 0, which runs the server, it returns torch's
     pages and ``/sagellm_fr_trace``, the last operations of our groups on all ranks; elsewhere None, which is the
     server's default. ImportError where this torch has no such server, or a package that it needs is missing.
+
+    Example::
+
+        from torch.distributed.debug import start_debug_server
+
+        start_debug_server(handlers=sagellm.debug_handlers())
     """
     import torch.distributed as dist
     from torch._C import _distributed_c10d as c10d

@@ -18,8 +18,9 @@ def ring_exchange(tensors: Sequence[torch.Tensor], group: Any = None) -> Iterato
 
     Example::
 
-        for source, (key, value) in sagellm.ring_exchange([key, value], group=groups.cp_group):
-            state = attend(state, query, key, value, source)
+        query, scores = torch.ones(4, 8), {}
+        for source, (key, value) in sagellm.ring_exchange([torch.ones(4, 8), torch.ones(4, 8)]):
+            scores[source] = query @ key.T  # while the next blocks travel
     """
     ranks, me = dist.get_world_size(group), dist.get_rank(group)
     current = [tensor.contiguous() for tensor in tensors]

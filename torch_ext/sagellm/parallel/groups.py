@@ -35,8 +35,9 @@ class ProcessGroupManager:
 
     Example::
 
-        groups = sagellm.ProcessGroupManager(tp_size=2, cp_size=1, pp_size=2, dp_size=2)  # eight ranks
-        dist.all_reduce(partial, group=groups.tp_group)
+        groups = sagellm.ProcessGroupManager(tp_size=2, dp_size=dist.get_world_size() // 2)
+        dist.all_reduce(torch.ones(4), group=groups.tp_group)
+        groups.destroy()
     """
 
     def __init__(

@@ -18,6 +18,12 @@ class Routing:
     """Where the tokens of one call went: the data that ``combine`` needs, and figures of the call.
 
     A token that is sent to k experts counts as k assignments.
+
+    Example::
+
+        moe = sagellm.MoEDispatcher(num_experts=dist.get_world_size(), capacity_factor=1.0)
+        rows, routing = moe.dispatch(torch.ones(4, 8), torch.zeros(4, dtype=torch.int64))  # all to expert 0
+        print(routing.dropped, routing.imbalance)
     """
 
     #: For each row of the tokens that were sent, in the order of the experts, which assignment it is.
@@ -57,10 +63,12 @@ class MoEDispatcher:
 
     Example::
 
-        moe = sagellm.MoEDispatcher(num_experts=8, group=groups.ep_group)
-        rows, routing = moe.dispatch(tokens, chosen)  # tokens (T, D), chosen (T, k): experts
+        moe = sagellm.MoEDispatcher(num_experts=2 * dist.get_world_size())
+        experts = [torch.nn.Linear(8, 8) for _ in range(moe.local_experts)]
+        tokens, chosen = torch.ones(6, 8), torch.tensor([[0, 1]] * 6)  # (T, D), and (T, k): experts
+        rows, routing = moe.dispatch(tokens, chosen)
         results = torch.cat([expert(part) for expert, part in zip(experts, rows.split(routing.rows))])
-        output = moe.combine(results, routing, weights)  # weights (T, k)
+        output = moe.combine(results, routing, torch.full((6, 2), 0.5))  # weights (T, k)
     """
 
     def __init__(

@@ -15,7 +15,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OverlapReport:
-    """How much of the communication was hidden behind computation; seconds."""
+    """How much of the communication was hidden behind computation; seconds.
+
+    Example::
+
+        scheduler = sagellm.OverlapScheduler()
+        scheduler.schedule(torch.ones(1 << 20)).wait()
+        print(scheduler.report().share)
+    """
 
     #: Operations that have ended.
     operations: int
@@ -42,7 +49,13 @@ class OverlapReport:
 
 
 class OverlapHandle:
-    """An operation that is under way; ``wait()`` returns its tensor."""
+    """An operation that is under way; ``wait()`` returns its tensor.
+
+    Example::
+
+        output, handle = sagellm.OverlapScheduler().schedule_layer(torch.nn.Identity(), torch.ones(4))
+        total = handle.wait()  # ``output`` summed over the ranks
+    """
 
     def __init__(self, scheduler: OverlapScheduler, future: Any) -> None:
         self._scheduler = scheduler
@@ -76,10 +89,15 @@ class OverlapScheduler:
     Args:
         backend: a backend of ``create_comm_backend``; None: the one that it returns without arguments.
         op: how the results are combined: "sum", "avg", ...
-        depth: operations that are under way at most; where there are as many, the oldest is waited for first.
+        depth: operations that are under way at most, 1 or more; where there are as many, the oldest is waited for
+            first.
+
+    Raises:
+        ValueError: ``depth`` is less than 1. From ``schedule_layer`` and ``schedule``: the op is unknown.
 
     Example::
 
+        layers, buckets = [torch.nn.Linear(8, 8) for _ in range(3)], [torch.ones(2, 8)] * 3
         scheduler = sagellm.OverlapScheduler()
         handles = []
         for layer, bucket in zip(layers, buckets):

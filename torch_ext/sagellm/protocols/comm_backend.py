@@ -12,7 +12,13 @@ if TYPE_CHECKING:
 
 
 class CommOp(str, Enum):
-    """The operations; each member is also the string that statistics and ``explain`` use, such as ``"all_reduce"``."""
+    """The operations; each member is also the string that statistics and ``explain`` use, such as ``"all_reduce"``.
+
+    Example::
+
+        found = sagellm.explain(sagellm.CommOp.ALL_GATHER, 1 << 20)
+        assert found.op == sagellm.CommOp.ALL_GATHER == "all_gather"
+    """
 
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"
