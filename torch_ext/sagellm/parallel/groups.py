@@ -187,7 +187,10 @@ class ProcessGroupManager:
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """The same groups as a ``torch.distributed.device_mesh.DeviceMesh`` with the dimensions dp, pp, cp and tp."""
+        """The same groups as a ``torch.distributed.device_mesh.DeviceMesh`` with the dimensions dp, pp, cp and tp.
+
+        It has no dimension ep, because ep groups are parts of cp and dp.
+        """
         from torch.distributed.device_mesh import DeviceMesh
 
         accelerator = torch.accelerator.current_accelerator(check_available=True)
