@@ -147,7 +147,12 @@ def train(ctx: Context, how: str) -> list[float]:
     weights_are_equal(net)
     if hook is not None:
         assert hook.stats.calls > 60 * 2, hook.stats
-        assert how in ("powersgd",) or hook.stats.saved_bytes > 0
+        assert hook.stats.saved_bytes > 0
+        weights = sum(parameter.nbytes for parameter in net.parameters())
+        assert hook.stats.plain_bytes == 60 * weights, "every gradient of every step"
+        if how in ("fp16", "bf16", "powersgd"):  # the others call other operations as well
+            travelled = sagellm.get_stats(group=hook.group)["ops"]["all_reduce"]["bytes"]
+            assert hook.stats.sent_bytes == travelled, (hook.stats, travelled)
         hook.close()
     return losses
 

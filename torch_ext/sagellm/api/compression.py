@@ -336,7 +336,8 @@ class PowerSGDHook(CompressionHook):
     """torch's PowerSGD hook for models of any number of buckets.
 
     torch's hook calls collectives from callbacks of futures, whose order between buckets differs from rank to rank.
-    Here one thread takes one bucket after the other and waits for it.
+    Here one thread takes one bucket after the other and waits for it. ``stats`` counts bytes as for the other formats:
+    the first steps, in which torch does not compress (``start_powerSGD_iter``), save none.
 
     Args:
         state: a ``PowerSGDState`` of ``torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook``; its group is
@@ -351,7 +352,12 @@ class PowerSGDHook(CompressionHook):
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
-        model.register_comm_hook(None, sagellm.PowerSGDHook(PowerSGDState(None, start_powerSGD_iter=2)))
+        powersgd = sagellm.PowerSGDHook(PowerSGDState(None, start_powerSGD_iter=2))
+        model.register_comm_hook(None, powersgd)
+        for _ in range(4):
+            model(torch.ones(2, 64)).sum().backward()
+        print(powersgd.stats.saved_bytes)
+        powersgd.close()
     """
 
     def __init__(self, state: Any, group: Any = None) -> None:
@@ -363,8 +369,14 @@ class PowerSGDHook(CompressionHook):
     def _average(self, bucket: Any) -> torch.Tensor:
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 
+        gradients = bucket.buffer()
+        before = self.state.total_numel_after_compression
         result: torch.Tensor = powerSGD_hook(self.state, bucket).wait()
+        # torch counts the elements that it passes on for a bucket, and none where it does not compress it yet.
+        elements = self.state.total_numel_after_compression - before or gradients.numel()
         self.stats.calls += 1
+        self.stats.plain_bytes += gradients.nbytes
+        self.stats.sent_bytes += elements * gradients.element_size()
         return result
 
 
