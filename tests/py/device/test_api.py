@@ -22,7 +22,12 @@ import sagellm
 def every_call(ctx: Context, vendor: str) -> None:
     _, device = start(ctx, vendor)
     front_door.collectives("auto", f"{device}:0")
-    assert sagellm.create_comm_backend().backend_type == vendor
+    comm = sagellm.create_comm_backend()
+    assert comm.backend_type == vendor
+    found = (
+        f"SAGELLM_VENDOR names it for devices of type {device}" if vendor == "nccl" else f"a device of type {device}"
+    )
+    assert comm.reason.startswith("auto: ") and found in comm.reason
 
 
 def named(vendor: str) -> dict[str, str]:

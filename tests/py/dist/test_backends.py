@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,12 +89,41 @@ def methods(ctx: Context) -> None:
     stats = comm.get_stats()
     assert stats["ops"]["all_reduce"]["count"] >= 6, stats
     assert comm.stats.keys() == stats.keys() and str(ctx.world_size) in repr(comm)
+    assert comm.reason == "auto: this process has no accelerator" and comm.reason in repr(comm)
+    by_name = sagellm.create_comm_backend("cpu")
+    assert by_name.reason == "asked for by name" and by_name.group is comm.group
+    assert sagellm.create_comm_backend().reason == comm.reason
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_every_method_gives_what_plain_arithmetic_gives(world_size: int) -> None:
     run_ranks(methods, world_size)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("device", "vendor", "chosen", "why"),
+    [
+        (None, "", "cpu", "this process has no accelerator"),
+        ("cuda", "", "nccl", "this process has a device of type cuda"),
+        ("npu", "", "hccl", "this process has a device of type npu"),
+        ("mlu", "", "cncl", "this process has a device of type mlu"),
+        ("cuda", "hccl", "hccl", "SAGELLM_VENDOR names it for devices of type cuda"),
+        ("xpu", "", "gloo", "no library is known for devices of type xpu: they go through host memory"),
+    ],
+)
+def test_auto_says_what_it_found(
+    device: str | None, vendor: str, chosen: str, why: str, monkeypatch: Any, caplog: Any
+) -> None:
+    from sagellm.api import backends
+
+    monkeypatch.setenv("SAGELLM_VENDOR", vendor)
+    found = None if device is None else SimpleNamespace(type=device)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: found)
+    with caplog.at_level(logging.INFO, "sagellm"):
+        assert backends._auto() == (chosen, why)
+    assert f"backend_type 'auto' is '{chosen}': {why}" in caplog.text
 
 
 def futures(ctx: Context) -> None:

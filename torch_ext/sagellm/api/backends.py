@@ -124,8 +124,9 @@ def create_comm_backend(
     of one rank. Equal arguments return the same object, as long as its group lives.
 
     Args:
-        backend_type: "auto" (the library of this process's accelerator, or "cpu" where there is none; says in the log
-            what it found), "cpu", "nccl", "hccl", "cncl", or "gloo" (tensors on devices through host memory).
+        backend_type: "auto" (the library of this process's accelerator, or "cpu" where there is none; the backend's
+            ``reason``, its ``repr`` and the log say what was found), "cpu", "nccl", "hccl", "cncl", or "gloo" (tensors
+            on devices through host memory).
         rank, world_size, group, algorithm, topology_manager, fusion, timeout, soft_timeout, retry: see
             ``CommBackend``.
 
@@ -138,11 +139,12 @@ def create_comm_backend(
         comm = sagellm.create_comm_backend()
         total = comm.all_reduce(torch.ones(4))
     """
-    chosen = _auto() if backend_type == "auto" else str(backend_type).lower()
+    asked = str(backend_type).lower()
+    chosen, why = _auto() if asked == "auto" else (asked, "")
     if chosen not in BACKENDS:
         raise ValueError(f"sagellm: backend_type={backend_type!r}, expected one of auto, {', '.join(BACKENDS)}")
     base = group if group is not None else (dist.group.WORLD if dist.is_initialized() else None)
-    key = (chosen, rank, world_size, base, algorithm, option_of(topology_manager), fusion, timeout, soft_timeout)
+    key = (asked, chosen, rank, world_size, base, algorithm, option_of(topology_manager), fusion, timeout, soft_timeout)
     known = _made.get(key)
     if known is not None and is_alive(known.group):
         return known
@@ -157,10 +159,12 @@ def create_comm_backend(
         soft_timeout=soft_timeout,
         retry=retry,
     )
+    if why:
+        made.reason = f"auto: {why}"
     for stale in [each for each, backend in _made.items() if not is_alive(backend.group)]:
         del _made[stale]
     # A group that was started here is the default group from now on: the next call finds it there.
-    _made[(chosen, rank, world_size, group if group is not None else dist.group.WORLD, *key[4:])] = made
+    _made[(*key[:4], group if group is not None else dist.group.WORLD, *key[5:])] = made
     return made
 
 
@@ -189,7 +193,8 @@ def safe_all_reduce(
     return (create_comm_backend() if backend is None else backend).safe_all_reduce(tensor, op, timeout)
 
 
-def _auto() -> str:
+def _auto() -> tuple[str, str]:
+    """The type of backend for this process, and why."""
     found = torch.accelerator.current_accelerator(check_available=True)
     named = named_vendor()
     if found is None:
@@ -201,4 +206,4 @@ def _auto() -> str:
     else:
         chosen, why = "gloo", f"no library is known for devices of type {found.type}: they go through host memory"
     log.logger.info("backend_type 'auto' is %r: %s", chosen, why)
-    return chosen
+    return chosen, why

@@ -70,6 +70,8 @@ class CommBackend(CommBackendProtocol):
     vendor: ClassVar[str | None] = None
     #: The kind of device that it needs in this process, if it needs one.
     device_type: ClassVar[str | None] = None
+    #: Why the backend is of this type: what "auto" found, or that its name was given.
+    reason: str = "asked for by name"
 
     def __init__(
         self,
@@ -118,7 +120,8 @@ class CommBackend(CommBackendProtocol):
         )
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} rank {self.rank} of {self.world_size}: {self.describe()}>"
+        where = f"rank {self.rank} of {self.world_size}"
+        return f"<{type(self).__name__} ({self.reason}) {where}: {self.describe()}>"
 
     def describe(self) -> str:
         """The engine that serves the group and how it is set up, in one line."""
