@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Context, beyond_gloo, expect_raises, run_ranks
+from harness import Context, beyond_gloo, expect_raises, launch, run_ranks
 from on_device import number
 from torch import nn
 
@@ -180,15 +180,47 @@ def test_lists_of_tensors_arrive_whatever_their_sizes_and_the_window() -> None:
 
 
 def held_back(ctx: Context) -> Any:
+    """Rank 1 does not call until rank 0 waits for it. Eight tensors of 4 MiB, two in a window."""
     import sagellm
 
-    blocks = [torch.full((1 << 18,), float(number)) for number in range(8)]  # a mebibyte each
-    if ctx.rank == 0:
-        sagellm.send_tensors(blocks, 1, window=2 << 20)
-        return None
-    found = sagellm.recv_tensors(0)
-    return [block[0].item() for block in found]
+    ctx.init()
+    blocks = [torch.full((1 << 20,), float(number)) for number in range(8)]
+    if ctx.rank == 1:
+        ctx.listen()
+        ctx.store().set("called", "1")
+        found = [block[0].item() for block in sagellm.recv_tensors(0)]
+        dist.destroy_process_group()
+        return found
+    begin, begun, waited = dist.batch_isend_irecv, [], []
+
+    class Watched:
+        def __init__(self, work: Any) -> None:
+            self.work = work
+
+        def wait(self) -> None:
+            if not waited:
+                assert not self.work.is_completed() and not ctx.store().check(["called"])
+                ctx.tell(sum(begun))
+            self.work.wait()
+            assert ctx.store().check(["called"]), "it ended only when the receiver had called"
+            waited.append(1)
+            assert len(begun) <= len(waited) + 1, "two are under way at most"
+
+    def watched(messages: list[dist.P2POp]) -> list[Watched]:
+        begun.append(sum(each.tensor.nbytes for each in messages))
+        return [Watched(work) for work in begin(messages)]
+
+    dist.batch_isend_irecv = watched
+    sagellm.send_tensors(blocks, 1, window=8 << 20)
+    dist.batch_isend_irecv = begin
+    assert len(begun) == len(waited) == 8
+    dist.destroy_process_group()
+    return None
 
 
-def test_a_small_window_sends_everything() -> None:
-    assert run_ranks(held_back, 2)[1] == [float(number) for number in range(8)]
+def test_a_receiver_that_has_not_called_holds_the_sender_back() -> None:
+    """After a window of bytes, of which none is taken; then everything arrives."""
+    with launch(held_back, 2) as job:
+        assert job.hear(0) == 8 << 20, "the bytes that were under way when the sender began to wait"
+        job.say(1, "go")
+        assert job.values(60)[1] == [float(number) for number in range(8)]
