@@ -1,8 +1,10 @@
-"""`sagellm bench`: what it calls right and wrong, its table, and the ranks that it starts or finds."""
+"""`sagellm bench`: what it calls right and wrong, its table, its progress, and the ranks that it starts or finds."""
 
 from __future__ import annotations
 
 import json
+import os
+import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -107,3 +109,29 @@ def test_a_chart_that_cannot_be_drawn_is_refused_before_anything_is_measured(
     chart.check("-")
     lines = chart.bars({"a": [(8, 1.0), (1 << 20, 4.0)], "b": [(8, 2.0)]}, 44)
     assert [line.count("#") for line in lines] == [0, 5, 10, 19] and lines[0] == "busbw in GB/s, up to 4"
+
+
+@pytest.mark.parametrize(
+    ("words", "drawn"),
+    [
+        (("simulate", "--op", "all_reduce", "--ranks", "4,8"), "[" + "#" * 15 + "." * 15 + "] 1/2 all_reduce, 8 ranks"),
+        (("bench", "--sizes", "8,1KiB", "--iterations", "2"), "[" + "#" * 15 + "." * 15 + "] 1/2 all_reduce 1 KiB"),
+        (("tune", "--budget", "1", "--max-size", "1KiB"), "] 1/"),
+    ],
+)
+def test_long_commands_draw_their_progress_on_a_terminal(words: tuple[str, ...], drawn: str, tmp_path: Path) -> None:
+    """Their output is a pipe, so it has the table alone."""
+    screen, theirs = pty.openpty()
+    try:
+        command = [sys.executable, "-m", "sagellm", *words]
+        env = {**os.environ, "TERM": "xterm", "SAGELLM_CACHE_DIR": str(tmp_path)}
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=theirs, text=True, timeout=100, check=False, env=env
+        )
+        os.close(theirs)
+        shown = os.read(screen, 1 << 16).decode()
+    finally:
+        os.close(screen)
+    assert drawn in shown and shown.endswith(f"\r{'':<79}\r"), shown
+    # A short run of `tune` may find nothing that is faster.
+    assert done.returncode in (0, int(words[0] == "tune")) and "\r" not in done.stdout, done.stdout

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from harness import Context, beyond_gloo, launch, run_script
 from limits import patience
 
+from sagellm.cli import top
 from sagellm.cli.main import main
 from sagellm.observe import ras, watch
 
@@ -252,3 +254,39 @@ def test_a_probe_is_quick_and_says_what_it_needs(tmp_path: Path, monkeypatch: py
     assert code == watch.NOT_READY and "has no group yet" in text
     code, text = command("top", "--once")
     assert code == 0 and "no group" in text and sys.getsizeof(text) < 2000
+
+
+class Screen(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.quick
+def test_top_draws_over_its_last_table_until_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"TERM": "xterm", "COLUMNS": "60", "LINES": "20"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    written(tmp_path, "one")
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(top.time, "sleep", pause)
+    screen = Screen()
+    with contextlib.redirect_stdout(screen):
+        assert main(["top", "--dir", str(tmp_path), "--every", "7"]) == 0
+    assert pauses == [7, 7]
+    cleared, *tables = screen.getvalue().split("\x1b[H")
+    assert cleared == "\x1b[2J" and len(tables) == 2
+    for table in tables:
+        lines = table.partition("\x1b[J")[0].split("\n")
+        assert "sagellm top" in lines[0] and any("no group" in line for line in lines), lines
+        for line in lines:
+            shown = line.replace("\x1b[K", "")
+            assert len(re.sub(r"\x1b\[[0-9;]*m", "", shown).rstrip()) <= 60, "no line is broken into two"
+            assert shown.count("\x1b[0m") * 2 == shown.count("\x1b["), "every colour ends in its line"

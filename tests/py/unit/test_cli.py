@@ -120,6 +120,28 @@ def test_colours_appear_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> N
     assert show.paint("late", "red", Screen()) == "late"
 
 
+def test_a_line_is_cut_by_what_a_terminal_shows_of_it() -> None:
+    assert show.clip("\x1b[31mthis is late\x1b[0m now", 7) == "\x1b[31mthis is\x1b[0m"
+    assert show.clip("\x1b[1mshort\x1b[0m", 7) == "\x1b[1mshort\x1b[0m" and show.clip("plain text", 5) == "plain"
+
+
+def test_a_progress_bar_is_drawn_over_itself_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    for screen, visible, expected in (
+        (Screen(), True, [f"[{'.' * 30}] 0/2 first", f"[{'#' * 15}{'.' * 15}] 1/2 second", ""]),
+        (Screen(), False, []),
+        (io.StringIO(), True, []),
+    ):
+        monkeypatch.setattr(sys, "stderr", screen)
+        bar = show.Bar(2, visible)
+        bar.show(0, "first")
+        bar.show(1, "second")
+        bar.end()
+        lines = screen.getvalue().split("\r")[1:]
+        assert [line.rstrip() for line in lines[:3]] == expected
+        assert "\n" not in screen.getvalue() and all(len(line) == 79 for line in lines[:3])
+
+
 def test_info_says_what_serves_what(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

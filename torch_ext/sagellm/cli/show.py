@@ -6,6 +6,7 @@ Colours and redrawn lines appear on a terminal only; ``NO_COLOR`` switches colou
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import TextIO
@@ -25,6 +26,17 @@ def paint(text: str, colour: str, stream: TextIO | None = None) -> str:
     if not colour or os.environ.get("NO_COLOR") or not is_terminal(stream or sys.stdout):
         return text
     return f"\x1b[{COLOURS[colour]}m{text}\x1b[0m"
+
+
+def clip(line: str, width: int) -> str:
+    """A line with as many characters as a terminal of that width shows; colours do not count, and all of them stay."""
+    shown = []
+    for part in re.split(r"(\x1b\[[0-9;]*m)", line):
+        if not part.startswith("\x1b"):
+            part = part[:width]
+            width -= len(part)
+        shown.append(part)
+    return "".join(shown)
 
 
 def fact(name: str, value: object) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sagellm._units import show_size, show_time
-from sagellm.cli.show import CLEAR_BELOW, HOME, is_terminal, paint, table
+from sagellm.cli.show import CLEAR_BELOW, HOME, clip, is_terminal, paint, table
 from sagellm.observe import ras, watch
 
 HELP = "live view of a running job: last operation, rates and waits by rank and group"
@@ -65,7 +65,7 @@ def run(parsed: argparse.Namespace) -> int:
             lines = view(folder, found, time.time())
             if redraw:
                 width = shutil.get_terminal_size((200, 50)).columns
-                print(HOME + "\n".join(f"{line[: width + _invisible(line)]}\x1b[K" for line in lines), CLEAR_BELOW)
+                print(HOME + "\n".join(f"{clip(line, width)}\x1b[K" for line in lines), CLEAR_BELOW, flush=True)
             else:
                 print("\n".join(lines), flush=True)
             if parsed.once:
@@ -73,11 +73,6 @@ def run(parsed: argparse.Namespace) -> int:
             time.sleep(parsed.every)
     except KeyboardInterrupt:
         return 0
-
-
-def _invisible(line: str) -> int:
-    """Characters of a line that a terminal does not show: those of its colours."""
-    return sum(len(part) - len(part.partition("m")[2]) + 1 for part in line.split("\x1b")[1:])
 
 
 def _read(folder: Path, ranks: Sequence[int] | None) -> list[watch.Process]:
