@@ -1,7 +1,7 @@
-"""Runs one of accelerate's own test scripts with the default group made beforehand.
+"""Runs one of accelerate's own test scripts with the default group made beforehand, or with accelerate's own.
 
-accelerate knows its backends by a fixed list; a group that exists when it starts is used as it is. Usage (under
-torchrun): accelerate_script.py BACKEND MODULE.
+accelerate knows its backends by a fixed list; a group that exists when it starts is used as it is. With SAGELLM_AS it
+makes the group itself, as gloo. Usage (under torchrun): accelerate_script.py BACKEND MODULE.
 """
 
 from __future__ import annotations
@@ -17,14 +17,21 @@ import torch.distributed as dist
 
 
 def main() -> None:
-    """Makes the group, then runs the module as a program."""
+    """Makes the group where accelerate does not, then runs the module as a program."""
     backend, module = sys.argv[1:3]
-    dist.init_process_group(backend)
+    renamed = "SAGELLM_AS" in os.environ
+    if not renamed:
+        dist.init_process_group(backend)
     from accelerate import PartialState
 
     state = PartialState(cpu=True)
     assert state.num_processes == dist.get_world_size() and state.device.type == "cpu", state
     assert dist.get_backend() == backend
+    if renamed:
+        import sagellm
+
+        dist.barrier()
+        assert sagellm.get_stats()["total_count"] == 1, "the script's group, which it destroys, is this package's"
     sys.argv = [importlib.import_module(module).__file__ or module]
     runpy.run_module(module, run_name="__main__")
     if dist.is_initialized():

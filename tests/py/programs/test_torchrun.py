@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from harness import BACKEND, run_script, torchrun
+from harness import BACKEND, beyond_gloo, run_script, torchrun
 
 HERE = Path(__file__).resolve().parent
 needs_accelerate = pytest.mark.skipif(
@@ -39,6 +39,16 @@ def test_accelerate_scripts(module: str) -> None:
     that on CPU ranks call different collectives (over gloo it hangs).
     """
     output = torchrun(HERE / "accelerate_script.py", 2, BACKEND, module, timeout=380)
+    assert output.count("ended well") == 2, output
+
+
+@needs_accelerate
+@beyond_gloo("the name is this package's")
+@pytest.mark.timeout(400)
+def test_accelerate_asks_for_gloo_and_is_served() -> None:
+    """Its script for operations, unchanged: accelerate makes the group, under the only name that it knows for CPUs."""
+    module, env = "accelerate.test_utils.scripts.test_ops", {"SAGELLM_AS": "gloo"}
+    output = torchrun(HERE / "accelerate_script.py", 2, "gloo", module, timeout=380, env=env)
     assert output.count("ended well") == 2, output
 
 
