@@ -197,6 +197,14 @@ def refusals(ctx: Context) -> None:
     assert "world_size is 9" in expect_raises(ValueError, lambda: sagellm.CPUBackend(ctx.rank, 9))
     for name, device in {"nccl": "cuda", "hccl": "npu", "cncl": "mlu"}.items():
         assert device in expect_raises(RuntimeError, lambda name=name: sagellm.create_comm_backend(name))
+    text = expect_raises(ValueError, lambda: comm.reduce(torch.ones(1), "sum"))
+    assert "reduce: root_rank is 'sum', expected a rank from 0 to 1: reduce(tensor, root_rank, op)" in text
+    for call in (
+        lambda: comm.broadcast(torch.ones(1), 2),
+        lambda: comm.gather(torch.ones(1), -1),
+        lambda: comm.scatter(torch.ones(2), torch.ones(1), 2.0),
+    ):
+        assert "expected a rank from 0 to 1" in expect_raises(ValueError, call)
     if ctx.rank == 0:
         assert "must pass an input" in expect_raises(ValueError, lambda: comm.scatter(None, torch.ones(1)))
     assert number() == before, "nothing was sent"

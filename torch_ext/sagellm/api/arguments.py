@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from numbers import Integral
 
 import torch
 
@@ -36,6 +37,15 @@ def soft_seconds(seconds: Seconds | None) -> float | None:
     if found is not None and not found >= 0:
         raise ValueError(f"sagellm: soft_timeout is {seconds}, expected 0 seconds (no line) or more")
     return found
+
+
+def checked_root(what: str, root_rank: int, world_size: int, order: str) -> int:
+    """A rank of the group; a ValueError, with the order of the call's arguments, where it is none."""
+    if not isinstance(root_rank, Integral) or not 0 <= root_rank < world_size:
+        raise ValueError(
+            f"sagellm {what}: root_rank is {root_rank!r}, expected a rank from 0 to {world_size - 1}: {what}({order})"
+        )
+    return root_rank
 
 
 def checked_op(what: str, op: str) -> str:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from sagellm import _fused
-from sagellm.api.arguments import Seconds, as_timedelta, checked_op, rows_of_slice, soft_seconds
+from sagellm.api.arguments import Seconds, as_timedelta, checked_op, checked_root, rows_of_slice, soft_seconds
 from sagellm.api.compression import (
     Compression,
     CompressionStats,
@@ -250,11 +250,13 @@ class CommBackend(CommBackendProtocol):
     ) -> torch.Tensor | CommFuture:
         """Combines ``tensor`` over all ranks into that of ``root_rank``, in place; returns it.
 
-        On the other ranks it is unchanged. torch's order is ``reduce(tensor, dst, op)``, too.
+        On the other ranks it is unchanged. torch's order is ``reduce(tensor, dst, op)``, too. A ``root_rank`` that is
+        no rank of the group is a ValueError, here and in the methods below.
         """
+        root = checked_root("reduce", root_rank, self.world_size, "tensor, root_rank, op")
         chosen = _reduce_op("reduce", op)
         return self._run(
-            lambda: dist.reduce(tensor, group_dst=root_rank, op=chosen, group=self.group, async_op=async_op),
+            lambda: dist.reduce(tensor, group_dst=root, op=chosen, group=self.group, async_op=async_op),
             tensor,
             async_op,
         )
@@ -332,8 +334,9 @@ class CommBackend(CommBackendProtocol):
     ) -> torch.Tensor | CommFuture: ...
     def broadcast(self, tensor: torch.Tensor, root_rank: int = 0, async_op: bool = False) -> torch.Tensor | CommFuture:
         """Writes the tensor of ``root_rank`` into those of the other ranks; returns it."""
+        root = checked_root("broadcast", root_rank, self.world_size, "tensor, root_rank")
         return self._run(
-            lambda: dist.broadcast(tensor, group_src=root_rank, group=self.group, async_op=async_op), tensor, async_op
+            lambda: dist.broadcast(tensor, group_src=root, group=self.group, async_op=async_op), tensor, async_op
         )
 
     def gather(self, tensor: torch.Tensor, root_rank: int = 0) -> torch.Tensor | None:
@@ -341,11 +344,12 @@ class CommBackend(CommBackendProtocol):
 
         torch's ``gather(tensor, gather_list, dst)`` fills a list instead.
         """
+        root = checked_root("gather", root_rank, self.world_size, "tensor, root_rank")
         result = parts = None
-        if self.rank == root_rank:
+        if self.rank == root:
             result = tensor.new_empty((self.world_size, *tensor.shape))
             parts = list(result.unbind(0))
-        with_timeouts(lambda: dist.gather(tensor, parts, group_dst=root_rank, group=self.group))
+        with_timeouts(lambda: dist.gather(tensor, parts, group_dst=root, group=self.group))
         if result is not None and tensor.dim():
             result = result.flatten(0, 1)
         return result
@@ -369,14 +373,15 @@ class CommBackend(CommBackendProtocol):
 
         The other ranks pass None as ``input``. torch's order is ``scatter(output, scatter_list, src)``.
         """
+        root = checked_root("scatter", root_rank, self.world_size, "input, output, root_rank")
         lists = None
-        if self.rank == root_rank:
+        if self.rank == root:
             if input is None:
-                raise ValueError(f"sagellm scatter: rank {root_rank} is the root and must pass an input, not None")
+                raise ValueError(f"sagellm scatter: rank {root} is the root and must pass an input, not None")
             rows = rows_of_slice("scatter", input, self.world_size)
             lists = list(input.contiguous().view(self.world_size, rows, *input.shape[1:]).unbind(0))
         return self._run(
-            lambda: dist.scatter(output, lists, group_src=root_rank, group=self.group, async_op=async_op),
+            lambda: dist.scatter(output, lists, group_src=root, group=self.group, async_op=async_op),
             output,
             async_op,
         )
