@@ -161,8 +161,65 @@ def above() -> None:
         sagellm.send_tensors([torch.ones(2), torch.arange(3)], dst=ranks - 1)
     elif rank == ranks - 1:
         assert [tensor.tolist() for tensor in sagellm.recv_tensors(src=0)] == [[1.0, 1.0], [0, 1, 2]]
-    assert sagellm.select_all_reduce_algorithm(8, 8, sagellm.TopologyInfo(hosts=2))
+    exchanges(rank, ranks)
+    hooks(rank, ranks)
     assert sagellm.explain("all_reduce", 1 << 20).choice
+
+
+def exchanges(rank: int, ranks: int) -> None:
+    """Topologies, and what layers do with the other ranks."""
+    manager = sagellm.TopologyManager.from_json('{"hosts": 2, "full_nvlink": false}')
+    assert sagellm.select_all_reduce_algorithm(8, 8, manager) == "hierarchical"
+    assert manager.select_all_reduce_algorithm(data_size=8, num_devices=2) != "hierarchical"
+    given = create_comm_backend(topology_manager=manager)
+    assert given.all_reduce(torch.ones(4)).tolist() == [float(ranks)] * 4
+    refused(lambda: sagellm.TopologyManager.from_json('{"hosts": 0}'), "hosts")
+
+    seen = []
+    for source, (key, value) in sagellm.ring_exchange([torch.full((2,), float(rank)), torch.tensor([rank])]):
+        assert key.tolist() == [float(source)] * 2 and value.tolist() == [source]
+        seen.append(source)
+    assert seen[0] == rank and sorted(seen) == list(range(ranks))
+
+    tokens = torch.arange(float(2 * ranks)).reshape(1, 2 * ranks) + 100 * rank  # one token, two heads for each rank
+    heads = sagellm.exchange_tokens(tokens, split_dim=1, join_dim=0)
+    assert heads.tolist() == [[100.0 * each + 2 * rank, 100.0 * each + 2 * rank + 1] for each in range(ranks)]
+    assert torch.equal(sagellm.exchange_tokens(heads, split_dim=0, join_dim=1), tokens)
+
+    moe = sagellm.MoEDispatcher(num_experts=ranks)  # expert e multiplies by e + 1
+    tokens, experts = torch.full((ranks, 3), float(rank)), torch.arange(ranks)
+    rows, routing = moe.dispatch(tokens, experts)
+    assert rows[:, 0].tolist() == [float(each) for each in range(ranks)] and routing.dropped == 0
+    combined = moe.combine(rows * (rank + 1), routing)
+    assert combined[:, 0].tolist() == [float(rank * (expert + 1)) for expert in range(ranks)]
+    tight = sagellm.MoEDispatcher(num_experts=ranks, capacity_factor=1.0)
+    _, routing = tight.dispatch(tokens, torch.zeros(ranks, dtype=torch.int64))
+    assert routing.dropped == ranks - 1 and routing.imbalance == ranks
+
+
+def hooks(rank: int, ranks: int) -> None:
+    """Gradients in fewer bytes, the name gloo, and recovery where nothing has failed."""
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+
+    torch.manual_seed(2)
+    net = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(3)))
+    model = torch.nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.005)
+    hook = sagellm.PowerSGDHook(PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2))
+    model.register_comm_hook(None, hook)
+    for _ in range(4):
+        model(torch.full((2, 32), float(rank))).sum().backward()
+    assert hook.stats.calls > 4 and hook.stats.saved_bytes > 0, hook.stats
+    hook.close()
+
+    sagellm.serve_as("gloo")
+    named = torch.distributed.new_group(backend="gloo")
+    assert torch.distributed.get_backend(named) == "gloo"
+    total = torch.ones(2)
+    torch.distributed.all_reduce(total, group=named)
+    assert total.tolist() == [float(ranks)] * 2
+    assert sagellm.get_stats(group=named)["all_reduce_count"] == 1, "it is served by sagellm"
+
+    assert sagellm.recover() is torch.distributed.group.WORLD, "nothing has failed"
 
 
 if __name__ == "__main__":
