@@ -3,8 +3,9 @@
 
     torchrun --standalone --nproc-per-node=3 examples/08_recovery.py
 
-A killed process ends the operations that need it on all other ranks in under a second. They make a smaller group of the
-same processes, copy the state of the lowest of them, and repeat the step. The check computes all steps on one process.
+A killed process ends the operations that need it on all other ranks in under a second. They find out who is left, get a
+group of these, copy the state of the lowest of them, and repeat the step. The check computes all steps on one
+process.
 
 torchrun itself ends all ranks as soon as one of its processes fails. So each process that it starts runs its rank as a
 child process, and reports success also where that child was killed on purpose.
@@ -21,6 +22,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+import sagellm
 
 STEPS = 10
 FAILS_IN = 4
@@ -53,7 +56,7 @@ def train(worker: int) -> torch.Tensor:
             dist.all_reduce(mine)
         except dist.DistBackendError as error:
             print(f"worker {worker}, after {time.monotonic() - began:.2f} s: {str(error).splitlines()[0]}", flush=True)
-            dist.shrink_group([VICTIM])
+            sagellm.recover()
             # Ranks may have finished different steps when the failure came, so all continue from the state of one rank.
             state = torch.cat([weights, torch.tensor([float(step)])])
             dist.broadcast(state, 0)
