@@ -121,7 +121,14 @@ SageBackend::~SageBackend() {
   }
 }
 
+void SageBackend::refuse_forked() const {
+  if (::getpid() == process_) return;
+  raise(ErrorKind::kInvalid,
+        "sagellm: a forked child cannot use its parent's process group. Start the child with the 'spawn' method");
+}
+
 c10::intrusive_ptr<c10d::Backend> SageBackend::delegate() const {
+  refuse_forked();
   std::lock_guard<std::mutex> lock(delegate_mutex_);
   if (!delegate_) {
     raise(ErrorKind::kAborted, c10::str("sagellm: the group needs a delegate (", delegate_reason_,
@@ -133,9 +140,9 @@ c10::intrusive_ptr<c10d::Backend> SageBackend::delegate() const {
 void SageBackend::setTimeout(std::chrono::milliseconds timeout) {
   if (timeout.count() < 0)
     value_error("set_timeout", c10::str("timeout is ", timeout.count(), " ms, expected 0 or more"));
+  if (messages_delegated()) delegate()->setTimeout(timeout);
   options_->timeout = timeout;
   group_->set_timeout(static_cast<uint64_t>(timeout.count()));
-  if (messages_delegated()) delegate()->setTimeout(timeout);
 }
 
 uint64_t SageBackend::getSequenceNumberForGroup() {
@@ -306,6 +313,7 @@ void SageBackend::registerOnCompletionHook(std::function<void(std::shared_ptr<c1
 }
 
 void SageBackend::waitForPendingWorks() {
+  refuse_forked();
   if (delegated()) return delegate()->waitForPendingWorks();
   // Every operation has a deadline, so this wait ends.
   while (!events_->wait_told(std::chrono::milliseconds(100))) {

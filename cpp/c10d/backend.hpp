@@ -354,6 +354,9 @@ class SageBackend final : public c10d::Backend {
   // Number of splits; the same on all ranks.
   uint64_t splits_ = 0;
 
+  // Throws in a forked child. Called before locks that a thread of the parent may have held at the fork; the core
+  // refuses the calls that it carries.
+  void refuse_forked() const;
   // In a forked child: leaks everything that belongs to the parent.
   void leave_to_parent();
 

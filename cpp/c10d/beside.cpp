@@ -13,6 +13,8 @@
 namespace sagellm {
 
 bool SharedMessage::wait(std::chrono::milliseconds timeout) {
+  // Without the mutex, which a thread of the parent may have held at the fork.
+  if (inherited()) return ended() ? well_ : JoinedWork::wait(timeout);
   const std::lock_guard<std::mutex> lock(waiting_);
   if (!ended()) {
     well_ = JoinedWork::wait(timeout);
@@ -25,6 +27,7 @@ SageBackend::WorkPtr SageBackend::delegate_message(const CallDesc& call) {
   const Tensors& tensors = call.outputs.list();
   const bool usual = tensors.size() == 1 && tensors[0].defined() && tensors[0].layout() == at::kStrided;
   if (delegated() || !usual) return by_delegate(call);
+  refuse_forked();
   std::vector<Strided> touched;
   if (tensors[0].numel() > 0) touched.push_back(runs_of(tensors[0], call.kind == Kind::kRecv));
   wait_for_engine(touched);

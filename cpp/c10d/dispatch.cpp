@@ -52,6 +52,7 @@ SageBackend::WorkPtr SageBackend::dispatch(CallDesc& call, CallDesc::Delegate de
   if (call.coalesced) check::apart(call);
   const bool barrier = call.kind == Kind::kBarrier;
   if (barrier && !delegated()) {
+    refuse_forked();
     if (auto earlier = pending_beside(); !earlier.empty()) return barrier_behind(std::move(earlier), call);
   }
   if (C10_LIKELY(!call.device && !call.on_device())) return on_cpu(call);

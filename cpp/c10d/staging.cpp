@@ -89,6 +89,7 @@ SageBackend::WorkPtr SageBackend::through_host(const CallDesc& call, c10::Device
 }
 
 SageBackend::WorkPtr SageBackend::through_host_by_delegate(const CallDesc& call, c10::Device device) {
+  refuse_forked();
   std::vector<Staged> before;
   std::vector<Staged> after;
   std::vector<Strided> touched;

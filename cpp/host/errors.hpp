@@ -13,6 +13,10 @@
 
 namespace sagellm {
 
+// What a forked child is told that waits for a Work of its parent.
+inline constexpr const char* kInherited =
+    "sagellm: a forked child cannot wait for an operation of its parent. Wait for it in the parent";
+
 // An error as the core tells it; empty is none.
 std::string coded(ErrorKind kind, const std::string& text);
 

@@ -42,11 +42,12 @@ DelegatedWork::DelegatedWork(int rank, c10d::OpType type, WorkPtr work, Note not
     // Not every work of every backend has one: gloo's sends and receives do not.
   }
   if (!inner_) return;
-  inner_->addCallback([note = note_](c10::ivalue::Future& ended) {
+  inner_->addCallback([note = note_, done = done_](c10::ivalue::Future& ended) {
     if (ended.hasError()) {
       told(note, ended.exception_ptr());
     } else {
       (*note)->reached(ExternalStage::kDone, {});
+      done->store(true, std::memory_order_release);
     }
   });
 }
@@ -62,7 +63,12 @@ std::exception_ptr DelegatedWork::exception() const {
 }
 
 bool DelegatedWork::wait(std::chrono::milliseconds timeout) {
-  if (inner_ && inner_->completed() && !inner_->hasError()) return work_->wait(timeout);
+  const bool done = done_->load(std::memory_order_acquire);
+  if (inherited()) {
+    if (!done) raise(ErrorKind::kInvalid, kInherited);
+    return true;  // its work would be waited for under a lock
+  }
+  if (done) return work_->wait(timeout);
   const Waiting waiting(note_);
   try {
     const bool well = work_->wait(!inner_ && timeout == kNoTimeout && timeout_.count() > 0 ? timeout_ : timeout);
@@ -79,6 +85,11 @@ bool DelegatedWork::wait(std::chrono::milliseconds timeout) {
 
 c10::intrusive_ptr<c10::ivalue::Future> DelegatedWork::getFuture() {
   if (!inner_) return work_->getFuture();
+  if (inherited()) {
+    auto failed = c10::make_intrusive<c10::ivalue::Future>(inner_->elementType(), inner_->devices());
+    failed->setError(to_exception(coded(ErrorKind::kInvalid, kInherited)));
+    return failed;
+  }
   const std::lock_guard<std::mutex> lock(future_mutex_);
   if (outer_) return outer_;
   outer_ = c10::make_intrusive<c10::ivalue::Future>(inner_->elementType(), inner_->devices());

@@ -2,6 +2,7 @@
 // lacked when it fails.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -23,7 +24,9 @@ class DelegatedWork final : public JoinedWork {
 
   std::exception_ptr exception() const override;
   bool wait(std::chrono::milliseconds timeout) override;
-  void abort() override { work_->abort(); }
+  void abort() override {
+    if (!inherited()) work_->abort();
+  }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override { return work_->getFutureResult(); }
   float getDuration() const override { return work_->getDuration(); }
@@ -38,6 +41,9 @@ class DelegatedWork final : public JoinedWork {
   const std::chrono::milliseconds timeout_;
   // The delegate's; null where it gives none, as gloo does for messages.
   c10::intrusive_ptr<c10::ivalue::Future> inner_;
+  // True once the future has ended well. Written by its callback (release), read by waiting threads (acquire): without
+  // a lock, so that a forked child can ask.
+  const std::shared_ptr<std::atomic<bool>> done_ = std::make_shared<std::atomic<bool>>(false);
   // Guards `outer_`.
   std::mutex future_mutex_;
   c10::intrusive_ptr<c10::ivalue::Future> outer_;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <mutex>
@@ -28,7 +29,12 @@ class JoinedWork : public c10d::Work {
   // The future of the values of all parts, concatenated.
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
+ protected:
+  // True in a forked child of the process that made it: a thread of the parent may have held any of its locks.
+  bool inherited() const { return ::getpid() != process_; }
+
  private:
+  const pid_t process_ = ::getpid();
   const std::vector<WorkPtr> parts_;
   // Guards `value_`.
   std::mutex value_mutex_;

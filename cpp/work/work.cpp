@@ -10,9 +10,6 @@ namespace sagellm {
 
 namespace {
 
-constexpr const char* kInherited =
-    "sagellm: a forked child cannot wait for an operation of its parent. Wait for it in the parent";
-
 uint64_t next_key() {
   static std::atomic<uint64_t> last{0};
   return ++last;

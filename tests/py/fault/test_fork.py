@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Context, beyond_gloo, launch, run_fresh
+from harness import Context, beyond_gloo, launch, monitored_barrier, run_fresh
+from limits import patience
+from net import INTERFACE, enter
 from torch.utils.data import DataLoader, Dataset
 
 
@@ -151,3 +155,86 @@ def test_rule_26_a_forked_child_cannot_move_what_its_parent_has_pending() -> Non
         assert job.hear(0) == "forked"
         job.say(1, "go on")
         job.values(60)
+
+
+def child_uses_an_inherited_delegate(ctx: Context, names: list[str]) -> None:
+    """The child waits for works of the delegate that its parent has pending, and makes calls that it would carry."""
+    import sagellm
+
+    if names:
+        enter(names[ctx.rank])
+    store = dist.FileStore(f"{ctx.tmp}/store", ctx.world_size)
+    ctx.init(store=store, pg_options=sagellm.Options(engine="auto" if names else "delegate"))
+    group = dist.group.WORLD
+    backend = group._get_backend(torch.device("cpu"))
+    done: Any = dist.all_reduce(torch.ones(3), async_op=True)
+    done.wait()
+    if ctx.rank == 1:
+        ctx.listen()
+        dist.all_reduce(torch.ones(3))
+        dist.send(torch.ones(3), 0)
+        dist.barrier()
+        dist.destroy_process_group()
+        return
+    reduced, received = torch.ones(3), torch.zeros(3)
+    collective: Any = dist.all_reduce(reduced, async_op=True)
+    message: Any = dist.irecv(received, 1)
+    waiter = threading.Thread(target=message.wait)
+    waiter.start()  # holds what a thread holds that waits for a message
+    hook = [group._wait_for_pending_works, group._enable_collectives_timing] if not names else []
+    refused = [
+        collective.wait,
+        lambda: collective.get_future().wait(),
+        message.wait,
+        lambda: monitored_barrier(timedelta(seconds=5)),
+        lambda: dist.all_reduce(torch.ones(3)),
+        lambda: dist.send(torch.ones(3), 1),
+        lambda: dist.recv(torch.ones(3), 1),
+        dist.barrier,
+        lambda: backend._set_default_timeout(timedelta(seconds=5)),
+        *hook,
+    ]
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(int(patience(20)))  # ends a child that hangs
+        for call in [done.wait, backend.abort, *refused]:
+            try:
+                call()
+                os.write(write, b"nothing was raised\n")
+            except (ValueError, RuntimeError) as error:
+                os.write(write, str(error).replace("\n", " ").encode() + b"\n")
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as lines:
+        texts = lines.read().splitlines()
+    os.waitpid(pid, 0)
+    assert texts[:2] == ["nothing was raised"] * 2, texts
+    assert all("forked child" in text for text in texts[2:]) and len(texts) == 2 + len(refused), texts
+    ctx.tell("forked")
+    collective.wait()
+    waiter.join()
+    dist.barrier()
+    assert reduced.tolist() == [2.0] * 3 and received.tolist() == [1.0] * 3
+    dist.destroy_process_group()
+
+
+def end_beside_a_child(names: list[str]) -> None:
+    with launch(
+        child_uses_an_inherited_delegate, 2, names, env={"GLOO_SOCKET_IFNAME": INTERFACE if names else "lo"}
+    ) as job:
+        assert job.hear(0, 60) == "forked"
+        job.say(1, "go on")
+        job.values(60)
+
+
+@beyond_gloo("the child uses its parent's connections")
+def test_rule_26_a_forked_child_of_a_delegated_group_is_refused() -> None:
+    """Rule 26: no wait without an end, and nothing written to the parent's connections."""
+    end_beside_a_child([])
+
+
+@beyond_gloo("the child uses its parent's connections")
+def test_rule_26_a_forked_child_of_a_group_over_hosts_is_refused(hosts: list[str]) -> None:
+    """Rule 26: messages and monitored barriers go by the delegate there."""
+    end_beside_a_child(hosts)
