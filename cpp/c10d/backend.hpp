@@ -144,6 +144,8 @@ class SageBackend final : public c10d::Backend {
   c10d::ErrorType getError() override;
   // The error with which the whole group failed, or "".
   std::string fault() const;
+  // Whether the group failed, or a call of its delegate did, after which torch's group may be broken.
+  bool has_failed() const { return barrier_failed_.load(std::memory_order_relaxed) || group_->state().failed; }
   void shutdown() override;
   void abort() override;
 
@@ -371,6 +373,9 @@ class SageBackend final : public c10d::Backend {
   std::vector<WorkPtr> beside_;
   std::vector<DelegatedCall> delegated_calls_;
   friend struct SparseJob;
+  // A monitored barrier of the delegate has failed; the core, which counts its other calls, knows nothing of those. Set
+  // and read by any thread (relaxed: nothing else is read by it).
+  std::atomic<bool> barrier_failed_{false};
   // Numbers the sparse all-reduces of this rank, which gives their messages tags of their own.
   std::atomic<uint32_t> sparse_count_{0};
 };

@@ -196,7 +196,16 @@ SageBackend::WorkPtr SageBackend::behind_devices(WorkPtr work, bool async) {
 }
 
 void SageBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
-  if (messages_delegated()) return delegate()->monitoredBarrier(opts, wait_all_ranks);
+  if (messages_delegated()) {
+    const auto other = delegate();
+    try {
+      return other->monitoredBarrier(opts, wait_all_ranks);
+    } catch (const std::exception&) {
+      // gloo closes its connections when a wait of it elapses.
+      barrier_failed_.store(true, std::memory_order_relaxed);
+      throw;
+    }
+  }
   CallbackPool::about_to_block();
   try {
     group_->monitored_barrier(opts.timeout.count(), wait_all_ranks);

@@ -330,6 +330,8 @@ pub mod ffi {
         sequence: u64,
         /// The group's fault with its code letter, or empty.
         fault: String,
+        /// It has a fault, or a call of its delegate failed.
+        failed: bool,
         /// The other ranks whose end this rank detects, and those of them that have ended or left.
         watched: Vec<u32>,
         gone: Vec<u32>,

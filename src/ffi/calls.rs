@@ -96,7 +96,7 @@ impl RustGroup {
         let watched = self.group.watched();
         let gone = watched.iter().filter(|(_, gone)| *gone).map(|(rank, _)| *rank as u32).collect();
         let watched = watched.iter().map(|(rank, _)| *rank as u32).collect();
-        ffi::GroupState { sequence: self.group.sequence(), fault, watched, gone }
+        ffi::GroupState { sequence: self.group.sequence(), fault, failed: self.group.has_failed(), watched, gone }
     }
     pub(super) fn set_timeout(&self, timeout_ms: u64) {
         self.group.set_timeout(Duration::from_millis(timeout_ms));

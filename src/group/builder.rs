@@ -254,6 +254,7 @@ impl Parts {
                 device_number: AtomicU64::new(0),
                 timeout_ms: AtomicU64::new(config.timeout.as_millis() as u64),
                 fault: OnceCell::new(),
+                delegate_failed: AtomicBool::new(false),
                 members: OnceCell::new(),
                 closed: AtomicBool::new(false),
                 monitored: AtomicU64::new(0),

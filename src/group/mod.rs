@@ -115,6 +115,9 @@ pub struct Group {
     device_number: AtomicU64,
     timeout_ms: AtomicU64,
     fault: OnceCell<Error>,
+    /// A call of the delegate has failed, after which its group may be broken. Set by threads that learn of such an end,
+    /// read by any (relaxed: nothing else is read by it).
+    delegate_failed: AtomicBool,
     /// For each rank its rank in the default group, for records; set after the group was made.
     members: OnceCell<Vec<u32>>,
     closed: AtomicBool,
@@ -306,6 +309,11 @@ impl Group {
     /// Why the group is unusable, if it is.
     pub fn fault(&self) -> Option<Error> {
         self.fault.get().cloned()
+    }
+
+    /// Whether the group failed, or a call of its delegate, which leaves no fault: its own engine may go on.
+    pub fn has_failed(&self) -> bool {
+        self.fault.get().is_some() || self.delegate_failed.load(Ordering::Relaxed)
     }
 
     /// Fails everything pending here and on the peers. In a forked child it does nothing: the group is the parent's.

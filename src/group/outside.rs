@@ -95,6 +95,7 @@ impl Outsiders {
 pub struct ExternalOp {
     group: Arc<Group>,
     record: Record,
+    carrier: Carrier,
     /// Set by the thread that ends it. Relaxed: its other results are under the group's lock, or in `failure`.
     ended: AtomicBool,
     /// The error to report, where the group knows more than the carrier.
@@ -121,6 +122,9 @@ impl ExternalOp {
         }
         let state = if well { State::Done } else { State::Failed };
         let record = Record { state, timed, ended: clock::stamp(), ..self.record };
+        if !well && self.carrier == Carrier::Delegate {
+            self.group.delegate_failed.store(true, Ordering::Relaxed);
+        }
         let mut inner = self.group.lock();
         inner.stats.external_ended(record);
         let outside = inner.outside.remove(record.id);
@@ -194,6 +198,6 @@ impl Group {
             inner.outside.pending.push_back(outside);
         }
         let group = self.this.upgrade().expect("a group that is used is alive");
-        ExternalOp { group, record, ended: AtomicBool::new(false), failure: OnceCell::new() }
+        ExternalOp { group, record, carrier, ended: AtomicBool::new(false), failure: OnceCell::new() }
     }
 }

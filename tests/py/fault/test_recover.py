@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Context, Job, beyond_gloo, expect_raises, launch
+from harness import Context, Job, beyond_gloo, expect_raises, launch, monitored_barrier
 from helpers import nothing_left
 from net import INTERFACE, enter, run
 
@@ -388,6 +388,49 @@ def test_over_two_hosts(hosts: list[str], engine: str, victims: list[int]) -> No
         killed = time.monotonic()
         took = max(end_well(job, left)) - killed
     assert took < 30, f"at a deadline, perhaps: {took} s"
+
+
+def after_what_only_elapsed(ctx: Context, names: list[str], engine: str, what: str) -> None:
+    """Rank 0 waits for a message of rank 2, or in a monitored barrier, until its timeout; all ranks live."""
+    import sagellm
+
+    on_host(ctx, names, engine)
+    world = dist.group.WORLD
+    dist.barrier()
+    ctx.tell("ready")
+    ctx.listen()
+    if ctx.rank == 0:
+        backend = world._get_backend(torch.device("cpu"))
+        backend._set_default_timeout(timedelta(seconds=1.5))
+        late = timedelta(seconds=1.5)
+        waits = {"message": lambda: dist.recv(torch.ones(4), 2), "barrier": lambda: monitored_barrier(late)}
+        expect_raises(RuntimeError, waits[what])
+        backend._set_default_timeout(FAR)
+        sagellm.reset_stats()
+        ctx.tell("elapsed")
+    assert sagellm.recover(timeout=60) is not world, "gloo has closed the connections of rank 0"
+    value = torch.tensor([float(ctx.rank)])
+    if ctx.rank == 2:
+        dist.send(value, 0)
+    elif ctx.rank == 0:
+        dist.recv(value, 2)
+        assert value.item() == 2
+    adds([0, 1, 2, 3], ctx.rank)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("engine", "what"), [("auto", "message"), ("auto", "barrier"), ("delegate", "message")])
+def test_over_two_hosts_with_no_rank_gone(hosts: list[str], engine: str, what: str) -> None:
+    """A group whose delegate has failed gives way to another, also where nothing else tells of the failure."""
+    with launch(after_what_only_elapsed, 4, hosts, engine, what, env=BETWEEN) as job:
+        for rank in range(4):
+            assert job.hear(rank) == "ready"
+        job.say(0, "go")
+        assert job.hear(0) == "elapsed"
+        for rank in (1, 2, 3):
+            job.say(rank, "go")
+        end_well(job, [0, 1, 2, 3])
 
 
 def beside_a_silent_host(ctx: Context, names: list[str]) -> float:

@@ -18,7 +18,6 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import ErrorType
 from torch.distributed import distributed_c10d as c10d
 
 from sagellm import _alive
@@ -198,7 +197,7 @@ class _Conversation:
         self.backend, self.requests, self.watch, self.seconds = backend, requests, watch, seconds
         self.rank = int(backend.rank())
         self.candidates = list(range(backend.size()))
-        self.faulty = _has_failed(backend)
+        self.faulty = bool(backend._has_failed())
         store = backend._store
         self.store = requests.ask(lambda: _own_connection(store))
         self.round = 0
@@ -422,12 +421,6 @@ class _Building:
         """The backend, with the timeout of the old one for its operations."""
         self._made._set_default_timeout(timeout)
         return self._made
-
-
-def _has_failed(backend: Any) -> bool:
-    if backend.delegate_reason:  # torch's groups forget what failed in them
-        return any(cell["failed"] for cell in backend._stats()["cells"])
-    return bool(backend.get_error() != ErrorType.SUCCESS)
 
 
 def _own_connection(store: Any) -> Any:
