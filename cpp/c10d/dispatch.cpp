@@ -74,8 +74,14 @@ SageBackend::WorkPtr SageBackend::on_cpu(const CallDesc& call) {
 
 SageBackend::WorkPtr SageBackend::by_delegate(const CallDesc& call, bool host_staged) {
   const auto other = delegate();
+  if (call.is_message()) check::message(call, own_engine(c10::kCPU));
   const auto note = std::make_shared<rust::Box<RustExternalOp>>(group_->external_op(external_op(call, host_staged)));
-  WorkPtr work = call.delegate(*other, call);
+  WorkPtr work;
+  try {
+    work = call.delegate(*other, call);
+  } catch (const std::exception&) {
+    DelegatedWork::not_issued(note);
+  }
   if (!work) {
     (*note)->reached(ExternalStage::kUntimed, {});
     return work;

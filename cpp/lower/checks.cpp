@@ -280,16 +280,18 @@ Dtype reducible(const char* op, const at::Tensor& tensor, bool by_vendor) {
                            " numbers cannot be combined, only moved; convert them to float16 or wider first"));
 }
 
+void message(const CallDesc& call, const Carrier& carrier) {
+  if (call.root != kAnyRank) peer(call.op, call.root, carrier.rank, carrier.size, carrier.to_itself);
+  tag(call.op, call.tag);
+}
+
 void call(const CallDesc& call, const Carrier& carrier) {
   if (call.coalesced) return check_lists(call, carrier);
   // First, because it decides who may pass a list.
   if (call.has_root()) root(call.op, call.root, call.root_tensor, carrier.size);
   check_argument(call, call.inputs, carrier);
   check_argument(call, call.outputs, carrier);
-  if (call.is_message()) {
-    if (call.root != kAnyRank) peer(call.op, call.root, carrier.rank, carrier.size, carrier.to_itself);
-    tag(call.op, call.tag);
-  }
+  if (call.is_message()) message(call, carrier);
   check_pair(call, call.inputs.first(), call.outputs.first(), carrier);
 }
 

@@ -17,6 +17,9 @@ void call(const CallDesc& call, const Carrier& carrier);
 // The same for one whose lists hold several tensors of this rank (several.hpp).
 void several(const CallDesc& call, const Carrier& carrier);
 
+// Checks the peer and the tag of a message alone: a delegate that carries it checks the rest.
+void message(const CallDesc& call, const Carrier& carrier);
+
 // Checks that lists which are carried out together share no memory: together they would give another result than one
 // after the other.
 void apart(const CallDesc& call);

@@ -17,6 +17,20 @@ std::exception_ptr told(const DelegatedWork::Note& note, const std::exception_pt
   return more.empty() ? failure : to_exception(std::string(more));
 }
 
+// Whether the delegate threw by a check of the call's arguments, after which its group is as it was. Its trouble with
+// other ranks or the store comes as another class, or as an exception of its library.
+bool is_refusal(const std::exception_ptr& failure) {
+  try {
+    std::rethrow_exception(failure);
+  } catch (const c10::DistError&) {
+    return false;
+  } catch (const c10::Error&) {
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
+
 // While it exists, this thread is known to wait.
 class Waiting {
  public:
@@ -55,6 +69,13 @@ DelegatedWork::DelegatedWork(int rank, c10d::OpType type, WorkPtr work, Note not
 DelegatedWork::~DelegatedWork() {
   // Dropped before a thread waited for it. A holder of the future still learns of the end.
   if (!inner_) (*note_)->reached(ExternalStage::kUntimed, {});
+}
+
+void DelegatedWork::not_issued(const Note& note) {
+  const std::exception_ptr failure = std::current_exception();
+  if (!is_refusal(failure)) std::rethrow_exception(told(note, failure));
+  (*note)->reached(ExternalStage::kRefused, {});
+  std::rethrow_exception(failure);
 }
 
 std::exception_ptr DelegatedWork::exception() const {

@@ -170,6 +170,8 @@ pub mod ffi {
         /// It has just ended well.
         kDone,
         kFailed,
+        /// Its carrier refused it, and sent nothing.
+        kRefused,
     }
 
     // ----------------------------------------------------------------------------------------------------- devices

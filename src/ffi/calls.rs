@@ -202,6 +202,7 @@ impl RustExternalOp {
                 ffi::ExternalStage::kLeft => self.0.awaited(false),
                 ffi::ExternalStage::kUntimed => self.0.end(true, false),
                 ffi::ExternalStage::kDone => self.0.end(true, true),
+                ffi::ExternalStage::kRefused => self.0.refused(),
                 _ => return Ok(self.0.fail(words).as_ref().map(coded)),
             }
             Ok(None)

@@ -58,7 +58,7 @@ use crate::progress::waits::Waits;
 use crate::rendezvous::peers::Following;
 use crate::select::Policy;
 use crate::stats::Stats;
-use crate::types::{ANY_RANK, Kind, Request, Span};
+use crate::types::{Kind, Request, Span};
 
 /// What the lock protects.
 struct Inner {
@@ -387,16 +387,22 @@ impl Inner {
         Some(at)
     }
 
-    /// Collectives count in the group, messages per ordered pair; a receive from anyone has no number.
+    /// What numbers such an operation: collectives count in the group, messages per ordered pair; one that names no rank,
+    /// as a receive from anyone, has no number.
+    fn counter(&mut self, kind: Kind, root: u32) -> Option<&mut u64> {
+        match kind {
+            Kind::Send => self.sent.get_mut(root as usize),
+            Kind::Recv => self.received.get_mut(root as usize),
+            _ => Some(&mut self.number),
+        }
+    }
+
+    /// The next number of such an operation, or 0.
     fn number_for(&mut self, kind: Kind, root: u32) -> u64 {
-        let counter = match kind {
-            Kind::Recv if root == ANY_RANK => return 0,
-            Kind::Send => &mut self.sent[root as usize],
-            Kind::Recv => &mut self.received[root as usize],
-            _ => &mut self.number,
-        };
-        *counter += 1;
-        *counter
+        self.counter(kind, root).map_or(0, |counter| {
+            *counter += 1;
+            *counter
+        })
     }
 }
 

@@ -14,7 +14,7 @@ use crate::os::{clock, watch};
 use crate::progress::domain::LongWait;
 use crate::select::Choice;
 use crate::stats::history::{Record, State};
-use crate::types::{ANY_RANK, CallNote, Kind};
+use crate::types::{CallNote, Kind};
 
 /// The carrier of an operation that the engines do not run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -96,7 +96,10 @@ pub struct ExternalOp {
     group: Arc<Group>,
     record: Record,
     carrier: Carrier,
-    /// Set by the thread that ends it. Relaxed: its other results are under the group's lock, or in `failure`.
+    /// It took the number of its record from the group.
+    numbered: bool,
+    /// Set under the group's lock by the thread that ends it; its results are under that lock, or in `failure`. Read
+    /// without the lock as a hint (relaxed).
     ended: AtomicBool,
     /// The error to report, where the group knows more than the carrier.
     failure: OnceCell<Error>,
@@ -105,7 +108,9 @@ pub struct ExternalOp {
 impl ExternalOp {
     /// Marks it as ended; a second call does nothing. `timed` is false where only its issue was seen.
     pub fn end(&self, well: bool, timed: bool) {
-        self.end_with(well, timed, |_, _| None);
+        if !self.ended.load(Ordering::Relaxed) {
+            self.end_with(well, timed, |_, _| None);
+        }
     }
 
     /// Marks it as failed, with the error text of its carrier. Returns the error to report instead where the group knows what
@@ -115,17 +120,39 @@ impl ExternalOp {
         self.failure.get().cloned()
     }
 
-    fn end_with(&self, well: bool, timed: bool, failure: impl FnOnce(&Inner, &Outside) -> Option<Error>) {
-        // A thread of the parent may have held the lock when this child was forked.
-        if self.group.not_forked().is_err() || self.ended.swap(true, Ordering::Relaxed) {
+    /// Its carrier refused the call and sent nothing: it leaves no trace, as a call that the core refuses. Where another
+    /// thread has issued an operation meanwhile, whose number follows, the number stays used.
+    pub fn refused(&self) {
+        if self.group.not_forked().is_err() {
             return;
         }
-        let state = if well { State::Done } else { State::Failed };
-        let record = Record { state, timed, ended: clock::stamp(), ..self.record };
+        let mut inner = self.group.lock();
+        if self.ended.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        let Record { id, kind, root, number, .. } = self.record;
+        inner.outside.remove(id);
+        inner.stats.take_back(id);
+        if let Some(counter) = inner.counter(kind, root).filter(|counter| self.numbered && **counter == number) {
+            *counter -= 1;
+        }
+    }
+
+    fn end_with(&self, well: bool, timed: bool, failure: impl FnOnce(&Inner, &Outside) -> Option<Error>) {
+        // A thread of the parent may have held the lock when this child was forked.
+        if self.group.not_forked().is_err() {
+            return;
+        }
+        let mut inner = self.group.lock();
+        // Under the lock, so that a thread that comes second finds the failure there.
+        if self.ended.swap(true, Ordering::Relaxed) {
+            return;
+        }
         if !well && self.carrier == Carrier::Delegate {
             self.group.delegate_failed.store(true, Ordering::Relaxed);
         }
-        let mut inner = self.group.lock();
+        let state = if well { State::Done } else { State::Failed };
+        let record = Record { state, timed, ended: clock::stamp(), ..self.record };
         inner.stats.external_ended(record);
         let outside = inner.outside.remove(record.id);
         if let Some(error) = outside.and_then(|outside| failure(&inner, &outside)) {
@@ -172,14 +199,12 @@ impl Group {
     ) -> ExternalOp {
         let timeout = timeout.unwrap_or_else(|| Duration::from_millis(self.timeout_ms.load(Ordering::Relaxed)));
         let mut inner = self.lock();
-        let whole = inner.engine.delegate_reason().is_some();
-        let number = match kind {
-            _ if carrier == Carrier::Composed => inner.number + 1, // that of its first operation, which follows
-            _ if carrier == Carrier::Device => self.device_number.load(Ordering::Relaxed), // taken before
-            Kind::Send | Kind::Recv if root as usize >= self.config.size && root != ANY_RANK => 0,
-            Kind::Send | Kind::Recv => inner.number_for(kind, root),
-            _ if whole => inner.number_for(kind, root),
-            _ => inner.number, // our engine's numbers have no gaps
+        let numbered = carrier == Carrier::Delegate && (kind.is_p2p() || inner.engine.delegate_reason().is_some());
+        let number = match carrier {
+            Carrier::Composed => inner.number + 1, // that of its first operation, which follows
+            Carrier::Device => self.device_number.load(Ordering::Relaxed), // taken before
+            Carrier::Delegate if numbered => inner.number_for(kind, root),
+            Carrier::Delegate => inner.number, // our engine's numbers have no gaps
         };
         let choice = match carrier {
             Carrier::Delegate => Choice::DELEGATE,
@@ -198,6 +223,7 @@ impl Group {
             inner.outside.pending.push_back(outside);
         }
         let group = self.this.upgrade().expect("a group that is used is alive");
-        ExternalOp { group, record, carrier, ended: AtomicBool::new(false), failure: OnceCell::new() }
+        let (ended, failure) = (AtomicBool::new(false), OnceCell::new());
+        ExternalOp { group, record, carrier, numbered, ended, failure }
     }
 }

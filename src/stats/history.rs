@@ -190,6 +190,18 @@ impl History {
         id
     }
 
+    /// Forgets the last record; false where it is not the last.
+    pub fn take_back(&mut self, id: u64) -> bool {
+        if id + 1 != self.issued {
+            return false;
+        }
+        self.issued = id;
+        if self.records.len() as u64 > id {
+            self.records.pop();
+        } // else it stays where it overwrote an older one, passed over by its id, until the next push
+        true
+    }
+
     /// A history with the same number of issued operations and no records.
     pub fn without_records(&self) -> History {
         History { records: Vec::new(), room: 0, issued: self.issued }
@@ -218,7 +230,8 @@ impl History {
     /// From the oldest to the newest.
     pub fn iter(&self) -> impl DoubleEndedIterator<Item = &Record> {
         let split = if self.records.len() < self.room || self.room == 0 { 0 } else { self.slot(self.issued) };
-        self.records[split..].iter().chain(&self.records[..split])
+        let issued = self.issued;
+        self.records[split..].iter().chain(&self.records[..split]).filter(move |record| record.id < issued)
     }
 
     /// The collectives, from the newest to the oldest.
@@ -257,6 +270,27 @@ mod tests {
                 prop_assert_eq!(history.collective(number).is_some(), there);
                 prop_assert_eq!(history.get_mut(number - 1).is_some(), there);
             }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn only_the_last_one_is_taken_back(room in 0usize..6, issued in 1u64..20, more in 0u64..9) {
+            let mut history = History::new(room);
+            for number in 1..=issued {
+                history.push(record(Kind::Barrier, number, 0));
+            }
+            prop_assert!(issued == 1 || !history.take_back(issued - 2));
+            prop_assert!(history.take_back(issued - 1) && !history.take_back(issued - 1));
+            prop_assert_eq!(history.issued(), issued - 1);
+            prop_assert!(history.iter().all(|record| record.number < issued));
+            for number in 0..more {
+                prop_assert_eq!(history.push(record(Kind::Barrier, issued + number, 0)), issued - 1 + number);
+            }
+            let numbers: Vec<u64> = history.iter().map(|record| record.number).collect();
+            let lost = u64::from(more == 0 && issued > history.room() as u64 && history.room() > 0);
+            let kept = (issued - 1 + more).min(history.room() as u64) - lost;
+            prop_assert_eq!(numbers, (issued + more - kept..issued + more).collect::<Vec<_>>());
         }
     }
 

@@ -265,6 +265,16 @@ impl Stats {
         self.push(record)
     }
 
+    /// Forgets it again: it was refused and never began. Where other records have come behind it, its record stays, as
+    /// one that failed, and is not counted.
+    pub fn take_back(&mut self, id: u64) {
+        if !self.history.take_back(id)
+            && let Some(record) = self.history.get_mut(id)
+        {
+            (record.state, record.ended) = (State::Failed, clock::stamp());
+        }
+    }
+
     /// Records its end; `record` is complete.
     pub fn external_ended(&mut self, record: Record) {
         if let Some(kept) = self.history.get_mut(record.id) {

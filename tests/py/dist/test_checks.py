@@ -186,6 +186,30 @@ def test_rule_02_only_one_rank_makes_the_wrong_call(world_size: int) -> None:
     run_ranks(one_sided, world_size)
 
 
+def peers_that_are_none(ctx: Context, engine: str) -> None:
+    """Messages of a delegate; c10d's own functions refuse some of these ranks, other callers of a backend do not."""
+    import sagellm
+
+    group = dist.new_group(pg_options=sagellm.Options(engine=engine))
+    backend = group._get_backend(torch.device("cpu"))
+    tensor = torch.full((3,), float(ctx.rank))
+    for call in (backend.send, backend.recv):
+        for peer, words in [(-1, "-1, expected 0 to 1"), (2, "2, expected 0 to 1"), (ctx.rank, "this rank itself")]:
+            text = expect_raises(ValueError, lambda call=call, peer=peer: call([tensor], peer, 0))
+            assert f"peer rank is {peer}" in text and words in text, text
+    work = backend.send([tensor], 1, 0) if ctx.rank == 0 else backend.recv([tensor], 0, 0)
+    work.wait()
+    assert tensor.tolist() == [0.0] * 3
+    assert [record["number"] for record in backend._records()] == [1], "a refused message takes no number"
+
+
+@beyond_gloo("its process crashes")
+@pytest.mark.parametrize("engine", ["auto", "delegate"])
+def test_rule_02_messages_to_no_rank_are_refused(engine: str) -> None:
+    """Rule 2: by the engine and, where a delegate carries messages, before that is asked."""
+    run_ranks(peers_that_are_none, 2, engine)
+
+
 def refused_features(ctx: Context) -> None:
     backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
     for name in ("supports_window", "supports_reconfigure"):

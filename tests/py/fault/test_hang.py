@@ -545,3 +545,32 @@ def test_under_a_delegate_a_future_names_the_line_as_well() -> None:
         start(job)
         text = survivors(job, [0])[0]
     assert f"{Path(__file__).name}:{line_of('mark: asleep here')} in asleep" in text, text
+
+
+def late_after_a_refused_call(ctx: Context) -> tuple[float, str] | None:
+    """Rank 0 makes a call that the delegate refuses; later rank 1 is late."""
+    import sagellm
+
+    begin(ctx, engine="delegate")
+    if ctx.rank == 0:
+        expect_raises(RuntimeError, lambda: dist.all_gather([torch.ones(3)], torch.ones(3)))
+        assert sagellm.get_stats()["failed_count"] == 0, "nothing was sent that could fail"
+    reduce_it()
+    assert sagellm.recover(timeout=60) is dist.group.WORLD
+    if ctx.rank == 1:
+        asleep(ctx)
+        return None
+    found = told(reduce_it)
+    ctx.tell("done")
+    ctx.listen()
+    return found
+
+
+def test_a_call_that_the_delegate_refuses_takes_no_number() -> None:
+    """Rule 2: nothing was sent. The group is healthy, and a later hang names the rank that is late, and no other."""
+    with launch(late_after_a_refused_call, 3) as job:
+        start(job)
+        texts = survivors(job, [0, 2])
+    for text in texts:
+        assert "number 3" in text and "rank 1 (" in text and "asleep" in text, text
+        assert "rank 0 (" not in text and "rank 2 (" not in text, text
