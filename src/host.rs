@@ -67,3 +67,30 @@ pub fn first_time(what: &'static str) -> bool {
     }
     first
 }
+
+/// A store of this process alone, for tests.
+#[cfg(test)]
+#[derive(Clone, Default)]
+pub struct Memory(std::sync::Arc<Mutex<std::collections::HashMap<String, Vec<u8>>>>);
+
+#[cfg(test)]
+impl Store for Memory {
+    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        self.0.lock().unwrap().insert(key.into(), value.into());
+        Ok(())
+    }
+    fn try_get(&self, key: &str) -> Result<Option<Vec<u8>>> {
+        Ok(self.0.lock().unwrap().get(key).cloned())
+    }
+}
+
+#[cfg(test)]
+impl Counting for Memory {
+    fn add(&self, key: &str, by: i64) -> Result<i64> {
+        let mut all = self.0.lock().unwrap();
+        let value = all.entry(key.into()).or_insert_with(|| b"0".to_vec());
+        let sum = std::str::from_utf8(value).unwrap().parse::<i64>().unwrap() + by;
+        *value = sum.to_string().into_bytes();
+        Ok(sum)
+    }
+}

@@ -23,7 +23,7 @@ pub struct Account {
     pub question: u32,
     /// Number of the last collective that the rank issued in the group of the question.
     pub issued: u64,
-    /// That collective, in words.
+    /// That collective, in words; None where the history no longer holds it.
     pub last: Option<String>,
     /// The same of its collectives on devices, which have numbers of their own.
     pub launched: u64,
@@ -45,9 +45,8 @@ impl Account {
     pub fn encode(&self) -> String {
         let mut lines = vec![format!("question\t{}", self.question), format!("issued\t{}", self.issued)];
         lines.extend(self.last.as_ref().map(|last| format!("last\t{}", field(last))));
-        if let Some(last) = &self.launched_last {
-            lines.push(format!("launched\t{}\t{}", self.launched, field(last)));
-        }
+        lines.push(format!("launched\t{}", self.launched));
+        lines.extend(self.launched_last.as_ref().map(|last| format!("launched_last\t{}", field(last))));
         lines.push(format!("who\t{}", field(&self.who)));
         lines.extend(self.stopped.iter().map(|rank| format!("stopped\t{rank}")));
         lines.extend(self.idle.map(|idle| format!("idle\t{idle}")));
@@ -78,10 +77,8 @@ impl Account {
                 }
                 ["issued", number] => account.issued = number.parse().ok()?,
                 ["last", call] => account.last = Some(call.to_string()),
-                ["launched", number, call] => {
-                    account.launched = number.parse().ok()?;
-                    account.launched_last = Some(call.to_string());
-                }
+                ["launched", number] => account.launched = number.parse().ok()?,
+                ["launched_last", call] => account.launched_last = Some(call.to_string()),
                 ["who", process] => account.who = process.to_string(),
                 ["stopped", rank] => account.stopped.extend(rank.parse::<usize>().ok()),
                 ["idle", time] => account.idle = time.parse().ok(),
@@ -106,8 +103,13 @@ impl Account {
 
     /// Whether it answers this question or a later one. One that waits for the interpreter's lock cannot answer later ones.
     pub fn answers(&self, question: u32) -> bool {
-        self.place == Place::Locked || self.question.wrapping_sub(question) < u32::MAX / 2
+        self.place == Place::Locked || is_since(self.question, question)
     }
+}
+
+/// Whether a question is this one or a later one; their numbers go round.
+pub fn is_since(question: u32, this: u32) -> bool {
+    question.wrapping_sub(this) < u32::MAX / 2
 }
 
 /// A text as one field: without tabs and ends of lines, and cut at its front.
@@ -148,6 +150,9 @@ mod tests {
             assert_eq!(Account::decode(&account.encode()), Some(account));
         }
         assert_eq!(Account::decode(&Account::default().encode()), Some(Account::default()));
+        // The history may hold neither call any more.
+        let forgotten = Account { last: None, launched_last: None, ..example() };
+        assert_eq!(Account::decode(&forgotten.encode()), Some(forgotten));
     }
 
     #[test]

@@ -1,19 +1,16 @@
 //! Questions and answers where ranks share no memory, because they are on several hosts: as rare keys in the store that the
-//! ranks met in. `hang` says when to ask and what follows.
+//! ranks met in. `questions` says which rank asks, collects and reads; `hang` says when, and what follows.
 //!
 //! | key | |
 //! | --- | --- |
-//! | `count` | questions so far, a counter |
-//! | `ask` | the number of the last question, which every rank looks at from time to time |
+//! | `count` | the number of the last question, a counter, which every rank looks at from time to time |
+//! | `claimed/<question>` | a counter: the rank that is first to raise it asks the question, and collects the answers |
 //! | `who/<rank>` | a rank's process, which it sets when it first looks, for the case that it says nothing more |
 //! | `said/<rank>` | a rank's last answer (`account`) |
-//! | `found/<question>` | the absent ranks and the stopped ranks, as found by the rank that asked the question |
-//!
-//! A question costs each rank one answer, the asking rank one look at each answer, and every other waiting rank one
-//! look at the answers of the ranks found: the number of requests grows with the ranks and not with their square.
+//! | `found/<question>` | the result of the answers (`Found`), from the rank that collected them |
 
-use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::account::Account;
@@ -29,17 +26,6 @@ const LONGEST: Duration = Duration::from_secs(10);
 
 pub fn interval(timeout: Duration) -> Duration {
     (timeout / 16).clamp(SHORTEST, LONGEST)
-}
-
-/// A question for which answers are being collected.
-pub struct Round {
-    pub question: u32,
-    /// This rank asked, and so reads all answers.
-    pub collects: bool,
-    /// On `clock::stamp`.
-    pub begun: u64,
-    pub done: bool,
-    pub answers: BTreeMap<usize, Account>,
 }
 
 /// A rank's process, and where its number is valid.
@@ -79,41 +65,74 @@ impl Process {
 /// The result of a question, from all its answers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Found {
-    /// The ranks that have come less far than others, or said nothing.
-    pub absent: Vec<usize>,
+    /// The ranks that have issued less than others: the numbers of their last collectives, and of the last ones on devices.
+    pub behind: BTreeMap<usize, (u64, u64)>,
+    /// The ranks that have said nothing.
+    pub silent: BTreeSet<usize>,
     /// The ranks whose processes are stopped, as other ranks of their hosts see.
-    pub stopped: Vec<usize>,
+    pub stopped: BTreeSet<usize>,
 }
 
-/// Used by the thread that answers alone; the lock is for the compiler.
-#[derive(Default)]
-pub struct State {
-    /// The last question that this rank answered.
-    pub answered: u32,
-    /// The time of that answer, on `clock::stamp`.
-    pub answered_at: u64,
-    pub round: Option<Round>,
-    /// The others can read which process this rank is.
-    pub introduced: bool,
-    /// When to look next, on `clock::stamp`.
-    pub next: u64,
+impl Found {
+    /// From the answers to a question to this number of ranks.
+    pub fn of(ranks: usize, answers: &BTreeMap<usize, Account>) -> Found {
+        let counts = |account: &Account| (account.issued, account.launched);
+        let most = |count: fn(&Account) -> u64| answers.values().map(count).max().unwrap_or(0);
+        let (issued, launched) = (most(|account| account.issued), most(|account| account.launched));
+        let late = answers.iter().filter(|(_, account)| account.issued < issued || account.launched < launched);
+        Found {
+            behind: late.map(|(rank, account)| (*rank, counts(account))).collect(),
+            silent: (0..ranks).filter(|rank| !answers.contains_key(rank)).collect(),
+            stopped: answers.values().flat_map(|account| account.stopped.iter().copied()).collect(),
+        }
+    }
+
+    fn encode(&self) -> String {
+        let behind =
+            self.behind.iter().map(|(rank, (issued, launched))| format!("behind\t{rank}\t{issued}\t{launched}\n"));
+        let silent = self.silent.iter().map(|rank| format!("silent\t{rank}\n"));
+        let stopped = self.stopped.iter().map(|rank| format!("stopped\t{rank}\n"));
+        behind.chain(silent).chain(stopped).collect()
+    }
+
+    fn decode(text: &str) -> Found {
+        let mut found = Found::default();
+        for line in text.lines() {
+            let mut fields = line.split('\t');
+            let kind = fields.next();
+            let numbers: Option<Vec<u64>> = fields.map(|field| field.parse().ok()).collect();
+            match (kind, numbers.as_deref()) {
+                (Some("behind"), Some([rank, issued, launched])) => {
+                    found.behind.insert(*rank as usize, (*issued, *launched));
+                }
+                (Some("silent"), Some([rank])) => drop(found.silent.insert(*rank as usize)),
+                (Some("stopped"), Some([rank])) => drop(found.stopped.insert(*rank as usize)),
+                _ => (),
+            }
+        }
+        found
+    }
+}
+
+/// The result of a question, as one rank knows it.
+pub struct Outcome {
+    pub found: Found,
+    /// All answers or, on a rank that did not collect them, its own and those of the ranks concerned.
+    pub answers: BTreeMap<usize, Account>,
+    /// The processes of those concerned that have said nothing, as far as they are known.
+    pub silent: BTreeMap<usize, Process>,
 }
 
 pub struct Board {
     store: SharedStore,
     /// Prefix of all keys.
     prefix: String,
-    state: Mutex<State>,
 }
 
 impl Board {
     /// `id`: unique to this attempt to make the group.
     pub fn new(store: SharedStore, id: &str) -> Board {
-        Board { store, prefix: format!("hang/{id}"), state: Mutex::default() }
-    }
-
-    pub fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        Board { store, prefix: format!("hang/{id}") }
     }
 
     fn text(&self, key: &str) -> Result<Option<String>> {
@@ -125,16 +144,19 @@ impl Board {
         self.store.set(&format!("{}/{key}", self.prefix), text.as_bytes())
     }
 
-    /// The number of the last question; 0 before the first.
-    pub fn question(&self) -> Result<u32> {
-        Ok(self.text("ask")?.and_then(|text| text.parse().ok()).unwrap_or(0))
+    /// The number of the last question; none before the first.
+    pub fn question(&self) -> Result<Option<u32>> {
+        Ok(self.text("count")?.and_then(|text| text.parse::<i64>().ok()).map(|count| count as u32))
     }
 
-    /// Asks all ranks, and returns the number of the question.
-    pub fn ask(&self) -> Result<u32> {
-        let number = self.store.add(&format!("{}/count", self.prefix), 1)? as u32;
-        self.put("ask", &number.to_string())?;
-        Ok(number)
+    /// Claims the question with this number. Returns how many ranks have done so with this one.
+    pub fn claim(&self, question: u32) -> Result<u32> {
+        Ok(self.store.add(&format!("{}/claimed/{question}", self.prefix), 1)? as u32)
+    }
+
+    /// Asks all ranks the next question.
+    pub fn ask(&self) -> Result<()> {
+        self.store.add(&format!("{}/count", self.prefix), 1).map(drop)
     }
 
     pub fn introduce(&self, rank: usize) -> Result<()> {
@@ -168,18 +190,11 @@ impl Board {
 
     /// Publishes the result for the other ranks that wait.
     pub fn tell(&self, question: u32, found: &Found) -> Result<()> {
-        let list = |ranks: &[usize]| ranks.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ");
-        self.put(&format!("found/{question}"), &format!("{}\n{}", list(&found.absent), list(&found.stopped)))
+        self.put(&format!("found/{question}"), &found.encode())
     }
 
     pub fn told(&self, question: u32) -> Result<Option<Found>> {
-        let list = |line: Option<&str>| -> Vec<usize> {
-            line.unwrap_or_default().split_whitespace().filter_map(|rank| rank.parse().ok()).collect()
-        };
-        Ok(self.text(&format!("found/{question}"))?.map(|text| {
-            let mut lines = text.lines();
-            Found { absent: list(lines.next()), stopped: list(lines.next()) }
-        }))
+        Ok(self.text(&format!("found/{question}"))?.map(|text| Found::decode(&text)))
     }
 }
 
@@ -198,5 +213,21 @@ mod tests {
         for text in ["", "7", "x\tplace\twho", "7\tplace"] {
             assert_eq!(Process::decode(text), None, "{text:?}");
         }
+    }
+
+    #[test]
+    fn a_rank_is_behind_where_another_has_issued_more_and_silent_where_it_says_nothing() {
+        let account = |issued, launched| Account { issued, launched, ..Account::default() };
+        let answers = BTreeMap::from([(0, account(3, 1)), (1, account(2, 1)), (3, account(3, 0))]);
+        let behind = BTreeMap::from([(1, (2, 1)), (3, (3, 0))]);
+        let found = Found { behind, silent: BTreeSet::from([2]), stopped: BTreeSet::new() };
+        assert_eq!(Found::of(4, &answers), found);
+        let mut all = answers.clone();
+        all.insert(4, Account { stopped: vec![5, 2], ..account(3, 1) });
+        let all = Found::of(5, &all);
+        assert_eq!(all, Found { stopped: BTreeSet::from([2, 5]), ..found });
+        assert_eq!(Found::decode(&all.encode()), all);
+        assert_eq!(Found::of(2, &BTreeMap::new()).silent, BTreeSet::from([0, 1]), "nobody has answered");
+        assert_eq!(Found::decode("behind\t1\nsilent\tx\nnonsense\n\n"), Found::default());
     }
 }

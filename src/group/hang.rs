@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use super::account::{Account, Place};
 use super::board;
-use super::board::{Found, Process};
+use super::board::{Found, Outcome, Process};
 use super::outside::Outside;
 use super::pending::{Pending, nanoseconds};
 use super::{Group, Inner};
@@ -56,12 +56,12 @@ pub(super) struct Watched {
     last: u64,
     next: u64,
     told: bool,
-    /// Over the store: the answers of the ranks that matter, the result of all answers, and whether that result is complete.
+    /// Over the store: the answers that were read, the result of all answers, and whether that result is complete.
     pub heard: BTreeMap<usize, Account>,
     pub found: Found,
     pub collected: bool,
     /// The processes of ranks that have said nothing, as far as those are known.
-    pub silent: BTreeMap<usize, Process>,
+    silent: BTreeMap<usize, Process>,
     /// When the last line was logged.
     line: Option<u64>,
 }
@@ -88,6 +88,21 @@ impl Inner {
         match pending {
             Pending::Own(_) => &self.watched,
             Pending::Outside(_) => &self.watched_outside,
+        }
+    }
+
+    /// Takes the result of a question over the store, on the rank `me`.
+    pub(super) fn learn(&mut self, result: &Outcome, me: usize) {
+        let own = result.answers.get(&me).map(|account| (account.issued, account.launched));
+        // Answers from before this rank issued an operation say nothing about that.
+        let asked_in_it =
+            |pending: &Pending| pending.kind().is_p2p() || own.is_some_and(|own| pending.is_entered_by(own));
+        let pending: Vec<Pending> = self.long_pending().filter(asked_in_it).collect();
+        for pending in &pending {
+            let watched = self.watched(pending);
+            (watched.found, watched.heard) = (result.found.clone(), result.answers.clone());
+            watched.silent = result.silent.clone();
+            watched.collected = true;
         }
     }
 
@@ -150,7 +165,7 @@ impl Group {
             Some(_) => board::interval(timeout) * 2 + SILENCE,
         };
         let watched = inner.watched_of(pending);
-        let heard = now - watched.since >= nanoseconds(enough) || self.all_answered(watched);
+        let heard = now.saturating_sub(watched.since) >= nanoseconds(enough) || self.all_answered(watched);
         if soft.is_zero() || watched.told || !heard {
             return;
         }
@@ -304,12 +319,7 @@ impl Group {
             };
             self.peers_of(pending).map(|rank| (rank, standing(rank))).collect()
         } else {
-            let others = watched.heard.iter().filter(|(rank, _)| **rank != self.config.rank);
-            let late = others.filter(|(_, account)| !pending.is_entered_by(account));
-            let late = late.map(|(rank, account)| (*rank, Standing::Before(pending.last_of(account))));
-            let others = watched.found.absent.iter().filter(|rank| **rank != self.config.rank);
-            let unheard = others.filter(|rank| !watched.heard.contains_key(rank));
-            late.chain(unheard.map(|rank| (*rank, Standing::Unheard))).collect()
+            late_for(pending, &watched.found, &watched.heard, self.config.rank)
         };
         if ranks.is_empty() { lacks } else { Lacks::Ranks(ranks) }
     }
@@ -319,6 +329,15 @@ impl Group {
         let (is_message, root) = (pending.kind().is_p2p(), pending.root());
         let others = (0..self.config.size).filter(|rank| *rank != self.config.rank);
         others.filter(move |rank| is_message && (root == ANY_RANK || *rank == root as usize))
+    }
+
+    /// The ranks that the texts about an operation describe, by what all ranks have said over the store.
+    pub(super) fn concerned_by(&self, pending: &Pending, found: &Found) -> Vec<usize> {
+        if pending.kind().is_p2p() {
+            return self.peers_of(pending).take(MOST).collect();
+        }
+        let late = late_for(pending, found, &BTreeMap::new(), self.config.rank);
+        late.into_iter().map(|(rank, _)| rank).take(MOST).collect()
     }
 
     /// What one waits for that no engine runs, as far as that is seen without asking.
@@ -412,6 +431,7 @@ impl Group {
         let idle = account.and_then(|account| account.idle).map(seconds);
         let stands = match (standing, idle) {
             (Standing::Unheard, _) if state.is_some() => "has said nothing".to_string(),
+            (Standing::Unheard, _) if !watched.collected => "has not said what it does".to_string(),
             (Standing::Unheard, _) => {
                 "has said nothing: its process is stopped, or the store cannot be reached".to_string()
             }
@@ -506,6 +526,28 @@ impl Group {
     }
 }
 
+/// The ranks that have not made the call of a pending collective of the rank `me`, as far as they have said over the store:
+/// those that said nothing, then those that have come least far. `heard`: the answers that this rank has read.
+fn late_for(pending: &Pending, found: &Found, heard: &BTreeMap<usize, Account>, me: usize) -> Vec<(usize, Standing)> {
+    let mut behind: Vec<(usize, u64)> =
+        found.behind.iter().map(|(rank, counts)| (*rank, pending.count_of(*counts))).collect();
+    behind.sort_by_key(|(_, count)| *count);
+    let silent = found.silent.iter().map(|rank| (*rank, None));
+    let all = silent.chain(behind.into_iter().map(|(rank, count)| (rank, Some(count))));
+    let standing = |(rank, count): (usize, Option<u64>)| {
+        let standing = match (heard.get(&rank), count) {
+            (Some(account), _) if pending.is_entered_by((account.issued, account.launched)) => return None,
+            (Some(account), _) => Standing::Before(pending.last_of(account)),
+            (None, Some(count)) if count >= pending.number() => return None,
+            (None, Some(0)) => Standing::Before(None),
+            (None, Some(count)) => Standing::Before(Some(format!("number {count}"))),
+            (None, None) => Standing::Unheard,
+        };
+        Some((rank, standing))
+    };
+    all.filter(|(rank, _)| *rank != me).filter_map(standing).collect()
+}
+
 /// What is wrong with a process.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Life {
@@ -554,6 +596,35 @@ fn seconds(milliseconds: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn each_waiting_rank_names_those_that_its_own_operation_lacks() {
+        let reduce = |number| {
+            let (kind, root, tag, bytes, site, timeout) = (Kind::AllReduce, 0, 0, 4, 0, Duration::ZERO);
+            let on_device = false;
+            Pending::Outside(Outside { id: 0, kind, number, root, tag, bytes, site, on_device, begun: None, timeout })
+        };
+        // Of 16 ranks number 0 has issued 10, number 15 has issued 2, and 14 has not answered.
+        let account = |issued| Account { issued, ..Account::default() };
+        let issued = (0..14).map(|rank| (rank, account(if rank == 0 { 10 } else { 9 })));
+        let mut answers: BTreeMap<usize, Account> = issued.chain([(15, account(2))]).collect();
+        let found = Found::of(16, &answers);
+        let before = |number: u64| Standing::Before(Some(format!("number {number}")));
+        let none = BTreeMap::new();
+        assert_eq!(late_for(&reduce(3), &found, &none, 5), [(14, Standing::Unheard), (15, before(2))]);
+        assert_eq!(late_for(&reduce(3), &found, &none, 14), [(15, before(2))], "a rank does not name itself");
+        let all = late_for(&reduce(10), &found, &none, 0);
+        assert_eq!(all[..3], [(14, Standing::Unheard), (15, before(2)), (1, before(9))]);
+        assert_eq!(all.len(), 15);
+        // An answer that came after the result was published counts more than that.
+        let later =
+            BTreeMap::from([(14, account(3)), (15, Account { last: Some("barrier number 2".into()), ..account(2) })]);
+        let named = Standing::Before(Some("barrier number 2".into()));
+        assert_eq!(late_for(&reduce(3), &found, &later, 5), [(15, named)]);
+        answers.insert(15, account(0));
+        let found = Found::of(16, &answers);
+        assert_eq!(late_for(&reduce(3), &found, &none, 5)[1], (15, Standing::Before(None)), "nothing before it");
+    }
 
     #[test]
     fn ranks_are_asked_at_times_and_a_last_time_before_the_deadline() {

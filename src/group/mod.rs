@@ -7,7 +7,8 @@
 //!
 //! `builder` makes a group, `handle` is an operation as its caller holds it, `check` refuses calls that do not fit
 //! together, `faults` names ranks that ended, `hang` ranks that are late and what they do (`answer`: what this rank
-//! says about itself; `account`: that as text; `board`: over the store; `pending`: the operation in question),
+//! says about itself; `account`: that as text; `questions`: over the store, whose keys `board` has; `pending`: the operation
+//! in question),
 //! `outside` has the operations that no engine runs, `barrier` is the monitored barrier, `explain` and `report` serve
 //! explanations and statistics, `devices` is the group as the engine of its devices sees it, `lanes` as the threads of
 //! a group over several hosts see it.
@@ -26,6 +27,7 @@ mod hang;
 mod lanes;
 mod outside;
 mod pending;
+mod questions;
 mod report;
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
@@ -34,12 +36,12 @@ use std::time::Duration;
 
 use once_cell::sync::OnceCell;
 
-use self::board::Board;
 pub use self::explain::{StartRule, explain_without_group, start_rule, table_without_group};
 pub use self::handle::Op;
 use self::outside::Outsiders;
 pub use self::outside::{Carrier, ExternalOp};
 use self::pending::Pending;
+use self::questions::Questions;
 pub use self::report::NAMES;
 use crate::config::Config;
 use crate::engine::{Control, Ended, Engine, WakeAddress};
@@ -126,7 +128,7 @@ pub struct Group {
     /// The last question that this rank has answered. Written and read by the thread that answers alone (relaxed).
     answered: AtomicU32,
     /// Where the ranks ask each other, if they share no memory; set after the group was made.
-    board: OnceCell<Board>,
+    board: OnceCell<Questions>,
     /// The other ranks of this host, with their processes, in a group over several hosts.
     mates: Vec<(usize, i32)>,
     /// Reports peers whose process ended.

@@ -84,13 +84,23 @@ impl Pending {
         }
     }
 
-    /// Whether a rank that has said this has made the same call; for a collective.
-    pub fn is_entered_by(&self, account: &Account) -> bool {
+    /// Its number among the collectives.
+    pub fn number(&self) -> u64 {
         match self {
-            Pending::Outside(outside) if outside.on_device => account.launched >= outside.number,
-            Pending::Outside(outside) => account.issued >= outside.number,
-            Pending::Own(op) => account.issued >= op.number,
+            Pending::Own(op) => op.number,
+            Pending::Outside(outside) => outside.number,
         }
+    }
+
+    /// How many collectives a rank has issued of the sequence that this one belongs to: of `issued`, or of those `launched`
+    /// on devices.
+    pub fn count_of(&self, (issued, launched): (u64, u64)) -> u64 {
+        if self.on_device() { launched } else { issued }
+    }
+
+    /// Whether a rank that has issued so many has made the same call; for a collective.
+    pub fn is_entered_by(&self, counts: (u64, u64)) -> bool {
+        self.count_of(counts) >= self.number()
     }
 
     /// When ranks are first asked: at the soft limit, but early enough for the deadline.

@@ -9,8 +9,9 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::domain::Domain;
+use super::domain::{Domain, Driven};
 use crate::engine::Control;
+use crate::error::contained;
 use crate::os::event_count::WakeWords;
 use crate::os::futex;
 
@@ -18,6 +19,9 @@ use crate::os::futex;
 const LOOK: Duration = Duration::from_millis(250);
 /// How long the end of the process waits for an answer that is being given.
 const PATIENCE: Duration = Duration::from_secs(1);
+
+/// A question to a group, behind the object that holds it.
+type Asked = (Arc<dyn Control>, u32);
 
 /// Starts the thread of a domain, unless it runs. Without it the rank answers nothing, which its peers can live with.
 pub fn start(domain: &Arc<Domain>) {
@@ -52,16 +56,12 @@ fn answer(domain: &Arc<Domain>) {
             return;
         }
         // The controls and not the groups, so that this thread keeps no group alive while it sleeps.
-        let mut asked: Vec<(Arc<dyn Control>, u32)> = Vec::new();
+        let mut asked: Vec<Asked> = Vec::new();
         let mut pause = Duration::from_secs(3600);
         for group in domain.groups() {
-            pause = group.look_at_board().map_or(pause, |next| next.min(pause));
-            let Some(control) = group.inquiry() else { continue };
-            let Some(question) = control.inquiry().map(|inquiry| inquiry.question().load(Ordering::Acquire)) else {
-                continue;
-            };
-            group.answer(question);
-            asked.push((control, question));
+            let (next, question) = serve(&*group);
+            pause = next.map_or(pause, |next| next.min(pause));
+            asked.extend(question);
         }
         let words = asked.iter().filter_map(|(control, seen)| Some((control.inquiry()?.question(), *seen)));
         let mut words: Vec<_> = std::iter::once((domain.groups_changed.word(), changed)).chain(words).collect();
@@ -69,4 +69,22 @@ fn answer(domain: &Arc<Domain>) {
         words.truncate(if all { futex::MOST } else { 1 });
         futex::wait(&words, if all { pause } else { LOOK.min(pause) });
     }
+}
+
+/// Looks at the questions to one group and answers them. Returns when to look at its store next, and the question that it
+/// has answered. A panic does not keep the other groups from being served.
+fn serve(group: &dyn Driven) -> (Option<Duration>, Option<Asked>) {
+    let (mut next, mut asked) = (None, None);
+    let served = contained(|| {
+        next = group.look_at_board();
+        let Some(control) = group.inquiry() else { return Ok(()) };
+        let Some(question) = control.inquiry().map(|inquiry| inquiry.question().load(Ordering::Acquire)) else {
+            return Ok(());
+        };
+        asked = Some((control, question)); // also where the answer panics: the same question is not tried for ever
+        group.answer(question);
+        Ok(())
+    });
+    served.unwrap_or_else(|bug| log::error!("{bug}"));
+    (next, asked)
 }

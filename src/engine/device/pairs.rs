@@ -132,30 +132,7 @@ mod tests {
     use std::time::{Duration, Instant};
 
     use super::*;
-    use crate::host::Store;
-
-    #[derive(Clone, Default)]
-    struct Memory(Arc<Mutex<HashMap<String, Vec<u8>>>>);
-
-    impl Store for Memory {
-        fn set(&self, key: &str, value: &[u8]) -> Result<()> {
-            self.0.lock().unwrap().insert(key.into(), value.into());
-            Ok(())
-        }
-        fn try_get(&self, key: &str) -> Result<Option<Vec<u8>>> {
-            Ok(self.0.lock().unwrap().get(key).cloned())
-        }
-    }
-
-    impl Counting for Memory {
-        fn add(&self, key: &str, by: i64) -> Result<i64> {
-            let mut all = self.0.lock().unwrap();
-            let value = all.entry(key.into()).or_insert_with(|| b"0".to_vec());
-            let sum = std::str::from_utf8(value).unwrap().parse::<i64>().unwrap() + by;
-            *value = sum.to_string().into_bytes();
-            Ok(sum)
-        }
-    }
+    use crate::host::Memory;
 
     /// A library whose call returns when both ranks of a pair are in it, and that has made a pair once.
     #[derive(Default)]

@@ -1,0 +1,509 @@
+//! A question over the store, from the first look to its result: which rank asks it, which collects the answers, and what
+//! the others read.
+//!
+//! A rank that waits, and knows of no young question, claims the next number; the first to claim it asks the question and
+//! collects the answers. Ranks pass the soft limit together, so many may claim one number: all but the first wait for the
+//! result of that one. A question that another rank has just asked serves as well. Where the rank that collects ends
+//! or is stopped before it has published the result, the rank that claimed second takes over, and after that the rest.
+//!
+//! A question costs each rank one answer, each rank that waits one claim and a look at the answers of a few ranks, and the
+//! rank that collects a look at each answer: the number of requests grows with the ranks and not with their square.
+
+use std::collections::BTreeMap;
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use super::account::{Account, Place, is_since};
+use super::board::{Board, Found, Outcome, SharedStore};
+use super::hang::{SHORTEST, SILENCE};
+use super::pending::nanoseconds;
+use crate::error::Result;
+
+/// The rank that takes part.
+pub trait Member {
+    fn rank(&self) -> usize;
+    fn ranks(&self) -> usize;
+    /// Publishes what this rank says about itself, once or several times, each time more of it.
+    fn give_account(&self, question: u32, publish: &dyn Fn(&Account) -> Result<()>) -> Result<()>;
+    /// The ranks whose answers this one describes in its texts.
+    fn concerned(&self, found: &Found) -> Vec<usize>;
+    /// Takes the result of a question.
+    fn learn(&self, result: &Outcome);
+}
+
+/// A question that this rank wants answered.
+struct Round {
+    question: u32,
+    /// How many ranks had claimed the question with this one.
+    place: u32,
+    collects: bool,
+    begun: u64,
+    done: bool,
+    answers: BTreeMap<usize, Account>,
+}
+
+/// All times are on `clock::stamp`.
+#[derive(Default)]
+struct State {
+    /// The last question that this rank answered, if any, and when.
+    answered: Option<u32>,
+    answered_at: u64,
+    round: Option<Round>,
+    /// The others can read which process this rank is.
+    introduced: bool,
+    /// When to look next.
+    next: u64,
+    /// The store has failed.
+    ended: bool,
+}
+
+pub struct Questions {
+    board: Board,
+    /// Used by the thread that answers alone; the lock is for the compiler.
+    state: Mutex<State>,
+}
+
+impl Questions {
+    /// `id`: unique to this attempt to make the group.
+    pub fn new(store: SharedStore, id: &str) -> Questions {
+        Questions { board: Board::new(store, id), state: Mutex::default() }
+    }
+
+    /// Where the time has come or this rank `waits`: answers, asks, and collects answers. Returns when to look next. An
+    /// error of the store ends it, without a request from then on: the ranks do without.
+    pub fn look(&self, me: &dyn Member, waits: bool, now: u64, pause: Duration) -> Option<Duration> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if state.ended {
+            return None;
+        }
+        if now < state.next && !waits {
+            return Some(Duration::from_nanos(state.next - now));
+        }
+        match state.look(&self.board, me, waits, now, pause) {
+            Ok(next) => {
+                state.next = now.saturating_add(nanoseconds(next));
+                Some(next)
+            }
+            Err(error) => {
+                log::debug!("no questions over the store any more: {error}");
+                state.ended = true;
+                None
+            }
+        }
+    }
+}
+
+impl State {
+    fn look(&mut self, board: &Board, me: &dyn Member, waits: bool, now: u64, pause: Duration) -> Result<Duration> {
+        if !self.introduced {
+            board.introduce(me.rank())?;
+            self.introduced = true;
+        }
+        let question = board.question()?;
+        if let Some(question) = question.filter(|question| Some(*question) != self.answered) {
+            self.answer(board, me, question, now)?;
+        }
+        if !waits {
+            self.round = None;
+            return Ok(pause);
+        }
+        let old = |begun: u64| now.saturating_sub(begun) >= nanoseconds(pause * 2);
+        if self.round.as_ref().is_none_or(|round| round.done && old(round.begun)) {
+            let known = |question: u32| self.round.as_ref().is_some_and(|round| round.question == question);
+            let serves = |question: &u32| !known(*question) && !old(self.answered_at);
+            let next = question.map_or(1, |question| question.wrapping_add(1));
+            self.begin(board, me, question.filter(serves).unwrap_or(next), now)?;
+        }
+        let round = self.round.as_mut().expect("begun above");
+        if !round.done {
+            round.go_on(board, me, self.answered, now, nanoseconds(pause + SILENCE))?;
+        }
+        Ok(if round.done { pause } else { SHORTEST / 2 })
+    }
+
+    fn answer(&mut self, board: &Board, me: &dyn Member, question: u32, now: u64) -> Result<()> {
+        (self.answered, self.answered_at) = (Some(question), now);
+        me.give_account(question, &|account| board.answer(me.rank(), account))
+    }
+
+    /// Takes part in a question: the last one that was asked, or the next one.
+    fn begin(&mut self, board: &Board, me: &dyn Member, question: u32, now: u64) -> Result<()> {
+        let place = board.claim(question)?;
+        let collects = place <= 1;
+        if collects && self.answered.is_none_or(|last| !is_since(last, question)) {
+            board.ask()?;
+            self.answer(board, me, question, now)?;
+        }
+        self.round = Some(Round { question, place, collects, begun: now, done: false, answers: BTreeMap::new() });
+        Ok(())
+    }
+}
+
+impl Round {
+    /// Reads the answers, or the result, that have come. `last`: the last question that was asked. `limit`: for how long a
+    /// rank may be silent.
+    fn go_on(&mut self, board: &Board, me: &dyn Member, last: Option<u32>, now: u64, limit: u64) -> Result<()> {
+        let waited = now.saturating_sub(self.begun);
+        let found = if self.collects {
+            self.collect(board, me.ranks(), waited >= limit)?
+        } else if let Some(found) = board.told(self.question)? {
+            let read = me.concerned(&found).into_iter().chain([me.rank()]);
+            self.answers = board.answers(self.question, read)?;
+            Some(found)
+        } else {
+            // The second rank to claim it waits for the first, and further ones for the second.
+            if waited > limit * if self.place == 2 { 2 } else { 4 } {
+                self.collects = true;
+                if last.is_none_or(|last| !is_since(last, self.question)) {
+                    board.ask()?; // the first rank has claimed the question and not asked it
+                    self.begun = now;
+                }
+            }
+            None
+        };
+        let Some(found) = found else { return Ok(()) };
+        self.done = true;
+        let silent = me.concerned(&found).into_iter().filter(|rank| !self.answers.contains_key(rank));
+        let silent = board.processes(silent)?;
+        me.learn(&Outcome { found, answers: std::mem::take(&mut self.answers), silent });
+        Ok(())
+    }
+
+    /// Reads the answers that have come. Publishes and returns their result once all are there, or it is `late`.
+    fn collect(&mut self, board: &Board, ranks: usize, late: bool) -> Result<Option<Found>> {
+        let whole = |account: &Account| account.place != Place::Locked;
+        let open = |answers: &BTreeMap<usize, Account>| -> Vec<usize> {
+            (0..ranks).filter(|rank| !answers.get(rank).is_some_and(whole)).collect()
+        };
+        let answers = board.answers(self.question, open(&self.answers).into_iter())?;
+        self.answers.extend(answers);
+        if !late && !open(&self.answers).is_empty() {
+            return Ok(None);
+        }
+        let found = Found::of(ranks, &self.answers);
+        board.tell(self.question, &found)?;
+        Ok(Some(found))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::RefCell;
+    use std::collections::BTreeSet;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::sync::{Arc, Condvar};
+
+    use super::*;
+    use crate::error::Error;
+    use crate::host::{Counting, Memory, Store};
+
+    const PAUSE: Duration = Duration::from_millis(500);
+    /// Between two looks of a rank that waits.
+    const TICK: u64 = SHORTEST.as_nanos() as u64 / 2;
+    const LIMIT: u64 = (PAUSE.as_nanos() + SILENCE.as_nanos()) as u64;
+
+    /// What happens at a rank's request.
+    type Rule = dyn Fn(&str) -> Result<()> + Send + Sync;
+
+    /// A rank's connection to the store that all share.
+    struct Connection {
+        store: Memory,
+        rule: Box<Rule>,
+        requests: Arc<AtomicUsize>,
+    }
+
+    impl Connection {
+        fn before(&self, key: &str) -> Result<()> {
+            self.requests.fetch_add(1, Ordering::Relaxed);
+            (self.rule)(key)
+        }
+    }
+
+    impl Store for Connection {
+        fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+            self.before(key)?;
+            self.store.set(key, value)
+        }
+        fn try_get(&self, key: &str) -> Result<Option<Vec<u8>>> {
+            self.before(key)?;
+            self.store.try_get(key)
+        }
+    }
+
+    impl Counting for Connection {
+        fn add(&self, key: &str, by: i64) -> Result<i64> {
+            self.before(key)?;
+            self.store.add(key, by)
+        }
+    }
+
+    /// A rank that has issued some operations and, if it waits, does so in the last of them.
+    struct Rank {
+        rank: usize,
+        ranks: usize,
+        issued: u64,
+        waits: bool,
+        requests: Arc<AtomicUsize>,
+        questions: Questions,
+        learned: RefCell<Vec<Found>>,
+    }
+
+    impl Member for Rank {
+        fn rank(&self) -> usize {
+            self.rank
+        }
+        fn ranks(&self) -> usize {
+            self.ranks
+        }
+        fn give_account(&self, question: u32, publish: &dyn Fn(&Account) -> Result<()>) -> Result<()> {
+            let mut account = Account { question, issued: self.issued, place: Place::Locked, ..Account::default() };
+            publish(&account)?;
+            account.place = Place::Unknown;
+            publish(&account)
+        }
+        fn concerned(&self, found: &Found) -> Vec<usize> {
+            let late = found.behind.iter().filter(|(_, (issued, _))| *issued < self.issued).map(|(rank, _)| *rank);
+            found.silent.iter().copied().chain(late).take(6).collect()
+        }
+        fn learn(&self, result: &Outcome) {
+            assert!(self.concerned(&result.found).iter().all(|rank| {
+                result.found.silent.contains(rank)
+                    || result.answers.get(rank).is_some_and(|account| account.issued < self.issued)
+            }));
+            self.learned.borrow_mut().push(result.found.clone());
+        }
+    }
+
+    impl Rank {
+        fn look(&self, now: u64) -> Option<Duration> {
+            self.questions.look(self, self.waits, now, PAUSE)
+        }
+        fn collects(&self) -> bool {
+            self.questions.state.lock().unwrap().round.as_ref().is_some_and(|round| round.collects)
+        }
+    }
+
+    /// One rank for each number of issued operations; those that have issued the most wait. `rule` is made for each rank.
+    fn ranks(store: &Memory, issued: &[u64], rule: impl Fn(usize) -> Box<Rule>) -> Vec<Rank> {
+        let most = *issued.iter().max().unwrap();
+        let rank = |(rank, issued_here): (usize, &u64)| {
+            let requests = Arc::new(AtomicUsize::new(0));
+            let connection = Connection { store: store.clone(), rule: rule(rank), requests: Arc::clone(&requests) };
+            let questions = Questions::new(Arc::new(connection), "test");
+            let (issued, ranks, waits) = (*issued_here, issued.len(), *issued_here == most);
+            Rank { rank, ranks, issued, waits, requests, questions, learned: RefCell::default() }
+        };
+        issued.iter().enumerate().map(rank).collect()
+    }
+
+    fn works(_: usize) -> Box<Rule> {
+        Box::new(|_| Ok(()))
+    }
+
+    fn look<'a>(ranks: impl IntoIterator<Item = &'a Rank>, now: u64) {
+        for rank in ranks {
+            rank.look(now);
+        }
+    }
+
+    /// All ranks look from `from` on, again and again, until each that waits and is not `gone` has learned something.
+    fn go_on(ranks: &[Rank], from: u64, gone: Option<usize>) {
+        let left: Vec<&Rank> = ranks.iter().filter(|rank| Some(rank.rank) != gone).collect();
+        let mut now = from;
+        while left.iter().any(|rank| rank.waits && rank.learned.borrow().is_empty()) {
+            assert!(now < from + 5 * LIMIT, "no result after {} ms", (now - from) / 1_000_000);
+            look(left.iter().copied(), now);
+            now += TICK;
+        }
+    }
+
+    /// The threads of two ranks make their requests in a given order, until one has made all of its own.
+    #[derive(Default)]
+    struct Turns(Mutex<(Vec<usize>, BTreeSet<usize>)>, Condvar);
+
+    impl Turns {
+        fn take(&self, rank: usize) {
+            let mut state = self.0.lock().unwrap();
+            while state.0.last().is_some_and(|next| *next != rank && !state.1.contains(next)) {
+                state = self.1.wait_timeout(state, Duration::from_secs(20)).unwrap().0;
+            }
+            state.0.pop();
+            self.1.notify_all();
+        }
+        fn leave(&self, rank: usize) {
+            self.0.lock().unwrap().1.insert(rank);
+            self.1.notify_all();
+        }
+    }
+
+    #[test]
+    fn of_two_ranks_that_ask_at_once_one_collects_and_no_rank_that_answers_is_called_silent() {
+        // The first look of a rank that asks has up to 17 requests; those before its answer can be in any order.
+        for order in 0..1 << 10 {
+            let turns = Arc::new(Turns::default());
+            turns.0.lock().unwrap().0 = (0..10).map(|turn| order >> turn & 1).collect();
+            let rule = |rank| -> Box<Rule> {
+                let turns = Arc::clone(&turns);
+                Box::new(move |_| {
+                    turns.take(rank);
+                    Ok(())
+                })
+            };
+            let store = Memory::default();
+            let mut all =
+                ranks(&store, &[5, 5, 4, 4, 4, 4, 4, 3], |rank| if rank < 2 { rule(rank) } else { works(rank) });
+            std::thread::scope(|scope| {
+                for rank in &mut all[..2] {
+                    let turns = &turns;
+                    scope.spawn(move || {
+                        rank.look(TICK);
+                        turns.leave(rank.rank);
+                    });
+                }
+            });
+            go_on(&all, 2 * TICK, None);
+            let expected = Found {
+                behind: (2..8).map(|rank| (rank, (if rank < 7 { 4 } else { 3 }, 0))).collect(),
+                ..Found::default()
+            };
+            for rank in &all[..2] {
+                assert_eq!(
+                    rank.learned.borrow().as_slice(),
+                    std::slice::from_ref(&expected),
+                    "order {order:b}, rank {}",
+                    rank.rank
+                );
+            }
+            assert_eq!(all.iter().filter(|rank| rank.collects()).count(), 1, "order {order:b}");
+        }
+    }
+
+    #[test]
+    fn ranks_that_ask_at_once_make_requests_by_their_number_and_not_by_its_square() {
+        for (asking, silent) in [(2, 0), (8, 1), (40, 3), (40, 9)] {
+            // Each has looked whether there is a question before any of them asks.
+            let looked = Arc::new(std::sync::Barrier::new(asking));
+            let rule = |rank| -> Box<Rule> {
+                let (looked, first) = (Arc::clone(&looked), AtomicUsize::new(0));
+                Box::new(move |key| {
+                    if rank < asking && key.contains("claimed") && first.fetch_add(1, Ordering::Relaxed) == 0 {
+                        looked.wait();
+                    }
+                    Ok(())
+                })
+            };
+            let issued: Vec<u64> = (0..asking + silent).map(|rank| if rank < asking { 5 } else { 4 }).collect();
+            let mut all = ranks(&Memory::default(), &issued, rule);
+            all.truncate(asking);
+            std::thread::scope(|scope| {
+                for rank in &mut all {
+                    scope.spawn(move || rank.look(TICK));
+                }
+            });
+            go_on(&all, 2 * TICK, None);
+            let expected: BTreeSet<usize> = (asking..asking + silent).collect();
+            assert!(all.iter().all(|rank| rank.learned.borrow()[0].silent == expected));
+            // Until the silent ranks are given up, a rank that waits makes two requests a look, the collecting one reads
+            // the answers of those.
+            let looks = if silent == 0 { 3 } else { (LIMIT / TICK) as usize + 3 };
+            let requests: usize = all.iter().map(|rank| rank.requests.load(Ordering::Relaxed)).sum();
+            let most = asking * (2 * looks + 30) + silent * looks;
+            assert!(requests <= most, "{asking} ranks that ask: {requests} requests, at most {most} expected");
+        }
+    }
+
+    #[test]
+    fn a_rank_that_asks_and_ends_before_it_publishes_the_result_is_the_only_silent_one() {
+        let issued = [5, 5, 5, 4, 4, 4, 4, 4, 4, 4];
+        let mut requests = 0;
+        loop {
+            // Rank 0 asks first, and makes only so many requests.
+            let (left, ended) = (AtomicUsize::new(requests), Arc::new(AtomicUsize::new(0)));
+            let left = Arc::new(left);
+            let rule = |rank| -> Box<Rule> {
+                let (left, ended) = (Arc::clone(&left), Arc::clone(&ended));
+                Box::new(move |_| {
+                    let is_left = |left: usize| left.checked_sub(1);
+                    if rank == 0 && left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, is_left).is_err() {
+                        ended.store(1, Ordering::Relaxed);
+                        return Err(Error::System("ended".into()));
+                    }
+                    Ok(())
+                })
+            };
+            let all = ranks(&Memory::default(), &issued, rule);
+            for now in 1..4 {
+                all[0].look(now * TICK);
+                look(&all[3..], now * TICK);
+            }
+            go_on(&all, 4 * TICK, Some(0));
+            for rank in &all[1..3] {
+                let found = &rank.learned.borrow()[0];
+                // It may have answered before.
+                assert!(found.silent.iter().all(|rank| *rank == 0), "{requests} requests: {found:?}");
+                assert_eq!(
+                    found.behind.keys().copied().collect::<Vec<_>>(),
+                    [3, 4, 5, 6, 7, 8, 9],
+                    "{requests} requests"
+                );
+            }
+            if ended.load(Ordering::Relaxed) == 0 {
+                break;
+            }
+            requests += 1;
+        }
+        assert!(requests > 15, "it asked, answered and read nine answers");
+    }
+
+    #[test]
+    fn a_question_of_another_rank_serves_and_the_next_one_has_another_number() {
+        let all = ranks(&Memory::default(), &[5, 5, 4], works);
+        let two = nanoseconds(PAUSE * 2);
+        all[0].look(0);
+        (1..6).for_each(|turn| look(&all, turn * TICK));
+        assert!(all[0].collects() && !all[1].collects());
+        assert_eq!((all[0].learned.borrow().len(), all[1].learned.borrow().len()), (1, 1));
+        // Rank 1 is the first to find it old.
+        all[1].look(two + 2 * TICK);
+        (3..7).for_each(|turn| look(all.iter().rev(), two + turn * TICK));
+        assert!(!all[0].collects() && all[1].collects());
+        assert_eq!((all[0].learned.borrow().len(), all[1].learned.borrow().len()), (2, 2));
+    }
+
+    #[test]
+    fn the_numbers_of_questions_go_round() {
+        let store = Memory::default();
+        store.add("hang/test/count", i64::from(u32::MAX) - 1).unwrap();
+        let all = ranks(&store, &[5, 4, 5], works);
+        for round in 0..4 {
+            let begin = 1 + round * nanoseconds(PAUSE * 3);
+            (0..4).for_each(|turn| look(&all, begin + turn * TICK));
+            for rank in [0, 2] {
+                let learned = all[rank].learned.borrow();
+                assert_eq!(learned.len() as u64, round + 1, "rank {rank}");
+                assert!(learned.iter().all(|found| found.silent.is_empty() && found.behind.len() == 1), "{learned:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn after_an_error_of_the_store_no_further_request_is_made() {
+        // Each request of the first two looks is once the one that fails.
+        for well in 0..20 {
+            let rule = |_| -> Box<Rule> {
+                let made = AtomicUsize::new(0);
+                Box::new(move |_| match made.fetch_add(1, Ordering::Relaxed) < well {
+                    true => Ok(()),
+                    false => Err(Error::System("the store is gone".into())),
+                })
+            };
+            let all = ranks(&Memory::default(), &[5, 4], rule);
+            for (rank, now) in (1..100).flat_map(|turn| all.iter().map(move |rank| (rank, turn * TICK))) {
+                let next = rank.look(now);
+                let made = rank.requests.load(Ordering::Relaxed);
+                assert_eq!(next.is_none(), made > well);
+                assert!(made <= well + 1, "{made} requests, of which number {} failed", well + 1);
+            }
+        }
+    }
+}
