@@ -5,6 +5,7 @@
 //! thread waits is subtracted as well and does no harm: deadlines are set on the same clock, after the reading.
 
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
 use once_cell::sync::Lazy;
@@ -12,15 +13,20 @@ use once_cell::sync::Lazy;
 const GAP: u64 = 1_000_000_000;
 
 static START: Lazy<Instant> = Lazy::new(Instant::now);
-/// What the clock remembers. Both relaxed: read and written by every thread that reads the clock.
+
+/// What the clock remembers.
 struct Readings {
-    /// The last reading, in nanoseconds since START: any thread's will do.
+    /// The last reading, in nanoseconds since START: any thread's will do. It never decreases, and it moves over a gap only
+    /// under `gap`, after the gap was added to `lost`. Written (release) and read (acquire) by every thread that reads the
+    /// clock, so one that finds it behind a gap finds that gap in `lost`.
     last: AtomicU64,
-    /// Sum of the gaps. Several readings at once subtract each gap at most once, because it is taken by a swap of `last`.
+    /// Sum of the gaps. Written under `gap`; read by every thread. Relaxed: ordered by `last`.
     lost: AtomicU64,
+    /// Held while a gap is added, so that it is added once.
+    gap: Mutex<()>,
 }
 
-static READINGS: Readings = Readings { last: AtomicU64::new(0), lost: AtomicU64::new(0) };
+static READINGS: Readings = Readings::new();
 
 /// Nanoseconds since the first reading in this process, including stops: timestamps for records.
 #[inline]
@@ -35,10 +41,81 @@ pub fn now() -> u64 {
 
 /// As `now`, for a `stamp` that the caller has just taken.
 pub fn at(time: u64) -> u64 {
-    let last = READINGS.last.swap(time, Ordering::Relaxed);
-    let gap = time.saturating_sub(last);
-    if gap > GAP {
-        READINGS.lost.fetch_add(gap, Ordering::Relaxed);
+    READINGS.at(time)
+}
+
+impl Readings {
+    const fn new() -> Readings {
+        Readings { last: AtomicU64::new(0), lost: AtomicU64::new(0), gap: Mutex::new(()) }
     }
-    time.saturating_sub(READINGS.lost.load(Ordering::Relaxed))
+
+    fn at(&self, time: u64) -> u64 {
+        let last = self.last.load(Ordering::Acquire);
+        if time.saturating_sub(last) > GAP {
+            self.lose(time);
+        } else if time > last {
+            // Where it fails another thread's reading is there.
+            let _ = self.last.compare_exchange(last, time, Ordering::Release, Ordering::Relaxed);
+        }
+        // A stamp from before the last reading may be from before a gap that is in `lost` by now.
+        time.max(last).saturating_sub(self.lost.load(Ordering::Relaxed))
+    }
+
+    /// Adds the gap before a reading, unless another thread has done so.
+    #[cold]
+    fn lose(&self, time: u64) {
+        let _only = self.gap.lock().unwrap_or_else(PoisonError::into_inner);
+        let gap = time.saturating_sub(self.last.load(Ordering::Acquire));
+        if gap > GAP {
+            self.lost.fetch_add(gap, Ordering::Relaxed);
+            self.last.fetch_max(time, Ordering::Release);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicBool;
+
+    use super::*;
+
+    #[test]
+    fn a_stop_is_subtracted_once_and_a_short_pause_is_not() {
+        let clock = Readings::new();
+        assert_eq!(clock.at(GAP), GAP);
+        assert_eq!(clock.at(GAP + GAP / 2), GAP + GAP / 2);
+        let stopped = clock.at(50 * GAP);
+        assert_eq!(stopped, GAP + GAP / 2, "it does not run during a stop");
+        assert_eq!(clock.at(50 * GAP + 7), stopped + 7);
+        assert_eq!(clock.at(GAP + GAP / 2 + 1), stopped + 7, "taken before the stop, looked at behind it");
+        assert_eq!(clock.at(50 * GAP + 9), stopped + 9, "and it is not subtracted again");
+    }
+
+    #[test]
+    fn threads_that_read_it_at_once_subtract_each_stop_once_and_none_is_ahead() {
+        const STOP: u64 = 100 * GAP;
+        let (clock, time, running) = (Readings::new(), AtomicU64::new(0), AtomicBool::new(true));
+        let reads = || (0..1000).map(|_| clock.at(time.load(Ordering::Acquire))).max().unwrap_or(0);
+        // The time consists of stops alone, so every reading is 0.
+        let ahead: u64 = std::thread::scope(|scope| {
+            let others = [0, 1].map(|_| {
+                scope.spawn(|| {
+                    let mut most = 0;
+                    while running.load(Ordering::Acquire) {
+                        most = most.max(reads());
+                    }
+                    most
+                })
+            });
+            for stop in 1..100_000 {
+                time.store(stop * STOP, Ordering::Release);
+                clock.at(stop * STOP);
+            }
+            running.store(false, Ordering::Release);
+            others.into_iter().map(|thread| thread.join().expect("it only reads")).max().unwrap_or(0)
+        });
+        assert_eq!(ahead, 0, "nanoseconds that a thread was ahead");
+        let end = time.load(Ordering::Acquire);
+        assert_eq!(clock.at(end + 7), 7, "no stop was subtracted twice");
+    }
 }
