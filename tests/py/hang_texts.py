@@ -1,7 +1,7 @@
 """Texts about operations that hang, as golden files `tests/golden/hang_<case>.txt`.
 
 Times, process numbers, hosts, folders and line numbers stand there as <time>, <pid>, <host>, <path> and <line>, the
-words of a delegate as <words>.
+words of a delegate or a link as <words>.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ def plain(text: str) -> str:
     text = re.sub(r"\bhost [\w.-]+", "host <host>", text)
     text = re.sub(r"[\w./-]+/(\w+\.py):\d+", r"<path>/\1:<line>", text)
     text = re.sub(r"The delegate says: .*", "The delegate says: <words>", text)
+    text = re.sub(r"(to go on) \(.*\)$", r"\1 (<words>)", text)  # of the link
     return re.sub(r"\b\d+(?:\.\d+)? (s|ms)\b", r"<time> \1", text).strip()
 
 

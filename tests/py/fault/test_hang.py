@@ -26,6 +26,9 @@ pytestmark = beyond_gloo("it does not say")
 
 #: Seconds until the operations here fail; the ranks are asked from half of it on.
 TIMEOUT = 4
+#: Longer than on one host, because answers come at the ranks' next look at the store.
+HOSTS_TIMEOUT = 8
+ENV = {"GLOO_SOCKET_IFNAME": net.INTERFACE}
 HANG = (RuntimeError,)
 
 
@@ -44,12 +47,17 @@ def told(call: Callable[[], Any]) -> tuple[float, str]:
     return time.monotonic() - begun, text
 
 
-def begin(ctx: Context, **options: Any) -> None:
+def begin(ctx: Context, names: list[str] | None = None, **options: Any) -> None:
+    """``names``: the hosts, which meet in a file; without them all ranks are on one."""
     if options:
         import sagellm
 
         options = {"pg_options": sagellm.Options(**options)}
-    ctx.init(operations=timedelta(seconds=TIMEOUT), **options)
+    if names:
+        net.enter(names[ctx.rank * len(names) // ctx.world_size])
+        store = dist.FileStore(f"{ctx.tmp}/store", ctx.world_size)
+        options |= {"store": store, "timeout": timedelta(seconds=30)}
+    ctx.init(operations=timedelta(seconds=HOSTS_TIMEOUT if names else TIMEOUT), **options)
     dist.broadcast(torch.ones(2), 0)
     ctx.tell("ready")
     ctx.listen()
@@ -154,9 +162,9 @@ def test_a_rank_that_is_killed_while_others_wait_is_named_at_once() -> None:
 # ------------------------------------------------------------------------------------------------- wrong programs
 
 
-def skipped_call(ctx: Context) -> str | None:
+def skipped_call(ctx: Context, names: list[str] | None = None) -> str | None:
     """Rank 1 leaves out the second all_reduce, and is the one that is missing in the third."""
-    begin(ctx)
+    begin(ctx, names)
     for turn in range(3):
         if ctx.rank == 1 and turn == 1:
             continue
@@ -168,9 +176,9 @@ def skipped_call(ctx: Context) -> str | None:
     return None
 
 
-def swapped_calls(ctx: Context) -> str | None:
+def swapped_calls(ctx: Context, names: list[str] | None = None) -> str | None:
     """Rank 1 calls the two in the other order."""
-    begin(ctx)
+    begin(ctx, names)
     calls: list[Callable[[], Any]] = [reduce_it, lambda: dist.broadcast(torch.ones(4), 1)]
 
     def both() -> None:
@@ -183,8 +191,8 @@ def swapped_calls(ctx: Context) -> str | None:
     return text
 
 
-def different_shapes(ctx: Context) -> str | None:
-    begin(ctx)
+def different_shapes(ctx: Context, names: list[str] | None = None) -> str | None:
+    begin(ctx, names)
     text = told(lambda: reduce_it(3 + ctx.rank))[1]
     ctx.tell("done")
     ctx.listen()
@@ -202,25 +210,31 @@ def mismatched_groups(ctx: Context) -> str | None:
     return text
 
 
-def test_a_call_that_one_rank_skips_names_where_that_rank_is() -> None:
-    with launch(skipped_call, 2) as job:
+@pytest.mark.parametrize("over_hosts", [False, True])
+def test_a_call_that_one_rank_skips_names_where_that_rank_is(over_hosts: bool, request: pytest.FixtureRequest) -> None:
+    names = request.getfixturevalue("hosts") if over_hosts else None
+    with launch(skipped_call, 2, names, env=ENV if over_hosts else {}) as job:
         start(job)
         text = job.wait_rank(0, 20).value
     assert text
-    compare("skipped_call", text)
+    compare("over_hosts_skipped_call" if over_hosts else "skipped_call", text)
 
 
 @pytest.mark.parametrize("case", ["swapped_calls", "different_shapes"])
-def test_calls_that_do_not_match_are_shown(case: str) -> None:
-    with launch(globals()[case], 2) as job:
+@pytest.mark.parametrize("over_hosts", [False, True])
+def test_calls_that_do_not_match_are_shown(case: str, over_hosts: bool, request: pytest.FixtureRequest) -> None:
+    names = request.getfixturevalue("hosts") if over_hosts else None
+    with launch(globals()[case], 2, names, env=ENV if over_hosts else {}) as job:
         start(job)
         for rank in range(2):
             job.hear(rank)
         for rank in range(2):
             job.say(rank, "go")
         text = job.wait_rank(0, 20).value
-    calls = re.sub(r"(rank 1 called .*?\)), (rank 0 called .*?\))(?=\.)", r"\2, \1", text)  # whoever saw it first
-    compare(case, calls)
+    number = r"(?: as number 2(?: of their group)?)?"
+    order = rf"(rank 1 called .*?\))({number}), (rank 0 called .*?\))({number})(?=\.)"
+    calls = re.sub(order, r"\3\2, \1\4", text)  # whoever saw it first
+    compare(f"over_hosts_{case}" if over_hosts else case, calls)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -368,10 +382,6 @@ def test_a_process_may_end_while_it_is_asked() -> None:
 
 # ------------------------------------------------------------------------------------------------------ over hosts
 
-#: Longer than on one host, because answers come at the ranks' next look at the store.
-HOSTS_TIMEOUT = 8
-ENV = {"GLOO_SOCKET_IFNAME": net.INTERFACE}
-
 
 def receive_from(rank: int) -> None:
     dist.recv(torch.ones(3), rank)  # mark: receives here
@@ -382,15 +392,7 @@ def late_on_hosts(
 ) -> tuple[float, str] | None:
     """As `late`, with two hosts that meet in a file. ``waits``: all in a collective; or rank 0 in a message of the late
     rank, or in one of anyone, while the others wait for the test."""
-    net.enter(names[ctx.rank * len(names) // ctx.world_size])
-    ctx.init(
-        store=dist.FileStore(f"{ctx.tmp}/store", ctx.world_size),
-        timeout=timedelta(seconds=30),
-        operations=timedelta(seconds=HOSTS_TIMEOUT),
-    )
-    dist.broadcast(torch.ones(2), 0)
-    ctx.tell("ready")
-    ctx.listen()
+    begin(ctx, names)
     if ctx.rank == victim:
         globals()[what](ctx)
         return None
@@ -416,6 +418,18 @@ def test_a_late_rank_on_another_host_is_named_with_its_line(hosts: list[str], ra
         assert f":{line_of('mark: waits here')} in reduce_it" in text, text
     if ranks == 2:
         compare("over_hosts", texts[0])
+
+
+def test_a_rank_on_another_host_that_is_killed_is_named_at_once(hosts: list[str]) -> None:
+    with launch(late_on_hosts, 2, hosts, "asleep", 1, env=ENV) as job:
+        start(job)
+        time.sleep(0.5)
+        job.signal(1, signal.SIGKILL)
+        assert job.hear(0) == "done"
+        job.say(0, "go")
+        took, text = job.wait_rank(0, 20).value
+    assert took < HOSTS_TIMEOUT / 2, took
+    compare("over_hosts_killed", text)
 
 
 def test_a_stopped_rank_on_another_host_is_named_so(hosts: list[str]) -> None:
