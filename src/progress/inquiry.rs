@@ -88,3 +88,73 @@ fn serve(group: &dyn Driven) -> (Option<Duration>, Option<Asked>) {
     served.unwrap_or_else(|bug| log::error!("{bug}"));
     (next, asked)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicU32;
+
+    use super::*;
+    use crate::engine::WakeAddress;
+    use crate::progress::domain::{LongWait, SpinPolicy};
+    use crate::progress::waits::Waits;
+
+    /// A group whose questions are in a store.
+    struct Group {
+        domain: Arc<Domain>,
+        looks: AtomicU32,
+        panics: bool,
+    }
+
+    impl Driven for Group {
+        fn drive(&self) -> bool {
+            false
+        }
+        fn check_deadlines_and_peers(&self) {}
+        fn pending(&self) -> usize {
+            0
+        }
+        fn wake_address(&self) -> Option<WakeAddress<'_>> {
+            None
+        }
+        fn domain(&self) -> &Arc<Domain> {
+            &self.domain
+        }
+        fn spin_policy(&self) -> SpinPolicy {
+            SpinPolicy::none()
+        }
+        fn shares_core(&self) -> bool {
+            false
+        }
+        fn leave(&self) {}
+        fn inquiry(&self) -> Option<Arc<dyn Control>> {
+            None
+        }
+        fn look_at_board(&self) -> Option<Duration> {
+            self.looks.fetch_add(1, Ordering::Relaxed);
+            assert!(!self.panics, "a bug in one group");
+            Some(Duration::from_millis(1))
+        }
+        fn answer(&self, _: u32) {}
+        fn waits(&self, _: Option<&LongWait>) -> Option<Waits> {
+            None
+        }
+    }
+
+    #[test]
+    fn a_panic_in_the_turn_of_one_group_keeps_no_other_from_being_served() {
+        let domain = Arc::new(Domain::default());
+        let groups = [true, false].map(|panics| {
+            let group = Arc::new(Group { domain: Arc::clone(&domain), looks: AtomicU32::new(0), panics });
+            let driven: Arc<dyn Driven> = Arc::<Group>::clone(&group);
+            domain.register(&driven);
+            group
+        });
+        start(&domain);
+        let until = Instant::now() + Duration::from_secs(20);
+        while groups.iter().any(|group| group.looks.load(Ordering::Relaxed) < 5) {
+            assert!(Instant::now() < until, "the thread that answers has ended");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        stop(&domain);
+    }
+}
