@@ -1,5 +1,6 @@
 //! An operation that takes long: its rank asks the ranks that it waits for what they are doing, logs one line when the soft
-//! limit has passed, and names them in the error at the deadline. `answer` builds this rank's own answers.
+//! limit has passed, and names them in the error at the deadline. `answer` builds this rank's own answers, `findings` the
+//! texts.
 //!
 //! Nothing here runs for an operation that ends before the first look at deadlines (`driver`).
 
@@ -18,8 +19,7 @@ use crate::engine::{Inquiry, Lacks, Standing};
 use crate::error::Error;
 use crate::op::Op;
 use crate::os::{clock, watch};
-use crate::progress::waits;
-use crate::progress::waits::{Edge, Waits};
+use crate::progress::waits::Edge;
 use crate::types::{ANY_RANK, Kind};
 
 /// How many ranks are asked and described at most; further ones are listed by number.
@@ -50,10 +50,10 @@ enum Subject {
 pub(super) struct Watched {
     subject: Subject,
     /// The ranks that were asked, this one included, with the numbers of their first questions.
-    asked: Vec<(usize, u32)>,
+    pub asked: Vec<(usize, u32)>,
     /// When they were asked first and last, and when they will be asked next, on `clock::now`.
-    since: u64,
-    last: u64,
+    pub since: u64,
+    pub last: u64,
     next: u64,
     told: bool,
     /// Over the store: the answers that were read, the result of all answers, and whether that result is complete.
@@ -61,7 +61,7 @@ pub(super) struct Watched {
     pub found: Found,
     pub collected: bool,
     /// The processes of ranks that have said nothing, as far as those are known.
-    silent: BTreeMap<usize, Process>,
+    pub silent: BTreeMap<usize, Process>,
     /// When the last line was logged.
     line: Option<u64>,
 }
@@ -84,7 +84,7 @@ impl Inner {
         }
     }
 
-    fn watched_of(&self, pending: &Pending) -> &Watched {
+    pub(super) fn watched_of(&self, pending: &Pending) -> &Watched {
         match pending {
             Pending::Own(_) => &self.watched,
             Pending::Outside(_) => &self.watched_outside,
@@ -121,14 +121,6 @@ impl Inner {
             _ => None,
         }
     }
-}
-
-/// The texts about what a pending operation waits for.
-struct Findings {
-    /// Where this rank is.
-    here: String,
-    missing: String,
-    circle: String,
 }
 
 impl Group {
@@ -177,18 +169,21 @@ impl Group {
         }
         watched.line = Some(now);
         self.listen(inner.watched_of(pending), now);
-        let Findings { here, missing, circle } = self.findings(inner, pending, now);
+        let found = self.findings(inner, pending, now);
         let end = if timeout.is_zero() {
             "It has no timeout".to_string()
         } else {
             format!("It fails after {}", seconds(timeout.as_millis() as u64))
         };
         log::warn!(
-            "rank {} of group '{}' has waited {} in {}{here}: {missing}.{circle} {end}",
+            "rank {} of group '{}' has waited {} in {}{}: {}.{} {end}",
             self.config.rank,
             self.config.name,
             seconds(age / 1_000_000),
             pending.what(),
+            found.here,
+            found.missing,
+            found.circle,
         );
     }
 
@@ -202,17 +197,6 @@ impl Group {
         let pending = Pending::Own(Arc::clone(op));
         self.listen(&inner.watched, now);
         Error::Timeout(self.story(inner, &pending, &pending.what(), &timed_out(op.timeout), now))
-    }
-
-    /// The text of an operation that ended badly: `how` it ended, what the missing ranks do, and where. `what` is the
-    /// operation in words.
-    pub(super) fn story(&self, inner: &Inner, pending: &Pending, what: &str, how: &str, now: u64) -> String {
-        let Findings { here, missing, circle } = self.findings(inner, pending, now);
-        format!(
-            "sagellm: rank {} of group '{}' {how} in {what}{here}: {missing}.{circle} Every rank must call the same \
-             operations in the same order; where a rank needs longer, pass a larger timeout",
-            self.config.rank, self.config.name,
-        )
     }
 
     /// Looks at the operation of `outside` with the earliest deadline, as threads that wait in an engine do for theirs.
@@ -294,7 +278,7 @@ impl Group {
     }
 
     /// What is known of a rank that was asked about the operation.
-    fn account_of(&self, watched: &Watched, pending: &Pending, rank: usize) -> Option<Account> {
+    pub(super) fn account_of(&self, watched: &Watched, pending: &Pending, rank: usize) -> Option<Account> {
         if self.board.get().is_some() {
             return watched.heard.get(&rank).filter(|_| watched.is(pending)).cloned();
         }
@@ -370,140 +354,6 @@ impl Group {
         }
         let late = late.into_iter().map(|(rank, (number, kind))| (rank, Standing::Before(described(number, kind))));
         Lacks::Ranks(late.collect())
-    }
-
-    fn findings(&self, inner: &Inner, pending: &Pending, now: u64) -> Findings {
-        let watched = inner.watched_of(pending);
-        let ago = |then: u64| Duration::from_nanos(if watched.is(pending) { now.saturating_sub(then) } else { 0 });
-        let (asked_for, since_last) = (ago(watched.since), ago(watched.last));
-        let lacks = self.lacks(inner, pending);
-        let missing = match &lacks {
-            Lacks::Ranks(ranks) => {
-                let each = ranks.iter().take(MOST).map(|(rank, standing)| {
-                    self.absence(
-                        watched,
-                        *rank,
-                        standing,
-                        self.account_of(watched, pending, *rank).as_ref(),
-                        (asked_for, since_last),
-                    )
-                });
-                let mut each: Vec<String> = each.collect();
-                let rest: Vec<String> = ranks.iter().skip(MOST).map(|(rank, _)| rank.to_string()).collect();
-                if !rest.is_empty() {
-                    each.push(format!("and the same of rank {}", rest.join(", ")));
-                }
-                each.join("; ")
-            }
-            Lacks::Earlier(first) => {
-                format!("it must follow {} number {}, which has not ended here", first.request.kind, first.number)
-            }
-            Lacks::Unknown(text) => text.clone(),
-        };
-        let own = self.account_of(watched, pending, self.config.rank);
-        Findings { here: self.here(pending, own.as_ref()), missing, circle: self.circle(&lacks, pending, now) }
-    }
-
-    /// Where the operation was called, and where this rank is now.
-    fn here(&self, pending: &Pending, own: Option<&Account>) -> String {
-        let called = self.host.call_site(pending.site());
-        let text = called.as_ref().map_or_else(String::new, |site| format!(", called at {site}"));
-        match own {
-            Some(Account { place: Place::At(place), waits, .. }) if called.as_ref() != Some(place) => {
-                // A device waits, and its program may do something else.
-                let how = if waits.is_some() && !pending.on_device() { "waiting" } else { "while its program is" };
-                format!("{text}, {how} at {place}")
-            }
-            _ => text,
-        }
-    }
-
-    /// What a missing rank does.
-    fn absence(
-        &self,
-        watched: &Watched,
-        rank: usize,
-        standing: &Standing,
-        account: Option<&Account>,
-        (asked_for, since_last): (Duration, Duration),
-    ) -> String {
-        let (process, state) = self.process_of(watched, rank, account);
-        let idle = account.and_then(|account| account.idle).map(seconds);
-        let stands = match (standing, idle) {
-            (Standing::Unheard, _) if state.is_some() => "has said nothing".to_string(),
-            (Standing::Unheard, _) if !watched.collected => "has not said what it does".to_string(),
-            (Standing::Unheard, _) => {
-                "has said nothing: its process is stopped, or the store cannot be reached".to_string()
-            }
-            (Standing::Inside, _) => "entered it and stopped inside it".to_string(),
-            (Standing::Before(None), _) => "has not entered it, and nothing before it in this group".to_string(),
-            (Standing::Before(Some(call)), None) => format!("has not entered it, its last operation is {call}"),
-            (Standing::Before(Some(call)), Some(idle)) => {
-                format!("has not entered it, its last operation is {call}, which ended {idle} ago")
-            }
-            (Standing::Silent(None), _) => "did not answer, it has called no collective in this group".to_string(),
-            (Standing::Silent(Some(call)), None) => format!("did not answer, its last collective is {call}"),
-            (Standing::Silent(Some(call)), Some(idle)) => {
-                format!("did not answer, its last collective is {call}, its last operation ended {idle} ago")
-            }
-        };
-        let now = match account {
-            _ if state.is_some() => String::new(),
-            None if asked_for < SILENCE || *standing == Standing::Unheard => String::new(),
-            None => format!(", and it has not said what it does for {}", seconds(asked_for.as_millis() as u64)),
-            Some(Account { place, waits: Some(Waits { group, what, milliseconds, .. }), .. }) => {
-                let place = if let Place::At(place) = place { format!(" at {place}") } else { String::new() };
-                format!(", and it waits in {what} of group '{group}'{place}, since {}", seconds(*milliseconds))
-            }
-            Some(Account { place: Place::At(place), .. }) => format!(", and it is at {place}"),
-            Some(Account { place: Place::Locked, question, .. }) => {
-                // Since it was asked first, unless it has answered after that.
-                let first = watched.asked.iter().any(|(asked, number)| *asked == rank && number == question);
-                let held = if first || asked_for < since_last { asked_for } else { since_last };
-                let held = seconds(held.as_millis() as u64);
-                format!(", and native code has kept its interpreter's lock for {held}, so that its line is not known")
-            }
-            Some(_) => String::new(),
-        };
-        format!("rank {rank}{process} {stands}{now}")
-    }
-
-    /// A rank's process as text, and what is wrong with it, where that is seen.
-    fn process_of(&self, watched: &Watched, rank: usize, account: Option<&Account>) -> (String, Option<Life>) {
-        let mate = self.mates.iter().find(|(mate, _)| *mate == rank).map(|(_, pid)| *pid);
-        let silent = watched.silent.get(&rank);
-        let pid = self.peers.get(rank).map(|peer| peer.pid).or(mate);
-        let who = match (pid, account, silent) {
-            (Some(pid), ..) => format!("pid {pid}"),
-            (None, Some(account), _) => account.who.clone(),
-            (None, None, Some(process)) => process.who.clone(),
-            (None, None, None) if self.mates.is_empty() && !self.control.has_threads() => {
-                "its process is not known".to_string()
-            }
-            (None, None, None) => "on another host".to_string(),
-        };
-        let life = if watched.found.stopped.contains(&rank) {
-            Some(Life::Stopped)
-        } else {
-            pid.or_else(|| silent?.local_pid()).and_then(life_of)
-        };
-        match life {
-            Some(Life::Stopped) => (format!(" ({who}, its process is stopped)"), life),
-            Some(Life::Ended) => (format!(" ({who}, its process has ended)"), life),
-            None => (format!(" ({who})"), life),
-        }
-    }
-
-    /// The ranks that wait for each other, where this one is among them or waits for them.
-    fn circle(&self, lacks: &Lacks, pending: &Pending, now: u64) -> String {
-        let mut edges = self.edges_of(lacks, pending);
-        let me = self.global(self.config.rank);
-        let known = self.domain.heard(now, nanoseconds(YOUNG)).into_iter().map(|(edge, _)| edge);
-        edges.extend(known.filter(|edge| edge.from != me));
-        let Some(circle) = waits::circle(&edges, me) else { return String::new() };
-        let step = |edge: &Edge| format!("{} for {} in {} of group '{}'", edge.from, edge.to, edge.what, edge.group);
-        let steps: Vec<String> = circle.iter().map(step).collect();
-        format!(" These ranks of the default group wait for each other: {}.", steps.join(", "))
     }
 
     /// The rank of the default group that a rank of this one is.
@@ -589,7 +439,7 @@ fn in_seconds(time: Duration) -> String {
     seconds(time.as_millis() as u64)
 }
 
-fn seconds(milliseconds: u64) -> String {
+pub(super) fn seconds(milliseconds: u64) -> String {
     format!("{:.1} s", milliseconds as f64 / 1e3)
 }
 

@@ -6,12 +6,11 @@
 //! and on the peers: everything pending and later fails with it.
 //!
 //! `builder` makes a group, `handle` is an operation as its caller holds it, `check` refuses calls that do not fit
-//! together, `faults` names ranks that ended, `hang` ranks that are late and what they do (`answer`: what this rank
-//! says about itself; `account`: that as text; `questions`: over the store, whose keys `board` has; `pending`: the operation
-//! in question),
-//! `outside` has the operations that no engine runs, `barrier` is the monitored barrier, `explain` and `report` serve
-//! explanations and statistics, `devices` is the group as the engine of its devices sees it, `lanes` as the threads of
-//! a group over several hosts see it.
+//! together, `faults` names ranks that ended, `hang` ranks that are late and what they do (`findings`: the texts;
+//! `answer`: what this rank says about itself; `account`: that as text; `questions`: over the store, whose keys `board`
+//! has; `pending`: the operation in question), `outside` has the operations that no engine runs, `barrier` is the
+//! monitored barrier, `explain` and `report` serve explanations and statistics, `devices` is the group as the engine of
+//! its devices sees it, `lanes` as the threads of a group over several hosts see it.
 
 mod account;
 mod answer;
@@ -22,6 +21,7 @@ mod check;
 mod devices;
 mod explain;
 mod faults;
+mod findings;
 mod handle;
 mod hang;
 mod lanes;

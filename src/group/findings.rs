@@ -1,0 +1,172 @@
+//! What the error at the deadline and the line of the soft limit say about a pending operation: where this rank is, which
+//! ranks are missing and what they do, and the circle of ranks that wait for each other. `hang` says when.
+
+use std::time::Duration;
+
+use super::account::{Account, Place};
+use super::hang::{Life, MOST, SILENCE, Watched, YOUNG, life_of, seconds};
+use super::pending::{Pending, nanoseconds};
+use super::{Group, Inner};
+use crate::engine::{Lacks, Standing};
+use crate::progress::waits;
+use crate::progress::waits::{Edge, Waits};
+
+/// The texts about what a pending operation waits for.
+pub(super) struct Findings {
+    /// Where this rank is.
+    pub here: String,
+    pub missing: String,
+    pub circle: String,
+}
+
+impl Group {
+    /// The text of an operation that ended badly: `how` it ended, what the missing ranks do, and where. `what` is the
+    /// operation in words.
+    pub(super) fn story(&self, inner: &Inner, pending: &Pending, what: &str, how: &str, now: u64) -> String {
+        let Findings { here, missing, circle } = self.findings(inner, pending, now);
+        format!(
+            "sagellm: rank {} of group '{}' {how} in {what}{here}: {missing}.{circle} Every rank must call the same \
+             operations in the same order; where a rank needs longer, pass a larger timeout",
+            self.config.rank, self.config.name,
+        )
+    }
+
+    pub(super) fn findings(&self, inner: &Inner, pending: &Pending, now: u64) -> Findings {
+        let watched = inner.watched_of(pending);
+        let ago = |then: u64| Duration::from_nanos(if watched.is(pending) { now.saturating_sub(then) } else { 0 });
+        let (asked_for, since_last) = (ago(watched.since), ago(watched.last));
+        let lacks = self.lacks(inner, pending);
+        let missing = match &lacks {
+            Lacks::Ranks(ranks) => {
+                let each = ranks.iter().take(MOST).map(|(rank, standing)| {
+                    self.absence(
+                        watched,
+                        *rank,
+                        standing,
+                        self.account_of(watched, pending, *rank).as_ref(),
+                        (asked_for, since_last),
+                    )
+                });
+                let mut each: Vec<String> = each.collect();
+                let rest: Vec<String> = ranks.iter().skip(MOST).map(|(rank, _)| rank.to_string()).collect();
+                if !rest.is_empty() {
+                    each.push(format!("and the same of rank {}", rest.join(", ")));
+                }
+                each.join("; ")
+            }
+            Lacks::Earlier(first) => {
+                format!("it must follow {} number {}, which has not ended here", first.request.kind, first.number)
+            }
+            Lacks::Unknown(text) => text.clone(),
+        };
+        let own = self.account_of(watched, pending, self.config.rank);
+        Findings { here: self.here(pending, own.as_ref()), missing, circle: self.circle(&lacks, pending, now) }
+    }
+
+    /// Where the operation was called, and where this rank is now.
+    fn here(&self, pending: &Pending, own: Option<&Account>) -> String {
+        let called = self.host.call_site(pending.site());
+        let text = called.as_ref().map_or_else(String::new, |site| format!(", called at {site}"));
+        match own {
+            Some(Account { place: Place::At(place), waits, .. }) if called.as_ref() != Some(place) => {
+                // A device waits, and its program may do something else.
+                let how = if waits.is_some() && !pending.on_device() { "waiting" } else { "while its program is" };
+                format!("{text}, {how} at {place}")
+            }
+            _ => text,
+        }
+    }
+
+    /// What a missing rank does.
+    fn absence(
+        &self,
+        watched: &Watched,
+        rank: usize,
+        standing: &Standing,
+        account: Option<&Account>,
+        (asked_for, since_last): (Duration, Duration),
+    ) -> String {
+        let (process, state) = self.process_of(watched, rank, account);
+        let idle = account.and_then(|account| account.idle).map(seconds);
+        let stands = match (standing, idle) {
+            (Standing::Unheard, _) if state.is_some() => "has said nothing".to_string(),
+            (Standing::Unheard, _) if !watched.collected => "has not said what it does".to_string(),
+            (Standing::Unheard, _) => {
+                "has said nothing: its process is stopped, or the store cannot be reached".to_string()
+            }
+            (Standing::Inside, _) => "entered it and stopped inside it".to_string(),
+            (Standing::Before(None), _) => "has not entered it, and nothing before it in this group".to_string(),
+            (Standing::Before(Some(call)), None) => format!("has not entered it, its last operation is {call}"),
+            (Standing::Before(Some(call)), Some(idle)) => {
+                format!("has not entered it, its last operation is {call}, which ended {idle} ago")
+            }
+            (Standing::Silent(None), _) => "did not answer, it has called no collective in this group".to_string(),
+            (Standing::Silent(Some(call)), None) => format!("did not answer, its last collective is {call}"),
+            (Standing::Silent(Some(call)), Some(idle)) => {
+                format!("did not answer, its last collective is {call}, its last operation ended {idle} ago")
+            }
+        };
+        let now = match account {
+            _ if state.is_some() => String::new(),
+            None if asked_for < SILENCE || *standing == Standing::Unheard => String::new(),
+            None => format!(", and it has not said what it does for {}", seconds(asked_for.as_millis() as u64)),
+            Some(Account { place, waits: Some(Waits { group, what, milliseconds, .. }), .. }) => {
+                let place = if let Place::At(place) = place { format!(" at {place}") } else { String::new() };
+                format!(", and it waits in {what} of group '{group}'{place}, since {}", seconds(*milliseconds))
+            }
+            Some(Account { place: Place::At(place), .. }) => format!(", and it is at {place}"),
+            Some(Account { place: Place::Locked, question, .. }) => {
+                // Since it was asked first, unless it has answered after that.
+                let first = watched.asked.iter().any(|(asked, number)| *asked == rank && number == question);
+                let held = if first || asked_for < since_last { asked_for } else { since_last };
+                let held = seconds(held.as_millis() as u64);
+                format!(", and native code has kept its interpreter's lock for {held}, so that its line is not known")
+            }
+            Some(_) => String::new(),
+        };
+        format!("rank {rank}{process} {stands}{now}")
+    }
+
+    /// A rank's process as text, and what is wrong with it, where that is seen.
+    pub(super) fn process_of(
+        &self,
+        watched: &Watched,
+        rank: usize,
+        account: Option<&Account>,
+    ) -> (String, Option<Life>) {
+        let mate = self.mates.iter().find(|(mate, _)| *mate == rank).map(|(_, pid)| *pid);
+        let silent = watched.silent.get(&rank);
+        let pid = self.peers.get(rank).map(|peer| peer.pid).or(mate);
+        let who = match (pid, account, silent) {
+            (Some(pid), ..) => format!("pid {pid}"),
+            (None, Some(account), _) => account.who.clone(),
+            (None, None, Some(process)) => process.who.clone(),
+            (None, None, None) if self.mates.is_empty() && !self.control.has_threads() => {
+                "its process is not known".to_string()
+            }
+            (None, None, None) => "on another host".to_string(),
+        };
+        let life = if watched.found.stopped.contains(&rank) {
+            Some(Life::Stopped)
+        } else {
+            pid.or_else(|| silent?.local_pid()).and_then(life_of)
+        };
+        match life {
+            Some(Life::Stopped) => (format!(" ({who}, its process is stopped)"), life),
+            Some(Life::Ended) => (format!(" ({who}, its process has ended)"), life),
+            None => (format!(" ({who})"), life),
+        }
+    }
+
+    /// The ranks that wait for each other, where this one is among them or waits for them.
+    fn circle(&self, lacks: &Lacks, pending: &Pending, now: u64) -> String {
+        let mut edges = self.edges_of(lacks, pending);
+        let me = self.global(self.config.rank);
+        let known = self.domain.heard(now, nanoseconds(YOUNG)).into_iter().map(|(edge, _)| edge);
+        edges.extend(known.filter(|edge| edge.from != me));
+        let Some(circle) = waits::circle(&edges, me) else { return String::new() };
+        let step = |edge: &Edge| format!("{} for {} in {} of group '{}'", edge.from, edge.to, edge.what, edge.group);
+        let steps: Vec<String> = circle.iter().map(step).collect();
+        format!(" These ranks of the default group wait for each other: {}.", steps.join(", "))
+    }
+}
