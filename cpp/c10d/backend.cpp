@@ -122,7 +122,7 @@ SageBackend::~SageBackend() {
 }
 
 void SageBackend::refuse_forked() const {
-  if (::getpid() == process_) return;
+  if (!events_->inherited()) return;
   raise(ErrorKind::kInvalid,
         "sagellm: a forked child cannot use its parent's process group. Start the child with the 'spawn' method");
 }
@@ -313,7 +313,7 @@ void SageBackend::registerOnCompletionHook(std::function<void(std::shared_ptr<c1
 }
 
 void SageBackend::waitForPendingWorks() {
-  refuse_forked();
+  if (::getpid() != process_) return;  // destroy_process_group asks for it, and the works are the parent's
   if (delegated()) return delegate()->waitForPendingWorks();
   // Every operation has a deadline, so this wait ends.
   while (!events_->wait_told(std::chrono::milliseconds(100))) {

@@ -80,7 +80,7 @@ SageBackend::WorkPtr SageBackend::by_delegate(const CallDesc& call, bool host_st
   try {
     work = call.delegate(*other, call);
   } catch (const std::exception&) {
-    DelegatedWork::not_issued(note);
+    DelegatedWork::not_issued(note, other->getBackendName());
   }
   if (!work) {
     (*note)->reached(ExternalStage::kUntimed, {});
@@ -92,7 +92,10 @@ SageBackend::WorkPtr SageBackend::by_delegate(const CallDesc& call, bool host_st
 // ------------------------------------------------------------------------------------------------ the CPU's engine
 
 SageBackend::WorkPtr SageBackend::submit(Plans& plans, const CallDesc& call) {
-  if (C10_UNLIKELY(spans_hosts_)) follow_delegated(plans);
+  if (C10_UNLIKELY(spans_hosts_)) {
+    refuse_forked();
+    follow_delegated(plans);
+  }
   if (region_.open()) {
     // Also a synchronous call does not wait inside a region; the Work of the region's end covers it.
     WorkPtr work = submit_async(plans, call, true);

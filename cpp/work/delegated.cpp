@@ -17,9 +17,11 @@ std::exception_ptr told(const DelegatedWork::Note& note, const std::exception_pt
   return more.empty() ? failure : to_exception(std::string(more));
 }
 
-// Whether the delegate threw by a check of the call's arguments, after which its group is as it was. Its trouble with
-// other ranks or the store comes as another class, or as an exception of its library.
-bool is_refusal(const std::exception_ptr& failure) {
+// Whether the delegate threw by a check of the call's arguments, after which its group is as it was. gloo's trouble
+// with other ranks or the store comes as another class, or as an exception of its library; MPI and UCC use one class
+// for all.
+bool is_refusal(const std::exception_ptr& failure, const std::string& delegate) {
+  if (delegate != "gloo") return false;
   try {
     std::rethrow_exception(failure);
   } catch (const c10::DistError&) {
@@ -71,9 +73,9 @@ DelegatedWork::~DelegatedWork() {
   if (!inner_) (*note_)->reached(ExternalStage::kUntimed, {});
 }
 
-void DelegatedWork::not_issued(const Note& note) {
+void DelegatedWork::not_issued(const Note& note, const std::string& delegate) {
   const std::exception_ptr failure = std::current_exception();
-  if (!is_refusal(failure)) std::rethrow_exception(told(note, failure));
+  if (!is_refusal(failure, delegate)) std::rethrow_exception(told(note, failure));
   (*note)->reached(ExternalStage::kRefused, {});
   std::rethrow_exception(failure);
 }

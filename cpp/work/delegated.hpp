@@ -5,6 +5,7 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <vector>
 
 #include "compat.hpp"
@@ -22,9 +23,9 @@ class DelegatedWork final : public JoinedWork {
   DelegatedWork(int rank, c10d::OpType type, WorkPtr work, Note note, std::chrono::milliseconds timeout);
   ~DelegatedWork() override;
 
-  // Called where the delegate throws while a call is issued: notes whether it refused the call or the call failed, and
-  // throws what is to be reported.
-  [[noreturn]] static void not_issued(const Note& note);
+  // Called where the delegate of this name throws while a call is issued: notes whether it refused the call or the call
+  // failed, and throws what is to be reported.
+  [[noreturn]] static void not_issued(const Note& note, const std::string& delegate);
 
   std::exception_ptr exception() const override;
   bool wait(std::chrono::milliseconds timeout) override;

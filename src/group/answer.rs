@@ -9,7 +9,7 @@ use super::Group;
 use super::account::{Account, Place};
 use super::board;
 use super::board::{Found, Outcome, Process, SharedStore};
-use super::hang::{Life, YOUNG, life_of};
+use super::hang::{Life, SHORTEST, YOUNG, life_of};
 use super::pending::{Pending, nanoseconds};
 use super::questions::{Member, Questions};
 use crate::engine::Control;
@@ -124,7 +124,8 @@ impl Group {
         let waits = self.lock().long_pending().next().is_some();
         let next = questions.look(self, waits, clock::stamp(), pause);
         self.look_outside(); // for the line of the soft limit, which comes without the store, too
-        Some(next.unwrap_or(pause))
+        // Without the store this thread still looks often while something waits: the clock takes longer pauses for stops.
+        Some(next.unwrap_or(if waits { SHORTEST } else { pause }))
     }
 }
 

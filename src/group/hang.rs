@@ -67,6 +67,13 @@ pub(super) struct Watched {
 }
 
 impl Watched {
+    /// Forgets an operation that no engine runs, where it is the one that is watched: its record's id is free again.
+    pub fn forget_outside(&mut self, id: u64) {
+        if matches!(self.subject, Subject::Outside(subject) if subject == id) {
+            *self = Watched::default();
+        }
+    }
+
     pub fn is(&self, pending: &Pending) -> bool {
         match (&self.subject, pending) {
             (Subject::Own(op), Pending::Own(other)) => std::ptr::eq(op.as_ptr(), Arc::as_ptr(other)),

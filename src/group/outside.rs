@@ -132,6 +132,7 @@ impl ExternalOp {
         }
         let Record { id, kind, root, number, .. } = self.record;
         inner.outside.remove(id);
+        inner.watched_outside.forget_outside(id);
         inner.stats.take_back(id);
         if let Some(counter) = inner.counter(kind, root).filter(|counter| self.numbered && **counter == number) {
             *counter -= 1;

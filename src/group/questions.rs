@@ -103,7 +103,9 @@ impl State {
         if let Some(question) = question.filter(|question| Some(*question) != self.answered) {
             self.answer(board, me, question, now)?;
         }
-        if !waits {
+        // Others wait for the result of a question that this rank collects, also where its own operation has ended.
+        let collects = self.round.as_ref().is_some_and(|round| round.collects && !round.done);
+        if !waits && !collects {
             self.round = None;
             return Ok(pause);
         }
@@ -409,6 +411,22 @@ mod tests {
             let requests: usize = all.iter().map(|rank| rank.requests.load(Ordering::Relaxed)).sum();
             let most = asking * (2 * looks + 30) + silent * looks;
             assert!(requests <= most, "{asking} ranks that ask: {requests} requests, at most {most} expected");
+        }
+    }
+
+    #[test]
+    fn a_rank_that_collects_publishes_the_result_also_where_its_own_operation_has_ended() {
+        let mut all = ranks(&Memory::default(), &[5, 5, 5, 4], works);
+        look(&all[..3], TICK);
+        assert!(all[0].collects());
+        all[0].waits = false;
+        // Rank 3 does not look, so the result comes when it has been silent for long.
+        for tick in 2..LIMIT / TICK + 4 {
+            look(&all[..3], tick * TICK);
+        }
+        for rank in &all[1..3] {
+            let learned = rank.learned.borrow();
+            assert_eq!(learned.iter().map(|found| found.silent.clone()).collect::<Vec<_>>(), [BTreeSet::from([3])]);
         }
     }
 
