@@ -109,13 +109,22 @@ pub enum Lacks {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Standing {
     /// It has not entered the operation; this is the last one that it has entered, if any.
-    Before(Option<String>),
+    Before(Option<LastCall>),
     /// It entered the operation and did not finish its part.
     Inside,
     /// Nothing has been heard of it.
     Unheard,
     /// It has not taken part in the message; this is its last collective, if any.
     Silent(Option<String>),
+}
+
+/// The last operation that a rank has entered.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LastCall {
+    /// Its number in the group.
+    pub number: u64,
+    /// It in words, with that number.
+    pub text: String,
 }
 
 impl Standing {

@@ -8,8 +8,11 @@ use super::hang::{Life, MOST, SILENCE, Watched, YOUNG, life_of, seconds};
 use super::pending::{Pending, nanoseconds};
 use super::{Group, Inner};
 use crate::engine::{Lacks, Standing};
+use crate::os::clock;
 use crate::progress::waits;
 use crate::progress::waits::{Edge, Waits};
+use crate::select::Choice;
+use crate::stats::history::{History, State};
 
 /// The texts about what a pending operation waits for.
 pub(super) struct Findings {
@@ -39,13 +42,9 @@ impl Group {
         let missing = match &lacks {
             Lacks::Ranks(ranks) => {
                 let each = ranks.iter().take(MOST).map(|(rank, standing)| {
-                    self.absence(
-                        watched,
-                        *rank,
-                        standing,
-                        self.account_of(watched, pending, *rank).as_ref(),
-                        (asked_for, since_last),
-                    )
+                    let account = self.account_of(watched, pending, *rank);
+                    let ended = end_of_last(inner.stats.history(), pending, standing, account.as_ref());
+                    self.absence(watched, (*rank, standing, ended), account.as_ref(), (asked_for, since_last))
                 });
                 let mut each: Vec<String> = each.collect();
                 let rest: Vec<String> = ranks.iter().skip(MOST).map(|(rank, _)| rank.to_string()).collect();
@@ -77,33 +76,32 @@ impl Group {
         }
     }
 
-    /// What a missing rank does.
+    /// What a missing rank does. `ended`: when its last operation did, in words.
     fn absence(
         &self,
         watched: &Watched,
-        rank: usize,
-        standing: &Standing,
+        (rank, standing, ended): (usize, &Standing, Option<String>),
         account: Option<&Account>,
         (asked_for, since_last): (Duration, Duration),
     ) -> String {
         let (process, state) = self.process_of(watched, rank, account);
-        let idle = account.and_then(|account| account.idle).map(seconds);
-        let stands = match (standing, idle) {
-            (Standing::Unheard, _) if state.is_some() => "has said nothing".to_string(),
+        let asked = seconds(asked_for.as_millis() as u64);
+        let stands = match (standing, ended) {
+            (Standing::Unheard, _) if state.is_some() => format!("has said nothing for {asked}"),
             (Standing::Unheard, _) if !watched.collected => "has not said what it does".to_string(),
             (Standing::Unheard, _) => {
-                "has said nothing: its process is stopped, or the store cannot be reached".to_string()
+                format!("has said nothing for {asked}: its process is stopped, or the store cannot be reached")
             }
             (Standing::Inside, _) => "entered it and stopped inside it".to_string(),
             (Standing::Before(None), _) => "has not entered it, and nothing before it in this group".to_string(),
-            (Standing::Before(Some(call)), None) => format!("has not entered it, its last operation is {call}"),
-            (Standing::Before(Some(call)), Some(idle)) => {
-                format!("has not entered it, its last operation is {call}, which ended {idle} ago")
+            (Standing::Before(Some(last)), None) => format!("has not entered it, its last operation is {}", last.text),
+            (Standing::Before(Some(last)), Some(ended)) => {
+                format!("has not entered it, its last operation is {}, which {ended}", last.text)
             }
             (Standing::Silent(None), _) => "did not answer, it has called no collective in this group".to_string(),
             (Standing::Silent(Some(call)), None) => format!("did not answer, its last collective is {call}"),
-            (Standing::Silent(Some(call)), Some(idle)) => {
-                format!("did not answer, its last collective is {call}, its last operation ended {idle} ago")
+            (Standing::Silent(Some(call)), Some(ended)) => {
+                format!("did not answer, its last collective is {call}, its last operation {ended}")
             }
         };
         let now = match account {
@@ -169,4 +167,17 @@ impl Group {
         let steps: Vec<String> = circle.iter().map(step).collect();
         format!(" These ranks of the default group wait for each other: {}.", steps.join(", "))
     }
+}
+
+/// When the last operation of a missing rank ended, in words: by what the rank has said or, where it has said nothing, by
+/// when the operation ended on this rank, whose `history` this is.
+fn end_of_last(history: &History, pending: &Pending, standing: &Standing, account: Option<&Account>) -> Option<String> {
+    if let Some(idle) = account.and_then(|account| account.idle) {
+        return Some(format!("ended {} ago", seconds(idle)));
+    }
+    let Standing::Before(Some(last)) = standing else { return None };
+    let on_device = Choice::DEVICE.code();
+    let mut alike = history.collectives().filter(|record| (record.route.choice == on_device) == pending.on_device());
+    let record = alike.find(|record| record.number == last.number).filter(|record| record.state != State::Pending)?;
+    Some(format!("ended here {} ago", seconds(clock::stamp().saturating_sub(record.ended) / 1_000_000)))
 }

@@ -15,7 +15,7 @@ use super::outside::Outside;
 use super::pending::{Pending, nanoseconds};
 use super::{Group, Inner};
 use crate::config;
-use crate::engine::{Inquiry, Lacks, Standing};
+use crate::engine::{Inquiry, Lacks, LastCall, Standing};
 use crate::error::Error;
 use crate::op::Op;
 use crate::os::{clock, watch};
@@ -359,8 +359,11 @@ impl Group {
             });
             return Lacks::Unknown(each.collect::<Vec<_>>().join("; "));
         }
-        let late = late.into_iter().map(|(rank, (number, kind))| (rank, Standing::Before(described(number, kind))));
-        Lacks::Ranks(late.collect())
+        let before = |(rank, (number, kind))| {
+            let last = described(number, kind).map(|text| LastCall { number, text });
+            (rank, Standing::Before(last))
+        };
+        Lacks::Ranks(late.into_iter().map(before).collect())
     }
 
     /// The rank of the default group that a rank of this one is.
@@ -384,7 +387,8 @@ impl Group {
 }
 
 /// The ranks that have not made the call of a pending collective of the rank `me`, as far as they have said over the store:
-/// those that said nothing, then those that have come least far. `heard`: the answers that this rank has read.
+/// first the ranks that said nothing, then the others, those with the lowest numbers first. `heard`: the answers that this
+/// rank has read.
 fn late_for(pending: &Pending, found: &Found, heard: &BTreeMap<usize, Account>, me: usize) -> Vec<(usize, Standing)> {
     let mut behind: Vec<(usize, u64)> =
         found.behind.iter().map(|(rank, counts)| (*rank, pending.count_of(*counts))).collect();
@@ -394,10 +398,13 @@ fn late_for(pending: &Pending, found: &Found, heard: &BTreeMap<usize, Account>, 
     let standing = |(rank, count): (usize, Option<u64>)| {
         let standing = match (heard.get(&rank), count) {
             (Some(account), _) if pending.is_entered_by((account.issued, account.launched)) => return None,
-            (Some(account), _) => Standing::Before(pending.last_of(account)),
+            (Some(account), _) => {
+                let number = pending.count_of((account.issued, account.launched));
+                Standing::Before(pending.last_of(account).map(|text| LastCall { number, text }))
+            }
             (None, Some(count)) if count >= pending.number() => return None,
             (None, Some(0)) => Standing::Before(None),
-            (None, Some(count)) => Standing::Before(Some(format!("number {count}"))),
+            (None, Some(number)) => Standing::Before(Some(LastCall { number, text: format!("number {number}") })),
             (None, None) => Standing::Unheard,
         };
         Some((rank, standing))
@@ -466,7 +473,7 @@ mod tests {
         let issued = (0..14).map(|rank| (rank, account(if rank == 0 { 10 } else { 9 })));
         let mut answers: BTreeMap<usize, Account> = issued.chain([(15, account(2))]).collect();
         let found = Found::of(16, &answers);
-        let before = |number: u64| Standing::Before(Some(format!("number {number}")));
+        let before = |number: u64| Standing::Before(Some(LastCall { number, text: format!("number {number}") }));
         let none = BTreeMap::new();
         assert_eq!(late_for(&reduce(3), &found, &none, 5), [(14, Standing::Unheard), (15, before(2))]);
         assert_eq!(late_for(&reduce(3), &found, &none, 14), [(15, before(2))], "a rank does not name itself");
@@ -476,7 +483,7 @@ mod tests {
         // An answer that came after the result was published counts more than that.
         let later =
             BTreeMap::from([(14, account(3)), (15, Account { last: Some("barrier number 2".into()), ..account(2) })]);
-        let named = Standing::Before(Some("barrier number 2".into()));
+        let named = Standing::Before(Some(LastCall { number: 2, text: "barrier number 2".into() }));
         assert_eq!(late_for(&reduce(3), &found, &later, 5), [(15, named)]);
         answers.insert(15, account(0));
         let found = Found::of(16, &answers);

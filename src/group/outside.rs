@@ -202,7 +202,7 @@ impl Group {
         let mut inner = self.lock();
         let numbered = carrier == Carrier::Delegate && (kind.is_p2p() || inner.engine.delegate_reason().is_some());
         let number = match carrier {
-            Carrier::Composed => inner.number + 1, // that of its first operation, which follows
+            Carrier::Composed => inner.number + 1, // its first operation is issued next and takes this number
             Carrier::Device => self.device_number.load(Ordering::Relaxed), // taken before
             Carrier::Delegate if numbered => inner.number_for(kind, root),
             Carrier::Delegate => inner.number, // our engine's numbers have no gaps

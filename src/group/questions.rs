@@ -285,7 +285,8 @@ mod tests {
         }
     }
 
-    /// One rank for each number of issued operations; those that have issued the most wait. `rule` is made for each rank.
+    /// Makes `issued.len()` ranks; rank r has issued `issued[r]` operations. The ranks with the highest number wait for the
+    /// others. `rule` makes each rank's rule.
     fn ranks(store: &Memory, issued: &[u64], rule: impl Fn(usize) -> Box<Rule>) -> Vec<Rank> {
         let most = *issued.iter().max().unwrap();
         let rank = |(rank, issued_here): (usize, &u64)| {
@@ -319,7 +320,8 @@ mod tests {
         }
     }
 
-    /// The threads of two ranks make their requests in a given order, until one has made all of its own.
+    /// Forces the requests of two ranks, each on its thread, into a given order. Once one rank has made its last request,
+    /// the other goes on freely.
     #[derive(Default)]
     struct Turns(Mutex<(Vec<usize>, BTreeSet<usize>)>, Condvar);
 

@@ -144,7 +144,7 @@ pub struct Op {
 }
 
 impl Op {
-    #[inline(always)] // built where it is moved from
+    #[inline(always)] // without a call, the operation is not copied once more on its way into the `Arc`
     pub fn new(
         request: Request,
         number: u64,

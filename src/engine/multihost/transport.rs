@@ -55,7 +55,8 @@ pub struct FrameHeader {
     pub chain: u64,
     /// Number of the batch's first operation.
     pub number: u64,
-    /// The highest number that was issued, as the minimum over all ranks that the sender has heard of in this batch.
+    /// The number up to which operations are issued and may run together (`State::promised`), as the minimum over all ranks
+    /// that the sender has heard of in this batch.
     pub issued: u64,
     /// The sender's factor of PREMUL_SUM.
     pub factor: u64,

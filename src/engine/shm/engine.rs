@@ -12,7 +12,7 @@ use super::protocol::Slots;
 use super::small;
 use crate::engine::pieces::Pieces;
 
-use crate::engine::{Control, Ended, Engine, Lacks, Standing};
+use crate::engine::{Control, Ended, Engine, Lacks, LastCall, Standing};
 use crate::error::{Error, Result};
 use crate::op;
 use crate::op::Op;
@@ -395,7 +395,7 @@ impl Engine for Shm {
             ranks.push(match op.request.kind.is_p2p() {
                 true => (rank, Standing::Silent(call)),
                 false if last >= op.number => (rank, Standing::Inside),
-                false => (rank, Standing::Before(call)),
+                false => (rank, Standing::Before(call.map(|text| LastCall { number: last, text }))),
             });
         }
         match self.predecessor_of(op) {

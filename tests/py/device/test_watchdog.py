@@ -6,12 +6,14 @@ Over simulators, one of whose operations hangs where the variable SAGELLM_SIM_HA
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import net
 import pytest
 import torch
 import torch.distributed as dist
@@ -76,9 +78,16 @@ def test_what_hangs_inside_the_library_fails_at_the_groups_timeout(
         assert time.monotonic() - begin < 30
 
 
-def absent(ctx: Context, vendor: str) -> None:
-    """Rank 1 does not issue what the others wait for."""
-    _, name = start(ctx, vendor, timeout=timedelta(seconds=30))
+def absent(ctx: Context, vendor: str, hosts: list[str] | None = None) -> None:
+    """Rank 1 does not issue what the others wait for. ``hosts``: rank 0 is alone on the first."""
+    if hosts:
+        with open("/proc/self/ns/net") as home:
+            net.enter(hosts[min(ctx.rank, 1)])
+            store = dist.FileStore(f"{ctx.tmp}/store", ctx.world_size)
+            _, name = start(ctx, vendor, timeout=timedelta(seconds=30), store=store)
+            net.enter_file(home)  # the simulator's communicator, which the first operation makes, spans no namespaces
+    else:
+        _, name = start(ctx, vendor, timeout=timedelta(seconds=30))
     value = torch.ones(10, device=name)
     dist.all_reduce(value)
     holds(value, ctx.world_size)
@@ -93,20 +102,25 @@ def absent(ctx: Context, vendor: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("over_hosts", [False, True], ids=["one_host", "two_hosts"])
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_a_rank_that_has_not_issued_an_operation_is_named_with_its_line(
-    vendor: str, ranks: int, libraries: dict[str, Path]
+    vendor: str, over_hosts: bool, ranks: int, libraries: dict[str, Path], request: pytest.FixtureRequest
 ) -> None:
-    """On every rank that waits, within a tenth of the deadline."""
+    """On every rank that waits, within a tenth of the deadline; also where it is asked through the store."""
     env = environment(vendor, libraries, SAGELLM_SIM_TIMEOUT_MS="300000")
-    with launch(absent, ranks, vendor, env=env) as job:
+    names = request.getfixturevalue("hosts") if over_hosts else None
+    if over_hosts:
+        env["GLOO_SOCKET_IFNAME"] = net.INTERFACE
+    with launch(absent, ranks, vendor, names, env=env) as job:
         for rank in range(ranks):
             if rank == 1:
                 continue
             name, text, took = job.hear(rank)
             assert ABSENT * 0.95 < took < ABSENT * 1.1 + patience(0.5), took
             assert f"in all_reduce number 2 on {name}:0" in text, text
-            assert f"rank 1 (pid {job.pid(1)}) has not entered it" in text, text
+            host = r", host [\w.-]+" if over_hosts and rank == 0 else ""
+            assert re.search(rf"rank 1 \(pid {job.pid(1)}{host}\) has not entered it", text), text
             assert f"and it is at {__file__}:{line_in(__file__, 'mark: asleep here')} in absent" in text, text
 
 

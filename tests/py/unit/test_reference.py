@@ -61,12 +61,12 @@ def test_every_public_name_has_a_docstring() -> None:
     assert not missing, f"without a docstring: {', '.join(missing)}"
 
 
-#: A text, and a class of the extension, whose docstring is one line; docs/api.md shows how it is used.
+#: Without an example: a string, and a class of the extension whose docstring is one line (docs/api.md shows its use).
 WITHOUT_EXAMPLE = {"__version__", "Options"}
 
 
 def test_every_function_and_class_that_a_program_calls_shows_an_example() -> None:
-    """`tests/py/dist/test_docs.py` runs them, but for those that it lists with a reason."""
+    """`tests/py/dist/test_docs.py` runs these examples, except those that it lists with a reason."""
     asked = [name for name in sagellm.__all__ if name not in WITHOUT_EXAMPLE]
     missing = [name for name in asked if "Example::\n\n    " not in (inspect.getdoc(getattr(sagellm, name)) or "")]
     assert not missing, f"without an example: {', '.join(missing)}"

@@ -382,7 +382,7 @@ class _Conversation:
 
 
 class _Building:
-    """The new backend in the making: a thread waits for the other members, whoever of them dies meanwhile."""
+    """Makes the new backend on a thread of its own, so that a member that dies meanwhile does not block the caller."""
 
     def __init__(self, backend: Any, members: list[int], seconds: float, attempt: int) -> None:
         self.backend = backend
