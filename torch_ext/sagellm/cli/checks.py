@@ -20,15 +20,20 @@ from sagellm import _nearest
 ERROR, WARNING = "error", "warning"
 #: Every variable that the package reads; a test compares them with the sources.
 VARIABLES = (
+    "SAGELLM_ACL_LIBRARY",
     "SAGELLM_ALGORITHM",
     "SAGELLM_AS",
     "SAGELLM_CACHE_DIR",
     "SAGELLM_CALL_SITES",
     "SAGELLM_CNCL_LIBRARY",
+    "SAGELLM_CNRT_LIBRARY",
+    "SAGELLM_CUDA_LIBRARY",
+    "SAGELLM_DOUBLE_AS_FLOAT",
     "SAGELLM_DUMP_DIR",
     "SAGELLM_EXPLAIN",
     "SAGELLM_FUSION",
     "SAGELLM_HCCL_LIBRARY",
+    "SAGELLM_HCOMM_LIBRARY",
     "SAGELLM_LOG",
     "SAGELLM_MEASURE_LINK",
     "SAGELLM_NCCL_LIBRARY",
@@ -39,8 +44,15 @@ VARIABLES = (
     "SAGELLM_VENDOR",
     "SAGELLM_VENDOR_DIR",
 )
-#: Variables of builds and of the package's own tests.
-OTHERS = ("SAGELLM_PREBUILT", "SAGELLM_TEST_", "SAGELLM_UPDATE_GOLDEN", "SAGELLM_WRITE_DOCS")
+#: Variables of builds and of the package's own tests, or how they begin.
+OTHERS = (
+    "SAGELLM_EDIT",
+    "SAGELLM_PREBUILT",
+    "SAGELLM_SIM_",
+    "SAGELLM_TEST_",
+    "SAGELLM_UPDATE_GOLDEN",
+    "SAGELLM_WRITE_DOCS",
+)
 INTERFACE = "GLOO_SOCKET_IFNAME"
 #: A look-up of a name that takes longer costs every start of a job as much; name servers that are gone take 5 s.
 SLOW_NAME, NAME_LIMIT = 1.0, 10.0
