@@ -121,3 +121,8 @@ def test_every_variable_that_the_sources_read_is_known() -> None:
             read |= {name for name in found if not name.startswith(checks.OTHERS)}
     assert {"SAGELLM_RING", "SAGELLM_CNRT_LIBRARY"} <= read
     assert read == set(checks.VARIABLES), read ^ set(checks.VARIABLES)
+
+
+def test_every_variable_stands_in_the_documentation() -> None:
+    page = (ROOT / "docs" / "settings.md").read_text()
+    assert not [name for name in checks.VARIABLES if f"`{name}" not in page]
