@@ -132,7 +132,7 @@ def create_comm_backend(
 
     Raises:
         ValueError: the name is unknown, or ``rank`` or ``world_size`` is not what the group says.
-        RuntimeError: the type needs a device that this process has not.
+        RuntimeError: the type needs a device that this process does not have.
 
     Example::
 

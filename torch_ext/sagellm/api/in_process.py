@@ -35,7 +35,7 @@ class Topology:
     Args:
         world_size: how many ranks, 1 to 256.
         timeout: how long a call waits for the other ranks on any thread but the one that made the topology, in seconds
-        or as timedelta.
+            or as timedelta.
     """
 
     def __init__(self, world_size: int, timeout: Seconds) -> None:

@@ -26,9 +26,9 @@ HELP = "measure collectives: size, time, algbw, busbw, wrong values; compare wit
 DESCRIPTION = """Measures collectives and prints the table of nccl-tests, on CPU tensors or with --device on those of an
 accelerator; the head says what carried them, and each row whether that was a simulator. Starts its own ranks on this
 host, or measures between those of torchrun where it runs under it. Sizes are those of the whole tensor (the output of
-a gather, the input of a scatter); busbw is the time's share of the bus: algbw times 2(n-1)/n for all_reduce, (n-1)/n
-for all_gather, reduce_scatter, all_to_all, gather and scatter, 1 for the others. Exits with 1 when a value was
-wrong."""
+a gather, the input of a scatter). algbw is size by time; busbw, which compares with the speed of a link, is algbw
+times 2(n-1)/n for all_reduce, (n-1)/n for all_gather, reduce_scatter, all_to_all, gather and scatter, 1 for the
+others. Exits with 1 when a value was wrong or a rank failed."""
 EXAMPLES = """examples:
   sagellm bench                                     all_reduce between two ranks, 8 bytes to 64 MiB
   sagellm bench --preset quick --compare gloo       1, 10 and 100 MB, 10 warm-ups, 100 iterations, beside gloo
@@ -107,7 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--op", default="all_reduce", choices=[*collectives.OPS, "all"], help="the collective, or all (all_reduce)"
     )
-    parser.add_argument("--sizes", type=parse_sizes, help="bytes of the whole tensor: 8,4KiB..16MiB (8..64MiB:8)")
+    parser.add_argument("--sizes", type=parse_sizes, help="bytes of the whole tensor: 8,4KiB..16MiB:2 (8..64MiB:8)")
     parser.add_argument("--dtype", default="float32", choices=collectives.DTYPES, help="element type (float32)")
     parser.add_argument("--redop", default="sum", choices=list(collectives.REDUCTIONS), help="how to combine (sum)")
     parser.add_argument(
@@ -119,7 +119,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--preset", choices=list(PRESETS), help="quick: 1, 10, 100 MB, 10 warm-ups, 100 iterations")
     parser.add_argument("--compare", choices=BACKENDS, help="measure this backend of torch as well")
     parser.add_argument(
-        "--plot", metavar="FILE", help="draw the bandwidths into a picture (.png, .svg), or here with -"
+        "--plot", metavar="FILE", help="draw the bandwidths into a picture (.png, .svg), or with - in the terminal"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures as JSON")
 

@@ -19,7 +19,7 @@ EXAMPLES = """examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("op", help="all_reduce, broadcast, ...")
-    parser.add_argument("bytes", type=parse_size, help="bytes that one rank gives: 4096, 64KiB, 1MiB")
+    parser.add_argument("bytes", type=parse_size, help="bytes that one rank contributes: 4096, 64KiB, 1MiB")
     parser.add_argument("--dtype", default="float32", help="element type (default: float32)")
     parser.add_argument("--ranks", type=int, default=2, help="ranks of the group, all on this host (default: 2)")
 

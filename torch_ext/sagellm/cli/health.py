@@ -20,8 +20,8 @@ exit codes:
   3  fault: the processes live, but a group has failed, or an operation is pending for longer than --stall
   4  dead: a process was killed or crashed, is stopped, or its interpreter no longer runs
 
---live answers only whether processes live: 0, or 4. A probe with it restarts a process, one without it only keeps work
-away."""
+--live answers only whether processes live: 0, or 4. Use it for a liveness probe, which restarts a process, and the
+command without it for a readiness probe, which only keeps work away."""
 EXAMPLES = """examples:
   sagellm health --dir /run/job                  readiness of the processes of this host
   sagellm health --live                          liveness; SAGELLM_STATUS_DIR names the folder
@@ -34,7 +34,7 @@ COLOURS = {watch.READY: "green", watch.NOT_READY: "yellow", watch.FAULT: "red", 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dir", type=Path, help="the folder of the status files (SAGELLM_STATUS_DIR)")
     parser.add_argument("--live", action="store_true", help="answer only whether the processes live")
-    parser.add_argument("--expect", type=int, metavar="N", help="so many processes must be there")
+    parser.add_argument("--expect", type=int, metavar="N", help="at least so many processes must be there")
     parser.add_argument("--stall", type=float, metavar="SECONDS", help="no operation may be pending for longer")
     parser.add_argument("--rank", type=int, action="append", help="judge this global rank alone; may be repeated")
     parser.add_argument("--all-hosts", action="store_true", help="judge processes of other hosts as well")

@@ -13,8 +13,9 @@ from typing import Any
 from sagellm.cli.show import fact
 
 HELP = "versions, what serves which tensors, and how the package was built"
-DESCRIPTION = """Prints the versions of the package, torch and Python, what the extension was built for and from, what
-would serve the tensors of a group made now, and the variables that change it. `sagellm doctor` examines the machine."""
+DESCRIPTION = """For a bug report: prints the versions of the package, torch and Python, what the extension was built
+for and from, what would serve the tensors of a group made now, and the variables that change it. `sagellm doctor`
+examines the machine."""
 EXAMPLES = """examples:
   sagellm info
   sagellm info --json

@@ -19,8 +19,8 @@ from sagellm._units import BINARY, DECIMAL, show_size, show_time
 from sagellm.cli.show import Bar
 
 HELP = "predicted times of collectives, by algorithm, size and number of ranks"
-DESCRIPTION = """Prices the schedules of this package under a model of links (latency, time per byte, combining
-numbers) and prints a table of times and the sizes at which one algorithm overtakes another. With --strategy it prints
+DESCRIPTION = """Predicts the times of this package's schedules by a model of links (latency, time per byte) and of
+combining numbers, and prints them with the sizes at which one algorithm overtakes another. With --strategy it prints
 what a training step of a parallel strategy communicates instead: primitives, bytes of a rank, and predicted times."""
 EXAMPLES = """examples:
   sagellm simulate
@@ -235,7 +235,7 @@ def plot(path: Path, op: str, sizes: Sequence[float], all_times: dict[int, dict[
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--op", default="all_reduce", help="the collective (default: all_reduce)")
-    parser.add_argument("--ranks", type=parse_ranks, help="rank counts (default: 8,64,1024; with --strategy 8)")
+    parser.add_argument("--ranks", type=parse_ranks, help="numbers of ranks (default: 8,64,1024; with --strategy 8)")
     parser.add_argument("--ranks-per-host", type=int, default=8, metavar="N", help="ranks on one host (default: 8)")
     parser.add_argument("--sizes", type=parse_sizes, default=parse_sizes("8..1GiB:8"), help="default: 8..1GiB:8")
     parser.add_argument(
@@ -247,7 +247,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--reduce", type=parse_speed, default=parse_speed("10GB"), metavar="SPEED", help="combining numbers (10GB)"
     )
-    parser.add_argument("--algorithms", metavar="NAMES", help="only these, by commas (default: all that serve the op)")
+    parser.add_argument(
+        "--algorithms", metavar="NAMES", help="only these, with commas (default: all that serve the op)"
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the times over the sizes")
     parser.add_argument(
         "--check",

@@ -19,7 +19,7 @@ HELP = "live view of a running job: last operation, rates and waits by rank and 
 DESCRIPTION = """Reads the status files that processes write once a second when SAGELLM_STATUS_DIR names a folder, and
 shows for each rank and group the last operation or the oldest pending one, calls and bytes per second, the share of
 time in which operations waited for peers, and the peer that was waited for longest. Refreshes on a terminal;
-elsewhere it prints one table after the other. Ctrl-C ends it. Exits with 1 where --once finds no process."""
+elsewhere it prints one table after the other. Ctrl-C ends it. Exits with 1 where --once or --json finds no process."""
 EXAMPLES = """examples:
   sagellm top --dir /run/job
   sagellm top --once                     one table; SAGELLM_STATUS_DIR names the folder
@@ -44,7 +44,7 @@ def _interval(text: str) -> float:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dir", type=Path, help="the folder of the status files (SAGELLM_STATUS_DIR)")
     parser.add_argument("--once", action="store_true", help="print one table and end")
-    parser.add_argument("--every", type=_interval, default=1.0, metavar="SECONDS", help="refresh so often (1)")
+    parser.add_argument("--every", type=_interval, default=1.0, metavar="SECONDS", help="time between two tables (1)")
     parser.add_argument("--rank", type=int, action="append", help="show this global rank alone; may be repeated")
     parser.add_argument("--json", action="store_true", help="print the job once, in the form of NCCL's RAS")
 

@@ -24,7 +24,7 @@ EXAMPLES = """examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("paths", nargs="+", type=Path, metavar="FILE_OR_FOLDER", help="what the ranks wrote")
     parser.add_argument("-o", "--output", type=Path, default=Path("trace.json"), help="the trace (trace.json)")
-    parser.add_argument("--align", action="store_true", help="shift ranks so that collectives end together")
+    parser.add_argument("--align", action="store_true", help="shift each rank's clock so that collectives end together")
 
 
 def run(parsed: argparse.Namespace) -> int:

@@ -26,7 +26,8 @@ from sagellm.observe import explain
 
 HELP = "measure the fastest algorithm of each operation and save the table"
 DESCRIPTION = """Starts ranks on this host, measures every algorithm at every size against the default, and writes the
-winners to a table that later groups of as many ranks use. Exits with 1 when nothing was written."""
+winners to a table that new groups of the same number of ranks use. Exits with 1 when nothing was written. Run it while
+nothing else runs."""
 EXAMPLES = """examples:
   sagellm tune --dry-run                   what would be measured
   sagellm tune --ranks 4                   a minute of measurements for groups of 4 ranks

@@ -23,7 +23,8 @@ class TensorParallelLinear(nn.Module):  # type: ignore[misc]  # torch has no ann
 
     Args:
         in_features, out_features: of the whole layer. The one that is split must be a multiple of ``world_size``
-        (ValueError). world_size: ranks of the group (ValueError where the group says otherwise).
+            (ValueError).
+        world_size: ranks of the group (ValueError where the group says otherwise).
         mode: "column" or "row".
         bias: whether there is one. In mode "row" every rank holds it whole.
         group: of the ranks; None the default group.
