@@ -134,7 +134,10 @@ class Record(TypedDict):
     reducing: int
 
 class Options:
-    """Options of one group, for the argument ``pg_options`` of ``init_process_group`` and ``new_group``."""
+    """Options of one group, for the argument ``pg_options`` of ``init_process_group`` and ``new_group``.
+
+    Those have a ``timeout`` of their own, which replaces the one here.
+    """
 
     def __init__(
         self,
