@@ -29,10 +29,10 @@ std::chrono::milliseconds milliseconds(Seconds seconds) {
   return std::chrono::duration_cast<std::chrono::milliseconds>(seconds);
 }
 
-c10::intrusive_ptr<Options> make_options(Seconds timeout, std::string engine, std::string delegate, bool fusion,
-                                         bool strict, std::string algorithm, std::string vendor, std::string topology,
+c10::intrusive_ptr<Options> make_options(std::string engine, std::string delegate, bool fusion, bool strict,
+                                         std::string algorithm, std::string vendor, std::string topology,
                                          bool measure_link, std::optional<double> soft_timeout) {
-  auto options = c10::make_intrusive<Options>(milliseconds(timeout));
+  auto options = c10::make_intrusive<Options>();
   options->engine = std::move(engine);
   options->delegate = std::move(delegate);
   options->fusion = fusion;
@@ -122,10 +122,9 @@ void bind_options(py::module_& module) {
   py::module_::import("torch._C._distributed_c10d");
   py::class_<Options, c10d::Backend::Options, c10::intrusive_ptr<Options>>(
       module, "Options", "Options of a sagellm process group, for the argument pg_options.")
-      .def(py::init(&make_options), py::arg("timeout") = Seconds(kBackendDefaultTimeout), py::arg("engine") = "auto",
-           py::arg("delegate") = "gloo", py::arg("fusion") = true, py::arg("strict") = false, py::arg("algorithm") = "",
-           py::arg("vendor") = "auto", py::arg("topology") = "", py::arg("measure_link") = true,
-           py::arg("soft_timeout") = py::none())
+      .def(py::init(&make_options), py::kw_only(), py::arg("engine") = "auto", py::arg("delegate") = "gloo",
+           py::arg("fusion") = true, py::arg("strict") = false, py::arg("algorithm") = "", py::arg("vendor") = "auto",
+           py::arg("topology") = "", py::arg("measure_link") = true, py::arg("soft_timeout") = py::none())
       .def_readwrite("engine", &Options::engine)
       .def_readwrite("delegate", &Options::delegate)
       .def_readwrite("fusion", &Options::fusion)

@@ -136,12 +136,12 @@ class Record(TypedDict):
 class Options:
     """Options of one group, for the argument ``pg_options`` of ``init_process_group`` and ``new_group``.
 
-    Those have a ``timeout`` of their own, which replaces the one here.
+    The deadline of operations is not among them: it is the argument ``timeout`` of these functions.
     """
 
     def __init__(
         self,
-        timeout: timedelta | float = ...,
+        *,
         engine: str = "auto",
         delegate: str = "gloo",
         fusion: bool = True,
