@@ -48,6 +48,23 @@ def test_doctor_lets_two_ranks_talk() -> None:
     assert "2 ranks: passed" in done.stdout and "all_reduce of 8 B" in done.stdout
 
 
+def test_doctors_ranks_compute_with_one_thread_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that spin beside two ranks on two cores made an all_reduce look a hundred times as slow as it is."""
+    from sagellm.cli import doctor, ranks
+
+    given: list[str] = []
+
+    def run(*_: object, environment: dict[str, str], **__: object) -> tuple[list[ranks.Ended], None]:
+        given.append(environment["OMP_NUM_THREADS"])
+        return [], None
+
+    monkeypatch.setattr(ranks, "run", run)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert doctor.self_test() == 0
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert doctor.self_test() == 0 and given == ["1", "3"]
+
+
 def test_without_a_command_all_are_named_and_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main([])
