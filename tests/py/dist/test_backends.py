@@ -138,6 +138,18 @@ def futures(ctx: Context) -> None:
     assert future.wait() is mine
     same(doubled.wait(), 2 * total)
     same(mine, total)
+    for _ in range(200):
+        ended = comm.all_reduce(torch.ones(1), async_op=True)
+        ended.wait()
+        assert ended.value().item() == 2.0, "no moment between the end of wait() and the value"
+    if ctx.rank == 0:
+        early = comm.all_reduce(torch.ones(1), async_op=True)
+        assert "wait() waits for it" in expect_raises(RuntimeError, early.value)
+        comm.send(torch.ones(1), 1)
+        assert early.wait().item() == 2.0
+    else:
+        comm.recv(torch.ones(1), 0)
+        comm.all_reduce(torch.ones(1))
     same(comm.all_gather(numbers(ctx.rank), async_op=True).wait()[:4], numbers(0))
     same(
         comm.reduce_scatter(numbers(ctx.rank, 2), async_op=True).wait().reshape(3),
@@ -170,6 +182,7 @@ def delegated(ctx: Context) -> None:
     assert received.wait() is got and sent.wait().tolist() == [ctx.rank] * 2 and received.done()
     assert got.tolist() == [peer] * 2 and doubled.wait().tolist() == [2 * peer] * 2
     assert received.wait() is got, "a second time"
+    assert received.value() is got
     same(comm.all_reduce(torch.ones(2), async_op=True).wait(), torch.full((2,), 2.0))
     dist.destroy_process_group()
 

@@ -63,6 +63,13 @@ class CommFuture(torch.futures.Future[torch.Tensor]):  # type: ignore[misc]  # t
             with_timeouts(self._work.wait)
         return self._result
 
+    def value(self) -> torch.Tensor:
+        """The tensor of an operation that has ended, as after ``wait()``; a RuntimeError before that."""
+        if not self.done():
+            raise RuntimeError("sagellm: the operation has not ended yet; wait() waits for it and returns its tensor")
+        # The future of torch ends a moment later: on another thread, or, for a delegate's messages, in ``wait()``.
+        return self.wait()
+
 
 class Later:
     """Gives a future of ours the methods of a Work, for ``CommFuture``."""
