@@ -371,6 +371,8 @@ class TestBenchmark:
             AllReduceOperator(comms[0]).benchmark([(2,)], num_trials=0)
         with pytest.raises(ValueError, match="multiple of the 2 ranks"):
             ReduceScatterOperator(comms[0]).benchmark([(3,)])
+        with pytest.raises(TypeError, match=r"shapes is 4, expected a list of shapes, such as \[\(4,\)\]"):
+            AllReduceOperator(comms[0]).benchmark(4)  # type: ignore[arg-type]
         assert AllReduceOperator(comms[0]).benchmark([]) == []
 
 

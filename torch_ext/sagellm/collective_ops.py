@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from sagellm.api.arguments import checked_number
 from sagellm.api.backends import create_comm_backend
 from sagellm.api.calls import unset
 from sagellm.api.comm_backend import CommBackend
@@ -273,8 +274,9 @@ class _Operator:
         compare, but not how fast ranks in separate processes are; for that call it in a real group, or run ``sagellm
         bench``.
         """
-        if num_trials < 1:
-            raise ValueError(f"sagellm benchmark: num_trials is {num_trials}, expected 1 or more")
+        checked_number("benchmark", "num_trials", num_trials)
+        if isinstance(shapes, int):
+            raise TypeError(f"sagellm benchmark: shapes is {shapes}, expected a list of shapes, such as [({shapes},)]")
         own = self.comm._member
         members = [own]
         if isinstance(own, Member) and own.topology.made_here:

@@ -68,6 +68,8 @@ class TopologyInfo:
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> TopologyInfo:
         """From fields by name; those that are left out have their defaults, and an unknown one is a ValueError."""
+        if not isinstance(fields, Mapping):
+            raise TypeError(f"sagellm topology: got {fields!r}, expected a dict of fields by name")
         known = cls.__dataclass_fields__
         unknown = [name for name in fields if name not in known]
         if unknown:
@@ -184,28 +186,25 @@ def select_all_reduce_algorithm(
         assert sagellm.select_all_reduce_algorithm(64 << 20, 8, sagellm.TopologyInfo()) == "ring"
     """
     from sagellm import _load
+    from sagellm.api.arguments import checked_number
 
-    if isinstance(topology, TopologyManager):
-        topology = topology.topology
-    topology = TopologyInfo() if topology is None else topology
-    if data_size < 0 or num_devices < 1:
-        raise ValueError(
-            f"sagellm: data_size is {data_size} and num_devices {num_devices}; expected 0 or more and 1 or more"
-        )
+    checked_number("select_all_reduce_algorithm", "data_size", data_size, least=0)
+    checked_number("select_all_reduce_algorithm", "num_devices", num_devices)
+    given = TopologyInfo() if topology is None else topology
     found = _load.extension().explain_without_group(
-        "all_reduce", data_size, "float32", num_devices, topology=topology.option()
+        "all_reduce", data_size, "float32", num_devices, topology=option_of(given, "topology")
     )
     choice: str = found["choice"]
     return choice
 
 
-def option_of(given: TopologyManager | TopologyInfo | None) -> str:
-    """The option ``topology`` of a group, from the argument ``topology_manager``."""
+def option_of(given: TopologyManager | TopologyInfo | None, name: str = "topology_manager") -> str:
+    """The option ``topology`` of a group, from the argument ``name``."""
     if given is None:
         return ""
     topology = given.topology if isinstance(given, TopologyManager) else given
     if not isinstance(topology, TopologyInfo):
-        raise TypeError(f"sagellm: topology_manager is {given!r}, expected a TopologyManager or a TopologyInfo")
+        raise TypeError(f"sagellm: {name} is {given!r}, expected a TopologyManager or a TopologyInfo")
     return topology.option()
 
 

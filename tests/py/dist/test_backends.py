@@ -198,7 +198,16 @@ def refusals(ctx: Context) -> None:
     comm = sagellm.create_comm_backend("cpu")
     before = number()
     text = expect_raises(ValueError, lambda: sagellm.create_comm_backend("ncl"))
-    assert "auto, cpu, nccl, hccl, cncl, gloo" in text and "'ncl'" in text
+    assert "auto, cpu, nccl, hccl, cncl, gloo" in text and "'ncl'" in text and "did you mean 'nccl'?" in text
+    assert "retry is -1" in expect_raises(ValueError, lambda: sagellm.create_comm_backend("cpu", retry=-1))
+    for timeout in ("soon", float("inf"), float("nan")):
+        text = expect_raises(ValueError, lambda timeout=timeout: comm.all_reduce(torch.ones(1), timeout=timeout))
+        assert f"timeout is {timeout!r}, expected a finite number of seconds or a timedelta" in text
+    for call in (comm.all_reduce, comm.all_gather, comm.reduce_scatter, comm.gather, comm.all_to_all):
+        text = expect_raises(TypeError, lambda call=call: call([1.0]))
+        assert f"sagellm {call.__name__}: got a list, expected a tensor" in text
+    text = expect_raises(ValueError, lambda: comm.all_to_all(torch.ones(3)))
+    assert "all_to_all: dimension 0 of the tensor is 3, expected a multiple of the 2 ranks" in text
     text = expect_raises(ValueError, lambda: comm.all_reduce(torch.ones(1), "median"))
     assert "'median'" in text and "sum, avg, mean, max, min, prod" in text
     expect_raises(ValueError, lambda: comm.fused_all_reduce([torch.ones(1)], "median"))
@@ -237,6 +246,7 @@ def reuse(ctx: Context) -> None:
     assert sagellm.create_comm_backend("gloo").group is dist.group.WORLD, "without a device there is no difference"
     alone = sagellm.create_comm_backend(fusion=False, timeout=20)
     assert alone is not comm and alone is sagellm.create_comm_backend(fusion=False, timeout=20)
+    assert alone is sagellm.create_comm_backend(fusion=False, timeout=timedelta(seconds=20)), "as long as 20"
     assert alone.group is not dist.group.WORLD
     same(alone.all_reduce(torch.ones(2)), torch.full((2,), float(ctx.world_size)))
     ruled = sagellm.create_comm_backend(algorithm="all_reduce:0-=rounds(64KiB)")

@@ -56,9 +56,15 @@ def test_the_core_decides_and_says_why() -> None:
 
 @own_choice
 def test_the_start_rules_refuse_nonsense() -> None:
-    for size, devices in ((-1, 2), (8, 0)):
-        with pytest.raises(ValueError, match="expected 0 or more and 1 or more"):
-            sagellm.select_all_reduce_algorithm(size, devices)
+    for size, devices, expected in (
+        (-1, 2, "data_size is -1, expected a whole number from 0 on"),
+        ("1MiB", 2, "data_size is '1MiB', expected a whole number"),
+        (8, 0, "num_devices is 0, expected a whole number from 1 on"),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            sagellm.select_all_reduce_algorithm(size, devices)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"topology is \{'hosts': 2\}, expected a TopologyManager or a TopologyInfo"):
+        sagellm.select_all_reduce_algorithm(8, 2, {"hosts": 2})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="2 devices cannot be on the 3 hosts"):
         sagellm.select_all_reduce_algorithm(8, 2, TopologyInfo(hosts=3))
     ask = _load.extension().explain_without_group
@@ -116,6 +122,8 @@ def test_what_is_no_json_or_no_topology_is_refused(tmp_path: Path) -> None:
         TopologyManager.from_file(tmp_path / "missing.json")
     with pytest.raises(TypeError, match="topology is 'hosts=2', expected a TopologyInfo"):
         TopologyManager("hosts=2")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"got \[1\], expected a dict of fields by name"):
+        TopologyInfo.from_dict([1])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="topology_manager is 2, expected a TopologyManager or a TopologyInfo"):
         topology.option_of(2)  # type: ignore[arg-type]
 

@@ -1,15 +1,28 @@
-"""Checks of arguments, shared by backends and ranks of one process: reduce ops, timeouts, and the rows of a slice."""
+"""Checks of arguments: tensors, numbers, reduce ops, timeouts, and the rows of a slice."""
 
 from __future__ import annotations
 
 from datetime import timedelta
 from numbers import Integral
+from typing import Any
 
 import torch
 
 #: The reduce ops by name.
 OPS = {"sum": "SUM", "avg": "AVG", "mean": "AVG", "max": "MAX", "min": "MIN", "prod": "PRODUCT"}
 Seconds = float | timedelta
+
+
+def checked_tensor(what: str, tensor: Any) -> None:
+    """A TypeError, for the call ``what``, where an argument is no tensor."""
+    if type(tensor) is not torch.Tensor and not isinstance(tensor, torch.Tensor):  # the first is ten times faster
+        raise TypeError(f"sagellm {what}: got a {type(tensor).__name__}, expected a tensor")
+
+
+def checked_number(what: str, name: str, value: Any, least: int = 1) -> None:
+    """A ValueError, for the call ``what``, where an argument is no whole number from ``least`` on."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+        raise ValueError(f"sagellm {what}: {name} is {value!r}, expected a whole number from {least} on")
 
 
 def rows_of_slice(what: str, tensor: torch.Tensor, world_size: int) -> int:
@@ -25,7 +38,12 @@ def rows_of_slice(what: str, tensor: torch.Tensor, world_size: int) -> int:
 
 def as_timedelta(seconds: Seconds) -> timedelta:
     """A timeout as a timedelta; a ValueError where it is not more than 0."""
-    found = seconds if isinstance(seconds, timedelta) else timedelta(seconds=seconds)
+    try:
+        found = seconds if isinstance(seconds, timedelta) else timedelta(seconds=seconds)
+    except (TypeError, OverflowError, ValueError):  # no number, infinite, or NaN
+        raise ValueError(
+            f"sagellm: timeout is {seconds!r}, expected a finite number of seconds or a timedelta"
+        ) from None
     if found <= timedelta(0):
         raise ValueError(f"sagellm: timeout is {seconds}, expected more than 0 seconds")
     return found

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sagellm.api.arguments import Seconds
+from sagellm import _nearest
+from sagellm.api.arguments import Seconds, as_timedelta, checked_number, soft_seconds
 from sagellm.api.comm_backend import CommBackend, named_vendor
 from sagellm.api.group_choice import is_alive
 from sagellm.observe import log
@@ -142,9 +143,13 @@ def create_comm_backend(
     asked = str(backend_type).lower()
     chosen, why = _auto() if asked == "auto" else (asked, "")
     if chosen not in BACKENDS:
-        raise ValueError(f"sagellm: backend_type={backend_type!r}, expected one of auto, {', '.join(BACKENDS)}")
+        near = _nearest.meant(asked, ["auto", *BACKENDS])
+        raise ValueError(f"sagellm: backend_type={backend_type!r}, expected one of auto, {', '.join(BACKENDS)}{near}")
+    checked_number("create_comm_backend", "retry", retry, least=0)
     base = group if group is not None else (dist.group.WORLD if dist.is_initialized() else None)
-    key = (asked, chosen, rank, world_size, base, algorithm, option_of(topology_manager), fusion, timeout, soft_timeout)
+    # Forty seconds are as long as a timedelta of forty seconds.
+    waits = (None if timeout is None else as_timedelta(timeout), soft_seconds(soft_timeout))
+    key = (asked, chosen, rank, world_size, base, algorithm, option_of(topology_manager), fusion, *waits)
     known = _made.get(key)
     if known is not None and is_alive(known.group):
         return known

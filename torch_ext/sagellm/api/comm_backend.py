@@ -13,7 +13,16 @@ import torch
 import torch.distributed as dist
 
 from sagellm import _fused
-from sagellm.api.arguments import Seconds, as_timedelta, checked_op, checked_root, rows_of_slice, soft_seconds
+from sagellm.api.arguments import (
+    Seconds,
+    as_timedelta,
+    checked_number,
+    checked_op,
+    checked_root,
+    checked_tensor,
+    rows_of_slice,
+    soft_seconds,
+)
 from sagellm.api.compression import (
     Compression,
     CompressionStats,
@@ -86,8 +95,7 @@ class CommBackend(CommBackendProtocol):
         soft_timeout: Seconds | None = None,
         retry: int = 0,
     ) -> None:
-        if not isinstance(retry, int) or retry < 0:
-            raise ValueError(f"sagellm {type(self).__name__}: retry is {retry!r}, expected a whole number from 0 on")
+        checked_number(type(self).__name__, "retry", retry, least=0)
         self._check_device()
         settings = GroupSettings(
             vendor=self.vendor,
@@ -188,6 +196,7 @@ class CommBackend(CommBackendProtocol):
             comm = sagellm.create_comm_backend()
             comm.all_reduce(torch.ones(4))  # four times the number of ranks
         """
+        checked_tensor("all_reduce", tensor)
         if compress is not None:
             return self._compressed(tensor, op, async_op, timeout, compress, key)
         options = _reduction("all_reduce", op, async_op)
@@ -284,6 +293,7 @@ class CommBackend(CommBackendProtocol):
 
         Dimension 0 must be a multiple of the number of ranks (ValueError). ``output``, if given, receives the slice.
         """
+        checked_tensor("reduce_scatter", tensor)
         chosen = _reduce_op("reduce_scatter", op)
         rows = rows_of_slice("reduce_scatter", tensor, self.world_size)
         result = tensor.new_empty((rows, *tensor.shape[1:])) if output is None else output
@@ -316,6 +326,7 @@ class CommBackend(CommBackendProtocol):
 
         Every rank passes the same shape; a scalar counts as one row. ``output``, if given, receives the result.
         """
+        checked_tensor("all_gather", tensor)
         rows, rest = (tensor.shape[0], tensor.shape[1:]) if tensor.dim() else (1, tensor.shape)
         result = tensor.new_empty((rows * self.world_size, *rest)) if output is None else output
         return self._run(
@@ -344,6 +355,7 @@ class CommBackend(CommBackendProtocol):
 
         torch's ``gather(tensor, gather_list, dst)`` fills a list instead.
         """
+        checked_tensor("gather", tensor)
         root = checked_root("gather", root_rank, self.world_size, "tensor, root_rank")
         result = parts = None
         if self.rank == root:
@@ -378,6 +390,7 @@ class CommBackend(CommBackendProtocol):
         if self.rank == root:
             if input is None:
                 raise ValueError(f"sagellm scatter: rank {root} is the root and must pass an input, not None")
+            checked_tensor("scatter", input)
             rows = rows_of_slice("scatter", input, self.world_size)
             lists = list(input.contiguous().view(self.world_size, rows, *input.shape[1:]).unbind(0))
         return self._run(
@@ -428,6 +441,9 @@ class CommBackend(CommBackendProtocol):
         Slices are equal, or have the rows that the two lists say; without ``output`` one of the right size is made.
         torch's order is ``all_to_all_single(output, input, output_split_sizes, input_split_sizes)``.
         """
+        checked_tensor("all_to_all", input)
+        if input_split_sizes is None:
+            rows_of_slice("all_to_all", input, self.world_size)
         if output is None:
             rows = input.shape[0] if output_split_sizes is None else sum(output_split_sizes)
             output = input.new_empty((rows, *input.shape[1:]))

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from sagellm import _load, _register
-from sagellm.api.arguments import Seconds, as_timedelta, checked_op, rows_of_slice
+from sagellm.api.arguments import Seconds, as_timedelta, checked_op, checked_tensor, rows_of_slice
 from sagellm.api.calls import ISSUE, Call, Operation, agree, reduction, share_memory, unset
 from sagellm.api.errors import CommTimeoutError, with_timeouts
 from sagellm.observe import log
@@ -314,9 +314,8 @@ class Member:
             self.topology.alone.broadcast([tensor if written else tensor.new_zeros(1)], dist.BroadcastOptions())
 
 
-def _require_dense(kind: str, tensor: object) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"sagellm {kind}: got a {type(tensor).__name__}, expected a tensor")
+def _require_dense(kind: str, tensor: torch.Tensor) -> None:
+    checked_tensor(kind, tensor)
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:
         raise ValueError(
             f"sagellm {kind}: got a {tensor.layout} tensor on {tensor.device}, expected a dense one on the CPU: ranks "
