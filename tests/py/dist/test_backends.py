@@ -486,6 +486,16 @@ def buffers(ctx: Context) -> None:
     other()
     assert other.report.operations == {"all_reduce": 1} and str(other.report).startswith("named:")
 
+    class Layer:
+        @sagellm.monitor_communication
+        def reduce(self, left: int) -> int:
+            dist.all_reduce(torch.ones(1))
+            return self.reduce(left - 1) + 1 if left else 0
+
+    layer = Layer()
+    assert layer.reduce(2) == 2, "it is bound to its object"
+    assert layer.reduce.report.operations == {"all_reduce": 3}, "the outermost of calls within one another ends last"
+
 
 def test_lists_are_collected_and_what_was_sent_is_counted() -> None:
     run_ranks(buffers, 2)
@@ -502,6 +512,8 @@ def test_memory_is_lent_to_one_user_at_a_time() -> None:
         assert part.shape == (512,) and buffer.in_use
         with pytest.raises(RuntimeError, match="in use"):
             buffer.get_buffer(1)
+        with pytest.raises(ValueError, match="size is -1, expected a whole number from 0 on"):
+            buffer.get_buffer(-1)
         with pytest.raises(ValueError, match="Buffer too small"):
             buffer.get_buffer(2048)
     assert not buffer.in_use and buffer.get_buffer(0).numel() == 0

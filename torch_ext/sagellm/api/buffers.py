@@ -6,11 +6,12 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from types import TracebackType
+from types import MethodType, TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
+from sagellm.api.arguments import checked_number, checked_tensor
 from sagellm.observe import log, stats
 
 if TYPE_CHECKING:
@@ -46,8 +47,8 @@ class CommFusionBuffer:
     """
 
     def __init__(self, max_size_mb: float = 100) -> None:
-        if not max_size_mb > 0:
-            raise ValueError(f"sagellm CommFusionBuffer: max_size_mb is {max_size_mb}, expected more than 0")
+        if not isinstance(max_size_mb, int | float) or not max_size_mb > 0:
+            raise ValueError(f"sagellm CommFusionBuffer: max_size_mb is {max_size_mb!r}, expected more than 0")
         self.max_bytes = int(max_size_mb * MB)
         self.tensors: list[torch.Tensor] = []
         self.nbytes = 0
@@ -61,8 +62,7 @@ class CommFusionBuffer:
         A tensor that is larger than the whole buffer is taken where the buffer is empty: it then travels alone. A
         TypeError where it is no tensor.
         """
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"sagellm CommFusionBuffer: got a {type(tensor).__name__}, expected a tensor")
+        checked_tensor("CommFusionBuffer", tensor)
         if self.tensors and self.nbytes + tensor.nbytes > self.max_bytes:
             return False
         self.tensors.append(tensor)
@@ -102,8 +102,7 @@ class CommunicationBuffer:
     """
 
     def __init__(self, max_size: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> None:
-        if max_size < 1:
-            raise ValueError(f"sagellm CommunicationBuffer: max_size is {max_size}, expected 1 or more")
+        checked_number("CommunicationBuffer", "max_size", max_size)
         self.max_size = max_size
         self._memory = torch.empty(max_size, dtype=dtype, device=device)
         self._in_use = False
@@ -117,10 +116,11 @@ class CommunicationBuffer:
         """The first ``size`` elements, not set to anything.
 
         Raises:
-            ValueError: "Buffer too small", where ``size`` is more than ``max_size`` or less than 0.
+            ValueError: "Buffer too small", where ``size`` is more than ``max_size``; or it is less than 0.
             RuntimeError: another user has it, until ``release``.
         """
-        if not 0 <= size <= self.max_size:
+        checked_number("CommunicationBuffer", "size", size, least=0)
+        if size > self.max_size:
             raise ValueError(f"Buffer too small: {size} elements are asked for, and it holds {self.max_size}")
         if self._in_use:
             raise RuntimeError("sagellm CommunicationBuffer: it is in use; call release() first")
@@ -188,8 +188,8 @@ class CommReport:
 class monitor_communication:  # in the spelling of a function, because it is used as one
     """Counts the communication of this process's groups while a block or a function runs; logs it at level "info".
 
-    As a context it gives a ``CommReport``, which is filled at the end of the block; as a decorator it keeps the report
-    of the last call in the function's attribute ``report``.
+    As a context it gives a ``CommReport``, which is filled at the end of the block; as a decorator, of functions and
+    methods, it keeps the report of the call that ended last in the function's attribute ``report``.
 
     Example::
 
@@ -219,8 +219,17 @@ class monitor_communication:  # in the spelling of a function, because it is use
             named = monitor_communication(function)
             named.report.name = self.report.name
             return named
-        with self:
-            return self._function(*args, **kwargs)
+        # A context for each call: calls may run within one another, and on several threads.
+        call = monitor_communication(self.report.name)
+        try:
+            with call:
+                return self._function(*args, **kwargs)
+        finally:
+            self.report = call.report
+
+    def __get__(self, owner: Any, kind: type | None = None) -> Any:
+        """Binds a decorated method to its object, as Python does with functions."""
+        return self if owner is None else MethodType(self, owner)
 
     def __enter__(self) -> CommReport:
         self.report = CommReport(self.report.name)
