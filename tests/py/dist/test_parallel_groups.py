@@ -36,8 +36,11 @@ def check(ctx: Context, sizes: dict[str, int], ep: int) -> None:
         total = torch.tensor([float(ctx.rank)])
         dist.all_reduce(total, group=group)
         assert total.item() == sum(members), (name, total, members)
+        assert getattr(groups, f"{name}_size") == len(members)
+        assert getattr(groups, f"{name}_rank") == members.index(ctx.rank)
     for name, at in mine.items():
         assert getattr(groups, f"{name}_rank") == at
+    assert groups.group("cp_dp") is groups.cp_dp_group
     experts = groups.ranks("ep")
     assert len(experts) == ep and ctx.rank in experts and set(experts) <= set(groups.ranks("cp_dp"))
     assert dist.get_world_size(groups.ep_group) == ep and experts[groups.ep_rank] == ctx.rank
@@ -74,9 +77,12 @@ def refusals(ctx: Context) -> None:
         ValueError, lambda: ProcessGroupManager(2, 1, 1, 2)
     )
     assert "pp_size is 0" in expect_raises(ValueError, lambda: ProcessGroupManager(2, 1, 0, 1))
+    assert "tp_size is '2'" in expect_raises(ValueError, lambda: ProcessGroupManager("2"))
     assert "divisor of cp 1 x dp 2" in expect_raises(ValueError, lambda: ProcessGroupManager(1, 1, 1, 2, 3))
     groups = ProcessGroupManager(2)
-    assert "dimensions are tp" in expect_raises(ValueError, lambda: groups.ranks("xp"))
+    for call in (groups.ranks, groups.group):
+        text = expect_raises(ValueError, lambda call=call: call("xp"))
+        assert "'xp' is no group, expected one of tp, cp, pp, dp, cp_dp, pp_dp, ep" in text
 
 
 def test_sizes_that_do_not_multiply_are_refused_with_the_arithmetic() -> None:

@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from sagellm.api.arguments import checked_number
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 #: The dimensions, from the one along which neighbours have the most distant ranks to the one along which they have
 #: consecutive ranks.
 DIMENSIONS = ("dp", "pp", "cp", "tp")
+#: The groups that every rank is in.
+GROUPS = ("tp", "cp", "pp", "dp", "cp_dp", "pp_dp", "ep")
 
 
 class ProcessGroupManager:
@@ -64,7 +68,7 @@ class ProcessGroupManager:
         #: This rank's place in each dimension.
         self.tp_rank, self.cp_rank, self.pp_rank, self.dp_rank = tp, cp, pp, dp
         self._made: dict[str, dist.ProcessGroup] = {}
-        for name in ("tp", "cp", "pp", "dp", "cp_dp", "pp_dp", "ep"):
+        for name in GROUPS:
             self._made[name] = dist.new_group(
                 self.ranks(name),
                 backend=backend,
@@ -76,8 +80,7 @@ class ProcessGroupManager:
     def _check(self) -> None:
         sizes = {"tp": self.tp_size, "cp": self.cp_size, "pp": self.pp_size, "dp": self.dp_size, "ep": self.ep_size}
         for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"sagellm ProcessGroupManager: {name}_size is {size}, expected 1 or more")
+            checked_number("ProcessGroupManager", f"{name}_size", size)
         total = self.tp_size * self.cp_size * self.pp_size * self.dp_size
         if total != self.world_size:
             raise ValueError(
@@ -96,10 +99,9 @@ class ProcessGroupManager:
             over = self.ranks("cp_dp")
             first = over.index(self.rank) // self.ep_size * self.ep_size
             return over[first : first + self.ep_size]
+        if name not in GROUPS:
+            raise ValueError(f"sagellm ProcessGroupManager: {name!r} is no group, expected one of {', '.join(GROUPS)}")
         joined = name.split("_")
-        unknown = [each for each in joined if each not in DIMENSIONS]
-        if unknown:
-            raise ValueError(f"sagellm ProcessGroupManager: {name!r} is no group; dimensions are tp, cp, pp, dp, ep")
         own = dict(zip(DIMENSIONS, (self.dp_rank, self.pp_rank, self.cp_rank, self.tp_rank), strict=True))
         places = product(
             *(
@@ -111,6 +113,7 @@ class ProcessGroupManager:
 
     def group(self, name: str) -> dist.ProcessGroup:
         """This rank's group by its name, as ``tp_group`` and the others."""
+        self.ranks(name)  # a ValueError where there is no such group
         return self._made[name]
 
     @property
@@ -152,6 +155,26 @@ class ProcessGroupManager:
     def ep_rank(self) -> int:
         """This rank's place in its ep group."""
         return self.ranks("ep").index(self.rank)
+
+    @property
+    def cp_dp_rank(self) -> int:
+        """This rank's place in its cp_dp group."""
+        return self.ranks("cp_dp").index(self.rank)
+
+    @property
+    def cp_dp_size(self) -> int:
+        """The ranks of a cp_dp group."""
+        return self.cp_size * self.dp_size
+
+    @property
+    def pp_dp_rank(self) -> int:
+        """This rank's place in its pp_dp group."""
+        return self.ranks("pp_dp").index(self.rank)
+
+    @property
+    def pp_dp_size(self) -> int:
+        """The ranks of a pp_dp group."""
+        return self.pp_size * self.dp_size
 
     # ------------------------------------------------------------------------------------------- neighbours
 
