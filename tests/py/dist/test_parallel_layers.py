@@ -127,6 +127,10 @@ def ring(ctx: Context) -> None:
     (by_heads * by_heads).sum().backward()
     assert torch.equal(mine.grad, 2 * mine.detach()), "gradients travel back"
     assert "dimension 0 is" in expect_raises(ValueError, lambda: sagellm.exchange_tokens(torch.ones(1, 8), 0, 1))
+    text = expect_raises(ValueError, lambda: sagellm.exchange_tokens(torch.ones(ctx.world_size, 8), 0, 2))
+    assert f"join_dim is 2, expected a dimension of a tensor of shape ({ctx.world_size}, 8)" in text
+    assert "got a tensor, expected a list" in expect_raises(TypeError, lambda: sagellm.ring_exchange(key))
+    assert "got a int, expected a tensor" in expect_raises(TypeError, lambda: sagellm.ring_exchange([key, 1]))
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -165,6 +169,7 @@ def transfer(ctx: Context) -> None:
         for _ in range(3):
             sagellm.send_tensors(given, 1, tag=4)
         assert "element 0 is a int" in expect_raises(TypeError, lambda: sagellm.send_tensors([3], 1))
+        assert "expected a list" in expect_raises(TypeError, lambda: sagellm.send_tensors(torch.ones(3), 1))
         assert "window is 0" in expect_raises(ValueError, lambda: sagellm.send_tensors(given, 1, window=0))
         return
     place = [torch.zeros(3), torch.zeros(2, dtype=torch.int64)]

@@ -130,6 +130,12 @@ def wrong_experts(ctx: Context) -> None:
         "(T, D) and": lambda: moe.dispatch(torch.ones(3, 2), torch.tensor([0])),
     }.items():
         assert text in expect_raises(ValueError, call)
+    rows, routing = moe.dispatch(torch.ones(3, 2), torch.tensor([[0, 1]] * 3))
+    text = expect_raises(ValueError, lambda: moe.combine(rows, routing, torch.ones(2, 3)))
+    assert "weights of shape (2, 3), expected (3, 2), one for each token and its experts" in text
+    assert moe.combine(rows, routing, torch.full((3, 2), 0.5)).tolist() == [[1.0, 1.0]] * 3
+    rows, routing = moe.dispatch(torch.ones(3, 2), torch.tensor([0, 1, 2]))
+    assert moe.combine(rows, routing, torch.arange(3.0)).tolist() == [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]
 
 
 def test_wrong_experts_are_refused() -> None:

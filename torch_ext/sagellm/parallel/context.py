@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sagellm.api.arguments import checked_tensor
+
 
 def ring_exchange(tensors: Sequence[torch.Tensor], group: Any = None) -> Iterator[tuple[int, list[torch.Tensor]]]:
     """Passes blocks (keys and values, say) around the ring of ranks while the caller computes.
@@ -22,6 +24,15 @@ def ring_exchange(tensors: Sequence[torch.Tensor], group: Any = None) -> Iterato
         for source, (key, value) in sagellm.ring_exchange([torch.ones(4, 8), torch.ones(4, 8)]):
             scores[source] = query @ key.T  # while the next blocks travel
     """
+    if isinstance(tensors, torch.Tensor):
+        raise TypeError("sagellm ring_exchange: got a tensor, expected a list of tensors")
+    own = list(tensors)
+    for tensor in own:
+        checked_tensor("ring_exchange", tensor)
+    return _around(own, group)
+
+
+def _around(tensors: list[torch.Tensor], group: Any) -> Iterator[tuple[int, list[torch.Tensor]]]:
     ranks, me = dist.get_world_size(group), dist.get_rank(group)
     current = [tensor.contiguous() for tensor in tensors]
     for step in range(ranks):
@@ -64,13 +75,21 @@ def exchange_tokens(tensor: torch.Tensor, split_dim: int, join_dim: int, group: 
 
     With a tensor (tokens / ranks, heads, size) on each rank, ``exchange_tokens(tensor, 1, 0)`` gives (tokens, heads /
     ranks, size): all tokens for some of the heads, as attention needs them; ``exchange_tokens(tensor, 0, 1)`` leads
-    back. Gradients pass. ``split_dim`` must be a multiple of the ranks (ValueError).
+    back. Gradients pass. ``split_dim`` must be a multiple of the ranks, and both must be dimensions of the tensor
+    (ValueError).
 
     Example::
 
         heads = sagellm.exchange_tokens(torch.ones(4, 2, 8), split_dim=1, join_dim=0)
     """
+    checked_tensor("exchange_tokens", tensor)
     ranks = dist.get_world_size(group)
+    for name, dimension in (("split_dim", split_dim), ("join_dim", join_dim)):
+        if not -tensor.dim() <= dimension < tensor.dim():
+            raise ValueError(
+                f"sagellm exchange_tokens: {name} is {dimension}, expected a dimension of a tensor of shape "
+                f"{tuple(tensor.shape)}"
+            )
     if tensor.shape[split_dim] % ranks:
         raise ValueError(
             f"sagellm exchange_tokens: dimension {split_dim} is {tensor.shape[split_dim]}, expected a multiple of the "

@@ -147,12 +147,20 @@ class MoEDispatcher:
     def combine(self, results: torch.Tensor, routing: Routing, weights: torch.Tensor | None = None) -> torch.Tensor:
         """Brings the experts' results back to their tokens: (T, D), each the weighted sum over the token's experts.
 
-        ``results`` has a row for each row of ``dispatch``, in its order; ``weights`` is (T, k), or None for 1.
+        ``results`` has a row for each row of ``dispatch``, in its order; ``weights`` is (T, k), (T,) where k is
+        1 (ValueError otherwise), or None for 1.
         """
         if results.shape[0] != sum(routing.rows):
             raise ValueError(
                 f"sagellm MoEDispatcher: {results.shape[0]} results, expected {sum(routing.rows)}, a row for each that "
                 "dispatch gave"
+            )
+        shape = (routing.tokens, routing.choices)
+        shapes = [shape] if routing.choices > 1 else [shape, shape[:1]]
+        if weights is not None and weights.shape not in shapes:
+            raise ValueError(
+                f"sagellm MoEDispatcher: weights of shape {tuple(weights.shape)}, expected {shape}, one for each token "
+                "and its experts"
             )
         unsorted = torch.empty_like(routing.sorting)
         unsorted[routing.sorting] = torch.arange(len(unsorted), device=unsorted.device)

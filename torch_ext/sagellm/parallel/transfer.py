@@ -34,6 +34,8 @@ def send_tensors(
         elif dist.get_rank() == 1:
             keys, numbers = sagellm.recv_tensors(src=0)
     """
+    if isinstance(tensors, torch.Tensor):
+        raise TypeError("sagellm send_tensors: got a tensor, expected a list of tensors")
     listed = [_checked(tensor, number) for number, tensor in enumerate(tensors)]
     devices = {tensor.device for tensor in listed}
     if len(devices) > 1:
