@@ -1,4 +1,4 @@
-"""Runs ``sagellm bench``, under the name that older code has for it; without arguments the preset ``quick``.
+"""Runs ``sagellm bench``, under the name that older code has for it, with the preset ``quick``; arguments override it.
 
     python benchmark/comm_benchmark.py
     python benchmark/comm_benchmark.py --op all_gather --ranks 4 --plot bandwidth.png
@@ -18,4 +18,4 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "torch_ext"))
 from sagellm.cli.main import main
 
 if __name__ == "__main__":
-    sys.exit(main(["bench", *(sys.argv[1:] or ["--preset", "quick"])]))
+    sys.exit(main(["bench", "--preset", "quick", *sys.argv[1:]]))

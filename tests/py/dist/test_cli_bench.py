@@ -85,7 +85,8 @@ def test_under_torchrun_it_measures_between_the_ranks_that_are_there() -> None:
         cwd=ROOT,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("\n all_reduce ") == 1 and "2 ranks" in done.stdout, done.stdout
+    assert done.stdout.count("\n all_reduce ") == 1, done.stdout
+    assert "2 ranks; 10 warm-ups, 2 iterations" in done.stdout, "arguments override the preset quick"
 
 
 @pytest.mark.quick
@@ -97,6 +98,7 @@ def test_the_preset_is_three_sizes_that_arguments_override() -> None:
     job = bench.job_of(_parse(["bench", "--preset", "quick", "--sizes", "8", "--compare", "gloo", "--op", "all"]))
     assert (job.sizes, job.iterations, job.backends) == ([8], 100, ["sagellm", "gloo"])
     assert job.ops == list(collectives.OPS)
+    assert _parse(["bench", "--plot", "--ranks", "3"]).plot == _parse(["bench", "--plot", "-"]).plot == chart.HERE
 
 
 @pytest.mark.quick

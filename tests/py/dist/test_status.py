@@ -78,7 +78,8 @@ def seen(folder: Path, rank: int, call: int) -> Callable[[], Any]:
 
 def test_a_job_is_ready_then_waits_then_has_a_fault(tmp_path: Path) -> None:
     folder = tmp_path / "status"
-    assert command("health", "--dir", str(folder))[0] == watch.NOT_READY
+    code, text = command("health", "--dir", str(folder))
+    assert code == watch.NOT_READY and f"0 processes in {folder}" in text
     with launch(working, 2, env={"SAGELLM_STATUS_DIR": str(folder)}) as job:
         for rank in range(2):
             job.hear(rank)

@@ -33,7 +33,7 @@ EXAMPLES = """examples:
   sagellm bench                                     all_reduce between two ranks, 8 bytes to 64 MiB
   sagellm bench --preset quick --compare gloo       1, 10 and 100 MB, 10 warm-ups, 100 iterations, beside gloo
   sagellm bench --op all --ranks 4 --sizes 4KiB..4MiB
-  sagellm bench --plot -                            also draws the bandwidths here; --plot bw.png needs matplotlib
+  sagellm bench --plot                              also draws the bandwidths here; --plot bw.png needs matplotlib
   sagellm bench --device cuda --ranks 4             each rank on the device of its number
   torchrun --nproc-per-node=2 -m sagellm bench --op all_gather
 """
@@ -119,7 +119,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--preset", choices=list(PRESETS), help="quick: 1, 10, 100 MB, 10 warm-ups, 100 iterations")
     parser.add_argument("--compare", choices=BACKENDS, help="measure this backend of torch as well")
     parser.add_argument(
-        "--plot", metavar="FILE", help="draw the bandwidths into a picture (.png, .svg), or with - in the terminal"
+        "--plot",
+        nargs="?",
+        const=chart.HERE,
+        metavar="FILE",
+        help="draw the bandwidths here, or into a picture (.png, .svg)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures as JSON")
 

@@ -23,7 +23,7 @@ def check(target: str) -> None:
     except ImportError:
         raise ValueError(
             f"--plot {target} needs matplotlib, which is not installed (pip install matplotlib); "
-            "--plot - draws in the terminal without it"
+            "--plot alone draws in the terminal without it"
         ) from None
     if not path.parent.is_dir():
         raise ValueError(f"--plot {target}: there is no folder {path.parent}")

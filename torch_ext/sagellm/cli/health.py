@@ -42,7 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    processes = watch.read(watch.folder_of(parsed.dir))
+    folder = watch.folder_of(parsed.dir)
+    processes = watch.read(folder)
     if parsed.rank:
         processes = [each for each in processes if each.rank in parsed.rank]
     elif not parsed.all_hosts:
@@ -58,7 +59,7 @@ def run(parsed: argparse.Namespace) -> int:
         conditions = {str(each.path.name): each.condition for each in processes}
         print(json.dumps({"health": name, "code": code, "findings": found.findings, "processes": conditions}))
         return code
-    print(paint(name, COLOURS[code]) + f": {len(processes)} processes")
+    print(paint(name, COLOURS[code]) + f": {len(processes)} process{'' if len(processes) == 1 else 'es'} in {folder}")
     for finding in found.findings:
         print(f"  {finding}")
     return code
