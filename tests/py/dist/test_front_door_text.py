@@ -136,18 +136,31 @@ def methods(ctx: Context) -> None:
 
 
 def late(ctx: Context) -> None:
+    """Every way to wait for a rank that does not come, each in a group that nothing has failed in."""
     import sagellm
 
     ctx.init()
-    comm = sagellm.create_comm_backend()
-    if ctx.rank == 0:
-        with pytest.raises(sagellm.CommTimeoutError) as raised:
-            comm.all_reduce(torch.ones(1), timeout=0.5)
-        assert isinstance(raised.value, TimeoutError) and isinstance(raised.value, dist.DistBackendError)
-        assert "rank 1" in str(raised.value)
-        ctx.store("told").set("timed out", "yes")
-    else:
-        ctx.store("told").wait(["timed out"])
+    waits = {
+        "all_reduce": lambda comm: comm.all_reduce(torch.ones(1), timeout=0.3),
+        "a future": lambda comm: comm.all_reduce(torch.ones(1), async_op=True, timeout=0.3).wait(),
+        "safe_all_reduce": lambda comm: comm.safe_all_reduce(torch.ones(1), "sum", 0.3),
+        "the function": lambda comm: sagellm.safe_all_reduce(torch.ones(1), timeout=0.3, backend=comm),
+        "all_gather": lambda comm: comm.all_gather(torch.ones(1)),
+        "fused": lambda comm: comm.fused_all_reduce([torch.ones(1), torch.ones(2)]),
+        "barrier": lambda comm: comm.barrier(),
+        "recv": lambda comm: comm.recv(torch.ones(1), 1),
+        "irecv": lambda comm: comm.irecv(torch.ones(1), 1).wait(),
+    }
+    for number, (name, wait) in enumerate(waits.items()):
+        comm = sagellm.create_comm_backend("cpu", timeout=0.4 + number / 1000)
+        if ctx.rank == 0:
+            with pytest.raises(sagellm.CommTimeoutError) as raised:
+                wait(comm)
+            assert isinstance(raised.value, TimeoutError) and isinstance(raised.value, dist.DistBackendError)
+            assert "rank 1" in str(raised.value) and raised.value.missing_ranks == [1], name
+            ctx.store("told").set(name, "timed out")
+        else:
+            ctx.store("told").wait([name])
 
 
 def buffers(ctx: Context) -> None:
