@@ -1,7 +1,8 @@
 """The calls of a serving engine or a training framework, written from the documentation of the API and not from its
 code.
 
-Any number of ranks; torchrun starts it, or a test calls ``collectives`` and ``above`` in a group that is there.
+One rank or an even number; torchrun starts it, or a test calls ``collectives`` and ``above`` in a group that is there.
+A single rank needs no torchrun.
 """
 
 from __future__ import annotations
@@ -77,11 +78,16 @@ def collectives(backend_type: str = "auto", device: str = "cpu") -> None:
     came = comm.all_to_all(torch.arange(float(ranks), device=device) + 100 * rank)
     assert came.tolist() == [100.0 * each + rank for each in range(ranks)]
 
+    uneven = torch.full((ranks * (ranks + 1) // 2,), float(rank), device=device)  # r + 1 rows for rank r
+    came = comm.all_to_all(uneven, None, [each + 1 for each in range(ranks)], [rank + 1] * ranks)
+    assert came.tolist() == [float(each) for each in range(ranks) for _ in range(rank + 1)]
+
     following, before = (rank + 1) % ranks, (rank - 1) % ranks
-    received = torch.empty(3, device=device)
-    sending, receiving = comm.isend(mine(3), following), comm.irecv(received, before)
-    holds(receiving.wait(), before)
-    sending.wait()
+    if ranks > 1:
+        received = torch.empty(3, device=device)
+        sending, receiving = comm.isend(mine(3), following), comm.irecv(received, before)
+        holds(receiving.wait(), before)
+        sending.wait()
     if rank % 2 == 0 and following != 0:
         comm.send(mine(2), following, tag=3)
     elif rank % 2 == 1:
@@ -143,13 +149,22 @@ def above() -> None:
     assert report.operations == {"all_reduce": 1}
 
     refused(lambda: ProcessGroupManager(ranks, 2, 1, 1), f"= {2 * ranks}, expected {ranks}")
-    groups = ProcessGroupManager(tp_size=2, cp_size=1, pp_size=ranks // 2, dp_size=1)
-    assert groups.tp_rank == rank % 2 and groups.pp_rank == rank // 2
-    assert groups.pp_is_first_stage == (rank < 2) and groups.pp_is_last_stage == (rank >= ranks - 2)
-    assert groups.pp_next_rank == (None if rank >= ranks - 2 else rank + 2)
+    tp = min(2, ranks)
+    groups = ProcessGroupManager(tp_size=tp, cp_size=1, pp_size=ranks // tp, dp_size=1)
+    assert groups.tp_rank == rank % tp and groups.pp_rank == rank // tp
+    assert groups.pp_is_first_stage == (rank < tp) and groups.pp_is_last_stage == (rank >= ranks - tp)
+    assert groups.pp_next_rank == (None if rank >= ranks - tp else rank + tp)
+    for name in ("tp", "cp", "pp", "dp", "ep", "cp_dp", "pp_dp"):
+        members, number = groups.ranks(name), torch.tensor([rank])
+        torch.distributed.all_reduce(number, group=getattr(groups, f"{name}_group"))
+        assert number.item() == sum(members) and members[getattr(groups, f"{name}_rank")] == rank, name
+        assert getattr(groups, f"{name}_size") == len(members), name
     torch.manual_seed(1)
-    layer = TensorParallelLinear(8, 4, 2, mode="row", group=groups.tp_group)
-    assert layer(torch.ones(3, 8)).shape == (3, 4)
+    whole = torch.nn.Linear(8, 4)
+    for mode in ("column", "row"):
+        layer = TensorParallelLinear.from_linear(whole, mode, group=groups.tp_group)
+        assert torch.allclose(layer(torch.ones(3, 8)), whole(torch.ones(3, 8)), atol=1e-6), mode
+        assert TensorParallelLinear(8, 4, tp, mode=mode, group=groups.tp_group)(torch.ones(3, 8)).shape == (3, 4)
     groups.destroy()
 
     scheduler = OverlapScheduler(comm)
@@ -157,13 +172,54 @@ def above() -> None:
     assert output.tolist() == [float(rank)] * 4 and handle.wait().tolist() == [float(sum(range(ranks)))] * 4
     assert 0 <= scheduler.report().share <= 1
 
-    if rank == 0:
+    if ranks == 1:
+        pass  # nobody to send to
+    elif rank == 0:
         sagellm.send_tensors([torch.ones(2), torch.arange(3)], dst=ranks - 1)
     elif rank == ranks - 1:
         assert [tensor.tolist() for tensor in sagellm.recv_tensors(src=0)] == [[1.0, 1.0], [0, 1, 2]]
+    communicator(rank, ranks)
+    compressed(ranks)
     exchanges(rank, ranks)
     hooks(rank, ranks)
     assert sagellm.explain("all_reduce", 1 << 20).choice
+
+
+def communicator(rank: int, ranks: int) -> None:
+    """The class of the ranks of one process, over this job's ranks."""
+    member = sagellm.DistributedCommunicator(rank, ranks)
+    tensor = torch.full((2,), float(rank))
+    assert sagellm.AllReduceOperator(member).all_reduce(tensor, op="max") is tensor and tensor[0] == ranks - 1
+    assert sagellm.BroadcastOperator(member).broadcast(torch.tensor([rank]), root_rank=ranks - 1).item() == ranks - 1
+    assert sagellm.AllGatherOperator(member).all_gather(torch.tensor([rank])).tolist() == list(range(ranks))
+    assert sagellm.ReduceScatterOperator(member).reduce_scatter(torch.ones(ranks)).tolist() == [float(ranks)]
+    if ranks > 1 and rank < 2:
+        if rank == 0:
+            member.send(torch.tensor([1.5]), 1, tag=2)
+        else:
+            assert member.recv(0, (1,), torch.float32, tag=2).item() == 1.5
+    member.barrier()
+    for result in sagellm.AllReduceOperator(member).benchmark([(64,), (4, 4)], num_trials=2):
+        assert result.num_trials == 2 and result.median_seconds > 0
+
+
+def compressed(ranks: int) -> None:
+    """Sums in fewer bytes, as an option of ``all_reduce``."""
+    comm = create_comm_backend()
+    numbers = torch.linspace(-1, 1, 4096)
+    for how, error in (("fp16", 1e-3), ("bf16", 1e-2), ("int8", 1e-2)):
+        for async_op in (False, True):
+            found = comm.all_reduce(numbers.clone(), compress=how, async_op=async_op)
+            total = found.wait() if async_op else found
+            assert bool(((total - ranks * numbers).abs() <= ranks * error).all()), how
+    top, total = sagellm.TopK(0.25), torch.zeros(8)
+    for _ in range(20):
+        total += comm.all_reduce(torch.arange(1.0, 9.0), compress=top, key="gradient")
+    rest = comm.all_reduce(top.residual("gradient").clone())
+    assert torch.allclose(total + rest, 20.0 * ranks * torch.arange(1.0, 9.0)), "what is left out is sent later"
+    saved = comm.get_stats()["compression"]
+    assert saved["calls"] == 26 and (ranks == 1 or saved["saved_bytes"] > 0)
+    refused(lambda: comm.all_reduce(numbers, compress="fp8"), "fp16, bf16, int8, topk")
 
 
 def exchanges(rank: int, ranks: int) -> None:

@@ -3,6 +3,9 @@ devices."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import front_door
@@ -13,7 +16,16 @@ pytestmark = beyond_gloo("the API is this package's")
 
 def test_the_script_runs_under_torchrun() -> None:
     """Without a group: the first call starts it from torchrun's environment."""
-    assert torchrun(Path(front_door.__file__), 2).count("the front door is open") == 2
+    assert torchrun(Path(front_door.__file__), 4).count("the front door is open") == 4
+
+
+def test_the_script_runs_without_torchrun() -> None:
+    """One rank, and no variable that names others."""
+    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
+    done = subprocess.run(
+        [sys.executable, front_door.__file__], capture_output=True, text=True, timeout=100, check=False, env=env
+    )
+    assert done.returncode == 0 and done.stdout == "the front door is open\n", done.stdout + done.stderr
 
 
 def on_the_cpu(ctx: Context) -> None:
