@@ -12,6 +12,7 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -215,6 +216,8 @@ def refusals(ctx: Context) -> None:
     assert "more than 0" in expect_raises(ValueError, lambda: comm.all_reduce(torch.ones(1), timeout=0))
     text = expect_raises(ValueError, lambda: sagellm.create_comm_backend(soft_timeout=-1))
     assert "soft_timeout is -1, expected 0 seconds (no line) or more" in text
+    text = expect_raises(ValueError, lambda: sagellm.create_comm_backend("cpu", soft_timeout="5"))
+    assert "soft_timeout is '5', expected 0 seconds" in text
     assert "rank is 7" in expect_raises(ValueError, lambda: sagellm.create_comm_backend("cpu", rank=7))
     assert "world_size is 9" in expect_raises(ValueError, lambda: sagellm.CPUBackend(ctx.rank, 9))
     for name, device in {"nccl": "cuda", "hccl": "npu", "cncl": "mlu"}.items():
@@ -247,6 +250,7 @@ def reuse(ctx: Context) -> None:
     alone = sagellm.create_comm_backend(fusion=False, timeout=20)
     assert alone is not comm and alone is sagellm.create_comm_backend(fusion=False, timeout=20)
     assert alone is sagellm.create_comm_backend(fusion=False, timeout=timedelta(seconds=20)), "as long as 20"
+    assert alone is sagellm.create_comm_backend(fusion=False, timeout=np.int64(20)), "a number of numpy"
     assert alone.group is not dist.group.WORLD
     same(alone.all_reduce(torch.ones(2)), torch.full((2,), float(ctx.world_size)))
     ruled = sagellm.create_comm_backend(algorithm="all_reduce:0-=rounds(64KiB)")
@@ -517,6 +521,7 @@ def test_memory_is_lent_to_one_user_at_a_time() -> None:
         with pytest.raises(ValueError, match="Buffer too small"):
             buffer.get_buffer(2048)
     assert not buffer.in_use and buffer.get_buffer(0).numel() == 0
+    assert sagellm.CommFusionBuffer(np.int64(2)).max_bytes == 2 * sagellm.CommFusionBuffer(1).max_bytes
     for wrong in (lambda: sagellm.CommunicationBuffer(0), lambda: sagellm.CommFusionBuffer(0)):
         with pytest.raises(ValueError):
             wrong()

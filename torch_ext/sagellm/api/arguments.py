@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -25,6 +25,11 @@ def checked_number(what: str, name: str, value: Any, least: int = 1) -> None:
         raise ValueError(f"sagellm {what}: {name} is {value!r}, expected a whole number from {least} on")
 
 
+def is_real(value: Any) -> bool:
+    """Whether it is a real number, of Python or of numpy."""
+    return isinstance(value, Real)
+
+
 def rows_of_slice(what: str, tensor: torch.Tensor, world_size: int) -> int:
     """Rows of one rank's slice of ``tensor`` along dimension 0."""
     rows = tensor.shape[0] if tensor.dim() else 1
@@ -38,8 +43,10 @@ def rows_of_slice(what: str, tensor: torch.Tensor, world_size: int) -> int:
 
 def as_timedelta(seconds: Seconds) -> timedelta:
     """A timeout as a timedelta; a ValueError where it is not more than 0."""
+    given: Any = seconds
     try:
-        found = seconds if isinstance(seconds, timedelta) else timedelta(seconds=seconds)
+        # A timedelta itself takes no integer of numpy.
+        found = given if isinstance(given, timedelta) else timedelta(seconds=float(given) if is_real(given) else given)
     except (TypeError, OverflowError, ValueError):  # no number, infinite, or NaN
         raise ValueError(
             f"sagellm: timeout is {seconds!r}, expected a finite number of seconds or a timedelta"
@@ -52,9 +59,9 @@ def as_timedelta(seconds: Seconds) -> timedelta:
 def soft_seconds(seconds: Seconds | None) -> float | None:
     """A soft timeout in seconds; a ValueError where it is less than 0."""
     found = seconds.total_seconds() if isinstance(seconds, timedelta) else seconds
-    if found is not None and not found >= 0:
-        raise ValueError(f"sagellm: soft_timeout is {seconds}, expected 0 seconds (no line) or more")
-    return found
+    if found is not None and not (is_real(found) and found >= 0):
+        raise ValueError(f"sagellm: soft_timeout is {seconds!r}, expected 0 seconds (no line) or more")
+    return None if found is None else float(found)
 
 
 def checked_root(what: str, root_rank: int, world_size: int, order: str) -> int:

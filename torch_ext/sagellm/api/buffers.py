@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
-from sagellm.api.arguments import checked_number, checked_tensor
+from sagellm.api.arguments import checked_number, checked_tensor, is_real
 from sagellm.observe import log, stats
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class CommFusionBuffer:
     """
 
     def __init__(self, max_size_mb: float = 100) -> None:
-        if not isinstance(max_size_mb, int | float) or not max_size_mb > 0:
+        if not is_real(max_size_mb) or not max_size_mb > 0:
             raise ValueError(f"sagellm CommFusionBuffer: max_size_mb is {max_size_mb!r}, expected more than 0")
         self.max_bytes = int(max_size_mb * MB)
         self.tensors: list[torch.Tensor] = []
