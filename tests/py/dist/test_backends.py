@@ -496,9 +496,20 @@ def buffers(ctx: Context) -> None:
             dist.all_reduce(torch.ones(1))
             return self.reduce(left - 1) + 1 if left else 0
 
+        @sagellm.monitor_communication
+        @staticmethod
+        def alone(value: int) -> int:
+            return value
+
+        watched = sagellm.monitor_communication("context")
+
     layer = Layer()
     assert layer.reduce(2) == 2, "it is bound to its object"
     assert layer.reduce.report.operations == {"all_reduce": 3}, "the outermost of calls within one another ends last"
+    assert layer.alone(3) == Layer.alone(3) == 3, "a static method takes no object"
+    with layer.watched as report:
+        dist.all_reduce(torch.ones(1))
+    assert report.operations == {"all_reduce": 1}, "a context that a class holds"
 
 
 def test_lists_are_collected_and_what_was_sent_is_counted() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -228,8 +229,11 @@ class monitor_communication:  # in the spelling of a function, because it is use
             self.report = call.report
 
     def __get__(self, owner: Any, kind: type | None = None) -> Any:
-        """Binds a decorated method to its object, as Python does with functions."""
-        return self if owner is None else MethodType(self, owner)
+        """Binds a decorated method to its object, as Python does with functions.
+
+        A static method and a context that a class holds stay as they are.
+        """
+        return MethodType(self, owner) if owner is not None and inspect.isfunction(self._function) else self
 
     def __enter__(self) -> CommReport:
         self.report = CommReport(self.report.name)
