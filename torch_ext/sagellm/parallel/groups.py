@@ -99,8 +99,7 @@ class ProcessGroupManager:
             over = self.ranks("cp_dp")
             first = over.index(self.rank) // self.ep_size * self.ep_size
             return over[first : first + self.ep_size]
-        if name not in GROUPS:
-            raise ValueError(f"sagellm ProcessGroupManager: {name!r} is no group, expected one of {', '.join(GROUPS)}")
+        _check_name(name)
         joined = name.split("_")
         own = dict(zip(DIMENSIONS, (self.dp_rank, self.pp_rank, self.cp_rank, self.tp_rank), strict=True))
         places = product(
@@ -113,7 +112,7 @@ class ProcessGroupManager:
 
     def group(self, name: str) -> dist.ProcessGroup:
         """This rank's group by its name, as ``tp_group`` and the others."""
-        self.ranks(name)  # a ValueError where there is no such group
+        _check_name(name)
         return self._made[name]
 
     @property
@@ -236,3 +235,8 @@ class ProcessGroupManager:
             f"{self.cp_rank}/{self.cp_size}, pp {self.pp_rank}/{self.pp_size}, dp {self.dp_rank}/{self.dp_size}, ep "
             f"{self.ep_rank}/{self.ep_size}>"
         )
+
+
+def _check_name(name: str) -> None:
+    if name not in GROUPS:
+        raise ValueError(f"sagellm ProcessGroupManager: {name!r} is no group, expected one of {', '.join(GROUPS)}")

@@ -147,8 +147,8 @@ class MoEDispatcher:
     def combine(self, results: torch.Tensor, routing: Routing, weights: torch.Tensor | None = None) -> torch.Tensor:
         """Brings the experts' results back to their tokens: (T, D), each the weighted sum over the token's experts.
 
-        ``results`` has a row for each row of ``dispatch``, in its order; ``weights`` is (T, k), (T,) where k is
-        1 (ValueError otherwise), or None for 1.
+        ``results`` has a row for each row of ``dispatch``, in its order. ``weights`` is (T, k), or (T,) where k is 1
+        (ValueError for another shape); with None every weight is 1.
         """
         if results.shape[0] != sum(routing.rows):
             raise ValueError(
