@@ -169,7 +169,7 @@ impl Group {
     }
 }
 
-/// When the last operation of a missing rank ended, in words: by what the rank has said or, where it has said nothing, by
+/// When the last operation of a missing rank ended, in words: by what the rank has said or, where it has not said that, by
 /// when the operation ended on this rank, whose `history` this is.
 fn end_of_last(history: &History, pending: &Pending, standing: &Standing, account: Option<&Account>) -> Option<String> {
     if let Some(idle) = account.and_then(|account| account.idle) {
@@ -178,6 +178,7 @@ fn end_of_last(history: &History, pending: &Pending, standing: &Standing, accoun
     let Standing::Before(Some(last)) = standing else { return None };
     let on_device = Choice::DEVICE.code();
     let mut alike = history.collectives().filter(|record| (record.route.choice == on_device) == pending.on_device());
-    let record = alike.find(|record| record.number == last.number).filter(|record| record.state != State::Pending)?;
+    let record = alike.find(|record| record.number == last.number);
+    let record = record.filter(|record| record.state != State::Pending && record.timed)?;
     Some(format!("ended here {} ago", seconds(clock::stamp().saturating_sub(record.ended) / 1_000_000)))
 }

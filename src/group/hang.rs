@@ -305,7 +305,7 @@ impl Group {
         }
         let ranks: Vec<_> = if pending.kind().is_p2p() {
             let standing = |rank: usize| match watched.heard.get(&rank).filter(|_| watched.is(pending)) {
-                Some(account) => Standing::Silent(account.last.clone()),
+                Some(account) => Standing::Silent(pending.last_of(account).map(|last| last.text)),
                 None => Standing::Unheard,
             };
             self.peers_of(pending).map(|rank| (rank, standing(rank))).collect()
@@ -398,10 +398,7 @@ fn late_for(pending: &Pending, found: &Found, heard: &BTreeMap<usize, Account>, 
     let standing = |(rank, count): (usize, Option<u64>)| {
         let standing = match (heard.get(&rank), count) {
             (Some(account), _) if pending.is_entered_by((account.issued, account.launched)) => return None,
-            (Some(account), _) => {
-                let number = pending.count_of((account.issued, account.launched));
-                Standing::Before(pending.last_of(account).map(|text| LastCall { number, text }))
-            }
+            (Some(account), _) => Standing::Before(pending.last_of(account)),
             (None, Some(count)) if count >= pending.number() => return None,
             (None, Some(0)) => Standing::Before(None),
             (None, Some(number)) => Standing::Before(Some(LastCall { number, text: format!("number {number}") })),
@@ -485,6 +482,8 @@ mod tests {
             BTreeMap::from([(14, account(3)), (15, Account { last: Some("barrier number 2".into()), ..account(2) })]);
         let named = Standing::Before(Some(LastCall { number: 2, text: "barrier number 2".into() }));
         assert_eq!(late_for(&reduce(3), &found, &later, 5), [(15, named)]);
+        let forgotten = BTreeMap::from([(14, account(3)), (15, account(2))]);
+        assert_eq!(late_for(&reduce(3), &found, &forgotten, 5), [(15, before(2))], "known by its number alone");
         answers.insert(15, account(0));
         let found = Found::of(16, &answers);
         assert_eq!(late_for(&reduce(3), &found, &none, 5)[1], (15, Standing::Before(None)), "nothing before it");

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use super::account::Account;
 use super::outside::Outside;
+use crate::engine::LastCall;
 use crate::op;
 use crate::op::Op;
 use crate::os::clock;
@@ -76,12 +77,13 @@ impl Pending {
         matches!(self, Pending::Outside(outside) if outside.on_device)
     }
 
-    /// The last operation, in the same sequence of numbers, that a rank reported.
-    pub fn last_of(&self, account: &Account) -> Option<String> {
-        match self {
-            Pending::Outside(outside) if outside.on_device => account.launched_last.clone(),
-            _ => account.last.clone(),
-        }
+    /// The last collective, in the same sequence of numbers, that a rank reported.
+    pub fn last_of(&self, account: &Account) -> Option<LastCall> {
+        let number = self.count_of((account.issued, account.launched));
+        let text = if self.on_device() { &account.launched_last } else { &account.last };
+        // The rank's history may no longer hold it.
+        let forgotten = || (number > 0).then(|| format!("number {number}"));
+        text.clone().or_else(forgotten).map(|text| LastCall { number, text })
     }
 
     /// Its number among the collectives.
