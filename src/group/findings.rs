@@ -22,6 +22,16 @@ pub(super) struct Findings {
     pub circle: String,
 }
 
+/// Of a pending operation that is watched, and of a rank that it waits for; 0 where it is not watched.
+struct Ages {
+    /// Since the ranks were asked first.
+    asked: Duration,
+    /// Since they were asked last.
+    asked_again: Duration,
+    /// Since the rank's last answer over the store or, without one, since it was asked first.
+    heard: Duration,
+}
+
 impl Group {
     /// The text of an operation that ended badly: `how` it ended, what the missing ranks do, and where. `what` is the
     /// operation in words.
@@ -37,14 +47,15 @@ impl Group {
     pub(super) fn findings(&self, inner: &Inner, pending: &Pending, now: u64) -> Findings {
         let watched = inner.watched_of(pending);
         let ago = |then: u64| Duration::from_nanos(if watched.is(pending) { now.saturating_sub(then) } else { 0 });
-        let (asked_for, since_last) = (ago(watched.since), ago(watched.last));
         let lacks = self.lacks(inner, pending);
         let missing = match &lacks {
             Lacks::Ranks(ranks) => {
                 let each = ranks.iter().take(MOST).map(|(rank, standing)| {
                     let account = self.account_of(watched, pending, *rank);
                     let ended = end_of_last(inner.stats.history(), pending, standing, account.as_ref());
-                    self.absence(watched, (*rank, standing, ended), account.as_ref(), (asked_for, since_last))
+                    let heard = watched.answered.get(rank).copied().unwrap_or(watched.since);
+                    let ages = Ages { asked: ago(watched.since), asked_again: ago(watched.last), heard: ago(heard) };
+                    self.absence(watched, (*rank, standing, &ended), account.as_ref(), ages)
                 });
                 let mut each: Vec<String> = each.collect();
                 let rest: Vec<String> = ranks.iter().skip(MOST).map(|(rank, _)| rank.to_string()).collect();
@@ -76,38 +87,33 @@ impl Group {
         }
     }
 
-    /// What a missing rank does. `ended`: when its last operation did, in words.
+    /// What a missing rank does. `ended`: when its last operation did (`end_of_last`).
     fn absence(
         &self,
         watched: &Watched,
-        (rank, standing, ended): (usize, &Standing, Option<String>),
+        (rank, standing, ended): (usize, &Standing, &str),
         account: Option<&Account>,
-        (asked_for, since_last): (Duration, Duration),
+        ages: Ages,
     ) -> String {
         let (process, state) = self.process_of(watched, rank, account);
-        let asked = seconds(asked_for.as_millis() as u64);
-        let stands = match (standing, ended) {
-            (Standing::Unheard, _) if state.is_some() => format!("has said nothing for {asked}"),
-            (Standing::Unheard, _) if !watched.collected => "has not said what it does".to_string(),
-            (Standing::Unheard, _) => {
-                format!("has said nothing for {asked}: its process is stopped, or the store cannot be reached")
-            }
-            (Standing::Inside, _) => "entered it and stopped inside it".to_string(),
-            (Standing::Before(None), _) => "has not entered it, and nothing before it in this group".to_string(),
-            (Standing::Before(Some(last)), None) => format!("has not entered it, its last operation is {}", last.text),
-            (Standing::Before(Some(last)), Some(ended)) => {
-                format!("has not entered it, its last operation is {}, which {ended}", last.text)
-            }
-            (Standing::Silent(None), _) => "did not answer, it has called no collective in this group".to_string(),
-            (Standing::Silent(Some(call)), None) => format!("did not answer, its last collective is {call}"),
-            (Standing::Silent(Some(call)), Some(ended)) => {
-                format!("did not answer, its last collective is {call}, its last operation {ended}")
-            }
+        let silent = match ages.heard.as_millis() as u64 {
+            0 => "has said nothing".to_string(),
+            heard => format!("has said nothing for {}", seconds(heard)),
+        };
+        let stands = match standing {
+            Standing::Unheard if state.is_some() => silent,
+            Standing::Unheard if !watched.collected => "has not said what it does".to_string(),
+            Standing::Unheard => format!("{silent}: its process is stopped, or the store cannot be reached"),
+            Standing::Inside => "entered it and stopped inside it".to_string(),
+            Standing::Before(None) => "has not entered it, and nothing before it in this group".to_string(),
+            Standing::Before(Some(last)) => format!("has not entered it, its last collective is {}{ended}", last.text),
+            Standing::Silent(None) => "did not answer, it has called no collective in this group".to_string(),
+            Standing::Silent(Some(last)) => format!("did not answer, its last collective is {last}{ended}"),
         };
         let now = match account {
             _ if state.is_some() => String::new(),
-            None if asked_for < SILENCE || *standing == Standing::Unheard => String::new(),
-            None => format!(", and it has not said what it does for {}", seconds(asked_for.as_millis() as u64)),
+            None if ages.asked < SILENCE || *standing == Standing::Unheard => String::new(),
+            None => format!(", and it has not said what it does for {}", seconds(ages.asked.as_millis() as u64)),
             Some(Account { place, waits: Some(Waits { group, what, milliseconds, .. }), .. }) => {
                 let place = if let Place::At(place) = place { format!(" at {place}") } else { String::new() };
                 format!(", and it waits in {what} of group '{group}'{place}, since {}", seconds(*milliseconds))
@@ -116,7 +122,7 @@ impl Group {
             Some(Account { place: Place::Locked, question, .. }) => {
                 // Since it was asked first, unless it has answered after that.
                 let first = watched.asked.iter().any(|(asked, number)| *asked == rank && number == question);
-                let held = if first || asked_for < since_last { asked_for } else { since_last };
+                let held = if first { ages.asked } else { ages.asked.min(ages.asked_again) };
                 let held = seconds(held.as_millis() as u64);
                 format!(", and native code has kept its interpreter's lock for {held}, so that its line is not known")
             }
@@ -169,16 +175,17 @@ impl Group {
     }
 }
 
-/// When the last operation of a missing rank ended, in words: by what the rank has said or, where it has not said that, by
-/// when the operation ended on this rank, whose `history` this is.
-fn end_of_last(history: &History, pending: &Pending, standing: &Standing, account: Option<&Account>) -> Option<String> {
+/// When the last operation of a missing rank ended, as the end of a sentence about its last collective: by what the rank
+/// has said or, where it has not said that, by when this collective ended on this rank, whose `history` this is.
+fn end_of_last(history: &History, pending: &Pending, standing: &Standing, account: Option<&Account>) -> String {
     if let Some(idle) = account.and_then(|account| account.idle) {
-        return Some(format!("ended {} ago", seconds(idle)));
+        return format!(", its last operation ended {} ago", seconds(idle));
     }
-    let Standing::Before(Some(last)) = standing else { return None };
+    let Standing::Before(Some(last)) = standing else { return String::new() };
     let on_device = Choice::DEVICE.code();
     let mut alike = history.collectives().filter(|record| (record.route.choice == on_device) == pending.on_device());
     let record = alike.find(|record| record.number == last.number);
-    let record = record.filter(|record| record.state != State::Pending && record.timed)?;
-    Some(format!("ended here {} ago", seconds(clock::stamp().saturating_sub(record.ended) / 1_000_000)))
+    record.filter(|record| record.state != State::Pending && record.timed).map_or_else(String::new, |record| {
+        format!(", which ended here {} ago", seconds(clock::stamp().saturating_sub(record.ended) / 1_000_000))
+    })
 }

@@ -59,6 +59,8 @@ pub(super) struct Watched {
     /// Over the store: the answers that were read, the result of all answers, and whether that result is complete.
     pub heard: BTreeMap<usize, Account>,
     pub found: Found,
+    /// When the results came in which each rank had answered.
+    pub answered: BTreeMap<usize, u64>,
     pub collected: bool,
     /// The processes of ranks that have said nothing, as far as those are known.
     pub silent: BTreeMap<usize, Process>,
@@ -105,8 +107,10 @@ impl Inner {
         let asked_in_it =
             |pending: &Pending| pending.kind().is_p2p() || own.is_some_and(|own| pending.is_entered_by(own));
         let pending: Vec<Pending> = self.long_pending().filter(asked_in_it).collect();
+        let now = clock::now();
         for pending in &pending {
             let watched = self.watched(pending);
+            watched.answered.extend(result.answers.keys().map(|rank| (*rank, now)));
             (watched.found, watched.heard) = (result.found.clone(), result.answers.clone());
             watched.silent = result.silent.clone();
             watched.collected = true;

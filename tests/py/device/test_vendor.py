@@ -379,7 +379,7 @@ def test_a_missing_rank_is_named_at_the_deadline(vendor: str, libraries: dict[st
         text = job.hear(0)
         assert "Timed out after 3.0 s in all_reduce number 2" in text, text
         assert (
-            "rank 1" in text and "has not entered it, its last operation is all_reduce number 1 on a device" in text
+            "rank 1" in text and "has not entered it, its last collective is all_reduce number 1 on a device" in text
         ), text
         job.say(1, "go")
 
