@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import combinations
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -186,10 +187,12 @@ def select_all_reduce_algorithm(
         assert sagellm.select_all_reduce_algorithm(64 << 20, 8, sagellm.TopologyInfo()) == "ring"
     """
     from sagellm import _load
-    from sagellm.api.arguments import checked_number
 
-    checked_number("select_all_reduce_algorithm", "data_size", data_size, least=0)
-    checked_number("select_all_reduce_algorithm", "num_devices", num_devices)
+    for name, value, least in (("data_size", data_size, 0), ("num_devices", num_devices, 1)):
+        if not isinstance(value, Integral) or value < least:
+            raise ValueError(
+                f"sagellm select_all_reduce_algorithm: {name} is {value!r}, expected a whole number from {least} on"
+            )
     given = TopologyInfo() if topology is None else topology
     found = _load.extension().explain_without_group(
         "all_reduce", data_size, "float32", num_devices, topology=option_of(given, "topology")
