@@ -28,7 +28,10 @@ def start(program: Program, rival: tuple[bool, dict[str, str]]) -> float:
     """Milliseconds of a step, of the slowest rank."""
     served, variables = rival
     with tempfile.TemporaryDirectory() as folder:
-        return max(rank["ms"] for rank in run(program, Path(folder) / "run", served, **variables))
+        times = [rank["ms"] for rank in run(program, Path(folder) / "run", served, **variables)]
+    if None in times:
+        raise SystemExit(f"{program.script} has too few steps to be timed")
+    return max(times)
 
 
 def main() -> None:
