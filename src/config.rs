@@ -82,6 +82,11 @@ pub fn ring() -> usize {
     *RING
 }
 
+/// Widest instruction set that the reduction kernels may use: the variable `SAGELLM_KERNELS`. All give the same bits.
+pub fn kernels() -> Option<String> {
+    std::env::var("SAGELLM_KERNELS").ok().filter(|name| !name.trim().is_empty())
+}
+
 /// The file of a vendor's library: the variable `SAGELLM_<KEY>_LIBRARY`. Read when a library is opened, which is once.
 pub fn library(key: &str) -> Option<String> {
     std::env::var(format!("SAGELLM_{key}_LIBRARY")).ok().filter(|path| !path.is_empty())

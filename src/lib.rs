@@ -30,7 +30,7 @@
 //!
 //! ## Layers
 //!
-//! A file uses only what stands below it. This is the only list; `tests/layering.rs` reads it.
+//! A file uses only what stands below it. This is the only list; `tests/it/layering.rs` reads it.
 //!
 //! ```text
 //! ffi           the contract with C++ (feature `torch`)
@@ -51,7 +51,7 @@
 //!
 //! The words are defined in `docs/words.md`, the rules by number in `docs/design.md`.
 
-// Modules that touch bytes or call the system allow it, each with a reason; `tests/layering.rs` has the list.
+// Modules that touch bytes or call the system allow it, each with a reason; `tests/it/layering.rs` has the list.
 #![deny(unsafe_code)]
 
 pub mod algorithms;

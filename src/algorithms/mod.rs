@@ -1,6 +1,6 @@
 //! Schedules: which rank sends which parts to which rank in which step of a collective. Pure arithmetic over rank
 //! numbers, without data, clock or side effects, so that one schedule can be executed over a link, proved for every
-//! rank count (`tests/algorithms.rs`), and priced for 100,000 ranks (`select/cost.rs`).
+//! rank count (`tests/it/algorithms.rs`), and priced for 100,000 ranks (`select/cost.rs`).
 //!
 //! # What a schedule guarantees
 //!
@@ -165,7 +165,7 @@ trait Pattern: Sync {
     fn pipelines(&self, _kind: Kind) -> bool {
         false
     }
-    /// What `Algorithm::one_order` says, of all kinds that it serves; a proof in `tests/algorithms.rs` holds it.
+    /// What `Algorithm::one_order` says, of all kinds that it serves; a proof in `tests/it/algorithms.rs` holds it.
     fn one_order(&self) -> bool {
         false
     }

@@ -21,11 +21,14 @@
 mod float;
 mod number;
 mod scalar;
-#[cfg(all(target_arch = "x86_64", not(feature = "portable")))]
+#[cfg(target_arch = "x86_64")]
 mod x86;
+
+use once_cell::sync::Lazy;
 
 use self::number::{Bf16, Bool, Complex, Float, Format, Int, Number};
 use self::scalar::{And, Avg, ComplexProduct, Isa, Job, Max, Min, Or, Portable, PremulSum, Product, Run, Sum, Xor};
+use crate::config;
 use crate::error::{Error, Result};
 use crate::types::{Dtype, ReduceOp};
 
@@ -49,8 +52,38 @@ impl Level {
         self as u8 <= Level::best() as u8
     }
 
-    #[cfg(all(target_arch = "x86_64", not(feature = "portable")))]
+    /// The widest level of this processor that `SAGELLM_KERNELS` permits. Read once: all calls of a process use one level.
     fn best() -> Level {
+        static BEST: Lazy<Level> = Lazy::new(|| {
+            let widest = Level::detect();
+            let Some(asked) = config::kernels() else { return widest };
+            match [Level::Portable, Level::Avx2, Level::Avx512].into_iter().find(|level| level.name() == asked.trim()) {
+                Some(level) if level as u8 <= widest as u8 => level,
+                known => {
+                    let why = if known.is_some() {
+                        "this processor does not have it"
+                    } else {
+                        "portable, avx2 and avx512 are known"
+                    };
+                    log::warn!("SAGELLM_KERNELS={asked} is ignored ({why}); the kernels use {}", widest.name());
+                    widest
+                }
+            }
+        });
+        *BEST
+    }
+
+    /// As `SAGELLM_KERNELS` names it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Level::Portable => "portable",
+            Level::Avx2 => "avx2",
+            Level::Avx512 => "avx512",
+        }
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    fn detect() -> Level {
         let avx2 = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c");
         let avx512 = avx2
             && is_x86_feature_detected!("avx512f")
@@ -64,8 +97,8 @@ impl Level {
         }
     }
 
-    #[cfg(not(all(target_arch = "x86_64", not(feature = "portable"))))]
-    fn best() -> Level {
+    #[cfg(not(target_arch = "x86_64"))]
+    fn detect() -> Level {
         Level::Portable
     }
 }
@@ -90,14 +123,14 @@ pub fn kernel(dtype: Dtype, op: ReduceOp, ranks: usize) -> Result<Kernel> {
 /// As `kernel`, for one of `Level::available`: to compare them.
 ///
 /// # Panics
-/// If this processor, or this build, does not have the level.
+/// If this processor does not have the level, or `SAGELLM_KERNELS` does not permit it.
 pub fn kernel_at(level: Level, dtype: Dtype, op: ReduceOp, ranks: usize) -> Result<Kernel> {
     assert!(level.can_run(), "kernels for {level:?} cannot run here");
     check(dtype, op)?;
     let (run, units) = match level {
-        #[cfg(all(target_arch = "x86_64", not(feature = "portable")))]
+        #[cfg(target_arch = "x86_64")]
         Level::Avx512 => choose::<self::x86::Avx512>(dtype, op),
-        #[cfg(all(target_arch = "x86_64", not(feature = "portable")))]
+        #[cfg(target_arch = "x86_64")]
         Level::Avx2 => choose::<self::x86::Avx2>(dtype, op),
         _ => choose::<Portable>(dtype, op),
     }

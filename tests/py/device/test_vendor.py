@@ -63,7 +63,7 @@ def test_every_collective_gives_the_numbers_of_the_cpu(
 def test_every_type_and_op_gives_the_numbers_of_the_cpu(
     vendor: str, world_size: int, libraries: dict[str, Path]
 ) -> None:
-    """Operations that are cast, divided, scaled or combined by each rank; `tests/device_lowering.rs` runs the same on a
+    """Operations that are cast, divided, scaled or combined by each rank; `tests/it/device_lowering.rs` runs the same on a
     model."""
     without = (torch.float64, torch.complex128) if vendor == "cncl" else ()
     given = (vendor, on_device.every_type, (vendor, without), {})

@@ -1,12 +1,10 @@
 //! Memory that becomes present when it is first needed: which parts are present after which operation, that no rank
 //! touches other parts, and the error on all ranks where there is no room (rule 24).
 
-mod common;
-
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{cut, on_memory, on_ranks, plain};
+use crate::common::{cut, on_memory, on_ranks, plain};
 use sagellm::engine::local;
 use sagellm::engine::shm::memory::area::Area;
 use sagellm::engine::shm::memory::layout::{Layout, Part};

@@ -1,12 +1,10 @@
 //! Every collective of the shared-memory engine against a one-threaded reference, bit for bit, on every rank: ranks are
 //! threads, sizes stand at every boundary, memory comes in pieces, ranks are late at random.
 
-mod common;
-
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{Buffers, Random, Spec, on_ranks};
+use crate::common::{Buffers, Random, Spec, on_ranks};
 use sagellm::group::{Group, Op};
 use sagellm::types::{Dtype, Kind, ReduceOp};
 
@@ -123,7 +121,7 @@ fn program(seed: u64, ranks: usize, ops: usize) {
 fn random_programs_give_the_reference_on_every_rank() {
     let programs: u64 = std::env::var("SAGELLM_TEST_PROGRAMS").ok().and_then(|n| n.parse().ok()).unwrap_or(60);
     for seed in 1..=programs {
-        common::progress("programs", seed, programs);
+        crate::common::progress("programs", seed, programs);
         program(seed, 2 + seed as usize % 4, 60);
     }
 }

@@ -1,12 +1,11 @@
 //! Operations on devices for the tests: their data, the expected results, and the shim's steps before and after the
 //! library's call.
-#![allow(dead_code)] // each test file uses a part of it
 
 use sagellm::engine::device::lowering::Double;
 use sagellm::engine::device::{Capabilities, Local, LoweringInput};
 use sagellm::types::{Dtype, Kind, ReduceOp, Span};
 
-use crate::reference::{bytes_of, decode_16, is_complex, is_float, reference_all};
+use crate::common::reference::{bytes_of, decode_16, is_complex, is_float, reference_all};
 
 pub const OPS: [ReduceOp; 9] = [
     ReduceOp::Sum,

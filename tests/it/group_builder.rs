@@ -1,12 +1,9 @@
 //! A group is built whole from the decision of its ranks, or not at all.
 
-#[path = "common/host.rs"]
-mod host;
-
 use std::sync::Arc;
 use std::time::Duration;
 
-use host::{Memory, Quiet};
+use crate::common::host::{Memory, Quiet};
 use sagellm::config::{Config, Settings};
 use sagellm::engine::local;
 use sagellm::engine::multihost::host_map::HostMap;

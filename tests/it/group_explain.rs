@@ -1,13 +1,11 @@
 //! Explanations of past operations: for every operation of a run the recomputed explanation equals the record, on one
 //! host and between hosts, alone and in batches; and it is the same by number and by operation.
 
-mod common;
-
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{Buffers, Random, Spec, on_ranks};
+use crate::common::{Buffers, Random, Spec, on_ranks};
 use sagellm::config::Settings;
 use sagellm::engine::local;
 use sagellm::group::{Group, Op};

@@ -1,5 +1,4 @@
 //! The ABI simulators of `tests/simulators`, built when a test first asks for them (tests/simulators/README.md).
-#![allow(dead_code)] // each test file uses a part of it
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};

@@ -1,8 +1,5 @@
 //! Rust tests can build the ABI simulators and open them; what the simulators do is tested in `tests/simulators`.
 
-#[path = "common/simulators.rs"]
-mod simulators;
-
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::path::Path;
 
@@ -21,7 +18,7 @@ fn symbol(library: *mut c_void, name: &CStr) -> *mut c_void {
 
 #[test]
 fn every_library_opens_and_answers() {
-    let built = simulators::simulators();
+    let built = crate::common::simulators::simulators();
     for (name, known) in [
         ("cuda", c"cuInit"),
         ("nccl", c"ncclCommInitRankConfig"),
@@ -48,7 +45,7 @@ fn every_library_opens_and_answers() {
 
 #[test]
 fn names_can_be_left_out() {
-    let library = open(&simulators::without("hccl", "^HcclAllGatherV$"));
+    let library = open(&crate::common::simulators::without("hccl", "^HcclAllGatherV$"));
     assert!(symbol(library, c"HcclAllGatherV").is_null());
     assert!(!symbol(library, c"HcclReduceScatterV").is_null());
 }

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 
+use crate::common::this_program;
 use sagellm::engine::device::{Hints, Vendor, open, open_runtime};
 
 /// A folder that goes when the process ends in order; its path names the process.
@@ -139,8 +140,8 @@ fn ids_have_the_vendors_own_length() {
 
 /// Runs one test of this program again in a new process, with these variables.
 fn in_child(test: &str, variables: &[(&str, &Path)]) {
-    let mut child = Command::new(std::env::current_exe().unwrap());
-    child.args([test, "--exact", "--include-ignored", "--nocapture"]).env("SAGELLM_TEST_CHILD", "1");
+    let mut child = this_program(module_path!(), test);
+    child.env("SAGELLM_TEST_CHILD", "1");
     variables.iter().for_each(|(name, value)| _ = child.env(name, value));
     let output = child.output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout);

@@ -2,19 +2,15 @@
 //! over the ABI simulators of `tests/simulators`. Every collective, every vendor, HCCL in its three forms; a dead peer,
 //! a hang, an error that comes late, an initialisation that never ends.
 
-#[path = "common/device.rs"]
-mod device;
-#[path = "common/reference.rs"]
-mod reference;
-
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use device::{Case, OPS, local, spans};
-use reference::is_defined;
+use crate::common::device::{Case, OPS, local, spans};
+use crate::common::reference::is_defined;
+use crate::common::this_program;
 use sagellm::engine::device::{
     Api, Communicator, Hints, Job, Local, LoweringInput, Message, Runtime, SPARES_CAPTURES, Setup, Split, Stream,
     Vendor, always, calls, launch, lower, open, open_runtime, synchronize,
@@ -49,16 +45,7 @@ const WHOLE: [Form; 3] = [FORMS[0], FORMS[2], FORMS[5]];
 /// Builds the simulators once; the build itself is shared between processes and takes no time when nothing has changed.
 fn simulators() -> &'static HashMap<String, PathBuf> {
     static BUILT: OnceLock<HashMap<String, PathBuf>> = OnceLock::new();
-    BUILT.get_or_init(|| {
-        let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/simulators/build.py");
-        let output = Command::new("python3").arg(script).output().expect("python3 runs tests/simulators/build.py");
-        let text = String::from_utf8(output.stdout).unwrap();
-        assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
-        text.lines()
-            .filter_map(|line| line.split_once('\t'))
-            .map(|(name, path)| (name.to_string(), path.into()))
-            .collect()
-    })
+    BUILT.get_or_init(crate::common::simulators::simulators)
 }
 
 /// A process that ends when its owner is dropped.
@@ -80,8 +67,8 @@ fn run(scenario: &str, form: Form, ranks: usize, variables: &[(&str, &str)], lea
     std::fs::create_dir_all(&folder).unwrap();
     let library = |name: &str| simulators().get(name).unwrap_or_else(|| panic!("no simulator is called {name}"));
     let start = |rank: usize| {
-        let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(["a_rank", "--exact", "--ignored", "--nocapture"]).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut command = this_program(module_path!(), "a_rank");
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
         command.env("SAGELLM_TEST_SCENARIO", scenario).env("SAGELLM_TEST_FOLDER", &folder);
         command.env("SAGELLM_TEST_VENDOR", form.vendor.name()).env("SAGELLM_TEST_FORM", form.library);
         command.env("SAGELLM_TEST_RANK", rank.to_string()).env("SAGELLM_TEST_RANKS", ranks.to_string());

@@ -1,9 +1,6 @@
 //! The ranks of a group meet, agree, share memory, and learn of each other's end. Ranks are threads here where that is
 //! enough, and processes (this test binary again, in a role) where it is not.
 
-#[path = "common/host.rs"]
-mod host;
-
 use std::collections::HashMap;
 use std::fs;
 use std::os::unix::net::UnixStream;
@@ -14,7 +11,8 @@ use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Barrier, Mutex};
 use std::time::{Duration, Instant};
 
-use host::{Memory, Quiet};
+use crate::common::host::{Memory, Quiet};
+use crate::common::test_name;
 use proptest::prelude::*;
 use sagellm::config::{Config, Settings};
 use sagellm::engine::shm::memory::segment::Backing;
@@ -457,9 +455,10 @@ fn process_under(starter: &[&str], role: &str, dir: &Path, rank: usize, size: us
     let exe = std::env::current_exe().unwrap();
     let mut line: Vec<&str> = starter.to_vec();
     line.push(exe.to_str().unwrap());
+    let name = test_name(module_path!(), "as_another_process");
     Command::new(line[0])
         .args(&line[1..])
-        .args(["--exact", "as_another_process", "--ignored", "--nocapture", "--test-threads=1"])
+        .args(["--exact", &name, "--ignored", "--nocapture", "--test-threads=1"])
         .env("SAGELLM_TEST_ROLE", role)
         .env("SAGELLM_TEST_DIR", dir)
         .env("SAGELLM_TEST_RANK", format!("{rank} {size}"))

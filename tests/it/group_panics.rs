@@ -1,13 +1,11 @@
 //! A panic inside the core is a bug of ours: it fails the group, ends every operation, and leaves nothing behind that points
 //! at the callers' memory. The panic is raised where the core calls out under its lock: in the copies of staged tensors.
 
-mod common;
-
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use common::on_memory;
+use crate::common::on_memory;
 use sagellm::error::Error;
 use sagellm::group::{Completion, Group, Op};
 use sagellm::types::{Kind, Request};

@@ -1,11 +1,9 @@
 //! The choice inside live groups: under any rules the results stay the same, every rank chooses the same algorithm, and
 //! the explanation computed afterwards equals the record.
 
-mod common;
-
 use std::time::Duration;
 
-use common::{Random, Spec, on_ranks};
+use crate::common::{Random, Spec, on_ranks};
 use sagellm::algorithms::Algorithm;
 use sagellm::config::Settings;
 use sagellm::engine::local;

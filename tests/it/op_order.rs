@@ -1,12 +1,10 @@
 //! Disagreements between ranks, and the order of one rank's own operations: a barrier ends last, lists of sizes are
 //! signed, messages and collectives on the same memory keep the order of issue (rules 4, 5, 33).
 
-mod common;
-
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{cut, on_ranks, plain};
+use crate::common::{cut, on_ranks, plain};
 use sagellm::config::Settings;
 use sagellm::engine::local;
 use sagellm::error::Error;

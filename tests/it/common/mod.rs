@@ -1,9 +1,27 @@
 //! Shared by the tests: requests over plain vectors, random numbers, and a reference that uses no code of the engine.
-#![allow(dead_code)] // each test file uses a part of it
+
+pub mod device;
+pub mod host;
+pub mod reference;
+pub mod simulators;
 
 use std::io::Write as _;
+use std::process::Command;
 
 use sagellm::types::{Dtype, Kind, ReduceOp, Request, Span};
+
+/// Runs this program again with one test alone, `test` of the module `module_path!()`, which may be an ignored one.
+pub fn this_program(module: &str, test: &str) -> Command {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args([&test_name(module, test), "--exact", "--include-ignored", "--nocapture", "--test-threads=1"]);
+    command
+}
+
+/// A test's name for libtest, which leaves out the name of the program.
+pub fn test_name(module: &str, test: &str) -> String {
+    let (_, inside) = module.split_once("::").expect("a module of this program");
+    format!("{inside}::{test}")
+}
 
 /// Says how far a run of many minutes is: past libtest, which keeps what tests print until they end.
 pub fn progress(what: &str, turn: u64, of: u64) {

@@ -1,12 +1,10 @@
 //! A peer that breaks the protocol: bytes of the segment are flipped while operations run. Allowed are wrong numbers and
 //! errors; forbidden are a crash, a panic, a hang past the deadline, and a write outside the caller's memory.
 
-mod common;
-
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::time::{Duration, Instant};
 
-use common::{Random, Spec, on_ranks};
+use crate::common::{Random, Spec, on_ranks};
 use sagellm::engine::local;
 use sagellm::group::Group;
 use sagellm::types::{ANY_RANK, Dtype, Kind, ReduceOp, Request, Span};
@@ -56,7 +54,7 @@ fn request(random: &mut Random, me: usize, ranks: usize) -> (Request, Guarded, G
         Kind::Recv => (Guarded::new(0), Guarded::new(bytes)),
         _ => (Guarded::new(buffers.input.len()), Guarded::new(buffers.output.len())),
     };
-    let mut request = common::plain(like.kind, like.root, input.span(), output.span());
+    let mut request = crate::common::plain(like.kind, like.root, input.span(), output.span());
     (request.dtype, request.op) = (like.dtype, like.op);
     (request.in_blocks, request.out_blocks) = (like.in_blocks, like.out_blocks);
     if kind.is_p2p() {
@@ -78,7 +76,7 @@ fn flip(areas_base: usize, total: usize, random: &mut Random, control_only: Opti
 fn flipped_bytes_give_wrong_numbers_or_errors_and_nothing_worse() {
     let rounds: u64 = std::env::var("SAGELLM_TEST_FUZZ").ok().and_then(|n| n.parse().ok()).unwrap_or(40);
     for round in 0..rounds {
-        common::progress("rounds of fuzz", round + 1, rounds);
+        crate::common::progress("rounds of fuzz", round + 1, rounds);
         let ranks = 2 + round as usize % 2;
         let areas = local::areas(ranks).unwrap();
         let total = areas[0].layout.total();

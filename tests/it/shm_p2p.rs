@@ -1,13 +1,11 @@
 //! Send and receive: tags, order, sizes, wildcards (rules 1, 3, 20); and the error on every rank when something is
 //! wrong.
 
-mod common;
-
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use common::{Random, cut, on_memory, on_ranks, plain};
+use crate::common::{Random, cut, on_memory, on_ranks, plain};
 use sagellm::error::Error;
 use sagellm::group::{Group, Op};
 use sagellm::types::{ANY_RANK, Kind, Request};

@@ -2,13 +2,8 @@
 //! is refused with a text. It runs on a model of a library in plain memory, which has the stated capabilities and no
 //! others.
 
-#[path = "common/device.rs"]
-mod device;
-#[path = "common/reference.rs"]
-mod reference;
-
-use device::{Case, OPS, data, local, spans};
-use reference::{is_defined, reference_all};
+use crate::common::device::{Case, OPS, data, local, spans};
+use crate::common::reference::{is_defined, reference_all};
 use sagellm::engine::device::lowering::Double;
 use sagellm::engine::device::{
     Call, Capabilities, Job, Local, Lowering, LoweringInput, Message, Method, Vendor, calls, lower,
@@ -540,12 +535,12 @@ fn the_table_of_the_documentation_is_this_one() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/vendors.md");
     let page = std::fs::read_to_string(path).unwrap();
     let (begin, end) =
-        ("<!-- lowerings: tests/device_lowering.rs writes this table -->\n", "<!-- end of lowerings -->");
+        ("<!-- lowerings: tests/it/device_lowering.rs writes this table -->\n", "<!-- end of lowerings -->");
     let start = page.find(begin).expect("docs/vendors.md has its mark") + begin.len();
     let stop = page.find(end).expect("docs/vendors.md has its second mark");
     if std::env::var_os("SAGELLM_WRITE_DOCS").is_some() {
         std::fs::write(path, format!("{}{}{}", &page[..start], table(), &page[stop..])).unwrap();
         return;
     }
-    assert_eq!(&page[start..stop], table(), "run SAGELLM_WRITE_DOCS=1 cargo test --test device_lowering");
+    assert_eq!(&page[start..stop], table(), "run SAGELLM_WRITE_DOCS=1 cargo test --test it device_lowering");
 }

@@ -5,9 +5,8 @@ use sagellm::reduce;
 use sagellm::reduce::{Level, f16_to_f32, f32_to_bf16, f32_to_f16, kernel, kernel_at};
 use sagellm::types::{Dtype, ReduceOp};
 
-#[path = "common/reference.rs"]
-mod reference;
-use reference::{bytes_of, decode_16, is_complex, is_defined, is_float, power_of_two, reference_all};
+use crate::common::reference::{bytes_of, decode_16, is_complex, is_defined, is_float, power_of_two, reference_all};
+use crate::common::this_program;
 
 const OPS: [ReduceOp; 9] = [
     ReduceOp::Sum,
@@ -460,5 +459,29 @@ fn copy_moves_bytes_and_takes_the_same_address() {
         }
         assert!(to.content() == expected && from.content() == content, "copy of {bytes} bytes");
         assert!(to.frame_is_intact() && from.frame_is_intact());
+    }
+}
+
+#[test]
+fn a_variable_limits_the_instruction_set() {
+    const VARIABLE: &str = "SAGELLM_KERNELS";
+    if let Ok(asked) = std::env::var("SAGELLM_TEST_CHILD") {
+        let levels = Level::available();
+        let (widest, expected) = (levels.last().unwrap().name(), std::env::var(VARIABLE).unwrap());
+        // What this processor does not have, and what no processor has, changes nothing.
+        assert!(widest == expected || asked == "ignored", "{levels:?} under {VARIABLE}={expected}");
+        return;
+    }
+    let levels: Vec<&str> = Level::available().into_iter().map(Level::name).collect();
+    let permitted = levels.iter().map(|level| (*level, "taken")).chain([("sse9", "ignored"), ("", "ignored")]);
+    for (level, expected) in permitted {
+        let mut child = this_program(module_path!(), "a_variable_limits_the_instruction_set");
+        let output = child.env(VARIABLE, level).env("SAGELLM_TEST_CHILD", expected).output().unwrap();
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(
+            output.status.success() && text.contains("1 passed"),
+            "{text}{}",
+            String::from_utf8_lossy(&output.stderr)
+        );
     }
 }

@@ -1,12 +1,9 @@
 //! Operations of a delegate: which of them take a number and leave a record, and what threads are told that wait for one.
 
-#[path = "common/host.rs"]
-mod host;
-
 use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
-use host::{Memory, Quiet};
+use crate::common::host::{Memory, Quiet};
 use sagellm::config::{Config, Settings};
 use sagellm::group::{Carrier, ExternalOp, Group};
 use sagellm::rendezvous::Rendezvous;

@@ -1,12 +1,10 @@
 //! Groups whose ranks live on several hosts, played by threads: every collective against a one-threaded reference, with
 //! and without fusion, in strict mode bit for bit; and the effect of a fault on one host on the others.
 
-mod common;
-
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{Buffers, Random, Spec, on_ranks};
+use crate::common::{Buffers, Random, Spec, on_ranks};
 use sagellm::config::Settings;
 use sagellm::engine::local;
 use sagellm::group::{Group, Op};
@@ -219,7 +217,7 @@ fn program(seed: u64, ops: usize, fusion: bool) {
 fn rules_13_to_18_random_programs_give_the_reference_fused_and_unfused() {
     let programs: u64 = std::env::var("SAGELLM_TEST_HOST_PROGRAMS").ok().and_then(|n| n.parse().ok()).unwrap_or(12);
     for seed in 1..=programs {
-        common::progress("programs over hosts", seed, programs);
+        crate::common::progress("programs over hosts", seed, programs);
         program(seed, 80, seed % 4 != 0);
     }
 }

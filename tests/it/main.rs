@@ -1,0 +1,27 @@
+//! The tests of the core, in one program: each links the crate, and 20 programs took four times as long to build as one.
+//! `cargo test --test it rendezvous::` runs those of one file. Each file is called after the module that it tests
+//! (CONTRIBUTING.md, "Where a test goes"); `tests/loom.rs` is a program of its own, because loom replaces the atomics.
+
+mod common;
+
+mod algorithms;
+mod algorithms_run;
+mod device_libs;
+mod device_libs_loader;
+mod device_lowering;
+mod group_builder;
+mod group_explain;
+mod group_outside;
+mod group_panics;
+mod layering;
+mod multihost;
+mod op_order;
+mod reduce;
+mod rendezvous;
+mod select;
+mod shm_collectives;
+mod shm_fuzz;
+mod shm_many_ranks;
+mod shm_memory_presence;
+mod shm_p2p;
+mod simulators;
