@@ -67,9 +67,10 @@ auto told(const Body& body) {
   }
 }
 
-std::shared_ptr<Rendezvous> meet(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, Seconds timeout,
-                                 std::string group_name, const std::vector<int64_t>& global_ranks,
-                                 const c10::intrusive_ptr<Options>& given) {
+std::shared_ptr<Rendezvous> start_rendezvous(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                             Seconds timeout, std::string group_name,
+                                             const std::vector<int64_t>& global_ranks,
+                                             const c10::intrusive_ptr<Options>& given) {
   // The caller's object may serve several groups; each backend gets its own.
   auto options = given ? given->copy() : c10::make_intrusive<Options>();
   options->timeout = milliseconds(timeout);
@@ -196,8 +197,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_options(module);
   bind_backend(module);
   bind_observation(module);
-  module.def("rendezvous", translated(&meet), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
-             py::arg("group_name") = "", py::arg("global_ranks") = std::vector<int64_t>(),
+  module.def("rendezvous", translated(&start_rendezvous), py::arg("store"), py::arg("rank"), py::arg("size"),
+             py::arg("timeout"), py::arg("group_name") = "", py::arg("global_ranks") = std::vector<int64_t>(),
              py::arg("options") = py::none());
   module.def("set_log_level", &Core::set_log_level, py::arg("level"));
   module.def("drain_log", &drain_log);

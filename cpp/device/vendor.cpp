@@ -13,6 +13,7 @@
 
 #include "host/errors.hpp"
 #include "host/python_host.hpp"
+#include "host/slices.hpp"
 #include "work/callbacks.hpp"
 
 namespace sagellm {
@@ -27,11 +28,6 @@ DevicesOpened open(const RustGroup& group, c10::DeviceType type, const std::stri
   return checked([&] {
     return group.open_devices(c10::DeviceTypeName(type, true), vendor, library, {places.data(), places.size()});
   });
-}
-
-template <class Item>
-rust::Slice<const Item> slice(const std::vector<Item>& items) {
-  return {items.data(), items.size()};
 }
 
 }  // namespace

@@ -18,13 +18,13 @@ namespace {
 
 // The places that `call_site` has seen, as text, for threads that must not wait for the GIL. The lock is held for a
 // look-up only, with or without the GIL.
-struct Places {
+struct SeenPlaces {
   std::mutex mutex;
   std::unordered_map<uint32_t, std::string> texts;
 };
 
-Places& places() {
-  static auto* const all = new Places;  // threads may ask while the process ends
+SeenPlaces& places() {
+  static auto* const all = new SeenPlaces;  // threads may ask while the process ends
   return *all;
 }
 
@@ -77,7 +77,7 @@ uint32_t call_site() {
   if (!enabled || Py_IsInitialized() == 0 || PyGILState_GetThisThreadState() == nullptr) return 0;
   const py::gil_scoped_acquire gil;
   const auto number = sites("number")().cast<uint32_t>();
-  Places& all = places();
+  SeenPlaces& all = places();
   {
     const std::lock_guard<std::mutex> lock(all.mutex);
     if (number == 0 || all.texts.count(number) > 0) return number;
@@ -91,7 +91,7 @@ uint32_t call_site() {
 rust::String python_place(uint64_t thread, uint32_t site) noexcept {
   try {
     if (site == 0) return rust::String::lossy(python_alive() ? place_of_thread(thread) : std::string());
-    Places& all = places();
+    SeenPlaces& all = places();
     const std::lock_guard<std::mutex> lock(all.mutex);
     const auto found = all.texts.find(site);
     return rust::String::lossy(found == all.texts.end() ? std::string() : found->second);

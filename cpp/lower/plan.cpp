@@ -10,21 +10,12 @@
 
 #include "host/errors.hpp"
 #include "host/sites.hpp"
+#include "host/slices.hpp"
 #include "lower/checks.hpp"
 
 namespace sagellm {
 
 namespace {
-
-rust::Slice<const Piece> slice(const c10::SmallVector<Piece, 4>& pieces) {
-  return {pieces.data(), pieces.size()};
-}
-
-template <class T>
-rust::Slice<const T> slice(const std::vector<T>& list) {
-  // An empty vector may have a null pointer, which cxx takes for an empty slice.
-  return {list.data(), list.size()};
-}
 
 const PremulSupplement& premul(const char* op, const c10d::ReduceOp& reduce_op) {
   const auto* supplement = dynamic_cast<const PremulSupplement*>(reduce_op.supplement_.get());

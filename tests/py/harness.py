@@ -293,8 +293,10 @@ class Job:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         env: dict[str, str],
+        normal_exit: bool = False,
     ) -> None:
         zygote = Zygote.get()
+        self.normal_exit = normal_exit
         self.key = zygote.next_key()
         self.tmp = zygote.tmp / self.key
         self.tmp.mkdir()
@@ -327,6 +329,7 @@ class Job:
             "env": env,
             "address": address,
             "sys_path": [path for path in sys.path if path],
+            "normal_exit": self.normal_exit,
             "context": context,
         }
         return Rank(rank, zygote.ask({"spawn": order})["pid"], log)
@@ -428,10 +431,18 @@ def accept(listener: Listener, timeout: float) -> Connection:
 
 @contextlib.contextmanager
 def launch(
-    fn: Callable[..., Any], world_size: int, *args: Any, env: dict[str, str] | None = None, **kwargs: Any
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    env: dict[str, str] | None = None,
+    normal_exit: bool = False,
+    **kwargs: Any,
 ) -> Iterator[Job]:
-    """Fresh processes that run `fn(context, *args, **kwargs)`, without a group; what is left at the end is killed."""
-    job = Job(fn, world_size, args, kwargs, env or {})
+    """Fresh processes that run `fn(context, *args, **kwargs)`, without a group; what is left at the end is killed.
+
+    `normal_exit`: where `fn` returns, the interpreter ends as in a program, with all that this costs (`zygote.end`).
+    """
+    job = Job(fn, world_size, args, kwargs, env or {}, normal_exit)
     try:
         yield job
     finally:
@@ -536,10 +547,11 @@ def run_fresh(
     *args: Any,
     timeout: float = 60.0,
     env: dict[str, str] | None = None,
+    normal_exit: bool = False,
     **kwargs: Any,
 ) -> list[Any]:
     """As `run_ranks`, in fresh processes with the given environment; `fn` makes the group itself (`context.init`)."""
-    with launch(fn, world_size, *args, env=env, **kwargs) as job:
+    with launch(fn, world_size, *args, env=env, normal_exit=normal_exit, **kwargs) as job:
         return job.values(timeout)
 
 

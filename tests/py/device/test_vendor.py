@@ -63,8 +63,8 @@ def test_every_collective_gives_the_numbers_of_the_cpu(
 def test_every_type_and_op_gives_the_numbers_of_the_cpu(
     vendor: str, world_size: int, libraries: dict[str, Path]
 ) -> None:
-    """Operations that are cast, divided, scaled or combined by each rank; `tests/it/device_lowering.rs` runs the same on a
-    model."""
+    """Operations that are cast, divided, scaled or combined by each rank; `tests/it/device_lowering.rs` runs the same
+    on a model."""
     without = (torch.float64, torch.complex128) if vendor == "cncl" else ()
     given = (vendor, on_device.every_type, (vendor, without), {})
     run_fresh(on_simulator, world_size, *given, env=environment(vendor, libraries))
@@ -512,7 +512,8 @@ def just_ends(ctx: Context, vendor: str) -> None:
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_a_process_ends_although_work_is_under_way(vendor: str, libraries: dict[str, Path]) -> None:
     """No `destroy_process_group`, and an operation that will never end: the exit waits for neither."""
-    with launch(just_ends, 2, vendor, env=environment(vendor, libraries, SAGELLM_SIM_TIMEOUT_MS="300000")) as job:
+    patient = environment(vendor, libraries, SAGELLM_SIM_TIMEOUT_MS="300000")
+    with launch(just_ends, 2, vendor, env=patient, normal_exit=True) as job:
         assert job.hear(0) == "under way"
         assert exit_code(job.ranks[0]) == 0
         job.say(1, "go")
@@ -533,7 +534,7 @@ def leaves_early(ctx: Context, vendor: str) -> None:
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_work_under_way_ends_well_before_the_group_does(vendor: str, libraries: dict[str, Path]) -> None:
     """`destroy_process_group` right behind an operation loses nothing."""
-    run_fresh(leaves_early, 2, vendor, env=environment(vendor, libraries))
+    run_fresh(leaves_early, 2, vendor, env=environment(vendor, libraries), normal_exit=True)
 
 
 def asynchronous_error(ctx: Context, vendor: str, before: int) -> None:

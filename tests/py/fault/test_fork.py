@@ -42,7 +42,7 @@ def loader(ctx: Context) -> None:
 @pytest.mark.quick
 def test_rule_26_data_loader_workers_with_a_live_group() -> None:
     """Rule 26 and pitfall 11: workers are forked while the group works, and end without harming it."""
-    run_fresh(loader, 2)
+    run_fresh(loader, 2, normal_exit=True)
 
 
 def child_calls(ctx: Context) -> None:
@@ -73,7 +73,7 @@ def child_calls(ctx: Context) -> None:
 @pytest.mark.quick
 def test_rule_26_a_forked_child_is_refused_and_the_group_goes_on() -> None:
     """Rule 26: the child never writes the segment."""
-    run_fresh(child_calls, 2)
+    run_fresh(child_calls, 2, normal_exit=True)
 
 
 def child_exits(ctx: Context) -> None:
@@ -100,7 +100,7 @@ def child_exits(ctx: Context) -> None:
 @beyond_gloo("its destructor may hang in the child")
 def test_rule_26_a_forked_child_that_ends_normally_harms_no_rank() -> None:
     """The child runs atexit and destructors over a copy of the group; the parent's ranks go on."""
-    run_fresh(child_exits, 2)
+    run_fresh(child_exits, 2, normal_exit=True)
 
 
 def child_uses_what_it_inherited(ctx: Context) -> None:
@@ -151,7 +151,7 @@ def child_uses_what_it_inherited(ctx: Context) -> None:
 @beyond_gloo("the child uses its parent's connections")
 def test_rule_26_a_forked_child_cannot_move_what_its_parent_has_pending() -> None:
     """Rule 26: neither wait, abort nor shutdown of a child's inherited objects reaches the parent's memory."""
-    with launch(child_uses_what_it_inherited, 2) as job:
+    with launch(child_uses_what_it_inherited, 2, normal_exit=True) as job:
         assert job.hear(0) == "forked"
         job.say(1, "go on")
         job.values(60)
@@ -220,9 +220,8 @@ def child_uses_an_inherited_delegate(ctx: Context, names: list[str]) -> None:
 
 
 def end_beside_a_child(names: list[str]) -> None:
-    with launch(
-        child_uses_an_inherited_delegate, 2, names, env={"GLOO_SOCKET_IFNAME": INTERFACE if names else "lo"}
-    ) as job:
+    interface = {"GLOO_SOCKET_IFNAME": INTERFACE if names else "lo"}
+    with launch(child_uses_an_inherited_delegate, 2, names, env=interface, normal_exit=True) as job:
         assert job.hear(0, 60) == "forked"
         job.say(1, "go on")
         job.values(60)

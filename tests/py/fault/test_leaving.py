@@ -52,7 +52,7 @@ def _run(job: Job) -> None:
 @pytest.mark.quick
 def test_rule_21_a_receive_from_anyone_lives_while_anyone_can_still_send() -> None:
     """One rank has left, another has not; with the last one it fails and says so."""
-    with launch(receive_from_anyone, 3) as job:
+    with launch(receive_from_anyone, 3, normal_exit=True) as job:
         _run(job)
 
 
@@ -74,7 +74,7 @@ def wait_for_a_dead_rank(ctx: Context) -> str | None:
 @beyond_gloo("ends the receive with an error of its sockets")
 @pytest.mark.quick
 def test_rule_21_a_receive_from_anyone_names_the_rank_that_died_not_the_one_that_left() -> None:
-    with launch(wait_for_a_dead_rank, 3) as job:
+    with launch(wait_for_a_dead_rank, 3, normal_exit=True) as job:
         assert job.hear(0) == "left"
         assert job.hear(2) == "waiting"
         job.signal(1, signal.SIGKILL)
@@ -109,7 +109,7 @@ def queued_behind_another(ctx: Context, same: bool) -> None:
 @pytest.mark.parametrize(("same", "fusion"), [(True, "1"), (False, "0")])
 def test_rule_21_an_operation_in_the_queue_needs_only_what_it_lacks(same: bool, fusion: str) -> None:
     """Rank 1 has given its part of both and leaves, while rank 2's second operation is queued behind its first."""
-    with launch(queued_behind_another, 3, same, env={"SAGELLM_FUSION": fusion}) as job:
+    with launch(queued_behind_another, 3, same, env={"SAGELLM_FUSION": fusion}, normal_exit=True) as job:
         assert job.hear(1) == "left"
         job.say(0, "go on")
         job.values(60)
