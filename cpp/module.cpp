@@ -177,6 +177,7 @@ void bind_backend(py::module_& module) {
       .def("_set_default_timeout", &SageBackend::setTimeout, py::arg("timeout"),
            py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("_store", &SageBackend::store)
+      .def("_drop_region", &SageBackend::drop_region)
       .def("_has_failed", &SageBackend::has_failed, py::call_guard<py::gil_scoped_release>())
       .def("_watched", &SageBackend::watched, py::arg("gone"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly(

@@ -154,8 +154,10 @@ class SageBackend final : public c10d::Backend {
   // that would be worth the rules of regions.
   bool supportsCoalescing() const override;
   void startCoalescing() override { region_.start(); }
-  // Never throws: a failure is the Work's.
+  // A failure of the launch is the Work's. Throws where no region is open: the error of the call that closed it.
   WorkPtr endCoalescing() override;
+  // The program has left the region by an exception.
+  void drop_region() { region_.drop(); }
   bool supportsSplitting() const override { return true; }
   // Makes the communicator of a vendor's library now instead of at the first call. The CPU side is connected already.
   void eagerConnectSingleDevice(at::Device device) override;
@@ -253,6 +255,7 @@ class SageBackend final : public c10d::Backend {
       }
     });
   }
+  WorkPtr carry(CallDesc& call);
   // The four ways to carry a call.
   WorkPtr on_cpu(const CallDesc& call);
   WorkPtr by_vendor(const CallDesc& call, c10::Device device, VendorDevices& vendor);

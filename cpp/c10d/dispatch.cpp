@@ -49,6 +49,16 @@ ExternalOp external_op(const CallDesc& call, bool host_staged) {
 
 SageBackend::WorkPtr SageBackend::dispatch(CallDesc& call, CallDesc::Delegate delegate) {
   call.delegate = delegate;
+  if (C10_LIKELY(!region_.open())) return carry(call);
+  try {
+    return carry(call);
+  } catch (...) {
+    region_.refuse(std::current_exception());
+    throw;
+  }
+}
+
+SageBackend::WorkPtr SageBackend::carry(CallDesc& call) {
   if (call.coalesced) check::apart(call);
   const bool barrier = call.kind == Kind::kBarrier;
   if (barrier && !delegated()) {

@@ -12,6 +12,7 @@ void Region::start() {
     value_error("start_coalescing", "a region of this group is open already; end it first");
   }
   content_ = Content();
+  refused_ = nullptr;
   thread_ = std::this_thread::get_id();
   open_.store(true, std::memory_order_relaxed);
 }
@@ -29,8 +30,23 @@ void Region::add(c10::ArrayRef<Plan> plans, const Label& label, Tensors keep, Te
 }
 
 Region::Content Region::end() {
+  if (!open()) {
+    const bool own = thread_ == std::this_thread::get_id();
+    if (own && refused_) std::rethrow_exception(std::exchange(refused_, nullptr));
+    value_error("end_coalescing", "this thread has no open region of this group; start one first");
+  }
   open_.store(false, std::memory_order_relaxed);
   return std::exchange(content_, Content());
+}
+
+void Region::refuse(std::exception_ptr why) {
+  refused_ = std::move(why);
+  content_ = Content();
+  open_.store(false, std::memory_order_relaxed);
+}
+
+void Region::drop() {
+  if (thread_ == std::this_thread::get_id()) refuse(nullptr);
 }
 
 }  // namespace sagellm

@@ -54,6 +54,8 @@ def register() -> None:
     # Imported here: this may run in the middle of `import torch`, and `import sagellm` may be what imports torch.
     from torch import distributed
 
+    from sagellm import _regions
+
     if not distributed.is_available():
         return
     backend: Any = distributed.Backend
@@ -62,6 +64,8 @@ def register() -> None:
         backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
         # ... but a group that names sagellm is served on accelerators, too.
         backend.backend_capability[NAME] = Devices()
+        # Before a program can have taken the name of torch's own.
+        _regions.install()
         if os.environ.get("SAGELLM_AS"):
             from sagellm import _serve_as
 
