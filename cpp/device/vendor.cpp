@@ -138,22 +138,22 @@ DeviceBegun VendorDevices::begin(c10::ArrayRef<Plan> calls, const Tensors& keep,
 std::shared_ptr<c10::Event> VendorDevices::put(c10::ArrayRef<Plan> calls, const rust::Vec<DeviceLowering>& lowerings,
                                                const std::shared_ptr<DeviceCall>& call, Passage& passage, Tensors& keep,
                                                bool asked_only) {
-  std::vector<Preparation> prepared;
-  std::vector<DevicePlaced> placed;
-  {
-    const c10::StreamGuard on(passage.stream());
-    for (size_t i = 0; i < calls.size(); ++i) {
-      copy_staged(calls[i].before, false);
-      prepared.emplace_back(calls[i], lowerings[i], owner_.size, passage.device());
-      placed.push_back(prepared.back().prepare(keep));
-    }
-  }
-  const size_t raw = passage.enter();
-  for (const Plan& each : calls) {
-    for (const Staged& staged : each.before) keep.push_back(staged.temporary);
-    for (const Staged& staged : each.after) keep.push_back(staged.temporary);
-  }
   try {
+    std::vector<Preparation> prepared;
+    std::vector<DevicePlaced> placed;
+    for (const Plan& each : calls) {
+      for (const Staged& staged : each.before) keep.push_back(staged.temporary);
+      for (const Staged& staged : each.after) keep.push_back(staged.temporary);
+    }
+    {
+      const c10::StreamGuard on(passage.stream());
+      for (size_t i = 0; i < calls.size(); ++i) {
+        copy_staged(calls[i].before, false);
+        prepared.emplace_back(calls[i], lowerings[i], owner_.size, passage.device());
+        placed.push_back(prepared.back().prepare(keep));
+      }
+    }
+    const size_t raw = passage.enter();
     call->launch(placed, raw);
     passage.leave();
     const c10::StreamGuard on(passage.stream());
@@ -192,9 +192,9 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::follow(DeviceWork::Launched made, 
   return work;
 }
 
-DeviceWork::Launched VendorDevices::launch(c10::ArrayRef<Plan> calls, DeviceBegun begun, c10::Device device,
-                                           Tensors keep, const Terms& terms) {
-  const auto call = std::make_shared<DeviceCall>(std::move(begun.call));
+DeviceWork::Launched VendorDevices::launch(c10::ArrayRef<Plan> calls, const DeviceBegun& begun,
+                                           const std::shared_ptr<DeviceCall>& call, c10::Device device, Tensors keep,
+                                           const Terms& terms) {
   // In a capture the call runs on the caller's stream: work on another stream that was not joined again would be lost.
   const bool on_callers = !terms.async || terms.capturing;
   Passage passage = streams_.begin(device, !on_callers, owner_.events->timing(), begun.stream_key);
@@ -230,10 +230,17 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::submit(c10::ArrayRef<Plan> calls, 
   terms.barrier = calls[0].call.kind == Kind::kBarrier;
   terms.listened = async || owner_.events->has_work_hook() || owner_.events->has_completion_hooks();
   DeviceBegun begun = begin(calls, keep, device, region, terms.capturing);
-  auto trace = Trace::start(label.title, keep);
-  DeviceWork::Launched made = launch(calls, std::move(begun), device, std::move(keep), terms);
-  if (!terms.listened) outputs.clear();
-  auto work = follow(std::move(made), label.type, std::move(outputs), std::move(trace), terms.capturing);
+  const auto call = std::make_shared<DeviceCall>(std::move(begun.call));
+  c10::intrusive_ptr<DeviceWork> work;
+  try {
+    auto trace = Trace::start(label.title, keep);
+    DeviceWork::Launched made = launch(calls, begun, call, device, std::move(keep), terms);
+    if (!terms.listened) outputs.clear();
+    work = follow(std::move(made), label.type, std::move(outputs), std::move(trace), terms.capturing);
+  } catch (const std::exception&) {
+    call->failed_here(std::current_exception());
+    throw;
+  }
   if (terms.listened) return work;
   if (terms.barrier && !terms.capturing) work->wait(kNoTimeout);
   return nullptr;

@@ -109,7 +109,8 @@ class VendorDevices final {
     bool listened = false;
   };
   // Launches calls that `begin` has checked, on the caller's stream or the group's. Returns what their work needs.
-  DeviceWork::Launched launch(c10::ArrayRef<Plan> calls, DeviceBegun begun, c10::Device device, Tensors keep,
+  DeviceWork::Launched launch(c10::ArrayRef<Plan> calls, const DeviceBegun& begun,
+                              const std::shared_ptr<DeviceCall>& call, c10::Device device, Tensors keep,
                               const Terms& terms);
   // The work for `made`. The watching thread watches it from now on, unless it was captured.
   c10::intrusive_ptr<DeviceWork> follow(DeviceWork::Launched made, c10d::OpType type, Tensors outputs,

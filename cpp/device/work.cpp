@@ -18,6 +18,10 @@ void DeviceCall::launch(const std::vector<DevicePlaced>& placed, size_t stream) 
   checked([&] { core_->launch({placed.data(), placed.size()}, stream); });
 }
 
+void DeviceCall::failed_here(const std::exception_ptr& failure) const {
+  core_->failed_here(coded_text(failure).substr(1));
+}
+
 DeviceCall::State DeviceCall::poll(const std::function<bool()>& has_passed) const {
   const uint32_t mode = checked([&] { return core_->before_poll(); });
   bool passed = false;

@@ -25,6 +25,8 @@ class DeviceCall {
   explicit DeviceCall(rust::Box<RustCall> core) : core_(std::move(core)) {}
 
   void launch(const std::vector<DevicePlaced>& placed, size_t stream) const;
+  // It was not launched, or its launch was not completed: the group fails, on all ranks.
+  void failed_here(const std::exception_ptr& failure) const;
   struct State {
     // The device has passed the call.
     bool passed;

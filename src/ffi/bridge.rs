@@ -466,6 +466,9 @@ pub mod ffi {
         /// Puts the calls on a raw stream, as one launch. Host memory that the library was given is kept until this is
         /// dropped. Calls that are captured count as ended, because no event reports their end.
         fn launch(self: &RustCall, placed: &[DevicePlaced], stream: usize) -> Result<()>;
+        /// The caller could not launch the calls, or not complete their launch: the group fails on all ranks, because
+        /// others may have launched theirs. Calls that are dropped without a launch do so, too.
+        fn failed_here(self: &RustCall, why: &str);
         /// From here until `poll`, which takes the returned value, queries of this thread to the device break no
         /// capture of another thread.
         fn before_poll(self: &RustCall) -> Result<u32>;

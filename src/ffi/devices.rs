@@ -205,6 +205,12 @@ impl RustCall {
             Ok(())
         })
     }
+    pub(super) fn failed_here(&self, why: &str) {
+        let _ = guarded(|| {
+            self.call.failed_here(why);
+            Ok(())
+        });
+    }
     pub(super) fn before_poll(&self) -> Outcome<u32> {
         guarded(|| self.call.before_poll().inspect_err(|_| self.call.ended(false, true)))
     }

@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use super::call::{DeviceCall, Lowered};
+use super::call::{DeviceCall, Lowered, Stage};
 use super::communicators::{Exchange, Ranks};
 use super::engine::DeviceEngine;
 use super::group::{Counted, DeviceRequest, Terms, Watched};
@@ -48,10 +48,17 @@ impl DeviceEngine {
             issued: Instant::now(),
             timeout: first.timeout.unwrap_or_else(|| self.group.timeout()),
         };
-        let launched = Mutex::new(Vec::new());
-        let (engine, device, communicator) = (Arc::clone(self), terms.device, Some(communicator));
-        let stream_key = self.stream_key_of(ranks);
-        Ok(DeviceCall { engine, device, stream_key, communicator, watched, calls: lowered, notes, launched })
+        Ok(DeviceCall {
+            engine: Arc::clone(self),
+            device: terms.device,
+            stream_key: self.stream_key_of(ranks),
+            communicator: Some(communicator),
+            watched,
+            calls: lowered,
+            notes,
+            launched: Mutex::new(Vec::new()),
+            stage: Stage::begun(),
+        })
     }
 
     /// A barrier after all collectives that were put on the streams of a device. It calls nothing in the library, and
@@ -75,6 +82,7 @@ impl DeviceEngine {
             calls: Vec::new(),
             notes: Vec::new(),
             launched: Mutex::new(Vec::new()),
+            stage: Stage::nothing_to_launch(),
         }
     }
 
@@ -153,10 +161,11 @@ impl DeviceEngine {
     fn count(&self, calls: &[DeviceRequest<'_>]) -> Result<(u64, Vec<Box<dyn Counted>>)> {
         let mut number = 0;
         let mut notes = Vec::with_capacity(calls.len());
+        // Once, before the first number: a number that was taken is launched, or the group fails.
+        self.group.usable(calls[0].asked.kind.name())?;
         for call in calls {
             let kind = call.asked.kind;
             if call.note.counts || number == 0 {
-                self.group.usable(kind.name())?;
                 number = if kind.is_p2p() { 0 } else { self.group.next_number(kind) };
             }
             notes.push(self.group.count(call));

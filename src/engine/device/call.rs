@@ -2,6 +2,7 @@
 //! library ran them.
 
 use std::borrow::Cow;
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -31,6 +32,27 @@ pub struct DeviceCall {
     pub(super) notes: Vec<Box<dyn Counted>>,
     /// Host memory that the library was given; it stays until the device has passed the calls.
     pub(super) launched: Mutex<Vec<Launched>>,
+    pub(super) stage: Stage,
+}
+
+/// How far a call has come. Written by the thread that begins and launches it, read by the thread that drops it, to
+/// which it was handed over; relaxed, because nothing is ordered by it.
+pub(super) struct Stage(AtomicU8);
+
+impl Stage {
+    /// It has its number, or its peer waits for its message.
+    const BEGUN: u8 = 0;
+    const LAUNCHED: u8 = 1;
+    /// Nothing follows from its end.
+    const SETTLED: u8 = 2;
+
+    pub(super) fn begun() -> Stage {
+        Stage(AtomicU8::new(Stage::BEGUN))
+    }
+
+    pub(super) fn nothing_to_launch() -> Stage {
+        Stage(AtomicU8::new(Stage::SETTLED))
+    }
 }
 
 /// How one call travelled, for `explain`.
@@ -94,6 +116,32 @@ impl DeviceCall {
     /// Puts the calls on a raw stream, as one launch where there are several. Host memory that the library was given is
     /// kept until this is dropped.
     pub fn launch(&self, placed: &[Placed], stream: Stream) -> Result<()> {
+        self.put(placed, stream)?;
+        self.stage.0.store(Stage::LAUNCHED, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// The caller could not launch the calls, or not complete their launch. The other ranks may have launched theirs, and
+    /// the library has no signature by which it would notice that they then meet this rank's next ones: so the group
+    /// fails, on all ranks.
+    pub fn failed_here(&self, why: &str) {
+        let done = match self.stage.0.swap(Stage::SETTLED, Ordering::Relaxed) {
+            Stage::SETTLED => return,
+            Stage::LAUNCHED => "was launched and failed on this rank",
+            _ => "could not be launched on this rank",
+        };
+        let group = &self.engine.group;
+        group.fail(Error::System(format!(
+            "sagellm: rank {} of group '{}': {} {done}: {why}. The other ranks may have launched theirs, so the group \
+             has failed; make a new one to go on",
+            group.rank(),
+            group.name(),
+            self.watched.what()
+        )));
+        self.engine.abort();
+    }
+
+    fn put(&self, placed: &[Placed], stream: Stream) -> Result<()> {
         let communicator = self.communicator.as_ref().ok_or_else(|| Error::Bug("sagellm: nothing to launch".into()))?;
         if placed.len() != self.calls.len() {
             let (calls, placed) = (self.calls.len(), placed.len());
@@ -212,6 +260,14 @@ impl DeviceCall {
                 }
             })
             .collect()
+    }
+}
+
+impl Drop for DeviceCall {
+    fn drop(&mut self) {
+        if self.stage.0.load(Ordering::Relaxed) == Stage::BEGUN {
+            self.failed_here("it was dropped before");
+        }
     }
 }
 

@@ -62,7 +62,7 @@ class Device:
         library.sim_use_library.restype = ctypes.c_char_p
         library.sim_kernels.restype = ctypes.c_int64
         library.sim_blocks.restype = ctypes.c_int64
-        for setter in (library.sim_set_kernel_delay, library.sim_set_host_delay):
+        for setter in (library.sim_set_kernel_delay, library.sim_set_host_delay, library.sim_limit_blocks):
             setter.argtypes = [ctypes.c_int64]
 
     def kernel_delay(self, seconds: float) -> None:
@@ -106,6 +106,15 @@ class Device:
             yield
         finally:
             self.library.sim_set_capturing(0, 1)
+
+    @contextmanager
+    def full(self) -> Iterator[None]:
+        """Within the block the device has no memory left."""
+        self.library.sim_limit_blocks(0)
+        try:
+            yield
+        finally:
+            self.library.sim_limit_blocks(2**62)
 
     def blocks(self) -> int:
         """Pieces of the device's memory that are in use."""

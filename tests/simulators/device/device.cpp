@@ -30,6 +30,7 @@
 
 #include <atomic>
 #include <cstring>
+#include <limits>
 #include <map>
 #include <set>
 #include <shared_mutex>
@@ -377,6 +378,7 @@ class Memory final : public c10::Allocator {
     const c10::Device where(kType, static_cast<c10::DeviceIndex>(device));
     if (bytes == 0) return {nullptr, nullptr, &release, where};
     std::lock_guard<std::mutex> lock(mutex_);
+    TORCH_CHECK_WITH(OutOfMemoryError, given_out_ < limit_, "the simulated device is out of memory");
     const c10::StreamId stream = current_stream[device];
     auto& reusable = free_[{device, stream, bytes}];
     Block* block = nullptr;
@@ -388,6 +390,12 @@ class Memory final : public c10::Allocator {
     }
     ++given_out_;
     return {block->address, block, &release, where};
+  }
+
+  // No more blocks than that are given out.
+  void limit(int64_t blocks) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    limit_ = blocks;
   }
 
   // Blocks that are in use.
@@ -432,6 +440,7 @@ class Memory final : public c10::Allocator {
 
   std::mutex mutex_;
   int64_t given_out_ = 0;
+  int64_t limit_ = std::numeric_limits<int64_t>::max();
   std::map<std::tuple<int, c10::StreamId, size_t>, std::vector<Block*>> free_;
 
  public:
@@ -670,6 +679,9 @@ void sim_set_capturing(int on, int told) {
 }
 int64_t sim_kernels() {
   return kernels;
+}
+void sim_limit_blocks(int64_t blocks) {
+  Memory::instance().limit(blocks);
 }
 int64_t sim_blocks() {
   return Memory::instance().given_out();

@@ -353,6 +353,9 @@ impl OpDesc {
             let (op, root, rank, bytes) = (call.op.code(), call.root, checked.comm.rank, call.bytes());
             format!("{} dtype={:#x} op={op} root={root} rank={rank} bytes={bytes}", self.name, self.dtype)
         });
+        if settings::refuses() {
+            return refuse(RUNTIME, format!("{} is refused, as SAGELLM_SIM_REFUSE_AT asks for", self.name));
+        }
         let entry = Entry { comm: checked.comm, stream: checked.queue, call, issued: None };
         if batch::open(Vendor::Cncl) {
             batch::with(Vendor::Cncl, |batch| batch.entries.push(entry));

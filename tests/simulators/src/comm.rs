@@ -291,6 +291,7 @@ impl Comm {
 
     /// Ends what runs and what was issued, without results.
     pub fn abort(&self) {
+        std::thread::sleep(settings::get().abort_takes);
         self.aborted.store(true, Ordering::Release);
         self.fail(Fault::Aborted);
         if let Ok(group) = self.group() {

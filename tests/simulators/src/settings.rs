@@ -1,6 +1,7 @@
 //! The variables that change how the simulators behave, read once. README.md has the list.
 
 use std::str::FromStr;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use once_cell::sync::Lazy;
@@ -17,6 +18,10 @@ pub struct Settings {
     /// The n-th operation of this process (from 1) ends in an asynchronous error, or never ends; 0 for none.
     pub error_at: usize,
     pub hang_at: usize,
+    /// The n-th call of this process that issues an operation (from 1) is refused with an error; 0 for none.
+    pub refuse_at: usize,
+    /// How much longer the abort of a communicator takes.
+    pub abort_takes: Duration,
     /// Communicators are never ready.
     pub init_hangs: bool,
     /// File (with the process id behind it) that lists the calls.
@@ -59,6 +64,8 @@ static SETTINGS: Lazy<Settings> = Lazy::new(|| Settings {
     host_queue: Duration::from_micros(number("SAGELLM_SIM_HOST_QUEUE_US", 0)),
     error_at: number("SAGELLM_SIM_ERROR_AT", 0),
     hang_at: number("SAGELLM_SIM_HANG_AT", 0),
+    refuse_at: number("SAGELLM_SIM_REFUSE_AT", 0),
+    abort_takes: Duration::from_millis(number("SAGELLM_SIM_ABORT_MS", 0)),
     init_hangs: text("SAGELLM_SIM_INIT").as_deref() == Some("hang"),
     trace: text("SAGELLM_SIM_TRACE"),
     cnrt_pending: match text("SAGELLM_SIM_CNRT_PENDING").as_deref() {
@@ -75,4 +82,10 @@ static SETTINGS: Lazy<Settings> = Lazy::new(|| Settings {
 
 pub fn get() -> &'static Settings {
     &SETTINGS
+}
+
+/// Whether the call that is about to issue an operation is the one that `SAGELLM_SIM_REFUSE_AT` names.
+pub fn refuses() -> bool {
+    static CALLS: AtomicUsize = AtomicUsize::new(0);
+    CALLS.fetch_add(1, Ordering::Relaxed) + 1 == get().refuse_at
 }

@@ -13,7 +13,7 @@ use crate::comm::{Comm, Vendor};
 use crate::device::Runtime;
 use crate::pointers::In;
 use crate::stream::Stream;
-use crate::{acl, trace};
+use crate::{acl, settings, trace};
 
 /// Address and bytes.
 type Buffer = (usize, usize);
@@ -124,6 +124,13 @@ impl OpDesc {
         if send == recv && send != 0 { self.wrong(PARA, "send and receive buffer are the same") } else { Ok(()) }
     }
 
+    fn may_issue(&self) -> Result<(), i32> {
+        match settings::refuses() {
+            true => self.wrong(RUNTIME, "it is refused, as SAGELLM_SIM_REFUSE_AT asks for"),
+            false => Ok(()),
+        }
+    }
+
     fn issue(&self, checked: Checked, call: Call) -> Result<i32, i32> {
         let in_group = grouped(self.name, self.sort)?;
         trace::call(|| {
@@ -134,6 +141,7 @@ impl OpDesc {
         if call.bytes() == 0 && !matches!(call.kind, Kind::Barrier | Kind::AllToAll) {
             return Ok(SUCCESS);
         }
+        self.may_issue()?;
         let entry = Entry { comm: checked.comm, stream: checked.stream, call, issued: None };
         if in_group {
             batch::with(Vendor::Hccl, |batch| batch.entries.push(entry));
@@ -518,6 +526,7 @@ extern "C" fn sim_HcclBatchSendRecv(items: In<Item>, count: u32, comm: usize, st
             let (comm, stream) = (Arc::clone(&checked.comm), Arc::clone(&checked.stream));
             entries.push(Entry { comm, stream, call, issued: None });
         }
+        asked.may_issue()?;
         batch::launch(entries);
         Ok(SUCCESS)
     })())

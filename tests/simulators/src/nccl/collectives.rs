@@ -9,7 +9,7 @@ use sagellm::reduce::{bf16_to_f32, f16_to_f32};
 use sagellm::types::{Dtype, Kind, ReduceOp};
 
 use super::plugins::Sessions;
-use super::{INVALID_ARGUMENT, INVALID_USAGE, SUCCESS, in_background, refuse, usable};
+use super::{INVALID_ARGUMENT, INVALID_USAGE, SUCCESS, UNHANDLED_CUDA_ERROR, in_background, refuse, usable};
 use crate::batch::{self, Entry};
 use crate::call::{Call, apart};
 use crate::comm::{Comm, Vendor};
@@ -146,6 +146,9 @@ impl OpDesc {
         });
         if self.count == 0 {
             return SUCCESS;
+        }
+        if settings::refuses() {
+            return refuse(UNHANDLED_CUDA_ERROR, format!("{} is refused, as SAGELLM_SIM_REFUSE_AT asks for", self.name));
         }
         let issued = Issued {
             func: self.func,

@@ -1,0 +1,122 @@
+"""A call that fails on one rank after it took its number: the group fails on every rank, before calls pair wrongly."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Context, expect_raises, launch
+from limits import patience
+from on_device import backend_of, holds
+from simulated import VENDORS, environment, start
+
+pytestmark = pytest.mark.timeout(900)
+#: The groups' own deadline, in seconds: far beyond the second within which the others must know.
+DEADLINE = 30
+
+
+def single(name: str, rank: int) -> Any:
+    return dist.all_reduce(torch.full((4,), rank + 1.0, device=name), async_op=True)
+
+
+def packed(name: str, rank: int, parts: list[torch.Tensor] | None = None) -> Any:
+    """A list, which is packed into a temporary."""
+    parts = parts or [torch.full((n,), rank + 1.0, device=name) for n in (3, 5)]
+    return backend_of(name).allreduce_coalesced(parts, dist.AllreduceCoalescedOptions())
+
+
+def message(name: str, rank: int) -> Any:
+    value = torch.full((4,), rank + 1.0, device=name)
+    return dist.isend(value, 1) if rank == 0 else dist.irecv(value, 0)
+
+
+def batch(name: str, rank: int) -> Any:
+    out = torch.empty(4, device=name)
+    pair = [dist.P2POp(dist.isend, torch.ones(4, device=name), 1 - rank), dist.P2POp(dist.irecv, out, 1 - rank)]
+    return dist.batch_isend_irecv(pair)[0]
+
+
+def region(name: str, rank: int) -> Any:
+    sums = [torch.full((n,), rank + 1.0, device=name) for n in (3, 5)]
+    with dist._coalescing_manager(device=torch.device(name), async_ops=True) as made:
+        for each in sums:
+            dist.broadcast(each, 0)
+    return made.works[0]
+
+
+CALLS: dict[str, tuple[Callable[[str, int], Any], str]] = {
+    "single": (single, "all_reduce number 3"),
+    "list": (packed, "all_reduce_coalesced number 3"),
+    "message": (message, "send with rank 1"),
+    "batch": (batch, "send with rank 1"),
+    "region": (region, "broadcast number"),
+    "child": (single, "all_reduce number"),
+}
+
+
+def fails_once(ctx: Context, vendor: str, what: str, how: str) -> None:
+    call = CALLS[what][0]
+    # Each rank's calls of the library: one all_reduce, then two for the messages, then the one that is refused.
+    if how == "refused" and ctx.rank == 0:
+        os.environ["SAGELLM_SIM_REFUSE_AT"] = "5" if what == "message" else "3"
+    device, name = start(ctx, vendor, timeout=timedelta(seconds=DEADLINE), bound=what == "child")
+    if what == "child":
+        group = dist.split_group(split_ranks=[[0, 1]], timeout=timedelta(seconds=DEADLINE))
+        assert group is not None
+        dist.distributed_c10d._update_default_pg(group)
+    for _ in range(2):
+        value = torch.ones(4, device=name)
+        dist.all_reduce(value)
+        holds(value, 2)
+    if what == "message":
+        for _ in range(2):  # makes both communicators
+            value = torch.ones(4, device=name)
+            dist.send(value, 1) if ctx.rank == 0 else dist.recv(value, 0)
+    torch.accelerator.synchronize()
+    dist.barrier()
+    own = ""
+    parts = [torch.full((n,), ctx.rank + 1.0, device=name) for n in (3, 5)]
+    begin = time.monotonic()
+    with device.full() if how == "memory" and ctx.rank == 0 else nullcontext():
+        try:
+            work = packed(name, ctx.rank, parts) if what == "list" else call(name, ctx.rank)
+        except RuntimeError as error:
+            own = str(error)
+        else:
+            own = expect_raises(RuntimeError, lambda: work.wait(timedelta(seconds=DEADLINE)))
+    took = time.monotonic() - begin
+    later = expect_raises(RuntimeError, lambda: dist.all_reduce(torch.ones(4, device=name)))
+    ctx.tell((own, took, later))
+    ctx.listen()  # a rank that ends would be the other's reason
+    os._exit(0)
+
+
+#: Only a list takes memory of the device to be prepared, and CNCL splits no communicator.
+CASES = [(vendor, what, "refused") for vendor in VENDORS for what in CALLS if (vendor, what) != ("cncl", "child")]
+CASES += [(vendor, "list", "memory") for vendor in VENDORS]
+
+
+@pytest.mark.parametrize("vendor,what,how", CASES)
+def test_a_call_that_fails_on_one_rank_fails_the_group_on_all(
+    vendor: str, what: str, how: str, libraries: dict[str, Path]
+) -> None:
+    """The library refuses a launch, or torch has no memory to prepare one; the others learn whose call it was."""
+    with launch(fails_once, 2, vendor, what, how, env=environment(vendor, libraries)) as job:
+        said = [job.hear(rank) for rank in range(2)]
+        words = "out of memory" if how == "memory" else "failed in"
+        assert words in said[0][0], said[0]
+        whole = CALLS[what][1]
+        for own, took, later in (said[1], (said[0][2], said[0][1], said[0][2])):
+            assert whole in own and "could not be launched on this rank" in own and words in own, said
+            assert "rank 0 of group" in own and "rank 0 of group" in later, said
+            assert took < patience(1), said
+        for rank in range(2):
+            job.say(rank, "go")
