@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Builds the ABI simulators once and says where they are: one line ``name<TAB>path`` for each library.
 
-Python tests call :func:`build`, Rust tests run this file (``tests/it/common/simulators.rs``). Several tests may call it at
-the same time: the first one builds, the others wait for it, and when nothing has changed it takes milliseconds.
+Python tests call :func:`build`, Rust tests run this file (``tests/it/common/simulators.rs``). Several tests may call it
+at the same time: the first one builds, the others wait for it, and when nothing has changed it takes milliseconds.
 
 Cargo builds the core, ``libsagellm_sim_core.so``, which exports ``sim_<vendor's name>``. Every library that a test
 opens is a list of jumps to it, made by the assembler, so that forms with fewer names cost nothing. All of them share

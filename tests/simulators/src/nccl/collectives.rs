@@ -148,7 +148,10 @@ impl OpDesc {
             return SUCCESS;
         }
         if settings::refuses() {
-            return refuse(UNHANDLED_CUDA_ERROR, format!("{} is refused, as SAGELLM_SIM_REFUSE_AT asks for", self.name));
+            return refuse(
+                UNHANDLED_CUDA_ERROR,
+                format!("{} is refused, as SAGELLM_SIM_REFUSE_AT asks for", self.name),
+            );
         }
         let issued = Issued {
             func: self.func,
