@@ -85,6 +85,14 @@ c10::intrusive_ptr<SageBackend> build(Rendezvous& decided, c10::intrusive_ptr<c1
   return told([&] { return decided.build(std::move(delegate), std::move(link)); });
 }
 
+std::string tell_failure(Rendezvous& decided, const std::string& text) {
+  return without_gil([&] { return decided.tell_failure(text); });
+}
+
+std::string told_failure(Rendezvous& decided) {
+  return without_gil([&] { return decided.told_failure(); });
+}
+
 // Once, from atexit: afterwards no thread of ours runs that might ask for the GIL.
 void leave() {
   if (::getpid() != process_of_groups) return;
@@ -138,6 +146,7 @@ void bind_options(py::module_& module) {
       .def_readwrite("_library_folders", &Options::library_folders)
       .def_readwrite("_as_gloo", &Options::as_gloo)
       .def_readwrite("_attempt", &Options::attempt)
+      .def_readwrite("_addresses", &Options::addresses)
       .def("__copy__", [](const Options& self) { return self.copy(); })
       .def("__deepcopy__", [](const Options& self, const py::dict&) { return self.copy(); }, py::arg("memo"));
 }
@@ -148,6 +157,9 @@ void bind_backend(py::module_& module) {
       .def_property_readonly("delegate_reason", &Rendezvous::delegate_reason)
       .def_property_readonly("spans_hosts", &Rendezvous::spans_hosts)
       .def_property_readonly("id", &Rendezvous::id)
+      .def_property_readonly("network", &Rendezvous::network)
+      .def("_tell_failure", translated(&tell_failure), py::arg("text"))
+      .def("_told_failure", translated(&told_failure))
       .def("build", translated(&build), py::arg("delegate") = py::none(), py::arg("link") = py::none());
   py::class_<SageBackend, c10d::Backend, c10::intrusive_ptr<SageBackend>>(module, "SageBackend",
                                                                           "One process group of the sagellm backend.")
@@ -211,5 +223,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       },
       py::arg("number"));
   module.def("_shared", [](const std::vector<at::Tensor>& tensors) { return shared(tensors); }, py::arg("tensors"));
+  module.def("_outlive_python", &outlive_python);
   module.def("at_exit", &leave);
 }

@@ -26,6 +26,9 @@ pub struct Config {
     pub settings: Settings,
     /// The option `soft_timeout`; none: that of the process (`soft_timeout`).
     pub soft_timeout: Option<Duration>,
+    /// Where other ranks reach this process, for groups that need a delegate or a link, as `rendezvous::addresses` reads
+    /// it. Empty where the caller does not say.
+    pub addresses: String,
 }
 
 /// Options on which all ranks of a group must agree. Between hosts a difference is reported as a mismatch; inside one

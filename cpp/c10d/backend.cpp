@@ -51,6 +51,7 @@ Decision meet(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, 
   setup.measure_link = options.measure_link;
   setup.delegate = rust::String::lossy(options.delegate);
   setup.vendor = rust::String::lossy(options.vendor);
+  setup.addresses = rust::String::lossy(options.addresses);
   for (const uint64_t member : options.global_ranks_in_group) setup.members.push_back(static_cast<uint32_t>(member));
   if (setup.members.empty()) {
     for (uint32_t member = 0; member < setup.size; ++member) setup.members.push_back(member);
@@ -67,6 +68,26 @@ Rendezvous::Rendezvous(c10::intrusive_ptr<c10d::Store> store, int rank, int size
       size_(size),
       options_(std::move(options)),
       decided_(meet(store_, rank, size, *options_)) {}
+
+std::string Rendezvous::tell_failure(const std::string& text) {
+  // The first to come says it. A rank that dies in between leaves the place empty; the others then wait until their
+  // deadline.
+  const auto store = wrap_store(store_);
+  if (store->add(failure_key("count"), 1) == 1) {
+    store->set(failure_key("text"), {reinterpret_cast<const uint8_t*>(text.data()), text.size()});
+    return text;
+  }
+  return told_failure();
+}
+
+std::string Rendezvous::told_failure() {
+  rust::Vec<uint8_t> text;
+  return wrap_store(store_)->try_get(failure_key("text"), text) ? std::string(text.begin(), text.end()) : "";
+}
+
+std::string Rendezvous::failure_key(const char* part) const {
+  return c10::str("sagellm/failed/", id(), "/", part);
+}
 
 c10::intrusive_ptr<SageBackend> Rendezvous::build(BackendPtr delegate, BackendPtr link) {
   const bool spans_hosts = decided_.spans_hosts;

@@ -91,6 +91,8 @@ class SageBackend final : public c10d::Backend {
     std::optional<double> soft_timeout;
     // Set in the options of a shrink: ranks meet only ranks with the same attempt.
     std::string attempt;
+    // Where other ranks reach this process; see src/rendezvous/addresses.rs. Filled by the Python package.
+    std::string addresses;
   };
 
   // Groups of torch's backends that were made for this group before it was built.
@@ -402,6 +404,13 @@ class Rendezvous {
   bool spans_hosts() const { return decided_.spans_hosts; }
   // Equal on all ranks, and unique to this attempt to make a group.
   std::string id() const { return std::string(decided_.id); }
+  // How the ranks reach each other; see src/rendezvous/addresses.rs.
+  std::string network() const { return std::string(decided_.network); }
+
+  // While ranks make the delegate and the link, one that fails tells the others: the text of the first one that does is
+  // the same for all, and is returned. It may still be empty for a moment. Requests to the store: call without the GIL.
+  std::string tell_failure(const std::string& text);
+  std::string told_failure();
 
   // Builds the group, once. `delegate` is needed where there is a reason for one or the group spans hosts. `link`, a
   // gloo group that is used for nothing else, is needed where the group spans hosts: all ranks measure it together.
@@ -409,6 +418,8 @@ class Rendezvous {
   c10::intrusive_ptr<SageBackend> build(BackendPtr delegate, BackendPtr link);
 
  private:
+  std::string failure_key(const char* part) const;
+
   const c10::intrusive_ptr<c10d::Store> store_;
   const int rank_;
   const int size_;

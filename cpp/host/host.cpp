@@ -5,7 +5,9 @@
 
 #include <torch/csrc/utils/pybind.h>
 #include <cstdio>
+#include <cstdlib>
 #include <deque>
+#include <exception>
 #include <map>
 #include <mutex>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -141,6 +143,16 @@ LogQueue& log_queue() {
   return per_process<LogQueue>();
 }
 
+thread_local bool outlives_python = false;
+std::terminate_handler earlier_handler = nullptr;
+
+[[noreturn]] void sleep_or_terminate() {
+  // The main thread ends the process meanwhile.
+  while (outlives_python && !python_alive()) ::pause();
+  if (earlier_handler != nullptr) earlier_handler();
+  std::abort();
+}
+
 // From error, 40, to debug, 10; lower levels have the package's own number.
 int python_level(uint8_t level) {
   return level >= 1 && level <= 4 ? 50 - 10 * level : 5;
@@ -162,6 +174,14 @@ bool on_main_thread() {
 
 std::shared_ptr<Store> wrap_store(const c10::intrusive_ptr<c10d::Store>& store) {
   return std::make_shared<C10dStore>(store);
+}
+
+void outlive_python() {
+  static const bool installed = [] {
+    earlier_handler = std::set_terminate(&sleep_or_terminate);
+    return true;
+  }();
+  outlives_python = installed;
 }
 
 bool check_interrupt() noexcept {

@@ -306,6 +306,8 @@ pub mod ffi {
         measure_link: bool,
         /// Which ranks of the default group its ranks are, for records.
         members: Vec<u32>,
+        /// Where other ranks reach this process, as `rendezvous::addresses` reads it.
+        addresses: String,
     }
 
     /// What the ranks decided.
@@ -319,6 +321,9 @@ pub mod ffi {
         /// Ranks live on several hosts and shared memory serves the inside of each: `build` needs a link, and
         /// point-to-point calls go to a delegate.
         spans_hosts: bool,
+        /// How the ranks of a group that needs a delegate or a link reach each other, as `rendezvous::addresses` writes it;
+        /// empty where they have not agreed on it.
+        network: String,
     }
 
     struct Built {

@@ -36,6 +36,7 @@ impl RustRendezvous {
                 policy: String::new(),
                 settings: Settings { fusion: setup.fusion, strict: setup.strict, measure_link: setup.measure_link },
                 soft_timeout: u64::try_from(setup.soft_timeout_ms).ok().map(Duration::from_millis),
+                addresses: setup.addresses.clone(),
             };
             let store = Arc::new(StoreHook(store));
             let decided = Rendezvous::new(config, &*store, Arc::new(PythonHook))?;
@@ -43,6 +44,7 @@ impl RustRendezvous {
                 id: decided.id(),
                 delegate_reason: decided.delegate_reason().unwrap_or_default().to_string(),
                 spans_hosts: decided.spans_hosts(),
+                network: decided.network.map_or_else(String::new, |network| network.text()),
                 rendezvous: Box::new(RustRendezvous { decided, store, members: setup.members.clone() }),
             })
         })

@@ -56,7 +56,7 @@ impl Group {
     /// Builds the group that its ranks have decided on. Where it spans hosts, all ranks must call this, because they
     /// measure `link` together.
     pub fn build(rendezvous: Rendezvous, link: Option<Arc<dyn Link>>) -> Result<Arc<Group>> {
-        let Rendezvous { config, decision, id, policy, host } = rendezvous;
+        let Rendezvous { config, decision, id, policy, host, .. } = rendezvous;
         let (policy, ranks) = (Arc::new(policy), config.size);
         let theirs = Arc::clone(&policy);
         let (spin_policy, peers, mates) = (SpinPolicy::none(), Vec::new(), Vec::new());
@@ -194,6 +194,7 @@ fn local_parts((rank, size): (usize, usize), timeout: Duration, policy: Policy, 
         policy: String::new(),
         settings: Settings::default(),
         soft_timeout: None,
+        addresses: String::new(),
     };
     let (policy, host) = (Arc::new(policy), Arc::new(NoSignals));
     let (spin_policy, peers, mates) = (SpinPolicy::none(), Vec::new(), Vec::new());

@@ -4,11 +4,13 @@
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
+use super::addresses::{self, Network};
 use super::messages::{Answer, Body, DecisionMessage, Mode, Nonce, PROTOCOL, Record, clip};
 use super::peers::GroupPeers;
 use super::{
     DECISION_KEY, Met, Outcome, SegmentBytes, Session, WAITS, answer_key, hello_bytes, record_key, unix_socket,
 };
+use crate::config::Config;
 use crate::engine::shm::memory::segment::{Segment, random};
 use crate::error::{Error, Result};
 use crate::os::topology;
@@ -112,6 +114,7 @@ impl Coordinator<'_, '_> {
             detail: detail.into(),
             policy,
             known: Default::default(),
+            network: None,
         }
     }
 
@@ -281,17 +284,33 @@ impl Coordinator<'_, '_> {
     /// The final decision of ranks that cannot share memory: the group spans `hosts`, or a delegate serves it.
     fn decide_without_memory(&self, id: Nonce, reason: String, hosts: Option<Vec<usize>>) -> Result<Outcome> {
         one_delegate(&self.records)?; // messages between hosts go through it, too
+        let network = self.network(&reason)?;
         match hosts {
             Some(hosts) => {
                 let detail: Vec<u8> = hosts.iter().flat_map(|host| (*host as u16).to_le_bytes()).collect();
-                self.publish(&self.decision(id, Mode::Hosts, &reason, &detail))?;
-                Ok(Outcome::Hosts { hosts, id, reason, policy: self.session.config.policy.clone() })
+                self.publish(&DecisionMessage { network, ..self.decision(id, Mode::Hosts, &reason, &detail) })?;
+                Ok(Outcome::Hosts { hosts, id, reason, policy: self.session.config.policy.clone(), network })
             }
             None => {
-                self.publish(&self.decision(id, Mode::Delegate, &reason, &[]))?;
-                Ok(Outcome::Delegate { reason, id })
+                self.publish(&DecisionMessage { network, ..self.decision(id, Mode::Delegate, &reason, &[]) })?;
+                Ok(Outcome::Delegate { reason, id, network })
             }
         }
+    }
+
+    /// How the ranks of a group that needs gloo reach each other. Refused here, for all ranks with one text: in gloo each
+    /// would fail alone, or wait for the others until its timeout.
+    fn network(&self, reason: &str) -> Result<Option<Network>> {
+        let config = self.session.config;
+        let bodies: Option<Vec<&Body>> =
+            self.records.iter().map(|record| record.as_ref().and_then(|record| record.body.as_ref())).collect();
+        let Some(bodies) = bodies.filter(|_| config.delegate == Config::LINK) else { return Ok(None) };
+        addresses::common(&bodies).map_err(|what| {
+            Error::System(format!(
+                "sagellm: group '{}' of {} ranks needs connections between them ({reason}), and {what}",
+                config.name, config.size
+            ))
+        })
     }
 
     /// A rank's answer to the decision `id` in the store.
@@ -387,6 +406,7 @@ mod tests {
             delegate: "gloo".into(),
             known: Vec::new(),
             mailbox: Vec::new(),
+            addresses: Default::default(),
         };
         let mut record = Record { nonce: [1; 16], protocol: PROTOCOL, version: "1".into(), body: None };
         change(&mut record, &mut body);

@@ -7,6 +7,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::addresses::Network;
 use super::messages::Nonce;
 use super::peers::GroupPeers;
 use super::{Met, Outcome, meet};
@@ -65,6 +66,8 @@ pub struct Rendezvous {
     pub id: Nonce,
     /// The policy of algorithm choice: rank 0's, where ranks exchanged it.
     pub policy: Policy,
+    /// How its ranks reach each other, where it needs a delegate or a link and the ranks have said how they can.
+    pub network: Option<Network>,
     pub host: Arc<dyn Host>,
 }
 
@@ -104,8 +107,8 @@ impl Rendezvous {
 
     /// `own`: this rank's policy.
     fn with_policy(mut config: Config, own: Policy, store: &dyn Store, host: Arc<dyn Host>) -> Result<Rendezvous> {
-        let unmet = |decision, policy| Ok((decision, [0; 16], policy));
-        let (decision, id, policy) = if config.size == 1 {
+        let unmet = |decision, policy| Ok((decision, [0; 16], policy, None));
+        let (decision, id, policy, network) = if config.size == 1 {
             unmet(config.delegate_reason.clone().map_or(Decision::Alone, Decision::Delegate), own)
         } else if config.size > MAX_RANKS {
             unmet(Decision::Delegate(too_many(config.size)), not_exchanged(&config, own))
@@ -113,7 +116,7 @@ impl Rendezvous {
             config.policy = own.text();
             decide(&config, own, store, &host)
         }?;
-        Ok(Rendezvous { config, decision, id, policy, host })
+        Ok(Rendezvous { config, decision, id, policy, network, host })
     }
 
     /// Why another backend must serve the whole group, if so.
@@ -140,7 +143,12 @@ impl Rendezvous {
 const OPEN_FILES: &str = "open files";
 
 /// Meets the others and decides with them.
-fn decide(config: &Config, own: Policy, store: &dyn Store, host: &Arc<dyn Host>) -> Result<(Decision, Nonce, Policy)> {
+fn decide(
+    config: &Config,
+    own: Policy,
+    store: &dyn Store,
+    host: &Arc<dyn Host>,
+) -> Result<(Decision, Nonce, Policy, Option<Network>)> {
     let fitting = |headroom: usize| layout_within(config.size, headroom).map(|layout| layout.total());
     match meet(config, store, &**host, &fitting)? {
         // gloo would need more of them, and where its thread cannot accept a connection it ends the process (seen).
@@ -149,22 +157,24 @@ fn decide(config: &Config, own: Policy, store: &dyn Store, host: &Arc<dyn Host>)
              would need more of them than shared memory does",
             config.name
         ))),
-        Outcome::Delegate { reason, id } => Ok((Decision::Delegate(reason), id, not_exchanged(config, own))),
+        Outcome::Delegate { reason, id, network } => {
+            Ok((Decision::Delegate(reason), id, not_exchanged(config, own), network))
+        }
         Outcome::Shared(Met { segment, group_peers, local_cores, policy, id }) => {
             let total = segment.len();
             let layout = Layout::of_total(config.size, total)
                 .ok_or_else(|| Error::Bug(format!("sagellm: no layout of {} ranks has {total} bytes", config.size)))?;
             let area = Arc::new(Area::new(Arc::new(segment), layout, config.rank));
             let shared = SharedMemory { parts: Some((area, group_peers)), cores: local_cores };
-            Ok((Decision::SharedMemory(shared), id, agreed(config, &own, &policy)?))
+            Ok((Decision::SharedMemory(shared), id, agreed(config, &own, &policy)?, None))
         }
-        Outcome::Hosts { reason, id, .. } if config.delegate != Config::LINK => {
-            Ok((Decision::Delegate(reason), id, not_exchanged(config, own)))
+        Outcome::Hosts { reason, id, network, .. } if config.delegate != Config::LINK => {
+            Ok((Decision::Delegate(reason), id, not_exchanged(config, own), network))
         }
-        Outcome::Hosts { hosts, id, reason, policy } => {
+        Outcome::Hosts { hosts, id, reason, policy, network } => {
             let policy = agreed(config, &own, &policy)?;
             let hosts = Hosts::decide(config, &policy, &hosts, (id, reason), store, host)?;
-            Ok((Decision::Hosts(hosts), id, policy))
+            Ok((Decision::Hosts(hosts), id, policy, network))
         }
     }
 }

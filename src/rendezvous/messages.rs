@@ -4,12 +4,13 @@
 //! length, and returns `None` for anything it does not fully understand. The first fields of [`Record`] and
 //! [`DecisionMessage`] never change, so that different versions can report that they differ.
 
+use super::addresses::{Addresses, Network, Way};
 use crate::engine::shm::memory::segment::Backing;
 use crate::os::topology;
 use crate::select;
 
 /// Changes whenever the messages or their order change.
-pub const PROTOCOL: u32 = 7;
+pub const PROTOCOL: u32 = 8;
 
 /// Random, new for every attempt: distinguishes live processes from keys of earlier incarnations.
 pub type Nonce = [u8; 16];
@@ -166,12 +167,16 @@ pub struct Body {
     pub known: Vec<(Nonce, u32)>,
     /// Name of this rank's mailbox, which rank 0 uses if it is on the same host; empty where there is none.
     pub mailbox: Vec<u8>,
+    /// Where the other ranks can reach this one's process.
+    pub addresses: Addresses,
 }
 
 impl Record {
     pub fn write(&self) -> Vec<u8> {
         let writer = Writer::new(RECORD_MAGIC).bytes(&self.nonce).u32(self.protocol).text(&self.version);
-        let Some(Body { size, identity, wish, delegate, known, mailbox }) = &self.body else { return writer.0 };
+        let Some(Body { size, identity, wish, delegate, known, mailbox, addresses }) = &self.body else {
+            return writer.0;
+        };
         writer
             .u32(*size)
             .text(&identity.boot_id)
@@ -186,6 +191,10 @@ impl Record {
             .text(delegate)
             .list(known, |writer, (id, place)| writer.bytes(id).u32(*place))
             .list(mailbox, |writer, byte| writer.u8(*byte))
+            .list(&addresses.ways, |writer, (way, places)| {
+                writer.u8(*way as u8).list(places, |writer, place| writer.text(place))
+            })
+            .text(&addresses.problem)
             .0
     }
 
@@ -211,7 +220,10 @@ impl Record {
         };
         let (wish, delegate) = (from.text()?, from.text()?);
         let known = from.list(|from| Some((from.array()?, from.u32()?)))?;
-        Some(Body { size, identity, wish, delegate, known, mailbox: from.list(Reader::u8)? })
+        let mailbox = from.list(Reader::u8)?;
+        let ways = from.list(|from| Some((Way::from_code(from.u8()?)?, from.list(Reader::text)?)))?;
+        let addresses = Addresses { ways, problem: from.text()? };
+        Some(Body { size, identity, wish, delegate, known, mailbox, addresses })
     }
 }
 
@@ -248,6 +260,8 @@ pub struct DecisionMessage {
     /// `Share`: the known peers that the ranks belong to, and each rank's place; no place where they meet for the first
     /// time.
     pub known: (Nonce, Vec<u32>),
+    /// `Delegate` and `Hosts`: how the ranks reach each other. None where they do not, or where a rank did not say how.
+    pub network: Option<Network>,
 }
 
 impl DecisionMessage {
@@ -279,6 +293,8 @@ impl DecisionMessage {
             .whole(&self.policy)
             .bytes(&self.known.0)
             .list(&self.known.1, |writer, place| writer.u32(*place))
+            .u8(self.network.map_or(0, |network| network.way as u8))
+            .u32(self.network.map_or(0, |network| network.places as u32))
             .0
     }
 
@@ -299,6 +315,10 @@ impl DecisionMessage {
             detail: from.list(Reader::u8)?,
             policy: from.whole(MAX_POLICY)?,
             known: (from.array()?, from.list(Reader::u32)?),
+            network: match (from.u8()?, from.u32()? as usize) {
+                (0, 0) => None,
+                (code, places) => Some(Network { way: Way::from_code(code)?, places }),
+            },
         };
         (message.mode != Mode::Hosts || message.has_valid_hosts()).then_some(message)
     }
@@ -407,6 +427,7 @@ mod tests {
             detail: hosts.iter().flat_map(|host| host.to_le_bytes()).collect(),
             policy: String::new(),
             known: Default::default(),
+            network: None,
         };
         let read = |mode, hosts: &[u16]| DecisionMessage::read(&message(mode, hosts).write());
         assert_eq!(read(Mode::Hosts, &[0, 1, 0]).unwrap().hosts(), [0, 1, 0]);

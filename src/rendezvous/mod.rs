@@ -26,6 +26,7 @@
 //! result: one decision, the same on all ranks, and the resources that this rank has opened for it, before any rank has
 //! a group.
 
+pub mod addresses;
 pub mod coordinator;
 pub mod decision;
 pub mod messages;
@@ -39,6 +40,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use self::addresses::{Addresses, Network};
 pub use self::decision::{Decision, Hosts, Rendezvous};
 use self::messages::{Body, Identity, Nonce, PROTOCOL, Record};
 use self::peers::{GroupPeers, KnownPeers, Process};
@@ -85,6 +87,7 @@ pub enum Outcome {
     Delegate {
         reason: String,
         id: Nonce,
+        network: Option<Network>,
     },
     /// They are on several hosts: the number of each rank's host, counted from 0 in the order of the ranks. The same
     /// list and reason on every rank, and an `id` that is unique to this attempt.
@@ -94,6 +97,7 @@ pub enum Outcome {
         reason: String,
         /// `Config::policy` of rank 0.
         policy: String,
+        network: Option<Network>,
     },
 }
 
@@ -134,6 +138,8 @@ pub fn meet_as(
         delegate: config.delegate.clone(),
         known: known_peers.iter().map(|one| (one.id(), one.place() as u32)).collect(),
         mailbox: address,
+        addresses: Addresses::parse(&config.addresses)
+            .ok_or_else(|| Error::Bug(format!("sagellm: no list of addresses: {:?}", config.addresses)))?,
     };
     let own =
         Record { nonce: random()?, protocol: PROTOCOL, version: env!("CARGO_PKG_VERSION").into(), body: Some(body) };

@@ -33,10 +33,13 @@ pub(super) fn join(session: &mut Session) -> Result<Outcome> {
         }
         match next_decision(session)? {
             Some(decision) => match decision.mode {
-                Mode::Delegate => return Ok(Outcome::Delegate { reason: decision.text, id: decision.id }),
+                Mode::Delegate => {
+                    let DecisionMessage { id, text, network, .. } = decision;
+                    return Ok(Outcome::Delegate { reason: text, id, network });
+                }
                 Mode::Hosts => {
-                    let (hosts, DecisionMessage { id, text, policy, .. }) = (decision.hosts(), decision);
-                    return Ok(Outcome::Hosts { hosts, id, reason: text, policy });
+                    let (hosts, DecisionMessage { id, text, policy, network, .. }) = (decision.hosts(), decision);
+                    return Ok(Outcome::Hosts { hosts, id, reason: text, policy, network });
                 }
                 Mode::Failed => return Err(told(&decision.text)),
                 Mode::Ask if done_with != Some(decision.id) => {

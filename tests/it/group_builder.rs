@@ -33,6 +33,7 @@ fn decided() -> [Rendezvous; 2] {
                     policy: String::new(),
                     settings: Settings::default(),
                     soft_timeout: None,
+                    addresses: String::new(),
                 };
                 Rendezvous::new(config, store, Arc::new(Quiet)).unwrap()
             })

@@ -24,6 +24,7 @@ fn group() -> Arc<Group> {
         policy: String::new(),
         settings: Settings::default(),
         soft_timeout: None,
+        addresses: String::new(),
     };
     Group::build(Rendezvous::new(config, &Memory::default(), Arc::new(Quiet)).unwrap(), None).unwrap()
 }

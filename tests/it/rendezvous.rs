@@ -20,6 +20,7 @@ use sagellm::error::{Error, Result};
 use sagellm::host::{Host, Store};
 use sagellm::os::watch;
 use sagellm::os::watch::{End, Source};
+use sagellm::rendezvous::addresses::{Addresses, Network, Way};
 use sagellm::rendezvous::messages::{Answer, Body, DecisionMessage, Hello, Identity, Mode, Offer, PROTOCOL, Record};
 use sagellm::rendezvous::peers::Following;
 use sagellm::rendezvous::{Met, Outcome, hello_bytes, meet, meet_as};
@@ -67,6 +68,7 @@ fn config(rank: usize, size: usize, timeout: Duration) -> Config {
         policy: format!("rank {rank}'s"),
         settings: Settings::default(),
         soft_timeout: None,
+        addresses: String::new(),
     }
 }
 
@@ -919,7 +921,7 @@ proptest! {
 
     #[test]
     fn what_is_written_is_read_back(identity in identity(), nonce in any::<[u8; 16]>(), size in any::<u32>(), wish in any::<String>(), cut in any::<prop::sample::Index>()) {
-        let record = Record { nonce, protocol: PROTOCOL, version: "0.1".into(), body: Some(Body { size, identity, delegate: wish.clone(), wish, known: vec![(nonce, 3), ([1; 16], size)], mailbox: nonce.to_vec() }) };
+        let record = Record { nonce, protocol: PROTOCOL, version: "0.1".into(), body: Some(Body { size, identity, delegate: wish.clone(), wish, known: vec![(nonce, 3), ([1; 16], size)], mailbox: nonce.to_vec(), addresses: Addresses::parse("4 10.0.0.1 10.1.0.1\n14 127.0.0.1").unwrap() }) };
         let bytes = record.write();
         prop_assert_eq!(Record::read(&bytes), Some(record));
         // Any shorter piece is refused.
@@ -928,7 +930,7 @@ proptest! {
 
     #[test]
     fn damaged_messages_are_read_without_panic(id in any::<[u8; 16]>(), ranks in 1..9usize, at in any::<prop::sample::Index>(), value in any::<u8>()) {
-        let decision = DecisionMessage { id, nonces: vec![id; ranks], mode: Mode::Share, text: "t".into(), detail: b"name".into(), policy: "p\nq".into(), known: (id, vec![2, 0, 1]) };
+        let decision = DecisionMessage { id, nonces: vec![id; ranks], mode: Mode::Share, text: "t".into(), detail: b"name".into(), policy: "p\nq".into(), known: (id, vec![2, 0, 1]), network: Some(Network { way: Way::V6, places: 2 }) };
         let offer = Offer {
             id, part: 0, parts: 1, segment_len: 1 << 20, backing: Backing::Sealed, local_cores: 2, pidns: 4,
             ranks: vec![(1, "host".into()); ranks], process_of: vec![1, 2],

@@ -294,6 +294,7 @@ fn rank_0_warns_of_a_delegate_that_no_option_asked_for() {
             policy: String::new(),
             settings: Settings::default(),
             soft_timeout: None,
+            addresses: String::new(),
         };
         let group = Group::connect(config, &Alone, Arc::new(Alone)).unwrap();
         assert!(group.delegate_reason().unwrap().contains("serves up to 256"));

@@ -179,6 +179,8 @@ class Options:
     _as_gloo: bool
     #: Ranks of a shrink meet only those of the same attempt: ``recover``.
     _attempt: str
+    #: Where other ranks reach this process: ``_address``.
+    _addresses: str
     #: From torch's base class.
     _timeout: timedelta
     global_ranks_in_group: list[int]
@@ -230,6 +232,13 @@ class Rendezvous:
     #: Equal on all ranks, and of no other attempt to make a group.
     @property
     def id(self) -> str: ...
+    #: How the ranks reach each other, as ``_address`` reads it; "" where they have not agreed on it.
+    @property
+    def network(self) -> str: ...
+    #: Tells the others that this rank could not make its delegate or link; the text that the first to fail has told.
+    def _tell_failure(self, text: str) -> str: ...
+    #: That text, or "".
+    def _told_failure(self) -> str: ...
     def build(self, delegate: Any = None, link: Any = None) -> SageBackend: ...
 
 def rendezvous(
@@ -274,4 +283,7 @@ def _element(number: int) -> tuple[str, int]: ...
 
 #: The first two places in a list whose tensors have memory in common, or None.
 def _shared(tensors: list[Any]) -> tuple[int, int] | None: ...
+
+#: This thread sleeps where it would end the process, because it asks for the interpreter's lock at the interpreter's end.
+def _outlive_python() -> None: ...
 def at_exit() -> None: ...

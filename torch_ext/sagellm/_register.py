@@ -115,8 +115,10 @@ def part(ours: Any, store: Any, rank: int, size: int) -> Any:
 
 def _meet(extension: ModuleType, options: Any, ours: Any, is_part: bool = False) -> Any:
     """The backend, after the ranks have met, with the delegate and the link if the ranks decided that it needs them."""
-    from sagellm import _alive, _delegate
+    from sagellm import _address, _alive, _delegate
 
+    addresses = _address.find(options.store)
+    ours._addresses = addresses.text()
     decided = extension.rendezvous(
         options.store,
         options.group_rank,
@@ -132,13 +134,9 @@ def _meet(extension: ModuleType, options: Any, ours: Any, is_part: bool = False)
         _refuse_mpi(options.group_id, decided.delegate_reason)
     if decided.delegate_reason:
         _tell_delegate(ours.delegate, decided.delegate_reason, options)
-    if ours.delegate == _delegate.DEFAULT:
-        _alive.announce(options.store, options.group_rank)
-    # Keys of an earlier attempt at the same group may lie in the store, and gloo would believe them.
-    delegate = _delegate.build(ours.delegate, options, f"{_delegate.PREFIX}/{decided.id}")
-    if not decided.spans_hosts:
-        return decided.build(delegate)
-    return decided.build(delegate, _delegate.build(ours.delegate, options, f"{_delegate.LINK_PREFIX}/{decided.id}"))
+    chosen = addresses.chosen(decided.network)
+    _alive.announce(options.store, options.group_rank, chosen, agreed=bool(decided.network))
+    return decided.build(*_delegate.make(ours.delegate, options, decided, chosen))
 
 
 def _refuse_mpi(group: str, reason: str) -> NoReturn:

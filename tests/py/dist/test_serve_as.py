@@ -67,7 +67,7 @@ def every_way(ctx: Context) -> None:
         store, group_rank, group_size = ctx.store(ctx.key + "real"), ctx.rank, ctx.world_size
         timeout, group_id, global_ranks_in_group = dist.default_pg_timeout, "real", list(range(ctx.world_size))
 
-    real = _delegate.build("gloo", Options, _delegate.PREFIX)
+    real = _delegate.build("gloo", Options, _delegate.PREFIX, ["127.0.0.1"])
     assert type(real) is torch._C._distributed_c10d.ProcessGroupGloo, "links and delegates are torch's own"
     assert isinstance(real, torch._C._distributed_c10d.ProcessGroupGloo)
     real.barrier().wait()  # gloo: a rank that leaves at once makes the other's connecting fail

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import IS_GLOO, Context, Zygote, beyond_gloo, launch
+from harness import IS_GLOO, Context, Zygote, beyond_gloo, launch, run_script
 from helpers import nothing_left
 from limits import patience
 
@@ -287,3 +287,30 @@ def kill_once(turn: int) -> None:
 def test_kill_9_often(say: Callable[[str], None]) -> None:
     """Two hundred times a rank is killed; the other always learns it soon."""
     repeat(OFTEN, kill_once, say)
+
+
+WAITS_AT_THE_END = """
+import threading, time
+from datetime import timedelta
+import torch.distributed as dist
+from sagellm import _load
+
+class Slow:
+    def __del__(self):  # while the interpreter ends
+        time.sleep(2)
+
+def waits():
+    _load.extension()._outlive_python()
+    store.wait(["missing"], timedelta(seconds=1))
+
+store, slow = dist.HashStore(), Slow()
+threading.Thread(target=waits, daemon=True).start()
+time.sleep(0.2)
+"""
+
+
+@pytest.mark.quick
+def test_a_thread_that_waits_in_torch_while_the_interpreter_ends_does_not_end_the_process() -> None:
+    """As one does that makes connections, where another rank has failed."""
+    done = run_script(["-c", WAITS_AT_THE_END], env={"RES_OPTIONS": "timeout:1 attempts:1"})
+    assert done.returncode == 0, done.stdout

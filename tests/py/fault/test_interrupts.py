@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import net
@@ -85,7 +86,9 @@ def built_elsewhere(ctx: Context) -> float:
     from sagellm import _delegate
 
     held = threading.Event()
-    return interrupted(ctx, lambda: _delegate._interruptible(lambda: held.wait(80)))
+    facts = _delegate.Facts(None, 0, 1, TIMEOUT, "test", [0])
+    making = _delegate.Making(facts, SimpleNamespace(id="0"), [])
+    return interrupted(ctx, lambda: making.result(lambda: held.wait(80)))
 
 
 def test_ctrl_c_ends_the_wait_for_a_group_of_torchs() -> None:
@@ -106,8 +109,8 @@ def opens_a_link(ctx: Context, names: list[str], late: int) -> float | None:
 
     ctx_build = _delegate.build
 
-    def build(name: str, options: Any, prefix: str) -> Any:
-        made = ctx_build(name, options, prefix)
+    def build(name: str, options: Any, prefix: str, addresses: list[str]) -> Any:
+        made = ctx_build(name, options, prefix, addresses)
         if ctx.rank == late and prefix.startswith(_delegate.LINK_PREFIX):
             ctx.listen(80)
         return made

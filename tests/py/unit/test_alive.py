@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+import net
 import pytest
 import torch.distributed as dist
+from limits import patience
 
-from sagellm import _alive
+from sagellm import _address, _alive
 
 pytestmark = pytest.mark.quick
 
@@ -57,34 +61,178 @@ def test_a_process_that_runs_or_is_stopped_is_alive_until_it_ends() -> None:
         os.close(write)
 
 
-def test_a_rank_that_announced_nothing_is_not_known() -> None:
+@pytest.mark.parametrize("place", ["", _alive.UNKNOWN, "127.0.0.1", "127.0.0.1 x", "host 1", "\x1b[2J\0 99999999999"])
+def test_a_rank_that_announced_no_place_is_not_known(place: str) -> None:
     """And asked again, but not at once."""
     with _alive.Watch() as watch:
-        watch.follow(1, "")
+        watch.follow(1, place)
         watch.look()
         assert not watch.asks(1) and not watch.alive and not watch.gone
 
 
-def test_a_process_opens_one_port_which_its_children_do_not_keep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is announced where the only address is the loopback: another host would ask itself."""
+@pytest.fixture
+def no_ports(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The module as it is when it is imported."""
+    monkeypatch.setattr(_alive, "_ports", {})
+    monkeypatch.setattr(_alive, "_told", False)
+    yield
+    for port in _alive._ports.values():
+        port.close()
+
+
+def announced(addresses: list[str], agreed: bool) -> str:
     store = dist.HashStore()
-    monkeypatch.setattr(_alive, "_looked", False)
-    monkeypatch.setattr(_alive, "_listening", None)
-    monkeypatch.setattr(_alive, "_addresses", lambda: [(socket.AF_INET, "127.0.0.1")])
-    _alive.announce(store, 0)
-    assert store.get(f"{_alive.PREFIX}/0") == b""
-    port = socket.create_server(("127.0.0.1", 0))
-    monkeypatch.setattr(_alive, "_listening", port)
-    for rank in (1, 2):
-        _alive.announce(store, rank)
-        assert store.get(f"{_alive.PREFIX}/{rank}").decode() == f"127.0.0.1 {port.getsockname()[1]}"
+    _alive.announce(store, 0, addresses, agreed)
+    return str(store.get(f"{_alive.PREFIX}/0").decode())
+
+
+def test_a_process_opens_one_port_which_its_children_do_not_keep(no_ports: None) -> None:
+    """At each address; a child may open its own."""
+    place = announced(["127.0.0.1"], True)
+    assert place == announced(["127.0.0.1"], True)
+    assert place != announced(["::1"], True)
+    port = _alive._ports["127.0.0.1"]
+    assert place == f"127.0.0.1 {port.getsockname()[1]}"
     child = os.fork()
     if child == 0:
         try:
-            os.fstat(port.fileno() if port.fileno() >= 0 else -1)
-        except OSError:
-            os._exit(0)
-        os._exit(1)
+            assert not _alive._ports and port.fileno() < 0
+            assert announced(["127.0.0.1"], True) not in (place, _alive.UNKNOWN)
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     assert port.fileno() >= 0
-    port.close()
+
+
+def test_a_process_without_a_port_says_so_and_warns_once(no_ports: None, caplog: pytest.LogCaptureFixture) -> None:
+    """The loopback means another host to each, unless the ranks have agreed on it."""
+    with caplog.at_level("WARNING", "sagellm"):
+        assert announced(["127.0.0.1"], False) == _alive.UNKNOWN
+        assert announced([], True) == _alive.UNKNOWN
+        assert announced(["192.0.2.1"], True) == _alive.UNKNOWN
+    assert len(caplog.records) == 1 and "cannot tell whether this process runs" in caplog.text
+
+
+def test_without_a_free_descriptor_nothing_is_announced_until_there_is_one(no_ports: None) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = os.dup(0)
+    os.close(used)
+    store = dist.HashStore()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used, hard))
+    try:
+        _alive.announce(store, 0, ["127.0.0.1"], True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert store.get(f"{_alive.PREFIX}/0").decode() == _alive.UNKNOWN
+    assert announced(["127.0.0.1"], True) != _alive.UNKNOWN
+
+
+# ---------------------------------------------------------------------------------------------- over kinds of networks
+
+
+def listens(name: str, variable: str, backlog: int, write: int) -> None:
+    """The life of a process on another host: it announces, and is busy from then on."""
+    try:
+        net.enter(name)
+        os.environ[_address.VARIABLE] = variable
+        _alive.WAITING = backlog
+        found = _address.find(None)
+        place = announced(found.chosen(""), True)
+        os.write(write, f"{place}\n".encode())
+        while True:  # no thread of it takes anything from the port
+            signal.pause()
+    finally:
+        os._exit(1)
+
+
+FAMILIES = {
+    "IPv4": ("4", net.INTERFACE),
+    "IPv6": ("6", net.INTERFACE),
+    "both": ("46", net.INTERFACE),
+    "link-local": ("", net.INTERFACE),
+    "two names": ("4", f"{net.INTERFACE}, lo"),
+    "no name": ("4", ""),
+}
+
+
+@pytest.mark.parametrize("looks", [1, 30])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_killed_is_found_and_busy_and_stopped_are_never_gone(family: str, looks: int) -> None:
+    """Whatever the addresses, and where looks at a busy process have filled its port (a backlog of 8)."""
+    families, variable = FAMILIES[family]
+    try:
+        with net.Network(2, families=families) as network:
+            if not families:
+                wait_for_link_local(network.names)
+            net.inside(network.names[0], lambda: looks_on(network.names[1], variable, looks))
+    except net.Unavailable as reason:
+        pytest.skip(f"network namespaces may not be made here: {reason}")
+
+
+def wait_for_link_local(names: list[str]) -> None:
+    """The kernel asks the network for a second whether an address is taken."""
+    deadline = time.monotonic() + patience(20)
+    while not all(net.inside(name, lambda: _address.of_interface(net.INTERFACE)) for name in names):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def looks_on(host: str, variable: str, looks: int) -> None:
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        listens(host, variable, 8, write)
+    try:
+        with os.fdopen(read) as words:
+            place = words.readline().strip()
+        assert place != _alive.UNKNOWN
+        if "%" in place:
+            announced(_address.of_interface(net.INTERFACE), True)  # whose own port says by which interface
+        for number in range(looks):
+            with _alive.Watch() as watch:
+                watch.follow(1, place)
+                if number < 8:
+                    until(watch, lambda: watch.alive == {1})
+                else:
+                    time.sleep(0.01)
+                    watch.look()
+                assert not watch.gone
+        with _alive.Watch() as watch:
+            os.kill(child, signal.SIGSTOP)
+            watch.follow(1, place)
+            for _ in range(10):
+                watch.look()
+                time.sleep(0.01)
+            assert not watch.gone
+            os.kill(child, signal.SIGKILL)
+
+            def found() -> bool:
+                if watch.asks(1):
+                    watch.follow(1, place)
+                return watch.gone == {1}
+
+            until(watch, found)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(write)
+        for port in _alive._ports.values():
+            port.close()
+        _alive._ports.clear()
+
+
+def test_what_waits_at_a_port_is_closed_and_those_who_look_connect_again(no_ports: None) -> None:
+    place = announced(["127.0.0.1"], True)
+    with _alive.Watch() as watch:
+        watch.follow(1, place)
+        until(watch, lambda: watch.alive == {1})
+        for _ in range(5):
+            _alive.empty()
+            time.sleep(0.01)
+            watch.look()
+            assert not watch.gone
+        until(watch, lambda: watch.alive == {1})
+        _alive._ports.pop("127.0.0.1").close()
+        until(watch, lambda: watch.gone == {1})

@@ -38,7 +38,7 @@ QUIET = 0.2
 PREFIX = "sagellm/recover"
 
 
-def recover(group: Any = None, timeout: float | timedelta = 30.0) -> dist.ProcessGroup:
+def recover(group: Any = None, timeout: float | timedelta = 30.0, leave_silent: bool = False) -> dist.ProcessGroup:
     """Makes a group of the ranks that are left, after a rank died or an operation failed. Survivors call it together.
 
     Every rank of ``group`` that is alive calls it, usually where it catches the error of an operation. They agree on
@@ -58,11 +58,13 @@ def recover(group: Any = None, timeout: float | timedelta = 30.0) -> dist.Proces
     - A rank that is alive and does not call (because it is stopped, or busy elsewhere) is never left out: after
       ``timeout`` all others get a ``CommTimeoutError`` that names it, and may call again.
     - Whether the process of a rank is there is known at once on its own host, and to other hosts by a port that each
-      process of a group over several hosts opens for that. So ranks that were killed are found within a second, also
-      where they are all of a host. A host that has gone away without a word (its power, its network) is not told from a
-      slow one: if none of its ranks has called within ``timeout``, they count as gone. So does every silent rank of a
-      group that a delegate other than gloo serves, or whose hosts have no address but that of the loopback. A rank of
-      another host that has left the group, and whose process goes on, is one that is alive and does not call.
+      process of a group over several hosts, or under a delegate, opens for that. So ranks that were killed are found
+      within a second, also where they are all of a host. A rank of another host that has left the group, and whose
+      process goes on, is one that is alive and does not call.
+    - A rank is left out only on evidence that its process has ended. A host that has gone away without a word (its
+      power, its network) is not told from one that is cut off and goes on: after ``timeout`` all others get a
+      ``CommTimeoutError`` that names its ranks. If you know that they are gone, call again with ``leave_silent=True``
+      on all ranks that are left. The same holds for a rank that could open no port, of which it has warned.
     - A rank that was left out and calls later gets an error.
 
     The store of the group must still be there: with torchrun it is, in the launcher; a store that lived in a rank's
@@ -72,9 +74,12 @@ def recover(group: Any = None, timeout: float | timedelta = 30.0) -> dist.Proces
         group: the group that failed; None the default group.
         timeout: seconds (or a timedelta) for each of the steps: until the others have called, and until they have the
             new group. Longer than a live rank needs to notice the failure and call.
+        leave_silent: ranks that have not called within ``timeout``, and of which nothing says that they are alive,
+            count as gone. If they live, two groups go on. The same on all ranks.
 
     Raises:
-        CommTimeoutError: a live rank did not call, or did not build the group, in time; or the store did not answer.
+        CommTimeoutError: a rank that is not known to be gone did not call, or did not build the group, in time; or the
+            store did not answer.
         torch.distributed.DistBackendError: the others went on without this rank; the store is gone; the new group could
             not be made.
         ValueError: the group is of another backend, or this process is no member of it.
@@ -99,15 +104,15 @@ def recover(group: Any = None, timeout: float | timedelta = 30.0) -> dist.Proces
     if seconds <= 0:
         raise ValueError(f"sagellm recover: timeout is {timeout}, expected more than 0 seconds")
     with _Requests(seconds) as requests:
-        members, made = _converse(backend, requests, seconds)
+        members, made = _converse(backend, requests, seconds, leave_silent)
     if made is None:
         return base
     return _take_over(base, backend, members, made)
 
 
-def _converse(backend: Any, requests: _Requests, seconds: float) -> tuple[list[int], Any]:
+def _converse(backend: Any, requests: _Requests, seconds: float, leave_silent: bool) -> tuple[list[int], Any]:
     with _alive.Watch() as watch:
-        return _Conversation(backend, requests, watch, seconds).run()
+        return _Conversation(backend, requests, watch, seconds, leave_silent).run()
 
 
 def _take_over(base: Any, backend: Any, members: list[int], made: Any) -> Any:
@@ -193,8 +198,11 @@ class _Heard:
 class _Conversation:
     """One rank's part of a recovery."""
 
-    def __init__(self, backend: Any, requests: _Requests, watch: _alive.Watch, seconds: float) -> None:
+    def __init__(
+        self, backend: Any, requests: _Requests, watch: _alive.Watch, seconds: float, leave_silent: bool
+    ) -> None:
         self.backend, self.requests, self.watch, self.seconds = backend, requests, watch, seconds
+        self.leave_silent = leave_silent
         self.rank = int(backend.rank())
         self.candidates = list(range(backend.size()))
         self.faulty = bool(backend._has_failed())
@@ -261,9 +269,9 @@ class _Conversation:
             self._tell(called=True, faulty=self.faulty)
             self._listen()
             missing = set(self.candidates) - self.heard.called - self.heard.gone
-            alive = missing & self.heard.alive()
-            if late and alive:
-                raise CommTimeoutError(self._silent(sorted(alive), "called sagellm.recover()"))
+            waited_for = missing & self.heard.alive() if self.leave_silent else missing
+            if late and waited_for:
+                raise CommTimeoutError(self._silent(sorted(waited_for), "called sagellm.recover()"))
             if late or not missing:
                 members = [rank for rank in self.candidates if rank in self.heard.called - self.heard.gone]
                 fresh = len(members) < self.backend.size() or self.heard.faulty
@@ -314,12 +322,21 @@ class _Conversation:
         self.watch.look()
 
     def _silent(self, ranks: list[int], what: str) -> str:
-        who = ", ".join(f"rank {rank} (alive, or not known to be gone)" for rank in ranks)
-        return (
+        alive = self.heard.alive()
+        states = {rank: "alive" if rank in alive else "not known to be gone" for rank in ranks}
+        who = ", ".join(f"rank {rank} ({state})" for rank, state in states.items())
+        text = (
             f"sagellm recover: Timed out after {self.seconds:g} s: {who} of the group's {self.backend.size()} ranks "
-            f"has not {what}. It is stopped, or busy elsewhere: end it or let it go on, and call recover again on all "
-            "ranks that are left"
+            f"has not {what}. "
         )
+        if set(states.values()) == {"alive"}:
+            what = "It is stopped, or busy elsewhere: end it or let it go on"
+        else:
+            what = (
+                "Nothing says that its process has ended: its host does not answer, perhaps because it is down or cut "
+                "off. End it or let it go on; if you know that it is gone, leave it out by leave_silent=True"
+            )
+        return f"{text}{what}, and call recover again on all ranks that are left"
 
     # -------------------------------------------------------------------------------------------------- the store
 

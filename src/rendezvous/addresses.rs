@@ -1,0 +1,177 @@
+//! Where the processes of a group reach each other, for connections between hosts and those of a delegate. Pure.
+//!
+//! Each rank says in its record at which addresses it could listen, best first. The ends of a connection must be of one
+//! family, so rank 0 chooses one way for all ranks. A loopback address means another host to each, so it serves only ranks
+//! in one network namespace.
+
+use super::messages::Body;
+
+/// A family of addresses, and whether they are those of the loopback interface.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Way {
+    V4 = 4,
+    V6 = 6,
+    Loopback4 = 14,
+    Loopback6 = 16,
+}
+
+impl Way {
+    pub fn from_code(code: u8) -> Option<Way> {
+        [Way::V4, Way::V6, Way::Loopback4, Way::Loopback6].into_iter().find(|way| *way as u8 == code)
+    }
+
+    pub fn is_loopback(self) -> bool {
+        matches!(self, Way::Loopback4 | Way::Loopback6)
+    }
+
+    fn family(self) -> &'static str {
+        if matches!(self, Way::V4 | Way::Loopback4) { "IPv4" } else { "IPv6" }
+    }
+}
+
+/// What a rank says about itself.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Addresses {
+    /// Best first; each with one address or more, of as many interfaces. Empty where the caller does not say.
+    pub ways: Vec<(Way, Vec<String>)>,
+    /// Why there is none, as a text for the user, or empty.
+    pub problem: String,
+}
+
+impl Addresses {
+    /// As the caller gives them: one way a line, its code and then its addresses ("4 10.0.0.1"), or a line with the
+    /// problem ("! the interface is missing").
+    pub fn parse(text: &str) -> Option<Addresses> {
+        if let Some(problem) = text.strip_prefix("! ") {
+            return Some(Addresses { ways: Vec::new(), problem: problem.into() });
+        }
+        let way = |line: &str| {
+            let mut words = line.split_whitespace();
+            let way = Way::from_code(words.next()?.parse().ok()?)?;
+            let places: Vec<String> = words.map(str::to_string).collect();
+            (!places.is_empty()).then_some((way, places))
+        };
+        let ways = text.lines().map(way).collect::<Option<Vec<_>>>()?;
+        Some(Addresses { ways, problem: String::new() })
+    }
+
+    fn places(&self, wanted: Way) -> usize {
+        self.ways.iter().find(|(way, _)| *way == wanted).map_or(0, |(_, places)| places.len())
+    }
+
+    fn reaches_hosts(&self) -> bool {
+        self.ways.iter().any(|(way, _)| !way.is_loopback())
+    }
+}
+
+/// The way that all ranks of a group take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Network {
+    pub way: Way,
+    /// The number of addresses that every rank has of it; each makes a set of connections.
+    pub places: usize,
+}
+
+impl Network {
+    /// For the caller, which knows its addresses: the code of the way, and the number of addresses.
+    pub fn text(&self) -> String {
+        format!("{} {}", self.way as u8, self.places)
+    }
+}
+
+const REMEDY: &str = "Set GLOO_SOCKET_IFNAME on every rank to the interface that leads to the other hosts";
+
+/// The first way of rank 0's that all ranks have; none where a rank does not say. The error names the first ranks that
+/// cannot be reached, and says what to do.
+pub fn common(bodies: &[&Body]) -> Result<Option<Network>, String> {
+    let who = |rank: usize| format!("rank {rank} on host {}", bodies[rank].identity.hostname);
+    if let Some(rank) = bodies.iter().position(|body| !body.addresses.problem.is_empty()) {
+        return Err(format!("{}: {}. {REMEDY}", who(rank), bodies[rank].addresses.problem));
+    }
+    if bodies.iter().any(|body| body.addresses.ways.is_empty()) {
+        return Ok(None);
+    }
+    let place = |body: &Body| (body.identity.boot_id.clone(), body.identity.netns);
+    // Where a host does not say which it is, its loopback is given the benefit of the doubt.
+    let one_network = bodies.iter().all(|body| place(body) == place(bodies[0]));
+    for (way, _) in bodies[0].addresses.ways.iter().filter(|(way, _)| one_network || !way.is_loopback()) {
+        let places = bodies.iter().map(|body| body.addresses.places(*way)).min().unwrap_or(0);
+        if places > 0 {
+            return Ok(Some(Network { way: *way, places }));
+        }
+    }
+    let shown = |rank: usize| {
+        let ways = bodies[rank].addresses.ways.iter();
+        let listed =
+            ways.flat_map(|(way, places)| places.iter().map(move |place| format!("{place} ({})", way.family())));
+        listed.collect::<Vec<_>>().join(", ")
+    };
+    if let Some(rank) = bodies.iter().position(|body| !body.addresses.reaches_hosts()).filter(|_| !one_network) {
+        let (who, shown) = (who(rank), shown(rank));
+        return Err(format!("{who} can listen at {shown} alone, where no other host reaches it. {REMEDY}"));
+    }
+    let lacks = |body: &&Body| bodies[0].addresses.ways.iter().all(|(way, _)| body.addresses.places(*way) == 0);
+    let other = bodies.iter().position(lacks).unwrap_or(bodies.len() - 1);
+    Err(format!(
+        "the ranks have no family of addresses in common: {} can listen at {}, {} at {}. {REMEDY}, and give it an address \
+         of the same family everywhere",
+        who(0),
+        shown(0),
+        who(other),
+        shown(other)
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rendezvous::messages::Identity;
+
+    fn body(host: u64, addresses: &str) -> Body {
+        let mut identity = Identity::here();
+        (identity.boot_id, identity.netns) = ("boot".into(), host);
+        identity.hostname = format!("h{host}");
+        let addresses = Addresses::parse(addresses).unwrap();
+        let (wish, delegate) = (String::new(), "gloo".into());
+        Body { size: 2, identity, wish, delegate, known: Vec::new(), mailbox: Vec::new(), addresses }
+    }
+
+    #[test]
+    fn all_ranks_take_the_first_way_of_rank_0_that_all_have() {
+        let common = |first: &str, second: &str, apart: bool| {
+            let bodies = [body(1, first), body(if apart { 2 } else { 1 }, second)];
+            super::common(&[&bodies[0], &bodies[1]])
+        };
+        let network = |way, places| Ok(Some(Network { way, places }));
+        assert_eq!(common("4 10.0.0.1\n6 fd77::1", "6 fd77::2\n4 10.0.0.2", true), network(Way::V4, 1));
+        assert_eq!(common("4 10.0.0.1\n6 fd77::1", "6 fd77::2", true), network(Way::V6, 1));
+        assert_eq!(common("4 10.0.0.1 10.1.0.1", "4 10.0.0.2 10.1.0.2", true), network(Way::V4, 2));
+        assert_eq!(common("4 10.0.0.1 10.1.0.1", "4 10.0.0.2", true), network(Way::V4, 1), "as many as all have");
+        assert_eq!(common("14 127.0.0.1\n4 10.0.0.1", "14 127.0.0.1\n4 10.0.0.2", true), network(Way::V4, 1));
+        assert_eq!(common("14 127.0.0.1\n4 10.0.0.1", "14 127.0.0.1", false), network(Way::Loopback4, 1));
+        assert_eq!(common("4 10.0.0.1", "", true), Ok(None), "a rank that does not say");
+        let text = common("14 127.0.0.1", "14 127.0.0.1", true).unwrap_err();
+        assert!(text.starts_with("rank 0 on host h1 can listen at 127.0.0.1 (IPv4) alone, where no other"), "{text}");
+        let text = common("4 10.0.0.1", "6 fd77::2", true).unwrap_err();
+        assert!(text.contains("rank 0 on host h1 can listen at 10.0.0.1 (IPv4), rank 1 on host h2 at fd77::2 (IPv6)"));
+    }
+
+    #[test]
+    fn the_first_rank_with_a_problem_is_named_with_the_remedy() {
+        let bodies = [body(1, "4 10.0.0.1"), body(2, "! GLOO_SOCKET_IFNAME names 'eth9'")];
+        let text = common(&[&bodies[0], &bodies[1]]).unwrap_err();
+        assert!(
+            text.starts_with("rank 1 on host h2: GLOO_SOCKET_IFNAME names 'eth9'. Set GLOO_SOCKET_IFNAME"),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn what_is_no_list_of_addresses_is_refused() {
+        for wrong in ["5 10.0.0.1", "4", "four 10.0.0.1", "\n"] {
+            assert_eq!(Addresses::parse(wrong), None, "{wrong:?}");
+        }
+        assert_eq!(Addresses::parse(""), Some(Addresses::default()));
+    }
+}

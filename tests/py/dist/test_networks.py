@@ -1,0 +1,176 @@
+"""Groups over two hosts whose networks are odd: all ranks connect and compute, or all raise one error in time.
+
+Each host is a network namespace with a name and an /etc/hosts of its own (`net.py`). `SAGELLM_TEST_NETWORKS` says how
+often the long test makes each group.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import net
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Context, beyond_gloo, launch
+from limits import patience
+
+pytestmark = beyond_gloo("takes the address of the host's name, and lets ranks wait for five timeouts")
+
+#: Of groups that are made, and of those that cannot be: where gloo alone waits, it waits for five of them.
+TIMEOUT, SHORT = 60.0, 5.0
+VARIABLE = "GLOO_SOCKET_IFNAME"
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A network, and what becomes of a group in it."""
+
+    #: Of `net.Network`.
+    network: dict[str, Any] = field(default_factory=dict)
+    #: What /etc/hosts says of a host's own name; "" where it does not know it.
+    named: Callable[[int], str] = lambda host: net.address(host)
+    #: GLOO_SOCKET_IFNAME by host; "" where it is not set.
+    interfaces: tuple[str, str] = ("", "")
+    #: Words of the error that all ranks raise; empty where they connect.
+    error: tuple[str, ...] = ()
+    store: Callable[[int], str] = net.address
+    #: The host of the store.
+    server: int = 0
+    timeout: float = TIMEOUT
+
+
+REMEDY = "GLOO_SOCKET_IFNAME"
+SCENES = {
+    "a name of 127.0.1.1": Scene(named=lambda host: "127.0.1.1"),
+    "a name of 127.0.0.1": Scene(named=lambda host: "127.0.0.1"),
+    "a name of ::1": Scene(named=lambda host: "::1"),
+    "a name that is unknown": Scene(named=lambda host: ""),
+    "a name of another host": Scene(named=lambda host: net.address(1 - host)),
+    "IPv6 alone": Scene({"families": "6"}, lambda host: net.address6(host), store=net.address6),
+    "IPv6 alone, the interface named": Scene(
+        {"families": "6"}, lambda host: "::1", (net.INTERFACE, net.INTERFACE), store=net.address6
+    ),
+    "both families": Scene({"families": "46"}, lambda host: "127.0.1.1"),
+    "both families, the store by IPv6": Scene({"families": "46"}, lambda host: "127.0.1.1", store=net.address6),
+    "a second interface that leads nowhere, under the host's name": Scene({"second": True}, net.dead_end),
+    "one of two interfaces named": Scene({"second": True}, net.dead_end, (net.INTERFACE, net.INTERFACE)),
+    "several names in the variable": Scene(interfaces=("eth0,lo", " eth0 , eth0")),
+    "packets of 1280 bytes": Scene({"families": "46", "mtu": 1280}),
+    "an interface that one host lacks": Scene(
+        interfaces=(net.INTERFACE, "eth9"), error=("rank", "on host b: ", "names 'eth9', which this host", REMEDY)
+    ),
+    "the loopback named on one host": Scene(
+        interfaces=(net.INTERFACE, "lo"), error=("on host b can listen at 127.0.0.1", "alone", REMEDY)
+    ),
+    "an interface named that leads nowhere": Scene(
+        {"second": True},
+        interfaces=(net.SECOND, net.SECOND),
+        error=("could not connect with the others", REMEDY),
+        timeout=SHORT,
+    ),
+    "a firewall that drops": Scene(
+        {"apart": (0, 1)}, server=2, error=("could not connect with the others", REMEDY, "firewall"), timeout=SHORT
+    ),
+}
+QUICK = ("a name of 127.0.1.1", "IPv6 alone, the interface named", "an interface that one host lacks")
+
+
+@contextmanager
+def played(scene: Scene) -> Iterator[tuple[net.Network, dist.TCPStore]]:
+    """The network with its store."""
+    try:
+        with net.Network(max(2, scene.server + 1), **scene.network) as network:
+            where = scene.store(scene.server)
+
+            def serve() -> dist.TCPStore:
+                limit = timedelta(seconds=patience(30))
+                return dist.TCPStore(where, 0, is_master=True, wait_for_workers=False, timeout=limit)
+
+            yield network, net.inside(network.names[scene.server], serve)
+    except net.Unavailable as reason:
+        pytest.skip(f"network namespaces may not be made here: {reason}")
+
+
+def meets(ctx: Context, name: str, names: list[str], port: int, key: str) -> tuple[str, float]:
+    """The error of making a group, or "" after calls whose results are right; and the seconds until then."""
+    scene = SCENES[name]
+    host = 2 * ctx.rank // ctx.world_size
+    net.enter(names[host])
+    own = scene.named(host)
+    net.call_itself("ab"[host], f"127.0.0.1 localhost\n{f'{own} {chr(97 + host)}' if own else ''}\n", ctx.tmp)
+    os.environ[VARIABLE] = scene.interfaces[host]
+    limit = timedelta(seconds=patience(30))
+    client = dist.TCPStore(scene.store(scene.server), port, is_master=False, timeout=limit)
+    ctx.tell("here")
+    ctx.listen()
+    begin = time.monotonic()
+    try:
+        ctx.init(store=dist.PrefixStore(key, client), timeout=timedelta(seconds=scene.timeout))
+    except dist.DistBackendError as error:
+        return str(error), time.monotonic() - begin
+    seconds = time.monotonic() - begin
+    computes(ctx)
+    dist.destroy_process_group()
+    return "", seconds
+
+
+def computes(ctx: Context) -> None:
+    """Collectives and messages between the hosts, small ones and ones of many packets."""
+    me, n = ctx.rank, ctx.world_size
+    for count in (1, 300_000):
+        found = torch.full((count,), float(me + 1))
+        dist.all_reduce(found)
+        assert found.unique().tolist() == [n * (n + 1) / 2]
+        if me == 0:
+            dist.send(torch.full((count,), 7.0), n - 1)
+        elif me == n - 1:
+            dist.recv(found, 0)
+            assert found.unique().tolist() == [7.0]
+    dist.barrier()
+
+
+def one_error_or_right(name: str, world_size: int) -> None:
+    """Starts the ranks of a scene, and compares what they say."""
+    scene = SCENES[name]
+    with played(scene) as (network, store), launch(meets, world_size, name, network.names, store.port, name) as job:
+        for rank in range(world_size):
+            assert job.hear(rank, 60) == "here"
+        for rank in range(world_size):
+            job.say(rank, "go")
+        said = job.values(120)
+    texts = [text for text, _ in said]
+    assert texts == [texts[0]] * world_size, "\n".join(texts)
+    assert all(word in texts[0] for word in scene.error) and bool(texts[0]) == bool(scene.error), texts[0]
+    if scene.error:
+        assert max(seconds for _, seconds in said) < scene.timeout + 1 + patience(1), said
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", QUICK)
+def test_hosts_meet_by_addresses_that_work(name: str) -> None:
+    one_error_or_right(name, 2)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("name", SCENES)
+def test_two_hosts_connect_or_all_ranks_raise_one_error_in_time(name: str, world_size: int) -> None:
+    one_error_or_right(name, world_size)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(4 * 3600)
+@pytest.mark.parametrize("name", SCENES)
+def test_so_it_is_each_time(name: str, say: Callable[[str], None]) -> None:
+    """Many groups in one network."""
+    times = int(os.environ.get("SAGELLM_TEST_NETWORKS", "200"))
+    for number in range(times):
+        one_error_or_right(name, 2 + 2 * (number % 2))
+        if number % 20 == 19:
+            say(f"{number + 1} of {times}")
