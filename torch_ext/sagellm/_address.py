@@ -75,6 +75,16 @@ def find(store: Any) -> Addresses:
     return Addresses(kinds, "" if kinds else "this host has no address at all, not even that of the loopback interface")
 
 
+def towards(host: str) -> Addresses:
+    """The addresses of this process for groups whose store is on a host, or for those of no known store ("")."""
+    return find(_Server(host))
+
+
+@dataclass(frozen=True)
+class _Server:
+    host: str
+
+
 def kind_of(address: str) -> int:
     found = ipaddress.ip_address(address)
     if found.is_loopback:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from harness import IS_GLOO
 
-from sagellm.cli import checks
+from sagellm._address import Addresses
+from sagellm.cli import checks, libraries
 from sagellm.cli.checks import Facts, Timeouts
 from sagellm.cli.main import main
 
@@ -25,6 +27,8 @@ WELL = Facts(
     own_address="10.0.0.2",
     master_address="10.0.0.1",
     look_up_seconds=0.01,
+    addresses=Addresses({4: ["10.0.0.2"], 14: ["127.0.0.1"]}),
+    descriptors=1024,
 )
 
 
@@ -45,13 +49,35 @@ CASES = [
     (changed(GLOO_SOCKET_IFNAME="eht0"), checks.ERROR, "does not have; did you mean 'eth0'?", "name one of eth0"),
     (changed(GLOO_SOCKET_IFNAME="eth1"), checks.ERROR, "which is down", "eth0"),
     (changed(GLOO_SOCKET_IFNAME="lo"), checks.ERROR, "names the loopback interface", "eth0"),
-    (replace(changed(GLOO_SOCKET_IFNAME=None), own_address="127.0.1.1"), checks.ERROR, "leads to 127.0.1.1", "=eth0"),
-    (replace(changed(GLOO_SOCKET_IFNAME=None), own_address=""), checks.ERROR, "leads to no address", "=eth0"),
     (
-        replace(changed(GLOO_SOCKET_IFNAME=None, MASTER_ADDR="127.0.0.1"), own_address="", master_address="127.0.0.1"),
+        replace(changed(GLOO_SOCKET_IFNAME=None), own_address="127.0.1.1"),
         checks.WARNING,
-        "falls back to the loopback",
+        "leads to 127.0.1.1: sagellm listens at 10.0.0.2",
         "=eth0",
+    ),
+    (replace(changed(GLOO_SOCKET_IFNAME=None), own_address=""), checks.WARNING, "leads to no address", "=eth0"),
+    (
+        replace(changed(GLOO_SOCKET_IFNAME=None), own_address="127.0.1.1", addresses=Addresses({14: ["127.0.0.1"]})),
+        checks.ERROR,
+        "has no address that other hosts reach",
+        "=eth0",
+    ),
+    (replace(WELL, addresses=Addresses({6: ["fd77::1"]})), checks.WARNING, "IPv6 addresses alone", "IPv4"),
+    (replace(WELL, descriptors=64), checks.ERROR, "may open 64 files", "ulimit -n 128"),
+    (replace(WELL, descriptors=100), checks.WARNING, "one or two groups of 8 ranks", "ulimit -n 256"),
+    (
+        replace(changed(SAGELLM_NCCL_LIBRARY="/no"), libraries={"SAGELLM_NCCL_LIBRARY": "there is no such file"}),
+        checks.ERROR,
+        "SAGELLM_NCCL_LIBRARY=/no: there is no such file",
+        "unset SAGELLM_NCCL_LIBRARY",
+    ),
+    (changed(NCCL_COMM_BLOCKING="0"), checks.WARNING, "NCCL_COMM_BLOCKING=0", "unset"),
+    (changed(NCCL_RUNTIME_CONNECT="0"), checks.WARNING, "NCCL_RUNTIME_CONNECT=0", "unset"),
+    (
+        changed(NCCL_TUNER_PLUGIN="libmine.so", SAGELLM_EXPLAIN="1"),
+        checks.WARNING,
+        "NCCL_TUNER_PLUGIN=libmine.so is loaded instead",
+        "SAGELLM_EXPLAIN",
     ),
     (replace(WELL, master_address=""), checks.ERROR, "MASTER_ADDR=10.0.0.1 leads to no address", "correct the name"),
     (replace(WELL, look_up_seconds=5.0), checks.WARNING, "took 5.0 s", "RES_OPTIONS"),
@@ -126,3 +152,32 @@ def test_every_variable_that_the_sources_read_is_known() -> None:
 def test_every_variable_stands_in_the_documentation() -> None:
     page = (ROOT / "docs" / "settings.md").read_text()
     assert not [name for name in checks.VARIABLES if not re.search(f"`{name}[`=]", page)]
+
+
+def test_libraries_that_variables_name(tmp_path: Path) -> None:
+    """Each is loaded in a process of its own."""
+    broken, old = tmp_path / "broken.so", tmp_path / "old.so"
+    broken.write_text("no library")
+    source = tmp_path / "old.c"
+    source.write_text("int ncclGetVersion(int *version) { *version = 2708; return 0; }")
+    subprocess.run(["cc", "-shared", "-o", str(old), str(source)], check=True, timeout=60)
+    problems = libraries.problems(
+        {
+            "SAGELLM_NCCL_LIBRARY": str(old),
+            "SAGELLM_CUDA_LIBRARY": str(tmp_path / "missing.so"),
+            "SAGELLM_ACL_LIBRARY": str(broken),
+            "SAGELLM_CNRT_LIBRARY": str(old),
+            "SAGELLM_VENDOR_DIR": str(tmp_path / "none"),
+        }
+    )
+    assert problems.pop("SAGELLM_ACL_LIBRARY").startswith("it cannot be loaded (")
+    assert problems == {
+        "SAGELLM_NCCL_LIBRARY": "it is NCCL 2.7.8, expected 2.18.0 or newer",
+        "SAGELLM_CUDA_LIBRARY": "there is no such file",
+        "SAGELLM_VENDOR_DIR": "there is no such folder",
+    }
+
+
+def test_the_oldest_nccl_is_that_of_the_core() -> None:
+    source = (ROOT / "src/engine/device/libs/nccl/communicator.rs").read_text()
+    assert f"const OLDEST: c_int = {libraries.OLDEST_NCCL};" in source

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import socket
 import threading
 import time
@@ -15,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sagellm import _nearest
+from sagellm import _address, _nearest
+from sagellm.cli import libraries
 
 ERROR, WARNING = "error", "warning"
 #: Every variable that the package reads; a test compares them with the sources.
@@ -62,6 +64,8 @@ GROUP_TIMEOUT, JOIN, LAST_CALL, SHUTDOWN = 1800.0, 600.0, 30.0, 30.0
 KEEP_ALIVE, ATTEMPTS = 5.0, 3.0
 #: The time to start the interpreter and import torch differs by this much between ranks.
 LEAST_GROUP_TIMEOUT = 60.0
+#: Files that a process with torch has open before it makes a group, and that a group opens besides its connections.
+SPARE_FILES = 64
 #: Seconds that a rank needs to write the records of a failed group and to leave.
 LEAST_SHUTDOWN = 5.0
 
@@ -100,6 +104,12 @@ class Facts:
     master_address: str
     look_up_seconds: float
     timeouts: Timeouts = Timeouts()
+    #: Those at which groups over several hosts would listen.
+    addresses: _address.Addresses = field(default_factory=_address.Addresses)
+    #: How many files a process may open; 0 where there is no limit.
+    descriptors: int = 0
+    #: What is wrong with the vendors' libraries that variables name, by variable.
+    libraries: Mapping[str, str] = field(default_factory=dict)
 
     def number(self, name: str) -> int | None:
         """A variable that is a whole number, or None."""
@@ -111,13 +121,25 @@ def gather(machine: Mapping[str, str], timeouts: Timeouts) -> Facts:
     """The facts of this machine and process."""
     master = os.environ.get("MASTER_ADDR", "")
     began = time.monotonic()
-    master_address = _address(master) if master else ""
+    master_address = address_of(master) if master else ""
     seconds = time.monotonic() - began
-    own = _address(socket.gethostname())
-    return Facts(dict(os.environ), machine, _interfaces(), own, master_address, seconds, timeouts)
+    own = address_of(socket.gethostname())
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return Facts(
+        dict(os.environ),
+        machine,
+        _interfaces(),
+        own,
+        master_address,
+        seconds,
+        timeouts,
+        _address.towards(master_address),
+        0 if limit == resource.RLIM_INFINITY else limit,
+        libraries.problems(os.environ),
+    )
 
 
-def _address(name: str) -> str:
+def address_of(name: str) -> str:
     """The address of a name, or "" where there is none; a name server that is silent for ``NAME_LIMIT`` is none."""
     found: list[str] = []
 
@@ -171,16 +193,21 @@ def interface(facts: Facts) -> Iterator[Finding]:
         elif name == "lo" and several:
             what = f"{INTERFACE} names the loopback interface, and MASTER_ADDR leads to another host's network"
             yield Finding(ERROR, what, f"name the interface that leads to the other hosts: {up}")
-    if named:
-        return
-    if not facts.own_address:
-        what = "the name of this host leads to no address, so gloo falls back to the loopback interface"
+    if named and _address.V6 in facts.addresses.kinds and _address.V4 not in facts.addresses.kinds:
+        what = f"{INTERFACE}={','.join(named)} has IPv6 addresses alone"
         yield Finding(
-            ERROR if several else WARNING, what, f"export {INTERFACE}={up.split(', ')[0]}, or add it to /etc/hosts"
+            WARNING, what, "give the interfaces of all other hosts IPv6 addresses, too, or this one an IPv4 address"
         )
-    elif several and _is_loopback(facts.own_address):
-        what = f"the name of this host leads to {facts.own_address}, where other hosts cannot connect"
-        yield Finding(ERROR, what, f"export {INTERFACE}={up.split(', ')[0]}, or correct /etc/hosts")
+    if named or not several:
+        return
+    name = facts.own_address or "no address"
+    reachable = [found[0] for found in facts.addresses.kinds.values() if not _address.is_loopback(found[0])]
+    if not reachable:
+        what = f"this host has no address that other hosts reach (its name leads to {name})"
+        yield Finding(ERROR, what, f"export {INTERFACE}={up.split(', ')[0]}, or connect it to the others' network")
+    elif not facts.own_address or _is_loopback(facts.own_address):
+        what = f"the name of this host leads to {name}: sagellm listens at {reachable[0]}, torch's own gloo at that"
+        yield Finding(WARNING, what, f"export {INTERFACE}={up.split(', ')[0]}, or correct /etc/hosts")
 
 
 def _is_loopback(address: str) -> bool:
@@ -311,6 +338,53 @@ def rules(facts: Facts) -> Iterator[Finding]:
         yield Finding(ERROR, f"SAGELLM_ALGORITHM={text}: {error}", "every group would refuse it: see docs/choosing.md")
 
 
+def descriptors(facts: Facts) -> Iterator[Finding]:
+    """Checks that a process may open the files that its groups need."""
+    ranks = facts.number("WORLD_SIZE")
+    local = facts.number("LOCAL_WORLD_SIZE")
+    if not ranks or not facts.descriptors:
+        return
+    # Over several hosts a group has two sets of connections to all other ranks, and watches the processes of its host.
+    needed = SPARE_FILES + (2 * ranks + 2 * (local or ranks) if local != ranks else 3 * ranks)
+    if needed > facts.descriptors:
+        what = (
+            f"a process may open {facts.descriptors} files (ulimit -n); one group of {ranks} ranks needs about {needed}"
+        )
+        yield Finding(ERROR, what, f"ulimit -n {_rounded(needed + 4 * ranks)} before the launcher, on every host")
+    elif needed + 4 * ranks > facts.descriptors:
+        what = (
+            f"a process may open {facts.descriptors} files (ulimit -n): enough for one or two groups of {ranks} ranks"
+        )
+        yield Finding(WARNING, what, f"ulimit -n {_rounded(needed + 16 * ranks)} before the launcher, on every host")
+
+
+def _rounded(files: int) -> int:
+    return 1 << (files - 1).bit_length()
+
+
+def devices(facts: Facts) -> Iterator[Finding]:
+    """Checks the vendors' libraries that variables name, and variables of NCCL that change how it is used."""
+    for variable, problem in facts.libraries.items():
+        yield Finding(
+            ERROR, f"{variable}={facts.environment.get(variable, '')}: {problem}", f"correct it, or unset {variable}"
+        )
+    if facts.environment.get("NCCL_COMM_BLOCKING") == "0":
+        what = "NCCL_COMM_BLOCKING=0 makes NCCL's calls return before they are done: each is asked until it is"
+        yield Finding(
+            WARNING, what, "unset NCCL_COMM_BLOCKING: sagellm has a deadline for making communicators without it"
+        )
+    if facts.environment.get("NCCL_RUNTIME_CONNECT") == "0":
+        what = (
+            "NCCL_RUNTIME_CONNECT=0 makes NCCL connect all algorithms when a communicator is made, which takes longer"
+        )
+        yield Finding(WARNING, what, "unset it, unless the first call of each kind has to be fast")
+    plugin = facts.environment.get("NCCL_TUNER_PLUGIN", "")
+    steers = facts.environment.get("SAGELLM_ALGORITHM") or facts.environment.get("SAGELLM_EXPLAIN") == "1"
+    if plugin and steers and "sagellm" not in plugin:
+        what = f"NCCL_TUNER_PLUGIN={plugin} is loaded instead of sagellm's, by which rules choose NCCL's algorithm"
+        yield Finding(WARNING, what, "unset one of NCCL_TUNER_PLUGIN, SAGELLM_ALGORITHM and SAGELLM_EXPLAIN")
+
+
 CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     interface,
     names,
@@ -320,6 +394,8 @@ CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     timeouts,
     variables,
     rules,
+    descriptors,
+    devices,
 )
 
 

@@ -9,7 +9,7 @@ import sys
 import time
 from typing import Any
 
-from sagellm.cli import checks, ranks
+from sagellm.cli import checks, peer, ranks
 from sagellm.cli.show import fact, paint
 
 HELP = "facts about this machine, what to mend, and a self-test of two ranks"
@@ -22,6 +22,7 @@ EXAMPLES = """examples:
   sagellm doctor --no-self-test  without the self-test
   sagellm doctor --group-timeout 600 --rdzv-conf join_timeout=300 --stall 120
   torchrun --nproc-per-node=1 -m sagellm doctor --no-self-test   judges what torchrun passes
+  sagellm doctor --listen        on one host, and on another: sagellm doctor --peer FIRST_HOST
   SAGELLM_LOG=debug sagellm doctor
 """
 RANKS = 2
@@ -33,6 +34,16 @@ SMALL, LARGE = 2, 1 << 20  # elements of four bytes: 8 B and 4 MiB
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-self-test", action="store_true", help="print the facts and findings, and end")
+    hosts = parser.add_argument_group(
+        "between two hosts, instead of all that",
+        "run `sagellm doctor --listen` on one host and `sagellm doctor --peer THAT_HOST` on the other, in the "
+        "environment of the job: each tells the other its addresses and connects to them, so both directions are "
+        "tried, at ports as in a job. For more hosts, try each against the one of rank 0.",
+    ).add_mutually_exclusive_group()
+    hosts.add_argument("--peer", type=_peer, metavar="HOST[:PORT]", help="ask the host that listens")
+    hosts.add_argument(
+        "--listen", type=int, nargs="?", const=peer.PORT, metavar="PORT", help=f"wait for one peer ({peer.PORT})"
+    )
     judged = parser.add_argument_group("timeouts to judge, in seconds")
     judged.add_argument(
         "--group-timeout", type=float, default=checks.GROUP_TIMEOUT, help="of init_process_group (1800, torch's)"
@@ -41,6 +52,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rdzv-conf", type=_rendezvous, default={}, metavar="KEY=VALUE,...", help="what torchrun is given"
     )
     judged.add_argument("--stall", type=float, help="what `sagellm health --stall` is given")
+
+
+def _peer(text: str) -> tuple[str, int]:
+    try:
+        return peer.split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _rendezvous(text: str) -> dict[str, float]:
@@ -53,10 +71,16 @@ def _rendezvous(text: str) -> dict[str, float]:
 def run(parsed: argparse.Namespace) -> int:
     from sagellm import _load
 
+    if parsed.peer or parsed.listen is not None:
+        found = peer.connect(*parsed.peer) if parsed.peer else peer.listen(parsed.listen)
+        _show(found)
+        return 1 if any(each.level == checks.ERROR for each in found) else 0
     extension = _load.extension()
     _facts(extension)
     times = checks.Timeouts(parsed.group_timeout, parsed.rdzv_conf, parsed.stall)
-    found = checks.findings(checks.gather(extension.doctor(), times))
+    facts = checks.gather(extension.doctor(), times)
+    fact("address for other hosts", facts.addresses.problem or " or ".join(facts.addresses.chosen("")) or "none")
+    found = checks.findings(facts)
     _show(found)
     tested = 0 if parsed.no_self_test else self_test()
     return 1 if tested or any(each.level == checks.ERROR for each in found) else 0
