@@ -85,12 +85,18 @@ c10::intrusive_ptr<SageBackend> build(Rendezvous& decided, c10::intrusive_ptr<c1
   return told([&] { return decided.build(std::move(delegate), std::move(link)); });
 }
 
-std::string tell_failure(Rendezvous& decided, const std::string& text) {
-  return without_gil([&] { return decided.tell_failure(text); });
+// What is in the store need not be text.
+py::str as_text(const std::string& bytes) {
+  return py::reinterpret_steal<py::str>(
+      PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace"));
 }
 
-std::string told_failure(Rendezvous& decided) {
-  return without_gil([&] { return decided.told_failure(); });
+py::str tell_failure(Rendezvous& decided, const std::string& text) {
+  return as_text(without_gil([&] { return decided.tell_failure(text); }));
+}
+
+py::str told_failure(Rendezvous& decided) {
+  return as_text(without_gil([&] { return decided.told_failure(); }));
 }
 
 // Once, from atexit: afterwards no thread of ours runs that might ask for the GIL.

@@ -86,6 +86,18 @@ impl Error {
     }
 }
 
+/// A text that came from elsewhere (the store, to which anyone may write who reaches it), without characters that a
+/// terminal obeys or a log line ends at. Characters of `kept` stay.
+pub fn cleaned(text: &str, kept: &[char]) -> String {
+    let clean = |c: char| match c {
+        _ if kept.contains(&c) => c,
+        '\n' | '\t' => ' ',
+        _ if c.is_control() => '?',
+        _ => c,
+    };
+    text.chars().map(clean).collect()
+}
+
 /// Runs `body`; a panic in it is a bug of ours and becomes an error.
 pub fn contained<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
     catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| {

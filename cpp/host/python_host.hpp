@@ -37,9 +37,9 @@ std::exception_ptr take_interrupt() noexcept;
 // Writes the queued lines to Python's logging. Call with the GIL.
 void drain_log();
 
-// For a thread of Python's that waits in torch without the GIL, perhaps beyond the interpreter's end. Before 3.14 CPython
-// ends a thread that asks for the GIL then by pthread_exit, and the unwinding ends the process where it comes to a
-// destructor that may not throw, as torch's guard of the GIL is. From now on this thread sleeps there instead.
+// For a thread of Python's that waits in torch without the GIL, perhaps beyond the interpreter's end. Before 3.14
+// CPython ends a thread that asks for the GIL then by pthread_exit, and the unwinding ends the process where it comes
+// to a destructor that may not throw, as torch's guard of the GIL is. From now on this thread sleeps there instead.
 void outlive_python();
 
 // From now on warnings and errors go to stderr, everything else nowhere: Python's logging is going down.

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::account::Account;
-use crate::error::Result;
+use crate::error::{Result, cleaned};
 use crate::host::Counting;
 use crate::os::topology;
 
@@ -56,6 +56,7 @@ impl Process {
     }
 
     fn decode(text: &str) -> Option<Process> {
+        let text = cleaned(text, &['\t']);
         let fields: Vec<&str> = text.split('\t').collect();
         let [pid, place, who] = fields[..] else { return None };
         Some(Process { pid: pid.parse().ok()?, place: place.to_string(), who: who.to_string() })
@@ -137,7 +138,8 @@ impl Board {
 
     fn text(&self, key: &str) -> Result<Option<String>> {
         let value = self.store.try_get(&format!("{}/{key}", self.prefix))?;
-        Ok(value.map(|bytes| String::from_utf8_lossy(&bytes).into_owned()))
+        // Accounts are lines of fields; their fields have neither character.
+        Ok(value.map(|bytes| cleaned(&String::from_utf8_lossy(&bytes), &['\t', '\n'])))
     }
 
     fn put(&self, key: &str, text: &str) -> Result<()> {
@@ -201,6 +203,30 @@ impl Board {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    proptest::proptest! {
+        /// Whoever reaches the store can write it.
+        #[test]
+        fn random_bytes_in_the_store_are_read_without_panic_or_control_characters(
+            kind in 0..6usize, bytes in proptest::prelude::any::<Vec<u8>>()
+        ) {
+            let kinds = ["", "who\t", "question\t1\nat\t", "question\t1\nwaits\t", "behind\t", "7\tplace\t"];
+            let store: SharedStore = std::sync::Arc::new(crate::host::Memory::default());
+            let board = Board::new(store.clone(), "x");
+            store.set("hang/x/key", &[kinds[kind].as_bytes(), &bytes].concat()).unwrap();
+            let text = board.text("key").unwrap().unwrap();
+            let plain = |text: &str| !text.contains(char::is_control);
+            let _ = Found::decode(&text);
+            let process = Process::decode(&text).map(|process| format!("{}{}", process.place, process.who));
+            proptest::prop_assert!(plain(&process.unwrap_or_default()));
+            if let Some(account) = Account::decode(&text) {
+                proptest::prop_assert!(plain(&account.who));
+                proptest::prop_assert!(!matches!(&account.place, Place::At(place) if !plain(place)));
+                proptest::prop_assert!(account.waits.iter().all(|waits| plain(&waits.group) && plain(&waits.what)));
+                proptest::prop_assert!(account.edges.iter().all(|(edge, _)| plain(&edge.group) && plain(&edge.what)));
+            }
+        }
+    }
 
     #[test]
     fn a_process_is_read_as_it_was_written_and_known_here_by_its_place() {

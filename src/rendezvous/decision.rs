@@ -15,7 +15,7 @@ use crate::config::Config;
 use crate::engine::multihost::host_map::HostMap;
 use crate::engine::shm::memory::area::Area;
 use crate::engine::shm::memory::layout::{Layout, MAX_RANKS, SLOT_BYTES};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, cleaned};
 use crate::fusion::planner::LANES;
 use crate::host::{Host, Store, first_time};
 use crate::os::{topology, watch};
@@ -280,7 +280,7 @@ fn sharing_hosts(
                          of its own, and all of their traffic goes over the link: {}",
                         config.name,
                         host_map.hosts[number].len(),
-                        String::from_utf8_lossy(&said)
+                        cleaned(&String::from_utf8_lossy(&said), &[])
                     );
                 }
                 shares.push(said.is_empty());

@@ -6,6 +6,7 @@
 
 use super::addresses::{Addresses, Network, Way};
 use crate::engine::shm::memory::segment::Backing;
+use crate::error::cleaned;
 use crate::os::topology;
 use crate::select;
 
@@ -98,7 +99,7 @@ impl<'a> Reader<'a> {
     }
     fn text(&mut self) -> Option<String> {
         let length = self.u32()? as usize;
-        Some(String::from_utf8_lossy(self.bytes((length <= MAX_TEXT).then_some(length)?)?).into_owned())
+        Some(cleaned(&String::from_utf8_lossy(self.bytes((length <= MAX_TEXT).then_some(length)?)?), &[]))
     }
     fn whole(&mut self, most: usize) -> Option<String> {
         let length = self.u32()? as usize;

@@ -174,24 +174,32 @@ impl Coordinator<'_, '_> {
             if rank == 0 || rank >= participants.len() || self.nonce(rank) != hello.nonce {
                 continue;
             }
-            self.session.backoff.refresh();
-            participants[rank] = Some(self.participant(rank, socket, group_peers)?);
+            if let Some(participant) = self.participant(rank, socket, group_peers)? {
+                self.session.backoff.refresh();
+                participants[rank] = Some(participant);
+            }
         }
         *strangers = waiting;
         Ok(())
     }
 
+    /// The rank at the other end; none where it is a stranger that has read the nonce in the store. A rank that other users
+    /// or namespaces keep from sharing memory sees that itself, before it says who it is, and answers why.
     fn participant(
         &self,
         rank: usize,
         socket: OwnedFd,
         group_peers: Option<&GroupPeers>,
-    ) -> std::result::Result<Participant, String> {
+    ) -> std::result::Result<Option<Participant>, String> {
         let (uid, pid) = unix_socket::peer(&socket)
             .map_err(|error| format!("rank {rank}'s connection does not say who it is ({error})"))?;
         let own = self.session.identity().uid;
         if uid != own {
-            return Err(format!("rank {rank} runs as uid {uid}, rank 0 as uid {own} (seen from rank 0)"));
+            log::warn!(
+                "group '{}': a process of uid {uid} said that it is rank {rank}, which runs as uid {own}; its connection was closed",
+                self.session.config.name
+            );
+            return Ok(None);
         }
         if let Some(group_peers) = group_peers.filter(|group_peers| !group_peers.may_be(rank, pid)) {
             let before = group_peers.peer(rank).pid;
@@ -203,7 +211,7 @@ impl Coordinator<'_, '_> {
             Err(_) if pid > 0 => unix_socket::pidfd_open(pid).ok(),
             Err(_) => None,
         };
-        Ok(Participant { socket, pid, pidfd, parts_sent: 0, mapped: false })
+        Ok(Some(Participant { socket, pid, pidfd, parts_sent: 0, mapped: false }))
     }
 
     /// Sends the memory and the others' processes to every rank, as far as the sockets accept data now.

@@ -16,13 +16,14 @@ use crate::common::test_name;
 use proptest::prelude::*;
 use sagellm::config::{Config, Settings};
 use sagellm::engine::shm::memory::segment::Backing;
-use sagellm::error::{Error, Result};
+use sagellm::error::{Error, Result, cleaned};
 use sagellm::host::{Host, Store};
 use sagellm::os::watch;
 use sagellm::os::watch::{End, Source};
 use sagellm::rendezvous::addresses::{Addresses, Network, Way};
 use sagellm::rendezvous::messages::{Answer, Body, DecisionMessage, Hello, Identity, Mode, Offer, PROTOCOL, Record};
 use sagellm::rendezvous::peers::Following;
+use sagellm::rendezvous::unix_socket;
 use sagellm::rendezvous::{Met, Outcome, hello_bytes, meet, meet_as};
 
 /// A store that processes share: one file a key.
@@ -340,6 +341,45 @@ impl Store for Misleading {
             _ => Ok(value),
         }
     }
+}
+
+/// Before the ranks read rank 0's decision, a process of another user connects to the socket that it names and says that it is
+/// rank 1, whose nonce it has read. Rank 0 learns of no mailbox, so that the decision goes through the store.
+struct Eavesdropped(Memory);
+
+impl Store for Eavesdropped {
+    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        if let Some(Record { body: Some(body), .. }) = Record::read(value) {
+            let body = Some(Body { mailbox: Vec::new(), ..body });
+            return self.0.set(key, &Record { body, ..Record::read(value).unwrap() }.write());
+        }
+        if let Some(decision) = DecisionMessage::read(value).filter(|decision| decision.mode == Mode::Share) {
+            let stranger = move || {
+                const NOBODY: libc::c_long = 65534;
+                // SAFETY: the system call changes the user of this thread alone, which ends soon.
+                assert_eq!(unsafe { libc::syscall(libc::SYS_setresuid, NOBODY, NOBODY, NOBODY) }, 0);
+                let socket = unix_socket::connect(&decision.detail).unwrap();
+                let hello = Hello { id: decision.id, nonce: decision.nonces[1], rank: 1 };
+                unix_socket::send(&socket, &hello.write(), &[]).unwrap();
+            };
+            std::thread::spawn(stranger).join().unwrap();
+        }
+        self.0.set(key, value)
+    }
+    fn try_get(&self, key: &str) -> Result<Option<Vec<u8>>> {
+        self.0.try_get(key)
+    }
+}
+
+#[test]
+fn a_stranger_who_knows_a_nonce_does_not_keep_the_ranks_from_sharing_memory() {
+    // SAFETY: no memory is touched.
+    if unsafe { libc::geteuid() } != 0 {
+        println!("not tested: only root may become another user");
+        return;
+    }
+    let outcomes = run(&Eavesdropped(Memory::default()), 2, |_| ());
+    assert_one_memory(&outcomes.into_iter().map(shared).collect::<Vec<Met>>());
 }
 
 #[test]
@@ -889,11 +929,11 @@ fn rule_26_a_forked_child_knows_that_it_is_one() {
 fn identity() -> impl Strategy<Value = Identity> {
     (any::<(String, u32, u64, u64, String)>(), any::<Vec<u64>>(), any::<Option<u32>>(), any::<Option<u32>>()).prop_map(
         |((boot_id, uid, netns, pidns, hostname), affinity, quota, headroom)| Identity {
-            boot_id,
+            boot_id: cleaned(&boot_id, &[]),
             uid,
             netns,
             pidns,
-            hostname,
+            hostname: cleaned(&hostname, &[]),
             affinity,
             quota_millicores: quota.map(u64::from),
             headroom: headroom.map(u64::from),
@@ -901,14 +941,21 @@ fn identity() -> impl Strategy<Value = Identity> {
     )
 }
 
+/// Reads bytes as each kind of message; whoever reaches the store may have written them.
 fn read_all(bytes: &[u8]) {
-    let _ = (
-        Record::read(bytes),
-        DecisionMessage::read(bytes),
-        Answer::read(bytes),
-        Hello::read(bytes),
-        Offer::read(bytes),
-    );
+    let mut texts = Vec::new();
+    if let Some(Record { version, body, .. }) = Record::read(bytes) {
+        texts.push(version);
+        if let Some(Body { identity, wish, delegate, addresses, .. }) = body {
+            texts.extend([identity.boot_id, identity.hostname, wish, delegate, addresses.problem]);
+            texts.extend(addresses.ways.into_iter().flat_map(|(_, places)| places));
+        }
+    }
+    texts.extend(DecisionMessage::read(bytes).map(|decision| decision.text));
+    texts.extend(Answer::read(bytes).map(|answer| answer.reason));
+    texts.extend(Offer::read(bytes).into_iter().flat_map(|offer| offer.ranks).map(|(_, host)| host));
+    let _ = Hello::read(bytes);
+    assert!(texts.iter().all(|text| !text.contains(char::is_control)), "{texts:?}");
 }
 
 const MAGICS: [&[u8]; 6] = [b"", b"sgllmREC", b"sgllmVRD", b"sgllmANS", b"sgllmHLO", b"sgllmOFR"];
@@ -921,6 +968,7 @@ proptest! {
 
     #[test]
     fn what_is_written_is_read_back(identity in identity(), nonce in any::<[u8; 16]>(), size in any::<u32>(), wish in any::<String>(), cut in any::<prop::sample::Index>()) {
+        let wish = cleaned(&wish, &[]);
         let record = Record { nonce, protocol: PROTOCOL, version: "0.1".into(), body: Some(Body { size, identity, delegate: wish.clone(), wish, known: vec![(nonce, 3), ([1; 16], size)], mailbox: nonce.to_vec(), addresses: Addresses::parse("4 10.0.0.1 10.1.0.1\n14 127.0.0.1").unwrap() }) };
         let bytes = record.write();
         prop_assert_eq!(Record::read(&bytes), Some(record));
@@ -937,6 +985,8 @@ proptest! {
         };
         let hello = Hello { id, nonce: id, rank: 3 };
         let answer = Answer { id, reason: "because".into() };
+        let hostile = Answer { id, reason: "\u{1b}[2J\n\u{7}".into() };
+        prop_assert_eq!(Answer::read(&hostile.write()).unwrap().reason, "?[2J ?");
         prop_assert_eq!(DecisionMessage::read(&decision.write()), Some(decision.clone()));
         prop_assert_eq!(Offer::read(&offer.write()), Some(offer.clone()));
         prop_assert_eq!(Hello::read(&hello.write()), Some(hello.clone()));

@@ -34,6 +34,8 @@ SIOCGIFADDR = 0x8915
 #: Addresses of documentation (RFC 5737, RFC 3849), which lead to the default route. Nothing is sent to them.
 ANYWHERE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 
+LOOPBACK = ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1"))
+
 _lock = threading.Lock()
 #: By the host of a store: where it is.
 _stores: dict[str, list[tuple[int, Any]]] = {}
@@ -172,14 +174,15 @@ def _ipv6() -> Iterator[tuple[str, str]]:
 
 
 def _without_variable(store: Any) -> Iterator[str]:
-    for family, where in _store_places(store):
-        yield from _source(family, where)
-    yield from (each for each in named_in_hosts(socket.gethostname()) if not is_loopback(each))
-    for family, anywhere in ANYWHERE:
-        yield from _source(family, (anywhere, 9))
-    every = [address for _, name in socket.if_nameindex() for address in of_interface(name)]
-    yield from sorted((each for each in every if not is_loopback(each)), key=lambda address: "%" in address)
-    yield from filter(is_loopback, every)
+    best = [address for family, where in _store_places(store) for address in _source(family, where)]
+    best += [address for address in named_in_hosts(socket.gethostname()) if not is_loopback(address)]
+    best += [address for family, anywhere in ANYWHERE for address in _source(family, (anywhere, 9))]
+    if all(map(is_loopback, best)):
+        every = [address for _, name in socket.if_nameindex() for address in of_interface(name)]
+        best += sorted(every, key=lambda address: "%" in address)
+    yield from best
+    for family, loopback in LOOPBACK:
+        yield from _source(family, (loopback, 9))
 
 
 def _source(family: int, where: Any) -> list[str]:

@@ -182,7 +182,7 @@ class Making:
             return own
         with contextlib.suppress(Exception):  # the store may be what failed
             for _ in range(10):  # the first one may be about to write it
-                if text := str(self.decided._tell_failure(own)):
+                if text := _plain(self.decided._tell_failure(own)):
                     return text
                 time.sleep(0.02)
         return own
@@ -200,7 +200,7 @@ class Making:
                 text = self._first(self._timed_out())
             else:
                 try:
-                    text = str(self.decided._told_failure())
+                    text = _plain(self.decided._told_failure())
                 except Exception:  # the store is gone, which the caller learns elsewhere
                     return
         if text:
@@ -216,3 +216,8 @@ class Making:
             "firewalls and routes (`sagellm doctor --peer` does), or set GLOO_SOCKET_IFNAME on every rank to the "
             "interface that leads to the other hosts"
         )
+
+
+def _plain(text: str) -> str:
+    """A text from the store, to which anyone may write who reaches it: without what a terminal obeys."""
+    return "".join(each if each.isprintable() else "?" for each in text)

@@ -603,3 +603,35 @@ def test_torchs_part_of_a_shrink_is_what_recover_uses() -> None:
     assert 'group_info["process_group"]' in source and 'group_info["is_default_group"]' in source
     assert source.count("group_info[") == 2, "it reads nothing else"
     assert "excluded_ranks_set" in source and "get_process_group_ranks(target_pg)" in source
+
+
+def strangers(ctx: Context) -> str:
+    """Somebody has written bytes under every key of a recovery, and under those of its ports."""
+    import sagellm
+    from sagellm import _alive
+    from sagellm.api import recovery
+
+    ctx.init(timeout=FAR, pg_options=sagellm.Options(engine="delegate"))
+    dist.barrier()
+    store = dist.group.WORLD._get_backend(torch.device("cpu"))._store
+    bytes_ = "\x1b[2J\x07\x00\x9b".encode("latin1")
+    if ctx.rank == 0:
+        for rank in range(2):
+            store.set(f"{_alive.PREFIX}/{rank}", bytes_)
+        store.add(f"{recovery.PREFIX}/0/news", 3)
+        news = (bytes_, b"[]", b'{"rank": 0, "gone": ["x"], "sees": 1}')
+        for place, said in enumerate(news, start=1):
+            store.set(f"{recovery.PREFIX}/0/news/{place}", said)
+    dist.barrier()
+    assert sagellm.recover(timeout=60) is dist.group.WORLD
+    dist.barrier()
+    if ctx.rank == 0:
+        store.set(f"{recovery.PREFIX}/0/members", bytes_)
+    dist.barrier()
+    return expect_raises(dist.DistBackendError, lambda: sagellm.recover(timeout=3))
+
+
+def test_what_strangers_write_into_the_store_ends_in_no_terminal() -> None:
+    with launch(strangers, 2) as job:
+        for text in job.values():
+            assert text.isprintable() and "no list of members" in text, repr(text)

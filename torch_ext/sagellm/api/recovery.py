@@ -7,6 +7,7 @@ and whether all of them have it is decided in the same way. If a member dies mea
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import socket
@@ -252,13 +253,20 @@ class _Conversation:
             self.round += 1
 
     def _members(self, decided: str) -> tuple[list[int], bool]:
-        found = json.loads(decided)
-        if self.rank not in found["members"]:
+        try:
+            found = json.loads(decided)
+            members, fresh = list(map(int, found["members"])), bool(found["fresh"])
+        except (ValueError, KeyError, TypeError) as error:
             raise dist.DistBackendError(
-                f"sagellm recover: the other ranks went on without rank {self.rank}: {found['members']} are the "
+                f"sagellm recover: the store of the group holds no list of members, but {decided[:100]!r}. Somebody "
+                "else writes into it"
+            ) from error
+        if self.rank not in members:
+            raise dist.DistBackendError(
+                f"sagellm recover: the other ranks went on without rank {self.rank}: {members} are the "
                 "members of the new group. End this process, or start it again as a new rank"
             )
-        return found["members"], found["fresh"]
+        return members, fresh
 
     def _agree_on_members(self) -> tuple[list[int], bool]:
         """Waits until every candidate has called or is known to be gone; then the first to say so decides for all."""
@@ -348,14 +356,14 @@ class _Conversation:
 
     def _get(self, key: str) -> str | None:
         def read() -> str | None:
-            return self.store.get(key).decode() if self.store.check([key]) else None
+            return _plain(self.store.get(key)) if self.store.check([key]) else None
 
         return self.requests.ask(read)
 
     def _decide(self, name: str, value: str) -> str:
         """What the first rank decided, which may be this one."""
         key = self._key(name)
-        return self.requests.ask(lambda: str(self.store.compare_set(key, "", value), "utf-8"))
+        return self.requests.ask(lambda: _plain(self.store.compare_set(key, "", value)))
 
     def _tell(self, **facts: Any) -> None:
         """Tells the others, where it has changed: what this rank did, and whom it sees."""
@@ -376,26 +384,33 @@ class _Conversation:
     def _listen(self) -> None:
         """Reads what is new. An empty place is not waited for; it is read again the next time."""
 
-        def listen() -> dict[int, dict[str, Any]]:
+        def listen() -> dict[int, str]:
             count = self.store.add(self._key("news"), 0)
             keys = {place: self._key(f"news/{place}") for place in range(1, count + 1) if place not in self.heard.read}
-            return {place: json.loads(self.store.get(key)) for place, key in keys.items() if self.store.check([key])}
+            return {place: _plain(self.store.get(key)) for place, key in keys.items() if self.store.check([key])}
 
-        for place, news in self.requests.ask(listen).items():
+        for place, text in self.requests.ask(listen).items():
             self.heard.read.add(place)
-            self._note(news)
+            # Whoever reaches the store may have written it.
+            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+                self._note(json.loads(text))
 
     def _note(self, news: dict[str, Any]) -> None:
-        rank = news["rank"]
+        rank, gone, sees = int(news["rank"]), set(map(int, news["gone"])), set(map(int, news["sees"]))
         self.heard.faulty |= bool(news.get("faulty"))
-        self.heard.gone.update(news["gone"])
-        self.heard.sees[rank] = set(news["sees"])
+        self.heard.gone.update(gone)
+        self.heard.sees[rank] = sees
         if news.get("called"):
             self.heard.called.add(rank)
         if news.get("built"):
             self.heard.built.add(rank)
         if news.get("failed"):
-            self.heard.failed[rank] = news["failed"]
+            self.heard.failed[rank] = str(news["failed"])
+
+
+def _plain(value: bytes) -> str:
+    """A value of the store, to which anyone may write who reaches it: without what a terminal obeys."""
+    return "".join(each if each.isprintable() else "?" for each in value.decode(errors="replace"))
 
 
 class _Building:
