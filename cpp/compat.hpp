@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <functional>
 #include <optional>
+#include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/Types.hpp>
@@ -51,6 +52,16 @@ struct CompletionHookArgs {
 };
 using CompletionHook = std::function<void(const CompletionHookArgs&)>;
 #endif
+
+// What a store says of itself; nothing in versions where it says nothing.
+template <class AnyStore>
+auto store_text(const AnyStore& store, int) -> decltype(store.repr()) {
+  return store.repr();
+}
+template <class AnyStore>
+std::string store_text(const AnyStore&, long) {
+  return {};
+}
 
 // Two values that c10d's enumeration gained one by one; older versions call both COALESCED, as their own backends do.
 template <class Type>

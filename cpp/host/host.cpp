@@ -1,5 +1,6 @@
 #include "host/host.hpp"
 
+#include <poll.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -10,16 +11,26 @@
 #include <exception>
 #include <map>
 #include <mutex>
+#include <stdexcept>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <utility>
 
+#include "compat.hpp"
 #include "host/per_process.hpp"
 #include "host/python_host.hpp"
 
 namespace sagellm {
 
 namespace {
+
+// The socket of a client: it says "TCPClient(SocketImpl(fd=13, ...". -1 where it does not say it.
+int socket_of(const c10d::TCPStore& client) {
+  const std::string text = store_text(client, 0);
+  const std::string before = "SocketImpl(fd=";
+  const size_t at = text.find(before);
+  return at == std::string::npos ? -1 : std::atoi(text.c_str() + at + before.size());
+}
 
 // A connection of ours to the server of the user's TCPStore: a connection serves one caller at a time, and another
 // thread of the program may be blocked in the user's connection for minutes. One is enough for all groups, on whatever
@@ -28,17 +39,27 @@ class Connection {
  public:
   explicit Connection(c10::intrusive_ptr<c10d::Store> users) : users_(std::move(users)) {}
 
-  // Opens it when it is first needed, which may take a look-up of names: not with a lock held that others need.
-  c10::intrusive_ptr<c10d::Store> get() {
+  // Calls `request` with the connection, which is opened when it is first needed. That may take a look-up of names: not with
+  // a lock held that others need. One request at a time, so between two of them the socket has nothing to read unless the
+  // server has closed it; that is an error here, because torch would write a page of its stack to the log.
+  template <class Request>
+  auto use(const Request& request) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (!own_) own_ = users_->clone();
-    return own_;
+    if (!own_) {
+      own_ = users_->clone();
+      const auto* const client = dynamic_cast<c10d::TCPStore*>(own_.get());
+      socket_ = client == nullptr ? -1 : socket_of(*client);
+    }
+    pollfd look{socket_, POLLIN | POLLRDHUP, 0};
+    if (socket_ >= 0 && ::poll(&look, 1, 0) > 0) throw std::runtime_error("its server has closed the connection");
+    return request(*own_);
   }
 
  private:
   const c10::intrusive_ptr<c10d::Store> users_;
   std::mutex mutex_;
   c10::intrusive_ptr<c10d::Store> own_;
+  int socket_ = -1;
 };
 
 // By the user's store, which its connection keeps alive, so that no other one can have its address meanwhile.
@@ -68,6 +89,11 @@ struct PrefixOf : c10d::PrefixStore {
 };
 
 class C10dStore final : public Store {
+  template <class Request>
+  auto use(const Request& request) const {
+    return connection_ ? connection_->use(request) : request(*users_);
+  }
+
  public:
   explicit C10dStore(c10::intrusive_ptr<c10d::Store> store) : users_(std::move(store)) {
     c10::intrusive_ptr<c10d::Store> inner = users_;
@@ -84,25 +110,23 @@ class C10dStore final : public Store {
   }
 
   void set(rust::Str key, rust::Slice<const uint8_t> value) const override {
-    plain_errors([&] { store()->set(full(key), std::vector<uint8_t>(value.begin(), value.end())); });
+    plain_errors([&] {
+      use([&](c10d::Store& store) { store.set(full(key), std::vector<uint8_t>(value.begin(), value.end())); });
+    });
   }
 
   bool try_get(rust::Str key, rust::Vec<uint8_t>& value) const override {
     return plain_errors([&] {
       const std::string name = full(key);
-      const auto store = this->store();
-      std::vector<uint8_t> bytes;
-      if (connection_) {
-        // One round trip instead of two: compareSet returns the stored value, or the expected one where the key is
-        // missing. No rank ever stores the value expected here, so it changes nothing.
-        static const std::vector<uint8_t> nothing{'n', 'o', 't', ' ', 's', 'e', 't'};
-        bytes = store->compareSet(name, nothing, nothing);
-        if (bytes == nothing) return false;
-      } else {
+      // One round trip instead of two: compareSet returns the stored value, or the expected one where the key is missing.
+      // No rank ever stores the value expected here, so it changes nothing.
+      static const std::vector<uint8_t> nothing{'n', 'o', 't', ' ', 's', 'e', 't'};
+      const std::vector<uint8_t> bytes = use([&](c10d::Store& store) {
+        if (connection_) return store.compareSet(name, nothing, nothing);
         // `get` waits for a missing key, so check first. No rank deletes keys.
-        if (!store->check({name})) return false;
-        bytes = store->get(name);
-      }
+        return store.check({name}) ? store.get(name) : nothing;
+      });
+      if (bytes == nothing) return false;
       value.clear();
       value.reserve(bytes.size());
       for (const uint8_t byte : bytes) value.push_back(byte);
@@ -111,12 +135,14 @@ class C10dStore final : public Store {
   }
 
   int64_t add(rust::Str key, int64_t by) const override {
-    return plain_errors([&] { return store()->add(full(key), by); });
+    return plain_errors([&] { return use([&](c10d::Store& store) { return store.add(full(key), by); }); });
+  }
+
+  size_t connection() const override {
+    return connection_ ? reinterpret_cast<size_t>(connection_.get()) : reinterpret_cast<size_t>(users_.get());
   }
 
  private:
-  c10::intrusive_ptr<c10d::Store> store() const { return connection_ ? connection_->get() : users_; }
-
   std::string full(rust::Str key) const { return prefix_ + std::string(key); }
 
   const c10::intrusive_ptr<c10d::Store> users_;

@@ -134,6 +134,9 @@ impl Standing {
     }
 }
 
+/// A fault as a rank has told it: that rank, the `Error::code`, the text.
+pub type Told = (usize, char, String);
+
 /// The part of an engine that any thread may use without the group's lock. The defaults are right for an engine that
 /// shares nothing with its peers.
 pub trait Control: Send + Sync {
@@ -142,8 +145,8 @@ pub trait Control: Send + Sync {
         false
     }
 
-    /// The fault that was announced first: the reporting rank, its `Error::code`, its text.
-    fn reported(&self) -> Option<(usize, char, String)> {
+    /// The fault that was announced first.
+    fn reported(&self) -> Option<Told> {
         None
     }
 

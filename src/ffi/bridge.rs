@@ -511,6 +511,8 @@ pub mod ffi {
         /// Does not wait: false when the key is not there.
         fn try_get(self: &Store, key: &str, value: &mut Vec<u8>) -> Result<bool>;
         fn add(self: &Store, key: &str, by: i64) -> Result<i64>;
+        /// The same number for all stores over one connection.
+        fn connection(self: &Store) -> usize;
 
         type IdExchange;
         /// Hands an id from rank `from` to rank `to`, or from rank 0 to all where both are negative.

@@ -1,8 +1,8 @@
 //! What this rank says when another one asks what it is doing, and its part in the questions over the store, where the
 //! ranks share no memory. `hang` says what follows from them.
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use super::Group;
@@ -12,14 +12,18 @@ use super::board::{Found, Outcome, Process, SharedStore};
 use super::hang::{Life, SHORTEST, YOUNG, life_of};
 use super::pending::{Pending, nanoseconds};
 use super::questions::{Member, Questions};
+use super::reply::Speaker;
 use crate::engine::Control;
-use crate::error::Result;
 use crate::os::clock;
 use crate::progress::domain::{Driven, LongWait};
-use crate::progress::inquiry;
+use crate::progress::places::Asked;
 use crate::progress::waits::Waits;
+use crate::progress::{places, stores};
 use crate::select::Choice;
 use crate::stats::history::{Record, State};
+
+/// Between two looks for a fault that another rank may tell.
+const WHY: Duration = Duration::from_millis(25);
 
 impl Group {
     /// What holds the questions to this rank.
@@ -27,21 +31,21 @@ impl Group {
         self.control.inquiry().is_some().then(|| Arc::clone(&self.control))
     }
 
-    /// Answers as far as it can without the interpreter, and then with the place that the program is at.
+    /// Answers as far as it can now: without the place that the program is at, and with it once that is known.
     pub(super) fn answer_question(&self, question: u32) {
         let Some(inquiry) = self.control.inquiry() else { return };
-        if self.answered.swap(question, Ordering::Relaxed) == question {
-            return;
+        let mut reply = self.reply.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.answered.swap(question, Ordering::Relaxed) != question {
+            inquiry.answer(&reply.at_once(self, question).encode());
         }
-        let _ = self.say(question, &|account| {
+        if let Some(account) = reply.with_place(self) {
             inquiry.answer(&account.encode());
-            Ok(())
-        });
+        }
     }
+}
 
-    /// Hands out what this rank says about itself: as far as it can without the interpreter, and then with the place that
-    /// the program is at.
-    fn say(&self, question: u32, publish: &dyn Fn(&Account) -> Result<()>) -> Result<()> {
+impl Speaker for Group {
+    fn account(&self, question: u32) -> (Account, u64) {
         let address = |group: &Arc<dyn Driven>| Arc::as_ptr(group).cast::<()>() as usize;
         let groups = self.domain.groups();
         let own = std::ptr::from_ref(self).cast::<()>() as usize;
@@ -54,16 +58,17 @@ impl Group {
         // A device may wait although no thread of ours does.
         let waits = waits.or_else(|| groups.iter().find_map(|group| Some((0, group.waits(None)?))));
         let thread = waits.as_ref().map_or(0, |(thread, _)| *thread);
-        let mut account = self.account(question, waits.map(|(_, waits)| waits));
-        drop(groups);
-        account.place = Place::Locked;
-        publish(&account)?;
-        account.place = self.host.place(thread).map_or(Place::Unknown, Place::At);
-        publish(&account)
+        (self.account_of_this(question, waits.map(|(_, waits)| waits)), thread)
     }
 
+    fn ask(&self, thread: u64) -> Asked {
+        places::ask(&self.domain, thread, &self.host)
+    }
+}
+
+impl Group {
     /// What this rank says about itself; a thread of it waits, or none.
-    fn account(&self, question: u32, mut waits: Option<Waits>) -> Account {
+    fn account_of_this(&self, question: u32, mut waits: Option<Waits>) -> Account {
         let inner = self.lock();
         let history = inner.stats.history();
         let newest = history.iter().next_back().filter(|last| last.state != State::Pending);
@@ -110,22 +115,35 @@ impl Group {
     pub fn set_board(&self, store: SharedStore) {
         // Without an id, which ranks have that have met, nothing would tell the keys of two groups apart.
         let needs_one = self.config.size > 1 && self.control.inquiry().is_none() && self.id != [0; 16];
+        let connection = store.connection();
         if needs_one && self.board.set(Questions::new(store, &self.id())).is_ok() {
-            inquiry::start(&self.domain);
-            self.domain.look_again(); // the thread may have looked before there was a board
+            stores::start(&self.domain, connection);
         }
     }
 
     /// As `Driven::look_at_board`.
     pub(super) fn look_for_questions(&self) -> Option<Duration> {
-        let questions = self.board.get().filter(|_| self.standing().is_ok())?;
+        let questions = self.board.get()?;
+        if let Some(fault) = self.fault.get() {
+            // A rank that has it from another one would only repeat it.
+            if self.told.get().is_none() {
+                questions.tell_fault(self.config.rank, fault);
+            }
+            return None;
+        }
+        self.standing().ok()?;
         let pause = board::interval(Duration::from_millis(self.timeout_ms.load(Ordering::Relaxed)));
         self.look_outside(); // what a delegate runs has no other thread that would
         let waits = self.lock().long_pending().next().is_some();
         let next = questions.look(self, waits, clock::stamp(), pause);
+        let asks_why = self.asks_why.load(Ordering::Relaxed) && self.told.get().is_none();
+        if let Some(told) = questions.fault(asks_why) {
+            let _ = self.told.set(told);
+        }
         self.look_outside(); // for the line of the soft limit, which comes without the store, too
         // Without the store this thread still looks often while something waits: the clock takes longer pauses for stops.
-        Some(next.unwrap_or(if waits { SHORTEST } else { pause }))
+        let next = next.unwrap_or(if waits { SHORTEST } else { pause });
+        Some(if asks_why { next.min(WHY) } else { next })
     }
 }
 
@@ -136,8 +154,8 @@ impl Member for Group {
     fn ranks(&self) -> usize {
         self.config.size
     }
-    fn give_account(&self, question: u32, publish: &dyn Fn(&Account) -> Result<()>) -> Result<()> {
-        self.say(question, publish)
+    fn speaker(&self) -> &dyn Speaker {
+        self
     }
     fn concerned(&self, found: &Found) -> Vec<usize> {
         let pending: Vec<Pending> = self.lock().long_pending().collect();

@@ -8,13 +8,15 @@
 //! | `who/<rank>` | a rank's process, which it sets when it first looks, for the case that it says nothing more |
 //! | `said/<rank>` | a rank's last answer (`account`) |
 //! | `found/<question>` | the result of the answers (`Found`), from the rank that collected them |
+//! | `fault` | why the group failed, from the rank that failed first |
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::account::Account;
-use crate::error::{Result, cleaned};
+use crate::engine::Told;
+use crate::error::{Error, Result, cleaned};
 use crate::host::Counting;
 use crate::os::topology;
 
@@ -198,6 +200,33 @@ impl Board {
     pub fn told(&self, question: u32) -> Result<Option<Found>> {
         Ok(self.text(&format!("found/{question}"))?.map(|text| Found::decode(&text)))
     }
+
+    /// Publishes why the group of this rank failed, unless another rank has done so, and asks a question, by which the others
+    /// know that there is something to read. Of two that fail at the same moment either text may stay.
+    pub fn tell_fault(&self, rank: usize, fault: &Error) -> Result<()> {
+        match self.fault()? {
+            Some(_) => Ok(()),
+            None => {
+                self.put("fault", &format!("{rank}\t{}\t{}", fault.code(), fault.text()))?;
+                self.ask()
+            }
+        }
+    }
+
+    /// Why the group failed, as the first rank that failed has told.
+    pub fn fault(&self) -> Result<Option<Told>> {
+        Ok(self.text("fault")?.and_then(|text| fault_from(&text)))
+    }
+}
+
+/// The rank, the code and the text of a fault, without the characters with which a text from the store could steer a
+/// terminal.
+fn fault_from(text: &str) -> Option<Told> {
+    let mut fields = text.splitn(3, '\t');
+    let rank = fields.next()?.parse().ok()?;
+    let code = fields.next()?.chars().next()?;
+    let text = fields.next()?.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
+    Some((rank, code, text))
 }
 
 #[cfg(test)]

@@ -5,14 +5,20 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::Group;
-use super::hang::timed_out;
+use super::hang::{seconds, timed_out};
 use super::outside::{Carrier, ExternalOp, Outside};
 use super::pending::Pending;
+use crate::engine::Lacks;
 use crate::engine::device::{Counted, DeviceGroup, DeviceRequest, Watched};
 use crate::error::{Error, Result};
 use crate::os::clock;
 use crate::select::Policy;
 use crate::types::Kind;
+
+/// After a failure of a library: how long the fault of another rank, which may be its cause, takes to be seen in shared
+/// memory, where it stands before that rank ends its communicators, or to be read from the store.
+const FAULT_SEEN: Duration = Duration::from_millis(250);
+const FAULT_READ: Duration = Duration::from_millis(1000);
 
 impl DeviceGroup for Group {
     fn name(&self) -> &str {
@@ -42,6 +48,14 @@ impl DeviceGroup for Group {
     }
     fn fail(&self, error: Error) {
         self.poison(error);
+    }
+    fn ask_for_fault(&self) -> Duration {
+        if self.board.get().is_none() {
+            return FAULT_SEEN;
+        }
+        self.asks_why.store(true, Ordering::Relaxed);
+        self.domain.look_again();
+        FAULT_READ
     }
     fn interrupted(&self) -> bool {
         self.host.interrupted()
@@ -80,6 +94,21 @@ impl DeviceGroup for Group {
         });
         let (pending, now) = (Pending::Outside(pending), clock::now());
         Error::Timeout(self.story(&inner, &pending, &watched.what(), &timed_out(watched.timeout), now))
+    }
+    fn failed_within(&self, watched: &Watched, words: &str) -> Option<Error> {
+        let inner = self.lock();
+        let outside = inner.outside.on_device(watched.number, watched.peer).cloned()?;
+        let (age, now) = (watched.issued.elapsed(), clock::now());
+        let pending = Pending::Outside(outside);
+        // Before the ranks were asked, one that has not come yet may merely be on its way.
+        if !inner.watched_outside.is(&pending) || !matches!(self.lacks(&inner, &pending), Lacks::Ranks(_)) {
+            return None;
+        }
+        let is_late = !watched.timeout.is_zero() && age > watched.timeout * 9 / 10;
+        let how = if is_late { timed_out(age) } else { format!("failed after {}", seconds(age.as_millis() as u64)) };
+        let text = self.story(&inner, &pending, &watched.what(), &how, now);
+        let text = format!("{text}. The library says: {words}");
+        Some(if is_late { Error::Timeout(text) } else { Error::System(text) })
     }
     fn count(&self, call: &DeviceRequest<'_>) -> Box<dyn Counted> {
         let (peer, bytes) = ((call.root, call.tag), (call.read(), call.written()));

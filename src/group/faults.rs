@@ -86,7 +86,7 @@ impl Group {
     }
     /// The fault that a peer reported, as this rank's error; `engine` says which operation of this rank it ends.
     pub(super) fn reported(&self, engine: Option<&dyn Engine>) -> Option<Error> {
-        let (rank, code, text) = self.control.reported()?;
+        let (rank, code, text) = self.control.reported().or_else(|| self.told.get().cloned())?;
         if let Some(own) = self.fault.get() {
             return Some(own.clone()); // another thread of this rank found it
         }

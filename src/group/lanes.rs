@@ -5,7 +5,7 @@ use std::sync::{Arc, Weak};
 
 use super::Group;
 use crate::engine::multihost::HostGroup;
-use crate::engine::{Ended, Report};
+use crate::engine::{Ended, Report, Told};
 use crate::error::{Error, Result};
 use crate::os::clock;
 use crate::progress::domain::Domain;
@@ -24,6 +24,9 @@ impl HostGroup for Group {
     }
     fn watched(&self) -> Vec<(usize, bool)> {
         Group::watched(self)
+    }
+    fn reported(&self) -> Option<Told> {
+        self.control.reported()
     }
     fn process(&self, index: usize) -> String {
         self.peers.get(index).map_or_else(String::new, |peer| format!("pid {}, host {}", peer.pid, peer.host))

@@ -7,9 +7,9 @@
 //!
 //! `builder` makes a group, `handle` is an operation as its caller holds it, `check` refuses calls that do not fit
 //! together, `faults` names ranks that ended, `hang` ranks that are late and what they do (`findings`: the texts;
-//! `answer`: what this rank says about itself; `account`: that as text; `questions`: over the store, whose keys `board`
-//! has; `pending`: the operation in question), `outside` has the operations that no engine runs, `barrier` is the
-//! monitored barrier, `explain` and `report` serve explanations and statistics, `devices` is the group as the engine of
+//! `answer`: what this rank says about itself; `account`: that as text; `reply`: in two steps; `questions`: over the store,
+//! whose keys `board` has; `pending`: the operation in question), `outside` has the operations that no engine runs, `barrier`
+//! is the monitored barrier, `explain` and `report` serve explanations and statistics, `devices` is the group as the engine of
 //! its devices sees it, `lanes` as the threads of a group over several hosts see it.
 
 mod account;
@@ -28,6 +28,7 @@ mod lanes;
 mod outside;
 mod pending;
 mod questions;
+mod reply;
 mod report;
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
@@ -42,9 +43,10 @@ use self::outside::Outsiders;
 pub use self::outside::{Carrier, ExternalOp};
 use self::pending::Pending;
 use self::questions::Questions;
+use self::reply::Reply;
 pub use self::report::NAMES;
 use crate::config::Config;
-use crate::engine::{Control, Ended, Engine, WakeAddress};
+use crate::engine::{Control, Ended, Engine, Told, WakeAddress};
 use crate::error::{Error, Result, contained};
 use crate::host::NoSignals;
 pub use crate::host::{Completion, Host, Store};
@@ -127,8 +129,15 @@ pub struct Group {
     monitored: AtomicU64,
     /// The last question that this rank has answered. Written and read by the thread that answers alone (relaxed).
     answered: AtomicU32,
+    /// Its answers to questions in shared memory. Used by that thread alone; the lock is for the compiler.
+    reply: Mutex<Reply>,
     /// Where the ranks ask each other, if they share no memory; set after the group was made.
     board: OnceCell<Questions>,
+    /// A thread of this rank wants to know whether another one has failed the group, and why. Set by such a thread, read
+    /// by the one that looks at the store (relaxed: nothing else is read by it).
+    asks_why: AtomicBool,
+    /// What another rank has told about that over the store.
+    told: OnceCell<Told>,
     /// The other ranks of this host, with their processes, in a group over several hosts.
     mates: Vec<(usize, i32)>,
     /// Reports peers whose process ended.
@@ -364,6 +373,9 @@ impl Group {
         if first {
             log::debug!("group '{}' rank {} failed: {error}", self.config.name, self.config.rank);
             self.control.announce(&error);
+            if self.board.get().is_some() {
+                self.domain.look_again(); // the other ranks read the fault there
+            }
         }
         // Another thread may have been first: everything pending ends with its fault.
         let fault = self.fault.get().unwrap_or(&error);
@@ -508,6 +520,9 @@ impl Driven for Group {
     }
     fn inquiry(&self) -> Option<Arc<dyn Control>> {
         self.questions()
+    }
+    fn store(&self) -> Option<usize> {
+        self.board.get().map(Questions::connection)
     }
     fn look_at_board(&self) -> Option<Duration> {
         self.look_for_questions()

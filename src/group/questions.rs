@@ -17,14 +17,15 @@ use super::account::{Account, Place, is_since};
 use super::board::{Board, Found, Outcome, SharedStore};
 use super::hang::{SHORTEST, SILENCE};
 use super::pending::nanoseconds;
-use crate::error::Result;
+use super::reply::{Reply, Speaker};
+use crate::engine::Told;
+use crate::error::{Error, Result};
 
 /// The rank that takes part.
 pub trait Member {
+    fn speaker(&self) -> &dyn Speaker;
     fn rank(&self) -> usize;
     fn ranks(&self) -> usize;
-    /// Publishes what this rank says about itself, once or several times, each time more of it.
-    fn give_account(&self, question: u32, publish: &dyn Fn(&Account) -> Result<()>) -> Result<()>;
     /// The ranks whose answers this one describes in its texts.
     fn concerned(&self, found: &Found) -> Vec<usize>;
     /// Takes the result of a question.
@@ -48,6 +49,7 @@ struct State {
     /// The last question that this rank answered, if any, and when.
     answered: Option<u32>,
     answered_at: u64,
+    reply: Reply,
     round: Option<Round>,
     /// The others can read which process this rank is.
     introduced: bool,
@@ -55,18 +57,53 @@ struct State {
     next: u64,
     /// The store has failed.
     ended: bool,
+    /// This rank has told why the group failed.
+    fault_told: bool,
+    /// A question has come since a fault was last looked for.
+    asked_anew: bool,
 }
 
 pub struct Questions {
     board: Board,
-    /// Used by the thread that answers alone; the lock is for the compiler.
+    connection: usize,
+    /// Used by the thread that looks at the store alone; the lock is for the compiler.
     state: Mutex<State>,
 }
 
 impl Questions {
     /// `id`: unique to this attempt to make the group.
     pub fn new(store: SharedStore, id: &str) -> Questions {
-        Questions { board: Board::new(store, id), state: Mutex::default() }
+        let connection = store.connection();
+        Questions { board: Board::new(store, id), connection, state: Mutex::default() }
+    }
+
+    /// Of the store.
+    pub fn connection(&self) -> usize {
+        self.connection
+    }
+
+    /// Tells the other ranks, once, why the group of this rank failed.
+    pub fn tell_fault(&self, rank: usize, fault: &Error) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if !state.ended && !state.fault_told {
+            state.fault_told = true;
+            let told = self.board.tell_fault(rank, fault);
+            state.ended |=
+                told.inspect_err(|error| log::debug!("the fault was not told over the store: {error}")).is_err();
+        }
+    }
+
+    /// Why the group failed, where another rank has told it. Looks for that where this rank `asks`, or was asked since it
+    /// last did.
+    pub fn fault(&self, asks: bool) -> Option<Told> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let looks = std::mem::take(&mut state.asked_anew) || asks;
+        if state.ended || !looks {
+            return None;
+        }
+        let fault = self.board.fault();
+        state.ended = fault.is_err();
+        fault.ok().flatten()
     }
 
     /// Where the time has come or this rank `waits`: answers, asks, and collects answers. Returns when to look next. An
@@ -76,10 +113,12 @@ impl Questions {
         if state.ended {
             return None;
         }
-        if now < state.next && !waits {
-            return Some(Duration::from_nanos(state.next - now));
-        }
-        match state.look(&self.board, me, waits, now, pause) {
+        let due = now >= state.next || waits;
+        let looked = state.give_place(&self.board, me).and_then(|()| match due {
+            true => state.look(&self.board, me, waits, now, pause),
+            false => Ok(Duration::from_nanos(state.next - now)),
+        });
+        match looked {
             Ok(next) => {
                 state.next = now.saturating_add(nanoseconds(next));
                 Some(next)
@@ -101,6 +140,7 @@ impl State {
         }
         let question = board.question()?;
         if let Some(question) = question.filter(|question| Some(*question) != self.answered) {
+            self.asked_anew = true;
             self.answer(board, me, question, now)?;
         }
         // Others wait for the result of a question that this rank collects, also where its own operation has ended.
@@ -125,7 +165,14 @@ impl State {
 
     fn answer(&mut self, board: &Board, me: &dyn Member, question: u32, now: u64) -> Result<()> {
         (self.answered, self.answered_at) = (Some(question), now);
-        me.give_account(question, &|account| board.answer(me.rank(), account))
+        board.answer(me.rank(), &self.reply.at_once(me.speaker(), question))?;
+        self.give_place(board, me)
+    }
+
+    /// Answers again where the place that the program is at is known now.
+    fn give_place(&mut self, board: &Board, me: &dyn Member) -> Result<()> {
+        let account = self.reply.with_place(me.speaker());
+        account.map_or(Ok(()), |account| board.answer(me.rank(), &account))
     }
 
     /// Takes part in a question: the last one that was asked, or the next one.
@@ -196,8 +243,8 @@ mod tests {
     use std::sync::{Arc, Condvar};
 
     use super::*;
-    use crate::error::Error;
     use crate::host::{Counting, Memory, Store};
+    use crate::progress::places::Asked;
 
     const PAUSE: Duration = Duration::from_millis(500);
     /// Between two looks of a rank that waits.
@@ -237,6 +284,9 @@ mod tests {
             self.before(key)?;
             self.store.add(key, by)
         }
+        fn connection(&self) -> usize {
+            self.store.connection()
+        }
     }
 
     /// A rank that has issued some operations and, if it waits, does so in the last of them.
@@ -245,9 +295,24 @@ mod tests {
         ranks: usize,
         issued: u64,
         waits: bool,
+        /// Native code keeps its interpreter's lock.
+        locked: bool,
         requests: Arc<AtomicUsize>,
         questions: Questions,
         learned: RefCell<Vec<Found>>,
+    }
+
+    impl Speaker for Rank {
+        fn account(&self, question: u32) -> (Account, u64) {
+            (Account { question, issued: self.issued, ..Account::default() }, 0)
+        }
+        fn ask(&self, _: u64) -> Asked {
+            let asked = Asked::default();
+            if !self.locked {
+                asked.is_at(None);
+            }
+            asked
+        }
     }
 
     impl Member for Rank {
@@ -257,11 +322,8 @@ mod tests {
         fn ranks(&self) -> usize {
             self.ranks
         }
-        fn give_account(&self, question: u32, publish: &dyn Fn(&Account) -> Result<()>) -> Result<()> {
-            let mut account = Account { question, issued: self.issued, place: Place::Locked, ..Account::default() };
-            publish(&account)?;
-            account.place = Place::Unknown;
-            publish(&account)
+        fn speaker(&self) -> &dyn Speaker {
+            self
         }
         fn concerned(&self, found: &Found) -> Vec<usize> {
             let late = found.behind.iter().filter(|(_, (issued, _))| *issued < self.issued).map(|(rank, _)| *rank);
@@ -294,7 +356,7 @@ mod tests {
             let connection = Connection { store: store.clone(), rule: rule(rank), requests: Arc::clone(&requests) };
             let questions = Questions::new(Arc::new(connection), "test");
             let (issued, ranks, waits) = (*issued_here, issued.len(), *issued_here == most);
-            Rank { rank, ranks, issued, waits, requests, questions, learned: RefCell::default() }
+            Rank { rank, ranks, issued, waits, locked: false, requests, questions, learned: RefCell::default() }
         };
         issued.iter().enumerate().map(rank).collect()
     }

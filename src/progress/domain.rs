@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use once_cell::sync::Lazy;
 
+use super::places::Places;
 use super::roles::Words;
 use super::waits::{Edge, Waits};
 use crate::engine::{Control, WakeAddress};
@@ -41,10 +42,12 @@ pub trait Driven: Send + Sync {
     fn leave(&self);
     /// Where peers can ask this rank what it is doing: what holds the question.
     fn inquiry(&self) -> Option<Arc<dyn Control>>;
-    /// Looks for questions, and for answers to its own, in the store, where that is the way to the peers and the time has
-    /// come. Returns when to look next. May wait for the interpreter's lock.
+    /// The connection to the store in which the ranks ask each other, where that is the way to the peers.
+    fn store(&self) -> Option<usize>;
+    /// Looks for questions, and for answers to its own, in that store, where the time has come. Returns when to look next.
+    /// Waits for the store, and for nothing else.
     fn look_at_board(&self) -> Option<Duration>;
-    /// Answers all questions up to this one, unless that was done. May wait for the interpreter's lock.
+    /// Answers all questions up to this one, as far as that was not done and can be done now. Never waits.
     fn answer(&self, question: u32);
     /// What a thread waits for in this group or, for none, a device that has been at it for long.
     fn waits(&self, wait: Option<&LongWait>) -> Option<Waits>;
@@ -154,16 +157,21 @@ pub struct Domain {
     long_waits: Mutex<Vec<LongWait>>,
     /// Which rank waits for which, as other ranks have answered, and the time of each answer (`clock::now`).
     heard: Mutex<Vec<(Edge, u64)>>,
-    /// Signalled when a group was made or has ended, or `silent` was set: wakes the answering thread (`inquiry`).
+    /// Signalled when a group was made or has ended, a place is known (`places`), or `silent` was set: wakes the answering
+    /// thread (`inquiry`).
     pub(super) groups_changed: EventCount,
     pub(super) answering: Mutex<Option<JoinHandle<()>>>,
+    pub(super) places: Places,
+    /// The same for the threads that look at stores (`stores`), which are listed by their connections.
+    pub(super) stores_changed: EventCount,
+    pub(super) readers: Mutex<Vec<(usize, JoinHandle<()>)>>,
     /// Groups that were removed. Raised by `unregister` (release), read by the answering thread (acquire) before it
     /// looks at the groups.
     pub(super) removed: AtomicU64,
     /// The value of `removed` up to which the answering thread has dropped its references to the removed groups'
     /// memory. Written by it (release), read by `unregister` (acquire).
     pub(super) released: AtomicU64,
-    /// Set at the end of the process (release), read by the answering thread (acquire).
+    /// Set at the end of the process (release), read by the answering thread and those that look at stores (acquire).
     pub(super) silent: AtomicBool,
 }
 
@@ -172,11 +180,11 @@ static DOMAINS: Lazy<Mutex<HashMap<u64, Arc<Domain>>>> = Lazy::new(Mutex::defaul
 impl Domain {
     /// The domain with this number: 0 is that of the process; tests give their ranks others.
     pub fn numbered(number: u64) -> Arc<Domain> {
-        Arc::clone(DOMAINS.lock().unwrap_or_else(PoisonError::into_inner).entry(number).or_default())
+        Arc::clone(DOMAINS.get().lock().unwrap_or_else(PoisonError::into_inner).entry(number).or_default())
     }
 
     pub fn all() -> Vec<Arc<Domain>> {
-        DOMAINS.lock().unwrap_or_else(PoisonError::into_inner).values().cloned().collect()
+        DOMAINS.get().lock().unwrap_or_else(PoisonError::into_inner).values().cloned().collect()
     }
 
     pub fn register(&self, group: &Arc<dyn Driven>) {
@@ -207,9 +215,10 @@ impl Domain {
         thread.as_ref().is_some_and(|thread| !thread.is_finished())
     }
 
-    /// Wakes the answering thread: it must drop the memory of a group that has ended, or a group has a question.
+    /// Wakes the threads that answer: they must drop a group that has ended, a group has a question, or a place is known.
     pub fn look_again(&self) {
         self.groups_changed.wake(0);
+        self.stores_changed.wake(0);
     }
 
     pub fn groups(&self) -> Vec<Arc<dyn Driven>> {

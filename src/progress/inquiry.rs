@@ -1,23 +1,22 @@
 //! The thread that answers for a rank when another rank asks what it is doing (`engine::Inquiry`). It sleeps until then:
 //! a rank whose peers never wait for long never wakes it.
 //!
-//! It is apart from the progress thread because an answer names the line that the program is at, for which it takes the
-//! interpreter's lock, and native code may keep that for minutes. It holds no lock of ours meanwhile, and nothing waits
-//! for it.
+//! It waits for nothing but questions: each is answered at once as far as this rank knows, and again when the place that the
+//! program is at is known (`places`). Groups whose ranks share no memory are asked over their stores (`stores`).
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::domain::{Domain, Driven};
+use super::{places, stores};
 use crate::engine::Control;
 use crate::error::contained;
-use crate::os::event_count::WakeWords;
 use crate::os::futex;
 
 /// Between two looks at the questions where the kernel cannot watch the words of all groups.
 const LOOK: Duration = Duration::from_millis(250);
-/// How long the end of the process waits for an answer that is being given.
+/// How long the end of the process waits for its threads that give answers.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// A question to a group, behind the object that holds it.
@@ -36,18 +35,22 @@ pub fn start(domain: &Arc<Domain>) {
         .ok();
 }
 
-/// Ends the thread, for the end of the process. One that waits for the interpreter's lock is left behind.
+/// Ends the threads that answer, for the end of the process. Those that wait for the interpreter's lock or for a store are
+/// left behind.
 pub fn stop(domain: &Domain) {
     domain.silent.store(true, Ordering::Release);
-    domain.groups_changed.wake(0);
-    let thread = domain.answering.lock().unwrap_or_else(PoisonError::into_inner).take();
+    let mut threads: Vec<_> =
+        domain.answering.lock().unwrap_or_else(PoisonError::into_inner).take().into_iter().collect();
+    threads.extend(places::stop(domain));
+    threads.extend(stores::stop(domain));
+    domain.look_again();
     let until = Instant::now() + PATIENCE;
-    while thread.as_ref().is_some_and(|thread| !thread.is_finished()) && Instant::now() < until {
+    while threads.iter().any(|thread| !thread.is_finished()) && Instant::now() < until {
         std::thread::sleep(Duration::from_millis(1));
     }
 }
 
-fn answer(domain: &Arc<Domain>) {
+fn answer(domain: &Domain) {
     loop {
         let changed = domain.groups_changed.word().load(Ordering::Acquire);
         // What was held in the last turn has been dropped.
@@ -56,27 +59,20 @@ fn answer(domain: &Arc<Domain>) {
             return;
         }
         // The controls and not the groups, so that this thread keeps no group alive while it sleeps.
-        let mut asked: Vec<Asked> = Vec::new();
-        let mut pause = Duration::from_secs(3600);
-        for group in domain.groups() {
-            let (next, question) = serve(&*group);
-            pause = next.map_or(pause, |next| next.min(pause));
-            asked.extend(question);
-        }
+        let asked: Vec<Asked> = domain.groups().iter().filter_map(|group| serve(&**group)).collect();
         let words = asked.iter().filter_map(|(control, seen)| Some((control.inquiry()?.question(), *seen)));
         let mut words: Vec<_> = std::iter::once((domain.groups_changed.word(), changed)).chain(words).collect();
         let all = words.len() == 1 || words.len() <= futex::MOST && futex::watches_several();
         words.truncate(if all { futex::MOST } else { 1 });
-        futex::wait(&words, if all { pause } else { LOOK.min(pause) });
+        futex::wait(&words, if all { Duration::from_secs(3600) } else { LOOK });
     }
 }
 
-/// Looks at the questions to one group and answers them. Returns when to look at its store next, and the question that it
-/// has answered. A panic does not keep the other groups from being served.
-fn serve(group: &dyn Driven) -> (Option<Duration>, Option<Asked>) {
-    let (mut next, mut asked) = (None, None);
+/// Looks at the questions to one group and answers them. Returns the question that it has answered. A panic does not keep
+/// the other groups from being served.
+fn serve(group: &dyn Driven) -> Option<Asked> {
+    let mut asked = None;
     let served = contained(|| {
-        next = group.look_at_board();
         let Some(control) = group.inquiry() else { return Ok(()) };
         let Some(question) = control.inquiry().map(|inquiry| inquiry.question().load(Ordering::Acquire)) else {
             return Ok(());
@@ -86,23 +82,113 @@ fn serve(group: &dyn Driven) -> (Option<Duration>, Option<Asked>) {
         Ok(())
     });
     served.unwrap_or_else(|bug| log::error!("{bug}"));
-    (next, asked)
+    asked
 }
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Mutex;
     use std::sync::atomic::AtomicU32;
 
     use super::*;
-    use crate::engine::WakeAddress;
+    use crate::engine::{Inquiry, WakeAddress};
+    use crate::host::Host;
     use crate::progress::domain::{LongWait, SpinPolicy};
+    use crate::progress::places::{self, Asked};
     use crate::progress::waits::Waits;
 
-    /// A group whose questions are in a store.
+    /// How a rank is kept from answering in a group.
+    #[derive(Clone, Copy, PartialEq)]
+    enum Trouble {
+        None,
+        Panics,
+        /// The store in which the group's ranks ask does not answer.
+        StoreIsStopped,
+    }
+
+    /// A question in shared memory, and the answers to it.
+    #[derive(Default)]
+    struct Words {
+        question: AtomicU32,
+        said: Mutex<Vec<String>>,
+    }
+
+    impl Inquiry for Words {
+        fn ask(&self, _: usize) -> u32 {
+            self.question.fetch_add(1, Ordering::Release) + 1
+        }
+        fn question(&self) -> &AtomicU32 {
+            &self.question
+        }
+        fn answer(&self, text: &str) {
+            self.said.lock().unwrap().push(text.into());
+        }
+        fn heard(&self, _: usize) -> String {
+            self.said.lock().unwrap().last().cloned().unwrap_or_default()
+        }
+    }
+
+    impl Control for Words {
+        fn inquiry(&self) -> Option<&dyn Inquiry> {
+            Some(self)
+        }
+    }
+
+    /// Native code keeps the interpreter's lock until it is told to give it back.
+    #[derive(Default)]
+    struct Program(Mutex<bool>, std::sync::Condvar);
+
+    impl Program {
+        fn give_back(&self) {
+            *self.0.lock().unwrap() = true;
+            self.1.notify_all();
+        }
+    }
+
+    impl Host for Program {
+        fn interrupted(&self) -> bool {
+            false
+        }
+        fn place(&self, _: u64) -> Option<String> {
+            drop(self.1.wait_while(self.0.lock().unwrap(), |free| !*free));
+            Some("train.py:7".into())
+        }
+    }
+
     struct Group {
         domain: Arc<Domain>,
+        host: Arc<dyn Host>,
+        trouble: Trouble,
+        words: Arc<Words>,
+        owed: Mutex<Option<Asked>>,
+        answered: AtomicU32,
         looks: AtomicU32,
-        panics: bool,
+    }
+
+    impl Group {
+        fn new(domain: &Arc<Domain>, host: &Arc<Program>, trouble: Trouble) -> Arc<Group> {
+            let host: Arc<dyn Host> = Arc::<Program>::clone(host);
+            let (words, owed) = (Arc::default(), Mutex::default());
+            let (answered, looks) = (AtomicU32::new(0), AtomicU32::new(0));
+            let group = Arc::new(Group { domain: Arc::clone(domain), host, trouble, words, owed, answered, looks });
+            let driven: Arc<dyn Driven> = Arc::<Group>::clone(&group);
+            domain.register(&driven);
+            group
+        }
+
+        /// Asks as a peer does, whose wake of the shared word this stands for.
+        fn ask(&self) {
+            self.words.ask(0);
+            futex::wake_all(&self.words.question);
+        }
+
+        fn hears(&self, text: &str) {
+            let until = Instant::now() + Duration::from_secs(20);
+            while self.words.heard(0) != text {
+                assert!(Instant::now() < until, "{:?}, expected {text}", self.words.heard(0));
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
     }
 
     impl Driven for Group {
@@ -127,34 +213,63 @@ mod tests {
         }
         fn leave(&self) {}
         fn inquiry(&self) -> Option<Arc<dyn Control>> {
-            None
+            Some(Arc::<Words>::clone(&self.words))
+        }
+        fn store(&self) -> Option<usize> {
+            Some(self.trouble as usize)
         }
         fn look_at_board(&self) -> Option<Duration> {
             self.looks.fetch_add(1, Ordering::Relaxed);
-            assert!(!self.panics, "a bug in one group");
+            assert!(self.trouble != Trouble::Panics, "a bug in one group");
+            if self.trouble == Trouble::StoreIsStopped {
+                std::thread::sleep(Duration::from_secs(3600)); // its thread is left behind
+            }
             Some(Duration::from_millis(1))
         }
-        fn answer(&self, _: u32) {}
+        fn answer(&self, question: u32) {
+            assert!(self.trouble != Trouble::Panics, "a bug in one group");
+            let mut owed = self.owed.lock().unwrap();
+            if self.answered.swap(question, Ordering::Relaxed) != question {
+                self.words.answer(&format!("{question} locked"));
+                owed.get_or_insert_with(|| places::ask(&self.domain, 0, &self.host));
+            }
+            if let Some(place) = owed.as_ref().and_then(Asked::place) {
+                *owed = None;
+                self.words.answer(&format!("{question} at {}", place.unwrap()));
+            }
+        }
         fn waits(&self, _: Option<&LongWait>) -> Option<Waits> {
             None
         }
     }
 
     #[test]
-    fn a_panic_in_the_turn_of_one_group_keeps_no_other_from_being_served() {
-        let domain = Arc::new(Domain::default());
-        let groups = [true, false].map(|panics| {
-            let group = Arc::new(Group { domain: Arc::clone(&domain), looks: AtomicU32::new(0), panics });
-            let driven: Arc<dyn Driven> = Arc::<Group>::clone(&group);
-            domain.register(&driven);
-            group
-        });
+    fn what_keeps_one_group_from_its_answer_keeps_no_other_from_being_served() {
+        let (domain, program) = (Arc::new(Domain::default()), Arc::new(Program::default()));
+        let troubles = [Trouble::Panics, Trouble::StoreIsStopped, Trouble::None, Trouble::None];
+        let groups = troubles.map(|trouble| Group::new(&domain, &program, trouble));
         start(&domain);
+        for trouble in [Trouble::Panics, Trouble::StoreIsStopped, Trouble::None] {
+            stores::start(&domain, trouble as usize);
+        }
+        groups.iter().for_each(|group| group.ask());
+        // The interpreter's lock is kept: every group says so, the one that was asked last as well.
+        groups[1..].iter().for_each(|group| group.hears("1 locked"));
+        groups[3].ask();
+        groups[3].hears("2 locked");
+        program.give_back();
+        for (group, text) in groups[1..].iter().zip(["1 at train.py:7", "1 at train.py:7", "2 at train.py:7"]) {
+            group.hears(text);
+        }
         let until = Instant::now() + Duration::from_secs(20);
-        while groups.iter().any(|group| group.looks.load(Ordering::Relaxed) < 5) {
-            assert!(Instant::now() < until, "the thread that answers has ended");
+        while groups.iter().any(|group| {
+            let looks = group.looks.load(Ordering::Relaxed);
+            looks < if group.trouble == Trouble::None { 5 } else { 1 }
+        }) {
+            assert!(Instant::now() < until, "a store was not looked at");
             std::thread::sleep(Duration::from_millis(1));
         }
+        assert_eq!(groups[1].looks.load(Ordering::Relaxed), 1, "it still waits for its store");
         stop(&domain);
     }
 }

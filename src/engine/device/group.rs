@@ -26,6 +26,12 @@ pub trait DeviceGroup: Send + Sync {
     fn fault(&self) -> Option<Error>;
     /// Fails it, on all ranks; the first error counts.
     fn fail(&self, error: Error);
+    /// Looks from now on whether another rank has told why it failed, where `fault` does not see that by itself. Returns
+    /// how long that may take. Never waits.
+    fn ask_for_fault(&self) -> Duration;
+    /// The error of an operation that its library has failed with these `words`: the ranks that have not issued it, what
+    /// they do, and where. `None` where none is known to be missing.
+    fn failed_within(&self, watched: &Watched, words: &str) -> Option<Error>;
     /// True when a signal handler of the program raised.
     fn interrupted(&self) -> bool;
     /// Ranks whose process has ended.

@@ -16,9 +16,8 @@ const LONG: Duration = Duration::from_millis(100);
 /// How long a peer's data may take to arrive after the peer itself is gone, and how long a library gets to report that
 /// peer's end itself.
 const ON_ITS_WAY: Duration = Duration::from_millis(500);
-/// How often, and after which pause, the group is asked for dead ranks when a library has reported a failure: the
-/// library may notice a dead peer before the kernel reports it, and does not know which one died.
-const TURNS: u32 = 50;
+/// Between two looks for the cause when a library has reported a failure: the library may notice a dead peer before the
+/// kernel reports it, and does not know which one died; or a peer has ended its communicators, and its reason is on its way.
 const TURN: Duration = Duration::from_millis(5);
 
 /// What is known of the communicator that an operation is on.
@@ -107,18 +106,21 @@ pub(super) fn fault_or_death(group: &dyn DeviceGroup, what: &str, only: Option<u
     })
 }
 
-/// The library reports a failure once, so it is kept for every later call. The death of a peer explains more, so that
-/// is reported instead where one is found.
+/// The library reports a failure once, so it is kept for every later call. What a peer tells of its own failure, or its
+/// death, explains more, so that is reported instead where it is found; then the ranks that are missing.
 fn library_failed(group: &dyn DeviceGroup, watched: &Watched, bad: &Error) -> Error {
-    for turn in 0..=TURNS {
+    let end = Instant::now() + group.ask_for_fault();
+    loop {
         if let Some(error) = fault_or_death_in(group, watched) {
             return error;
         }
-        if turn < TURNS {
-            std::thread::sleep(TURN);
+        if Instant::now() >= end {
+            break;
         }
+        std::thread::sleep(TURN);
     }
-    Error::System(format!("{bad}; seen at {}", watched.what()))
+    let missing = group.failed_within(watched, bad.text());
+    missing.unwrap_or_else(|| Error::System(format!("{bad}; seen at {}", watched.what())))
 }
 
 #[cfg(test)]
@@ -135,6 +137,10 @@ mod tests {
     struct Three {
         dead: bool,
         left: bool,
+        /// Has not issued the operation.
+        missing: Option<usize>,
+        /// What a peer answers where it is asked for its fault.
+        tells: Mutex<Option<Error>>,
         failed: Mutex<Option<Error>>,
         looked: Mutex<u32>,
         policy: Arc<Policy>,
@@ -167,6 +173,15 @@ mod tests {
         }
         fn fail(&self, error: Error) {
             self.failed.lock().unwrap().get_or_insert(error);
+        }
+        fn ask_for_fault(&self) -> Duration {
+            if let Some(fault) = self.tells.lock().unwrap().take() {
+                *self.failed.lock().unwrap() = Some(fault); // a peer's fault, which is seen only where it is asked for
+            }
+            Duration::from_millis(20)
+        }
+        fn failed_within(&self, _watched: &Watched, words: &str) -> Option<Error> {
+            self.missing.map(|rank| Error::System(format!("rank {rank} has not entered it. The library says: {words}")))
         }
         fn interrupted(&self) -> bool {
             false
@@ -233,6 +248,19 @@ mod tests {
         assert_eq!(alone.fault(), Some(told));
         let group = Three { dead: true, ..Three::default() };
         assert!(matches!(dog.look(&group, &work, bad(), false, work.issued), Some(Error::RankFailed { rank: 2, .. })));
+    }
+
+    #[test]
+    fn what_a_peer_tells_of_its_failure_counts_more_than_the_error_of_the_library_and_then_who_is_missing() {
+        let bad = || Library::Lives(Err(Error::System("sagellm: a remote rank failed".into())));
+        let cause = Error::Timeout("rank 1 has not entered it (reported by rank 2)".into());
+        let told = Three { missing: Some(1), tells: Mutex::new(Some(cause.clone())), ..Three::default() };
+        let work = watched(None);
+        assert_eq!(Watchdog::default().look(&told, &work, bad(), false, work.issued), Some(cause));
+        let silent = Three { missing: Some(1), ..Three::default() };
+        let error = Watchdog::default().look(&silent, &work, bad(), false, work.issued).unwrap();
+        assert_eq!(error.text(), "rank 1 has not entered it. The library says: sagellm: a remote rank failed");
+        assert_eq!(silent.fault(), Some(error));
     }
 
     #[test]

@@ -11,6 +11,7 @@ use super::host_map::HostMap;
 use super::transport::{Arrived, FrameHeader, Transport};
 use super::vector::{Vector, span};
 use crate::algorithms::{Algorithm, How, Schedule};
+use crate::engine::Told;
 use crate::error::{Error, Result};
 use crate::op;
 use crate::os::clock;
@@ -26,6 +27,8 @@ pub trait HostGroup: Send + Sync {
     fn leave(&self);
     /// The other ranks of this host, and whether each has ended or left.
     fn watched(&self) -> Vec<(usize, bool)>;
+    /// Why one of this host's ranks has failed the group, by its place on the host.
+    fn reported(&self) -> Option<Told>;
     /// The process of a rank of this host, for error texts.
     fn process(&self, index: usize) -> String;
 }

@@ -10,7 +10,7 @@ use super::host_map::HostMap;
 use super::queue::State;
 use super::transport::{FrameHeader, Link, Transport, tell_fault};
 use crate::config::Settings;
-use crate::engine::{Control, Ended, Report};
+use crate::engine::{Control, Ended, Report, Told};
 use crate::error::{Error, Result, contained};
 use crate::fusion::planner::{Batch, FusionKey, Item, LANES};
 use crate::op::overlap::Reach;
@@ -318,6 +318,12 @@ impl Control for Lanes {
             }
         }
         self.insides.iter().flatten().for_each(|inside| inside.leave());
+    }
+
+    /// What a rank of this host has told; other hosts' faults come with the messages of an operation.
+    fn reported(&self) -> Option<Told> {
+        let (place, code, text) = self.insides.iter().flatten().find_map(|inside| inside.reported())?;
+        Some((*self.host_map.local_ranks().get(place)?, code, text))
     }
 
     fn watched(&self) -> Vec<(usize, bool)> {

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::memory::area::Area;
-use crate::engine::{Control, Inquiry, Monitor, WakeAddress};
+use crate::engine::{Control, Inquiry, Monitor, Told, WakeAddress};
 use crate::error::Error;
 use crate::os::{event_count, futex, topology};
 
@@ -12,7 +12,7 @@ impl Control for Area {
         Area::is_poisoned(self)
     }
 
-    fn reported(&self) -> Option<(usize, char, String)> {
+    fn reported(&self) -> Option<Told> {
         self.fault()
     }
 

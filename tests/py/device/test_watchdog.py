@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hang_texts import line_in
-from harness import Context, expect_raises, launch, run_fresh
+from harness import Context, Job, expect_raises, launch, run_fresh
 from limits import patience
 from on_device import backend_of, holds
 from simulated import VENDORS, environment, exit_code, start
@@ -28,6 +28,8 @@ pytestmark = pytest.mark.timeout(900)
 
 #: Seconds until an operation fails that a rank has not issued.
 ABSENT = 8
+#: The same on ranks that have to hear of it from the rank whose deadline passes first.
+LATER = 600
 #: Works are waited for on the host no longer than this, in seconds; a test that comes near it has failed.
 PATIENCE = 40
 
@@ -78,8 +80,9 @@ def test_what_hangs_inside_the_library_fails_at_the_groups_timeout(
         assert time.monotonic() - begin < 30
 
 
-def absent(ctx: Context, vendor: str, hosts: list[str] | None = None) -> None:
-    """Rank 1 does not issue what the others wait for. ``hosts``: rank 0 is alone on the first."""
+def absent(ctx: Context, vendor: str, hosts: list[str] | None = None, first: int | None = None) -> None:
+    """Rank 1 does not issue what the others wait for. ``hosts``: rank 0 is alone on the first. ``first``: the one whose
+    deadline passes, long before those of the others."""
     if hosts:
         with open("/proc/self/ns/net") as home:
             net.enter(hosts[min(ctx.rank, 1)])
@@ -95,7 +98,9 @@ def absent(ctx: Context, vendor: str, hosts: list[str] | None = None) -> None:
     dist.barrier()
     if ctx.rank == 1:
         time.sleep(patience(60))  # mark: asleep here
-    work = dist.all_reduce(value, async_op=True)
+    options = dist.AllreduceOptions()
+    options.timeout = timedelta(seconds=ABSENT if first in (None, ctx.rank) else LATER)
+    work = backend_of(name).allreduce([value], options)
     assert work is not None
     ctx.tell((name, *error_of(work)))  # mark: waits here
     ctx.listen()
@@ -119,9 +124,33 @@ def test_a_rank_that_has_not_issued_an_operation_is_named_with_its_line(
             name, text, took = job.hear(rank)
             assert ABSENT * 0.95 < took < ABSENT * 1.1 + patience(0.5), took
             assert f"in all_reduce number 2 on {name}:0" in text, text
-            host = r", host [\w.-]+" if over_hosts and rank == 0 else ""
-            assert re.search(rf"rank 1 \(pid {job.pid(1)}{host}\) has not entered it", text), text
-            assert f"and it is at {__file__}:{line_in(__file__, 'mark: asleep here')} in absent" in text, text
+            names_the_sleeper(job, text)
+
+
+def names_the_sleeper(job: Job, text: str) -> None:
+    """Where the ranks see each other's processes, the host is left out."""
+    assert re.search(rf"rank 1 \(pid {job.pid(1)}(, host [\w.-]+)?\) has not entered it", text), text
+    assert f"and it is at {__file__}:{line_in(__file__, 'mark: asleep here')} in absent" in text, text
+
+
+@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize("over_hosts", [False, True], ids=["one_host", "two_hosts"])
+@pytest.mark.parametrize("vendor", VENDORS)
+def test_the_rank_whose_deadline_passes_first_tells_the_others_who_is_missing(
+    vendor: str, over_hosts: bool, first: int, libraries: dict[str, Path], request: pytest.FixtureRequest
+) -> None:
+    """It ends its communicators, which the other waiting rank's library reports long before that one's deadline."""
+    env = environment(vendor, libraries, SAGELLM_SIM_TIMEOUT_MS="300000")
+    names = request.getfixturevalue("hosts") if over_hosts else None
+    if over_hosts:
+        env["GLOO_SOCKET_IFNAME"] = net.INTERFACE
+    with launch(absent, 3, vendor, names, first, env=env) as job:
+        for rank in (first, 2 - first):
+            name, text, took = job.hear(rank)
+            assert f"in all_reduce number 2 on {name}:0" in text, text
+            assert took < ABSENT + patience(5), took
+            names_the_sleeper(job, text)
+            assert (f"(reported by rank {first})" in text) == (rank != first), text
 
 
 def aborts(ctx: Context, vendor: str, waits: bool) -> None:

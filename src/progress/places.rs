@@ -1,0 +1,168 @@
+//! The thread that reads where a thread of the program is, for answers to other ranks. It takes the interpreter's lock,
+//! which native code may keep for minutes, so nothing else runs on it: whoever asks goes on at once and is woken when the
+//! place is there. It holds no lock of ours while it waits, and no thread waits for it.
+
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+
+use once_cell::sync::OnceCell;
+
+use super::domain::Domain;
+use crate::error::contained;
+use crate::host::Host;
+use crate::os::watch;
+
+/// A place that was asked for.
+#[derive(Clone, Default)]
+pub struct Asked(Arc<OnceCell<Option<String>>>);
+
+impl Asked {
+    /// `None` while it is not known; then the place, where there is one.
+    pub fn place(&self) -> Option<Option<String>> {
+        self.0.get().cloned()
+    }
+
+    /// The place is known; only the first call counts.
+    pub fn is_at(&self, place: Option<String>) {
+        let _ = self.0.set(place);
+    }
+}
+
+/// The places that are asked for in a domain, the one being read first.
+#[derive(Default)]
+pub struct Places {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    wanted: Vec<(u64, Arc<dyn Host>, Asked)>,
+    thread: Option<JoinHandle<()>>,
+    /// How many threads were stopped: one that was left behind must not go on beside its successor.
+    stopped: u32,
+}
+
+impl Places {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Asks `host` for the place that a thread is at. All who ask for the same thread share one reading: a place that comes
+/// after a question is an answer to it. When it is known, the threads that answer are woken.
+pub fn ask(domain: &Arc<Domain>, thread: u64, host: &Arc<dyn Host>) -> Asked {
+    let mut state = domain.places.lock();
+    if let Some((_, _, asked)) = state.wanted.iter().find(|(wanted, ..)| *wanted == thread) {
+        return asked.clone();
+    }
+    if state.thread.is_none() {
+        let (theirs, number) = (Arc::clone(domain), state.stopped);
+        match watch::spawn("sagellm-place", move || read(&theirs, number)) {
+            Ok(started) => state.thread = Some(started),
+            Err(error) => {
+                log::warn!("cannot start the thread that reads where the program is: {error}");
+                let asked = Asked::default();
+                asked.is_at(None);
+                return asked;
+            }
+        }
+    }
+    let asked = Asked::default();
+    state.wanted.push((thread, Arc::clone(host), asked.clone()));
+    drop(state);
+    domain.places.changed.notify_all();
+    asked
+}
+
+/// Tells the thread to end and returns it. One that waits for the interpreter's lock cannot end.
+pub fn stop(domain: &Domain) -> Option<JoinHandle<()>> {
+    let mut state = domain.places.lock();
+    state.stopped += 1;
+    state.wanted.clear();
+    let thread = state.thread.take();
+    drop(state);
+    domain.places.changed.notify_all();
+    thread
+}
+
+fn read(domain: &Domain, number: u32) {
+    let places = &domain.places;
+    let mut state = places.lock();
+    while state.stopped == number {
+        let Some((thread, host, asked)) = state.wanted.first().cloned() else {
+            state = places.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            continue;
+        };
+        drop(state);
+        let place = contained(|| Ok(host.place(thread))).unwrap_or_else(|bug| {
+            log::error!("{bug}");
+            None
+        });
+        drop(host);
+        // Under the lock: whoever asks from now on starts another reading.
+        state = places.lock();
+        state.wanted.retain(|(_, _, other)| !Arc::ptr_eq(&other.0, &asked.0));
+        asked.is_at(place);
+        drop(state);
+        domain.look_again();
+        state = places.lock();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+    use std::time::{Duration, Instant};
+
+    use super::*;
+
+    /// A program whose interpreter's lock is kept until `free`.
+    #[derive(Default)]
+    struct Program {
+        free: AtomicBool,
+        read: AtomicU32,
+    }
+
+    impl Host for Program {
+        fn interrupted(&self) -> bool {
+            false
+        }
+        fn place(&self, thread: u64) -> Option<String> {
+            self.read.fetch_add(1, Ordering::Relaxed);
+            while !self.free.load(Ordering::Acquire) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            assert!(thread != 3, "a bug in the reading of one thread");
+            (thread != 2).then(|| format!("line of thread {thread}"))
+        }
+    }
+
+    fn wait_for(asked: &Asked) -> Option<String> {
+        let until = Instant::now() + Duration::from_secs(20);
+        loop {
+            if let Some(place) = asked.place() {
+                return place;
+            }
+            assert!(Instant::now() < until, "no place came");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    #[test]
+    fn who_asks_goes_on_at_once_and_all_who_ask_for_one_thread_share_a_reading() {
+        let (domain, program) = (Arc::new(Domain::default()), Arc::new(Program::default()));
+        let host: Arc<dyn Host> = Arc::<Program>::clone(&program);
+        let asked: Vec<Asked> = [1, 1, 3, 2, 1].iter().map(|thread| ask(&domain, *thread, &host)).collect();
+        assert!(asked.iter().all(|asked| asked.place().is_none()), "the lock is kept");
+        program.free.store(true, Ordering::Release);
+        let line = Some("line of thread 1".to_string());
+        let places: Vec<Option<String>> = asked.iter().map(wait_for).collect();
+        assert_eq!(places, [line.clone(), line.clone(), None, None, line]);
+        assert_eq!(program.read.load(Ordering::Relaxed), 3, "threads 1, 2 and 3, each once");
+        let thread = stop(&domain);
+        thread.expect("it was started").join().unwrap();
+        assert_eq!(wait_for(&ask(&domain, 1, &host)), Some("line of thread 1".into()), "it starts again");
+        stop(&domain);
+    }
+}

@@ -1,0 +1,155 @@
+"""What keeps a rank from saying in one group what it does keeps it from nothing in another group, and a store that has
+ended is left alone."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import net
+import pytest
+import torch
+import torch.distributed as dist
+from hang_texts import line_in
+from harness import Context, beyond_gloo, expect_raises, launch
+from limits import patience
+
+pytestmark = beyond_gloo("it does not say")
+
+#: Seconds until the operations here fail; the ranks are asked from half of it on.
+TIMEOUT = 8
+SERVER = Path(__file__).with_name("troubled_store.py")
+
+
+def store_of_its_own(ctx: Context, host: str) -> tuple[dist.Store, subprocess.Popen[str] | None]:
+    """The first group's store, served by a process of rank 0 at the address `host`, which is its second result."""
+    place, server = Path(ctx.tmp) / "port", None
+    if ctx.rank == 0:
+        server = subprocess.Popen([sys.executable, str(SERVER), host], stdout=subprocess.PIPE, text=True)
+        assert server.stdout is not None
+        place.with_suffix(".new").write_text(server.stdout.readline())
+        place.with_suffix(".new").rename(place)
+    end = time.monotonic() + patience(30)
+    while not place.exists():
+        assert time.monotonic() < end, "no store"
+        time.sleep(0.01)
+    client = dist.TCPStore(host, int(place.read_text()), is_master=False, timeout=timedelta(seconds=60))
+    return client, server
+
+
+def second_group(ctx: Context, size: int, engine: str) -> Any:
+    """A group of the first ranks that has a store of its own."""
+    import sagellm
+    from sagellm import _delegate, _register
+
+    store = dist.FileStore(f"{ctx.tmp}/second", size)
+    timeout = timedelta(seconds=patience(10))
+    facts = _delegate.Facts(store, ctx.rank, size, timeout, "second", list(range(size)))
+    made = _register.create(facts, sagellm.Options(engine=engine))
+    made._set_default_timeout(timedelta(seconds=TIMEOUT))
+    return made
+
+
+def reduce_in(group: Any) -> None:
+    group.allreduce([torch.ones(3)]).wait()  # mark: waits here
+
+
+def troubled(ctx: Context, trouble: str, asked: str, names: list[str] | None) -> None:
+    """Rank 1 does not come to a call of the second group, of ranks 0 and 1, while there is trouble in the first one."""
+    import sagellm
+
+    host = "127.0.0.1"
+    if names:
+        net.enter(names[min(ctx.rank, 1)])
+        host = net.address(0)
+    store, server = store_of_its_own(ctx, host)
+    first = {"store": store, "pg_options": sagellm.Options(engine="delegate")}
+    ctx.init(timeout=timedelta(seconds=patience(15)), operations=timedelta(seconds=TIMEOUT), **first)
+    second = second_group(ctx, 2, "delegate" if asked == "delegated" else "auto") if ctx.rank < 2 else None
+    dist.all_reduce(torch.ones(1))
+    if second is not None:
+        reduce_in(second)
+    ctx.tell("ready")
+    ctx.listen()
+    if server is not None and trouble != "locked":
+        server.send_signal(signal.SIGSTOP if trouble == "stopped" else signal.SIGUSR1)
+    if ctx.rank == 1:
+        if trouble == "locked":
+            ctypes.PyDLL(None).sleep(3 * TIMEOUT)
+        time.sleep(patience(60))  # mark: asleep here
+    if ctx.rank == 2:
+        # It asks in the first group, and rank 1 cannot say there where it is.
+        if trouble == "locked":
+            dist.all_reduce(torch.ones(1), async_op=True)
+        ctx.listen()
+        os._exit(0)
+    time.sleep(1.5)
+    ctx.tell(expect_raises(RuntimeError, lambda: reduce_in(second)))
+    ctx.listen()
+    if server is not None:
+        server.kill()
+    os._exit(0)
+
+
+@pytest.mark.parametrize("asked", ["shared_memory", "delegated", "over_hosts"])
+@pytest.mark.parametrize("trouble", ["stopped", "slow", "locked"])
+def test_trouble_in_one_group_hides_nothing_in_another(
+    trouble: str, asked: str, request: pytest.FixtureRequest
+) -> None:
+    """The first group's store is stopped or slow, or native code keeps rank 1's interpreter, which was asked there."""
+    names = request.getfixturevalue("hosts") if asked == "over_hosts" else None
+    env = {"GLOO_SOCKET_IFNAME": net.INTERFACE if names else "lo"}
+    with launch(troubled, 3, trouble, asked, names, env=env) as job:
+        for rank in range(3):
+            assert job.hear(rank, 60) == "ready"
+        for rank in (2, 1, 0):
+            job.say(rank, "go")
+        text = job.hear(0, 60)
+        assert re.search(rf"rank 1 \(pid {job.pid(1)}(, host [\w.-]+)?\) has not entered it", text), text
+        assert f"waiting at {__file__}:{line_in(__file__, 'mark: waits here')} in reduce_in" in text, text
+        if trouble == "locked":
+            assert "native code has kept its interpreter's lock for" in text, text
+        else:
+            assert f"and it is at {__file__}:{line_in(__file__, 'mark: asleep here')} in troubled" in text, text
+
+
+def loses_its_store(ctx: Context, waits: bool) -> None:
+    import sagellm
+
+    store, server = store_of_its_own(ctx, "127.0.0.1")
+    ctx.init(store=store, operations=timedelta(seconds=TIMEOUT), pg_options=sagellm.Options(engine="delegate"))
+    dist.all_reduce(torch.ones(1))
+    ctx.tell("ready")
+    ctx.listen()
+    if server is not None:
+        server.kill()
+        server.wait()
+    if waits and ctx.rank == 0:
+        expect_raises(RuntimeError, lambda: dist.all_reduce(torch.ones(1)))
+    else:
+        time.sleep(1.2 * TIMEOUT)  # two dozen looks at the store
+    ctx.tell("done")
+    ctx.listen()
+    os._exit(0)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_after_the_end_of_the_stores_server_no_rank_writes_a_trace(waits: bool) -> None:
+    """Each rank looks at the store for questions, and stops when its server has ended; torch would write 25 lines."""
+    with launch(loses_its_store, 2, waits, env={"GLOO_SOCKET_IFNAME": "lo"}) as job:
+        for word in ("ready", "done"):
+            for rank in range(2):
+                assert job.hear(rank, 60) == word
+            for rank in range(2):
+                job.say(rank, "go")
+        for rank in range(2):
+            output = job.wait_rank(rank).output
+            assert "TCPStore" not in output and "recvVector" not in output and "frame #" not in output, output

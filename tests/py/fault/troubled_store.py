@@ -1,0 +1,64 @@
+"""A server of a store that a test slows down or stops: `python troubled_store.py HOST` prints its port.
+
+Clients connect to a relay in front of it. After SIGUSR1 whatever a client sends reaches the server only `LATE` seconds
+later; SIGSTOP stops both. It ends with the process that started it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+#: Seconds for each request, once the store is slow.
+LATE = 2.0
+late = 0.0
+
+
+def slow_down(*_: Any) -> None:
+    global late
+    late = LATE
+
+
+def pass_on(source: socket.socket, target: socket.socket, is_request: bool) -> None:
+    try:
+        while data := source.recv(1 << 16):
+            if is_request:
+                time.sleep(late)
+            target.sendall(data)
+    except OSError:
+        pass
+    for each in (source, target):
+        each.close()
+
+
+def main() -> None:
+    import torch.distributed as dist
+
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGUSR1, slow_down)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    relay = socket.create_server((sys.argv[1], 0))
+    print(relay.getsockname()[1], flush=True)
+
+    def serve() -> None:
+        while True:
+            client, _ = relay.accept()
+            server = socket.create_connection(("127.0.0.1", store.port))
+            for each in (client, server):
+                each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            threading.Thread(target=pass_on, args=(client, server, True), daemon=True).start()
+            threading.Thread(target=pass_on, args=(server, client, False), daemon=True).start()
+
+    threading.Thread(target=serve, daemon=True).start()
+    while True:
+        signal.pause()
+
+
+if __name__ == "__main__":
+    main()
