@@ -4,6 +4,7 @@
 use std::sync::{Mutex, PoisonError};
 
 use crate::error::{Error, Result};
+use crate::os::watch::PerProcess;
 
 /// The key-value store for the rendezvous of a group. Keys of an earlier incarnation may still be in it.
 pub trait Store {
@@ -61,8 +62,8 @@ pub trait Completion: Send + Sync {
 /// Whether this is the first call in the process that names `what`: for a warning about something that concerns all
 /// groups alike, however many of them a process makes.
 pub fn first_time(what: &'static str) -> bool {
-    static TOLD: Mutex<Vec<&'static str>> = Mutex::new(Vec::new());
-    let mut told = TOLD.lock().unwrap_or_else(PoisonError::into_inner);
+    static TOLD: PerProcess<Mutex<Vec<&'static str>>> = PerProcess::new();
+    let mut told = TOLD.get().lock().unwrap_or_else(PoisonError::into_inner);
     let first = !told.contains(&what);
     if first {
         told.push(what);

@@ -25,6 +25,7 @@ use crate::engine::{Engine, Report};
 use crate::error::{Error, Result};
 use crate::fusion::planner::LANES;
 use crate::host::{Host, NoSignals, Store};
+use crate::os::watch::Alive;
 use crate::os::{topology, watch};
 use crate::progress::domain::{Domain, Driven, SpinPolicy};
 use crate::progress::inquiry;
@@ -56,7 +57,7 @@ impl Group {
     /// Builds the group that its ranks have decided on. Where it spans hosts, all ranks must call this, because they
     /// measure `link` together.
     pub fn build(rendezvous: Rendezvous, link: Option<Arc<dyn Link>>) -> Result<Arc<Group>> {
-        let Rendezvous { config, decision, id, policy, host, .. } = rendezvous;
+        let Rendezvous { config, decision, id, policy, host, alive: _alive, .. } = rendezvous;
         let (policy, ranks) = (Arc::new(policy), config.size);
         let theirs = Arc::clone(&policy);
         let (spin_policy, peers, mates) = (SpinPolicy::none(), Vec::new(), Vec::new());
@@ -266,6 +267,7 @@ impl Parts {
                 told: OnceCell::new(),
                 mates,
                 following: Mutex::new(None),
+                alive: Mutex::new(Some(Alive::default())),
                 this: Weak::clone(this),
                 config,
             }

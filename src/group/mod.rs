@@ -53,6 +53,7 @@ pub use crate::host::{Completion, Host, Store};
 use crate::op;
 pub use crate::op::Op as CoreOp;
 use crate::op::overlap::Reach;
+use crate::os::watch::Alive;
 use crate::os::{clock, watch};
 use crate::progress::domain::{Domain, Driven, LongWait, SpinPolicy};
 use crate::progress::driver;
@@ -142,6 +143,8 @@ pub struct Group {
     mates: Vec<(usize, i32)>,
     /// Reports peers whose process ended.
     following: Mutex<Option<Following>>,
+    /// Until the group was shut down.
+    alive: Mutex<Option<Alive>>,
     /// A reference to itself, for the operations that it hands out.
     this: Weak<Group>,
 }
@@ -357,6 +360,7 @@ impl Group {
         // Outside of any lock: dropping the last group of a set of processes ends the watch over them.
         let following = self.following.lock().unwrap().take();
         drop(following);
+        *self.alive.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
     fn fail_all(&self, error: &Error) {
@@ -550,9 +554,7 @@ impl Drop for Group {
 
 /// Stops our threads in this process; groups that are still open leave their peers in order.
 pub fn at_exit() {
-    if watch::forked() {
-        return; // groups and threads are the parent's
-    }
+    // In a forked child these are its own groups and threads, if any.
     for domain in Domain::all() {
         // The newest first: a group over several hosts is made after the groups inside its host, which it uses.
         domain.groups().iter().rev().for_each(|group| group.leave());

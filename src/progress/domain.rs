@@ -8,8 +8,6 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use once_cell::sync::Lazy;
-
 use super::places::Places;
 use super::roles::Words;
 use super::waits::{Edge, Waits};
@@ -17,6 +15,7 @@ use crate::engine::{Control, WakeAddress};
 use crate::os::event_count;
 use crate::os::event_count::WakeWords;
 use crate::os::futex;
+use crate::os::watch::PerProcess;
 
 /// How long the end of a group waits until the answering thread has dropped its reference to the group's memory.
 const RELEASE: Duration = Duration::from_millis(50);
@@ -175,7 +174,7 @@ pub struct Domain {
     pub(super) silent: AtomicBool,
 }
 
-static DOMAINS: Lazy<Mutex<HashMap<u64, Arc<Domain>>>> = Lazy::new(Mutex::default);
+static DOMAINS: PerProcess<Mutex<HashMap<u64, Arc<Domain>>>> = PerProcess::new();
 
 impl Domain {
     /// The domain with this number: 0 is that of the process; tests give their ranks others.

@@ -18,6 +18,7 @@ use crate::engine::shm::memory::layout::{Layout, MAX_RANKS, SLOT_BYTES};
 use crate::error::{Error, Result, cleaned};
 use crate::fusion::planner::LANES;
 use crate::host::{Host, Store, first_time};
+use crate::os::watch::Alive;
 use crate::os::{topology, watch};
 use crate::select;
 use crate::select::start::Topology;
@@ -69,6 +70,8 @@ pub struct Rendezvous {
     /// How its ranks reach each other, where it needs a delegate or a link and the ranks have said how they can.
     pub network: Option<Network>,
     pub host: Arc<dyn Host>,
+    /// Until the group is made.
+    pub alive: Alive,
 }
 
 impl Rendezvous {
@@ -89,10 +92,11 @@ impl Rendezvous {
     /// As `new`, without the warning, for a caller that reports the consequences itself.
     pub(super) fn without_warning(config: Config, store: &dyn Store, host: Arc<dyn Host>) -> Result<Rendezvous> {
         watch::install();
-        if watch::forked() {
+        let alive = Alive::default(); // before anything is locked
+        if watch::orphaned() {
             return Err(Error::Invalid(
-                "sagellm: this process was forked from one that uses sagellm, whose threads it does not have. Start it \
-                 with the 'spawn' or 'forkserver' method, or use sagellm only after the fork"
+                "sagellm: this process was forked from one that had a process group, whose threads it does not have. Start \
+                 it with the 'spawn' or 'forkserver' method, or destroy the groups before the fork"
                     .to_string(),
             ));
         }
@@ -102,11 +106,16 @@ impl Rendezvous {
         // Invalid rules of the user are refused here, before anything is sent.
         let said = (&*config.algorithm, &*config.topology, config.settings.measure_link);
         let own = select::policy::decide(said, config.size, SLOT_BYTES, config.rank == 0)?;
-        Rendezvous::with_policy(config, own, store, host)
+        Rendezvous::with_policy(config, (own, alive), store, host)
     }
 
     /// `own`: this rank's policy.
-    fn with_policy(mut config: Config, own: Policy, store: &dyn Store, host: Arc<dyn Host>) -> Result<Rendezvous> {
+    fn with_policy(
+        mut config: Config,
+        (own, alive): (Policy, Alive),
+        store: &dyn Store,
+        host: Arc<dyn Host>,
+    ) -> Result<Rendezvous> {
         let unmet = |decision, policy| Ok((decision, [0; 16], policy, None));
         let (decision, id, policy, network) = if config.size == 1 {
             unmet(config.delegate_reason.clone().map_or(Decision::Alone, Decision::Delegate), own)
@@ -116,7 +125,7 @@ impl Rendezvous {
             config.policy = own.text();
             decide(&config, own, store, &host)
         }?;
-        Ok(Rendezvous { config, decision, id, policy, network, host })
+        Ok(Rendezvous { config, decision, id, policy, network, host, alive })
     }
 
     /// Why another backend must serve the whole group, if so.
@@ -234,7 +243,7 @@ impl Hosts {
                 let tabled = select::policy::decide(("", "", policy.measure_link), size, SLOT_BYTES, leads)?;
                 let own = Policy { rules: policy.rules.clone(), ..tabled };
                 let keys = Prefixed { store, prefix: format!("inside/{id}/{}/{lane}", host_map.host) };
-                let met = Rendezvous::with_policy(inner, own, &keys, Arc::clone(host))?;
+                let met = Rendezvous::with_policy(inner, (own, Alive::default()), &keys, Arc::clone(host))?;
                 match &met.decision {
                     Decision::Delegate(reason) => problem.clone_from(reason),
                     _ => *inside = Some(met),

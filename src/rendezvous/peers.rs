@@ -13,7 +13,7 @@ use once_cell::sync::OnceCell;
 use super::messages::Nonce;
 use crate::error::Result;
 use crate::os::watch;
-use crate::os::watch::{End, WatchGuard};
+use crate::os::watch::{End, PerProcess, WatchGuard};
 
 /// Most known peers that a rank names in its record: the oldest, among which the largest groups are.
 const MOST_NAMED: usize = 32;
@@ -60,7 +60,7 @@ impl Follower {
 }
 
 /// All known peers of this process. Weak: the groups own them.
-static KNOWN: Mutex<Vec<Weak<KnownPeers>>> = Mutex::new(Vec::new());
+static KNOWN: PerProcess<Mutex<Vec<Weak<KnownPeers>>>> = PerProcess::new();
 
 impl KnownPeers {
     /// Starts to watch processes that have just met. `ends` are numbered by place.
@@ -75,7 +75,7 @@ impl KnownPeers {
         })?;
         // Just made, so no other code can have set it.
         let _ = known_peers.guard.set(guard);
-        let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = KNOWN.get().lock().unwrap_or_else(PoisonError::into_inner);
         known.retain(|weak| weak.strong_count() > 0);
         known.push(Arc::downgrade(&known_peers));
         Ok(known_peers)
@@ -84,7 +84,7 @@ impl KnownPeers {
     /// The known peers that this process can name to others, the oldest first. Ranks that are threads of one process
     /// cannot be told apart by their process, so an entry that several of them share is left out.
     pub fn known() -> Vec<Arc<KnownPeers>> {
-        let known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = KNOWN.get().lock().unwrap_or_else(PoisonError::into_inner);
         let held: Vec<Arc<KnownPeers>> = known.iter().filter_map(Weak::upgrade).collect();
         drop(known);
         let alone = |one: &&Arc<KnownPeers>| held.iter().filter(|other| other.id == one.id).count() == 1;

@@ -7,7 +7,7 @@ mod death;
 
 use std::ptr;
 use std::sync::Once;
-use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, Ordering};
 use std::thread::JoinHandle;
 
 use self::death::Watcher;
@@ -20,12 +20,22 @@ struct Process {
     generation: AtomicU32,
     /// Installs the handler that counts forks.
     installed: Once,
+    /// Groups that live or are being made. Raised and lowered by any thread, read by `in_forked_child` (relaxed: the child
+    /// has the memory of one moment).
+    alive: AtomicU32,
+    /// A group of an ancestor lived when this process was forked from it. Written by `in_forked_child` alone (relaxed).
+    orphaned: AtomicBool,
     /// The thread that watches, or null; see `Watcher::get`. Published with release, read with acquire.
     watcher: AtomicPtr<Watcher>,
 }
 
-static PROCESS: Process =
-    Process { generation: AtomicU32::new(0), installed: Once::new(), watcher: AtomicPtr::new(ptr::null_mut()) };
+static PROCESS: Process = Process {
+    generation: AtomicU32::new(0),
+    installed: Once::new(),
+    alive: AtomicU32::new(0),
+    orphaned: AtomicBool::new(false),
+    watcher: AtomicPtr::new(ptr::null_mut()),
+};
 
 /// Runs in the child between fork and its first own instruction: only atomics and nothing that may hold a lock.
 ///
@@ -33,6 +43,9 @@ static PROCESS: Process =
 /// The epoll instance is shared with the parent and must not be changed, so even closing it is left to the process's end.
 extern "C" fn in_forked_child() {
     PROCESS.generation.fetch_add(1, Ordering::Relaxed);
+    if PROCESS.alive.swap(0, Ordering::Relaxed) > 0 {
+        PROCESS.orphaned.store(true, Ordering::Relaxed);
+    }
     PROCESS.watcher.store(ptr::null_mut(), Ordering::Release);
 }
 
@@ -54,10 +67,73 @@ pub fn generation() -> u32 {
     PROCESS.generation.load(Ordering::Relaxed)
 }
 
-/// True in a child that was forked after this module was first used.
-#[inline]
-pub fn forked() -> bool {
-    generation() != 0
+/// True in a child that was forked, by whatever number of forks, while a group lived: it has a copy of that group's memory,
+/// and none of its threads. Where no group lived, what the child lacks is made anew ([`PerProcess`]).
+pub fn orphaned() -> bool {
+    PROCESS.orphaned.load(Ordering::Relaxed)
+}
+
+/// While it exists, a child that is forked is `orphaned`.
+pub struct Alive {
+    generation: u32,
+}
+
+impl Default for Alive {
+    fn default() -> Alive {
+        PROCESS.alive.fetch_add(1, Ordering::Relaxed);
+        Alive { generation: generation() }
+    }
+}
+
+impl Drop for Alive {
+    fn drop(&mut self) {
+        // A forked child does not count those of its parent.
+        if self.generation == generation() {
+            PROCESS.alive.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+}
+
+/// A value of the process that a forked child does not inherit, because a thread that the child does not have may have
+/// been changing it: each process begins with the default. The parent's is left as it was, and leaked.
+pub struct PerProcess<T>(AtomicPtr<Made<T>>);
+
+struct Made<T> {
+    generation: u32,
+    value: T,
+}
+
+impl<T: Default + Send + Sync + 'static> PerProcess<T> {
+    #[allow(clippy::new_without_default)] // it is for statics
+    pub const fn new() -> PerProcess<T> {
+        PerProcess(AtomicPtr::new(ptr::null_mut()))
+    }
+
+    pub fn get(&self) -> &'static T {
+        let current = self.0.load(Ordering::Acquire);
+        // SAFETY: null, or a value that was published below (release, acquire here) and is never freed.
+        match unsafe { current.as_ref() } {
+            Some(made) if made.generation == generation() => &made.value,
+            _ => self.make(current),
+        }
+    }
+
+    #[cold]
+    fn make(&self, current: *mut Made<T>) -> &'static T {
+        let new = Box::into_raw(Box::new(Made { generation: generation(), value: T::default() }));
+        match self.0.compare_exchange(current, new, Ordering::AcqRel, Ordering::Acquire) {
+            // SAFETY: published, and so never freed.
+            Ok(_) => unsafe { &(*new).value },
+            Err(other) => {
+                // SAFETY: `new` was made above, and nobody else has it. Another thread of this process published `other`,
+                // which is never freed.
+                unsafe {
+                    drop(Box::from_raw(new));
+                    &(*other).value
+                }
+            }
+        }
+    }
 }
 
 /// Starts a thread that takes no signals: those belong to the program.

@@ -237,3 +237,100 @@ def test_rule_26_a_forked_child_of_a_delegated_group_is_refused() -> None:
 def test_rule_26_a_forked_child_of_a_group_over_hosts_is_refused(hosts: list[str]) -> None:
     """Rule 26: messages and monitored barriers go by the delegate there."""
     end_beside_a_child(hosts)
+
+
+def fork_and(call: Any) -> Any:
+    """Calls it in a forked child; what it wrote comes back as text when the returned function is called."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(int(patience(40)))  # ends a child that hangs
+        try:
+            text = str(call())
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+        os.write(write, text.encode())
+        os._exit(0)
+    os.close(write)
+
+    def result() -> str:
+        with os.fdopen(read) as lines:
+            text = lines.read()
+        assert os.waitpid(pid, 0)[1] == 0, "the child hangs"
+        return text
+
+    return result
+
+
+def works_alone(ctx: Context, backend: str, store: str) -> str:
+    """A group of the ranks' children, of their kinds, or of the ranks: made, used and destroyed."""
+    made = dist.FileStore(f"{ctx.tmp}/{store}", ctx.world_size)
+    dist.init_process_group(
+        backend, store=made, rank=ctx.rank, world_size=ctx.world_size, timeout=timedelta(seconds=patience(20))
+    )
+    value = torch.ones(3)
+    dist.all_reduce(value)
+    work: Any = dist.all_reduce(value, async_op=True)  # by the progress thread
+    work.wait()
+    dist.destroy_process_group()
+    return str(value[0].item())
+
+
+def forks(ctx: Context, backend: str, when: str) -> list[str]:
+    """What a child says that makes a group, and one that calls its parent's."""
+    import sagellm
+
+    if backend == "gloo":
+        sagellm.serve_as("gloo")
+    parents: Any = None
+    if when != "before any group":
+        store = dist.FileStore(f"{ctx.tmp}/parents", ctx.world_size)
+        ctx.init(backend=backend, store=store)
+        dist.all_reduce(torch.ones(3))
+        parents = dist.group.WORLD._get_backend(torch.device("cpu"))
+        if when != "with a living group":
+            dist.destroy_process_group()
+
+    def child_makes() -> str:
+        if dist.is_initialized():
+            dist.destroy_process_group()  # its parent's, of which it has a copy
+        return works_alone(ctx, backend, "children")
+
+    def child_calls() -> str:
+        if parents is None:
+            return "none"
+        work = parents.allreduce([torch.ones(3)])
+        return "waited" if work is None else str(work.wait())
+
+    def grandchild_makes() -> str:
+        works_alone(ctx, backend, "between")
+        return str(fork_and(child_makes)())
+
+    calls = [grandchild_makes if when == "twice" else child_makes, child_calls]
+    found: list[str] = []
+    if when == "from a thread":
+        thread = threading.Thread(target=lambda: found.extend(fork_and(call)() for call in calls))
+        thread.start()
+        thread.join()
+    else:
+        found.extend(fork_and(call)() for call in calls)
+    if when == "with a living group":
+        dist.all_reduce(torch.ones(3))
+        dist.destroy_process_group()
+    found.append(works_alone(ctx, backend, "again"))
+    return found
+
+
+@beyond_gloo("is about who refuses")
+@pytest.mark.parametrize("when", ["before any group", "after destroy", "with a living group", "from a thread", "twice"])
+@pytest.mark.parametrize("backend", ["sagellm", "gloo"])
+def test_rule_26_a_forked_child_makes_groups_where_none_of_its_parent_lived(backend: str, when: str) -> None:
+    """Its own groups work, and end, wherever no group lived at the fork; its parent's are refused in every case."""
+    two = str(2.0 * 2)
+    for made, called, again in run_fresh(forks, 2, backend, when):
+        if when == "with a living group":
+            assert "was forked from one that had a process group" in made, made
+        else:
+            assert made == two, made
+        assert called == "none" if when == "before any group" else "forked child" in called, called
+        assert again == two, "the parent goes on"
