@@ -95,7 +95,7 @@ def create(options: Any, pg_options: Any = None) -> Any:
         from sagellm.observe import status
 
         status.start()
-    ours = _settings(extension, pg_options)
+    ours = _settings(extension, inherited(extension, options) if pg_options is None else pg_options)
     ours.delegate = _delegate.check(ours.delegate)
     ours.vendor = _vendor(os.environ.get(VENDOR) or ours.vendor or "auto")
     ours._library_folders = site.getsitepackages()
@@ -153,9 +153,35 @@ SWITCHES = {"SAGELLM_FUSION": "fusion", "SAGELLM_STRICT": "strict", "SAGELLM_MEA
 _BOOLEANS = {"0": False, "off": False, "false": False, "no": False, "1": True, "on": True, "true": True, "yes": True}
 
 
+def inherited(extension: ModuleType, options: Any) -> Any:
+    """The options of a group that is made without any, as by ``new_group(ranks)`` or a ``DeviceMesh``.
+
+    Of our groups that have all its ranks, so that each of these finds the same one, the default group's count, or else
+    those of the group that was made first. Without such a group they are the defaults.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    ranks = set(options.global_ranks_in_group or [])
+    groups = list(c10d._world.pg_map)
+    default = c10d.GroupMember.WORLD
+    if default in groups:
+        groups.insert(0, groups.pop(groups.index(default)))
+    for group in groups:
+        members = c10d._world.pg_group_ranks.get(group)
+        if not ranks or members is None or not ranks <= set(members):
+            continue
+        for device in group._device_types:
+            backend = group._get_backend(device)
+            if isinstance(backend, extension.SageBackend):
+                found = backend.options.__copy__()
+                found._as_gloo, found._attempt = False, ""
+                return found
+    return extension.Options()
+
+
 def _settings(extension: ModuleType, given: Any) -> Any:
     """A copy of the user's options, or the defaults, in which the environment's switches override them."""
-    ours = extension.Options() if not isinstance(given, extension.Options) else given.__copy__()
+    ours = given.__copy__() if isinstance(given, extension.Options) else extension.Options()
     for variable, option in SWITCHES.items():
         text = os.environ.get(variable, "").strip().lower()
         if text and text not in _BOOLEANS:

@@ -393,6 +393,64 @@ def test_options_and_names() -> None:
     run_ranks(options, 2)
 
 
+def options_of(group: Any) -> dict[str, Any]:
+    options = group._get_backend(torch.device("cpu")).options
+    names = [
+        "engine",
+        "delegate",
+        "fusion",
+        "strict",
+        "algorithm",
+        "vendor",
+        "topology",
+        "measure_link",
+        "soft_timeout",
+    ]
+    return {name: getattr(options, name) for name in names}
+
+
+def inherits(ctx: Context) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    import sagellm
+
+    given = sagellm.Options(
+        engine="delegate", fusion=False, algorithm="*:0-=rounds(128KiB)", vendor="host", soft_timeout=7
+    )
+    ctx.init(pg_options=given, timeout=timedelta(seconds=30))
+    everyone = options_of(dist.group.WORLD)
+    assert everyone["engine"] == "delegate" and everyone["soft_timeout"] == 7
+    for group in (dist.new_group(), dist.new_group([0, 1]), dist.new_group([ctx.rank], use_local_synchronization=True)):
+        if group != dist.GroupMember.NON_GROUP_MEMBER:
+            assert options_of(group) == everyone
+    assert "delegate" in dist.new_group()._get_backend(torch.device("cpu")).describe()
+    assert options_of(init_device_mesh("cpu", (ctx.world_size,)).get_group()) == everyone
+    short = dist.new_group(timeout=timedelta(seconds=11))._get_backend(torch.device("cpu")).options
+    assert short._timeout == timedelta(seconds=11), "the timeout is an argument"
+    own = dist.new_group(pg_options=sagellm.Options(strict=True))
+    assert options_of(own) == options_of(own) | {"engine": "auto", "fusion": True, "strict": True, "soft_timeout": None}
+    dist.destroy_process_group()
+
+    # Where the default group is not ours, it is the first group of ours that has all the ranks.
+    ctx.init(backend="gloo", key=f"{ctx.key}/second")
+    first = dist.new_group(backend="sagellm", pg_options=sagellm.Options(soft_timeout=3))
+    dist.new_group(backend="sagellm", pg_options=sagellm.Options(soft_timeout=4))
+    assert options_of(dist.new_group(backend="sagellm"))["soft_timeout"] == 3
+    dist.destroy_process_group(first)
+    assert options_of(dist.new_group(backend="sagellm"))["soft_timeout"] == 4
+    dist.destroy_process_group()
+    ctx.init(key=f"{ctx.key}/third")
+    assert options_of(dist.group.WORLD)["soft_timeout"] is None
+    dist.destroy_process_group()
+
+
+@beyond_gloo("has none of these options")
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_group_without_options_has_those_of_the_group_that_has_its_ranks(world_size: int) -> None:
+    """new_group and DeviceMesh pass none."""
+    run_fresh(inherits, world_size)
+
+
 def one_backend_object(ctx: Context) -> None:
     group = dist.distributed_c10d._get_default_group()
     assert group._device_types and torch.device("cpu") in group._device_types
