@@ -132,6 +132,11 @@ std::string of_device(const SageBackend& self, const std::string& device) {
   return (self.*question)(c10::Device(device).type());
 }
 
+py::object of_gloo(const Options& options, const char* name, py::object value) {
+  if (options.as_gloo) return value;
+  throw py::attribute_error(c10::str("'Options' object has no attribute '", name, "'"));
+}
+
 void bind_options(py::module_& module) {
   // pybind11 must know the base classes before ours are registered.
   py::module_::import("torch._C._distributed_c10d");
@@ -151,6 +156,13 @@ void bind_options(py::module_& module) {
       .def_readwrite("soft_timeout", &Options::soft_timeout)
       .def_readwrite("_library_folders", &Options::library_folders)
       .def_readwrite("_as_gloo", &Options::as_gloo)
+      // What programs read of the options of gloo; a group that was not asked for as gloo has none of the last three.
+      .def_property_readonly("backend",
+                             [](const Options& self) { return self.as_gloo ? std::string("gloo") : self.backend; })
+      .def_property_readonly("enable_reconfigure",
+                             [](const Options& self) { return of_gloo(self, "enable_reconfigure", py::bool_(false)); })
+      .def_property_readonly("_threads", [](const Options& self) { return of_gloo(self, "_threads", py::int_(2)); })
+      .def_property_readonly("_devices", [](const Options& self) { return of_gloo(self, "_devices", py::list()); })
       .def_readwrite("_attempt", &Options::attempt)
       .def_readwrite("_addresses", &Options::addresses)
       .def("__copy__", [](const Options& self) { return self.copy(); })

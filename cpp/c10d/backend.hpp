@@ -137,7 +137,8 @@ class SageBackend final : public c10d::Backend {
     return checked([&] { return group_->stats(part); });
   }
 
-  const std::string getBackendName() const override { return "sagellm"; }
+  // Programs that asked for gloo read its name here; `describe` says who serves the group.
+  const std::string getBackendName() const override { return options_->as_gloo ? "gloo" : "sagellm"; }
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }
   void setTimeout(std::chrono::milliseconds timeout) override;
   uint64_t getSequenceNumberForGroup() override;

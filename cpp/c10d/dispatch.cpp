@@ -59,7 +59,9 @@ SageBackend::WorkPtr SageBackend::dispatch(CallDesc& call, CallDesc::Delegate de
 }
 
 SageBackend::WorkPtr SageBackend::carry(CallDesc& call) {
-  if (call.coalesced) check::apart(call);
+  // gloo takes a tensor that is twice in the list of an all_reduce: `add_combined_list`.
+  const bool apart = call.coalesced && !(options_->as_gloo && call.kind == Kind::kAllReduce && !call.on_device());
+  if (apart) check::apart(call);
   const bool barrier = call.kind == Kind::kBarrier;
   if (barrier && !delegated()) {
     refuse_forked();

@@ -108,6 +108,8 @@ void add_combined_list(Plans& plans, const CallDesc& call, const Carrier& carrie
     return RustGroup::list_operations(call.kind, carrier.vendor, {elements.data(), elements.size()},
                                       {bytes.data(), bytes.size()});
   });
+  // gloo combines copies of the tensors and stores them in the order of the list, so a tensor may be in it twice.
+  const std::vector<bool> twice = carrier.several && !scatters ? in_overlaps(outputs) : std::vector<bool>(outputs.size());
   // Blocks of a reduce_scatter interleave, so all tensors of an operation are needed at once.
   std::vector<Operand::Tensors> blocks;
   for (size_t i = 0; i < inputs.size(); ++i) {
@@ -122,7 +124,7 @@ void add_combined_list(Plans& plans, const CallDesc& call, const Carrier& carrie
     Plan& plan = plans[operation];
     ++plan.call.tensors;
     if (!scatters) {
-      plan.update(outputs[i]);
+      plan.update(outputs[i], twice[i]);
       continue;
     }
     plan.write(outputs[i], aside(call, outputs[i], i, call.inputs, carrier.rank));

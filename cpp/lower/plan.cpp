@@ -167,6 +167,12 @@ bool share_memory(const Strided& left, const Strided& right) {
 
 }  // namespace
 
+std::vector<bool> in_overlaps(c10::ArrayRef<at::Tensor> tensors) {
+  std::vector<bool> found(tensors.size());
+  for (const auto& [one, other] : overlapping(tensors)) found[one] = found[other] = true;
+  return found;
+}
+
 std::optional<Places> shared(c10::ArrayRef<at::Tensor> tensors, const std::function<bool(Places)>& allowed) {
   for (const Places& pair : overlapping(tensors)) {
     if (allowed && allowed(pair)) continue;
@@ -250,18 +256,17 @@ void Plan::write(const at::Tensor& tensor, bool stage) {
 }
 
 void Plan::write_all(c10::ArrayRef<at::Tensor> tensors) {
-  std::vector<bool> stage(tensors.size());
-  for (const auto& [one, other] : overlapping(tensors)) stage[one] = stage[other] = true;
+  const std::vector<bool> stage = in_overlaps(tensors);
   for (size_t i = 0; i < tensors.size(); ++i) write(tensors[i], stage[i]);
 }
 
-void Plan::update(const at::Tensor& tensor) {
+void Plan::update(const at::Tensor& tensor, bool stage) {
   call.element = static_cast<uint8_t>(tensor.scalar_type());
   if (tensor.numel() == 0) return;
   // The writable pointer first: taking it may copy a copy-on-write tensor, and the copy must then be the one that is
   // read.
   const size_t staged = after.size();
-  char* memory = writable(tensor, false);
+  char* memory = writable(tensor, stage);
   if (after.size() > staged) before.push_back(after.back());
   const Piece piece{reinterpret_cast<size_t>(memory), tensor.nbytes()};
   inputs_.push_back(piece);

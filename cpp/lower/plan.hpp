@@ -40,6 +40,8 @@ void copy_staged(const std::vector<Staged>& list, bool back);
 // True when some byte belongs to both. Judges strided tensors by the memory between their first and last byte.
 bool overlap(const at::Tensor& left, const at::Tensor& right);
 bool overlap(const Piece& left, const Piece& right);
+// For each tensor of a list whether it overlaps another one.
+std::vector<bool> in_overlaps(c10::ArrayRef<at::Tensor> tensors);
 // The range from the first byte of the tensor to the end of its last, as addresses on its device.
 Piece extent(const at::Tensor& tensor);
 
@@ -85,7 +87,7 @@ class Plan {
   // Appends the tensors of a list to the outputs. Tensors that share memory are stored at the end one after the other,
   // in the order of the list.
   void write_all(c10::ArrayRef<at::Tensor> tensors);
-  void update(const at::Tensor& tensor);
+  void update(const at::Tensor& tensor, bool stage = false);
   void add(const at::Tensor& tensor, Role role);
 
   // For coalesced lists, whose pieces interleave: all of the first rank's blocks, then all of the second's, and so on.

@@ -149,7 +149,7 @@ def _create(options: Any, pg_options: Any = None) -> Any:
             options.group_id,
         )
         pg_options = None
-    given = ours() if pg_options is None else pg_options.__copy__()
+    given = _register.inherited(extension, options) if pg_options is None else pg_options.__copy__()
     given._as_gloo = True
     return _register.create(options, given)
 
@@ -157,12 +157,24 @@ def _create(options: Any, pg_options: Any = None) -> Any:
 def _class() -> Any:
     """A subclass of torch's class; calling it makes a group of ours."""
     base = real()
+    base_options = base._Options
 
     class Meta(type(base)):  # type: ignore[misc]  # torch's class has no annotations
         def __instancecheck__(cls, instance: Any) -> bool:
             from sagellm import _load
 
-            return isinstance(instance, (base, _load.extension().SageBackend))
+            ours = _load.extension().SageBackend
+            return isinstance(instance, base) or (isinstance(instance, ours) and instance.options._as_gloo)
+
+    class OptionsMeta(type(base_options)):  # type: ignore[misc]  # the same
+        def __instancecheck__(cls, instance: Any) -> bool:
+            from sagellm import _load
+
+            ours = _load.extension().Options
+            return isinstance(instance, base_options) or (isinstance(instance, ours) and instance._as_gloo)
+
+    class Options(base_options, metaclass=OptionsMeta):  # type: ignore[misc, valid-type]  # the same
+        """torch's options; for ``isinstance`` those of our groups that were asked for as gloo are such, too."""
 
     class ProcessGroupGloo(base, metaclass=Meta):  # type: ignore[misc, valid-type]  # torch's class has no annotations
         """torch's class with our groups: see ``sagellm.serve_as``."""
@@ -183,6 +195,7 @@ def _class() -> Any:
                 timeout = default_pg_timeout
             return _create(_Facts(store, rank, size, timeout), given)
 
+    ProcessGroupGloo._Options = Options
     ProcessGroupGloo.__module__ = base.__module__
     ProcessGroupGloo.__qualname__ = CLASS
     return ProcessGroupGloo

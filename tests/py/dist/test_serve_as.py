@@ -435,3 +435,68 @@ def test_doctor_says_so() -> None:
         check=False,
     )
     assert done.returncode == 0 and "groups called gloo" in done.stdout, done
+
+
+def looks(group: Any) -> dict[str, Any]:
+    """What programs read of a group of gloo."""
+    backend = group._get_backend(torch.device("cpu"))
+    options = backend.options
+    names = ["_threads", "_timeout", "backend", "enable_reconfigure"]
+    return {
+        "name": backend.name(),
+        "group": group.name(),
+        "backend": dist.get_backend(group),
+        "config": dist.get_backend_config(group),
+        "name of the backend": getattr(backend, "_get_backend_name", backend.name)(),
+        "is gloo": isinstance(backend, dist.ProcessGroupGloo),
+        "has gloo's options": isinstance(options, dist.ProcessGroupGloo._Options),
+        "type": type(options).__name__.lstrip("_"),
+        "devices": isinstance(options._devices, list),
+        **{name: getattr(options, name, "missing") for name in names},
+    }
+
+
+def looks_alike(ctx: Context) -> None:
+    import sagellm
+
+    ctx.init(backend="gloo")
+    theirs = looks(dist.group.WORLD)
+    given = dist.ProcessGroupGloo._Options()
+    dist.destroy_process_group()
+    sagellm.serve_as("gloo")
+    ctx.init(backend="gloo", key=f"{ctx.key}/served")
+    assert looks(dist.group.WORLD) == theirs
+    assert isinstance(given, dist.ProcessGroupGloo._Options), "options that were made before"
+    assert isinstance(dist.ProcessGroupGloo._Options(), dist.ProcessGroupGloo._Options)
+    assert "asked for as gloo" in dist.group.WORLD._get_backend(torch.device("cpu")).describe()
+    # A group that is asked for as sagellm has its own name and options meanwhile.
+    other = dist.new_group(backend="sagellm")._get_backend(torch.device("cpu"))
+    assert other.name() == "sagellm" and other.options.backend == "sagellm"
+    assert not isinstance(other, dist.ProcessGroupGloo)
+    assert not isinstance(other.options, dist.ProcessGroupGloo._Options)
+    assert not any(hasattr(other.options, name) for name in ("_threads", "_devices", "enable_reconfigure"))
+    dist.destroy_process_group()
+
+
+def test_what_programs_read_of_a_group_is_gloos() -> None:
+    """Names and options, as those of torch's own group in the same program."""
+    run_fresh(looks_alike, 2)
+
+
+def a_tensor_twice(group: Any, rank: int) -> list[Any]:
+    results: list[Any] = []
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MAX):
+        base = torch.arange(1, 13, dtype=torch.int64).reshape(3, 4) + rank
+        options = dist.AllreduceCoalescedOptions()
+        options.reduceOp = op
+        lists = [[base, base], [base, base[1:]], [base[:, 0], base[:, 1], base[:, 0]], [base[0], base[2]]]
+        for tensors in lists:
+            group.allreduce_coalesced(tensors, options).wait()
+            results += [each.tolist() for each in (*tensors, base)]
+    return results
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_list_that_has_a_tensor_twice_gives_what_gloo_makes_of_it(world_size: int) -> None:
+    """gloo combines copies, and stores them one after the other: every place holds the result of its own elements."""
+    run_fresh(both, world_size, a_tensor_twice)
