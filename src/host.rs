@@ -17,6 +17,8 @@ pub trait Store {
 pub trait Counting: Store {
     /// Adds to the key and returns the sum.
     fn add(&self, key: &str, by: i64) -> Result<i64>;
+    /// Deletes a key that this rank alone reads, where the store can do so.
+    fn remove(&self, key: &str) -> Result<()>;
     /// The same number for all stores that one request delays, those over one connection.
     fn connection(&self) -> usize;
 }
@@ -77,6 +79,17 @@ pub fn first_time(what: &'static str) -> bool {
 pub struct Memory(std::sync::Arc<Mutex<std::collections::HashMap<String, Vec<u8>>>>);
 
 #[cfg(test)]
+impl Memory {
+    /// Those that begin so, in order.
+    pub fn keys(&self, begin: &str) -> Vec<String> {
+        let all = self.0.lock().unwrap();
+        let mut keys: Vec<String> = all.keys().filter(|key| key.starts_with(begin)).cloned().collect();
+        keys.sort();
+        keys
+    }
+}
+
+#[cfg(test)]
 impl Store for Memory {
     fn set(&self, key: &str, value: &[u8]) -> Result<()> {
         self.0.lock().unwrap().insert(key.into(), value.into());
@@ -95,6 +108,10 @@ impl Counting for Memory {
         let sum = std::str::from_utf8(value).unwrap().parse::<i64>().unwrap() + by;
         *value = sum.to_string().into_bytes();
         Ok(sum)
+    }
+    fn remove(&self, key: &str) -> Result<()> {
+        self.0.lock().unwrap().remove(key);
+        Ok(())
     }
     fn connection(&self) -> usize {
         std::sync::Arc::as_ptr(&self.0) as usize

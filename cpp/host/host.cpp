@@ -123,7 +123,7 @@ class C10dStore final : public Store {
       static const std::vector<uint8_t> nothing{'n', 'o', 't', ' ', 's', 'e', 't'};
       const std::vector<uint8_t> bytes = use([&](c10d::Store& store) {
         if (connection_) return store.compareSet(name, nothing, nothing);
-        // `get` waits for a missing key, so check first. No rank deletes keys.
+        // `get` waits for a missing key, so check first. A key is deleted only by the one rank that reads it.
         return store.check({name}) ? store.get(name) : nothing;
       });
       if (bytes == nothing) return false;
@@ -136,6 +136,10 @@ class C10dStore final : public Store {
 
   int64_t add(rust::Str key, int64_t by) const override {
     return plain_errors([&] { return use([&](c10d::Store& store) { return store.add(full(key), by); }); });
+  }
+
+  void remove(rust::Str key) const override {
+    plain_errors([&] { use([&](c10d::Store& store) { (void)store.deleteKey(full(key)); }); });
   }
 
   size_t connection() const override {

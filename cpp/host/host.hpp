@@ -23,6 +23,8 @@ class Store {
   virtual bool try_get(rust::Str key, rust::Vec<uint8_t>& value) const = 0;
   // The sum of all that any rank has added to the key.
   virtual int64_t add(rust::Str key, int64_t by) const = 0;
+  // Deletes a key that only this rank reads and that no other rank sets again, where the store can do so.
+  virtual void remove(rust::Str key) const = 0;
   // The same number for all stores over one connection, whose requests wait for each other.
   virtual size_t connection() const = 0;
 };

@@ -511,6 +511,8 @@ pub mod ffi {
         /// Does not wait: false when the key is not there.
         fn try_get(self: &Store, key: &str, value: &mut Vec<u8>) -> Result<bool>;
         fn add(self: &Store, key: &str, by: i64) -> Result<i64>;
+        /// Deletes a key that this rank alone reads, where the store can do so.
+        fn remove(self: &Store, key: &str) -> Result<()>;
         /// The same number for all stores over one connection.
         fn connection(self: &Store) -> usize;
 

@@ -30,6 +30,9 @@ impl Counting for StoreHook {
     fn add(&self, key: &str, by: i64) -> Result<i64> {
         self.0.add(key, by).map_err(|e| Error::System(format!("the store refused to add to {key}: {e}")))
     }
+    fn remove(&self, key: &str) -> Result<()> {
+        self.0.remove(key).map_err(|e| Error::System(format!("the store refused to delete {key}: {e}")))
+    }
     fn connection(&self) -> usize {
         self.0.connection()
     }

@@ -284,6 +284,10 @@ mod tests {
             self.before(key)?;
             self.store.add(key, by)
         }
+        fn remove(&self, key: &str) -> Result<()> {
+            self.before(key)?;
+            self.store.remove(key)
+        }
         fn connection(&self) -> usize {
             self.store.connection()
         }

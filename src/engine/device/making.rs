@@ -12,6 +12,10 @@ use super::lock;
 use super::pairs::Pairs;
 use crate::error::{Error, Result};
 
+/// The longest pause between two looks at the store for a rank that has not come to its first message yet: all ranks that
+/// wait for a late one ask the same store.
+const LONGEST_PAUSE: Duration = Duration::from_millis(100);
+
 impl DeviceEngine {
     /// The communicator of these ranks for a device. Makes it where there is none yet, and then returns when all its
     /// ranks have come.
@@ -90,7 +94,7 @@ impl DeviceEngine {
         let next = pairs.next(peer as usize, known, &mut || {
             may_wait()?;
             std::thread::sleep(pause);
-            pause = (pause * 3 / 2).min(Duration::from_millis(20));
+            pause = (pause * 3 / 2).min(LONGEST_PAUSE);
             Ok(())
         });
         match next {

@@ -19,7 +19,7 @@
 //! | key | |
 //! | --- | --- |
 //! | `pair/<low>-<high>/asked` | counts: an odd value is the first to ask, who invites; the next, even one is its peer |
-//! | `mail/<rank>/count`, `mail/<rank>/<n>` | invitations to a rank, each the inviter and the number of their making |
+//! | `mail/<rank>/count`, `mail/<rank>/<n>` | invitations to a rank (inviter, number of the making), which it deletes |
 //! | `pair/<low>-<high>/<making>` | the invitation to this making was accepted |
 
 use std::collections::BTreeMap;
@@ -114,6 +114,8 @@ impl Pairs {
     fn read_mail(&mut self) -> Result<()> {
         while let Some(mail) = self.store.try_get(&format!("{}/mail/{}/{}", self.prefix, self.rank, self.read + 1))? {
             self.read += 1;
+            // Nobody else reads it, and nobody writes this key again. A store that deletes nothing keeps it.
+            let _ = self.store.remove(&format!("{}/mail/{}/{}", self.prefix, self.rank, self.read));
             let text = String::from_utf8_lossy(&mail);
             let words =
                 text.split_once(' ').and_then(|(from, making)| Some((from.parse().ok()?, making.parse().ok()?)));
@@ -230,6 +232,20 @@ mod tests {
         assert!(high.next(0, &[], &mut stop).is_err());
         assert_eq!(low.next(1, &[], &mut stop).unwrap(), 1);
         assert_eq!(high.next(0, &[], &mut stop).unwrap(), 0);
+    }
+
+    #[test]
+    fn mail_that_was_read_is_deleted() {
+        let store = Memory::default();
+        let mut stop = || Err(Error::Interrupted("stop".into()));
+        let of = |rank| Pairs::new(Arc::new(store.clone()), "g".into(), rank);
+        let (mut low, mut high) = (of(0), of(1));
+        for _ in 0..3 {
+            assert!(high.next(0, &[], &mut stop).is_err());
+            assert_eq!(low.next(1, &[], &mut stop).unwrap(), 1);
+            assert_eq!(high.next(0, &[], &mut stop).unwrap(), 0);
+        }
+        assert_eq!(store.keys("g/mail/"), ["g/mail/0/count"]);
     }
 
     #[test]
