@@ -39,9 +39,9 @@ class Connection {
  public:
   explicit Connection(c10::intrusive_ptr<c10d::Store> users) : users_(std::move(users)) {}
 
-  // Calls `request` with the connection, which is opened when it is first needed. That may take a look-up of names: not with
-  // a lock held that others need. One request at a time, so between two of them the socket has nothing to read unless the
-  // server has closed it; that is an error here, because torch would write a page of its stack to the log.
+  // Calls `request` with the connection, which is opened when it is first needed. That may take a look-up of names: not
+  // with a lock held that others need. One request at a time, so between two of them the socket has nothing to read
+  // unless the server has closed it; that is an error here, because torch would write a page of its stack to the log.
   template <class Request>
   auto use(const Request& request) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -118,8 +118,8 @@ class C10dStore final : public Store {
   bool try_get(rust::Str key, rust::Vec<uint8_t>& value) const override {
     return plain_errors([&] {
       const std::string name = full(key);
-      // One round trip instead of two: compareSet returns the stored value, or the expected one where the key is missing.
-      // No rank ever stores the value expected here, so it changes nothing.
+      // One round trip instead of two: compareSet returns the stored value, or the expected one where the key is
+      // missing. No rank ever stores the value expected here, so it changes nothing.
       static const std::vector<uint8_t> nothing{'n', 'o', 't', ' ', 's', 'e', 't'};
       const std::vector<uint8_t> bytes = use([&](c10d::Store& store) {
         if (connection_) return store.compareSet(name, nothing, nothing);

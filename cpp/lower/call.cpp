@@ -109,7 +109,8 @@ void add_combined_list(Plans& plans, const CallDesc& call, const Carrier& carrie
                                       {bytes.data(), bytes.size()});
   });
   // gloo combines copies of the tensors and stores them in the order of the list, so a tensor may be in it twice.
-  const std::vector<bool> twice = carrier.several && !scatters ? in_overlaps(outputs) : std::vector<bool>(outputs.size());
+  const std::vector<bool> twice =
+      carrier.several && !scatters ? in_overlaps(outputs) : std::vector<bool>(outputs.size());
   // Blocks of a reduce_scatter interleave, so all tensors of an operation are needed at once.
   std::vector<Operand::Tensors> blocks;
   for (size_t i = 0; i < inputs.size(); ++i) {

@@ -96,6 +96,8 @@ impl Group {
                 .and_then(|engine| engine.needs(dead, &|rank| self.is_gone(rank)).or_else(|| engine.next_deadline()));
             return Some(self.death_of(dead, &self.within(op.as_ref())));
         }
-        Some(Error::told(code, rank, format!("{text} (reported by rank {rank})")))
+        // A rank of this host may pass on what it has from another host.
+        let passed_on = text.contains("(reported by rank ");
+        Some(Error::told(code, rank, if passed_on { text } else { format!("{text} (reported by rank {rank})") }))
     }
 }
