@@ -305,6 +305,13 @@ impl Strided {
     }
 }
 
+/// A tensor of a call's list: its element type where the call combines numbers, else `Bytes`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Listed {
+    pub dtype: Dtype,
+    pub bytes: usize,
+}
+
 /// The peer of a receive that takes from anyone.
 pub const ANY_RANK: u32 = u32::MAX;
 
@@ -343,6 +350,9 @@ pub struct Request {
     /// Bytes of each rank's block, one entry per rank, or empty where all blocks are equal.
     pub in_blocks: Vec<usize>,
     pub out_blocks: Vec<usize>,
+    /// The tensors of the call's list, empty ones too, in the caller's order; every operation of the call has the whole
+    /// list. Empty where the call has one tensor.
+    pub list: Vec<Listed>,
     /// Caller memory that is read or written beyond `inputs` and `outputs`: the strided tensors behind staged copies.
     /// Used only to keep operations on the same memory in order.
     pub also_touched: Vec<Strided>,
@@ -378,6 +388,7 @@ impl Request {
             outputs: Spans::default(),
             in_blocks: Vec::new(),
             out_blocks: Vec::new(),
+            list: Vec::new(),
             also_touched: Vec::new(),
             note: CallNote::default(),
         }

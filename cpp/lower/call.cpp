@@ -131,6 +131,12 @@ void add_combined_list(Plans& plans, const CallDesc& call, const Carrier& carrie
     plan.write(outputs[i], aside(call, outputs[i], i, call.inputs, carrier.rank));
     blocks[operation].push_back(inputs[i]);
   }
+  if (inputs.size() > 1) {
+    std::vector<Listed> list;
+    list.reserve(inputs.size());
+    for (size_t i = 0; i < inputs.size(); ++i) list.push_back({plans[operations[i]].call.dtype, bytes[i]});
+    for (Plan& plan : plans) plan.list = list;
+  }
   for (size_t i = 0; scatters && i < plans.size(); ++i) {
     plans[i].read_blocks(blocks[i], static_cast<size_t>(carrier.size));
   }
@@ -151,7 +157,10 @@ Plans lower(const CallDesc& call, const Carrier& carrier) {
   }
   Plan& plan = add_plan(plans, call, carrier);
   if (call.reduce_op != nullptr) plan.combine(call.outputs.first()[0], *call.reduce_op);
-  if (call.coalesced) plan.call.tensors = static_cast<uint32_t>(call.inputs.list().size());
+  if (call.coalesced) {
+    plan.call.tensors = static_cast<uint32_t>(call.inputs.list().size());
+    plan.note_list(call.inputs.list());
+  }
   if (call.has_one_argument()) {
     for (const at::Tensor& tensor : call.outputs.first()) plan.add(tensor, call.outputs.role);
     return plans;

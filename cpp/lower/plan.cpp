@@ -307,8 +307,14 @@ void Plan::write_blocks(c10::ArrayRef<at::Tensor> tensors, size_t ranks) {
   add_blocks(outputs_, tensors, bases, ranks);
 }
 
+void Plan::note_list(c10::ArrayRef<at::Tensor> tensors) {
+  if (tensors.size() < 2) return;
+  list.reserve(tensors.size());
+  for (const at::Tensor& tensor : tensors) list.push_back({Dtype::kBytes, tensor.nbytes()});
+}
+
 Request Plan::request() const {
-  return {call, slice(inputs_), slice(outputs_), slice(in_blocks), slice(out_blocks), slice(touched_)};
+  return {call, slice(inputs_), slice(outputs_), slice(in_blocks), slice(out_blocks), slice(list), slice(touched_)};
 }
 
 rust::Box<RustOp> Plan::issue(const RustGroup& group, std::shared_ptr<Completion> completion) const {

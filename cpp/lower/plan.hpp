@@ -95,6 +95,9 @@ class Plan {
   void read_blocks(c10::ArrayRef<at::Tensor> tensors, size_t ranks);
   void write_blocks(c10::ArrayRef<at::Tensor> tensors, size_t ranks);
 
+  // Notes the tensors of a list that are moved, not combined.
+  void note_list(c10::ArrayRef<at::Tensor> tensors);
+
   // Marks it as an internal operation, or a part of a call: the statistics do not count it as a call.
   void uncounted() {
     call.counts = false;
@@ -119,6 +122,8 @@ class Plan {
   // `block_sizes`.
   std::vector<size_t> in_blocks;
   std::vector<size_t> out_blocks;
+  // The tensors of the call's list, where it has several: `types::Request::list`.
+  std::vector<Listed> list;
   // The tensors that `Pending::copy` copies into temporaries, and the tensors that it copies back from temporaries.
   std::vector<Staged> before;
   std::vector<Staged> after;

@@ -109,6 +109,12 @@ pub mod ffi {
         written: bool,
     }
 
+    /// `types::Listed`.
+    struct Listed {
+        dtype: Dtype,
+        bytes: usize,
+    }
+
     /// `types::Request` without its memory.
     #[derive(Clone, Copy)]
     struct Call {
@@ -141,6 +147,7 @@ pub mod ffi {
         /// Sizes of the ranks' blocks in bytes; empty where all are equal.
         in_blocks: &'a [usize],
         out_blocks: &'a [usize],
+        list: &'a [Listed],
         also_touched: &'a [Strided],
     }
 

@@ -8,7 +8,7 @@ use crate::select::explain::{Alternative, Explanation, Table};
 use crate::stats::export::Moment;
 use crate::stats::history::Record;
 use crate::stats::{MIXED, Stats, export};
-use crate::types::{CallNote, Dtype, Kind, ReduceOp, Request, Span, Spans, Strided};
+use crate::types::{CallNote, Dtype, Kind, Listed, ReduceOp, Request, Span, Spans, Strided};
 
 /// A result as it crosses to C++: a value, or an error as text.
 pub(super) type Outcome<T> = std::result::Result<T, String>;
@@ -90,8 +90,12 @@ fn strided(tensor: &ffi::Strided) -> Strided {
     Strided { addr, run, counts, strides, written }
 }
 
+fn listed(tensor: &ffi::Listed) -> Result<Listed> {
+    Ok(Listed { dtype: dtype(tensor.dtype)?, bytes: tensor.bytes })
+}
+
 pub(super) fn request(asked: &ffi::Request<'_>) -> Result<Request> {
-    let ffi::Request { call, inputs, outputs, in_blocks, out_blocks, also_touched } = *asked;
+    let ffi::Request { call, inputs, outputs, in_blocks, out_blocks, list, also_touched } = *asked;
     let kind = kind(call.kind)?;
     // SAFETY: the pieces are memory of tensors that the shim holds in its `Completion` until the last `reached`, or, of a
     // call to `run`, on its stack until that returns. That the program does not write them meanwhile is c10d's rule for
@@ -104,6 +108,7 @@ pub(super) fn request(asked: &ffi::Request<'_>) -> Result<Request> {
     request.timeout_ms = u64::try_from(call.timeout_ms).ok();
     request.in_blocks = in_blocks.to_vec();
     request.out_blocks = out_blocks.to_vec();
+    request.list = list.iter().map(listed).collect::<Result<_>>()?;
     request.also_touched = also_touched.iter().map(strided).collect();
     let ffi::Call { counts, tensors, element, site, host_staged, .. } = call;
     request.note = CallNote { counts, tensors, element, site, host_staged };

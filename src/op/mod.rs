@@ -3,6 +3,7 @@
 //! The engine advances it, the group ends it, the caller waits for it. Only the outcome is written by one thread and
 //! read by others without a lock: see `state`.
 
+pub mod lists;
 pub mod overlap;
 
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU8, AtomicU32, AtomicU64, Ordering};
@@ -109,7 +110,7 @@ pub struct Op {
     pub number: u64,
     /// The hash that must agree between ranks, see [`signature`].
     pub signature: u64,
-    /// A second hash that must agree: [`lists`].
+    /// A second hash that must agree: [`lists::hash`].
     pub lists: u64,
     /// `clock::stamp`.
     pub issued: u64,
@@ -157,7 +158,7 @@ impl Op {
         Op {
             read: sum(request.inputs()),
             written: sum(request.outputs()),
-            lists: lists(&request),
+            lists: lists::hash(&request),
             extent: overlap::extent(&request),
             reach: OnceCell::new(),
             copy: OnceCell::new(),
@@ -333,28 +334,6 @@ pub fn signature(request: &Request, ranks: usize) -> u64 {
         if request.kind.reduces() { (request.dtype as u64, u64::from(request.op.code())) } else { (0, 0) };
     let root = if request.kind.rooted() { u64::from(request.root) & 0x1ff } else { 0 };
     (request.kind as u64) << 59 | op << 55 | dtype << 49 | root << 40 | (bytes & ((1 << 40) - 1))
-}
-
-/// Hash of a list of block sizes on which all ranks must agree; 0 where there is none or all blocks are equal, because
-/// then the signature's bytes determine them. It goes into the chain of calls (`area::chain`).
-fn lists(request: &Request) -> u64 {
-    let blocks = match request.kind {
-        Kind::AllGather => &request.out_blocks,
-        Kind::ReduceScatter => &request.in_blocks,
-        _ => return 0,
-    };
-    if blocks.iter().all(|bytes| *bytes == blocks[0]) {
-        return 0;
-    }
-    let mixed = blocks.iter().fold(blocks.len() as u64, |hash, bytes| {
-        (hash.rotate_left(5) ^ *bytes as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15)
-    });
-    mixed.max(1)
-}
-
-/// Whether an operation with this signature may have a list of sizes, see [`lists`].
-pub fn has_list(signature: u64) -> bool {
-    matches!(Kind::from_u8((signature >> 59) as u8), Some(Kind::AllGather | Kind::ReduceScatter))
 }
 
 /// A signature as text: `all_reduce(1024 bytes, float32, SUM)`.

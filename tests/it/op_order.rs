@@ -9,7 +9,7 @@ use sagellm::config::Settings;
 use sagellm::engine::local;
 use sagellm::error::Error;
 use sagellm::group::{Group, Op};
-use sagellm::types::{ANY_RANK, Kind, Request};
+use sagellm::types::{ANY_RANK, Dtype, Kind, Listed, Request};
 
 const LIMIT: Duration = Duration::from_secs(30);
 
@@ -154,6 +154,80 @@ fn rule_05_lists_of_sizes_that_differ_are_found_over_hosts() {
                 let last = lists.last_mut().unwrap();
                 last.swap(0, 1);
                 lists_must_agree(&on_hosts(place), kind, &lists);
+            }
+        }
+    }
+}
+
+/// The tensors of one call of each rank, all of as many bytes. A list of one is a call without a list.
+fn tensors_must_agree(groups: &[Arc<Group>], kind: Kind, lists: &[Vec<usize>]) -> Vec<String> {
+    let ranks = groups.len();
+    let sync = std::sync::Barrier::new(ranks);
+    on_ranks(ranks, |me| {
+        let total = lists[me].iter().sum::<usize>();
+        let (bytes_in, bytes_out) = match kind {
+            Kind::AllReduce => (total, total),
+            Kind::AllGather => (total, total * ranks),
+            _ => (total * ranks, total),
+        };
+        let (mut input, mut output) = (vec![1u8; bytes_in], vec![9u8; bytes_out]);
+        let mut request = call(kind, 0, &mut input, &mut output);
+        let dtype = if kind.reduces() { Dtype::F32 } else { Dtype::Bytes };
+        request.dtype = dtype;
+        if lists[me].len() > 1 {
+            request.list = lists[me].iter().map(|&bytes| Listed { dtype, bytes }).collect();
+        }
+        let error = groups[me].run(request, None).unwrap_err();
+        assert!(matches!(error, Error::Mismatch(_)), "rank {me} of {lists:?}: {error:?}");
+        let own = if kind == Kind::AllGather { me * total..(me + 1) * total } else { 0..0 };
+        let written = output.iter().enumerate().any(|(at, byte)| *byte != 9 && !own.contains(&at));
+        assert!(!written, "rank {me} of {lists:?}: the output was written");
+        sync.wait();
+        assert!(groups[me].run(barrier(), None).is_err(), "the group goes on");
+        error.text().to_string()
+    })
+}
+
+/// Lists of equal sums: two sizes swapped, one tensor cut in two, one that is empty moved, and no list at all. `unit`: some
+/// of them are sent in slots, some in rounds.
+#[test]
+fn rule_05_lists_of_tensors_that_differ_are_found_with_the_place() {
+    for kind in [Kind::AllReduce, Kind::AllGather, Kind::ReduceScatter] {
+        for unit in [4usize, 400, 1 << 18] {
+            for (right, other, words) in [
+                (vec![1, 1, 3], vec![1, 3, 1], ["passed 3 tensors", "tensor 1 has"]),
+                (vec![1, 1, 2], vec![2, 2], ["passed 3 tensors", "passed 2 tensors"]),
+                (vec![0, 4], vec![4, 0], ["tensor 0 has", "0 bytes"]),
+                (vec![4], vec![1, 3], ["passed one tensor and no list", "passed 2 tensors"]),
+            ] {
+                for ranks in [2, 3] {
+                    let mut lists = vec![right.iter().map(|size| size * unit).collect::<Vec<_>>(); ranks];
+                    lists[ranks - 1] = other.iter().map(|size| size * unit).collect();
+                    let texts = tensors_must_agree(&groups(ranks), kind, &lists);
+                    // One rank finds it first; the others may have its words.
+                    assert!(texts.iter().any(|text| words.iter().all(|word| text.contains(word))), "{texts:?}");
+                }
+            }
+        }
+    }
+    // More tensors than a slot has room for: their numbers.
+    let mut lists = vec![vec![8usize; 2000]; 2];
+    lists[1][1999] = 4;
+    lists[1].push(4);
+    let texts = tensors_must_agree(&groups(2), Kind::AllReduce, &lists);
+    assert!(texts.iter().all(|text| text.contains("passed 2000 tensors") && text.contains("passed 2001")), "{texts:?}");
+}
+
+#[test]
+fn rule_05_lists_of_tensors_that_differ_are_found_over_hosts() {
+    for kind in [Kind::AllReduce, Kind::AllGather, Kind::ReduceScatter] {
+        for unit in [4usize, 1 << 20] {
+            for place in [&[0, 1][..], &[0, 0, 1], &[0, 1, 1]] {
+                let mut lists = vec![vec![unit, 3 * unit]; place.len()];
+                *lists.last_mut().unwrap() = vec![3 * unit, unit];
+                for text in tensors_must_agree(&on_hosts(place), kind, &lists) {
+                    assert!(text.contains("different lists of tensors") && text.contains("passed 2 tensors"), "{text}");
+                }
             }
         }
     }

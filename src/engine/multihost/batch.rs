@@ -124,12 +124,12 @@ impl BatchRun<'_> {
 
     /// The ranks of this host compare the operations they are about to run, and exchange factors and issued numbers.
     pub fn compare_inside(&mut self) -> Result<()> {
-        const WORDS: usize = 5;
+        const WORDS: usize = 6;
         if self.inside.is_none() {
             return Ok(());
         }
-        let FrameHeader { signature, chain, number, issued, factor } = self.header;
-        let own = [signature, chain, number, issued, factor];
+        let FrameHeader { signature, lists, chain, number, issued, factor } = self.header;
+        let own = [signature, chain, number, issued, factor, lists];
         let mine: Vec<u8> = own.iter().flat_map(|word| word.to_le_bytes()).collect();
         let mut all = vec![0u8; mine.len() * self.host_map.local_ranks().len()];
         self.run_in_host(HostCall {
@@ -149,6 +149,9 @@ impl BatchRun<'_> {
                     op::describe(word(0)),
                     word(2)
                 )));
+            }
+            if let Some(error) = self.header.other_list(self.host_map.me, *rank, word(5)) {
+                return Err(error);
             }
             if word(1) != chain {
                 return Err(Error::Mismatch(format!(

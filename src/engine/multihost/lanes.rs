@@ -129,6 +129,7 @@ impl Lanes {
         };
         let header = FrameHeader {
             signature: ops[0].signature,
+            lists: ops[0].lists,
             chain,
             number: batch.first,
             issued: state.promised.max(batch.last),

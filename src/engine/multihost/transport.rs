@@ -18,6 +18,7 @@ use std::time::Duration;
 
 use crate::error::{Error, Result};
 use crate::op;
+use crate::op::lists;
 use crate::os::clock;
 
 /// Carries messages to other ranks. Every message goes to one rank under one tag; messages of one tag arrive in order.
@@ -40,7 +41,7 @@ pub trait Transfer: Send {
 /// Longest frame.
 const FRAME: usize = 16 << 10;
 /// Bytes of the header of a frame.
-const HEADER: usize = 48;
+const HEADER: usize = 56;
 /// Data that fits into a frame.
 pub const INLINE: usize = FRAME - HEADER;
 /// Receives posted ahead for each peer. Two, so that the next one is posted while one is being read.
@@ -49,8 +50,9 @@ const AHEAD: usize = 2;
 /// The header of every frame.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FrameHeader {
-    /// Signature of the batch's first operation.
+    /// Signature of the batch's first operation, and the hash of its list (`Op::lists`).
     pub signature: u64,
+    pub lists: u64,
     /// Hash of everything agreed so far, this batch included.
     pub chain: u64,
     /// Number of the batch's first operation.
@@ -71,10 +73,20 @@ enum Word {
     Bye = 3,
 }
 
+impl FrameHeader {
+    /// The error of two ranks that passed different lists of tensors to the first operation of the batch; none where they
+    /// did not.
+    pub fn other_list(&self, me: usize, peer: usize, theirs: u64) -> Option<Error> {
+        let differ = theirs != self.lists && (lists::is_of_tensors(theirs) || lists::is_of_tensors(self.lists));
+        let call = || op::describe(self.signature);
+        differ.then(|| lists::differ(&call(), self.number, (me, self.lists), (peer, theirs), None))
+    }
+}
+
 fn frame(word: Word, header: &FrameHeader, bytes: usize) -> [u8; HEADER] {
     let mut out = [0; HEADER];
     let first = (word as u64) << 56 | bytes as u64;
-    let words = [first, header.signature, header.chain, header.number, header.issued, header.factor];
+    let words = [first, header.signature, header.chain, header.number, header.issued, header.factor, header.lists];
     for (at, value) in out.chunks_exact_mut(8).zip(words) {
         at.copy_from_slice(&value.to_le_bytes());
     }
@@ -85,7 +97,14 @@ fn unframe(frame: &[u8]) -> (u64, usize, FrameHeader) {
     let word = |at: usize| u64::from_le_bytes(frame[at * 8..at * 8 + 8].try_into().expect("eight bytes"));
     let (first, header) = (
         word(0),
-        FrameHeader { signature: word(1), chain: word(2), number: word(3), issued: word(4), factor: word(5) },
+        FrameHeader {
+            signature: word(1),
+            chain: word(2),
+            number: word(3),
+            issued: word(4),
+            factor: word(5),
+            lists: word(6),
+        },
     );
     (first >> 56, (first & ((1 << 56) - 1)) as usize, header)
 }
@@ -309,6 +328,9 @@ impl Transport {
                 op::describe(theirs.signature),
                 theirs.number
             )));
+        }
+        if let Some(error) = own.other_list(self.me, peer, theirs.lists) {
+            return Err(error);
         }
         if theirs.chain != own.chain || length != bytes {
             return Err(Error::Mismatch(format!(

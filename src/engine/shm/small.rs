@@ -8,13 +8,15 @@
 
 #![allow(unsafe_code)] // copies and reduces between caller memory and the slots of the segment
 
+use std::sync::atomic::Ordering;
+
 use super::memory::area::{Area, Header};
 use super::memory::layout::SLOT_BYTES;
 use super::protocol::Slots;
 use crate::engine::pieces::Pieces;
 use crate::error::{Error, Result};
 use crate::op;
-use crate::op::Op;
+use crate::op::{Op, lists};
 use crate::reduce::Kernel;
 use crate::select;
 use crate::types::{Kind, ReduceOp, Request};
@@ -30,12 +32,28 @@ pub fn block_start(blocks: &[usize], total: usize, ranks: usize, q: usize) -> us
 }
 
 /// The aux word of an operation's header.
-fn aux(request: &Request, inline: bool) -> u64 {
+fn aux(op: &Op, inline: bool) -> u64 {
+    let request = &op.request;
     match (request.kind, request.op) {
         (kind, ReduceOp::PremulSum(factor)) if kind.reduces() => factor.to_bits(),
         (Kind::AllToAll, _) => u64::from(inline),
+        _ if !request.list.is_empty() => op.lists,
         _ => Pieces(request.inputs()).bytes() as u64,
     }
+}
+
+/// Writes the tensors of a call's list into the end of its slot, as far as the data leaves room: a peer with another list
+/// looks there for the first difference.
+fn write_list(area: &Area, op: &Op) {
+    for (at, tensor) in op.request.list.iter().take(list_room(area, op)).enumerate() {
+        area.list_word(area.me, op.number, at).store(lists::word(tensor), Ordering::Relaxed);
+    }
+}
+
+/// Tensors of a list for which a slot has room; the same on all ranks with one signature.
+fn list_room(area: &Area, op: &Op) -> usize {
+    let data = select::slot_payload(&op.request, area.ranks);
+    SLOT_BYTES.checked_sub(data).unwrap_or(SLOT_BYTES) / 8
 }
 
 /// Writes this rank's slot for an operation that uses slots. The caller then makes it visible with `Slots::publish`.
@@ -53,12 +71,14 @@ pub fn write(area: &Area, op: &Op, chain: u64) {
         // keeps the inputs alive until the operation ends.
         unsafe { Pieces(request.inputs()).read(0, to, bytes) };
     }
-    area.write_header(op.number, Header { signature: op.signature, chain, aux: aux(request, true) });
+    write_list(area, op);
+    area.write_header(op.number, Header { signature: op.signature, chain, aux: aux(op, true) });
 }
 
 /// Writes the header of an operation that uses rounds: its data follows through the stage buffers.
 pub fn write_header(area: &Area, op: &Op, chain: u64) {
-    area.write_header(op.number, Header { signature: op.signature, chain, aux: aux(&op.request, false) });
+    write_list(area, op);
+    area.write_header(op.number, Header { signature: op.signature, chain, aux: aux(op, false) });
 }
 
 /// Writes the slot of an all_to_all: the table of this rank's block sizes, then the blocks if they fit; the header says
@@ -80,7 +100,7 @@ pub fn write_table(area: &Area, op: &Op, chain: u64) {
         // SAFETY: table + total fit into the slot.
         unsafe { inputs.read(0, to.add(table), total) };
     }
-    area.write_header(op.number, Header { signature: op.signature, chain, aux: aux(request, inline) });
+    area.write_header(op.number, Header { signature: op.signature, chain, aux: aux(op, inline) });
 }
 
 /// Row `q` of the all_to_all tables: block sizes as rank `q` wrote them. Unchecked values.
@@ -118,7 +138,12 @@ pub fn look(area: &Area, op: &Op, mut seen: usize, needed: impl Fn(usize) -> boo
             if theirs.signature != op.signature {
                 return Err(mismatch(op.number, area.me, op.signature, seen, theirs.signature));
             }
-            // Rank `seen` must bring as many bytes as this rank's list has for it.
+            if theirs.chain != own.chain
+                && let Some(error) = other_list(area, op, (seen, theirs.aux), own.aux)
+            {
+                return Err(error);
+            }
+            // Rank `seen` must bring as many bytes as this rank's list of blocks has for it.
             if matches!(op.request.kind, Kind::AllGather | Kind::Gather) {
                 let expected = op.request.out_blocks.get(seen).map_or(own.aux, |bytes| *bytes as u64);
                 if theirs.aux != expected {
@@ -143,6 +168,25 @@ fn mismatch(n: u64, me: usize, own: u64, peer: usize, theirs: u64) -> Error {
     ))
 }
 
+/// The error of two ranks that passed different lists of tensors to this operation, by the aux words of their headers. None
+/// where these do not tell it: those of PREMUL_SUM are factors.
+fn other_list(area: &Area, op: &Op, (peer, theirs): (usize, u64), own: u64) -> Option<Error> {
+    if !lists::possible(op.signature)
+        || matches!(op.request.op, ReduceOp::PremulSum(_))
+        || own == theirs
+        || !(lists::is_of_tensors(own) || lists::is_of_tensors(theirs))
+    {
+        return None;
+    }
+    let listed = op.request.list.iter().map(lists::word).take(lists::count(theirs)).take(list_room(area, op));
+    let mut pairs = listed.enumerate().map(|(at, own)| {
+        let theirs = area.list_word(peer, op.number, at).load(Ordering::Relaxed);
+        lists::Place { at, own, theirs }
+    });
+    let place = pairs.find(|place| place.own != place.theirs);
+    Some(lists::differ(&op::describe(op.signature), op.number, (area.me, own), (peer, theirs), place))
+}
+
 /// The signatures of this operation agree, but an earlier call differed: the lists of sizes of this operation, or an
 /// earlier operation in which neither rank read the other's header. The segment still has the last headers of both;
 /// this reports the first difference among them.
@@ -160,7 +204,7 @@ fn earlier_mismatch(area: &Area, op: &Op, peer: usize) -> Error {
         if own.signature != theirs.signature {
             return mismatch(n, me, own.signature, peer, theirs.signature);
         }
-        if own.chain != theirs.chain && agreed && op::has_list(own.signature) {
+        if own.chain != theirs.chain && agreed && lists::possible(own.signature) {
             let sizes = if n == op.number { sizes(me, &op.request) } else { String::new() };
             return Error::Mismatch(format!(
                 "sagellm: rank {me} and rank {peer} passed different lists of sizes to {}, number {n} of their \
@@ -183,11 +227,17 @@ fn earlier_mismatch(area: &Area, op: &Op, peer: usize) -> Error {
     ))
 }
 
-/// This rank's list of sizes, for error texts; a long one is cut.
+/// This rank's list, for error texts; a long one is cut.
 fn sizes(me: usize, request: &Request) -> String {
     const SHOWN: usize = 8;
-    let list = if request.kind == Kind::AllGather { &request.out_blocks } else { &request.in_blocks };
+    let tensors: Vec<usize> = request.list.iter().map(|tensor| tensor.bytes).collect();
+    let list = match request.kind {
+        _ if !tensors.is_empty() => &tensors,
+        Kind::AllGather => &request.out_blocks,
+        _ => &request.in_blocks,
+    };
     match list.len() {
+        0 if request.kind == Kind::AllReduce => format!(": rank {me} passed one tensor"),
         0 => format!(": rank {me} passed equal ones"),
         n if n <= SHOWN => format!(": rank {me} passed {list:?} bytes"),
         n => format!(": rank {me} passed {n} that begin with {:?} bytes", &list[..SHOWN]),

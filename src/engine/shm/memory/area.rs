@@ -52,11 +52,12 @@ pub struct Header {
     pub signature: u64,
     /// Hash of this and all earlier signatures of the group, see `chain`.
     pub chain: u64,
-    /// Bytes of this rank's block, or the bits of a PREMUL_SUM factor, or whether all_to_all blocks lie in the slot.
+    /// Bytes of this rank's block, or the hash of its list of tensors, or the bits of a PREMUL_SUM factor, or whether all_to_all
+    /// blocks lie in the slot.
     pub aux: u64,
 }
 
-/// Extends the chain by one operation: its signature, and its list of sizes if it has one. Two ranks with equal chains
+/// Extends the chain by one operation: its signature, and its list if it has one. Two ranks with equal chains
 /// have called the same operations, including those in which neither had to read the other's header (a broadcast of
 /// which both believe to be the root), so their large operations use the same rounds (`bulk::Bases`).
 pub fn chain(before: u64, op: &Op) -> u64 {
@@ -140,6 +141,13 @@ impl Area {
         assert!(bytes <= SLOT_BYTES, "sagellm: a slot payload of {bytes} bytes");
         let at = self.layout.slot(rank, n);
         self.segment.ptr(if bytes <= INLINE_BYTES { at + 32 } else { at + 64 }, bytes)
+    }
+
+    /// A word of a list of tensors: these grow from the end of the slot towards its data. Written before the tag (relaxed),
+    /// read after it was acquired.
+    pub fn list_word(&self, rank: usize, n: u64, at: usize) -> &AtomicU64 {
+        assert!(at < SLOT_BYTES / 8, "sagellm: tensor {at} of a list in a slot");
+        self.word64(self.layout.slot(rank, n) + 64 + SLOT_BYTES - (at + 1) * 8)
     }
 
     pub fn stage(&self, rank: usize, round: u64, offset: usize, bytes: usize) -> *mut u8 {

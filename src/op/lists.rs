@@ -1,0 +1,146 @@
+//! The lists on which the ranks of an operation must agree besides its signature: the tensors of a call that takes a
+//! list, or the sizes of the ranks' blocks. Two lists of as many bytes in all have equal signatures, so a hash of the list
+//! goes into the chain of calls (rule 5), and every error that such calls get one by one they get as a list.
+
+use crate::error::Error;
+use crate::types::{Dtype, Kind, Listed, Request};
+
+/// Marks the hash of a list of tensors; that of a list of block sizes does not have it.
+const OF_TENSORS: u64 = 1 << 63;
+/// The lowest bits of the hash of a list of tensors are their number, or this where there are more.
+const MANY: u64 = 0xffff;
+/// The bits of `word` that are the size.
+const BYTES: u64 = (1 << 56) - 1;
+
+/// Hash of the list of a request: its tensors ([`of_tensors`]), or the sizes of the ranks' blocks. 0 where there is none or
+/// all blocks are equal, because then the signature's bytes determine them.
+pub fn hash(request: &Request) -> u64 {
+    if !request.list.is_empty() {
+        return of_tensors(&request.list);
+    }
+    let blocks = match request.kind {
+        Kind::AllGather => &request.out_blocks,
+        Kind::ReduceScatter => &request.in_blocks,
+        _ => return 0,
+    };
+    if blocks.iter().all(|bytes| *bytes == blocks[0]) {
+        return 0;
+    }
+    (mixed(blocks.len(), blocks.iter().map(|bytes| *bytes as u64)) >> 1).max(1)
+}
+
+/// Whether an operation with this signature may have a list.
+pub fn possible(signature: u64) -> bool {
+    matches!(Kind::from_u8((signature >> 59) as u8), Some(Kind::AllReduce | Kind::AllGather | Kind::ReduceScatter))
+}
+
+/// Hash of a list of tensors: their number, and the size and type of each, in order.
+pub fn of_tensors(list: &[Listed]) -> u64 {
+    let hash = mixed(list.len(), list.iter().map(word)) & !MANY;
+    OF_TENSORS | hash | (list.len() as u64).min(MANY)
+}
+
+/// Whether this is the hash of a list of tensors.
+pub fn is_of_tensors(hash: u64) -> bool {
+    hash & OF_TENSORS != 0
+}
+
+/// How many tensors a list has; 0 for a hash that is none of tensors.
+pub fn count(hash: u64) -> usize {
+    if is_of_tensors(hash) { (hash & MANY) as usize } else { 0 }
+}
+
+fn mixed(count: usize, words: impl Iterator<Item = u64>) -> u64 {
+    words.fold(count as u64, |hash, word| (hash.rotate_left(5) ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15))
+}
+
+/// A tensor of a list as one word: its type and its size.
+pub fn word(tensor: &Listed) -> u64 {
+    (tensor.dtype as u64) << 56 | (tensor.bytes as u64 & BYTES)
+}
+
+/// Such a word as text: `8 bytes`, `8 bytes of float32`.
+fn describe(word: u64) -> String {
+    let bytes = counted(word & BYTES, "byte");
+    match Dtype::from_u8((word >> 56) as u8) {
+        Some(Dtype::Bytes) => bytes,
+        dtype => format!("{bytes} of {}", dtype.map_or("an unknown type", Dtype::name)),
+    }
+}
+
+fn counted(count: u64, what: &str) -> String {
+    format!("{count} {what}{}", if count == 1 { "" } else { "s" })
+}
+
+/// Where two lists differ first, and the tensors there as [`word`].
+pub struct Place {
+    pub at: usize,
+    pub own: u64,
+    pub theirs: u64,
+}
+
+/// The error of two ranks whose lists of tensors differ in operation `number`, of which `call` is the signature as text.
+/// Each rank comes with its hash, which is that of no list of tensors where it passed one tensor.
+pub fn differ(call: &str, number: u64, own: (usize, u64), theirs: (usize, u64), place: Option<Place>) -> Error {
+    let passed = |(rank, hash): (usize, u64)| {
+        let tensors = match count(hash) as u64 {
+            0 => "one tensor and no list".to_string(),
+            MANY => format!("{MANY} tensors or more"),
+            count => counted(count, "tensor"),
+        };
+        format!("rank {rank} passed {tensors}")
+    };
+    let place = place.map_or_else(String::new, |place| {
+        let (ours, others) = (describe(place.own), describe(place.theirs));
+        format!(", tensor {} has {ours} on rank {} and {others} on rank {}", place.at, own.0, theirs.0)
+    });
+    Error::Mismatch(format!(
+        "sagellm: ranks passed different lists of tensors to {call}, number {number} of their group: {}, {}{place}. No data \
+         was exchanged. Every rank must pass as many tensors, with the same sizes and types in the same order",
+        passed(own),
+        passed(theirs)
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn list(tensors: &[(Dtype, usize)]) -> Vec<Listed> {
+        tensors.iter().map(|&(dtype, bytes)| Listed { dtype, bytes }).collect()
+    }
+
+    #[test]
+    fn lists_of_equal_totals_have_different_hashes() {
+        use Dtype::{F32, I32};
+        let lists = [
+            list(&[(F32, 8), (F32, 24)]),
+            list(&[(F32, 24), (F32, 8)]),
+            list(&[(F32, 32), (F32, 0)]),
+            list(&[(F32, 0), (F32, 32)]),
+            list(&[(F32, 8), (F32, 8), (F32, 16)]),
+            list(&[(F32, 16), (F32, 16)]),
+            list(&[(F32, 8); 4]),
+            list(&[(I32, 8), (F32, 24)]),
+        ];
+        let mut hashes: Vec<u64> = lists.iter().map(|list| of_tensors(list)).collect();
+        for (hash, list) in hashes.iter().zip(&lists) {
+            assert!(is_of_tensors(*hash) && hash & MANY == list.len() as u64);
+        }
+        hashes.sort_unstable();
+        hashes.dedup();
+        assert_eq!(hashes.len(), lists.len());
+    }
+
+    #[test]
+    fn the_hash_of_block_sizes_is_none_of_tensors() {
+        let mut request = Request::without_memory(Kind::AllGather);
+        assert_eq!(hash(&request), 0);
+        request.out_blocks = vec![4, 4];
+        assert_eq!(hash(&request), 0);
+        for first in 0..1000 {
+            request.out_blocks = vec![first, 2000 - first, 1];
+            assert!(hash(&request) != 0 && !is_of_tensors(hash(&request)));
+        }
+    }
+}
