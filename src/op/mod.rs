@@ -5,6 +5,7 @@
 
 pub mod lists;
 pub mod overlap;
+pub mod pending;
 
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};

@@ -453,6 +453,72 @@ fn rule_04_a_send_keeps_what_a_later_operation_overwrites() {
     }
 }
 
+/// The same of a send that waited itself: behind a collective that writes what it sends.
+#[test]
+fn rule_04_a_send_that_waited_keeps_what_a_later_operation_overwrites() {
+    for bytes in SIZES {
+        for later in [Kind::AllReduce, Kind::Recv] {
+            let groups = groups(2);
+            on_ranks(2, |me| {
+                late(me);
+                let group = &groups[me];
+                let (mut memory, mut got) = (vec![1u8; bytes], vec![0u8; bytes]);
+                let first = issue(group, all_reduce(&mut memory));
+                let message = (me == 0).then(|| send(group, 1, 1, &mut memory));
+                // The receiver takes the message behind what overwrites it.
+                if later == Kind::AllReduce {
+                    group.run(all_reduce(&mut memory), None).unwrap();
+                    assert_eq!(memory, vec![4u8; bytes]);
+                } else if me == 0 {
+                    recv(group, 1, 2, &mut memory).wait(None).unwrap();
+                    assert_eq!(memory, vec![7u8; bytes]);
+                } else {
+                    first.wait(None).unwrap();
+                    send(group, 0, 2, &mut vec![7u8; bytes]).wait(None).unwrap();
+                }
+                match message {
+                    Some(message) => message.wait(None).unwrap(),
+                    None => {
+                        recv(group, 0, 1, &mut got).wait(None).unwrap();
+                        assert_eq!(got, vec![2u8; bytes]);
+                    }
+                }
+                first.wait(None).unwrap();
+            });
+        }
+    }
+}
+
+/// Many messages that wait for one collective, and many on one piece of memory.
+#[test]
+fn rule_04_many_messages_that_wait_go_in_order() {
+    const COUNT: usize = 2000;
+    let groups = groups(2);
+    on_ranks(2, |me| {
+        late(me);
+        let group = &groups[me];
+        let mut all = vec![1u8; COUNT];
+        let mut one = [0u8; 1];
+        let sum = issue(group, all_reduce(&mut all));
+        if me == 0 {
+            let sends: Vec<_> = all.chunks_mut(1).map(|byte| send(group, 1, 5, byte)).collect();
+            sends.iter().for_each(|send| send.wait(None).unwrap());
+            for i in 0..COUNT {
+                send(group, 1, 6, &mut [i as u8]).wait(None).unwrap();
+            }
+        } else {
+            let mut got = vec![0u8; COUNT];
+            let recvs: Vec<_> = got.chunks_mut(1).map(|byte| recv(group, 0, 5, byte)).collect();
+            recvs.iter().for_each(|recv| recv.wait(None).unwrap());
+            assert!(got.iter().all(|byte| *byte == 2));
+            let recvs: Vec<_> = (0..COUNT).map(|i| recv(group, [0, ANY_RANK][i % 2], 6, &mut one)).collect();
+            recvs.iter().for_each(|recv| recv.wait(None).unwrap());
+            assert_eq!(one[0], (COUNT - 1) as u8);
+        }
+        sum.wait(None).unwrap();
+    });
+}
+
 /// A message that is held back counts as pending: it fails with the group, and by its own deadline.
 #[test]
 fn rule_04_a_message_that_waits_fails_with_what_it_waits_for() {

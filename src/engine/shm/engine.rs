@@ -7,6 +7,7 @@ use super::bulk::{Bases, Bulk, Rounds, Step};
 use super::memory::area;
 use super::memory::area::Area;
 use super::memory::layout::SLOT_BYTES;
+use super::order::Order;
 use super::p2p::P2p;
 use super::protocol::Slots;
 use super::small;
@@ -40,19 +41,9 @@ struct Entry {
     phase: Phase,
     /// Its position among all operations that this rank issued in this group.
     turn: u64,
-    /// Earlier operations on the same memory, which must end first. Filled in when this one is next to be published.
-    predecessors: Option<Predecessors>,
-}
-
-/// Earlier operations on the same memory.
-type Predecessors = Vec<Arc<Op>>;
-
-/// A message that `p2p` does not have yet: it waits for an earlier operation on its memory, or for an earlier message
-/// that it may not overtake.
-struct Held {
-    op: Arc<Op>,
-    turn: u64,
-    predecessors: Predecessors,
+    /// Earlier operations on the same memory, which must end first. Filled in when this one is next to be published, or
+    /// when a message is issued after it.
+    predecessors: Option<Vec<Arc<Op>>>,
 }
 
 pub struct Shm {
@@ -67,12 +58,12 @@ pub struct Shm {
     /// Hash of the policy and of all signatures published so far.
     chain: u64,
     p2p: P2p,
-    /// Messages that `p2p` has, which later operations may have to follow. Ended ones are removed at the next check.
-    messages: Vec<Arc<Op>>,
-    /// In the order of their issue.
-    held: Vec<Held>,
+    /// Which operations messages must follow, and which follow messages.
+    order: Order,
     /// Operations issued so far, messages included.
     turns: u64,
+    /// Collectives up to this turn are in `order`, as long as they are pending: those that are older than some message.
+    ordered: u64,
     scratch: Vec<u8>,
     /// If false, a collective is published only when the one before it has ended, so that none are fused.
     fusion: bool,
@@ -86,9 +77,9 @@ impl Shm {
         Shm {
             slots: Slots::new(area.me, area.ranks, layout.depth),
             p2p: P2p::new(&layout),
-            messages: Vec::new(),
-            held: Vec::new(),
+            order: Order::default(),
             turns: 0,
+            ordered: 0,
             entries: VecDeque::new(),
             queued: 0,
             bases: Bases::default(),
@@ -114,66 +105,60 @@ impl Shm {
     }
 
     /// Hands a message over to `p2p`, or holds it until the operations that it must follow have ended.
-    fn enqueue_message(&mut self, op: Arc<Op>, ended: &mut Ended) -> Result<()> {
+    fn enqueue_message(&mut self, op: &Arc<Op>, ended: &mut Ended) -> Result<()> {
+        self.order_collectives();
         self.turns += 1;
-        let turn = self.turns;
         op.record_load(OpDesc::of(&op.request, self.area.ranks).load());
         op.record_choice(Choice::MESSAGE.code());
-        let collectives =
-            self.entries.iter().map(|entry| &entry.op).filter(|earlier| op.conflicts_with(earlier)).cloned();
-        let predecessors: Predecessors = collectives.collect();
-        let predecessors = self.messages_before(&op, turn, predecessors);
-        if predecessors.is_empty() && !self.held.iter().any(|held| may_not_overtake(&op, &held.op)) {
-            return self.hand_over(op, ended);
+        let mut predecessors = self.order.before(op);
+        self.continue_from_copies(&mut predecessors);
+        match self.order.hold(op, self.turns, predecessors) {
+            true => Ok(()),
+            false => self.p2p.issue(&self.area, Arc::clone(op), ended),
         }
-        self.held.push(Held { op, turn, predecessors });
-        Ok(())
     }
 
-    /// Adds to `predecessors` the messages issued before `turn` that `op` must follow. A send that `p2p` already has
-    /// continues from a copy instead, because its peer may receive it only after `op`.
-    fn messages_before(&mut self, op: &Op, turn: u64, mut predecessors: Predecessors) -> Predecessors {
-        if !self.messages.is_empty() {
-            // A later message on this memory would be held, so all of these are earlier.
-            self.messages.retain(|message| !message.is_released());
-            for message in self.messages.iter().filter(|message| op.conflicts_with(message)) {
-                match message.request.kind {
-                    Kind::Send => copy_inputs(message),
-                    _ => predecessors.push(Arc::clone(message)),
-                }
+    /// Before a message is issued: puts the collectives that are older than it into `order`, each behind what it must
+    /// follow.
+    fn order_collectives(&mut self) {
+        let from = self.entries.partition_point(|entry| entry.turn <= self.ordered);
+        for entry in self.entries.range_mut(from..) {
+            if matches!(entry.phase, Phase::Queued) && entry.predecessors.is_none() {
+                entry.predecessors = Some(self.order.before(&entry.op));
             }
+            self.order.add(&entry.op);
         }
-        let held = self.held.iter().filter(|held| held.turn < turn && op.conflicts_with(&held.op));
-        predecessors.extend(held.map(|held| Arc::clone(&held.op)));
-        predecessors
+        self.ordered = self.turns;
     }
 
-    fn hand_over(&mut self, op: Arc<Op>, ended: &mut Ended) -> Result<()> {
-        self.p2p.issue(&self.area, Arc::clone(&op), ended)?;
-        if op.request.kind == Kind::Send && !op.request.also_touched.is_empty() {
-            op.release(); // a strided tensor, which has been copied
-        }
-        if !op.is_released() {
-            self.messages.push(op);
-        }
-        Ok(())
+    /// A send that `p2p` already has delays no later operation, because its peer may receive it only after that: it
+    /// continues from a copy.
+    fn continue_from_copies(&mut self, predecessors: &mut Vec<Arc<Op>>) {
+        predecessors.retain(|earlier| {
+            let sends =
+                earlier.request.kind == Kind::Send && !earlier.is_released() && self.order.find(earlier).is_none();
+            if sends {
+                copy_inputs(earlier);
+                self.order.released(earlier);
+            }
+            !earlier.is_released()
+        });
     }
 
     /// Hands over the messages that no longer have to wait. True if there was one.
     fn hand_over_held(&mut self, ended: &mut Ended) -> Result<bool> {
         let mut moved = false;
-        let mut at = 0;
-        while at < self.held.len() {
-            let (before, rest) = self.held.split_at_mut(at);
-            let held = &mut rest[0];
-            held.predecessors.retain(|earlier| !earlier.is_released());
-            if held.predecessors.is_empty() && !before.iter().any(|earlier| may_not_overtake(&held.op, &earlier.op)) {
-                let held = self.held.remove(at);
-                self.hand_over(held.op, ended)?;
-                moved = true;
-            } else {
-                at += 1;
+        while let Some(op) = self.order.next_ready() {
+            self.p2p.issue(&self.area, Arc::clone(&op), ended)?;
+            if has_left_its_memory(&op) {
+                op.release();
+            } else if op.request.kind == Kind::Send && !op.is_released() && self.order.is_awaited(&op) {
+                copy_inputs(&op);
             }
+            if op.is_released() {
+                self.order.released(&op);
+            }
+            moved = true;
         }
         Ok(moved)
     }
@@ -258,6 +243,7 @@ impl Shm {
                 let entry = self.entries.remove(at).expect("in range");
                 self.slots.retire(&*self.area, entry.op.number);
                 entry.op.release();
+                self.order.released(&entry.op);
                 ended.push((entry.op, Ok(())));
             } else {
                 large |= is_large;
@@ -265,10 +251,12 @@ impl Shm {
             }
             moved |= step != Step::Blocked;
         }
-        if !self.held.is_empty() {
+        if self.order.holds_some() {
             moved |= self.hand_over_held(ended)?;
         }
+        let before = ended.len();
         moved |= self.p2p.poll(&self.area, ended)?;
+        ended[before..].iter().for_each(|(op, _)| self.order.released(op));
         if moved {
             event_count::announce(&*self.area, self.area.ranks);
         }
@@ -278,20 +266,19 @@ impl Shm {
     /// True while the operation at `at` touches memory that an earlier one has still to read or write: publishing it
     /// now would read stale data.
     fn must_wait(&mut self, at: usize) -> bool {
-        if at == 0 && self.messages.is_empty() && self.held.is_empty() {
+        if at == 0 && self.order.is_empty() {
             return false;
         }
-        let (op, turn) = (Arc::clone(&self.entries[at].op), self.entries[at].turn);
         let mut predecessors = match self.entries[at].predecessors.take() {
             Some(predecessors) => predecessors,
             None => {
+                let op = &self.entries[at].op;
                 let earlier =
                     self.entries.range(..at).map(|entry| &entry.op).filter(|earlier| op.conflicts_with(earlier));
-                let earlier = earlier.cloned().collect();
-                self.messages_before(&op, turn, earlier)
+                earlier.cloned().chain(self.order.before(op)).collect()
             }
         };
-        predecessors.retain(|earlier| !earlier.is_released());
+        self.continue_from_copies(&mut predecessors);
         let waits = !predecessors.is_empty();
         self.entries[at].predecessors = Some(predecessors);
         waits
@@ -312,8 +299,8 @@ impl Shm {
 
     /// The operation on this rank that `op` waits for: an earlier one that has not ended here.
     fn predecessor_of(&self, op: &Op) -> Option<&Arc<Op>> {
-        if let Some(held) = self.held.iter().find(|held| std::ptr::eq(&*held.op, op)) {
-            return held.predecessors.first();
+        if let Some(held) = self.order.find(op) {
+            return held.predecessors.iter().find(|earlier| !earlier.is_released());
         }
         let at = self.entries.iter().position(|entry| std::ptr::eq(&*entry.op, op))?;
         let entry = &self.entries[at];
@@ -325,8 +312,7 @@ impl Shm {
 
     /// All operations that have not ended.
     fn operations(&self) -> impl Iterator<Item = &Arc<Op>> {
-        let held = self.held.iter().map(|held| &held.op);
-        self.entries.iter().map(|entry| &entry.op).chain(held).chain(self.p2p.pending())
+        self.entries.iter().map(|entry| &entry.op).chain(self.order.held()).chain(self.p2p.pending())
     }
 
     /// The last call of `peer`, for error texts.
@@ -353,13 +339,21 @@ impl Engine for Shm {
     }
 
     fn submit(&mut self, op: Arc<Op>, kernel: Option<Kernel>, ended: &mut Ended) -> Result<()> {
-        if op.request.kind.is_p2p() {
-            self.enqueue_message(op, ended)?;
-        } else {
+        if !op.request.kind.is_p2p() {
             self.enqueue(op, kernel);
+            self.publish();
+            return self.advance(ended).map(drop);
         }
+        self.enqueue_message(&op, ended)?;
         self.publish();
-        self.advance(ended).map(drop)
+        self.advance(ended)?;
+        if has_left_its_memory(&op) && self.order.find(&op).is_none() {
+            op.release();
+        }
+        if !op.is_released() && self.order.find(&op).is_none() {
+            self.order.add(&op);
+        }
+        Ok(())
     }
 
     fn holds(&self, op: &Arc<Op>) -> bool {
@@ -372,7 +366,7 @@ impl Engine for Shm {
     }
 
     fn has_pending(&self) -> bool {
-        !self.entries.is_empty() || !self.held.is_empty() || self.p2p.active() > 0
+        !self.entries.is_empty() || self.order.holds_some() || self.p2p.active() > 0
     }
 
     fn needs(&self, rank: usize, gone: &dyn Fn(usize) -> bool) -> Option<Arc<Op>> {
@@ -411,14 +405,18 @@ impl Engine for Shm {
 
     fn take_pending(&mut self, _error: &Error) -> Vec<Arc<Op>> {
         self.queued = 0;
-        self.messages.clear();
         let collectives = self.entries.drain(..).map(|entry| entry.op);
-        collectives.chain(self.held.drain(..).map(|held| held.op)).chain(self.p2p.take_pending()).collect()
+        collectives.chain(self.order.take()).chain(self.p2p.take_pending()).collect()
     }
 
     fn explain(&self, desc: OpDesc, _batched: bool) -> Explanation {
         explain::explain(desc, &self.shape, &self.policy)
     }
+}
+
+/// Whether `p2p` sends a copy of this message's memory anyway: of a strided tensor, which was copied.
+fn has_left_its_memory(op: &Op) -> bool {
+    op.request.kind == Kind::Send && !op.request.also_touched.is_empty()
 }
 
 /// Copies the inputs of a send, so that it continues from the copy.
@@ -429,14 +427,4 @@ fn copy_inputs(send: &Op) {
     // SAFETY: the inputs are the caller's, alive until the send ends; the copy has as many bytes.
     unsafe { inputs.read(0, copy.as_mut_ptr(), copy.len()) };
     send.send_copy(copy);
-}
-
-/// Whether a message must wait for an earlier one that `p2p` does not have yet. Sends to one rank, and receives that
-/// may match the same message, keep their order within one tag. Other messages go ahead: the peer may need them before
-/// it does what the earlier one waits for.
-fn may_not_overtake(op: &Op, earlier: &Op) -> bool {
-    let (one, other) = (&op.request, &earlier.request);
-    let same_peer =
-        one.root == other.root || one.kind == Kind::Recv && (one.root == ANY_RANK || other.root == ANY_RANK);
-    one.kind == other.kind && one.tag == other.tag && same_peer
 }

@@ -1,0 +1,229 @@
+//! Pending operations by the memory that they touch: finds those that a later one must follow (rule 4) without looking
+//! at all others.
+//!
+//! An operation is found by its extent, the range that contains all its memory. The extents lie in maps by their length,
+//! one for each power of two, each sorted by address: a range can meet only extents of a map that begin less than twice
+//! that power before it. Operations with equal extents share a place. Where one of them writes the whole extent it is the
+//! only one that stays there: it follows all that were there before it, so whatever follows it follows those, too. A few
+//! operations are looked at one by one instead, which is faster and allocates nothing.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use super::Op;
+
+/// Operations that are looked at one by one.
+const FEW: usize = 16;
+
+#[derive(Default)]
+pub struct PendingOps {
+    few: Vec<Arc<Op>>,
+    /// By the number of bits of the length; then by the first address and the length.
+    by_length: BTreeMap<u32, BTreeMap<(usize, usize), Place>>,
+}
+
+/// The operations of one extent. Those that only read, and those that touch parts of it, by their address in memory.
+#[derive(Default)]
+struct Place {
+    writer: Option<Arc<Op>>,
+    readers: HashMap<usize, Arc<Op>>,
+    parts: HashMap<usize, Arc<Op>>,
+}
+
+impl Place {
+    fn is_empty(&self) -> bool {
+        self.writer.is_none() && self.readers.is_empty() && self.parts.is_empty()
+    }
+}
+
+/// A name for an operation, as long as somebody holds it.
+pub fn key(op: &Op) -> usize {
+    std::ptr::from_ref(op) as usize
+}
+
+impl PendingOps {
+    pub fn is_empty(&self) -> bool {
+        self.few.is_empty() && self.by_length.is_empty()
+    }
+
+    /// Adds an operation that follows all operations here with which it conflicts. The caller takes it away when its memory
+    /// is no longer used.
+    pub fn add(&mut self, op: Arc<Op>) {
+        let (from, to) = op.extent;
+        if from >= to {
+            return; // it touches no memory
+        }
+        if self.few.len() < FEW {
+            return self.few.push(op);
+        }
+        let bytes = to - from;
+        let place = self.by_length.entry(bits(bytes)).or_default().entry((from, bytes)).or_default();
+        let request = &op.request;
+        let plain = request.also_touched.is_empty();
+        let whole = |spans: &[crate::types::Span]| matches!(spans, [one] if one.addr == from && one.bytes == bytes);
+        if plain && whole(request.outputs()) {
+            *place = Place { writer: Some(op), ..Place::default() };
+        } else if plain && request.outputs().is_empty() && whole(request.inputs()) {
+            place.readers.insert(key(&op), op);
+        } else {
+            place.parts.insert(key(&op), op);
+        }
+    }
+
+    /// Takes an operation away. Nothing happens where it is not here.
+    pub fn remove(&mut self, op: &Op) {
+        if let Some(at) = self.few.iter().position(|other| key(other) == key(op)) {
+            self.few.swap_remove(at);
+            return;
+        }
+        let (from, to) = op.extent;
+        let bytes = to.saturating_sub(from);
+        let Some(places) = self.by_length.get_mut(&bits(bytes)) else { return };
+        let Some(place) = places.get_mut(&(from, bytes)) else { return };
+        if place.writer.as_ref().is_some_and(|writer| key(writer) == key(op)) {
+            place.writer = None;
+        }
+        place.readers.remove(&key(op));
+        place.parts.remove(&key(op));
+        if place.is_empty() {
+            places.remove(&(from, bytes));
+            if places.is_empty() {
+                self.by_length.remove(&bits(bytes));
+            }
+        }
+    }
+
+    /// The operations here that `op` must follow; those that it follows by way of another one may be left out.
+    pub fn before(&self, op: &Op) -> Vec<Arc<Op>> {
+        self.near(op).filter(|other| op.conflicts_with(other)).cloned().collect()
+    }
+
+    /// The operations here with which `op` may conflict.
+    fn near(&self, op: &Op) -> impl Iterator<Item = &Arc<Op>> {
+        let (from, to) = op.extent;
+        let writes = !op.request.outputs().is_empty() || op.request.also_touched.iter().any(|strided| strided.written);
+        let places = self.by_length.iter().filter(move |_| from < to).flat_map(move |(bits, places)| {
+            let longest = usize::MAX >> (usize::BITS - bits);
+            places.range((from.saturating_sub(longest), 0)..(to, 0)).filter(move |((at, bytes), _)| at + bytes > from)
+        });
+        self.few.iter().chain(places.flat_map(move |(_, place)| {
+            let readers = place.readers.values().filter(move |_| writes);
+            place.writer.iter().chain(readers).chain(place.parts.values())
+        }))
+    }
+}
+
+/// The number of bits of a length: all lengths with equally many are less than twice as long as each other.
+fn bits(bytes: usize) -> u32 {
+    usize::BITS - bytes.leading_zeros()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::types::{Kind, Request, Span, Strided};
+
+    struct Numbers(u64);
+
+    impl Numbers {
+        fn below(&mut self, n: usize) -> usize {
+            self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            (self.0 >> 33) as usize % n
+        }
+    }
+
+    /// Reads or writes one piece, or two, or the columns of a matrix; also nothing at all.
+    fn drawn(numbers: &mut Numbers) -> Arc<Op> {
+        // Half of them on the same few places.
+        let piece = |numbers: &mut Numbers| match numbers.below(2) {
+            0 => Span { addr: 1 + 8 * numbers.below(12), bytes: 8 },
+            _ => Span { addr: 1 + numbers.below(100), bytes: numbers.below(3) * numbers.below(9) },
+        };
+        let pieces = |numbers: &mut Numbers| (0..1 + numbers.below(3) / 2).map(|_| piece(numbers)).collect::<Vec<_>>();
+        let (kind, inputs, outputs) = match numbers.below(3) {
+            0 => (Kind::Send, pieces(numbers), Vec::new()),
+            1 => (Kind::Recv, Vec::new(), pieces(numbers)),
+            _ => (Kind::AllGather, pieces(numbers), pieces(numbers)),
+        };
+        let mut request = Request::of_addresses(kind, inputs, outputs);
+        if numbers.below(4) == 0 {
+            let (counts, strides) = ([1 + numbers.below(4), 1, 1, 1], [3 + numbers.below(4), 0, 0, 0]);
+            let written = numbers.below(2) == 0;
+            request.also_touched = vec![Strided { addr: 1 + numbers.below(50), run: 2, counts, strides, written }];
+        }
+        Arc::new(Op::new(request, 0, 0, Duration::from_secs(1), None))
+    }
+
+    /// As an engine uses it: an operation comes with those that it follows, and goes when these have gone.
+    #[test]
+    fn rule_04_every_conflict_is_found_at_once_or_by_way_of_another_operation() {
+        let mut numbers = Numbers(7);
+        let (mut found, mut conflicts) = (0, 0);
+        for _ in 0..30 {
+            let mut here = PendingOps::default();
+            // Each operation with the ones that it follows.
+            let mut pending: Vec<(Arc<Op>, Vec<usize>)> = Vec::new();
+            let mut ended = Vec::new(); // kept, because a key is an address
+            for _ in 0..100 {
+                if numbers.below(4) == 0 && !pending.is_empty() {
+                    let free =
+                        |(_, after): &(Arc<Op>, Vec<usize>)| !pending.iter().any(|(op, _)| after.contains(&key(op)));
+                    let gone = pending.iter().position(free).expect("the first one waits for none");
+                    let (gone, _) = pending.remove(gone);
+                    here.remove(&gone);
+                    ended.push(gone);
+                    continue;
+                }
+                let op = drawn(&mut numbers);
+                let before = here.before(&op);
+                assert!(before.iter().all(|other| op.conflicts_with(other)), "{:?} follows too many", op.request);
+                let after: Vec<usize> = before.iter().map(|other| key(other)).collect();
+                found += after.len();
+                for (other, _) in &pending {
+                    let expected = op.conflicts_with(other);
+                    conflicts += usize::from(expected);
+                    let mut reached = after.clone();
+                    let mut at = 0;
+                    while at < reached.len() {
+                        let (_, next) = pending.iter().find(|(op, _)| key(op) == reached[at]).expect("pending");
+                        let here = |next: &&usize| pending.iter().any(|(op, _)| key(op) == **next);
+                        let new: Vec<usize> = next.iter().filter(here).copied().collect();
+                        reached.extend(new.into_iter().filter(|next| !reached.contains(next)).collect::<Vec<_>>());
+                        at += 1;
+                    }
+                    assert!(!expected || reached.contains(&key(other)), "{:?} after {:?}", op.request, other.request);
+                }
+                here.add(Arc::clone(&op));
+                pending.push((op, after));
+            }
+            pending.iter().for_each(|(op, _)| here.remove(op));
+            assert!(here.is_empty(), "something stays behind");
+        }
+        assert!(conflicts > found && found > 1000, "{found} of {conflicts}");
+    }
+    /// Receives into the rows of one tensor, sends of one tensor, and receives into one tensor.
+    #[test]
+    fn rule_04_as_many_operations_are_looked_at_as_are_in_the_way() {
+        let op = |kind: Kind, span: Span| {
+            let (inputs, outputs) = if kind == Kind::Send { (vec![span], vec![]) } else { (vec![], vec![span]) };
+            Arc::new(Op::new(Request::of_addresses(kind, inputs, outputs), 0, 0, Duration::from_secs(1), None))
+        };
+        let count = 10_000;
+        let mut here = PendingOps::default();
+        let mut looks = 0;
+        let mut post = |here: &mut PendingOps, op: Arc<Op>| {
+            looks += here.near(&op).count();
+            here.add(op);
+        };
+        for i in 0..count {
+            post(&mut here, op(Kind::Recv, Span { addr: 1000 + i * 16, bytes: 16 }));
+            post(&mut here, op(Kind::Send, Span { addr: 1 << 30, bytes: 100 }));
+        }
+        for _ in 0..count {
+            post(&mut here, op(Kind::Recv, Span { addr: 1 << 40, bytes: 100 }));
+        }
+        assert!(looks < 3 * count * (FEW + 1), "{looks} looks for {} operations", 3 * count);
+    }
+}
