@@ -166,6 +166,15 @@ void SageBackend::setTimeout(std::chrono::milliseconds timeout) {
   group_->set_timeout(static_cast<uint64_t>(timeout.count()));
 }
 
+#ifdef SAGELLM_HAS_EPHEMERAL_TIMEOUT
+void SageBackend::addEphemeralTimeout(const std::chrono::milliseconds& more) {
+  if (more.count() < 0)
+    value_error("add_ephemeral_timeout", c10::str("timeout is ", more.count(), " ms, expected 0 or more"));
+  refuse_forked();
+  group_->add_ephemeral_timeout(static_cast<uint64_t>(more.count()));
+}
+#endif
+
 uint64_t SageBackend::getSequenceNumberForGroup() {
   if (delegated()) return delegate()->getSequenceNumberForGroup();
   return group_->state().sequence;

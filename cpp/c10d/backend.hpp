@@ -8,7 +8,6 @@
 // inherited: setGroupUid: remembers the name
 // inherited: getBoundDeviceId: remembers the device
 // inherited: setBoundDeviceId: remembers the device
-// refused: addEphemeralTimeout: ignored, as c10d allows
 // refused: allocateTensor: there is no memory pool yet
 // refused: getMemAllocator: there is no memory pool yet
 // refused: supportsTensorAlloc: false, there is no memory pool yet
@@ -141,6 +140,9 @@ class SageBackend final : public c10d::Backend {
   const std::string getBackendName() const override { return options_->as_gloo ? "gloo" : "sagellm"; }
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }
   void setTimeout(std::chrono::milliseconds timeout) override;
+#ifdef SAGELLM_HAS_EPHEMERAL_TIMEOUT
+  void addEphemeralTimeout(const std::chrono::milliseconds& more) override;
+#endif
   uint64_t getSequenceNumberForGroup() override;
   // Numbers begin at the same value everywhere; there is nothing to agree on.
   void setSequenceNumberForGroup() override {}

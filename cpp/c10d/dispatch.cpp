@@ -132,6 +132,8 @@ void SageBackend::run(Plan& plan, const Label& label, TensorView inputs) {
     events_->call_abort_hooks();
     throw;
   }
+  // Of operations that ended meanwhile: the program may make no further call.
+  DeferredRelease::instance().release();
   if (trace) trace->end();
   if (pending && !pending->copy_error().empty()) raise_coded(pending->copy_error());
 }

@@ -411,6 +411,8 @@ pub mod ffi {
         fn monitored_barrier(self: &RustGroup, timeout_ms: i64, wait_all_ranks: bool) -> Result<()>;
         fn state(self: &RustGroup) -> GroupState;
         fn set_timeout(self: &RustGroup, timeout_ms: u64);
+        /// `Group::add_ephemeral_timeout`.
+        fn add_ephemeral_timeout(self: &RustGroup, more_ms: u64);
         /// In order: pending operations fail, peers still receive what was published. At once: everything pending here and on
         /// the peers fails, for this reason.
         fn leave(self: &RustGroup, how: Leave, reason: &str);

@@ -103,6 +103,9 @@ impl RustGroup {
     pub(super) fn set_timeout(&self, timeout_ms: u64) {
         self.group.set_timeout(Duration::from_millis(timeout_ms));
     }
+    pub(super) fn add_ephemeral_timeout(&self, more_ms: u64) {
+        self.group.add_ephemeral_timeout(Duration::from_millis(more_ms));
+    }
     pub(super) fn leave(&self, how: ffi::Leave, reason: &str) {
         let _ = guarded(|| {
             match how {

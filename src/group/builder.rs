@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, Weak};
 use once_cell::sync::OnceCell;
 use std::time::Duration;
 
+use super::extensions::Extensions;
 use super::hang::Watched;
 use super::lanes::LaneReport;
 use super::outside::Outsiders;
@@ -250,12 +251,14 @@ impl Parts {
                     watched: Watched::default(),
                     watched_outside: Watched::default(),
                     outside: Outsiders::default(),
+                    extensions: Extensions::default(),
                 }),
                 pending: AtomicUsize::new(0),
                 last_number: AtomicU64::new(0),
                 device_number: AtomicU64::new(0),
                 timeout_ms: AtomicU64::new(config.timeout.as_millis() as u64),
                 fault: OnceCell::new(),
+                extends: AtomicBool::new(false),
                 delegate_failed: AtomicBool::new(false),
                 members: OnceCell::new(),
                 closed: AtomicBool::new(false),

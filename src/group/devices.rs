@@ -40,6 +40,13 @@ impl DeviceGroup for Group {
     fn timeout(&self) -> Duration {
         Duration::from_millis(self.timeout_ms.load(Ordering::Relaxed))
     }
+    fn timeout_of_call(&self, asked: Option<Duration>) -> Duration {
+        let timeout = asked.unwrap_or_else(|| self.timeout());
+        if !self.extends.load(Ordering::Relaxed) {
+            return timeout;
+        }
+        self.extended(&mut self.lock(), timeout)
+    }
     fn usable(&self, what: &str) -> Result<()> {
         Group::usable(self, what)
     }

@@ -8,9 +8,10 @@
 //! `builder` makes a group, `handle` is an operation as its caller holds it, `check` refuses calls that do not fit
 //! together, `faults` names ranks that ended, `hang` ranks that are late and what they do (`findings`: the texts;
 //! `answer`: what this rank says about itself; `account`: that as text; `reply`: in two steps; `questions`: over the store,
-//! whose keys `board` has; `pending`: the operation in question), `outside` has the operations that no engine runs, `barrier`
-//! is the monitored barrier, `explain` and `report` serve explanations and statistics, `devices` is the group as the engine of
-//! its devices sees it, `lanes` as the threads of a group over several hosts see it.
+//! whose keys `board` has; `pending`: the operation in question), `outside` has the operations that no engine runs,
+//! `extensions` adds to timeouts for a while, `barrier` is the monitored barrier, `explain` and `report` serve explanations
+//! and statistics, `devices` is the group as the engine of its devices sees it, `lanes` as the threads of a group over
+//! several hosts see it.
 
 mod account;
 mod answer;
@@ -20,6 +21,7 @@ mod builder;
 mod check;
 mod devices;
 mod explain;
+mod extensions;
 mod faults;
 mod findings;
 mod handle;
@@ -38,6 +40,7 @@ use std::time::Duration;
 use once_cell::sync::OnceCell;
 
 pub use self::explain::{StartRule, explain_without_group, start_rule, table_without_group};
+use self::extensions::{Extensions, Owner};
 pub use self::handle::Op;
 use self::outside::Outsiders;
 pub use self::outside::{Carrier, ExternalOp};
@@ -78,6 +81,7 @@ struct Inner {
     watched: hang::Watched,
     watched_outside: hang::Watched,
     outside: Outsiders,
+    extensions: Extensions,
 }
 
 struct Peer {
@@ -119,6 +123,9 @@ pub struct Group {
     /// Operations that were launched on devices, which have numbers of their own (`devices`).
     device_number: AtomicU64,
     timeout_ms: AtomicU64,
+    /// Timeouts are extended for a while. Written under `inner`, read without it as a hint (relaxed): an operation that is
+    /// issued while another thread extends them may go either way.
+    extends: AtomicBool,
     fault: OnceCell<Error>,
     /// A call of the delegate has failed, after which its group may be broken. Set by threads that learn of such an end,
     /// read by any (relaxed: nothing else is read by it).
@@ -211,15 +218,22 @@ impl Group {
         self.usable(request.kind.name())?;
         self.validate(&request)?;
         let kernel = self.kernel(&request)?;
-        let timeout =
+        let mut timeout =
             Duration::from_millis(request.timeout_ms.unwrap_or_else(|| self.timeout_ms.load(Ordering::Relaxed)));
         let signature = op::signature(&request, self.config.size);
         let mut ended = Ended::new();
         let mut guard = self.lock();
         self.standing()?; // a fault may have come while we waited for the lock
         let inner = &mut *guard;
+        let extends = self.extends.load(Ordering::Relaxed);
+        if extends {
+            timeout = self.extended(inner, timeout);
+        }
         let number = inner.number_for(request.kind, request.root);
         let op = Arc::new(CoreOp::new(request, number, signature, timeout, completion));
+        if extends {
+            inner.own_extension(Owner::Op(Arc::downgrade(&op)));
+        }
         if !op.request.kind.is_p2p() {
             self.last_number.store(number, Ordering::Relaxed);
         }

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use once_cell::sync::OnceCell;
 
+use super::extensions::Owner;
 use super::{Group, Inner};
 use crate::error::Error;
 use crate::os::{clock, watch};
@@ -198,8 +199,13 @@ impl Group {
         note: CallNote,
         timeout: Option<Duration>,
     ) -> ExternalOp {
-        let timeout = timeout.unwrap_or_else(|| Duration::from_millis(self.timeout_ms.load(Ordering::Relaxed)));
+        let mut timeout = timeout.unwrap_or_else(|| Duration::from_millis(self.timeout_ms.load(Ordering::Relaxed)));
         let mut inner = self.lock();
+        // A delegate has timeouts of its own.
+        let extends = carrier == Carrier::Device && self.extends.load(Ordering::Relaxed);
+        if extends {
+            timeout = self.extended(&mut inner, timeout);
+        }
         let numbered = carrier == Carrier::Delegate && (kind.is_p2p() || inner.engine.delegate_reason().is_some());
         let number = match carrier {
             Carrier::Composed => inner.number + 1, // its first operation is issued next and takes this number
@@ -222,6 +228,9 @@ impl Group {
             let (id, bytes, site) = (record.id, record.bytes(), note.site);
             let outside = Outside { id, kind, number, root, tag, bytes, site, on_device, begun, timeout };
             inner.outside.pending.push_back(outside);
+            if extends {
+                inner.own_extension(Owner::Outside(id));
+            }
         }
         let group = self.this.upgrade().expect("a group that is used is alive");
         let (ended, failure) = (AtomicBool::new(false), OnceCell::new());

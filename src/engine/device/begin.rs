@@ -46,7 +46,7 @@ impl DeviceEngine {
             peer: first.asked.kind.is_p2p().then_some(first.root),
             with_peer_alone: ranks != Ranks::All,
             issued: Instant::now(),
-            timeout: first.timeout.unwrap_or_else(|| self.group.timeout()),
+            timeout: self.group.timeout_of_call(first.timeout),
         };
         Ok(DeviceCall {
             engine: Arc::clone(self),

@@ -20,6 +20,10 @@ pub trait DeviceGroup: Send + Sync {
     fn policy(&self) -> &Arc<Policy>;
     /// The timeout of calls that name none, and of making communicators; zero: no timeout.
     fn timeout(&self) -> Duration;
+    /// The timeout of a call that is made now and asks for this one; it was counted already.
+    fn timeout_of_call(&self, asked: Option<Duration>) -> Duration {
+        asked.unwrap_or_else(|| self.timeout())
+    }
     /// An error where no operation may start.
     fn usable(&self, what: &str) -> Result<()>;
     /// Why the group has failed, on this rank or on a peer that reported it.

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hang_texts import line_in
-from harness import Context, Job, expect_raises, launch, run_fresh
+from harness import Context, Job, expect_raises, launch, run_fresh, torch_at_least
 from limits import patience
 from on_device import backend_of, holds
 from simulated import VENDORS, environment, exit_code, start
@@ -234,3 +234,25 @@ def timed(ctx: Context, vendor: str) -> None:
 def test_durations_are_those_of_the_device(vendor: str, libraries: dict[str, Path]) -> None:
     """With timing enabled a work says how many milliseconds the library needed; before that it is refused."""
     run_fresh(timed, 2, vendor, env=environment(vendor, libraries, SAGELLM_SIM_SLOW_US=str(1000 * SLOW_MS)))
+
+
+def added_to_timeouts(ctx: Context, vendor: str) -> None:
+    _, name = start(ctx, vendor, timeout=timedelta(seconds=60))
+    value = torch.ones(10, device=name)
+    dist.all_reduce(value)
+    dist.barrier()
+    dist.distributed_c10d._add_ephemeral_timeout_for_all_pgs(timedelta(seconds=30))
+    works: list[Any] = [dist.all_reduce(value, async_op=True)]
+    assert works[0].timeout == timedelta(seconds=90)
+    works[0].wait(timedelta(seconds=60))
+    dist.barrier()
+    works.append(dist.all_reduce(value, async_op=True))
+    assert works[1].timeout == timedelta(seconds=60)
+    holds(value, 8)
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not torch_at_least(2, 15), reason="this torch has it for nccl alone")
+def test_an_ephemeral_timeout_counts_for_calls_on_a_device(libraries: dict[str, Path]) -> None:
+    """Until the first call after it has ended."""
+    run_fresh(added_to_timeouts, 2, VENDORS[0], env=environment(VENDORS[0], libraries))

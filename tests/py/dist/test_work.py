@@ -603,3 +603,94 @@ def lock_is_taken(ctx: Context) -> None:
 def test_rule_08_a_thread_that_keeps_the_interpreters_lock_stalls_no_peer() -> None:
     """Rule 8: a thread that waits for the lock drives nothing, so another thread must."""
     run_ranks(lock_is_taken, 2)
+
+
+def added_to_timeouts(ctx: Context) -> None:
+    """Each addition counts from its call until the first operation after it has ended. Rank 1 issues when told to."""
+    ctx.init(operations=timedelta(seconds=60))
+    if ctx.rank == 1:
+        for number in range(6):
+            ctx.store().wait([str(number)])
+            dist.all_reduce(torch.ones(3))
+        return
+    group: Any = dist.distributed_c10d._get_default_group()
+
+    def issue() -> Any:
+        return dist.all_reduce(torch.ones(3), async_op=True)
+
+    def end(number: int, work: Any) -> None:
+        ctx.store().set(str(number), "")
+        work.wait()
+
+    works = [issue()]
+    dist.distributed_c10d._add_ephemeral_timeout_for_all_pgs(timedelta(seconds=30))
+    works += [issue(), issue()]
+    group._add_ephemeral_timeout(timedelta(seconds=5))
+    works.append(issue())
+    assert [work.timeout.total_seconds() for work in works] == [60, 90, 90, 95]
+    end(0, works[0])
+    end(1, works[1])  # it owned the 30 seconds
+    works.append(issue())
+    assert works[-1].timeout.total_seconds() == 65
+    for number in (2, 3, 4):
+        end(number, works[number])
+    last = issue()
+    assert last.timeout.total_seconds() == 60
+    end(5, last)
+    text = expect_raises(ValueError, lambda: group._add_ephemeral_timeout(timedelta(seconds=-1)))
+    assert "-1000 ms" in text, text
+
+
+@beyond_gloo("it ignores the call")
+@pytest.mark.skipif(not torch_at_least(2, 15), reason="this torch has it for nccl alone")
+def test_an_ephemeral_timeout_is_added_until_the_first_operation_after_it_has_ended() -> None:
+    """`_add_ephemeral_timeout_for_all_pgs`, which a compiler calls before it lets other ranks wait for it."""
+    run_fresh(added_to_timeouts, 2)
+
+
+def late_by_more_than_the_timeout(ctx: Context) -> None:
+    ctx.init(operations=timedelta(seconds=2))
+    tensor = torch.ones(3)
+    if ctx.rank == 0:
+        dist.distributed_c10d._add_ephemeral_timeout_for_all_pgs(timedelta(seconds=60))
+        dist.all_reduce(tensor)
+    else:
+        time.sleep(3)
+        dist.all_reduce(tensor)
+    assert tensor.tolist() == [2.0] * 3
+    dist.destroy_process_group()
+
+
+@beyond_gloo("it ignores the call")
+@pytest.mark.skipif(not torch_at_least(2, 15), reason="this torch has it for nccl alone")
+def test_a_rank_may_be_late_by_an_ephemeral_timeout() -> None:
+    """The operation that would fail after two seconds ends well after three."""
+    run_fresh(late_by_more_than_the_timeout, 2)
+
+
+def alive_after_a_barrier(ctx: Context) -> list[int]:
+    """How many tensors of dropped Works live after the barrier that ended them, in five turns."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    found = []
+    for turn in range(5):
+        memory = []
+        if ctx.rank == 1:
+            ctx.store().wait([f"issued{turn}"])
+        for _ in range(50):
+            tensor = torch.ones(1000)
+            memory.append(StorageWeakRef(tensor.untyped_storage()))
+            dist.all_reduce(tensor, async_op=True)
+        del tensor
+        if ctx.rank == 0:
+            ctx.store().set(f"issued{turn}", "")
+        dist.barrier()
+        found.append(sum(not each.expired() for each in memory))
+    return found
+
+
+@beyond_gloo("it frees them by itself")
+def test_rule_10_a_synchronous_call_leaves_no_tensors_of_dropped_works_behind() -> None:
+    """Rule 10: the program may make no further call. An operation that another thread is about to end may be left."""
+    for found in run_ranks(alive_after_a_barrier, 2):
+        assert min(found) == 0, found
