@@ -303,7 +303,10 @@ void several(const CallDesc& call, const Carrier& carrier) {
       dense(call.op, "tensor", tensor, carrier.device);
       if (operand->role != Role::kRead) apart_in_itself(call.op, "tensor", tensor);
       same_dtype(call.op, own[0], tensor);
-      elements(call.op, "tensor", tensor.numel(), own[0].numel(), "as many as the first of the list");
+      if (tensor.sizes() != own[0].sizes()) {
+        value_error(call.op, c10::str("a tensor has the shape ", tensor.sizes(), ", expected that of the first of the list, ",
+                                      own[0].sizes()));
+      }
     });
   }
   if (call.kind == Kind::kBroadcast) {
