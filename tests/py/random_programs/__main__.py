@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 
+import net
 from harness import BACKEND
 
 from random_programs import run
-from random_programs.generate import GLOO, Taste, generate
+from random_programs.generate import GLOO, HOSTS, Taste, generate
 from random_programs.program import Program
 from random_programs.run import SECONDS, Ranks, Verdict
 
@@ -34,12 +36,21 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=1, help="how often each")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="the groups' timeout")
     parser.add_argument("--no", default="", help="draw none of these: " + ", ".join(TASTES) + " (with commas between)")
+    parser.add_argument("--hosts", type=int, default=1, help="deal the ranks over so many network namespaces, as root")
+    parser.add_argument("--unchanged", action="store_true", help="over hosts: the programs of one host")
     parser.add_argument("--shrink", action="store_true", help="make the first program that fails short, and end")
     parser.add_argument("--print", action="store_true", help="print the program and end")
     arguments = parser.parse_args()
-    taste = GLOO if BACKEND == "gloo" else Taste()
+    taste = GLOO if BACKEND == "gloo" else HOSTS if arguments.hosts > 1 and not arguments.unchanged else Taste()
     taste = replace(taste, **{name: False for name in arguments.no.split(",") if name})
-    ranks, failed, begun = Ranks(), 0, time.monotonic()
+    with net.Network(arguments.hosts) if arguments.hosts > 1 else nullcontext() as network:
+        if network is None:
+            return play(Ranks(), taste, arguments)
+        return play(Ranks(env={"GLOO_SOCKET_IFNAME": net.INTERFACE}, hosts=network.names), taste, arguments)
+
+
+def play(ranks: Ranks, taste: Taste, arguments: argparse.Namespace) -> int:
+    failed, begun = 0, time.monotonic()
     seeds = range(arguments.seed, arguments.seed + arguments.count)
     for seed in [None] if arguments.file else seeds:
         program = generate(seed, taste) if seed is not None else Program.from_json(arguments.file.read_text())

@@ -98,11 +98,11 @@ def test_the_model_agrees_with_gloo() -> None:
 Say = Callable[[str], None]
 
 
-def over_hosts(seeds: range, say: Say | None) -> None:
-    """Ranks dealt over two network namespaces."""
+def over_hosts(hosts: int, seeds: range, say: Say | None) -> None:
+    """Ranks dealt over network namespaces."""
     env = {"GLOO_SOCKET_IFNAME": net.INTERFACE}
     try:
-        with net.Network(2) as network, closing(Ranks(env=env, hosts=network.names)) as ranks:
+        with net.Network(hosts) as network, closing(Ranks(env=env, hosts=network.names)) as ranks:
             play(ranks, seeds, HOSTS, say)
     except net.Unavailable as reason:
         pytest.skip(f"network namespaces may not be made here: {reason}")
@@ -142,7 +142,8 @@ def struck(number: int, seeds: range, say: Say | None) -> None:
 
 
 ELSEWHERE: dict[str, Callable[[range, Say | None], None]] = {
-    "hosts": over_hosts,
+    "hosts": partial(over_hosts, 2),
+    "three-hosts": partial(over_hosts, 3),
     "staged": staged,
     "vendor": by_vendor,
     "kill-9": partial(struck, signal.SIGKILL),
@@ -154,7 +155,7 @@ ELSEWHERE: dict[str, Callable[[range, Say | None], None]] = {
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("where", ELSEWHERE)
 def test_random_programs_elsewhere(where: str) -> None:
-    """The same over two hosts, on simulated devices, and while a rank is struck down."""
+    """The same over two and three hosts, on simulated devices, and while a rank is struck down."""
     count = int(os.environ.get("SAGELLM_TEST_RANDOM_ELSEWHERE", "20"))
     ELSEWHERE[where](range(FIRST, FIRST + count), None)
 
