@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import math
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Context, beyond_gloo, expect_raises, run_ranks
+from harness import Context, beyond_gloo, expect_raises, run_fresh, run_ranks
 from torch import nn
 
 pytestmark = beyond_gloo("compressed sums")
@@ -76,10 +78,10 @@ def kept(ctx: Context) -> None:
     rest = left.clone()
     dist.all_reduce(rest)
     torch.testing.assert_close(total + rest, plain, rtol=1e-4, atol=1e-4)
-    whole = sagellm.compressed_all_reduce(torch.arange(5.0), sagellm.TopK(1.0))
+    whole = sagellm.compressed_all_reduce(torch.arange(5.0), sagellm.TopK(1.0), key="whole")
     assert whole.tolist() == (torch.arange(5.0) * ctx.world_size).tolist()
     stats = sagellm.CompressionStats()
-    sagellm.compressed_all_reduce(torch.ones(1000), sagellm.TopK(0.01), stats=stats)
+    sagellm.compressed_all_reduce(torch.ones(1000), sagellm.TopK(0.01), key="many", stats=stats)
     assert stats.sent_bytes == 10 * (8 + 4)
     for text, call in {
         "expected one of fp16": lambda: sagellm.compressed_all_reduce(torch.ones(1), "zip"),
@@ -95,6 +97,144 @@ def kept(ctx: Context) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_what_top_k_leaves_out_comes_later(world_size: int) -> None:
     run_ranks(kept, world_size)
+
+
+def named(ctx: Context) -> None:
+    """Two tensors of one shape; keys of all kinds; a missing key, and one that another tensor has."""
+    import sagellm
+
+    comm = sagellm.create_comm_backend("cpu")
+    top = sagellm.TopK(0.01)
+    later: dict[str, Any] = {"async_op": True, "compress": top}
+    for text, call in {
+        "topk keeps what it leaves out": lambda: sagellm.compressed_all_reduce(torch.ones(100), top),
+        "expected key=parameter": lambda: comm.all_reduce(torch.ones(100), compress="topk"),
+        "needs a key": lambda: comm.all_reduce(torch.ones(100), **later),
+        "'topk' keeps nothing": lambda: sagellm.compressed_all_reduce(torch.ones(100), "topk", key="a"),
+    }.items():
+        assert text in expect_raises(ValueError, call)
+    for _ in range(2):
+        alone = sagellm.compressed_all_reduce(torch.arange(100.0), "topk")
+        assert alone.count_nonzero() == 1 and alone[99] == 99 * ctx.world_size, "one call alone"
+    parameters = [nn.Parameter(torch.zeros(100)) for _ in range(2)]
+    for keys in (parameters, ("full", "single"), (0, 1)):
+        total = {key: torch.zeros(100) for key in (0, 1)}
+        for _ in range(20):
+            for place, each in enumerate((torch.arange(1.0, 101.0), torch.arange(100) == 0)):
+                total[place] += comm.all_reduce(each * 1000.0, compress="topk", key=keys[place])
+        assert not total[1][1:].any(), "no remainder of another tensor of this shape"
+        assert total[1][0] == 20 * 1000 * ctx.world_size and total[0].count_nonzero() > 1
+    text = expect_raises(ValueError, lambda: comm.all_reduce(torch.ones(7), compress="topk", key="full"))
+    assert "key 'full' has 7 elements, expected the 100 of an earlier call" in text
+    both = {"compress": "topk", "key": tuple(parameters)}
+    text = expect_raises(ValueError, lambda more=both: comm.all_reduce(torch.ones(7), **more))
+    assert "the parameters of key have 200 elements, and the tensor 7" in text
+    comm.all_reduce(torch.ones(100), compress=top, key=parameters[0])
+    left = top.residual(parameters[0])
+    assert left is not None and left.count_nonzero() == 99
+    ended = weakref.ref(left)
+    del left, parameters, keys, both
+    gc.collect()
+    assert ended() is None, "the remainder goes with its parameter"
+    comm.barrier()
+
+
+def test_top_k_knows_a_tensor_by_its_key() -> None:
+    """A remainder is never added to another tensor, of the same shape or not."""
+    run_ranks(named, 2)
+
+
+def retried(ctx: Context) -> None:
+    """A call whose exchange fails changes neither the tensor nor the remainder, so that it may be made again."""
+    import sagellm
+
+    top, gradient = sagellm.TopK(0.1), torch.arange(1.0, 101.0)
+    found = sagellm.compressed_all_reduce(gradient.clone(), top, key="a")
+    first = top.residual("a")
+    assert first is not None
+    before = first.clone()
+    gather, calls = dist.all_gather_into_tensor, []
+
+    def fails(*arguments: Any, **named: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("no more")
+        return gather(*arguments, **named)
+
+    given = gradient.clone()
+    dist.all_gather_into_tensor = fails
+    try:
+        text = expect_raises(RuntimeError, lambda: sagellm.compressed_all_reduce(given, top, op="avg", key="a"))
+    finally:
+        dist.all_gather_into_tensor = gather
+    assert text == "no more" and torch.equal(given, gradient)
+    after = top.residual("a")
+    assert after is not None and torch.equal(after, before)
+    found += sagellm.compressed_all_reduce(given, top, key="a")
+    rest = top.residual("a")
+    assert rest is not None
+    torch.testing.assert_close(found + ctx.world_size * rest, 2.0 * ctx.world_size * gradient)
+
+
+def test_a_call_that_fails_keeps_no_remainder() -> None:
+    run_ranks(retried, 2)
+
+
+def largest(ctx: Context) -> None:
+    """The average of numbers whose sum is beyond the format stays finite, in the format's error."""
+    import sagellm
+
+    for dtype, how, error in (
+        (torch.float32, "fp16", 0.0),
+        (torch.float16, "fp16", 0.0),
+        (torch.float32, "bf16", 2.0**-7),
+        (torch.bfloat16, "bf16", 2.0**-7),
+        (torch.float32, sagellm.Int8(64), 2.0**-6),
+        (torch.float16, sagellm.Int8(64), 2.0**-6),
+        (torch.bfloat16, sagellm.Int8(64), 2.0**-6),
+        (torch.float64, sagellm.TopK(1.0), 2.0**-20),
+        (torch.float32, sagellm.TopK(1.0), 2.0**-20),
+        (torch.float16, sagellm.TopK(1.0), 2.0**-9),
+        (torch.bfloat16, sagellm.TopK(1.0), 2.0**-6),
+    ):
+        carried = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(str(how), dtype)
+        most = min(torch.finfo(dtype).max, torch.finfo(carried).max) * (1 - error)
+        tensor = torch.full((100,), most, dtype=dtype)
+        tensor[50:] = -tensor[50:]
+        given = tensor.clone()
+        found = sagellm.compressed_all_reduce(tensor, how, op="avg", key=dtype)
+        assert found.isfinite().all(), (dtype, how, found)
+        torch.testing.assert_close(found, given, rtol=2 * error, atol=0)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_an_average_is_finite_where_its_addends_are(world_size: int) -> None:
+    run_ranks(largest, world_size)
+
+
+def largest_alone(ctx: Context) -> None:
+    ctx.init()
+    largest(ctx)
+
+
+def test_an_average_is_finite_on_eight_ranks() -> None:
+    run_fresh(largest_alone, 8)
+
+
+def served_by_gloo(ctx: Context) -> None:
+    import sagellm
+
+    for group in (dist.new_group(backend="gloo"), dist.new_group(pg_options=sagellm.Options(engine="delegate"))):
+        for how, top in (("fp16", 60000.0), ("bf16", 1e38), ("int8", 1e38)):
+            found = sagellm.compressed_all_reduce(torch.full((64,), top), how, op="avg", group=group)
+            torch.testing.assert_close(found, torch.full((64,), top), rtol=2.0**-6, atol=0)
+        dist.destroy_process_group(group)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_averages_over_a_group_that_gloo_serves() -> None:
+    """gloo has no ReduceOp.AVG."""
+    run_ranks(served_by_gloo, 2)
 
 
 def model() -> nn.Module:
@@ -167,6 +307,78 @@ def test_training_converges_with_several_buckets(how: str) -> None:
         assert plain[-1] < 0.2 * plain[0], "the model learns"
         assert math.isclose(compressed[0], plain[0], rel_tol=1e-3), "the first step begins with the same weights"
         assert compressed[-1] < 1.5 * plain[-1] + 0.02, (how, plain[-1], compressed[-1])
+
+
+class Watched:
+    """Which parameters each bucket of a hook has had, and in how many orders."""
+
+    def __init__(self, hook: Any) -> None:
+        self.hook, self.average = hook, hook._average
+        self.buckets: dict[int, list[nn.Parameter]] = {}
+        self.orders: set[tuple[int, ...]] = set()
+        hook._average = self.note
+
+    def note(self, bucket: dist.GradBucket) -> torch.Tensor:
+        order = bucket.parameters()
+        self.buckets[bucket.index()] = order
+        self.orders.add((bucket.index(), *(id(each) for each in order)))
+        return self.average(bucket)
+
+    def left(self) -> dict[nn.Parameter, torch.Tensor]:
+        """What each parameter has not got yet, on this rank."""
+        if not hasattr(self.hook, "state"):
+            known = [each for parameters in self.buckets.values() for each in parameters]
+            return {each: self.hook.compression.residual(each) for each in known}
+        found = {}  # PowerSGD keeps its errors by the number of the bucket
+        for index, parameters in self.buckets.items():
+            sizes = [each.numel() for each in parameters]
+            found.update(zip(parameters, self.hook.state.error_dict[index].split(sizes), strict=True))
+        return found
+
+
+def keep_books(ctx: Context, how: str, bucket_mb: float) -> int:
+    import sagellm
+
+    torch.manual_seed(3)
+    net = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(16, 16, bias=False), nn.Tanh())))
+    wrapped = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=bucket_mb)
+    if how == "powersgd":
+        from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+
+        hook: Any = sagellm.PowerSGDHook(PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2))
+    else:
+        hook = sagellm.CompressionHook(sagellm.TopK(0.1) if how == "topk object" else "topk")
+    watched = Watched(hook)
+    wrapped.register_comm_hook(None, hook)
+    sent, plain = ({name: torch.zeros_like(each) for name, each in net.named_parameters()} for _ in range(2))
+    for step in range(12):
+        torch.manual_seed(100 * step + ctx.rank)
+        inputs = torch.randn(8, 16)
+        wrapped.zero_grad()
+        wrapped(inputs).square().sum().backward()
+        exact = torch.autograd.grad(net(inputs).square().sum(), list(net.parameters()))
+        for (name, each), gradient in zip(net.named_parameters(), exact, strict=True):
+            assert each.grad is not None
+            sent[name] += each.grad
+            plain[name] += gradient
+    left = watched.left()
+    for name, each in net.named_parameters():
+        rest = left[each].detach().clone().view_as(each)
+        dist.all_reduce(rest, op=dist.ReduceOp.AVG)
+        dist.all_reduce(plain[name], op=dist.ReduceOp.AVG)
+        assert rest.any(), f"{name}: something is left, or the test shows nothing"
+        torch.testing.assert_close(sent[name] + rest, plain[name], rtol=1e-3, atol=1e-3)
+    orders = len(watched.orders) - len(watched.buckets)
+    hook.close()
+    return orders
+
+
+@pytest.mark.parametrize("how", ["topk", "topk object", "powersgd"])
+@pytest.mark.parametrize("bucket_mb", [25, 0.003], ids=["one bucket", "several buckets"])
+def test_what_is_left_out_of_a_parameter_comes_later_to_that_parameter(how: str, bucket_mb: float) -> None:
+    """DistributedDataParallel fills its buckets in another order from the second step on."""
+    for orders in run_ranks(keep_books, 2, how, bucket_mb):
+        assert orders > 0, "the buckets have been filled anew"
 
 
 class BucketOnADevice:
@@ -282,8 +494,8 @@ def as_option(ctx: Context) -> None:
         # Ranks may go on to other operations meanwhile, each in its own order of events.
         comm.all_reduce(torch.ones(3))
         assert future.wait() is later and future.done()
-        plain = sagellm.compressed_all_reduce(mine.clone(), how)
-        assert torch.equal(one, plain) and torch.equal(later, plain / ctx.world_size), how
+        assert torch.equal(one, sagellm.compressed_all_reduce(mine.clone(), how)), how
+        assert torch.equal(later, sagellm.compressed_all_reduce(mine.clone(), how, op="mean")), how
     chained = comm.all_reduce(torch.ones(8), async_op=True, compress="fp16").then(lambda ended: ended.value() + 1)
     assert chained.wait().tolist() == [ctx.world_size + 1.0] * 8
     counted = comm.get_stats()["compression"]

@@ -19,6 +19,45 @@ def checked_tensor(what: str, tensor: Any) -> None:
         raise TypeError(f"sagellm {what}: got a {type(tensor).__name__}, expected a tensor")
 
 
+def checked_result(what: str, tensor: Any) -> None:
+    """The same for one that receives a result; a ValueError where torch would lose that.
+
+    Of a view that is conjugated or negated only when it is read, torch gives a backend a copy, and drops the result.
+    """
+    checked_tensor(what, tensor)
+    if tensor.is_conj() or tensor.is_neg():
+        how = "conj" if tensor.is_conj() else "neg"
+        raise ValueError(
+            f"sagellm {what}: torch.is_{how} of the tensor is true (x.conj(), x.conj().imag), and torch loses results "
+            f"for such a view; pass its base, or resolve_{how}() of it"
+        )
+
+
+def checked_dense(what: str, tensor: Any) -> None:
+    """A ValueError or a TypeError, for the call ``what``, where an argument is no dense tensor with data."""
+    checked_tensor(what, tensor)
+    if tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized or tensor.is_nested):
+        return
+    kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
+    raise ValueError(
+        f"sagellm {what}: got a {kind} tensor on {tensor.device}, expected a dense one (torch.strided) that has data"
+    )
+
+
+def checked_written(what: str, tensor: torch.Tensor) -> None:
+    """A ValueError, for the call ``what``, where not every element of a dense tensor has memory of its own."""
+    if torch._debug_has_internal_overlap(tensor) == 1:
+        raise ValueError(
+            f"sagellm {what}: tensor of sizes {list(tensor.shape)} and strides {list(tensor.stride())} shares memory "
+            "between its elements (an expanded tensor?); pass a clone"
+        )
+
+
+def in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy whose memory holds its elements in order."""
+    return tensor.resolve_conj().resolve_neg().contiguous()
+
+
 def checked_number(what: str, name: str, value: Any, least: int = 1) -> None:
     """A ValueError, for the call ``what``, where an argument is no whole number from ``least`` on."""
     if not isinstance(value, Integral) or isinstance(value, bool) or value < least:

@@ -186,10 +186,11 @@ class CommBackend(CommBackendProtocol):
         passes the same shape and dtype.
 
         ``compress`` sends fewer bytes, with the errors that docs/api.md states: "fp16", "bf16", "int8", "topk", or an
-        object of ``sagellm.Half``, ``Int8``, ``TopK``. It takes floats, "sum" and "avg"; ``key`` names the tensor for
-        "topk", which keeps what it leaves out (its shape and dtype if None). ``get_stats()["compression"]`` counts the
-        bytes. Several operations make one such call, so it takes no ``timeout``; an asynchronous one runs on a thread,
-        in a separate group that the first of them makes, for tensors on the CPU.
+        object of ``sagellm.Half``, ``Int8``, ``TopK``. It takes floats, "sum" and "avg". "topk" keeps what it leaves
+        out for the next call with the same ``key``, which it needs (ValueError): the parameter whose gradient the
+        tensor is, a name or a number. ``get_stats()["compression"]`` counts the bytes. Several operations make one such
+        call, so it takes no ``timeout``; an asynchronous one runs on a thread, in a separate group that the first of
+        them makes, for tensors on the CPU.
 
         Example::
 
@@ -207,15 +208,15 @@ class CommBackend(CommBackendProtocol):
     def _compressed(
         self, tensor: torch.Tensor, op: str, async_op: bool, timeout: Any, how: str | Compression, key: Any
     ) -> torch.Tensor | CommFuture:
-        check_compressible(tensor, op)
+        # One object for each name, because "topk" keeps the elements that it left out.
+        method = compression(how) if not isinstance(how, str) or how not in self._methods else self._methods[how]
+        check_compressible(tensor, op, method, key)
         if timeout is not None:
             raise ValueError("sagellm all_reduce: timeout does not go with compress, which takes several operations")
         if async_op and not tensor.is_cpu:
             raise ValueError(
                 f"sagellm all_reduce: the tensor is on {tensor.device}, expected cpu for compress with async_op"
             )
-        # One object for each name, because "topk" keeps the elements that it left out.
-        method = compression(how) if not isinstance(how, str) or how not in self._methods else self._methods[how]
         if isinstance(how, str):
             self._methods[how] = method
 

@@ -14,6 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from sagellm.api.arguments import checked_dense, checked_tensor, checked_written
+from sagellm.api.group_choice import our_backend
 
 
 @dataclass
@@ -54,20 +58,30 @@ class Compression(ABC):
 
     #: Its name in ``compressed_all_reduce``.
     name: str
+    #: Whether it keeps a remainder from call to call, so that each tensor needs a ``key``.
+    needs_key: bool = False
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, group: Any, key: Any = None) -> int:
         """Sums a contiguous float tensor over the ranks of ``group``, in place; returns the bytes that it passed on.
 
-        ``key`` names the tensor for compressions that keep a remainder from call to call.
+        ``key`` names the tensor for compressions that keep a remainder from call to call. A tuple of parameters says
+        that the tensor holds their gradients, one behind the other: a bucket of DistributedDataParallel holds others
+        from the second step on.
         """
+
+    def average(self, tensor: torch.Tensor, group: Any, key: Any = None) -> int:
+        """The same for the average. A format whose sums may be too large for it divides earlier than this one."""
+        sent = self.all_reduce(tensor, group, key)
+        tensor /= dist.get_world_size(group)
+        return sent
 
 
 class Half(Compression):
-    """16 bits: each rank's numbers are rounded once, the core adds them in 32 bits, and the sum is rounded once.
+    """16 bits: each rank's numbers are rounded once, the core adds them in 32 bits, and the result is rounded once.
 
-    The relative error of each addend and of the sum is at most 2^-11 for float16 (whose largest number is 65,504) and
-    2^-8 for bfloat16.
+    The relative error of each addend and of the result is at most 2^-11 for float16 (whose largest number is 65,504)
+    and 2^-8 for bfloat16. An average is finite where its addends are: it is divided before the sum is rounded.
 
     Args:
         dtype: ``torch.float16`` or ``torch.bfloat16`` (ValueError otherwise).
@@ -85,8 +99,17 @@ class Half(Compression):
         self.name = names[dtype]
 
     def all_reduce(self, tensor: torch.Tensor, group: Any, key: Any = None) -> int:
-        half = tensor.to(self.dtype)
-        dist.all_reduce(half, group=group)
+        return self._reduce(tensor, tensor, dist.ReduceOp.SUM, group)
+
+    def average(self, tensor: torch.Tensor, group: Any, key: Any = None) -> int:
+        # bfloat16 has the range of the 32 bits in which numbers are added: the sum of its largest would not fit.
+        if self.dtype is torch.float16 and _has_average(group):
+            return self._reduce(tensor, tensor, dist.ReduceOp.AVG, group)
+        return self._reduce(tensor, tensor / dist.get_world_size(group), dist.ReduceOp.SUM, group)
+
+    def _reduce(self, tensor: torch.Tensor, addend: torch.Tensor, op: Any, group: Any) -> int:
+        half = addend.to(self.dtype)
+        dist.all_reduce(half, op=op, group=group)
         tensor.copy_(half)
         return int(half.nbytes)
 
@@ -113,6 +136,12 @@ class Int8(Compression):
         self.block = block
 
     def all_reduce(self, tensor: torch.Tensor, group: Any, key: Any = None) -> int:
+        return self._reduce(tensor, group, 1)
+
+    def average(self, tensor: torch.Tensor, group: Any, key: Any = None) -> int:
+        return self._reduce(tensor, group, dist.get_world_size(group))
+
+    def _reduce(self, tensor: torch.Tensor, group: Any, divisor: int) -> int:
         ranks = dist.get_world_size(group)
         flat = tensor.view(-1).to(torch.float32)
         blocks = math.ceil(flat.numel() / self.block / ranks) * ranks
@@ -121,7 +150,7 @@ class Int8(Compression):
         every_number, every_scale = torch.empty_like(numbers), torch.empty_like(scales)
         dist.all_to_all_single(every_number, numbers, group=group)
         dist.all_to_all_single(every_scale, scales, group=group)
-        addends = every_number.float() * every_scale
+        addends = every_number.float() * (every_scale / divisor)
         part = addends.view(ranks, blocks // ranks, self.block).sum(0)
         summed, summed_scales = self._pack(part)
         dist.all_gather_into_tensor(numbers, summed, group=group)
@@ -140,7 +169,8 @@ class TopK(Compression):
     """The share ``ratio`` of the elements, those of largest magnitude; the others are added to the next call's.
 
     No element is lost, it only comes later: the sum over all calls is that of plain calls, except for the remainder at
-    the end, which ``residual(key)`` shows. A tensor is known by its ``key``.
+    the end, which ``residual(key)`` shows. A tensor is known by its ``key``: a number, a name, or the parameter whose
+    gradient it is. The remainder of a parameter ends with the parameter; a call that fails changes no remainder.
 
     Args:
         ratio: more than 0 and at most 1 (ValueError).
@@ -152,29 +182,40 @@ class TopK(Compression):
     """
 
     name = "topk"
+    needs_key = True
 
     def __init__(self, ratio: float = 0.01) -> None:
         if not 0 < ratio <= 1:
             raise ValueError(f"sagellm TopK: ratio is {ratio}, expected more than 0 and at most 1")
         self.ratio = ratio
         self._left: dict[Any, torch.Tensor] = {}
+        #: The same for parameters, by identity: they live no longer for it, and no other ever has their remainder.
+        self._left_of: Any = WeakTensorKeyDictionary()
 
     def residual(self, key: Any) -> torch.Tensor | None:
-        """The part of a tensor that this rank has not sent yet."""
-        return self._left.get(key)
+        """The part of a tensor, flat, that this rank has not sent yet; None where no call has had this key."""
+        found: torch.Tensor | None = self._kept(key).get(key)
+        return found
+
+    def _kept(self, key: Any) -> Any:
+        return self._left_of if isinstance(key, torch.Tensor) else self._left
 
     def all_reduce(self, tensor: torch.Tensor, group: Any, key: Any = None) -> int:
+        return self._reduce(tensor, group, key, 1)
+
+    def average(self, tensor: torch.Tensor, group: Any, key: Any = None) -> int:
+        return self._reduce(tensor, group, key, dist.get_world_size(group))
+
+    def _reduce(self, tensor: torch.Tensor, group: Any, key: Any, divisor: int) -> int:
         ranks = dist.get_world_size(group)
         flat = tensor.view(-1)
-        left = self._left.get(key)
-        if left is not None and left.shape == flat.shape:
-            flat += left
+        parts = _parts(key, flat.numel())
+        # The tensor and the remainder change only when the exchange is over: a call that failed may be made again.
+        rest = self._with_remainder(flat, parts)
         count = max(1, math.ceil(self.ratio * flat.numel())) if flat.numel() else 0
-        places = torch.topk(flat.abs(), count, sorted=False).indices
-        values = flat[places]
-        rest = flat.clone()
+        places = torch.topk(rest.abs(), count, sorted=False).indices
+        values = rest[places]
         rest[places] = 0
-        self._left[key] = rest
         every_place = places.new_empty(ranks * count)
         every_value = values.new_empty(ranks * count)
         dist.all_gather_into_tensor(every_place, places, group=group)
@@ -182,8 +223,47 @@ class TopK(Compression):
         flat.zero_()
         # Rank by rank, so that all ranks add in the same order.
         for place, value in zip(every_place.chunk(ranks), every_value.chunk(ranks), strict=True):
-            flat.index_add_(0, place, value)
+            flat.index_add_(0, place, value / divisor)
+        keys, sizes = zip(*parts, strict=True)
+        for one, left in zip(keys, rest.split(sizes), strict=True):
+            self._kept(one)[one] = left
         return int(places.nbytes + values.nbytes)
+
+    def _with_remainder(self, flat: torch.Tensor, parts: list[tuple[Any, int]]) -> torch.Tensor:
+        """A copy of the elements, to which what earlier calls have left out is added."""
+        whole = flat.clone()
+        for (key, size), addend in zip(parts, whole.split([size for _, size in parts]), strict=True):
+            left = self.residual(key)
+            if left is None:
+                continue
+            if left.numel() != size:
+                shown = f"a parameter of shape {list(key.shape)}" if isinstance(key, torch.Tensor) else repr(key)
+                raise ValueError(
+                    f"sagellm TopK: the tensor of key {shown} has {size} elements, expected the {left.numel()} of an "
+                    "earlier call, which has left some of them to be sent: give each tensor a key of its own"
+                )
+            addend += left
+        return whole
+
+
+def _parts(key: Any, numel: int) -> list[tuple[Any, int]]:
+    """The keys of a flat tensor's parts with their sizes: one, or those of a tuple of parameters."""
+    if not (isinstance(key, tuple) and key and all(isinstance(each, torch.Tensor) for each in key)):
+        return [(key, numel)]
+    sizes = [each.numel() for each in key]
+    if sum(sizes) != numel:
+        raise ValueError(
+            f"sagellm: the parameters of key have {sum(sizes)} elements, and the tensor {numel}, expected as many"
+        )
+    return list(zip(key, sizes, strict=True))
+
+
+def _has_average(group: Any) -> bool:
+    """Whether what serves the group has ReduceOp.AVG: gloo has none, whether it is the backend or our delegate."""
+    ours = our_backend(dist.group.WORLD if group is None else group)
+    if ours is not None:
+        return not ours.delegate_reason
+    return "nccl" in str(dist.get_backend(group))
 
 
 def compression(how: str | Compression) -> Compression:
@@ -199,12 +279,21 @@ def compression(how: str | Compression) -> Compression:
     raise ValueError(f"sagellm: compression {how!r}, expected one of fp16, bf16, int8, topk")
 
 
-def check_compressible(tensor: torch.Tensor, op: str) -> None:
-    """A ValueError where there is no compressed sum of this kind."""
+def check_compressible(tensor: torch.Tensor, op: str, method: Compression, key: Any) -> None:
+    """A ValueError or a TypeError where there is no compressed sum of this kind."""
+    what = "compressed_all_reduce"
+    checked_tensor(what, tensor)
     if op not in ("sum", "avg", "mean"):
-        raise ValueError(f"sagellm compressed_all_reduce: op={op!r}, expected one of sum, avg, mean")
-    if not tensor.is_floating_point():
-        raise ValueError(f"sagellm compressed_all_reduce: the tensor is {tensor.dtype}, expected floats")
+        raise ValueError(f"sagellm {what}: op={op!r}, expected one of sum, avg, mean")
+    if not tensor.is_floating_point() or tensor.dtype == getattr(torch, "float4_e2m1fn_x2", None):
+        raise ValueError(f"sagellm {what}: the tensor is {tensor.dtype}, expected floats")
+    checked_dense(what, tensor)
+    checked_written(what, tensor)
+    if method.needs_key and key is None:
+        raise ValueError(
+            f"sagellm {what}: {method.name} keeps what it leaves out for the next call, so it needs a key that names "
+            "this tensor in every call, expected key=parameter, or a name or number"
+        )
 
 
 def compressed_all_reduce(
@@ -218,34 +307,58 @@ def compressed_all_reduce(
 ) -> torch.Tensor:
     """``all_reduce`` in fewer bytes, in place; returns the tensor.
 
+    Autograd does not see the call: the tensor may be a parameter, or one that a graph holds.
+
     Args:
         tensor: of floats (ValueError otherwise); every rank passes the same shape and dtype.
-        how: "fp16", "bf16", "int8", "topk", or an object of one of the classes, which "topk" needs to remember what it
-            left out.
+        how: "fp16", "bf16", "int8", "topk", or an object of one of the classes. A ``TopK`` object keeps what it leaves
+            out for the next call; "topk" by its name is one call alone, and what it leaves out is lost.
         op: "sum" or "avg" ("mean").
-        key: names the tensor for "topk"; its shape and dtype if None.
+        key: names the tensor for a ``TopK`` object, which needs it (ValueError): the same in every call with this
+            tensor, and no other's. The parameter will do whose gradient it is; the gradient itself is a new tensor in
+            every step.
         stats: counts the bytes, if given.
 
     Raises:
-        ValueError: the compression or the op is unknown, or the tensor has no floats. Nothing was sent.
+        TypeError: it is no tensor.
+        ValueError: the compression or the op is unknown, the tensor has no floats or is not dense (sparse, expanded,
+            without data), or a key is missing. Nothing was sent.
 
     Example::
 
         gradient = sagellm.compressed_all_reduce(torch.ones(512), "int8", op="avg")
     """
-    check_compressible(tensor, op)
     method = compression(how)
-    work = tensor if tensor.is_contiguous() else tensor.contiguous()
-    sent = method.all_reduce(work, group, (tuple(tensor.shape), tensor.dtype) if key is None else key)
-    if op != "sum":
-        work /= dist.get_world_size(group)
-    if work is not tensor:
-        tensor.copy_(work)
+    if method.needs_key and isinstance(how, str):
+        if key is not None:
+            raise ValueError(
+                f"sagellm compressed_all_reduce: key is {key!r}, and {how!r} keeps nothing from call to call, expected "
+                "an object: make one sagellm.TopK(), and pass it with the key in every call"
+            )
+        key = how
+    check_compressible(tensor, op, method, key)
+    with torch.no_grad():
+        own = tensor.detach()
+        # In place where it can be. Methods compute with dense numbers of at least 16 bits.
+        direct = own.is_contiguous() and own.element_size() > 1 and not own.is_neg() and not own.is_inference()
+        work = own if direct else _dense(own)
+        reduce = method.all_reduce if op == "sum" else method.average
+        sent = reduce(work, group, key)
+        if not direct:
+            # Tensors of inference mode may be written in that mode only, and all others may be written there, too.
+            with torch.inference_mode():
+                own.copy_(work)
     if stats is not None:
         stats.calls += 1
         stats.plain_bytes += tensor.nbytes
         stats.sent_bytes += sent
     return tensor
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    dtype = tensor.dtype if tensor.element_size() > 1 else torch.float32
+    copy = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
+    return copy.copy_(tensor)
 
 
 class CompressionThread:
@@ -287,7 +400,8 @@ class CompressionHook:
     order, whatever the number of buckets, and the backward pass goes on meanwhile.
 
     Args:
-        how: as in ``compressed_all_reduce``.
+        how: as in ``compressed_all_reduce``, or "topk". What that leaves out is kept by parameter, and
+            ``hook.compression.residual(parameter)`` shows it.
         group: the ranks of the model; None the default group. All of them make the hook at the same point.
 
     Raises:
@@ -323,8 +437,11 @@ class CompressionHook:
         return self._thread.later(lambda: self._average(bucket))
 
     def _average(self, bucket: Any) -> torch.Tensor:
+        # By parameters and not by the bucket's number: after the first step DistributedDataParallel fills its buckets
+        # in the order in which gradients become ready.
+        key = tuple(bucket.parameters())
         return compressed_all_reduce(
-            bucket.buffer(), self.compression, op="avg", group=self.group, key=bucket.index(), stats=self.stats
+            bucket.buffer(), self.compression, op="avg", group=self.group, key=key, stats=self.stats
         )
 
     def close(self) -> None:
