@@ -223,6 +223,35 @@ class TestAllReduceOperator:
         total = [AllReduceOperator(comm).all_reduce(torch.ones(1)) for comm in comms]
         assert [each.item() for each in total] == [2.0, 2.0]
 
+    def test_tensors_of_inference_mode(self) -> None:
+        with torch.inference_mode():
+            given = [torch.ones(3) for _ in range(2)]
+        comms = create_ring_topology(2)
+        for comm, tensor in zip(comms, given, strict=True):
+            AllReduceOperator(comm).all_reduce(tensor)
+            assert tensor.isnan().all() or comm.rank == 1
+        assert all(tensor.tolist() == [2.0] * 3 for tensor in given)
+
+    def test_a_tensor_that_cannot_be_copied_counts_as_not_made(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The rank's next call is still its first collective, and the next message the first of its pair."""
+        from sagellm.api.calls import Call
+
+        def fails(self: Call) -> None:
+            raise MemoryError("no room")
+
+        left, right = create_ring_topology(2)
+        with monkeypatch.context() as patched:
+            patched.setattr(Call, "take", fails)
+            for comm in (left, right):
+                with pytest.raises(MemoryError):
+                    AllReduceOperator(comm).all_reduce(torch.ones(3))
+            with pytest.raises(MemoryError):
+                left.send(torch.ones(3), 1)
+        left.send(torch.full((2,), 7.0), 1)
+        assert right.recv(0, (2,), torch.float32).tolist() == [7.0, 7.0]
+        total = [AllReduceOperator(comm).all_reduce(torch.ones(1)) for comm in (left, right)]
+        assert [each.item() for each in total] == [2.0, 2.0]
+
     def test_one_tensor_for_two_ranks_is_refused(self) -> None:
         comms, shared = create_ring_topology(2), torch.ones(4)
         AllReduceOperator(comms[0]).all_reduce(shared[:3])

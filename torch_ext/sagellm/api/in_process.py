@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from sagellm import _load, _register
-from sagellm.api.arguments import Seconds, as_timedelta, checked_op, checked_tensor, rows_of_slice
+from sagellm.api.arguments import Seconds, as_timedelta, checked_dense, checked_op, checked_tensor, rows_of_slice
 from sagellm.api.calls import ISSUE, Call, Operation, agree, reduction, share_memory, unset
 from sagellm.api.errors import CommTimeoutError, with_timeouts
 from sagellm.observe import log
@@ -82,32 +82,33 @@ class Topology:
 
     def collective(self, call: Call) -> None:
         """Takes a call as the next collective of its rank."""
-        with torch.no_grad(), self.changed:
+        with torch.inference_mode(), self.changed:  # in which every tensor may be written
             self._refuse_if_unusable(call)
             number = self._counts[call.rank] + 1
-            operation = self._collectives.get(number)
-            if operation is None:
-                operation = Operation(f" as collective {number}", tuple(range(self.world_size)))
-                self._collectives[number] = operation
-            self._counts[call.rank] = number
+            everyone = tuple(range(self.world_size))
+            operation = self._collectives.get(number) or Operation(f" as collective {number}", everyone)
             self._join(call, operation)
+            self._counts[call.rank] = number
+            self._collectives[number] = operation
             if not operation.missing():
                 del self._collectives[number]
             self._go_on(call, operation)
 
     def message(self, call: Call, source: int, destination: int, tag: int) -> None:
         """Takes a send or a receive; those of two ranks and one tag match in the order in which they are called."""
-        with torch.no_grad(), self.changed:
+        with torch.inference_mode(), self.changed:  # in which every tensor may be written
             self._refuse_if_unusable(call)
-            waiting = self._messages.setdefault((source, destination, tag), deque())
-            if waiting and call.rank in waiting[0].missing():
-                operation = waiting.popleft()
+            waiting = self._messages.get((source, destination, tag), deque())
+            matches = bool(waiting) and call.rank in waiting[0].missing()
+            operation = waiting[0] if matches else Operation("", (source, destination))
+            self._join(call, operation)
+            if matches:
+                waiting.popleft()
             else:
-                operation = Operation("", (source, destination))
                 waiting.append(operation)
+            self._messages[source, destination, tag] = waiting
             if not waiting:
                 del self._messages[source, destination, tag]
-            self._join(call, operation)
             self._go_on(call, operation)
 
     def _refuse_if_unusable(self, call: Call) -> None:
@@ -122,7 +123,10 @@ class Topology:
                 )
 
     def _join(self, call: Call, operation: Operation) -> None:
-        """Adds a call to its operation. One that does not agree with the first fails all ranks."""
+        """Adds a call to its operation. One that does not agree with the first fails all ranks.
+
+        An error in copying the call's tensors leaves everything as it was: the call counts as not made.
+        """
         first = next(iter(operation.calls.values()), None)
         if first is not None and not agree(first, call):
             error = dist.DistBackendError(
@@ -131,16 +135,16 @@ class Topology:
             )
             self._fail(error)
             raise error
-        operation.calls[call.rank] = call
         call.after = [
             earlier
             for earlier in self._pending
             if earlier.result is not None
             and (share_memory(earlier.result, call.source) or share_memory(earlier.result, call.result))
         ]
-        self._pending.append(call)
         if not call.after:
             call.take()
+        operation.calls[call.rank] = call
+        self._pending.append(call)
         if not operation.missing():
             self._complete.append(operation)
 
@@ -321,6 +325,7 @@ def _require_dense(kind: str, tensor: torch.Tensor) -> None:
             f"sagellm {kind}: got a {tensor.layout} tensor on {tensor.device}, expected a dense one on the CPU: ranks "
             "of one process take no others"
         )
+    checked_dense(kind, tensor)
 
 
 def _require_descriptors(world_size: int) -> None:
