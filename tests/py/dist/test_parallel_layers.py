@@ -184,6 +184,43 @@ def test_lists_of_tensors_arrive_whatever_their_sizes_and_the_window() -> None:
     run_ranks(transfer, 2)
 
 
+def refused(ctx: Context) -> None:
+    """Nothing is sent or received for what is refused: the good list behind it arrives."""
+    import sagellm
+
+    base = torch.full((4,), complex(1, 2))
+    if ctx.rank == 0:
+        for wrong, words in (
+            (torch.eye(3).to_sparse(), "element 1: got a torch.sparse_coo tensor on cpu"),
+            (torch.empty(3, device="meta"), "element 1: got a torch.strided tensor on meta"),
+        ):
+            text = expect_raises(ValueError, lambda wrong=wrong: sagellm.send_tensors([torch.ones(2), wrong], 1))
+            assert words in text and "that has data" in text, text
+        sagellm.send_tensors([base.conj(), base.conj().imag, torch.ones(1).expand(3)], 1)
+        dist.send(torch.zeros(4096, dtype=torch.uint8), 1)
+        sagellm.send_tensors([torch.ones(2)], 1)
+        return
+    for wrong, words in (
+        (base.conj(), "torch.is_conj of the tensor is true"),
+        (base.conj().imag, "torch.is_neg of the tensor is true"),
+        (torch.eye(3).to_sparse(), "element 1 of out: got a torch.sparse_coo tensor"),
+        (torch.ones(1).expand(3), "shares memory between its elements"),
+    ):
+        out = [torch.ones(2), wrong]
+        assert words in expect_raises(ValueError, lambda out=out: sagellm.recv_tensors(0, out=out))
+    assert "expected a list" in expect_raises(TypeError, lambda: sagellm.recv_tensors(0, out=torch.ones(2)))
+    turned, part, wide = sagellm.recv_tensors(0)
+    assert turned.tolist() == [1 - 2j] * 4 and part.tolist() == [-2.0] * 4 and wide.tolist() == [1.0] * 3
+    text = expect_raises(RuntimeError, lambda: sagellm.recv_tensors(0))
+    assert "rank 0 did not call send_tensors: what came from it with tag 0 is another message" in text
+    place = torch.nn.Parameter(torch.zeros(2))
+    assert sagellm.recv_tensors(0, out=[place])[0] is place and place.tolist() == [1.0, 1.0]
+
+
+def test_a_list_that_cannot_travel_is_refused_before_its_header_is_sent() -> None:
+    run_ranks(refused, 2)
+
+
 def held_back(ctx: Context) -> Any:
     """Rank 1 does not call until rank 0 waits for it. Eight tensors of 4 MiB, two in a window."""
     import sagellm

@@ -10,9 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-#: Bytes of the first message: the length of the description, and as much of that as fits.
+from sagellm.api.arguments import checked_dense, checked_result, checked_written
+
+#: The first message: these bytes (their digit is the version), the length of the description, as much of that as fits.
+MAGIC = b"sagetns1"
 HEADER_BYTES = 4096
 LENGTH_BYTES = 8
+PREFIX_BYTES = len(MAGIC) + LENGTH_BYTES
+#: The longest description: of some ten million tensors.
+MOST_BYTES = 1 << 30
 #: Bytes that are under way at most, unless the caller says otherwise; a larger tensor travels alone.
 WINDOW = 64 << 20
 
@@ -24,8 +30,8 @@ def send_tensors(
 
     One header describes all of them; then they follow in batches, at most ``window`` bytes at a time: a receiver that
     is slow holds the sender back instead of filling memory. On a device the tensors of a batch are packed into one
-    message, of which only the two ranks take part. Returns when their memory may be used again. All tensors are on one
-    device (ValueError).
+    message, of which only the two ranks take part. Returns when their memory may be used again. All tensors are dense,
+    have data and are on one device (ValueError, before anything is sent).
 
     Example::
 
@@ -46,7 +52,12 @@ def send_tensors(
         raise ValueError(f"sagellm send_tensors: window is {window} bytes, expected 1 or more")
     described = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in listed]
     text = json.dumps([window, described], separators=(",", ":")).encode()
-    whole = len(text).to_bytes(LENGTH_BYTES, "little") + text
+    if len(text) > MOST_BYTES:
+        raise ValueError(
+            f"sagellm send_tensors: the description of {len(listed)} tensors has {len(text)} bytes, expected at most "
+            f"{MOST_BYTES}; send them in several calls"
+        )
+    whole = MAGIC + len(text).to_bytes(LENGTH_BYTES, "little") + text
     device = next(iter(devices), torch.device("cpu"))
     _send_bytes(whole[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0"), device, dst, group, tag)
     if len(whole) > HEADER_BYTES:
@@ -65,9 +76,11 @@ def recv_tensors(
 ) -> list[torch.Tensor]:
     """Receives what rank ``src`` sends by ``send_tensors``, in new tensors on ``device`` or in those of ``out``.
 
-    ``device`` is of the kind that the sender's tensors are on. ``out`` must have the shapes and dtypes that come, else
-    a ValueError says which differs; the tensors are then received and dropped, so that later messages arrive. On a
-    device the sender's ``window`` applies: the sender has packed the messages by it.
+    ``device`` is of the kind that the sender's tensors are on. ``out`` must be dense tensors on one device, each
+    element in memory of its own (ValueError, before anything is received). It must have the shapes and dtypes that
+    come, else a ValueError says which differs; the tensors are then received and dropped, so that later messages
+    arrive. On a device the sender's ``window`` applies: the sender has packed the messages by it. Where the first
+    message that comes is not one of ``send_tensors``, a RuntimeError says so.
 
     Example::
 
@@ -76,20 +89,27 @@ def recv_tensors(
         elif dist.get_rank() == 1:
             sagellm.recv_tensors(src=0, out=[torch.empty(2, 3)])
     """
-    where = torch.device(device) if out is None or not out else out[0].device
+    given = None if out is None else _checked_out(out)
+    where = given[0].device if given else torch.device(device)
     first = _recv_bytes(HEADER_BYTES, where, src, group, tag)
-    length = int.from_bytes(first[:LENGTH_BYTES], "little") + LENGTH_BYTES
-    rest = _recv_bytes(length - HEADER_BYTES, where, src, group, tag) if length > HEADER_BYTES else b""
-    packed_by, described = json.loads((first + rest)[LENGTH_BYTES:length])
-    wrong = _differs(described, out) if out is not None else ""
-    if out is None or wrong:
+    length = int.from_bytes(first[len(MAGIC) : PREFIX_BYTES], "little")
+    if not first.startswith(MAGIC) or length > MOST_BYTES:
+        raise RuntimeError(
+            f"sagellm recv_tensors: rank {src} did not call send_tensors: what came from it with tag {tag} is another "
+            "message, expected send_tensors of the same version on that rank, and a tag that no other send has"
+        )
+    end = PREFIX_BYTES + length
+    rest = _recv_bytes(end - HEADER_BYTES, where, src, group, tag) if end > HEADER_BYTES else b""
+    packed_by, described = json.loads((first + rest)[PREFIX_BYTES:end])
+    wrong = _differs(described, given) if given is not None else ""
+    if given is None or wrong:
         made = [torch.empty(shape, dtype=getattr(torch, dtype), device=where) for dtype, shape in described]
     else:
-        made = list(out)
+        made = given
     _in_batches(dist.irecv, made, src, group, tag, window if where.type == "cpu" else packed_by)
     if wrong:
         raise ValueError(f"sagellm recv_tensors: {wrong}")
-    return made
+    return made if out is None else list(out)
 
 
 def _in_batches(start: Any, tensors: Sequence[torch.Tensor], peer: int, group: Any, tag: int, window: int) -> None:
@@ -136,11 +156,12 @@ def _packed(start: Any, batch: list[torch.Tensor], peer: int, group: Any, tag: i
         work.wait()
         if whole is batch[0] or sends:
             return
-        for each, part in zip(batch, whole.split([each.nbytes for each in batch]), strict=True):
-            dense = each if each.is_contiguous() else torch.empty(each.shape, dtype=each.dtype, device=each.device)
-            dense.view(-1).view(torch.uint8).copy_(part)
-            if dense is not each:
-                each.copy_(dense)
+        with torch.inference_mode():  # in which every tensor may be written
+            for each, part in zip(batch, whole.split([each.nbytes for each in batch]), strict=True):
+                dense = each if each.is_contiguous() else torch.empty(each.shape, dtype=each.dtype, device=each.device)
+                dense.view(-1).view(torch.uint8).copy_(part)
+                if dense is not each:
+                    each.copy_(dense)
 
     return end
 
@@ -161,7 +182,24 @@ def _batches(tensors: Sequence[torch.Tensor], most: int) -> Iterator[list[torch.
 def _checked(tensor: torch.Tensor, number: int) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"sagellm send_tensors: element {number} is a {type(tensor).__name__}, expected a tensor")
-    return tensor.detach()
+    checked_dense(f"send_tensors: element {number}", tensor)
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+def _checked_out(out: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    if isinstance(out, torch.Tensor):
+        raise TypeError("sagellm recv_tensors: out is a tensor, expected a list of tensors")
+    for number, tensor in enumerate(out):
+        what = f"recv_tensors: element {number} of out"
+        checked_result(what, tensor)
+        checked_dense(what, tensor)
+        checked_written(what, tensor)
+    devices = {tensor.device for tensor in out}
+    if len(devices) > 1:
+        raise ValueError(
+            f"sagellm recv_tensors: the tensors of out are on {', '.join(map(str, devices))}, expected one device"
+        )
+    return [tensor.detach() for tensor in out]
 
 
 def _differs(described: list[Any], out: Sequence[torch.Tensor]) -> str:
