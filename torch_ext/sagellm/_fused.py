@@ -45,7 +45,8 @@ def fused_all_reduce(
 
     Raises:
         TypeError: something in the list is no tensor.
-        ValueError: ``op`` is unknown, two tensors share memory, or the backend refuses the call; nothing was sent.
+        ValueError: ``op`` is unknown, two tensors share memory, one is a lazily conjugated or negated view, or the
+            backend refuses the call; nothing was sent.
         RuntimeError: as for every collective: a mismatch between ranks, a rank that died, a deadline.
 
     On one host, and in strict mode on several, the bits are those of one ``all_reduce`` per tensor; docs/determinism.md
@@ -65,6 +66,12 @@ def fused_all_reduce(
         if type(tensor) is not torch.Tensor and not isinstance(tensor, torch.Tensor):  # the first is ten times faster
             raise TypeError(
                 f"sagellm fused_all_reduce: element {number} is a {type(tensor).__name__}, expected a tensor"
+            )
+        if tensor.is_conj() or tensor.is_neg():  # torch hands a copy of it on, and drops the result
+            how = "conj" if tensor.is_conj() else "neg"
+            raise ValueError(
+                f"sagellm fused_all_reduce: torch.is_{how} of tensor {number} is true (x.conj(), x.conj().imag), and "
+                f"torch loses results for such a view; pass its base, or resolve_{how}() of it"
             )
     _apart(listed)
     process_group: Any = group if group is not None else dist.group.WORLD

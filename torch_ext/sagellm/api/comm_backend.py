@@ -16,10 +16,12 @@ from sagellm import _fused
 from sagellm.api.arguments import (
     Seconds,
     as_timedelta,
+    checked_dense,
     checked_number,
     checked_op,
+    checked_result,
     checked_root,
-    checked_tensor,
+    in_memory,
     rows_of_slice,
     soft_seconds,
 )
@@ -45,8 +47,9 @@ class CommBackend(CommBackendProtocol):
 
     All ranks call the same methods in the same order. Ranks are those of the group, counted from 0. Tensors lie on the
     CPU or on the device of this process; each call may use another. A call that the backend refuses is a ValueError and
-    nothing was sent; one whose deadline passes is a ``CommTimeoutError``; other failures (a rank that died, ranks that
-    called different operations) are ``torch.distributed.DistBackendError``. After those two the group has failed.
+    nothing was sent (a result for a lazily conjugated or negated view is one: torch would lose it); one whose deadline
+    passes is a ``CommTimeoutError``; other failures (a rank that died, ranks that called different operations) are
+    ``torch.distributed.DistBackendError``. After those two the group has failed.
 
     Asynchronous forms return a ``CommFuture``, a ``torch.futures.Future`` whose ``wait()`` gives what the synchronous
     form returns.
@@ -197,9 +200,9 @@ class CommBackend(CommBackendProtocol):
             comm = sagellm.create_comm_backend()
             comm.all_reduce(torch.ones(4))  # four times the number of ranks
         """
-        checked_tensor("all_reduce", tensor)
         if compress is not None:
             return self._compressed(tensor, op, async_op, timeout, compress, key)
+        checked_result("all_reduce", tensor)
         options = _reduction("all_reduce", op, async_op)
         if timeout is not None:
             options = _copy_of(options, as_timedelta(timeout))
@@ -263,6 +266,7 @@ class CommBackend(CommBackendProtocol):
         On the other ranks it is unchanged. torch's order is ``reduce(tensor, dst, op)``, too. A ``root_rank`` that is
         no rank of the group is a ValueError, here and in the methods below.
         """
+        checked_result("reduce", tensor)
         root = checked_root("reduce", root_rank, self.world_size, "tensor, root_rank, op")
         chosen = _reduce_op("reduce", op)
         return self._run(
@@ -294,13 +298,14 @@ class CommBackend(CommBackendProtocol):
 
         Dimension 0 must be a multiple of the number of ranks (ValueError). ``output``, if given, receives the slice.
         """
-        checked_tensor("reduce_scatter", tensor)
+        checked_dense("reduce_scatter", tensor)
         chosen = _reduce_op("reduce_scatter", op)
         rows = rows_of_slice("reduce_scatter", tensor, self.world_size)
         result = tensor.new_empty((rows, *tensor.shape[1:])) if output is None else output
+        checked_result("reduce_scatter", result)
         return self._run(
             lambda: dist.reduce_scatter_tensor(
-                result, tensor.contiguous(), op=chosen, group=self.group, async_op=async_op
+                result, in_memory(tensor), op=chosen, group=self.group, async_op=async_op
             ),
             result,
             async_op,
@@ -327,11 +332,12 @@ class CommBackend(CommBackendProtocol):
 
         Every rank passes the same shape; a scalar counts as one row. ``output``, if given, receives the result.
         """
-        checked_tensor("all_gather", tensor)
+        checked_dense("all_gather", tensor)
         rows, rest = (tensor.shape[0], tensor.shape[1:]) if tensor.dim() else (1, tensor.shape)
         result = tensor.new_empty((rows * self.world_size, *rest)) if output is None else output
+        checked_result("all_gather", result)
         return self._run(
-            lambda: dist.all_gather_into_tensor(result, tensor.contiguous(), group=self.group, async_op=async_op),
+            lambda: dist.all_gather_into_tensor(result, in_memory(tensor), group=self.group, async_op=async_op),
             result,
             async_op,
         )
@@ -346,6 +352,7 @@ class CommBackend(CommBackendProtocol):
     ) -> torch.Tensor | CommFuture: ...
     def broadcast(self, tensor: torch.Tensor, root_rank: int = 0, async_op: bool = False) -> torch.Tensor | CommFuture:
         """Writes the tensor of ``root_rank`` into those of the other ranks; returns it."""
+        checked_result("broadcast", tensor)
         root = checked_root("broadcast", root_rank, self.world_size, "tensor, root_rank")
         return self._run(
             lambda: dist.broadcast(tensor, group_src=root, group=self.group, async_op=async_op), tensor, async_op
@@ -356,13 +363,13 @@ class CommBackend(CommBackendProtocol):
 
         torch's ``gather(tensor, gather_list, dst)`` fills a list instead.
         """
-        checked_tensor("gather", tensor)
+        checked_dense("gather", tensor)
         root = checked_root("gather", root_rank, self.world_size, "tensor, root_rank")
         result = parts = None
         if self.rank == root:
             result = tensor.new_empty((self.world_size, *tensor.shape))
             parts = list(result.unbind(0))
-        with_timeouts(lambda: dist.gather(tensor, parts, group_dst=root, group=self.group))
+        with_timeouts(lambda: dist.gather(in_memory(tensor), parts, group_dst=root, group=self.group))
         if result is not None and tensor.dim():
             result = result.flatten(0, 1)
         return result
@@ -386,14 +393,15 @@ class CommBackend(CommBackendProtocol):
 
         The other ranks pass None as ``input``. torch's order is ``scatter(output, scatter_list, src)``.
         """
+        checked_result("scatter", output)
         root = checked_root("scatter", root_rank, self.world_size, "input, output, root_rank")
         lists = None
         if self.rank == root:
             if input is None:
                 raise ValueError(f"sagellm scatter: rank {root} is the root and must pass an input, not None")
-            checked_tensor("scatter", input)
+            checked_dense("scatter", input)
             rows = rows_of_slice("scatter", input, self.world_size)
-            lists = list(input.contiguous().view(self.world_size, rows, *input.shape[1:]).unbind(0))
+            lists = list(in_memory(input).view(self.world_size, rows, *input.shape[1:]).unbind(0))
         return self._run(
             lambda: dist.scatter(output, lists, group_src=root, group=self.group, async_op=async_op),
             output,
@@ -442,17 +450,18 @@ class CommBackend(CommBackendProtocol):
         Slices are equal, or have the rows that the two lists say; without ``output`` one of the right size is made.
         torch's order is ``all_to_all_single(output, input, output_split_sizes, input_split_sizes)``.
         """
-        checked_tensor("all_to_all", input)
+        checked_dense("all_to_all", input)
         if input_split_sizes is None:
             rows_of_slice("all_to_all", input, self.world_size)
         if output is None:
             rows = input.shape[0] if output_split_sizes is None else sum(output_split_sizes)
             output = input.new_empty((rows, *input.shape[1:]))
         result = output
+        checked_result("all_to_all", result)
         return self._run(
             lambda: dist.all_to_all_single(
                 result,
-                input.contiguous(),
+                in_memory(input),
                 output_split_sizes=output_split_sizes,
                 input_split_sizes=input_split_sizes,
                 group=self.group,
@@ -466,20 +475,24 @@ class CommBackend(CommBackendProtocol):
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> torch.Tensor:
         """Sends ``tensor`` to rank ``dst`` and returns it when its memory may be used again."""
-        with_timeouts(lambda: dist.send(tensor, group_dst=dst, group=self.group, tag=tag))
+        checked_dense("send", tensor)
+        with_timeouts(lambda: dist.send(in_memory(tensor), group_dst=dst, group=self.group, tag=tag))
         return tensor
 
     def recv(self, tensor: torch.Tensor, src: int | None = None, tag: int = 0) -> torch.Tensor:
         """Receives into ``tensor`` from rank ``src``, or from any rank if that is None; returns it."""
+        checked_result("recv", tensor)
         with_timeouts(lambda: dist.recv(tensor, group_src=src, group=self.group, tag=tag))
         return tensor
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> CommFuture:
         """``send`` as a future. ``tensor`` must not change before it has ended."""
-        return CommFuture(dist.isend(tensor, group_dst=dst, group=self.group, tag=tag), tensor)
+        checked_dense("isend", tensor)
+        return CommFuture(dist.isend(in_memory(tensor), group_dst=dst, group=self.group, tag=tag), tensor)
 
     def irecv(self, tensor: torch.Tensor, src: int | None = None, tag: int = 0) -> CommFuture:
         """``recv`` as a future."""
+        checked_result("irecv", tensor)
         return CommFuture(dist.irecv(tensor, group_src=src, group=self.group, tag=tag), tensor)
 
     def barrier(self, timeout: Seconds | None = None) -> None:

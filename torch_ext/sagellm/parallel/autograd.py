@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sagellm.api.arguments import in_memory
 from sagellm.parallel import hosts
 
 
 def gather_last(tensor: Tensor, group: Any) -> Tensor:
     """The tensors of all ranks side by side along the last dimension."""
-    first = tensor.movedim(-1, 0).contiguous()
+    first = in_memory(tensor.movedim(-1, 0))
     whole = first.new_empty((first.shape[0] * dist.get_world_size(group), *first.shape[1:]))
     dist.all_gather_into_tensor(whole, first, group=group)
     return whole.movedim(0, -1)
@@ -92,7 +93,7 @@ def _exchanged(rows: Tensor, sent: list[int], received: list[int], group: Any, a
     if among is not None:
         return hosts.exchange(rows, sent, received, among)
     came = rows.new_empty((sum(received), *rows.shape[1:]))
-    dist.all_to_all_single(came, rows.contiguous(), received, sent, group=group)
+    dist.all_to_all_single(came, in_memory(rows), received, sent, group=group)
     return came
 
 

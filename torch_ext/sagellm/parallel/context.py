@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sagellm.api.arguments import checked_tensor
+from sagellm.api.arguments import checked_dense, in_memory
 
 
 def ring_exchange(tensors: Sequence[torch.Tensor], group: Any = None) -> Iterator[tuple[int, list[torch.Tensor]]]:
@@ -28,13 +28,13 @@ def ring_exchange(tensors: Sequence[torch.Tensor], group: Any = None) -> Iterato
         raise TypeError("sagellm ring_exchange: got a tensor, expected a list of tensors")
     own = list(tensors)
     for tensor in own:
-        checked_tensor("ring_exchange", tensor)
+        checked_dense("ring_exchange", tensor)
     return _around(own, group)
 
 
 def _around(tensors: list[torch.Tensor], group: Any) -> Iterator[tuple[int, list[torch.Tensor]]]:
     ranks, me = dist.get_world_size(group), dist.get_rank(group)
-    current = [tensor.contiguous() for tensor in tensors]
+    current = [in_memory(tensor) for tensor in tensors]
     for step in range(ranks):
         source = (me - step) % ranks
         if step + 1 == ranks:
@@ -82,7 +82,7 @@ def exchange_tokens(tensor: torch.Tensor, split_dim: int, join_dim: int, group: 
 
         heads = sagellm.exchange_tokens(torch.ones(4, 2, 8), split_dim=1, join_dim=0)
     """
-    checked_tensor("exchange_tokens", tensor)
+    checked_dense("exchange_tokens", tensor)
     ranks = dist.get_world_size(group)
     for name, dimension in (("split_dim", split_dim), ("join_dim", join_dim)):
         if not -tensor.dim() <= dimension < tensor.dim():
