@@ -45,8 +45,8 @@ def fused_all_reduce(
 
     Raises:
         TypeError: something in the list is no tensor.
-        ValueError: ``op`` is unknown, two tensors share memory, one is a lazily conjugated or negated view, or the
-            backend refuses the call; nothing was sent.
+        ValueError: ``op`` is unknown, two tensors share memory, one has no data or is a lazily conjugated or negated
+            view, or the backend refuses the call; nothing was sent.
         RuntimeError: as for every collective: a mismatch between ranks, a rank that died, a deadline.
 
     On one host, and in strict mode on several, the bits are those of one ``all_reduce`` per tensor; docs/determinism.md
@@ -67,12 +67,10 @@ def fused_all_reduce(
             raise TypeError(
                 f"sagellm fused_all_reduce: element {number} is a {type(tensor).__name__}, expected a tensor"
             )
-        if tensor.is_conj() or tensor.is_neg():  # torch hands a copy of it on, and drops the result
-            how = "conj" if tensor.is_conj() else "neg"
-            raise ValueError(
-                f"sagellm fused_all_reduce: torch.is_{how} of tensor {number} is true (x.conj(), x.conj().imag), and "
-                f"torch loses results for such a view; pass its base, or resolve_{how}() of it"
-            )
+        if tensor.is_conj() or tensor.is_neg() or tensor.is_meta:
+            from sagellm.api.arguments import checked_result
+
+            checked_result(f"fused_all_reduce: tensor {number}", tensor)
     _apart(listed)
     process_group: Any = group if group is not None else dist.group.WORLD
     if process_group is None:

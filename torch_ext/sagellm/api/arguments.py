@@ -19,10 +19,11 @@ def checked_tensor(what: str, tensor: Any) -> None:
         raise TypeError(f"sagellm {what}: got a {type(tensor).__name__}, expected a tensor")
 
 
-def checked_result(what: str, tensor: Any) -> None:
-    """The same for one that receives a result; a ValueError where torch would lose that.
+def checked_result(what: str, tensor: Any, sparse: bool = False) -> None:
+    """A ValueError or a TypeError, for the call ``what``, where an argument cannot receive a result.
 
-    Of a view that is conjugated or negated only when it is read, torch gives a backend a copy, and drops the result.
+    Of a view that is conjugated or negated only when it is read, torch gives a backend a copy, and drops the result. To
+    a tensor without data torch does nothing, and says nothing. ``sparse`` leaves layouts to the backend.
     """
     checked_tensor(what, tensor)
     if tensor.is_conj() or tensor.is_neg():
@@ -31,6 +32,8 @@ def checked_result(what: str, tensor: Any) -> None:
             f"sagellm {what}: torch.is_{how} of the tensor is true (x.conj(), x.conj().imag), and torch loses results "
             f"for such a view; pass its base, or resolve_{how}() of it"
         )
+    if not sparse or tensor.is_meta:
+        checked_dense(what, tensor)
 
 
 def checked_dense(what: str, tensor: Any) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
-from sagellm.api.arguments import checked_number, checked_tensor, is_real
+from sagellm.api.arguments import checked_number, checked_result, is_real
 from sagellm.observe import log, stats
 
 if TYPE_CHECKING:
@@ -61,9 +61,10 @@ class CommFusionBuffer:
         """Takes a tensor, or returns False where it does not fit any more.
 
         A tensor that is larger than the whole buffer is taken where the buffer is empty: it then travels alone. A
-        TypeError where it is no tensor.
+        TypeError where it is no tensor, and a ValueError where it is not dense, has no data, or is a lazily conjugated
+        or negated view.
         """
-        checked_tensor("CommFusionBuffer", tensor)
+        checked_result("CommFusionBuffer", tensor)
         if self.tensors and self.nbytes + tensor.nbytes > self.max_bytes:
             return False
         self.tensors.append(tensor)

@@ -202,7 +202,7 @@ class CommBackend(CommBackendProtocol):
         """
         if compress is not None:
             return self._compressed(tensor, op, async_op, timeout, compress, key)
-        checked_result("all_reduce", tensor)
+        checked_result("all_reduce", tensor, sparse=True)
         options = _reduction("all_reduce", op, async_op)
         if timeout is not None:
             options = _copy_of(options, as_timedelta(timeout))

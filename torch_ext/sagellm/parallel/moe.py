@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sagellm.api.arguments import checked_dense
 from sagellm.parallel import hosts
 from sagellm.parallel.autograd import exchange_rows
 
@@ -150,6 +151,7 @@ class MoEDispatcher:
         ``results`` has a row for each row of ``dispatch``, in its order. ``weights`` is (T, k), or (T,) where k is 1
         (ValueError for another shape); with None every weight is 1.
         """
+        checked_dense("MoEDispatcher", results)
         if results.shape[0] != sum(routing.rows):
             raise ValueError(
                 f"sagellm MoEDispatcher: {results.shape[0]} results, expected {sum(routing.rows)}, a row for each that "
@@ -175,6 +177,8 @@ class MoEDispatcher:
         return output.index_add(0, order // routing.choices, back)
 
     def _checked(self, tokens: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        for tensor in (tokens, experts):
+            checked_dense("MoEDispatcher", tensor)
         if tokens.dim() != 2 or experts.dim() not in (1, 2) or experts.shape[0] != tokens.shape[0]:
             raise ValueError(
                 f"sagellm MoEDispatcher: tokens of shape {tuple(tokens.shape)} and experts of shape "
