@@ -1,6 +1,7 @@
 // `sagellm._C`: the extension as the Python package sees it. Every function that may wait releases the GIL.
 #include <pybind11/chrono.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -217,6 +218,18 @@ void bind_backend(py::module_& module) {
       .def("perform_nocolor_split", [](SageBackend&, const py::object&) {}, py::arg("device"));
 }
 
+// True for a tensor whose memory receives what a call writes: torch brings no result to one that it conjugates or
+// negates when it is read, nor to one without data. A plain function of Python's, because a small operation takes no
+// longer than a few conversions of pybind11.
+PyObject* receives(PyObject* /*module*/, PyObject* argument) {
+  if (!THPVariable_Check(argument)) Py_RETURN_FALSE;
+  const at::Tensor& tensor = THPVariable_Unpack(argument);
+  constexpr c10::DispatchKeySet lazy({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
+  return PyBool_FromLong(tensor.defined() && !tensor.key_set().has_any(lazy) && !tensor.is_meta() ? 1 : 0);
+}
+
+PyMethodDef receives_method = {"_receives", receives, METH_O, nullptr};
+
 }  // namespace
 
 }  // namespace sagellm
@@ -242,5 +255,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       py::arg("number"));
   module.def("_shared", [](const std::vector<at::Tensor>& tensors) { return shared(tensors); }, py::arg("tensors"));
   module.def("_outlive_python", &outlive_python);
+  module.attr("_receives") = py::reinterpret_steal<py::object>(PyCFunction_New(&receives_method, nullptr));
   module.def("at_exit", &leave);
 }

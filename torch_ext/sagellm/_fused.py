@@ -58,19 +58,13 @@ def fused_all_reduce(
         gradients = [torch.ones(512), torch.ones(3, 4, dtype=torch.float64)]
         sagellm.fused_all_reduce(gradients, op="avg")
     """
-    import torch
     import torch.distributed as dist
 
     listed = list(tensors)
+    receives = _extension()._receives
     for number, tensor in enumerate(listed):
-        if type(tensor) is not torch.Tensor and not isinstance(tensor, torch.Tensor):  # the first is ten times faster
-            raise TypeError(
-                f"sagellm fused_all_reduce: element {number} is a {type(tensor).__name__}, expected a tensor"
-            )
-        if tensor.is_conj() or tensor.is_neg() or tensor.is_meta:
-            from sagellm.api.arguments import checked_result
-
-            checked_result(f"fused_all_reduce: tensor {number}", tensor)
+        if not receives(tensor):
+            _refuse(number, tensor)
     _apart(listed)
     process_group: Any = group if group is not None else dist.group.WORLD
     if process_group is None:
@@ -83,6 +77,16 @@ def fused_all_reduce(
         if work is not None:
             work.wait()
     return listed
+
+
+def _refuse(number: int, tensor: Any) -> None:
+    import torch
+
+    from sagellm.api.arguments import checked_result
+
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"sagellm fused_all_reduce: element {number} is a {type(tensor).__name__}, expected a tensor")
+    checked_result(f"fused_all_reduce: tensor {number}", tensor)
 
 
 @cache

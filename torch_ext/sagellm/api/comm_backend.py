@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, overload
 import torch
 import torch.distributed as dist
 
-from sagellm import _fused
+from sagellm import _fused, _load
 from sagellm.api.arguments import (
     Seconds,
     as_timedelta,
@@ -112,6 +112,7 @@ class CommBackend(CommBackendProtocol):
         self.group: Any = group_for(group, rank, world_size, settings, type(self).__name__)
         self.rank: int = dist.get_rank(self.group)
         self.world_size: int = dist.get_world_size(self.group)
+        self._receives: Callable[[Any], bool] = _load.extension()._receives
         self._compression = CompressionStats()
         self._methods: dict[str, Compression] = {}
         #: The thread of asynchronous calls with ``compress``; made by the first of them.
@@ -202,7 +203,8 @@ class CommBackend(CommBackendProtocol):
         """
         if compress is not None:
             return self._compressed(tensor, op, async_op, timeout, compress, key)
-        checked_result("all_reduce", tensor, sparse=True)
+        if not self._receives(tensor):
+            checked_result("all_reduce", tensor, sparse=True)
         options = _reduction("all_reduce", op, async_op)
         if timeout is not None:
             options = _copy_of(options, as_timedelta(timeout))

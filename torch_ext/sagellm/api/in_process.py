@@ -20,7 +20,15 @@ import torch
 import torch.distributed as dist
 
 from sagellm import _load, _register
-from sagellm.api.arguments import Seconds, as_timedelta, checked_dense, checked_op, checked_tensor, rows_of_slice
+from sagellm.api.arguments import (
+    Seconds,
+    as_timedelta,
+    checked_dense,
+    checked_op,
+    checked_tensor,
+    checked_written,
+    rows_of_slice,
+)
 from sagellm.api.calls import ISSUE, Call, Operation, agree, reduction, share_memory, unset
 from sagellm.api.errors import CommTimeoutError, with_timeouts
 from sagellm.observe import log
@@ -313,7 +321,8 @@ class Member:
 
     def _require_movable(self, kind: str, tensor: torch.Tensor, written: bool) -> None:
         _require_dense(kind, tensor)
-        # An input may share memory between its elements.
+        if written:  # an input may share memory between its elements
+            checked_written(kind, tensor)
         with self.topology.changed:
             self.topology.alone.broadcast([tensor if written else tensor.new_zeros(1)], dist.BroadcastOptions())
 
