@@ -82,11 +82,15 @@ def fused_all_reduce(
 def _refuse(number: int, tensor: Any) -> None:
     import torch
 
-    from sagellm.api.arguments import checked_result
-
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"sagellm fused_all_reduce: element {number} is a {type(tensor).__name__}, expected a tensor")
-    checked_result(f"fused_all_reduce: tensor {number}", tensor)
+    if tensor.is_meta:
+        raise ValueError(f"sagellm fused_all_reduce: tensor {number} is on meta, expected one that has data")
+    how = "conj" if tensor.is_conj() else "neg"
+    raise ValueError(
+        f"sagellm fused_all_reduce: torch.is_{how} of tensor {number} is true (x.conj(), x.conj().imag), and torch "
+        f"loses results for such a view; pass its base, or resolve_{how}() of it"
+    )
 
 
 @cache

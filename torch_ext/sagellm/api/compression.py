@@ -259,11 +259,9 @@ def _parts(key: Any, numel: int) -> list[tuple[Any, int]]:
 
 
 def _has_average(group: Any) -> bool:
-    """Whether what serves the group has ReduceOp.AVG: gloo has none, whether it is the backend or our delegate."""
+    """Whether our engine serves the group, which has ReduceOp.AVG; gloo, as a backend or as our delegate, has not."""
     ours = our_backend(dist.group.WORLD if group is None else group)
-    if ours is not None:
-        return not ours.delegate_reason
-    return "nccl" in str(dist.get_backend(group))
+    return ours is not None and not ours.delegate_reason
 
 
 def compression(how: str | Compression) -> Compression:
