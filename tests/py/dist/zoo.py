@@ -422,19 +422,9 @@ def dist__all_gather_coalesced(v: Visit) -> None:
 
 @contextlib.contextmanager
 def together(v: Visit) -> Iterator[None]:
-    """A region whose calls are carried out as one.
-
-    torch's manager has no `finally`: after an error its list of calls stays, into which it would put every later call
-    of the group; and where the error is torch's own, which no backend sees, the backend's region stays open, too.
-    """
-    try:
-        with dist._coalescing_manager(group=v.group, device=torch.device("cpu")):
-            yield
-    except Exception as error:
-        dist.distributed_c10d._world.pg_coalesce_state.pop(v.group, None)
-        if not str(error).startswith("sagellm"):
-            v.group._end_coalescing(torch.device("cpu"))
-        raise
+    """A region whose calls are carried out as one."""
+    with dist._coalescing_manager(group=v.group, device=torch.device("cpu")):
+        yield
 
 
 @call("in place", reduces=True, named="all_reduce")
