@@ -11,6 +11,7 @@ mod device_libs_loader;
 mod device_lowering;
 mod group_builder;
 mod group_explain;
+mod group_extensions;
 mod group_outside;
 mod group_panics;
 mod layering;
