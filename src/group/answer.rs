@@ -17,8 +17,8 @@ use crate::engine::Control;
 use crate::os::clock;
 use crate::progress::domain::{Driven, LongWait};
 use crate::progress::places::Asked;
+use crate::progress::stores;
 use crate::progress::waits::Waits;
-use crate::progress::{places, stores};
 use crate::select::Choice;
 use crate::stats::history::{Record, State};
 
@@ -62,7 +62,7 @@ impl Speaker for Group {
     }
 
     fn ask(&self, thread: u64) -> Asked {
-        places::ask(&self.domain, thread, &self.host)
+        self.domain.ask_place(thread, &self.host)
     }
 }
 

@@ -8,10 +8,11 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use super::places::Places;
+use super::places::{self, Asked, Places};
 use super::roles::Words;
 use super::waits::{Edge, Waits};
 use crate::engine::{Control, WakeAddress};
+use crate::host::Host;
 use crate::os::event_count;
 use crate::os::event_count::WakeWords;
 use crate::os::futex;
@@ -160,7 +161,7 @@ pub struct Domain {
     /// thread (`inquiry`).
     pub(super) groups_changed: EventCount,
     pub(super) answering: Mutex<Option<JoinHandle<()>>>,
-    pub(super) places: Places,
+    pub(super) places: Arc<Places>,
     /// The same for the threads that look at stores (`stores`), which are listed by their connections.
     pub(super) stores_changed: EventCount,
     pub(super) readers: Mutex<Vec<(usize, JoinHandle<()>)>>,
@@ -218,6 +219,12 @@ impl Domain {
     pub fn look_again(&self) {
         self.groups_changed.wake(0);
         self.stores_changed.wake(0);
+    }
+
+    /// Asks for the place that a thread of the program is at, and wakes the threads that answer when it is known.
+    pub fn ask_place(self: &Arc<Domain>, thread: u64, host: &Arc<dyn Host>) -> Asked {
+        let domain = Arc::clone(self);
+        places::ask(&self.places, thread, host, Arc::new(move || domain.look_again()))
     }
 
     pub fn groups(&self) -> Vec<Arc<dyn Driven>> {

@@ -41,7 +41,7 @@ pub fn stop(domain: &Domain) {
     domain.silent.store(true, Ordering::Release);
     let mut threads: Vec<_> =
         domain.answering.lock().unwrap_or_else(PoisonError::into_inner).take().into_iter().collect();
-    threads.extend(places::stop(domain));
+    threads.extend(places::stop(&domain.places));
     threads.extend(stores::stop(domain));
     domain.look_again();
     let until = Instant::now() + PATIENCE;
@@ -94,7 +94,7 @@ mod tests {
     use crate::engine::{Inquiry, WakeAddress};
     use crate::host::Host;
     use crate::progress::domain::{LongWait, SpinPolicy};
-    use crate::progress::places::{self, Asked};
+    use crate::progress::places::Asked;
     use crate::progress::waits::Waits;
 
     /// How a rank is kept from answering in a group.
@@ -231,7 +231,7 @@ mod tests {
             let mut owed = self.owed.lock().unwrap();
             if self.answered.swap(question, Ordering::Relaxed) != question {
                 self.words.answer(&format!("{question} locked"));
-                owed.get_or_insert_with(|| places::ask(&self.domain, 0, &self.host));
+                owed.get_or_insert_with(|| self.domain.ask_place(0, &self.host));
             }
             if let Some(place) = owed.as_ref().and_then(Asked::place) {
                 *owed = None;

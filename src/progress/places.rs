@@ -7,7 +7,6 @@ use std::thread::JoinHandle;
 
 use once_cell::sync::OnceCell;
 
-use super::domain::Domain;
 use crate::error::contained;
 use crate::host::Host;
 use crate::os::watch;
@@ -28,16 +27,25 @@ impl Asked {
     }
 }
 
-/// The places that are asked for in a domain, the one being read first.
+/// The places that are asked for in one rank, the one being read first.
 #[derive(Default)]
 pub struct Places {
     state: Mutex<State>,
     changed: Condvar,
 }
 
+#[derive(Clone)]
+struct Wanted {
+    thread: u64,
+    host: Arc<dyn Host>,
+    asked: Asked,
+    /// Wakes the threads that answer.
+    wake: Arc<dyn Fn() + Send + Sync>,
+}
+
 #[derive(Default)]
 struct State {
-    wanted: Vec<(u64, Arc<dyn Host>, Asked)>,
+    wanted: Vec<Wanted>,
     thread: Option<JoinHandle<()>>,
     /// How many threads were stopped: one that was left behind must not go on beside its successor.
     stopped: u32,
@@ -49,48 +57,46 @@ impl Places {
     }
 }
 
-/// Asks `host` for the place that a thread is at. All who ask for the same thread share one reading: a place that comes
-/// after a question is an answer to it. When it is known, the threads that answer are woken.
-pub fn ask(domain: &Arc<Domain>, thread: u64, host: &Arc<dyn Host>) -> Asked {
-    let mut state = domain.places.lock();
-    if let Some((_, _, asked)) = state.wanted.iter().find(|(wanted, ..)| *wanted == thread) {
-        return asked.clone();
+/// Asks `host` for the place that a thread is at; `wake` is called when it is known. All who ask for the same thread share
+/// one reading: a place that comes after a question is an answer to it.
+pub fn ask(places: &Arc<Places>, thread: u64, host: &Arc<dyn Host>, wake: Arc<dyn Fn() + Send + Sync>) -> Asked {
+    let mut state = places.lock();
+    if let Some(known) = state.wanted.iter().find(|wanted| wanted.thread == thread) {
+        return known.asked.clone();
     }
+    let asked = Asked::default();
     if state.thread.is_none() {
-        let (theirs, number) = (Arc::clone(domain), state.stopped);
+        let (theirs, number) = (Arc::clone(places), state.stopped);
         match watch::spawn("sagellm-place", move || read(&theirs, number)) {
             Ok(started) => state.thread = Some(started),
             Err(error) => {
                 log::warn!("cannot start the thread that reads where the program is: {error}");
-                let asked = Asked::default();
                 asked.is_at(None);
                 return asked;
             }
         }
     }
-    let asked = Asked::default();
-    state.wanted.push((thread, Arc::clone(host), asked.clone()));
+    state.wanted.push(Wanted { thread, host: Arc::clone(host), asked: asked.clone(), wake });
     drop(state);
-    domain.places.changed.notify_all();
+    places.changed.notify_all();
     asked
 }
 
 /// Tells the thread to end and returns it. One that waits for the interpreter's lock cannot end.
-pub fn stop(domain: &Domain) -> Option<JoinHandle<()>> {
-    let mut state = domain.places.lock();
+pub fn stop(places: &Places) -> Option<JoinHandle<()>> {
+    let mut state = places.lock();
     state.stopped += 1;
     state.wanted.clear();
     let thread = state.thread.take();
     drop(state);
-    domain.places.changed.notify_all();
+    places.changed.notify_all();
     thread
 }
 
-fn read(domain: &Domain, number: u32) {
-    let places = &domain.places;
+fn read(places: &Places, number: u32) {
     let mut state = places.lock();
     while state.stopped == number {
-        let Some((thread, host, asked)) = state.wanted.first().cloned() else {
+        let Some(Wanted { thread, host, asked, wake }) = state.wanted.first().cloned() else {
             state = places.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
             continue;
         };
@@ -102,10 +108,11 @@ fn read(domain: &Domain, number: u32) {
         drop(host);
         // Under the lock: whoever asks from now on starts another reading.
         state = places.lock();
-        state.wanted.retain(|(_, _, other)| !Arc::ptr_eq(&other.0, &asked.0));
+        state.wanted.retain(|other| !Arc::ptr_eq(&other.asked.0, &asked.0));
         asked.is_at(place);
         drop(state);
-        domain.look_again();
+        wake();
+        drop(wake);
         state = places.lock();
     }
 }
@@ -151,18 +158,24 @@ mod tests {
 
     #[test]
     fn who_asks_goes_on_at_once_and_all_who_ask_for_one_thread_share_a_reading() {
-        let (domain, program) = (Arc::new(Domain::default()), Arc::new(Program::default()));
+        let (places, program) = (Arc::new(Places::default()), Arc::new(Program::default()));
         let host: Arc<dyn Host> = Arc::<Program>::clone(&program);
-        let asked: Vec<Asked> = [1, 1, 3, 2, 1].iter().map(|thread| ask(&domain, *thread, &host)).collect();
+        let woken = Arc::new(AtomicU32::new(0));
+        let theirs = Arc::clone(&woken);
+        let wake: Arc<dyn Fn() + Send + Sync> = Arc::new(move || {
+            theirs.fetch_add(1, Ordering::Relaxed);
+        });
+        let ask = |thread: u64| super::ask(&places, thread, &host, Arc::clone(&wake));
+        let asked: Vec<Asked> = [1, 1, 3, 2, 1].map(ask).into();
         assert!(asked.iter().all(|asked| asked.place().is_none()), "the lock is kept");
         program.free.store(true, Ordering::Release);
         let line = Some("line of thread 1".to_string());
-        let places: Vec<Option<String>> = asked.iter().map(wait_for).collect();
-        assert_eq!(places, [line.clone(), line.clone(), None, None, line]);
+        let found: Vec<Option<String>> = asked.iter().map(wait_for).collect();
+        assert_eq!(found, [line.clone(), line.clone(), None, None, line]);
         assert_eq!(program.read.load(Ordering::Relaxed), 3, "threads 1, 2 and 3, each once");
-        let thread = stop(&domain);
-        thread.expect("it was started").join().unwrap();
-        assert_eq!(wait_for(&ask(&domain, 1, &host)), Some("line of thread 1".into()), "it starts again");
-        stop(&domain);
+        stop(&places).expect("it was started").join().unwrap();
+        assert_eq!(woken.load(Ordering::Relaxed), 3, "after each reading");
+        assert_eq!(wait_for(&ask(1)), Some("line of thread 1".into()), "it starts again");
+        stop(&places);
     }
 }

@@ -908,11 +908,13 @@ fn rule_26_a_forked_child_knows_that_it_is_one() {
     let (_far, end) = connection(1);
     let guard = watch::watch(vec![end], |_, _| ()).unwrap();
     let here = watch::generation();
+    let _alive = watch::Alive::default(); // a group lives
+    assert!(!watch::orphaned());
     // SAFETY: the child only reads atomics, drops a guard that then does nothing, and leaves without unwinding.
     let status = unsafe {
         let child = libc::fork();
         if child == 0 {
-            let known = watch::forked() && watch::generation() == here + 1;
+            let known = watch::orphaned() && watch::generation() == here + 1;
             drop(guard);
             libc::_exit(if known { 7 } else { 8 });
         }
