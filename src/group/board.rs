@@ -232,6 +232,7 @@ fn fault_from(text: &str) -> Option<Told> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::group::account::Place;
 
     proptest::proptest! {
         /// Whoever reaches the store can write it.
