@@ -14,6 +14,7 @@
 #include "c10d/observe.hpp"
 #include "compat.hpp"
 #include "device/work.hpp"
+#include "host/alarm.hpp"
 #include "host/errors.hpp"
 #include "host/python_host.hpp"
 #include "work/callbacks.hpp"
@@ -32,7 +33,8 @@ std::chrono::milliseconds milliseconds(Seconds seconds) {
 
 c10::intrusive_ptr<Options> make_options(std::string engine, std::string delegate, bool fusion, bool strict,
                                          std::string algorithm, std::string vendor, std::string topology,
-                                         bool measure_link, std::optional<double> soft_timeout) {
+                                         bool measure_link, std::optional<double> soft_timeout,
+                                         std::string on_device_failure, bool blocking_wait) {
   auto options = c10::make_intrusive<Options>();
   options->engine = std::move(engine);
   options->delegate = std::move(delegate);
@@ -43,6 +45,8 @@ c10::intrusive_ptr<Options> make_options(std::string engine, std::string delegat
   options->topology = std::move(topology);
   options->measure_link = measure_link;
   options->soft_timeout = soft_timeout;
+  options->on_device_failure = std::move(on_device_failure);
+  options->blocking_wait = blocking_wait;
   return options;
 }
 
@@ -106,6 +110,7 @@ void leave() {
   {
     const py::gil_scoped_release no_gil;
     Core::at_exit();
+    Alarm::instance().stop();
     DeviceWatch::instance().stop(std::chrono::seconds(1));
     // A trace that torch's flight recorder writes after a failure takes seconds.
     CallbackPool::instance().stop(std::chrono::seconds(5));
@@ -145,7 +150,8 @@ void bind_options(py::module_& module) {
       module, "Options", "Options of a sagellm process group, for the argument pg_options.")
       .def(py::init(&make_options), py::kw_only(), py::arg("engine") = "auto", py::arg("delegate") = "gloo",
            py::arg("fusion") = true, py::arg("strict") = false, py::arg("algorithm") = "", py::arg("vendor") = "auto",
-           py::arg("topology") = "", py::arg("measure_link") = true, py::arg("soft_timeout") = py::none())
+           py::arg("topology") = "", py::arg("measure_link") = true, py::arg("soft_timeout") = py::none(),
+           py::arg("on_device_failure") = "raise", py::arg("blocking_wait") = false)
       .def_readwrite("engine", &Options::engine)
       .def_readwrite("delegate", &Options::delegate)
       .def_readwrite("fusion", &Options::fusion)
@@ -155,6 +161,8 @@ void bind_options(py::module_& module) {
       .def_readwrite("topology", &Options::topology)
       .def_readwrite("measure_link", &Options::measure_link)
       .def_readwrite("soft_timeout", &Options::soft_timeout)
+      .def_readwrite("on_device_failure", &Options::on_device_failure)
+      .def_readwrite("blocking_wait", &Options::blocking_wait)
       .def_readwrite("_library_folders", &Options::library_folders)
       .def_readwrite("_as_gloo", &Options::as_gloo)
       // What programs read of the options of gloo; a group that was not asked for as gloo has none of the last three.
@@ -257,4 +265,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("_outlive_python", &outlive_python);
   module.attr("_receives") = py::reinterpret_steal<py::object>(PyCFunction_New(&receives_method, nullptr));
   module.def("at_exit", &leave);
+  module.def("told_of_failure", [] { Alarm::instance().raised(); });
 }

@@ -37,6 +37,7 @@ int64_t soft_timeout_ms(const SageBackend::Options& options) {
 
 Decision meet(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const SageBackend::Options& options) {
   if (rank < 0 || rank >= size) value_error("init", c10::str("rank is ", rank, " in a group of ", size, " ranks"));
+  (void)on_failure(options.on_device_failure);
   Setup setup;
   setup.rank = static_cast<uint32_t>(rank);
   setup.size = static_cast<uint32_t>(size);
@@ -254,6 +255,15 @@ void SageBackend::shutdown() {
   if (interrupted) std::rethrow_exception(interrupted);
 }
 
+std::vector<std::shared_ptr<VendorDevices>> SageBackend::opened_vendors() const {
+  std::vector<std::shared_ptr<VendorDevices>> found;
+  const std::lock_guard<std::mutex> lock(vendor_mutex_);
+  for (const auto& each : vendors_) {
+    if (each.second.library) found.push_back(each.second.library);
+  }
+  return found;
+}
+
 void SageBackend::abort() {
   abort_for(c10::str("abort() was called on rank ", getRank()));
 }
@@ -262,12 +272,7 @@ void SageBackend::abort_for(const std::string& reason) {
   if (::getpid() != process_) return;
   events_->call_abort_hooks();
   group_->leave(Leave::kAtOnce, reason);
-  {
-    const std::lock_guard<std::mutex> lock(vendor_mutex_);
-    for (const auto& each : vendors_) {
-      if (each.second.library) each.second.library->abort();
-    }
-  }
+  for (const auto& each : opened_vendors()) each->abort();
   std::lock_guard<std::mutex> lock(delegate_mutex_);
   if (delegate_) delegate_->abort();
 }
@@ -291,7 +296,9 @@ std::shared_ptr<VendorDevices> SageBackend::vendor_of(c10::DeviceType type) cons
   try {
     auto& self = const_cast<SageBackend&>(*this);
     const auto share = [&self](at::Tensor& bytes, int from, int to) { self.share(bytes, from, to); };
-    DeviceOwner owner{*group_, getRank(), getSize(), events_, share};
+    DeviceOwner owner{
+        *group_, getRank(), getSize(), events_, on_failure(options_->on_device_failure), options_->blocking_wait,
+        share};
     made.library = std::make_shared<VendorDevices>(std::move(owner), type, wanted.substr(0, colon), library,
                                                    options_->library_folders);
   } catch (const std::exception& error) {

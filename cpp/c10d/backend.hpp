@@ -81,6 +81,11 @@ class SageBackend final : public c10d::Backend {
     // What carries tensors on a device: "auto"; "host" for copies through host memory; a vendor's library by its name,
     // or by name and file ("name:/path/to/lib.so").
     std::string vendor = "auto";
+    // How the program is told of a failed call on a device for which no thread waits: "raise", "exit" or "none". Local
+    // to this rank, as is the next.
+    std::string on_device_failure = "raise";
+    // `wait()` of a call on a device blocks the host until the call has ended, and throws where it failed.
+    bool blocking_wait = false;
     // Where to look for libraries besides the usual places.
     std::vector<std::string> library_folders;
     // The program asked for the group under gloo's name: a list of tensors means what it means in gloo.
@@ -318,6 +323,8 @@ class SageBackend final : public c10d::Backend {
   }
   // The library that carries tensors on such devices, or null where they go through host memory. Searched for once.
   std::shared_ptr<VendorDevices> vendor_of(c10::DeviceType type) const;
+  // Those that were found.
+  std::vector<std::shared_ptr<VendorDevices>> opened_vendors() const;
   // Hands bytes over the CPU side: from rank 0 to all (`from` is -1; all ranks call it), or from one rank to another.
   void share(at::Tensor& bytes, int from, int to);
   c10::intrusive_ptr<c10d::Backend> delegate() const;

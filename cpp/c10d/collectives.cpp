@@ -176,15 +176,8 @@ SageBackend::WorkPtr SageBackend::barrier(const c10d::BarrierOptions& opts) {
 
 SageBackend::WorkPtr SageBackend::behind_devices(WorkPtr work, bool async) {
   if (region_.open()) return work;
-  std::vector<std::shared_ptr<VendorDevices>> vendors;
-  {
-    const std::lock_guard<std::mutex> lock(vendor_mutex_);
-    for (const auto& each : vendors_) {
-      if (each.second.library) vendors.push_back(each.second.library);
-    }
-  }
   std::vector<WorkPtr> parts;
-  for (const auto& each : vendors) {
+  for (const auto& each : opened_vendors()) {
     if (auto behind = each->behind_all(async)) parts.push_back(std::move(behind));
   }
   if (!async) {

@@ -49,11 +49,15 @@ ExternalOp external_op(const CallDesc& call, bool host_staged) {
 
 SageBackend::WorkPtr SageBackend::dispatch(CallDesc& call, CallDesc::Delegate delegate) {
   call.delegate = delegate;
-  if (C10_LIKELY(!region_.open())) return carry(call);
+  const bool in_region = region_.open();
   try {
     return carry(call);
+  } catch (const c10::DistBackendError&) {
+    if (in_region) region_.refuse(std::current_exception());
+    if (group_->state().failed) events_->told();
+    throw;
   } catch (...) {
-    region_.refuse(std::current_exception());
+    if (in_region) region_.refuse(std::current_exception());
     throw;
   }
 }

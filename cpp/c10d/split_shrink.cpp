@@ -180,6 +180,8 @@ c10::intrusive_ptr<c10d::Backend> SageBackend::shrink(const std::vector<int64_t>
   const auto vendor = bound_vendor();
   const bool aborts = shrink_flags == kShrinkAbort;
   std::optional<DevicesRetired> parent;
+  // What this thread aborts itself is not raised in it.
+  if (aborts) events_->told();
   // The communicator is taken out of use before the group is aborted, so that the code that sees the group fail does
   // not abort it. Unless the flag asks to abort, operations under way may end before.
   if (vendor && (aborts || vendor->drain(options_->timeout))) parent.emplace(vendor->retire(*bound_device(), !aborts));

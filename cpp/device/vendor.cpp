@@ -117,6 +117,7 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::behind_all(bool by_itself) {
   DeviceWork::Launched made{stream, nullptr, ended, {}};
   for (auto other = std::next(last.begin()); other != last.end(); ++other) made.earlier.push_back(other->second);
   made.blocks_host = true;
+  made.failure = failure_;
   DeviceBegun begun = begin({}, {}, stream.device(), false, false);
   made.known.timeout = std::chrono::milliseconds(begun.timeout_ms);
   made.call = std::make_shared<DeviceCall>(std::move(begun.call));
@@ -173,7 +174,11 @@ std::shared_ptr<c10::Event> VendorDevices::put(c10::ArrayRef<Plan> calls, const 
 c10::intrusive_ptr<DeviceWork> VendorDevices::follow(DeviceWork::Launched made, c10d::OpType type, Tensors outputs,
                                                      std::unique_ptr<Trace> trace, bool captured) {
   const auto call = made.call;
-  if (!captured) made.under_way = under_way_;
+  if (!captured) {
+    made.failure = failure_;
+    made.issuer = failure_->issued();
+  }
+  const pid_t issuer = made.issuer;
   auto work = c10::make_intrusive<DeviceWork>(owner_.rank, type, std::move(outputs), owner_.events, std::move(trace),
                                               std::move(made));
   if (captured) {
@@ -182,11 +187,10 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::follow(DeviceWork::Launched made, 
     work->settle();
     return work;
   }
-  under_way_->fetch_add(1, std::memory_order_relaxed);
   try {
     work->watch();
   } catch (const std::exception&) {
-    under_way_->fetch_sub(1, std::memory_order_relaxed);
+    failure_->ended(issuer);
     throw;
   }
   return work;
@@ -211,7 +215,7 @@ DeviceWork::Launched VendorDevices::launch(c10::ArrayRef<Plan> calls, const Devi
   // Memory that is freed on the caller's stream is reused only after the call, and a graph owns its memory.
   if (on_callers) keep.clear();
   DeviceWork::Launched made{passage.stream(), passage.begun(), std::move(ended), std::move(keep)};
-  made.blocks_host = terms.barrier;
+  made.blocks_host = terms.barrier || (owner_.blocking_wait && !terms.capturing);
   made.earlier = std::move(elsewhere);
   made.op = calls[0].op;
   made.known = {begun.number, std::chrono::milliseconds(begun.timeout_ms)};
@@ -238,11 +242,14 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::submit(c10::ArrayRef<Plan> calls, 
     if (!terms.listened) outputs.clear();
     work = follow(std::move(made), label.type, std::move(outputs), std::move(trace), terms.capturing);
   } catch (const std::exception&) {
-    call->failed_here(std::current_exception());
+    call->failed_here(coded_text(std::current_exception()).substr(1));
+    // This thread has the exception itself.
+    owner_.events->told();
+    failure_->follow(fault(), failure_->threads(), [call] { call->abort(); }, true);
     throw;
   }
   if (terms.listened) return work;
-  if (terms.barrier && !terms.capturing) work->wait(kNoTimeout);
+  if ((terms.barrier || owner_.blocking_wait) && !terms.capturing) work->wait(kNoTimeout);
   return nullptr;
 }
 
@@ -267,12 +274,17 @@ bool VendorDevices::drain(std::chrono::milliseconds timeout) {
   const auto until = std::chrono::steady_clock::now() + timeout;
   // Each work ends at its deadline at the latest, and soon where a peer is gone, as long as the watching thread runs.
   bool lost = DeviceWatch::instance().stopped();
-  for (int turn = 0; !lost && under_way_->load(std::memory_order_relaxed) > 0; ++turn) {
+  for (int turn = 0; !lost && failure_->under_way() > 0; ++turn) {
     std::this_thread::sleep_for(kPause);
     lost = (bounded && std::chrono::steady_clock::now() >= until) || DeviceWatch::instance().stopped();
     if (turn % 16 == 0 && check_interrupt()) std::rethrow_exception(take_interrupt());
   }
   return !lost;
+}
+
+void VendorDevices::abort() {
+  failure_->deliberate(fault());
+  devices_->leave(Leave::kAtOnce, 0, false);
 }
 
 void VendorDevices::close(std::chrono::milliseconds timeout) {

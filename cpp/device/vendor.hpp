@@ -20,6 +20,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "device/failure.hpp"
 #include "device/prepare.hpp"
 #include "device/streams.hpp"
 #include "device/work.hpp"
@@ -34,6 +35,10 @@ struct DeviceOwner {
   int rank;
   int size;
   std::shared_ptr<Events> events;
+  // How the program is told when a call has failed.
+  OnFailure on_failure;
+  // `wait()` returns when its call has ended, and a synchronous call, too.
+  bool blocking_wait;
   // Hands bytes over the CPU side: from rank 0 to all (`from` is -1), or from one rank to another. Called only during a
   // call of the group.
   std::function<void(at::Tensor& bytes, int from, int to)> share;
@@ -77,8 +82,9 @@ class VendorDevices final {
   // group call it together.
   void shrink_from(const RustRetired& old, c10::Device device, const std::vector<uint32_t>& excluded);
 
-  // Aborts all communicators, which unblocks operations that hang; no operation can be issued afterwards.
-  void abort() { devices_->leave(Leave::kAtOnce, 0, false); }
+  // Aborts all communicators, which unblocks operations that hang; no operation can be issued afterwards. Other threads
+  // of the program whose operations are under way are told first.
+  void abort();
   // Ends the communicators together with the other ranks, when the operations under way are done: within the timeout
   // while all ranks live, soon where one is gone. A communicator that does not end is aborted, or left to a thread that
   // goes on waiting for it. Throws the exception that a signal handler raised.
@@ -88,6 +94,8 @@ class VendorDevices final {
   // How the core reaches the other ranks while it makes a communicator.
   class Exchange;
 
+  // Why the group has failed, with its code letter, or empty.
+  std::string fault() const { return std::string(owner_.group.state().fault); }
   // Asks the core where torch, or the device's part of it, does not say.
   bool is_capturing(const c10::Stream& stream) const;
   // Runs a call of the core that may make communicators.
@@ -130,9 +138,8 @@ class VendorDevices final {
   std::mutex mutex_;
   // By stream, the end of the last collective that was put on it.
   std::unordered_map<c10::Stream, std::shared_ptr<c10::Event>> last_;
-  // Works that are watched and have not ended. Raised by `follow`, lowered by the thread that ends a work, read by
-  // `drain`. Shared, because a work may outlive this. A counter alone: nothing is ordered by it.
-  const std::shared_ptr<std::atomic<int64_t>> under_way_ = std::make_shared<std::atomic<int64_t>>(0);
+  // Counts the works that are watched and have not ended, for `drain`. Shared, because a work may outlive this.
+  const std::shared_ptr<Failure> failure_ = std::make_shared<Failure>(owner_.on_failure, owner_.events);
 };
 
 }  // namespace sagellm

@@ -18,8 +18,8 @@ void DeviceCall::launch(const std::vector<DevicePlaced>& placed, size_t stream) 
   checked([&] { core_->launch({placed.data(), placed.size()}, stream); });
 }
 
-void DeviceCall::failed_here(const std::exception_ptr& failure) const {
-  core_->failed_here(coded_text(failure).substr(1));
+void DeviceCall::failed_here(const std::string& why) const {
+  core_->failed_here(why);
 }
 
 DeviceCall::State DeviceCall::poll(const std::function<bool()>& has_passed) const {
@@ -28,10 +28,12 @@ DeviceCall::State DeviceCall::poll(const std::function<bool()>& has_passed) cons
   try {
     passed = has_passed();
   } catch (const std::exception&) {
-    (void)core_->poll(DeviceSays::kNothing, mode);
-    throw;
+    const DevicePolled polled = core_->poll(DeviceSays::kRunning, mode);
+    if (polled.error.empty()) throw;
+    return {false, std::string(polled.error)};
   }
-  return {passed, std::string(core_->poll(passed ? DeviceSays::kPassed : DeviceSays::kRunning, mode))};
+  const DevicePolled polled = core_->poll(passed ? DeviceSays::kPassed : DeviceSays::kRunning, mode);
+  return {passed && !polled.undecided, std::string(polled.error)};
 }
 
 std::vector<Explanation> DeviceCall::explain() const {
@@ -71,13 +73,33 @@ bool DeviceWork::poll(std::chrono::microseconds spin) {
   };
   const DeviceCall::State state = launched_.call->poll(query);
   if (!state.passed && state.error.empty()) return false;
-  end_on_device(state.error, state.passed);
+  if (state.error.empty()) {
+    end_on_device({}, true);
+  } else {
+    fail(state.error, state.passed);
+  }
   return true;
+}
+
+void DeviceWork::fail(const std::string& error, bool idle) {
+  const auto failure = launched_.failure;
+  Failure::Threads threads;
+  if (failure) threads = failure->threads();
+  // First, so that a thread that waits for it gets the error there.
+  end_on_device(error, idle);
+  const auto abort = [call = launched_.call] { call->abort(); };
+  failure ? failure->follow(error, std::move(threads), abort) : abort();
+}
+
+void DeviceWork::fail(const std::exception_ptr& failure) {
+  const std::string why = "the device was asked for its end: " + coded_text(failure).substr(1);
+  launched_.call->failed_here(why);
+  fail(coded(ErrorKind::kRankFailed, "sagellm: " + why));
 }
 
 void DeviceWork::end_on_device(const std::string& error, bool idle) {
   if (!end(error)) return;
-  if (launched_.under_way) launched_.under_way->fetch_sub(1, std::memory_order_relaxed);
+  if (launched_.failure && launched_.issuer != 0) launched_.failure->ended(launched_.issuer);
   std::vector<at::Tensor> tensors = std::move(launched_.keep);
   if (!idle) {
     // The device may still use them, and no event says until when, so they are leaked.
@@ -168,9 +190,8 @@ bool DeviceWatch::look(std::vector<WorkPtr>& works) {
   const auto has_ended = [](DeviceWork& work) {
     try {
       return work.poll();
-    } catch (const std::exception& error) {
-      work.fail(coded(ErrorKind::kRankFailed,
-                      c10::str("sagellm: the device was asked for the end of an operation: ", error.what())));
+    } catch (const std::exception&) {
+      work.fail(std::current_exception());
       return true;
     }
   };

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "device/failure.hpp"
 #include "device/streams.hpp"
 #include "host/per_process.hpp"
 #include "work/work.hpp"
@@ -26,17 +27,19 @@ class DeviceCall {
 
   void launch(const std::vector<DevicePlaced>& placed, size_t stream) const;
   // It was not launched, or its launch was not completed: the group fails, on all ranks.
-  void failed_here(const std::exception_ptr& failure) const;
+  void failed_here(const std::string& why) const;
   struct State {
-    // The device has passed the call.
+    // The device has passed the call, and it is known whether it has ended well.
     bool passed;
-    // Empty, or the error, with its code letter, by which the call failed or will never end; then its communicators
-    // have been aborted.
+    // Empty, or the error, with its code letter, by which the call failed or will never end; then the group has failed,
+    // and `abort` is to be called when the program has been told.
     std::string error;
   };
   // Never waits. `has_passed` asks the device, and is called in a mode in which it breaks no graph that another thread
   // captures. Records the end in the statistics.
   State poll(const std::function<bool()>& has_passed) const;
+  // Ends the communicators of the group, which may last.
+  void abort() const { core_->abort(); }
   // How the library runs it, as `SageWork::explain`.
   std::vector<Explanation> explain() const;
 
@@ -61,8 +64,10 @@ class DeviceWork final : public SageWork {
     // Events on other devices, which must have passed before it is done.
     std::vector<std::shared_ptr<c10::Event>> earlier{};
     std::shared_ptr<DeviceCall> call{};
-    // Lowered when the work has ended. Null where it is not counted.
-    std::shared_ptr<std::atomic<int64_t>> under_way{};
+    // What follows if it fails. Null where its end is not looked for.
+    std::shared_ptr<Failure> failure{};
+    // The thread as whose call `failure` counts it, or 0.
+    pid_t issuer = 0;
     // The operation's name in error texts; a string literal.
     const char* op = "operation";
     Known known{};
@@ -76,7 +81,10 @@ class DeviceWork final : public SageWork {
   // It was captured into a graph: its event never passes by itself and may not be queried, so the work ends now.
   void settle() { end_on_device({}, true); }
   // It failed, or will never end: waits throw `error` (with its code letter), and the device may still use the tensors.
-  void fail(const std::string& error) { end_on_device(error, false); }
+  // The group has failed.
+  void fail(const std::string& error, bool idle = false);
+  // The device cannot be asked for its end: the group fails.
+  void fail(const std::exception_ptr& failure);
   // True when it has ended; then futures and hooks have been told. May be called on any thread. Polls the device for up
   // to `spin`.
   bool poll(std::chrono::microseconds spin = std::chrono::microseconds(0));

@@ -17,6 +17,7 @@
 #include <utility>
 
 #include "compat.hpp"
+#include "host/alarm.hpp"
 #include "host/per_process.hpp"
 #include "host/python_host.hpp"
 
@@ -272,12 +273,26 @@ void drain_log() {
         2, std::to_string(dropped) + " log lines were dropped, because no Python thread wrote them in time");
   // A signal handler or a caller may have an exception in flight; logging must neither see nor replace it.
   const py::error_scope pending;
-  try {
-    const py::object log = py::module_::import("logging").attr("getLogger")("sagellm").attr("log");
-    for (const auto& [level, text] : lines) log(python_level(level), "%s", text);
-  } catch (py::error_already_set& error) {
-    error.discard_as_unraisable("writing sagellm's log");
+  py::object failure;
+  for (const auto& [level, text] : lines) {
+    // A second time where the failure of a call on a device came in between: it is the program's, which may be at any
+    // bytecode when this is called.
+    for (bool again = true; again;) {
+      again = false;
+      try {
+        const py::object log = py::module_::import("logging").attr("getLogger")("sagellm").attr("log");
+        log(python_level(level), "%s", text);
+      } catch (py::error_already_set& error) {
+        again = !failure && py::hasattr(error.type(), "of_sagellm");
+        if (again) {
+          failure = error.type();
+        } else {
+          error.discard_as_unraisable("writing sagellm's log");
+        }
+      }
+    }
   }
+  if (failure) Alarm::instance().raise_again(failure.ptr());
 }
 
 void close_log() {

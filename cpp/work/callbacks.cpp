@@ -128,6 +128,7 @@ void CallbackPool::run_next(std::unique_lock<std::mutex>& lock) {
   jobs_.pop_front();
   // An idle thread must watch the turn in case this job lasts.
   if (!jobs_.empty() && !watched_) call_a_thread();
+  ++running_;
   lock.unlock();
   // Once the interpreter goes down the job is leaked.
   if (python_alive()) {
@@ -137,8 +138,16 @@ void CallbackPool::run_next(std::unique_lock<std::mutex>& lock) {
     delete job;
   }
   lock.lock();
+  --running_;
   slow_.erase(turn);
   if (turn_ == turn) turn_ = 0;
+}
+
+void CallbackPool::settle(std::chrono::milliseconds patience) {
+  constexpr auto kPause = std::chrono::milliseconds(5);
+  const auto until = Clock::now() + patience;
+  std::unique_lock<std::mutex> lock(mutex_);
+  while ((!jobs_.empty() || running_ > 0) && Clock::now() < until) left_.wait_for(lock, kPause);
 }
 
 void CallbackPool::stop(std::chrono::milliseconds patience) {

@@ -57,6 +57,9 @@ class CallbackPool {
   // To be called before a wait for an operation: if this is a thread of the pool, another thread takes the next job.
   static void about_to_block();
 
+  // Waits up to `patience` until no job runs or waits.
+  void settle(std::chrono::milliseconds patience);
+
   // No job starts from now on. Waits up to `patience` for running ones. Call without the GIL.
   void stop(std::chrono::milliseconds patience);
 
@@ -87,6 +90,8 @@ class CallbackPool {
   bool watched_ = false;
   size_t idle_ = 0;
   size_t threads_ = 0;
+  // Jobs that have begun and not ended.
+  size_t running_ = 0;
   bool stopped_ = false;
 };
 

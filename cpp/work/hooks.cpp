@@ -3,6 +3,7 @@
 #include <string>
 #include <vector>
 
+#include "host/alarm.hpp"
 #include "host/host.hpp"
 
 namespace sagellm {
@@ -26,6 +27,24 @@ std::unique_ptr<Trace> Trace::start(const char* title, c10::ArrayRef<at::Tensor>
 void Trace::end() {
   const c10::DebugInfoGuard state(state_);
   record_.end();
+}
+
+uint64_t Events::next_key() {
+  static std::atomic<uint64_t> last{0};
+  return ++last;
+}
+
+void Events::told() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    told_.insert(Alarm::this_thread());
+  }
+  Alarm::instance().take_back(key_);
+}
+
+bool Events::knows(pid_t thread) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return told_.count(thread) > 0;
 }
 
 void Events::call_abort_hooks() {

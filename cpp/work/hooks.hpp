@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/record_function.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
+#include <sys/types.h>
 
 #include <atomic>
 #include <chrono>
@@ -12,6 +13,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <utility>
 
 #include "compat.hpp"
@@ -77,6 +79,13 @@ class Events : public std::enable_shared_from_this<Events> {
  public:
   using WorkHook = std::function<void(std::shared_ptr<c10d::WorkInfo>)>;
 
+  // The failure of the group reaches this thread as an error of a call: it need not be raised there in another way.
+  void told();
+  // Whether it has reached a thread, which is named by its system's id.
+  bool knows(pid_t thread) const;
+  // Of no other group in this process.
+  uint64_t key() const { return key_; }
+
   // True in a forked child of the process that made this: the threads that end works are the parent's.
   bool inherited() const { return pool_ != &CallbackPool::instance(); }
 
@@ -104,6 +113,8 @@ class Events : public std::enable_shared_from_this<Events> {
  private:
   void tell_work_hook();
 
+  const uint64_t key_ = next_key();
+  static uint64_t next_key();
   // Only compared.
   const CallbackPool* const pool_ = &CallbackPool::instance();
   // Switched by the user's thread, read by all; nothing is ordered by them.
@@ -111,7 +122,9 @@ class Events : public std::enable_shared_from_this<Events> {
   std::atomic<bool> work_hook_set_{false};
 
   // Guards the rest.
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
+  // Threads that were told of the failure of the group.
+  std::set<pid_t> told_;
   WorkHook work_hook_;
   // Works that ended, in that order; one job at a time tells the hook.
   std::deque<std::shared_ptr<c10d::WorkInfo>> untold_;

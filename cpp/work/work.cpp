@@ -116,8 +116,14 @@ void SageWork::tell_hooks(const std::string& error) {
 // ------------------------------------------------------------------------------------------------ who waits
 
 bool SageWork::wait(std::chrono::milliseconds timeout) {
-  wait_for_end(WaitLimit(timeout));
-  if (failed_) std::rethrow_exception(exception());
+  try {
+    wait_for_end(WaitLimit(timeout));
+    if (failed_) std::rethrow_exception(exception());
+  } catch (const c10::DistBackendError&) {
+    // Not where only this caller's time has passed.
+    if (has_ended()) events_->told();
+    throw;
+  }
   order();
   DeferredRelease::instance().release();
   return true;

@@ -226,8 +226,14 @@ pub mod ffi {
     enum DeviceSays {
         kRunning,
         kPassed,
-        /// It could not be asked, so they have failed.
-        kNothing,
+    }
+
+    struct DevicePolled {
+        /// The error, with its code letter, by which the calls failed or will never end; empty while they run and when
+        /// they ended well.
+        error: String,
+        /// It is not known yet whether they end well, even where the device has passed them.
+        undecided: bool,
     }
 
     /// Calls that were checked and have their number.
@@ -486,9 +492,12 @@ pub mod ffi {
         /// From here until `poll`, which takes the returned value, queries of this thread to the device break no
         /// capture of another thread.
         fn before_poll(self: &RustCall) -> Result<u32>;
-        /// The error, with its code letter, by which the calls failed or will never end; empty while they run and when
-        /// they ended well. Adds their end to the statistics.
-        fn poll(self: &RustCall, says: DeviceSays, mode: u32) -> String;
+        /// Adds the end of the calls to the statistics. After an error the group has failed, and the caller calls
+        /// `abort` when it has told the program.
+        fn poll(self: &RustCall, says: DeviceSays, mode: u32) -> DevicePolled;
+        /// Ends the communicators of the calls' group, which unblocks calls that hang. May last as long as the library
+        /// needs.
+        fn abort(self: &RustCall);
         /// How the library runs each of the calls, for `explain`.
         fn explain(self: &RustCall) -> Vec<Explanation>;
 

@@ -9,7 +9,7 @@ use super::convert::{Outcome, dtype, guarded, kind, spans, unknown};
 use super::handles::{RustCall, RustDevices, RustGroup, RustRetired, SharedStore};
 use super::observe::ffi as observed;
 use crate::engine::device::{
-    Buffers, DeviceCall, DeviceEngine, DeviceGroup, DeviceRequest, Event, Exchange, Hints, Local, Lowered,
+    Buffers, DeviceCall, DeviceEngine, DeviceGroup, DeviceRequest, Event, Exchange, Found, Hints, Local, Lowered,
     LoweringInput, Placed, Ranks, Stream, Terms,
 };
 use crate::error::{Error, Result};
@@ -212,18 +212,32 @@ impl RustCall {
         });
     }
     pub(super) fn before_poll(&self) -> Outcome<u32> {
-        guarded(|| self.call.before_poll().inspect_err(|_| self.call.ended(false, true)))
+        guarded(|| self.call.before_poll())
     }
-    pub(super) fn poll(&self, says: ffi::DeviceSays, mode: u32) -> String {
+    pub(super) fn poll(&self, says: ffi::DeviceSays, mode: u32) -> ffi::DevicePolled {
         let passed = says == ffi::DeviceSays::kPassed;
         let looked = guarded(|| {
-            let found = self.call.poll(passed, mode);
-            if found.is_err() || says != ffi::DeviceSays::kRunning {
+            let found = match self.call.poll(passed, mode)? {
+                Found::Nothing => Ok(false),
+                Found::Undecided => Ok(true),
+                Found::Failed(error) => Err(error),
+            };
+            let runs = says == ffi::DeviceSays::kRunning || found == Ok(true);
+            if found.is_err() || !runs {
                 self.call.ended(passed && found.is_ok(), true);
             }
             found
         });
-        looked.err().unwrap_or_default()
+        match looked {
+            Ok(undecided) => ffi::DevicePolled { undecided, error: String::new() },
+            Err(error) => ffi::DevicePolled { undecided: false, error },
+        }
+    }
+    pub(super) fn abort(&self) {
+        let _ = guarded(|| {
+            self.call.abort();
+            Ok(())
+        });
     }
     pub(super) fn explain(&self) -> Vec<observed::Explanation> {
         let found = self.call.explain().into_iter();

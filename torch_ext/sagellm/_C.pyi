@@ -151,6 +151,8 @@ class Options:
         topology: str = "",
         measure_link: bool = True,
         soft_timeout: float | None = None,
+        on_device_failure: str = "raise",
+        blocking_wait: bool = False,
     ) -> None: ...
     def __copy__(self) -> Options: ...
     #: "auto", or "delegate" to have torch's own backend serve the group even where shared memory could.
@@ -174,6 +176,13 @@ class Options:
     #: Seconds after which one line of the log reports a pending operation, 0: never; None: by SAGELLM_SOFT_TIMEOUT.
     #: Local to a rank; see docs/hangs.md.
     soft_timeout: float | None
+    #: How the program learns of a failed call on a device for which no thread waits: "raise" an exception in the
+    #: threads whose calls are under way, "exit" the process, or "none". Local to a rank; SAGELLM_ON_DEVICE_FAILURE
+    #: overrides it; see docs/devices.md.
+    on_device_failure: str
+    #: ``wait()`` of a call on a device blocks the host until the call has ended, and raises where it failed. Local to a
+    #: rank; SAGELLM_BLOCKING_WAIT and TORCH_NCCL_BLOCKING_WAIT override it.
+    blocking_wait: bool
     _library_folders: list[str]
     #: Lists of tensors mean what they mean in gloo: ``serve_as``.
     _as_gloo: bool
@@ -261,6 +270,9 @@ def table_without_group(ranks: int, algorithm: str = "") -> ChoiceTable: ...
 def save_table(ranks: int, made: str, lines: str) -> str: ...
 def set_log_level(level: int) -> None: ...
 def drain_log() -> None: ...
+
+#: The exception of a failed call on a device was raised in this thread.
+def told_of_failure() -> None: ...
 def doctor() -> dict[str, str]: ...
 
 #: By algorithm (all where ``algorithm`` is empty), seconds and segments at each size.

@@ -98,6 +98,7 @@ def create(options: Any, pg_options: Any = None) -> Any:
     ours = _settings(extension, inherited(extension, options) if pg_options is None else pg_options)
     ours.delegate = _delegate.check(ours.delegate)
     ours.vendor = _vendor(os.environ.get(VENDOR) or ours.vendor or "auto")
+    ours.on_device_failure = os.environ.get(ON_DEVICE_FAILURE, "").strip().lower() or ours.on_device_failure
     ours._library_folders = site.getsitepackages()
     _step_at_exit(extension)
     _detach_flight_recorder()
@@ -149,7 +150,16 @@ def _refuse_mpi(group: str, reason: str) -> NoReturn:
 
 
 #: Switches for a whole process, see docs/fusion.md, determinism.md and choosing.md: variable and option.
-SWITCHES = {"SAGELLM_FUSION": "fusion", "SAGELLM_STRICT": "strict", "SAGELLM_MEASURE_LINK": "measure_link"}
+#: The last of two for one option counts.
+SWITCHES = {
+    "SAGELLM_FUSION": "fusion",
+    "SAGELLM_STRICT": "strict",
+    "SAGELLM_MEASURE_LINK": "measure_link",
+    "TORCH_NCCL_BLOCKING_WAIT": "blocking_wait",
+    "SAGELLM_BLOCKING_WAIT": "blocking_wait",
+}
+#: Overrides the option ``on_device_failure``, see docs/devices.md.
+ON_DEVICE_FAILURE = "SAGELLM_ON_DEVICE_FAILURE"
 _BOOLEANS = {"0": False, "off": False, "false": False, "no": False, "1": True, "on": True, "true": True, "yes": True}
 
 

@@ -15,7 +15,7 @@ use super::layout::Layout;
 use super::lock;
 use super::lowering::Lowering;
 use super::runtime::{SPARES_CAPTURES, Stream};
-use super::watchdog::Library;
+use super::watchdog::{Found, Library, Seen};
 use crate::error::{Error, Result};
 use crate::types::{Kind, ReduceOp, Span};
 
@@ -52,6 +52,10 @@ impl Stage {
 
     pub(super) fn nothing_to_launch() -> Stage {
         Stage(AtomicU8::new(Stage::SETTLED))
+    }
+
+    fn is_under_way(&self) -> bool {
+        self.0.load(Ordering::Relaxed) == Stage::LAUNCHED
     }
 }
 
@@ -117,17 +121,21 @@ impl DeviceCall {
     /// kept until this is dropped.
     pub fn launch(&self, placed: &[Placed], stream: Stream) -> Result<()> {
         self.put(placed, stream)?;
+        self.engine.under_way.fetch_add(1, Ordering::Relaxed);
         self.stage.0.store(Stage::LAUNCHED, Ordering::Relaxed);
         Ok(())
     }
 
     /// The caller could not launch the calls, or not complete their launch. The other ranks may have launched theirs, and
     /// the library has no signature by which it would notice that they then meet this rank's next ones: so the group
-    /// fails, on all ranks.
+    /// fails, on all ranks. The caller then ends the communicators, when the program has been told.
     pub fn failed_here(&self, why: &str) {
         let done = match self.stage.0.swap(Stage::SETTLED, Ordering::Relaxed) {
             Stage::SETTLED => return,
-            Stage::LAUNCHED => "was launched and failed on this rank",
+            Stage::LAUNCHED => {
+                self.engine.under_way.fetch_sub(1, Ordering::Relaxed);
+                "was launched and failed on this rank"
+            }
             _ => "could not be launched on this rank",
         };
         let group = &self.engine.group;
@@ -138,7 +146,14 @@ impl DeviceCall {
             group.name(),
             self.watched.what()
         )));
-        self.engine.abort();
+    }
+
+    /// It is not under way any more.
+    fn leave(&self) {
+        let left = self.stage.0.compare_exchange(Stage::LAUNCHED, Stage::SETTLED, Ordering::Relaxed, Ordering::Relaxed);
+        if left.is_ok() {
+            self.engine.under_way.fetch_sub(1, Ordering::Relaxed);
+        }
     }
 
     fn put(&self, placed: &[Placed], stream: Stream) -> Result<()> {
@@ -208,26 +223,33 @@ impl DeviceCall {
         self.engine.runtime.exchange_capture_mode(SPARES_CAPTURES)
     }
 
-    /// An error says why the calls will not end, or ended badly; `Ok` while they run and when they ended well.
-    /// `passed`: the device has executed them. On an error all communicators of the group are aborted, which unblocks calls that hang.
-    pub fn poll(&self, passed: bool, mode: u32) -> Result<()> {
+    /// Why the calls will not end, or ended badly. `passed`: the device has executed them. After `Failed` the caller
+    /// ends the communicators (`abort`), which unblocks calls that hang, when the program has been told.
+    pub fn poll(&self, passed: bool, mode: u32) -> Result<Found> {
         self.engine.runtime.exchange_capture_mode(mode)?;
         let engine = &self.engine;
         let library = match &self.communicator {
             None => Library::Ended { drained: true },
             Some(communicator) => communicator.state(),
         };
-        match engine.watchdog.look(&*engine.group, &self.watched, library, passed, Instant::now()) {
-            Some(error) => {
-                engine.abort();
-                Err(error)
-            }
-            None => Ok(()),
-        }
+        // This one is among them, unless it is a barrier, which launches nothing.
+        let own = u64::from(self.stage.is_under_way());
+        let seen = Seen {
+            passed,
+            among_others: engine.under_way.load(Ordering::Relaxed) > own,
+            hangs_when_failed: engine.capabilities().abort,
+        };
+        Ok(engine.watchdog.look(&*engine.group, &self.watched, library, seen, Instant::now()))
+    }
+
+    /// Ends all communicators of the group, which unblocks calls that hang.
+    pub fn abort(&self) {
+        self.engine.abort();
     }
 
     /// For the statistics. `timed`: this is the moment of its end.
     pub fn ended(&self, well: bool, timed: bool) {
+        self.leave();
         self.notes.iter().for_each(|note| note.end(well, timed));
     }
 
@@ -267,7 +289,9 @@ impl Drop for DeviceCall {
     fn drop(&mut self) {
         if self.stage.0.load(Ordering::Relaxed) == Stage::BEGUN {
             self.failed_here("it was dropped before");
+            self.engine.abort();
         }
+        self.leave();
     }
 }
 

@@ -39,6 +39,9 @@ pub struct DeviceEngine {
     /// Number of the last call, for error texts. Written by `begin`, read by `behind`; relaxed, because nothing is
     /// ordered by it.
     pub(super) last_number: AtomicU64,
+    /// Calls that were launched and have not ended. Written by the threads that launch calls and see their ends, read by
+    /// the latter; relaxed, because nothing is ordered by it.
+    pub(super) under_way: AtomicU64,
     pub(super) watchdog: Watchdog,
 }
 
@@ -73,6 +76,7 @@ impl DeviceEngine {
             streams: Mutex::new(HashMap::new()),
             events: Mutex::new(HashMap::new()),
             last_number: AtomicU64::new(0),
+            under_way: AtomicU64::new(0),
             watchdog: Watchdog::default(),
         })
     }

@@ -10,6 +10,7 @@ use super::engine::DeviceEngine;
 use super::lock;
 use super::watchdog::fault_or_death;
 use crate::error::{Error, Result};
+use crate::os::watch;
 
 impl DeviceEngine {
     /// The communicator of all ranks for a device, if it was made and has not ended.
@@ -52,10 +53,22 @@ impl DeviceEngine {
         Retired { engine: Arc::clone(self), device, communicator: own }
     }
 
-    /// Ends all communicators, which unblocks operations that hang; no operation can be issued afterwards.
+    /// Ends all communicators, which unblocks operations that hang; no operation can be issued afterwards. Returns when
+    /// all have ended: a library may take its time for each, so they end beside one another.
     pub fn abort(&self) {
-        let all: Vec<Arc<DeviceComm>> = lock(&self.communicators.known).values().cloned().collect();
-        all.iter().for_each(|each| each.abort());
+        let mut all: Vec<Arc<DeviceComm>> = lock(&self.communicators.known).values().cloned().collect();
+        let last = all.pop();
+        let beside = all.into_iter().filter_map(|each| {
+            let (other, name) = (Arc::clone(&each), "sagellm-abort");
+            watch::spawn(name, move || other.abort()).inspect_err(|_| each.abort()).ok()
+        });
+        let beside: Vec<_> = beside.collect();
+        if let Some(last) = last {
+            last.abort();
+        }
+        for each in beside {
+            let _ = each.join(); // a panic there is in the log, and the communicator is out of use
+        }
     }
 
     /// Ends all communicators together with the other ranks: within the timeout (zero: no limit) while all ranks live,

@@ -84,6 +84,7 @@ pub use self::libs::loader::Hints;
 pub use self::lifetime::Retired;
 pub use self::lowering::{Capabilities, Local, Lowering, LoweringInput, Method, lower};
 pub use self::runtime::{Event, Runtime, SPARES_CAPTURES, Stream, synchronize};
+pub use self::watchdog::Found;
 
 use crate::error::{Error, Result};
 use crate::types::enumeration;

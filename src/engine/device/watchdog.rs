@@ -3,7 +3,7 @@
 //! The shim's thread asks the stream's event whether the device has passed an operation and asks here what that means.
 //! A group fails (`DeviceGroup::fail`) only with the error that this look gives, never with one that may yet be replaced.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::group::{DeviceGroup, Watched};
@@ -28,7 +28,8 @@ pub enum Library {
     Ended { drained: bool },
 }
 
-/// The watchdog of all operations of a group on its devices.
+/// The watchdog of all operations of a group on its devices. It never waits: one thread looks at the operations of all
+/// groups.
 #[derive(Default)]
 pub struct Watchdog(Mutex<State>);
 
@@ -38,40 +39,74 @@ struct State {
     asked: Option<Instant>,
     /// When it was first seen to have failed, or a peer to be gone.
     trouble_since: Option<Instant>,
+    /// Until when the cause of a failure that the library has reported is looked for, and when it last was.
+    cause_until: Option<Instant>,
+    asked_for_cause: Option<Instant>,
+}
+
+/// What a look at an operation found.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Found {
+    /// It runs, or has ended well.
+    Nothing,
+    /// It may have ended badly: look again, also where the device has passed it.
+    Undecided,
+    /// It will not end, or ended badly. The group has failed with this.
+    Failed(Error),
+}
+
+/// What the device and the other operations say of one operation.
+#[derive(Clone, Copy, Debug)]
+pub struct Seen {
+    /// The device has come past it.
+    pub passed: bool,
+    /// Other operations of the group are under way as well.
+    pub among_others: bool,
+    /// An operation that fails does not end before its communicator is aborted.
+    pub hangs_when_failed: bool,
 }
 
 impl Watchdog {
-    /// Why the operation will not end, or ended badly; `None` while it runs and when it ended well. `passed`: the device
-    /// has come past it. After an error the caller ends all communicators.
+    /// After `Failed` the caller ends all communicators, when the program has been told.
     pub fn look(
         &self,
         group: &dyn DeviceGroup,
         watched: &Watched,
         library: Library,
-        passed: bool,
+        seen: Seen,
         now: Instant,
-    ) -> Option<Error> {
+    ) -> Found {
+        let passed = seen.passed;
         if !passed && !watched.timeout.is_zero() && now.saturating_duration_since(watched.issued) > watched.timeout {
-            return Some(fail_group(group, group.deadline_passed(watched)));
+            return Found::Failed(fail_group(group, group.deadline_passed(watched)));
         }
         match library {
-            Library::Ended { drained: true } if passed => None,
-            Library::Ended { .. } => Some(match fault_or_death_in(group, watched) {
+            Library::Ended { drained: true } if passed => Found::Nothing,
+            Library::Ended { .. } => Found::Failed(match fault_or_death_in(group, watched) {
                 Some(error) => fail_group(group, error),
                 None => Error::Aborted(format!("sagellm: {}: the communicator was aborted", watched.what())),
             }),
+            // It ended well, so another one has failed, which is looked at next.
+            Library::Lives(Err(_)) if passed && seen.among_others && seen.hangs_when_failed => Found::Nothing,
             // Asked even when the device has passed it: some libraries tell of a failure only then.
-            Library::Lives(Err(bad)) => Some(fail_group(group, library_failed(group, watched, &bad))),
+            Library::Lives(Err(bad)) => self.library_failed(group, watched, &bad, seen, now),
             // A peer that has left since then left after its part of this operation.
-            Library::Lives(Ok(())) if passed => None,
-            Library::Lives(Ok(())) => self.peers(group, watched, now).map(|error| fail_group(group, error)),
+            Library::Lives(Ok(())) if passed => Found::Nothing,
+            Library::Lives(Ok(())) => match self.peers(group, watched, now) {
+                Some(error) => Found::Failed(fail_group(group, error)),
+                None => Found::Nothing,
+            },
         }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// A peer may leave right after its last operation, while its data is still on the way: so the end of a peer counts
     /// only after `ON_ITS_WAY`.
     fn peers(&self, group: &dyn DeviceGroup, watched: &Watched, now: Instant) -> Option<Error> {
-        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.state();
         if state.asked.is_some_and(|asked| now.saturating_duration_since(asked) < ASK_EVERY) {
             return None;
         }
@@ -82,6 +117,40 @@ impl Watchdog {
         let error = fault_or_death_in(group, watched)?;
         let since = *state.trouble_since.get_or_insert(now);
         (now.saturating_duration_since(since) >= ON_ITS_WAY).then_some(error)
+    }
+
+    /// The library may report a failure once, so that it is kept for every later call. What a peer tells of its own
+    /// failure, or its death, explains more, so that is reported instead where it is found in time; then the ranks that
+    /// are missing.
+    fn library_failed(
+        &self,
+        group: &dyn DeviceGroup,
+        watched: &Watched,
+        bad: &Error,
+        seen: Seen,
+        now: Instant,
+    ) -> Found {
+        let looking = {
+            let mut state = self.state();
+            let looking = now < *state.cause_until.get_or_insert_with(|| now + group.ask_for_fault());
+            let soon = state.asked_for_cause.is_some_and(|asked| now.saturating_duration_since(asked) < TURN);
+            if soon && looking {
+                return Found::Undecided;
+            }
+            state.asked_for_cause = Some(now);
+            looking
+        };
+        if let Some(error) = fault_or_death_in(group, watched) {
+            return Found::Failed(fail_group(group, error));
+        }
+        if looking {
+            return Found::Undecided;
+        }
+        let error = group.failed_within(watched, bad.text()).unwrap_or_else(|| {
+            let or_later = if seen.passed && seen.among_others { " or a later call" } else { "" };
+            Error::System(format!("{bad}; seen at {}{or_later}", watched.what()))
+        });
+        Found::Failed(fail_group(group, error))
     }
 }
 
@@ -106,23 +175,6 @@ pub(super) fn fault_or_death(group: &dyn DeviceGroup, what: &str, only: Option<u
     })
 }
 
-/// The library reports a failure once, so it is kept for every later call. What a peer tells of its own failure, or its
-/// death, explains more, so that is reported instead where it is found; then the ranks that are missing.
-fn library_failed(group: &dyn DeviceGroup, watched: &Watched, bad: &Error) -> Error {
-    let end = Instant::now() + group.ask_for_fault();
-    loop {
-        if let Some(error) = fault_or_death_in(group, watched) {
-            return error;
-        }
-        if Instant::now() >= end {
-            break;
-        }
-        std::thread::sleep(TURN);
-    }
-    let missing = group.failed_within(watched, bad.text());
-    missing.unwrap_or_else(|| Error::System(format!("{bad}; seen at {}", watched.what())))
-}
-
 #[cfg(test)]
 mod tests {
     use std::sync::Arc;
@@ -131,6 +183,9 @@ mod tests {
     use crate::engine::device::group::{Counted, DeviceRequest};
     use crate::select::Policy;
     use crate::types::Kind;
+
+    /// For how long the cause of a library's error is looked for.
+    const WHO_DIED: Duration = Duration::from_millis(250);
 
     /// Rank 0 of three, of which rank 2 may have ended.
     #[derive(Default)]
@@ -178,7 +233,7 @@ mod tests {
             if let Some(fault) = self.tells.lock().unwrap().take() {
                 *self.failed.lock().unwrap() = Some(fault); // a peer's fault, which is seen only where it is asked for
             }
-            Duration::from_millis(20)
+            WHO_DIED
         }
         fn failed_within(&self, _watched: &Watched, words: &str) -> Option<Error> {
             self.missing.map(|rank| Error::System(format!("rank {rank} has not entered it. The library says: {words}")))
@@ -223,31 +278,69 @@ mod tests {
     }
 
     const WELL: Library = Library::Lives(Ok(()));
+    const RUNS: Seen = Seen { passed: false, among_others: false, hangs_when_failed: true };
+    const PASSED: Seen = Seen { passed: true, ..RUNS };
+
+    fn error(found: Found) -> Option<Error> {
+        match found {
+            Found::Failed(error) => Some(error),
+            Found::Nothing | Found::Undecided => None,
+        }
+    }
 
     #[test]
     fn a_peer_that_is_gone_fails_nothing_before_what_it_sent_can_have_arrived() {
         let (group, dog, work) = (Three { dead: true, ..Three::default() }, Watchdog::default(), watched(None));
         let begin = work.issued;
-        assert_eq!(dog.look(&group, &work, WELL, false, begin), None);
-        assert_eq!(dog.look(&group, &work, WELL, false, begin + ON_ITS_WAY / 2), None);
+        assert_eq!(error(dog.look(&group, &work, WELL, RUNS, begin)), None);
+        assert_eq!(error(dog.look(&group, &work, WELL, RUNS, begin + ON_ITS_WAY / 2)), None);
         assert_eq!(group.fault(), None, "the library may report an error itself, or the work may end");
-        assert_eq!(dog.look(&group, &work, WELL, true, begin + ON_ITS_WAY / 2), None);
+        assert_eq!(error(dog.look(&group, &work, WELL, PASSED, begin + ON_ITS_WAY / 2)), None);
         assert_eq!(group.fault(), None, "it ended well");
-        let late = dog.look(&group, &work, WELL, false, begin + ON_ITS_WAY);
+        let late = error(dog.look(&group, &work, WELL, RUNS, begin + ON_ITS_WAY));
         assert!(matches!(&late, Some(Error::RankFailed { rank: 2, .. })), "{late:?}");
         assert_eq!(group.fault(), late);
     }
 
+    fn bad() -> Library {
+        Library::Lives(Err(Error::System("sagellm: the network is gone".into())))
+    }
+
     #[test]
-    fn an_error_of_the_library_counts_at_once_and_names_who_died() {
-        let (dog, work) = (Watchdog::default(), watched(None));
-        let bad = || Library::Lives(Err(Error::System("sagellm: the network is gone".into())));
-        let alone = Three::default();
-        let told = dog.look(&alone, &work, bad(), true, work.issued).unwrap();
+    fn an_error_of_the_library_waits_for_who_died_and_holds_up_nobody() {
+        let (dog, work, alone) = (Watchdog::default(), watched(None), Three::default());
+        let begin = work.issued;
+        for later in [Duration::ZERO, TURN, WHO_DIED / 2] {
+            assert_eq!(dog.look(&alone, &work, bad(), PASSED, begin + later), Found::Undecided);
+        }
+        assert_eq!(alone.fault(), None);
+        let told = error(dog.look(&alone, &work, bad(), PASSED, begin + WHO_DIED)).unwrap();
         assert_eq!(told.text(), "sagellm: the network is gone; seen at all_reduce number 7 on npu:0");
         assert_eq!(alone.fault(), Some(told));
-        let group = Three { dead: true, ..Three::default() };
-        assert!(matches!(dog.look(&group, &work, bad(), false, work.issued), Some(Error::RankFailed { rank: 2, .. })));
+        let (dog, group) = (Watchdog::default(), Three { dead: true, ..Three::default() });
+        let told = error(dog.look(&group, &work, bad(), RUNS, begin));
+        assert!(matches!(told, Some(Error::RankFailed { rank: 2, .. })));
+    }
+
+    #[test]
+    fn the_error_names_the_call_that_failed_and_not_one_that_ended_well() {
+        let (dog, work, group) = (Watchdog::default(), watched(None), Three::default());
+        let (first, later) = (Seen { among_others: true, ..PASSED }, work.issued + WHO_DIED);
+        assert_eq!(
+            dog.look(&group, &work, bad(), first, work.issued),
+            Found::Nothing,
+            "what fails would not have passed"
+        );
+        assert_eq!(dog.look(&group, &work, bad(), RUNS, work.issued), Found::Undecided);
+        assert!(error(dog.look(&group, &work, bad(), RUNS, later)).is_some());
+        // Where a failed call ends by itself, each of those that the device has passed may be the one.
+        let (dog, ends) = (Watchdog::default(), Seen { hangs_when_failed: false, ..first });
+        let fault = group.fault().unwrap();
+        assert_eq!(dog.look(&group, &work, bad(), ends, work.issued), Found::Failed(fault));
+        let (dog, group) = (Watchdog::default(), Three::default());
+        assert_eq!(dog.look(&group, &work, bad(), ends, work.issued), Found::Undecided);
+        let told = error(dog.look(&group, &work, bad(), ends, later)).unwrap();
+        assert!(told.text().ends_with("seen at all_reduce number 7 on npu:0 or a later call"), "{told:?}");
     }
 
     #[test]
@@ -256,9 +349,10 @@ mod tests {
         let cause = Error::Timeout("rank 1 has not entered it (reported by rank 2)".into());
         let told = Three { missing: Some(1), tells: Mutex::new(Some(cause.clone())), ..Three::default() };
         let work = watched(None);
-        assert_eq!(Watchdog::default().look(&told, &work, bad(), false, work.issued), Some(cause));
-        let silent = Three { missing: Some(1), ..Three::default() };
-        let error = Watchdog::default().look(&silent, &work, bad(), false, work.issued).unwrap();
+        assert_eq!(Watchdog::default().look(&told, &work, bad(), RUNS, work.issued), Found::Failed(cause));
+        let (dog, silent) = (Watchdog::default(), Three { missing: Some(1), ..Three::default() });
+        assert_eq!(dog.look(&silent, &work, bad(), RUNS, work.issued), Found::Undecided);
+        let error = error(dog.look(&silent, &work, bad(), RUNS, work.issued + WHO_DIED)).unwrap();
         assert_eq!(error.text(), "rank 1 has not entered it. The library says: sagellm: a remote rank failed");
         assert_eq!(silent.fault(), Some(error));
     }
@@ -269,27 +363,28 @@ mod tests {
         let group = Three { dead: true, left: true, ..Three::default() };
         let (other, its) = (watched(Some(1)), watched(Some(2)));
         for later in [Duration::ZERO, ON_ITS_WAY, ON_ITS_WAY * 3] {
-            assert_eq!(dog.look(&group, &other, WELL, false, other.issued + later), None);
+            assert_eq!(error(dog.look(&group, &other, WELL, RUNS, other.issued + later)), None);
         }
-        assert_eq!(dog.look(&group, &its, WELL, false, its.issued + ON_ITS_WAY * 4), None, "seen for the first time");
-        assert!(dog.look(&group, &its, WELL, false, its.issued + ON_ITS_WAY * 5).is_some());
+        let first = dog.look(&group, &its, WELL, RUNS, its.issued + ON_ITS_WAY * 4);
+        assert_eq!(first, Found::Nothing, "seen for the first time");
+        assert!(error(dog.look(&group, &its, WELL, RUNS, its.issued + ON_ITS_WAY * 5)).is_some());
     }
 
     #[test]
     fn a_deadline_counts_only_where_the_device_has_not_passed() {
         let (group, dog, work) = (Three::default(), Watchdog::default(), watched(None));
         let late = work.issued + Duration::from_secs(61);
-        assert_eq!(dog.look(&group, &work, WELL, true, late), None, "the device has passed it");
-        let error = dog.look(&group, &work, WELL, false, late).unwrap();
-        assert_eq!(error, Error::Timeout("all_reduce number 7 on npu:0 timed out".into()));
-        assert_eq!(group.fault(), Some(error));
+        assert_eq!(error(dog.look(&group, &work, WELL, PASSED, late)), None, "the device has passed it");
+        let told = error(dog.look(&group, &work, WELL, RUNS, late)).unwrap();
+        assert_eq!(told, Error::Timeout("all_reduce number 7 on npu:0 timed out".into()));
+        assert_eq!(group.fault(), Some(told));
     }
 
     #[test]
     fn the_group_looks_at_what_takes_long_and_at_nothing_else() {
         let (group, dog, work) = (Three::default(), Watchdog::default(), watched(None));
         for (after, looked) in [(Duration::ZERO, 0), (LONG / 2, 0), (LONG, 1), (LONG * 2, 2)] {
-            assert_eq!(dog.look(&group, &work, WELL, false, work.issued + after), None);
+            assert_eq!(error(dog.look(&group, &work, WELL, RUNS, work.issued + after)), None);
             assert_eq!(*group.looked.lock().unwrap(), looked, "after {after:?}");
         }
     }
@@ -297,10 +392,10 @@ mod tests {
     #[test]
     fn what_was_drained_before_its_end_is_well_and_the_rest_was_aborted() {
         let (group, dog, work) = (Three::default(), Watchdog::default(), watched(None));
-        assert_eq!(dog.look(&group, &work, Library::Ended { drained: true }, true, work.issued), None);
-        for (drained, passed) in [(true, false), (false, true), (false, false)] {
-            let error = dog.look(&group, &work, Library::Ended { drained }, passed, work.issued);
-            assert!(matches!(&error, Some(Error::Aborted(text)) if text.contains("the communicator was aborted")));
+        assert_eq!(error(dog.look(&group, &work, Library::Ended { drained: true }, PASSED, work.issued)), None);
+        for (drained, seen) in [(true, RUNS), (false, PASSED), (false, RUNS)] {
+            let told = error(dog.look(&group, &work, Library::Ended { drained }, seen, work.issued));
+            assert!(matches!(&told, Some(Error::Aborted(text)) if text.contains("the communicator was aborted")));
         }
     }
 }

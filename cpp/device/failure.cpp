@@ -1,0 +1,121 @@
+#include "device/failure.hpp"
+
+#include <pthread.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <future>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+#include "host/errors.hpp"
+#include "host/host.hpp"
+#include "work/callbacks.hpp"
+
+namespace sagellm {
+
+namespace {
+
+// How long the abort waits for the program to be told.
+constexpr auto kPatience = std::chrono::seconds(1);
+// How long an exit waits for hooks that write what they know.
+constexpr auto kLastWords = std::chrono::seconds(5);
+// The process's code; EX_SOFTWARE of sysexits.h.
+constexpr int kExitCode = 70;
+
+// False where there is no thread to be had.
+template <class Body>
+bool start(const char* name, Body body) {
+  const BlockSignals block;
+  try {
+    std::thread([name, body = std::move(body)]() mutable {
+      pthread_setname_np(pthread_self(), name);
+      body();
+    }).detach();
+    return true;
+  } catch (const std::system_error& error) {
+    log_line(1, std::string("no thread to follow a failed call on a device: ") + error.what());
+    return false;
+  }
+}
+
+}  // namespace
+
+OnFailure on_failure(const std::string& text) {
+  if (text == "raise") return OnFailure::kRaise;
+  if (text == "exit") return OnFailure::kExit;
+  if (text == "none") return OnFailure::kNone;
+  value_error("init",
+              c10::str("the option on_device_failure is \"", text,
+                       "\", expected \"raise\", \"exit\" or \"none\" (SAGELLM_ON_DEVICE_FAILURE overrides it)"));
+}
+
+pid_t Failure::issued() {
+  const pid_t thread = Alarm::this_thread();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  Issuer& issuer = issuers_[thread];
+  ++issuer.calls;
+  issuer.last = Alarm::Clock::now();
+  under_way_.fetch_add(1, std::memory_order_relaxed);
+  return thread;
+}
+
+void Failure::ended(pid_t thread) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto issuer = issuers_.find(thread);
+  if (issuer != issuers_.end() && --issuer->second.calls == 0) issuers_.erase(issuer);
+  under_way_.fetch_sub(1, std::memory_order_relaxed);
+}
+
+Failure::Threads Failure::threads() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  Threads found;
+  for (const auto& [thread, issuer] : issuers_) found.push_back({thread, issuer.last});
+  return found;
+}
+
+void Failure::follow(const std::string& error, Threads threads, std::function<void()> abort, bool raised) {
+  if (followed_.exchange(true)) return;
+  const auto what = [self = shared_from_this(), error, threads = std::move(threads), abort, raised] {
+    if (self->then_ == OnFailure::kExit && !raised) self->exit(error);
+    if (self->then_ != OnFailure::kNone) self->tell(error, threads);
+    abort();
+  };
+  if (!start("sagellm-abort", what)) what();
+}
+
+void Failure::deliberate(const std::string& error) {
+  events_->told();
+  followed_ = true;
+  if (then_ != OnFailure::kNone) tell(error, threads());
+}
+
+void Failure::tell(const std::string& error, const Threads& threads) {
+  const auto knows = [events = events_](pid_t thread) { return events->knows(thread); };
+  const bool all = std::all_of(threads.begin(), threads.end(), [&](const auto& each) { return knows(each.id); });
+  if (all || error.empty()) return;
+  const auto done = std::make_shared<std::promise<void>>();
+  const auto told = done->get_future();
+  const auto raise = [group = events_->key(), threads, knows, done, text = error.substr(1)] {
+    try {
+      Alarm::instance().raise(group, threads, text, knows);
+    } catch (const std::exception& problem) {
+      log_line(1, std::string("the program could not be told of a failed call on a device: ") + problem.what());
+    }
+    done->set_value();
+  };
+  if (start("sagellm-raise", raise)) told.wait_for(kPatience);
+}
+
+void Failure::exit(const std::string& error) const {
+  // The core has written its dump. Hooks of torch write theirs on callback threads.
+  CallbackPool::instance().settle(kLastWords);
+  const std::string text = error.empty() ? error : error.substr(1);
+  std::fprintf(stderr, "%s\nsagellm: this process ends with code %d, as on_device_failure=\"exit\" asks\n",
+               text.c_str(), kExitCode);
+  ::_exit(kExitCode);
+}
+
+}  // namespace sagellm

@@ -1,0 +1,375 @@
+"""A failed call on a device reaches the program before it can use what the call has left in memory."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Context, expect_raises, launch
+from on_device import holds
+from simulated import VENDORS, environment, exit_code, start
+
+pytestmark = pytest.mark.timeout(900)
+#: Seconds until the calls of a group that another rank does not join have failed.
+DEADLINE = 2
+#: The exit code where the option says "exit".
+EXIT_CODE = 70
+
+Tensors = list[torch.Tensor]
+
+
+def sync(one: torch.Tensor, group: Any) -> Tensors:
+    dist.all_reduce(one, group=group)
+    return [one]
+
+
+def waited(one: torch.Tensor, group: Any) -> Tensors:
+    work = dist.all_reduce(one, group=group, async_op=True)
+    work.wait()
+    return [one]
+
+
+def not_waited(one: torch.Tensor, group: Any) -> Tensors:
+    dist.all_reduce(one, group=group, async_op=True)
+    return [one]
+
+
+def future(one: torch.Tensor, group: Any) -> Tensors:
+    dist.all_reduce(one, group=group, async_op=True).get_future().wait()
+    return [one]
+
+
+def listed(one: torch.Tensor, group: Any) -> Tensors:
+    both = [one, one.clone()]
+    dist.all_reduce_coalesced(both, group=group)
+    return both
+
+
+def batch(one: torch.Tensor, group: Any) -> Tensors:
+    other = 1 - dist.get_rank()
+    pair = [dist.P2POp(dist.isend, one.clone(), other, group), dist.P2POp(dist.irecv, one, other, group)]
+    for work in dist.batch_isend_irecv(pair):
+        work.wait()
+    return [one]
+
+
+WAYS: list[Callable[[torch.Tensor, Any], Tensors]] = [sync, waited, not_waited, future, listed, batch]
+
+
+def ways_of(vendor: str) -> list[Callable[[torch.Tensor, Any], Tensors]]:
+    """A stream of HCCL that has had an error serves nothing else."""
+    return WAYS[1:2] if vendor == "hccl" else WAYS
+
+
+def use(way: Callable[[torch.Tensor, Any], Tensors], name: str, group: Any = None) -> tuple[bool, str]:
+    """What a program does with results. Whether it came to use them, and the error that it got."""
+    reached, text = False, ""
+    try:
+        try:
+            results = way(torch.full((4,), dist.get_rank() + 1.0, device=name), group)
+            torch.accelerator.synchronize()
+            reached = True
+            del results
+        except RuntimeError as error:
+            text = str(error)
+            nobody_calls_again(0.3)
+    except dist.DistBackendError as error:  # HCCL's streams raise by themselves; ours comes in the handler then
+        text = str(error)
+    return reached, text
+
+
+def nobody_calls_again(seconds: float) -> None:
+    """Runs bytecode for a while: an exception that is still to come would come here."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        time.sleep(0.01)
+
+
+# ------------------------------------------------------------------------------------------------ raise
+
+
+def absent_or_aborted(ctx: Context, vendor: str, why: str) -> None:
+    """Rank 1 joins no call. Each way has a group of its own."""
+    import sagellm
+
+    _, name = start(ctx, vendor, timeout=timedelta(seconds=60))
+    found = []
+    options = sagellm.Options(vendor=vendor if vendor == "nccl" else "auto")
+    for way in ways_of(vendor):
+        limit = timedelta(seconds=DEADLINE if why == "deadline" else 60)
+        group = dist.new_group(pg_options=options.__copy__())
+        first = torch.ones(4, device=name)
+        dist.all_reduce(first, group=group)
+        holds(first, 2)
+        backend = group._get_backend(torch.device(name))
+        backend._set_default_timeout(limit)
+        dist.barrier()
+        if ctx.rank == 0:
+            if why == "abort":
+                threading.Timer(0.3, backend.abort).start()
+            reached, text = use(way, name, group)
+            nobody_calls_again(0.3)
+            found.append((way.__name__, reached, text))
+        dist.barrier()
+    ctx.tell(found)
+    ctx.listen()
+    os._exit(0)
+
+
+@pytest.mark.parametrize("why", ["deadline", "abort"])
+@pytest.mark.parametrize("vendor", VENDORS)
+def test_no_statement_runs_on_what_a_failed_call_has_left(vendor: str, why: str, libraries: dict[str, Path]) -> None:
+    """Whatever the form of the call: the first statement behind a synchronisation of the device does not run."""
+    # HCCL cannot be aborted: what hangs in it ends at its own limit.
+    env = environment(vendor, libraries, SAGELLM_SIM_TIMEOUT_MS="300000", HCCL_EXEC_TIMEOUT="5")
+    with launch(absent_or_aborted, 2, vendor, why, env=env) as job:
+        found = job.hear(0, 120)
+        words = "Timed out after" if why == "deadline" else "abort() was called on rank 0"
+        assert [each[0] for each in found] == [way.__name__ for way in ways_of(vendor)]
+        for way, reached, text in found:
+            assert not reached, (way, found)
+            assert words in text, (way, text)
+        for rank in range(2):
+            job.say(rank, "go")
+
+
+def reported_or_dead(ctx: Context, vendor: str, why: str, at: int) -> None:
+    """The second operation fails in the library, or rank 1 dies before it."""
+    _, name = start(ctx, vendor, timeout=timedelta(seconds=60))
+    value = torch.ones(4, device=name)
+    dist.all_reduce(value)
+    holds(value, 2)
+    dist.barrier()
+    if why == "death" and ctx.rank == 1:
+        os._exit(9)
+    ctx.tell((use(WAYS[at], name), name))
+    nobody_calls_again(0.3)
+    ctx.listen()
+    os._exit(0)
+
+
+@pytest.mark.parametrize("why", ["library", "death"])
+@pytest.mark.parametrize("vendor,way", [("nccl", way) for way in WAYS] + [("hccl", sync), ("cncl", waited)])
+def test_an_error_of_the_library_and_a_death_are_raised(
+    vendor: str, way: Callable[..., Tensors], why: str, libraries: dict[str, Path]
+) -> None:
+    """And the error names the call that has failed."""
+    at = {"SAGELLM_SIM_ERROR_AT": "2"} if why == "library" else {}
+    with launch(reported_or_dead, 2, vendor, why, WAYS.index(way), env=environment(vendor, libraries, **at)) as job:
+        for rank in range(2 if why == "library" else 1):
+            (reached, text), name = job.hear(rank)
+            assert not reached and text, text
+            if why == "death":
+                assert "rank 1" in text or vendor == "hccl", text
+            elif vendor != "hccl":  # whose stream has the error itself
+                call = {"listed": "all_reduce_coalesced number 2", "batch": "(send|recv) with rank [01]"}
+                seen = f"seen at {call.get(way.__name__, 'all_reduce number 2')} on {name}:0"
+                assert re.search(seen, text), text
+            job.say(rank, "go")
+
+
+def waits_itself(ctx: Context) -> None:
+    """A thread that gets the error from its own call is not told once more."""
+    _, name = start(ctx, "nccl", timeout=timedelta(seconds=DEADLINE))
+    value = torch.ones(4, device=name)
+    dist.all_reduce(value)
+    holds(value, 2)
+    dist.barrier()
+    if ctx.rank == 0:
+        works = [dist.all_reduce(value, async_op=True) for _ in range(3)]
+        for work in works:
+            assert "Timed out" in expect_raises(RuntimeError, lambda work=work: work.wait(timedelta(seconds=50)))
+        nobody_calls_again(0.5)
+        assert "Timed out" in expect_raises(RuntimeError, lambda: dist.all_reduce(value))
+        nobody_calls_again(0.5)
+    ctx.tell("fine")
+    ctx.listen()
+    os._exit(0)
+
+
+def test_an_error_that_a_call_raises_is_raised_once(libraries: dict[str, Path]) -> None:
+    with launch(waits_itself, 2, env=environment("nccl", libraries, SAGELLM_SIM_TIMEOUT_MS="300000")) as job:
+        assert job.hear(0) == "fine"
+        for rank in range(2):
+            job.say(rank, "go")
+
+
+def other_threads(ctx: Context) -> None:
+    """The thread that issued the call gets it; the main thread where that has ended. One exception for two groups."""
+    import sagellm
+
+    _, name = start(ctx, "nccl", timeout=timedelta(seconds=60))
+    groups = [dist.new_group(pg_options=sagellm.Options(vendor="nccl")) for _ in range(3)]
+    for group in groups:
+        first = torch.ones(4, device=name)
+        dist.all_reduce(first, group=group)
+        holds(first, 2)
+        group._get_backend(torch.device(name))._set_default_timeout(timedelta(seconds=DEADLINE))
+    dist.barrier()
+    if ctx.rank == 0:
+        told: list[tuple[bool, str]] = []
+        thread = threading.Thread(target=lambda: told.append(use(sync, name, groups[0])))
+        thread.start()
+        thread.join()
+        assert told[0][0] is False and "Timed out" in told[0][1], told
+
+        def two() -> None:
+            short = threading.Thread(target=lambda: not_waited(torch.ones(4, device=name), groups[1]))
+            short.start()
+            short.join()
+            dist.all_reduce(torch.ones(4, device=name), group=groups[2])
+            torch.accelerator.synchronize()
+
+        assert "Timed out" in expect_raises(dist.DistBackendError, two)
+        nobody_calls_again(0.5)
+    ctx.tell("fine")
+    ctx.listen()
+    os._exit(0)
+
+
+def test_the_thread_that_issued_the_call_gets_the_exception(libraries: dict[str, Path]) -> None:
+    with launch(other_threads, 2, env=environment("nccl", libraries, SAGELLM_SIM_TIMEOUT_MS="300000")) as job:
+        assert job.hear(0) == "fine"
+        for rank in range(2):
+            job.say(rank, "go")
+
+
+# ------------------------------------------------------------------------------------------------ the other ways
+
+
+def by_option(ctx: Context, how: str) -> Any:
+    _, name = start(ctx, "nccl", timeout=timedelta(seconds=DEADLINE))
+    value = torch.ones(4, device=name)
+    dist.all_reduce(value)
+    holds(value, 2)
+    dist.barrier()
+    if ctx.rank == 1:
+        ctx.listen()
+        os._exit(0)
+    if how == "blocking":
+        work = dist.all_reduce(value, async_op=True)
+        texts = [expect_raises(dist.DistBackendError, work.wait)]
+        texts.append(expect_raises(dist.DistBackendError, lambda: dist.all_reduce(value)))
+        nobody_calls_again(0.3)
+        ctx.tell(texts)
+    else:
+        ctx.tell(use(sync, name))
+    ctx.listen()
+    os._exit(0)
+
+
+def blocks(ctx: Context) -> None:
+    """A synchronous call of a group that waits by blocking raises by itself, and a good one returns its numbers."""
+    _, name = start(ctx, "nccl", timeout=timedelta(seconds=DEADLINE), delay=0.05)
+    value = torch.ones(4, device=name)
+    dist.all_reduce(value)
+    before = time.monotonic()
+    if ctx.rank == 0:
+        text = expect_raises(dist.DistBackendError, lambda: dist.all_reduce(value))
+        assert "Timed out" in text and time.monotonic() - before > DEADLINE / 2, text
+        nobody_calls_again(0.3)
+    ctx.tell("fine")
+    ctx.listen()
+    os._exit(0)
+
+
+@pytest.mark.parametrize("variable", ["SAGELLM_BLOCKING_WAIT", "TORCH_NCCL_BLOCKING_WAIT"])
+def test_blocking_wait_raises_in_wait(variable: str, libraries: dict[str, Path]) -> None:
+    """As with nccl: `wait()`, and a synchronous call, return when the call has ended, and raise where it failed."""
+    env = environment("nccl", libraries, SAGELLM_SIM_TIMEOUT_MS="300000") | {variable: "1"}
+    with launch(by_option, 2, "blocking", env=env) as job:
+        for text in job.hear(0):
+            assert "Timed out" in text, text
+        for rank in range(2):
+            job.say(rank, "go")
+    with launch(blocks, 2, env=env) as job:
+        assert job.hear(0) == "fine"
+        for rank in range(2):
+            job.say(rank, "go")
+
+
+def test_none_leaves_it_to_the_next_call(libraries: dict[str, Path]) -> None:
+    env = environment("nccl", libraries, SAGELLM_SIM_TIMEOUT_MS="300000", SAGELLM_ON_DEVICE_FAILURE="none")
+    with launch(by_option, 2, "none", env=env) as job:
+        reached, text = job.hear(0)
+        assert reached and not text, text
+        for rank in range(2):
+            job.say(rank, "go")
+
+
+def test_exit_ends_the_process_with_a_code_and_a_dump(libraries: dict[str, Path], tmp_path: Path) -> None:
+    """As nccl does, but with a code of its own, and the error on its stderr."""
+    env = environment("nccl", libraries, SAGELLM_SIM_TIMEOUT_MS="300000", SAGELLM_ON_DEVICE_FAILURE="Exit")
+    with launch(by_option, 2, "exit", env=env | {"SAGELLM_DUMP_DIR": str(tmp_path)}) as job:
+        assert exit_code(job.ranks[0]) == EXIT_CODE, job.report()
+        output = job.ranks[0].output()
+        assert "Timed out after 2.0 s in all_reduce number 2" in output and "ends with code 70" in output, output
+        assert list(tmp_path.iterdir()), "no dump"
+        job.say(1, "go")
+
+
+def wrong_word(ctx: Context) -> str:
+    import sagellm
+
+    return expect_raises(ValueError, lambda: ctx.init(pg_options=sagellm.Options(on_device_failure="explode")))
+
+
+def test_another_word_is_refused() -> None:
+    with launch(wrong_word, 1) as job:
+        assert "on_device_failure" in job.values()[0] and "explode" in job.values()[0]
+
+
+# ------------------------------------------------------------------------------------------------ one watch for all
+
+
+def slow_abort(ctx: Context) -> None:
+    """Group A fails first, and the library's abort lasts; group B has its own deadline."""
+    import sagellm
+
+    os.environ["SAGELLM_SIM_ABORT_MS"] = "30000"
+    _, name = start(ctx, "nccl", timeout=timedelta(seconds=60))
+    groups = [dist.new_group(pg_options=sagellm.Options(vendor="nccl", on_device_failure="none")) for _ in range(2)]
+    streams = [torch.Stream(device=name) for _ in groups]
+    for group in groups:
+        value = torch.ones(4, device=name)
+        dist.all_reduce(value, group=group)
+        holds(value, 2)
+    for seconds, group in zip((DEADLINE, DEADLINE + 1), groups, strict=True):
+        group._get_backend(torch.device(name))._set_default_timeout(timedelta(seconds=seconds))
+    dist.barrier()
+    if ctx.rank == 0:
+        begin, works = time.monotonic(), []
+        for stream, group in zip(streams, groups, strict=True):
+            with stream:
+                works.append(dist.all_reduce(torch.ones(4, device=name), group=group, async_op=True))
+        while not all(work.is_completed() for work in works) and time.monotonic() - begin < 25:
+            time.sleep(0.02)
+        ctx.tell([(work.is_completed(), str(work.exception())) for work in works])
+    ctx.listen()
+    os._exit(0)
+
+
+def test_one_slow_abort_does_not_stop_the_watch_of_other_groups(libraries: dict[str, Path]) -> None:
+    with launch(slow_abort, 2, env=environment("nccl", libraries, SAGELLM_SIM_TIMEOUT_MS="300000")) as job:
+        for ended, text in job.hear(0, 60):
+            assert ended and "Timed out" in text, text
+        for rank in range(2):
+            job.say(rank, "go")
+
+
+def test_backend_has_the_options() -> None:
+    """They are copied, shown, and changed by the environment alone."""
+    import sagellm
+
+    options = sagellm.Options(on_device_failure="none", blocking_wait=True).__copy__()
+    assert (options.on_device_failure, options.blocking_wait) == ("none", True)
+    assert (sagellm.Options().on_device_failure, sagellm.Options().blocking_wait) == ("raise", False)
