@@ -92,10 +92,9 @@ void VendorDevices::shrink_from(const RustRetired& old, c10::Device device, cons
   checked([&] { old.shrink(*devices_, slice(excluded)); });
 }
 
-std::vector<std::shared_ptr<c10::Event>> VendorDevices::come_behind_all(const c10::Stream& stream) {
+std::vector<std::shared_ptr<c10::Event>> VendorDevices::come_behind_all(const c10::Stream& stream) const {
   std::vector<std::shared_ptr<c10::Event>> elsewhere;
-  const std::lock_guard<std::mutex> lock(mutex_);
-  for (const auto& [other, ended] : last_) {
+  for (const auto& [other, ended] : last_->all()) {
     if (other == stream) continue;
     if (other.device() == stream.device()) {
       ended->block(stream);
@@ -107,22 +106,17 @@ std::vector<std::shared_ptr<c10::Event>> VendorDevices::come_behind_all(const c1
 }
 
 c10::intrusive_ptr<DeviceWork> VendorDevices::behind_all(bool by_itself) {
-  decltype(last_) last;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    last = last_;
-  }
+  const auto last = last_->all();
   if (last.empty()) return nullptr;
   const auto& [stream, ended] = *last.begin();
-  DeviceWork::Launched made{stream, nullptr, ended, {}};
+  DeviceWork::Launched made{stream, nullptr, ended, {}, stream};
   for (auto other = std::next(last.begin()); other != last.end(); ++other) made.earlier.push_back(other->second);
   made.blocks_host = true;
   made.failure = failure_;
   DeviceBegun begun = begin({}, {}, stream.device(), false, false);
   made.known.timeout = std::chrono::milliseconds(begun.timeout_ms);
   made.call = std::make_shared<DeviceCall>(std::move(begun.call));
-  auto work = c10::make_intrusive<DeviceWork>(owner_.rank, c10d::OpType::BARRIER, Tensors(), owner_.events, nullptr,
-                                              std::move(made));
+  auto work = DeviceWork::make(owner_.rank, c10d::OpType::BARRIER, Tensors(), owner_.events, nullptr, std::move(made));
   if (by_itself) work->watch();
   return work;
 }
@@ -179,8 +173,7 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::follow(DeviceWork::Launched made, 
     made.issuer = failure_->issued();
   }
   const pid_t issuer = made.issuer;
-  auto work = c10::make_intrusive<DeviceWork>(owner_.rank, type, std::move(outputs), owner_.events, std::move(trace),
-                                              std::move(made));
+  auto work = DeviceWork::make(owner_.rank, type, std::move(outputs), owner_.events, std::move(trace), std::move(made));
   if (captured) {
     // The graph may be replayed at any time, and an event in it cannot be queried.
     new auto(call);
@@ -208,13 +201,13 @@ DeviceWork::Launched VendorDevices::launch(c10::ArrayRef<Plan> calls, const Devi
   // barrier.
   std::shared_ptr<c10::Event> ended =
       put(calls, begun.lowerings, call, passage, keep, !terms.listened && !terms.capturing);
-  if (!terms.capturing && begun.stream_key == 0) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    last_.insert_or_assign(passage.stream(), ended);
-  }
+  const bool counts = !terms.capturing && begun.stream_key == 0;
+  if (counts) last_->put(passage.stream(), ended);
   // Memory that is freed on the caller's stream is reused only after the call, and a graph owns its memory.
   if (on_callers) keep.clear();
-  DeviceWork::Launched made{passage.stream(), passage.begun(), std::move(ended), std::move(keep)};
+  DeviceWork::Launched made{passage.stream(), passage.begun(), std::move(ended), std::move(keep),
+                            current_stream(device)};
+  if (counts) made.last = last_;
   made.blocks_host = terms.barrier || (owner_.blocking_wait && !terms.capturing);
   made.earlier = std::move(elsewhere);
   made.op = calls[0].op;

@@ -15,9 +15,7 @@
 #include <chrono>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
 #include "device/failure.hpp"
@@ -126,7 +124,7 @@ class VendorDevices final {
 
   // Makes a barrier on a stream wait for the last collective of each other stream. The stream itself waits for
   // collectives of its device; the events of collectives on other devices are returned.
-  std::vector<std::shared_ptr<c10::Event>> come_behind_all(const c10::Stream& stream);
+  std::vector<std::shared_ptr<c10::Event>> come_behind_all(const c10::Stream& stream) const;
 
   const DeviceOwner owner_;
   const c10::DeviceType type_;
@@ -134,10 +132,8 @@ class VendorDevices final {
   const DevicesOpened opened_;
   const rust::Box<RustDevices>& devices_ = opened_.devices;
   DeviceStreams streams_{&*devices_};
-  // Guards `last_`, briefly.
-  std::mutex mutex_;
-  // By stream, the end of the last collective that was put on it.
-  std::unordered_map<c10::Stream, std::shared_ptr<c10::Event>> last_;
+  // Of the collectives that were put on streams.
+  const std::shared_ptr<LastEnds> last_ = std::make_shared<LastEnds>();
   // Counts the works that are watched and have not ended, for `drain`. Shared, because a work may outlive this.
   const std::shared_ptr<Failure> failure_ = std::make_shared<Failure>(owner_.on_failure, owner_.events);
 };

@@ -41,29 +41,43 @@ std::vector<Explanation> DeviceCall::explain() const {
   return {found.begin(), found.end()};
 }
 
-DeviceWork::DeviceWork(int rank, c10d::OpType type, std::vector<at::Tensor> outputs, std::shared_ptr<Events> events,
-                       std::unique_ptr<Trace> trace, Launched launched)
-    : SageWork(rank, type, std::move(outputs), std::move(events), std::move(trace), launched.known),
-      launched_(std::move(launched)) {
-  devices_ = {launched_.stream.device()};
-  value_at_issue_ = true;
+void LastEnds::put(const c10::Stream& stream, EventPtr ended) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  ends_.insert_or_assign(stream, std::move(ended));
 }
 
-void DeviceWork::watch() {
-  DeviceWatch::instance().add(c10::intrusive_ptr<DeviceWork>::reclaim_copy(this));
+void LastEnds::passed(const c10::Stream& stream, const EventPtr& ended) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto own = ends_.find(stream);
+  if (own != ends_.end() && own->second == ended) ends_.erase(own);
 }
 
-bool DeviceWork::overdue() const {
-  return known_.timeout.count() > 0 && std::chrono::steady_clock::now() - began_ > known_.timeout;
+std::unordered_map<c10::Stream, LastEnds::EventPtr> LastEnds::all() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return ends_;
 }
 
-bool DeviceWork::has_passed() const {
+// ------------------------------------------------------------------------------------------------ the call
+
+DeviceRun::DeviceRun(Launched launched, std::shared_ptr<Events> events)
+    : launched_(std::move(launched)), events_(std::move(events)), work_(c10::intrusive_ptr<SageWork>()) {}
+
+void DeviceRun::set_work(const c10::intrusive_ptr<SageWork>& work) {
+  work_ = c10::weak_intrusive_ptr<SageWork>(work);
+}
+
+bool DeviceRun::overdue() const {
+  const auto timeout = launched_.known.timeout;
+  return timeout.count() > 0 && std::chrono::steady_clock::now() - began_ > timeout;
+}
+
+bool DeviceRun::has_passed() const {
   return launched_.ended->query() && std::all_of(launched_.earlier.begin(), launched_.earlier.end(),
                                                  [](const auto& event) { return event->query(); });
 }
 
-bool DeviceWork::poll(std::chrono::microseconds spin) {
-  if (has_ended()) return true;
+bool DeviceRun::poll(std::chrono::microseconds spin) {
+  if (ended_) return true;
   const c10::DeviceGuard guard(launched_.stream.device());
   const auto query = [&] {
     const auto until = std::chrono::steady_clock::now() + spin;
@@ -74,63 +88,113 @@ bool DeviceWork::poll(std::chrono::microseconds spin) {
   const DeviceCall::State state = launched_.call->poll(query);
   if (!state.passed && state.error.empty()) return false;
   if (state.error.empty()) {
-    end_on_device({}, true);
+    end({}, true);
   } else {
     fail(state.error, state.passed);
   }
   return true;
 }
 
-void DeviceWork::fail(const std::string& error, bool idle) {
+std::vector<at::Tensor> DeviceRun::take_tensors() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return std::exchange(launched_.keep, {});
+}
+
+void DeviceRun::let_go() {
+  // Dropped here, without the lock.
+  const std::vector<at::Tensor> tensors = take_tensors();
+}
+
+void DeviceRun::end(const std::string& error, bool idle) {
+  if (ended_.exchange(true)) return;
+  auto work = held_ ? std::move(held_) : work_.lock();
+  if (work) {
+    static_cast<DeviceWork&>(*work).end_of_run(error);
+  } else {
+    events_->tell_failure(error);
+  }
+  if (launched_.failure && launched_.issuer != 0) launched_.failure->ended(launched_.issuer);
+  if (idle && launched_.last) launched_.last->passed(launched_.stream, launched_.ended);
+  std::vector<at::Tensor> tensors = take_tensors();
+  if (!idle) {
+    // The device may still use them, and no event says until when, so they are leaked.
+    new std::vector<at::Tensor>(std::move(tensors));
+    new std::shared_ptr<DeviceCall>(launched_.call);
+  }
+  if (work || !tensors.empty()) DeferredRelease::instance().add(std::move(work), std::move(tensors));
+}
+
+void DeviceRun::fail(const std::string& error, bool idle) {
   const auto failure = launched_.failure;
   Failure::Threads threads;
   if (failure) threads = failure->threads();
   // First, so that a thread that waits for it gets the error there.
-  end_on_device(error, idle);
+  end(error, idle);
   const auto abort = [call = launched_.call] { call->abort(); };
   failure ? failure->follow(error, std::move(threads), abort) : abort();
 }
 
-void DeviceWork::fail(const std::exception_ptr& failure) {
+void DeviceRun::fail(const std::exception_ptr& failure) {
   const std::string why = "the device was asked for its end: " + coded_text(failure).substr(1);
   launched_.call->failed_here(why);
   fail(coded(ErrorKind::kRankFailed, "sagellm: " + why));
 }
 
-void DeviceWork::end_on_device(const std::string& error, bool idle) {
-  if (!end(error)) return;
-  if (launched_.failure && launched_.issuer != 0) launched_.failure->ended(launched_.issuer);
-  std::vector<at::Tensor> tensors = std::move(launched_.keep);
-  if (!idle) {
-    // The device may still use them, and no event says until when, so they are leaked.
-    new std::vector<at::Tensor>(std::move(tensors));
-    new std::shared_ptr<DeviceCall>(launched_.call);
-    return;
-  }
-  if (!tensors.empty()) DeferredRelease::instance().add(nullptr, std::move(tensors));
+// ------------------------------------------------------------------------------------------------ its Work
+
+DeviceWork::DeviceWork(int rank, c10d::OpType type, std::vector<at::Tensor> outputs, std::shared_ptr<Events> events,
+                       std::unique_ptr<Trace> trace, Launched launched)
+    : SageWork(rank, type, std::move(outputs), events, std::move(trace), launched.known),
+      run_(std::make_shared<DeviceRun>(std::move(launched), std::move(events))) {
+  devices_ = {run_->stream().device()};
+  value_at_issue_ = true;
+}
+
+c10::intrusive_ptr<DeviceWork> DeviceWork::make(int rank, c10d::OpType type, std::vector<at::Tensor> outputs,
+                                                std::shared_ptr<Events> events, std::unique_ptr<Trace> trace,
+                                                Launched launched) {
+  auto made = c10::make_intrusive<DeviceWork>(rank, type, std::move(outputs), std::move(events), std::move(trace),
+                                              std::move(launched));
+  made->run_->set_work(made);
+  return made;
+}
+
+void DeviceWork::watch() {
+  if (is_listened_to()) run_->hold(c10::intrusive_ptr<SageWork>::reclaim_copy(this));
+  DeviceWatch::instance().add(run_);
+}
+
+void DeviceWork::release_resources() {
+  SageWork::release_resources();
+  run_.reset();
 }
 
 std::chrono::nanoseconds DeviceWork::duration() const {
-  if (!launched_.begun) return SageWork::duration();
-  const std::chrono::duration<double, std::milli> took(launched_.begun->elapsedTime(*launched_.ended));
+  const auto& launched = run_->launched();
+  if (!launched.begun) return SageWork::duration();
+  const std::chrono::duration<double, std::milli> took(launched.begun->elapsedTime(*launched.ended));
   return std::chrono::duration_cast<std::chrono::nanoseconds>(took);
 }
 
 void DeviceWork::order() const {
-  const c10::Stream callers = current_stream(launched_.stream.device());
-  // Work on the same stream is in order already.
-  if (callers == launched_.stream) return;
-  const c10::DeviceGuard guard(launched_.stream.device());
-  launched_.ended->block(callers);
+  const auto& launched = run_->launched();
+  const c10::Stream callers = current_stream(launched.stream.device());
+  if (callers != launched.stream) {  // work on the same stream is in order already
+    const c10::DeviceGuard guard(launched.stream.device());
+    launched.ended->block(callers);
+  }
+  if (callers == launched.callers) run_->let_go();
 }
 
 void DeviceWork::wait_for_end(const WaitLimit& limit) {
-  if (!limit.bounded() && !launched_.blocks_host) return;
+  if (!limit.bounded() && !run_->launched().blocks_host) return;
   // Going to sleep and waking cost more than a short operation takes.
   constexpr auto kSpin = std::chrono::microseconds(100);
   constexpr auto kLongest = std::chrono::microseconds(1000);
   auto pause = std::chrono::microseconds(20);
-  for (bool ended = poll(kSpin); !ended; ended = poll()) {
+  if (has_ended()) return;
+  // The thread that sees the end of the run may be another one: this one waits until the Work has ended, too.
+  for (run_->poll(kSpin); !has_ended(); run_->poll()) {
     check_caller(limit);
     sleep(pause, limit);
     pause = std::min(pause * 2, kLongest);
@@ -138,14 +202,16 @@ void DeviceWork::wait_for_end(const WaitLimit& limit) {
 }
 
 void DeviceWork::on_result_stream(const std::function<void()>& body) const {
-  const c10::DeviceGuard guard(launched_.stream.device());
-  const c10::StreamGuard on(launched_.stream);
+  const c10::DeviceGuard guard(run_->stream().device());
+  const c10::StreamGuard on(run_->stream());
   body();
 }
 
-void DeviceWatch::add(WorkPtr work) {
+// ------------------------------------------------------------------------------------------------ the watching thread
+
+void DeviceWatch::add(RunPtr run) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  added_.push_back(std::move(work));
+  added_.push_back(std::move(run));
   if (stopped_) return;
   if (!running_) {
     const BlockSignals block;
@@ -162,52 +228,56 @@ void DeviceWatch::serve() {
   constexpr auto kLong = std::chrono::microseconds(5000);
   constexpr auto kIdle = std::chrono::seconds(10);
   auto pause = kShort;
-  // Leaked, with the works that have not ended, when the process ends.
-  auto& works = *new std::vector<WorkPtr>();
+  // Leaked, with the calls that have not ended, when the process ends.
+  auto& runs = *new std::vector<RunPtr>();
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stopped_) {
-    if (added_.empty() && works.empty()) {
+    if (added_.empty() && runs.empty()) {
       idle_ = true;
-      const bool called = changed_.wait_for(lock, kIdle, [this] { return stopped_ || !added_.empty(); });
+      // What ended last is released first.
+      const auto rest = DeferredRelease::instance().empty() ? kIdle : DeferredRelease::kPatience;
+      const bool called = changed_.wait_for(lock, rest, [this] { return stopped_ || !added_.empty(); });
       idle_ = false;
-      if (!called) break;
+      DeferredRelease::instance().post();
+      if (!called && rest == kIdle) break;
       pause = kShort;
       continue;
     }
-    std::move(added_.begin(), added_.end(), std::back_inserter(works));
+    std::move(added_.begin(), added_.end(), std::back_inserter(runs));
     added_.clear();
     lock.unlock();
-    pause = look(works) ? kShort : std::min(pause * 2, kLong);
+    pause = look(runs) ? kShort : std::min(pause * 2, kLong);
+    DeferredRelease::instance().post();
     lock.lock();
-    if (!works.empty()) changed_.wait_for(lock, pause, [this] { return stopped_; });
+    if (!runs.empty()) changed_.wait_for(lock, pause, [this] { return stopped_; });
   }
-  if (works.empty()) delete &works;
+  if (runs.empty()) delete &runs;
   running_ = false;
   changed_.notify_all();
 }
 
-bool DeviceWatch::look(std::vector<WorkPtr>& works) {
-  const auto has_ended = [](DeviceWork& work) {
+bool DeviceWatch::look(std::vector<RunPtr>& runs) {
+  const auto has_ended = [](DeviceRun& run) {
     try {
-      return work.poll();
+      return run.poll();
     } catch (const std::exception&) {
-      work.fail(std::current_exception());
+      run.fail(std::current_exception());
       return true;
     }
   };
   std::vector<c10::Stream> busy;
-  std::vector<WorkPtr> left;
-  for (WorkPtr& work : works) {
-    const bool behind_another = std::find(busy.begin(), busy.end(), work->stream()) != busy.end();
-    if ((!behind_another || work->overdue()) && has_ended(*work)) {
-      DeferredRelease::instance().add(std::move(work), {});
+  std::vector<RunPtr> left;
+  for (RunPtr& run : runs) {
+    const bool behind_another = std::find(busy.begin(), busy.end(), run->stream()) != busy.end();
+    if ((!behind_another || run->overdue()) && has_ended(*run)) {
+      DeferredRelease::instance().add(nullptr, {}, std::move(run));
       continue;
     }
-    if (!behind_another) busy.push_back(work->stream());
-    left.push_back(std::move(work));
+    if (!behind_another) busy.push_back(run->stream());
+    left.push_back(std::move(run));
   }
-  works.swap(left);
-  return works.size() < left.size();
+  runs.swap(left);
+  return runs.size() < left.size();
 }
 
 void DeviceWatch::stop(std::chrono::milliseconds patience) {
@@ -215,7 +285,7 @@ void DeviceWatch::stop(std::chrono::milliseconds patience) {
   stopped_ = true;
   changed_.notify_all();
   changed_.wait_for(lock, patience, [this] { return !running_; });
-  new std::vector<WorkPtr>(std::move(added_));
+  new std::vector<RunPtr>(std::move(added_));
   added_.clear();
 }
 

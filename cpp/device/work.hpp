@@ -10,6 +10,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "device/failure.hpp"
@@ -47,18 +48,33 @@ class DeviceCall {
   const rust::Box<RustCall> core_;
 };
 
-// Made when all work of the operation is on its stream. It ends when the device has passed that work, which a thread of
-// the shim detects. On the group's stream it holds the tensors until then, so that no allocator has to be told of the
-// stream. On the caller's stream it holds none, because memory that is freed there is reused only after this work.
-class DeviceWork final : public SageWork {
+// The end of the last collective on each stream, for barriers. An entry goes when its call has ended.
+class LastEnds {
+ public:
+  using EventPtr = std::shared_ptr<c10::Event>;
+
+  void put(const c10::Stream& stream, EventPtr ended);
+  void passed(const c10::Stream& stream, const EventPtr& ended);
+  std::unordered_map<c10::Stream, EventPtr> all();
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<c10::Stream, EventPtr> ends_;
+};
+
+// A call on its stream, from its launch until its end, which a thread of the shim detects. It keeps what the device
+// needs until then, and not its Work: when the program drops that, its results go.
+class DeviceRun final {
  public:
   struct Launched {
     c10::Stream stream;
     // Null where no times are measured.
     std::shared_ptr<c10::Event> begun;
     std::shared_ptr<c10::Event> ended;
-    // Tensors that must be kept until the device has passed the operation.
+    // Tensors that must be kept until the device has passed the operation, or until the caller's stream is behind it.
     std::vector<at::Tensor> keep;
+    // The caller's stream at issue, on which its tensors were allocated.
+    c10::Stream callers;
     // `wait` returns when the work is done, as users of a barrier expect.
     bool blocks_host = false;
     // Events on other devices, which must have passed before it is done.
@@ -68,74 +84,115 @@ class DeviceWork final : public SageWork {
     std::shared_ptr<Failure> failure{};
     // The thread as whose call `failure` counts it, or 0.
     pid_t issuer = 0;
+    // Where `ended` was put, or null.
+    std::shared_ptr<LastEnds> last{};
     // The operation's name in error texts; a string literal.
     const char* op = "operation";
-    Known known{};
+    SageWork::Known known{};
   };
 
-  DeviceWork(int rank, c10d::OpType type, std::vector<at::Tensor> outputs, std::shared_ptr<Events> events,
-             std::unique_ptr<Trace> trace, Launched launched);
+  DeviceRun(Launched launched, std::shared_ptr<Events> events);
 
-  // Hands it to the watching thread, which detects its end.
-  void watch();
-  // It was captured into a graph: its event never passes by itself and may not be queried, so the work ends now.
-  void settle() { end_on_device({}, true); }
-  // It failed, or will never end: waits throw `error` (with its code letter), and the device may still use the tensors.
-  // The group has failed.
+  // These two before any other thread sees this. `hold`: somebody besides the program wants to see the Work end.
+  void set_work(const c10::intrusive_ptr<SageWork>& work);
+  void hold(const c10::intrusive_ptr<SageWork>& work) { held_ = work; }
+  // True when it has ended; then the Work has, too. May be called on any thread. Polls the device for up to `spin`.
+  bool poll(std::chrono::microseconds spin = std::chrono::microseconds(0));
+  bool overdue() const;
+  // Ends it. `idle`: the device no longer uses the tensors.
+  void end(const std::string& error, bool idle);
+  // It failed, or will never end: waits throw `error` (with its code letter). The group has failed.
   void fail(const std::string& error, bool idle = false);
   // The device cannot be asked for its end: the group fails.
   void fail(const std::exception_ptr& failure);
-  // True when it has ended; then futures and hooks have been told. May be called on any thread. Polls the device for up
-  // to `spin`.
-  bool poll(std::chrono::microseconds spin = std::chrono::microseconds(0));
-  const c10::Stream& stream() const { return launched_.stream; }
-  bool overdue() const;
+  // The caller's stream is behind it: whoever allocates there may have the memory of its tensors.
+  void let_go();
 
-  std::vector<Explanation> explain() const override { return launched_.call->explain(); }
+  const Launched& launched() const { return launched_; }
+  const c10::Stream& stream() const { return launched_.stream; }
+
+ private:
+  bool has_passed() const;
+  std::vector<at::Tensor> take_tensors();
+
+  Launched launched_;
+  const std::shared_ptr<Events> events_;
+  const std::chrono::steady_clock::time_point began_ = std::chrono::steady_clock::now();
+  // Set by the thread that sees its end, which does everything that follows from it.
+  std::atomic<bool> ended_{false};
+  // Guards `keep` of `launched_`, briefly.
+  std::mutex mutex_;
+  // A DeviceWork.
+  c10::weak_intrusive_ptr<SageWork> work_;
+  // The same; null where only the program holds it.
+  c10::intrusive_ptr<SageWork> held_;
+};
+
+// Made when all work of the operation is on its stream. It ends when the device has passed that work. On the group's
+// stream the tensors are held until then, or until a `wait` has put the caller's stream behind it, so that no allocator
+// has to be told of the stream. On the caller's stream none are held, because memory that is freed there is reused only
+// after this work.
+class DeviceWork final : public SageWork {
+ public:
+  using Launched = DeviceRun::Launched;
+
+  static c10::intrusive_ptr<DeviceWork> make(int rank, c10d::OpType type, std::vector<at::Tensor> outputs,
+                                             std::shared_ptr<Events> events, std::unique_ptr<Trace> trace,
+                                             Launched launched);
+  // For `make`.
+  DeviceWork(int rank, c10d::OpType type, std::vector<at::Tensor> outputs, std::shared_ptr<Events> events,
+             std::unique_ptr<Trace> trace, Launched launched);
+
+  // Hands its run to the watching thread, which detects the end.
+  void watch();
+  // It was captured into a graph: its event never passes by itself and may not be queried, so the work ends now.
+  void settle() { end(std::string()); }
+  // Called by its run, once.
+  void end_of_run(const std::string& error) { end(error); }
+
+  std::vector<Explanation> explain() const override { return run_->launched().call->explain(); }
   void synchronize() override { order(); }
+  void release_resources() override;
 
  protected:
   // The host waits where there is a timeout, or `blocks_host`.
   void wait_for_end(const WaitLimit& limit) override;
+  // Also lets go of the tensors where the current stream is the one that they were allocated on.
   void order() const override;
   void on_result_stream(const std::function<void()>& body) const override;
   std::chrono::nanoseconds duration() const override;
 
  private:
-  bool has_passed() const;
-  // `idle`: the device no longer uses the tensors.
-  void end_on_device(const std::string& error, bool idle);
-
-  Launched launched_;
+  std::shared_ptr<DeviceRun> run_;
 };
 
-// The watching thread: polls the events of works on devices. It runs while there are such works. It never drops the
-// last reference to a work, because freeing the work's outputs may need the interpreter.
+// The watching thread: polls the events of calls on devices. It runs while there are such calls. It drops nothing
+// itself: tensors, Works and hooks may need the interpreter.
 class DeviceWatch {
  public:
-  using WorkPtr = c10::intrusive_ptr<DeviceWork>;
+  using RunPtr = std::shared_ptr<DeviceRun>;
 
   static DeviceWatch& instance() { return per_process<DeviceWatch>(); }
 
-  void add(WorkPtr work);
+  void add(RunPtr run);
   // True when the thread has stopped, so that no further end is detected.
   bool stopped() {
     const std::lock_guard<std::mutex> lock(mutex_);
     return stopped_;
   }
-  // Stops the thread: no event is queried from now on, and works that have not ended are leaked. Call without the GIL.
+  // Stops the thread: no event is queried from now on, and calls that have not ended are leaked. Call without the GIL.
   void stop(std::chrono::milliseconds patience);
 
  private:
   void serve();
-  // Polls the first work of each stream, because a stream passes its works in order, and works whose deadline has
-  // passed. Removes the works that have ended; true where there was one.
-  static bool look(std::vector<WorkPtr>& works);
+  // Polls the first call of each stream, because a stream passes its calls in order, and calls whose deadline has
+  // passed. Removes those that have ended; true where there was one.
+  static bool look(std::vector<RunPtr>& runs);
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  // Works that the thread has not taken over yet.
-  std::vector<WorkPtr> added_;
+  // Calls that the thread has not taken over yet.
+  std::vector<RunPtr> added_;
   // The thread sleeps until `changed_` is notified; otherwise it polls again soon.
   bool idle_ = false;
   bool running_ = false;

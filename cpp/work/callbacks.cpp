@@ -159,13 +159,26 @@ void CallbackPool::stop(std::chrono::milliseconds patience) {
   jobs_.clear();
 }
 
-void DeferredRelease::add(c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> tensors) {
+void DeferredRelease::add(c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> tensors,
+                          std::shared_ptr<void> other) {
   std::lock_guard<std::mutex> lock(mutex_);
-  graves_.push_back({std::move(work), std::move(tensors)});
+  if (graves_.empty()) since_ = std::chrono::steady_clock::now();
+  graves_.push_back({std::move(work), std::move(tensors), std::move(other)});
   filled_.store(true, std::memory_order_relaxed);
 }
 
-void DeferredRelease::empty() {
+void DeferredRelease::post() {
+  if (empty()) return;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto now = std::chrono::steady_clock::now();
+    if (graves_.empty() || now - since_ < kPatience) return;
+    since_ = now;  // not again before the callback thread had its time
+  }
+  CallbackPool::instance().post([] { instance().release(); });
+}
+
+void DeferredRelease::drop_all() {
   if (!python_alive()) return;
   std::vector<Grave> graves;
   {

@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <set>
 #include <vector>
@@ -101,25 +102,33 @@ class DeferredRelease {
  public:
   static DeferredRelease& instance() { return per_process<DeferredRelease>(); }
 
-  void add(c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> tensors);
+  void add(c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> tensors, std::shared_ptr<void> other = {});
 
   // Drops everything that lies here. Only for threads that may take the GIL. Cheap when empty.
   void release() {
-    if (filled_.load(std::memory_order_relaxed)) empty();
+    if (filled_.load(std::memory_order_relaxed)) drop_all();
   }
+  bool empty() const { return !filled_.load(std::memory_order_relaxed); }
+  // How long references lie here where the program calls nothing of ours.
+  static constexpr auto kPatience = std::chrono::milliseconds(100);
+  // For a thread that may not take the GIL: has a callback thread drop what has lain here for so long.
+  void post();
 
  private:
   struct Grave {
     c10::intrusive_ptr<c10d::Work> work;
     std::vector<at::Tensor> tensors;
+    std::shared_ptr<void> other;
   };
 
-  void empty();
+  void drop_all();
 
   // A hint: written under the mutex, read without it; a drain that misses the newest grave leaves it to the next.
   std::atomic<bool> filled_{false};
   std::mutex mutex_;
   std::vector<Grave> graves_;
+  // When the oldest of them came.
+  std::chrono::steady_clock::time_point since_;
 };
 
 }  // namespace sagellm

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "host/alarm.hpp"
+#include "host/errors.hpp"
 #include "host/host.hpp"
 
 namespace sagellm {
@@ -52,6 +53,13 @@ void Events::call_abort_hooks() {
   CallbackPool::instance().post([hooks = abort_hooks.all()] {
     for (const auto& entry : *hooks) entry.second();
   });
+}
+
+void Events::tell_failure(const std::string& coded) {
+  const auto kind = kind_of(coded);
+  if (kind == ErrorKind::kTimeout || kind == ErrorKind::kRankFailed || kind == ErrorKind::kMismatch) {
+    call_abort_hooks();
+  }
 }
 
 void Events::call_completion_hooks(const CompletionHookArgs& args) const {

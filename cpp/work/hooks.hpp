@@ -14,6 +14,7 @@
 #include <memory>
 #include <mutex>
 #include <set>
+#include <string>
 #include <utility>
 
 #include "compat.hpp"
@@ -95,6 +96,8 @@ class Events : public std::enable_shared_from_this<Events> {
   HookTable<AbortHook> abort_hooks;
   // Soon, on a callback thread: a hook may take seconds to write a trace, and the error must not wait for that.
   void call_abort_hooks();
+  // Does that where the error is the group's, as opposed to that of a wrong call.
+  void tell_failure(const std::string& coded);
 
   HookTable<CompletionHook> completion_hooks;
   bool has_completion_hooks() const { return !completion_hooks.empty(); }

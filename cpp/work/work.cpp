@@ -20,12 +20,6 @@ c10d::WorkResult result_code(const std::string& error) {
   return kind_of(error) == ErrorKind::kTimeout ? c10d::WorkResult::TIMEOUT : c10d::WorkResult::COMM_ERROR;
 }
 
-// Errors of the group, as opposed to those of a wrong call: they call the abort hooks.
-bool calls_abort_hooks(const std::string& error) {
-  const auto kind = kind_of(error);
-  return kind == ErrorKind::kTimeout || kind == ErrorKind::kRankFailed || kind == ErrorKind::kMismatch;
-}
-
 }  // namespace
 
 SageWork::SageWork(int rank, c10d::OpType type, std::vector<at::Tensor> outputs, std::shared_ptr<Events> events,
@@ -97,7 +91,7 @@ bool SageWork::end(const std::string& error, const std::exception_ptr& failure) 
 }
 
 void SageWork::tell_hooks(const std::string& error) {
-  if (calls_abort_hooks(error)) events_->call_abort_hooks();
+  events_->tell_failure(error);
   if (error.empty() && events_->has_completion_hooks()) {
     CompletionHookArgs args;
     args.completionKey = key_;
@@ -111,6 +105,12 @@ void SageWork::tell_hooks(const std::string& error) {
     info = std::make_shared<c10d::WorkInfo>(opType_, getSequencenumber(), began_, finished, duration());
   }
   events_->work_ended(std::move(info));
+}
+
+void SageWork::release_resources() {
+  outputs_.clear();
+  future_.reset();
+  code_future_.reset();
 }
 
 // ------------------------------------------------------------------------------------------------ who waits

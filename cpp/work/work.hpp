@@ -105,6 +105,8 @@ class SageWork : public c10d::Work {
 #ifdef SAGELLM_HAS_COMPLETION_HOOKS
   uint64_t getCompletionKey() const override { return key_; }
 #endif
+  // Nobody refers to it any more, while an object that only knows of it lives. Called by its last holder.
+  void release_resources() override;
   // For each of its operations in the core: the algorithm and the record.
   virtual std::vector<Explanation> explain() const;
 
@@ -128,6 +130,8 @@ class SageWork : public c10d::Work {
   virtual void on_result_stream(const std::function<void()>& body) const { body(); }
   virtual std::chrono::nanoseconds duration() const;
 
+  // The profiler or a hook waits for its end, also where the program has dropped it.
+  bool is_listened_to() const { return trace_ || expected_ || events_->has_completion_hooks(); }
   // Drives the core's operations to their end. Also raises the error of an operation.
   void wait_for_core(const WaitLimit& limit) const;
   // Sleeps until another thread calls `end`, at most for `slice`; true when it has.
@@ -154,7 +158,8 @@ class SageWork : public c10d::Work {
   const uint64_t key_;
 
  protected:
-  const std::vector<at::Tensor> outputs_;
+  // Changed by the last holder alone, when it lets go.
+  std::vector<at::Tensor> outputs_;
   const Known known_;
   // Not set for operations of the core, unless the work hook wants to know.
   const std::chrono::steady_clock::time_point began_;

@@ -1,0 +1,136 @@
+"""How long calls hold their tensors: until the caller's stream is behind them, and not until the next call."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import on_device
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Context, run_fresh
+from limits import patience
+from simulated import VENDORS, environment, start
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def batch(ctx: Context, name: str) -> list[Any]:
+    given, got = torch.ones(64, device=name), torch.empty(64, device=name)
+    peer = (ctx.rank + 1) % 2
+    return dist.batch_isend_irecv([dist.P2POp(dist.isend, given, peer), dist.P2POp(dist.irecv, got, peer)])
+
+
+def region(ctx: Context, name: str) -> list[Any]:
+    with dist._coalescing_manager(device=torch.device(name), async_ops=True) as made:
+        for _ in range(2):
+            dist.broadcast(torch.ones(64, device=name), 0)
+    return list(made.works)
+
+
+def message(ctx: Context, name: str) -> list[Any]:
+    value = torch.ones(64, device=name)
+    return [dist.isend(value, 1) if ctx.rank == 0 else dist.irecv(value, 0)]
+
+
+def every(ctx: Context, name: str) -> dict[str, Callable[[], list[Any]]]:
+    """Each call, which leaves nothing but its works."""
+
+    def works(run: Callable[[bool], tuple[Any, list[torch.Tensor]]]) -> Callable[[], list[Any]]:
+        return lambda: [run(True)[0]]
+
+    calls = {what: works(run) for what, run in on_device.calls(2, ctx.rank, name).items()}
+    calls.pop("barrier")
+    calls.pop("all_reduce_coalesced")  # torch gives its future, whose `wait` does not pass through the Work
+    return calls | {
+        "batch": lambda: batch(ctx, name),
+        "region": lambda: region(ctx, name),
+        "message": lambda: message(ctx, name),
+    }
+
+
+def settled(device: Any) -> int:
+    """Pieces in use, when nothing is under way any more."""
+    torch.accelerator.synchronize()
+    gc.collect()
+    dist.all_reduce(torch.ones(1))  # a call of ours, which lets go of what has ended
+    return int(device.blocks())
+
+
+def holds_nothing(ctx: Context, vendor: str, native: bool) -> None:
+    device, name = start(ctx, vendor, native=native, delay=0.0)
+    calls = every(ctx, name)
+    if vendor == "cncl":
+        calls.pop("all_reduce of several types")
+    for call in calls.values():  # makes communicators, streams and what libraries keep
+        for work in call():
+            work.wait()
+        del work
+    torch.accelerator.synchronize()
+    time.sleep(0.3)
+    kept = []
+    for what, call in calls.items():
+        torch.accelerator.synchronize()
+        time.sleep(0.3)
+        before = settled(device)
+        works = call()
+        for work in works:
+            work.wait()
+        del works, work
+        gc.collect()
+        if device.blocks() != before:
+            kept.append((what, device.blocks() - before))
+    assert not kept, kept
+    # The device need not have come to it.
+    for call in (
+        calls["batch"],
+        calls["region"],
+        lambda: [dist.all_reduce(torch.ones(64, device=name), async_op=True)],
+    ):
+        before = settled(device)
+        with device.held():
+            works = call()
+            for work in works:
+                work.wait()
+            del works, work
+            gc.collect()
+            assert device.blocks() == before, device.blocks() - before
+    # Dropped without a wait: held while it runs, and not until the next call of ours.
+    torch.accelerator.synchronize()
+    before = settled(device)
+    dist.all_reduce(torch.ones(64, device=name), async_op=True)
+    end = time.monotonic() + patience(2)
+    while device.blocks() != before and time.monotonic() < end:
+        time.sleep(0.02)
+        gc.collect()
+    assert device.blocks() == before, device.blocks() - before
+    # On another stream than that of the tensors the memory is held until the end.
+    value = torch.ones(64, device=name)
+    with device.held():
+        work = dist.all_reduce(value, async_op=True)
+        with torch.Stream(device=name):
+            work.wait()
+        del value, work
+        gc.collect()
+        assert device.blocks() > before
+    # A Work that is kept keeps its results.
+    value = torch.ones(64, device=name)
+    work = dist.all_reduce(value, async_op=True)
+    work.wait()
+    del value
+    on_device.holds(work.result()[0], 2)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("vendor", VENDORS)
+def test_an_asynchronous_call_holds_no_tensor_beyond_wait(
+    vendor: str, native: bool, libraries: dict[str, Path]
+) -> None:
+    """Of every kind, a list, a batch, a region; and nothing for long after the end, without a call of ours."""
+    run_fresh(holds_nothing, 2, vendor, native, env=environment(vendor, libraries), timeout=120)
