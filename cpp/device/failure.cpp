@@ -69,10 +69,18 @@ void Failure::ended(pid_t thread) {
   under_way_.fetch_sub(1, std::memory_order_relaxed);
 }
 
+void Failure::captured() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  capturers_.insert(Alarm::this_thread());
+}
+
 Failure::Threads Failure::threads() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   Threads found;
-  for (const auto& [thread, issuer] : issuers_) found.push_back({thread, issuer.last});
+  for (const pid_t thread : capturers_) found.push_back({thread, Alarm::Clock::now()});
+  for (const auto& [thread, issuer] : issuers_) {
+    if (capturers_.count(thread) == 0) found.push_back({thread, issuer.last});
+  }
   return found;
 }
 

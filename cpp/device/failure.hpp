@@ -10,6 +10,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -38,9 +39,11 @@ class Failure final : public std::enable_shared_from_this<Failure> {
   // A call of this thread is under way, until `ended` is passed the returned value.
   pid_t issued();
   void ended(pid_t thread);
+  // This thread captures a call into a graph: a replay may be under way at any time.
+  void captured();
   // Calls under way. A counter alone: nothing is ordered by it.
   int64_t under_way() const { return under_way_.load(std::memory_order_relaxed); }
-  // The threads that issued them.
+  // The threads that issued them, and those that captured calls.
   Threads threads() const;
 
   // The group has failed with `error`, while calls of `threads` were under way. Returns at once. Only the first failure
@@ -66,6 +69,7 @@ class Failure final : public std::enable_shared_from_this<Failure> {
   };
   mutable std::mutex mutex_;
   std::unordered_map<pid_t, Issuer> issuers_;
+  std::set<pid_t> capturers_;
 };
 
 }  // namespace sagellm

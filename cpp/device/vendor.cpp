@@ -176,7 +176,10 @@ c10::intrusive_ptr<DeviceWork> VendorDevices::follow(DeviceWork::Launched made, 
   auto work = DeviceWork::make(owner_.rank, type, std::move(outputs), owner_.events, std::move(trace), std::move(made));
   if (captured) {
     // The graph may be replayed at any time, and an event in it cannot be queried.
-    new auto(call);
+    failure_->captured();
+    const std::lock_guard<std::mutex> lock(captured_mutex_);
+    if (captured_.empty()) DeviceWatch::instance().add_captured(call, failure_);
+    if (captured_.empty() || call->keeps_memory()) captured_.push_back(call);
     work->settle();
     return work;
   }
@@ -275,7 +278,15 @@ bool VendorDevices::drain(std::chrono::milliseconds timeout) {
   return !lost;
 }
 
+void VendorDevices::forget_captured() {
+  // Freed without the lock.
+  std::vector<std::shared_ptr<DeviceCall>> captured;
+  const std::lock_guard<std::mutex> lock(captured_mutex_);
+  captured.swap(captured_);
+}
+
 void VendorDevices::abort() {
+  forget_captured();
   failure_->deliberate(fault());
   devices_->leave(Leave::kAtOnce, 0, false);
 }
@@ -292,6 +303,7 @@ void VendorDevices::close(std::chrono::milliseconds timeout) {
     abort();
     throw;
   }
+  forget_captured();
   const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(until - std::chrono::steady_clock::now());
   const int64_t patience = timeout.count() > 0 ? std::max<int64_t>(left.count(), 1) : 0;
   if (devices_->leave(Leave::kInOrder, static_cast<uint64_t>(patience), drained)) return;

@@ -15,6 +15,7 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -114,6 +115,8 @@ class VendorDevices final {
     // The caller or a hook sees the Work of the call.
     bool listened = false;
   };
+  // No replay is looked at from now on.
+  void forget_captured();
   // Launches calls that `begin` has checked, on the caller's stream or the group's. Returns what their work needs.
   DeviceWork::Launched launch(c10::ArrayRef<Plan> calls, const DeviceBegun& begun,
                               const std::shared_ptr<DeviceCall>& call, c10::Device device, Tensors keep,
@@ -134,6 +137,10 @@ class VendorDevices final {
   DeviceStreams streams_{&*devices_};
   // Of the collectives that were put on streams.
   const std::shared_ptr<LastEnds> last_ = std::make_shared<LastEnds>();
+  // Captured calls: the first, which stands for all where replays are looked at, and those whose memory replays need.
+  // Nobody says when a graph has ended, so they are kept as long as the group.
+  std::mutex captured_mutex_;
+  std::vector<std::shared_ptr<DeviceCall>> captured_;
   // Counts the works that are watched and have not ended, for `drain`. Shared, because a work may outlive this.
   const std::shared_ptr<Failure> failure_ = std::make_shared<Failure>(owner_.on_failure, owner_.events);
 };

@@ -212,6 +212,31 @@ void DeviceWork::on_result_stream(const std::function<void()>& body) const {
 void DeviceWatch::add(RunPtr run) {
   const std::lock_guard<std::mutex> lock(mutex_);
   added_.push_back(std::move(run));
+  start();
+}
+
+void DeviceWatch::add_captured(const std::shared_ptr<DeviceCall>& call, std::shared_ptr<Failure> failure) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  captured_.push_back({call, std::move(failure)});
+  start();
+}
+
+void DeviceWatch::look_at_replays(std::vector<Captured>& captured) {
+  std::vector<Captured> left;
+  for (Captured& each : captured) {
+    const auto call = each.call.lock();
+    if (!call) continue;
+    const std::string error = call->look_at_replays();
+    if (error.empty()) {
+      left.push_back(std::move(each));
+    } else {
+      each.failure->follow(error, each.failure->threads(), [call] { call->abort(); });
+    }
+  }
+  captured.swap(left);
+}
+
+void DeviceWatch::start() {
   if (stopped_) return;
   if (!running_) {
     const BlockSignals block;
@@ -227,15 +252,25 @@ void DeviceWatch::serve() {
   constexpr auto kShort = std::chrono::microseconds(100);
   constexpr auto kLong = std::chrono::microseconds(5000);
   constexpr auto kIdle = std::chrono::seconds(10);
+  constexpr auto kReplays = std::chrono::seconds(1);
   auto pause = kShort;
   // Leaked, with the calls that have not ended, when the process ends.
   auto& runs = *new std::vector<RunPtr>();
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stopped_) {
+    if (!captured_.empty() && std::chrono::steady_clock::now() - looked_ >= kReplays) {
+      std::vector<Captured> captured = std::exchange(captured_, {});
+      lock.unlock();
+      look_at_replays(captured);
+      lock.lock();
+      std::move(captured.begin(), captured.end(), std::back_inserter(captured_));
+      looked_ = std::chrono::steady_clock::now();
+    }
     if (added_.empty() && runs.empty()) {
       idle_ = true;
       // What ended last is released first.
-      const auto rest = DeferredRelease::instance().empty() ? kIdle : DeferredRelease::kPatience;
+      std::chrono::milliseconds rest = captured_.empty() ? kIdle : kReplays;
+      if (!DeferredRelease::instance().empty()) rest = DeferredRelease::kPatience;
       const bool called = changed_.wait_for(lock, rest, [this] { return stopped_ || !added_.empty(); });
       idle_ = false;
       DeferredRelease::instance().post();

@@ -39,6 +39,10 @@ class DeviceCall {
   // Never waits. `has_passed` asks the device, and is called in a mode in which it breaks no graph that another thread
   // captures. Records the end in the statistics.
   State poll(const std::function<bool()>& has_passed) const;
+  // The next two are for captured calls: whether it must be kept for replays, and the error by which a replay will not
+  // end, or empty.
+  bool keeps_memory() const { return core_->keeps_memory(); }
+  std::string look_at_replays() const { return std::string(core_->look_at_replays()); }
   // Ends the communicators of the group, which may last.
   void abort() const { core_->abort(); }
   // How the library runs it, as `SageWork::explain`.
@@ -175,6 +179,8 @@ class DeviceWatch {
   static DeviceWatch& instance() { return per_process<DeviceWatch>(); }
 
   void add(RunPtr run);
+  // Looks once a second whether replays of a captured call will end, as long as its owner has it.
+  void add_captured(const std::shared_ptr<DeviceCall>& call, std::shared_ptr<Failure> failure);
   // True when the thread has stopped, so that no further end is detected.
   bool stopped() {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -189,8 +195,19 @@ class DeviceWatch {
   // passed. Removes those that have ended; true where there was one.
   static bool look(std::vector<RunPtr>& runs);
 
+  // Captured calls of a group, of which one stands for all.
+  struct Captured {
+    std::weak_ptr<DeviceCall> call;
+    std::shared_ptr<Failure> failure;
+  };
+  // Without the lock; drops those that are gone, or whose group has failed.
+  static void look_at_replays(std::vector<Captured>& captured);
+  void start();
+
   std::mutex mutex_;
   std::condition_variable changed_;
+  std::vector<Captured> captured_;
+  std::chrono::steady_clock::time_point looked_;
   // Calls that the thread has not taken over yet.
   std::vector<RunPtr> added_;
   // The thread sleeps until `changed_` is notified; otherwise it polls again soon.

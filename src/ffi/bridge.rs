@@ -495,6 +495,12 @@ pub mod ffi {
         /// Adds the end of the calls to the statistics. After an error the group has failed, and the caller calls
         /// `abort` when it has told the program.
         fn poll(self: &RustCall, says: DeviceSays, mode: u32) -> DevicePolled;
+        /// Whether the library reads host memory that this keeps. Then captured calls are kept as long as their graph may
+        /// be replayed.
+        fn keeps_memory(self: &RustCall) -> bool;
+        /// For captured calls: the error, with its code letter, by which a replay would not end; then the group has
+        /// failed, and the caller calls `abort` when it has told the program.
+        fn look_at_replays(self: &RustCall) -> String;
         /// Ends the communicators of the calls' group, which unblocks calls that hang. May last as long as the library
         /// needs.
         fn abort(self: &RustCall);

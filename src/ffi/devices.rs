@@ -233,6 +233,16 @@ impl RustCall {
             Err(error) => ffi::DevicePolled { undecided: false, error },
         }
     }
+    pub(super) fn keeps_memory(&self) -> bool {
+        self.call.keeps_memory()
+    }
+    pub(super) fn look_at_replays(&self) -> String {
+        let looked = guarded(|| match self.call.look_at_replays()? {
+            Found::Failed(error) => Err(error),
+            Found::Nothing | Found::Undecided => Ok(()),
+        });
+        looked.err().unwrap_or_default()
+    }
     pub(super) fn abort(&self) {
         let _ = guarded(|| {
             self.call.abort();

@@ -242,6 +242,28 @@ impl DeviceCall {
         Ok(engine.watchdog.look(&*engine.group, &self.watched, library, seen, Instant::now()))
     }
 
+    /// Whether the library reads host memory that this keeps: then it is needed as often as a graph with the calls is
+    /// replayed.
+    pub fn keeps_memory(&self) -> bool {
+        lock(&self.launched).iter().any(|launched| !launched.is_empty())
+    }
+
+    /// As `poll`, for replays of these captured calls, of which nobody knows when they begin and end: whether one would
+    /// not end, because a rank is gone, the group has failed, or the library reports an error.
+    pub fn look_at_replays(&self) -> Result<Found> {
+        let Some(communicator) = &self.communicator else { return Ok(Found::Nothing) };
+        self.engine.runtime.set_device(self.device)?;
+        let library = match communicator.state() {
+            Library::Ended { .. } => return Ok(Found::Nothing),
+            lives @ Library::Lives(_) => lives,
+        };
+        let (op, now) = (format!("a replay of {}", self.watched.op), Instant::now());
+        let watched = Watched { op, issued: now, timeout: Duration::ZERO, ..self.watched.clone() };
+        let seen = Seen { passed: false, among_others: false, hangs_when_failed: true };
+        let engine = &self.engine;
+        Ok(engine.watchdog.look(&*engine.group, &watched, library, seen, now))
+    }
+
     /// Ends all communicators of the group, which unblocks calls that hang.
     pub fn abort(&self) {
         self.engine.abort();

@@ -28,17 +28,21 @@ pub struct Job<'a> {
 /// Host memory that the calls refer to; to be kept until the stream has passed them.
 #[derive(Default)]
 pub struct Launched {
-    _kept: Vec<Box<dyn std::any::Any + Send>>,
+    kept: Vec<Box<dyn std::any::Any + Send>>,
 }
 
 impl Launched {
     /// Of one call.
     pub fn of(kept: Kept) -> Launched {
-        Launched { _kept: kept.into_iter().collect() }
+        Launched { kept: kept.into_iter().collect() }
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.kept.is_empty()
     }
 
     fn keep(&mut self, kept: Kept) {
-        self._kept.extend(kept);
+        self.kept.extend(kept);
     }
 }
 

@@ -274,6 +274,39 @@ def test_rule_31_a_captured_call_is_played_again(
     run_fresh(captured, 2, asynchronous, pending, told, env=environment("nccl", libraries))
 
 
+def replay_hangs(ctx: Context) -> None:
+    device, name = start(ctx, "nccl", delay=0.0)
+    driver = ctypes.CDLL(os.environ["SAGELLM_TEST_RUNTIME"])
+    value = torch.empty(100, device=name).fill_(1)
+    dist.all_reduce(value)  # makes the communicator
+    holds(value, ctx.world_size)
+    stream = ctypes.c_void_p(torch.accelerator.current_stream().native_handle)
+    graph, playable = ctypes.c_size_t(), ctypes.c_size_t()
+    assert driver.cuStreamBeginCapture_v2(stream, 0) == 0
+    with device.capturing():
+        dist.all_reduce(value)
+    assert driver.cuStreamEndCapture(stream, ctypes.byref(graph)) == 0
+    assert driver.cuGraphInstantiateWithFlags(ctypes.byref(playable), graph, ctypes.c_uint64(0)) == 0
+    dist.barrier()
+    if ctx.rank == 0:
+        assert driver.cuGraphLaunch(playable, stream) == 0
+        ctx.tell("launched")
+        ctx.tell(expect_raises(dist.DistBackendError, torch.accelerator.synchronize))
+    ctx.listen()
+    os._exit(0)
+
+
+@pytest.mark.skipif(not simdevice.Device.can_capture(), reason="this torch does not ask devices about captures")
+def test_a_replay_that_waits_for_a_dead_rank_ends(libraries: dict[str, Path]) -> None:
+    """Nobody watches a replay itself; dead ranks are looked for while a group has captured calls."""
+    with launch(replay_hangs, 2, env=environment("nccl", libraries, SAGELLM_SIM_TIMEOUT_MS="300000")) as job:
+        assert job.hear(0) == "launched"
+        job.signal(1, signal.SIGKILL)
+        text = job.hear(0)
+        assert "rank 1 (pid" in text and "a replay of all_reduce" in text, text
+        job.say(0, "go")
+
+
 #: How the simulated runtimes begin and end a capture.
 CAPTURES = {
     "nccl": ("cuStreamBeginCapture_v2", "cuStreamEndCapture"),
