@@ -45,6 +45,9 @@ fn aux(op: &Op, inline: bool) -> u64 {
 /// Writes the tensors of a call's list into the end of its slot, as far as the data leaves room: a peer with another list
 /// looks there for the first difference.
 fn write_list(area: &Area, op: &Op) {
+    if op.request.list.is_empty() {
+        return;
+    }
     for (at, tensor) in op.request.list.iter().take(list_room(area, op)).enumerate() {
         area.list_word(area.me, op.number, at).store(lists::word(tensor), Ordering::Relaxed);
     }
