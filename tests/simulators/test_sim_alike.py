@@ -15,6 +15,8 @@ from speak import Vendor, combine, connected, numbers, ok
 ALL = ("nccl", "hccl", "cncl")
 EVERY = pytest.mark.parametrize("vendor", ALL)
 COUNT = 1003
+#: What waits is the stream, and not the host in a first launch.
+CONNECTED = {"SAGELLM_SIM_CONNECT": "eager"}
 
 
 # ------------------------------------------------------------------------------------------------------ numbers
@@ -325,7 +327,7 @@ def aborted(rank: Rank, vendor: str) -> None:
 
 @pytest.mark.parametrize("vendor", ["nccl", "cncl"])
 def test_abort_ends_what_hangs_here_and_fails_the_peer(vendor: str) -> None:
-    run(aborted, 2, vendor=vendor)
+    run(aborted, 2, CONNECTED, vendor=vendor)
 
 
 def third_operation(rank: Rank, vendor: str, error: bool) -> list[int]:
@@ -389,7 +391,7 @@ def deadlock(rank: Rank, vendor: str) -> int:
 
 @EVERY
 def test_two_ranks_that_send_first_deadlock_until_the_limit(vendor: str) -> None:
-    codes = run(deadlock, 2, {"SAGELLM_SIM_TIMEOUT_MS": "2000"}, vendor=vendor)
+    codes = run(deadlock, 2, {"SAGELLM_SIM_TIMEOUT_MS": "2000", **CONNECTED}, vendor=vendor)
     assert all((code != 0) == (vendor == "hccl") for code in codes), codes
 
 
@@ -471,3 +473,64 @@ def test_wrong_arguments_are_refused(vendor: str) -> None:
         "cncl": dict.fromkeys(found, 7) | {"null": 0x21, "communicator": 0x61},
     }[vendor]
     assert found == expected
+
+
+# ------------------------------------------------------------------------------------------------ first use
+
+
+def comes_late(rank: Rank, vendor: str, eager: bool) -> None:
+    v: Any = connected(rank, vendor)
+    mine, result = numbers(rank.rank, COUNT, "f4"), np.zeros(COUNT, "f4")
+    for first in (True, False):
+        waits = first and not eager
+        if rank.rank == 1 and waits:
+            time.sleep(0.3)
+            rank.publish("comes", b"now")
+        elif rank.rank == 1:
+            rank.fetch(f"returned{first}")
+        ok(v.sum(mine, result, COUNT, v.types["f4"]))
+        if rank.rank == 0 and waits:
+            assert (rank.folder / "comes").exists(), "the first launch did not wait"
+        elif rank.rank == 0:
+            rank.publish(f"returned{first}", b"now")  # rank 1 waits for that
+        ok(v.sync())
+        assert result.tobytes() == combine([numbers(r, COUNT, "f4") for r in range(2)], 0).tobytes()
+        rank.barrier(f"done{first}")
+    ok(v.destroy())
+
+
+@EVERY
+@pytest.mark.parametrize("eager", [False, True], ids=["lazy", "eager"])
+def test_the_first_launch_waits_on_the_host(vendor: str, eager: bool) -> None:
+    run(comes_late, 2, {"SAGELLM_SIM_CONNECT": "eager"} if eager else None, vendor=vendor, eager=eager)
+
+
+def alone(rank: Rank, vendor: str, how: str) -> float:
+    v: Any = connected(rank, vendor)
+    if rank.rank == 1:
+        rank.barrier("there")
+        if how == "dies":
+            os._exit(1)
+        rank.fetch("done")
+        return 0.0
+    rank.barrier("there")
+    if how == "aborts":
+        threading.Timer(0.5, v.abort).start()
+    mine, result = numbers(rank.rank, COUNT, "f4"), np.zeros(COUNT, "f4")
+    begin = time.monotonic()
+    assert v.sum(mine, result, COUNT, v.types["f4"]) != 0
+    took = time.monotonic() - begin
+    rank.publish("done", b"yes")
+    return took
+
+
+@pytest.mark.parametrize("vendor,how", [("nccl", "aborts"), ("cncl", "aborts"), *((each, "never") for each in ALL)])
+def test_a_first_launch_without_its_peer_ends_at_the_limit_or_by_an_abort(vendor: str, how: str) -> None:
+    took = run(alone, 2, {"SAGELLM_SIM_TIMEOUT_MS": "60000" if how == "aborts" else "3000"}, vendor=vendor, how=how)[0]
+    assert took < SOON if how == "aborts" else took >= 2.9, took
+
+
+@pytest.mark.parametrize("vendor", ALL)
+def test_a_first_launch_does_not_notice_a_dead_peer(vendor: str) -> None:
+    with Job(alone, 2, {"SAGELLM_SIM_TIMEOUT_MS": "3000"}, vendor=vendor, how="dies") as job:
+        assert job.result(0) >= 2.9

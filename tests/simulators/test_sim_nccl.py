@@ -141,7 +141,7 @@ def split_and_shrink(rank: Rank) -> None:
 def test_split_by_color_and_key_and_shrink_after_a_death() -> None:
     from ranks import Job
 
-    with Job(split_and_shrink, 3) as job:
+    with Job(split_and_shrink, 3, {"SAGELLM_SIM_CONNECT": "eager"}) as job:
         job.result(0)
         job.result(1)
 

@@ -3,8 +3,11 @@
 use std::cell::RefCell;
 use std::sync::Arc;
 
+use sagellm::error::{Error, Result};
+
 use crate::call::Call;
 use crate::comm::{Comm, Fault, Vendor};
+use crate::connect;
 use crate::event::Event;
 use crate::stream::{Stream, Task, Work};
 
@@ -60,8 +63,8 @@ pub fn end(vendor: Vendor) -> Option<Option<Batch>> {
 }
 
 /// Ends one level and does what was collected, for the vendors whose calls have returned when their group has. `unpaired`
-/// says what is returned where there is none to end.
-pub fn close(vendor: Vendor, unpaired: impl FnOnce() -> i32) -> i32 {
+/// says what is returned where there is none to end, `failed` where the ranks do not connect.
+pub fn close(vendor: Vendor, unpaired: impl FnOnce() -> i32, failed: impl FnOnce(&Error) -> i32) -> i32 {
     let batch = match end(vendor) {
         None => return unpaired(),
         Some(None) => return 0,
@@ -71,10 +74,10 @@ pub fn close(vendor: Vendor, unpaired: impl FnOnce() -> i32) -> i32 {
         return batch.error;
     }
     let result = if batch.jobs.is_empty() { 0 } else { run_jobs(batch.jobs) };
-    if result == 0 {
-        launch(batch.entries);
+    if result != 0 {
+        return result;
     }
-    result
+    launch(batch.entries).map_or_else(|error| failed(&error), |()| 0)
 }
 
 /// Runs all jobs at the same time; the first result that is not 0.
@@ -116,9 +119,9 @@ fn stream_error(vendor: Vendor, fault: Fault) -> Option<i32> {
     }
 }
 
-/// Issues operations, those of one communicator together. They run on the first of their streams, after what was issued
-/// on the others and before what will be.
-pub fn launch(entries: Vec<Entry>) {
+/// Issues operations, those of one communicator together, when their ranks are connected. They run on the first of their
+/// streams, after what was issued on the others and before what will be.
+pub fn launch(entries: Vec<Entry>) -> Result<()> {
     type Together = (Arc<Comm>, Vec<Arc<Stream>>, Vec<Call>);
     let mut comms: Vec<Together> = Vec::new();
     for Entry { comm, stream, call, .. } in entries {
@@ -132,6 +135,10 @@ pub fn launch(entries: Vec<Entry>) {
         }
         calls.push(call);
     }
+    // All that is needed is asked for before the first wait.
+    let connecting = comms.iter().map(|(comm, _, calls)| connect::begin(comm, calls)).collect::<Result<Vec<_>>>()?;
+    connecting.into_iter().flatten().try_for_each(connect::Connecting::wait)?;
+    comms.iter().try_for_each(|(comm, _, _)| connect::stuck(comm))?;
     for (comm, streams, calls) in comms {
         let (main, others) = streams.split_first().expect("each call has a stream");
         for other in others {
@@ -143,6 +150,7 @@ pub fn launch(entries: Vec<Entry>) {
             order(main, other);
         }
     }
+    Ok(())
 }
 
 /// What is issued on `later` from now on comes after what was issued on `first`.

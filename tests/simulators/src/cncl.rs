@@ -273,7 +273,11 @@ extern "C" fn sim_cnclGroupStart() -> i32 {
 
 #[unsafe(no_mangle)]
 extern "C" fn sim_cnclGroupEnd() -> i32 {
-    batch::close(Vendor::Cncl, || refuse(ARGUMENTS, "cnclGroupEnd without cnclGroupStart"))
+    batch::close(
+        Vendor::Cncl,
+        || refuse(ARGUMENTS, "cnclGroupEnd without cnclGroupStart"),
+        |error| refuse(code_of(error), error.text()),
+    )
 }
 
 /// A buffer: its address, its bytes, and whether it must be there.
@@ -359,10 +363,9 @@ impl OpDesc {
         let entry = Entry { comm: checked.comm, stream: checked.queue, call, issued: None };
         if batch::open(Vendor::Cncl) {
             batch::with(Vendor::Cncl, |batch| batch.entries.push(entry));
-        } else {
-            batch::launch(vec![entry]);
+            return SUCCESS;
         }
-        SUCCESS
+        batch::launch(vec![entry]).map_or_else(|error| refuse(code_of(&error), error.text()), |()| SUCCESS)
     }
 }
 

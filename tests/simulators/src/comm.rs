@@ -5,7 +5,7 @@
 //! on the stream differs: under NCCL and CNCL the operation hangs until somebody aborts the communicator, under HCCL,
 //! which knows no abort, the stream has an error. Nothing hangs for longer than the simulators' own limit.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, Weak};
 use std::time::{Duration, Instant};
@@ -66,7 +66,7 @@ impl Fault {
         [None, Remote, Aborted, Injected, Timeout, Mismatch, System][usize::from(number.min(6))]
     }
 
-    fn of(error: &Error) -> Fault {
+    pub fn of(error: &Error) -> Fault {
         match error {
             Error::RankFailed { .. } | Error::Aborted(_) | Error::Interrupted(_) => Fault::Remote,
             Error::Timeout(_) | Error::WaitElapsed(_) => Fault::Timeout,
@@ -116,6 +116,8 @@ pub struct Comm {
     /// Communicators made from this one, by splitting and by shrinking: not all ranks take part in the latter.
     children: [AtomicUsize; 2],
     collectives: AtomicU64,
+    /// What has been connected (`connect`).
+    pub connected: Mutex<HashSet<String>>,
     /// What the vendor's face keeps: reduction handles.
     pub factors: Mutex<HashMap<i32, crate::nccl::Factor>>,
     /// Sessions of plug-ins.
@@ -160,6 +162,7 @@ impl Comm {
             in_progress: AtomicUsize::new(0),
             children: Default::default(),
             collectives: AtomicU64::new(0),
+            connected: Mutex::default(),
             factors: Mutex::default(),
             plugins: Mutex::default(),
         }
@@ -277,7 +280,7 @@ impl Comm {
         Fault::from_u8(self.fault.load(Ordering::Acquire))
     }
 
-    fn fail(&self, fault: Fault) {
+    pub fn fail(&self, fault: Fault) {
         let _ = self.fault.compare_exchange(0, fault as u8, Ordering::AcqRel, Ordering::Acquire);
     }
 

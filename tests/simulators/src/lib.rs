@@ -15,6 +15,7 @@
 //! | `device`, `stream`, `event`, `capture` | the runtime: a thread per stream |
 //! | `bootstrap` | from the bytes of an id to the store in which ranks meet |
 //! | `call`, `comm`, `batch` | one operation, one communicator, group calls |
+//! | `connect` | the first use of a communicator |
 
 mod acl;
 mod batch;
@@ -24,6 +25,7 @@ mod capture;
 mod cncl;
 mod cnrt;
 mod comm;
+mod connect;
 mod cuda;
 mod device;
 mod event;

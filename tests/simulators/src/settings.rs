@@ -22,6 +22,10 @@ pub struct Settings {
     pub refuse_at: usize,
     /// How much longer the abort of a communicator takes.
     pub abort_takes: Duration,
+    /// The n-th launch of this process (from 1) returns only when its communicator is aborted; 0 for none.
+    pub stuck_at: usize,
+    /// Communicators connect all their ranks when they are made, not at the first use.
+    pub eager: bool,
     /// Communicators are never ready.
     pub init_hangs: bool,
     /// File (with the process id behind it) that lists the calls.
@@ -66,6 +70,8 @@ static SETTINGS: Lazy<Settings> = Lazy::new(|| Settings {
     hang_at: number("SAGELLM_SIM_HANG_AT", 0),
     refuse_at: number("SAGELLM_SIM_REFUSE_AT", 0),
     abort_takes: Duration::from_millis(number("SAGELLM_SIM_ABORT_MS", 0)),
+    stuck_at: number("SAGELLM_SIM_STUCK_AT", 0),
+    eager: text("SAGELLM_SIM_CONNECT").as_deref() == Some("eager"),
     init_hangs: text("SAGELLM_SIM_INIT").as_deref() == Some("hang"),
     trace: text("SAGELLM_SIM_TRACE"),
     cnrt_pending: match text("SAGELLM_SIM_CNRT_PENDING").as_deref() {

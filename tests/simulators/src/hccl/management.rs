@@ -319,5 +319,9 @@ extern "C" fn sim_HcclGroupStart() -> i32 {
 
 #[unsafe(no_mangle)]
 extern "C" fn sim_HcclGroupEnd() -> i32 {
-    batch::close(Vendor::Hccl, || refuse(PARA, "HcclGroupEnd without HcclGroupStart"))
+    batch::close(
+        Vendor::Hccl,
+        || refuse(PARA, "HcclGroupEnd without HcclGroupStart"),
+        |error| refuse(code_of(error), error.text()),
+    )
 }

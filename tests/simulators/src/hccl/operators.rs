@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use sagellm::types::{Dtype, Kind, ReduceOp};
 
-use super::{BFP16, Chip, INT16, NOT_SUPPORT, PARA, PTR, RUNTIME, SUCCESS, chip, comm_of, element, grouped, refuse};
+use super::{BFP16, Chip, INT16, NOT_SUPPORT, PARA, PTR, RUNTIME, SUCCESS, chip, code_of, comm_of, element, grouped, refuse};
 use crate::batch::{self, Entry, Sort};
 use crate::call::{Call, apart};
 use crate::comm::{Comm, Vendor};
@@ -145,11 +145,15 @@ impl OpDesc {
         let entry = Entry { comm: checked.comm, stream: checked.stream, call, issued: None };
         if in_group {
             batch::with(Vendor::Hccl, |batch| batch.entries.push(entry));
-        } else {
-            batch::launch(vec![entry]);
+            return Ok(SUCCESS);
         }
-        Ok(SUCCESS)
+        launch(vec![entry])
     }
+}
+
+/// Connects the ranks where they are not, and issues.
+fn launch(entries: Vec<Entry>) -> Result<i32, i32> {
+    batch::launch(entries).map(|()| SUCCESS).map_err(|error| refuse(code_of(&error), error.text()))
 }
 
 fn done(result: Result<i32, i32>) -> i32 {
@@ -527,8 +531,7 @@ extern "C" fn sim_HcclBatchSendRecv(items: In<Item>, count: u32, comm: usize, st
             entries.push(Entry { comm, stream, call, issued: None });
         }
         asked.may_issue()?;
-        batch::launch(entries);
-        Ok(SUCCESS)
+        launch(entries)
     })())
 }
 

@@ -9,10 +9,12 @@ use sagellm::reduce::{bf16_to_f32, f16_to_f32};
 use sagellm::types::{Dtype, Kind, ReduceOp};
 
 use super::plugins::Sessions;
-use super::{INVALID_ARGUMENT, INVALID_USAGE, SUCCESS, UNHANDLED_CUDA_ERROR, in_background, refuse, usable};
+use super::{
+    INVALID_ARGUMENT, INVALID_USAGE, SUCCESS, UNHANDLED_CUDA_ERROR, code_of, in_background, refuse, usable,
+};
 use crate::batch::{self, Entry};
 use crate::call::{Call, apart};
-use crate::comm::{Comm, Vendor};
+use crate::comm::{Comm, Fault, Vendor};
 use crate::device::Runtime;
 use crate::float8::FLOAT8;
 use crate::memory;
@@ -209,14 +211,15 @@ pub fn launch(entries: Vec<Entry>) -> i32 {
     }
     let blocking = entries.iter().all(|entry| entry.comm.blocking);
     if blocking {
-        batch::launch(entries);
-        return SUCCESS;
+        return batch::launch(entries).map_or_else(|error| refuse(code_of(&error), error.text()), |()| SUCCESS);
     }
     let mut comms: Vec<Arc<Comm>> = entries.iter().map(|entry| Arc::clone(&entry.comm)).collect();
     comms.dedup_by(|a, b| Arc::ptr_eq(a, b));
     comms.iter().for_each(|comm| _ = comm.in_progress.fetch_add(1, Ordering::AcqRel));
     in_background(Box::new(move || {
-        batch::launch(entries);
+        if let Err(error) = batch::launch(entries) {
+            comms.iter().for_each(|comm| comm.fail(Fault::of(&error)));
+        }
         comms.iter().for_each(|comm| _ = comm.in_progress.fetch_sub(1, Ordering::AcqRel));
         SUCCESS
     }))
