@@ -149,7 +149,10 @@ std::shared_ptr<c10::Event> VendorDevices::put(c10::ArrayRef<Plan> calls, const 
       }
     }
     const size_t raw = passage.enter();
-    call->launch(placed, raw);
+    {
+      const DeviceWatch::Launching watched(call, failure_);
+      call->launch(placed, raw);
+    }
     passage.leave();
     const c10::StreamGuard on(passage.stream());
     for (size_t i = 0; i < calls.size(); ++i) {

@@ -215,6 +215,27 @@ void DeviceWatch::add(RunPtr run) {
   start();
 }
 
+void DeviceWatch::begin(const Launch& launch) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  launching_.push_back(launch);
+  start();
+}
+
+void DeviceWatch::end(const std::shared_ptr<DeviceCall>& call) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto is_it = [&](const Launch& launch) { return launch.call == call; };
+  const auto found = std::find_if(launching_.begin(), launching_.end(), is_it);
+  if (found != launching_.end()) launching_.erase(found);
+}
+
+bool DeviceWatch::ends(const Launch& launch) {
+  const std::string error = launch.call->look_at_launch();
+  if (error.empty()) return false;
+  // The launch raises it when it returns.
+  launch.failure->follow(error, launch.failure->threads(), [call = launch.call] { call->abort(); }, true);
+  return true;
+}
+
 void DeviceWatch::add_captured(const std::shared_ptr<DeviceCall>& call, std::shared_ptr<Failure> failure) {
   const std::lock_guard<std::mutex> lock(mutex_);
   captured_.push_back({call, std::move(failure)});
@@ -266,12 +287,13 @@ void DeviceWatch::serve() {
       std::move(captured.begin(), captured.end(), std::back_inserter(captured_));
       looked_ = std::chrono::steady_clock::now();
     }
-    if (added_.empty() && runs.empty()) {
+    if (added_.empty() && runs.empty() && launching_.empty()) {
       idle_ = true;
       // What ended last is released first.
       std::chrono::milliseconds rest = captured_.empty() ? kIdle : kReplays;
       if (!DeferredRelease::instance().empty()) rest = DeferredRelease::kPatience;
-      const bool called = changed_.wait_for(lock, rest, [this] { return stopped_ || !added_.empty(); });
+      const bool called =
+          changed_.wait_for(lock, rest, [this] { return stopped_ || !added_.empty() || !launching_.empty(); });
       idle_ = false;
       DeferredRelease::instance().post();
       if (!called && rest == kIdle) break;
@@ -280,11 +302,17 @@ void DeviceWatch::serve() {
     }
     std::move(added_.begin(), added_.end(), std::back_inserter(runs));
     added_.clear();
+    auto launching = launching_;
     lock.unlock();
     pause = look(runs) ? kShort : std::min(pause * 2, kLong);
+    for (const Launch& launch : launching) {
+      // One that shall not go on needs no second look.
+      if (ends(launch)) end(launch.call);
+    }
+    launching.clear();
     DeferredRelease::instance().post();
     lock.lock();
-    if (!runs.empty()) changed_.wait_for(lock, pause, [this] { return stopped_; });
+    if (!runs.empty() || !launching_.empty()) changed_.wait_for(lock, pause, [this] { return stopped_; });
   }
   if (runs.empty()) delete &runs;
   running_ = false;

@@ -11,6 +11,7 @@
 #include <mutex>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "device/failure.hpp"
@@ -45,6 +46,9 @@ class DeviceCall {
   std::string look_at_replays() const { return std::string(core_->look_at_replays()); }
   // Ends the communicators of the group, which may last.
   void abort() const { core_->abort(); }
+  // Looks at a launch that has not returned, on another thread. Empty, or the error by which it shall not go on; then
+  // the group has failed, and `abort` makes it return.
+  std::string look_at_launch() const { return std::string(core_->look_at_launch()); }
   // How the library runs it, as `SageWork::explain`.
   std::vector<Explanation> explain() const;
 
@@ -181,6 +185,26 @@ class DeviceWatch {
   void add(RunPtr run);
   // Looks once a second whether replays of a captured call will end, as long as its owner has it.
   void add_captured(const std::shared_ptr<DeviceCall>& call, std::shared_ptr<Failure> failure);
+  struct Launch {
+    std::shared_ptr<DeviceCall> call;
+    // What follows where it shall not go on.
+    std::shared_ptr<Failure> failure;
+  };
+  // A launch that is known to the watch while this lives: one that does not return has a deadline as well. It costs two
+  // short holds of the lock; the thread wakes for the launch instead of for the call that follows.
+  class Launching {
+   public:
+    Launching(std::shared_ptr<DeviceCall> call, std::shared_ptr<Failure> failure)
+        : launch_{std::move(call), std::move(failure)} {
+      instance().begin(launch_);
+    }
+    Launching(const Launching&) = delete;
+    Launching& operator=(const Launching&) = delete;
+    ~Launching() { instance().end(launch_.call); }
+
+   private:
+    const Launch launch_;
+  };
   // True when the thread has stopped, so that no further end is detected.
   bool stopped() {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -190,6 +214,10 @@ class DeviceWatch {
   void stop(std::chrono::milliseconds patience);
 
  private:
+  void begin(const Launch& launch);
+  void end(const std::shared_ptr<DeviceCall>& call);
+  // Ends a launch that shall not go on; true where it does.
+  static bool ends(const Launch& launch);
   void serve();
   // Polls the first call of each stream, because a stream passes its calls in order, and calls whose deadline has
   // passed. Removes those that have ended; true where there was one.
@@ -210,6 +238,8 @@ class DeviceWatch {
   std::chrono::steady_clock::time_point looked_;
   // Calls that the thread has not taken over yet.
   std::vector<RunPtr> added_;
+  // Launches that have not returned, and whose group has not failed.
+  std::vector<Launch> launching_;
   // The thread sleeps until `changed_` is notified; otherwise it polls again soon.
   bool idle_ = false;
   bool running_ = false;

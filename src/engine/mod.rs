@@ -202,13 +202,31 @@ pub trait Control: Send + Sync {
         None
     }
 
-    /// Publishes the number and kind of this rank's last operation on a device.
-    fn set_launched(&self, _number: u64, _kind: u8) {}
+    /// Publishes the number of this rank's last operation on a device, and what it signs.
+    fn set_launched(&self, _number: u64, _signed: Signed) {}
 
-    /// The values that `rank` gave to `set_launched`, where they can be seen.
+    /// The number that `rank` gave to `set_launched` last and its kind, where they can be seen.
     fn launched(&self, _rank: usize) -> Option<(u64, u8)> {
         None
     }
+
+    /// What `rank` signed for a number, where it can be seen: not before it has launched it, and only for its last
+    /// launches, fewer than `LAUNCHES_KEPT`.
+    fn signed(&self, _rank: usize, _number: u64) -> Option<Signed> {
+        None
+    }
+}
+
+/// How many launches on devices a rank's signatures are kept for.
+pub const LAUNCHES_KEPT: u64 = 16;
+
+/// What the ranks of a launch on devices must agree on. Several calls that have one number sign together.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Signed {
+    /// `op::signature` of the call; of several the first one's, with the bytes of all.
+    pub signature: u64,
+    /// A hash of the lists of sizes and of the signatures of several calls; 0 where there is neither.
+    pub lists: u32,
 }
 
 /// The word that peers change to wake this rank, and the event count around it.

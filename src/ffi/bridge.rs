@@ -504,6 +504,9 @@ pub mod ffi {
         /// Ends the communicators of the calls' group, which unblocks calls that hang. May last as long as the library
         /// needs.
         fn abort(self: &RustCall);
+        /// Looks at a launch that has not returned. Empty, or the error, with its code letter, by which it shall not go on:
+        /// the group has failed, and `abort` makes the launch return.
+        fn look_at_launch(self: &RustCall) -> String;
         /// How the library runs each of the calls, for `explain`.
         fn explain(self: &RustCall) -> Vec<Explanation>;
 

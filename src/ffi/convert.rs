@@ -90,7 +90,7 @@ fn strided(tensor: &ffi::Strided) -> Strided {
     Strided { addr, run, counts, strides, written }
 }
 
-fn listed(tensor: &ffi::Listed) -> Result<Listed> {
+pub(super) fn listed(tensor: &ffi::Listed) -> Result<Listed> {
     Ok(Listed { dtype: dtype(tensor.dtype)?, bytes: tensor.bytes })
 }
 

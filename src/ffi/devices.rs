@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::bridge::ffi;
-use super::convert::{Outcome, dtype, guarded, kind, spans, unknown};
+use super::convert::{Outcome, dtype, guarded, kind, listed, spans, unknown};
 use super::handles::{RustCall, RustDevices, RustGroup, RustRetired, SharedStore};
 use super::observe::ffi as observed;
 use crate::engine::device::{
@@ -13,7 +13,8 @@ use crate::engine::device::{
     LoweringInput, Placed, Ranks, Stream, Terms,
 };
 use crate::error::{Error, Result};
-use crate::types::{CallNote, Dtype, ReduceOp, Spans};
+use crate::op::lists;
+use crate::types::{CallNote, Dtype, Listed, ReduceOp, Spans};
 
 /// Answers the engine by the shim's group.
 struct ExchangeHook<'a>(&'a ffi::IdExchange, &'a SharedStore);
@@ -65,10 +66,11 @@ impl Parts {
     }
 
     fn request<'a>(&'a self, asked: &'a ffi::DeviceRequest<'_>) -> Result<DeviceRequest<'a>> {
-        let ffi::DeviceRequest { name, request: ffi::Request { call, in_blocks, out_blocks, .. }, dense } = asked;
+        let ffi::DeviceRequest { name, request: ffi::Request { call, in_blocks, out_blocks, list, .. }, dense } = asked;
         let ffi::Call { root, tag, timeout_ms, counts, tensors, element, site, .. } = *call;
         let (kind, dtype) = (kind(call.kind)?, dtype(call.dtype)?);
         let op = ReduceOp::from_u8(call.op.repr, call.factor).ok_or_else(|| unknown("reduce op", call.op.repr))?;
+        let list: Vec<Listed> = list.iter().map(listed).collect::<Result<_>>()?;
         let equal_counts = in_blocks.is_empty() && out_blocks.is_empty();
         Ok(DeviceRequest {
             name,
@@ -77,6 +79,7 @@ impl Parts {
             tag,
             timeout: u64::try_from(timeout_ms).ok().map(Duration::from_millis),
             buffers: Buffers { inputs: &self.inputs, outputs: &self.outputs, in_blocks, out_blocks },
+            list: if list.is_empty() { 0 } else { lists::of_tensors(&list) },
             note: CallNote { counts, tensors, element, site, host_staged: false },
         })
     }
@@ -248,6 +251,9 @@ impl RustCall {
             self.call.abort();
             Ok(())
         });
+    }
+    pub(super) fn look_at_launch(&self) -> String {
+        guarded(|| self.call.look_at_launch().map_or(Ok(()), Err)).err().unwrap_or_default()
     }
     pub(super) fn explain(&self) -> Vec<observed::Explanation> {
         let found = self.call.explain().into_iter();

@@ -2,6 +2,8 @@
 //! its fields. A reader skips what it does not understand, because the text may be cut, or come from shared memory that
 //! another process wrote.
 
+use super::launches::Launch;
+use crate::engine::Signed;
 use crate::progress::waits::{Edge, Waits};
 
 /// Longest place or name in an account; the file's end says more than its beginning.
@@ -28,6 +30,8 @@ pub struct Account {
     /// The same of its collectives on devices, which have numbers of their own.
     pub launched: u64,
     pub launched_last: Option<String>,
+    /// What the last of these signed; empty where the ranks see it in the memory that they share.
+    pub signed: Vec<Launch>,
     /// The rank's process and host.
     pub who: String,
     /// Ranks on its host whose processes are stopped.
@@ -47,6 +51,8 @@ impl Account {
         lines.extend(self.last.as_ref().map(|last| format!("last\t{}", field(last))));
         lines.push(format!("launched\t{}", self.launched));
         lines.extend(self.launched_last.as_ref().map(|last| format!("launched_last\t{}", field(last))));
+        let signed = |(number, Signed { signature, lists }): &Launch| format!("signed\t{number}\t{signature}\t{lists}");
+        lines.extend(self.signed.iter().map(signed));
         lines.push(format!("who\t{}", field(&self.who)));
         lines.extend(self.stopped.iter().map(|rank| format!("stopped\t{rank}")));
         lines.extend(self.idle.map(|idle| format!("idle\t{idle}")));
@@ -79,6 +85,11 @@ impl Account {
                 ["last", call] => account.last = Some(call.to_string()),
                 ["launched", number] => account.launched = number.parse().ok()?,
                 ["launched_last", call] => account.launched_last = Some(call.to_string()),
+                ["signed", number, signature, lists] => {
+                    if let (Ok(number), Ok(signature), Ok(lists)) = (number.parse(), signature.parse(), lists.parse()) {
+                        account.signed.push((number, Signed { signature, lists }));
+                    }
+                }
                 ["who", process] => account.who = process.to_string(),
                 ["stopped", rank] => account.stopped.extend(rank.parse::<usize>().ok()),
                 ["idle", time] => account.idle = time.parse().ok(),
@@ -134,6 +145,7 @@ mod tests {
             last: Some("barrier number 12".into()),
             launched: 3,
             launched_last: Some("all_reduce number 3 on a device".into()),
+            signed: vec![(2, Signed { signature: u64::MAX, lists: 0 }), (3, Signed { signature: 7, lists: u32::MAX })],
             who: "pid 5, host a".into(),
             stopped: vec![3, 1],
             idle: Some(3400),

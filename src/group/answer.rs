@@ -81,6 +81,8 @@ impl Group {
         let issued = inner.number;
         drop(inner);
         let launched = self.device_number.load(Ordering::Relaxed);
+        // In shared memory the answer has little room, and the signatures are seen there anyway.
+        let signed = if self.board.get().is_some() { self.own_launches().into() } else { Vec::new() };
         let who = Process::own().who;
         let stopped = self.mates.iter().filter(|(_, pid)| life_of(*pid) == Some(Life::Stopped));
         let stopped = stopped.map(|(rank, _)| *rank).collect();
@@ -90,7 +92,7 @@ impl Group {
         let known = known.into_iter().filter(|(edge, _)| edge.from != me);
         let edges = own.into_iter().map(|edge| (edge, 0)).chain(known).collect();
         let place = Place::Unknown;
-        Account { question, issued, last, launched, launched_last, who, stopped, idle, place, waits, edges }
+        Account { question, issued, last, launched, launched_last, signed, who, stopped, idle, place, waits, edges }
     }
 
     /// What a thread waits for in this group or, for none, a device that has been at it for long.
@@ -169,5 +171,8 @@ impl Member for Group {
             self.domain.hear(self.global(*rank), &account.edges, clock::now());
         }
         self.lock().learn(result, self.config.rank);
+        if let Some(difference) = &result.found.difference {
+            self.poison(difference.error(&self.config.name));
+        }
     }
 }

@@ -15,7 +15,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::account::Account;
-use crate::engine::Told;
+use super::launches::Difference;
+use crate::engine::{Signed, Told};
 use crate::error::{Error, Result, cleaned};
 use crate::host::Counting;
 use crate::os::topology;
@@ -74,6 +75,8 @@ pub struct Found {
     pub silent: BTreeSet<usize>,
     /// The ranks whose processes are stopped, as other ranks of their hosts see.
     pub stopped: BTreeSet<usize>,
+    /// Two ranks that called different operations on their devices.
+    pub difference: Option<Difference>,
 }
 
 impl Found {
@@ -87,6 +90,7 @@ impl Found {
             behind: late.map(|(rank, account)| (*rank, counts(account))).collect(),
             silent: (0..ranks).filter(|rank| !answers.contains_key(rank)).collect(),
             stopped: answers.values().flat_map(|account| account.stopped.iter().copied()).collect(),
+            difference: Difference::among(answers.iter().map(|(rank, account)| (*rank, &account.signed[..]))),
         }
     }
 
@@ -95,7 +99,11 @@ impl Found {
             self.behind.iter().map(|(rank, (issued, launched))| format!("behind\t{rank}\t{issued}\t{launched}\n"));
         let silent = self.silent.iter().map(|rank| format!("silent\t{rank}\n"));
         let stopped = self.stopped.iter().map(|rank| format!("stopped\t{rank}\n"));
-        behind.chain(silent).chain(stopped).collect()
+        let difference = self.difference.iter().map(|Difference { number, ranks: [a, b], signed: [one, other] }| {
+            let words = [one, other].map(|signed| format!("{}\t{}", signed.signature, signed.lists));
+            format!("differs\t{number}\t{a}\t{}\t{b}\t{}\n", words[0], words[1])
+        });
+        behind.chain(silent).chain(stopped).chain(difference).collect()
     }
 
     fn decode(text: &str) -> Found {
@@ -109,6 +117,14 @@ impl Found {
                     found.behind.insert(*rank as usize, (*issued, *launched));
                 }
                 (Some("silent"), Some([rank])) => drop(found.silent.insert(*rank as usize)),
+                (Some("differs"), Some([number, a, one, one_lists, b, other, other_lists])) => {
+                    let signed = |signature: u64, lists: u64| Signed { signature, lists: lists as u32 };
+                    found.difference = Some(Difference {
+                        number: *number,
+                        ranks: [*a as usize, *b as usize],
+                        signed: [signed(*one, *one_lists), signed(*other, *other_lists)],
+                    });
+                }
                 (Some("stopped"), Some([rank])) => drop(found.stopped.insert(*rank as usize)),
                 _ => (),
             }
@@ -276,13 +292,17 @@ mod tests {
         let account = |issued, launched| Account { issued, launched, ..Account::default() };
         let answers = BTreeMap::from([(0, account(3, 1)), (1, account(2, 1)), (3, account(3, 0))]);
         let behind = BTreeMap::from([(1, (2, 1)), (3, (3, 0))]);
-        let found = Found { behind, silent: BTreeSet::from([2]), stopped: BTreeSet::new() };
+        let found = Found { behind, silent: BTreeSet::from([2]), ..Found::default() };
         assert_eq!(Found::of(4, &answers), found);
         let mut all = answers.clone();
         all.insert(4, Account { stopped: vec![5, 2], ..account(3, 1) });
         let all = Found::of(5, &all);
         assert_eq!(all, Found { stopped: BTreeSet::from([2, 5]), ..found });
         assert_eq!(Found::decode(&all.encode()), all);
+        let signed = |signature| Account { signed: vec![(5, Signed { signature, lists: 1 })], ..account(3, 1) };
+        let differ = Found::of(2, &BTreeMap::from([(0, signed(u64::MAX)), (1, signed(8))]));
+        assert!(differ.difference.is_some_and(|difference| (difference.number, difference.ranks) == (5, [0, 1])));
+        assert_eq!(Found::decode(&differ.encode()), differ);
         assert_eq!(Found::of(2, &BTreeMap::new()).silent, BTreeSet::from([0, 1]), "nobody has answered");
         assert_eq!(Found::decode("behind\t1\nsilent\tx\nnonsense\n\n"), Found::default());
     }

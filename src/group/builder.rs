@@ -256,6 +256,7 @@ impl Parts {
                 pending: AtomicUsize::new(0),
                 last_number: AtomicU64::new(0),
                 device_number: AtomicU64::new(0),
+                signed: Mutex::default(),
                 timeout_ms: AtomicU64::new(config.timeout.as_millis() as u64),
                 fault: OnceCell::new(),
                 extends: AtomicBool::new(false),

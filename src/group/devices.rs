@@ -8,12 +8,11 @@ use super::Group;
 use super::hang::{seconds, timed_out};
 use super::outside::{Carrier, ExternalOp, Outside};
 use super::pending::Pending;
-use crate::engine::Lacks;
-use crate::engine::device::{Counted, DeviceGroup, DeviceRequest, Watched};
+use crate::engine::device::{Agreed, Counted, DeviceGroup, DeviceRequest, Watched};
+use crate::engine::{Lacks, Signed};
 use crate::error::{Error, Result};
 use crate::os::clock;
 use crate::select::Policy;
-use crate::types::Kind;
 
 /// After a failure of a library: how long the fault of another rank, which may be its cause, takes to be seen in shared
 /// memory, where it stands before that rank ends its communicators, or to be read from the store.
@@ -76,10 +75,11 @@ impl DeviceGroup for Group {
     fn death_of(&self, rank: usize, during: &str) -> Error {
         Group::death_of(self, rank, during)
     }
-    fn next_number(&self, kind: Kind) -> u64 {
-        let number = self.device_number.fetch_add(1, Ordering::Relaxed) + 1;
-        self.control.set_launched(number, kind as u8);
-        number
+    fn next_number(&self, signed: Signed) -> u64 {
+        self.sign_launch(signed)
+    }
+    fn compare(&self, first: u64, last: u64) -> Agreed {
+        self.compare_launches(first, last)
     }
     fn look_at_long_waits(&self) {
         self.look_outside();

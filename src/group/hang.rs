@@ -359,7 +359,8 @@ impl Group {
         if late.is_empty() {
             let each = entered.iter().take(MOST).map(|(rank, _)| {
                 let (process, _) = self.process_of(watched, *rank, None);
-                format!("rank {rank}{process} has issued it")
+                let instead = self.called_instead(*rank, outside.number);
+                format!("rank {rank}{process} {}", instead.as_deref().unwrap_or("has issued it"))
             });
             return Lacks::Unknown(each.collect::<Vec<_>>().join("; "));
         }

@@ -27,12 +27,14 @@ mod findings;
 mod handle;
 mod hang;
 mod lanes;
+mod launches;
 mod outside;
 mod pending;
 mod questions;
 mod reply;
 mod report;
 
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
 use std::time::Duration;
@@ -42,6 +44,7 @@ use once_cell::sync::OnceCell;
 pub use self::explain::{StartRule, explain_without_group, start_rule, table_without_group};
 use self::extensions::{Extensions, Owner};
 pub use self::handle::Op;
+use self::launches::Launch;
 use self::outside::Outsiders;
 pub use self::outside::{Carrier, ExternalOp};
 use self::pending::Pending;
@@ -120,8 +123,12 @@ pub struct Group {
     pending: AtomicUsize,
     /// Number of the last collective. Written under `inner`, read without it (relaxed: nothing else is read by it).
     last_number: AtomicU64,
-    /// Operations that were launched on devices, which have numbers of their own (`devices`).
+    /// Operations that were launched on devices, which have numbers of their own (`devices`). Written under `signed`, read
+    /// without it (relaxed: nothing else is read by it).
     device_number: AtomicU64,
+    /// What the last of them signed, the newest last. Its lock is held while one takes its number, so that the numbers are
+    /// published in their order.
+    signed: Mutex<VecDeque<Launch>>,
     timeout_ms: AtomicU64,
     /// Timeouts are extended for a while. Written under `inner`, read without it as a hint (relaxed): an operation that is
     /// issued while another thread extends them may go either way.

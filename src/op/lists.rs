@@ -18,9 +18,14 @@ pub fn hash(request: &Request) -> u64 {
     if !request.list.is_empty() {
         return of_tensors(&request.list);
     }
-    let blocks = match request.kind {
-        Kind::AllGather => &request.out_blocks,
-        Kind::ReduceScatter => &request.in_blocks,
+    of_blocks(request.kind, (&request.in_blocks, &request.out_blocks))
+}
+
+/// Hash of the sizes of the blocks that a call reads and writes; 0 where `hash` has 0.
+pub fn of_blocks(kind: Kind, (read, written): (&[usize], &[usize])) -> u64 {
+    let blocks = match kind {
+        Kind::AllGather => written,
+        Kind::ReduceScatter => read,
         _ => return 0,
     };
     if blocks.iter().all(|bytes| *bytes == blocks[0]) {

@@ -321,20 +321,23 @@ impl Op {
 /// Operations that only move data sign bytes, not dtype. Blocks of different sizes sign their sum; all_to_all signs no
 /// bytes, because no rank knows all of its sizes (its block table is checked pair by pair).
 pub fn signature(request: &Request, ranks: usize) -> u64 {
-    let sum = |spans: &[crate::types::Span]| spans.iter().map(|span| span.bytes as u64).sum::<u64>();
-    let bytes = match request.kind {
-        Kind::AllReduce | Kind::Reduce | Kind::ReduceScatter | Kind::Gather => sum(request.inputs()),
-        Kind::Broadcast => sum(request.inputs()).max(sum(request.outputs())),
-        Kind::AllGather | Kind::Scatter => sum(request.outputs()),
-        Kind::Send => sum(request.inputs()),
-        Kind::Recv => sum(request.outputs()),
+    debug_assert!(ranks <= 512);
+    let sum = |spans: &[Span]| spans.iter().map(|span| span.bytes as u64).sum::<u64>();
+    let sizes = (sum(request.inputs()), sum(request.outputs()));
+    signature_of(request.kind, (request.dtype, request.op), request.root, sizes)
+}
+
+/// The signature of a call that reads and writes so many bytes.
+pub fn signature_of(kind: Kind, (dtype, op): (Dtype, ReduceOp), root: u32, (read, written): (u64, u64)) -> u64 {
+    let bytes = match kind {
+        Kind::AllReduce | Kind::Reduce | Kind::ReduceScatter | Kind::Gather | Kind::Send => read,
+        Kind::Broadcast => read.max(written),
+        Kind::AllGather | Kind::Scatter | Kind::Recv => written,
         Kind::AllToAll | Kind::Barrier => 0,
     };
-    debug_assert!(ranks <= 512);
-    let (dtype, op) =
-        if request.kind.reduces() { (request.dtype as u64, u64::from(request.op.code())) } else { (0, 0) };
-    let root = if request.kind.rooted() { u64::from(request.root) & 0x1ff } else { 0 };
-    (request.kind as u64) << 59 | op << 55 | dtype << 49 | root << 40 | (bytes & ((1 << 40) - 1))
+    let (dtype, op) = if kind.reduces() { (dtype as u64, u64::from(op.code())) } else { (0, 0) };
+    let root = if kind.rooted() { u64::from(root) & 0x1ff } else { 0 };
+    (kind as u64) << 59 | op << 55 | dtype << 49 | root << 40 | (bytes & ((1 << 40) - 1))
 }
 
 /// A signature as text: `all_reduce(1024 bytes, float32, SUM)`.

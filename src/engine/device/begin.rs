@@ -1,15 +1,17 @@
 //! The first step of a call on a device: it is checked, lowered, given its communicator and its number.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use super::call::{DeviceCall, Lowered, Stage};
+use super::call::{DeviceCall, Numbers, Stage};
 use super::communicators::{Exchange, Ranks};
 use super::engine::DeviceEngine;
 use super::group::{Counted, DeviceRequest, Terms, Watched};
 use super::layout::Layout;
+use super::lowered::Lowered;
 use super::lowering::{LoweringInput, lower};
+use super::parts::Parts;
 use super::rules;
 use crate::error::{Error, Result};
 use crate::types::Kind;
@@ -37,11 +39,11 @@ impl DeviceEngine {
             )));
         }
         let communicator = self.communicator(terms.device, ranks, exchange)?;
-        let (number, notes) = self.count(calls)?;
+        let (numbers, notes) = self.count(calls)?;
         let watched = Watched {
             op: first.name.to_string(),
             kind: first.asked.kind,
-            number,
+            number: numbers.last,
             device: self.place(terms.device),
             peer: first.asked.kind.is_p2p().then_some(first.root),
             with_peer_alone: ranks != Ranks::All,
@@ -54,9 +56,9 @@ impl DeviceEngine {
             stream_key: self.stream_key_of(ranks),
             communicator: Some(communicator),
             watched,
-            calls: lowered,
+            parts: Parts::of(lowered),
             notes,
-            launched: Mutex::new(Vec::new()),
+            numbers,
             stage: Stage::begun(),
         })
     }
@@ -79,10 +81,10 @@ impl DeviceEngine {
                 issued: Instant::now(),
                 timeout: self.group.timeout(),
             },
-            calls: Vec::new(),
+            parts: Parts::of(Vec::new()),
             notes: Vec::new(),
-            launched: Mutex::new(Vec::new()),
             stage: Stage::nothing_to_launch(),
+            numbers: Numbers::default(),
         }
     }
 
@@ -158,21 +160,25 @@ impl DeviceEngine {
     }
 
     /// Takes the numbers of the calls and enters them into the statistics. Messages have none.
-    fn count(&self, calls: &[DeviceRequest<'_>]) -> Result<(u64, Vec<Box<dyn Counted>>)> {
+    fn count(&self, calls: &[DeviceRequest<'_>]) -> Result<(Numbers, Vec<Box<dyn Counted>>)> {
         let mut number = 0;
+        let mut numbers = Numbers::default();
         let mut notes = Vec::with_capacity(calls.len());
         // Once, before the first number: a number that was taken is launched, or the group fails.
         self.group.usable(calls[0].asked.kind.name())?;
-        for call in calls {
+        for (at, call) in calls.iter().enumerate() {
             let kind = call.asked.kind;
             if call.note.counts || number == 0 {
-                number = if kind.is_p2p() { 0 } else { self.group.next_number(kind) };
+                let with_it = |next: &&DeviceRequest<'_>| !next.note.counts && !next.asked.kind.is_p2p();
+                let end = at + 1 + calls[at + 1..].iter().take_while(with_it).count();
+                number = if kind.is_p2p() { 0 } else { self.group.next_number(DeviceRequest::signed(&calls[at..end])) };
+                numbers.add(number);
             }
             notes.push(self.group.count(call));
         }
-        if number != 0 {
-            self.last_number.store(number, Ordering::Relaxed);
+        if numbers.last != 0 {
+            self.last_number.store(numbers.last, Ordering::Relaxed);
         }
-        Ok((number, notes))
+        Ok((numbers, notes))
     }
 }

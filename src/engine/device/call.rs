@@ -1,23 +1,19 @@
 //! The calls of one launch on a device: puts them on a raw stream, asks whether they have ended, and reports how the
 //! library ran them.
 
-use std::borrow::Cow;
-use std::sync::atomic::{AtomicU8, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::time::{Duration, Instant};
 
-use super::communicator::{Call, Message};
-use super::communicators::DeviceComm;
+use super::communicators::{DeviceComm, patience};
 use super::engine::DeviceEngine;
-use super::group::{Counted, Watched};
-use super::launch::{Job, Launched, launch};
-use super::layout::Layout;
-use super::lock;
-use super::lowering::Lowering;
+use super::first_use;
+use super::group::{Agreed, Counted, Watched};
+use super::lowered::{Lowered, Placed};
+use super::parts::Parts;
 use super::runtime::{SPARES_CAPTURES, Stream};
 use super::watchdog::{Found, Library, Seen};
 use crate::error::{Error, Result};
-use crate::types::{Kind, ReduceOp, Span};
 
 /// The calls of one launch, from their check to their end.
 pub struct DeviceCall {
@@ -28,10 +24,10 @@ pub struct DeviceCall {
     /// operations.
     pub(super) communicator: Option<Arc<DeviceComm>>,
     pub(super) watched: Watched,
-    pub(super) calls: Vec<Lowered>,
+    /// Kept until the device has passed the calls. Shared with the thread of a first launch.
+    pub(super) parts: Arc<Parts>,
     pub(super) notes: Vec<Box<dyn Counted>>,
-    /// Host memory that the library was given; it stays until the device has passed the calls.
-    pub(super) launched: Mutex<Vec<Launched>>,
+    pub(super) numbers: Numbers,
     pub(super) stage: Stage,
 }
 
@@ -59,6 +55,26 @@ impl Stage {
     }
 }
 
+/// The numbers of a launch, and whether the other ranks called the same for them.
+#[derive(Default)]
+pub(super) struct Numbers {
+    /// Zero where the launch has none.
+    pub(super) first: u64,
+    pub(super) last: u64,
+    /// All ranks that can be seen did. Written and read by the threads that look at the call (relaxed: nothing else is read
+    /// by it).
+    agreed: AtomicBool,
+}
+
+impl Numbers {
+    pub(super) fn add(&mut self, number: u64) {
+        if self.first == 0 {
+            self.first = number;
+        }
+        self.last = self.last.max(number);
+    }
+}
+
 /// How one call travelled, for `explain`.
 pub struct Carried {
     /// torch's name of the operation.
@@ -71,30 +87,6 @@ pub struct Carried {
     pub why: String,
     /// The algorithm that the library reports; empty where it reports none.
     pub ran: String,
-}
-
-/// One call of a launch.
-pub struct Lowered {
-    pub(super) name: String,
-    pub(super) kind: Kind,
-    /// In the communicator.
-    pub(super) root: u32,
-    /// As the program's group counts ranks.
-    pub(super) peer: u32,
-    pub(super) tensors: u32,
-    pub(super) bytes: u64,
-    pub lowering: Lowering,
-    pub layout: Layout,
-}
-
-/// Addresses of the temporaries that the layout of one call asks for, once the local steps before the call have filled
-/// them; 0 where it asks for none.
-#[derive(Clone, Copy, Debug)]
-pub struct Placed {
-    /// Address of the factor, where the library itself has PREMUL_SUM.
-    pub factor: usize,
-    pub send: usize,
-    pub recv: usize,
 }
 
 impl DeviceCall {
@@ -114,7 +106,7 @@ impl DeviceCall {
     }
 
     pub fn calls(&self) -> &[Lowered] {
-        &self.calls
+        &self.parts.calls
     }
 
     /// Puts the calls on a raw stream, as one launch where there are several. Host memory that the library was given is
@@ -158,62 +150,98 @@ impl DeviceCall {
 
     fn put(&self, placed: &[Placed], stream: Stream) -> Result<()> {
         let communicator = self.communicator.as_ref().ok_or_else(|| Error::Bug("sagellm: nothing to launch".into()))?;
-        if placed.len() != self.calls.len() {
-            let (calls, placed) = (self.calls.len(), placed.len());
-            return Err(Error::Bug(format!("sagellm: {calls} calls are launched, and {placed} were prepared")));
+        let (calls, parts) = (self.parts.calls.len(), placed.len());
+        if parts != calls {
+            return Err(Error::Bug(format!("sagellm: {calls} calls are launched, and {parts} were prepared")));
         }
-        self.engine.runtime.set_device(self.device)?;
-        if let ([call], [place]) = (&self.calls[..], placed) {
-            lock(&self.launched).push(self.one(communicator, call, place, stream)?);
-            return Ok(());
-        }
-        communicator.library().group_start()?;
-        let launched = self.several(communicator, placed, stream);
-        // Also after an error: a group that stays open swallows whatever this thread calls next.
-        let ended = communicator.library().group_end();
-        launched.and(ended)
-    }
-
-    fn one(&self, communicator: &DeviceComm, call: &Lowered, place: &Placed, stream: Stream) -> Result<Launched> {
         let library = communicator.library();
-        let (send, recv) = call.memory(place);
-        let (lowering, root, factor) = (&call.lowering, call.root, place.factor);
-        let job =
-            Job { lowering, rank: library.rank(), ranks: library.ranks(), root, factor, send: &send, recv: &recv };
-        launch(library, &*self.engine.runtime, &job, stream)
+        let missing = communicator.connected.missing(&self.parts.calls, placed, (library.rank(), library.ranks()));
+        let put = if missing.is_empty() {
+            self.parts.put(&self.engine, communicator, placed, stream)
+        } else {
+            self.first_launch(communicator, placed, stream)
+                .inspect(|()| communicator.connected.add(missing, library.ranks()))
+        };
+        // Where the watch has ended a launch that waited, the group knows why, and the library does not.
+        put.map_err(|error| self.engine.group.fault().unwrap_or(error))
     }
 
-    fn several(&self, communicator: &DeviceComm, placed: &[Placed], stream: Stream) -> Result<()> {
-        let me = self.engine.group.rank() as u32;
-        let mut messages = Vec::new();
-        let (mut sent, mut received) = (Vec::new(), Vec::new());
-        for (call, place) in self.calls.iter().zip(placed) {
-            if !call.kind.is_p2p() {
-                lock(&self.launched).push(self.one(communicator, call, place, stream)?);
-                continue;
+    /// A launch for which the library connects ranks: on a thread of its own, as long as the call may wait.
+    fn first_launch(&self, communicator: &Arc<DeviceComm>, placed: &[Placed], stream: Stream) -> Result<()> {
+        let (engine, own) = (Arc::clone(&self.engine), Arc::clone(communicator));
+        let (parts, placed) = (Arc::clone(&self.parts), placed.to_vec());
+        let launched = first_use::watched(
+            &format!("the launch of {}", self.watched.what()),
+            patience(self.watched.timeout),
+            &|| self.may_wait(),
+            move || parts.put(&engine, &own, &placed, stream),
+        );
+        // Where a signal ended the wait, the other ranks wait for this one in vain. The caller ends the communicators.
+        launched.inspect_err(|error| {
+            if matches!(error, Error::Interrupted(_)) {
+                self.engine.group.fail(error.clone());
             }
-            let (send, recv) = call.memory(place);
-            let own = call.peer == me;
-            for (sends, span) in send.iter().map(|span| (true, span)).chain(recv.iter().map(|span| (false, span))) {
-                match (own, sends) {
-                    _ if span.bytes == 0 => {}
-                    (false, _) => messages.push(Message { peer: call.root, sends, addr: span.addr, bytes: span.bytes }),
-                    (true, true) => sent.push(*span),
-                    (true, false) => received.push(*span),
-                }
-            }
+        })
+    }
+
+    /// An error where a launch shall not wait for other ranks any longer.
+    fn may_wait(&self) -> Result<()> {
+        let group = &self.engine.group;
+        if group.interrupted() {
+            return Err(Error::Interrupted(format!(
+                "sagellm: rank {} of group '{}': interrupted in the launch of {}, before the other ranks came to theirs",
+                group.rank(),
+                group.name(),
+                self.watched.what()
+            )));
         }
-        // Messages of a rank to itself do not go through the library. The first send matches the first receive, as
-        // `begin` checked.
-        for (from, to) in sent.iter().zip(&received) {
-            self.engine.runtime.copy(to.addr, from.addr, from.bytes, stream)?;
+        self.look_at_launch().map_or(Ok(()), Err)
+    }
+
+    /// Why a launch that has not returned shall not go on: its deadline has passed, the group has failed, a peer is gone, or
+    /// ranks called different operations. The group then has failed with it; the caller ends the communicators (`abort`), by
+    /// which a launch that waits in the library returns.
+    pub fn look_at_launch(&self) -> Option<Error> {
+        match self.look(self.seen()) {
+            Found::Failed(error) => Some(error),
+            Found::Nothing | Found::Undecided => None,
         }
-        // Messages under way together cannot wait for one another, whatever their order on the ranks.
-        if !messages.is_empty() {
-            let kept = communicator.library().call(&Call::Exchange(&messages), stream)?;
-            lock(&self.launched).push(Launched::of(kept));
+    }
+
+    /// As long as the device has not passed the calls.
+    fn seen(&self) -> Seen {
+        // This one is among them, unless it is a barrier, which launches nothing.
+        let own = u64::from(self.stage.is_under_way());
+        let engine = &self.engine;
+        let among_others = engine.under_way.load(Ordering::Relaxed) > own;
+        Seen { passed: false, among_others, hangs_when_failed: engine.capabilities().abort }
+    }
+
+    fn look(&self, seen: Seen) -> Found {
+        let engine = &self.engine;
+        if let Some(error) = self.disagreement() {
+            engine.group.fail(error.clone());
+            return Found::Failed(error);
         }
-        Ok(())
+        let library = match &self.communicator {
+            None => Library::Ended { drained: true },
+            Some(communicator) => communicator.state(),
+        };
+        engine.watchdog.look(&*engine.group, &self.watched, library, seen, Instant::now())
+    }
+
+    /// Ranks called different operations as one of these numbers.
+    fn disagreement(&self) -> Option<Error> {
+        let Numbers { first, last, agreed } = &self.numbers;
+        if *first == 0 || agreed.load(Ordering::Relaxed) {
+            return None;
+        }
+        match self.engine.group.compare(*first, *last) {
+            Agreed::Not(error) => return Some(error),
+            Agreed::WithAll => agreed.store(true, Ordering::Relaxed),
+            Agreed::SoFar => (),
+        }
+        None
     }
 
     /// From here until `poll`, which takes the returned value, this thread's queries to its device break no capture of
@@ -227,25 +255,13 @@ impl DeviceCall {
     /// ends the communicators (`abort`), which unblocks calls that hang, when the program has been told.
     pub fn poll(&self, passed: bool, mode: u32) -> Result<Found> {
         self.engine.runtime.exchange_capture_mode(mode)?;
-        let engine = &self.engine;
-        let library = match &self.communicator {
-            None => Library::Ended { drained: true },
-            Some(communicator) => communicator.state(),
-        };
-        // This one is among them, unless it is a barrier, which launches nothing.
-        let own = u64::from(self.stage.is_under_way());
-        let seen = Seen {
-            passed,
-            among_others: engine.under_way.load(Ordering::Relaxed) > own,
-            hangs_when_failed: engine.capabilities().abort,
-        };
-        Ok(engine.watchdog.look(&*engine.group, &self.watched, library, seen, Instant::now()))
+        Ok(self.look(Seen { passed, ..self.seen() }))
     }
 
     /// Whether the library reads host memory that this keeps: then it is needed as often as a graph with the calls is
     /// replayed.
     pub fn keeps_memory(&self) -> bool {
-        lock(&self.launched).iter().any(|launched| !launched.is_empty())
+        self.parts.keeps_memory()
     }
 
     /// As `poll`, for replays of these captured calls, of which nobody knows when they begin and end: whether one would
@@ -277,8 +293,9 @@ impl DeviceCall {
 
     /// How each call travels.
     pub fn explain(&self) -> Vec<Carried> {
-        let several = self.calls.len();
-        self.calls
+        let several = self.parts.calls.len();
+        self.parts
+            .calls
             .iter()
             .map(|call| {
                 let mut why = call.lowering.why.clone();
@@ -314,17 +331,5 @@ impl Drop for DeviceCall {
             self.engine.abort();
         }
         self.leave();
-    }
-}
-
-impl Lowered {
-    /// Where the library sends from and receives to.
-    fn memory(&self, place: &Placed) -> (Cow<'_, [Span]>, Cow<'_, [Span]>) {
-        (self.layout.send.at(place.send), self.layout.received(place.send, place.recv))
-    }
-
-    /// The library itself scales by a factor (its PREMUL_SUM), which the launch must pass.
-    pub fn is_premul(&self) -> bool {
-        matches!(self.lowering.op, ReduceOp::PremulSum(_))
     }
 }

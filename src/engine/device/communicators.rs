@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
 
 use super::communicator::{Communicator, GoOn, Split, Steering};
+use super::first_use::Connected;
 use super::group::DeviceGroup;
 use super::lock;
 use super::pairs::Pairs;
@@ -59,6 +60,7 @@ pub struct DeviceComm {
     /// Nothing was under way in it when it ended, so calls that the device has passed ended well. Written before
     /// `ended`.
     pub(super) drained: AtomicBool,
+    pub(super) connected: Connected,
     /// While this lives, the library gets its algorithms from our rules, if it asks for them.
     pub(super) _steering: Option<Box<dyn Steering>>,
 }

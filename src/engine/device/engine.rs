@@ -108,15 +108,18 @@ impl DeviceEngine {
     pub fn stream_behind(&self, device: i32, stream_key: i32, event: Event, told: &[Event]) -> Result<Stream> {
         self.runtime.set_device(device)?;
         lock(&self.events).entry(device).or_default().extend(told);
-        let stream = {
-            let mut streams = lock(&self.streams);
-            match streams.get(&(device, stream_key)) {
-                Some(stream) => *stream,
-                None => *streams.entry((device, stream_key)).or_insert(self.runtime.stream_create()?),
-            }
-        };
+        let stream = self.own_stream(device, stream_key)?;
         self.runtime.event_wait(stream, event)?;
         Ok(stream)
+    }
+
+    /// Our raw stream on the device of this thread, made when first asked for.
+    pub(super) fn own_stream(&self, device: i32, stream_key: i32) -> Result<Stream> {
+        let mut streams = lock(&self.streams);
+        match streams.get(&(device, stream_key)) {
+            Some(stream) => Ok(*stream),
+            None => Ok(*streams.entry((device, stream_key)).or_insert(self.runtime.stream_create()?)),
+        }
     }
 
     /// An event after all work that is now on the stream that `stream_behind` gave to this thread. It belongs to the

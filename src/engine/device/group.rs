@@ -5,7 +5,10 @@ use std::time::{Duration, Instant};
 
 use super::layout::Buffers;
 use super::lowering::LoweringInput;
+use crate::engine::Signed;
 use crate::error::{Error, Result};
+use crate::op;
+use crate::op::lists;
 use crate::select::Policy;
 use crate::types::{CallNote, Kind};
 
@@ -43,14 +46,26 @@ pub trait DeviceGroup: Send + Sync {
     /// Whether a rank has left the group in order.
     fn left(&self, rank: usize) -> bool;
     fn death_of(&self, rank: usize, during: &str) -> Error;
-    /// Takes the next number of a collective on a device, and tells the peers on this host.
-    fn next_number(&self, kind: Kind) -> u64;
+    /// Takes the next number of a collective on a device, and publishes what it signs.
+    fn next_number(&self, signed: Signed) -> u64;
+    /// Compares what this rank signed for numbers, those still kept, with what others have signed for them. Never waits.
+    fn compare(&self, first: u64, last: u64) -> Agreed;
     /// Asks the ranks that an operation waits for what they do, once it has been under way for long. Cheap before that.
     fn look_at_long_waits(&self);
     /// The error at the deadline of an operation: the ranks that have not issued it, what they do, and where.
     fn deadline_passed(&self, watched: &Watched) -> Error;
     /// Enters a call into the statistics, after its number was taken.
     fn count(&self, call: &DeviceRequest<'_>) -> Box<dyn Counted>;
+}
+
+/// Whether the ranks called the same operations as some numbers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Agreed {
+    /// Those that can be seen have all launched theirs.
+    WithAll,
+    /// Some have not launched theirs yet.
+    SoFar,
+    Not(Error),
 }
 
 /// A call in the statistics. Dropped before `end`, it counts as failed.
@@ -101,6 +116,8 @@ pub struct DeviceRequest<'a> {
     /// `None`: the group's.
     pub timeout: Option<Duration>,
     pub buffers: Buffers<'a>,
+    /// Hash of the call's list of tensors (`op::lists::of_tensors`); 0 where it has one tensor.
+    pub list: u64,
     pub note: CallNote,
 }
 
@@ -113,6 +130,29 @@ impl DeviceRequest<'_> {
     /// Bytes of the outputs.
     pub fn written(&self) -> u64 {
         self.buffers.outputs.iter().map(|span| span.bytes as u64).sum()
+    }
+
+    fn signature(&self) -> u64 {
+        let LoweringInput { kind, dtype, op, .. } = self.asked;
+        op::signature_of(kind, (dtype, op), self.root, (self.read(), self.written()))
+    }
+
+    /// What calls that have one number sign together.
+    pub(super) fn signed(calls: &[DeviceRequest<'_>]) -> Signed {
+        const BYTES: u64 = (1 << 40) - 1;
+        let mix = |hash: u64, word: u64| (hash.rotate_left(5) ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        let (mut signature, mut hash) = (0, 0);
+        for call in calls {
+            let own = call.signature();
+            let bytes = ((signature & BYTES) + (own & BYTES)) & BYTES;
+            signature = if signature == 0 { own } else { signature & !BYTES | bytes };
+            let blocks = (call.buffers.in_blocks, call.buffers.out_blocks);
+            let lists = if call.list != 0 { call.list } else { lists::of_blocks(call.asked.kind, blocks) };
+            if calls.len() > 1 || lists != 0 {
+                hash = mix(mix(hash, own), lists);
+            }
+        }
+        Signed { signature, lists: (hash >> 32) as u32 }
     }
 }
 

@@ -5,12 +5,19 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32};
 use std::time::{Duration, Instant};
 
-use super::communicator::{Communicator, GoOn, Setup};
+use super::communicator::{Call, Communicator, GoOn, Message, Setup};
 use super::communicators::{DeviceComm, Exchange, Ranks, patience};
 use super::engine::DeviceEngine;
+use super::first_use;
+use super::first_use::Connected;
 use super::lock;
 use super::pairs::Pairs;
+use super::runtime::SPARES_CAPTURES;
 use crate::error::{Error, Result};
+use crate::os::watch;
+
+/// The key of our stream for the bytes that connect pairs; those of calls are not negative.
+const CONNECTS: i32 = -1;
 
 /// The longest pause between two looks at the store for a rank that has not come to its first message yet: all ranks that
 /// wait for a late one ask the same store.
@@ -59,8 +66,10 @@ impl DeviceEngine {
             let next = self.next_pair(peer, &known, (begin, timeout), exchange, pairs)?;
             let (low, high) = (me.min(next), me.max(next));
             // Two ranks may both begin with a send, so both directions are made together, the lower rank's sends first.
-            for ranks in [Ranks::OneDirection { from: low, to: high }, Ranks::OneDirection { from: high, to: low }] {
-                let made = self.make(device, ranks, exchange, timeout)?;
+            let ways = [Ranks::OneDirection { from: low, to: high }, Ranks::OneDirection { from: high, to: low }];
+            let up = self.make(device, ways[0], exchange, timeout)?;
+            let down = self.make(device, ways[1], exchange, timeout)?;
+            for (ranks, made) in ways.into_iter().zip(self.connect_pair(device, next, [up, down], timeout)?) {
                 self.communicators.add(device, ranks, made);
             }
             if next == peer {
@@ -68,6 +77,48 @@ impl DeviceEngine {
             }
             known.push(next);
         }
+    }
+
+    /// Connects the communicators of both directions by a byte each, in one order on both ranks. At the first message the
+    /// library would wait on the host until the other rank has come to its own, and two ranks that both send first would
+    /// wait for each other.
+    fn connect_pair(
+        self: &Arc<Self>,
+        device: i32,
+        peer: u32,
+        [up, down]: [DeviceComm; 2],
+        timeout: Duration,
+    ) -> Result<[DeviceComm; 2]> {
+        let is_low = (self.group.rank() as u32) < peer;
+        let other = u32::from(is_low);
+        let communicators = [&up, &down].map(|each| Arc::clone(&each.communicator));
+        let (engine, begin) = (Arc::clone(self), Instant::now());
+        let connected = first_use::watched(
+            &format!("the first message with rank {peer}"),
+            patience(timeout),
+            &|| self.may_wait_for(peer as usize, begin.elapsed(), timeout),
+            move || {
+                let runtime = &engine.runtime;
+                runtime.set_device(device)?;
+                // To get memory breaks no capture of another thread.
+                runtime.exchange_capture_mode(SPARES_CAPTURES)?;
+                let (addr, stream) = (runtime.spare(device)?, engine.own_stream(device, CONNECTS)?);
+                for (each, sends) in communicators.iter().zip([is_low, !is_low]) {
+                    // The device may still be at it when this returns: what follows in the communicator comes behind it.
+                    each.call(&Call::Exchange(&[Message { peer: other, sends, addr, bytes: 1 }]), stream)?;
+                }
+                Ok(())
+            },
+        );
+        if let Err(error) = connected {
+            self.group.fail(error.clone());
+            // A library may need long for that.
+            let _ = watch::spawn("sagellm-abort", move || [up, down].iter().for_each(DeviceComm::abort));
+            return Err(error);
+        }
+        up.connected.add_way((other, is_low));
+        down.connected.add_way((other, !is_low));
+        Ok([up, down])
     }
 
     /// The next rank to make the communicators of messages with: `peer`, or another rank that waits for this one already.
@@ -210,7 +261,15 @@ impl DeviceEngine {
         let (rank, ranks) = (communicator.rank(), communicator.ranks());
         log::info!("group '{group}': {} {device} is rank {rank} of {ranks} in '{name}'", self.device_type);
         let (ended, drained) = (AtomicBool::new(false), AtomicBool::new(false));
-        Ok(DeviceComm { communicator, name, parts: AtomicU32::new(0), ended, drained, _steering: steering })
+        Ok(DeviceComm {
+            communicator,
+            name,
+            parts: AtomicU32::new(0),
+            ended,
+            drained,
+            connected: Connected::default(),
+            _steering: steering,
+        })
     }
 
     /// Ends a wait for the other ranks of a communicator when a signal came or the group has failed.

@@ -44,8 +44,9 @@
 //! | `launch` | pure but for its last step: from a lowered operation to calls |
 //! | `layout` | pure: which memory the library is given, and which temporaries that needs |
 //! | `group` | the interface between the engine and its group |
-//! | `engine`, `begin`, `call` | a group's devices of one type, and its calls on them |
+//! | `engine`, `begin`, `call`, `parts`, `lowered` | a group's devices of one type, and its calls on them |
 //! | `communicators`, `making`, `pairs` | the cache of communicators and their end; how one is made; the order in which pairs of ranks make theirs |
+//! | `first_use` | what of a communicator is connected, and the launches that wait for other ranks |
 //! | `rules` | pure: a group's rules and table, as a library is told them |
 //! | `watchdog` | whether a call will come to its end |
 //! | `libs/loader` | finds a library and its functions, says what was tried |
@@ -59,29 +60,33 @@ mod call;
 pub mod communicator;
 mod communicators;
 mod engine;
+mod first_use;
 mod group;
 mod launch;
 mod layout;
 pub mod libs;
 mod lifetime;
+mod lowered;
 pub mod lowering;
 mod making;
 pub mod pairs;
+mod parts;
 mod rules;
 mod runtime;
 mod watchdog;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-pub use self::call::{Carried, DeviceCall, Lowered, Placed};
+pub use self::call::{Carried, DeviceCall};
 pub use self::communicator::{Api, Call, Communicator, GoOn, Message, Setup, Split, always};
 pub use self::communicators::{Exchange, Ranks};
 pub use self::engine::DeviceEngine;
-pub use self::group::{Counted, DeviceGroup, DeviceRequest, Terms, Watched};
+pub use self::group::{Agreed, Counted, DeviceGroup, DeviceRequest, Terms, Watched};
 pub use self::launch::{Job, Launched, calls, launch};
 pub use self::layout::{Buffers, Layout};
 pub use self::libs::loader::Hints;
 pub use self::lifetime::Retired;
+pub use self::lowered::{Lowered, Placed};
 pub use self::lowering::{Capabilities, Local, Lowering, LoweringInput, Method, lower};
 pub use self::runtime::{Event, Runtime, SPARES_CAPTURES, Stream, synchronize};
 pub use self::watchdog::Found;

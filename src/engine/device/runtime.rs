@@ -1,6 +1,8 @@
 //! Streams and events of a device, through the runtime of its vendor. Used where the communication stream is our own:
 //! raw streams, and the raw events by which they and torch's streams wait for one another.
 
+use std::collections::HashMap;
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
@@ -50,6 +52,25 @@ pub trait Runtime: Send + Sync {
     fn elapsed(&self, start: Event, end: Event) -> Result<Duration>;
     /// Inside the device, in the order of the stream.
     fn copy(&self, to: usize, from: usize, bytes: usize, stream: Stream) -> Result<()>;
+    /// Some bytes of a device, of which nobody needs what they hold: for messages that only connect ranks. Made when first
+    /// asked for, and kept for the life of the process: to give memory back waits for all work of the device.
+    fn spare(&self, device: i32) -> Result<usize>;
+}
+
+/// The addresses of `Runtime::spare` by device.
+#[derive(Default)]
+pub(super) struct Spare(Mutex<HashMap<i32, usize>>);
+
+impl Spare {
+    pub(super) const BYTES: usize = 512;
+
+    pub(super) fn of(&self, device: i32, make: impl FnOnce() -> Result<usize>) -> Result<usize> {
+        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(found) = known.get(&device) {
+            return Ok(*found);
+        }
+        Ok(*known.entry(device).or_insert(make()?))
+    }
 }
 
 /// Waits until the stream's work is done, by polling: the runtimes' own waiting calls take no deadline.

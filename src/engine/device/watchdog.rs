@@ -180,7 +180,8 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::engine::device::group::{Counted, DeviceRequest};
+    use crate::engine::Signed;
+    use crate::engine::device::group::{Agreed, Counted, DeviceRequest};
     use crate::select::Policy;
     use crate::types::Kind;
 
@@ -250,8 +251,11 @@ mod tests {
         fn death_of(&self, rank: usize, during: &str) -> Error {
             Error::RankFailed { rank, text: format!("rank {rank} ended: rank 0 {during}") }
         }
-        fn next_number(&self, _kind: Kind) -> u64 {
+        fn next_number(&self, _signed: Signed) -> u64 {
             1
+        }
+        fn compare(&self, _first: u64, _last: u64) -> Agreed {
+            Agreed::SoFar
         }
         fn look_at_long_waits(&self) {
             *self.looked.lock().unwrap() += 1;

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::memory::area::Area;
-use crate::engine::{Control, Inquiry, Monitor, Told, WakeAddress};
+use crate::engine::{Control, Inquiry, Monitor, Signed, Told, WakeAddress};
 use crate::error::Error;
 use crate::os::{event_count, futex, topology};
 
@@ -51,12 +51,16 @@ impl Control for Area {
         Some(self)
     }
 
-    fn set_launched(&self, number: u64, kind: u8) {
-        Area::set_launched(self, number, kind);
+    fn set_launched(&self, number: u64, signed: Signed) {
+        Area::set_launched(self, number, signed);
     }
 
     fn launched(&self, rank: usize) -> Option<(u64, u8)> {
         Some(Area::launched(self, rank))
+    }
+
+    fn signed(&self, rank: usize, number: u64) -> Option<Signed> {
+        Area::signed(self, rank, number)
     }
 }
 

@@ -11,6 +11,7 @@ use super::layout::{ANSWER_BYTES, INLINE_BYTES, Layout, Part, SLOT_BYTES};
 use super::presence::Presence;
 use super::segment::Segment;
 use crate::engine::shm::protocol::{Mail, Region, Word, Words};
+use crate::engine::{LAUNCHES_KEPT, Signed};
 use crate::error::Result;
 use crate::op::Op;
 use crate::os::event_count::WakeWords;
@@ -30,6 +31,8 @@ const MONITOR: usize = 7;
 const MAIL: usize = 8;
 /// Counts the questions to this rank (`Inquiry`).
 const QUESTION: usize = 9;
+/// The signatures of this rank's last launches on devices, by number.
+const LAUNCHES: usize = 10;
 
 /// Group words.
 const ABORT: usize = 0;
@@ -201,15 +204,36 @@ impl Area {
         self.word64(self.layout.control_word(rank, LIFE)).load(Ordering::Acquire) != 0
     }
 
-    /// Records the last device operation that this rank launched: its number and kind, for stall reports. Relaxed: a
-    /// hint.
-    pub fn set_launched(&self, number: u64, kind: u8) {
-        let word = number << 8 | u64::from(kind);
-        self.word64(self.layout.control_word(self.me, LIFE) + 16).store(word, Ordering::Relaxed);
+    /// Records the last device operation that this rank launched: its number, its kind and what it signs. One thread of
+    /// the rank at a time calls this, with the next number.
+    pub fn set_launched(&self, number: u64, signed: Signed) {
+        let (signature, lists) = self.launch_words(self.me, number);
+        // Release: who reads what this writes also sees the number before it, and so knows that the place was used again.
+        signature.store(signed.signature, Ordering::Release);
+        lists.store(signed.lists, Ordering::Release);
+        let word = number << 8 | signed.signature >> 59;
+        // Release: the signature is written before the number that refers to it.
+        self.word64(self.layout.control_word(self.me, LIFE) + 16).store(word, Ordering::Release);
     }
     pub fn launched(&self, rank: usize) -> (u64, u8) {
-        let word = self.word64(self.layout.control_word(rank, LIFE) + 16).load(Ordering::Relaxed);
+        let word = self.word64(self.layout.control_word(rank, LIFE) + 16).load(Ordering::Acquire);
         (word >> 8, word as u8)
+    }
+    /// What a rank signed for this number; `None` before its launch, and when later launches have taken the place.
+    pub fn signed(&self, rank: usize, number: u64) -> Option<Signed> {
+        if self.launched(rank).0 < number {
+            return None;
+        }
+        let (signature, lists) = self.launch_words(rank, number);
+        let signed = Signed { signature: signature.load(Ordering::Acquire), lists: lists.load(Ordering::Acquire) };
+        // The place is written again before the number that it is for is; that number is by LAUNCHES_KEPT higher.
+        (self.launched(rank).0 < number + LAUNCHES_KEPT - 1).then_some(signed)
+    }
+    /// The places of a number. The second half of the line of `LIFE` is free for the smaller words.
+    fn launch_words(&self, rank: usize, number: u64) -> (&AtomicU64, &AtomicU32) {
+        let at = (number % LAUNCHES_KEPT) as usize;
+        let lists = self.layout.control_word(rank, LIFE) + 64 + at * 4;
+        (self.word64(self.layout.control_word(rank, LAUNCHES) + at * 8), self.word32(lists))
     }
 
     /// Records the core on which this rank last waited for long, for `Driven::shares_core`. Relaxed: a hint.
@@ -364,5 +388,53 @@ impl WakeWords for Area {
     }
     fn fence(&self) {
         fence(Ordering::SeqCst);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Two ranks on one segment.
+    fn two() -> [Area; 2] {
+        let layout = Layout::within(2, usize::MAX).unwrap();
+        let segment = Arc::new(Segment::anonymous(layout.total()).unwrap());
+        [0, 1].map(|me| Area::new(Arc::clone(&segment), layout, me))
+    }
+
+    fn signed(number: u64) -> Signed {
+        Signed { signature: 3 << 59 | number, lists: !number as u32 }
+    }
+
+    #[test]
+    fn what_the_last_launches_signed_is_kept_and_what_has_gone_is_not_taken_for_another() {
+        let [own, other] = two();
+        assert_eq!((other.launched(0), other.signed(0, 1)), ((0, 0), None));
+        for last in 1..=3 * LAUNCHES_KEPT {
+            own.set_launched(last, signed(last));
+            assert_eq!(other.launched(0), (last, 3));
+            for number in 1..=last + 2 {
+                let kept = number <= last && number + LAUNCHES_KEPT - 1 > last;
+                assert_eq!(other.signed(0, number), kept.then(|| signed(number)), "{number} after {last}");
+            }
+        }
+        assert_eq!(other.signed(1, 1), None);
+    }
+
+    #[test]
+    fn a_reader_never_sees_a_signature_of_another_number() {
+        const LAST: u64 = 200_000;
+        let [own, other] = two();
+        std::thread::scope(|scope| {
+            scope.spawn(|| (1..=LAST).for_each(|number| own.set_launched(number, signed(number))));
+            let mut seen = 0;
+            while seen < LAST {
+                seen = other.launched(0).0;
+                for number in seen.saturating_sub(LAUNCHES_KEPT).max(1)..=seen {
+                    let found = other.signed(0, number);
+                    assert!(found.is_none_or(|found| found == signed(number)), "{number}: {found:?}");
+                }
+            }
+        });
     }
 }

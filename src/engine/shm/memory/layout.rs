@@ -32,8 +32,8 @@ pub const INLINE_BYTES: usize = 32;
 /// Two cache lines: x86 prefetches them in pairs, and aarch64 has lines of this size.
 pub const PAIR_OF_LINES: usize = 128;
 /// Control words of a rank, each on its own pair of lines.
-pub const CONTROL_WORDS: usize = 10;
-pub const FAULT_BYTES: usize = 1536;
+pub const CONTROL_WORDS: usize = 11;
+pub const FAULT_BYTES: usize = 1408;
 /// What a rank says about itself when another one asks. With the words and the fault text it fills a page.
 pub const ANSWER_BYTES: usize = 1280;
 /// Payload that fits into an envelope's first line, behind tag and size.

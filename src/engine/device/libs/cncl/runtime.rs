@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use crate::engine::device::communicator::text;
 use crate::engine::device::libs::loader::{Hints, Known, Library, symbols};
-use crate::engine::device::runtime::{Event, Runtime, Stream, milliseconds};
+use crate::engine::device::runtime::{Event, Runtime, Spare, Stream, milliseconds};
 use crate::error::{Error, Result};
 
 pub static KNOWN: Known = Known {
@@ -50,6 +50,7 @@ symbols! {
         queue_wait_notifier = "cnrtQueueWaitNotifier"(Handle, Handle, c_uint) -> Code;
         query_notifier = "cnrtQueryNotifier"(Handle) -> Code;
         elapsed = "cnrtNotifierElapsedTime"(Handle, Handle, *mut f32) -> Code;
+        allocate = "cnrtMalloc"(*mut *mut c_void, usize) -> Code;
         copy_v3 = "cnrtMemcpyAsync_V3"(*mut c_void, *mut c_void, usize, Handle, c_int) -> Code;
         copy_v2 = "cnrtMemcpyAsync_V2"(*mut c_void, *mut c_void, usize, Handle, c_int) -> Code;
         copy = "cnrtMemcpyAsync"(*mut c_void, *mut c_void, usize, Handle, c_int) -> Code;
@@ -59,6 +60,7 @@ symbols! {
 pub struct Cnrt {
     library: Library,
     table: Table,
+    spare: Spare,
 }
 
 impl Cnrt {
@@ -70,7 +72,7 @@ impl Cnrt {
                 return Err(library.lacks(needed)); // a header older than 5 had other names
             }
         }
-        Ok(Arc::new(Cnrt { library, table }))
+        Ok(Arc::new(Cnrt { library, table, spare: Spare::default() }))
     }
 
     fn check(&self, what: &str, code: Code) -> Result<()> {
@@ -200,5 +202,14 @@ impl Runtime for Cnrt {
         // SAFETY: see above; both addresses are of this device for as many bytes, until the queue has passed the copy.
         let code = unsafe { call(to, from, bytes, stream.0 as Handle, DEVICE_TO_DEVICE) };
         self.check("cnrtMemcpyAsync", code)
+    }
+
+    fn spare(&self, device: i32) -> Result<usize> {
+        self.spare.of(device, || {
+            let mut made = std::ptr::null_mut();
+            // SAFETY: see above.
+            let code = unsafe { self.table.allocate.of(&self.library)?(&mut made, Spare::BYTES) };
+            self.check("cnrtMalloc", code).map(|()| made as usize)
+        })
     }
 }

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use crate::engine::device::communicator::text;
 use crate::engine::device::libs::loader::{Hints, Known, Library, symbols};
-use crate::engine::device::runtime::{Event, Runtime, Stream, milliseconds};
+use crate::engine::device::runtime::{Event, Runtime, Spare, Stream, milliseconds};
 use crate::error::{Error, Result};
 
 pub static KNOWN: Known = Known {
@@ -36,6 +36,8 @@ const FLAG_TIME_LINE: u32 = 8;
 /// ACL_STREAM_FAST_LAUNCH and ACL_STREAM_FAST_SYNC, as torch_npu has them.
 const STREAM_FAST: u32 = 1 | 2;
 const DEVICE_TO_DEVICE: c_int = 3;
+/// ACL_MEM_MALLOC_HUGE_FIRST
+const HUGE_FIRST: c_int = 0;
 /// aclmdlRICaptureStatus
 const CAPTURES_NOTHING: c_int = 0;
 
@@ -59,6 +61,7 @@ symbols! {
         event_status = "aclrtQueryEventStatus"(Handle, *mut c_int) -> Code;
         event_elapsed = "aclrtEventElapsedTime"(*mut f32, Handle, Handle) -> Code;
         capture_info = "aclmdlRICaptureGetInfo"(Handle, *mut c_int, *mut Handle) -> Code;
+        allocate = "aclrtMalloc"(*mut *mut c_void, usize, c_int) -> Code;
         copy = "aclrtMemcpyAsync"(*mut c_void, usize, *const c_void, usize, c_int, Handle) -> Code;
     }
 }
@@ -68,13 +71,14 @@ pub struct Acl {
     table: Table,
     /// Events of the older sort that have been recorded: the next record needs a reset.
     used: Mutex<HashSet<usize>>,
+    spare: Spare,
 }
 
 impl Acl {
     pub fn open(hints: &Hints) -> Result<Arc<dyn Runtime>> {
         let library = Library::open(&KNOWN, hints)?;
         let table = Table::load(&library);
-        let acl = Acl { library, table, used: Mutex::default() };
+        let acl = Acl { library, table, used: Mutex::default(), spare: Spare::default() };
         // SAFETY: the runtime's function; null is "no configuration".
         let code = unsafe { acl.table.init.of(&acl.library)?(std::ptr::null()) };
         if code != INITIALISED_BEFORE {
@@ -208,5 +212,14 @@ impl Runtime for Acl {
         // SAFETY: see above; both addresses are of this device for as many bytes, until the stream has passed the copy.
         let code = unsafe { copy(to, bytes, from, bytes, DEVICE_TO_DEVICE, stream.0 as Handle) };
         self.check("aclrtMemcpyAsync", code)
+    }
+
+    fn spare(&self, device: i32) -> Result<usize> {
+        self.spare.of(device, || {
+            let mut made = std::ptr::null_mut();
+            // SAFETY: see above.
+            let code = unsafe { self.table.allocate.of(&self.library)?(&mut made, Spare::BYTES, HUGE_FIRST) };
+            self.check("aclrtMalloc", code).map(|()| made as usize)
+        })
     }
 }

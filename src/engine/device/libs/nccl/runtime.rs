@@ -10,7 +10,7 @@ use cudarc::driver::sys::{CUcontext, CUdevice, CUdeviceptr, CUevent, CUevent_fla
 
 use crate::engine::device::communicator::text;
 use crate::engine::device::libs::loader::{Hints, Known, Library, symbols};
-use crate::engine::device::runtime::{Event, Runtime, Stream, milliseconds};
+use crate::engine::device::runtime::{Event, Runtime, Spare, Stream, milliseconds};
 use crate::error::{Error, Result};
 
 pub static KNOWN: Known = Known {
@@ -49,6 +49,7 @@ symbols! {
         event_record = "cuEventRecord"(CUevent, CUstream) -> Code;
         event_query = "cuEventQuery"(CUevent) -> Code;
         event_elapsed = "cuEventElapsedTime"(*mut f32, CUevent, CUevent) -> Code;
+        allocate = "cuMemAlloc_v2"(*mut CUdeviceptr, usize) -> Code;
         copy = "cuMemcpyDtoDAsync_v2"(CUdeviceptr, CUdeviceptr, usize, CUstream) -> Code;
     }
 }
@@ -59,13 +60,14 @@ pub struct Cuda {
     version: c_int,
     /// Primary contexts by device, kept for the life of the process: torch uses the same ones.
     contexts: Mutex<HashMap<i32, usize>>,
+    spare: Spare,
 }
 
 impl Cuda {
     pub fn open(hints: &Hints) -> Result<Arc<dyn Runtime>> {
         let library = Library::open(&KNOWN, hints)?;
         let table = Table::load(&library);
-        let mut cuda = Cuda { library, table, version: 0, contexts: Mutex::default() };
+        let mut cuda = Cuda { library, table, version: 0, contexts: Mutex::default(), spare: Spare::default() };
         // SAFETY: the driver's functions; the second writes one int.
         let codes = unsafe {
             [cuda.table.init.of(&cuda.library)?(0), cuda.table.driver_version.of(&cuda.library)?(&mut cuda.version)]
@@ -214,5 +216,14 @@ impl Runtime for Cuda {
         // SAFETY: see above; both addresses are of this device for as many bytes, until the stream has passed the copy.
         let code = unsafe { copy(to as CUdeviceptr, from as CUdeviceptr, bytes, stream(on)) };
         self.check("cuMemcpyDtoDAsync", code)
+    }
+
+    fn spare(&self, device: i32) -> Result<usize> {
+        self.spare.of(device, || {
+            let mut made: CUdeviceptr = 0;
+            // SAFETY: see above.
+            let code = unsafe { self.table.allocate.of(&self.library)?(&mut made, Spare::BYTES) };
+            self.check("cuMemAlloc", code).map(|()| made as usize)
+        })
     }
 }

@@ -1,0 +1,106 @@
+//! The calls of one launch, and how they are put on a raw stream.
+
+use std::sync::{Arc, Mutex};
+
+use super::communicator::{Call, Message};
+use super::communicators::DeviceComm;
+use super::engine::DeviceEngine;
+use super::launch::{Job, Launched, launch};
+use super::lock;
+use super::lowered::{Lowered, Placed};
+use super::runtime::Stream;
+use crate::error::Result;
+
+/// The calls of one launch, and what the library was given for them.
+pub(super) struct Parts {
+    pub calls: Vec<Lowered>,
+    /// Host memory that the library was given; it stays until the device has passed the calls.
+    launched: Mutex<Vec<Launched>>,
+}
+
+impl Parts {
+    pub fn of(calls: Vec<Lowered>) -> Arc<Parts> {
+        Arc::new(Parts { calls, launched: Mutex::default() })
+    }
+
+    /// Whether the library reads host memory that this keeps.
+    pub fn keeps_memory(&self) -> bool {
+        lock(&self.launched).iter().any(|launched| !launched.is_empty())
+    }
+
+    /// Puts the calls on a raw stream, as one launch where there are several.
+    pub fn put(
+        &self,
+        engine: &DeviceEngine,
+        communicator: &DeviceComm,
+        placed: &[Placed],
+        stream: Stream,
+    ) -> Result<()> {
+        engine.runtime.set_device(communicator.library().device())?;
+        if let ([call], [place]) = (&self.calls[..], placed) {
+            return self.one(engine, communicator, call, place, stream);
+        }
+        communicator.library().group_start()?;
+        let launched = self.several(engine, communicator, placed, stream);
+        // Also after an error: a group that stays open swallows whatever this thread calls next.
+        let ended = communicator.library().group_end();
+        launched.and(ended)
+    }
+
+    fn one(
+        &self,
+        engine: &DeviceEngine,
+        communicator: &DeviceComm,
+        call: &Lowered,
+        place: &Placed,
+        stream: Stream,
+    ) -> Result<()> {
+        let library = communicator.library();
+        let (send, recv) = call.memory(place);
+        let (lowering, root, factor) = (&call.lowering, call.root, place.factor);
+        let job =
+            Job { lowering, rank: library.rank(), ranks: library.ranks(), root, factor, send: &send, recv: &recv };
+        let launched = launch(library, &*engine.runtime, &job, stream)?;
+        lock(&self.launched).push(launched);
+        Ok(())
+    }
+
+    fn several(
+        &self,
+        engine: &DeviceEngine,
+        communicator: &DeviceComm,
+        placed: &[Placed],
+        stream: Stream,
+    ) -> Result<()> {
+        let me = engine.group.rank() as u32;
+        let mut messages = Vec::new();
+        let (mut sent, mut received) = (Vec::new(), Vec::new());
+        for (call, place) in self.calls.iter().zip(placed) {
+            if !call.kind.is_p2p() {
+                self.one(engine, communicator, call, place, stream)?;
+                continue;
+            }
+            let (send, recv) = call.memory(place);
+            let own = call.peer == me;
+            for (sends, span) in send.iter().map(|span| (true, span)).chain(recv.iter().map(|span| (false, span))) {
+                match (own, sends) {
+                    _ if span.bytes == 0 => {}
+                    (false, _) => messages.push(Message { peer: call.root, sends, addr: span.addr, bytes: span.bytes }),
+                    (true, true) => sent.push(*span),
+                    (true, false) => received.push(*span),
+                }
+            }
+        }
+        // Messages of a rank to itself do not go through the library. The first send matches the first receive, as
+        // `begin` checked.
+        for (from, to) in sent.iter().zip(&received) {
+            engine.runtime.copy(to.addr, from.addr, from.bytes, stream)?;
+        }
+        // Messages under way together cannot wait for one another, whatever their order on the ranks.
+        if !messages.is_empty() {
+            let kept = communicator.library().call(&Call::Exchange(&messages), stream)?;
+            lock(&self.launched).push(Launched::of(kept));
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,207 @@
+"""Ranks that call different operations on their devices. A vendor's library compares nothing, so the group does.
+
+The error shows both calls, before or while the library hangs, and where the library gives numbers that mean nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import net
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Context, launch
+from limits import patience
+from simulated import VENDORS, environment, start
+
+#: The first test builds the simulators, which takes minutes on a busy machine; every job has its own deadline.
+pytestmark = pytest.mark.timeout(900)
+
+Call = Callable[[Any, str, bool], Any]
+#: What each of two ranks calls, and how the error names that.
+Case = tuple[tuple[Call, str], tuple[Call, str]]
+
+
+def reduces(count: int = 4, dtype: torch.dtype = torch.float32, op: Any = dist.ReduceOp.SUM) -> Call:
+    return lambda group, name, a: dist.all_reduce(torch.ones(count, dtype=dtype, device=name), op, group, a)
+
+
+def broadcasts(root: int, count: int = 4) -> Call:
+    return lambda group, name, a: dist.broadcast(torch.ones(count, device=name), root, group, a)
+
+
+def gathers(root: int) -> Call:
+    def call(group: Any, name: str, a: bool) -> Any:
+        outs = [torch.zeros(4, device=name) for _ in range(2)] if dist.get_rank() == root else None
+        return dist.gather(torch.ones(4, device=name), outs, root, group, a)
+
+    return call
+
+
+def region(*calls: Call) -> Call:
+    def call(group: Any, name: str, a: bool) -> Any:
+        with dist._coalescing_manager(group, torch.device(name, 0), async_ops=a) as manager:
+            for each in calls:
+                each(group, name, False)
+        return manager if a else None
+
+    return call
+
+
+def listed(*counts: int) -> Call:
+    return lambda group, name, a: dist.all_reduce_coalesced(
+        [torch.ones(count, device=name) for count in counts], group=group, async_op=a
+    )
+
+
+def typed(*dtypes: torch.dtype) -> Call:
+    """torch's own function refuses several types; its backends need not."""
+
+    def call(group: Any, name: str, a: bool) -> Any:
+        ts = [torch.ones(4, dtype=dtype, device=name) for dtype in dtypes]
+        return group._get_backend(torch.device(name)).allreduce_coalesced(ts, dist.AllreduceCoalescedOptions())
+
+    return call
+
+
+def gathers_uneven(*counts: int) -> Call:
+    def call(group: Any, name: str, a: bool) -> Any:
+        outs = [torch.zeros(count, device=name) for count in counts]
+        return dist.all_gather(outs, torch.ones(counts[dist.get_rank()], device=name), group, a)
+
+    return call
+
+
+ONE_CALL: dict[str, Case] = {
+    "kind": (
+        (reduces(), "all_reduce(16 bytes, float32, SUM)"),
+        (broadcasts(0, 8), "broadcast(32 bytes, root 0)"),
+    ),
+    "root": ((broadcasts(0), "broadcast(16 bytes, root 0)"), (broadcasts(1), "broadcast(16 bytes, root 1)")),
+    "root of messages": ((gathers(0), "gather(16 bytes, root 0)"), (gathers(1), "gather(16 bytes, root 1)")),
+    "op": (
+        (reduces(), "all_reduce(16 bytes, float32, SUM)"),
+        (reduces(op=dist.ReduceOp.MAX), "all_reduce(16 bytes, float32, MAX)"),
+    ),
+    "type": (
+        (reduces(), "all_reduce(16 bytes, float32, SUM)"),
+        (reduces(dtype=torch.int32), "all_reduce(16 bytes, int32, SUM)"),
+    ),
+    "size": (
+        (reduces(), "all_reduce(16 bytes, float32, SUM)"),
+        (reduces(8), "all_reduce(32 bytes, float32, SUM)"),
+    ),
+}
+SEVERAL: dict[str, Case] = {
+    "region": (
+        (region(broadcasts(0), broadcasts(0)), "broadcast(16 bytes, root 0)"),
+        (region(broadcasts(0), broadcasts(1)), "broadcast(16 bytes, root 1)"),
+    ),
+    "list": (
+        (listed(4, 4), "all_reduce(32 bytes, float32, SUM)"),
+        (listed(4, 8), "all_reduce(48 bytes, float32, SUM)"),
+    ),
+    "types in a list": (
+        (
+            typed(torch.float32, torch.int32),
+            "different tensors or lists of sizes to all_reduce(32 bytes, float32, SUM)",
+        ),
+        (
+            typed(torch.float32, torch.float32),
+            "different tensors or lists of sizes to all_reduce(32 bytes, float32, SUM)",
+        ),
+    ),
+    "list of sizes": (
+        (gathers_uneven(3, 5), "passed different tensors or lists of sizes to all_gather(32 bytes)"),
+        (gathers_uneven(5, 3), "passed different tensors or lists of sizes to all_gather(32 bytes)"),
+    ),
+}
+CASES = ONE_CALL | SEVERAL
+
+
+def error_of(group: Any, call: Callable[[], Any]) -> str:
+    """The error of the group: of the call, or of a later one."""
+    end = time.monotonic() + patience(20)
+    try:
+        work = call()
+        if work is not None:
+            work.wait()
+        while time.monotonic() < end:
+            dist.all_reduce(torch.ones(1), group=group)
+            time.sleep(0.02)
+    except Exception as error:
+        return str(error)
+    return "no error"
+
+
+def differ(ctx: Context, vendor: str, cases: list[tuple[str, bool]], timeout: float, hosts: list[str] | None) -> None:
+    import sagellm
+
+    if hosts:
+        with open("/proc/self/ns/net") as home:
+            net.enter(hosts[ctx.rank])
+            store = dist.FileStore(f"{ctx.tmp}/store", ctx.world_size)
+            _, name = start(ctx, vendor, timeout=timedelta(seconds=120), store=store)
+            options = sagellm.Options(vendor=vendor if vendor == "nccl" else "auto")
+            groups = [dist.new_group(timeout=timedelta(seconds=timeout), pg_options=options) for _ in cases]
+            net.enter_file(home)  # the simulators' communicators span no namespaces
+    else:
+        _, name = start(ctx, vendor, timeout=timedelta(seconds=120))
+        options = sagellm.Options(vendor=vendor if vendor == "nccl" else "auto")
+        groups = [dist.new_group(timeout=timedelta(seconds=timeout), pg_options=options) for _ in cases]
+    for (what, asynchronous), group in zip(cases, groups, strict=True):
+        call, _ = CASES[what][ctx.rank]
+        reduces()(group, name, False)
+        torch.accelerator.synchronize()
+        begin = time.monotonic()
+        text = error_of(group, lambda call=call, group=group, a=asynchronous: call(group, name, a))
+        ctx.tell((what, text, time.monotonic() - begin))
+        dist.barrier()  # on the CPU, by the default group
+    ctx.listen()
+    os._exit(0)
+
+
+def both_calls_are_shown(job: Any, cases: list[tuple[str, bool]], limit: float) -> None:
+    for what, asynchronous in cases:
+        for rank in range(2):
+            told, text, took = job.hear(rank, 60)
+            assert told == what
+            for _, shown in CASES[what]:
+                assert shown in text, (what, asynchronous, rank, text)
+            assert "number 2 on their devices" in text or what == "region", text
+            assert took < limit, (what, took)
+    for rank in range(2):
+        job.say(rank, "go")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("vendor", VENDORS)
+def test_rule_05_calls_that_differ_on_devices_fail_with_both(
+    vendor: str, asynchronous: bool, libraries: dict[str, Path]
+) -> None:
+    """Long before the deadline, whatever differs, on both ranks."""
+    cases = [(what, asynchronous) for what in CASES]
+    env = environment(vendor, libraries, SAGELLM_SIM_TIMEOUT_MS="300000")
+    # HCCL's stream keeps the error of a failed operation, so there a process has one case.
+    jobs = [[case] for case in cases] if vendor == "hccl" else [cases]
+    for each in jobs:
+        with launch(differ, 2, vendor, each, 100.0, None, env=env) as job:
+            both_calls_are_shown(job, each, patience(10))
+
+
+@pytest.mark.parametrize("case", [("kind", False), ("size", True), ("list of sizes", True)], ids=str)
+@pytest.mark.parametrize("vendor", VENDORS)
+def test_rule_05_calls_that_differ_on_devices_over_hosts(
+    vendor: str, case: tuple[str, bool], libraries: dict[str, Path], hosts: list[str]
+) -> None:
+    """The ranks compare when they ask each other what they do, before the deadline; the library only hangs."""
+    env = environment(vendor, libraries, SAGELLM_SIM_TIMEOUT_MS="300000", SAGELLM_SIM_HANG_AT="2")
+    env["GLOO_SOCKET_IFNAME"] = net.INTERFACE
+    with launch(differ, 2, vendor, [case], 12.0, hosts, env=env) as job:
+        both_calls_are_shown(job, [case], patience(12))

@@ -1,0 +1,221 @@
+"""The first uses of a communicator, in which a library waits on the host for the other ranks.
+
+The simulators connect ranks at the first launch of a kind, size or way of messages, as NCCL and HCCL do; the
+communicators exist before. Rank 1 comes late, never comes, or dies; or rank 0 is interrupted or aborts the group.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Context, launch, run_fresh
+from limits import patience
+from on_device import holds
+from simulated import VENDORS, environment, start
+
+#: The first test builds the simulators, which takes minutes on a busy machine; every job has its own deadline.
+pytestmark = pytest.mark.timeout(900)
+
+#: Seconds of the groups that elapse.
+TIMEOUT = 3
+#: The library itself would wait for far longer than any test.
+HANGS = {"SAGELLM_SIM_TIMEOUT_MS": "300000"}
+
+
+def firsts(rank: int, name: str, group: Any) -> dict[str, Callable[[], torch.Tensor | None]]:
+    """A first call of each sort in a group of two; its result is all ones, or twos where numbers are added."""
+    ones, two = torch.ones(4, device=name), torch.ones(8, device=name)
+
+    def also(out: torch.Tensor | None, call: Any, *args: Any, **more: Any) -> Callable[[], torch.Tensor | None]:
+        def run() -> torch.Tensor | None:
+            call(*args, group=group, **more)
+            return out
+
+        return run
+
+    def batch() -> torch.Tensor:
+        out = torch.zeros(4, device=name)
+        ops = [dist.P2POp(dist.isend, ones, 1 - rank, group), dist.P2POp(dist.irecv, out, 1 - rank, group)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        return out
+
+    def messages() -> torch.Tensor:
+        # Both ranks send first.
+        out = torch.zeros(4, device=name)
+        works = [dist.isend(ones, 1 - rank, group), dist.irecv(out, 1 - rank, group)]
+        for work in works:
+            work.wait()
+        return out
+
+    def empty(count: int) -> torch.Tensor:
+        return torch.zeros(count, device=name)
+
+    large = torch.ones(1 << 19, device=name)
+    whole, block, swapped, scattered = empty(8), empty(4), empty(8), empty(4)
+    gathered = [empty(4), empty(4)] if rank == 0 else None
+    parts = [ones, ones] if rank == 0 else None
+    return {
+        "all_reduce": also(None, dist.all_reduce, ones.clone()),
+        "large all_reduce": also(None, dist.all_reduce, large),
+        "broadcast": also(None, dist.broadcast, ones.clone(), 1),
+        "reduce": also(None, dist.reduce, ones.clone(), 0),
+        "all_gather": also(whole, dist.all_gather_into_tensor, whole, ones),
+        "gather": also(gathered and gathered[1], dist.gather, ones, gathered, 0),
+        "scatter": also(scattered, dist.scatter, scattered, parts, 0),
+        "reduce_scatter": also(None, dist.reduce_scatter_tensor, block, two),
+        "all_to_all": also(swapped, dist.all_to_all_single, swapped, two),
+        "batch_isend_irecv": batch,
+        "isend and irecv": messages,
+    }
+
+
+SORTS = list(firsts(0, "cpu", None))
+
+
+def made(rank: int, name: str, vendor: str, sort: str, timeout: float = TIMEOUT) -> Any:
+    """A group of ranks 0 and 1 whose communicator exists, and its first call of a sort."""
+    import sagellm
+
+    options = sagellm.Options(vendor=vendor if vendor == "nccl" else "auto")
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=timeout), pg_options=options)
+    backend = group._get_backend(torch.device(name))
+    backend.eager_connect_single_device(torch.device(name, 0))
+    return backend, firsts(rank, name, group)[sort]
+
+
+def together() -> None:
+    """On the CPU, by the default group."""
+    dist.all_reduce(torch.ones(1))
+
+
+def failed(call: Callable[[], Any]) -> tuple[str, str]:
+    """The error with which a call, or the device after it, ends."""
+    try:
+        call()
+        torch.accelerator.synchronize()
+    except BaseException as error:
+        return type(error).__name__, str(error)
+    return "no error", ""
+
+
+def late(ctx: Context, vendor: str) -> None:
+    _, name = start(ctx, vendor)
+    for sort in SORTS:
+        _, call = made(ctx.rank, name, vendor, sort, 60)
+        for turn in range(2):
+            if ctx.rank == 1:
+                time.sleep(0.2)
+            out = call()
+            torch.accelerator.synchronize()
+            if out is not None and turn == 0:
+                holds(out, 1)
+    together()
+
+
+@pytest.mark.parametrize("vendor", VENDORS)
+def test_a_rank_that_comes_late_is_waited_for(vendor: str, libraries: dict[str, Path]) -> None:
+    """Each sort of call, twice; two ranks that both send first do not wait for each other."""
+    run_fresh(late, 2, vendor, env=environment(vendor, libraries), timeout=120)
+
+
+def ended(ctx: Context, vendor: str, how: str) -> list[tuple[str, float, str, str]]:
+    _, name = start(ctx, vendor, timeout=timedelta(seconds=120))
+    found = []
+    for sort in SORTS:
+        backend, call = made(ctx.rank, name, vendor, sort, TIMEOUT if how == "never" else 300)
+        if ctx.rank == 0:
+            begin = time.monotonic()
+            if how != "never":
+                begin += 0.5
+                ends = backend.abort if how == "abort" else lambda: os.kill(os.getpid(), signal.SIGINT)
+                threading.Timer(0.5, ends).start()
+            found.append((sort, *failed(call), time.monotonic() - begin))
+        together()
+    ctx.tell(found)
+    ctx.listen()
+    os._exit(0)
+
+
+@pytest.mark.parametrize("how", ["never", "interrupt", "abort"])
+@pytest.mark.parametrize("vendor", VENDORS)
+def test_rule_35_a_first_call_ends_at_its_deadline_by_a_signal_or_by_an_abort(
+    vendor: str, how: str, libraries: dict[str, Path]
+) -> None:
+    """Rank 1 does not come. The deadline names it; the other two end the call at once."""
+    with launch(ended, 2, vendor, how, env=environment(vendor, libraries, **HANGS)) as job:
+        for sort, kind, text, took in job.hear(0, 120):
+            if how == "never":
+                assert kind == "RuntimeError" or "Timed out" in text, (sort, kind, text)
+                assert f"Timed out after {TIMEOUT}.0 s" in text and "rank 1" in text, (sort, kind, text)
+                assert TIMEOUT * 0.95 < took < TIMEOUT + patience(1), (sort, took)
+            elif how == "interrupt":
+                assert kind == "KeyboardInterrupt", (sort, kind, text)
+                assert took < patience(0.2), (sort, took)
+            else:
+                assert "abort" in text, (sort, kind, text)
+                assert took < patience(1), (sort, took)
+        job.hear(1, 60)
+        for rank in range(2):
+            job.say(rank, "go")
+
+
+def dies(ctx: Context, vendor: str, sort: str) -> None:
+    _, name = start(ctx, vendor, timeout=timedelta(seconds=300))
+    _, call = made(ctx.rank, name, vendor, sort, 300)
+    if ctx.rank == 1:
+        ctx.tell("ready")
+        ctx.listen()
+        os.kill(os.getpid(), signal.SIGKILL)
+    ctx.tell("calls")
+    ctx.tell((*failed(call), time.monotonic()))
+    os._exit(0)
+
+
+@pytest.mark.parametrize("sort", ["all_reduce", "gather", "batch_isend_irecv", "isend and irecv"])
+@pytest.mark.parametrize("vendor", VENDORS)
+def test_a_first_call_ends_when_its_peer_dies(vendor: str, sort: str, libraries: dict[str, Path]) -> None:
+    """With the name of the rank, long before the deadline."""
+    with launch(dies, 2, vendor, sort, env=environment(vendor, libraries, **HANGS)) as job:
+        assert (job.hear(0), job.hear(1)) == ("calls", "ready")
+        begin = time.monotonic()
+        job.say(1, "die")
+        _, text, at = job.hear(0)
+        assert f"rank 1 (pid {job.pid(1)}" in text and "Timed out" not in text, text
+        assert at - begin < patience(1.5), at - begin
+
+
+def stuck(ctx: Context, vendor: str) -> None:
+    if ctx.rank == 1:
+        del os.environ["SAGELLM_SIM_STUCK_AT"]  # the simulator has not read it yet
+    _, name = start(ctx, vendor, timeout=timedelta(seconds=TIMEOUT))
+    value = torch.ones(10, device=name)
+    dist.all_reduce(value)
+    torch.accelerator.synchronize()
+    begin = time.monotonic()
+    ctx.tell((*failed(lambda: dist.all_reduce(value)), time.monotonic() - begin))
+    ctx.listen()
+    os._exit(0)
+
+
+@pytest.mark.parametrize("vendor", ["nccl", "cncl"])
+def test_a_launch_that_does_not_return_is_ended_at_its_deadline(vendor: str, libraries: dict[str, Path]) -> None:
+    """One that connects nothing; HCCL has no abort by which it could be ended."""
+    env = environment(vendor, libraries, SAGELLM_SIM_STUCK_AT="2", **HANGS)
+    with launch(stuck, 2, vendor, env=env) as job:
+        kind, text, took = job.hear(0)
+        assert kind != "no error" and "Timed out after 3.0 s in all_reduce number 2" in text, (kind, text)
+        assert took < TIMEOUT + patience(1), took
+        job.hear(1)
+        for rank in range(2):
+            job.say(rank, "go")
