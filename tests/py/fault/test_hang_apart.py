@@ -130,8 +130,8 @@ def loses_its_store(ctx: Context, waits: bool) -> None:
     ctx.tell("ready")
     ctx.listen()
     if server is not None:
-        server.kill()
-        server.wait()
+        server.send_signal(signal.SIGUSR2)
+        server.wait(patience(10))
     if waits and ctx.rank == 0:
         expect_raises(RuntimeError, lambda: dist.all_reduce(torch.ones(1)))
     else:
@@ -143,7 +143,10 @@ def loses_its_store(ctx: Context, waits: bool) -> None:
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_after_the_end_of_the_stores_server_no_rank_writes_a_trace(waits: bool) -> None:
-    """Each rank looks at the store for questions, and stops when its server has ended; torch would write 25 lines."""
+    """Each rank looks at the store for questions, and stops when its server has ended; torch would write 25 lines.
+
+    It ends between two requests: one that is under way is torch's, trace and all.
+    """
     with launch(loses_its_store, 2, waits, env={"GLOO_SOCKET_IFNAME": "lo"}) as job:
         for word in ("ready", "done"):
             for rank in range(2):

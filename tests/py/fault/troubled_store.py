@@ -1,12 +1,14 @@
 """A server of a store that a test slows down or stops: `python troubled_store.py HOST` prints its port.
 
 Clients connect to a relay in front of it. After SIGUSR1 whatever a client sends reaches the server only `LATE` seconds
-later; SIGSTOP stops both. It ends with the process that started it.
+later; SIGSTOP stops both. At SIGUSR2 it ends, between two requests. It ends with the process that started it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
+import select
 import signal
 import socket
 import sys
@@ -17,6 +19,10 @@ from typing import Any
 #: Seconds for each request, once the store is slow.
 LATE = 2.0
 late = 0.0
+lock = threading.Lock()
+#: Clients, and those of them that wait for an answer.
+clients: list[socket.socket] = []
+waiting: set[socket.socket] = set()
 
 
 def slow_down(*_: Any) -> None:
@@ -24,12 +30,28 @@ def slow_down(*_: Any) -> None:
     late = LATE
 
 
+def end(*_: Any) -> None:
+    asked = select.poll()
+    for each in clients:
+        asked.register(each, select.POLLIN)
+    while True:
+        with lock:
+            if not waiting and not asked.poll(0):
+                os._exit(0)
+        time.sleep(0.001)
+
+
 def pass_on(source: socket.socket, target: socket.socket, is_request: bool) -> None:
     try:
         while data := source.recv(1 << 16):
             if is_request:
+                with lock:
+                    waiting.add(source)
                 time.sleep(late)
             target.sendall(data)
+            if not is_request:
+                with lock:
+                    waiting.discard(target)
     except OSError:
         pass
     for each in (source, target):
@@ -42,6 +64,7 @@ def main() -> None:
     PR_SET_PDEATHSIG = 1
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGUSR1, slow_down)
+    signal.signal(signal.SIGUSR2, end)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     relay = socket.create_server((sys.argv[1], 0))
     print(relay.getsockname()[1], flush=True)
@@ -49,6 +72,7 @@ def main() -> None:
     def serve() -> None:
         while True:
             client, _ = relay.accept()
+            clients.append(client)
             server = socket.create_connection(("127.0.0.1", store.port))
             for each in (client, server):
                 each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
