@@ -199,6 +199,7 @@ impl Comm {
             delegate: String::new(),
             algorithm: String::new(),
             topology: String::new(),
+            addresses: String::new(),
             policy: String::new(),
             settings: Settings::default(),
             soft_timeout: None,

@@ -6,7 +6,9 @@ use std::sync::Arc;
 
 use sagellm::types::{Dtype, Kind, ReduceOp};
 
-use super::{BFP16, Chip, INT16, NOT_SUPPORT, PARA, PTR, RUNTIME, SUCCESS, chip, code_of, comm_of, element, grouped, refuse};
+use super::{
+    BFP16, Chip, INT16, NOT_SUPPORT, PARA, PTR, RUNTIME, SUCCESS, chip, code_of, comm_of, element, grouped, refuse,
+};
 use crate::batch::{self, Entry, Sort};
 use crate::call::{Call, apart};
 use crate::comm::{Comm, Vendor};

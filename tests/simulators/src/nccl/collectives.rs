@@ -9,9 +9,7 @@ use sagellm::reduce::{bf16_to_f32, f16_to_f32};
 use sagellm::types::{Dtype, Kind, ReduceOp};
 
 use super::plugins::Sessions;
-use super::{
-    INVALID_ARGUMENT, INVALID_USAGE, SUCCESS, UNHANDLED_CUDA_ERROR, code_of, in_background, refuse, usable,
-};
+use super::{INVALID_ARGUMENT, INVALID_USAGE, SUCCESS, UNHANDLED_CUDA_ERROR, code_of, in_background, refuse, usable};
 use crate::batch::{self, Entry};
 use crate::call::{Call, apart};
 use crate::comm::{Comm, Fault, Vendor};
