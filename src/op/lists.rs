@@ -3,7 +3,7 @@
 //! goes into the chain of calls (rule 5), and every error that such calls get one by one they get as a list.
 
 use crate::error::Error;
-use crate::types::{Dtype, Kind, Listed, Request};
+use crate::types::{Dtype, Kind, Listed, ReduceOp, Request};
 
 /// Marks the hash of a list of tensors; that of a list of block sizes does not have it.
 const OF_TENSORS: u64 = 1 << 63;
@@ -37,6 +37,13 @@ pub fn of_blocks(kind: Kind, (read, written): (&[usize], &[usize])) -> u64 {
 /// Whether an operation with this signature may have a list.
 pub fn possible(signature: u64) -> bool {
     matches!(Kind::from_u8((signature >> 59) as u8), Some(Kind::AllReduce | Kind::AllGather | Kind::ReduceScatter))
+}
+
+/// Whether the aux words of two headers with this signature differ wherever the lists of their operations do
+/// (`engine/shm/small.rs`).
+pub fn told_by_aux(signature: u64) -> bool {
+    let (kind, op) = (Kind::from_u8((signature >> 59) as u8), signature >> 55 & 0xf);
+    kind == Some(Kind::AllReduce) && op != u64::from(ReduceOp::PremulSum(1.0).code())
 }
 
 /// Hash of a list of tensors: their number, and the size and type of each, in order.

@@ -4,8 +4,6 @@
 //! family, so rank 0 chooses one way for all ranks. A loopback address means another host to each, so it serves only ranks
 //! in one network namespace.
 
-use super::messages::Body;
-
 /// A family of addresses, and whether they are those of the loopback interface.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
@@ -82,37 +80,46 @@ impl Network {
 
 const REMEDY: &str = "Set GLOO_SOCKET_IFNAME on every rank to the interface that leads to the other hosts";
 
+/// A rank as the choice needs it.
+#[derive(Clone, Copy, Debug)]
+pub struct Rank<'a> {
+    pub addresses: &'a Addresses,
+    pub hostname: &'a str,
+    /// The boot of its host, and its network namespace there.
+    pub place: (&'a str, u64),
+}
+
 /// The first way of rank 0's that all ranks have; none where a rank does not say. The error names the first ranks that
 /// cannot be reached, and says what to do.
-pub fn common(bodies: &[&Body]) -> Result<Option<Network>, String> {
-    let who = |rank: usize| format!("rank {rank} on host {}", bodies[rank].identity.hostname);
-    if let Some(rank) = bodies.iter().position(|body| !body.addresses.problem.is_empty()) {
-        return Err(format!("{}: {}. {REMEDY}", who(rank), bodies[rank].addresses.problem));
+pub fn common(ranks: &[Rank]) -> Result<Option<Network>, String> {
+    let who = |rank: usize| format!("rank {rank} on host {}", ranks[rank].hostname);
+    if let Some(rank) = ranks.iter().position(|rank| !rank.addresses.problem.is_empty()) {
+        return Err(format!("{}: {}. {REMEDY}", who(rank), ranks[rank].addresses.problem));
     }
-    if bodies.iter().any(|body| body.addresses.ways.is_empty()) {
+    if ranks.iter().any(|rank| rank.addresses.ways.is_empty()) {
         return Ok(None);
     }
-    let place = |body: &Body| (body.identity.boot_id.clone(), body.identity.netns);
+    let first = ranks[0].addresses;
     // Where a host does not say which it is, its loopback is given the benefit of the doubt.
-    let one_network = bodies.iter().all(|body| place(body) == place(bodies[0]));
-    for (way, _) in bodies[0].addresses.ways.iter().filter(|(way, _)| one_network || !way.is_loopback()) {
-        let places = bodies.iter().map(|body| body.addresses.places(*way)).min().unwrap_or(0);
+    let one_network = ranks.iter().all(|rank| rank.place == ranks[0].place);
+    for (way, _) in first.ways.iter().filter(|(way, _)| one_network || !way.is_loopback()) {
+        let places = ranks.iter().map(|rank| rank.addresses.places(*way)).min().unwrap_or(0);
         if places > 0 {
             return Ok(Some(Network { way: *way, places }));
         }
     }
     let shown = |rank: usize| {
-        let ways = bodies[rank].addresses.ways.iter();
+        let ways = ranks[rank].addresses.ways.iter();
         let listed =
             ways.flat_map(|(way, places)| places.iter().map(move |place| format!("{place} ({})", way.family())));
         listed.collect::<Vec<_>>().join(", ")
     };
-    if let Some(rank) = bodies.iter().position(|body| !body.addresses.reaches_hosts()).filter(|_| !one_network) {
+    if let Some(rank) = ranks.iter().position(|rank| !rank.addresses.reaches_hosts()).filter(|_| !one_network) {
         let (who, shown) = (who(rank), shown(rank));
         return Err(format!("{who} can listen at {shown} alone, where no other host reaches it. {REMEDY}"));
     }
-    let lacks = |body: &&Body| bodies[0].addresses.ways.iter().all(|(way, _)| body.addresses.places(*way) == 0);
-    let other = bodies.iter().position(lacks).unwrap_or(bodies.len() - 1);
+    let lacks = |rank: &Rank| first.ways.iter().all(|(way, _)| rank.addresses.places(*way) == 0);
+    let other = ranks.iter().position(lacks).unwrap_or(ranks.len() - 1);
     Err(format!(
         "the ranks have no family of addresses in common: {} can listen at {}, {} at {}. {REMEDY}, and give it an address \
          of the same family everywhere",
@@ -126,23 +133,16 @@ pub fn common(bodies: &[&Body]) -> Result<Option<Network>, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rendezvous::messages::Identity;
 
-    fn body(host: u64, addresses: &str) -> Body {
-        let mut identity = Identity::here();
-        (identity.boot_id, identity.netns) = ("boot".into(), host);
-        identity.hostname = format!("h{host}");
-        let addresses = Addresses::parse(addresses).unwrap();
-        let (wish, delegate) = (String::new(), "gloo".into());
-        Body { size: 2, identity, wish, delegate, known: Vec::new(), mailbox: Vec::new(), addresses }
+    /// Two ranks, on hosts 1 and 2 or both on host 1.
+    fn common(first: &str, second: &str, apart: bool) -> Result<Option<Network>, String> {
+        let addresses = [first, second].map(|text| Addresses::parse(text).unwrap());
+        let rank = |addresses, host| Rank { addresses, hostname: ["h1", "h2"][host], place: ("boot", host as u64) };
+        super::common(&[rank(&addresses[0], 0), rank(&addresses[1], usize::from(apart))])
     }
 
     #[test]
     fn all_ranks_take_the_first_way_of_rank_0_that_all_have() {
-        let common = |first: &str, second: &str, apart: bool| {
-            let bodies = [body(1, first), body(if apart { 2 } else { 1 }, second)];
-            super::common(&[&bodies[0], &bodies[1]])
-        };
         let network = |way, places| Ok(Some(Network { way, places }));
         assert_eq!(common("4 10.0.0.1\n6 fd77::1", "6 fd77::2\n4 10.0.0.2", true), network(Way::V4, 1));
         assert_eq!(common("4 10.0.0.1\n6 fd77::1", "6 fd77::2", true), network(Way::V6, 1));
@@ -159,8 +159,7 @@ mod tests {
 
     #[test]
     fn the_first_rank_with_a_problem_is_named_with_the_remedy() {
-        let bodies = [body(1, "4 10.0.0.1"), body(2, "! GLOO_SOCKET_IFNAME names 'eth9'")];
-        let text = common(&[&bodies[0], &bodies[1]]).unwrap_err();
+        let text = common("4 10.0.0.1", "! GLOO_SOCKET_IFNAME names 'eth9'", true).unwrap_err();
         assert!(
             text.starts_with("rank 1 on host h2: GLOO_SOCKET_IFNAME names 'eth9'. Set GLOO_SOCKET_IFNAME"),
             "{text}"

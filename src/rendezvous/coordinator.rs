@@ -305,7 +305,8 @@ impl Coordinator<'_, '_> {
         let bodies: Option<Vec<&Body>> =
             self.records.iter().map(|record| record.as_ref().and_then(|record| record.body.as_ref())).collect();
         let Some(bodies) = bodies.filter(|_| config.delegate == Config::LINK) else { return Ok(None) };
-        addresses::common(&bodies).map_err(|what| {
+        let ranks: Vec<addresses::Rank> = bodies.iter().map(|body| body.reached()).collect();
+        addresses::common(&ranks).map_err(|what| {
             Error::System(format!(
                 "sagellm: group '{}' of {} ranks needs connections between them ({reason}), and {what}",
                 config.name, config.size

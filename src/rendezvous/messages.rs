@@ -4,7 +4,7 @@
 //! length, and returns `None` for anything it does not fully understand. The first fields of [`Record`] and
 //! [`DecisionMessage`] never change, so that different versions can report that they differ.
 
-use super::addresses::{Addresses, Network, Way};
+use super::addresses::{Addresses, Network, Rank, Way};
 use crate::engine::shm::memory::segment::Backing;
 use crate::error::cleaned;
 use crate::os::topology;
@@ -170,6 +170,14 @@ pub struct Body {
     pub mailbox: Vec<u8>,
     /// Where the other ranks can reach this one's process.
     pub addresses: Addresses,
+}
+
+impl Body {
+    /// For the choice of addresses.
+    pub fn reached(&self) -> Rank<'_> {
+        let Identity { boot_id, netns, hostname, .. } = &self.identity;
+        Rank { addresses: &self.addresses, hostname, place: (boot_id, *netns) }
+    }
 }
 
 impl Record {

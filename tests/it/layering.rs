@@ -262,7 +262,7 @@ const NAMES: [&str; 9] = ["nccl", "hccl", "cncl", "cuda", "cambricon", "nvidia",
 const WHOLE: [&str; 3] = ["npu", "mlu", "ascend"];
 
 /// The files outside of `engine/device` and `cpp/compat.hpp` in which such a word may stand, with the reason.
-const NAMED: [(&str, &str); 20] = [
+const NAMED: [(&str, &str); 21] = [
     ("setup.py", "where the crate nccl-sys lies"),
     ("src/engine/shm/small.rs", "a source"),
     ("src/algorithms/ring.rs", "a source"),
@@ -276,6 +276,7 @@ const NAMED: [(&str, &str); 20] = [
     ("torch_ext/sagellm/cli/top.py", "the form of a report that people's tools read"),
     ("torch_ext/sagellm/cli/bench.py", "a benchmark whose table is followed"),
     ("torch_ext/sagellm/cli/checks.py", "the names of variables"),
+    ("torch_ext/sagellm/cli/libraries.py", "the names of variables, and which library each is for"),
     ("src/config.rs", "what a variable switches on"),
     ("src/os/topology.rs", "where a driver lists its cards, for the name of a machine"),
     ("torch_ext/sagellm/_register.py", "the values of the option, and a variable of torch"),
@@ -380,8 +381,9 @@ fn the_folders_of_the_cpp_half_include_only_those_below_them() {
 /// Parts of the Python package, from top to bottom: the command line, what observes, and what everything needs.
 const PYTHON_LAYERS: [&str; 6] = ["cli", "parallel", "api", "observe", "protocols", ""];
 
-/// `_register` sets up the log when the first group is made; `_serve_as` writes to it.
-const PYTHON_UPWARD: [(&str, &str); 2] = [("_register.py", "observe"), ("_serve_as.py", "observe")];
+/// `_register` sets up the log when the first group is made; the others write to it.
+const PYTHON_UPWARD: [(&str, &str); 3] =
+    [("_register.py", "observe"), ("_serve_as.py", "observe"), ("_alive.py", "observe")];
 
 #[test]
 fn the_parts_of_the_python_package_import_only_those_below_them() {

@@ -207,7 +207,8 @@ fn earlier_mismatch(area: &Area, op: &Op, peer: usize) -> Error {
         if own.signature != theirs.signature {
             return mismatch(n, me, own.signature, peer, theirs.signature);
         }
-        if own.chain != theirs.chain && agreed && lists::possible(own.signature) {
+        let lists_differ = !lists::told_by_aux(own.signature) || own.aux != theirs.aux;
+        if own.chain != theirs.chain && agreed && lists::possible(own.signature) && lists_differ {
             let sizes = if n == op.number { sizes(me, &op.request) } else { String::new() };
             return Error::Mismatch(format!(
                 "sagellm: rank {me} and rank {peer} passed different lists of sizes to {}, number {n} of their \

@@ -66,7 +66,7 @@ def fails_once(ctx: Context, vendor: str, what: str, how: str) -> None:
     call = CALLS[what][0]
     # Each rank's calls of the library: one all_reduce, then two for the messages, then the one that is refused.
     if how == "refused" and ctx.rank == 0:
-        os.environ["SAGELLM_SIM_REFUSE_AT"] = "5" if what == "message" else "3"
+        os.environ["SAGELLM_SIM_REFUSE_AT"] = "7" if what == "message" else "3"
     device, name = start(ctx, vendor, timeout=timedelta(seconds=DEADLINE), bound=what == "child")
     if what == "child":
         group = dist.split_group(split_ranks=[[0, 1]], timeout=timedelta(seconds=DEADLINE))
