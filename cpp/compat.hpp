@@ -28,8 +28,8 @@
 #define SAGELLM_HAS_WORK_TIMEOUT 1
 #endif
 
-// torch 2.15: completion hooks with their keys, and a way to ask for either kind of hook; ephemeral timeouts, which older
-// versions have for nccl alone.
+// torch 2.15: completion hooks with their keys, and a way to ask for either kind of hook; ephemeral timeouts, which
+// older versions have for nccl alone.
 #if SAGELLM_TORCH_AT_LEAST(2, 15)
 #define SAGELLM_HAS_COMPLETION_HOOKS 1
 #define SAGELLM_HAS_EPHEMERAL_TIMEOUT 1

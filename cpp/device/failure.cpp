@@ -84,7 +84,7 @@ Failure::Threads Failure::threads() const {
   return found;
 }
 
-void Failure::follow(const std::string& error, Threads threads, std::function<void()> abort, bool raised) {
+void Failure::follow(const std::string& error, Threads threads, const std::function<void()>& abort, bool raised) {
   if (followed_.exchange(true)) return;
   const auto what = [self = shared_from_this(), error, threads = std::move(threads), abort, raised] {
     if (self->then_ == OnFailure::kExit && !raised) self->exit(error);

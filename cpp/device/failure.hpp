@@ -48,7 +48,7 @@ class Failure final : public std::enable_shared_from_this<Failure> {
 
   // The group has failed with `error`, while calls of `threads` were under way. Returns at once. Only the first failure
   // of a group is told; `abort` ends the communicators. `raised`: by a call that raises it, so that no process ends.
-  void follow(const std::string& error, Threads threads, std::function<void()> abort, bool raised = false);
+  void follow(const std::string& error, Threads threads, const std::function<void()>& abort, bool raised = false);
   // The program itself is about to end what is under way, on this thread. Returns when its other threads have been
   // told.
   void deliberate(const std::string& error);

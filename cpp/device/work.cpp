@@ -118,7 +118,7 @@ void DeviceRun::end(const std::string& error, bool idle) {
   std::vector<at::Tensor> tensors = take_tensors();
   if (!idle) {
     // The device may still use them, and no event says until when, so they are leaked.
-    new std::vector<at::Tensor>(std::move(tensors));
+    new std::vector<at::Tensor>(std::exchange(tensors, {}));
     new std::shared_ptr<DeviceCall>(launched_.call);
   }
   if (work || !tensors.empty()) DeferredRelease::instance().add(std::move(work), std::move(tensors));

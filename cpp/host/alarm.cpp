@@ -30,6 +30,7 @@ void Alarm::raise(uint64_t group, const std::vector<Thread>& threads, const std:
   if (!python_alive()) return;
   const py::gil_scoped_acquire gil;
   std::vector<pid_t> asked;
+  asked.reserve(threads.size());
   for (const Thread& thread : threads) asked.push_back(thread.id);
   const py::object prepare = py::module_::import("sagellm._failure").attr("prepare");
   const auto [targets, error] = py::cast<std::pair<std::vector<Target>, py::object>>(prepare(asked, text));

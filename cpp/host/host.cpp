@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <torch/csrc/utils/pybind.h>
+#include <charconv>
 #include <cstdio>
 #include <cstdlib>
 #include <deque>
@@ -30,7 +31,12 @@ int socket_of(const c10d::TCPStore& client) {
   const std::string text = store_text(client, 0);
   const std::string before = "SocketImpl(fd=";
   const size_t at = text.find(before);
-  return at == std::string::npos ? -1 : std::atoi(text.c_str() + at + before.size());
+  int socket = -1;
+  if (at != std::string::npos) {
+    // Where no number follows, it stays -1.
+    std::from_chars(text.data() + at + before.size(), text.data() + text.size(), socket);
+  }
+  return socket;
 }
 
 // A connection of ours to the server of the user's TCPStore: a connection serves one caller at a time, and another

@@ -304,8 +304,8 @@ void several(const CallDesc& call, const Carrier& carrier) {
       if (operand->role != Role::kRead) apart_in_itself(call.op, "tensor", tensor);
       same_dtype(call.op, own[0], tensor);
       if (tensor.sizes() != own[0].sizes()) {
-        value_error(call.op, c10::str("a tensor has the shape ", tensor.sizes(), ", expected that of the first of the list, ",
-                                      own[0].sizes()));
+        value_error(call.op, c10::str("a tensor has the shape ", tensor.sizes(),
+                                      ", expected that of the first of the list, ", own[0].sizes()));
       }
     });
   }
